@@ -49,9 +49,9 @@ test: venv
 
 # Numeric tests with the instructions of CPUs without AVX-512, and without AVX2. MKL obeys its setting on Intel CPUs only.
 # ONEDNN_MAX_CPU_ISA=AVX2 disables oneDNN's bfloat16 products.
-NUMERIC := $(wildcard $(addprefix tests/test_,$(addsuffix .py,models transformers_models mxfp4 gguf heads generation \
-	speculation coupled self_draft learner delta_rule pipeline rank_families cache prefix_cache kv_beyond long_prompts \
-	expert_cache host_experts reference sampling tree linear_cpu attention_cpu)))
+NUMERIC := $(wildcard $(addprefix tests/*/test_,$(addsuffix .py,models transformers_models mxfp4 gguf heads \
+	generation speculation coupled self_draft learner delta_rule pipeline rank_families cache prefix_cache kv_beyond \
+	long_prompts expert_cache host_experts reference tree linear_cpu attention_cpu)) tests/test_sampling.py)
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 BASELINE := ATEN_CPU_CAPABILITY=default
 
@@ -69,8 +69,9 @@ $(OLDEST)/installed: setup.py scripts/oldest.py | venv
 	touch $@
 
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal tests/test_models.py tests/test_transformers_models.py \
-		tests/test_formats.py tests/test_gguf.py tests/test_rank_families.py
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal tests/models/test_models.py \
+		tests/models/test_transformers_models.py tests/weights/test_formats.py tests/weights/test_gguf.py \
+		tests/parallel/test_rank_families.py
 
 lint: venv
 	$(PY) -m ruff check .

@@ -11,7 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from hypothesis import settings
-from tiny import Zoo
+from support.tiny import Zoo
 
 from offload_rt.ops import linear
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import sequence_of
+from support.tiny import sequence_of
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import offload_rt.speculate.draft

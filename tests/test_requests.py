@@ -12,7 +12,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 import torch
-from tiny import (
+from support.tiny import (
     CASES,
     add_tokenizer,
     byte_level,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from texts import modifiers
-from tiny import chi_square_p
+from support.texts import modifiers
+from support.tiny import chi_square_p
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,

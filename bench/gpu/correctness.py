@@ -13,14 +13,14 @@ from bench.measure import ROOT
 from offload_rt.ops import extension
 
 EXPECTED_S = 180
-_KERNELS = "tests/test_kernels.py"
+_KERNELS = "tests/ops/test_kernels.py"
 # Test files and the tests in them that need a card.
 ON_CARD = (
     (_KERNELS, "card and not emulated"),
-    ("tests/test_dequantize.py", "card and not emulated"),
-    ("tests/test_lossless.py", "card and not emulated"),
-    ("tests/test_contracts_stream.py", "real and not pretended"),
-    ("tests/test_card.py", "real and not pretended"),
+    ("tests/ops/test_dequantize.py", "card and not emulated"),
+    ("tests/offload/test_lossless.py", "card and not emulated"),
+    ("tests/offload/test_contracts_stream.py", "real and not pretended"),
+    ("tests/engine/test_card.py", "real and not pretended"),
 )
 _PYTEST = (sys.executable, "-m", "pytest", "-o", "addopts=", "-rfE", "--tb=short")
 

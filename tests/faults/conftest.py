@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import speaking_checkpoint
+from support.checkpoints import speaking_checkpoint
 from test_command_line import PROMPT, SMALL
 
 from offload_rt import LLM, SamplingParams

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import llama_tensors, write_file
+from support.checkpoints import llama_tensors, write_file
 from test_command_line import PROMPT
 
 from faults.conftest import Line, Speaks, one_sentence

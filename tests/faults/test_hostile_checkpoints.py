@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import (
+from support.checkpoints import (
     dealt,
     entries_of,
     file_bytes,
@@ -22,11 +22,11 @@ from checkpoints import (
     write_checkpoint,
     write_sharded,
 )
+from support.spoiling import spoil_bytes, spoil_json, spoil_length, spoil_text, spoil_value
 from test_checkpoint import check_bytes
 from test_command_line import PROMPT
 
 from faults.conftest import Line, one_sentence
-from faults.spoiling import spoil_bytes, spoil_json, spoil_length, spoil_text, spoil_value
 from offload_rt.errors import OffloadError
 from offload_rt.models.families import spec_of
 from offload_rt.text.detokenize import TextStream, encode, load_tokenizer

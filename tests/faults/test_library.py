@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import llama_config, llama_tensors, speaking_checkpoint, write_checkpoint
+from support.checkpoints import llama_config, llama_tensors, speaking_checkpoint, write_checkpoint
 from test_command_line import PROMPT, SMALL
 
 from faults.conftest import Line, one_sentence

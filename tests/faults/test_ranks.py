@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_ranks import PATIENCE_S, Rank, started
+from support.run_ranks import PATIENCE_S, Rank, started
 from test_command_line import surroundings
 
 # What runs go on with until they are stopped.

@@ -1,0 +1,409 @@
+"""The bench for a card, as far as it goes without one: models of a shape, sections, and the table
+made from results.
+"""
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import expand
+import pytest
+import torch
+from support.pretended_card import _Copies, pretended_card
+from support.processes import is_soon_over, is_written
+from support.tiny import keep_steady
+from transformers import Qwen3MoeConfig
+
+from bench.gpu import (
+    attention,
+    correctness,
+    experts,
+    formats,
+    generation,
+    onchip,
+    paced,
+    shapes,
+    streamed,
+    timing,
+)
+from bench.gpu.__main__ import _is_measured, run_section
+from bench.gpu.table import table, written_into
+from bench.measure import UNKNOWN, Spread, commit
+from offload_rt import LLM, SamplingParams
+from offload_rt.weights.checkpoint import open_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = [5, 300, 17, 511, 42]
+FEW_A_PASS = {"tree_size": 8, "tree_depth": 3}  # so that passes of a short text are timed
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Expanded checkpoints lie in a folder of this test, at a size that a test can bear."""
+    home = tmp_path_factory.mktemp("shapes")
+
+    def written(source, shape, *sizes):
+        out = home / source.name
+        if not out.exists():
+            n = str(shapes._N_OWN[source] + 1)
+            assert expand.main(["--source", str(source), "--out", str(out), "--layers", n]) == 0
+        return out
+
+    return written
+
+
+def test_a_repeated_layer_changes_nothing(small):
+    with LLM(
+        str(shapes.TARGET), device="cpu", dtype="float32", drafter="none", max_model_len=64
+    ) as llm:
+        want = llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].token_ids
+    target = small(shapes.TARGET, "")
+    with shapes.opened(
+        target, 11, device="cpu", dtype="float32", drafter="none", max_model_len=64
+    ) as llm:
+        assert len(llm.plan.tiers) == 11
+        assert llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].token_ids == want
+
+
+def test_a_model_of_as_many_layers_as_it_has_is_as_it_is():
+    checkpoint = open_checkpoint(shapes.DRAFT)
+    assert shapes.repeated(checkpoint, len(checkpoint.layers)).layers == checkpoint.layers
+
+
+def told(measure):
+    """What a section prints, as it grows."""
+    return [json.loads(json.dumps(found)) for found in measure]
+
+
+def test_the_section_of_experts_runs(monkeypatch):
+    sizes = {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_experts": 16,
+        "num_hidden_layers": 6,
+        "vocab_size": 512,
+    }
+    config = Qwen3MoeConfig(
+        **sizes, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+    )
+    monkeypatch.setattr(experts, "configs", lambda nbytes: {"some": config})
+    # grouped products of 16 bits are a card's alone
+    monkeypatch.setattr(experts, "WAYS", experts.WAYS[1:])
+    with pretended_card(monkeypatch):
+        *_, found = told(experts.measure(experts.Shapes(0, "268MiB", ("some",), 4, 1)))
+    assert len(found) == 2 and found["some, all moved"]["same"]
+    assert all(one["seconds"]["median"] > 0 for one in found.values())
+    assert found["some, host computes some"]["host_s"] and found["some, all moved"]["n_slots"]
+
+
+def test_the_section_of_passes_runs(small, monkeypatch):
+    """The link is measured while no layer crosses it."""
+    opened = []
+    are_parked = []
+
+    @contextmanager
+    def watched(*args, **settings):
+        with shapes.opened(*args, **settings) as llm:
+            opened.append(llm)
+            yield llm
+
+    def link_gbps(device):
+        are_parked.append(opened[-1].engine.runner.streamer._is_parked)
+        return 1.0
+
+    monkeypatch.setattr(streamed, "written", small)
+    monkeypatch.setattr(streamed, "opened", watched)
+    monkeypatch.setattr(streamed, "link_gbps", link_gbps)
+    with pretended_card(monkeypatch):
+        found = told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1, 8))))
+    assert are_parked == [True, True]
+    assert found[-1]["plan"]["streamed_layers"] > 0 and found[-1]["plan"]["streamed_bytes"] > 0
+    assert [[one["rows"] for one in each["passes"]] for each in found] == [[1], [1, 8]]
+
+
+def test_the_section_of_a_paced_link_says_so(small, monkeypatch):
+    monkeypatch.setattr(paced, "written", small)
+    monkeypatch.setattr(paced, "PacedDevice", lambda _: _Copies())
+    monkeypatch.setattr(paced, "paced_gbps", lambda device: 25.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    with pretended_card(monkeypatch):
+        (found,) = told(paced.measure(streamed.Shapes("", 11, "275MiB", (1,))))
+    assert (
+        found["link"] == "a card, link paced to 25 GB/s" and found["passes"][0]["link_gbps"] == 25.0
+    )
+
+
+def test_the_section_of_formats_runs(small, monkeypatch):
+    """A way that fails does not end the others."""
+    sizes = streamed.Shapes("", 11, "275MiB", (1,))
+    ways = {
+        "lossless": (None, replace(sizes, settings=(("link_format", "lossless"),))),
+        "int4": ("gptq", replace(sizes, device_memory="286MiB")),
+        "host": (None, replace(sizes, context=600, settings=(("kv_memory", "4MiB"),))),
+    }
+    monkeypatch.setattr(formats, "written", small)
+    monkeypatch.setattr(formats, "link_gbps", lambda device: 1.0)
+    with pretended_card(monkeypatch):
+        found = told(formats.measure(ways))[-1]
+    assert "no kernel decodes lossless weights" in found["lossless"]["failed"]
+    assert "passes" in found["host"] and "passes" in found["int4"], found
+    plain = found["host"]["passes"][0]["floor_s"]
+    quantised = found["int4"]["passes"][0]["floor_s"]
+    assert quantised < 0.5 * plain
+
+
+def test_correctness_keeps_the_whole_output_and_its_end(monkeypatch, capfd):
+    monkeypatch.setattr(correctness, "ON_CARD", (("tests/test_no_such_file.py", "card"),))
+    monkeypatch.setattr(correctness, "shutil", SimpleNamespace(which=lambda _: None))
+    monkeypatch.setattr(correctness.extension, "missing", lambda: "no card")
+    found = told(correctness.measure())[-1]
+    assert found["kernels"] == "no card" and found["memory checker"] == "not installed"
+    assert found["tests/test_no_such_file.py"].endswith("exit code 4")
+    assert "no tests ran" in capfd.readouterr().err
+
+
+def test_calls_are_timed_in_a_graph(monkeypatch):
+    """Launches of the host do not count: small work would measure nothing else."""
+    calls = []
+    is_capturing = []
+
+    @contextmanager
+    def graph(_):
+        is_capturing.append(True)
+        yield
+        is_capturing.clear()
+
+    class Event:
+        def __init__(self, **_):
+            self.record = self.synchronize = lambda: None
+            self.elapsed_time = lambda _: 40.0
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(
+        torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: calls.append("replay"))
+    )
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    spread = timing.seconds(lambda: calls.append(bool(is_capturing)), repeats=2, warm_up=1)
+    assert calls == [False, *[True] * 20, *["replay"] * 3]
+    assert spread.median == pytest.approx(0.002)
+
+
+def test_the_section_of_generation_runs(small, monkeypatch):
+    monkeypatch.setattr(generation, "written", small)
+    monkeypatch.setattr(generation, "opened", partial(shapes.opened, **FEW_A_PASS))
+    keep_steady(monkeypatch)
+    with pretended_card(monkeypatch):
+        found = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 8)))
+    assert (
+        found[-1]["plan"]["streamed_layers"] > 0
+        and found[-1]["acceptance"] == "of the demonstration pair"
+    )
+    grown = [
+        [(one["temperature"], len(one["runs"])) for one in each["generation"]] for each in found
+    ]
+    assert grown == [[(0.0, 1)], [(0.0, 1), (0.6, 1)]]
+
+
+def test_layers_of_the_disk_are_refused(small, monkeypatch):
+    monkeypatch.setattr(streamed, "written", small)
+    monkeypatch.setattr(shapes, "opened", partial(shapes.opened, host_memory="20MiB"))
+    monkeypatch.setattr(streamed, "opened", shapes.opened)
+    with pretended_card(monkeypatch), pytest.raises(RuntimeError, match="lie on the disk"):
+        told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1,))))
+
+
+def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
+    monkeypatch.setattr(onchip, "written", small)
+    monkeypatch.setattr(onchip, "device_gbps", lambda: 1.0)
+    time_passes = LLM.time_passes
+    time_plain = LLM.time_plain
+    monkeypatch.setattr(
+        LLM, "time_passes", lambda llm, tree, context, _: time_passes(llm, tree, context, 1)
+    )
+    monkeypatch.setattr(LLM, "time_plain", lambda llm, context, _: time_plain(llm, context, 1))
+    monkeypatch.setattr(onchip, "opened", partial(shapes.opened, **FEW_A_PASS))
+    keep_steady(monkeypatch)
+    with pretended_card(monkeypatch):
+        targets = (("llama-2-7b", 8, 1e9), ("llama-33b", 60, 65e9))
+        found = told(onchip.measure(onchip.Shapes(targets, 12, (1, 8))))
+    shape, left_out = found[-1]["shapes"]
+    assert left_out == {"shape": "llama-33b", "left out": "65 GB of weights, 4 GB are free"}
+    assert shape["floor_s"] > 0 and set(shape["levels"]) == {"1", "8"} and shape["times_faster"] > 0
+
+
+def test_the_section_of_attention_runs(monkeypatch):
+    """Every kernel once; with a clock by which a product and a copy take a second, and each
+    attention two.
+    """
+
+    def no_compiler(*_):
+        raise RuntimeError("no compiler")
+
+    def captured(work):
+        work()
+        return work
+
+    def in_turn(replays):
+        return {
+            name: Spread.of([1.0 if name in (attention._PRODUCT, attention._COPY) else 2.0])
+            for name in replays
+        }
+
+    monkeypatch.setattr(attention, "captured", captured)
+    monkeypatch.setattr(attention, "in_turn", in_turn)
+    monkeypatch.setattr(attention, "_flex", no_compiler)
+    with pretended_card(monkeypatch):
+        found = told(attention.measure(attention.Shapes((3, 1), 4, 2, 64, 10, 16, 1024)))
+    assert [list(each) for each in found] == [["3"], ["3", "1"]]
+    three = found[-1]["3"]
+    one = found[-1]["1"]
+    assert three["flex_attention"] == {"failed": "no compiler"}
+    assert {name for name, value in three.items() if "median" in value} == {
+        "tree_attention",
+        "flash, no mask",
+        "sdpa, dense mask",
+        "sdpa, dense mask, groups as rows",
+        attention._PRODUCT,
+        attention._COPY,
+    }
+    # The root sees itself and each of its two descendants as many as are above it.
+    depths = [len(shapes.random_tree(3).path_to(node)) for node in range(3)]
+    n_pairs = 3 * 10 + sum(depths) + 3
+    floor = {
+        "products": 4 * 4 * 64 * n_pairs / (2 * 16**3),
+        "memory": 2 * 64 * 2 * (4 * 3 + 2 * 13) / 2048,
+    }
+    assert three["floor"] == pytest.approx(floor | {"seconds": max(floor.values())})
+    assert three["tree_attention against"] == {
+        "floor": 2 / three["floor"]["seconds"],
+        "flash, no mask": 1.0,
+    }
+    assert not any("failed" in value for value in one.values())
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("print('{\"a\": 1}'); print('{\"a\": 2}')", {"result": {"a": 2}}),
+        ("print('{\"a\": 1}'); print('[W1 a warning]')", {"result": {"a": 1}}),
+        (
+            "print('{\"a\": 1}'); raise SystemExit('no room')",
+            {"result": {"a": 1}, "failed": "no room"},
+        ),
+        ("raise SystemExit(7)", {"failed": "exit code 7"}),
+        ("", {"failed": "it printed nothing"}),
+    ],
+)
+def test_what_a_section_found_is_kept(code, expected, tmp_path):
+    assert run_section([sys.executable, "-c", code], 60, tmp_path / "log") == expected
+
+
+def test_a_section_whose_time_is_over_ends_with_all_it_started(tmp_path, monkeypatch):
+    """It is over when the section has started another process."""
+    pid = tmp_path / "pid"
+    wait = subprocess.Popen.wait
+
+    def waited(process, timeout=None):
+        while timeout and not is_written(pid):
+            assert process.poll() is None
+        return wait(process, timeout and 0.0)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", waited)
+    child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = (
+        "import subprocess, sys; print('{\"a\": 1}', flush=True);"
+        f" subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    found = run_section([sys.executable, "-c", code], 5, tmp_path / "log")
+    assert found == {"failed": "took more than 5 s", "result": {"a": 1}}
+    assert is_soon_over(int(pid.read_text()))
+
+
+def test_what_failed_or_is_of_another_commit_is_measured_again(tmp_path):
+    path = tmp_path / "streamed.json"
+    assert not _is_measured(path, "abc")
+    for entry, now, is_measured in (
+        ({"commit": "abc"}, "abc", True),
+        ({"commit": "abc"}, "abd", False),
+        ({"commit": "abc", "failed": "no room"}, "abc", False),
+        ({"commit": UNKNOWN}, UNKNOWN, False),
+    ):
+        path.write_text(json.dumps(entry))
+        assert _is_measured(path, now) == is_measured
+
+
+def test_the_commit_can_be_said_where_there_is_no_git(monkeypatch):
+    monkeypatch.delenv("OFFLOAD_RT_COMMIT", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert commit() == UNKNOWN
+    monkeypatch.setenv("OFFLOAD_RT_COMMIT", "abc1234")
+    assert commit() == "abc1234"
+
+
+def test_the_table_says_what_is_missing(tmp_path):
+    made = table(tmp_path)
+    assert made.startswith("Nothing has been measured on a card yet.")
+    assert made.count("not measured yet") == made.count("\n") - 3
+
+
+def test_the_table_shows_figures_and_failures(tmp_path):
+    about = {"device": "a card", "torch": "2", "commit": "abc"}
+    passes = [
+        {"rows": 1, "seconds": [2.0, 2.02], "floor_s": 1.99, "link_gbps": 50.0},
+        {"rows": 768, "seconds": [2.1], "floor_s": 2},
+    ]
+    runs = {"temperature": 0.0, "times_faster": 11.0, "runs": [{"link_busy": 0.98}]}
+    slow = {
+        "tree_attention": {"median": 1.0},
+        "flash, no mask": {"median": 0.8},
+        "flex_attention": {"failed": "?"},
+    }
+    sdpa = {
+        "sdpa, dense mask": {"median": 9.0},
+        "sdpa, dense mask, groups as rows": {"median": 3.0},
+    }
+    against = {"tree_attention against": {"flash, no mask": 1.25, "floor": 1.6}}
+    results = {
+        "streamed": {"result": {"passes": passes}},
+        "generation": {"result": {"generation": [runs]}, "failed": "took more than 200 s"},
+        "attention": {"result": {"768": slow | sdpa | against}},
+        "correctness": {
+            "result": {"tests": "9 passed", "memory checker": "0 errors | exit code 0"}
+        },
+        "peers": {"failed": "no | room"},
+    }
+    for name, entry in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(about | entry))
+    made = table(tmp_path)
+    for words in (
+        "abc",
+        "1.010",
+        "1.045",
+        "98.0%",
+        "11.00x at T=0.0",
+        "failed: no / room",
+        "not measured yet",
+        "3.00x faster; 1.25x its time; 1.60x the floor",
+        "memory checker: 0 errors / exit code 0",
+    ):
+        assert words in made
+    assert {line.count("|") for line in made.splitlines()[2:]} == {4}
+
+
+def test_the_readme_has_the_table_of_the_results_that_are_there():
+    text = (ROOT / "README.md").read_text()
+    assert written_into(text, table(ROOT / "bench/results/gpu")) == text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_it_says_so(monkeypatch, capsys):
+    from bench.gpu import __main__
+
+    monkeypatch.setattr("sys.argv", ["bench.gpu"])
+    assert __main__.main() == 3
+    assert "needs a CUDA device" in capsys.readouterr().err

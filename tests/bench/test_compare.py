@@ -1,0 +1,367 @@
+"""The comparison of systems: what its figures are made of, peers that fail, and one run of two real
+ones.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.checkpoints import speaking_checkpoint
+from transformers import AutoModelForCausalLM
+
+from bench.compare import chart, contract, outcome
+from bench.compare.contract import Answer, Job, Report, Supply
+from bench.compare.llama_cpp import LlamaCppPeer
+from bench.compare.outcome import Parting, Row, Run
+from bench.measure import AVX2_ENVIRONMENT, ROOT, gguf_model, run_json
+from offload_rt.weights.checkpoint import open_checkpoint
+from scripts import compare
+
+PEERS = contract.names()
+DEMO = ROOT / "models/demo-target"
+
+
+def run_of(
+    token_ids: list[int],
+    arrivals: list[tuple[float, int]],
+    source: str = "disk",
+    nbytes: int = 10**9,
+) -> Run:
+    return Run(
+        Report(1.0, Supply(source, nbytes), [Answer(token_ids, arrivals)], [8 * 10**9], 0, {}), 5
+    )
+
+
+def test_the_first_pass_is_the_prompts_and_not_counted() -> None:
+    run = run_of([1, 2, 3, 4, 5, 6], [(9.0, 2), (10.0, 5), (11.0, 6)])
+    assert run.seconds_per_token == pytest.approx(2 / 4)
+    assert run.tokens_per_pass == 2
+
+
+def test_an_answer_of_one_pass_has_figures_too() -> None:
+    run = run_of([1, 2], [(3.0, 2)])
+    assert (run.seconds_per_token, run.tokens_per_pass) == (1.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "where"),
+    [
+        ([1, 2], [1, 2], None),
+        ([], [], None),
+        ([1, 3], [1, 2], 1),
+        ([1], [1, 2], 1),
+        ([1, 2, 3], [1, 2], 2),
+    ],
+)
+def test_where_answers_part(one: list[int], other: list[int], where: int | None) -> None:
+    assert outcome.parting(one, other) == where
+
+
+def test_rows_have_a_floor_and_are_sorted_by_kind_then_speed() -> None:
+    fast = [(1.0, 1), (2.0, 3)]
+    slow = [(1.0, 1), (2.0, 2), (3.0, 3)]
+    runs = {
+        "transformers_resident": [run_of([1, 2, 3], slow, "memory")],
+        "offload_rt_speculative": [run_of([1, 2, 4], fast)],
+        "vllm_prefetch": [],
+    }
+    gbps = {"disk": [1.0, 2.0, 3.0], "memory": [10.0]}
+    found = outcome.rows(list(runs), runs, {"vllm_prefetch": "not installed: vllm"}, gbps)
+    plain, drafted, missing = found
+    # faster, but of another kind
+    assert (drafted.name, missing.name) == ("offload_rt_speculative", "vllm_prefetch")
+    # 1 GB at 3 GB/s at best, for two tokens a pass
+    assert drafted.floor_s == pytest.approx(1 / 3 / 2)
+    assert plain.floor_s == pytest.approx(0.1)
+    assert drafted.parted == (Parting(0, 2),) and plain.parted == ()
+    lines = outcome.table(found).splitlines()
+    assert "parts at token 3 of prompt 1" in lines[3] and "2.67 GB" not in lines[3]
+    assert "did not run: not installed: vllm" in lines[4]
+    assert [Row.of(json.loads(json.dumps(row.entry()))) for row in found] == found
+
+
+def test_a_model_that_fits_into_the_budget_has_a_table_and_a_chart(tmp_path: Path) -> None:
+    """Nothing moves then, and a system that would read the disk has no floor."""
+    runs = {"accelerate_disk": [run_of([1, 2], [(1.0, 1), (2.0, 2)], "disk", 0)]}
+    found = outcome.rows(list(runs), runs, {}, {"disk": [0.0]})
+    assert found[0].floor_s == 0 and "| -       |" in outcome.table(found)
+    chart.draw(found, "title", tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        (
+            RuntimeError(
+                "-m x failed with exit code 1: a.CapacityError: too small; set --device-memory to 5"
+            ),
+            "--budget to 5",
+        ),
+        (subprocess.CalledProcessError(2, ["expand"]), 2),
+    ],
+)
+def test_what_cannot_be_compared_is_one_sentence(
+    fails: Exception, told: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise fails
+
+    monkeypatch.setattr("sys.argv", ["compare", "--model", str(speaking_checkpoint(tmp_path))])
+    monkeypatch.setattr(compare, "run_all", fail)
+    with pytest.raises(SystemExit) as caught:
+        compare.main()
+    code = caught.value.code
+    assert code == told if isinstance(told, int) else code == f"error: too small; set {told}"
+
+
+def test_a_model_without_a_tokenizer_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (speaking_checkpoint(tmp_path) / "tokenizer.json").unlink()
+    monkeypatch.setattr("sys.argv", ["compare", "--model", str(tmp_path)])
+    with pytest.raises(SystemExit, match="has no tokenizer"):
+        compare.main()
+
+
+def test_a_job_and_a_report_survive_the_way_to_another_process(tmp_path: Path) -> None:
+    job = Job(tmp_path / "m", tmp_path / "p", tmp_path / "d", 7, 3, 256, tmp_path)
+    assert Job.of(job.text()) == job
+    report = run_of([1, 2], [(0.5, 1), (0.75, 2)]).report
+    assert Report.of(json.loads(report.text())) == report
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_keeps_the_contract_where_its_packages_are_missing_too(name: str) -> None:
+    peer = contract.find(name)
+    assert peer.TITLE and all(isinstance(one, str) for one in peer.PACKAGES)
+    assert callable(peer.load)
+    assert contract.refusal(peer) is None or len(contract.refusal(peer)) > 10
+
+
+def test_a_missing_package_is_the_reason() -> None:
+    peer = SimpleNamespace(TITLE="t", PACKAGES=("json", "no_such_package"), unfit=lambda: None)
+    assert contract.refusal(peer) == "not installed: no_such_package"
+    peer.PACKAGES = ("json",)
+    peer.unfit = lambda: "no card"
+    assert contract.refusal(peer) == "no card"
+
+
+def test_a_peer_that_fails_is_a_row_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def fail(name: str, *_: object) -> Run:
+        tried.append(name)
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
+    monkeypatch.setattr(compare, "run_peer", fail)
+    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 256, tmp_path)
+    found = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), ["offload_rt_plain"])
+    assert found.reasons == {"offload_rt_plain": "out of luck"}
+    assert tried == ["offload_rt_plain"]
+    rows = outcome.rows(["offload_rt_plain"], found.runs, found.reasons, found.gbps)
+    assert "did not run: out of luck" in outcome.table(rows)
+    assert compare.ratios(found, compare.decode_rate) == {}
+
+
+def test_rounds_begin_with_another_peer_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = []
+    run = run_of([1, 2], [(1.0, 1), (2.0, 2)])
+    monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
+    monkeypatch.setattr(
+        compare, "run_peer", lambda name, job, prompts, *_: turns.append((prompts, name)) or run
+    )
+    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 256, tmp_path)
+    peers = ["offload_rt_plain", "offload_rt_speculative", "transformers_resident"]
+    found = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), peers)
+    assert turns == [([[1]], name) for name in peers] + [
+        ([[2]], name) for name in (*peers[1:], peers[0])
+    ]
+    of_its_kind = {
+        "offload_rt_plain": {"transformers_resident": [1.0, 1.0]},
+        "offload_rt_speculative": {},
+    }
+    assert compare.ratios(found, compare.decode_rate) == of_its_kind
+
+
+def test_systems_that_draft_are_compared_with_their_kind(tmp_path: Path) -> None:
+    slow = run_of([1, 2], [(1.0, 1), (3.0, 2)])
+    fast = run_of([1, 2], [(1.0, 1), (2.0, 2)])
+    runs = {
+        "offload_rt_plain": [fast], "offload_rt_speculative": [fast], "accelerate_disk": [slow],
+        "accelerate_disk_assisted": [slow], "transformers_resident": [],
+    }  # fmt: skip
+    assert compare.ratios(compare.Results({}, runs, {}), compare.decode_rate) == {
+        "offload_rt_plain": {"accelerate_disk": [2.0]},
+        "offload_rt_speculative": {"accelerate_disk_assisted": [2.0]},
+    }
+
+
+def test_the_recorded_comparison_can_be_drawn_again(tmp_path: Path) -> None:
+    told = json.loads((ROOT / "bench/results/compare.jsonl").read_text().splitlines()[-1])
+    chart.draw(
+        [Row.of(entry) for entry in told["rows"]], chart.caption(told), tmp_path / "chart.png"
+    )
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_process_joins_the_control_group_it_is_given(tmp_path: Path) -> None:
+    done = run_json(
+        ["-c", "import json, os; print(json.dumps({'pid': os.getpid()}))"], cgroup=tmp_path
+    )
+    assert int((tmp_path / "cgroup.procs").read_text()) == done.result["pid"]
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory.limit_in_bytes"])
+def test_peers_of_a_gguf_file_get_one_file_and_the_limit_of_their_control_group(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget of offload_rt leaves room for its imports; a newer checkpoint replaces the
+    file.
+    """
+    model = speaking_checkpoint(tmp_path / "model")
+    limit = 3 << 30
+    asked = []
+
+    def fail(course: compare.Course, peers: Sequence[str]) -> None:
+        asked.append(
+            (
+                course,
+                peers,
+                os.environ["ATEN_CPU_CAPABILITY"],
+                open_checkpoint(course.job.model).nbytes,
+            )
+        )
+        raise RuntimeError("far enough")
+
+    (tmp_path / name).write_text(f"{limit}\n")
+    flags = ["--model", str(model), "--gguf", "F32", "--cgroup", str(tmp_path), "--avx2"]
+    monkeypatch.setattr("sys.argv", ["compare", *flags])
+    monkeypatch.setattr(compare, "run_all", fail)
+    with pytest.raises(SystemExit, match="far enough"):
+        compare.main()
+    ((course, peers, isa, nbytes),) = asked
+    assert course.job.model == course.job.plain and course.job.model.suffix == ".gguf"
+    assert nbytes == open_checkpoint(model).nbytes
+    assert course.job.limit == limit and limit // 2 < course.job.budget < limit - (100 << 20)
+    assert course.cgroup == tmp_path and peers == compare.READ_GGUF and isa == "avx2"
+
+
+def test_a_kept_gguf_file_is_written_again_when_its_checkpoint_is_newer(tmp_path: Path) -> None:
+    model = speaking_checkpoint(tmp_path / "model")
+    path = gguf_model(model, "F16", tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(b"")
+    os.utime(path, ns=(0, 2 * (model / "config.json").stat().st_mtime_ns))
+    assert gguf_model(model, "F16", tmp_path).read_bytes() == b""
+    os.utime(path, ns=(0, 0))
+    assert gguf_model(model, "F16", tmp_path).read_bytes() == content
+
+
+class FakeLlama:
+    """Answers as llama_cpp.Llama does: a pass for the prompt, then passes over a token and three
+    drafted ones.
+    """
+
+    def reset(self) -> None:
+        self.passes: list[list[int]] = []
+
+    def eval(self, tokens: list[int]) -> None:
+        self.passes.append(list(tokens))
+
+    def generate(self, tokens: list[int], temp: float) -> Iterator[int]:
+        self.eval(tokens)
+        yield 10
+        for first in itertools.count(11, 3):
+            self.eval([first - 1, 0, 0])
+            yield from range(first, first + 3)
+
+    def token_eos(self) -> int:
+        return 17
+
+
+def test_tokens_of_one_llama_cpp_pass_arrive_together() -> None:
+    peer = LlamaCppPeer(FakeLlama(), Supply("memory", 1))
+    answer = peer.generate([1, 2], 6)
+    assert answer.token_ids == [10, 11, 12, 13, 14, 15]
+    assert [n for _, n in answer.arrivals] == [1, 4, 6]
+    assert peer.generate([1, 2], 99).token_ids[-1] == 17  # the end token
+
+
+def test_a_llama_cpp_built_with_avx_512_takes_no_part_in_a_comparison_of_avx2(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = {"with": b"AVX2 = 1 | AVX512 = 1 | ", "without": b"AVX2 = 1 | "}
+    for environment, kind, is_refused in (
+        (AVX2_ENVIRONMENT, "with", True),
+        (AVX2_ENVIRONMENT, "without", False),
+        ({}, "with", False),
+    ):
+        with monkeypatch.context() as patch:
+            for name in AVX2_ENVIRONMENT:
+                patch.delenv(name, raising=False)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            module = SimpleNamespace(llama_print_system_info=lambda kind=kind: built[kind])
+            patch.setitem(sys.modules, "llama_cpp", module)
+            assert (contract.find("llama_cpp").unfit() is not None) == is_refused
+
+
+def test_llama_cpp_continues_as_transformers_does(tmp_path: Path) -> None:
+    """With and without a draft, in float32; the prompt pass and the passes of one token."""
+    pytest.importorskip("llama_cpp")
+    AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).save_pretrained(
+        tmp_path / "float32"
+    )
+    path = gguf_model(DEMO, "F32", tmp_path)
+    job = Job(path, path, ROOT / "models/demo-draft", 1 << 30, 0, 128, tmp_path)
+    plain = Job(DEMO, tmp_path / "float32", DEMO, 1 << 30, 0, 128, tmp_path)
+    asked = [[5, 6, 7, 8]], [3], 24
+    runs = [outcome.run_peer(name, job, *asked) for name in ("llama_cpp", "llama_cpp_assisted")]
+    runs.append(outcome.run_peer("transformers_resident", plain, *asked))
+    assert runs[0].token_ids == runs[1].token_ids == runs[2].token_ids
+    assert runs[0].tokens_per_pass == 1 < runs[1].tokens_per_pass
+
+
+def test_two_systems_give_the_same_tokens_in_processes_of_their_own(tmp_path: Path) -> None:
+    model = speaking_checkpoint(tmp_path / "model")
+    job = Job(model, model, model, 1_000_000, 1, 64, tmp_path)
+    runs = [
+        outcome.run_peer(name, job, [[5, 6, 7]], [3], 6)
+        for name in ("transformers_resident", "offload_rt_plain")
+    ]
+    assert runs[0].token_ids == runs[1].token_ids and len(runs[0].token_ids) == 6
+    assert all(
+        run.peak_rss > 50e6 and [n for _, n in run.arrivals] == [1, 2, 3, 4, 5, 6] for run in runs
+    )
+    assert runs[1].report.supply.source == "disk" and runs[1].report.supply.pass_bytes > 0
+
+
+def test_no_benchmark_imports_the_scripts() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "bench").rglob("*.py")}
+    scripts = "|".join(
+        [
+            "scripts",
+            *(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "compare"),
+        ]
+    )
+    pattern = re.compile(rf"^\s*(from|import) ({scripts})\b", re.MULTILINE)
+    assert [path.name for path, text in sources.items() if pattern.search(text)] == []
+
+
+def test_a_process_that_fails_says_why() -> None:
+    with pytest.raises(RuntimeError, match="exit code 1: ValueError: out of luck"):
+        run_json(["-c", "raise ValueError('out of luck')"])

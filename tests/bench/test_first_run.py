@@ -1,0 +1,122 @@
+"""The scripts for the first runs on a GPU, with stand-ins for the GPU, the interpreter and the
+clock.
+"""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bench.gpu import requirements
+
+ROOT = Path(__file__).resolve().parents[2]
+# An interpreter with cards: tests and sections end in different ways.
+PYTHON = """#!/bin/bash
+case "$*" in
+  *device_count*) echo {n_cards} ;;
+  *is_available*) exit {code} ;;
+  *test_contracts_stream*) echo "2 failed"; exit 1 ;;
+  *"--section attention"*) exit 3 ;;
+  *--section*) mkdir -p "$work/results"; echo '{{"section": 1}}' > "$work/results/$5.json"
+    echo log > "$work/results/$5.log"; echo "$5: done, 5 s" ;;
+  *) echo "ran $1" ;;
+esac
+"""
+# `timeout` ends the kernels' tests, and runs everything else.
+TIMEOUT = """#!/bin/bash
+shift 2
+case "$*" in *test_kernels*) echo 7 passed so far; exit 124 ;; *) exec "$@" ;; esac
+"""
+
+
+def run(
+    folder: Path, script: str, *arguments: str, n_cards: int = 1
+) -> tuple[int, dict[str, str], Path]:
+    """The exit code of a script, the results by step, and the folder of logs."""
+    for name, text in (
+        ("python", PYTHON.format(n_cards=n_cards, code=int(n_cards == 0))),
+        ("timeout", TIMEOUT),
+    ):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    surroundings = {
+        "OUT": str(folder / "out"),
+        "PYTHON": str(folder / "python"),
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
+    command = ["bash", f"bench/gpu/{script}.sh", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | surroundings, capture_output=True, text=True
+    )
+    text = (folder / "out" / f"{script}.txt").read_text()
+    assert done.stdout.endswith(text) and not done.stderr
+    rows = [line.split(maxsplit=2) for line in text.splitlines()[1:]]
+    return done.returncode, {name: result for name, _, result in rows}, folder / "out"
+
+
+def test_a_step_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
+    code, found, logs = run(tmp_path, "first")
+    assert code == 1
+    assert (
+        found.pop("kernels").startswith("over after")
+        and "7 passed so far" in (logs / "kernels.log").read_text()
+    )
+    assert found == {
+        "environment": "ok: ran "
+                       "bench/gpu/requirements.py", "build": "ok: ran "
+                                                             "-c", "streams": "failed with 1: 2 "
+                                                                              "failed",
+        "card": "ok: ran "
+                "-m", "ceilings": "ok: ceilings: done, 5 s", "streamed": "ok: streamed: done, 5 s",
+    }  # fmt: skip
+    assert '{"section": 1}' in (logs / "streamed.log").read_text()
+    assert len(list(logs.iterdir())) == 8
+
+
+@pytest.mark.parametrize("script", ["first", "second"])
+def test_without_a_gpu_each_step_says_so(tmp_path: Path, script: str) -> None:
+    code, found, _ = run(tmp_path, script, n_cards=0)
+    assert code == 1 and found.pop("environment").startswith("ok")
+    assert len(found) > 5 and all("can use no GPU" in result for result in found.values())
+
+
+def test_the_second_run_makes_the_named_steps(tmp_path: Path) -> None:
+    """A section that prints nothing has failed; ranks need two cards."""
+    code, found, _ = run(tmp_path, "second", "", "attention", "peers", "ranks")
+    assert code == 1 and list(found) == ["environment", "attention", "peers", "ranks"]
+    assert (
+        found["attention"].startswith("failed with 1") and found["peers"] == "ok: peers: done, 5 s"
+    )
+    assert found["ranks"] == "left out: there is one GPU"
+
+
+def test_carried_wheels_replace_packages_that_are_too_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no others; what stays unmet is named."""
+    for name in ("transformers", "numpy"):
+        with zipfile.ZipFile(tmp_path / f"{name}-5.99.0-py3-none-any.whl", "w") as wheel:
+            about = f"{name}-5.99.0.dist-info"
+            wheel.writestr(f"{name}_carried.py", "")
+            wheel.writestr(
+                f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 5.99.0\n"
+            )
+            wheel.writestr(
+                f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{about}/RECORD", "")
+    version = requirements.version
+    monkeypatch.setattr(
+        requirements, "version", lambda name: "5.20.0" if name == "transformers" else version(name)
+    )
+    monkeypatch.setattr(sys, "argv", ["requirements.py", str(tmp_path / "site")])
+    assert requirements.main() == 1
+    assert "unmet, give a folder of wheels: transformers<6,>=5.21" in capsys.readouterr().out
+    sys.argv.append(str(tmp_path))
+    assert requirements.main() == 0
+    assert "installed: transformers-5.99.0-py3-none-any.whl" in capsys.readouterr().out
+    assert (tmp_path / "site" / "transformers_carried.py").exists()
+    assert not (tmp_path / "site" / "numpy_carried.py").exists()

@@ -1,0 +1,259 @@
+"""Conversations: `LLM.chat`, and `offload-rt chat` by lines and in a terminal."""
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import sys
+import termios
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import speaking_checkpoint
+from test_command_line import surroundings
+from transformers import AutoTokenizer
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import chat, run
+from offload_rt.errors import PromptError
+from offload_rt.executor.runner import Runner
+from offload_rt.kv.cache import n_shared
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt"
+    " %}<assistant>{{ mood }}{% if enable_thinking is false %}-{% endif %}{% endif %}"
+)
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a chat template, which never ends an answer."""
+    path = speaking_checkpoint(tmp_path_factory.mktemp("chatting"))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Any:
+    with LLM(str(model), device="cpu", max_model_len=200, drafter="none") as llm:
+        yield llm
+
+
+def conversation(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    """Turns of the user and the model, one after the other."""
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
+    return turns if system is None else [{"role": "system", "content": system}, *turns]
+
+
+# The Python surface.
+
+
+def test_a_conversation_is_rendered_as_transformers_renders_it(llm: LLM, model: Path) -> None:
+    """One, or several with settings of their own."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    params = SamplingParams(max_new_tokens=6)
+    several = [conversation("the fox"), conversation("the", " dog", "over", system="lazy")]
+    outputs = llm.chat(
+        several, [params, SamplingParams(max_new_tokens=9)], chat_template_kwargs={"mood": "!"}
+    )
+    for turns, output, n in zip(several, outputs, (6, 9), strict=True):
+        rendered = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, mood="!", return_dict=False
+        )
+        assert (output.prompt_token_ids, len(output.token_ids)) == (rendered, n)
+    plain = llm.chat(several[1], params, add_generation_prompt=False)[0]
+    assert plain.prompt_token_ids == tokenizer.apply_chat_template(several[1], return_dict=False)
+    other = llm.chat(several[0], params, chat_template="{{ messages[0].content }}")[0]
+    assert other.prompt_token_ids == tokenizer.encode("the fox")
+    assert llm.chat([]) == []
+
+
+def test_a_model_without_a_template_is_told_in_one_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = str(speaking_checkpoint(tmp_path))
+    with (
+        LLM(path, device="cpu", max_model_len=64) as llm,
+        pytest.raises(PromptError, match="no chat template"),
+    ):
+        llm.chat(conversation("hello"))
+    assert chat.main(["--model", path, "--device", "cpu", "--max-model-len", "64"]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1 and "no chat template" in err
+
+
+# The verb, by lines.
+
+
+@pytest.fixture
+def talk(model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Exit code, stdout and stderr of a conversation of these lines."""
+
+    def call(lines: list[str], *flags: str) -> tuple[int, str, str]:
+        text = "".join(line + "\n" for line in lines).encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        capfd.readouterr()
+        given = [
+            "--model",
+            str(model),
+            "--device",
+            "cpu",
+            "--max-model-len",
+            "200",
+            "--drafter",
+            "none",
+            *flags,
+        ]
+        return chat.main(given), *capfd.readouterr()
+
+    return call
+
+
+def test_each_line_is_a_turn_and_what_was_computed_is_kept(
+    talk: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_rows = []
+    forward = Runner.forward
+
+    def counted(runner: Runner, steps: Any) -> Any:
+        n_rows.append(sum(step.n_rows for step in steps))
+        return forward(runner, steps)
+
+    params = SamplingParams(max_new_tokens=7)
+    first = llm.chat(conversation("the fox", system="lazy"), params)[0]
+    second = llm.chat(conversation("the fox", first.text, "jumps", system="lazy"), params)[0]
+    again = llm.chat(conversation("dog", system="lazy"), params)[0]
+    monkeypatch.setattr(Runner, "forward", counted)
+    lines = ["the fox", "", "jumps", "/help", "/what", "/reset", "dog", "/exit", "never"]
+    code, out, err = talk(lines, "--system", "lazy", "--max-new-tokens", "7")
+    assert (code, out) == (0, "".join(one.text + "\n" for one in (first, second, again)))
+    assert "Ctrl-C" in err and "/what is not a command" in err
+    # An answer's text may have other tokens than those that were produced: it is kept as far as
+    # they are the same.
+    computed = first.prompt_token_ids, second.prompt_token_ids, again.prompt_token_ids
+    had = (
+        [],
+        first.prompt_token_ids + first.token_ids[:-1],
+        second.prompt_token_ids + second.token_ids[:-1],
+    )
+    assert [n for n in n_rows if n > 1] == [
+        len(new) - n_shared(old, new) for old, new in zip(had, computed, strict=True)
+    ]
+
+
+def test_flags_reach_the_template(
+    talk: Any, llm: LLM, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"enable_thinking": False, "mood": "?"}
+    expected = llm.chat(
+        conversation("fox"), SamplingParams(max_new_tokens=5), chat_template_kwargs=options
+    )[0].text
+    flags = [
+        "--no-enable-thinking",
+        "--chat-template-kwargs",
+        '{"mood": "?"}',
+        "--max-new-tokens",
+        "5",
+    ]
+    assert talk(["fox"], *flags, "--quiet") == (0, expected + "\n", "")
+    given = [
+        "--model",
+        str(model),
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "200",
+        "--drafter",
+        "none",
+        "--quiet",
+    ]
+    assert run.main([*given, "--chat", "--prompt", "fox", *flags]) == 0
+    assert capfd.readouterr().out == expected + "\n"
+    assert run.main([*given, "--prompt", "fox", *flags]) == 2
+    for wrong in ("{", "[1]"):
+        assert talk(["fox"], "--chat-template-kwargs", wrong)[0] == 2
+
+
+def test_a_conversation_that_no_longer_fits_is_told_and_goes_on(talk: Any) -> None:
+    code, out, err = talk(["the " * 300, "fox", "fox", "/reset", "fox"], "--quiet")
+    assert code == 0 and len(out.splitlines()) >= 2
+    first, cut, second, again = err.splitlines()
+    assert first.startswith(
+        "error: the conversation no longer fits the context: needs at most 199 tokens"
+    )
+    assert "the answer is cut off: the context is full" in cut and "/reset" in cut
+    assert second.startswith("error: the conversation no longer fits") and cut == again
+
+
+# In a terminal.
+
+
+class Terminal:
+    """A program at the other end of a pseudo-terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.seen = ""
+        self.pid, self.ours = pty.fork()
+        if not self.pid:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            line = [sys.executable, "-m", "offload_rt.chat", *arguments]
+            os.execve(sys.executable, line, surroundings(TERM="xterm"))
+        self.before = termios.tcgetattr(self.ours)
+
+    def until(self, wanted: str) -> str:
+        """What is shown up to these characters."""
+        limit = time.monotonic() + PATIENCE_S
+        while wanted not in self.seen:
+            assert time.monotonic() < limit, self.seen
+            self.read()
+        shown, _, self.seen = self.seen.partition(wanted)
+        return shown
+
+    def read(self) -> None:
+        with suppress(OSError):  # it has ended
+            if select.select([self.ours], [], [], 0.2)[0]:
+                self.seen += os.read(self.ours, 1 << 16).decode(errors="replace")
+
+    def type(self, text: str) -> None:
+        os.write(self.ours, text.encode())
+
+
+@pytest.mark.parametrize("end", ["\x03", "\x04"])
+def test_a_terminal(model: Path, end: str) -> None:
+    """Lines are edited, Ctrl-C stops an answer alone, at the prompt it ends as Ctrl-D does; the
+    terminal is as it was.
+    """
+    flags = ["--device", "cpu", "--max-model-len", "8192", "--drafter", "none"]
+    terminal = Terminal("--model", str(model), *flags)
+    terminal.until("> ")
+    terminal.type("the fix\x7f\x7fox\r")  # two characters are taken back
+    terminal.until("ox\r\n")
+    while len(terminal.seen) < 20:
+        terminal.read()
+    terminal.type("\x03")
+    shown = terminal.until("tokens per pass")
+    assert "tokens/s, 1.00" in shown and "Traceback" not in shown
+    terminal.until("> ")
+    limit = time.monotonic() + PATIENCE_S
+    typed = -1.0
+    # which waits until what it shows is read
+    while not (ended := os.waitpid(terminal.pid, os.WNOHANG))[0]:
+        assert time.monotonic() < limit, terminal.seen
+        if (
+            time.monotonic() > typed + 5
+        ):  # again: readline waits on where a signal comes between its prompt and its wait
+            terminal.type(end)
+            typed = time.monotonic()
+        terminal.read()
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    assert termios.tcgetattr(terminal.ours) == terminal.before

@@ -1,0 +1,583 @@
+"""The command line: exit codes, what stands on stdout and what on stderr, and one sentence for each
+mistake.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import (
+    BYTES,
+    llama_config,
+    llama_tensors,
+    speaking_checkpoint,
+    write_checkpoint,
+)
+
+from offload_rt import LLM, SamplingParams, Stats
+from offload_rt.cli import calibrate, run
+from offload_rt.cli import main as cli_main
+from offload_rt.cli.calibrate import Findings
+from offload_rt.config import EngineConfig
+from offload_rt.tree.choose import N_RANKS
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "the quick brown"
+BUDGET = "1000000"  # of six layers one is resident, and three fit into slots
+PLAIN = ["--drafter", "none"]
+SMALL = ["--device", "cpu", "--max-model-len", "64", "--device-memory", BUDGET]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "offload_rt.run", *arguments]
+
+
+def surroundings(**changes: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | changes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return speaking_checkpoint(tmp_path_factory.mktemp("speaking"))
+
+
+@pytest.fixture(scope="module")
+def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft with the same tokenizer: the first layers of the model, since both begin with the
+    same random numbers.
+    """
+    return speaking_checkpoint(tmp_path_factory.mktemp("draft"), num_hidden_layers=5)
+
+
+@pytest.fixture(scope="module")
+def drafting(model: Path, draft: Path) -> list[str]:
+    """The flags of a run with the draft, which leave no memory for the model's layers beyond two
+    slots.
+    """
+    trees = {"draft_model": str(draft), "tree_size": 24, "tree_depth": 4, "max_model_len": 128}
+    with LLM.open(EngineConfig(str(model), device="cpu", **trees)) as llm:
+        budget = llm.plan.reserved.total + 2 * llm.plan.slot_nbytes
+    flags = {**trees, "model": str(model), "device": "cpu", "device_memory": budget}
+    return [
+        part
+        for name, value in flags.items()
+        for part in ("--" + name.replace("_", "-"), str(value))
+    ]
+
+
+@pytest.fixture(scope="module")
+def spoken(model: Path) -> Callable[..., Any]:
+    """What the API makes of the prompt."""
+
+    def generate(**params: Any) -> Any:
+        with LLM(str(model), device="cpu", max_model_len=64) as llm:
+            return llm.generate(PROMPT, SamplingParams(**params))[0]
+
+    return generate
+
+
+# Processes.
+
+
+def process(*arguments: str, stdin: str = "", **changes: str) -> subprocess.CompletedProcess[bytes]:
+    where = surroundings(**changes)
+    return subprocess.run(
+        command(*arguments), input=stdin.encode(), capture_output=True, env=where, timeout=300
+    )
+
+
+def test_text_goes_to_stdout_as_far_as_it_can_show_it_and_the_report_to_stderr(
+    tmp_path: Path,
+) -> None:
+    directory = speaking_checkpoint(tmp_path, BYTES)
+    arguments = ["--model", str(directory), *SMALL, "--max-new-tokens", "40", "--prompt-file", "-"]
+    done = process(*arguments, stdin="é", PYTHONIOENCODING="ascii")
+    with LLM(str(directory), device="cpu", max_model_len=64) as llm:
+        text = llm.generate("é", SamplingParams(max_new_tokens=40))[0].text
+    assert done.returncode == 0 and not text.isascii()
+    assert done.stdout == text.encode("ascii", "replace") + b"\n"
+    report = done.stderr.decode()
+    assert "40 tokens in" in report and "per pass" in report and "Traceback" not in report
+
+
+# The same program inside this process.
+
+
+@pytest.fixture
+def line(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Run the command line; returns exit code, stdout and stderr."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        return run.main(list(arguments)), *capfd.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+def _refused(got: tuple[int, str, str], *words: str) -> None:
+    code, out, err = got
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_help_names_every_flag(line: Any) -> None:
+    code, out, _ = line("--help")
+    assert code == 0
+    assert all(
+        flag in out for flag in ("--model", "--device-memory", "--stop", "--plan", "--top-p")
+    )
+
+
+def test_a_draft_model_changes_the_speed_and_not_the_text(
+    line: Any, drafting: list[str], spoken: Any
+) -> None:
+    code, out, report = line(
+        *drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--show-tree", "--baseline"
+    )
+    assert (code, out) == (0, spoken(max_new_tokens=24).text + "\n")
+    assert re.search(r"24 tokens in .* tokens per pass", report)
+    assert re.search(r"trees of \d+ nodes on [\d.]+ levels", report)
+    assert re.search(
+        r"a pass of plain decoding takes [\d.]+ s \(measured\): [\d.]+ times faster", report
+    )
+    assert re.search(
+        r"\d+ nodes on \d+ levels, up to \d+ children a node|chain of \d+ nodes", report
+    )
+    assert "GB per pass" in report
+
+
+def test_calibrating_is_one_object_of_what_was_found(
+    drafting: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert calibrate.main([*drafting, "--tokens", "10", "--json"]) == 0
+    out, report = capfd.readouterr()
+    found = json.loads(out)
+    assert list(found) == [item.name for item in fields(Findings)]
+    assert len(found["acceptance"]) == N_RANKS and found["acceptance"] == sorted(
+        found["acceptance"], reverse=True
+    )
+    assert len(found["widths"]) == len(found["pass_s"]) == len(found["compute_s"])
+    assert min(found["link_s"], *found["pass_s"]) > 0
+    assert (found["sizes"], found["depths"]) == ([1, 8, 16], [1, 2, 4])
+    costs = [cost for row in found["cost"] for cost in row if cost is not None]
+    # One node is one level, and several are more than one.
+    assert [[cost is not None for cost in row] for row in found["cost"]] == [
+        [True, False, False],
+        *[[False, True, True]] * 2,
+    ]
+    assert min(costs) > 0
+    n_nodes, n_levels, seconds = found["best"]
+    assert 1 <= n_nodes <= 24 and 1 <= n_levels <= 4
+    assert seconds <= min(costs) * 1.01  # the smallest of those that are as good
+    # The cache has room for one sequence of 127 tokens, and a tree.
+    assert [(one["batch"], one["context"]) for one in found["optima"]] == [(1, 127)]
+    assert all(one["n_nodes"] <= 24 for one in found["optima"])
+    assert all(one["token_s"] <= one["plain_s"] for one in found["optima"])
+    assert report.count("tokens per pass") == report.count(" s per token") == 8
+    assert report.count("adaptive_tree: ") == report.count("static_tree: ") == 4
+
+
+def test_a_spoilt_checkpoint_is_one_sentence_and_exit_code_2(line: Any, tmp_path: Path) -> None:
+    config = llama_config(frobnicate=1)
+    write_checkpoint(tmp_path, config, llama_tensors(config))
+    _refused(line("--model", str(tmp_path), "--prompt", "x"), "frobnicate")
+
+
+@pytest.mark.parametrize("stop", [(), ("e",)])
+def test_json_is_one_object_of_text_ids_reason_and_stats(
+    stop: tuple[str, ...], line: Any, model: Path, spoken: Any
+) -> None:
+    flags = [part for text in stop for part in ("--stop", text)]
+    code, out, _ = line(
+        "--model",
+        str(model),
+        *SMALL,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        "20",
+        "--json",
+        *flags,
+    )
+    assert code == 0
+    assert out.count("\n") == 1
+    got = json.loads(out)
+    api = spoken(max_new_tokens=20, stop=stop)
+    assert list(got) == ["text", "token_ids", "finish_reason", "stats"]
+    assert (got["text"], got["token_ids"], got["finish_reason"]) == (
+        api.text,
+        api.token_ids,
+        api.finish_reason,
+    )
+    assert list(got["stats"]) == [item.name for item in fields(Stats)]
+    assert got["stats"]["n_tokens"] == len(api.token_ids)
+    assert got["stats"]["link_bytes"] > 0
+
+
+def test_json_tells_of_the_trees(line: Any, drafting: list[str], spoken: Any) -> None:
+    code, out, err = line(
+        *drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--quiet"
+    )
+    assert (code, err) == (0, "")
+    got = json.loads(out)
+    assert got["text"] == spoken(max_new_tokens=24).text
+    stats = got["stats"]
+    assert stats["n_passes"] < stats["n_tokens"] == 24 and stats["tokens_per_pass"] > 1
+    assert 1 < stats["nodes_per_tree"] <= 24 and 1 < stats["levels_per_tree"] <= 4
+    assert (
+        len(stats["tree_widths"]) <= 4
+        and sum(stats["tree_widths"]) <= 24
+        and stats["tree_widths"][0] == 1
+    )
+    assert (
+        all(0 <= rate <= 1 for rate in stats["acceptance_by_rank"])
+        and max(stats["acceptance_by_rank"]) > 0
+    )
+    assert stats["predicted_seconds_per_token"] > 0 and stats["measured_seconds_per_token"] > 0
+    seconds = stats["draft_seconds"], stats["verify_seconds"], stats["prefill_seconds"]
+    assert min(seconds) > 0 and max(seconds) < stats["seconds"]
+
+
+def test_calibrating_needs_a_draft_model(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert calibrate.main(["--model", str(model), "--device", "cpu"]) == 2
+    out, err = capfd.readouterr()
+    assert (
+        out == "" and err.startswith("error: ") and "--draft-model" in err and err.count("\n") == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tokens", "0"], ["--tokens is 0"]),
+        (["--temperature", "-1"], ["temperature"]),
+        (["--prompt-file", "/no/such/file"], ["--prompt-file", "/no/such/file"]),
+        (["--tree-size", "1"], ["--tree-size"]),
+        (["--plot", "/no/such/folder/plot.png"], ["--plot"]),
+    ],
+    ids=" ".join,
+)
+def test_calibrating_refuses_what_cannot_be(
+    flags: list[str], words: list[str], drafting: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert calibrate.main([*drafting, *flags]) == 2
+    err = capfd.readouterr().err.splitlines()[-1]
+    assert err.startswith("error: ") and all(word in err for word in words)
+
+
+def test_a_stop_string_ends_the_text_before_itself(line: Any, model: Path, spoken: Any) -> None:
+    whole = spoken(max_new_tokens=30).text
+    stop = whole[9:11]
+    flags = ["--prompt", PROMPT, "--max-new-tokens", "30", "--stop", "\x00", "--stop", stop]
+    code, out, _ = line("--model", str(model), *SMALL, *flags)
+    assert code == 0
+    assert out == whole[: whole.index(stop)] + "\n"
+
+
+def test_sampling_flags_reach_the_sampler(line: Any, model: Path, spoken: Any) -> None:
+    flags = {
+        "temperature": 0.9,
+        "top_k": 30,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "seed": 11,
+    }
+    given = [
+        part
+        for name, value in flags.items()
+        for part in ("--" + name.replace("_", "-"), str(value))
+    ]
+    code, out, _ = line(
+        "--model", str(model), *SMALL, "--prompt", PROMPT, "--max-new-tokens", "20", *given
+    )
+    assert code == 0
+    assert (
+        out
+        == spoken(max_new_tokens=20, **flags).text + "\n"
+        != spoken(max_new_tokens=20).text + "\n"
+    )
+
+
+def test_a_prompt_may_come_from_a_file(line: Any, model: Path, spoken: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text(PROMPT)
+    code, out, _ = line(
+        "--model",
+        str(model),
+        *SMALL,
+        "--prompt-file",
+        str(tmp_path / "prompt"),
+        "--max-new-tokens",
+        "5",
+    )
+    assert (code, out) == (0, spoken(max_new_tokens=5).text + "\n")
+
+
+def test_a_trace_is_written_with_spans_of_reading_and_computing(
+    line: Any, model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    code, _, _ = line(
+        "--model",
+        str(model),
+        *SMALL,
+        "--prompt",
+        "x",
+        "--max-new-tokens",
+        "3",
+        "--trace",
+        str(path),
+        *PLAIN,
+    )
+    assert code == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"compute", "draft", "verify"} < lanes
+    assert "link, slot 0" in lanes
+    assert sum(event["name"] == "head" for event in events if event["ph"] == "X") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt", ""], ["the prompt is empty"]),
+        (["--prompt", "the " * 200], ["too long", "--max-model-len"]),
+        (["--prompt", "\udcff"], ["--prompt", "UTF-8"]),
+        (["--prompt-file", "/no/such/file"], ["/no/such/file", "No such file"]),
+        (["--prompt-file", "/"], ["--prompt-file", "directory"]),
+        ([], ["--prompt or --prompt-file", "neither"]),
+        (["--prompt", "a", "--prompt-file", "b"], ["both"]),
+        (["--prompt", "x", "--chat"], ["chat template"]),
+        (["--prompt", "x", "--top-p", "0"], ["top_p"]),
+        (["--prompt", "x", "--temperature", "-1"], ["at least 0; change --temperature"]),
+        (["--prompt", "x", "--trace", "/no/such/folder/t.json"], ["--trace", "a folder that "
+                                                                             "exists, has no "
+                                                                             "/no/such/folder"]),
+        (["--prompt", "x", "--stop", ""], ["stop"]),
+        (["--prompt", "x", "--drafter", "telepathy"], ["telepathy", "none"]),
+        (["--prompt", "x", "--drafter", "none", "--tree-size", "4"], ["--tree-size with --drafter "
+                                                                      "none"]),
+        (["--prompt", "x", "--drafter", "none", "--tree-depth", "4"], ["--tree-depth with "
+                                                                       "--drafter none"]),
+        (["--prompt", "x", "--tree-siez", "4"], ["did you mean --tree-size?"]),
+        (["--prompt", "x", "--host-memory", "1GB"], ["--host-memory"]),
+        (["--prompt", "x", "--max-model-len", "100000"], ["--max-model-len", "8192"]),
+        (["--prompt", "x", "--device-memory", "1000TiB"], ["--device-memory", "1024000.00 GiB"]),
+        (["--prompt", "x", "--device-memory", "lots"], ["'lots'", "22GiB"]),
+    ],
+    ids=lambda value: " ".join(value)[:40].encode("ascii", "replace").decode(),
+)  # fmt: skip
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    arguments: list[str], words: list[str], line: Any, model: Path
+) -> None:
+    _refused(line("--model", str(model), *SMALL, *arguments), *words)
+
+
+def test_a_prompt_file_that_is_not_text_is_refused(line: Any, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_bytes(b"caf\xe9")
+    _refused(line("--model", str(model), "--prompt-file", str(tmp_path / "prompt")), "not UTF-8")
+
+
+@pytest.mark.parametrize("model_name", ["/no/such/model", "./nothing", "~no-such-user/m"])
+def test_a_model_that_is_not_there_is_refused(model_name: str, line: Any) -> None:
+    _refused(line("--model", model_name, "--prompt", "x"), model_name)
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_no_text(line: Any, tmp_path: Path) -> None:
+    config = llama_config()
+    write_checkpoint(tmp_path, config, llama_tensors(config))
+    code, out, err = line("--model", str(tmp_path), "--device", "cpu", "--prompt", "x", "--quiet")
+    _refused((code, out, err), "tokenizer")
+
+
+def test_a_damaged_tokenizer_is_refused(line: Any, model: Path, tmp_path: Path) -> None:
+    for path in model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 7}')
+    _refused(
+        line("--model", str(tmp_path), "--prompt", "x"), "the tokenizer in", "cannot be loaded"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--prompt", "x"], ["--model", "m", "--max-new-tokens", "many"], ["--modle", "m"]]
+)
+def test_flags_that_cannot_be_read_are_exit_code_2(arguments: list[str], line: Any) -> None:
+    _refused(line(*arguments))
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_what_stands_on_stdout_is_not_printed_again_by_an_interrupt(
+    flags: list[str], line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [
+        "--model",
+        str(model),
+        *SMALL,
+        "--prompt",
+        "x",
+        "--max-new-tokens",
+        "3",
+        "--baseline",
+        "--quiet",
+        *flags,
+    ]
+    whole = line(*arguments)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "time_plain", interrupted)
+    code, out, err = line(*arguments)
+    assert (code, err) == (130, "interrupted\n")
+    assert len(out.splitlines()) == len(whole[1].splitlines())
+    assert out.endswith("\n") and not out.endswith("\n\n")
+    if flags:
+        assert json.loads(out)["finish_reason"] == "length"
+
+
+def test_json_is_an_object_also_before_the_first_token(
+    line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "load", interrupted)
+    code, out, err = line("--model", str(model), *SMALL, "--prompt", "x", "--json", "--quiet")
+    assert (code, err) == (130, "interrupted\n")
+    assert json.loads(out) == {
+        "text": "",
+        "token_ids": [],
+        "finish_reason": "interrupted",
+        "stats": None,
+    }
+
+
+def test_a_context_is_not_to_be_raised_beyond_the_models_positions(
+    line: Any, tmp_path: Path
+) -> None:
+    directory = speaking_checkpoint(tmp_path, max_position_embeddings=40)
+    _, _, err = line(
+        "--model", str(directory), "--device", "cpu", "--prompt", "the " * 200, "--quiet"
+    )
+    assert "at most 39 tokens, one fewer than the model's positions" in err and "raise" not in err
+    _, _, err = line(
+        "--model",
+        str(directory),
+        "--device",
+        "cpu",
+        "--prompt",
+        "the " * 200,
+        "--max-model-len",
+        "20",
+    )
+    assert "raise --max-model-len" in err
+
+
+@pytest.mark.parametrize(
+    "code", ["import offload_rt.run", "import offload_rt.cli.main", "from offload_rt import LLM"]
+)
+def test_another_system_is_told_what_is_needed(code: str) -> None:
+    command = [sys.executable, "-c", f"import sys; sys.platform = 'darwin'; {code}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=surroundings())
+    assert done.returncode and done.stderr.splitlines()[-1].endswith(
+        "offload_rt needs Linux; on Windows use WSL 2"
+    )
+    assert done.stderr.count("\n") == 1 or "LLM" in code
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_card_that_torch_cannot_use_is_told(
+    line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_rt.engine.engine_plan.cards", lambda: ["NVIDIA GeForce RTX 4090"])
+    arguments = [
+        "--model",
+        str(model),
+        "--prompt",
+        "x",
+        "--max-new-tokens",
+        "1",
+        "--device-memory",
+        "1MB",
+    ]
+    code, _, err = line(*arguments, "--max-model-len", "64")
+    assert code == 0
+    assert (
+        "computing on the CPU: there is a NVIDIA GeForce RTX 4090, but torch can use none (" in err
+    )
+    assert "computing on" not in line(*arguments, "--max-model-len", "64", "--device", "cpu")[2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_exit_code_3(line: Any, model: Path) -> None:
+    code, out, err = line("--model", str(model), "--device", "cuda", "--prompt", "x")
+    assert (code, out) == (3, "")
+    assert err.startswith("error: --device cuda")
+
+
+# The console script.
+
+
+def test_a_verb_gets_the_flags_behind_it(capfd: pytest.CaptureFixture[str], model: Path) -> None:
+    assert cli_main.main(["plan", "--model", str(model), "--gpu", "rtx4090", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["machine"] == "GeForce RTX 4090"
+    for verb in cli_main.VERBS:
+        assert cli_main.main([verb, "--help"]) == 0
+        assert capfd.readouterr().out.startswith(f"usage: offload-rt {verb} ")
+
+
+def test_the_script_names_its_verbs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main(["--help"]) == 0
+    out = capfd.readouterr().out
+    assert all(verb in out for verb in ("run", "plan", "calibrate", "report"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["rum"], "'run'"), ([], "VERB"), (["--model", "m", "run"], "VERB"), (["Run"], "'run'")],
+)
+def test_a_wrong_verb_is_one_sentence_and_exit_code_2(
+    arguments: list[str], word: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli_main.main(arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and word in err
+
+
+def test_several_prompts_are_a_batch(line: Any, model: Path, spoken: Any) -> None:
+    arguments = [
+        "--model",
+        str(model),
+        *SMALL,
+        "--quiet",
+        "--max-new-tokens",
+        "9",
+        "--prompt",
+        PROMPT,
+        "--prompt",
+        "the\nlazy",
+    ]
+    texts = [spoken(max_new_tokens=9).text]
+    with LLM(str(model), device="cpu", max_model_len=64) as llm:
+        texts.append(llm.generate("the\nlazy", SamplingParams(max_new_tokens=9))[0].text)
+    assert line(*arguments) == (0, f"[1] {PROMPT}\n{texts[0]}\n\n[2] the ...\n{texts[1]}\n\n", "")
+    found = json.loads(line(*arguments, "--json")[1])
+    assert [one["text"] for one in found] == texts and all(
+        len(one["token_ids"]) == 9 for one in found
+    )

@@ -1,0 +1,260 @@
+"""The timeline of a run and what is read from it: known shares of a hand-made one, a real run, and
+files that are none.
+"""
+
+import json
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from support.checkpoints import speaking_checkpoint
+
+from offload_rt.cli import report, run
+from offload_rt.errors import TraceError
+from offload_rt.system.trace import (
+    COMPUTE,
+    DRAFT,
+    FORMAT,
+    LINK,
+    NOTHING_ASKED,
+    SLOTS_FULL,
+    VERIFY,
+    WAIT,
+    Trace,
+    slot_lane,
+    waits,
+)
+
+# A step of ten seconds: one of drafting with the link still, then the link works for seven, two of
+# them without compute.
+STEP = (
+    (slot_lane(LINK, 0), "layer 0", 1.0, 5.0),
+    (slot_lane(LINK, 1), "layer 1", 4.0, 8.0),
+    (waits(LINK), SLOTS_FULL, 0.0, 1.0),
+    (waits(LINK), SLOTS_FULL, 8.0, 9.5),
+    (WAIT, "layer 0", 1.0, 3.0),
+    (COMPUTE, "layer 0", 3.0, 6.0),
+    (COMPUTE, "head", 6.0, 9.0),
+    (DRAFT, "tree", 0.0, 1.0),
+    (DRAFT, "level 1", 0.2, 0.8),
+    (VERIFY, "2 tokens of 3 nodes", 9.0, 9.5),
+)
+
+
+def written(path: Path, spans: tuple = STEP) -> Path:
+    trace = Trace()
+    for span in spans:
+        trace.add(*span)
+    trace.write(path)
+    return path
+
+
+def test_the_shares_of_a_hand_made_timeline_are_known(tmp_path: Path) -> None:
+    found = report.shares(report.read(written(tmp_path / "t.json")))
+    assert found.n_steps == 1
+    assert found.seconds == pytest.approx(9.5)
+    shares = (found.link, found.compute, found.draft, found.verify, found.wait, found.rest)
+    assert [share * 9.5 for share in shares] == pytest.approx([7, 6, 1, 0.5, 2, 0], abs=1e-5)
+    still = {lane: share * 9.5 for lane, share in found.idle[SLOTS_FULL].items()}
+    assert still == pytest.approx({DRAFT: 1.0, COMPUTE: 1.0, VERIFY: 0.5})
+    assert list(found.idle) == [SLOTS_FULL]
+
+
+def test_what_lies_before_the_first_draft_is_not_counted(tmp_path: Path) -> None:
+    before = (
+        (slot_lane(LINK, 0), "layer 0", -5.0, -1.0),
+        (waits(LINK), NOTHING_ASKED, -1.0, 0.0),
+        (COMPUTE, "layer 0", -4.0, -2.0),
+    )
+    found = report.shares(report.read(written(tmp_path / "t.json", before + STEP)))
+    alone = report.shares(report.read(written(tmp_path / "u.json")))
+    assert (
+        found.idle[SLOTS_FULL] == pytest.approx(alone.idle[SLOTS_FULL], abs=1e-6)
+        and len(found.idle) == 1
+    )
+    numbers = [
+        [value for name, value in vars(one).items() if name != "idle"] for one in (found, alone)
+    ]
+    assert numbers[0] == pytest.approx(numbers[1], abs=1e-6)
+
+
+def test_a_link_that_stands_still_without_a_reason_is_told_too(tmp_path: Path) -> None:
+    spans = tuple(span for span in STEP if span[0] != waits(LINK))
+    found = report.shares(report.read(written(tmp_path / "t.json", spans)))
+    assert sum(found.idle["between two reads"].values()) * 9.5 == pytest.approx(2.5, abs=1e-5)
+
+
+def test_resident_layers_are_told_as_such(tmp_path: Path) -> None:
+    spans = tuple(span for span in STEP if not span[0].startswith(LINK))
+    found = report.shares(report.read(written(tmp_path / "t.json", spans)))
+    assert (found.link, found.idle) == (0, {})
+    assert "all layers were resident" in report.text(found)
+
+
+def test_a_state_lasts_until_another_comes_or_the_timeline_is_written(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.state("link, waits", "a")
+    time.sleep(0.01)
+    trace.state("link, waits", "b")
+    trace.state("link, waits", None)
+    trace.state("link, waits", "c")
+    time.sleep(0.01)
+    trace.write(tmp_path / "t.json")
+    spans = report.read(tmp_path / "t.json")
+    assert [span.name for span in spans] == ["a", "b", "c"]
+    assert all(spans[i].end_s - spans[i].start_s >= 0.01 for i in (0, 2))
+    assert spans[0].end_s <= spans[1].start_s + 1e-6
+
+
+def test_a_trace_that_is_off_keeps_nothing(tmp_path: Path) -> None:
+    trace = Trace(on=False)
+    with trace.span(COMPUTE, "layer 0"):
+        trace.add(COMPUTE, "layer 1", 0.0, 1.0)
+        trace.state(waits(LINK), SLOTS_FULL)
+    trace.write(tmp_path / "t.json")
+    assert report.read(tmp_path / "t.json") == []
+
+
+@pytest.mark.parametrize(
+    "spans", [(), STEP[:-1], STEP[5:7]], ids=["empty", "no verdict", "compute alone"]
+)
+def test_a_timeline_without_a_whole_pass_is_refused(spans: tuple, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no pass from draft to verdict"):
+        report.shares(report.read(written(tmp_path / "t.json", spans)))
+
+
+def event(**changes: object) -> str:
+    one = {"ph": "X", "name": "n", "pid": 0, "tid": 0, "ts": 0, "dur": 1} | changes
+    titles = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": COMPUTE}}
+    return json.dumps({"traceEvents": [titles, one], "otherData": {"format": FORMAT}})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "7", "null", '"text"', "\x00\x01", '{"traceEvents": []}',
+        '{"traceEvents": [], "otherData": {"format": "another"}}',
+        json.dumps({"traceEvents": 7, "otherData": {"format": FORMAT}}),
+        event(ts="x"), event(ts=None), event(tid=5), "\xff",
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_timeline_is_exit_code_2(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(content, encoding="latin-1")
+    assert report.main([str(path)]) == 2
+    assert_one_sentence(capsys, str(path))
+
+
+def assert_one_sentence(capsys: pytest.CaptureFixture[str], *words: str) -> None:
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert all(word in err for word in words)
+
+
+def test_a_timeline_that_was_cut_short_anywhere_is_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = written(tmp_path / "whole.json").read_bytes()
+    path = tmp_path / "cut.json"
+    for n in range(0, len(whole) - 1, 37):
+        path.write_bytes(whole[:n])
+        assert report.main([str(path)]) == 2
+        assert_one_sentence(capsys, "cut.json")
+
+
+@pytest.mark.parametrize("name", ["nothing.json", "."])
+def test_a_file_that_cannot_be_read_is_exit_code_2(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.main([str(tmp_path / name)]) == 2
+    assert_one_sentence(capsys, str(tmp_path / name))
+
+
+def test_a_folder_that_is_not_there_is_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "t.json")
+    assert report.main([str(path), "--out", str(tmp_path / "no" / "p.png")]) == 2
+    assert_one_sentence(capsys, "--out")
+
+
+def test_a_hand_made_timeline_becomes_a_picture_and_a_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = written(tmp_path / "t.json")
+    assert report.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "link was busy 73.7%" in out and "was idle 26.3%, slots full" in out
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_text_needs_no_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = written(tmp_path / "t.json")
+    assert report.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "link was busy 73.7%" in out and out.splitlines()[-1].startswith("no picture is drawn")
+    assert report.main([str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_steps"] == 1
+    assert report.main([str(path), "--out", str(tmp_path / "p.png")]) == 2
+    assert_one_sentence(capsys, "pip install matplotlib")
+    assert [one.name for one in tmp_path.iterdir()] == ["t.json"]
+
+
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+def test_a_real_run_is_traced_and_read(
+    drafted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    model = speaking_checkpoint(tmp_path / "model")
+    flags = [
+        "--model",
+        str(model),
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "64",
+        "--prompt",
+        "the quick brown",
+    ]
+    if drafted:
+        speaking_checkpoint(tmp_path / "draft", num_hidden_layers=5)
+        flags += ["--draft-model", str(tmp_path / "draft"), "--tree-size", "8", "--tree-depth", "3"]
+    else:
+        flags += ["--drafter", "none", "--device-memory", "1000000"]
+    path = tmp_path / "trace.json"
+    started = time.perf_counter()
+    assert run.main([*flags, "--max-new-tokens", "12", "--quiet", "--trace", str(path)]) == 0
+    took = time.perf_counter() - started
+    spans = report.read(path)
+    assert spans[-1].end_s - spans[0].start_s < took
+    capsys.readouterr()
+    assert report.main([str(path), "--json", "--out", str(tmp_path / "p.png")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["compute"] < 1 and 0 < found["verify"] < 1
+    assert (
+        0.9
+        < found["compute"] + found["draft"] + found["verify"] + found["wait"] + found["rest"]
+        < 1.001
+    )
+    if drafted:
+        assert any(span.lane == DRAFT and span.name == "level 1" for span in spans)
+    else:
+        assert found["n_steps"] == 12
+        lanes = {span.lane for span in spans}
+        assert {slot_lane(LINK, 0), slot_lane(LINK, 1), waits(LINK)} <= lanes
+        assert (
+            0
+            < found["link"] + sum(sum(during.values()) for during in found["idle"].values())
+            < 1.02
+        )
+        for slot in (0, 1):  # what is in a slot never overlaps
+            mine = [span for span in spans if span.lane == slot_lane(LINK, slot)]
+            assert all(a.end_s <= b.start_s + 1e-6 for a, b in pairwise(mine))

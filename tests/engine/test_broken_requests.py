@@ -1,0 +1,201 @@
+"""A sequence that cannot go on ends alone: those it shared its passes with go on as if it had not
+been there.
+"""
+
+import asyncio
+import gc
+import weakref
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from support.pretended_card import pretended_card
+from support.tiny import (
+    CASES,
+    add_tokenizer,
+    byte_level,
+    generate,
+    keep_steady,
+    open_llm,
+    prompt_of,
+)
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.engine import engine as engine_module
+from offload_rt.errors import DeviceError, NumericsError
+from offload_rt.executor.sequence import Sequence
+from offload_rt.text.detokenize import TextStream
+
+PROMPTS = [prompt_of(seed, n) for seed, n in ((0, 21), (1, 9), (2, 30))]
+PARAMS = SamplingParams(max_tokens=12, temperature=0)
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch):
+    """Trees that do not depend on the clock, nor on what another test learned."""
+    keep_steady(monkeypatch)
+
+
+@pytest.fixture
+def speaking(tmp_path):
+    """A checkpoint with a tokenizer."""
+    tokenizer = byte_level()
+    CASES["llama"].build(0, vocab_size=tokenizer.get_vocab_size()).save_pretrained(tmp_path)
+    add_tokenizer(tmp_path, tokenizer)
+    return tmp_path
+
+
+def spoil(llm, monkeypatch, prompt, after):
+    """Let the logits of the sequence of a prompt be no numbers, once it has so many tokens. Returns
+    references to them.
+    """
+    runner = llm.engine.runner
+    forward = llm.engine.runner.forward
+    spoiled = []
+
+    def wrong(one):
+        return one.sequence.tokens[: len(prompt)] == prompt and one.sequence.n_new >= after
+
+    def spoiling(steps):
+        caches = [one.cache for one in llm.engine._running if wrong(one)]
+        found = forward(steps)
+        for i in (i for i, step in enumerate(steps) if step.cache in caches):
+            found[i] = found[i] * torch.nan
+            spoiled.append(weakref.ref(found[i]))
+        return found
+
+    monkeypatch.setattr(runner, "forward", spoiling)
+    return spoiled
+
+
+async def gathered(llm, prompts, params):
+    """What becomes of each of several streams at once: its tokens, or its error."""
+
+    async def collect(prompt, one):
+        return [token async for piece in llm.astream(prompt, one) for token in piece.token_ids]
+
+    return await asyncio.gather(*map(collect, prompts, params), return_exceptions=True)
+
+
+def sequences(*prompts, **more):
+    return [Sequence([*prompt], replace(PARAMS, **more), 128) for prompt in prompts]
+
+
+def run(llm, several):
+    """All of them, to their ends."""
+    for one in several:
+        llm.engine.add(one)
+    while any(one.finish_reason is None for one in several):
+        llm.engine.step()
+    return [one.tokens[one.n_prompt :] for one in several]
+
+
+def assert_released(llm):
+    """Nothing runs, and nothing is left of what has ended once what is kept for others is
+    dropped.
+    """
+    llm._of_engine._thread.submit(lambda: None).result()  # behind all that tasks have left it to do
+    assert llm.engine.n_running == llm.engine.n_waiting == 0
+    llm.engine.reset_prefix_cache()
+    assert not llm.engine.runner._caches and not (llm.engine.draft and llm.engine.draft._caches)
+
+
+@pytest.mark.parametrize(
+    ("device", "drafter", "after"),
+    [("cpu", "none", 3), ("cpu", "recycle", 0), ("cpu", "adaptive_tree", 0),
+        ("cpu", "adaptive_tree", 3), ("card", "none", 3),
+     ("card", "adaptive_tree", 3)],
+)  # fmt: skip
+def test_logits_that_are_no_numbers_end_their_sequence_alone(
+    zoo, monkeypatch, device, drafter, after
+):
+    pair = zoo.pair("llama", 0)
+    expected = [generate(pair.model, prompt, 12) for prompt in PROMPTS]
+    settings = {"max_model_len": 128, "max_num_seqs": 3, **pair.settings(drafter)}
+    settings |= {} if drafter == "none" else {"tree_size": 24}
+    card = pretended_card(monkeypatch) if device == "card" else nullcontext()
+    with (
+        card,
+        LLM(str(pair.target), device="cuda" if device == "card" else device, **settings) as llm,
+    ):
+        with monkeypatch.context() as patch:
+            spoiled = spoil(llm, patch, PROMPTS[1], after)
+            is_right = []
+            read = llm.engine.drafter.read
+            patch.setattr(
+                llm.engine.drafter,
+                "read",
+                lambda one, all: is_right.append(all.probs.isfinite().all()) or read(one, all),
+            )
+            gc.collect()
+            gc.disable()
+            first, wrong, last = several = sequences(*PROMPTS)
+            found = run(llm, several)
+            assert isinstance(wrong.error, NumericsError) and wrong.finish_reason == "error"
+            assert found[::2] == expected[::2] and found[1] == expected[1][: len(found[1])]
+            assert first.error is None is last.error and len(found[1]) >= after
+            assert spoiled and not any(one() is not None for one in spoiled), (
+                "the error holds no memory of the device"
+            )
+            gc.enable()
+            assert all(is_right) and len(is_right) == (2 if drafter == "recycle" else 0)
+            assert wrong not in [one.sequence for one in llm.engine._kept], (
+                "its rows may be no numbers"
+            )
+            for answer in (
+                llm.generate,
+                lambda prompts, params: list(llm.stream(prompts[1], params)),
+            ):
+                with pytest.raises(NumericsError, match="contain NaN or Inf"):
+                    answer(PROMPTS, PARAMS)
+        assert run(llm, sequences(*PROMPTS)) == expected
+        assert_released(llm)
+
+
+def test_what_fails_for_one_task_is_no_error_of_the_others(speaking, monkeypatch):
+    """Its sampling, its text and the log-probabilities of its prompt."""
+
+    def break_for(owner, name, is_wrong):
+        plain = getattr(owner, name)
+
+        def broken(first, second, *others):
+            if is_wrong(first, second):
+                raise ZeroDivisionError(name)
+            return plain(first, second, *others)
+
+        monkeypatch.setattr(owner, name, broken)
+
+    with open_llm(speaking, max_num_seqs=4) as llm:
+        more = ({}, {"logit_bias": {3: 1.0}}, {"stop": "none such"}, {"prompt_logprobs": 2})
+        params = [replace(PARAMS, **one) for one in more]
+        prompts = ["the fox", "a dog", "the quick", "jumps"]
+        expected = llm.generate(prompts, params)[0].token_ids
+        break_for(engine_module, "probs", lambda _, sampling: sampling.logit_bias)
+        break_for(TextStream, "add", lambda text, _: text._stop and text.text)
+        break_for(Sequence, "read", lambda sequence, _: sequence.sampling.prompt_logprobs)
+        first, *others = asyncio.run(gathered(llm, prompts, params))
+        assert first == expected
+        assert [(type(one), str(one)) for one in others] == [
+            (ZeroDivisionError, "probs"), (ZeroDivisionError, "add"), (ZeroDivisionError, "read")
+        ]  # fmt: skip
+        assert_released(llm)
+
+
+def test_one_that_is_too_much_by_itself_lets_others_be_answered(zoo, monkeypatch):
+    with open_llm(zoo.directory("llama", 0), max_num_seqs=3) as llm:
+        forward = llm.engine.runner.forward
+        too_long = prompt_of(3, 60)
+
+        def full(steps):
+            if any(step.n_prompt == len(too_long) for step in steps):
+                raise torch.OutOfMemoryError("no room")
+            return forward(steps)
+
+        monkeypatch.setattr(llm.engine.runner, "forward", full)
+        _, wrong, _ = several = sequences(PROMPTS[0], too_long, PROMPTS[1])
+        assert run(llm, several)[::2] == [
+            generate(zoo.model("llama", 0), one, 12) for one in PROMPTS[:2]
+        ]
+        assert isinstance(wrong.error, DeviceError) and "memory is used up" in str(wrong.error)
+        assert_released(llm)

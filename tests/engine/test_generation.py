@@ -1,0 +1,515 @@
+"""Whole generations: transformers' greedy tokens, batches as their rows alone, ends, and the
+distribution of sampled texts.
+"""
+
+import traceback
+from itertools import groupby, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.texts import N_NEW, assert_distribution, exact_distribution, run_together, small_model
+from support.tiny import (
+    CASES,
+    DYNAMIC,
+    PLACES,
+    add_tokenizer,
+    byte_level,
+    engine_of,
+    generate,
+    open_llm,
+    prompt_of,
+    random_tree,
+    runner_of,
+)
+from transformers import LlamaForCausalLM
+
+import offload_rt
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig
+from offload_rt.errors import CapacityError, PromptError, SettingsError
+from offload_rt.executor.sequence import Sequence
+from offload_rt.speculate.protocols import Drafter, DraftLimits
+from offload_rt.speculate.verify.match import MatchRule
+from offload_rt.tree.topology import DraftTree, Topology
+
+ROOT = Path(offload_rt.__file__).parent
+SAMPLED = SamplingParams(
+    max_new_tokens=24,
+    temperature=0.9,
+    top_p=0.95,
+    top_k=50,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    seed=5,
+)
+
+
+# Every model in one place, and a second one of its kind in the next.
+CASES_IN_PLACES = [
+    (name, seed, list(PLACES)[(i + seed) % len(PLACES)])
+    for seed in range(2)
+    for i, name in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize(("name", "seed", "place"), CASES_IN_PLACES)
+def test_greedy_tokens_are_transformers(zoo, name, seed, place):
+    expected = zoo.greedy(name, seed)
+    assert len(set(expected)) >= 12, "a text that goes round in circles shows little"
+    with open_llm(zoo.directory(name, seed), place) as llm:
+        output = llm.generate(prompt_of(seed)).pop()
+    assert output.token_ids == expected
+    assert output.prompt_token_ids == prompt_of(seed)
+    assert output.finish_reason == "length"
+    assert (output.stats.n_tokens, output.stats.n_passes) == (64, 64)
+
+
+def test_few_frames_lie_between_the_call_and_the_matrix_product(zoo, monkeypatch):
+    """At most eight of this package, and no file is come back to once it was left."""
+    deepest = []
+    linear = torch.nn.functional.linear
+
+    def seen(*args):
+        frames = [Path(one.filename) for one in traceback.extract_stack()]
+        ours = [one for one in frames if ROOT in one.parents]
+        deepest[:] = max(deepest, ours, key=len)
+        return linear(*args)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", seen)
+    with open_llm(zoo.directory("qwen3", 0), "mixed") as llm:
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=2))
+    files = [file for file, _ in groupby(deepest)]
+    assert len(deepest) <= 8, deepest
+    assert len(files) == len(set(files)), files
+
+
+def test_the_stream_adds_up_to_the_generation(zoo):
+    with open_llm(zoo.directory("llama", 0), "disk") as llm:
+        pieces = list(llm.stream(prompt_of(0)))
+    assert [token for piece in pieces for token in piece.token_ids] == zoo.greedy("llama", 0)
+    assert all(len(piece.token_ids) == 1 for piece in pieces)
+    assert [piece.output is None for piece in pieces] == [True] * 63 + [False]
+    assert pieces[-1].output.token_ids == zoo.greedy("llama", 0)
+
+
+def alone(llm, prompts, params):
+    outputs = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    return [(one.token_ids, one.text, one.finish_reason) for one in outputs]
+
+
+def together(llm, prompts, params):
+    return [(one.token_ids, one.text, one.finish_reason) for one in llm.generate(prompts, params)]
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A model with a tokenizer, an end token, and a window."""
+    path = tmp_path_factory.mktemp("speaking")
+    tokenizer = byte_level()
+    case = CASES["mistral"]
+    case.build(0, vocab_size=tokenizer.get_vocab_size(), eos_token_id=7).save_pretrained(path)
+    add_tokenizer(path, tokenizer)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama_pair(zoo):
+    return zoo.pair("llama", 0)
+
+
+@pytest.mark.parametrize("place", ["resident", "mixed"])
+def test_each_row_of_a_batch_is_its_solo_run(speaking, place):
+    """Different lengths, different ends, greedy and sampled side by side."""
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((1, 30, 7, 12, 19, 3))]
+    params = [
+        SamplingParams(max_new_tokens=1),
+        SamplingParams(max_new_tokens=40),
+        SamplingParams(max_new_tokens=17, temperature=1.0, seed=3),
+        SAMPLED,
+        SamplingParams(max_new_tokens=30, stop=("a", "e", "o", "t")),
+        SamplingParams(max_new_tokens=30, temperature=1.5, seed=3, stop=(" ", "u", "n")),
+    ]
+    with open_llm(speaking, place, max_model_len=220) as llm:
+        solo = alone(llm, prompts, params)
+        assert together(llm, prompts, params) == solo
+        order = [4, 2, 0, 5, 3, 1]
+        turned = together(llm, [prompts[i] for i in order], [params[i] for i in order])
+        assert turned == [solo[i] for i in order]
+    assert {len(tokens) for tokens, _, _ in solo} >= {1, 40}
+    assert {reason for _, _, reason in solo} == {"stop", "length"}
+
+
+def test_a_batch_that_does_not_fit_runs_as_there_is_room(zoo):
+    """Rows of keys and values are never more than planned; who waits joins as others end."""
+    prompts = [prompt_of(seed, 10 + seed) for seed in range(7)]
+    params = [
+        SamplingParams(max_new_tokens=5 + 5 * n, temperature=float(n % 2), seed=n) for n in range(7)
+    ]
+    with open_llm(zoo.directory("qwen3", 0), "mixed", max_model_len=64) as llm:
+        solo = alone(llm, prompts, params)
+        running = []
+        forward = llm.engine.runner.forward
+
+        def counted(steps):
+            running.append({step.cache for step in steps})
+            n_rows = sum(len(caches[step.cache].committed) + len(step.tokens) for step in steps)
+            assert n_rows <= llm.engine_plan.cache_rows
+            return forward(steps)
+
+        caches = llm.engine.runner._caches
+        llm.engine.runner.forward = counted
+        batch = together(llm, prompts, params)
+        llm.engine.reset_prefix_cache()
+        assert not caches
+    assert batch == solo
+    assert 1 < max(map(len, running)) < len(prompts)
+    joined = [after - before and after & before for before, after in pairwise(running)]
+    assert any(joined), "nobody joined while others went on"
+
+
+def measured(sequence):
+    """The tokens of each of its passes that was predicted."""
+    return [n for times, _, n in sequence.stats.passes if times.predicted_s is not None]
+
+
+@pytest.mark.parametrize("drafter", ["none", "adaptive_tree"])
+def test_sequences_join_and_leave_a_running_batch(llama_pair, drafter):
+    """Each that ends has the tokens of its solo run, whoever joined or was aborted meanwhile;
+    nothing is left of any.
+    """
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((4, 21, 9, 15, 7))]
+    params = [SamplingParams(max_new_tokens=n) for n in (30, 12, 25, 40, 18)]
+    if drafter == "none":  # with trees, other numbers of nodes spend the random numbers differently
+        params[2] = SamplingParams(max_new_tokens=25, temperature=1.0, seed=3)
+    with open_llm(llama_pair.target, max_model_len=256, **llama_pair.settings(drafter)) as llm:
+        solo = alone(llm, prompts, params)
+        engine = llm.engine
+        caches = llm.engine.runner._caches
+        joins = {0: [0], 3: [1, 2], 5: [3], 14: [4]}
+        sequences = {}
+        ids = {}
+        got = {}
+        for n_step in range(100):
+            for i in joins.get(n_step, ()):
+                sequences[i] = llm._sequence(prompts[i], params[i])
+                ids[engine.add(sequences[i])] = i
+            if n_step == 8:
+                engine.abort(next(id for id, i in ids.items() if i == 3))
+            for event in engine.step():
+                got.setdefault(ids[event.id], []).extend(event.token_ids)
+                assert (event.finish_reason is not None) == (
+                    got[ids[event.id]] == solo[ids[event.id]][0]
+                )
+        assert not llm.engine.step()
+        llm.engine.reset_prefix_cache()
+        assert not caches
+    assert {i: tokens for i, tokens in got.items() if i != 3} == {
+        i: solo[i][0] for i in (0, 1, 2, 4)
+    }
+    assert 0 < len(got[3]) < 40 and got[3] == solo[3][0][: len(got[3])]
+    assert all(measured(sequences[i]) for i in range(5))
+    assert sequences[1].stats.n_passes <= 12
+
+
+def test_a_prompt_teaches_the_cost_model_nothing(zoo):
+    """Passes that compute a prompt, of whichever sequence, are neither predicted nor learned
+    from.
+    """
+    with open_llm(zoo.directory("llama", 0), max_model_len=256) as llm:
+        learned = []
+        llm.engine.cost.passed = lambda n_rows, *_: learned.append(n_rows)
+        first, second = (
+            llm._sequence(prompt_of(seed), SamplingParams(max_new_tokens=n))
+            for seed, n in ((0, 9), (1, 4))
+        )
+        llm.engine.add(first)
+        for n_step in range(9):
+            if n_step == 3:
+                llm.engine.add(second)
+            llm.engine.step()
+    assert learned == [1, 1, 2, 2, 2, 1, 1]
+    assert (first.stats.n_passes, measured(first)) == (9, [1] * 7)
+    assert (second.stats.n_passes, measured(second)) == (4, [1] * 3)
+
+
+def test_same_seed_same_tokens_other_seed_other_tokens(zoo):
+    def run(llm, seed):
+        return llm.generate(
+            prompt_of(0), SamplingParams(max_new_tokens=24, temperature=1.0, seed=seed)
+        )[0].token_ids
+
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        texts = [run(llm, seed) for seed in (1, 2, 3, 1, None, None)]
+    assert texts[0] == texts[3]
+    assert len(set(map(tuple, texts))) == 5
+
+
+class Unlearning(Drafter):
+    """The part of a drafter that learns nothing and keeps nothing."""
+
+    def learn(self, sequence, tree, verdict, predicted=None):
+        pass
+
+
+class TreeDrafter(Unlearning):
+    """Random trees whose tokens are the true continuation here and there, so that some of each tree
+    is accepted.
+
+    true  the continuation of each prompt, by its first token
+    """
+
+    limits = DraftLimits(12, 12)
+
+    def __init__(self, true, vocab_size):
+        self._true = true
+        self._vocab_size = vocab_size
+        self._n = 0
+
+    def propose(self, sequences, n_nodes):
+        return [self._tree(one) for one in sequences]
+
+    def _tree(self, sequence):
+        self._n += 1
+        generator = torch.Generator().manual_seed(self._n)
+        topology = random_tree(1 + self._n % self.limits.n_nodes, self._n)
+        tokens = torch.randint(self._vocab_size, (len(topology),), generator=generator)
+        tokens[0] = sequence.tokens[-1]
+        true = self._true.get(tuple(sequence.tokens[: sequence.n_prompt]), [])[sequence.n_new :]
+        for node in range(1, len(topology)):
+            depth = int(topology.depths[node])
+            if node % 3 and depth <= len(true):
+                tokens[node] = true[depth - 1]
+        return DraftTree(topology, tokens)
+
+
+def poison(cache):
+    """No row that is not committed holds a number any more."""
+    for store in (cache.buffer.keys, cache.buffer.values):
+        store[:, :, cache.n_committed :] = torch.nan
+
+
+def run_with_trees(llm, drafter, prompts, params):
+    """Steps with another drafter, uncommitted rows poisoned in between; returns the answers and the
+    passes each took.
+    """
+    engine = engine_of(llm, drafter)
+    sequences = [
+        Sequence(list(prompt), one, 160) for prompt, one in zip(prompts, params, strict=True)
+    ]
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.step():
+        for cache in engine.runner._caches.values():
+            poison(cache)
+    return [one.tokens[one.n_prompt :] for one in sequences], [
+        one.stats.n_passes for one in sequences
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic", "mistral", "qwen2-window", "qwen3"])
+def test_trees_do_not_change_greedy_tokens(zoo, name):
+    """Ragged acceptance over a batch; whatever was rejected is poisoned before the next pass."""
+    model = zoo.model(name, 0)
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((21, 5, 40))]
+    params = [SamplingParams(max_new_tokens=n) for n in (64, 30, 41)]
+    texts = [
+        generate(model, prompt, one.max_new_tokens)
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+    drafter = TreeDrafter(dict(zip(map(tuple, prompts), texts, strict=True)), 128)
+    with open_llm(zoo.directory(name, 0), "mixed") as llm:
+        got, n_passes = run_with_trees(llm, drafter, prompts, params)
+    assert got == texts
+    assert all(n < len(text) for n, text in zip(n_passes, texts, strict=True)), (
+        "nothing was accepted"
+    )
+
+
+def test_dynamic_rope_grows_past_the_limit(tmp_path):
+    """The frequencies change with every token there, in trees as well; compared with transformers'
+    own growth.
+    """
+    model = CASES["llama"].build(0, **DYNAMIC | {"max_position_embeddings": 40})
+    model.save_pretrained(tmp_path)
+    for n_prompt in (30, 50):
+        prompt = prompt_of(2, n_prompt)
+        # afresh: it remembers how far it has grown
+        model = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+        expected = generate(model, prompt, 50)
+        with open_llm(tmp_path, max_model_len=40) as llm:
+            got, _ = run_with_trees(
+                llm, TreeDrafter({tuple(prompt): expected}, 128), [prompt], [SamplingParams(50)]
+            )
+        assert got == [expected]
+
+
+# Ends
+
+
+def end_at(zoo, name, place):
+    """(token, n): a token of the reference text that first occurs at place n, n as near as may be
+    to `place`.
+    """
+    text = zoo.greedy(name, 0)
+    n = next(n for n in range(place, 64) if text.index(text[n]) == n)
+    return text[n], n
+
+
+def test_limits_end_with_length(zoo):
+    prompt = prompt_of(0)
+    text = zoo.greedy("llama", 0)
+    with open_llm(zoo.directory("llama", 0), max_model_len=40) as llm:
+        few = llm.generate(prompt, SamplingParams(max_new_tokens=3)).pop()
+        full = llm.generate(prompt, SamplingParams(max_new_tokens=64)).pop()
+        last = llm.generate(prompt_of(0, 39), SamplingParams(max_new_tokens=64)).pop()
+        with pytest.raises(CapacityError, match="39"):
+            llm.generate(prompt_of(0, 40))
+    assert (few.token_ids, few.finish_reason) == (text[:3], "length")
+    assert (full.token_ids, full.finish_reason) == (text[: 40 - len(prompt)], "length")
+    assert (len(last.token_ids), last.finish_reason) == (1, "length")
+
+
+def test_an_end_within_an_accepted_path_drops_the_rest(zoo):
+    """A tree can bring tokens behind the end; plain decoding would not have."""
+    text = zoo.greedy("llama", 0)
+    end, n = end_at(zoo, "llama", 10)
+    prompt = prompt_of(0)
+
+    class Oracle(Unlearning):
+        limits = DraftLimits(65, 65)
+
+        def propose(self, sequences, n_nodes):
+            tokens = [sequences[0].tokens[-1], *text[sequences[0].n_new :]]
+            return [DraftTree(Topology.chain(len(tokens)), torch.tensor(tokens))]
+
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        for limits, expected in (((64, {end}), text[: n + 1]), ((9, set()), text[:9])):
+            sequence = Sequence(list(prompt), SamplingParams(limits[0]), 512, frozenset(limits[1]))
+            run_together(runner_of(llm), Oracle(), MatchRule(), [sequence], 65)
+            assert (sequence.tokens[len(prompt) :], sequence.stats.n_passes) == (expected, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error"),
+    [
+        ([], PromptError),
+        ([1, 128], PromptError),
+        ([-1], PromptError),
+        ("text", PromptError),
+        ([1] * 200, CapacityError),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused_before_anything_runs(zoo, prompts, error):
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        with pytest.raises(error):
+            llm.generate([[1, 2], prompts])
+        with pytest.raises(SettingsError):
+            llm.generate([[1], [2]], [SamplingParams()] * 3)
+        with pytest.raises(PromptError, match="stop"):
+            llm.generate([1], SamplingParams(stop=("x",)))
+
+
+# The distribution of sampled texts
+
+VOCABULARY = 5
+N_DRAWS = 500
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A model of five tokens and its checkpoint."""
+    path = tmp_path_factory.mktemp("small")
+    model = small_model(VOCABULARY, n_layers=2)
+    model.save_pretrained(path)
+    return model, path
+
+
+ALL_AT_ONCE = {
+    "temperature": 0.8,
+    "top_k": 4,
+    "top_p": 0.93,
+    "min_p": 0.04,
+    "repetition_penalty": 3.0,
+}
+# The last two keep a token from coming within the texts that are drawn.
+COUNTED = {
+    "temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.9,
+    "logit_bias": {0: 0.8, 3: -0.6},
+    "min_tokens": N_NEW, "stop_token_ids": (2,),
+}  # fmt: skip
+
+
+class FullTrees(Unlearning):
+    """Trees with every token below every node, of no, one or two levels: whatever is drawn is found
+    in them.
+    """
+
+    limits = DraftLimits(1 + VOCABULARY + VOCABULARY**2, 3)
+
+    def __init__(self):
+        parents = [-1, *(node for node in range(1 + VOCABULARY) for _ in range(VOCABULARY))]
+        self._parents = np.array(parents)
+        self._n = 0
+
+    def propose(self, sequences, n_nodes):
+        return [self._tree(one) for one in sequences]
+
+    def _tree(self, sequence):
+        self._n += 1
+        n = (1, 1 + VOCABULARY, self.limits.n_nodes)[self._n % 3]
+        tokens = torch.arange(-1, n - 1) % VOCABULARY
+        tokens[0] = sequence.tokens[-1]
+        return DraftTree(Topology(self._parents[:n]), tokens)
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_the_joint_distribution_of_sampled_tokens(small, trees):
+    """Two prompts side by side in batches, each row with a seed of its own, against exact
+    enumeration.
+    """
+    model, path = small
+    prompts = [[1], [2, 2]]
+    settings = (ALL_AT_ONCE, COUNTED)  # of the one prompt and of the other
+    params = [
+        SamplingParams(max_new_tokens=N_NEW, seed=seed, **settings[seed % 2])
+        for seed in range(2 * N_DRAWS)
+    ]
+    texts = []
+    with open_llm(path, max_model_len=64) as llm:
+        drafter = FullTrees() if trees else llm.engine.drafter
+        for start in range(0, 2 * N_DRAWS, 500):
+            batch = [
+                Sequence(list(prompts[i % 2]), params[i], 17) for i in range(start, start + 500)
+            ]
+            texts += run_together(runner_of(llm), drafter, MatchRule(), batch, 31)
+    for n, prompt in enumerate(prompts):
+        assert_distribution(texts[n::2], exact_distribution(model, prompt, params[n]))
+
+
+def test_the_check_of_the_distribution_finds_a_wrong_one(small):
+    """Texts of temperature 1 are not those of temperature 1.5, nor those of another prompt."""
+    model, _ = small
+    probs = exact_distribution(model, [3, 1], SamplingParams(temperature=1.0))
+    is_sampled = np.random.default_rng(0).choice(probs.size, N_DRAWS, p=probs.ravel() / probs.sum())
+    texts = list(
+        zip(*map(np.ndarray.tolist, np.unravel_index(is_sampled, probs.shape)), strict=True)
+    )
+    assert_distribution(texts, probs)
+    for prompt, temperature in (([3, 1], 1.5), ([0, 2, 2, 4], 1.0)):
+        with pytest.raises(AssertionError):
+            assert_distribution(
+                texts, exact_distribution(model, prompt, SamplingParams(temperature=temperature))
+            )
+
+
+def test_loading_tells_all_of_its_bytes(zoo) -> None:
+    """The bar reaches its end, wherever the alignment of a block makes it longer than what is
+    read.
+    """
+    told: list[tuple[int, int]] = []
+    config = EngineConfig(str(zoo.directory(next(iter(CASES)), 0)))
+    LLM.from_config(config, progress=lambda done, total: told.append((done, total))).close()
+    assert told[-1][0] == told[-1][1] > 0
+    assert [done for done, _ in told] == sorted(done for done, _ in told)

@@ -1,0 +1,100 @@
+"""Where the device's memory runs out, trees and chunks shrink, and nothing that was produced is
+lost.
+"""
+
+import pytest
+import torch
+from support.tiny import generate, open_llm, prompt_of
+
+from offload_rt import SamplingParams
+from offload_rt.engine import engine as engine_module
+from offload_rt.errors import DeviceError
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Makes the memory of an LLM run out: at passes of more than so many rows a chunk, or in what
+    follows a pass.
+    """
+
+    def fill(llm, most_rows=10**9, most_probs=10**9):
+        runner = llm.engine.runner
+        seen = []
+
+        def layer(block, hidden, chunks):
+            seen.append(max(chunk.rows.stop - chunk.rows.start for chunk in chunks))
+            if seen[-1] > most_rows:
+                raise torch.OutOfMemoryError("no room for activations")
+            return type(runner).layer(runner, block, hidden, chunks)
+
+        def probs(logits, *others):
+            if len(logits) > most_probs:
+                raise torch.OutOfMemoryError("no room for distributions")
+            return plain(logits, *others)
+
+        plain = engine_module.probs
+        monkeypatch.setattr(runner, "layer", layer)
+        monkeypatch.setattr(engine_module, "probs", probs)
+        return seen
+
+    return fill
+
+
+def test_a_tree_that_is_too_large_shrinks(zoo, full, capfd):
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft), tree_size=64) as llm:
+        seen = full(llm, most_rows=25)
+        output = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=40))[0]
+        assert output.token_ids == generate(pair.model, prompt_of(0), 40)
+        assert max(seen[5:]) <= 25 and output.stats.tokens_per_pass > 1.2
+        # The next run asks for as much as ever.
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=2))
+        assert max(seen) > 25
+    assert capfd.readouterr().err.count("device memory ran out: trees shrink to 32 nodes") == 1
+
+
+def test_a_batch_goes_on_where_one_sequence_had_been_verified(zoo, full):
+    pair = zoo.pair("llama", 0)
+    prompts = [prompt_of(seed, n) for seed, n in ((0, 21), (1, 9), (2, 30))]
+    with open_llm(pair.target, draft_model=str(pair.draft), tree_size=96, max_model_len=120) as llm:
+        full(llm, most_probs=7)
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=30))
+    assert [one.token_ids for one in outputs] == [
+        generate(pair.model, prompt, 30) for prompt in prompts
+    ]
+
+
+def test_a_long_prompt_goes_through_in_smaller_chunks(zoo, full):
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        seen = full(llm, most_rows=40)
+        output = llm.generate(prompt_of(0, 100), SamplingParams(max_new_tokens=8))[0]
+    assert output.token_ids == generate(zoo.model("llama", 0), prompt_of(0, 100), 8)
+    assert max(seen[-6:]) <= 40
+
+
+def test_the_newest_sequence_waits_where_there_is_room_for_one(zoo, monkeypatch):
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        forward = llm.engine.runner.forward
+        seen = []
+
+        def alone(steps):
+            seen.append(llm.engine.is_short)
+            if len(steps) > 1:
+                raise torch.OutOfMemoryError("no room for two")
+            return forward(steps)
+
+        monkeypatch.setattr(llm.engine.runner, "forward", alone)
+        outputs = llm.generate([prompt_of(0), prompt_of(1)], SamplingParams(max_new_tokens=6))
+        assert True in seen and not llm.engine.is_short
+    for k, output in enumerate(outputs):
+        assert output.token_ids == generate(zoo.model("llama", 0), prompt_of(k), 6)
+
+
+def test_where_nothing_can_shrink_any_more_it_is_said_and_what_was_produced_is_there(zoo, full):
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        pieces = llm.stream(prompt_of(0), SamplingParams(max_new_tokens=8))
+        first = [next(pieces).token_ids[0] for _ in range(3)]
+        full(llm, most_rows=0)
+        with pytest.raises(DeviceError, match=r"memory is used up.*--max-model-len"):
+            next(pieces)
+    assert first == zoo.greedy("llama", 0)[:3]

@@ -1,0 +1,112 @@
+"""On a CPU a pass over any tree, part of a prompt or batch gives bit for bit the logits of plain
+decoding, in 16 bits, too.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from support.tiny import Zoo, feed, open_llm, prompt_of, random_tree, runner_of
+from torch import Tensor
+
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.step import Step
+from offload_rt.ops import cpu
+from offload_rt.tree.topology import Topology
+
+DTYPES = ("bfloat16", "float16", "float32")
+NAMES = ("llama", "llama-dynamic", "mistral", "qwen2", "qwen2-window", "qwen3")
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+
+
+def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
+    """(n, vocabulary): logits of plain decoding, which computes a prompt together and then one
+    token at a time.
+    """
+    cache = runner.new_cache(len(tokens))
+    found = []
+    for start, stop in [(0, n_prompt), *((n, n + 1) for n in range(n_prompt, len(tokens)))]:
+        step = Step(
+            cache,
+            torch.tensor(tokens[start:stop]),
+            Topology.chain(stop - start),
+            stop - start,
+            n_prompt,
+        )
+        found += runner.forward([step])
+        runner.commit(cache, range(stop - start))
+    runner.free_cache(cache)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tree_gives_the_logits_of_plain_decoding(zoo: Zoo, name: str, dtype: str) -> None:
+    """Below tokens that the cache lacks, and after a path of an earlier tree was committed, whose
+    rows have moved.
+    """
+    prompt = prompt_of(1, 11)
+    with open_llm(zoo.directory(name, 0), dtype=dtype) as llm:
+        runner = runner_of(llm)
+        cache = runner.new_cache(128)
+        feed(runner, cache, prompt, Topology.chain(len(prompt)), n_wanted=1)
+        runner.commit(cache, range(len(prompt)))
+        text = list(prompt)
+        for turn in range(2):
+            tree = random_tree(24, seed=turn, reach=5)
+            lacking = prompt_of(2 + turn, 3 * turn)
+            drafted = prompt_of(4 + turn, len(tree))
+            n_prompt = len(text) + len(lacking) + len(tree)
+            step = Step(
+                cache, torch.tensor(lacking + drafted), tree.after_chain(len(lacking)), len(tree),
+                n_prompt,
+                n_chain=len(lacking),
+            )  # fmt: skip
+            (got,) = runner.forward([step])
+            paths = [[0, *tree.path_to(node)] for node in range(len(tree))]
+            for node in [*range(0, len(tree), 5), len(tree) - 1]:
+                tokens = text + lacking + [drafted[one] for one in paths[node]]
+                assert torch.equal(got[node], decoded(runner, tokens, n_prompt=len(prompt))[-1])
+            longest = max(paths, key=len)
+            runner.commit(cache, [*range(len(lacking)), *(len(lacking) + one for one in longest)])
+            text += lacking + [drafted[one] for one in longest]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_a_prompt_and_a_batch_give_the_logits_of_single_rows(
+    zoo: Zoo, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((5, 33, 1, 16))]
+    with open_llm(zoo.directory(name, 0), dtype=dtype) as llm:
+        runner = runner_of(llm)
+        expected = [decoded(runner, one, n_prompt=1) for one in prompts]
+        for chunk_rows in (512, 7):
+            monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
+            steps = [
+                Step(
+                    runner.new_cache(64),
+                    torch.tensor(one),
+                    Topology.chain(len(one)),
+                    len(one),
+                    len(one),
+                )
+                for one in prompts
+            ]
+            for got, rows in zip(runner.forward(steps), expected, strict=True):
+                assert torch.equal(got, rows)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_greedy_texts_do_not_depend_on_trees(zoo: Zoo, dtype: str) -> None:
+    """Also where two logits are equal: of these the first counts, whichever rows are computed
+    beside them.
+    """
+    directory = zoo.pair("llama", 0)
+    with open_llm(directory.target, dtype=dtype) as llm:
+        expected = llm.generate(prompt_of(0)).pop().token_ids
+    for drafter in ("dynamic_tree", "ngram"):
+        settings = directory.settings(drafter)
+        with open_llm(directory.target, dtype=dtype, **settings) as llm:
+            assert llm.generate(prompt_of(0)).pop().token_ids == expected

@@ -1,0 +1,262 @@
+"""Captured passes give the logits and the cache rows of ordinary ones, whatever was computed in
+them before.
+"""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.recorded import record
+from support.tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
+
+from offload_rt import ops
+from offload_rt.executor.cuda_graphs import GraphInputs, GraphShape, PassRows
+from offload_rt.executor.step import Step
+from offload_rt.ops import extension, reference
+from offload_rt.speculate.child_sampling import MostProbable, unpacked
+from offload_rt.tree.topology import Topology
+
+
+def buffer_of(runner, cache):
+    return runner._caches[cache].buffer
+
+
+def passes_of(runner, cache):
+    return runner._graphs._passes[buffer_of(runner, cache)]
+
+
+def fed_alike(llms, caches, tokens, tree):
+    """Give the same rows to both, which make the same logits of them."""
+    rows = [
+        feed(runner_of(llm), cache, tokens, tree).clone()
+        for llm, cache in zip(llms, caches, strict=True)
+    ]
+    torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
+
+
+def commit(llms, caches, path):
+    for llm, cache in zip(llms, caches, strict=True):
+        runner_of(llm).commit(cache, path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_rows_are_those_of_an_ordinary_pass(zoo, name):
+    prompt = prompt_of(0)
+    capacity = 512
+    with open_llm(zoo.directory(name, 0)) as plain, open_llm(zoo.directory(name, 0)) as graphs:
+        runner_of(graphs).use_graphs(GraphShape(64, capacity, 128), record)
+        caches = [prefill(runner_of(llm), prompt, capacity) for llm in (plain, graphs)]
+        assert len(passes_of(runner_of(graphs), caches[1])) == 1
+        for n, seed in ((1, 0), (5, 1), (7, 2), (1, 3), (33, 4), (6, 5), (64, 6)):
+            fed_alike((plain, graphs), caches, prompt_of(seed, n), random_tree(n, seed))
+            commit((plain, graphs), caches, [0])
+        n = runner_of(plain).n_committed(caches[0])
+        buffers = [
+            buffer_of(runner_of(llm), cache)
+            for llm, cache in zip((plain, graphs), caches, strict=True)
+        ]
+        for part in ("keys", "values"):
+            want, got = (getattr(buffer, part)[:, :, :n] for buffer in buffers)
+            torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
+
+
+def test_levels_of_a_tree_are_computed_one_after_the_other(zoo):
+    tree = random_tree(20, 3, reach=6)
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        runner = runner_of(llm)
+        prompt = prompt_of(0)
+        tokens = prompt_of(1, 20)
+        whole = feed(runner, prefill(runner, prompt, 256), tokens, tree)
+        cache = prefill(runner, prompt, 256)
+        runner.use_graphs(GraphShape(64, 256, 128), record)
+        parts = []
+        for start, stop in ((0, 1), (1, 6), (6, 13), (13, 20)):
+            some = Topology(tree.parents[:stop])
+            step = Step(
+                cache,
+                torch.tensor(tokens[:stop]),
+                some,
+                stop - start,
+                len(prompt) + stop,
+                n_done=start,
+            )
+            parts.append(runner.forward([step])[0].clone())
+    torch.testing.assert_close(torch.cat(parts), whole, atol=2e-4, rtol=1e-4)
+
+
+def test_what_does_not_fit_is_computed_as_ever(zoo):
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        runner = runner_of(llm)
+        want = feed(runner, prefill(runner, prompt_of(0), 64), prompt_of(1, 43), random_tree(43, 0))
+        runner.use_graphs(GraphShape(16, 256, 128), record)
+        # more rows than 16, then a cache without a spare row
+        cache = prefill(runner, prompt_of(0), 64)
+        got = feed(runner, cache, prompt_of(1, 43), random_tree(43, 0))
+        assert torch.equal(got, want)
+        assert buffer_of(runner, cache) not in runner._graphs._passes
+
+
+def test_captures_end_with_their_cache(zoo):
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        runner = runner_of(llm)
+        runner.use_graphs(GraphShape(64, 256, 128), record)
+        cache = prefill(runner, prompt_of(0), 256)
+        assert len(runner._graphs._passes) == 1
+        runner.free_cache(cache)
+        assert len(runner._graphs._passes) == 0
+
+
+def test_sequences_that_run_alone_share_what_is_captured(zoo):
+    """Whatever the one before has left in the memory of the cache; one that does not end before the
+    next has its own.
+    """
+    captured = []
+
+    def capture(compute):
+        captured.append(compute)
+        return record(compute)
+
+    with (
+        open_llm(zoo.directory("llama", 0)) as plain,
+        open_llm(zoo.directory("llama", 0)) as graphs,
+    ):
+        runner_of(graphs).use_graphs(GraphShape(64, 256, 128), capture)
+        for seed in range(3):
+            caches = [
+                runner_of(llm).new_cache(100 + seed, is_alone=True) for llm in (plain, graphs)
+            ]
+            for i in range(3):
+                fed_alike((plain, graphs), caches, prompt_of(i + 10 * seed, 8), random_tree(8, i))
+            buffer_of(runner_of(graphs), caches[1]).values.fill_(torch.nan)
+            for llm, cache in zip((plain, graphs), caches, strict=True):
+                runner_of(llm).free_cache(cache)
+        assert len(captured) == 1
+        runner = runner_of(graphs)
+        first = runner.new_cache(100, is_alone=True)
+        assert len(runner._graphs._passes) == 1
+        second = runner.new_cache(100, is_alone=True)
+        assert buffer_of(runner, first) is not buffer_of(runner, second)
+        for cache in (first, second):
+            runner.free_cache(cache)
+        # Too long to share; beside others, which need the memory.
+        for capacity, is_alone in ((300, True), (100, False)):
+            shared = runner.new_cache(100, is_alone=True)
+            feed(runner, shared, prompt_of(0, 8), random_tree(8, 0))
+            runner.free_cache(shared)
+            assert len(runner._graphs._passes) == 1
+            runner.free_cache(runner.new_cache(capacity, is_alone))
+            assert len(runner._graphs._passes) == 0
+
+
+def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, monkeypatch):
+    monkeypatch.setattr("offload_rt.executor.cuda_graphs._KEYS", 8)
+    monkeypatch.setattr("offload_rt.executor.cuda_graphs._LEAST_KEYS", 16)
+    monkeypatch.setattr(ops, "goes_by_extent", lambda keys: True)
+    monkeypatch.setattr(
+        ops,
+        "tree_attention",
+        lambda q, k, v, mask, scale, *_: reference.tree_attention(q, k, v, mask.dense(), scale),
+    )
+    with (
+        open_llm(zoo.directory("llama", 0)) as plain,
+        open_llm(zoo.directory("llama", 0)) as graphs,
+    ):
+        runner = runner_of(graphs)
+        runner.use_graphs(GraphShape(8, 100, 8), record)
+        caches = [runner_of(plain).new_cache(100), runner.new_cache(100)]
+        for turn in range(12):
+            fed_alike((plain, graphs), caches, prompt_of(turn, 8), random_tree(8, turn))
+            commit((plain, graphs), caches, random_tree(8, turn).path_to(7) or [0])
+        assert runner.n_committed(caches[1]) > 32
+        sizes = {shape.n_keys for shape in passes_of(runner, caches[1])}
+        assert sizes <= {16, 32, 64, 100} and len(sizes) >= 3
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room for a graph"), extension.NotCapturable()]
+)
+def test_where_a_capture_fails_passes_are_computed_as_ever(zoo, error):
+    """For want of memory or by its nature, at the end, when all has been overwritten; nobody tries
+    again.
+    """
+    tried = []
+
+    def capture(compute):
+        tried.append(compute)
+        compute()
+        raise error
+
+    with (
+        open_llm(zoo.directory("llama", 0)) as plain,
+        open_llm(zoo.directory("llama", 0)) as graphs,
+    ):
+        runner_of(graphs).use_graphs(GraphShape(8, 256, 64), capture)
+        caches = [runner_of(llm).new_cache(256) for llm in (plain, graphs)]
+        for turn in range(5):
+            fed_alike((plain, graphs), caches, prompt_of(turn, 8), random_tree(8, turn))
+            commit((plain, graphs), caches, [0])
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize("reduce", [MostProbable(5, 128), MostProbable(9, 140, 0.7)])
+def test_what_is_made_of_the_logits_is_captured_too(zoo, reduce):
+    """Of the rows that are wanted; filled up to a larger vocabulary."""
+    with (
+        open_llm(zoo.directory("llama", 0)) as plain,
+        open_llm(zoo.directory("llama", 0)) as graphs,
+    ):
+        runner_of(graphs).use_graphs(GraphShape(8, 256, 64), record)
+        caches = [runner_of(llm).new_cache(256) for llm in (plain, graphs)]
+        for turn in range(4):
+            found = []
+            for llm, cache in zip((plain, graphs), caches, strict=True):
+                tokens = torch.tensor(prompt_of(turn, 7))
+                tree = random_tree(7, turn)
+                step = Step(cache, tokens, tree, 3 + turn, 7, reduce=reduce)
+                tokens, values = unpacked(runner_of(llm).forward([step])[0], reduce.k)
+                assert tokens.shape == values.shape == (3 + turn, reduce.k)
+                found.append((tokens, values.copy()))
+                runner_of(llm).discard(cache)
+            np.testing.assert_array_equal(found[0][0], found[1][0])
+            np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-3, atol=1e-4)
+        assert len(runner_of(graphs)._graphs._reductions) == 1
+
+
+def test_of_many_sizes_those_used_last_are_kept(zoo, monkeypatch):
+    monkeypatch.setattr("offload_rt.executor.cuda_graphs._MOST_KEPT", 2)
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        runner = runner_of(llm)
+        runner.use_graphs(GraphShape(64, 256, 128), record)
+        cache = runner.new_cache(256)
+        for n in (1, 2, 1, 4):
+            feed(runner, cache, prompt_of(0, n), random_tree(n, 0))
+        assert [shape.n_rows for shape in passes_of(runner, cache)] == [1, 4]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_mask_at_a_fixed_place_is_the_one_it_was_filled_with(seed):
+    """Whatever it was filled with before; what is left over looks where the first row does."""
+    draw = random.Random(seed)
+    n_rows = draw.choice([1, 8, 40])
+    n_keys = draw.choice([135, 256])
+    capacity = 300
+    shape = GraphShape(n_rows, n_keys, n_tree_rows=draw.choice([104, 130]))
+    inputs = GraphInputs.empty(shape, [torch.zeros(1, 16)] * 2, torch.device("cpu"))
+    for turn in range(3):
+        n = draw.randint(1, n_rows)
+        first = draw.randrange(64)
+        n_before = draw.randrange(30)
+        parents = random_tree(first + n, seed + turn).parents
+        mask = ops.make_tree_mask(parents, first, n_before)
+        angles = tuple(torch.zeros(n, 16) for _ in range(2))
+        inputs.fill(
+            PassRows(torch.zeros(n, dtype=torch.int64), torch.arange(n), angles, mask), capacity - 1
+        )
+        for window in (None, 1, 4, 25):
+            got, want = (replace(one, window=window).dense() for one in (inputs.mask, mask))
+            want = torch.ones(n, mask.n_keys, dtype=torch.bool) if want is None else want
+            assert torch.equal(got[:n, : mask.n_keys], want)
+            assert not got[:, mask.n_keys :].any()
+            assert torch.equal(got[n:], got[:1].expand(n_rows - n, -1)) and got.any(1).all()

@@ -1,0 +1,297 @@
+"""The cache: what is kept is what a fresh prefill would give, and nothing else is ever read."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tiny import feed, open_llm, prefill, prompt_of, random_tree, runner_of
+
+from offload_rt import ops
+from offload_rt.errors import CapacityError
+from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
+from offload_rt.kv.split import KVBytes
+from offload_rt.models.architecture import KVShape
+from offload_rt.tree.topology import Topology
+
+CAPACITY = 96
+
+
+@pytest.fixture(scope="module", params=["llama-tied", "qwen3-window", "mistral"])
+def runner(request, zoo):
+    with open_llm(zoo.directory(request.param, 0)) as llm:
+        yield runner_of(llm)
+
+
+def of(runner, cache):
+    """The cache of an id."""
+    return runner._caches[cache]
+
+
+def rows_of(cache):
+    return tuple(
+        part[:, :, : cache.n_committed] for part in (cache.buffer.keys, cache.buffer.values)
+    )
+
+
+def poison(cache):
+    for part in (cache.buffer.keys, cache.buffer.values):
+        part[:, :, cache.n_committed :] = torch.nan
+
+
+def step(runner, cache, seed, generator):
+    """Feed a random tree below a few tokens the cache lacks, keep a random path of it; returns the
+    tokens kept.
+    """
+    n_lacking = int(torch.randint(4, (), generator=generator))
+    tree = random_tree(9, seed)
+    tokens = prompt_of(seed, n_lacking + len(tree))
+    logits = feed(runner, cache, tokens, tree.after_chain(n_lacking))
+    assert logits.isfinite().all(), "a row that is not committed was read"
+    node = int(torch.randint(len(tree), (), generator=generator))
+    rows = [*range(n_lacking), *(n_lacking + one for one in [0, *tree.path_to(node)])]
+    runner.commit(cache, rows)
+    return [tokens[row] for row in rows]
+
+
+@pytest.mark.parametrize("chunk_rows", [512, 4])
+def test_kept_rows_are_those_of_a_fresh_prefill(runner, chunk_rows, monkeypatch):
+    """Step after step, with everything that is not committed poisoned; the kept path may skip any
+    of the rows.
+    """
+    monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
+    generator = torch.Generator().manual_seed(chunk_rows)
+    id = runner.new_cache(CAPACITY)
+    tokens = []
+    cache = of(runner, id)
+    for seed in range(8):
+        poison(cache)
+        if seed % 3 == 2:
+            tokens = [*tokens[:-2], 1]
+            assert runner.rewind(id, tokens) == len(tokens) - 1
+            tokens.pop()
+            poison(cache)
+        tokens += step(runner, id, seed, generator)
+        assert cache.committed == tokens and runner.n_committed(id) == len(tokens)
+        fresh = of(runner, prefill(runner, tokens, CAPACITY))
+        for got, expected in zip(rows_of(cache), rows_of(fresh), strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_discarded_pass_leaves_nothing(runner):
+    tokens = prompt_of(0, 12)
+    tree = random_tree(7, 0)
+    id = prefill(runner, tokens, CAPACITY)
+    cache = of(runner, id)
+    before = [part.clone() for part in rows_of(cache)]
+    feed(runner, id, prompt_of(1, 7), tree)
+    runner.discard(id)
+    poison(cache)
+    assert cache.committed == tokens
+    assert all(torch.equal(*pair) for pair in zip(before, rows_of(cache), strict=True))
+    got = feed(runner, id, prompt_of(2, 7), tree)
+    assert torch.equal(got, feed(runner, prefill(runner, tokens, CAPACITY), prompt_of(2, 7), tree))
+
+
+def test_a_cache_that_is_full_says_so(runner):
+    cache = prefill(runner, prompt_of(0, 10), 12)
+    feed(runner, cache, [1, 2], Topology.chain(2))
+    runner.discard(cache)
+    with pytest.raises(CapacityError, match="13 rows"):
+        feed(runner, cache, [1, 2, 3], Topology.chain(3))
+    assert runner.n_committed(cache) == 10
+
+
+class _Sizes:
+    kv_shapes = (KVShape(3, 4, 4),) * 2
+
+
+def filled(tokens, capacity):
+    """A cache of rows that say where they came from: every value of the row of token t at place p
+    is 100 p + t.
+    """
+    cache = ContiguousCache.empty(_Sizes, capacity, torch.float32, torch.device("cpu"))
+    write(cache, tokens)
+    cache.commit(range(len(tokens)))
+    return cache
+
+
+def write(cache, tokens):
+    cache.begin(tokens)
+    first = cache.n_committed
+    last = cache.n_committed + len(tokens)
+    rows = 100.0 * torch.arange(first, last) + torch.tensor(tokens)
+    cache.buffer.keys[:, :, first:last] = rows[:, None]
+    cache.buffer.values[:, :, first:last] = -rows[:, None]
+    return rows
+
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=12)
+
+
+@given(texts, texts, st.data())
+def test_commit_keeps_exactly_the_given_rows(tokens, pending, data):
+    cache = filled(tokens, 30)
+    rows = write(cache, pending)
+    kept = sorted(data.draw(st.sets(st.integers(0, len(pending) - 1))))
+    cache.commit(kept)
+    expected = torch.cat((100.0 * torch.arange(len(tokens)) + torch.tensor(tokens), rows[kept]))
+    assert cache.committed == tokens + [pending[row] for row in kept]
+    assert (rows_of(cache)[0] == expected[:, None]).all() and (
+        rows_of(cache)[1] == -expected[:, None]
+    ).all()
+
+
+@given(texts, texts, st.data())
+def test_pending_rows_behind_those_kept_in_place_stay_pending(tokens, pending, data):
+    n = data.draw(st.integers(0, len(pending)))
+    at_once = filled(tokens, 30)
+    in_turn = filled(tokens, 30)
+    for cache in (at_once, in_turn):
+        write(cache, pending)
+    later = (
+        sorted(data.draw(st.sets(st.integers(0, len(pending) - n - 1)))) if n < len(pending) else []
+    )
+    at_once.commit([*range(n), *(n + row for row in later)])
+    in_turn.commit(range(n))
+    in_turn.commit(later)
+    assert in_turn.committed == at_once.committed
+    assert all(torch.equal(*pair) for pair in zip(rows_of(in_turn), rows_of(at_once), strict=True))
+
+
+@given(texts, texts, st.integers(0, 12))
+def test_rewinding_keeps_the_common_prefix(tokens, other, n_shared):
+    wanted = tokens[:n_shared] + other
+    cache = filled(tokens, 30)
+    before = cache.buffer.keys.clone()
+    common = max(n for n in range(len(tokens) + 1) if tokens[:n] == wanted[:n])
+    assert cache.rewind_to(wanted) == common == cache.n_committed
+    assert cache.committed == wanted[:common]
+    assert torch.equal(rows_of(cache)[0], before[:, :, :common])
+    assert cache.rewind_to(wanted) == common, "rewinding again changes nothing"
+
+
+def test_rows_to_commit_ascend():
+    for rows in ([1, 0], [1, 1]):
+        cache = filled([0], 9)
+        write(cache, [1, 2, 3])
+        with pytest.raises(AssertionError):
+            cache.commit(rows)
+
+
+class TwoParts(KVCache):
+    """Committed rows, all but the last few, are moved to a buffer of their own, as to another
+    device.
+    """
+
+    def __init__(self, recent, older):
+        super().__init__(recent.capacity)
+        self.buffer = recent
+        self.older = older
+        self.n_older = 0
+
+    @classmethod
+    def empty(cls, spec, *arguments):
+        return cls(*(KVBuffer.empty(spec.kv_shapes, *arguments) for _ in range(2)))
+
+    @staticmethod
+    def nbytes(spec, n_rows, itemsize):
+        return KVBytes(
+            device=n_rows * spec.kv_nbytes(itemsize), host=n_rows * spec.kv_nbytes(itemsize)
+        )
+
+    def attend(self, asked):
+        layer = asked.layer
+        q = asked.q
+        mask = asked.mask
+        scale = asked.scale
+        n = self.n_older
+        first = self.n_committed + asked.start
+        rows = slice(first, first + len(q))
+        to = (self.buffer.keys[layer], self.buffer.values[layer])
+        q = ops.rotate_and_store(q, asked.k, asked.v, asked.rotary, *to, rows)
+        masks = mask.split(n)
+        rows = (slice(0, n), slice(n, first + len(q)))
+        older, recent = (
+            ops.partial_attention(
+                q, buffer.keys[layer, :, at], buffer.values[layer, :, at], one, scale
+            )
+            for buffer, at, one in zip((self.older, self.buffer), rows, masks, strict=True)
+        )
+        return ops.merge(*older, *recent)[0]
+
+    def move(self, rows, first):
+        ops.commit_rows(self.buffer.keys, self.buffer.values, torch.tensor(rows), first)
+
+    def rows(self, layer, tokens):
+        cut = min(max(self.n_older, tokens.start), tokens.stop)
+        pairs = ((self.older.keys, self.buffer.keys), (self.older.values, self.buffer.values))
+        return tuple(
+            torch.cat((older[layer, :, tokens.start : cut], recent[layer, :, cut : tokens.stop]), 1)
+            for older, recent in pairs
+        )
+
+    def commit(self, rows):
+        super().commit(rows)
+        at = slice(self.n_older, max(self.n_committed - 3, self.n_older))
+        for old, new in (
+            (self.older.keys, self.buffer.keys),
+            (self.older.values, self.buffer.values),
+        ):
+            old[:, :, at] = new[:, :, at]
+            new[:, :, at] = torch.nan
+        self.n_older = at.stop
+
+    def rewind_to(self, tokens):
+        n = super().rewind_to(tokens)
+        self.n_older = min(self.n_older, n)
+        return n
+
+
+@pytest.mark.parametrize("chunk_rows", [512, 4])
+def test_a_cache_in_two_parts_gives_the_same_logits(runner, chunk_rows, monkeypatch):
+    """Through the runner as it is: trees below lacking tokens, paths that skip rows, rewinds into
+    both parts.
+    """
+    monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
+    caches = [runner.new_cache(CAPACITY)]
+    monkeypatch.setattr(runner, "kv", TwoParts)
+    caches.append(runner.new_cache(CAPACITY))
+    tokens = []
+    for seed in range(8):
+        tokens = tokens[: -3 * (seed % 3)] if seed % 3 else tokens
+        assert {runner.rewind(cache, tokens) for cache in caches} == {len(tokens)}
+        tree = random_tree(9, seed)
+        n_lacking = seed % 4
+        new = prompt_of(seed, n_lacking + len(tree))
+        whole, parts = (feed(runner, cache, new, tree.after_chain(n_lacking)) for cache in caches)
+        torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
+        rows = [*range(n_lacking), *(n_lacking + node for node in [0, *tree.path_to(8)])]
+        for cache in caches:
+            runner.commit(cache, rows)
+        tokens = tokens + [new[row] for row in rows]
+    assert runner._caches[caches[1]].n_older > 10
+
+
+@pytest.mark.parametrize("kind", [ContiguousCache, TwoParts])
+def test_committed_rows_can_be_read(runner, kind, monkeypatch):
+    tokens = prompt_of(0, 20)
+    keys, values = rows_of(of(runner, prefill(runner, tokens, CAPACITY)))
+    monkeypatch.setattr(runner, "kv", kind)
+    cache = of(runner, prefill(runner, tokens, CAPACITY))
+    spec = runner.spec
+    for layer in range(spec.n_layers):
+        for tokens in (range(20), range(3, 18), range(18, 20), range(5, 5)):
+            for got, whole in zip(
+                cache.rows(layer, tokens), (keys[layer], values[layer]), strict=True
+            ):
+                torch.testing.assert_close(
+                    got, whole[:, tokens.start : tokens.stop], atol=1e-4, rtol=1e-4
+                )
+
+
+def test_a_cache_takes_the_bytes_it_says(runner):
+    buffer = of(runner, runner.new_cache(CAPACITY)).buffer
+    itemsize = runner.dtype.itemsize
+    assert ContiguousCache.nbytes(runner.spec, CAPACITY, itemsize) == KVBytes(
+        buffer.keys.nbytes + buffer.values.nbytes
+    )

@@ -1,0 +1,613 @@
+"""Keys and values beyond the device: what a cache gives does not depend on where its rows lie."""
+
+import errno
+import json
+import os
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.pretended_card import pretended_card
+from support.tiny import (
+    CASES,
+    Steady,
+    feed,
+    generate,
+    open_llm,
+    prompt_of,
+    random_tree,
+    runner_of,
+    save_pair,
+)
+from test_host_memory import CountingHost
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import plan, report
+from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DType
+from offload_rt.engine import builder
+from offload_rt.engine.memory_plan import READ_BUFFERS, Sizes, plan_memory
+from offload_rt.errors import CapacityError, LinkError
+from offload_rt.executor.cost import CostEstimator
+from offload_rt.kv import host
+from offload_rt.kv import split as kv_split
+from offload_rt.kv.host import HostCache
+from offload_rt.kv.split import KVSplit, RowFormat
+from offload_rt.models.families import spec_of
+from offload_rt.offload import far_rows
+from offload_rt.offload.far_rows import FileRows
+from offload_rt.offload.placement import MemoryBudget
+from offload_rt.planning.known_models import KNOWN
+from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.speculate.select import pick_drafter
+from offload_rt.system.machine import MachineProfile, PassBytes, StreamedRows, pass_time, pass_times
+from offload_rt.system.trace import Trace
+
+CAPACITY = 700
+N_NODES = 9
+N_NEW = 8
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    """Rows go often, in small blocks; files and what is learned are the test's own, and no tree
+    depends on the clock.
+    """
+    monkeypatch.setattr(kv_split, "_TAIL_ROWS", 8)
+    monkeypatch.setattr(kv_split, "_BLOCK_NBYTES", 16 << 10)
+    monkeypatch.setattr(kv_split, "MOST_SCORES", 4 << 10)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
+    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
+
+
+@pytest.fixture(scope="module", params=["llama-tied", "qwen3-window", "mistral"])
+def runner(request, zoo):
+    with open_llm(zoo.directory(request.param, 0)) as llm:
+        yield runner_of(llm)
+
+
+@contextmanager
+def beyond(runner, n_on_device, n_rows=CAPACITY, is_fp8=False):
+    """Lets a runner have caches of which so many rows together are on the device, the others in a
+    file.
+    """
+    spec = runner.spec
+    rows = RowFormat(spec.n_kv_heads, spec.head_dim, DType.of(runner.dtype), is_fp8)
+    split = replace(KVSplit.least(spec, n_rows, N_NODES, rows, 512), n_on_device=n_on_device)
+    runner.far = FileRows(split, spec.n_layers, runner.streamer)
+    try:
+        yield runner.far
+    finally:
+        runner.far.close()
+        runner.far = None
+
+
+def far_cache(runner, n_rows=CAPACITY, n_nodes=N_NODES):
+    return runner.new_cache(n_rows, share=runner.far.split.share(n_rows, n_nodes))
+
+
+def new_caches(runner):
+    """One on the device, and one that is not as a whole."""
+    caches = runner.new_cache(CAPACITY), far_cache(runner)
+    assert isinstance(runner._caches[caches[1]], HostCache)
+    return caches
+
+
+@pytest.mark.parametrize(
+    ("n_on_device", "chunk_rows"), [(N_NODES + 8, 512), (N_NODES + 8, 40), (150, 512), (400, 40)]
+)
+def test_logits_and_rows_are_those_of_a_cache_on_the_device(
+    runner, n_on_device, chunk_rows, monkeypatch
+):
+    """A prompt longer than the device's rows, trees, paths that skip rows, passes given up, rewinds
+    to anywhere.
+    """
+    monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
+    draw = np.random.default_rng(n_on_device)
+    tokens = []
+    with beyond(runner, n_on_device):
+        caches = new_caches(runner)
+        for step in range(16):
+            tokens = tokens[: draw.integers(len(tokens) + 1)] if step in (4, 9) else tokens
+            assert {runner.rewind(one, tokens) for one in caches} == {len(tokens)}
+            n_lacking = {0: 230, 6: 200, 10: 300}.get(step, int(draw.integers(12)))
+            tree = random_tree(N_NODES, step)
+            new = prompt_of(step, n_lacking + N_NODES)
+            whole, parts = (
+                feed(runner, one, new, tree.after_chain(n_lacking), N_NODES) for one in caches
+            )
+            torch.testing.assert_close(parts, whole, atol=2e-4, rtol=2e-4)
+            if step in (5, 6):
+                for one in caches:
+                    runner.discard(one)
+                continue
+            path = [n_lacking + node for node in (0, *tree.path_to(int(draw.integers(N_NODES))))]
+            for one in caches:
+                runner.commit(one, [*range(n_lacking), *path])
+            tokens = tokens + [new[row] for row in (*range(n_lacking), *path)]
+            some = range(*sorted(draw.integers(len(tokens) + 1, size=2).tolist()))
+            for layer, of in ((0, range(len(tokens))), (runner.spec.n_layers - 1, some)):
+                for got, expected in zip(
+                    *(runner._caches[one].rows(layer, of) for one in caches[::-1]), strict=True
+                ):
+                    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+        cache = runner._caches[caches[1]]
+        assert len(cache.committed) > 330 and (len(cache._blocks) > 1 or n_on_device == 400)
+        for one in caches:
+            runner.free_cache(one)
+        assert len(runner.far._free) == runner.far._n_blocks, "all blocks were given back"
+
+
+def test_what_came_for_one_sequence_is_not_taken_for_that_of_the_next(zoo):
+    """Which is as long, and has its only block, which has been fetched already."""
+    tree = random_tree(N_NODES, 0)
+    with open_llm(zoo.directory("llama", 0)) as llm, beyond(runner_of(llm), N_NODES + 8):
+        runner = runner_of(llm)
+        for seed in (1, 2):
+            caches = new_caches(runner)
+            for one in caches:
+                feed(runner, one, prompt_of(seed, 60), random_tree(60, 0, 1), 1)
+                runner.commit(one, range(60))
+            whole, parts = (feed(runner, one, prompt_of(seed, N_NODES), tree) for one in caches)
+            torch.testing.assert_close(parts, whole, atol=2e-4, rtol=2e-4)
+            for one in caches:
+                runner.free_cache(one)
+
+
+def test_only_blocks_that_a_window_reaches_are_brought(runner):
+    with beyond(runner, N_NODES + 8):
+        cache = far_cache(runner)
+        runner.assume_context(cache, 400)
+        for layer in range(runner.spec.n_layers):
+            n = sum(one.stop - one.start for one in runner._caches[cache].beyond(layer))
+            window = runner.spec.window(layer)
+            assert n == 400 if window is None else window - 1 <= n <= window + host.PAGE_ROWS
+        runner.free_cache(cache)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    sizes = {
+        "max_position_embeddings": 512,
+        "num_hidden_layers": 8,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+    }
+    model = CASES["llama"].build(0, **sizes)
+    draft = CASES["llama"].build(0, **sizes)
+    for parameter in draft.parameters():
+        parameter.data += 0.03 * torch.randn(
+            parameter.shape, generator=torch.Generator().manual_seed(1)
+        )
+    return save_pair(tmp_path_factory.mktemp("pair"), model, draft)
+
+
+def settings_of(pair, drafter, **more):
+    size = {} if drafter == "none" else {"tree_size": N_NODES}
+    return {"device": "cpu", "max_model_len": 320, **size, **pair.settings(drafter), **more}
+
+
+def little(pair, drafter, n_rows, **more):
+    """A budget of the device for two slots, and of keys and values for so many rows beside what
+    they need at least.
+    """
+    given = settings_of(pair, drafter, **more)
+    with LLM.open(EngineConfig(str(pair.target), **given)) as unloaded:
+        plan = unloaded.plan
+        whole = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
+    try:
+        LLM.open(EngineConfig(str(pair.target), kv_memory=1, **given))
+    except CapacityError as error:
+        least = int(str(error).split("(")[1].split(" bytes")[0])
+    kv_memory = least + n_rows * unloaded.engine_plan.checkpoint.spec.kv_nbytes(4)
+    return given | {
+        "kv_memory": kv_memory,
+        "device_memory": whole - plan.reserved.cache + kv_memory,
+    }
+
+
+@pytest.mark.parametrize("drafter", ["none", "static_tree", "recycle"])
+def test_greedy_tokens_are_transformers(pair, drafter):
+    """Long prompts and short ones, alone and together, with layers from the disk as well."""
+    prompts = [prompt_of(0, 250), prompt_of(1, 30), prompt_of(2, 170)]
+    expected = [generate(pair.model, prompt, N_NEW) for prompt in prompts]
+    with LLM(str(pair.target), **little(pair, drafter, 40)) as llm:
+        assert (
+            llm.plan.split.n_resident > 0
+            and "disk" in llm.plan.tiers
+            and llm.plan.device_nbytes <= llm.plan.budget.device
+        )
+        params = SamplingParams(max_new_tokens=N_NEW)
+        first = llm.generate(prompts[0], params)[0]
+        together = llm.generate(prompts, params)
+        rows = llm.plan.pass_bytes.rows
+        stats = first.stats
+        weights = llm.plan.streamed_nbytes
+    assert [first.token_ids, *(one.token_ids for one in together)] == [expected[0], *expected]
+    # What came is the layers and the rows of each pass, and what the slots took in besides.
+    least = (stats.n_passes - 1) * (
+        0.9 * weights + rows.of_pass(250) - 8 * rows.of_layer(0, rows.n_resident + 1) * 3
+    )
+    assert least < stats.link_bytes < (stats.n_passes + 3) * (weights + rows.of_pass(320)) * 1.3
+
+
+def test_the_next_turn_of_a_conversation_computes_its_new_tokens_alone(pair):
+    with LLM(str(pair.target), **little(pair, "none", 20)) as llm:
+        runner = runner_of(llm)
+        text = prompt_of(0, 200)
+        n_before = 0
+        n_known = []
+        forward = runner.forward
+        runner.forward = lambda steps: (
+            n_known.append(runner.n_committed(steps[0].cache)) or forward(steps)
+        )
+        for turn in range(3):
+            n_known.clear()
+            said = llm.generate(text, SamplingParams(max_new_tokens=N_NEW))[0].token_ids
+            assert said == generate(pair.model, text, N_NEW) and n_known[0] == n_before
+            assert [type(one) for one in runner._caches.values()] == [HostCache]
+            n_before = len(text) + N_NEW - 1
+            text = text + said + prompt_of(turn + 1, 6)
+        llm.engine.reset_prefix_cache()
+        assert len(runner.far._free) == runner.far._n_blocks, "all blocks were given back"
+
+
+def test_layers_on_the_device_and_keys_and_values_on_the_disk(pair, tmp_path):
+    """In lanes of their own in the trace."""
+    given = little(pair, "none", 0) | {"device_memory": "1GiB"}
+    trace = Trace()
+    with LLM.from_config(EngineConfig(str(pair.target), **given), trace) as llm:
+        assert set(llm.plan.tiers) == {"device"} and not llm.plan.is_resident
+        prompt = prompt_of(3, 200)
+        found = llm.generate(prompt, SamplingParams(max_new_tokens=N_NEW))[0]
+        assert found.token_ids == generate(pair.model, prompt, N_NEW) and found.stats.link_bytes > 0
+        assert len(llm.time_plain(200)) == 3
+    trace.write(tmp_path / "trace.json")
+    spans = report.read(tmp_path / "trace.json")
+    came = {span.name for span in spans if span.lane.startswith("keys and values, slot ")}
+    assert {"rows 0", "rows 7"} <= came and not any(
+        span.lane.startswith("link, slot") for span in spans
+    )
+    assert report.shares(spans).link > 0
+
+
+@pytest.mark.parametrize(("drafter", "pins"), [("recycle", True), ("none", False)])
+def test_on_a_card_rows_come_from_the_host_and_all_is_within_its_budgets(
+    pair, monkeypatch, drafter, pins
+):
+    prompts = [prompt_of(0, 150), prompt_of(1, 40)]
+    expected = [generate(pair.model, prompt, 5) for prompt in prompts]
+    with pretended_card(monkeypatch, pins=pins):
+        given = little(pair, drafter, 20, device="cuda", host_memory=1 << 30)
+        with LLM.open(EngineConfig(str(pair.target), **given)) as unloaded:
+            given["host_memory"] = unloaded.plan.budget.buffers + unloaded.plan.host_nbytes
+        with monkeypatch.context() as patch:
+            counted = CountingHost(patch)
+            with LLM(str(pair.target), **given) as llm:
+                assert "host" in llm.plan.tiers and llm.plan.kv_tier == "host"
+                found = llm.generate(prompts, SamplingParams(max_new_tokens=5))
+                cache = far_cache(runner_of(llm), 320 + N_NODES - 1)
+                buffer = runner_of(llm)._caches[cache]._buffer
+                assert buffer.keys.nbytes + buffer.values.nbytes <= llm.plan.reserved.cache
+                if pins:
+                    assert counted.most["layers"] <= given["host_memory"] - READ_BUFFERS
+            del llm
+        assert counted.now["layers"] == 0
+    assert [one.token_ids for one in found] == expected
+
+
+def test_on_a_card_rows_of_the_host_are_pinned_when_the_model_is_loaded(pair, monkeypatch):
+    """Pinning holds a process for seconds."""
+    pinned = []
+    pin = far_rows.pin
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(far_rows, "pin", lambda block: pinned.append(len(block)) or pin(block))
+        with LLM(
+            str(pair.target), **little(pair, "none", 20, device="cuda", host_memory=1 << 30)
+        ) as llm:
+            split = llm.plan.split
+            loaded = list(pinned)
+            llm.generate(prompt_of(0, 150), SamplingParams(max_new_tokens=5))
+    assert loaded == [8 * split.block_nbytes] * split.n_blocks and pinned == loaded
+
+
+def test_blocks_beside_a_card_are_larger():
+    """A block's copy takes longer than the launches of its attention."""
+    rows = RowFormat(8, 128, torch.float16)
+    spec = spec_of(KNOWN["llama2-70b"])
+    on_cpu, on_card = (
+        KVSplit.least(spec, 100_000, 64, rows, 512, one).block_nbytes for one in (False, True)
+    )
+    assert on_cpu < on_card == 16 << 20
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.integers(0, 1000),
+    st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 32)), min_size=1, max_size=6),
+)
+def test_caches_that_fit_beside_each_other_are_within_the_split_and_a_single_one_always_fits(
+    more, caches
+):
+    rows = RowFormat(2, 16, DType.FLOAT32)
+    split = KVSplit.least(spec_of(KNOWN["llama2-7b"]), 1600, 64, rows, 512)
+    split = replace(split, n_on_device=min(split.n_on_device + more, 1600))
+    for is_alone in (False, True):
+        one = split.share(caches[0][0] + caches[0][1], caches[0][1], is_alone)
+        assert split.fits([one]) and one.n_on_device <= split.n_on_device
+        assert -(-one.n_beyond // split.block_rows) <= split.n_blocks
+    shares = [split.share(n + nodes, nodes, i == 0) for i, (n, nodes) in enumerate(caches)]
+    if split.fits(shares):
+        assert sum(one.n_on_device for one in shares) <= split.n_on_device
+        assert sum(-(-one.n_beyond // split.block_rows) for one in shares) <= split.n_blocks
+
+
+# The rows.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_heads", [1, 3])
+def test_rows_come_back_as_they_went_and_in_fp8_rounded_by_row_and_head(dtype, n_heads):
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, n_heads, 5, 24)
+    scales = torch.logspace(-6, 6, 10)
+    pair = [
+        (torch.randn(shape, generator=generator) * scales.view(2, 1, 5, 1)).to(dtype)
+        for _ in range(2)
+    ]
+    plain, fp8 = (RowFormat(n_heads, 24, DType.of(dtype), is_fp8) for is_fp8 in (False, True))
+    for i in range(2):
+        for one, there in zip(plain.unpack(plain.pack(*pair)[i]), pair, strict=True):
+            assert torch.equal(one, there[i])
+        for one, there in zip(fp8.unpack(fp8.pack(*pair)[i]), pair, strict=True):
+            # Three bits behind the first; near zero steps of 2^-9 of a code, of which 448 is the
+            # largest.
+            most = there[i].float().abs().amax(-1, keepdim=True)
+            error = (one.float() - there[i].float()).abs()
+            assert (error <= there[i].float().abs() * 2**-4 * 1.1 + most / 448 * 2**-9).all()
+            assert error.max() > 0
+    assert plain.nbytes % 64 == fp8.nbytes % 64 == 0
+    assert (
+        RowFormat(8, 128, DType.BFLOAT16).nbytes
+        == 4096
+        > 1.9 * RowFormat(8, 128, DType.BFLOAT16, True).nbytes
+    )
+
+
+def test_fp8_is_close_and_said(pair):
+    given = little(pair, "none", 0)
+    with LLM(str(pair.target), **given, kv_dtype="fp8") as llm:
+        assert "fp8" in llm.engine_plan.notice and "not exactly" in llm.engine_plan.notice
+        runner = runner_of(llm)
+        tokens = prompt_of(0, 200)
+        found = []
+        for cache in (runner.new_cache(310), far_cache(runner, 310, 1)):
+            feed(runner, cache, tokens, random_tree(200, 0, 1), 1)
+            runner.commit(cache, range(200))
+            found.append(feed(runner, cache, [1], random_tree(1, 0)))
+        error = (found[1] - found[0]).norm() / found[0].norm()
+    assert 1e-5 < error < 0.2
+    with LLM(str(pair.target), **given) as llm:
+        assert "fp8" not in llm.engine_plan.notice
+
+
+# The plan, and what a pass costs.
+
+
+SPEC = spec_of(KNOWN["llama2-7b"])
+HALF = DType.FLOAT16
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.floats(0, 1), st.integers(2000, 4000), st.integers(1, 64), st.booleans())
+def test_no_other_division_of_the_device_moves_fewer_bytes_at_any_context(
+    share, max_len, n_nodes, is_fp8
+):
+    target = Sizes.of_spec(SPEC, HALF)
+    config = EngineConfig(
+        "x", max_model_len=max_len, tree_size=n_nodes, kv_dtype="fp8" if is_fp8 else "auto"
+    )
+    drafting = pick_drafter(replace(config, drafter="recycle"))
+    whole = sum(target.layer_nbytes)
+
+    def planned(device):
+        return plan_memory(config, drafting, (target, None), HALF, MemoryBudget(device)).plan
+
+    with pytest.raises(CapacityError) as refused:
+        planned(1000)
+    least = int(str(refused.value).split("(")[1].split(" bytes")[0])
+    found = planned(int(least + share * (whole + 2**31)))
+    row = SPEC.kv_nbytes(2)
+    assert found.device_nbytes <= found.budget.device
+    if found.split is None:
+        return
+    of_layer = found.layer_nbytes[0]
+    n_on_device = found.split.n_on_device
+    spare = found.budget.device - found.device_nbytes
+    assert spare < max(row, of_layer) if found.tiers.count("device") == 32 else spare < row
+    for n_fewer in range(found.tiers.count("device") + 1):
+        more = (spare + n_fewer * of_layer) // row
+        other = replace(
+            found.split, n_on_device=min(n_on_device + more, found.split.n_rows)
+        ).streamed("disk")
+        for context in (0, 100, max_len // 2, max_len - 1):
+            mine = found.pass_bytes.at(context).get("disk", 0)
+            assert mine <= found.streamed_nbytes + n_fewer * of_layer + other.of_pass(context) + row
+
+
+def test_all_rows_are_on_the_device_where_they_fit_and_kv_memory_allows_it():
+    target = Sizes.of_spec(SPEC, HALF)
+
+    def planned(device, **more):
+        config = EngineConfig("x", max_model_len=4096, drafter="none", **more)
+        return plan_memory(
+            config, pick_drafter(config), (target, None), HALF, MemoryBudget(device)
+        ).plan
+
+    assert planned(6 << 30).split is None and planned(6 << 30, kv_memory="3GiB").split is None
+    half = planned(6 << 30, kv_memory="1GiB")
+    assert (
+        half.split is not None
+        and half.reserved.cache <= 1 << 30 < half.reserved.cache + SPEC.kv_nbytes(2)
+    )
+    assert half.tiers.count("device") > planned(6 << 30).tiers.count("device")
+    assert planned(2 << 30).split is not None
+    with pytest.raises(CapacityError, match="--kv-memory is too small"):
+        planned(6 << 30, kv_memory="1MiB")
+
+
+@given(
+    st.integers(0, 300),
+    st.integers(0, 900),
+    st.lists(st.none() | st.integers(1, 400), min_size=1, max_size=5),
+)
+def test_bytes_of_rows_by_context_are_those_of_rows_that_are_seen(n_resident, context, windows):
+    rows = StreamedRows("disk", n_resident, 10, tuple(windows), 512)
+    seen = [
+        [r for r in range(n_resident, context) if not window or r >= context - window]
+        for window in windows
+    ]
+    assert rows.of_pass(context) == 10 * sum(map(len, seen))
+    assert rows.of_pass(context, 513) == 2 * rows.of_pass(context)
+    assert rows.of_pass(context, 1, n_sequences=3) >= rows.of_pass(context)
+    assert replace(rows, n_resident=0).of_pass(context, 1, 3) == 3 * replace(
+        rows, n_resident=0
+    ).of_pass(context)
+    if not any(windows):
+        assert rows.of_pass(context, 1, 3) == rows.of_pass(3 * context)
+
+
+def test_a_pass_takes_as_long_as_weights_and_rows_take_over_the_link():
+    rows = StreamedRows("disk", 100, 10**6, (None,) * 10, 512)
+    moved = PassBytes((("host", 0), ("disk", 2 * 10**9)), 10**6, rows=rows)
+    profile = MachineProfile("imagined", False, (("disk", 2.0), ("host", 1.0)), 100.0)
+    for context, n_rows, seconds in ((50, 1, 1.0), (500, 1, 3.0), (500, 512, 3.0), (500, 513, 5.0)):
+        assert pass_time(profile, moved, n_rows, context) == pytest.approx(seconds, rel=1e-3)
+    alone = PassBytes((), 10**6, rows=rows)
+    assert pass_time(profile, alone, 1, 500) == pytest.approx(2.0, rel=1e-3)
+    assert pass_times(profile, alone, np.array([8]), 500, n_sequences=2) == pytest.approx(
+        4.5, rel=1e-3
+    )
+
+
+def test_a_level_of_a_target_that_drafts_itself_waits_for_no_link_and_takes_what_levels_took():
+    rows = StreamedRows("disk", 10, 10**6, (None,) * 10, 512)
+    profile = MachineProfile("imagined", False, (("disk", 2.0),), 100.0)
+    cost = CostEstimator(profile, PassBytes((), 10**9, rows=rows), draft_context=500)
+    assert cost.level(1) == pytest.approx(0.01)
+    cost.passed(1, 500, 0.0, 25.0, 0.2)  # ten times slower than it was thought
+    assert cost.level(1) == pytest.approx(0.01) and cost.seconds(np.array([1]), 500)[0] > 4
+    for _ in range(50):
+        cost.drafted(3, 0.09)
+    assert cost.level(1) == pytest.approx(0.03, rel=1e-3)
+
+
+# Faults.
+
+
+def test_a_file_that_cannot_be_is_one_sentence(pair, monkeypatch, tmp_path):
+    given = little(pair, "none", 0)
+    (tmp_path / "in_the_way").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "in_the_way"))
+    with pytest.raises(
+        LinkError,
+        match=r"no file for keys and values below .*in_the_way.*Not a directory.*XDG_CACHE_HOME",
+    ):
+        LLM(str(pair.target), **given)
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
+def test_a_full_disk_is_one_sentence_and_nothing_is_left_behind(pair, monkeypatch, tmp_path, call):
+    given = little(pair, "none", 0)
+    descriptors = Path("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        before = len(list(descriptors.iterdir()))
+        said = r"needs .*iB, has No space left on device; make room"
+        with pytest.raises(LinkError, match=said), LLM(str(pair.target), **given) as llm:
+            llm.generate(prompt_of(0, 250), SamplingParams(max_new_tokens=2))
+    assert len(list(descriptors.iterdir())) == before
+    with LLM(str(pair.target), **given) as llm:
+        llm.generate(prompt_of(0, 250), SamplingParams(max_new_tokens=2))
+        assert not [
+            path
+            for path in (tmp_path / "cache").rglob("*")
+            if path.suffix != ".json" and path.is_file()
+        ]
+    assert len(list(descriptors.iterdir())) == before
+
+
+def test_a_read_that_fails_ends_the_pass_and_the_next_one_is_whole(runner, monkeypatch):
+    tree = random_tree(N_NODES, 0)
+    tokens = prompt_of(0, 300)
+    with beyond(runner, N_NODES + 8) as far:
+        caches = new_caches(runner)
+        for one in caches:
+            feed(runner, one, tokens, random_tree(300, 0, 1), 1)
+            runner.commit(one, range(300))
+        expected = feed(runner, caches[0], prompt_of(1, N_NODES), tree)
+        request = far._request
+
+        def failing(into, at, nbytes):
+            raise LinkError("the disk has gone")
+
+        monkeypatch.setattr(far, "_request", failing)
+        reads = any(list(runner._caches[caches[1]].beyond(i)) for i in range(runner.spec.n_layers))
+        with pytest.raises(LinkError, match="gone") if reads else nullcontext():
+            feed(runner, caches[1], prompt_of(1, N_NODES), tree)
+        runner.discard(caches[1])
+        monkeypatch.setattr(far, "_request", request)
+        torch.testing.assert_close(
+            feed(runner, caches[1], prompt_of(1, N_NODES), tree), expected, atol=2e-4, rtol=2e-4
+        )
+        for one in caches:
+            runner.free_cache(one)
+
+
+def test_a_plan_says_where_keys_and_values_are(capsys):
+    flags = [
+        "--model",
+        "llama2-7b",
+        "--gpu",
+        "rtx4090",
+        "--device-memory",
+        "2GiB",
+        "--max-model-len",
+        "4096",
+    ]
+    assert plan.main([*flags, "--context", "3000"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tokens │ host │" in out and "cache of" in out
+    figures = []
+    for more in (
+        ["--context", "100"],
+        ["--context", "3900"],
+        ["--context", "3900", "--kv-dtype", "fp8"],
+    ):
+        assert plan.main([*flags, *more, "--json"]) == 0
+        figures.append(json.loads(capsys.readouterr().out))
+    short, long, rounded = (one["link_seconds"]["host"] for one in figures)
+    rate = figures[0]["links"]["host"] * 1e9
+    split = figures[1]["plan"]["split"]
+    of_row = 2 * 32 * 32 * 128 * 2
+    n_resident = split["n_on_device"] - split["n_nodes"] - kv_split._TAIL_ROWS
+    assert (long - short) * rate == pytest.approx(of_row * (3900 - max(n_resident, 100)), rel=1e-6)
+    assert rounded < long
+    assert (
+        figures[1]["pass_seconds"] == pytest.approx(long, rel=0.1)
+        and figures[1]["pass_seconds"] > figures[0]["pass_seconds"]
+    )

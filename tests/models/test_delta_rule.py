@@ -1,0 +1,488 @@
+"""Gated delta nets in trees: the rule, caches that keep states, and models that mix such layers
+with attention.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from support.pretended_card import pretended_card
+from support.tiny import (
+    feed,
+    generate,
+    keep_steady,
+    logits_of,
+    open_llm,
+    prefill,
+    prompt_of,
+    random_tree,
+    runner_of,
+)
+from test_prefix_cache import say, watch
+from transformers import Qwen3_5ForConditionalGeneration
+
+from bench.models import config_of as tiny_config
+from bench.models import open_streamed, random_model
+from offload_rt import LLM, SamplingParams
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.step import Segment, Step
+from offload_rt.kv.recurrent import Recurrence, RecurrentCache
+from offload_rt.kv.split import state_rows
+from offload_rt.models.families import spec_of
+from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows, DeltaTerms, delta_rule, fold, normed
+
+N_K_HEADS = 2
+N_V_HEADS = 4
+K_DIM = 8
+V_DIM = 6
+
+
+def random_rows(n, generator):
+    """Queries, keys, values, decays and rates of n rows, and a state above them."""
+    q, k = (
+        normed(torch.randn(n, N_K_HEADS, K_DIM, dtype=torch.float64, generator=generator))
+        for _ in range(2)
+    )
+    v = torch.randn(n, N_V_HEADS, V_DIM, dtype=torch.float64, generator=generator)
+    decays, beta = (
+        torch.rand(n, N_V_HEADS, dtype=torch.float64, generator=generator) for _ in range(2)
+    )
+    state = torch.randn(N_V_HEADS, K_DIM, V_DIM, dtype=torch.float64, generator=generator)
+    return DeltaRows(q, k, v, -2 * decays, beta), state
+
+
+def recurrence(rows, state):
+    """Outputs and the last state of rows one after the other, as the rule is written."""
+    outs = []
+    q, k = (one.repeat_interleave(N_V_HEADS // N_K_HEADS, 1) for one in rows[:2])
+    for query, key, v, log_decay, beta in zip(q, k, *rows[2:], strict=True):
+        state = log_decay.exp()[:, None, None] * state
+        u = beta[:, None] * (v - (state * key[..., None]).sum(1))
+        state = state + key[..., None] * u[:, None]
+        outs.append((state * query[..., None]).sum(1))
+    return torch.stack(outs), state
+
+
+@pytest.mark.parametrize(
+    ("n", "n_above", "reach"),
+    [(1, 0, 1), (7, 3, 3), (60, 20, 1000), (200, 64, 4), (300, 0, 1), (500, 200, 1000)],
+)
+def test_each_node_of_a_tree_is_as_if_its_path_were_alone(n, n_above, reach):
+    """In two passes, the first rows in one of their own; the state is then brought along the
+    longest path.
+    """
+    (rows, state), tree = (
+        random_rows(n, torch.Generator().manual_seed(n)),
+        random_tree(n, seed=n, reach=reach),
+    )
+    sees = tree.mask(0, n, 0).dense()
+    none = DeltaTerms(*(one[:0] for one in rows[1:]))
+    sees = torch.ones(1, 1, dtype=torch.bool) if sees is None else sees
+    first, above = delta_rule(rows.part(0, n_above), state, sees[:n_above, :n_above], none)
+    last, own = delta_rule(rows.part(n_above), state, sees[n_above:], above)
+    outs = torch.cat((first, last))
+    for node in {*range(0, n, 1 + n // 60), n - 1}:
+        path = [0, *tree.path_to(node)]
+        expected, behind = recurrence([one[path] for one in rows], state)
+        torch.testing.assert_close(outs[node], expected[-1], atol=1e-12, rtol=0)
+    path = [0, *tree.path_to(n - 1)]
+    _, behind = recurrence([one[path] for one in rows], state)
+    moved = state.clone()
+    fold(moved, DeltaTerms(*(torch.cat(pair)[path] for pair in zip(above, own, strict=True))))
+    torch.testing.assert_close(moved, behind, atol=1e-12, rtol=0)
+
+
+def test_a_chain_in_blocks_is_the_chain_in_one():
+    rows, state = random_rows(150, torch.Generator().manual_seed(0))
+    expected, behind = recurrence(rows, state)
+    outs = []
+    none = DeltaTerms(*(one[:0] for one in rows[1:]))
+    for first in range(0, 150, BLOCK_ROWS):
+        part = rows.part(first, first + BLOCK_ROWS)
+        out, terms = delta_rule(
+            part, state, torch.ones(len(part.q), len(part.q)).bool().tril(), none
+        )
+        fold(state, terms)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs), expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(state, behind, atol=1e-12, rtol=0)
+
+
+class Net:
+    """Two nets whose rows are those of a table by token, and what each node of a tree of texts
+    gives, computed one by one.
+    """
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.spec = spec_of(tiny_config("qwen3_5_text").to_dict())
+        self.shape, (self.layers, n) = (
+            self.spec.state_shapes[0],
+            (range(len(self.spec.state_shapes)), 40),
+        )
+
+        def draw(*sizes):
+            return torch.randn(len(self.layers), *sizes, dtype=torch.float64, generator=generator)
+
+        self.x, self.weight = (
+            draw(n, sum(self.shape.widths)),
+            draw(sum(self.shape.widths), self.shape.kernel),
+        )
+        self.log_decays, self.beta = (
+            -draw(n, self.shape.n_v_heads).abs(),
+            draw(n, self.shape.n_v_heads).sigmoid(),
+        )
+        self.known = {}
+
+    def expected(self, layer, text):
+        """The output of the last token of a text, and the state behind it."""
+        if not text:
+            return None, torch.zeros(
+                self.shape.n_v_heads, self.shape.k_dim, self.shape.v_dim, dtype=torch.float64
+            )
+        if (layer, text) not in self.known:
+            _, state = self.expected(layer, text[:-1])
+            last = self.x[layer, list(text[-self.shape.kernel :])]
+            mixed = F.silu((last * self.weight[layer, :, -len(last) :].T).sum(0))
+            q, k, v = (
+                one.view(-1, width)
+                for one, width in zip(mixed.split(self.shape.widths), self.dims, strict=True)
+            )
+            q, k = (
+                (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt())[None] for one in (q, k)
+            )
+            rows = DeltaRows(
+                q / self.shape.k_dim**0.5,
+                k,
+                v[None],
+                *(one[layer, text[-1:]] for one in (self.log_decays, self.beta)),
+            )
+            outs, state = recurrence(rows, state)
+            self.known[layer, text] = outs[0], state
+        return self.known[layer, text]
+
+    @property
+    def dims(self):
+        """Of heads of queries, keys and values."""
+        return self.shape.k_dim, self.shape.k_dim, self.shape.v_dim
+
+    def run(self, cache, step, n_rows, fails_at):
+        """The outputs of a step's rows for each layer, some rows at a time; stops in the middle of
+        a layer if it fails.
+        """
+        tokens = step.tokens
+        outs = [[] for _ in self.layers]
+        cache.begin(tokens.tolist())
+        for layer in self.layers:
+            for first in range(0, len(tokens), n_rows):
+                if fails_at == (layer, first // n_rows):
+                    return None
+                part = slice(first, first + n_rows)
+                segment = Segment(step, cache, first, min(first + n_rows, len(tokens)), part)
+                given = (one[layer, tokens[part]] for one in (self.x, self.log_decays, self.beta))
+                x, *rates = given
+                inputs = segment.inputs(self.shape.kernel)
+                asked = Recurrence(
+                    layer,
+                    first,
+                    step.n_chain,
+                    x,
+                    self.weight[layer],
+                    *rates,
+                    inputs,
+                    segment.mask(),
+                )
+                outs[layer].append(cache.recur(asked))
+        return [torch.cat(one) for one in outs]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_history_of_a_cache_is_that_of_its_tokens_alone(seed):
+    """Prompts, trees, paths of them, passes that fail anywhere, and turns that go on anywhere: each
+    row as if computed anew.
+    """
+    net = Net()
+    draw = np.random.default_rng(seed)
+    seen = Counter()
+    cache = RecurrentCache.empty(net.spec, 1000, torch.float64, torch.device("cpu"))
+    for turn in range(50):
+        before = list(cache.committed)
+        if draw.random() < 0.25:
+            kept = before[: draw.integers(len(before) + 1)]
+            assert cache.rewind_to([*kept, 40]) == cache.n_committed <= len(kept)
+            seen["rewound", bool(cache.n_committed)] += 1
+            before = list(cache.committed)
+        n_lacking = int(draw.choice([0, 0, 0, 1, 7, 90]))
+        n_nodes = int(draw.integers(1, 15))
+        tree = random_tree(n_nodes, seed=100 * seed + turn, reach=3)
+        tokens = draw.integers(40, size=n_lacking + n_nodes).tolist()
+        n_chain = n_lacking if draw.random() < 0.8 else 0
+        step = Step(0, torch.tensor(tokens), tree.after_chain(n_lacking), 1, 1, n_chain=n_chain)
+        fails_at = (int(draw.integers(3)), int(draw.integers(3))) if draw.random() < 0.25 else None
+        outs = net.run(cache, step, int(draw.choice([20, 64, 500])), fails_at)
+        paths = [[0, *tree.path_to(node)] for node in range(n_nodes)]
+        rows = [list(range(n)) for n in range(1, n_lacking + 1)]
+        rows += [[*range(n_lacking), *(n_lacking + one for one in path)] for path in paths]
+        for layer, found in enumerate(outs or ()):
+            wanted = [
+                net.expected(layer, (*before, *(tokens[one] for one in path)))[0] for path in rows
+            ]
+            torch.testing.assert_close(found, torch.stack(wanted), atol=1e-12, rtol=0)
+        if outs is not None and draw.random() < 0.9:
+            cache.commit(rows[n_lacking + draw.integers(n_nodes)])
+        seen["failed" if outs is None else "left"] += not cache.committed[len(before) :]
+        cache.discard()
+        for n, state in (*cache._kept.items(), (cache.n_committed, cache.state)):
+            for layer, memory in enumerate(state.memory):
+                _, expected = net.expected(layer, tuple(cache.committed[:n]))
+                torch.testing.assert_close(memory, expected, atol=1e-12, rtol=0)
+    assert len(seen) == 4 and min(seen.values()) > 0, seen
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A small random model, and its checkpoint."""
+    model = random_model(tiny_config("qwen3_5_text"))
+    folder = tmp_path_factory.mktemp("delta")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.fixture
+def steady(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep_steady(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"drafter": "lookahead"}, {"draft_model": True}],
+    ids=["plain", "lookahead", "draft"],
+)
+def test_texts_of_a_batch_are_those_of_transformers(saved, steady, monkeypatch, settings):
+    """Prompts that end within, at and behind the border of a block, two of which begin alike."""
+    model, folder = saved
+    n = 24
+    settings = {name: str(folder) if one is True else one for name, one in settings.items()}
+    prompts = [
+        prompt_of(seed, size, 150) for seed, size in ((1, 70), (2, BLOCK_ROWS + 1), (3, 5), (1, 90))
+    ]
+    with open_llm(folder, "disk", max_model_len=160, max_num_seqs=4, **settings) as llm:
+        ((_, passes),) = watch(monkeypatch, runner_of(llm)).items()
+        results = llm.generate(prompts, SamplingParams(max_new_tokens=n))
+        assert [one.token_ids for one in results] == [
+            generate(model, prompt, n) for prompt in prompts
+        ]
+        assert (max(n_rows for _, n_rows in passes[2:]) > len(prompts)) == bool(settings)
+
+
+@pytest.mark.parametrize("n_chain", [0, 150, 153])
+def test_trees_below_long_prompts_see_all_of_them(saved, n_chain):
+    """In parts that end anywhere; rows before the tree, or some of it too, are added to the state
+    at once or later.
+    """
+    (model, folder), tree = saved, random_tree(30, seed=1, reach=3)
+    tree.parents[1:4] = range(3)
+    committed = prompt_of(1, 20, 150)
+    tokens = prompt_of(2, 180, 150)
+    with open_llm(folder, max_model_len=256) as llm:
+        runner = runner_of(llm)
+        runner._chunk_rows = 70
+        cache = prefill(runner, committed, 256)
+        step = Step(cache, torch.tensor(tokens), tree.after_chain(150), 30, 200, n_chain=n_chain)
+        (got,) = runner.forward([step])
+        paths = [
+            tokens[:150] + [tokens[150 + one] for one in [0, *tree.path_to(node)]]
+            for node in range(30)
+        ]
+        for node, path in enumerate(paths):
+            torch.testing.assert_close(
+                got[node], logits_of(model, committed + path)[-1], atol=2e-3, rtol=0
+            )
+        path = [0, *tree.path_to(29)]
+        runner.commit(cache, [*range(150), *(150 + one for one in path)])
+        more = prompt_of(3, 7, 150)
+        behind = feed(runner, cache, more, random_tree(7, seed=2))
+        expected = logits_of(model, committed + paths[29] + [more[0]])[-1]
+        torch.testing.assert_close(behind[0], expected, atol=2e-3, rtol=0)
+
+
+def test_rows_stay_pending_behind_those_that_are_committed(saved):
+    (model, folder), tokens = saved, prompt_of(1, 9, 150)
+    with open_llm(folder) as llm:
+        runner = runner_of(llm)
+        chain = [random_tree(n, seed=0, reach=1) for n in range(10)]
+        cache = runner.new_cache(20)
+        feed(runner, cache, tokens[:6], chain[6])
+        runner.commit(cache, [0, 1])
+        (got,) = runner.forward([Step(cache, torch.tensor(tokens[2:]), chain[7], 3, 9, n_done=4)])
+        torch.testing.assert_close(got, logits_of(model, tokens)[-3:], atol=2e-3, rtol=0)
+
+
+def test_a_second_turn_computes_what_is_new_alone(saved, steady, monkeypatch):
+    """Where it goes on; where it differs, from the last border of a block whose state is kept."""
+    (model, folder), first = saved, prompt_of(1, 200, 150)
+    with open_llm(folder, max_model_len=420) as llm:
+        runner = runner_of(llm)
+        passes = watch(monkeypatch, runner)[runner]
+        answer = say(llm, first, 9)
+        for shared, n_known, n_more in (
+            (first + answer, 208, 40),
+            (first[:195], 192, 60),
+            (first[:170], 64, 3),
+            (first[:60], 0, 60),
+        ):
+            passes.clear()
+            prompt = shared + prompt_of(n_more, n_more, 150)
+            assert say(llm, prompt, 5) == generate(model, prompt, 5)
+            assert passes[0] == (n_known, len(prompt) - n_known)
+        (cache,) = runner._caches.values()
+        kept = [one for state in (cache.state, *cache._kept.values()) for one in state]
+        nbytes = sum(one.nbytes for one in kept)
+        assert (
+            nbytes
+            <= state_rows(runner.spec, 4) * runner.spec.kv_nbytes(4)
+            == llm.plan.reserved.cache
+            - (
+                llm.engine_plan.cache_rows * runner.spec.kv_nbytes(4)
+                + sum(one.row_nbytes(4) for one in runner.spec.state_shapes)
+            )
+        )
+
+
+def test_a_sequence_begins_with_a_state_of_another_one(saved, steady, monkeypatch):
+    """Prompts at once that begin as one before: one takes its cache over, others follow it, to
+    where they part or a border.
+    """
+    (model, folder), first = saved, prompt_of(1, 140, 150)
+    with open_llm(folder, max_model_len=200, max_num_seqs=3) as llm:
+        runner = runner_of(llm)
+        both = first + say(llm, first, 3)
+        passes = watch(monkeypatch, runner)[runner]
+        prompts = [
+            shared + prompt_of(seed, 9, 150)
+            for seed, shared in enumerate((both, both, first[:135]))
+        ]
+        results = llm.generate(prompts, SamplingParams(max_new_tokens=6))
+        assert [one.token_ids for one in results] == [
+            generate(model, prompt, 6) for prompt in prompts
+        ]
+        assert passes[0][1] == 10 + 9 + 144 - 2 * BLOCK_ROWS
+
+
+@pytest.mark.parametrize("chunk_rows", [512, 48])
+def test_samples_of_a_prompt_share_the_pass_that_computes_it(
+    saved, steady, monkeypatch, chunk_rows
+):
+    """As do prompts that go on differently, from each other too; in memory that runs out each
+    computes its own.
+    """
+    (model, folder), first = saved, prompt_of(1, 100, 150)
+    batch = [
+        first,
+        first,
+        first + prompt_of(2, 5, 150),
+        first + prompt_of(2, 9, 150),
+        first[:70] + prompt_of(3, 9, 150),
+    ]
+    expected = [generate(model, prompt, 6) for prompt in batch]
+    layer = Runner.layer
+    fails = iter([False] * 2 + [True])
+
+    def failing(runner, block, *args):
+        if next(fails, False):
+            raise torch.OutOfMemoryError
+        layer(runner, block, *args)
+
+    with open_llm(folder, max_model_len=160, max_num_seqs=6) as llm:
+        runner = runner_of(llm)
+        runner._chunk_rows = chunk_rows
+        passes = watch(monkeypatch, runner)[runner]
+        (both,) = llm.generate(
+            first, SamplingParams(max_new_tokens=6, n=2, temperature=1.0, top_k=1)
+        )
+        assert passes[0] == (0, 100 + 2) and [one.token_ids for one in both.outputs] == expected[:2]
+        for is_short in (False, True):
+            llm.engine.reset_prefix_cache()
+            passes.clear()
+            if is_short:
+                monkeypatch.setattr(Runner, "layer", failing)
+            results = llm.generate(batch, SamplingParams(max_new_tokens=6))
+            assert [one.token_ids for one in results] == expected
+            assert passes[0] == (0, 100 + 2 + 6 + 5 + 9)
+        assert passes[1] == (0, sum(map(len, batch)))
+
+
+def test_a_pass_that_failed_leaves_the_state_of_a_border(saved, steady, monkeypatch):
+    """Memory runs out in the middle of prompts, when some layers have added them and others have
+    not.
+    """
+    (model, folder), first = saved, prompt_of(1, 70, 150)
+    layer = Runner.layer
+    fails = iter([False] * 2 + [True] + [False] * 14 + [True])
+
+    def failing(runner, block, *args):
+        if next(fails, False):
+            raise torch.OutOfMemoryError
+        layer(runner, block, *args)
+
+    with open_llm(folder, max_model_len=320) as llm:
+        monkeypatch.setattr(Runner, "layer", failing)
+        for prompt in (first, first + generate(model, first, 3) + prompt_of(2, 4, 150)):
+            assert say(llm, prompt, 3) == generate(model, prompt, 3)
+        assert next(fails, None) is None
+
+
+def test_rows_move_to_a_larger_cache_with_their_state(saved, steady):
+    (model, folder), first = saved, prompt_of(1, 100, 150)
+    with open_llm(folder, max_model_len=420) as llm:
+        runner = runner_of(llm)
+        small = prefill(runner, first, 110)
+        large = runner.renew_cache(small, 300, 1)
+        assert large != small
+        assert runner.n_committed(large) == 100
+        more = prompt_of(2, 30, 150)
+        got = feed(runner, large, more, random_tree(30, seed=0, reach=1))
+        torch.testing.assert_close(got[-1], logits_of(model, first + more)[-1], atol=2e-3, rtol=0)
+
+
+def test_what_a_text_does_not_need_is_left_out(tmp_path):
+    """A whole multimodal checkpoint with a layer for multi-token prediction."""
+    config = tiny_config("qwen3_5")
+    model = Qwen3_5ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"mtp.fc.weight": torch.ones(4, 4)},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert any(".visual." in name for name in tensors)
+    prompt = prompt_of(0, 21, 150)
+    with open_streamed(tmp_path) as llm:
+        assert say(llm, prompt, 8) == generate(model, prompt, 8)
+
+
+def test_a_card_computes_without_the_host_waiting(saved, steady, monkeypatch):
+    (model, folder), tokens = saved, prompt_of(1, 100, 150)
+    with (
+        pretended_card(monkeypatch) as counts,
+        LLM(str(folder), device="cuda", drafter="none", max_model_len=128) as llm,
+    ):
+        runner = runner_of(llm)
+        runner.forward(
+            [Step(runner.new_cache(20), torch.tensor([1]), random_tree(1, 0), 1, 1)]
+        )  # brings frequencies to the card
+        cache = runner.new_cache(128)
+        before = counts.n_waits
+        tree = random_tree(20, seed=0)
+        (got,) = runner.forward(
+            [Step(cache, torch.tensor(tokens), tree.after_chain(80), 20, 80, n_chain=80)]
+        )
+        runner.commit(cache, [*range(81), *(80 + node for node in tree.path_to(19))])
+        assert counts.n_waits == before
+        path = tokens[:80] + [tokens[80 + node] for node in [0, *tree.path_to(19)]]
+        torch.testing.assert_close(got[19].cpu(), logits_of(model, path)[-1], atol=2e-3, rtol=0)

@@ -1,0 +1,222 @@
+"""Logits of every family against transformers: of prompts, of trees, in every dtype; another
+architecture; rotations.
+"""
+
+import pytest
+import torch
+from support import second_architecture
+from support.checkpoints import llama_config, write_checkpoint
+from support.recorded import record
+from support.second_architecture import PostNorm, random_tensors
+from support.tiny import (
+    CASES,
+    DYNAMIC,
+    LINEAR,
+    LLAMA3,
+    SIZES,
+    WINDOW,
+    YARN,
+    feed,
+    generate,
+    logits_of,
+    open_llm,
+    prefill,
+    prompt_of,
+    random_tree,
+    runner_of,
+)
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from offload_rt.executor import runner as runner_module
+from offload_rt.executor.cuda_graphs import GraphShape
+from offload_rt.executor.step import Step
+from offload_rt.models.families import FAMILIES, Family
+from offload_rt.models.rope import Rope
+from offload_rt.tree.topology import Topology
+
+ATOL = 2e-4
+
+
+@pytest.mark.parametrize("chunk_rows", [512, 7])
+@pytest.mark.parametrize("name", CASES)
+def test_each_node_of_a_tree_sees_its_own_path(zoo, name, chunk_rows, monkeypatch):
+    """A tree below tokens the cache lacks, below tokens it has, longer than the window in both
+    parts.
+    """
+    monkeypatch.setattr(runner_module, "CHUNK_ROWS", chunk_rows)
+    tree = random_tree(24, seed=3, reach=2)
+    assert not tree.is_chain and tree.depths.max() > WINDOW + 2
+    committed = prompt_of(1, 11)
+    lacking = prompt_of(2, 6)
+    drafted = prompt_of(3, len(tree))
+    with open_llm(zoo.directory(name, 0), "disk") as llm:
+        runner = runner_of(llm)
+        cache = prefill(runner, committed, 64)
+        got = feed(
+            runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
+        )
+    for node in range(len(tree)):
+        path = [drafted[one] for one in [0, *tree.path_to(node)]]
+        expected = logits_of(zoo.model(name, 0), committed + lacking + path)[-1]
+        torch.testing.assert_close(got[node], expected, atol=ATOL, rtol=0)
+
+
+def test_several_sequences_in_one_pass_do_not_see_each_other(zoo, monkeypatch):
+    monkeypatch.setattr(runner_module, "CHUNK_ROWS", 16)
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((5, 23, 1, 16))]
+    with open_llm(zoo.directory("qwen3-window", 0)) as llm:
+        runner = runner_of(llm)
+        steps = [
+            Step(
+                runner.new_cache(32),
+                torch.tensor(one),
+                Topology.chain(len(one)),
+                len(one),
+                len(one),
+            )
+            for one in prompts
+        ]
+        got = runner.forward(steps)
+    for rows, prompt in zip(got, prompts, strict=True):
+        torch.testing.assert_close(
+            rows, logits_of(zoo.model("qwen3-window", 0), prompt), atol=ATOL, rtol=0
+        )
+
+
+def test_float64_is_computed_in_float64(zoo, monkeypatch):
+    """Rotations are rounded to float32 on both sides; norms on transformers' side only, unless they
+    are replaced.
+    """
+
+    def exact_norm(self, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", exact_norm)
+    prompt = prompt_of(0)
+    model = CASES["llama"].build(0, torch.float64)
+    with open_llm(zoo.directory("llama", 0), "mixed", dtype="float64") as llm:
+        runner = runner_of(llm)
+        got = feed(runner, runner.new_cache(50), prompt, Topology.chain(len(prompt)))
+        assert llm.generate(prompt).pop().token_ids == generate(model, prompt, 64)
+    torch.testing.assert_close(got, logits_of(model, prompt), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3"])
+def test_bfloat16_differs_only_by_its_rounding(zoo, name):
+    """Compare mean errors of logits in bfloat16: ours and transformers', both against float32 with
+    the same weights.
+
+    Greedy tokens are the best of float32 up to the rounding of two logits.
+    """
+    prompt = prompt_of(0)
+    with open_llm(zoo.directory(name, 0, torch.bfloat16), "mixed") as llm:
+        runner = runner_of(llm)
+        assert runner.dtype == torch.bfloat16
+        tokens = llm.generate(prompt).pop().token_ids
+        text = prompt + tokens
+        got = feed(runner, runner.new_cache(len(text)), text, Topology.chain(len(text)))
+    exact = logits_of(CASES[name].build(0, torch.bfloat16).float(), text)
+    rounding = logits_of(zoo.model(name, 0, torch.bfloat16), text).float() - exact
+    # Measured with AVX-512, AVX2 and neither: 0.93 to 1.1 times.
+    assert (got.float() - exact).square().mean().sqrt() < 1.25 * rounding.square().mean().sqrt()
+    before = exact[len(prompt) - 1 : -1]
+    chosen = before.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert (before.amax(-1) - chosen).max() < 2 * rounding.abs().max()
+
+
+@pytest.fixture
+def post_norm(tmp_path, monkeypatch):
+    """A checkpoint of an architecture that is little like the native decoder; the model, and its
+    tensors.
+    """
+    model = PostNorm(
+        family="post_norm", dtype_name="float32", n_layers=6, vocab_size=40, hidden_size=24,
+        n_kv_heads=2, head_dim=6,
+        max_positions=256, n_heads=4, mlp_size=32,
+    )  # fmt: skip
+    family = Family("PostNormForCausalLM", lambda raw: model, frozenset())
+    monkeypatch.setitem(FAMILIES, "post_norm", family)
+    tensors = random_tensors(model)
+    config = llama_config(model_type="post_norm", architectures=["PostNormForCausalLM"])
+    return write_checkpoint(tmp_path, config, tensors), model, tensors
+
+
+@pytest.mark.parametrize("place", ["resident", "disk", "mixed", "graphs"])
+def test_another_architecture_runs_wherever_its_layers_lie(post_norm, place):
+    """Layers of two kinds, with tensors, windows and scales of their own: a tree behind a prefix,
+    and a text.
+    """
+    directory, model, tensors = post_norm
+    committed = prompt_of(1, 11, 40)
+    lacking = prompt_of(2, 3, 40)
+    tree = random_tree(20, seed=3, reach=2)
+    drafted = prompt_of(3, len(tree), 40)
+    with open_llm(directory, "resident" if place == "graphs" else place) as llm:
+        runner = runner_of(llm)
+        assert llm.generate(committed).pop().token_ids == second_architecture.generate(
+            model, tensors, committed, 64
+        )
+        if place == "graphs":
+            runner.use_graphs(GraphShape(32, 64, 64), record)
+        cache = prefill(runner, committed, 64)
+        got = feed(
+            runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
+        )
+    for node in range(len(tree)):
+        path = [drafted[one] for one in [0, *tree.path_to(node)]]
+        expected = second_architecture.logits_of(model, tensors, committed + lacking + path)[-1]
+        torch.testing.assert_close(got[node], expected, atol=ATOL, rtol=0)
+
+
+def test_another_architecture_is_drafted_for_by_itself(post_norm):
+    directory, model, tensors = post_norm
+    prompt = prompt_of(5, 9, 40)
+    with open_llm(directory, "disk", draft_model=str(directory)) as llm:
+        assert llm.generate(prompt).pop().token_ids == second_architecture.generate(
+            model, tensors, prompt, 64
+        )
+
+
+ROPES = {
+    "default": {},
+    "linear": LINEAR,
+    "dynamic": DYNAMIC,
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn-mscale": {
+        "rope_parameters": (
+            YARN["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}
+        )
+    },
+    "yarn-attention": {
+        "rope_parameters": YARN["rope_parameters"] | {"attention_factor": 1.3, "beta_fast": 16}
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 700])
+def test_rotations_are_transformers(kind, length):
+    """Also past the limit, where dynamic scaling stretches by the length: a prefill computes all
+    rows at once.
+    """
+    config = LlamaConfig(**SIZES | ROPES[kind])
+    positions = torch.arange(length)
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(()), positions[None])
+    got = Rope(config).cos_sin(positions, torch.full((length,), length), torch.float32)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs[0], atol=1e-4, rtol=0)
+
+
+def test_dynamic_rows_have_the_frequencies_of_their_own_length():
+    """Plain decoding computes each row when the sequence is that long; rows of one pass must not
+    share a length.
+    """
+    config = LlamaConfig(**SIZES | DYNAMIC)
+    lengths = torch.tensor([250, 300, 256, 257, 600, 300])
+    cos, sin = Rope(config).cos_sin(lengths - 1, lengths, torch.float32)
+    for row, length in enumerate(lengths.tolist()):
+        expected = LlamaRotaryEmbedding(config)(torch.zeros(()), torch.tensor([[length - 1]]))
+        torch.testing.assert_close(cos[row], expected[0][0, 0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(sin[row], expected[1][0, 0], atol=1e-4, rtol=0)

@@ -1,0 +1,232 @@
+"""Layers for multi-token prediction of models with gated delta nets: what they compute, and that no
+text depends on them.
+"""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.pretended_card import pretended_card
+from support.texts import VOCABULARY, assert_distribution, exact_distributions, sampled_texts
+from support.tiny import (
+    drafter_of,
+    engine_of,
+    generate,
+    keep_steady,
+    open_llm,
+    prompt_of,
+    runner_of,
+)
+from test_heads import PATHS, Probe
+from torch import Tensor
+
+from bench.models import config_of, random_model
+from offload_rt import LLM, SamplingParams
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.sequence import Sequence as TokenSequence
+from offload_rt.speculate import head_model
+from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.select import rule_of
+
+# A mixture, one beside pictures, a dense layer beside pictures, and a text model alone.
+KINDS = ["qwen3_next", "qwen3_5_moe", "qwen3_5", "qwen3_5_text"]
+
+
+class Target:
+    """A model of few tokens with a random layer for multi-token prediction, in the published
+    names.
+    """
+
+    def __init__(self, kind: str, folder: Path, vocab_size: int = 8, sureness: float = 1.0) -> None:
+        config = config_of(kind)
+        config.get_text_config().vocab_size = vocab_size
+        self.model = random_model(config)
+        self.folder = folder
+        self.model.lm_head.weight.data *= sureness
+        single = copy.deepcopy(self.model.config)
+        text = single.get_text_config()
+        text.num_hidden_layers = 1
+        text.layer_types = ["full_attention"]
+        self.layer = random_model(single, seed=3)  # whose last norm is the layer's
+        d = text.hidden_size
+        draw = torch.Generator().manual_seed(1)
+        self.own = {"mtp.fc.weight": 0.2 * torch.randn(d, 2 * d, generator=draw)}
+        for name in ("embedding", "hidden"):
+            self.own[f"mtp.pre_fc_norm_{name}.weight"] = 0.2 * torch.randn(d, generator=draw)
+        self.layer.save_pretrained(folder)
+        for name, one in load_file(folder / "model.safetensors").items():
+            short = name.removeprefix("model.").removeprefix("language_model.")
+            if short.startswith(("layers.0.", "norm.")):
+                self.own[f"mtp.{short}"] = one
+        self.model.save_pretrained(folder)
+        file = folder / "model.safetensors"
+        save_file(load_file(file) | self.own, file, {"format": "pt"})
+
+    @torch.no_grad()
+    def expected_logits(self, tokens: list[int], path: Sequence[int]) -> Tensor:
+        """What the layer says behind the last token of a path below tokens, by transformers' own
+        modules.
+        """
+        embedding = self.model.get_input_embeddings()
+        decoder = self.layer.get_decoder()
+        ids = torch.tensor([tokens[:-1]])
+        hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+        inputs = tokens[1:]
+        for token in [*path, None]:
+            x = torch.cat(
+                (
+                    self._normed("embedding", embedding(torch.tensor(inputs))),
+                    self._normed("hidden", hidden),
+                ),
+                1,
+            )
+            given = decoder(
+                inputs_embeds=(x @ self.own["mtp.fc.weight"].T)[None], use_cache=False
+            ).last_hidden_state[0]
+            hidden = torch.cat((hidden, given[-1:]))
+            inputs = [*inputs, token]
+        return self.model.lm_head(given[-1])
+
+    def _normed(self, name: str, x: Tensor) -> Tensor:
+        eps = self.model.config.get_text_config().rms_norm_eps
+        return (
+            x
+            * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+            * (1 + self.own[f"mtp.pre_fc_norm_{name}.weight"])
+        )
+
+
+@pytest.fixture(scope="module")
+def target_of(tmp_path_factory):
+    """Of a type; each is made once."""
+    made: dict[str, Target] = {}
+    return lambda kind: (
+        made.get(kind) or made.setdefault(kind, Target(kind, tmp_path_factory.mktemp(kind)))
+    )
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep_steady(monkeypatch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layer_computes_what_its_definition_says(target_of, monkeypatch, kind):
+    """After prompts that are fed part by part, and after trees of which some nodes were accepted
+    and most were not.
+    """
+    monkeypatch.setattr(head_model, "CHUNK_ROWS", 4)
+    target = target_of(kind)
+    with open_llm(target.folder, drafter="mtp") as llm:
+        drafter = drafter_of(llm, "mtp", "match", DraftLimits(24, 5, fixed_size=True))
+        engine = engine_of(llm, drafter, n_nodes=72)
+        several = [TokenSequence(prompt_of(n, n, 8), SamplingParams(60), 128) for n in (9, 1, 30)]
+        for sequence in several:
+            engine.add(sequence)
+            for _ in range(3):
+                engine.step()
+        assert sum(one.n_new - one.stats.n_passes for one in several) > 2, (
+            "hardly anything was accepted"
+        )
+        probes = [
+            Probe(
+                drafter._model.start(one, 24, is_alone=False),
+                [([0, 0], [4, 6]), ([1, 2, 1], [1, 1, 7])],
+            )
+            for one in several
+        ]
+        assert drafter._model.grow(probes) == 3
+    for sequence, probe in zip(several, probes, strict=True):
+        for path, found in zip(PATHS, probe.logits, strict=True):
+            wanted = target.expected_logits(sequence.tokens, path)
+            torch.testing.assert_close(found, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "place"), [("qwen3_next", "disk"), ("qwen3_5", "resident")])
+def test_greedy_tokens_are_transformers(target_of, kind, place):
+    """The layer picks its drafter; prompts of a batch that end before and behind borders of blocks
+    of the states.
+    """
+    target = target_of(kind)
+    prompts = [prompt_of(seed, n, 8) for seed, n in enumerate((9, 1, 66))]
+    with open_llm(target.folder, place, drafter="auto") as llm:
+        assert llm.engine_plan.drafting.name == "mtp"
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=24))
+        llm.engine.reset_prefix_cache()
+        assert not llm.engine.drafter._model._inputs and not llm.engine.draft._caches, (
+            "ended sequences are released"
+        )
+    assert [one.token_ids for one in outputs] == [
+        generate(target.model, prompt, 24) for prompt in prompts
+    ]
+    assert all(one.stats.nodes_per_tree > 1 for one in outputs)
+
+
+@pytest.mark.parametrize("n", [208, 195, 150, 60])
+def test_a_turn_that_goes_on_somewhere_drafts_as_if_it_were_the_first(target_of, monkeypatch, n):
+    """Before a place states are kept of the target alone, hidden states behind it alone; memory
+    runs out in between.
+    """
+    target = target_of("qwen3_5_text")
+    layer = Runner.layer
+    fails = iter([False, False, True])
+    with open_llm(target.folder, drafter="mtp", max_model_len=400) as llm:
+        drafter = drafter_of(llm, "mtp", "match", DraftLimits(24, 5, fixed_size=True))
+        engine = engine_of(llm, drafter, n_nodes=24)
+        old = TokenSequence(prompt_of(1, 200, 8), SamplingParams(9), 400)
+        engine.add(old)
+        while engine.step():
+            pass
+
+        def failing(runner, block, *args):
+            if runner is runner_of(llm) and next(fails, False):
+                raise torch.OutOfMemoryError
+            layer(runner, block, *args)
+
+        monkeypatch.setattr(Runner, "layer", failing)
+        new = TokenSequence(
+            [*old.tokens[:n], (old.tokens[n] + 1) % 8, *prompt_of(2, 70, 8)],
+            SamplingParams(60),
+            400,
+        )
+        engine.add(new)
+        for _ in range(3):
+            engine.step()
+            probe = Probe(drafter._model.start(new, 24, is_alone=True), [])
+            drafter._model.grow([probe])
+            wanted = target.expected_logits(new.tokens, [])
+            torch.testing.assert_close(
+                probe.logits[0], wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0
+            )
+        assert next(fails, None) is None
+    assert new.tokens[new.n_prompt :] == generate(
+        target.model, new.tokens[: new.n_prompt], new.n_new
+    )
+
+
+def test_the_layer_drafts_on_a_card(target_of, monkeypatch):
+    target = target_of("qwen3_5_text")
+    prompts = [prompt_of(0, 9, 8), prompt_of(1, 70, 8)]
+    settings = {"device": "cuda", "max_model_len": 96, "tree_size": 16, "max_num_seqs": 2}
+    with pretended_card(monkeypatch), LLM(str(target.folder), **settings) as llm:
+        assert llm.engine_plan.drafting.name == "mtp"
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=6))
+    assert [one.token_ids for one in outputs] == [
+        generate(target.model, prompt, 6) for prompt in prompts
+    ]
+    assert all(one.stats.nodes_per_tree > 1 for one in outputs)
+
+
+def test_the_joint_distribution_is_the_targets(tmp_path, monkeypatch):
+    monkeypatch.setattr("texts.N_DRAWS", 300)
+    target = Target("qwen3_5_text", tmp_path, VOCABULARY, sureness=0.5)
+    with open_llm(tmp_path, drafter="mtp", max_model_len=64) as llm:
+        drafter = drafter_of(llm, "mtp", "coupled", DraftLimits(10, 4, fixed_size=True))
+        texts = sampled_texts(runner_of(llm), drafter, rule_of("coupled"), 10)
+        assert drafter.pair_stats.estimates, "nothing was drafted"
+    for found, probs in zip(texts, exact_distributions(target.model), strict=True):
+        assert_distribution(found, probs)

@@ -1,0 +1,338 @@
+"""Models of transformers by their own modules, their layers streamed: logits of trees and texts are
+those of transformers.
+"""
+
+import math
+
+import pytest
+import torch
+from quantize import Choice, config_of, quantized
+from safetensors.torch import load_file, save_file
+from support.pretended_card import pretended_card
+from support.tiny import (
+    feed,
+    generate,
+    logits_of,
+    open_llm,
+    prefill,
+    prompt_of,
+    random_tree,
+    runner_of,
+)
+from transformers import conversion_mapping
+from transformers.core_model_loading import Chunk, Transpose, WeightConverter
+
+from bench.models import config_of as tiny_config
+from bench.models import open_streamed, random_model
+from offload_rt import LLM, SamplingParams, ops
+from offload_rt.errors import UnsupportedModelError
+from offload_rt.executor.step import Step
+from offload_rt.models import tensor_names
+from offload_rt.models.families import FAMILIES, spec_of
+from offload_rt.models.transformers import TransformersModel
+from offload_rt.ops import reference
+from offload_rt.tree.topology import Topology
+from offload_rt.weights.checkpoint import read_json
+
+ATOL = 2e-4
+# What is new in each: softcaps and windows; the text part of a multimodal one; heads that differ by
+# layer; states of several streams, keys of another layer, inputs of each layer; experts one by one;
+# experts in one tensor, with biases, and sinks; latent keys and wide values; fused projections;
+# learned positions, tied head; a window that only its mask has; two attentions in a layer; gated
+# delta nets beside attention, in a mixture, without one, with other projections, and with
+# convolutions that are stored one by one.
+KINDS = [
+    "gemma2", "gemma3", "gemma4_text", "gemma3n_text", "qwen3_moe", "gpt_oss", "deepseek_v3",
+    "phi3", "gpt2", "phimoe",
+    "diffllama", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """Of a type: the model in transformers, and its checkpoint."""
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            model = random_model(tiny_config(kind))
+            folder = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(folder)
+            made[kind] = model, folder
+        return made[kind]
+
+    return get
+
+
+def tree_logits(runner, committed, lacking, drafted, tree):
+    """Of every node of a tree below lacking tokens, behind committed ones."""
+    cache = prefill(runner, committed, len(committed) + len(lacking) + len(drafted))
+    return feed(
+        runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
+    )
+
+
+def check_tree(runner, model, n=8):
+    """Holds the logits of a tree against transformers' own along each path."""
+    tree = random_tree(n, seed=3, reach=2)
+    committed, lacking, drafted = (
+        prompt_of(seed, size, 150) for seed, size in ((1, 11), (2, 3), (3, n))
+    )
+    got = tree_logits(runner, committed, lacking, drafted, tree)
+    for node in range(n):
+        path = [drafted[one] for one in [0, *tree.path_to(node)]]
+        expected = logits_of(model, committed + lacking + path)[-1]
+        torch.testing.assert_close(
+            got[node], expected, atol=ATOL * float(expected.abs().max()), rtol=0
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_trees_have_the_logits_of_transformers(model_of, kind):
+    model, folder = model_of(kind)
+    with open_streamed(folder, drafter="none") as llm:
+        assert isinstance(runner_of(llm).spec, TransformersModel)
+        check_tree(runner_of(llm), model)
+
+
+@pytest.fixture
+def cold_caches(tmp_path, monkeypatch):
+    """Start without measurements of earlier runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cold"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_settings_give_the_text_of_transformers(model_of, kind, cold_caches):
+    """Resident, with the default drafter, tree size and --max-model-len."""
+    model, folder = model_of(kind)
+    prompt = prompt_of(0, 15, 150)
+    with LLM(str(folder), device="cpu") as llm:
+        assert llm.max_model_len == 512
+        assert llm.generate(prompt, SamplingParams(max_new_tokens=24)).pop().token_ids == generate(
+            model, prompt, 24
+        )
+
+
+@pytest.mark.parametrize(("kind", "drafts_itself"), [("gpt2", False), ("opt", True)])
+def test_learned_positions_serve_until_their_last(tmp_path, cold_caches, kind, drafts_itself):
+    """Trees and measurements stay within 64 positions, also those of a draft model."""
+    config = tiny_config(kind)
+    config.max_position_embeddings = 64
+    model = random_model(config)
+    model.save_pretrained(tmp_path / "model")
+    folder = str(tmp_path / "model")
+    prompt = prompt_of(0, 15, 150)
+    draft = {"draft_model": folder} if drafts_itself else {}
+    with LLM(folder, device="cpu", **draft) as llm:
+        result = llm.generate(prompt, SamplingParams(max_new_tokens=100)).pop()
+    assert result.token_ids == generate(model, prompt, 64 - len(prompt))
+    assert result.stats.tokens_per_pass > 1
+
+
+def test_native_and_general_way_give_the_same_logits(zoo, monkeypatch):
+    """The same checkpoint, both ways, to a few rounding errors."""
+    given = prompt_of(1, 11), prompt_of(2, 3), prompt_of(3, 20), random_tree(20, seed=3, reach=2)
+    with open_llm(zoo.directory("llama-llama3", 0), "mixed") as llm:
+        native = tree_logits(runner_of(llm), *given)
+    monkeypatch.delitem(FAMILIES, "llama")
+    with open_llm(zoo.directory("llama-llama3", 0), "mixed") as llm:
+        assert isinstance(runner_of(llm).spec, TransformersModel)
+        torch.testing.assert_close(
+            tree_logits(runner_of(llm), *given), native, atol=1e-4, rtol=1e-4
+        )
+
+
+def test_sequences_of_one_pass_do_not_see_each_other(model_of):
+    """Also where what a layer is told besides its hidden states, and states of other layers, belong
+    to a row.
+    """
+    model, folder = model_of("gemma3n_text")
+    prompts = [prompt_of(seed, n, 150) for seed, n in enumerate((5, 23, 1))]
+    with open_llm(folder) as llm:
+        runner = runner_of(llm)
+        runner._chunk_rows = 16
+        steps = [
+            Step(
+                runner.new_cache(32),
+                torch.tensor(one),
+                Topology.chain(len(one)),
+                len(one),
+                len(one),
+            )
+            for one in prompts
+        ]
+        for rows, prompt in zip(runner.forward(steps), prompts, strict=True):
+            expected = logits_of(model, prompt)
+            torch.testing.assert_close(
+                rows, expected, atol=ATOL * float(expected.abs().max()), rtol=0
+            )
+
+
+def test_a_draft_model_may_be_one_of_transformers(model_of):
+    model, folder = model_of("phi3")
+    prompt = prompt_of(5, 9, 150)
+    with open_llm(folder, "disk", draft_model=str(folder)) as llm:
+        result = llm.generate(prompt).pop()
+        assert result.token_ids == generate(model, prompt, 64)
+        assert result.stats.tokens_per_pass > 1
+
+
+@pytest.mark.parametrize("choice", [Choice("gptq", group_size=16), Choice("nf4")])
+def test_quantised_experts_are_dequantised_one_by_one(model_of, tmp_path, choice):
+    model, folder = model_of("qwen3_moe")
+    stored, exact = quantized(load_file(folder / "model.safetensors"), choice)
+    assert any("experts.3.up_proj" in name for name in stored.keys() - exact.keys())
+    for name, tensors, more in (
+        ("quantised", stored, {"quantization_config": config_of(choice)}),
+        ("exact", exact, {}),
+    ):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
+        config = type(model.config)(**read_json(folder / "config.json") | more)
+        config.save_pretrained(tmp_path / name)
+    with open_streamed(tmp_path / "quantised") as llm:
+        check_tree(runner_of(llm), type(model).from_pretrained(tmp_path / "exact"))
+
+
+def test_rows_of_one_tensor_may_be_several_matrices(zoo, tmp_path, monkeypatch):
+    """A checkpoint that joins queries, keys and values, as transformers' mapping of names says."""
+    monkeypatch.delitem(FAMILIES, "llama")
+    parts = [f"self_attn.{one}_proj.weight" for one in "qkv"]
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # makes the table
+    joined = WeightConverter("self_attn.qkv.weight", parts, [Chunk(dim=0)])
+    table = conversion_mapping._checkpoint_conversion_mapping_cache
+    monkeypatch.setitem(table, "LlamaForCausalLM", [joined])
+    model = zoo.model("llama-biases", 5)
+    tensors = {name: one.clone() for name, one in model.state_dict().items()}
+    for i in range(model.config.num_hidden_layers):
+        start = f"model.layers.{i}."
+        tensors[f"{start}self_attn.qkv.weight"] = torch.cat(
+            [tensors.pop(start + one) for one in parts]
+        )
+    save_file(tensors, tmp_path / "model.safetensors")
+    model.config.save_pretrained(tmp_path)
+    with open_llm(tmp_path, "disk") as llm:
+        got = feed(
+            runner_of(llm), runner_of(llm).new_cache(20), prompt_of(0, 20), Topology.chain(20)
+        )
+    torch.testing.assert_close(got, logits_of(model, prompt_of(0, 20)), atol=2e-3, rtol=0)
+    turned = WeightConverter("self_attn.qkv.weight", "self_attn.q_proj.weight", [Transpose(0, 1)])
+    monkeypatch.setitem(table, "LlamaForCausalLM", [turned])
+    with pytest.raises(UnsupportedModelError, match=r"qkv.weight' requires conversion \(Transpose"):
+        open_llm(tmp_path)
+
+
+def test_what_a_text_does_not_need_may_be_stored_in_any_way(model_of, monkeypatch):
+    # of the images' part alone
+    turned = WeightConverter("mlp.fc1.weight", "mlp.fc1.weight", [Transpose(0, 1)])
+    known = tensor_names.get_model_conversion_mapping
+    monkeypatch.setattr(
+        tensor_names, "get_model_conversion_mapping", lambda model: [*known(model), turned]
+    )
+    model, folder = model_of("gemma3")
+    assert any(name.endswith("mlp.fc1.weight") for name in load_file(folder / "model.safetensors"))
+    with open_llm(folder, "disk") as llm:
+        check_tree(runner_of(llm), model, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mamba", "'linear_attention' keep state other than keys and values"),
+        ("kimi_linear", "'linear_attention' keep state"),
+        ("lfm2", "'conv' keep state"),
+        ("t5", "encoder-decoder"),
+        ("codegen", "use custom attention code"),
+        ("bart", "no position_ids argument"),
+        ("vit", "no causal language model"),
+    ],
+)
+def test_what_does_not_run_is_refused_with_its_reason(kind, reason):
+    raw = tiny_config(kind).to_dict() | {"is_encoder_decoder": kind == "t5"}
+    with pytest.raises(UnsupportedModelError, match=reason):
+        spec_of(raw)
+
+
+def test_heads_are_of_native_models(model_of, tmp_path):
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 1}')
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"heads cannot draft for a model of type phi3.*a complete draft model",
+    ):
+        open_llm(model_of("phi3")[1], draft_model=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_card_computes_all_experts_without_the_host_waiting(model_of, monkeypatch, kind):
+    """Stored one by one, and in one tensor with biases."""
+    model, folder = model_of(kind)
+    histc = torch.histc  # that of a CPU counts no integers
+    monkeypatch.setattr(
+        torch, "histc", lambda counted, **bins: histc(counted.float(), **bins).int()
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    prompt = prompt_of(0, 15, 150)
+    with (
+        pretended_card(monkeypatch) as counts,
+        LLM(str(folder), device="cuda", drafter="none", max_model_len=64) as llm,
+    ):
+        runner = runner_of(llm)
+        step = Step(
+            runner.new_cache(20),
+            torch.tensor(prompt),
+            Topology.chain(len(prompt)),
+            len(prompt),
+            len(prompt),
+        )
+        runner.forward([step])  # brings frequencies to the card
+        before = counts.n_waits
+        (got,) = runner.forward([step])
+        assert counts.n_waits == before
+        expected = logits_of(model, prompt)
+        torch.testing.assert_close(
+            got.cpu(), expected, atol=ATOL * float(expected.abs().max()), rtol=0
+        )
+
+
+def test_code_of_a_checkpoint_is_not_run():
+    with pytest.raises(UnsupportedModelError, match="remote code is not run"):
+        spec_of({"model_type": "new", "auto_map": {"AutoModelForCausalLM": "modeling_new.New"}})
+
+
+def test_contexts_end_where_rotations_would_change():
+    """Beyond it the rotations of all positions depend on how long the sequence is."""
+    config = tiny_config("phi3")
+    factors = [1.0] * (config.hidden_size // config.num_attention_heads // 2)
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": factors,
+        "long_factor": factors,
+    }
+    raw = config.to_dict() | {"original_max_position_embeddings": 128, "rope_parameters": rope}
+    assert spec_of(raw).max_positions == 128
+
+
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, True), (3.0, False), (3.0, True)])
+@pytest.mark.parametrize("most", [1, 1 << 20])
+def test_scores_are_capped_and_sinks_take_their_share(softcap, has_sinks, most, monkeypatch):
+    """Written out head by head; rows at once as many as fit. Values are narrower than keys."""
+    monkeypatch.setattr(reference, "MOST_SCORES", most)
+    generator = torch.Generator().manual_seed(0)
+    n = 6
+    n_before = 9
+    heads = 4
+    groups = 2
+    dim = 8
+    q = 2 * torch.randn(n, heads, dim, generator=generator)
+    k, v = (torch.randn(groups, n_before + n, width, generator=generator) for width in (dim, 5))
+    sinks = torch.randn(heads, generator=generator) if has_sinks else None
+    mask = random_tree(n, seed=1).mask(0, n, n_before)
+    got = ops.tree_attention(q, k, v, mask, 0.7, softcap, sinks)
+    for head in range(heads):
+        scores = q[:, head] @ k[head // 2].T * 0.7
+        scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+        scores = scores.masked_fill(~mask.dense(), -math.inf)
+        more = sinks[head].expand(n, 1) if has_sinks else torch.full((n, 1), -math.inf)
+        expected = torch.cat((scores, more), -1).softmax(-1)[:, :-1] @ v[head // 2]
+        torch.testing.assert_close(got[:, head], expected)

@@ -1,0 +1,815 @@
+"""What every streamer promises: every layer once, in order, with its own bytes, pass after pass,
+whatever goes wrong.
+"""
+
+import _thread
+import functools
+import itertools
+import json
+import queue
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.checkpoints import pack, raw_bytes
+from test_contracts_tiers import NAMES, on_disk, some_layers
+from torch import Tensor
+
+from offload_rt.errors import LinkError
+from offload_rt.offload import stream_cuda, stream_threads
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.stream_cuda import CudaStreamer
+from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
+from offload_rt.offload.tier import Read, Tier
+from offload_rt.system.trace import NOTHING_ASKED, SLOTS_FULL, Trace
+from offload_rt.weights.layout import Layout, PackedLayer
+
+STREAMERS = {"cuda": stream_cuda, "threads": stream_threads}
+
+# What happens before a read: told the layer, and how often that layer has been asked for.
+Trap = Callable[[int, int], None]
+
+N_LAYERS = 6
+KINDS = ("device", "host", "unpinned", "disk")
+PATIENCE_S = 30.0  # what takes so long has hung
+
+
+# Devices: what a block is computed on, and how a test looks at a block as compute does.
+
+
+class Host:
+    """The device of a CPU: compute is over when the call returns."""
+
+    def __init__(self) -> None:
+        self._looks: list[tuple[int, bytes]] = []
+
+    def stream(self, name: str, sources: LayerSources) -> Streamer:
+        return STREAMERS[name].open_streamer(sources, Trace(on=False), torch.device("cpu"))
+
+    def image(self, image: PackedLayer) -> PackedLayer:
+        return image
+
+    def look(self, block: LayerView) -> None:
+        """Read the whole block, as the compute of a layer does."""
+        self._looks.append((block.i, content(block.layout, block.data)))
+
+    def seen(self) -> list[tuple[int, bytes]]:
+        """What was looked at, in order, once all compute has ended."""
+        looks = self._looks
+        self._looks = []
+        return looks
+
+    def close(self) -> None:
+        pass
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.is_recorded, self.happened, self.at = False, threading.Event(), 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+        self.happened.set()
+
+
+class _Lane:
+    """Work done in order by a thread of its own, as on a stream of a GPU."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="pretended", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def flush(self) -> None:
+        done = threading.Event()
+        self._work.put(done.set)
+        assert done.wait(PATIENCE_S), "a lane of the pretended device has hung"
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+class PretendedGPU(Host):
+    """A `CopyDevice` in this process: a lane for copies and one for compute, both late, ordered by
+    nothing but events.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies, self._compute, self._late = _Lane(), _Lane(), random.Random(0)
+        self.n_copies = 0
+
+    def stream(self, name: str, sources: LayerSources) -> Streamer:
+        return CudaStreamer(sources, Trace(on=False), self)
+
+    def look(self, block: LayerView) -> None:
+        def late() -> None:
+            time.sleep(self._late.choice((0.0, 0.0, 0.002)))
+            Host.look(self, block)
+
+        self._compute.put(late)
+
+    def seen(self) -> list[tuple[int, bytes]]:
+        self._compute.flush()
+        return super().seen()
+
+    def close(self) -> None:
+        self._compute.close()
+        self._copies.close()
+
+    def select(self) -> None:
+        pass
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+
+    def event(self) -> _Event:
+        return _Event()
+
+    def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: _Event) -> tuple[_Event, _Event]:
+        start = _Event()
+        end = _Event()
+        start.is_recorded = end.is_recorded = True
+        self.n_copies += 1
+        is_ordered = after.is_recorded
+
+        def move() -> None:
+            if is_ordered:
+                assert after.happened.wait(PATIENCE_S)
+            start.record()
+            time.sleep(self._late.choice((0.0, 0.0, 0.002)))
+            for target, source in moves:
+                target.copy_(source)
+            end.record()
+
+        self._copies.put(move)
+        return start, end
+
+    def compute_waits_for(self, event: _Event) -> None:
+        if event.is_recorded:
+            self._compute.put(lambda: event.happened.wait(PATIENCE_S) and None)
+
+    def record_compute(self) -> _Event:
+        event = _Event()
+        event.is_recorded = True
+        self._compute.put(event.record)
+        return event
+
+    def wait(self, event: _Event) -> None:
+        assert event.happened.wait(PATIENCE_S)
+
+    def seconds_between(self, start: _Event, end: _Event) -> float | None:
+        return end.at - start.at if start.happened.is_set() and end.happened.is_set() else None
+
+    def synchronize(self) -> None:
+        self._copies.flush()
+
+
+class RealGPU(Host):
+    """The first CUDA device; a look is behind compute that is slow on purpose."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda")
+        self._pending: list[tuple[int, Layout, Tensor]] = []
+        self._matrix = torch.ones(2048, 2048, device=self._device)
+
+    def stream(self, name: str, sources: LayerSources) -> Streamer:
+        return STREAMERS[name].open_streamer(sources, Trace(on=False), self._device)
+
+    def image(self, image: PackedLayer) -> PackedLayer:
+        return PackedLayer(image.block.to(self._device), image.layout)
+
+    def look(self, block: LayerView) -> None:
+        for _ in range(4):
+            torch.mm(self._matrix, self._matrix)
+        self._pending.append((block.i, block.layout, block.data.clone()))
+
+    def seen(self) -> list[tuple[int, bytes]]:
+        torch.cuda.synchronize()
+        pending = self._pending
+        self._pending = []
+        return [(i, content(layout, data.cpu())) for i, layout, data in pending]
+
+
+_GPUS = {"cuda": (("pretended", PretendedGPU), ("real", RealGPU))}
+BENCHES = [
+    pytest.param(name, device, id=f"{name}-{which}")
+    for name in STREAMERS
+    for which, device in _GPUS.get(name, (("cpu", Host),))
+]
+every_bench = pytest.mark.parametrize(("name", "make"), BENCHES)
+
+
+def content(layout: Layout, data: Tensor) -> bytes:
+    """The bytes of all tensors of a block, by name."""
+    views = layout.views(data)
+    return b"".join(raw_bytes(views[name]) for name in sorted(views))
+
+
+# Layers, and tiers that misbehave.
+
+
+@functools.cache
+def _layers() -> tuple[dict[str, Tensor], ...]:
+    return tuple(some_layers(N_LAYERS))
+
+
+@functools.cache
+def wanted(i: int) -> bytes:
+    return b"".join(raw_bytes(_layers()[i][name]) for name in sorted(NAMES))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The records of layers whose tensors lie shuffled in three files."""
+    return on_disk(tmp_path_factory.mktemp("stream"), list(_layers()), n_files=3, shuffle=5)
+
+
+class Watched:
+    """A tier that records its reads, may delay each at random, and does to one of them what a test
+    asks.
+    """
+
+    def __init__(
+        self,
+        source: Tier,
+        n_parallel: int = 3,
+        late_s: float = 0.0,
+        seed: int = 0,
+        trap: Trap | None = None,
+    ) -> None:
+        self.n_parallel = n_parallel
+        self.n_done: dict[int, int] = {}
+        self.nbytes = 0
+        self.trap = trap
+        self._source, self._late_s, self._random = source, late_s, random.Random(seed)
+        self._lock, self._n_asked = threading.Lock(), dict[int, int]()
+
+    def layout(self, i: int) -> Layout:
+        return self._source.layout(i)
+
+    def reads(self, i: int, into: Tensor) -> list[Read]:
+        with self._lock:
+            n = self._n_asked[i] = self._n_asked.get(i, 0) + 1
+        return [self._watched(i, n, read) for read in self._source.reads(i, into)]
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _watched(self, i: int, n: int, read: Read) -> Read:
+        def watched() -> int:
+            with self._lock:
+                late = self._random.choice((0.0, 0.0, self._late_s))
+            if late:
+                time.sleep(late)
+            if self.trap:
+                self.trap(i, n)
+            nbytes = read()
+            with self._lock:
+                self.nbytes += nbytes
+                self.n_done[i] = self.n_done.get(i, 0) + 1
+            return nbytes
+
+        return watched
+
+
+class Chosen:
+    """Some layers of a tier, in any order."""
+
+    def __init__(self, source: Tier, order: Sequence[int]) -> None:
+        self.n_parallel = source.n_parallel
+        self._source = source
+        self._order = order
+
+    def layout(self, i: int) -> Layout:
+        return self._source.layout(self._order[i])
+
+    def reads(self, i: int, into: Tensor) -> list[Read]:
+        return self._source.reads(self._order[i], into)
+
+    def close(self) -> None:
+        pass
+
+
+class _Pinned(MemoryTier):
+    """Layers that a pretended device copies by itself."""
+
+    def is_pinned(self, i: int) -> bool:
+        return True
+
+
+def build_sources(
+    device: Host,
+    kinds: Sequence[str],
+    n_slots: int,
+    files: Any,
+    wrap: Callable[[Tier], Tier] = lambda tier: tier,
+) -> tuple[LayerSources, list[Tier]]:
+    """Layers of which layer i lies in a tier of the kind `kinds[i]`; and the tiers that layers are
+    streamed from.
+    """
+    resident = MemoryTier()
+    host = MemoryTier(register=True) if isinstance(device, RealGPU) else _Pinned()
+    made: dict[str, Tier] = {"host": host, "unpinned": MemoryTier()}
+    for i, kind in enumerate(kinds):
+        if kind == "device":
+            resident.put(i, device.image(pack(_layers()[i])))
+        elif kind in made:
+            made[kind].put(i, pack(_layers()[i]))
+    if "disk" in kinds:
+        made["disk"] = wrap(DiskTier(files, ReadSettings(4096, 2)))
+    streamed = tuple(made.get(kind) for kind in kinds)
+    return LayerSources(resident, streamed, n_slots, n_host_slots=n_slots), list(made.values())
+
+
+@dataclass
+class Bench:
+    """A streamer on a device, over watched tiers."""
+
+    streamer: Streamer
+    device: Host
+    tiers: list[Watched]
+    kinds: Sequence[str]
+
+    def sweep(self) -> None:
+        """One pass; every layer is looked at when it comes and just before the next is asked
+        for.
+        """
+        with closing(self.streamer.sweep()) as sweep:
+            for block in sweep:
+                self.device.look(block)
+                self.device.look(block)
+        self.check(range(len(self.kinds)))
+
+    def check(self, order: Sequence[int]) -> None:
+        """What was looked at since the last check is these layers, twice each."""
+        seen = self.device.seen()
+        assert [i for i, _ in seen] == [i for i in order for _ in range(2)]
+        for i, got in seen:
+            assert got == wanted(i), (
+                f"layer {i} has the bytes of"
+                f" {[j for j in range(N_LAYERS) if wanted(j) == got] or 'none'}"
+            )
+
+
+@contextmanager
+def bench(
+    name: str,
+    make: type[Host],
+    files: Any,
+    kinds: Sequence[str] = ("disk",) * N_LAYERS,
+    n_slots: int = 3,
+    **how: Any,
+) -> Iterator[Bench]:
+    """A streamer over watched tiers; closed at the end, when none of its threads may be left."""
+    if make is RealGPU and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    device = make()
+    before = {*threading.enumerate()}
+    watched: list[Watched] = []
+
+    def watch(tier: Tier) -> Tier:
+        watched.append(Watched(tier, **how))
+        return watched[-1]
+
+    sources, tiers = build_sources(device, kinds, n_slots, files, watch)
+    streamer = device.stream(name, sources)
+    try:
+        yield Bench(streamer, device, watched, kinds)
+    finally:
+        for tier in watched:
+            tier.trap = None
+        streamer.close()
+        device.close()
+        left = {*threading.enumerate()} - before
+        for tier in tiers:
+            tier.close()
+    assert not left, f"threads left alive: {left}"
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether something comes true before patience ends."""
+    end = time.perf_counter() + PATIENCE_S
+    while not holds() and time.perf_counter() < end:
+        time.sleep(0.001)
+    return holds()
+
+
+# The contract.
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=N_LAYERS),
+    n_slots=st.integers(1, 4),
+    n_parallel=st.integers(1, 4),
+    late_s=st.sampled_from([0.0, 0.002]),
+    seed=st.integers(0, 100),
+)
+@every_bench
+def test_every_layer_comes_once_in_order_with_its_own_bytes(
+    name: str,
+    make: type[Host],
+    kinds: list[str],
+    n_slots: int,
+    n_parallel: int,
+    late_s: float,
+    seed: int,
+    files: Any,
+) -> None:
+    with bench(
+        name, make, files, kinds, n_slots, n_parallel=n_parallel, late_s=late_s, seed=seed
+    ) as b:
+        for _ in range(4):
+            b.sweep()
+
+
+@pytest.mark.parametrize("n_slots", [1, 2, 3, 4])
+@every_bench
+def test_a_slot_is_not_refilled_while_its_block_is_in_use(
+    name: str, make: type[Host], n_slots: int, files: Any
+) -> None:
+    """Reads are fast here and compute is slow, so an early refill would be seen by the second
+    look.
+    """
+    with bench(name, make, files, n_slots=n_slots, n_parallel=4) as b:
+        for _ in range(3):
+            for block in b.streamer.sweep():
+                b.device.look(block)
+                time.sleep(0.003)
+                b.device.look(block)
+            b.check(range(N_LAYERS))
+
+
+@pytest.mark.parametrize("n_slots", [1, 2, 3])
+@every_bench
+def test_the_next_pass_is_fetched_between_two_sweeps_and_no_further_than_there_are_slots(
+    name: str, make: type[Host], n_slots: int, files: Any
+) -> None:
+    kinds = ("device", "disk", "device", "disk", "disk", "disk")
+    order = [i for i, kind in enumerate(kinds) if kind != "device"]
+    with bench(name, make, files, kinds, n_slots) as b:
+        tier = b.tiers[0]
+        n_parts = {
+            i: len(tier.reads(i, torch.empty(tier.layout(i).nbytes, dtype=torch.uint8)))
+            for i in order
+        }
+
+        def n_fetched(i: int) -> int:
+            return tier.n_done.get(i, 0) // n_parts[i]
+
+        # A streamer that stages blocks on the host may hold as many again there.
+        most = n_slots if make is Host else 2 * n_slots
+        # Nobody sweeps yet, and nobody sweeps between the passes.
+        for n_passes in range(4):
+            n_before = n_passes * len(order)
+            assert eventually(lambda n=n_passes: all(n_fetched(i) > n for i in order[:n_slots])), (
+                tier.n_done
+            )
+            time.sleep(0.01)
+            assert n_before + n_slots <= sum(map(n_fetched, order)) <= n_before + most
+            b.sweep()
+
+
+@pytest.mark.parametrize("n_slots", [1, 2, 3])
+def test_no_more_copies_are_enqueued_than_there_are_slots(n_slots: int, files: Any) -> None:
+    with bench("cuda", PretendedGPU, files, ("host",) * N_LAYERS, n_slots) as b:
+        n_done = 0
+        for _ in range(2):
+            for block in b.streamer.sweep():
+                assert eventually(lambda: b.device.n_copies == n_done + n_slots)  # noqa: B023
+                b.device.look(block)
+                n_done += 1
+
+
+@every_bench
+@pytest.mark.parametrize("at", [(0, 1), (3, 1), (5, 1), (0, 2), (2, 2), (5, 3)])
+def test_a_failed_read_is_raised_in_the_caller_and_the_next_sweep_starts_afresh(
+    name: str, make: type[Host], at: tuple[int, int], files: Any
+) -> None:
+    error = LinkError("the disk has gone")
+    n_raised = 0
+
+    def trap(i: int, n: int) -> None:
+        nonlocal n_raised
+        if (i, n) == at and not n_raised:
+            n_raised += 1
+            raise error
+
+    with bench(name, make, files, late_s=0.001, trap=trap) as b:
+        n_failed = 0
+        for _ in range(6):
+            try:
+                for block in b.streamer.sweep():
+                    b.device.look(block)
+                    b.device.look(block)
+            except LinkError as caught:
+                assert caught is error
+                n_failed += 1
+                done = [i for i, _ in b.device.seen()][::2]
+                assert done == list(range(len(done)))
+            else:
+                b.check(range(N_LAYERS))
+        assert n_failed == n_raised == 1
+        b.sweep()
+
+
+@every_bench
+def test_a_tier_that_stays_broken_fails_every_sweep_until_it_is_mended(
+    name: str, make: type[Host], files: Any
+) -> None:
+    def trap(i: int, n: int) -> None:
+        if i == 4:
+            raise LinkError(f"layer {i} cannot be read")
+
+    with bench(name, make, files, trap=trap) as b:
+        for _ in range(3):
+            with (
+                pytest.raises(LinkError, match="layer 4 cannot be read"),
+                closing(b.streamer.sweep()) as sweep,
+            ):
+                for _ in sweep:
+                    pass
+        b.tiers[0].trap = None
+        for _ in range(2):
+            b.sweep()
+
+
+@every_bench
+@pytest.mark.parametrize("n_taken", range(N_LAYERS + 1))
+def test_a_sweep_given_up_half_way_leaves_the_next_one_whole(
+    name: str, make: type[Host], n_taken: int, files: Any
+) -> None:
+    with bench(name, make, files, late_s=0.002) as b:
+        for _ in range(3):
+            with closing(b.streamer.sweep()) as sweep:
+                for _ in range(n_taken):
+                    block = next(sweep)
+                    b.device.look(block)
+                    b.device.look(block)
+            b.check(range(n_taken))
+            b.sweep()
+
+
+@every_bench
+def test_closing_waits_for_a_read_that_hangs_and_then_ends(
+    name: str, make: type[Host], files: Any
+) -> None:
+    going = threading.Event()
+    go_on = threading.Event()
+
+    def trap(i: int, n: int) -> None:
+        if i == 2:
+            going.set()
+            assert go_on.wait(PATIENCE_S)
+
+    with bench(name, make, files, n_slots=4, trap=trap) as b:
+        assert going.wait(PATIENCE_S)
+        closers = [threading.Thread(target=b.streamer.close) for _ in range(2)]
+        for closer in closers:
+            closer.start()
+        time.sleep(0.02)
+        go_on.set()
+        for closer in closers:
+            closer.join(PATIENCE_S)
+            assert not closer.is_alive()
+
+
+@every_bench
+def test_a_sweep_over_a_closed_streamer_is_an_error_rather_than_a_wait_without_end(
+    name: str, make: type[Host], files: Any
+) -> None:
+    """As when an LLM is closed while somebody still holds the iterator of its stream."""
+    with bench(name, make, files) as b:
+        held = b.streamer.sweep()
+        next(held)
+        b.streamer.close()
+        for sweep in (held, b.streamer.sweep()):
+            ended: list[BaseException] = []
+
+            def go_on(
+                sweep: Iterator[LayerView] = sweep, ended: list[BaseException] = ended
+            ) -> None:
+                try:
+                    next(sweep)
+                except BaseException as error:
+                    ended.append(error)
+
+            thread = threading.Thread(target=go_on, daemon=True)
+            thread.start()
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "the sweep waits for ever"
+            assert isinstance(ended[0], LinkError)
+
+
+@every_bench
+def test_a_sweep_that_is_held_half_way_does_not_disturb_the_next(
+    name: str, make: type[Host], files: Any
+) -> None:
+    """As when whoever caught an interrupt holds its traceback."""
+    with bench(name, make, files) as b:
+        for n in (1, 3, 4):
+            held = b.streamer.sweep()
+            for _ in range(n):
+                next(held)
+            b.sweep()
+            newer = b.streamer.sweep()
+            b.device.look(next(newer))
+            with pytest.raises(LinkError, match="another pass"):
+                list(held)
+            for block in newer:
+                b.device.look(block)
+            b.device.seen()
+            b.sweep()
+
+
+@every_bench
+def test_an_interrupt_while_a_layer_is_waited_for_leaves_the_next_sweep_whole(
+    name: str, make: type[Host], files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_waited_for = threading.Event()
+    n_parts = itertools.count()
+
+    def trap(i: int, n: int) -> None:
+        if (i, n) == (3, 1) and next(n_parts) == 0:
+            assert is_waited_for.wait(PATIENCE_S)
+            time.sleep(0.02)  # until the sweep is deep in its wait
+            _thread.interrupt_main()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with bench(name, make, files, trap=trap) as b:
+        with pytest.raises(KeyboardInterrupt), closing(b.streamer.sweep()) as sweep:
+            for _ in sweep:
+                is_waited_for.set()
+        b.device.seen()
+        b.sweep()
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" not in bench.id])
+def test_the_meter_counts_what_the_reads_moved(name: str, make: type[Host], files: Any) -> None:
+    with bench(
+        name,
+        make,
+        files,
+        ("disk", "device", "disk", "disk", "device", "disk"),
+        n_slots=2,
+        late_s=0.001,
+    ) as b:
+        assert eventually(lambda: b.streamer.meter.read()[0] > 0)
+        for _ in range(3):
+            b.sweep()
+        started = time.perf_counter()
+        assert eventually(
+            lambda: b.streamer.meter.read()[0] == sum(tier.nbytes for tier in b.tiers)
+        )
+        nbytes, busy_s = b.streamer.meter.read()
+        assert nbytes >= 3 * sum(len(wanted(i)) for i in (0, 2, 3, 5))
+        assert 0 < busy_s < started  # a share of real time; both count from the same clock
+        b.streamer.close()
+        assert b.streamer.meter.read() == b.streamer.meter.read(), "a closed streamer is not busy"
+
+
+@pytest.mark.parametrize(
+    "kinds", [("host",) * 6, ("disk", "host", "device", "disk", "host", "disk")]
+)
+@pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" in bench.id])
+def test_the_meter_of_a_device_counts_each_copy_once(
+    name: str, make: type[Host], kinds: Sequence[str], files: Any
+) -> None:
+    n_slots = 2
+    n_sweeps = 6
+    with bench(name, make, files, kinds, n_slots) as b:
+        for _ in range(n_sweeps):
+            b.sweep()
+        order = [i for i, kind in enumerate(kinds) if kind != "device"]
+        packed = {i: pack(_layers()[i]).layout for i in order}
+        least = sum(slot.nbytes for i in order for slot in packed[i].entries)
+        most = sum(packed[i].nbytes for i in order)
+        # The copies of the last pass may not have been counted yet, and those of the next may have.
+        assert (n_sweeps - 1) * least - n_slots * most / len(order) <= b.streamer.meter.read()[0]
+        assert b.streamer.meter.read()[0] <= n_sweeps * most + n_slots * max(
+            layout.nbytes for layout in packed.values()
+        )
+
+
+@every_bench
+def test_the_meter_says_how_long_no_layer_was_there(
+    name: str, make: type[Host], files: Any
+) -> None:
+    late_s = 0.01
+
+    def late(i: int, n: int) -> None:
+        time.sleep(late_s)  # every part of a layer, whoever reads it
+
+    with bench(name, make, files, n_slots=2, trap=late) as b:
+        started = time.perf_counter()
+        for _ in range(2):
+            b.sweep()
+        elapsed = time.perf_counter() - started
+        assert eventually(lambda: b.streamer.meter.waited_s > late_s)  # of many times that
+        assert b.streamer.meter.waited_s <= elapsed
+
+
+@every_bench
+def test_a_streamer_follows_other_sources_from_one_sweep_to_the_next(
+    name: str, make: type[Host], files: Any
+) -> None:
+    """As rows of keys and values do: each time another choice, in another order, while the old one
+    still comes.
+    """
+    with bench(name, make, files, late_s=0.001) as b:
+        for order in ([0, 1, 2, 3, 4, 5], [3, 1], [5], [2, 2, 0, 4, 1]):
+            tier = Chosen(b.tiers[0], order)
+            b.streamer.follow(LayerSources(MemoryTier(), (tier,) * len(order), 3, n_host_slots=3))
+            for _ in range(2):
+                for block in b.streamer.sweep():
+                    b.device.look(block)
+                seen = b.device.seen()
+                assert [got for _, got in seen] == [wanted(i) for i in order]
+
+
+@every_bench
+def test_where_all_is_resident_nothing_moves_and_no_thread_runs(
+    name: str, make: type[Host], files: Any
+) -> None:
+    with bench(name, make, files, ("device",) * 4, 0) as b:
+        for _ in range(2):
+            b.sweep()
+        assert b.streamer.meter.read() == (0, 0.0)
+        assert b.streamer.meter.waited_s == 0.0
+
+
+def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(
+    files: Any, tmp_path: Path
+) -> None:
+    trace = Trace()
+    sources, tiers = build_sources(Host(), ("disk", "device", "disk", "disk"), 2, files)
+    streamer = STREAMERS["threads"].open_streamer(sources, trace, torch.device("cpu"))
+    for _ in streamer.sweep():
+        pass
+    assert eventually(lambda: SLOTS_FULL in lanes_of(trace, tmp_path).get("link, waits", ()))
+    streamer.close()
+    for tier in tiers:
+        tier.close()
+    found = lanes_of(trace, tmp_path)
+    assert found["link, slot 0"][:2] == ["layer 0", "layer 3"]
+    assert found["link, slot 1"][:1] == ["layer 2"]
+    assert found["link, waits"][0] == NOTHING_ASKED and SLOTS_FULL in found["link, waits"]
+    assert {*found.get("wait", [])} <= {"layer 0", "layer 2", "layer 3"}
+
+
+def test_copies_to_a_gpu_are_traced_by_their_events(files: Any, tmp_path: Path) -> None:
+    trace = Trace()
+    device = PretendedGPU()
+    sources, tiers = build_sources(device, ("host", "device", "host", "disk"), 2, files)
+    streamer = CudaStreamer(sources, trace, device)
+    started = time.perf_counter()
+    for block in streamer.sweep():
+        device.look(block)
+    streamer.close()
+    took = time.perf_counter() - started
+    device.close()
+    for tier in tiers:
+        tier.close()
+    found = lanes_of(trace, tmp_path)
+    copied = [name for lane in ("link, slot 0", "link, slot 1") for name in found[lane]]
+    assert {"layer 0", "layer 2", "layer 3"} <= {*copied} and "layer 1" not in copied
+    assert "layer 3" in found["disk, slot 0"]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (
+        max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+        <= (took + 1) * 1e6
+    )
+
+
+def lanes_of(trace: Trace, folder: Path) -> dict[str, list[str]]:
+    """The names of the spans of each lane, by their start."""
+    trace.write(folder / "trace.json")
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    lanes = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    spans = [event for event in events if event["ph"] == "X"]
+    return {name: [span["name"] for span in spans if span["tid"] == i] for i, name in lanes.items()}

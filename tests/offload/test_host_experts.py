@@ -1,0 +1,304 @@
+"""Experts that the host computes beside a device: the same text, no more waits, and as much at once
+as can be.
+"""
+
+import itertools
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import pack
+from support.pretended_card import pretended_card
+from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
+from test_contracts_stream import PATIENCE_S, Host, PretendedGPU, _layers, files  # noqa: F401
+from test_expert_cache import cache_on, model_of, open_touched  # noqa: F401
+from test_mxfp4 import published  # noqa: F401
+from transformers import GptOssForCausalLM, Mxfp4Config
+
+from offload_rt import SamplingParams
+from offload_rt.engine import profile
+from offload_rt.executor.cost import CostEstimator
+from offload_rt.models.architecture import HostWork
+from offload_rt.offload.host_experts import HostExperts
+from offload_rt.offload.memory import MemoryTier
+from offload_rt.system.machine import (
+    HostTimes,
+    MachineProfile,
+    PassBytes,
+    TouchedExperts,
+    pass_times,
+)
+from offload_rt.tree.choose import best_prefix
+from offload_rt.tree.topology import Topology
+
+CPU = torch.device("cpu")
+
+
+def set_rates(host, seconds):
+    """An expert takes so many seconds on the host, and one to be copied."""
+    host.copy_s, host.times, host.is_on = 1.0, HostTimes((1,), (seconds,)), True
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The blocks that hosts compute, by threads of their own."""
+    found = []
+    compute = HostExperts._compute
+
+    def watched(self, work, first, blocks, rows):
+        assert threading.current_thread() is not threading.main_thread()
+        found.extend(blocks)
+        return compute(self, work, first, blocks, rows)
+
+    monkeypatch.setattr(HostExperts, "_compute", watched)
+    return found
+
+
+def check_texts(model, folder, monkeypatch, computed, ways, **settings):
+    keep_steady(monkeypatch)
+    prompt = prompt_of(0, 15, 150)
+    text = generate(model, prompt, 6)
+    for seconds, more in ways:
+        with (
+            pretended_card(monkeypatch),
+            open_touched(folder, 4, device="cuda", **settings | more) as llm,
+        ):
+            runner = runner_of(llm)
+            set_rates(runner.experts.host, seconds)
+            before = runner.streamer.meter.read()[0]
+            assert (
+                llm.generate(prompt, SamplingParams(max_new_tokens=6, temperature=0.0))[0].token_ids
+                == text
+            )
+            assert len(computed) > 8 and runner.streamer.meter.read()[0] > before
+        computed.clear()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_texts_on_a_card_are_those_of_transformers(model_of, kind, monkeypatch, computed):  # noqa: F811
+    """With some experts computed on either side, plainly and by trees."""
+    ways = (0.5, {}), (2.0, {"drafter": "recycle", "tree_size": 8})
+    check_texts(*model_of(kind), monkeypatch, computed, ways)
+
+
+def test_quantised_experts_are_computed_from_what_the_card_would_get(
+    published, monkeypatch, computed  # noqa: F811
+):
+    options = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.float32}
+    model = GptOssForCausalLM.from_pretrained(published, **options).eval()
+    check_texts(model, published, monkeypatch, computed, [(0.3, {})], dtype="float32")
+
+
+def test_a_card_waits_no_more_for_what_the_host_computes(model_of, monkeypatch, computed):  # noqa: F811
+    """Rows come with the router's choice; four layers have experts."""
+    prompt = prompt_of(0, 15, 150)
+    with (
+        pretended_card(monkeypatch) as counts,
+        open_touched(model_of("qwen3_moe")[1], 4, device="cuda") as llm,
+    ):
+        runner = runner_of(llm)
+        feed(runner, runner.new_cache(40), prompt, Topology.chain(15))  # times experts
+        assert runner.experts.host.is_on and all(
+            one > 0 for one in runner.experts.host.times.seconds
+        )
+        set_rates(runner.experts.host, 0.5)
+        computed.clear()
+        before = counts.n_waits
+        feed(runner, runner.new_cache(40), prompt, Topology.chain(15))
+        assert counts.n_waits - before == 4 and len(computed) > 8
+
+
+def test_passes_are_timed_without_the_host_and_trees_chosen_with_it(model_of, monkeypatch):  # noqa: F811
+    def profile_passes(runner, moved, rows, disk):
+        feed(runner, runner.new_cache(40), prompt_of(0, 9, 150), Topology.chain(9))
+        assert not runner.experts.host.is_on
+        return MachineProfile("some", True, (("host", 1.0),), 1.0)
+
+    monkeypatch.setattr(profile, "pass_profile", profile_passes)
+    folder = model_of("qwen3_moe")[1]
+    with (
+        pretended_card(monkeypatch),
+        open_touched(folder, 4, device="cuda", drafter="recycle", tree_size=4) as llm,
+    ):
+        host = runner_of(llm).experts.host
+        assert host.is_on and host.times and llm.engine.cost._moved.experts.host == host.times
+
+
+@contextmanager
+def beside(seconds, n_slots):
+    """Slots of a pretended card, whose host computes experts in so many copies' time; and the
+    device.
+    """
+    with cache_on(PretendedGPU, None, n_slots) as (cache, tier, device):
+        cache.host = HostExperts(tier, lambda layout, block: block, 1.0, CPU, 1)
+        set_rates(cache.host, seconds)
+        try:
+            yield cache, device
+        finally:
+            cache.host.close()
+
+
+def visit(cache, k, experts, compute):
+    """Which experts came as weights, and the outputs of the others."""
+    work = HostWork(compute, lambda expert: torch.full((1, 1), float(expert)))
+    came = dict(cache.arrive(k, dict.fromkeys(experts, 1), work))
+    assert came.keys() == set(experts)
+    return {one for one in came if not isinstance(came[one], torch.Tensor)}, came
+
+
+def test_host_and_card_compute_at_the_same_time():
+    """What the host computes ends when something that was copied is computed, and is waited for
+    last.
+    """
+    go = threading.Event()
+
+    def compute(x, expert, weights):
+        assert go.wait(PATIENCE_S)
+        return 10 * x
+
+    with beside(0.6, 3) as (cache, _):
+        work = HostWork(compute, lambda expert: torch.full((2, 1), float(expert)))
+        arriving = cache.arrive(1, {0: 2, 1: 2, 2: 2}, work)
+        first, view = next(arriving)
+        go.set()
+        others = dict(arriving)
+        assert not isinstance(view, torch.Tensor) and others.keys() == {0, 1, 2} - {first}
+        assert all(torch.equal(out, torch.full((2, 1), 10.0 * one)) for one, out in others.items())
+
+
+def test_what_is_used_often_comes_although_the_host_has_computed_it():
+    """And what is used once does not make room for itself."""
+    with beside(0.01, 2) as (cache, device):
+        times = []
+        for one in [0] * 20 + [1] * 20:
+            times.append(visit(cache, 0, [one], lambda x, *_: x)[0])
+            device.synchronize()
+        assert times == [set(), *[{0}] * 19, set(), *[{1}] * 19]
+        n_copies = device.n_copies
+        assert visit(cache, 1, [2], lambda x, *_: x)[0] == set() and device.n_copies == n_copies
+        assert visit(cache, 0, [0, 1], lambda x, *_: x)[0] == {0, 1}
+
+
+def test_the_host_does_not_wait_for_a_copy_that_has_begun(files):  # noqa: F811
+    """Where a product ends before it; the copy goes on, and is there for the next pass."""
+    go = threading.Event()
+    images = MemoryTier()
+    for i, layer in enumerate(_layers()):
+        images.put(i, pack(layer))
+    trap = lambda i, n: i == 3 and (go.wait(PATIENCE_S), go.set())  # noqa: E731
+    with cache_on(Host, files, 3, n_parallel=1, trap=trap) as (cache, *_):
+        cache.host = HostExperts(images, lambda layout, block: block, 1.0, CPU, 1)
+        set_rates(cache.host, 2.0)
+        cache.expect(1, [0])
+        assert visit(cache, 0, [1], lambda x, *_: x)[0] == {1}  # and block 3 is being read
+        set_rates(cache.host, 0.5)
+        assert visit(cache, 1, [0], lambda x, *_: x)[0] == set()
+        go.set()
+        while cache._coming:
+            time.sleep(0.001)
+        assert visit(cache, 1, [0], lambda x, *_: x)[0] == {0}
+        cache.host.close()
+
+
+def test_what_fails_on_the_host_raises_in_the_caller():
+    def fail(*_):
+        raise MemoryError("no room")
+
+    with beside(0.6, 3) as (cache, _):
+        with pytest.raises(MemoryError, match="no room"):
+            visit(cache, 0, [0, 1, 2], fail)
+        assert visit(cache, 1, [0, 1, 2], lambda x, *_: x)[1].keys() == {0, 1, 2}
+
+
+def test_host_and_link_end_as_early_as_any_division_lets_them():
+    """Over all divisions of up to seven experts; of those with as many rows the most used are
+    copied.
+    """
+    rng = np.random.default_rng(0)
+    host = HostExperts(None, None, 1.0, CPU, 1)
+    for n in [*range(8)] * 8:
+        rows = rng.integers(1, 90, n)
+        set_rates(host, 0.5)
+        host.times = HostTimes((1, 64), tuple(np.sort(rng.exponential(1.0, 2)).tolist()))
+
+        def ends(here, rows=rows):
+            return max(len(rows) - len(here), host.times.at(rows[[*here]]).sum() if here else 0.0)
+
+        best = min(ends(here) for k in range(n + 1) for here in itertools.combinations(range(n), k))
+        assert ends(host.select(dict(enumerate(rows)), np.zeros(n))) == pytest.approx(best)
+    set_rates(host, 1.0)
+    assert host.select({0: 1, 1: 1}, np.zeros(2), n_before=1) == [
+        0,
+        1,
+    ]  # the second copy would end after the second product
+    set_rates(host, 0.9)
+    # the copy of the other one has begun
+    assert host.select({0: 1, 1: 1}, np.array([0.9, 0.1]), {1}) == [0]
+    set_rates(host, 1.0)
+    assert host.select(dict.fromkeys(range(4), 3), np.array([0.1, 0.4, 0.2, 0.3])) == [0, 2]
+    host.is_on = False
+    assert host.select({0: 1}, np.zeros(1)) == []
+    host.close()
+
+
+def test_experts_are_timed_by_rows_with_what_these_take_on_the_link():
+    images = MemoryTier()
+    seen = []
+    n_threads = torch.get_num_threads()
+    for i in range(6):
+        images.put(i, pack({"w": torch.full((64,), float(i))}))
+
+    def compute(x, expert, weights):
+        seen.append((len(x), expert))
+        assert torch.get_num_threads() == n_threads + 1
+        time.sleep(1e-4 * len(x))
+        return x
+
+    host = HostExperts(images, lambda layout, block: block, 2.0, CPU, n_threads + 1)
+    host.measure(0, 6, torch.ones(1, 8), HostWork(compute, None))
+    host.close()
+    assert torch.get_num_threads() == n_threads  # of other threads
+    for n_rows, seconds in zip(host.times.widths, host.times.seconds, strict=True):
+        assert seconds >= n_rows * (1e-4 + 2.0 * 2 * 32 / 256)
+        assert len({expert for n, expert in seen[5:] if n == n_rows}) == 5
+
+
+def test_the_cost_model_divides_experts_as_they_are_divided():
+    """A layer takes as long as it is foretold, or longer by less than the faster side needs for one
+    expert.
+    """
+    host = HostExperts(None, None, 1.0, CPU, 1)
+    link_s = 0.001
+    for n_used, seconds in itertools.product((1, 2, 3, 8), (0.1, 0.4, 1.0, 2.5, 1e9)):
+        set_rates(host, seconds)
+        here = host.select(dict.fromkeys(range(n_used), 1), np.zeros(n_used))
+        ends = max(n_used - len(here), len(here) * seconds)
+        of_host = HostTimes((1,), (seconds * link_s,))
+        experts = TouchedExperts("host", 5, 64, n_used, 10**6, host=of_host)
+        machine = MachineProfile("some", True, (("host", 1.0),), 1.0)
+        foretold = (
+            float(pass_times(machine, PassBytes((), 0, experts=experts), np.array([1]), 0)[0])
+            / 5
+            / link_s
+        )
+        assert foretold - 1e-6 <= ends <= foretold + min(seconds, 1.0)
+        assert n_used > 1 or foretold == pytest.approx(ends)
+    host.close()
+
+
+def test_breadth_costs_less_where_the_host_computes():
+    machine = MachineProfile("some", True, (("host", 1.0),), 100.0)
+    alone = TouchedExperts("host", 48, 128, 8, 10**7)
+    chances = 0.85 ** np.arange(1, 65)
+    rows = np.arange(1, 66)
+
+    def nodes(seconds):
+        host = None if seconds is None else HostTimes((1, 64), (seconds, 2 * seconds))
+        moved = PassBytes((("host", 10**10),), 10**8, experts=replace(alone, host=host))
+        return best_prefix(chances, CostEstimator(machine, moved).seconds(rows, 100))
+
+    assert nodes(1e-4) > nodes(0.01) >= nodes(None) == nodes(1e9)

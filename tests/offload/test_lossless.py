@@ -1,0 +1,805 @@
+"""Lossless weights: every bit comes back by every decoder, sidecars are whole or refused, and a run
+gives the same tokens.
+"""
+
+import ctypes
+import json
+import mmap
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from support import emulated
+from support.checkpoints import pack, raw_bytes
+from support.pretended_card import pretended_card
+from support.tiny import CASES, generate, prompt_of
+from torch import Tensor
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import convert
+from offload_rt.config import EngineConfig
+from offload_rt.engine import link_rates, profile
+from offload_rt.engine.link_rates import LinkRates
+from offload_rt.errors import CapacityError, CheckpointError, LinkError, OffloadError, SettingsError
+from offload_rt.offload import sidecar as sidecars
+from offload_rt.offload.disk import ReadSettings
+from offload_rt.offload.placement import (
+    LinkSizes,
+    MemoryBudget,
+    ReservedMemory,
+    least_budget,
+    place_layers,
+)
+from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
+from offload_rt.offload.tier import read_parallel
+from offload_rt.ops import cpu, extension, lossless, lossless_kernels
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.header import read_header
+from offload_rt.weights.layout import PAGE, host_block
+from offload_rt.weights.lossless import (
+    Coding,
+    EncodedImage,
+    EncodedLayer,
+    encode_layer,
+    estimate,
+    layer_path,
+    read_layer,
+    write_layer,
+)
+
+Decoder = Callable[[EncodedImage, Tensor], bool]
+DECODERS = ("avx512", "portable", "numba", "kernel", "card")
+# 64 and 4,096 weights start on their own, and a chunk ends after 524,288.
+COUNTS = (1, 7, 63, 64, 65, 4095, 4096, 4097, 20_000)
+SILENT = lambda done, total: None  # noqa: E731
+N_NEW = 12
+
+
+def decoder_of(name: str) -> Decoder:
+    """Decodes a whole block to another; returns whether it was found sound, which a card does not
+    ask.
+    """
+    if name == "kernel":
+        ops = getattr(torch.ops, emulated.load())
+        return lambda image, out: (
+            ops.lossless_decode(image.block, len(image.encoded.chunks), out) is None
+        )
+    if name == "card":
+        if extension.missing():
+            pytest.skip("no card, or the kernels are not built for one")
+        return on_card
+    if name != "numba" and cpu.library() is None:
+        pytest.skip("there was no g++ when offload_rt was built")
+
+    def decode(image: EncodedImage, out: Tensor) -> bool:
+        is_sound = True
+        for source, target, n, nbytes, kind in image.encoded.chunks.tolist():
+            chunk = image.block.numpy()[source : source + nbytes]
+            to = out.numpy()[target:]
+            if kind == lossless.RAW:
+                is_sound &= lossless.decode(chunk, kind, n, to)
+            elif name == "numba":
+                is_sound &= bool(lossless_kernels.decode(chunk, kind, n, to))
+            else:
+                places = chunk.ctypes.data, nbytes, kind, n, to.ctypes.data
+                is_sound &= cpu.library().offload_rt_decode(*places, name == "portable")
+        return is_sound
+
+    return decode
+
+
+def on_card(image: EncodedImage, out: Tensor) -> bool:
+    there = out.cuda()
+    lossless.decode_block(image.block.cuda(), len(image.encoded.chunks), there)
+    out.copy_(there)
+    return True
+
+
+@pytest.fixture(params=DECODERS)
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    return decoder_of(request.param)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Weights as training leaves them: every row has a scale of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.exp(0.3 * torch.randn(shape[0], *(1,) * (len(shape) - 1), generator=generator))
+    return (0.02 * rows * torch.randn(shape, generator=generator)).bfloat16()
+
+
+def patterns(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """All 65,536: subnormal numbers, infinities, every payload of NaN, both zeros."""
+    return torch.arange(65_536, dtype=torch.int32).to(torch.uint16).view(dtype)
+
+
+def decoded(image: EncodedImage, decode: Decoder) -> dict[str, Tensor]:
+    out = host_block(image.encoded.layout.nbytes + 64).fill_(0xA5)
+    assert decode(image, out)
+    assert (out[image.encoded.layout.nbytes :] == 0xA5).all(), "written past the end"
+    return image.encoded.layout.views(out)
+
+
+def is_same(mine: dict[str, Tensor], tensors: dict[str, Tensor]) -> bool:
+    return all(raw_bytes(mine[name]) == raw_bytes(tensor) for name, tensor in tensors.items())
+
+
+def kinds_of(image: EncodedImage) -> dict[str, int]:
+    names = (entry.name for entry in image.encoded.layout.entries)
+    return {name: coding.kind for name, coding in zip(names, image.encoded.codings, strict=True)}
+
+
+LAYER = {
+    "long": normal(700, 800),  # more than a chunk
+    "patterns": torch.cat((patterns(), normal(60, 12_000).view(-1), patterns().flip(0))),
+    "half": torch.cat((normal(60_000).half(), patterns(torch.float16)[::16])),
+    "single": torch.cat((normal(200_001), patterns()[::32]))
+    .view(torch.int16)
+    .int()
+    .__lshift__(16)
+    .view(torch.float32),
+    "norm": 1 + normal(2, 33),
+    "real half": torch.randn(3000, generator=torch.Generator().manual_seed(1)).half(),
+    "real single": torch.randn(3000, generator=torch.Generator().manual_seed(2)),
+    "integers": torch.arange(999, dtype=torch.int32),
+    "long bytes": torch.arange(1_200_003, dtype=torch.int32).to(torch.uint8),
+    "one": normal(1),
+}
+
+
+def test_every_bit_of_a_layer_comes_back(decoder: Decoder) -> None:
+    image = encode_layer(pack(LAYER), 2)
+    kinds = kinds_of(image)
+    assert kinds["long"] == kinds["patterns"] == lossless.BFLOAT16
+    assert (kinds["half"], kinds["single"]) == (lossless.HALF, lossless.FLOAT)
+    assert {
+        kinds[name] for name in ("real half", "real single", "integers", "long bytes", "one")
+    } == {lossless.RAW}
+    assert is_same(decoded(image, decoder), LAYER)
+
+
+@pytest.mark.parametrize("kind", [lossless.BFLOAT16, lossless.HALF, lossless.FLOAT])
+def test_every_pattern_comes_back_whatever_the_table(decoder: Decoder, kind: int) -> None:
+    """And tensors of every length, whose last weights share a group with none. The repeated words
+    make the table.
+    """
+    dtype = next(dtype.torch for dtype, found in lossless.KIND_OF.items() if found == kind)
+    words = patterns(torch.uint16).numpy()
+    for seed, n in enumerate((65_536, 65_536, 65_536, *COUNTS)):
+        part = np.roll(words, 7 * n)[:n].copy()
+        part[len(part) // 2 :] = np.random.default_rng(seed).choice(words, 9)[
+            np.arange(len(part) - len(part) // 2) % 9
+        ]
+        part = words if seed == 0 else part
+        bits = torch.from_numpy(
+            part.copy() if kind != lossless.FLOAT else part.astype(np.uint32) << 16
+        )
+        layout = pack({"x": bits.view(dtype)}).layout
+        nbytes = lossless.chunk_nbytes(n, lossless.n_escapes(lossless.count_others(part, kind)))
+        encoded = EncodedLayer.of(layout, [Coding(kind, (nbytes,))])
+        block = host_block(encoded.nbytes)
+        encoded.write_table(block)
+        lossless.encode(part, kind, block.numpy()[encoded.table_nbytes :][:nbytes])
+        image = EncodedImage(block, encoded.block_layout, encoded)
+        assert is_same(decoded(image, decoder), {"x": bits.view(dtype)})
+
+
+def test_trained_weights_shrink_to_seven_tenths() -> None:
+    tensors = {"w": normal(512, 2048)}
+    shares = [encode_layer(pack({"w": one}), 1).encoded.payload_nbytes / one.nbytes for one in (
+        tensors["w"], torch.randn(512, 2048, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        normal(512, 2048).half(), normal(512, 2048).float(),
+    )]  # fmt: skip
+    assert all(0.68 < share <= 0.71 for share in shares[:3])
+    assert shares[3] < 0.36
+
+
+def test_weights_of_one_exponent_or_of_none_in_common_are_not_made_longer() -> None:
+    """Noise stays as it is."""
+    noise = torch.randint(0, 1 << 16, (9000,), generator=torch.Generator().manual_seed(0)).to(
+        torch.uint16
+    )
+    tensors = {
+        "zeros": torch.zeros(9000).bfloat16(),
+        "ones": torch.ones(9000).bfloat16(),
+        "noise": noise.view(torch.bfloat16),
+    }
+    image = encode_layer(pack(tensors), 1)
+    kinds = kinds_of(image)
+    assert (kinds["zeros"], kinds["noise"], kinds["ones"]) == (
+        lossless.BFLOAT16,
+        lossless.RAW,
+        lossless.BFLOAT16,
+    )
+    assert is_same(decoded(image, decoder_of("numba")), tensors)
+
+
+def test_the_digests_of_numba_and_of_c_are_one_and_see_every_bit() -> None:
+    draw = np.random.default_rng(0)
+    for n in (0, 1, 8, 255, 256, 257, 5000):
+        content = draw.integers(0, 256, n, np.uint8)
+        digest = int(lossless_kernels.digest(content))
+        assert lossless.digest(content) == digest
+        for bit in range(0, 8 * n, 1 + n // 40):
+            content[bit // 8] ^= 1 << bit % 8
+            assert int(lossless_kernels.digest(content)) != digest
+            content[bit // 8] ^= 1 << bit % 8
+        # Two bits at a distance at which their words share a lane.
+        if n >= 512:
+            content[[3, 259]] ^= 0x80
+            assert int(lossless_kernels.digest(content)) != digest
+    assert lossless.digest(np.zeros(256, np.uint8)) != lossless.digest(np.zeros(512, np.uint8))
+
+
+def before_a_wall(nbytes: int) -> np.ndarray:
+    """(nbytes,) uint8 of zeros; who reads the byte after the last one ends the process."""
+    size = -(-nbytes // PAGE) * PAGE
+    pages = mmap.mmap(-1, size + PAGE)
+    content = np.frombuffer(pages, np.uint8)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(content.ctypes.data + size), PAGE, 0) == 0
+    return content[size - nbytes : size]
+
+
+def test_a_hostile_chunk_is_read_and_written_within_its_bounds(decoder: Decoder) -> None:
+    """Planes that name more escapes than there are, and starts that lead anywhere."""
+    draw = np.random.default_rng(0)
+    images = (encode_layer(pack({"x": normal(n)}), 1) for n in range(5000, 5100))
+    image = next(
+        one for one in images if one.encoded.payload_nbytes % 16 == 0
+    )  # then a block before the wall is aligned
+    block = before_a_wall(image.encoded.table_nbytes + image.encoded.payload_nbytes)
+    for kind in ("random", "ones", "zeros", "starts"):
+        block[:] = image.block.numpy()[: len(block)]
+        chunk = block[image.encoded.table_nbytes :]
+        if kind == "starts":
+            chunk[8:20] = 0xFF
+        else:
+            chunk[:] = {"random": draw.integers(0, 256, len(chunk)), "ones": 255, "zeros": 0}[kind]
+        out = host_block(image.encoded.layout.nbytes + 64).fill_(0xA5)
+        decoder(replace(image, block=torch.from_numpy(block)), out)
+        assert (out[image.encoded.layout.nbytes :] == 0xA5).all()
+
+
+def test_what_torch_knows_of_the_op() -> None:
+    image = encode_layer(pack({"x": normal(5000)}), 1)
+    args = (
+        image.block,
+        len(image.encoded.chunks),
+        torch.zeros(image.encoded.layout.nbytes, dtype=torch.uint8),
+    )
+    op = getattr(torch.ops, emulated.load()).lossless_decode
+    torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
+    for bad, message in (
+        ((*args[:1], 10_000, *args[2:]), "chunks"),
+        ((args[0][1:], *args[1:]), "multiples of 16"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            op(*bad)
+
+
+@pytest.mark.parametrize("name", DECODERS[:3])
+def test_a_chunk_that_contradicts_itself_is_noticed(name: str) -> None:
+    image = encode_layer(pack({"x": normal(5000)}), 1)
+    decode = decoder_of(name)
+    out = host_block(image.encoded.layout.nbytes)
+    whole = image.block.clone()
+    start = image.encoded.table_nbytes
+    stop = image.encoded.table_nbytes + image.encoded.payload_nbytes
+    for first, last in (
+        (start + 12, start + 13),
+        (start + 16, start + 17),
+        (stop - 24, stop),
+    ):  # starts, their end, planes
+        image.block[first:last] = 0
+        assert not decode(image, out)
+        image.block.copy_(whole)
+    assert decode(image, out)
+
+
+# Sidecars.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of bfloat16 in several files."""
+    path = tmp_path_factory.mktemp("lossless") / "model"
+    CASES["mistral"].build(0, torch.bfloat16).save_pretrained(path, max_shard_size="200KB")
+    return path
+
+
+@pytest.fixture(scope="module")
+def converted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its sidecar, elsewhere."""
+    directory = tmp_path_factory.mktemp("sidecar")
+    write_sidecar(open_checkpoint(model), directory, SILENT)
+    return directory
+
+
+def blocks_of(model: Path, directory: Path) -> list[bytes]:
+    """All layers as a sidecar gives them."""
+    layers = open_sidecar(open_checkpoint(model), directory)
+    with closing(SidecarTier(layers, ReadSettings(8192), decodes=True)) as tier:
+        blocks = [host_block(tier.layout(i).nbytes) for i in range(len(layers))]
+        for i, block in enumerate(blocks):
+            read_parallel(tier.reads(i, block), 2)
+    return [raw_bytes(block) for block in blocks]
+
+
+def test_a_sidecar_gives_the_bytes_of_the_checkpoint(model: Path, converted: Path) -> None:
+    checkpoint = open_checkpoint(model)
+    for records, layer, block in zip(
+        checkpoint.layers,
+        open_sidecar(checkpoint, converted),
+        blocks_of(model, converted),
+        strict=True,
+    ):
+        assert layer.encoded.payload_nbytes < 0.8 * sum(one.stop - one.start for one in records)
+        assert layer.encoded.nbytes <= estimate(records)
+        for record, entry in zip(records, layer.encoded.layout.entries, strict=True):
+            content = record.path.read_bytes()[record.start : record.stop]
+            assert block[entry.offset : entry.offset + entry.nbytes] == content
+
+
+def test_convert_goes_on_where_it_was_and_mends_what_is_damaged(
+    model: Path,
+    converted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--model", str(model), "--sidecar", str(tmp_path)]
+    write = sidecars.write_layer
+    written = []
+
+    def interrupted(path: Path, *rest: object) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        write(path, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sidecars, "write_layer", interrupted)
+        assert convert.main(arguments) == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == written  # and no temporary file
+    with pytest.raises(CheckpointError, match="not there"):
+        open_sidecar(open_checkpoint(model), tmp_path)
+    content = bytearray(layer_path(tmp_path, 1).read_bytes())
+    content[len(content) // 3] ^= 4
+    layer_path(tmp_path, 1).write_bytes(content)
+    before = layer_path(tmp_path, 0).stat().st_mtime_ns
+    assert convert.main(arguments) == 0
+    assert layer_path(tmp_path, 0).stat().st_mtime_ns == before
+    assert all(
+        path.read_bytes() == (converted / path.name).read_bytes() for path in tmp_path.iterdir()
+    )
+    out, err = capfd.readouterr()
+    assert "%" in out and "encoded" in err and "loaded" not in err
+
+
+def test_a_sidecar_belongs_to_its_checkpoint_and_its_layer(
+    model: Path, converted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "other")
+    weights = next((tmp_path / "other").glob("model-00001*"))
+    record = next(iter(read_header(weights).values()))
+    content = bytearray(weights.read_bytes())
+    content[(record.start + record.stop) // 2] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match="not layer 0 of this checkpoint"):
+        open_sidecar(open_checkpoint(tmp_path / "other"), converted)
+    shutil.copytree(converted, tmp_path / "sidecar")
+    shutil.copy(layer_path(converted, 1), layer_path(tmp_path / "sidecar", 0))
+    with pytest.raises(CheckpointError, match="not layer 0 of this checkpoint"):
+        open_sidecar(open_checkpoint(model), tmp_path / "sidecar")
+
+
+def spoiled(content: bytes, chance: random.Random) -> bytes:
+    """A file with some bits or a stretch of it changed, cut off or made longer."""
+    made = bytearray(content)
+    at = chance.randrange(len(content))
+    n = chance.choice((1, 8, 64, 5000))
+    if chance.random() < 0.3:
+        at = chance.randrange(8 + struct.unpack("<Q", content[:8])[0])
+    match chance.randrange(5):
+        case 0 | 1:
+            made[at] ^= 1 << chance.randrange(8)
+        case 2:
+            made[at : at + n] = chance.randbytes(len(made[at : at + n]))
+        case 3:
+            made = made[:at] if chance.random() < 0.5 else made + chance.randbytes(n)
+        case 4:
+            other = chance.randrange(len(content))
+            made[at : at + n], made[other : other + n] = made[other : other + n], made[at : at + n]
+    return bytes(made)
+
+
+def with_lies(content: bytes, chance: random.Random) -> bytes:
+    """A file in whose index one number is another, or that names another checkpoint, or has rows
+    more or less.
+    """
+    header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
+    metadata = header["__metadata__"]
+    tensors = safetensors.numpy.load(content)
+    odd = (0, 1, 3, 8, 255, 1 << 31, 1 << 63, (1 << 64) - 1)
+    index = tensors["index"].copy()
+    row = chance.randrange(len(index))
+    column = chance.randrange(3)
+    match chance.randrange(5):
+        case 0 | 1:
+            index[row, column] = chance.choice(
+                (*odd, index[row, column] ^ 24, index[row, column] ^ 8)
+            )
+        case 2:
+            metadata[chance.choice(list(metadata))] = chance.choice(("", "1", "x"))
+        case 3:
+            index = index[:row] if chance.random() < 0.5 else np.concatenate((index, index[row:]))
+        case 4:
+            index = index[:, : column + 1] if column < 2 else index.view(np.int64)
+    return safetensors.numpy.save(tensors | {"index": np.ascontiguousarray(index)}, metadata)
+
+
+def test_hostile_sidecars_give_the_weights_or_one_sentence(
+    model: Path, converted: Path, tmp_path: Path
+) -> None:
+    """Never other weights, never another error; those that lie in their index included."""
+    shutil.copytree(converted, tmp_path, dirs_exist_ok=True)
+    checkpoint = open_checkpoint(model)
+    layout = open_sidecar(open_checkpoint(model), converted)[2].encoded.layout
+    whole = layer_path(converted, 2).read_bytes()
+    path = layer_path(tmp_path, 2)
+    n_refused = 0
+    wanted = blocks_of(model, converted)[2]
+    for seed in range(400):
+        chance = random.Random(seed)
+        content = with_lies(whole, chance) if seed % 4 == 0 else spoiled(whole, chance)
+        path.write_bytes(content)
+        block = host_block(layout.nbytes)
+        try:
+            layer = read_layer(path, checkpoint.identity, 2, layout)
+            with closing(SidecarTier([layer], ReadSettings(8192), decodes=True)) as tier:
+                read_parallel(tier.reads(0, block), 1)
+        except OffloadError as error:
+            n_refused += 1
+            assert "\n" not in str(error)
+        else:
+            assert raw_bytes(block) == wanted, seed
+    assert n_refused > 350
+
+
+def test_a_chunk_that_is_said_to_be_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """Where it has just as many bytes as that kind would."""
+    exponents = np.concatenate((np.arange(1552) % 7, 7 + np.arange(2544) % 200)).astype(np.uint16)
+    layout = pack({"x": torch.from_numpy(exponents << 7).view(torch.bfloat16)}).layout
+    encoded = EncodedLayer.of(layout, [Coding(lossless.BFLOAT16, (8192,))])
+    block = host_block(encoded.nbytes)
+    lossless.encode(exponents << 7, lossless.BFLOAT16, block.numpy()[encoded.table_nbytes :][:8192])
+    write_layer(layer_path(tmp_path, 0), "x", 0, EncodedImage(block, encoded.block_layout, encoded))
+    for kind in (lossless.BFLOAT16, lossless.RAW):
+        content = layer_path(tmp_path, 0).read_bytes()
+        tensors = safetensors.numpy.load(content)
+        size = struct.unpack("<Q", content[:8])[0]
+        tensors["index"][0, 0] = kind
+        metadata = json.loads(content[8 : 8 + size])["__metadata__"]
+        layer_path(tmp_path, 0).write_bytes(safetensors.numpy.save(tensors, metadata))
+        layer = read_layer(layer_path(tmp_path, 0), "x", 0, layout)
+        with closing(SidecarTier([layer], ReadSettings(), decodes=True)) as tier:
+            reads = tier.reads(0, host_block(layout.nbytes))
+            if kind == lossless.RAW:
+                with pytest.raises(LinkError, match="damaged"):
+                    read_parallel(reads, 1)
+            else:
+                read_parallel(reads, 1)
+
+
+# Runs.
+
+
+def run(model: Path, **settings: object) -> tuple[list[int], int]:
+    """Greedy tokens, and the bytes that crossed the link, in float32."""
+    with LLM(str(model), max_model_len=64, drafter="none", dtype="float32", **settings) as llm:
+        output = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=N_NEW))[0]
+    return output.token_ids, output.stats.link_bytes
+
+
+@pytest.fixture(autouse=True)
+def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of real models would hold all of these."""
+    monkeypatch.setattr("offload_rt.engine.link._BUFFERS", 8192)
+
+
+@pytest.fixture(autouse=True)
+def _slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates that favour a sidecar, on whatever machine."""
+    measure(monkeypatch, LinkRates(link_gbps=1.0, decode_gbps=100.0))
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, rates: LinkRates) -> None:
+    """Let a machine have these rates."""
+    monkeypatch.setattr("offload_rt.engine.link.measured_rates", lambda *_: rates)
+
+
+def budget(model: Path, **settings: object) -> int:
+    """The least that streams: two slots, and what decoding takes."""
+    config = EngineConfig(str(model), max_model_len=64, drafter="none", dtype="float32", **settings)
+    with LLM.open(config) as unloaded:
+        plan = unloaded.plan
+        return plan.reserved.total + 2 * plan.slot_nbytes + plan.link.buffer
+
+
+def test_tokens_from_the_disk_are_the_same_for_fewer_bytes(model: Path, converted: Path) -> None:
+    place = {"device": "cpu", "sidecar": str(converted)}
+    encoded = run(model, **place, device_memory=budget(model, **place))
+    raw = run(
+        model,
+        **place,
+        link_format="raw",
+        device_memory=budget(model, link_format="raw", device="cpu"),
+    )
+    assert (
+        encoded[0]
+        == raw[0]
+        == generate(CASES["mistral"].build(0, torch.bfloat16).float(), prompt_of(0), N_NEW)
+    )
+    assert encoded[1] < 0.78 * raw[1]  # chunks this small are padded
+
+
+def test_a_sidecar_beside_the_checkpoint_is_found_and_a_damaged_one_is_told(
+    model: Path, converted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "m")
+    shutil.copytree(converted, tmp_path / "m" / "lossless")
+    settings = {"device": "cpu", "max_model_len": 64, "drafter": "none"}
+    with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
+        assert unloaded.engine_plan.link.sidecar and "read encoded" in unloaded.engine_plan.notice
+    layer_path(tmp_path / "m" / "lossless", 3).write_bytes(b"x" * 100)
+    with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
+        assert (
+            unloaded.engine_plan.link.sidecar is None
+            and "layer-00003" in unloaded.engine_plan.notice
+        )
+    with pytest.raises(CheckpointError, match="layer-00003"):
+        LLM.open(EngineConfig(str(tmp_path / "m"), link_format="lossless", **settings))
+    with pytest.raises(CheckpointError, match="offload-rt convert"):
+        LLM.open(EngineConfig(str(model), link_format="lossless", **settings))
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_encoded", "figures"),
+    [
+        (LinkRates(0.5, 5.0), True, "on a link of 0.50 GB/s and 0.20 s to decode, as it is 2.00 s"),
+        (
+            LinkRates(2.0, 2.0),
+            False,
+            "on a link of 2.00 GB/s and 0.50 s to decode, as it is 0.50 s",
+        ),
+        (
+            LinkRates(25.0, 300.0),
+            True,
+            "on a link of 25.00 GB/s and 0.00 s to decode, as it is 0.04 s",
+        ),
+        (
+            LinkRates(1.0, 3.0),
+            False,
+            "on a link of 1.00 GB/s and 0.33 s to decode, as it is 1.00 s",
+        ),
+    ],
+)
+def test_auto_reads_a_sidecar_where_that_is_faster_by_measured_rates(
+    rates: LinkRates,
+    is_encoded: bool,
+    figures: str,
+    model: Path,
+    converted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measure(monkeypatch, rates)
+    settings = {"device": "cpu", "max_model_len": 64, "drafter": "none", "sidecar": str(converted)}
+    with LLM.open(EngineConfig(str(model), **settings)) as unloaded:
+        plan = unloaded.engine_plan
+        assert bool(plan.link.sidecar) == isinstance(plan.disk, SidecarTier) == is_encoded
+        how = "read encoded" if is_encoded else "read as they are, not from the sidecar"
+        (line,) = plan.notice.splitlines()
+        assert how in line and figures in line
+    with LLM.open(EngineConfig(str(model), link_format="lossless", **settings)) as unloaded:
+        assert unloaded.engine_plan.link.sidecar and not unloaded.engine_plan.notice
+
+
+def test_auto_reads_weights_as_they_are_where_decoding_takes_too_much_memory(
+    model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the buffers of the threads that read come on top."""
+    monkeypatch.setattr("offload_rt.engine.link._BUFFERS", 1 << 16)
+    raw = budget(model, link_format="raw", device="cpu")
+    place = {
+        "device": "cpu",
+        "device_memory": raw,
+        "max_model_len": 64,
+        "drafter": "none",
+        "dtype": "float32",
+    }
+    assert raw < budget(model, link_format="lossless", device="cpu", sidecar=str(converted))
+    with pytest.raises(CapacityError):
+        LLM.open(EngineConfig(str(model), link_format="lossless", sidecar=str(converted), **place))
+    with LLM.open(EngineConfig(str(model), sidecar=str(converted), **place)) as unloaded:
+        plan = unloaded.engine_plan
+        assert plan.link.sidecar is None and plan.plan.streamed_nbytes
+        assert "not from the sidecar: the device memory budget is too small" in plan.notice
+    with pytest.raises(CapacityError):
+        LLM.open(
+            EngineConfig(str(model), sidecar=str(converted), **place | {"device_memory": raw - 1})
+        )
+
+
+def test_rates_are_measured_once_and_again_where_the_cache_is_damaged(
+    model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The decoder's rate is that of decoded bytes, of chunks that were all sound."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    checkpoint = open_checkpoint(model)
+    measured = []
+    found = []
+    layers = open_sidecar(checkpoint, converted)
+    decode = lossless.decode
+
+    def sound(*parts: Any) -> bool:
+        found.append(decode(*parts))
+        return found[-1]
+
+    def clock(device: torch.device, work: Callable[[], object]) -> list[float]:
+        measured.append("decoder")
+        return [2e-6, 1e-6, 4e-6] if work() else []
+
+    def link(*_: object) -> float:
+        measured.append("link")
+        return 3.0
+
+    monkeypatch.setattr(lossless, "decode", sound)
+    monkeypatch.setattr(profile, "timed", clock)
+    monkeypatch.setattr(profile, "link_gbps", link)
+    for _ in range(2):
+        rates = link_rates.measured_rates(checkpoint, layers, torch.device("cpu"))
+        assert rates == LinkRates(3.0, layers[0].encoded.layout.nbytes / 2e-6 / 1e9)
+        assert sorted(measured) == ["decoder", "link"]
+    assert len(found) == len(layers[0].encoded.chunks) and all(found)
+    path = tmp_path / "offload_rt" / "link.json"
+    content = json.loads(path.read_text())
+    for damaged in (0.0, "fast", None, 1e9, float("nan")):
+        content["entries"] = dict.fromkeys(content["entries"], damaged)
+        path.write_text(json.dumps(content))
+        measured.clear()
+        assert link_rates.measured_rates(checkpoint, layers, torch.device("cpu")) == rates
+        assert sorted(measured) == ["decoder", "link"]
+
+
+def test_a_card_is_measured_by_its_own_link_and_kernel(
+    model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The kernel decodes the layer that is timed; neither rate is that of the disk or of the
+    processor.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    layers = open_sidecar(open_checkpoint(model), converted)
+    outputs = []
+    decode = lossless.decode_block
+
+    def kept(block: Tensor, n_chunks: int, out: Tensor) -> None:
+        decode(block, n_chunks, out)
+        outputs.append(out)
+
+    def clock(device: torch.device, work: Callable[[], object]) -> list[float]:
+        work()
+        return [1e-6]
+
+    with pretended_card(monkeypatch, has_kernels=True):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+        monkeypatch.setattr(lossless, "decode_block", kept)
+        monkeypatch.setattr(profile, "timed", clock)
+        monkeypatch.setattr(profile, "upload_gbps", lambda device: 25.0)
+        rates = link_rates.measured_rates(open_checkpoint(model), layers, torch.device("cuda", 0))
+    encoded = layers[0].encoded
+    assert rates == LinkRates(25.0, encoded.layout.nbytes / 1e-6 / 1e9)
+    assert {*json.loads((tmp_path / "offload_rt" / "link.json").read_text())["entries"]} == {
+        "link a card",
+        "decoder a card",
+    }
+    expected = host_block(encoded.layout.nbytes)
+    with closing(SidecarTier(layers, ReadSettings(), decodes=True)) as tier:
+        read_parallel(tier.reads(0, expected), 1)
+    for entry in encoded.layout.entries:
+        assert raw_bytes(entry.view(outputs[0].cpu())) == raw_bytes(entry.view(expected))
+
+
+def test_weights_damaged_on_the_disk_end_the_run(
+    model: Path, converted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(converted, tmp_path, dirs_exist_ok=True)
+    content = bytearray(layer_path(tmp_path, 4).read_bytes())
+    content[len(content) // 2] ^= 1
+    layer_path(tmp_path, 4).write_bytes(content)
+    place = {"device": "cpu", "sidecar": str(tmp_path)}
+    with pytest.raises(LinkError, match="damaged"):
+        run(model, **place, device_memory=budget(model, **place))
+
+
+@pytest.mark.parametrize("where", ["host", "disk", "unpinned"])
+@pytest.mark.parametrize("way", ["sidecar", "at load"])
+def test_a_card_decodes_what_the_link_brings(
+    model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, way: str, where: str
+) -> None:
+    """From pinned memory, through pinned slots, and where the driver pins nothing."""
+    if (way, where) == ("at load", "disk"):
+        pytest.skip("what stays on the disk is not encoded at load")
+    with pretended_card(monkeypatch, has_kernels=True):
+        raw = run(
+            model, device="cuda", device_memory=budget(model, device="cuda"), link_format="raw"
+        )
+    place = {"device": "cuda", "link_format": "lossless"} | (
+        {"sidecar": str(converted)} if way == "sidecar" else {}
+    )
+    with pretended_card(monkeypatch, has_kernels=True, pins=where != "unpinned"):
+        place["device_memory"] = budget(model, **place)
+        if where == "disk":
+            with LLM.open(
+                EngineConfig(str(model), max_model_len=64, drafter="none", **place)
+            ) as unloaded:
+                place["host_memory"] = unloaded.plan.budget.buffers + unloaded.plan.host_slot_nbytes
+        encoded = run(model, **place)
+    assert encoded[0] == raw[0]
+    assert encoded[1] < 0.85 * raw[1]  # with their tables
+
+
+def test_what_lossless_cannot_do_is_told(
+    model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the kernel a card gets raw weights unless they were asked for; what stays on the disk
+    is not encoded at load.
+    """
+    settings = {"device": "cuda", "max_model_len": 64, "drafter": "none"}
+    with pretended_card(monkeypatch):
+        with LLM.open(EngineConfig(str(model), sidecar=str(converted), **settings)) as unloaded:
+            assert (
+                unloaded.engine_plan.link.sidecar is None
+                and "card is pretended" in unloaded.engine_plan.notice
+            )
+        with pytest.raises(OffloadError, match="card is pretended"):
+            LLM.open(EngineConfig(str(model), link_format="lossless", **settings))
+    with pretended_card(monkeypatch, has_kernels=True):
+        place = settings | {"link_format": "lossless"}
+        place["device_memory"] = budget(model, device="cuda", link_format="lossless")
+        with pytest.raises(OffloadError, match="stay on the disk"):
+            LLM.open(EngineConfig(str(model), host_memory="18MB", **place))
+    quantised = SimpleNamespace(name="awq", notice="")
+    monkeypatch.setattr(
+        "offload_rt.llm.open_checkpoint",
+        lambda path: replace(open_checkpoint(path), format=quantised),
+    )
+    with pytest.raises(SettingsError, match="awq"):
+        LLM.open(EngineConfig(str(model), device="cpu", link_format="lossless"))
+
+
+@pytest.mark.parametrize("has_card", [False, True])
+def test_encoded_layers_make_room_for_more(has_card: bool) -> None:
+    """On the host by what they shrink; on the device slots and the buffer fit whatever the budget
+    is.
+    """
+    sizes = [100] * 20
+    need = ReservedMemory(10, 0, 0)
+    link = LinkSizes((70,) * 20, 70 if has_card else 100, 100 if has_card else 5)
+    for device in range(least_budget(sizes, need, link), 2100, 7):
+        beside = MemoryBudget(device, 700 if has_card else 0, has_card=has_card)
+        plan = place_layers(sizes, need, beside, link)
+        assert plan.device_nbytes <= device and plan.host_nbytes <= beside.host
+        streamed = 20 - plan.tiers.count("device")
+        assert plan.streamed_nbytes == 70 * streamed
+        if has_card:
+            assert plan.tiers.count("host") == min(streamed, 10 - plan.n_host_slots)
+    assert plan.n_slots == 0 and plan.device_nbytes == 2010

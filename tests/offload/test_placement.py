@@ -1,0 +1,266 @@
+"""Which layer lives where: never over the budget, never refused without need, spread evenly."""
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from support.checkpoints import llama_config, llama_tensors, write_checkpoint
+from support.tiny import measure_little
+
+from offload_rt.cli import run
+from offload_rt.errors import CapacityError
+from offload_rt.offload.placement import (
+    MemoryBudget,
+    Plan,
+    ReservedMemory,
+    least_budget,
+    place_layers,
+    spread,
+    with_host_slots,
+)
+
+LAYERS = st.one_of(
+    st.lists(st.integers(1, 1000), min_size=1, max_size=40),
+    st.builds(lambda n, nbytes: [nbytes] * n, st.integers(1, 90), st.integers(1, 10**9)),
+)
+NEED = st.builds(
+    ReservedMemory,
+    non_layer=st.integers(0, 5000),
+    cache=st.integers(0, 5000),
+    scratch=st.integers(0, 5000),
+)
+
+
+def used(plan: Plan) -> int:
+    """Bytes on the device, added up anew."""
+    resident = sum(
+        n for tier, n in zip(plan.tiers, plan.layer_nbytes, strict=True) if tier == "device"
+    )
+    reserved = plan.reserved.non_layer + plan.reserved.cache + plan.reserved.scratch
+    return reserved + resident + plan.n_slots * max(plan.layer_nbytes)
+
+
+@given(layers=LAYERS, need=NEED, share=st.floats(0, 1.5), host=st.integers(0, 10**10))
+def test_a_plan_keeps_to_its_budgets(
+    layers: list[int], need: ReservedMemory, share: float, host: int
+) -> None:
+    budget = int((sum(layers) + need.total) * share)
+    assume(budget >= least_budget(layers, need))
+    plan = place_layers(layers, need, MemoryBudget(budget, host))
+    assert used(plan) == plan.device_nbytes <= budget
+    assert plan.on("host") <= host
+    assert len(plan.tiers) == len(layers)
+    assert set(plan.tiers) <= {"device", "host", "disk"}
+    assert plan.layer_nbytes == tuple(layers)
+
+
+@given(
+    layers=LAYERS,
+    need=NEED,
+    share=st.floats(0, 1),
+    host=st.floats(0, 1.2),
+    buffers=st.integers(0, 1000),
+)
+def test_layers_on_the_host_and_slots_for_those_of_the_disk_are_within_its_budget(
+    layers: list[int], need: ReservedMemory, share: float, host: float, buffers: int
+) -> None:
+    budget = least_budget(layers, need) + int(share * sum(layers))
+    beside = MemoryBudget(budget, int(host * sum(layers)), has_card=True, buffers=buffers)
+    try:
+        plan = place_layers(layers, need, beside)
+    except CapacityError as error:
+        least = int(re.search(r"\((\d+) bytes\)", error.need).group(1))
+        assert str(least) in error.change and least > beside.host
+        plan = place_layers(layers, need, replace(beside, host=least))
+        with pytest.raises(CapacityError):
+            place_layers(layers, need, replace(beside, host=least - 1))
+    for now in (plan, with_host_slots(plan)) if "host" in plan.tiers else (plan,):
+        assert now.host_nbytes + buffers <= now.budget.host or set(now.tiers) == {"device"}
+        assert (
+            0 < now.n_host_slots <= now.n_slots
+            if "disk" in now.tiers
+            else now.n_host_slots <= now.n_slots
+        )
+        # What gives way to slots goes to the disk.
+        assert [("disk", "host").count(tier) for tier in now.tiers] == [
+            ("disk", "host").count(tier) for tier in plan.tiers
+        ]
+
+
+@given(layers=LAYERS, need=NEED)
+def test_the_budget_that_an_error_names_is_the_smallest_that_will_do(
+    layers: list[int], need: ReservedMemory
+) -> None:
+    with pytest.raises(CapacityError) as caught:
+        place_layers(layers, need, MemoryBudget(0 if need.total + max(layers) else -1))
+    named = int(re.search(r"\((\d+) bytes\)", caught.value.need).group(1))
+    assert str(named) in caught.value.change
+    place_layers(layers, need, MemoryBudget(named))
+    with pytest.raises(CapacityError):
+        place_layers(layers, need, MemoryBudget(named - 1))
+
+
+@given(layers=LAYERS, need=NEED, more=st.integers(0, 1000), host=st.integers(0, 10**6))
+def test_all_layers_are_resident_where_they_fit(
+    layers: list[int], need: ReservedMemory, more: int, host: int
+) -> None:
+    plan = place_layers(layers, need, MemoryBudget(sum(layers) + need.total + more, host))
+    assert plan.tiers == ("device",) * len(layers)
+    assert plan.n_slots == 0
+    assert plan.pass_bytes.streamed == (("host", 0), ("disk", 0))
+
+
+@given(n=st.integers(3, 90), nbytes=st.integers(1, 10**6), need=NEED, fits=st.integers(2, 88))
+def test_what_is_not_needed_for_slots_holds_layers(
+    n: int, nbytes: int, need: ReservedMemory, fits: int
+) -> None:
+    """Of equal layers, `fits` of which fit: two or three are slots, and every other one is
+    resident.
+    """
+    assume(fits < n)
+    plan = place_layers([nbytes] * n, need, MemoryBudget(need.total + fits * nbytes + nbytes // 2))
+    assert plan.n_slots == min(3, fits)
+    assert plan.tiers.count("device") == fits - plan.n_slots
+
+
+@given(layers=LAYERS, need=NEED, share=st.floats(0, 1), host=st.floats(0, 1.2))
+def test_a_pass_moves_what_is_not_resident_and_computes_all(
+    layers: list[int], need: ReservedMemory, share: float, host: float
+) -> None:
+    budget = least_budget(layers, need) + int(share * sum(layers))
+    card = host > 0
+    plan = place_layers(
+        layers,
+        need,
+        MemoryBudget(budget, card * max(layers) + int(host * sum(layers)), has_card=card),
+    )
+    disk = plan.on("disk")
+    streamed = sum(layers) - plan.on("device")
+    assert plan.streamed_nbytes == streamed
+    assert dict(plan.pass_bytes.streamed) == {"host": streamed if host else 0, "disk": disk}
+    assert plan.pass_bytes.computed == sum(layers) + need.non_layer
+
+
+@given(n=st.integers(1, 100), k=st.integers(0, 100))
+def test_spread_numbers_are_as_even_as_they_can_be(n: int, k: int) -> None:
+    assume(k <= n)
+    picked = sorted(spread(n, k))
+    assert len(picked) == k
+    assert all(0 <= i < n for i in picked)
+    # Passes follow each other, so the gap goes on over the end.
+    gaps = [b - a for a, b in itertools.pairwise([*picked, *(i + n for i in picked[:1])])]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+    assert not picked or abs(picked[0] - (n - 1 - picked[-1])) <= 1, (
+        "each stands in the middle of its part"
+    )
+
+
+@given(n=st.integers(3, 90), fits=st.integers(2, 88), hosted=st.integers(0, 90))
+def test_resident_layers_and_layers_of_the_host_are_spread_evenly(
+    n: int, fits: int, hosted: int
+) -> None:
+    assume(fits < n)
+    plan = place_layers([100] * n, ReservedMemory(0, 0, 0), MemoryBudget(fits * 100, hosted * 100))
+    for tiers, tier in (
+        (plan.tiers, "device"),
+        (tuple(one for one in plan.tiers if one != "device"), "host"),
+    ):
+        picked = [i for i, one in enumerate(tiers) if one == tier]
+        gaps = [
+            b - a for a, b in itertools.pairwise([*picked, *(i + len(tiers) for i in picked[:1])])
+        ]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+# The same, from the command line.
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_little(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = llama_config(num_hidden_layers=7, hidden_size=32, intermediate_size=96)
+    return write_checkpoint(tmp_path_factory.mktemp("plan"), config, llama_tensors(config))
+
+
+def _plan(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str
+) -> tuple[int, dict[str, Any], str]:
+    plain = [
+        "--model",
+        str(checkpoint),
+        "--device",
+        "cpu",
+        "--drafter",
+        "none",
+        "--max-model-len",
+        "32",
+    ]
+    code = run.main([*plain, "--plan", "--json", *flags])
+    out, err = capsys.readouterr()
+    return code, json.loads(out) if out else {}, err
+
+
+def _used(plan: dict[str, Any]) -> int:
+    resident = sum(
+        n for tier, n in zip(plan["tiers"], plan["layer_nbytes"], strict=True) if tier == "device"
+    )
+    return sum(plan["reserved"].values()) + resident + plan["n_slots"] * max(plan["layer_nbytes"])
+
+
+def test_the_command_line_plans_within_the_budget_and_names_the_smallest(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found, err = _plan(capsys, checkpoint, "--device-memory", "1")
+    assert (code, found) == (2, {})
+    assert err.startswith("error: ")
+    named = int(re.search(r"set --device-memory to (\d+)", err).group(1))
+    code, _, _ = _plan(capsys, checkpoint, "--device-memory", str(named - 1))
+    assert code == 2
+    code, found, _ = _plan(capsys, checkpoint, "--device-memory", str(named))
+    assert code == 0
+    assert _used(found["plan"]) <= named
+    assert found["plan"]["tiers"] == ["disk"] * 7
+    layer = max(found["plan"]["layer_nbytes"])
+    counts = []
+    for more in range(1, 6):
+        code, found, _ = _plan(capsys, checkpoint, "--device-memory", str(named + more * layer))
+        assert code == 0
+        assert _used(found["plan"]) <= named + more * layer
+        assert found["predicted_seconds_per_token"] > 0
+        counts.append(found["plan"]["tiers"].count("device"))
+    assert counts == [0, 1, 2, 3, 7]
+
+
+def test_a_plan_for_people_names_every_part(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = [
+        "--model",
+        str(checkpoint),
+        "--device",
+        "cpu",
+        "--drafter",
+        "none",
+        "--max-model-len",
+        "32",
+    ]
+    assert run.main([*plain, "--plan"]) == 0
+    out = capsys.readouterr().out
+    parts = (
+        "embedding, last norm, head",
+        "cache of 32 tokens",
+        "activations",
+        "7 of 7 layers",
+        "used of the budget",
+    )
+    assert all(part in out for part in parts), out

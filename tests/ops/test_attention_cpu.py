@@ -1,0 +1,316 @@
+"""Kernels between the products of a layer on a CPU: right, and bit for bit the same however rows
+are computed together.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import random_tree
+from torch import Tensor
+
+from offload_rt import ops
+from offload_rt.ops import attention_cpu, cpu, layer_cpu, reference
+from offload_rt.ops.tree_mask import TreeMask, make_tree_mask
+from offload_rt.tree.topology import Topology
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What an output of size one may be off: weights of bfloat16 are rounded, too, where instructions
+# for them are used.
+ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+LEVELS = range(4)
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> int:
+    if request.param > cpu.level():
+        pytest.skip("this machine lacks the instructions")
+    return int(request.param)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries of the nodes of a tree, and keys and values of `n_before` tokens and of these
+    nodes.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tree: Topology
+    n_before: int
+    window: int | None
+    softcap: float | None
+
+    @classmethod
+    def random(cls, seed: int, dtype: torch.dtype) -> "Case":
+        generator = np.random.default_rng(seed)
+        n, n_before, n_groups = (
+            int(generator.integers(*one)) for one in ((1, 50), (0, 300), (1, 3))
+        )
+        heads = n_groups * int(generator.choice([1, 2, 3, 4, 7, 8]))
+        dim = 2 * int(generator.integers(1, 70))
+        v_dim = dim if seed % 3 else int(generator.integers(1, 140))
+        torch.manual_seed(seed)
+        q = 2 * torch.randn(n, heads, dim)
+        k = torch.randn(n_groups, n_before + n, dim)
+        v = torch.randn(n_groups, n_before + n, v_dim)
+        window = None if seed % 2 else int(generator.integers(1, 300))
+        tree = random_tree(n, seed, reach=int(generator.integers(1, 9)))
+        return cls(
+            q.to(dtype),
+            k.to(dtype),
+            v.to(dtype),
+            tree,
+            n_before,
+            window,
+            3.0 if seed % 5 == 0 else None,
+        )
+
+    def attend(
+        self, level: int, n_threads: int = 1, rows: range | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of some nodes, whose attention is computed together."""
+        rows = rows or range(len(self.q))
+        mask = self.tree.mask(rows.start, rows.stop, self.n_before).within(self.window)
+        n_keys = self.n_before + rows.stop
+        q = self.q[rows.start : rows.stop]
+        k = self.k[:, :n_keys]
+        v = self.v[:, :n_keys]
+        return self.of(q, k, v, mask, level, n_threads)
+
+    def of(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, level: int, n_threads: int
+    ) -> tuple[Tensor, Tensor]:
+        """Attention with these scores' scale and cap."""
+        scale = self.q.shape[2] ** -0.5
+        return attention_cpu.tree_attention(
+            q, k, v, mask, scale, self.softcap, None, level, n_threads
+        )
+
+    def decoded(self, node: int, level: int, n_threads: int) -> tuple[Tensor, Tensor]:
+        """What plain decoding computes at a node: one row, behind the keys of its path in order."""
+        path = [0, *self.tree.path_to(node)]
+        places = [*range(self.n_before), *(self.n_before + one for one in path)]
+        mask = make_tree_mask(np.array([-1]), 0, len(places) - 1).within(self.window)
+        return self.of(
+            self.q[node : node + 1], self.k[:, places], self.v[:, places], mask, level, n_threads
+        )
+
+
+def exact(case: Case) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp in float64, node by node and key by key."""
+    q = case.q.double()
+    k = case.k.double()
+    v = case.v.double()
+    heads = q.shape[1] // len(k)
+    outs = []
+    sums = []
+    for node in range(len(q)):
+        path = [0, *case.tree.path_to(node)]
+        places = [*range(case.n_before), *(case.n_before + one for one in path)][
+            -(case.window or 1 << 30) :
+        ]
+        keys, values = (x[:, places].repeat_interleave(heads, 0) for x in (k, v))
+        scores = torch.einsum("hd,hkd->hk", q[node], keys) * q.shape[2] ** -0.5
+        scores = scores if case.softcap is None else case.softcap * (scores / case.softcap).tanh()
+        outs.append(torch.einsum("hk,hkd->hd", scores.softmax(-1), values))
+        sums.append(scores.logsumexp(-1))
+    return torch.stack(outs), torch.stack(sums)
+
+
+def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_is_that_of_float64(level: int, dtype: torch.dtype) -> None:
+    for seed in range(6):
+        case = Case.random(seed, dtype)
+        out, lse = case.attend(level, n_threads=1 + seed % 2)
+        expected, expected_lse = exact(case)
+        torch.testing.assert_close(out.double(), expected, atol=ATOL[dtype], rtol=ATOL[dtype])
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tree_attends_bit_for_bit_as_plain_decoding(level: int, dtype: torch.dtype) -> None:
+    for seed in range(6):
+        case = Case.random(seed, dtype)
+        out, lse = case.attend(level, n_threads=1 + seed % 2)
+        for node in range(len(case.q)):
+            assert_same(
+                (out[node : node + 1], lse[node : node + 1]),
+                case.decoded(node, level, 2 - seed % 2),
+            )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 40, 129])
+def test_parts_of_a_prompt_attend_bit_for_bit_as_all_of_it(
+    level: int, dtype: torch.dtype, window: int | None
+) -> None:
+    torch.manual_seed(0)
+    n = 300
+    dim = 32
+    tree = Topology.chain(n)
+    case = Case(
+        2 * torch.randn(n, 4, dim).to(dtype),
+        *torch.randn(2, 2, n, dim).to(dtype),
+        tree,
+        0,
+        window,
+        None,
+    )
+    whole = case.attend(level)
+    for size in (1, 64, 131):
+        parts = [
+            case.attend(level, 2, range(first, min(first + size, n))) for first in range(0, n, size)
+        ]
+        assert_same([torch.cat(part) for part in zip(*parts, strict=True)], whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_rows_that_a_node_does_not_see_are_not_read_for_it(
+    level: int, dtype: torch.dtype, poison: float
+) -> None:
+    """All keys and values but those of its path, and of its window, are poisoned for one node after
+    the other.
+    """
+    for seed in range(4):
+        case = Case.random(seed, dtype)
+        expected = case.attend(level)
+        for node in {0, len(case.q) // 2, len(case.q) - 1}:
+            seen = [
+                *range(case.n_before),
+                *(case.n_before + one for one in (0, *case.tree.path_to(node))),
+            ]
+            hidden = torch.ones(case.k.shape[1], dtype=torch.bool)
+            hidden[seen[-(case.window or 1 << 30) :]] = False
+            k, v = (x.masked_fill(hidden[None, :, None], poison) for x in (case.k, case.v))
+            mask = case.tree.mask(0, len(case.q), case.n_before).within(case.window)
+            got = case.of(case.q, k, v, mask, level, 1)
+            assert_same((got[0][node], got[1][node]), (expected[0][node], expected[1][node]))
+
+
+def test_what_is_seen_and_is_no_number_is_no_number_in_the_output(level: int) -> None:
+    case = Case.random(1, torch.float32)
+    case.k[:, 0] = math.nan
+    out, _ = case.attend(level)
+    assert out.isnan().all()
+
+
+def test_many_keys_of_few_heads_are_divided_among_threads(level: int) -> None:
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        q, k, v = (
+            torch.randn(n, heads, 64).to(dtype) for n, heads in ((3, 2), (1, 3003), (1, 3003))
+        )
+        mask = Topology(np.array([-1, 0, 0])).mask(0, 3, 3000)
+        one, four = (
+            attention_cpu.tree_attention(q, k, v, mask, 0.1, None, None, level, n) for n in (1, 4)
+        )
+        assert_same(one, four)
+
+
+def test_sinks_take_their_share(level: int) -> None:
+    case = Case.random(1, torch.float32)
+    mask = case.tree.mask(0, len(case.q), case.n_before).within(case.window)
+    for sinks in (torch.randn(case.q.shape[1]), torch.full((case.q.shape[1],), 60.0)):
+        scale = case.q.shape[2] ** -0.5
+        out, lse = attention_cpu.tree_attention(
+            case.q, case.k, case.v, mask, scale, None, sinks, level
+        )
+        expected, expected_lse = exact(case)
+        share = (expected_lse - sinks).sigmoid()[..., None]
+        torch.testing.assert_close(out.double(), expected * share, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 9])
+def test_parts_of_the_keys_are_joined_to_all(dtype: torch.dtype, window: int | None) -> None:
+    """Keys and values lie side by side, as rows beyond the device do; a row may see nothing of a
+    part.
+    """
+    torch.manual_seed(0)
+    n = 12
+    n_before = 50
+    dim = 24
+    q = torch.randn(n, 6, dim).to(dtype)
+    pairs = torch.randn(n_before + n, 2, 3, dim).to(dtype)
+    keys, values = pairs.permute(1, 2, 0, 3)
+    mask = random_tree(n, 3, reach=3).mask(0, n, n_before).within(window)
+    joined = None
+    for first, stop in ((40, n_before + n), (0, 17), (17, 40)):
+        part = ops.partial_attention(
+            q, keys[:, first:stop], values[:, first:stop], mask.part(first, stop), 0.2
+        )
+        joined = part if joined is None else ops.merge(*joined, *part)
+    assert joined is not None
+    visible = mask.dense()
+    expected, expected_lse = reference.partial_attention(
+        q.double(), keys.double(), values.double(), visible, 0.2
+    )
+    torch.testing.assert_close(joined[0].double(), expected, atol=ATOL[dtype], rtol=ATOL[dtype])
+    torch.testing.assert_close(joined[1].double(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 5, 40, 64, 301])
+def test_norms_and_gates_of_rows_together_are_those_of_each_row(
+    level: int, dtype: torch.dtype, dim: int
+) -> None:
+    """In rows of a wider tensor, too, and close to the plain reference."""
+    torch.manual_seed(dim)
+    n = 300
+    wide = (3 * torch.randn(n, 2 * dim)).to(dtype)
+    x = wide[:, :dim]
+    up = wide[:, dim:]
+    delta = torch.randn(n, dim).to(dtype)
+    weight = torch.randn(dim).to(dtype)
+    added = x + delta
+    ways = {
+        "norm": lambda at, threads: layer_cpu.rms_norm(x[at], weight, 1e-5, None, level, threads),
+        "heads": lambda at, threads: layer_cpu.rms_norm(
+            wide.view(n, 2, dim)[at], weight, 1e-5, None, level, threads
+        ),
+        "add": lambda at, threads: layer_cpu.rms_norm(
+            x[at].clone(), weight, 1e-5, delta[at], level, threads
+        ),
+        "gate": lambda at, threads: layer_cpu.silu_mul(x[at], up[at], level, threads),
+    }
+    expected = {
+        "norm": reference.rms_norm(x, weight, 1e-5),
+        "heads": reference.rms_norm(wide.view(n, 2, dim), weight, 1e-5),
+        "add": reference.rms_norm(added, weight, 1e-5),
+        "gate": reference.silu_mul(x, up),
+    }
+    for name, way in ways.items():
+        whole = way(slice(None), 2)
+        for size in (1, 7, 64):
+            assert_same(
+                [torch.cat([way(slice(first, first + size), 1) for first in range(0, n, size)])],
+                [whole],
+            )
+        rounding = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(whole, expected[name], atol=rounding, rtol=rounding)
+    changed = x.clone()
+    layer_cpu.rms_norm(changed, weight, 1e-5, delta, level, 2)
+    assert torch.equal(changed, added)
+
+
+def test_gates_of_extreme_numbers(level: int) -> None:
+    gate = torch.tensor(
+        [[-math.inf, -1e4, -100.0, -88.5, -1e-30, 0.0, 88.5, 1e4, math.inf, math.nan]]
+    )
+    got = layer_cpu.silu_mul(gate, torch.ones_like(gate), level)
+    torch.testing.assert_close(
+        got, gate * gate.double().sigmoid().float(), atol=1e-30, rtol=1e-6, equal_nan=True
+    )

@@ -1,0 +1,242 @@
+"""Building csrc/ where it is to run: once, under a name that tells its sources, and never half."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.pretended_card import pretended_card
+from support.processes import is_soon_over, is_written
+
+from offload_rt.ops import build, extension
+from offload_rt.ops.build import NotBuilt, Recipe, find
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = Recipe("tiny", "compiler", ("-shared", "-fPIC", "tiny.cpp"))
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sources of one line, a package without libraries, an empty cache, and a compiler that notes
+    each call in `calls`.
+    """
+    for name in ("csrc", "package", "bin"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "csrc" / "tiny.cpp").write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setattr(build, "PACKAGE", tmp_path / "package")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(build, "SYSTEM_CUDA", tmp_path / "system")
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda _: None)
+    compiler(tmp_path, 'exec g++ "$@"')
+    return tmp_path
+
+
+def compiler(folder: Path, does: str) -> None:
+    script = folder / "bin" / "compiler"
+    script.write_text(f"#!/bin/sh\necho $$ >> {folder / 'calls'}\n{does}\n")
+    script.chmod(0o755)
+
+
+def calls(folder: Path) -> list[int]:
+    return (
+        [int(pid) for pid in (folder / "calls").read_text().split()]
+        if (folder / "calls").exists()
+        else []
+    )
+
+
+def test_a_library_is_built_once_below_the_cache_and_says_so(
+    folders: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadPoolExecutor(2) as pool:  # the second waits for the first
+        paths = {one.result() for one in [pool.submit(find, TINY) for _ in range(2)]}
+    assert len(calls(folders)) == 1
+    assert capfd.readouterr().err == "building the tiny with compiler, once for this machine\n"
+    (path,) = paths
+    assert path.is_relative_to(folders / "cache" / "offload_rt")
+    assert ctypes.CDLL(str(path)).answer() == 42
+
+
+def test_other_sources_flags_or_another_torch_are_another_library(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [TINY.file, replace(TINY, arguments=("-O0", *TINY.arguments)).file]
+    (folders / "csrc" / "tiny.h").write_text("// new")
+    names.append(TINY.file)
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    names.append(TINY.file)
+    assert len(set(names)) == 4
+
+
+def test_what_was_built_into_the_package_is_taken_first(folders: Path) -> None:
+    everywhere = replace(TINY, name="everywhere")
+    here = replace(TINY, name="here")
+    (folders / "package" / everywhere.file).write_bytes(b"")
+    assert find(everywhere, here) == folders / "package" / everywhere.file
+    assert calls(folders) == []
+
+
+def test_a_build_that_fails_is_told_and_not_tried_again(folders: Path) -> None:
+    compiler(folders, "echo out of luck; exit 1")
+    with pytest.raises(NotBuilt, match=r"compiler failed, see (.+\.log)") as caught:
+        find(TINY)
+    log = next((folders / "cache" / "offload_rt" / "kernels").glob("*.log"))
+    assert str(log) in str(caught.value) and log.read_text() == "out of luck\n"
+    with pytest.raises(NotBuilt, match="failed before"):
+        find(TINY)
+    assert len(calls(folders)) == 1
+    compiler(folders, 'exec g++ "$@"')
+    log.unlink()
+    assert find(TINY).exists()
+
+
+def test_a_compiler_is_found_outside_of_the_path(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of pip, of the system, on the path, of CUDA_PATH, of CUDA_HOME: the later ones go first."""
+    homes = [
+        folders / "nvidia" / "cu13",
+        folders / "system",
+        folders,
+        folders / "path",
+        folders / "home",
+    ]
+    pip = SimpleNamespace(submodule_search_locations=[str(folders / "nvidia")])
+    monkeypatch.setattr(
+        build.importlib.util, "find_spec", lambda name: pip if name == "nvidia" else None
+    )
+    monkeypatch.setenv("PATH", str(folders / "bin"))
+    for home, variable in zip(homes, (None, None, None, "CUDA_PATH", "CUDA_HOME"), strict=True):
+        (home / "bin").mkdir(parents=True, exist_ok=True)
+        (home / "bin" / "nvcc").write_text("")
+        (home / "bin" / "nvcc").chmod(0o755)
+        if variable:
+            monkeypatch.setenv(variable, str(home))
+        assert build.find_compiler("nvcc") == str(home / "bin" / "nvcc")
+
+
+def test_without_a_compiler_or_a_place_there_is_a_reason(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NotBuilt, match="there is no no-such-compiler"):
+        find(replace(TINY, compiler="no-such-compiler"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folders / "csrc" / "tiny.cpp"))
+    with pytest.raises(NotBuilt, match="Not a directory"):
+        find(TINY)
+
+
+def test_an_interrupt_ends_the_compiler_and_leaves_nothing_behind(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        while not is_written(folders / "calls"):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    compiler(folders, "sleep 60")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(subprocess.Popen, "communicate", interrupted)
+        find(TINY)
+    assert is_soon_over(calls(folders)[0])
+    compiler(folders, 'exec g++ "$@"')
+    assert find(TINY).exists()  # it is no build that failed
+
+
+def test_an_interrupted_compiler_is_a_build_that_failed(folders: Path) -> None:
+    compiler(folders, "kill -KILL $$")
+    with pytest.raises(NotBuilt, match="compiler failed"):
+        find(TINY)
+
+
+# Where the kernels are wanted
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch says that there are cards of 8.9 and 12.0."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 9), (12, 0)].__getitem__)
+    monkeypatch.setattr(extension, "missing", extension.missing.__wrapped__)
+    monkeypatch.setattr(extension, "_is_able", extension._is_able.__wrapped__)
+
+
+@pytest.mark.parametrize("release", [12.7, 12.8])
+def test_kernels_are_built_for_the_cards_that_are_there(
+    card: None, folders: Path, monkeypatch: pytest.MonkeyPatch, release: float
+) -> None:
+    """For 12.0 by a compiler that knows it; else the card compiles the PTX of 9.0."""
+    compiler(folders, f"echo Cuda compilation tools, release {release}, V{release}.61")
+    (folders / "bin" / "compiler").rename(folders / "bin" / "nvcc")
+    asked: list[Recipe] = []
+    monkeypatch.setattr(build, "find", lambda *recipes: asked.extend(recipes) or Path("library"))
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(extension, "describe", lambda library: None)
+    monkeypatch.setattr(extension, "_launch_failure", lambda: "")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert extension.missing() == ""
+    codes = [{one for one in recipe.arguments if one.startswith("-gencode")} for recipe in asked]
+    assert [len(one) for one in codes] == [6, 5, 3]
+    last = {12.7: "90", 12.8: "120"}[release]
+    pairs = ("89", "sm_89"), (last, f"sm_{last}"), (last, f"compute_{last}")
+    assert codes[2] == {f"-gencode=arch=compute_{a},code={b}" for a, b in pairs}
+
+
+def test_kernels_that_load_and_do_not_run_are_missing(
+    card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a compiler that is newer than the driver."""
+
+    def failed(*_: object) -> None:
+        raise RuntimeError("launch of a kernel: CUDA driver version is insufficient\nmore")
+
+    missing = extension.missing
+    with pretended_card(monkeypatch):
+        monkeypatch.setattr(extension, "missing", missing)
+        monkeypatch.setattr(extension, "kernels", lambda: SimpleNamespace(silu_mul=failed))
+        monkeypatch.setattr(build, "find", lambda *_: Path("library"))
+        monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+        monkeypatch.setattr(extension, "describe", lambda library: None)
+        assert "CUDA driver version is insufficient; update the driver" in extension.missing()
+
+
+def test_a_card_without_kernels_says_what_is_lost(
+    card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert extension.missing() == "there is no nvcc"
+    monkeypatch.setattr(extension, "serves", lambda x: False)
+    told = extension.notice(torch.device("meta"))  # stands for a card
+    assert "there is no nvcc" in told and "plain torch" in told and "\n" not in told
+    assert extension.notice(torch.device("cpu")) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert extension.missing() == "they need compute capability 8.0"
+
+
+def test_the_package_carries_the_sources(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "setup.py",
+        "--quiet",
+        "build_py",
+        "--build-lib",
+        str(tmp_path / "lib"),
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    carried = {
+        path.name: path.read_bytes()
+        for path in (tmp_path / "lib" / "offload_rt" / "csrc").iterdir()
+    }
+    assert carried == {path.name: path.read_bytes() for path in (ROOT / "csrc").iterdir()}
+    assert not list((tmp_path / "lib").rglob("*.so"))

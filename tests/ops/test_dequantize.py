@@ -1,0 +1,318 @@
+"""Dequantising: the CUDA kernels against the plain torch reference, bit for bit, and that against
+its formula.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from support import emulated
+from torch import Tensor
+from transformers.integrations.gguf.dequant import GGML_BLOCK, GGML_NAME
+
+from offload_rt.ops import extension
+from offload_rt.ops.dequantize import (
+    BLOCKS,
+    E2M1,
+    KERNEL_BLOCKS,
+    NF4,
+    ORDERS,
+    Packing,
+    dequantize_blocks,
+    reference_dequantize,
+    reference_dequantize_blocks,
+)
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+KINDS = (*ORDERS, "float8")
+WORDS = {"plain": torch.int8, "e2m1": torch.uint8, "nf4": torch.uint8, "float8": torch.uint8}
+
+
+def case(
+    kind: str, seed: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Packing, tuple[int, int]]:
+    """Random codes, scales, zero points, groups, packing and shape; scales reach beyond float16 on
+    both sides.
+    """
+    draw = random.Random(f"{kind}{seed}")
+    generator = torch.Generator().manual_seed(seed)
+    shape = draw.choice([(1, 8), (65, 99), (40, 64), (33, 7)])
+    bits = (
+        draw.choice([2, 3, 4, 5, 6, 7, 8])
+        if kind in ("rows", "columns")
+        else 8
+        if kind in ("plain", "float8")
+        else 4
+    )
+    by_rows = kind in ("columns", "awq")
+    size = draw.choice([1, 8, 13, 32, 200])
+    block = (
+        (size, 1)
+        if by_rows
+        else (draw.choice([1, 1, 4, 300]) if kind in ("plain", "float8") else 1, size)
+    )
+    is_float = kind in ("e2m1", "nf4", "float8")
+    packing = Packing(
+        "plain" if kind == "float8" else kind,
+        bits,
+        block,
+        0 if is_float or kind == "plain" else 1 << bits - 1,
+    )
+    grid = tuple(-(-n // one) for n, one in zip(shape, block, strict=True))
+    dtype = WORDS.get(kind, torch.int32)
+    codes = torch.randint(
+        torch.iinfo(dtype).min,
+        torch.iinfo(dtype).max + 1,
+        packing.words(*shape),
+        generator=generator,
+    )
+    codes = codes.to(dtype).view(torch.float8_e4m3fn) if kind == "float8" else codes.to(dtype)
+    scales = torch.randn(grid, generator=generator) * torch.exp(
+        5 * torch.randn(grid, generator=generator)
+    )
+    low, high = (-128, 128) if kind == "plain" else (0, 1 << bits)
+    zeros = (
+        torch.randint(low, high, grid, generator=generator, dtype=torch.int32)
+        if not is_float and seed % 2
+        else None
+    )
+    groups = None
+    if kind != "float8" and seed % 3 == 0:
+        n, n_groups = (shape[0], grid[0]) if by_rows else (shape[1], grid[1])
+        groups = torch.randint(n_groups, (n,), generator=generator, dtype=torch.int32)
+    scales = scales if kind == "nf4" else scales.to(FLOATS[seed % 5 % 3])
+    return codes, scales, zeros, groups, packing, shape
+
+
+def bits_of(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), torch.zeros_like(x), x).view(
+        torch.int16 if x.itemsize == 2 else torch.int32
+    )
+
+
+def assert_equal(mine: Tensor, expected: Tensor) -> None:
+    assert torch.equal(mine.isnan(), expected.isnan())
+    assert torch.equal(bits_of(mine), bits_of(expected))
+
+
+@pytest.fixture(scope="module", params=["emulated", "card"])
+def library(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The name of the built kernels in torch.ops, and the device they take."""
+    if request.param == "emulated":
+        return emulated.load(), "cpu"
+    if extension.missing():
+        pytest.skip("no card, or the kernels are not built for one")
+    return "offload_rt", "cuda"
+
+
+def arguments(kind: str, seed: int, dtype: torch.dtype, device: str) -> list:
+    """What the op takes, out last."""
+    codes, scales, zeros, groups, packing, shape = case(kind, seed)
+    codes = codes.view(torch.uint8) if kind == "float8" else codes
+    tensors = [one if one is None else one.to(device) for one in (codes, scales, zeros, groups)]
+    numbers = [KINDS.index(kind), packing.bits, *packing.block, packing.offset]
+    return [*tensors, *numbers, torch.full(shape, torch.nan, dtype=dtype, device=device)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_gives_the_bits_of_the_reference(library: tuple[str, str], kind: str) -> None:
+    op = getattr(torch.ops, library[0]).dequantize
+    for seed in range(24):
+        *args, packing, shape = case(kind, seed)
+        for dtype in FLOATS:
+            given = arguments(kind, seed, dtype, library[1])
+            expected = torch.empty(shape, dtype=dtype)
+            op(*given)
+            reference_dequantize(*args, packing, expected)
+            assert_equal(given[-1].cpu(), expected)
+
+
+def test_what_torch_knows_of_the_op(library: tuple[str, str]) -> None:
+    args = arguments("columns", 3, torch.bfloat16, library[1])
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        getattr(torch.ops, library[0]).dequantize.default, args, test_utils=checks
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "message"),
+    [
+        (0, lambda x: x[1:], "codes must have"),
+        (0, lambda x: x.short(), "codes has the wrong dtype"),
+        (1, lambda x: x[:, 1:].contiguous(), "scales must have"),
+        (1, lambda x: x.double(), "scales must be float32"),
+        (2, lambda x: x[:, 1:].contiguous(), "zeros must have"),
+        (3, lambda x: x[1:], "groups must have"),
+        (4, lambda _: 7, "unknown kind"),
+        (5, lambda _: 9, "1 to 8 bits"),
+        (6, lambda _: 0, "blocks must not be empty"),
+        (9, lambda x: x.int(), "out must be float32"),
+        (9, lambda x: x.T, "out must be contiguous"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_reason(
+    library: tuple[str, str], place, change, message
+) -> None:
+    args = arguments("columns", 3, torch.bfloat16, library[1])
+    args[place] = change(args[place])
+    with pytest.raises(RuntimeError, match=message):
+        getattr(torch.ops, library[0]).dequantize(*args)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_the_formula(kind: str, dtype: torch.dtype) -> None:
+    """One weight after the other, with Python's integers for the codes."""
+    codes, scales, zeros, groups, packing, shape = case(kind, 9)
+    out = torch.empty(shape, dtype=torch.float64)
+    scales = scales if kind == "nf4" else scales.to(dtype)
+    reference_dequantize(codes, scales, zeros, groups, packing, out)
+    raw = codes.view(torch.uint8).view(len(codes), -1).numpy()
+    for row, column in [(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 3)]:
+        if kind == "columns":
+            words = [int(word) & 0xFFFFFFFF for word in codes[:, column]]
+            value = sum(word << 32 * i for i, word in enumerate(words)) >> row * packing.bits
+        else:
+            value = int.from_bytes(raw[row].tobytes(), "little")
+            value >>= (
+                4 * (column // 8 * 8 + (0, 4, 1, 5, 2, 6, 3, 7)[column % 8])
+                if kind == "awq"
+                else column * packing.bits
+            )
+        if kind == "nf4":
+            value = int(raw[row, column // 2]) >> (4 - 4 * (column % 2))
+        value &= (1 << packing.bits) - 1
+        if kind == "plain":
+            value -= (value >> 7) << 8
+        elif kind == "e2m1":
+            value = E2M1[value]
+        elif kind == "nf4":
+            value = NF4[value]
+        elif kind == "float8":
+            value = float(torch.tensor(value, dtype=torch.uint8).view(torch.float8_e4m3fn))
+        at = [row // packing.block[0], column // packing.block[1]]
+        if groups is not None:
+            at[0 if packing.groups_rows else 1] = int(
+                groups[row if packing.groups_rows else column]
+            )
+        zero = packing.offset if zeros is None else int(zeros[tuple(at)])
+        expected = torch.tensor(value - zero, dtype=torch.float64) * scales[tuple(at)].double()
+        torch.testing.assert_close(
+            out[row, column], expected.to(scales.dtype).double(), rtol=0, atol=0, equal_nan=True
+        )
+
+
+# The blocks of GGUF
+
+
+def random_blocks(name: str, seed: int) -> tuple[Tensor, tuple[int, int]]:
+    """Blocks of any bytes, so also of infinite scales and scales that are no numbers, and the shape
+    of their matrix.
+    """
+    block = BLOCKS[name]
+    n_rows = 3 + 4 * seed
+    n_blocks = 1 + seed % 3
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(
+        256, (n_rows, n_blocks * block.size), generator=generator, dtype=torch.uint8
+    )
+    return blocks, (n_rows, n_blocks * block.n)
+
+
+def test_the_types_are_those_that_transformers_reads() -> None:
+    theirs = {GGML_NAME[number]: (number, *GGML_BLOCK[number]) for number in GGML_BLOCK}
+    ours = {name: (block.number, block.n, block.size) for name, block in BLOCKS.items()}
+    assert {name: block for name, block in ours.items() if name not in ("Q5_0", "Q5_1")} == theirs
+
+
+@pytest.mark.parametrize("name", KERNEL_BLOCKS)
+def test_the_kernel_gives_the_bits_of_the_reference_for_blocks(
+    library: tuple[str, str], name: str
+) -> None:
+    op = getattr(torch.ops, library[0]).dequantize_blocks
+    kind = list(KERNEL_BLOCKS).index(name)
+    for seed in range(4):
+        blocks, shape = random_blocks(name, seed)
+        for dtype in FLOATS:
+            mine = torch.full(shape, torch.nan, dtype=dtype, device=library[1])
+            expected = torch.empty(shape, dtype=dtype)
+            op(blocks.to(library[1]), kind, mine)
+            reference_dequantize_blocks(blocks, name, expected)
+            assert_equal(mine.cpu(), expected)
+    args = (blocks.to(library[1]), kind, mine)
+    torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "message"),
+    [
+        (0, lambda x: x[1:], "blocks must have"),
+        (0, lambda x: x[:, 1:].contiguous(), "blocks must have"),
+        (0, lambda x: x.int(), "blocks has the wrong dtype"),
+        (1, lambda _: 12, "unknown kind"),
+        (2, lambda x: x[:, 1:].contiguous(), "a multiple of 256"),
+        (2, lambda x: x.double(), "out must be float32"),
+    ],
+)
+def test_wrong_blocks_are_refused_with_a_reason(
+    library: tuple[str, str], place, change, message
+) -> None:
+    blocks, shape = random_blocks("Q4_K", 1)
+    args = [
+        blocks.to(library[1]),
+        list(KERNEL_BLOCKS).index("Q4_K"),
+        torch.empty(shape, device=library[1]),
+    ]
+    args[place] = change(args[place])
+    with pytest.raises(RuntimeError, match=message):
+        getattr(torch.ops, library[0]).dequantize_blocks(*args)
+
+
+def test_types_without_a_kernel_are_what_transformers_makes_of_them() -> None:
+    """In any dtype, some rows at a time."""
+    blocks, shape = random_blocks("IQ2_XS", 2)
+    for dtype in (*FLOATS, torch.float64):
+        mine, expected = (torch.empty(shape, dtype=dtype) for _ in range(2))
+        dequantize_blocks(blocks, "IQ2_XS", mine)
+        reference_dequantize_blocks(blocks, "IQ2_XS", expected)
+        assert torch.equal(mine.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["Q5_0", "Q5_1"])
+def test_five_bits_are_those_of_the_formula(name: str) -> None:
+    """y[i] = (x[i] - 16) * d, or x[i] * d + m; the fifth bit of x[i] is bit i of 32, its others are
+    nibbles i % 16.
+    """
+    blocks, shape = random_blocks(name, 4)
+    out = torch.empty(shape)
+    n_head = 2 if name == "Q5_0" else 4
+    reference_dequantize_blocks(blocks, name, out)
+    for block, row in zip(
+        blocks.view(-1, BLOCKS[name].size).numpy(), out.view(-1, 32), strict=True
+    ):
+        head = block[:n_head].view(np.float16).astype(np.float32)
+        fifth = block[n_head : n_head + 4].view(np.uint32)[0]
+        for i, value in enumerate(row.tolist()):
+            code = (
+                int(block[n_head + 4 + i % 16]) >> 4 * (i // 16) & 15 | (int(fifth) >> i & 1) << 4
+            )
+            with np.errstate(invalid="ignore"):
+                exact = (
+                    head[0] * np.float32(code - 16)
+                    if name == "Q5_0"
+                    else head[0] * np.float32(code) + head[1]
+                )
+            assert value == exact or np.isnan(exact)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_llama_cpps_own_package_gives_the_same(name: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    blocks, shape = random_blocks(name, 3)
+    out = torch.empty(shape)
+    reference_dequantize_blocks(blocks, name, out)
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[name])
+    assert torch.equal(out.nan_to_num(), torch.from_numpy(expected).nan_to_num())

@@ -1,0 +1,729 @@
+"""The kernels against their plain torch references: emulated on a CPU thread by thread, and on a
+card where there is one.
+"""
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from support import emulated
+from support.recorded import record
+from support.tiny import random_tree
+
+from offload_rt import ops
+from offload_rt.executor.cuda_graphs import CudaCapture
+from offload_rt.ops import TreeMask, extension, make_tree_mask, reference
+from offload_rt.ops.tree_mask import packed_ancestors
+from offload_rt.ops.verification import arguments
+from offload_rt.speculate import residual
+from offload_rt.speculate.residual_kernels import verify_bottom_up, verify_top_down
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Where the kernels are, and the device whose tensors they take."""
+
+    library: str
+    device: str
+
+    def __getattr__(self, name):
+        return getattr(getattr(torch.ops, self.library), name)
+
+
+@pytest.fixture(scope="module", params=["emulated", "card"])
+def kernels(request):
+    if request.param == "card":
+        if extension.missing():
+            pytest.skip("no card, or the kernels are not built for one")
+        return Kernels("offload_rt", "cuda")
+    return Kernels(emulated.load(), "cpu")
+
+
+def parents_of(n, seed, n_chain=0):
+    """Parents of a random tree below a chain."""
+    return torch.from_numpy(random_tree(n, seed).after_chain(n_chain).parents.copy())
+
+
+def ancestors(parents):
+    """(n, n) bool by the plain definition."""
+    seen = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            seen[node] |= seen[parent]
+    return seen
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of tree_attention."""
+
+    n: int
+    first: int
+    n_before: int
+    group: int
+    kv_heads: int
+    dim: int
+    window: int
+    dtype: torch.dtype
+    seed: int
+    n_chain: int = 0
+    n_spare: int = 0
+
+
+def inputs(case, device):
+    """q, k, v as views into larger stores in which everything else is NaN, and the parents of the
+    tree.
+
+    k and v have n_spare columns for keys that are not there; NaN too.
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+    n_rows = case.first + case.n
+    heads = case.kv_heads * case.group
+    n_keys = case.n_before + n_rows
+
+    def random_view(rows, columns, spare, n_spare=0):
+        store = torch.full(
+            (rows + spare[0], columns + spare[1] + n_spare, case.dim), torch.nan, dtype=case.dtype
+        )
+        store[:rows, :columns] = torch.randn(rows, columns, case.dim, generator=generator).to(
+            case.dtype
+        )
+        return store.to(device)[:rows, : columns + n_spare]
+
+    q = random_view(case.n, heads, (1, 3))
+    k, v = (random_view(case.kv_heads, n_keys, (0, 37), case.n_spare) for _ in range(2))
+    n_chain = min(case.n_chain, n_rows - 1)
+    # A few rows stand behind those that are asked for: their keys are not there yet.
+    parents = parents_of(n_rows - n_chain + 5, case.seed, n_chain)
+    return q, k, v, parents
+
+
+def mask_of(case, parents, n_most=0):
+    """What the kernel takes of a tree that might have `n_most` keys: masks, depths, those of the
+    keys, extent.
+    """
+    bits, depths = map(torch.from_numpy, packed_ancestors(parents.numpy()))
+    rows = slice(case.first, case.first + case.n)
+    n_most = n_most or case.first + case.n + case.n_spare
+    wide = torch.zeros(case.n, max(bits.shape[1], (n_most + 31) // 32), dtype=torch.int32)
+    wide[:, : bits.shape[1]] = bits[rows]
+    key_depths = torch.full((n_most,), 1 << 20, dtype=torch.int32)
+    key_depths[: case.first + case.n] = depths[: case.first + case.n]
+    return (
+        wide,
+        depths[rows],
+        key_depths,
+        torch.tensor([case.n_before, case.first + case.n], dtype=torch.int32),
+    )
+
+
+def visible(case, parents):
+    """(n, n_keys) bool by the plain definition."""
+    seen = ancestors(parents)
+    positions = torch.cat((torch.arange(case.n_before), seen.sum(1) - 1 + case.n_before))[
+        : case.n_before + case.first + case.n
+    ]
+    rows = slice(case.first, case.first + case.n)
+    mask = torch.cat(
+        (torch.ones(case.n, case.n_before, dtype=torch.bool), seen[rows, : case.first + case.n]), 1
+    )
+    if case.window:
+        mask &= positions > positions[case.n_before + case.first :, None] - case.window
+    return mask
+
+
+def random_case(seed):
+    draw = random.Random(seed)
+    group = draw.choice([1, 4, 8])
+    n = draw.choice([1, 2, 3, 7, 16, 33, 70]) if group > 1 else draw.choice([1, 5, 63, 70, 130])
+    return Case(
+        n=n,
+        first=draw.choice([0, 0, 1, 19, 40]),
+        n_before=draw.choice([0, 0, 1, 31, 64, 65, 128, 199]),
+        group=group,
+        kv_heads=draw.choice([1, 2]),
+        dim=draw.choice([64, 96, 128]),
+        window=draw.choice([0, 0, 1, 3, 8, 50, 100]),
+        dtype=draw.choice([torch.float16, torch.bfloat16]),
+        seed=seed,
+        n_chain=draw.choice([0, 0, 10, 60]),
+    )
+
+
+SPLIT = [
+    Case(1, 0, 700, 8, 2, 128, 0, torch.float16, 0),
+    Case(3, 2, 1030, 4, 1, 64, 0, torch.bfloat16, 1),
+    Case(9, 0, 900, 8, 1, 96, 0, torch.float16, 2),
+    Case(2, 0, 800, 1, 2, 64, 130, torch.float16, 3),
+    # The window leaves some of the splits nothing to do.
+    Case(4, 1, 1400, 4, 1, 64, 5, torch.float16, 4),
+]
+CASES = [random_case(seed) for seed in range(48)] + SPLIT
+
+
+@pytest.mark.parametrize(
+    "case",
+    CASES,
+    ids=lambda case: f"{case.n}x{case.group}-{case.n_before}-{case.dim}-{case.window}",
+)
+def test_tree_attention(kernels, case):
+    q, k, v, parents = inputs(case, kernels.device)
+    given = [one.to(kernels.device) for one in mask_of(case, parents)]
+    found = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
+    assert_attention(found, q, k, v, visible(case, parents))
+
+
+# Multiprocessors with 228, 164 and 100 KB hold other tiles of many rows; see
+# tests/support/cuda_on_cpu/cuda_runtime.h.
+@pytest.mark.parametrize("card", [0, 1, 2])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_tree_attention_of_many_rows_on_cards_with_more_and_less_shared_memory(
+    kernels, monkeypatch, dim, card
+):
+    if kernels.device != "cpu":
+        pytest.skip("a card has the shared memory it has")
+    monkeypatch.setenv("CUDA_ON_CPU_CARD", str(card))
+    for window in (0, 50):
+        case = Case(20, 19, 199, 8, 1, dim, window, torch.float16, 10 * dim + card, n_chain=30)
+        q, k, v, parents = inputs(case, kernels.device)
+        found = kernels.tree_attention(q, k, v, *mask_of(case, parents), window, dim**-0.5)
+        assert_attention(found, q, k, v, visible(case, parents))
+
+
+def assert_attention(found, q, k, v, mask):
+    """Output and log-sum-exp are close to the reference's for the keys that are there; mask (n,
+    n_keys) bool.
+    """
+    (out, lse), mask, n_keys = found, mask.to(q.device), mask.shape[1]
+    k, v = (x[:, :n_keys].double() for x in (k, v))
+    exact, exact_lse = reference.partial_attention(q.double(), k, v, mask, q.shape[2] ** -0.5)
+    assert out.dtype == q.dtype and out.shape == q.shape and lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-5)
+    # A weight is rounded to the dtype before the product, the result after it.
+    error = 4 * torch.finfo(q.dtype).eps
+    torch.testing.assert_close(out.double(), exact, atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_tree_attention_where_more_keys_and_rows_might_be(kernels, seed):
+    """As in a captured pass: the device knows how many keys there are; rows left over look at the
+    prefix, or nowhere.
+    """
+    draw = random.Random(seed)
+    case = replace(random_case(100 + seed), n_spare=draw.choice([1, 40, 600, 1500]))
+    q, k, v, parents = inputs(case, kernels.device)
+    masks, depths, *others = mask_of(case, parents)
+    n_left = draw.randrange(case.n)
+    masks[case.n - n_left :] = 0
+    depths[case.n - n_left :] = 0
+    given = [one.to(kernels.device) for one in (masks, depths, *others)]
+    found = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
+    mask = visible(case, parents)
+    at = torch.arange(mask.shape[1]) - case.n_before
+    mask[case.n - n_left :] = (at < 0) & (at > -case.window) if case.window else at < 0
+    assert_attention(found, q, k, v, mask)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_captured_call_serves_other_trees(kernels, seed):
+    """With fewer keys before them, and fewer rows above those that look."""
+    long = replace(random_case(200 + seed), n_before=700, first=40)
+    short = replace(long, n_before=31, first=3, n_spare=706, seed=long.seed + 1)
+    cases = []
+    for case in (long, short):
+        *stores, parents = inputs(case, kernels.device)
+        masks = (one.to(kernels.device) for one in mask_of(case, parents, n_most=1000))
+        cases.append(([*stores, *masks], visible(case, parents)))
+    (at_capture, _), (other, mask) = cases
+    found = []
+
+    def compute():
+        found.append(kernels.tree_attention(*at_capture, long.window, long.dim**-0.5))
+
+    compute()
+    replay = (record if kernels.device == "cpu" else CudaCapture())(compute)
+    for place, new in zip(at_capture, other, strict=True):
+        place.copy_(new)
+    replay()
+    assert_attention(found[1], *at_capture[:3], mask)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_two_parts_of_the_keys_join_to_the_whole(kernels, seed):
+    """Cut anywhere before the tree; a window may leave a row nothing of a part."""
+    draw = random.Random(seed)
+    case = replace(random_case(300 + seed), n_before=draw.choice([65, 128, 700]))
+    q, k, v, parents = inputs(case, kernels.device)
+    given = [one.to(kernels.device) for one in mask_of(case, parents)]
+    whole = TreeMask(*given, k.shape[1], window=case.window or None)
+    n = draw.choice([1, 33, case.n_before])
+    parts = [
+        kernels.tree_attention(
+            q, keys, values, one.bits, one.depths, one.key_depths, one.extent, case.window, 0.1
+        )
+        for one, keys, values in zip(
+            whole.split(n), (k[:, :n], k[:, n:]), (v[:, :n], v[:, n:]), strict=True
+        )
+    ]
+    out, lse = ops.merge(*parts[0], *parts[1])
+    expected, expected_lse = kernels.tree_attention(q, k, v, *given, case.window, 0.1)
+    error = 4 * torch.finfo(q.dtype).eps
+    torch.testing.assert_close(out, expected, atol=error, rtol=error)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_dense_mask(seed):
+    """The mask of the reference, against the plain definition."""
+    case = random_case(seed)
+    parents = parents_of(case.first + case.n, seed)
+    whole = make_tree_mask(parents.numpy(), case.first, case.n_before)
+    mask = replace(whole, window=case.window or None)
+    dense = mask.dense()
+    expected = visible(case, parents)
+    assert mask.n_keys == expected.shape[1]
+    assert torch.equal(dense, expected) if dense is not None else bool(expected.all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("seed", range(4))
+def test_commit_rows(kernels, dtype, seed):
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (draw.choice([1, 3]), draw.choice([1, 2, 5]), 50, draw.choice([8, 64, 96]))
+    stores = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
+    first = draw.choice([0, 3])
+    n = draw.choice([1, 7, 8, 9, 30])
+    rows = torch.randperm(40, generator=generator)[:n].sort().values
+    mine = [store.clone().to(kernels.device) for store in stores]
+    kernels.commit_rows(*mine, rows, first)
+    reference.commit_rows(*stores, rows, first)
+    assert all(torch.equal(own.cpu(), store) for own, store in zip(mine, stores, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_transfer(kernels, seed):
+    """To the card and back, aligned to vectors and not; nothing around it is touched."""
+    draw = random.Random(seed)
+    n = draw.choice([1, 15, 16, 500, 70_000])
+    starts = [draw.choice([0, 16, 3]) for _ in range(3)]
+    source = torch.randint(1, 256, (n + 64,), dtype=torch.uint8)
+    there = torch.zeros(n + 64, dtype=torch.uint8, device=kernels.device)
+    back = torch.zeros(n + 64, dtype=torch.uint8)
+    if kernels.device == "cuda":
+        source = source.pin_memory()
+        back = back.pin_memory()
+    parts = [
+        block[start : start + n] for block, start in zip((source, there, back), starts, strict=True)
+    ]
+    kernels.transfer(parts[1], parts[0])
+    kernels.transfer(parts[2], parts[1])
+    # a copy back waits for both
+    assert torch.equal(there[starts[1] : starts[1] + n].cpu(), parts[0])
+    assert torch.equal(parts[2], parts[0])
+    assert back.count_nonzero() == there.count_nonzero() == n
+
+
+def drafted(seed):
+    """A random drafted tree with deterministic and sampled children and ties, and the target's
+    distributions.
+    """
+    draw = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    n = draw.choice([1, 2, 6, 20, 60])
+    vocabulary = draw.choice([5, 37, 1000, 3001])
+    topology = random_tree(n, seed, reach=draw.choice([2, 8, 1000]))
+    while max(map(len, topology.children)) > vocabulary:
+        seed += 1000
+        topology = random_tree(n, seed)
+    independent = draw.random() < 0.2
+    is_sampled = rng.random(n) < draw.choice([0.0, 0.5, 1.0])
+    is_sampled[0] = False
+    if independent:
+        is_sampled[1:] = True
+    sharpness = draw.choice([0.5, 3.0, 10.0])
+    target = rng.standard_normal((n, vocabulary)) * sharpness
+    draft = target + rng.standard_normal((n, vocabulary)) * draw.choice([0.0, 0.3, 2.0])
+    target, draft = (
+        torch.softmax(torch.from_numpy(logits), 1).float() for logits in (target, draft)
+    )
+    # Impossible tokens; and distributions with fewer tokens than were sampled.
+    for possible, share in (
+        (target, draw.choice([0.0, 0.5])),
+        (draft, draw.choice([0.0, 0.5, 0.9])),
+    ):
+        impossible = torch.from_numpy(rng.random(possible.shape) < share)
+        impossible[:, 0] = False
+        possible[impossible] = 0
+        possible.div_(possible.sum(1, keepdim=True))
+    tokens = np.zeros(n, dtype=np.int64)
+    for node, children in enumerate(topology.children):
+        left = draft[node].double().numpy().copy()
+        untaken = np.ones(vocabulary, dtype=bool)
+        for child in sorted(
+            children, key=lambda child: bool(is_sampled[child])
+        ):  # deterministic tokens are never sampled
+            probs = left if left.sum() > 0 else untaken.astype(float)
+            if is_sampled[child]:
+                tokens[child] = rng.choice(vocabulary, p=probs / probs.sum())
+            else:
+                tokens[child] = (
+                    rng.choice(np.flatnonzero(untaken))
+                    if rng.random() < 0.3
+                    else (probs * untaken).argmax()
+                )
+            if not independent:
+                left[tokens[child]] = 0
+                untaken[tokens[child]] = False
+    row_of = np.arange(n)
+    return (
+        DraftTree(
+            topology, torch.from_numpy(tokens), SampledNodes(is_sampled, draft, row_of, independent)
+        ),
+        target,
+    )
+
+
+def verdicts(kernels, kernel, tree, target, noise):
+    """End node and bonus by csrc/; and by the rules' own kernels, with the distribution of the
+    bonus.
+    """
+    decision = residual.ResidualRule(kernel is verify_bottom_up, "").decide(
+        tree, target, noise[:-1]
+    )
+    cumulative = decision.probs.double().cumsum(0)
+    bonus = int(torch.searchsorted(cumulative, noise[-1] * cumulative[-1], right=True))
+    candidates = residual.candidates(tree)
+    arrays, there = arguments(candidates, noise, torch.device(kernels.device))
+    draft_probs = tree.sampled.draft_probs.to(kernels.device)
+    target = target.to(kernels.device)
+    verdict = kernels.verify(
+        *arrays,
+        draft_probs,
+        target,
+        there,
+        candidates.n_levels,
+        candidates.independent,
+        kernel is verify_bottom_up,
+    )
+    return verdict.tolist(), [decision.end, min(bonus, int(decision.probs.nonzero()[-1]))]
+
+
+@pytest.mark.parametrize(
+    "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
+)
+def test_verify(kernels, kernel):
+    kinds = set()
+    for seed in range(60):
+        tree, target = drafted(seed)
+        noise = torch.rand(
+            len(tree.topology) + 1,
+            dtype=torch.float64,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        mine, plain = verdicts(kernels, kernel, tree, target, noise)
+        assert mine == plain, f"seed {seed}"
+        kinds.add((plain[0] > 0, bool(tree.topology.children[plain[0]])))
+    assert len(kinds) == 4, "accepted or not, at a leaf or not"
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+@pytest.mark.parametrize(
+    "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
+)
+def test_verify_where_next_to_nothing_is_left(kernels, kernel, is_sampled):
+    """Of the draft without its first child's token, or of the target where that is rejected: less
+    than float32 tells from 0.
+    """
+    probs, target = torch.zeros(2, 1, 3001)
+    if is_sampled:
+        # One thread adds these up, to 1.
+        probs[0, [0, 512, 1024]] = torch.tensor([1.0, 3e-9, 1e-9])
+        target[0, [1, 512]] = torch.tensor([0.625, 0.375])
+    else:
+        target[0, [0, 512]] = torch.tensor([1 - 2**-24, 3e-8])
+    sampled = SampledNodes(np.array([False, is_sampled, is_sampled]), probs, np.array([0, -1, -1]))
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([7, 0, 512]), sampled)
+    ends = set()
+    for second in (0.3, 0.45, 0.55, 0.9):
+        noise = torch.tensor([0, 1 - 2**-53, second, 0.4], dtype=torch.float64)
+        mine, plain = verdicts(kernels, kernel, tree, target.repeat(3, 1), noise)
+        assert mine == plain
+        ends.add(plain[0])
+    assert ends == ({0, 2} if is_sampled else {2})
+
+
+def spread(likely, vocabulary=3001):
+    """A distribution with some tokens' probabilities; the others share the rest."""
+    probs = torch.full((vocabulary,), (1 - sum(likely.values())) / (vocabulary - len(likely)))
+    for token, prob in likely.items():
+        probs[token] = prob
+    return probs
+
+
+# Kernel, tree, tokens, deterministic nodes, the target's and the draft's likely tokens by node,
+# noise, the last node accepted.
+IN_PARTS = {
+    # A node is left while its residual is still read, and the first pass of the next follows
+    # without another before it.
+    "top_down": (
+        verify_top_down, [-1, 0, 0, 2], [0, 10, 2000, 500], [0],
+        {0: {2000: 0.9, 10: 1e-6}, 2: {2000: 1e-9, 500: 1e-3}},
+        {0: {10: 0.9, 2000: 0.05}, 2: {500: 0.9}},
+        [0, 0.5, 0.5, 0.5, 0.4], 2,
+    ),
+    "bottom_up": (
+        verify_bottom_up, [-1, 0, 0, 1, 1, 2], [0, 7, 8, 10, 2000, 500], [0, 1, 2],
+        {0: {7: 0.3, 8: 0.6}, 1: {10: 1e-4, 2000: 0.68}, 2: {500: 1e-3, 2000: 0.9}},
+        {1: {10: 0.5, 2000: 0.2}, 2: {500: 0.5}}, [0, 0.9, 0.1, 0.5, 0.5, 0.5, 0.4], 2,
+    ),
+    # Two sampled children are rejected, and the token of a deterministic one loses nothing.
+    "hybrid": (
+        verify_top_down, [-1, 0, 0, 0], [0, 10, 2000, 500], [0, 3],
+        {0: {10: 1e-6, 2000: 1e-6, 500: 0.5}}, {0: {10: 0.4, 2000: 0.3, 500: 0.2}},
+        [0, 0.5, 0.5, 0.5, 0.4], 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_PARTS.values(), ids=IN_PARTS)
+def test_verify_by_blocks_of_which_one_is_ahead(kernels, case):
+    kernel, parents, tokens, deterministic, likely, drafted_likely, noise, end = case
+    nodes = range(len(parents))
+    target, draft = (
+        torch.stack([spread(known.get(node, {})) for node in nodes])
+        for known in (likely, drafted_likely)
+    )
+    sampled = SampledNodes(~np.isin(nodes, deterministic), draft, np.array(nodes))
+    tree = DraftTree(Topology(np.array(parents)), torch.tensor(tokens), sampled)
+    for _ in range(8):  # which block is ahead changes
+        mine, plain = verdicts(
+            kernels, kernel, tree, target, torch.tensor(noise, dtype=torch.float64)
+        )
+        assert mine == plain and plain[0] == end
+
+
+@pytest.mark.parametrize(
+    "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
+)
+def test_verify_accepts_the_second_of_two_equal_deterministic_siblings_never(kernels, kernel):
+    target = torch.full((3, 2000), 0.5 / 1999)
+    target[:, 7] = 0.5
+    nothing = SampledNodes(np.zeros(3, dtype=bool), target[:0], np.full(3, -1))
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([1, 7, 7]), nothing)
+    ends = []
+    for first in (0.6, 0.4):
+        noise = torch.tensor([0, first, 0.1, 0.3], dtype=torch.float64)
+        mine, plain = verdicts(kernels, kernel, tree, target, noise)
+        assert mine == plain
+        ends.append(plain[0])
+    assert ends == [0, 1]
+
+
+def test_the_bonus_at_the_ends_of_the_distribution(kernels):
+    """Noise of 0, of almost 1, and distributions whose tokens lie at the ends."""
+    root = [torch.tensor(x, device=kernels.device) for x in ([0, 0], [], [7], [False], [-1])]
+    root[1], root[3] = root[1].long(), root[3].bool()
+    for vocabulary in (1, 33, 2500):
+        for token in {0, vocabulary // 2, vocabulary - 1}:
+            probs = torch.zeros(1, vocabulary, device=kernels.device)
+            probs[0, token] = 1
+            for noise in (0.0, 0.5, 1 - 2**-53):
+                uniforms = torch.tensor([0.0, noise], dtype=torch.float64, device=kernels.device)
+                verdict = kernels.verify(*root, probs[:0], probs, uniforms, 1, False, True)
+                assert verdict.tolist() == [0, token]
+
+
+def strided(generator, dtype, *shape, device="cpu"):
+    """Random numbers as a view into a larger store of NaN, its rows further apart than they are
+    long.
+    """
+    store = torch.full((*shape[:-1], shape[-1] + 24), torch.nan, dtype=dtype)
+    store[..., 8:-16] = torch.randn(shape, generator=generator).to(dtype)
+    return store.to(device)[..., 8:-16]
+
+
+def assert_rounds_alike(found, expected):
+    """Within one step of the dtype, which another order of a float32 sum may decide, and seldom
+    that.
+    """
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1.01 * torch.finfo(found.dtype).eps)
+    assert (found == expected).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_rms_norm(kernels, seed):
+    """Of rows and of heads, with a residual and without."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = draw.choice([torch.float16, torch.bfloat16])
+    width = draw.choice([8, 64, 128, 520, 1032, 4096, 16384])
+    n = draw.choice([1, 3, 9, 17]) if width < 4096 else 2
+    weight = strided(generator, dtype, width, device=kernels.device)
+    if seed % 2:
+        x = strided(generator, dtype, n, draw.choice([1, 5]), width, device=kernels.device)
+        assert_rounds_alike(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+        return
+    x, delta = (strided(generator, dtype, n, width, device=kernels.device) for _ in range(2))
+    plain = x.clone()
+    expected = reference.add_rms_norm(plain, delta, weight, 1e-5)
+    assert_rounds_alike(kernels.add_rms_norm(x, delta, weight, 1e-5), expected)
+    assert torch.equal(x, plain)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_rotate_and_store(kernels, seed):
+    """q, k and v as parts of one product; rows in any order, or one behind the other. Bit for
+    bit.
+    """
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = draw.choice([torch.float16, torch.bfloat16])
+    dim = draw.choice([16, 64, 80, 96, 128])
+    n = draw.choice([1, 2, 7, 33])
+    kv_heads = draw.choice([1, 2, 3])
+    group = draw.choice([1, 4])
+    capacity = 40
+    heads = kv_heads * group
+    product = strided(generator, dtype, n, (heads + 2 * kv_heads) * dim, device=kernels.device)
+    qkv = [
+        one.view(n, -1, dim)
+        for one in product.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+    ]
+    rotary = [strided(generator, dtype, n, dim, device=kernels.device) for _ in range(2)]
+    stores = [
+        torch.randn(kv_heads, capacity, dim, generator=generator).to(dtype).to(kernels.device)
+        for _ in range(2)
+    ]
+    plain = [store.clone() for store in stores]
+    first = draw.randrange(capacity - n)
+    rows = (
+        torch.randperm(capacity, generator=generator)[:n].to(kernels.device) if seed % 2 else None
+    )
+    expected = reference.rotate_and_store(
+        *qkv, rotary, *plain, slice(first, first + n) if rows is None else rows
+    )
+    assert torch.equal(kernels.rotate_and_store(*qkv, *rotary, *stores, rows, first), expected)
+    assert all(torch.equal(*pair) for pair in zip(stores, plain, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 8), (3, 2056), (9, 96)])
+def test_silu_mul(kernels, shape, dtype):
+    """Of two parts of one product; far from zero as well."""
+    product = 4 * strided(
+        torch.Generator().manual_seed(0), dtype, shape[0], 2 * shape[1], device=kernels.device
+    )
+    product[0, :8] = torch.tensor([-200, -90, -20, -0.0, 0.0, 20, 90, 200])
+    gate, up = product.split(shape[1], dim=1)
+    assert_rounds_alike(kernels.silu_mul(gate, up), reference.silu_mul(gate, up))
+
+
+def samples(device):
+    """One call of each op."""
+    case = random_case(3)
+    q, k, v, parents = inputs(case, device)
+    attention = (q, k, v, *(one.to(device) for one in mask_of(case, parents)), case.window, 0.1)
+    parents = parents.to(device)
+    store = torch.randn(2, 2, 20, 64, device=device)
+    tree, target = drafted(3)
+    candidates = residual.candidates(tree)
+    noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64)
+    arrays, noise = arguments(candidates, noise, torch.device(device))
+    verification = (
+        *arrays,
+        tree.sampled.draft_probs.to(device),
+        target.to(device),
+        noise,
+        candidates.n_levels,
+    )
+    x, delta, weight, rotary = (torch.randn(n, 64, device=device).half() for n in (3, 3, 1, 3))
+    heads = torch.randn(3, 2, 64, device=device).half()
+    stores = torch.randn(2, 2, 9, 64, device=device).half()
+    return {
+        "rms_norm": (x, weight[0], 1e-5),
+        "add_rms_norm": (x, delta, weight[0], 1e-5),
+        "rotate_and_store": (
+            heads,
+            heads,
+            heads,
+            rotary,
+            rotary,
+            *stores,
+            torch.tensor([1, 8, 4], device=device),
+            7,
+        ),
+        "silu_mul": (x, delta),
+        "tree_attention": attention,
+        "transfer": (store, store.cpu().pin_memory() if device == "cuda" else store.clone()),
+        "commit_rows": (store, store.clone(), torch.tensor([1, 4]), 2),
+        "verify": (*verification, candidates.independent, True),
+    }
+
+
+OPS = (
+    "add_rms_norm",
+    "commit_rows",
+    "rms_norm",
+    "rotate_and_store",
+    "silu_mul",
+    "tree_attention",
+    "transfer",
+    "verify",
+)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_torch_knows_of_an_op(kernels, name):
+    # The schema's check clones pinned memory into unpinned memory, of which a kernel on a card
+    # cannot read.
+    is_pinned = name == "transfer" and kernels.device == "cuda"
+    checks = ("test_faketensor",) if is_pinned else ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        getattr(kernels, name).default, samples(kernels.device)[name], test_utils=checks
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "change", "message"),
+    [
+        ("tree_attention", 0, lambda x: x.float(), "float16 or bfloat16"),
+        ("tree_attention", 1, lambda x: x[:, 1:], "entries in dimension 1"),
+        ("tree_attention", 2, lambda x: x.float(), "dtype of the first"),
+        ("tree_attention", 0, lambda x: x[..., :40], "head dimension"),
+        ("tree_attention", 3, lambda x: x.long(), "wrong dtype"),
+        ("tree_attention", 3, lambda x: x[:1], "masks must have"),
+        ("tree_attention", 4, lambda x: x[:1], "depths must have"),
+        ("tree_attention", 5, lambda x: x.repeat(50), "a bit for each"),
+        ("tree_attention", 6, lambda x: x[:1], "extent must have 2"),
+        ("commit_rows", 0, lambda x: x[..., :62].contiguous(), "entries in dimension 3|16 bytes"),
+        ("transfer", 1, lambda x: x[1:], "as many bytes"),
+        ("transfer", 0, lambda x: x.transpose(0, 1), "contiguous"),
+        ("commit_rows", 2, lambda x: x.int(), "int64 on the host"),
+        ("commit_rows", 3, lambda _: 19, "past the end"),
+        ("rms_norm", 0, lambda x: x.float(), "float16 or bfloat16"),
+        ("rms_norm", 0, lambda x: x[:, :63], "multiple of 8"),
+        ("rms_norm", 0, lambda x: x.flatten()[4:-60].view(2, 64), "multiples of 16 bytes"),
+        ("rms_norm", 1, lambda x: x[:56], "weight must have 64"),
+        ("add_rms_norm", 1, lambda x: x[:1], "delta must have 3"),
+        ("add_rms_norm", 1, lambda x: x.float(), "dtype of the first"),
+        ("rotate_and_store", 0, lambda x: x[..., :56], "multiple of 16"),
+        ("rotate_and_store", 2, lambda x: x[:, :1], "v must have 2"),
+        ("rotate_and_store", 3, lambda x: x[:, :32], "cos must have 64"),
+        ("rotate_and_store", 6, lambda x: x[:, 1:], "values must be contiguous"),
+        ("rotate_and_store", 7, lambda x: x.int(), "wrong dtype"),
+        ("rotate_and_store", 7, lambda _: None, "past the end"),
+        ("silu_mul", 1, lambda x: x[:2], "up must have 3"),
+        ("verify", 1, lambda x: x[1:], "children must have"),
+        ("verify", 6, lambda x: x.double(), "target has the wrong dtype"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_reason(kernels, name, place, change, message):
+    args = list(samples(kernels.device)[name])
+    args[place] = change(args[place])
+    with pytest.raises(RuntimeError, match=message):
+        getattr(kernels, name)(*args)

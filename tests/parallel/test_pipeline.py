@@ -1,0 +1,191 @@
+"""Layers divided among ranks: the same tokens as one rank's, whatever each of them streams."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.run_ranks import started
+from support.tiny import Zoo, generate, prompt_of
+
+from bench.models import config_of, random_model
+from offload_rt import LLM
+from offload_rt.config import EngineConfig
+from offload_rt.errors import SettingsError
+from offload_rt.models.stage import divide_layers
+from offload_rt.system.machine import ComputeTimes
+
+_SCRIPT = """
+import json, os, sys
+import torch
+from offload_rt import LLM, SamplingParams
+from offload_rt.executor import runner
+from offload_rt.system.machine import ComputeTimes
+settings, prompts, params, n_parts = json.loads(sys.argv[1])
+runner.CHUNK_ROWS = 64
+# Ranks divide the cores; sums with different thread counts round differently.
+os.sched_getaffinity = lambda _: {0}
+torch.set_num_threads(1)
+if n_parts:
+    ComputeTimes.n_parts = lambda self, n_rows, n_stages: min(n_rows, n_parts)
+with LLM(device="cpu", **settings) as llm:
+    for seed in (0, 1):
+        sampling = SamplingParams(max_tokens=12, logprobs=3, seed=seed, ignore_eos=True, **params)
+        for one in llm.generate(prompts, sampling):
+            print(json.dumps([one.token_ids, one.prompt_logprobs, one.logprobs]))
+    print(json.dumps(llm.plan.tiers), file=sys.stderr)
+"""
+
+
+def _said(
+    folder: Path,
+    n: int,
+    settings: dict,
+    prompts: list[list[int]],
+    n_parts: int = 0,
+    **params: object,
+) -> tuple[str, list[str]]:
+    """What ranks give, and where the layers of rank 0 lie; n_parts: of each pass, whatever is
+    measured.
+    """
+    folder.mkdir()
+    script = folder / "script.py"
+    script.write_text(_SCRIPT)
+    settings = settings | ({"pipeline": n} if n > 1 else {})
+    with started(
+        str(script), [json.dumps([settings, prompts, params, n_parts])], folder, n
+    ) as ranks:
+        assert [one.code() for one in ranks] == [0] * n, "".join(one.err for one in ranks)[-2000:]
+        assert not any(one.out for one in ranks[1:])
+        return ranks[0].out, json.loads(ranks[0].err.splitlines()[-1])
+
+
+def _as_one(
+    folder: Path, n: int, settings: dict, prompts: list[list[int]], **params: object
+) -> list[str]:
+    """Where the layers of rank 0 lie; what the ranks gave is what one gives, bit for bit."""
+    text, tiers = _said(folder / "several", n, settings, prompts, **params)
+    one, _ = _said(folder / "one", 1, settings, prompts, **params)
+    assert text == one and len(text.splitlines()) == 2 * len(prompts)
+    return tiers
+
+
+def _tokens(text: str) -> list[list[int]]:
+    return [json.loads(line)[0] for line in text.splitlines()]
+
+
+def test_resident_layers_give_what_one_rank_gives_chunk_by_chunk(zoo: Zoo, tmp_path: Path) -> None:
+    """Read all rows of a prompt of three chunks beside a short prompt."""
+    settings = {
+        "model": str(zoo.directory("qwen3", 0)),
+        "drafter": "none",
+        "max_num_seqs": 2,
+        "max_model_len": 180,
+    }
+    prompts = [prompt_of(0, 150), prompt_of(1, 30)]
+    tiers = _as_one(tmp_path, 3, settings, prompts, temperature=0.8, prompt_logprobs=0)
+    assert tiers == ["device"] * 2
+
+
+@pytest.mark.parametrize("drafter", ["none", "recycle"])
+def test_streamed_layers_give_what_one_rank_gives(drafter: str, zoo: Zoo, tmp_path: Path) -> None:
+    """With trees, whose size depends on times that all ranks measure, the same tokens."""
+    settings = {
+        "model": str(zoo.directory("llama-tied", 0)),
+        "drafter": drafter,
+        "max_model_len": 128,
+    }
+    settings |= {} if drafter == "none" else {"tree_size": 8}
+    with LLM.open(EngineConfig(**settings, device="cpu", device_memory="1GB")) as whole:
+        settings["device_memory"] = whole.plan.reserved.total + 2 * max(whole.plan.layer_nbytes)
+    if drafter == "none":
+        assert "disk" in _as_one(tmp_path, 2, settings, [prompt_of(0)])
+    else:
+        text, tiers = _said(tmp_path / "ranks", 2, settings, [prompt_of(0)], temperature=0)
+        assert "disk" in tiers and _tokens(text) == [zoo.greedy("llama-tied", 0)[:12]] * 2
+
+
+def test_drafted_tokens_are_those_of_the_model(zoo: Zoo, tmp_path: Path) -> None:
+    """The draft is on rank 0 alone; the rows of a tree follow each other through the ranks in three
+    parts.
+    """
+    pair = zoo.pair("llama", 0)
+    settings = {
+        "model": str(pair.target),
+        "draft_model": str(pair.draft),
+        "max_model_len": 128,
+        "tree_size": 8,
+    }
+    text, _ = _said(tmp_path / "ranks", 2, settings, [prompt_of(0)], n_parts=3, temperature=0)
+    assert _tokens(text) == [generate(pair.model, prompt_of(0), 12)] * 2
+
+
+def test_layers_of_transformers_give_what_one_rank_gives(tmp_path: Path) -> None:
+    """Two attentions in a layer."""
+    random_model(config_of("diffllama")).save_pretrained(tmp_path / "model")
+    settings = {
+        "model": str(tmp_path / "model"),
+        "max_model_len": 64,
+        "drafter": "none",
+        "dtype": "float32",
+    }
+    _as_one(tmp_path, 2, settings, [[5, 3, 8, 1]])
+
+
+def test_a_pipeline_needs_as_many_ranks(zoo: Zoo) -> None:
+    with pytest.raises(
+        SettingsError,
+        match="--pipeline 2: needs as many ranks, has 1 started, and 6 layers in 6 parts",
+    ):
+        LLM(str(zoo.directory("llama", 0)), device="cpu", pipeline=2)
+
+
+@pytest.mark.parametrize("n_stages", [2, 4])
+def test_rows_go_through_stages_in_as_many_parts_as_is_soonest(n_stages: int) -> None:
+    """Reading the weights takes as long as computing 50 rows: against a clock that lets each stage
+    take part after part.
+    """
+    times = ComputeTimes((1, 512), (64, 128), ((51.0, 562.0), (51.0, 562.0)))
+
+    def seconds(n_rows: int, n_parts: int) -> float:
+        ends = [0.0] * n_stages  # of the last part in each stage
+        for _ in range(n_parts):
+            for stage in range(n_stages):
+                ends[stage] = (
+                    max(ends[stage], ends[stage - 1] if stage else 0.0)
+                    + (50 + n_rows / n_parts) / n_stages
+                )
+        return ends[-1]
+
+    of_stages = times.of_stages(n_stages)
+    falling = ComputeTimes((1, 8), (64, 128), ((2.0, 1.0), (2.0, 1.0)))
+    assert falling.n_parts(500, n_stages) >= 1  # as a line through noise may
+    for n_rows in (1, 16, 64, 512):
+        best = min(seconds(n_rows, n) for n in range(1, min(n_rows, 16) + 1))
+        chosen = seconds(n_rows, times.n_parts(n_rows, n_stages))
+        assert best <= chosen <= 1.05 * best
+        if n_rows in times.widths:
+            assert of_stages.at(np.array([n_rows]), 64)[0] == pytest.approx(chosen)
+    assert times.n_parts(1, n_stages) == 1 < times.n_parts(512, n_stages)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_are_divided_so_that_the_fullest_rank_is_least_full(seed: int) -> None:
+    """Against all ways to divide them."""
+    chance = np.random.default_rng(seed)
+    n = int(chance.integers(3, 9))
+    n_ranks = int(chance.integers(1, 4))
+    sizes = chance.integers(1, 10, n).tolist()
+    rooms = chance.integers(1, 30, n_ranks).tolist()
+    found = divide_layers(sizes, rooms)
+
+    def load(stops: tuple[int, ...]) -> float:
+        ranges = itertools.pairwise((0, *stops, n))
+        return max(sum(sizes[a:b]) / room for (a, b), room in zip(ranges, rooms, strict=True))
+
+    best = min(load(stops) for stops in itertools.combinations(range(1, n), n_ranks - 1))
+    assert [one.start for one in found] == [0, *(one.stop for one in found[:-1])] and found[
+        -1
+    ].stop == n
+    assert load(tuple(one.stop for one in found[:-1])) == pytest.approx(best)

@@ -1,0 +1,314 @@
+"""Ranks divide every kind of model: mixtures, gated delta nets, models without a plan, experts that
+come as rows need them.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import generate, keep_steady, measure_little, open_llm, prompt_of
+from test_mxfp4 import published  # noqa: F401
+from test_tensor_parallel import MINE, Board, ThreadRanks, divided_tokens, together, tokens_of
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import bench.models
+import offload_rt.llm
+from bench.models import config_of, random_model
+from offload_rt import LLM, SamplingParams
+from offload_rt.engine import builder, engine_plan, stages
+from offload_rt.models import stand_ins
+from offload_rt.models.architecture import ExpertShare
+from offload_rt.models.families import spec_of
+from offload_rt.models.stage import divisible
+from offload_rt.models.tensor_parallel import TensorParallelModel
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.divided import divide
+
+# What is new in each: states, and a mixture with a shared expert; experts one by one; norms of
+# heads; experts in one tensor, with biases, and no plan; attention that the plan leaves out; other
+# projections; matrices that are no linear modules; tables beside the embedding; only linear modules
+# that no plan knows.
+MIXTURES = ["qwen3_next", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+KINDS = [*MIXTURES, "qwen3_5_text", "gpt2", "gemma3n_text", "stablelm"]
+
+
+@pytest.fixture(autouse=True)
+def threads_are_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for module in (engine_plan, builder, stages, offload_rt.llm):
+        monkeypatch.setattr(module, "joined", lambda: getattr(MINE, "ranks", None))
+
+
+@pytest.fixture(scope="module")
+def model_of(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Any, Path, list[int]]]:
+    """Of a type: the model in transformers, its checkpoint, and what it makes of `prompt_of(0, 15,
+    150)`.
+    """
+    made: dict[str, tuple[Any, Path, list[int]]] = {}
+
+    def get(kind: str) -> tuple[Any, Path, list[int]]:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+                    patch.setitem(bench.models.SIZES, name, 8)
+                # whose sum has an order
+                patch.setitem(bench.models.SIZES, "num_experts_per_tok", 4)
+                model = random_model(config_of(kind))
+            model.save_pretrained(folder)
+            made[kind] = model, folder, generate(model, prompt_of(0, 15, 150), 24)
+        return made[kind]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_exact"), [*((kind, False) for kind in KINDS), ("qwen3_5_text", True)]
+)
+def test_greedy_tokens_of_two_ranks_are_transformers(model_of, kind: str, is_exact: bool) -> None:
+    """With layers in memory; and exactly, with layers of the disk."""
+    _, folder, expected = model_of(kind)
+    settings = {
+        "dtype": "float32",
+        "place": "disk" if is_exact else "resident",
+        "exact_parallel": is_exact,
+    }
+    assert divided_tokens(2, folder, prompt_of(0, 15, 150), 24, **settings) == expected
+
+
+@pytest.mark.parametrize(("kind", "size"), [("qwen3_next", 4), ("mixtral", 3)])
+def test_so_do_trees_among_more_ranks(
+    model_of, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, size: int
+) -> None:
+    """Also where one rank has more experts than another."""
+    keep_steady(monkeypatch)
+    _, folder, expected = model_of(kind)
+    if size == 3:
+        model = random_model(threefold(kind))
+        folder = tmp_path / kind
+        model.save_pretrained(folder)
+        expected = generate(model, prompt_of(0, 15, 150), 24)
+    settings = {"dtype": "float32", "place": "disk", "drafter": "recycle", "exact_parallel": True}
+    assert divided_tokens(size, folder, prompt_of(0, 15, 150), 24, **settings) == expected
+
+
+def threefold(kind: str) -> Any:
+    config = config_of(kind)
+    config.hidden_size = 48
+    config.num_attention_heads = 6
+    config.num_key_value_heads = 3
+    return config
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [*zip(MIXTURES, ["disk", "resident", "resident", "disk", "disk"], strict=True)],
+)
+def test_exact_ranks_give_the_bits_of_one(model_of, kind: str, place: str) -> None:
+    """In bfloat16, where the order of a sum tells."""
+
+    def work() -> Tensor:
+        params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
+        settings = {"dtype": "bfloat16", "place": place, "exact_parallel": True}
+        with open_llm(model_of(kind)[1], **settings) as llm:
+            output = llm.generate([prompt_of(3, 30, 150)], params)[0]
+        rows = [one for one in (*output.prompt_logprobs, *output.logprobs) if one]
+        return torch.tensor([[one[token].logprob for token in sorted(one)] for one in rows])
+
+    assert torch.equal(work(), together(2, work)[0])
+
+
+def test_codes_of_all_experts_in_one_tensor_are_divided(published: Path) -> None:  # noqa: F811
+    settings = {"dtype": "float32", "place": "disk"}
+    with open_llm(published, **settings) as llm:
+        expected = tokens_of(llm, prompt_of(0, 15, 150), 24)
+    assert (
+        divided_tokens(2, published, prompt_of(0, 15, 150), 24, **settings, exact_parallel=True)
+        == expected
+    )
+
+
+def test_a_rank_brings_its_own_experts_alone(model_of) -> None:
+
+    def work() -> tuple[list[int], int]:
+        with open_llm(
+            model_of("qwen3_moe")[1], "disk", dtype="float32", exact_parallel=True
+        ) as llm:
+            tokens = tokens_of(llm, prompt_of(0, 15, 150), 8)
+            return tokens, llm.engine.runner.experts.mixture.n_experts
+
+    model, _, expected = model_of("qwen3_moe")
+    tokens, n_experts = together(2, work)[0]
+    assert tokens == expected[:8] and n_experts == model.config.num_experts // 2
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_grouped_products_of_some_experts_add_up_to_those_of_all(size: int, is_exact: bool) -> None:
+    """What a card computes, by the products of transformers on a CPU."""
+    experts = random_model(config_of("qwen3_moe")).model.layers[0].mlp.experts
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(9, 64, generator=generator)
+    scores = torch.rand(9, 2, generator=generator)
+    chosen = torch.rand(9, 4, generator=generator).argsort(1)[:, :2]
+    whole = {name: one.data for name, one in experts.named_parameters()}
+    expected = torch.zeros_like(hidden)
+    for row, numbers in enumerate(chosen.tolist()):
+        for expert, score in zip(numbers, scores[row], strict=True):
+            gate, up = (whole["gate_up_proj"][expert] @ hidden[row]).chunk(2)
+            expected[row] += score * (whole["down_proj"][expert] @ (silu(gate) * up))
+    shares = [range(4 * rank // size, 4 * (rank + 1) // size) for rank in range(size)]
+    parts = []
+    for own in shares:
+        for name, one in whole.items():
+            setattr(
+                experts, name, torch.nn.Parameter(one[own.start : own.stop], requires_grad=False)
+            )
+        share = ExpertShare(own, is_exact, lambda x: x)
+        grouped = lambda *given, own=own: stand_ins._grouped(own, experts, *given)  # noqa: E731
+        parts.append(stand_ins.mix_of_all(share, grouped, hidden, chosen, scores))
+    torch.testing.assert_close(sum(parts), expected, atol=1e-4, rtol=1e-4)
+    assert experts.num_experts == 4
+
+
+# Of a pipeline: the parts that layers are divided into at least, and how many layers there are.
+PARTS = {
+    "qwen3_next": [range(4), range(4, 8)],
+    "gemma3n_text": [range(1), range(1, 2), range(2, 3), range(3, 8)],
+    "qwen3_moe": [range(1), range(1, 2), range(2, 3), range(3, 4)],
+}
+BUDGETS = {"qwen3_next": 3_300_000, "gemma3n_text": 3_850_000, "qwen3_moe": 1_900_000}
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafter"), [*((kind, "recycle") for kind in PARTS), ("qwen3_next", "none")]
+)
+def test_stages_give_what_one_rank_gives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, drafter: str
+) -> None:
+    """With states of their own layers, keys and values that others of them attend to, and experts
+    that come.
+    """
+    measure_little(monkeypatch)
+    monkeypatch.setitem(bench.models.SIZES, "num_hidden_layers", PARTS[kind][-1].stop)
+    monkeypatch.setitem(
+        bench.models.SIZES, "num_kv_shared_layers", 3
+    )  # of which two attend to what the fourth layer keeps
+    model = random_model(config_of(kind))
+    model.save_pretrained(tmp_path / kind)
+    spec = open_checkpoint(tmp_path / kind).spec
+    assert divisible(spec) == PARTS[kind]
+    prompts = [prompt_of(0, 70, 150), prompt_of(1, 9, 150)]
+
+    def work() -> list[list[int]]:
+        settings = {
+            "max_num_seqs": 2,
+            "drafter": drafter,
+            "dtype": "float32",
+            "pipeline": 2,
+            "device_memory": BUDGETS[kind],
+        }
+        settings |= {} if drafter == "none" else {"tree_size": 8}
+        with LLM(str(tmp_path / kind), device="cpu", max_model_len=128, **settings) as llm:
+            found = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+            assert drafter == "none" or not llm.plan.is_resident
+            # The first goes back to a place before its end, and on from there.
+            again = llm.generate(
+                [prompts[0] + found[0].token_ids[:10]],
+                SamplingParams(max_tokens=10, ignore_eos=True),
+            )
+            return [one.token_ids for one in (*found, *again)]
+
+    first, second = (generate(model, one, 20) for one in prompts)
+    assert together(2, work)[0] == [first, second, first[10:]]
+
+
+# Shapes as they are published, with fewer layers.
+PUBLISHED = {
+    "qwen3_moe": {
+        "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+        "num_experts": 128,
+        "num_experts_per_tok": 8, "num_attention_heads": 64, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151936,
+    },
+    "qwen3_next": {}, "gpt_oss": {}, "mixtral": {}, "deepseek_v3": {"first_k_dense_replace": 1},
+    "stablelm": {}, "gpt2": {},
+    "qwen3_5_text": {}, "gemma3n_text": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_a_rank_has_its_share_of_the_bytes(kind: str) -> None:
+    """At most 1.03 of them, by shapes alone."""
+    spec = spec_of(
+        CONFIG_MAPPING[kind](
+            num_hidden_layers=8 if kind != "gemma3n_text" else 30, **PUBLISHED[kind]
+        ).to_dict()
+    )
+
+    def numbers(one: Any) -> int:
+        tensors = [
+            *one.non_layer_tensors(),
+            *(own for i in range(one.n_layers) for own in one.layer_tensors(i)),
+        ]
+        return sum(math.prod(shape) for _, shape in tensors)
+
+    for size, is_exact in ((2, True), (4, False)):
+        ranks = [
+            TensorParallelModel.of(spec, ThreadRanks(rank, Board(size)), is_exact)
+            for rank in range(size)
+        ]
+        shares = [numbers(one) for one in ranks]
+        assert max(shares) <= 1.03 * numbers(spec) / size, (kind, size)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_ranks_have_every_expert_between_them_and_all_routers(model_of, kind: str) -> None:
+    """By the bytes of the checkpoint, each once. Routers are asked in their turn and ahead of it,
+    without other ranks.
+    """
+    checkpoint = open_checkpoint(model_of(kind)[1])
+    ranks = [
+        divide(
+            checkpoint, TensorParallelModel.of(checkpoint.spec, ThreadRanks(rank, Board(4)), False)
+        )
+        for rank in range(4)
+    ]
+    mixture = checkpoint.spec.mixture
+    for i in mixture.layers:
+        names = checkpoint.spec.expert_names(i)
+        whole = [
+            one
+            for one in checkpoint.layers[i]
+            if one.key in names or one.key.rpartition(".")[0] in names
+        ]
+        spans = {(one.path, one.start, one.stop) for one in whole}
+        own = [
+            [
+                one
+                for one in rank.layers[i]
+                if one.key in names or one.key.rpartition(".")[0] in names
+            ]
+            for rank in ranks
+        ]
+        assert sum(one.nbytes for part in own for one in part) == sum(
+            stop - start for _, start, stop in spans
+        )
+        assert len({(one.start, one.stop) for part in own for one in part}) == sum(map(len, own))
+        router = checkpoint.spec.model.mixtures[i].router
+        tensors = {tuple(one.shape) for one in router.parameters()} if router else set()
+        of_router = [
+            one
+            for one in checkpoint.spec.layer_tensors(i)
+            if one.name not in names and one.shape in tensors
+        ]
+        assert of_router and all(
+            one in rank.spec.layer_tensors(i) for one in of_router for rank in ranks
+        )

@@ -1,0 +1,1162 @@
+"""Ranks that divide the weights give what one gives alone. Here they are threads, and once the
+processes of torchrun.
+"""
+
+import json
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from quantize import Choice, config_of, quantized, write
+from safetensors.torch import save_file
+from support.pretended_card import pretended_card
+from support.tiny import (
+    CASES,
+    DRAFTERS,
+    Pair,
+    Zoo,
+    generate,
+    keep_steady,
+    measure_little,
+    nearly,
+    open_llm,
+    prompt_of,
+    save_pair,
+)
+from test_formats import id_of
+from test_gguf import build
+from test_heads import few_tokens, random_head
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import offload_rt.llm
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import convert
+from offload_rt.config import EngineConfig
+from offload_rt.engine import builder, draft_place, engine_plan, link, loader, profile, rank_cuts
+from offload_rt.engine.link_rates import LinkRates
+from offload_rt.errors import (
+    CapacityError,
+    CheckpointError,
+    DeviceError,
+    SettingsError,
+    UnsupportedModelError,
+)
+from offload_rt.executor.cuda_graphs import GraphPass, GraphShape
+from offload_rt.executor.runner import Runner
+from offload_rt.models.tensor_parallel import Cut, TensorParallelModel
+from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
+from offload_rt.offload.placement import Plan
+from offload_rt.ops.lossless import decode
+from offload_rt.speculate.select import Drafting, drafter_type
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.divided import divide, part_of, parts
+from offload_rt.weights.formats import Source, format_of
+from offload_rt.weights.header import read_header
+from offload_rt.weights.layout import PackedLayer, host_block
+from offload_rt.weights.lossless import encode_layer
+
+MINE = threading.local()
+NAME = "mlp.down_proj.weight"
+SHAPE = (384, 256)
+PATIENCE_S = 120.0
+
+
+class Board:
+    """Where the ranks of one run meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier = size, threading.Barrier(size, timeout=PATIENCE_S)
+        self.given: list[Any] = [None] * size
+        self.calls: list[SimpleQueue[bytes]] = [SimpleQueue() for _ in range(size)]
+        self.mail = {(a, b): SimpleQueue[Tensor]() for a in range(size) for b in range(size)}
+
+
+class ThreadRanks:
+    """`Ranks` that are threads of this process."""
+
+    def __init__(self, rank: int, board: Board) -> None:
+        self.rank = rank
+        self.size = board.size
+        self.n_local = board.size
+        self._board = board
+        self.n_reduced = self.n_gathered = 0
+
+    def _together(self, given: Any, make: Callable[[list[Any]], Any]) -> Any:
+        self._board.given[self.rank] = given
+        self._board.barrier.wait()
+        found = make(self._board.given)
+        self._board.barrier.wait()
+        return found
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.n_reduced += 1
+        return self._together(x, lambda given: sum(one.float() for one in given).to(x.dtype))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.n_gathered += 1
+        return self._together(x, lambda given: torch.cat(given, 1))
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._together(x, lambda given: given[0].clone())
+
+    def least(self, *numbers: int) -> list[int]:
+        return self._together(numbers, lambda given: list(map(min, zip(*given, strict=True))))
+
+    def total(self, *numbers: float) -> list[float]:
+        return self._together(numbers, lambda given: [sum(one) for one in zip(*given, strict=True)])
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._board.mail[self.rank, to].put(x.clone())
+
+    def finish_sending(self) -> None:
+        pass
+
+    def receive(self, into: Tensor, source: int) -> None:
+        into.copy_(self._board.mail[source, self.rank].get(timeout=PATIENCE_S))
+
+    def refuse_second(self) -> None:
+        pass
+
+    def telling(self, *call: Any) -> AbstractContextManager[None]:
+        for queue in self._board.calls[1:]:
+            queue.put(pickle.dumps(call))
+        return nullcontext()
+
+    def told(self) -> Iterator[Any]:
+        return map(pickle.loads, iter(self._board.calls[self.rank].get, b""))
+
+    def leave(self) -> None:
+        if self.rank == 0:
+            for queue in self._board.calls[1:]:
+                queue.put(b"")
+
+
+class Alike(ThreadRanks):
+    """One rank of several, whose others give what it gives."""
+
+    def _together(self, given: Any, make: Callable[[list[Any]], Any]) -> Any:
+        return make([given] * self.size)
+
+
+@pytest.fixture(autouse=True)
+def threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (engine_plan, builder, offload_rt.llm):
+        monkeypatch.setattr(module, "joined", lambda: getattr(MINE, "ranks", None))
+
+
+@pytest.fixture(autouse=True)
+def a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates that favour sidecars, on whatever machine."""
+    monkeypatch.setattr(link, "measured_rates", lambda *_: LinkRates(1.0, 100.0))
+
+
+def together(size: int, work: Callable[[], Any]) -> list[Any]:
+    """What each rank's `work` gives; None for one that has served rank 0 until its end. Raises the
+    first error of a rank.
+    """
+    board = Board(size)
+    found = [None] * size
+    errors = list[BaseException]()
+
+    def run(rank: int) -> None:
+        MINE.ranks = ThreadRanks(rank, board)
+        try:
+            found[rank] = work()
+        except SystemExit:
+            pass
+        except BaseException as error:
+            errors.append(error)
+            board.barrier.abort()
+            MINE.ranks.leave()
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(PATIENCE_S)
+    causes = [one for one in errors if not isinstance(one, threading.BrokenBarrierError)]
+    if errors:
+        raise (causes or errors)[0]
+    return found
+
+
+def tokens_of(llm: LLM, prompt: list[int], n: int = 16, **params: Any) -> list[int]:
+    return llm.generate([prompt], SamplingParams(max_tokens=n, ignore_eos=True, **params))[
+        0
+    ].token_ids
+
+
+def divided_tokens(
+    size: int, directory: Path, prompt: list[int], n: int = 16, **settings: Any
+) -> list[int]:
+    """The tokens of so many ranks."""
+
+    def work() -> list[int]:
+        with open_llm(directory, **settings) as llm:
+            return tokens_of(llm, prompt, n)
+
+    return together(size, work)[0]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Heads enough for two ranks, and matrices that int4 packs."""
+    sizes = {"num_hidden_layers": 3, "max_position_embeddings": 512}
+    model = CASES["llama"].build(5, **sizes)
+    return save_pair(tmp_path_factory.mktemp("pair"), model, nearly(model, 0.03))
+
+
+def quantised(folder: Path, choice: Choice | str | None, **sizes: Any) -> tuple[Path, Any]:
+    """A checkpoint in a format, of a Llama with rows that all formats divide into blocks; and the
+    model that it stands for.
+    """
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+    } | sizes
+    model = CASES["llama"].build(3, **sizes)
+    for parameter in model.parameters():
+        parameter.data /= 2 if parameter.dim() == 2 else 1
+    if isinstance(choice, str):
+        return folder / "m.gguf", build(folder / "m.gguf", model, choice)
+    if choice is None:
+        model.bfloat16().save_pretrained(folder / "exact")
+    else:
+        model.save_pretrained(folder / "model")
+        write(folder / "model", folder / "m", choice, folder / "exact")
+    exact = AutoModelForCausalLM.from_pretrained(folder / "exact", dtype=torch.float32)
+    return folder / ("m" if choice else "exact"), exact
+
+
+def streamed(path: Path, **settings: Any) -> EngineConfig:
+    """Settings with which layers come from the disk, however they are divided."""
+    config = EngineConfig(
+        str(path), device="cpu", drafter="none", max_model_len=64, dtype="float32", **settings
+    )
+    with LLM.open(config) as unloaded:
+        plan = unloaded.plan
+    return replace(config, device_memory=plan.reserved.total + 5 * plan.slot_nbytes // 2)
+
+
+# The cuts
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice("pack-quantized"), Choice("pack-quantized", group_size=-1),
+        Choice("pack-quantized", 3), Choice("fp8"),
+        Choice("pack-quantized", desc_act=True), Choice("pack-quantized", group_size=80),
+        Choice("awq"), Choice("nf4"),
+        Choice("int-quantized", group_size=-1), Choice("float-quantized"),
+        Choice("mxfp4-pack-quantized"),
+        Choice("gptq", 3), Choice("gptq", 4), Choice("gptq", desc_act=True),
+        Choice("nf4", group_size=128),
+        Choice("nf4", symmetric=True), None,
+    ],
+    ids=lambda choice: id_of(choice) or "dense",
+)  # fmt: skip
+def test_the_parts_of_a_matrix_are_the_whole(
+    tmp_path: Path, choice: Choice | None, dim: int
+) -> None:
+    """Whatever the format; or by inputs there are none, of act-order, ragged groups, and blocks
+    that run on row by row.
+
+    The scales of a part may begin within a block of nested ones.
+    """
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).bfloat16() / 10
+    stored, exact = quantized({NAME: weight}, choice) if choice else ({NAME: weight},) * 2
+    save_file(stored, tmp_path / "model.safetensors")
+    source = Source(read_header(tmp_path / "model.safetensors"))
+    n = SHAPE[dim] // 2
+    is_refused = (
+        choice is not None
+        and dim == 1
+        and (choice.format == "nf4" or choice.desc_act or choice.group_size == 80)
+    )
+    found = []
+    for rank in (0, 1):
+        fmt = format_of(config_of(choice) if choice else None)
+        cut = Cut(dim, rank * n, n)
+        if is_refused:
+            with pytest.raises(CheckpointError):
+                parts(fmt, (NAME, SHAPE), cut, source)
+            return
+        records = parts(fmt, (NAME, SHAPE), cut, source)
+        with closing(DiskTier([records], ReadSettings(8192))) as files:
+            block = host_block(files.layout(0).nbytes)
+            for read in files.reads(0, block):
+                read()
+            view = fmt.view(files.layout(0), block, torch.bfloat16)
+            found.append(view.rows(torch.arange(cut.shape(SHAPE)[0]), NAME.removesuffix(".weight")))
+    assert torch.equal(torch.cat(found, dim), exact[NAME].bfloat16())
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3-window"])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_ranks_have_all_tensors_between_them(zoo: Zoo, name: str, is_exact: bool) -> None:
+    """Each byte once, but for norms and for heads of keys and values of which there are fewer than
+    ranks.
+    """
+    checkpoint = open_checkpoint(zoo.directory(name, 0))
+    size = 4
+    boards = [
+        TensorParallelModel.of(checkpoint.spec, ThreadRanks(rank, Board(size)), is_exact)
+        for rank in range(size)
+    ]
+    ranks = [divide(checkpoint, one) for one in boards]
+    for one in checkpoint.records:
+        shares = [own for rank in ranks for own in rank.records if own.name == one.name]
+        n_bytes = sum(own.nbytes for own in shares)
+        is_vector = "norm" in one.name
+        n_same = (
+            size
+            if is_vector
+            else (
+                size // min(checkpoint.spec.n_kv_heads, size)
+                if re.search("[kv]_proj", one.name)
+                else 1
+            )
+        )
+        assert n_bytes == n_same * one.nbytes, one.name
+        starts = {own.start + k * own.stride for own in shares for k in range(own.n_pieces)}
+        assert len(starts) * (shares[0].stop - shares[0].start) == one.nbytes
+    assert all(
+        one.kv_shapes[0].n_heads == max(checkpoint.spec.n_kv_heads // size, 1) for one in boards
+    )
+
+
+@pytest.mark.parametrize(
+    "choice", ["plain", None, Choice("gptq"), Choice("nf4"), Choice("fp8"), "Q4_K"], ids=str
+)
+def test_a_rank_reads_and_holds_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: Choice | str | None
+) -> None:
+    """Of the bytes of all, counted where they are read: at most 1.03 of them over the ranks,
+    whatever the format.
+
+    As they lie in a plain checkpoint if they are divided by outputs, else where convert has put
+    them.
+    """
+    is_converted = choice != "plain"
+    choice = None if choice == "plain" else choice
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    path, _ = quantised(tmp_path, choice, **sizes, num_hidden_layers=3, head_dim=64)
+    if is_converted:
+        convert_for_ranks(path, "--link-format", "raw")
+    prefer(monkeypatch, not is_converted)
+    whole = open_checkpoint(path)
+    n_layers = sum(one.nbytes for layer in whole.layers for one in layer)
+
+    fill = DirectFiles.fill
+
+    def count(self: DirectFiles, path: Path, start: int, into: Tensor, need: int) -> None:
+        MINE.n_read = getattr(MINE, "n_read", 0) + need
+        MINE.folders = getattr(MINE, "folders", set()) | {path.parent.name}
+        fill(self, path, start, into, need)
+
+    monkeypatch.setattr(DirectFiles, "fill", count)
+
+    def work() -> tuple[int, int, int]:
+        with LLM.open(streamed(path)) as llm:
+            plan = llm.engine_plan
+            disk = llm.engine_plan.disk
+            assert set(plan.plan.tiers) == {"disk"}
+            MINE.n_read, MINE.folders = 0, set()
+            for i in range(3):
+                block = host_block(disk.layout(i).nbytes)
+                for read in disk.reads(i, block):
+                    read()
+            assert not is_converted or MINE.folders == {f"rank-{MINE.ranks.rank}"}
+            return MINE.n_read, plan.checkpoint.nbytes, plan.plan.streamed_nbytes
+
+    for n_read, n_held, n_streamed in together(2, work):
+        assert n_read <= 1.03 * n_layers / 2
+        assert n_held <= 1.03 * whole.nbytes / 2
+        assert n_streamed <= 1.03 * n_layers / 2
+
+
+# What they compute
+
+
+@pytest.mark.parametrize("place", ["resident", "disk"])
+@pytest.mark.parametrize(
+    ("name", "size"), [("llama-biases", 2), ("qwen3-window", 4), ("llama-tied", 8)]
+)
+def test_greedy_tokens_are_transformers(zoo: Zoo, name: str, size: int, place: str) -> None:
+    """With fewer heads of keys and values than ranks, too, and with fewer heads."""
+    tokens = divided_tokens(
+        size, zoo.directory(name, 0), prompt_of(0), 24, place=place, exact_parallel=place == "disk"
+    )
+    assert tokens == zoo.greedy(name, 0)[:24]
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "olmo2", "phi3", "starcoder2"])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_models_of_transformers_are_divided_by_their_plan(
+    tmp_path: Path, kind: str, is_exact: bool
+) -> None:
+    """Heads of each rank, or the whole of fused and normed ones gathered; biases are added once."""
+    model = general_model(kind)
+    model.save_pretrained(tmp_path)
+    prompt = prompt_of(1, vocab_size=96)
+    tokens = divided_tokens(2, tmp_path, prompt, 12, exact_parallel=is_exact, dtype="float32")
+    assert tokens == generate(model, prompt, 12)
+
+
+def general_model(kind: str) -> Any:
+    sizes = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 16, "pad_token_id": 0,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(4)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes)).eval()
+    for one in model.parameters():
+        one.data = float(one.dim() == 1 and one.mean() == 1) + 0.2 * torch.randn(one.shape)
+    return model
+
+
+# Drafters do not see the order of sums: exact sums with a draft model, and with a view of the
+# target's keys.
+@pytest.mark.parametrize(
+    ("drafter", "is_exact"),
+    [*((one, False) for one in DRAFTERS), ("adaptive_tree", True), ("self_window", True)],
+)
+def test_any_drafter_gives_the_targets_tokens(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, drafter: str, is_exact: bool
+) -> None:
+    keep_steady(monkeypatch)
+    prompt = prompt_of(2, 40)
+    settings = pair.settings(drafter) | {"tree_depth": 4, "exact_parallel": is_exact}
+    if drafter_type(drafter).view is not None:
+        settings["draft_context"] = 32
+    if drafter == "none":
+        settings.pop("tree_depth")
+    assert divided_tokens(2, pair.target, prompt, 24, **settings) == generate(
+        pair.model, prompt, 24
+    )
+
+
+@pytest.mark.parametrize(
+    ("split", "is_exact"), [("on", False), ("on", True), ("off", False), ("auto", False)]
+)
+def test_a_draft_model_may_be_divided_too(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, split: str, is_exact: bool
+) -> None:
+    """With auto the levels are timed by all ranks."""
+    keep_steady(monkeypatch)
+    cut = []
+    divide = engine_plan.divide
+    monkeypatch.setattr(
+        engine_plan, "divide", lambda *given: cut.append(given[0].path) or divide(*given)
+    )
+    settings = pair.settings("adaptive_tree") | {
+        "tree_depth": 4,
+        "exact_parallel": is_exact,
+        "split_draft": split,
+    }
+    assert divided_tokens(2, pair.target, prompt_of(2, 40), 24, **settings) == generate(
+        pair.model, prompt_of(2, 40), 24
+    )
+    target, draft = map(Path, (pair.target, settings["draft_model"]))
+    assert cut.count(draft) == (cut.count(target) if split != "off" else 0)
+
+
+def test_what_cannot_be_done_with_a_divided_draft_is_refused(pair: Pair) -> None:
+    settings = pair.settings("adaptive_tree") | {"split_draft": "on", "learn_draft": "on"}
+    with pytest.raises(
+        SettingsError, match="--split-draft on: needs a whole draft model that does not learn"
+    ):
+        divided_tokens(2, pair.target, prompt_of(2, 40), 4, **settings)
+
+
+# Where a draft model is
+
+
+def places(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, whole_s: float, *parts_s: float, **settings: Any
+) -> list[str]:
+    """Where each rank plans to have the draft, if a level takes so long whole and by the parts of
+    the ranks.
+    """
+
+    def level_seconds(drafting: Drafting, *_: Any) -> float:
+        if drafting.draft is None:
+            return 0.0
+        return (
+            parts_s[MINE.ranks.rank]
+            if isinstance(drafting.draft.spec, TensorParallelModel)
+            else whole_s
+        )
+
+    monkeypatch.setattr(draft_place, "level_seconds", level_seconds)
+    settings = {
+        "draft_model": str(pair.draft),
+        "max_model_len": 64,
+        "tree_size": 16,
+        "tree_depth": 5,
+    } | settings
+
+    def work() -> str:
+        with LLM.open(EngineConfig(str(pair.target), device="cpu", **settings)) as llm:
+            draft = llm.engine_plan.drafting.draft
+            return (
+                "nothing"
+                if draft is None
+                else "part"
+                if isinstance(draft.spec, TensorParallelModel)
+                else "all"
+            )
+
+    return together(2, work)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "found"),
+    [
+        ((1.0, 2.0, 2.0), ["all", "nothing"]),
+        ((2.0, 1.0, 1.0), ["part", "part"]),
+        ((2.0, 1.0, 3.0), ["all", "nothing"]),  # by the slowest rank
+    ],
+)
+def test_a_draft_is_where_levels_take_least(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], found: list[str]
+) -> None:
+    assert places(pair, monkeypatch, *seconds) == found
+    assert places(pair, monkeypatch, *seconds, split_draft="on") == ["part", "part"]
+    assert places(pair, monkeypatch, *seconds, split_draft="off") == ["all", "nothing"]
+    assert places(pair, monkeypatch, 9.0, 1.0, 1.0, learn_draft="on") == ["all", "nothing"]
+
+
+def planned(pair: Pair, split: str, **settings: Any) -> Plan:
+    """What of all lies where on rank 0, with memory for all of it."""
+    config = EngineConfig(
+        str(pair.target),
+        str(pair.draft),
+        "cpu",
+        max_model_len=64,
+        tree_size=16,
+        tree_depth=5,
+        split_draft=split,
+        **settings,
+    )
+
+    def work() -> Plan:
+        with LLM.open(config) as llm:
+            return llm.plan
+
+    return together(2, work)[0]
+
+
+def test_what_a_draft_takes_of_the_targets_room_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafted faster by rank 0 alone, which would have no room for slots then, would read some of
+    its layers, or read more.
+    """
+    measure_little(monkeypatch)
+    models = [
+        CASES["llama"].build(n, num_hidden_layers=n, max_position_embeddings=512) for n in (8, 5)
+    ]
+    pair = save_pair(tmp_path, *models)
+    drafted = (1e-4, 1.1e-4, 1.1e-4)
+    divided, exact, whole = (
+        planned(pair, "on"),
+        *(planned(pair, one, exact_parallel=True) for one in ("on", "off")),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(profile, "link_gbps", lambda *_, **__: 1e3)
+        assert places(pair, monkeypatch, *drafted, device_memory=divided.device_nbytes) == [
+            "part",
+            "part",
+        ]
+    # and some pages
+    least, enough = (one.reserved.total + 2 * one.slot_nbytes + 16384 for one in (exact, whole))
+    assert places(pair, monkeypatch, *drafted, device_memory=least) == ["part", "part"]
+    found = []
+    for gbps in (1e-3, 1e3):
+        monkeypatch.setattr(profile, "link_gbps", lambda *_, rate=gbps, **__: rate)
+        found.append(places(pair, monkeypatch, *drafted, device_memory=enough, exact_parallel=True))
+    assert found == [["part", "part"], ["all", "nothing"]]
+
+
+def test_a_draft_that_cannot_be_divided_is_on_rank_0(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = save_pair(tmp_path, pair.model, CASES["llama"].build(6, intermediate_size=97))
+    assert places(odd, monkeypatch, 2.0, 1.0, 1.0) == ["all", "nothing"]
+    with pytest.raises(UnsupportedModelError, match="97 outputs"):
+        places(odd, monkeypatch, 2.0, 1.0, 1.0, split_draft="on")
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn"])
+def test_heads_of_rank_0_draft_with_tables_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    keep_steady(monkeypatch)
+    model = few_tokens()
+    prompt = [3, 1, 4, 1, 5, 2, 6]
+    tokens = divided_tokens(2, prompt=prompt, **random_head(tmp_path, kind, model))
+    assert tokens == generate(model, prompt, 16)
+
+
+# What of attention's output matrix and the MLP's is cut by: 0 outputs, 1 inputs. The former is no
+# Q4_K.
+FORMATS: list[tuple[Choice | str, int, int]] = [
+    (Choice("gptq", desc_act=True), 0, 0), (Choice("awq"), 1, 1), (Choice("nf4"), 0, 0),
+    ("Q8_0", 1, 1), ("Q4_K", 1, 0),
+    (Choice("nf4", group_size=64, symmetric=True), 0, 0), (Choice("fp8"), 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("choice", "o", "down"), FORMATS, ids=lambda one: id_of(one) or str(one))
+def test_formats_give_the_tokens_of_the_whole_and_are_cut_by_outputs_where_they_must_be(
+    tmp_path: Path, choice: Choice | str, o: int, down: int
+) -> None:
+    """Groups in any order, blocks longer than a part, and those that run on from row to row; matrix
+    by matrix.
+    """
+    path, model = quantised(tmp_path, choice, intermediate_size=256 if choice == "Q4_K" else 512)
+    part = part_of(open_checkpoint(path), 0, 2, is_exact=False).spec
+    assert isinstance(part, TensorParallelModel)
+    dims = [part.styles[f"{name}_proj"].dim for name in ("self_attn.o", "mlp.down", "mlp.up")]
+    assert dims == [o, down, 0]
+    expected = generate(model, prompt_of(0), 16)
+    assert divided_tokens(2, path, prompt_of(0), dtype="float32") == expected
+    assert len(set(expected)) > 3
+
+
+# What convert writes for ranks
+
+
+def convert_for_ranks(path: Path, *flags: str, size: int = 2) -> None:
+    assert convert.main(["--model", str(path), "--ranks", str(size), *flags]) == 0
+
+
+def prefer(monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
+    """Let one of the ways to divide layers on the disk be the faster one."""
+    monkeypatch.setattr(engine_plan.profile, "memory_gbps", lambda *_: 1.0)
+    monkeypatch.setattr(
+        engine_plan,
+        "token_seconds",
+        lambda plan, *_: float(plan.checkpoint.spec.is_exact != is_exact),
+    )
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--link-format", "raw"], ["--exact-parallel"]], ids=" ".join
+)
+def test_ranks_stream_what_convert_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    """In the bytes of `lossless`, and where asked for as they are; the tokens are those of the
+    whole.
+
+    Unless the other way is faster, which is told.
+    """
+    path, model = quantised(tmp_path, None, num_hidden_layers=4)
+    convert_for_ranks(path, *flags, "--sidecar", str(tmp_path))
+    monkeypatch.setattr(link, "_BUFFERS", 8192)
+    is_exact = "--exact-parallel" in flags
+    is_raw = "raw" in flags
+    prefer(monkeypatch, is_exact)
+
+    def work() -> list[int]:
+        with LLM.open(streamed(path, sidecar=str(tmp_path))) as llm:
+            plan = llm.engine_plan
+            assert (bool(plan.link.sidecar), bool(plan.link.layers)) == (not is_raw, is_raw)
+            assert plan.checkpoint.spec.is_exact == is_exact and "disk" in plan.plan.tiers
+            assert (
+                plan.notice.startswith("weights are read encoded: ")
+                if plan.link.sidecar
+                else not plan.notice
+            )
+            files = [one.payload for one in plan.link.sidecar or ()] or [
+                one for of in plan.checkpoint.layers for one in of
+            ]
+            assert {one.path.parent.name for one in files} == {f"rank-{MINE.ranks.rank}"}
+            llm.load()
+            return tokens_of(llm, prompt_of(0))
+
+    def look() -> str:
+        with LLM.open(streamed(path, sidecar=str(tmp_path))) as llm:
+            assert llm.engine_plan.link.sidecar is None and llm.engine_plan.link.layers is None
+            return llm.engine_plan.notice
+
+    assert together(2, work)[0] == generate(model, prompt_of(0), 16)
+    prefer(monkeypatch, not is_exact)
+    assert all(
+        "passes are faster so than from what offload-rt convert has written" in one
+        for one in together(2, look)
+    )
+
+
+@pytest.mark.parametrize("flags", [[], ["--link-format", "raw"]], ids=" ".join)
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_a_rank_with_a_card_streams_what_convert_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], where: str
+) -> None:
+    """The same text as from the checkpoint, of whatever the ranks compute together."""
+    path, _ = quantised(tmp_path, None, num_hidden_layers=4)
+    monkeypatch.setattr(MINE, "ranks", Alike(0, Board(2)), raising=False)
+    prefer(monkeypatch, is_exact=False)
+
+    def run(**settings: Any) -> tuple[list[int], bool, bool]:
+        config = EngineConfig(
+            str(path), device="cuda", drafter="none", max_model_len=64, **settings
+        )
+        with LLM.open(config) as unloaded:
+            plan = unloaded.plan
+        config = replace(
+            config, device_memory=plan.reserved.total + plan.link.buffer + 2 * plan.slot_nbytes
+        )
+        if where == "disk":
+            with LLM.open(config) as unloaded:
+                config = replace(
+                    config,
+                    host_memory=unloaded.plan.budget.buffers + unloaded.plan.host_slot_nbytes,
+                )
+        with LLM.open(config) as llm:
+            assert where in llm.plan.tiers
+            llm.load()
+            link = llm.engine_plan.link
+            return tokens_of(llm, prompt_of(0)), bool(link.sidecar), bool(link.layers)
+
+    with pretended_card(monkeypatch, has_kernels=True):
+        expected, *none = run()
+        convert_for_ranks(path, *flags)
+        found, *has = run()
+    assert (found, none, has) == (expected, [False, False], [not flags, bool(flags)])
+
+
+def test_sidecars_of_other_runs_are_told_and_not_used(pair: Pair, tmp_path: Path) -> None:
+    """Of other ranks, of another cut, of a model that has changed, and none at all."""
+
+    def notices(path: Path, **settings: Any) -> set[str]:
+        def work() -> str:
+            config = EngineConfig(
+                str(path), device="cpu", drafter="none", max_model_len=64, **settings
+            )
+            with LLM.open(config) as llm:
+                assert llm.engine_plan.link.sidecar is None and llm.engine_plan.link.layers is None
+                return llm.engine_plan.notice
+
+        return set(together(2, work))
+
+    shutil.copytree(pair.target, path := tmp_path / "m")
+    assert notices(path) == {""}
+    convert_for_ranks(path, "--exact-parallel")
+    convert_for_ranks(path, size=4)
+    said, other = sorted(notices(path))
+    assert (
+        said == f"weights cross the link as they are: no sidecar in {path}/raw-2/rank-0: has"
+        " lossless-2-exact, lossless-4; run offload-rt convert --ranks 2 first, or use"
+        " --link-format raw"
+    )
+    assert other == said.replace("rank-0", "rank-1")
+    assert notices(path, link_format="raw") == {""}
+    with pytest.raises(
+        CheckpointError, match=r"lossless-2/rank-[01]: has lossless-2-exact, lossless-4; run"
+    ):
+        notices(path, link_format="lossless")
+    lossless = EngineConfig(
+        str(path), device="cpu", drafter="none", link_format="lossless", exact_parallel=True
+    )
+    assert all(together(2, lambda: LLM.open(lossless).engine_plan.link.sidecar))
+    with pytest.raises(
+        CheckpointError, match=r"no sidecar in .*raw-2/rank-[01]; run offload-rt convert --ranks 2"
+    ):
+        notices(path, sidecar=str(tmp_path))
+    convert_for_ranks(path)
+    weights = next(path.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    record = next(
+        one for name, one in read_header(weights).items() if "layers.0.self_attn.q" in name
+    )
+    content[record.start : record.stop] = bytes(record.stop - record.start)
+    weights.write_bytes(content)
+    assert all(
+        "is not layer 0 of this checkpoint; run offload-rt convert again" in one
+        for one in notices(path)
+    )
+
+
+def test_convert_tells_what_it_cannot_write(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = quantised(tmp_path, "Q8_0")
+    for flags, words in (
+        ([], "quantised weights do not "
+             "shrink"), (["--ranks", "2", "--link-format", "lossless"], "do not shrink"),
+        (["--link-format", "raw"], "give "
+                                   "--ranks"), (["--ranks", "1"], "two "
+                                                                  "ranks"),
+                                                                  (["--ranks", "3"], "128 outputs"),
+    ):  # fmt: skip
+        assert convert.main(["--model", str(path), *flags]) == 2
+        assert words in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("strided", "contiguous", "exchange_s", "is_exact"),
+    [(0.6, 1.0, 0.0, True), (0.6, 1.0, 1.0, False), (1.0, 1.0, 1e-3, False)],
+    ids=["of the disk", "of the network", "where the disk is alike"],
+)
+def test_layers_on_the_disk_are_divided_in_the_way_that_a_pass_is_faster(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strided: float,
+    contiguous: float,
+    exchange_s: float,
+    is_exact: bool,
+) -> None:
+    """By what is measured: rates of reading parts of rows and whole ones, and what exchanges take.
+    All ranks agree.
+    """
+    path, _ = quantised(tmp_path, None, num_hidden_layers=4)
+
+    def rate(tier: Any, n_layers: int) -> float:
+        # A rank alone with another opinion is overruled: the slowest one counts.
+        pieces = max(part.n_pieces for _, parts in tier._blocks for part in parts)
+        of_slowest = strided if pieces > 1 else contiguous
+        return of_slowest if MINE.ranks.rank else 10 / of_slowest
+
+    monkeypatch.setattr(rank_cuts.profile, "link_gbps", rate)
+    monkeypatch.setattr(rank_cuts.profile, "memory_gbps", lambda *_: 1e6)
+    monkeypatch.setattr(rank_cuts.profile, "timed", lambda device, work: [exchange_s])
+
+    def work() -> tuple[bool, str]:
+        with LLM.open(streamed(path)) as llm:
+            return llm.engine_plan.checkpoint.spec.is_exact, llm.engine_plan.notice
+
+    vain = (
+        "read from the disk with what lies between a rank's parts, in 1.3 times their bytes;"
+        " offload-rt convert --ranks 2"
+    )
+    for chosen, notice in together(2, work):
+        assert chosen == is_exact
+        assert (vain in notice) == (not is_exact)
+
+
+def test_weights_that_have_no_parts_by_outputs_are_divided_by_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = quantised(tmp_path, None, num_hidden_layers=4)
+    prefer(monkeypatch, is_exact=True)
+    divide = engine_plan.divide
+
+    def by_inputs(checkpoint: Any, model: TensorParallelModel) -> Any:
+        if model.is_exact:
+            raise UnsupportedModelError("it has no such parts")
+        return divide(checkpoint, model)
+
+    monkeypatch.setattr(engine_plan, "divide", by_inputs)
+
+    def work() -> bool:
+        with LLM.open(streamed(path)) as llm:
+            return llm.engine_plan.checkpoint.spec.is_exact
+
+    assert together(2, work) == [False] * 2
+
+
+def test_memory_that_is_enough_for_one_way_alone_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts in a file of their own need no pages at both ends of each; where a rank has too little,
+    all are told.
+    """
+    path, _ = quantised(tmp_path, None, num_hidden_layers=4)
+    convert_for_ranks(path, "--link-format", "raw")
+    prefer(monkeypatch, is_exact=True)
+
+    def work(more: tuple[int, int]) -> str:
+        config = EngineConfig(str(path), device="cpu", drafter="none", max_model_len=64)
+        with LLM.open(config) as unloaded:
+            plan = unloaded.plan
+        least = plan.reserved.total + 2 * plan.slot_nbytes + more[MINE.ranks.rank]
+        try:
+            with LLM.open(replace(config, device_memory=least)) as llm:
+                return "outputs" if llm.engine_plan.checkpoint.spec.is_exact else "inputs"
+        except CapacityError as error:
+            return str(error)
+
+    assert together(2, lambda: work((1 << 18, 1 << 18))) == ["outputs"] * 2
+    assert together(2, lambda: work((0, 1 << 18))) == ["inputs"] * 2
+    found, short = together(2, lambda: work((1 << 18, -(1 << 18))))
+    assert found.startswith("another rank has too little memory") and short.startswith(
+        "the device memory budget is too"
+    )
+
+
+def test_samples_batches_and_what_is_read_of_prompts_are_those_of_one_rank(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefixes that are shared and taken over, log-probabilities of a prompt, seeds under the
+    coupled rule.
+    """
+    keep_steady(monkeypatch)
+    prompts = [prompt_of(7, 30), prompt_of(7, 30)[:20] + prompt_of(8, 5), prompt_of(9, 12)]
+    params = [
+        SamplingParams(
+            max_tokens=12,
+            temperature=0.8,
+            seed=seed,
+            ignore_eos=True,
+            prompt_logprobs=2 if seed == 3 else None,
+        )
+        for seed in (1, 2, 3)
+    ]
+
+    def work() -> list[Any]:
+        settings = pair.settings("adaptive_tree", "coupled") | {"max_num_seqs": 2}
+        with open_llm(pair.target, **settings) as llm:
+            first = llm.generate(prompts, params, use_tqdm=False)
+            again = llm.generate([prompts[0] + first[0].token_ids], params[0])
+            return [*first, *again]
+
+    alone = work()
+    ranks = together(2, work)[0]
+    assert [one.token_ids for one in ranks] == [one.token_ids for one in alone]
+    for mine, theirs in zip(
+        ranks[2].prompt_logprobs[1:], alone[2].prompt_logprobs[1:], strict=True
+    ):
+        assert mine.keys() == theirs.keys()
+        for token, logprob in mine.items():
+            assert logprob.logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
+
+
+def test_sums_of_exact_parallel_are_bit_for_bit_those_of_one_rank(pair: Pair) -> None:
+    settings = {"dtype": "bfloat16", "drafter": "none", "place": "resident"}
+    prompt = prompt_of(3, 30)
+
+    def work() -> Tensor:
+        with open_llm(pair.target, **settings, exact_parallel=True) as llm:
+            params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
+            output = llm.generate([prompt], params)[0]
+            ranks = llm.engine.runner.spec.ranks if hasattr(MINE, "ranks") else None
+            # of embeddings alone
+            assert ranks is None or ranks.n_reduced == ranks.n_gathered // (1 + 4 * 3)
+            rows = [one for one in (*output.prompt_logprobs, *output.logprobs) if one]
+            return torch.tensor([[one[token].logprob for token in sorted(one)] for one in rows])
+
+    assert torch.equal(work(), together(2, work)[0])
+
+
+def test_passes_are_timed_by_all_ranks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a drafter is told of the cost of passes, and the baseline."""
+    measure_little(monkeypatch)
+
+    def work() -> tuple[list[int], list[float], int]:
+        with open_llm(pair.target, "disk", draft_model=str(pair.draft), exact_parallel=True) as llm:
+            compute = llm.engine.cost.profile.compute
+            return tokens_of(llm, prompt_of(4)), llm.time_plain(20), len(compute.widths)
+
+    tokens, seconds, n_widths = together(2, work)[0]
+    assert tokens == generate(pair.model, prompt_of(4), 16)
+    assert len(seconds) == 3
+    assert n_widths > 1
+
+
+def test_memory_that_runs_out_on_rank_0_ends_the_run(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are in the middle of the pass: it cannot be made again."""
+    layer = TensorParallelModel.layer
+
+    def fails(self: TensorParallelModel, i: int, *rest: Any) -> Tensor:
+        if (self.rank, i) == (0, 1):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return layer(self, i, *rest)
+
+    monkeypatch.setattr(TensorParallelModel, "layer", fails)
+    with pytest.raises(DeviceError, match="out of memory"):
+        divided_tokens(2, pair.target, prompt_of(6), drafter="none")
+
+
+@pytest.mark.parametrize("fails", ["", "at first", "always"])
+def test_ranks_capture_and_replay_the_same_passes(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Of draft and target; where one rank has no memory for a graph, none has it."""
+    keep_steady(monkeypatch)
+    logs: list[list[tuple[str, Any]]] = [[], []]
+    refuses = {"": (), "at first": range(3), "always": range(10**6)}[fails]
+    make = loader.Loader.runner
+
+    def capture(compute: Callable[[], None]) -> Callable[[], None]:
+        log, of = logs[MINE.ranks.rank], compute.__self__  # type: ignore[attr-defined]
+        if not isinstance(of, GraphPass):  # what rank 0 makes of logits
+            return compute
+        what = len(of._logits)
+        n = [one for one, _ in log].count("capture")
+        log.append(("capture", what))
+        if MINE.ranks.rank == 1 and n in refuses:
+            raise torch.OutOfMemoryError
+
+        def replay() -> None:
+            log.append(("replay", what))
+            compute()
+
+        return replay
+
+    def runner(*given: Any) -> Runner:
+        found = make(*given)
+        found.use_graphs(GraphShape(64, 512, 128), capture, 1.0)
+        return found
+
+    monkeypatch.setattr(loader.Loader, "runner", runner)
+    settings = pair.settings("adaptive_tree") | {
+        "split_draft": "on",
+        "tree_size": 16,
+        "tree_depth": 5,
+    }
+    prompt = prompt_of(2, 40)
+
+    def work() -> list[list[int]]:
+        with open_llm(pair.target, **settings) as llm:
+            return [tokens_of(llm, prompt, 24), tokens_of(llm, prompt_of(3, 9), 12)]
+
+    assert together(2, work)[0] == [
+        generate(pair.model, prompt, 24),
+        generate(pair.model, prompt_of(3, 9), 12),
+    ]
+    assert logs[0] == logs[1]
+    n_replays = [one for one, _ in logs[0]].count("replay")
+    assert n_replays == 0 if fails == "always" else n_replays > 20
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_what_is_learned_of_a_pair_is_the_same_for_ranks(pair: Pair, is_exact: bool) -> None:
+    def work(**settings: Any) -> tuple[str, str]:
+        config = EngineConfig(
+            str(pair.target), str(pair.draft), device="cpu", max_model_len=64, **settings
+        )
+        with LLM.open(config) as llm:
+            draft = llm.engine_plan.drafting.draft
+            return llm.engine_plan.checkpoint.identity, draft.identity
+
+    assert together(2, lambda: work(split_draft="on", exact_parallel=is_exact)) == [work()] * 2
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "size", "words"),
+    [
+        (
+            "qwen3_moe",
+            {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            4,
+            "have 2 experts",
+        ),
+        ("stablelm", {}, 3, "64 outputs"),
+        ("llama", {"intermediate_size": 97}, 2, "97 outputs"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_in_a_sentence(
+    tmp_path: Path, kind: str, changes: dict[str, Any], size: int, words: str
+) -> None:
+    sizes = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | changes)).save_pretrained(
+        tmp_path
+    )
+    spec = open_checkpoint(tmp_path).spec
+    with pytest.raises(UnsupportedModelError, match=words):
+        TensorParallelModel.of(spec, ThreadRanks(0, Board(size)), False)
+
+
+# Processes
+
+
+def test_lossless_weights_of_ranks_with_cards_are_encoded_at_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As far as that goes without a card: the plan, and what is encoded."""
+    monkeypatch.setattr(link.extension, "serves", lambda tensor: True)
+    whole = open_checkpoint(Path(__file__).resolve().parents[2] / "models" / "demo-target")
+    config = EngineConfig(str(whole.path), link_format="lossless")
+    for rank in range(2):
+        ranks = ThreadRanks(rank, Board(2))
+        checkpoint = divide(whole, TensorParallelModel.of(whole.spec, ranks, is_exact=False))  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *_, **__: None)  # on a card that is not here
+            chosen = link.choose_link(config, checkpoint, torch.device("cuda", 0))
+        assert chosen.encodes and chosen.sidecar is None and chosen.sizes is not None
+        with closing(DiskTier(checkpoint.layers, packed=True)) as files:
+            block = host_block(files.layout(0).nbytes)
+            for read in files.reads(0, block):
+                read()
+            image = encode_layer(PackedLayer(block, files.layout(0)), 1)
+        assert len(image.block) <= chosen.sizes.layer_nbytes[0] < len(block)
+        decoded = host_block(image.encoded.layout.nbytes)
+        for source, target, n, nbytes, kind in image.encoded.chunks.tolist():
+            assert decode(
+                image.block.numpy()[source : source + nbytes], kind, n, decoded.numpy()[target:]
+            )
+        for name, entry in image.encoded.layout.by_name.items():
+            assert torch.equal(entry.view(decoded), files.layout(0).by_name[name].view(block))
+
+
+def test_torchrun_gives_the_text_of_one_process(pair: Pair, tmp_path: Path) -> None:
+    """Over gloo, in bfloat16, with layers from the disk, and a draft model where that is found to
+    be faster.
+    """
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, sys\nfrom offload_rt import LLM, SamplingParams\nsettings, prompt ="
+        " json.loads(sys.argv[1])\nwith LLM(**settings) as llm:\n    tokens ="
+        " llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids\n   "
+        " print(json.dumps([tokens, sorted(set(llm.plan.tiers))]))\n"
+    )
+    settings = {
+        "model": str(pair.target),
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "max_model_len": 64,
+    }
+    with open_llm(pair.target, "resident", dtype="bfloat16", max_model_len=64) as llm:
+        expected = tokens_of(llm, prompt_of(5), 12)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
+    budget = {
+        "exact_parallel": True,
+        "device_memory": 12_000_000,
+        "tree_size": 4,
+        "draft_model": str(pair.draft),
+    }
+    done = subprocess.run(
+        [*command, json.dumps([settings | budget, prompt_of(5)])],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1])[0] == expected

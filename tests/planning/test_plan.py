@@ -1,0 +1,473 @@
+"""Planning from a config alone: what fits is what the loader would say, and every mistake is one
+sentence.
+"""
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import llama_config, llama_tensors, write_checkpoint
+from support.tiny import measure_little
+
+from offload_rt import LLM
+from offload_rt.cli import plan
+from offload_rt.config import EngineConfig
+from offload_rt.dtypes import DType
+from offload_rt.engine.memory_plan import Sizes, plan_memory
+from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.models.families import spec_of
+from offload_rt.offload.placement import MemoryBudget
+from offload_rt.planning.acceptance import assume
+from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict, sweep
+from offload_rt.planning.hardware import CARDS, find_card
+from offload_rt.planning.known_models import KNOWN
+from offload_rt.planning.local import measure_roof
+from offload_rt.planning.roofline import Roof
+from offload_rt.speculate.pair_stats import Estimates, PairStats
+from offload_rt.speculate.select import pick_drafter
+from offload_rt.tree.choose import N_RANKS, Acceptance
+
+NO_CHECKPOINTS = ("", "")
+PAIR = ["--model", "llama2-70b", "--draft-model", "llama2-7b"]
+
+
+def request(
+    target: str = "llama2-70b", draft: str | None = "llama2-7b", context: int = 128, **settings: Any
+) -> PlanRequest:
+    config = EngineConfig(target, draft, drafter="static_tree" if draft else "none", **settings)
+    specs = [spec_of(KNOWN[name]) for name in (target, draft or target)]
+    sizes = [Sizes.of_spec(spec, DType.FLOAT16) for spec in specs]
+    acceptance = assume("auto", NO_CHECKPOINTS, (target, draft or ""), 0.0)
+    return PlanRequest(config, (sizes[0], sizes[1] if draft else None), acceptance, context, 16)
+
+
+def machine(card: str = "rtx4090", ram: int = 160 * 10**9, **more: Any) -> Machine:
+    return Machine.with_card(find_card(card), ram, 7.0, **more)
+
+
+def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert plan.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one sentence of a plan that is refused."""
+    assert plan.main(arguments) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+# What is known of models and cards.
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama2-7b", 6.74), ("llama2-13b", 13.02), ("llama2-70b", 68.98), ("llama3-8b", 8.03),
+        ("llama3-70b", 70.55),
+     ("llama3.1-8b", 8.03), ("llama3.1-70b", 70.55), ("llama3.1-405b", 405.85),
+     ("llama3.2-1b", 1.236), ("llama3.2-3b", 3.213),
+     ("llama3.3-70b", 70.55), ("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.721), ("qwen3-4b", 4.022),
+     ("qwen3-8b", 8.191),
+     ("qwen3-14b", 14.77), ("qwen3-32b", 32.76), ("mistral-small-3", 23.57),
+     ("mistral-small-3.1", 23.57),
+     ("tinyllama-1.1b", 1.10), ("sheared-llama-1.3b", 1.35), ("llama-68m", 0.068),
+     ("vicuna-33b", 32.5)],
+)  # fmt: skip
+def test_known_shapes_have_as_many_weights_as_their_papers_say(name: str, billions: float) -> None:
+    spec = spec_of(KNOWN[name])
+    tensors = [
+        *spec.non_layer_tensors(),
+        *[one for i in range(spec.n_layers) for one in spec.layer_tensors(i)],
+    ]
+    assert sum(int(np.prod(shape)) for _, shape in tensors) / 1e9 == pytest.approx(
+        billions, rel=0.01
+    )
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_every_card_says_where_its_figures_are_from(card) -> None:
+    assert "vendor specification" in card.source and card.link.source
+    assert card.link.gbps < card.memory_gbps < 1e4 and 10 < card.tflops < 2000
+    assert find_card(card.name.upper()) is card
+
+
+def test_the_roofline_is_the_longer_of_reading_and_multiplying() -> None:
+    spec = spec_of(KNOWN["llama2-7b"])
+    roof = Roof(flops=1e12, bandwidth=1e11)
+    n_weights = sum(int(np.prod(shape)) for _, shape in spec.layer_tensors(0))
+    assert roof.layer_s(spec, 1, 0, 2) == pytest.approx(2 * n_weights / 1e11, rel=0.01)
+    assert roof.layer_s(spec, 1000, 0, 2) == pytest.approx(2 * 1000 * n_weights / 1e12, rel=0.05)
+    # One row and a context so long that its keys and values are the most of it.
+    keys = 2 * 10**6 * spec.n_kv_heads * spec.head_dim * 2
+    assert roof.layer_s(spec, 1, 10**6, 2) == pytest.approx((keys + 2 * n_weights) / 1e11, rel=0.01)
+    times = roof.compute_times(spec, torch.float16)
+    by_hand = 32 * roof.layer_s(spec, 64, 1024, 2) + roof.product_s(4096 * 32000, 64, 2)
+    assert float(times.at(np.array([64]), 1024)[0]) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize("name", ["llama2-70b", "llama-68m"])
+def test_a_layer_waits_for_the_host_only_where_it_launches_more_slowly_than_the_device_computes(
+    name: str,
+) -> None:
+    spec = spec_of(KNOWN[name])
+    bare = Roof(flops=1e15, bandwidth=1e12)
+    roof = replace(bare, gap_s=1e-6, launch_s=5e-6)
+    replayed, eager = (
+        [roof.layer_s(spec, n_rows, 0, 2, is_replayed=is_replayed) for n_rows in (1, 600)]
+        for is_replayed in (True, False)
+    )
+    assert replayed == pytest.approx(
+        [bare.layer_s(spec, n_rows, 0, 2) + 11e-6 for n_rows in (1, 600)]
+    )
+    # A chunk has 512 rows.
+    by_host = [11 * 5e-6, 2 * 11 * 5e-6]
+    assert eager == pytest.approx(by_host if name == "llama-68m" else replayed)
+
+
+def test_products_that_were_timed_are_scaled_by_the_weights_of_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    roof = Roof(1e12, 1e11, products=((1, 1e-11), (8, 4e-11), (64, 32e-11)))
+    for n_rows, of_a_weight in ((1, 1e-11), (4, 2.2857e-11), (64, 32e-11), (500, 1e-9)):
+        assert roof.product_s(10**6, n_rows, 2) == pytest.approx(10**6 * of_a_weight, rel=1e-4)
+    measure_little(monkeypatch)
+    measured = measure_roof(DType.FLOAT32, torch.device("cpu"))
+    seconds = [one for _, one in measured.products]
+    assert seconds == sorted(seconds) and seconds[0] > 0 and measured.products[0][0] == 1
+
+
+# What fits.
+
+
+def test_a_config_alone_is_planned_as_its_checkpoint_is_loaded(tmp_path: Path) -> None:
+    config = llama_config()
+    write_checkpoint(tmp_path, config, llama_tensors(config))
+    engine = EngineConfig(str(tmp_path), device="cpu", drafter="none", device_memory=1_000_000)
+    with LLM.open(engine) as llm:
+        loaded = llm.plan
+        engine_plan = llm.engine_plan
+    checkpoint = engine_plan.checkpoint
+    by_config = Sizes.of_spec(spec_of(config), DType.FLOAT32)
+    by_file = Sizes.of_checkpoint(checkpoint, DType.FLOAT32)
+    planned = plan_memory(
+        engine, pick_drafter(engine), (by_config, None), DType.FLOAT32, loaded.budget
+    )
+    assert planned.plan.reserved == loaded.reserved
+    assert (
+        loaded.reserved.non_layer == by_file.non_layer_nbytes == 4 * (2 * 40 * 16 + 16)
+    )  # embedding, head and norm, in float32
+    assert (planned.max_model_len, planned.cache_rows) == (
+        engine_plan.max_model_len,
+        engine_plan.cache_rows,
+    )
+    # On a device every tensor begins at a multiple of 256 bytes.
+    padding = 256 * len(checkpoint.spec.layer_tensors(0))
+    for exact, packed in zip(by_file.layer_nbytes, by_config.layer_nbytes, strict=True):
+        assert exact <= packed <= exact + padding
+
+
+@pytest.mark.parametrize(("nbytes", "captures_target"), [(20 << 30, False), (200 << 30, True)])
+def test_captured_passes_are_counted_on_a_card(nbytes: int, captures_target: bool) -> None:
+    """Their activations lie in one pool for target and draft, and cannot serve other passes."""
+    engine = EngineConfig("x", tree_size=100, max_model_len=512)
+    sizes = [
+        Sizes.of_spec(spec_of(KNOWN[name]), torch.float16) for name in ("llama2-70b", "llama2-7b")
+    ]
+
+    def graphs(has_card: bool) -> int:
+        budget = MemoryBudget(nbytes, 200 << 30, has_card=has_card)
+        drafting = pick_drafter(replace(engine, drafter="recycle"))
+        plan = plan_memory(engine, drafting, (sizes[0], sizes[1]), torch.float16, budget).plan
+        assert plan.is_resident == captures_target
+        return plan.reserved.graphs
+
+    captured = sizes if captures_target else sizes[1:]
+    pools = [one.view_nbytes + one.spec.scratch_nbytes(96, 96, 2) for one in captured]
+    assert graphs(True) == max(pools) + len(captured) * 96 * 32000 * 2
+    assert graphs(False) == 0
+
+
+def test_a_70b_is_planned_for_a_4090_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned([*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--offline"], capsys)
+    assert found["plan"]["tiers"].count("host") + found["plan"]["tiers"].count("device") == 80
+    # Sequoia on this card: 0.57
+    assert found["predicted_seconds_per_token"] == pytest.approx(0.54, abs=0.08)
+    assert found["bound"].startswith("the host-to-card link")
+
+
+def test_the_share_of_the_link_and_the_time_of_a_level_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--tree-size", "64"]
+    found = planned(arguments, capsys)
+    nbytes = found["link_seconds"]["host"] * found["links"]["host"]
+    rate = found["links"]["host"]
+    assert found["pass_over_link"]["host"] == pytest.approx(found["pass_seconds"] / (nbytes / rate))
+    assert (
+        0.9 < found["link_busy"]["host"] == pytest.approx(1 / found["pass_over_link"]["host"])
+        and found["link_busy"]["host"] <= 1
+    )
+    level = found["draft_level"]
+    assert level["seconds"] * (found["tree_levels"] - 1) == pytest.approx(found["draft_seconds"])
+    assert level["ratio"] == pytest.approx(
+        level["seconds"] / (level["nbytes"] / level["gbps"] / 1e9)
+    )
+    assert (
+        level["nbytes"] == pytest.approx(2 * (6.74e9 - 32000 * 4096), rel=0.01)
+        and 1 < level["ratio"] < 1.5
+    )
+    assert plan.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert f"busy for {found['link_busy']['host']:.1%} of a pass" in out
+    assert (
+        f"a level of the draft takes {1e3 * level['seconds']:.2f} ms: {level['ratio']:.2f} times"
+        in out
+    )
+
+
+def test_a_resident_model_is_forecast_as_replayed() -> None:
+    """One that is streamed is launched kernel by kernel, and its kernels are long."""
+    narrow = request("llama2-7b", "llama-68m", tree_size=16, max_model_len=256)
+    card = machine("h200")
+    target, draft = narrow.models
+    forecast = predict(narrow, card)
+    plan = forecast.memory_plan.plan
+    disk = replace(plan, tiers=("disk",) * len(plan.tiers))
+    resident, streamed = (card.costs(target, draft, one) for one in (plan, disk))
+    assert forecast.compute_s == pytest.approx(float(resident.target.at(np.array([16]), 128)[0]))
+    assert resident.draft == streamed.draft
+    # At least the launches of two layers, and what the host does between two levels.
+    assert forecast.level.seconds > 22e-6 + card.level_s > card.level_s > 0
+
+
+def test_layers_that_do_not_fit_beside_the_card_come_from_the_disk(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = planned([*PAIR, "--gpu", "rtx4090", "--ram", "64GiB", "--disk", "7GB/s"], capsys)
+    assert 0 < found["plan"]["tiers"].count("disk") < 80
+    assert found["bound"].startswith("the disk")
+    nbytes = sum(
+        n
+        for t, n in zip(found["plan"]["tiers"], found["plan"]["layer_nbytes"], strict=True)
+        if t == "disk"
+    )
+    assert found["link_seconds"]["disk"] == pytest.approx(nbytes / 7e9)
+    assert found["pass_seconds"] == pytest.approx(nbytes / 7e9, rel=0.02)
+
+
+def test_a_faster_link_and_disk_and_card_are_never_slower() -> None:
+    def seconds(**more: Any) -> float:
+        return predict(request(), machine(**more)).run.seconds_per_token
+
+    assert seconds(link_gbps=50.0) < 0.75 * seconds() < seconds(link_gbps=12.0)
+    assert seconds(card="h200") < seconds(card="l40") < seconds()
+
+
+def test_plain_decoding_is_planned_without_a_draft() -> None:
+    forecast = predict(request(draft=None), machine())
+    assert len(forecast.topology) == 1 and forecast.draft_s == 0
+    assert forecast.run.seconds_per_token == pytest.approx(forecast.run.pass_s)
+
+
+@pytest.mark.parametrize("over", ["ram", "memory"])
+def test_more_memory_never_makes_a_token_slower(over: str) -> None:
+    points = sweep(over, request(draft=None, max_model_len=512), machine(ram=64 * 10**9)).points
+    seconds = [forecast.run.seconds_per_token for _, forecast in points if forecast is not None]
+    if over == "ram":  # 137 GB of layers, until all fit
+        assert [x for x, _ in points] == [16, 32, 64, 128, 256]
+        on_disk = [one.memory_plan.plan.tiers.count("disk") for _, one in points]
+        assert on_disk == sorted(on_disk, reverse=True) and on_disk[0] > 60 and on_disk[-1] == 0
+    else:
+        assert len(seconds) > 8
+    assert all(after <= before * 1.005 for before, after in itertools.pairwise(seconds))
+    assert seconds[-1] < 0.7 * seconds[0]
+
+
+def test_the_tree_that_is_chosen_is_as_good_as_any_that_is_asked_for() -> None:
+    def seconds(**sizes: int) -> float:
+        return predict(request(max_model_len=512, **sizes), machine("l40")).run.seconds_per_token
+
+    assert seconds() <= 1.02 * min(seconds(tree_size=n) for n in (1, 4, 16, 64, 256, 512, 1024))
+
+
+def test_a_longer_context_takes_memory_and_time() -> None:
+    def forecast(context: int, card: Machine) -> Forecast:
+        return predict(request(context=context, max_model_len=context + 16), card)
+
+    forecasts = [forecast(n, machine("l40")) for n in (64, 1024, 4032)]
+    residents = [one.memory_plan.plan.tiers.count("device") for one in forecasts]
+    assert residents == sorted(residents, reverse=True) and residents[-1] < residents[0]
+    assert forecasts[-1].compute_s > forecasts[0].compute_s
+    tight = machine(device_memory=19 * 2**30)
+    forecast(64, tight)
+    with pytest.raises(CapacityError):
+        forecast(4032, tight)
+
+
+# Acceptance.
+
+
+def test_what_was_measured_here_comes_before_what_was_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("llama2-70b", "llama2-7b")
+    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
+    assert "Sequoia" in assume("auto", NO_CHECKPOINTS, names, 0.0).source
+    assert "guess" in assume("auto", NO_CHECKPOINTS, names, 0.3).source
+    seen = Acceptance()
+    for _ in range(50):
+        seen.observe(3, 1)
+    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats({"dynamic 0.0": Estimates(seen)}))
+    found = assume("auto", NO_CHECKPOINTS, names, 0.0)
+    assert "measured on this machine" in found.source and found.by_rank == pytest.approx(
+        seen.by_rank()
+    )
+
+
+def test_probabilities_may_be_given() -> None:
+    found = assume("0.7,0.1", NO_CHECKPOINTS, ("a", "b"), 0.0)
+    assert found.by_rank[:3] == pytest.approx([0.7, 0.1, 0.0]) and len(found.by_rank) == N_RANKS
+    for wrong in ("0.7,x", "0.7,0.6", "0.5,nan", "0.1,0.7"):
+        with pytest.raises(SettingsError):
+            assume(wrong, NO_CHECKPOINTS, ("a", "b"), 0.0)
+
+
+# The command line.
+
+
+def test_the_shapes_that_are_built_in_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--list"]) == 0
+    assert capsys.readouterr().out.split() == list(KNOWN)
+
+
+def test_a_wrong_flag_is_told_before_torch_is_loaded() -> None:
+    program = (
+        "import sys, offload_rt.cli.plan as plan; code = plan.main(sys.argv[1:]); assert 'torch'"
+        " not in sys.modules"
+    )
+    line = [sys.executable, "-c", program, "--model", "llama2-70b", "--gpu", "rtx4099"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.startswith("error: ") and "rtx4090" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--gpu", "rtx4099"], "rtx4090"),
+        (["--gpu", "rtx4090", "--disk", "7"], "7GB/s"),
+        (["--gpu", "rtx4090", "--disk", "0GB/s"], "7GB/s"),
+        (["--gpu", "rtx4090", "--ram", "much"], "not a size"),
+        (["--gpu", "rtx4090", "--device-memory", "23GiB"], "at most 22.89 GiB"),
+        (["--gpu", "rtx4090", "--device-memory", "2GiB"], "the device memory budget is too small"),
+        (["--gpu", "rtx4090", "--max-model-len", "9000"], "4096"),
+        (["--gpu", "rtx4090", "--context", "4000"], "lower --context"),
+        (
+            ["--gpu", "rtx4090", "--draft-model", "llama2-7b", "--acceptance", "0.1,0.5"],
+            "descending",
+        ),
+        (["--gpu", "rtx4090", "--tree-size", "64"], "give a --draft-model"),
+        (["--gpu", "rtx4090", "--drafter", "recycle"], "can be foreseen"),
+        (["--gpu", "rtx4090", "--drafter", "static_tree"], "needs a draft model"),
+        (
+            ["--gpu", "rtx4090", "--draft-model", "llama2-7b", "--drafter", "self"],
+            "with one leave it out",
+        ),
+        (["--gpu", "rtx4090", "--drafter", "self"], "the device memory budget is too small"),
+        (["--gpu", "rtx4090", "--acceptance", "sequoia"], "llama2-70b-chat"),
+        (["--gpu", "rtx4090", "--draft-model", "llama3-8b"], "different tokenizer"),
+        (["--gpu", "rtx4090", "--temperature", "-1"], "temperature"),
+        (["--gpu", "this", "--link", "12GB/s"], "name a card"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refused(["--model", "llama2-70b", *arguments], capsys)
+
+
+def test_a_model_that_is_not_there_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "config.json"
+    damaged.write_text("{", encoding="utf-8")
+    for model, told in [
+        ("no-such-model", "qwen3-235b-a22b"),
+        ("nobody/nothing-of-this-name", "not in the hub cache"),
+        (str(tmp_path / "nowhere"), "no model called"),
+        (str(damaged), "not JSON"),
+    ]:
+        assert told in refused(["--model", model, "--gpu", "rtx4090", "--offline"], capsys)
+
+
+def test_a_config_file_and_its_directory_are_the_same_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["llama2-70b"]), encoding="utf-8")
+    card = ["--gpu", "l40", "--ram", "160GB"]
+    by_name, by_file, by_directory = (
+        planned(["--model", str(one), *card], capsys)["plan"]
+        for one in ("llama2-70b", tmp_path / "config.json", tmp_path)
+    )
+    assert by_name == by_file == by_directory
+
+
+def test_the_table_says_why_and_a_curve_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    card = ["--gpu", "rtx4090", "--ram", "160GB", "--max-new-tokens", "16"]
+    assert plan.main([*PAIR, *card, "--sweep", "ram"]) == 0
+    out = capsys.readouterr().out
+    for told in (
+        "s per token",
+        "a pass waits for the host-to-card link",
+        "Sequoia",
+        "vendor specification",
+    ):
+        assert told in out
+    assert "--disk was not given: 7GB/s is assumed" in out and "--ram was not given" not in out
+    assert sum("#" in line for line in out.splitlines()) == 5
+
+
+def test_this_machine_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_little(monkeypatch)
+    models = Path(__file__).resolve().parents[2] / "models"
+    arguments = [
+        "--model",
+        str(models / "demo-target"),
+        "--device-memory",
+        "11.5MB",
+        "--max-model-len",
+        "256",
+    ]
+    found = planned(
+        [*arguments, "--draft-model", str(models / "demo-draft"), "--tree-size", "8"], capsys
+    )
+    assert found["machine"].startswith("this machine")
+    assert found["plan"]["tiers"].count("disk") > 0 and found["predicted_seconds_per_token"] > 0
+    assert any("measured with the model's own files" in one for one in found["sources"])
+    found = planned(["--model", "llama-68m", "--device-memory", "400MB"], capsys)
+    assert (
+        found["links"]["disk"] == 7.0
+        and "--disk was not given: 7 GB/s are assumed" in found["sources"]
+    )
+
+
+def test_the_revision_is_the_targets_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def find(name: str, revision: str | None, offline: bool) -> dict:
+        asked.append((name, revision))
+        return KNOWN["llama2-70b" if name == "a/b" else "llama2-7b"]
+
+    monkeypatch.setattr("offload_rt.planning.sizes.find_config", find)
+    models = ["--model", "a/b", "--draft-model", "c/d", "--revision", "v2"]
+    assert plan.main([*models, "--gpu", "rtx4090", "--ram", "160GB", "--json"]) == 0
+    assert list(dict.fromkeys(asked)) == [("a/b", "v2"), ("c/d", None)]

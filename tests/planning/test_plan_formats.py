@@ -1,0 +1,341 @@
+"""Planning for weights in other formats, for the target's own copies as its draft, and for models
+of transformers.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantize
+import torch
+import write_gguf
+from quantize import Choice
+from support.checkpoints import llama_config, llama_tensors, write_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from offload_rt import LLM
+from offload_rt.cli import plan
+from offload_rt.config import EngineConfig, parse_size
+from offload_rt.dtypes import DType
+from offload_rt.engine.engine_plan import _draft_sizes
+from offload_rt.engine.memory_plan import Sizes
+from offload_rt.errors import UnsupportedModelError
+from offload_rt.models.families import spec_of
+from offload_rt.planning.acceptance import assume
+from offload_rt.planning.forecast import Machine, PlanRequest, predict
+from offload_rt.planning.hardware import find_card
+from offload_rt.planning.known_models import KNOWN
+from offload_rt.planning.roofline import Roof
+from offload_rt.planning.sizes import copies, find_models, formats, is_plain, lossless
+from offload_rt.weights.checkpoint import open_checkpoint
+
+CARD = ["--gpu", "rtx4090", "--ram", "160GiB"]
+WIDE = {
+    "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+MIXTURE = {
+    "model_type": "mixtral", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert plan.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def sizes_of(name: str) -> Sizes:
+    return find_models(EngineConfig(name))[0]
+
+
+def request(
+    target: Sizes, draft: Sizes | None = None, drafter: str = "none", **settings: Any
+) -> PlanRequest:
+    acceptance = assume("auto", ("", ""), ("", drafter), 0.0)
+    return PlanRequest(
+        EngineConfig("m", drafter=drafter, **settings), (target, draft), acceptance, 128, 16
+    )
+
+
+# Models of transformers
+
+
+def test_a_mixture_is_planned_by_all_its_weights_and_computed_by_those_that_rows_meet(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MIXTURE), encoding="utf-8")
+    target = sizes_of(str(path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE))
+    layer = sum(one.numel() for one in model.model.layers[1].parameters())
+    experts = 8 * 3 * 64 * 128
+    assert all(
+        2 * layer <= nbytes <= 2 * layer + 30 * 256 for nbytes in target.layer_nbytes
+    )  # tensors begin at 256 bytes
+    assert target.spec.kv_nbytes(2) == 3 * 2 * 2 * 16 * 2
+    # Reading alone, from a memory of a byte a second: each expert is met by some of n rows with 1 -
+    # (3/4)^n.
+    reads = Roof(flops=1e18, bandwidth=1.0)
+    for n in (1, 4, 64):
+        met = 1 - (1 - 2 / 8) ** n
+        by_hand = 2 * (layer - experts + experts * met)
+        products = reads.layer_s(target.spec, n, 0, 2) - reads.layer_s(
+            target.spec, n, 0, 2, share=0.0
+        )
+        assert products == pytest.approx(by_hand, rel=0.1)
+    # Multiplying alone: a row has two experts of eight, and four heads of 16 + 16 numbers that meet
+    # a hundred keys.
+    multiplies = Roof(flops=1.0, bandwidth=1e30)
+    by_hand = 200 * (layer - experts * 6 / 8 + 100 * 4 * 32)
+    assert multiplies.layer_s(target.spec, 100, 0, 2) == pytest.approx(by_hand, rel=0.01)
+
+
+def test_a_draft_of_its_own_is_not_for_models_of_transformers() -> None:
+    target = Sizes.of_spec(spec_of(MIXTURE), DType.BFLOAT16)
+    with pytest.raises(UnsupportedModelError, match="draft for itself"):
+        predict(
+            request(target, copies(target, True), "self"),
+            Machine.with_card(find_card("l40"), 10**10, 7.0),
+        )
+
+
+# Files that lie here
+
+
+@pytest.mark.parametrize(
+    "choice", [Choice("fp8"), Choice("pack-quantized", symmetric=True), Choice("awq")], ids=str
+)
+def test_a_quantised_checkpoint_is_planned_by_its_headers(
+    choice: Choice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = llama_config(**WIDE)
+    write_checkpoint(tmp_path / "plain", config, llama_tensors(config))
+    quantize.write(tmp_path / "plain", tmp_path / "quantised", choice)
+    found = planned(["--model", str(tmp_path / "quantised"), *CARD], capsys)
+    with LLM.open(EngineConfig(str(tmp_path / "quantised"), device="cpu", drafter="none")) as llm:
+        loaded = llm.plan
+    assert (
+        found["plan"]["reserved"]["non_layer"] == loaded.reserved.non_layer
+        and found["formats"] == {}
+    )
+    for n, packed in zip(loaded.layer_nbytes, found["plan"]["layer_nbytes"], strict=True):
+        assert n == pytest.approx(packed, rel=0.08)  # on a CPU as they lie in files
+    assert 2 * sum(found["plan"]["layer_nbytes"]) < sum(
+        Sizes.of_spec(spec_of(config), DType.FLOAT32).layer_nbytes
+    )
+
+
+def test_a_config_alone_says_what_a_quantised_checkpoint_takes(tmp_path: Path) -> None:
+    config = llama_config(**WIDE)
+    write_checkpoint(tmp_path / "plain", config, llama_tensors(config))
+    for choice in (Choice("fp8"), Choice("pack-quantized", symmetric=True)):
+        directory = tmp_path / choice.format
+        quantize.write(tmp_path / "plain", directory, choice)
+        by_headers = sizes_of(str(directory))
+        by_config = sizes_of(str(directory / "config.json"))
+        assert by_config.layer_nbytes == pytest.approx(by_headers.layer_nbytes, rel=0.02)
+        assert not is_plain(by_headers) and not is_plain(by_config)
+
+
+def test_a_gguf_file_is_planned_by_its_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = llama_config(**WIDE)
+    metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q4_0")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(write_gguf.file_bytes(metadata, stored))
+    found = planned(["--model", str(path), *CARD], capsys)
+    n_weights = 256 * (2 * 256 + 2 * 128) + 3 * 256 * 512
+    blocks = n_weights // 32 * 18
+    assert all(
+        blocks <= nbytes <= blocks + 2 * 256 * 4 + 9 * 256
+        for nbytes in found["plan"]["layer_nbytes"]
+    )
+
+
+# Formats side by side
+
+
+def test_formats_take_their_bytes() -> None:
+    target = sizes_of("llama2-7b")
+    by_name = formats(target, on_card=True)
+    plain = sum(target.layer_nbytes)
+    shares = {name: sum((one.link or one).layer_nbytes) / plain for name, one in by_name.items()}
+    # A scale of 4 bytes for 128 x 128 weights, one of 2 for 128.
+    expected = {
+        "fp16": 1.0,
+        "lossless": 0.70,
+        "fp8, blocks 128x128": 0.5 * (1 + 4 / 128**2),
+        "int4, groups of 128": 0.25 + 1 / 128,
+    }
+    assert shares == pytest.approx(expected, rel=1e-3)
+    assert is_plain(by_name["lossless"]) and sum(by_name["lossless"].layer_nbytes) == plain
+    # Decoding needs room for the decoded layer, or for its largest matrix.
+    assert by_name["lossless"].link.buffer == max(target.layer_nbytes)
+    assert by_name["int4, groups of 128"].view_nbytes >= 2 * 4096 * 11008
+
+
+def test_the_table_lays_them_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["--model", "llama2-70b", "--draft-model", "llama2-7b", "--max-new-tokens", "16"]
+    found = planned([*pair, *CARD], capsys)
+    rows = found["formats"]
+    assert list(rows) == ["fp16", "lossless", "fp8, blocks 128x128", "int4, groups of 128"]
+    seconds = [row["none"]["predicted_seconds_per_token"] for row in rows.values()]
+    trees = [row["draft model"]["predicted_seconds_per_token"] for row in rows.values()]
+    assert seconds == sorted(seconds, reverse=True) and trees == sorted(trees, reverse=True)
+    assert (
+        rows["fp16"]["draft model"]["predicted_seconds_per_token"]
+        == found["predicted_seconds_per_token"]
+    )
+    assert rows["fp16"]["self"] == {}  # 38 GB of copies
+    assert plan.main([*pair, *CARD]) == 0
+    out = capsys.readouterr().out
+    for told in (
+        "bytes a pass",
+        "int4, groups of 128",
+        "both are assumed",
+        "does not fit",
+        "weights: draft model, ",
+    ):
+        assert told in out
+
+
+def test_lossless_layers_take_less_memory_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "llama2-70b", "--gpu", "rtx4090", "--ram", "100GiB", "--disk", "1GB/s"]
+    raw, encoded = (
+        planned([*arguments, "--link-format", one], capsys) for one in ("raw", "lossless")
+    )
+    assert raw["plan"]["tiers"].count("disk") > 0 == encoded["plan"]["tiers"].count("disk")
+    assert encoded["predicted_seconds_per_token"] < 0.5 * raw["predicted_seconds_per_token"]
+
+
+def test_what_is_decoded_in_a_pass_takes_its_time() -> None:
+    target = sizes_of("llama2-7b")
+    card = replace(Machine.with_card(find_card("rtx4090"), 10**11, 7.0, 6 * 2**30), decode_gbps=1.0)
+    plain = predict(request(target), card)
+    encoded = predict(request(lossless(target, True)), card)
+    n_streamed = 32 - encoded.memory_plan.plan.tiers.count("device")
+    n_bytes = 2 * (6.74e9 - 2 * 32000 * 4096) / 32
+    assert encoded.compute_s - plain.compute_s == pytest.approx(
+        n_streamed * n_bytes / 1e9, rel=0.01
+    )
+    # Quantised layers are decoded where they lie as well.
+    int4 = predict(request(formats(target, True)["int4, groups of 128"]), card)
+    assert int4.memory_plan.plan.is_resident and int4.compute_s == pytest.approx(
+        32 * n_bytes / 1e9, rel=0.01
+    )
+
+
+# The target as its own draft
+
+
+def test_a_target_that_drafts_itself_is_planned_as_it_is_loaded(tmp_path: Path) -> None:
+    config = llama_config(
+        num_hidden_layers=4,
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=16,
+        torch_dtype="bfloat16",
+    )
+    write_checkpoint(tmp_path, config, llama_tensors(config, torch.bfloat16))
+    checkpoint = open_checkpoint(tmp_path)
+    target = Sizes.of_spec(spec_of(config), DType.BFLOAT16)
+    with LLM.open(
+        EngineConfig(str(tmp_path), device="cpu", drafter="self", device_memory=1_000_000)
+    ) as llm:
+        drafting = llm.engine_plan.drafting
+    loaded = _draft_sizes(checkpoint, drafting, torch.bfloat16, torch.device("cpu"))
+    assert copies(target, on_card=False).stand_in == loaded.stand_in
+
+
+def test_the_target_drafts_itself_where_its_copies_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--model",
+        "qwen3-32b",
+        "--gpu",
+        "rtx4090",
+        "--ram",
+        "64GiB",
+        "--max-model-len",
+        "1024",
+    ]
+    found = planned([*arguments, "--drafter", "self"], capsys)
+    tiers = found["plan"]["tiers"]
+    copied = found["plan"]["reserved"]["stand_in"] * (64 - tiers.count("device"))
+    resident = sum(
+        n for tier, n in zip(tiers, found["plan"]["layer_nbytes"], strict=True) if tier == "device"
+    )
+    assert (
+        0.25
+        < copied
+        / sum(n for t, n in zip(tiers, found["plan"]["layer_nbytes"], strict=True) if t != "device")
+        < 0.3
+    )
+    level = found["draft_level"]
+    assert level["nbytes"] == resident + copied + 2 * 151936 * 5120
+    assert 1 < level["ratio"] < 1.3
+    assert "a guess" in found["acceptance"]["source"] and "SubSpec" in found["acceptance"]["source"]
+    # SubSpec: 12.5 times as fast as plain decoding, of a 32B on 24 GB.
+    assert (
+        6 < found["predicted_plain_seconds_per_token"] / found["predicted_seconds_per_token"] < 20
+    )
+    # Beside a draft model the faster of the two is named.
+    assert plan.main([*arguments, "--draft-model", "qwen3-0.6b"]) == 0
+    assert "expected to be the fastest with bf16 weights: self, " in capsys.readouterr().out
+
+
+# A short context
+
+
+def test_a_short_context_is_told_with_what_would_widen_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--model", "llama2-13b", "--gpu", "rtx3060"]
+
+    def told(*more: str) -> str:
+        assert plan.main([*arguments, *more]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return next((line for line in lines if line.startswith("the context is short")), "")
+
+    # 983 tokens fit into an eighth of 6 GiB, each with 40 layers of 20 KiB of keys and values.
+    assert "983 tokens: --max-model-len 2048 takes 832.03 MiB more" in told(
+        "--device-memory", "6GiB"
+    )
+    assert told("--device-memory", "6GiB", "--max-model-len", "1000") == ""
+    budget = (
+        told("--device-memory", "2500MiB").partition("set --device-memory to ")[2].partition(" ")[0]
+    )
+    assert int(budget) > parse_size("2500MiB")
+    assert told("--device-memory", budget, "--max-model-len", "2048") == ""
+    assert (
+        plan.main(["--model", "llama3-8b", "--gpu", "l40"]) == 0
+        and "is short" not in capsys.readouterr().out
+    )
+
+
+def test_every_shape_of_the_general_way_is_one_of_transformers() -> None:
+    """All others are of the native decoder, whose weights are counted in test_plan."""
+    native = {"llama", "qwen3", "mistral"}
+    kinds = {raw["model_type"] for raw in KNOWN.values()} - native
+    assert kinds == {
+        "qwen3_moe",
+        "gemma3_text",
+        "gemma4_text",
+        "mixtral",
+        "phi3",
+        "gpt_oss",
+        "glm4",
+        "glm4_moe",
+        "deepseek_v3",
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    }

@@ -1,0 +1,431 @@
+"""An expanded checkpoint computes what its source does, and looks like a real model on disk."""
+
+import importlib.util
+import json
+import math
+import shutil
+import sys
+import weakref
+from collections import namedtuple
+from itertools import pairwise
+from pathlib import Path
+
+import expansion
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from offload_rt.models.families import spec_of
+from offload_rt.weights.checkpoint import open_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "models" / "demo-target"
+TINY = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 48, "tie_word_embeddings": True,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-3, "eos_token_id": None,
+}  # fmt: skip
+DEMO_LIKE = TINY | {
+    "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32, "intermediate_size": 640, "rms_norm_eps": 1e-5, "model_type": "llama",
+}  # fmt: skip
+Sizes = namedtuple("Sizes", "hidden layers heads kv head_dim neurons")
+EXACT = {
+    "4 D": Sizes(128, 3, 8, 4, 8, 160),
+    "2 D, 4 head_dim": Sizes(64, 3, 4, 2, 32, 64),
+    "5 D, groups of 8": Sizes(160, 3, 16, 2, 8, 48),
+    "7 D, groups of 1": Sizes(224, 5, 8, 8, 8, 100),
+    "D, layers": Sizes(32, 8, 4, 2, 8, 48),
+    "20 D, all": Sizes(640, 7, 32, 4, 32, 300),
+}
+ROUNDED = {"2.5 D": Sizes(80, 4, 8, 4, 8, 64), "2 head_dim": Sizes(64, 3, 4, 2, 16, 64)}
+
+
+@pytest.fixture(scope="module")
+def expand():
+    """The script as a module."""
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location("expand", ROOT / "scripts" / "expand.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["expand"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["expand"]
+
+
+def make_source(
+    directory, dtype=torch.float32, model=LlamaForCausalLM, config=LlamaConfig, **changes
+):
+    """A random model of no small weights, norms included, so that every misplaced one shows."""
+    torch.manual_seed(1)
+    net = model(config(**TINY | changes))
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    net.to(dtype).save_pretrained(directory)
+    (directory / "tokenizer_config.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def source(tmp_path):
+    return make_source(tmp_path / "source")
+
+
+def flags_of(sizes):
+    names = (
+        "--hidden-size",
+        "--layers",
+        "--heads",
+        "--kv-heads",
+        "--head-dim",
+        "--intermediate-size",
+    )
+    return [text for name, value in zip(names, sizes, strict=True) for text in (name, str(value))]
+
+
+def run(expand, source, out, *flags, rc=0):
+    assert expand.main(["--source", str(source), "--out", str(out), *flags]) == rc
+    return out
+
+
+def written(out):
+    """What a write to a folder or its files would change; a read may change the time of the last
+    access.
+    """
+    stats = {path.name: path.stat() for path in (out, *out.iterdir())}
+    return {
+        name: (stat.st_ino, stat.st_size, stat.st_mode, stat.st_mtime_ns, stat.st_ctime_ns)
+        for name, stat in stats.items()
+    }
+
+
+def weights_of(directory):
+    return {
+        name: tensor
+        for path in directory.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def load(directory):
+    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def assert_same_function(small, large, atol=1e-4):
+    ids = torch.randint(
+        small.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(2)
+    )
+    expected = small(ids).logits
+    got = large(ids).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, atol=atol, rtol=0)
+    options = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(large.generate(ids[:1], **options), small.generate(ids[:1], **options))
+
+
+@pytest.mark.parametrize("sizes", [*EXACT.values(), *ROUNDED.values()], ids=[*EXACT, *ROUNDED])
+def test_logits_and_greedy_text_are_the_sources(expand, source, tmp_path, sizes, capsys):
+    out = run(expand, source, tmp_path / "out", *flags_of(sizes))
+    assert ("powers of two only" in capsys.readouterr().err) == (sizes in EXACT.values())
+    large = load(out)
+    assert (large.config.hidden_size, large.config.num_hidden_layers) == (
+        sizes.hidden,
+        sizes.layers,
+    )
+    assert_same_function(load(source), large)
+
+
+def test_groups_that_do_not_divide_and_an_untied_head(expand, tmp_path):
+    source = make_source(
+        tmp_path / "source", hidden_size=48, num_attention_heads=6, tie_word_embeddings=False
+    )
+    out = run(expand, source, tmp_path / "out", *flags_of(Sizes(96, 4, 8, 4, 8, 64)))
+    assert_same_function(load(source), load(out))
+
+
+@pytest.mark.parametrize("rope", ["linear", "llama3"])
+def test_scaled_rope_and_more_positions(expand, tmp_path, rope):
+    parameters = {"rope_type": rope, "rope_theta": 500.0, "factor": 4.0}
+    if rope == "llama3":
+        parameters |= {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    source = make_source(tmp_path / "source", rope_parameters=parameters)
+    out = run(
+        expand,
+        source,
+        tmp_path / "out",
+        *flags_of(EXACT["2 D, 4 head_dim"]),
+        "--max-position-embeddings",
+        "512",
+    )
+    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 512
+    assert_same_function(load(source), load(out))
+
+
+def test_bfloat16_weights_are_copied_or_scaled_by_powers_of_two(expand, tmp_path):
+    """Brute force: each source value at the place where the large layer must have it, to the
+    bit.
+    """
+    source = make_source(tmp_path / "source", torch.bfloat16)
+    out = run(expand, source, tmp_path / "out", *flags_of(Sizes(160, 3, 4, 2, 32, 64)))
+    small = weights_of(source)
+    large = weights_of(out)
+    layer = "model.layers.1."
+    head_dim = 8
+    wide = 32
+    width = 32
+    for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        assert torch.equal(large[layer + name][:width], small[layer + name] / 2)
+    assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == 1e-3 / 4
+    for row in range(4 * head_dim):
+        head, dim = divmod(row, head_dim)
+        turned = head * wide + dim % 4 * 4 + dim // 4 * wide // 2
+        query = large[layer + "self_attn.q_proj.weight"][turned, :width]
+        assert torch.equal(query, 2 * small[layer + "self_attn.q_proj.weight"][row])
+        for scale, start in ((1, 0), (0.5, width)):
+            column = large[layer + "self_attn.o_proj.weight"][
+                start : start + width, head * wide + dim
+            ]
+            assert torch.equal(column, scale * small[layer + "self_attn.o_proj.weight"][:, row])
+    for start, factor in ((0, 1), (width, 0.5)):
+        columns = large["model.embed_tokens.weight"][:, start : start + width]
+        assert torch.equal(columns, factor * small["model.embed_tokens.weight"])
+    assert torch.equal(large["lm_head.weight"][:, :width], small["model.embed_tokens.weight"])
+    assert all(tensor.dtype == torch.bfloat16 for tensor in large.values())
+
+
+@torch.no_grad()
+def test_added_layers_lie_among_the_real_ones_and_add_exactly_zero(expand, source, tmp_path):
+    large = load(run(expand, source, tmp_path / "out", *flags_of(Sizes(128, 8, 8, 4, 8, 100))))
+    inputs = []
+    for layer in large.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    large.model.norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    large(torch.arange(20)[None])
+    idle = [torch.equal(before, after) for before, after in pairwise(inputs)]
+    assert [i for i in range(8) if not idle[i]] == [0, 2, 5]
+
+
+def test_values_that_cannot_matter_look_like_weights(expand, tmp_path):
+    """Few zeros but in the embedding, deviation like the source's, and no stretch of eight values
+    twice.
+    """
+    source = make_source(tmp_path / "source", torch.bfloat16)
+    out = run(expand, source, tmp_path / "out", *flags_of(Sizes(512, 3, 16, 8, 32, 2600)))
+    spread = weights_of(source)["model.layers.0.mlp.gate_proj.weight"].float().std()
+    values = []
+    for name, tensor in weights_of(out).items():
+        if tensor.dim() == 2 and "embed" not in name:
+            assert (tensor == 0).float().mean() < 0.08, name
+            assert 0.85 < tensor.float().std() / spread < 1.15, name
+            values.append(tensor.flatten())
+    bits = torch.cat(values).view(torch.int16).long()
+    factors = (
+        torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(0))
+        .mul(2)
+        .add(1)
+        .tolist()
+    )
+    windows = sum(bits[i : len(bits) - 8 + i] * factor for i, factor in enumerate(factors))
+    has_zero = torch.nn.functional.max_pool1d((bits == 0)[None].float(), 8, 1)[0, :-1] > 0
+    windows = windows[~has_zero]
+    assert len(windows) > 2 * 2**21
+    assert len(windows.unique()) > 0.999 * len(windows)
+
+
+@pytest.mark.parametrize("limit", [40_000, 400_000, 10**9])
+def test_shards_keep_their_size_and_their_layers_together(expand, source, tmp_path, limit):
+    out = run(
+        expand,
+        source,
+        tmp_path / "out",
+        *flags_of(EXACT["2 D, 4 head_dim"]),
+        "--shard-size",
+        str(limit),
+    )
+    shards = sorted(out.glob("model-*.safetensors"))
+    assert all(path.stat().st_size <= limit for path in shards)
+    checkpoint = open_checkpoint(out)
+    where = json.loads((out / "model.safetensors.index.json").read_text())
+    assert where["metadata"]["total_size"] == checkpoint.nbytes
+    nbytes = max(sum(record.stop - record.start for record in layer) for layer in checkpoint.layers)
+    if nbytes < 0.9 * limit:
+        assert all(len({record.path for record in layer}) == 1 for layer in checkpoint.layers)
+    else:
+        assert len(shards) > 3
+    with safe_open(shards[0], "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_never_more_than_a_shard_is_held(expand, source, tmp_path, monkeypatch):
+    made = []
+    held = []
+    make = expand.Expansion.tensor
+
+    def weigh(self, piece):
+        tensor = make(self, piece)
+        made.append(weakref.ref(tensor))
+        held.append(sum(alive.nbytes for alive in (ref() for ref in made) if alive is not None))
+        return tensor
+
+    monkeypatch.setattr(expand.Expansion, "tensor", weigh)
+    out = run(expand, source, tmp_path / "out", *flags_of(EXACT["4 D"]), "--shard-size", "500K")
+    assert len(list(out.glob("model-*.safetensors"))) > 2
+    assert max(held) <= 500_000
+
+
+def test_a_second_call_changes_nothing(expand, source, tmp_path, capsys):
+    out = tmp_path / "out"
+    flags = flags_of(EXACT["4 D"])
+    run(expand, source, out, *flags)
+    before = written(out)
+    assert {"tokenizer_config.json", "generation_config.json", "expansion.json"} <= set(before)
+    run(expand, source, out, *flags)
+    assert written(out) == before
+    assert "already there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spoiled", ["retrained", "cut short", "tokenizer gone"])
+def test_a_stale_or_damaged_expansion_is_rebuilt(expand, source, tmp_path, spoiled):
+    out = tmp_path / "out"
+    flags = flags_of(EXACT["4 D"])
+    run(expand, source, out, *flags)
+    shard = next(out.glob("model-*.safetensors"))
+    if spoiled == "retrained":
+        weights = {name: tensor * 0.9 for name, tensor in weights_of(source).items()}
+        save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    elif spoiled == "cut short":
+        shard.write_bytes(shard.read_bytes()[:-9])
+    else:
+        (out / "tokenizer_config.json").unlink()
+    run(expand, source, out, *flags)
+    assert (out / "tokenizer_config.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    assert_same_function(load(source), load(out))
+
+
+def test_the_same_seed_gives_the_same_bytes(expand, source, tmp_path):
+    flags = flags_of(EXACT["4 D"])
+    outs = [
+        run(expand, source, tmp_path / f"{i}", *flags, "--seed", seed)
+        for i, seed in enumerate("001")
+    ]
+    one, two, other = map(weights_of, outs)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    key = "model.layers.0.mlp.gate_proj.weight"
+    assert not torch.equal(one[key], other[key])
+    assert not torch.equal(one[key], one[key.replace("0", "1")])
+
+
+def test_anything_else_at_out_is_refused(expand, source, tmp_path, capsys):
+    out = run(expand, source, tmp_path / "out", *flags_of(EXACT["4 D"]))
+    before = (out / "expansion.json").read_bytes()
+    run(expand, source, out, *flags_of(EXACT["2 D, 4 head_dim"]), rc=2)
+    run(expand, source, source, *flags_of(EXACT["4 D"]), rc=2)
+    assert capsys.readouterr().err.count("already holds something else") == 2
+    assert (out / "expansion.json").read_bytes() == before
+    (tmp_path / "empty").mkdir()
+    run(expand, source, tmp_path / "empty", *flags_of(EXACT["4 D"]))
+
+
+@pytest.mark.parametrize(
+    ("failure", "rc"), [(KeyboardInterrupt(), 130), (OSError(28, "disk full", "shard"), 3)]
+)
+@pytest.mark.parametrize("is_rebuild", [False, True])
+def test_an_interrupted_writing_leaves_nothing(
+    expand, source, tmp_path, monkeypatch, failure, rc, is_rebuild
+):
+    out = tmp_path / "out"
+    flags = [*flags_of(EXACT["4 D"]), "--shard-size", "500K"]
+    if is_rebuild:
+        run(expand, source, out, *flags)
+        (out / "tokenizer_config.json").unlink()
+    before = sorted(tmp_path.rglob("*"))
+
+    def fail(tensors, path, metadata):
+        save_file(tensors, path, metadata)
+        if "00002" in path.name:
+            raise failure
+
+    monkeypatch.setattr(expand, "save_file", fail)
+    run(expand, source, out, *flags, rc=rc)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_full_disk_is_noticed_first(expand, source, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(1000))
+    run(expand, source, tmp_path / "out", *flags_of(EXACT["4 D"]), rc=2)
+    assert "too full" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--hidden-size", "16"], "--hidden-size"),
+    (["--layers", "2"], "--layers"),
+    (["--layers", "0"], "from 1 to"),
+    (["--heads", "0"], "config.json"),
+    (["--intermediate-size", "40"], "--intermediate-size"),
+    (["--head-dim", "12"], "a multiple of the source's 8"),
+    (["--heads", "2", "--kv-heads", "2"], "needs 4 key-value heads of 1 queries each, has 2"),
+    (["--max-position-embeddings", "64"], "--max-position-embeddings"),
+    (["--shard-size", "2K"], "raise --shard-size"),
+    (["--size", "20KB"], "raise --size"),
+    (["--size", "1GB", "--layers", "9"], "either --size or"),
+    (["--source", "nowhere/at/all"], "no such directory"),
+])  # fmt: skip
+def test_what_cannot_hold_the_source_is_refused(expand, source, tmp_path, capsys, flags, words):
+    run(expand, source, tmp_path / "out", *flags, rc=2)
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"attention_bias": True}, "without biases"),
+    ({"mlp_bias": True}, "without biases"),
+    ({"model": MistralForCausalLM, "config": MistralConfig, "sliding_window": None}, "has a "
+                                                                                     "mistral"),
+    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary"),
+])  # fmt: skip
+def test_sources_that_cannot_be_expanded_are_refused(expand, tmp_path, capsys, changes, words):
+    source = make_source(tmp_path / "source", **changes)
+    run(expand, source, tmp_path / "out", *flags_of(EXACT["2 D, 4 head_dim"]), rc=2)
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("nbytes", [50e6, 300e6, 1.5e9, 3e9, 14e9, 140e9])
+def test_a_shape_of_the_given_size(expand, nbytes):
+    source = spec_of(DEMO_LIKE)
+    shape = expand.shape_for(int(nbytes), source, 2)
+    target = spec_of(DEMO_LIKE | vars(shape) | {"tie_word_embeddings": False})
+    expand.check(source, target)
+    size = 2 * sum(math.prod(piece.shape) for group in expansion.pieces(target) for piece in group)
+    assert abs(size / nbytes - 1) < 0.03
+    assert shape.num_hidden_layers >= max(8, shape.hidden_size // 128)
+    assert shape.hidden_size == shape.num_attention_heads * shape.head_dim
+    assert math.log2(expand.residual_of(source, target).mean_square) % 2 == 0
+
+
+def test_every_named_llama_holds_the_demo_target_exactly(expand):
+    source = spec_of(DEMO_LIKE)
+    for shape in expand.LLAMAS.values():
+        target = spec_of(DEMO_LIKE | vars(shape) | {"tie_word_embeddings": False})
+        expand.check(source, target)
+        assert math.log2(expand.residual_of(source, target).mean_square) % 2 == 0
+
+
+@pytest.mark.skipif(
+    not (DEMO / "config.json").exists(), reason="models/demo-target has not been trained"
+)
+def test_the_demo_targets_text(expand, tmp_path):
+    out = run(expand, DEMO, tmp_path / "out", "--size", "50MB")
+    assert abs(open_checkpoint(out).nbytes / 50e6 - 1) < 0.05
+    assert_same_function(load(DEMO), load(out), atol=1e-3)

@@ -1,0 +1,665 @@
+"""The server as OpenAI's own client sees it, and what clients do that are none."""
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from support.serving import (
+    LIMITS,
+    MODELS,
+    PROMPT,
+    TEMPLATE,
+    TURNS,
+    Served,
+    alone,
+    llm,
+    running,
+    served,
+)
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli.serve import main
+from offload_rt.llm import Piece
+from offload_rt.server.protocol import ChatRequest
+from offload_rt.server.responses import Answer
+from offload_rt.server.tools import ToolParser
+
+__all__ = ["llm", "served"]
+
+
+def rendered(llm: LLM, **more: Any) -> list[int]:
+    """The conversation as transformers makes token ids of it."""
+    assert llm.tokenizer is not None
+    found = llm.tokenizer.apply_chat_template(
+        TURNS, add_generation_prompt=True, return_dict=True, **more
+    )
+    return list(found["input_ids"])
+
+
+def test_a_completion_is_what_the_model_says(served: Served) -> None:
+    found = served.client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=12, temperature=0
+    )
+    assert found.choices[0].text == alone(served.llm, PROMPT, max_tokens=12)
+    assert (found.object, found.model, found.choices[0].finish_reason) == (
+        "text_completion",
+        "demo",
+        "length",
+    )
+    n_prompt = len(served.llm.encode(PROMPT))
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (
+        n_prompt,
+        12,
+        n_prompt + 12,
+    )
+
+
+def test_a_stream_carries_the_same_text_as_the_whole_answer(served: Served) -> None:
+    asked = {"model": "demo", "prompt": [PROMPT, "class "], "max_tokens": 10, "temperature": 0}
+    whole = served.client.completions.create(**asked)
+    texts = ["", ""]
+    ids = set()
+    for chunk in served.client.completions.create(**asked, stream=True):
+        ids.add(chunk.id)
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    assert len(ids) == 1
+
+
+def test_a_chat_streams_its_role_once_and_its_usage_last(served: Served) -> None:
+    asked = {"model": "demo", "messages": TURNS, "max_completion_tokens": 9, "temperature": 0}
+    whole = served.client.chat.completions.create(**asked)
+    chunks = list(
+        served.client.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    *parts, last = chunks
+    deltas = [part.choices[0].delta for part in parts]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + [
+        "length"
+    ]
+    assert all(part.usage is None for part in parts) and last.choices == []
+    assert last.usage is not None and last.usage.completion_tokens == 9
+    assert {chunk.object for chunk in chunks} == {
+        "chat.completion.chunk"
+    } and whole.object == "chat.completion"
+
+
+def test_chats_go_through_the_template_of_the_model(served: Served) -> None:
+    parts = [{"type": "text", "text": "import "}, {"type": "text", "text": "os\n"}]
+    found = served.client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": parts}], max_tokens=8, temperature=0,
+        extra_body={"chat_template_kwargs": {"mark": "x = "}},
+    )  # fmt: skip
+    assert found.choices[0].message.content == alone(
+        served.llm, rendered(served.llm, mark="x = "), max_tokens=8
+    )
+
+
+def test_several_answers_are_those_of_their_seeds(served: Served) -> None:
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 8, "temperature": 0.7}
+    several = served.client.completions.create(**asked, n=3, seed=5)
+    for k, choice in enumerate(several.choices):
+        assert choice.index == k
+        assert choice.text == served.client.completions.create(**asked, seed=5 + k).choices[0].text
+
+
+def test_a_stop_string_ends_an_answer_and_is_not_in_it(served: Served) -> None:
+    text = alone(served.llm, PROMPT, max_tokens=16)
+    stop = text[5:8]
+    found = served.client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=16, temperature=0, stop=[stop]
+    )
+    assert found.choices[0].text == text[: text.index(stop)]
+    assert found.choices[0].finish_reason == "stop"
+
+
+def test_logprobs_of_a_completion_with_its_prompt(served: Served) -> None:
+    found = served.client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=3, temperature=0, logprobs=2, echo=True
+    )
+    choice = found.choices[0]
+    ids = served.llm.encode(PROMPT)
+    logprobs = choice.logprobs
+    assert (
+        logprobs is not None
+        and logprobs.tokens
+        and logprobs.token_logprobs
+        and logprobs.top_logprobs
+    )
+    assert (
+        choice.text.startswith(PROMPT) and "".join(logprobs.tokens[1:]) == choice.text
+    )  # it begins with a special token
+    assert len(logprobs.tokens) == len(ids) + 3
+    assert logprobs.token_logprobs[0] is None and all(
+        x is not None and x <= 0 for x in logprobs.token_logprobs[1:]
+    )
+    assert all(2 <= len(top) <= 3 for top in logprobs.top_logprobs[1:])
+    assert logprobs.text_offset is not None and logprobs.text_offset[:2] == [0, 0], "hidden token"
+    for token, start in zip(logprobs.tokens[1:], logprobs.text_offset[1:], strict=True):
+        assert choice.text[start:].startswith(token)
+    whole = served.llm.generate(ids, SamplingParams(max_tokens=3, logprobs=2))[0]
+    assert whole.logprobs is not None
+    own = [found[id].logprob for id, found in zip(whole.token_ids, whole.logprobs, strict=True)]
+    assert logprobs.token_logprobs[len(ids) :] == pytest.approx(own, abs=1e-4)
+
+
+def test_the_prompt_alone_is_read_where_no_tokens_are_wanted(served: Served) -> None:
+    """As lm-eval's local-completions reads what a continuation is worth, with one token more or
+    with none.
+    """
+    ids = served.llm.encode(PROMPT + "    return 1")
+    asked = {
+        "model": "demo",
+        "prompt": [ids, ids[:5]],
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": True,
+    }
+    with_one = served.client.completions.create(**asked, max_tokens=1)
+    alone = served.client.completions.create(**asked, max_tokens=0)
+    streamed = list(served.client.completions.create(**asked, max_tokens=0, stream=True))
+    assert alone.usage is not None and alone.usage.completion_tokens == 0
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    for i, prompt in enumerate(asked["prompt"]):
+        one = alone.choices[i]
+        more = with_one.choices[i]
+        assert (
+            one.logprobs is not None and more.logprobs is not None and one.logprobs.token_logprobs
+        )
+        assert one.logprobs.token_logprobs == more.logprobs.token_logprobs[:-1]
+        expected = served.llm.generate(prompt, params)[0].prompt_logprobs
+        assert expected is not None
+        own = [
+            found[id].logprob for id, found in zip(prompt[1:], expected[1:], strict=True) if found
+        ]
+        assert one.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
+        assert more.text.startswith(one.text) and one.finish_reason == "length"
+        chunks = [choice for chunk in streamed for choice in chunk.choices if choice.index == i]
+        assert (
+            "".join(choice.text for choice in chunks) == one.text
+            and chunks[-1].finish_reason == "length"
+        )
+        greedy = [max(best, key=lambda text: best[text]) for best in one.logprobs.top_logprobs[1:]]
+        assert any(
+            text == token for text, token in zip(greedy, one.logprobs.tokens[1:], strict=True)
+        )
+
+
+@pytest.mark.parametrize("k", [0, 5, 20])
+def test_as_many_logprobs_come_as_are_asked_for(served: Served, k: int) -> None:
+    found = served.client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=k
+    )
+    logprobs = found.choices[0].logprobs
+    assert (
+        logprobs is not None
+        and logprobs.top_logprobs is not None
+        and len(logprobs.top_logprobs) == 4
+    )
+    for token, own, best in zip(
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
+        # two ids may have the same text
+        assert max(k, 1) - 1 <= len(best) <= k + 1 and best[token] == own
+    chat = served.client.chat.completions.create(
+        model="demo", messages=TURNS, max_tokens=4, temperature=0, logprobs=True, top_logprobs=k
+    )
+    assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content is not None
+    assert [len(one.top_logprobs) for one in chat.choices[0].logprobs.content] == [k] * 4
+
+
+def test_offsets_of_a_stream_are_those_of_the_whole_text(served: Served) -> None:
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0}
+    whole = served.client.completions.create(**asked).choices[0]
+    chunks = [chunk.choices[0] for chunk in served.client.completions.create(**asked, stream=True)]
+    assert whole.logprobs is not None
+    assert [at for one in chunks for at in one.logprobs.text_offset] == whole.logprobs.text_offset
+    assert [token for one in chunks for token in one.logprobs.tokens] == whole.logprobs.tokens
+    for at, token in zip(whole.logprobs.text_offset, whole.logprobs.tokens, strict=True):
+        assert whole.text[at:].startswith(token)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("is_continuous", [False, True])
+def test_usage_comes_where_it_is_asked_for(
+    served: Served, path: str, is_last: bool, is_continuous: bool
+) -> None:
+    body = {"prompt": PROMPT, "messages": TURNS, "max_tokens": 6, "temperature": 0}
+    options = {"include_usage": is_last, "continuous_usage_stats": is_continuous}
+    text = served.asked(f"/v1/{path}", body | {"stream": True, "stream_options": options})[2]
+    *events, done = text.strip().split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert done == "data: [DONE]" and len({chunk["id"] for chunk in chunks}) == 1
+    expected = served.post(f"/v1/{path}", body)[1]["usage"]
+    if is_last:
+        last = chunks.pop()
+        assert last["choices"] == [] and last["usage"] == expected
+    told = [
+        chunk.get("usage")
+        for chunk in chunks
+        if chunk["choices"][0].get("delta", {}).get("role") is None
+    ]
+    if is_continuous:
+        counts = [one["completion_tokens"] for one in told]
+        assert counts == sorted(counts) and told[-1] == expected
+    else:
+        assert told == [None] * len(told)
+    assert all(chunk["choices"] for chunk in chunks)
+
+
+def test_logprobs_of_a_chat_are_the_same_in_a_stream(served: Served) -> None:
+    asked = {
+        "model": "demo",
+        "messages": TURNS,
+        "max_tokens": 5,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = served.client.chat.completions.create(**asked).choices[0].logprobs
+    assert whole is not None and whole.content is not None
+    streamed: list[Any] = []
+    for chunk in served.client.chat.completions.create(**asked, stream=True):
+        found = chunk.choices[0].logprobs
+        streamed += found.content or [] if found else []
+    assert [one.token for one in streamed] == [one.token for one in whole.content] and len(
+        streamed
+    ) == 5
+    for one in whole.content:
+        assert len(one.top_logprobs) == 2 and bytes(one.bytes or []).decode() == one.token
+        assert one.top_logprobs[0].logprob >= one.top_logprobs[1].logprob
+
+
+def test_biases_and_penalties_reach_the_model(served: Served) -> None:
+    ids = served.llm.generate(PROMPT, SamplingParams(max_tokens=6))[0].token_ids
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    found = served.client.completions.create(
+        **asked, logit_bias={str(ids[0]): -100}, extra_body={"repetition_penalty": 1.3}
+    )
+    text = alone(
+        served.llm, PROMPT, max_tokens=6, logit_bias={ids[0]: -100}, repetition_penalty=1.3
+    )
+    assert found.choices[0].text == text != alone(served.llm, PROMPT, max_tokens=6)
+
+
+def test_passes_are_told_where_they_are_asked_for(served: Served) -> None:
+    asked = {"messages": TURNS, "max_tokens": 12, "temperature": 0, "stream": True}
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    body = json.dumps({**asked, "stream_options": {"include_passes": True}})
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    events = connection.getresponse().read().decode().split("\n\n")
+    passes = [
+        one["pass"]
+        for event in events
+        if event.startswith("data: {") and "pass" in (one := json.loads(event[6:]))
+    ]
+    assert sum(one["tokens"] for one in passes) == 12
+    for one in passes:
+        assert one["parents"][0] == -1 and all(
+            0 <= parent < node for node, parent in enumerate(one["parents"]) if node
+        )
+        assert [one["parents"][node] for node in one["path"]] == [0, *one["path"]][
+            : len(one["path"])
+        ]
+        assert one["seconds"] > 0 and 0 <= one["link_busy"] <= 1.01
+
+
+def test_answers_of_requests_at_once_are_those_of_each_alone(served: Served) -> None:
+    prompts = [f"def f{k}(x):\n    return " for k in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        ask = served.client.completions.create
+        asked = [
+            pool.submit(ask, model="demo", prompt=one, max_tokens=16, temperature=0)
+            for one in prompts
+        ]
+        found = [one.result().choices[0].text for one in asked]
+    assert found == [alone(served.llm, one, max_tokens=16) for one in prompts]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "word"),
+    [
+        ("completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
+        ("completions", {"prompt": "x", "n": 5}, "n is 5"),
+        ("completions", {"prompt": "x", "temperature": -1}, "temperature"),
+        ("completions", {"prompt": "x", "stream_options": {"include_usage": True}},
+            "stream_options"),
+        ("completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("completions", {"prompt": "x", "best_of": 3}, "best_of"),
+        ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": "x", "logit_bias": {"99999999": 1}}, "logit_bias"),
+        ("completions", {"prompt": []}, "prompt"),
+        ("completions", {"prompt": [10**9]}, "token id"),
+        ("completions", {"prompt": "x " * 5000}, "too long"),
+        ("completions", {"prompt": ["x"] * 40}, "40 entries in prompt"),
+        ("completions", {}, "prompt"),
+        *(("completions", one, "body") for one in ([1, 2], "text", 5, True, b"null")),
+        ("completions", b"", "body"),
+        ("completions", {"prompt": [[]]}, "prompt"),
+        ("completions", b"{", "JSON"),
+        ("chat/completions", [TURNS], "body"),
+        ("chat/completions", {"messages": TURNS, "stream_options": {}}, "stream_options"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "image_url"),
+        ("chat/completions", {"messages": TURNS, "response_format": {"type": "json_object"}},
+            "response_format"),
+        ("chat/completions", {"messages": TURNS, "response_format": {"type": "xml"}},
+            "response_format 'xml'"),
+        ("chat/completions", {"messages": TURNS, "tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"messages": TURNS, "top_logprobs": 2}, "logprobs"),
+        ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"chat_template": "x"}},
+            "chat_template"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_computed_is_refused(
+    served: Served, path: str, body: Any, word: str
+) -> None:
+    status, found = served.post(f"/v1/{path}", body)
+    assert status == 400 and found["error"]["type"] == "invalid_request_error"
+    assert word in found["error"]["message"]
+
+
+def test_what_is_not_known_is_ignored(served: Served) -> None:
+    more = {
+        "user": "me",
+        "store": False,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "reasoning_effort": "low",
+    }
+    status, found = served.post(
+        "/v1/chat/completions", {"messages": TURNS, "max_tokens": 2, **more}
+    )
+    assert status == 200 and found["usage"]["completion_tokens"] == 2
+
+
+def test_clients_raise_the_errors_of_their_library(served: Served) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+        served.client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.client.completions.create(model="demo", prompt="x " * 5000)
+    assert caught.value.code == "context_length_exceeded"
+    assert (
+        [one.id for one in served.client.models.list()]
+        == ["demo"]
+        == [served.client.models.retrieve("demo").id]
+    )
+
+
+def test_texts_and_tokens(served: Served) -> None:
+    ids = served.llm.encode(PROMPT)
+    assert served.post("/tokenize", {"prompt": PROMPT})[1] == {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": 256,
+    }
+    assert served.post("/detokenize", {"tokens": ids[1:]})[1] == {"prompt": PROMPT}
+    plain = served.post("/tokenize", {"prompt": PROMPT, "add_special_tokens": False})[1]["tokens"]
+    assert served.llm.tokenizer is not None and plain == served.llm.tokenizer.encode(
+        PROMPT, add_special_tokens=False
+    )
+    ids = rendered(served.llm)
+    assert served.post("/tokenize", {"messages": TURNS})[1]["tokens"] == ids
+
+
+def stream_and_leave(port: int) -> None:
+    """Ask for a long stream, read its beginning, and go."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        body = json.dumps(
+            {"prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
+        ).encode()
+        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
+        assert connection.recv(100)
+
+
+def test_a_client_that_goes_is_aborted_and_costs_the_others_nothing(served: Served) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        stays = pool.submit(
+            served.client.completions.create,
+            model="demo",
+            prompt=PROMPT,
+            max_tokens=24,
+            temperature=0,
+        )
+        for one in [pool.submit(stream_and_leave, served.port) for _ in range(3)]:
+            one.result()
+    assert stays.result().choices[0].text == alone(served.llm, PROMPT, max_tokens=24)
+    served.wait_until_idle()
+
+
+def test_a_client_that_goes_before_its_whole_answer_is_aborted(served: Served) -> None:
+    client = served.client.with_options(timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(
+            model="demo", prompt=[PROMPT] * 8, max_tokens=200, extra_body={"ignore_eos": True}
+        )
+    served.wait_until_idle()
+
+
+def test_half_a_body_and_garbage_hurt_nobody(served: Served) -> None:
+    for raw in (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+        b"\x00\xff garbage\r\n\r\n",
+        b"",
+    ):
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            connection.sendall(raw)
+    assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+def test_bodies_that_are_too_long_are_refused(served: Served) -> None:
+    status, found = served.post("/v1/completions", {"prompt": "x" * 300_000})
+    assert status == 413 and "200000 bytes" in found["error"]["message"]
+
+
+def test_keys_names_and_times_are_heeded(llm: LLM) -> None:
+    limits = replace(LIMITS, n_waiting=2, timeout_s=0.2)
+    with running(llm, api_key="secret", hosts=frozenset({"127.0.0.1"}), limits=limits) as guarded:
+        ask = {"prompt": "x", "max_tokens": 1}
+        assert guarded.post("/v1/completions", ask)[0] == 401
+        key = {"Authorization": "Bearer secret"}
+        assert guarded.post("/v1/completions", ask, key)[0] == 200
+        assert guarded.post("/v1/completions", ask, {**key, "Host": "evil.example"})[0] == 403
+        status, found = guarded.post(
+            "/v1/completions", {"prompt": ["x"] * 2, "max_tokens": 250, "ignore_eos": True}, key
+        )
+        assert status == 504 and "took more than" in found["error"]["message"]
+        guarded.wait_until_idle()
+        with ThreadPoolExecutor(24) as pool:
+            many = [
+                pool.submit(guarded.post, "/v1/completions", {**ask, "max_tokens": 20}, key)
+                for _ in range(24)
+            ]
+            assert {one.result()[0] for one in many} <= {200, 429, 504}
+        guarded.wait_until_idle()
+        for path in ("/", "/page/app.js", "/health"):
+            connection = http.client.HTTPConnection("127.0.0.1", guarded.port)
+            connection.request("GET", path, headers={"Host": "127.0.0.1"})
+            assert connection.getresponse().status == 200
+            connection.close()
+
+
+def test_counters_count(served: Served) -> None:
+    def read() -> dict[str, float]:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        connection.close()
+        return {
+            line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line and line[0] != "#"
+        }
+
+    before = read()
+    served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "temperature": 0})
+    after = read()
+    gained = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert (
+        gained["offload_rt_tokens_total"] == 5
+        and gained['offload_rt_requests_total{end="length"}'] == 1
+    )
+    assert gained["offload_rt_prompt_tokens_total"] == len(served.llm.encode(PROMPT))
+    assert 1 <= gained["offload_rt_passes_total"] <= 5 and after["offload_rt_running"] == 0
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "names"),
+    [
+        (f"Well. {CALL}", "Well. ", ["add"]),
+        (CALL + CALL.replace("add", "sub"), "", ["add", "sub"]),
+        ("a < b <tool", "a < b <tool", []),
+        ("<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
+        ("<tool_call>[1]", "<tool_call>[1]", []),
+    ],
+)  # fmt: skip
+def test_tool_parser_separates_calls_from_content(text: str, said: str, names: list[str]) -> None:
+    for n in (1, 4, len(text)):
+        parser = ToolParser(frozenset({"add", "sub"}))
+        parts = [parser.feed(text[k : k + n]) for k in range(0, len(text), n)] + [parser.end()]
+        content = "".join(part.text for part in parts)
+        called = [call["function"]["name"] for part in parts for call in part.calls]
+        assert (content, called) == (said, names)
+
+
+def test_calls_of_tools_in_a_chat(llm: LLM) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    answer = Answer(ChatRequest(messages=TURNS, tools=tools), "demo", 1, llm.tokenizer)
+    output = llm.generate("x", SamplingParams(max_tokens=1))[0]
+    answer.add(0, Piece(CALL[:30], [1, 2]))
+    chunk = answer.add(0, Piece(CALL[30:], [3], output))
+    (choice,) = chunk["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["delta"]["tool_calls"]
+    assert call["index"] == 0 and json.loads(call["function"]["arguments"]) == {"a": 1}
+    message = answer.whole()["choices"][0]["message"]
+    assert message["content"] is None and message["tool_calls"][0]["id"] == call["id"]
+
+
+def test_offered_tools_reach_the_template(served: Served) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    found = served.client.chat.completions.create(
+        model="demo", messages=TURNS, tools=tools, max_tokens=4, temperature=0
+    )
+    assert found.choices[0].message.content == alone(
+        served.llm, rendered(served.llm, tools=tools), max_tokens=4
+    )
+
+
+def test_calls_come_back_to_the_template_as_objects(served: Served) -> None:
+    """And none are offered where they are not wanted."""
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"a": "import"}'},
+    }
+    other = {
+        "id": "call_2",
+        "type": "function",
+        "function": {"name": "add", "arguments": "no JSON"},
+    }
+    turns = [*TURNS, {"role": "assistant", "content": None, "tool_calls": [call, other]}]
+    turns += [{"role": "tool", "tool_call_id": "call_1", "content": "7"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    ids = served.post("/tokenize", {"messages": turns})[1]["tokens"]
+    assert served.llm.tokenizer is not None and served.llm.tokenizer.decode(ids).endswith(
+        "7\nimport"
+    )
+    asked = {"messages": TURNS, "tools": tools, "max_tokens": 1}
+    n_plain = served.post("/v1/chat/completions", {"messages": TURNS, "max_tokens": 1})[1]["usage"][
+        "prompt_tokens"
+    ]
+    for choice, is_offered in (("none", False), ("auto", True), (None, True)):
+        usage = served.post("/v1/chat/completions", asked | {"tool_choice": choice})[1]["usage"]
+        assert (usage["prompt_tokens"] > n_plain) == is_offered
+    for forced in (
+        "required",
+        {"type": "function", "function": {"name": "add"}},
+        {"type": "allowed_tools"},
+    ):
+        status, found = served.post("/v1/chat/completions", asked | {"tool_choice": forced})
+        assert status == 400 and "never forced" in found["error"]["message"]
+
+
+def test_a_format_is_told_to_a_template_that_knows_of_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    asked = {"messages": TURNS, "max_tokens": 4, "temperature": 0}
+    plain = served.post("/v1/chat/completions", asked | {"response_format": {"type": "text"}})[1][
+        "choices"
+    ]
+    assert served.post("/v1/chat/completions", asked | {"response_format": schema})[0] == 400
+    knows = (
+        TEMPLATE + "{% if response_format %}{{ response_format.json_schema.name }} = {% endif %}"
+    )
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", knows)
+    assert served.post("/v1/chat/completions", asked)[1]["choices"] == plain
+    found = served.post("/v1/chat/completions", asked | {"response_format": schema})[1]["choices"][
+        0
+    ]["message"]
+    assert found["content"] == alone(
+        served.llm, rendered(served.llm, response_format=schema), max_tokens=4
+    )
+
+
+def test_a_program_that_is_told_to_end_lets_answers_end(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "offload_rt.serve",
+        "--model",
+        str(MODELS / "demo-target"),
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(
+        [*command, "--device-memory", "1GB", "--drafter", "none", "--served-model-name", "demo"],
+        stderr=subprocess.PIPE, text=True,
+    ) as program:  # fmt: skip
+        assert program.stderr is not None
+        told = next(line for line in program.stderr if "for clients" in line)
+        port = int(told.split("127.0.0.1:")[1].split("/")[0])
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
+        chunks = iter(
+            client.completions.create(
+                model="demo", prompt=PROMPT, max_tokens=60, stream=True, temperature=0
+            )
+        )
+        next(chunks)
+        program.send_signal(signal.SIGTERM)
+        rest = list(chunks)
+        assert rest[-1].choices[0].finish_reason == "length"
+        assert program.wait(60) == 0
+        assert "Traceback" not in program.stderr.read()
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--model", str(MODELS / "demo-target"), "--port", str(port)]) == 2
+    assert f"127.0.0.1:{port} cannot be listened at" in capsys.readouterr().err

@@ -1,0 +1,546 @@
+"""Clients that send too much, read too little, or never finish a request."""
+
+import asyncio
+import gc
+import http.client
+import json
+import logging
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, model_validator
+from support.serving import (
+    CONNECTIONS,
+    LIMITS,
+    MODELS,
+    PROMPT,
+    TURNS,
+    Served,
+    llm,
+    running,
+    served,
+    wait_until,
+)
+
+from offload_rt import LLM
+from offload_rt.errors import PromptError, SettingsError
+from offload_rt.server import connection, protocol, service
+from offload_rt.server.connection import ConnectionLimits, LogRate
+
+__all__ = ["llm", "served"]
+
+STREAM = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": True}
+
+
+def head_of(path: str, n_body: int) -> bytes:
+    """Head of a POST request."""
+    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {n_body}\r\n\r\n"
+    return f"POST {path} HTTP/1.1\r\n{fields}".encode()
+
+
+def connect(served: Served, rcvbuf: int = 0) -> socket.socket:
+    """Open a connection, with a small receive buffer for clients that do not read."""
+    client = socket.socket()
+    client.settimeout(20)
+    if rcvbuf:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
+    client.connect(("127.0.0.1", served.port))
+    return client
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Read to the end of a connection, however it ends."""
+    content = b""
+    try:
+        while data := client.recv(65536):
+            content += data
+    except ConnectionResetError:
+        pass
+    return content
+
+
+# Request bodies
+
+
+class Recorder(BaseModel):
+    """Body that counts its validations."""
+
+    n_validations: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def count(cls, body: Any) -> Any:
+        pytest.fail("a body above the limits was validated")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": [[1]] * 33}, "33 entries in prompt"),
+        ({"prompt": ["x"] * 33}, "33 entries in prompt"),
+        ({"messages": [{}] * 4097}, "4097 entries in messages"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "1025 entries in logit_bias"),
+        ({"stop": ["x"] * 65}, "65 entries in stop"),
+        ({"stop_token_ids": [1] * 1025}, "1025 entries in stop_token_ids"),
+        ({"tools": [{}] * 1025}, "1025 entries in tools"),
+    ],
+)
+def test_entries_are_counted_before_validation(body: Any, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        protocol.read_body(Recorder, json.dumps(body).encode(), 32, 256)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt": [' + b"[1]," * 40_000 + b"[1]]}", "40003 containers"),
+        (b'{"metadata": [' + b"{}," * 40_000 + b"{}]}", "40003 containers"),
+        (b'{"prompt": [' + b'"",' * 40_000 + b'""]}', "40002 strings"),
+        (b'{"prompt": [' + b"1," * 300_000 + b"1]}", "300000 values"),
+        (b'{"prompt": [' + b"1.5," * 40_000 + b"1]}", "40000 fractions"),
+    ],
+    ids=["lists", "objects", "strings", "values", "fractions"],
+)
+def test_values_are_counted_before_parsing(
+    body: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(text: str) -> Any:
+        pytest.fail("a body above the limits was parsed")
+
+    monkeypatch.setattr(protocol.json, "loads", parse)
+    with pytest.raises(SettingsError, match=message):
+        protocol.read_body(Recorder, body, 32, 256)
+
+
+def test_texts_do_not_count_as_values() -> None:
+    text = 'x = [{"a": 1.5}, "\\\\"]\n' * 40_000
+    body = json.dumps({"prompt": text}).encode()
+    assert protocol.read_body(protocol.CompletionRequest, body, 32, 256).prompt == [text]
+
+
+def count_by_walking(value: Any) -> list[int]:
+    """Strings, containers and separators of a JSON value."""
+    if isinstance(value, str):
+        return [1, 0, 0]
+    if not isinstance(value, list | dict):
+        return [0, 0, 0]
+    children = [*value, *value.values()] if isinstance(value, dict) else value
+    counts = [count_by_walking(child) for child in children]
+    sums = [sum(column) for column in zip(*counts, strict=True)] or [0, 0, 0]
+    return [sums[0], sums[1] + 1, sums[2] + max(len(value) - 1, 0)]
+
+
+json_text = st.text(st.sampled_from('a"\\[]{},:.eé\n'), max_size=6)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | json_text,
+    lambda children: st.lists(children) | st.dictionaries(json_text, children),
+)
+
+
+@given(json_values, st.booleans())
+def test_counts_equal_those_of_the_parsed_value(value: Any, is_ascii: bool) -> None:
+    raw = json.dumps(value, ensure_ascii=is_ascii).encode()
+    assert list(protocol.BodyCounts.of_json(raw)[:3]) == count_by_walking(value)
+
+
+def is_on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_requests_are_parsed_and_checked_off_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[tuple[str, bool]] = []
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any) -> Any:
+            places.append((name, is_on_event_loop()))
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(service, "read_body")
+    for name in ("encode", "encode_chat", "check_prompt", "_request"):
+        watch(served.llm, name)
+    for body in ({"prompt": "x"}, {"prompt": [5]}):
+        assert served.post("/v1/completions", body | {"max_tokens": 1})[0] == 200
+    assert served.post("/v1/chat/completions", {"messages": TURNS, "max_tokens": 1})[0] == 200
+    assert {name for name, _ in places} >= {"read_body", "encode", "encode_chat", "check_prompt"}
+    assert not any(on_loop for _, on_loop in places)
+
+
+def test_bodies_are_parsed_one_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsers hold the interpreter lock; several at once would stall the event loop for longer."""
+    original = service.read_body
+    entered = threading.Semaphore(0)
+    proceed = threading.Event()
+    n_inside = []
+    inside = set()
+
+    def held(*args: Any) -> Any:
+        inside.add(threading.get_ident())
+        n_inside.append(len(inside))
+        entered.release()
+        assert proceed.wait(60)
+        inside.remove(threading.get_ident())
+        return original(*args)
+
+    monkeypatch.setattr(service, "read_body", held)
+    results: list[int] = []
+    body = {"prompt": "x", "max_tokens": 1}
+    clients = [
+        threading.Thread(target=lambda: results.append(served.post("/v1/completions", body)[0]))
+        for _ in range(3)
+    ]
+    for client in clients:
+        client.start()
+    assert entered.acquire(timeout=60)
+    # The event loop is free, although a body is being parsed.
+    assert served.request("GET", "/health")[0] == 200
+    proceed.set()
+    for client in clients:
+        client.join()
+    assert results == [200] * 3 and n_inside == [1] * 3
+
+
+def test_the_first_validation_error_is_reported(served: Served) -> None:
+    bias = {f"k{i}": 1 for i in range(1000)}
+    status, answer = served.post("/v1/completions", {"prompt": "x", "logit_bias": bias})
+    message = answer["error"]["message"]
+    assert status == 400 and message.count("logit_bias") == 1 and len(message) < 200
+
+
+# Clients that do not read
+
+
+@pytest.fixture
+def large_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make each event larger than all buffers. Without the collector, only code frees places."""
+    event = service._event
+    monkeypatch.setattr(service, "_event", lambda content: event(content) + ":" * 10**6 + "\n\n")
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("large_events")
+def test_a_client_that_does_not_read_loses_its_place(llm: LLM) -> None:
+    raw = json.dumps(STREAM).encode()
+    impatient = replace(CONNECTIONS, write_s=0.3)
+    with running(llm, impatient, 4096) as server, closing(connect(server, 4096)) as client:
+        client.sendall(head_of("/v1/completions", len(raw)) + raw)
+        assert client.recv(12) == b"HTTP/1.1 200"
+        wait_until(lambda: server.service.n_open == 0)
+        assert b"[DONE]" not in read_all(client)
+        server.wait_until_idle()
+
+
+@pytest.mark.usefixtures("large_events")
+def test_a_stream_ends_at_its_deadline_although_the_client_does_not_read(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_STREAM_GRACE_S", 0.1, raising=False)
+    raw = json.dumps(STREAM).encode()
+    patient = replace(CONNECTIONS, write_s=600)
+    serving = running(llm, patient, 4096, limits=replace(LIMITS, timeout_s=2))
+    with serving as server, closing(connect(server, 4096)) as client:
+        client.sendall(head_of("/v1/completions", len(raw)) + raw)
+        client.recv(12)
+        wait_until(lambda: server.service.n_open == 0)
+
+
+def test_a_slow_reader_keeps_its_connection() -> None:
+    """Any progress within the write timeout suffices."""
+    sizes = [1000, 900, 900]
+    aborted: list[bool] = []
+    scheduled: list[tuple[Any, int]] = []
+
+    class Transport:
+        def get_write_buffer_size(self) -> int:
+            return sizes.pop(0)
+
+        def abort(self) -> None:
+            aborted.append(True)
+
+    class Loop:
+        def call_later(self, delay_s: float, act: Any, n_unsent: int) -> None:
+            assert delay_s == 7
+            scheduled.append((act, n_unsent))
+
+    slow = connection.BoundedProtocol.__new__(connection.BoundedProtocol)
+    vars(slow).update(transport=Transport(), loop=Loop(), limits=ConnectionLimits(1, write_s=7))
+    slow._watch_write(slow.transport.get_write_buffer_size())
+    act, n_unsent = scheduled.pop()
+    act(n_unsent)
+    assert not aborted
+    act, n_unsent = scheduled.pop()
+    act(n_unsent)
+    assert aborted and not scheduled
+
+
+# Connections
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
+def test_half_sent_heads_time_out(llm: LLM, sent: bytes) -> None:
+    with (
+        running(llm, replace(CONNECTIONS, header_s=0.2)) as server,
+        closing(connect(server)) as client,
+    ):
+        client.sendall(sent)
+        assert read_all(client) == b""
+
+
+def test_half_sent_heads_of_later_requests_time_out(llm: LLM) -> None:
+    with (
+        running(llm, replace(CONNECTIONS, header_s=0.2)) as server,
+        closing(connect(server)) as client,
+    ):
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        client.recv(65536)
+        with suppress(ConnectionError):
+            client.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        read_all(client)
+
+
+def test_the_header_timeout_ends_with_the_head(llm: LLM) -> None:
+    with (
+        running(llm, replace(CONNECTIONS, header_s=600)) as server,
+        closing(connect(server)) as client,
+    ):
+        wait_until(lambda: server.http_server.server_state.connections)
+        (accepted,) = server.http_server.server_state.connections
+        assert accepted._header_timer is not None
+        client.sendall(head_of("/v1/completions", 100) + b"{")
+        wait_until(lambda: accepted.cycle is not None)
+        assert accepted._header_timer is None
+
+
+def test_surplus_connections_are_refused(llm: LLM) -> None:
+    with running(llm, replace(CONNECTIONS, n_connections=3, header_s=600)) as server:
+        idle = [connect(server) for _ in range(3)]
+        with closing(connect(server)) as surplus:
+            assert read_all(surplus).startswith(b"HTTP/1.1 503")
+        idle.pop().close()
+
+        def is_healthy() -> bool:
+            try:
+                return server.request("GET", "/health")[0] == 200
+            except (OSError, http.client.HTTPException):
+                return False
+
+        wait_until(is_healthy)
+        for client in idle:
+            client.close()
+
+
+def test_the_connection_limit_leaves_files_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    limits = ConnectionLimits.from_ulimit()
+    assert 300 < limits.n_connections < 1024 - connection._RESERVED_FILES
+
+
+def test_repeated_log_messages_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 60.0
+    monkeypatch.setattr(connection.time, "monotonic", lambda: now)
+    rate = LogRate(5)
+
+    def log() -> logging.LogRecord | None:
+        record = logging.LogRecord("x", logging.WARNING, "", 0, "line %d", (7,), None)
+        return record if rate.filter(record) else None
+
+    assert sum(log() is not None for _ in range(12)) == 5
+    now = 120.0
+    record = log()
+    assert record is not None and record.getMessage() == "line 7 (7 earlier messages were dropped)"
+    record = log()
+    assert record is not None and record.getMessage() == "line 7"
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The server as a program with few files, and its port."""
+    n_files = 500
+    command = [sys.executable, "-m", "offload_rt.serve", "--model", str(MODELS / "demo-target")]
+    flags = ["--port", "0", "--device-memory", "1GB", "--drafter", "none", "--drain", "1"]
+    limit = f"import resource, os, sys; resource.setrlimit(7, ({n_files}, {n_files})); "
+    launch = [sys.executable, "-c", limit + "os.execv(sys.argv[1], sys.argv[1:])"]
+    with subprocess.Popen([*launch, *command, *flags], stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        announced = next(line for line in child.stderr if "for clients" in line)
+        match = re.search(r"127\.0\.0\.1:(\d+)", announced)
+        assert match is not None
+        yield child, int(match[1])
+        child.kill()
+
+
+def test_a_flood_of_connections_and_the_end_of_the_program(
+    program: tuple[subprocess.Popen[str], int],
+) -> None:
+    child, port = program
+    clients = []
+    for _ in range(600):
+        client = socket.create_connection(("127.0.0.1", port), timeout=20)
+        client.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        clients.append(client)
+    for client in clients:
+        client.close()
+
+    def is_healthy() -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                return client.recv(12) == b"HTTP/1.1 200"
+        except OSError:
+            return False
+
+    wait_until(is_healthy)
+    # Half a head, half a body, and an answer that outlasts the drain.
+    raw = json.dumps({"prompt": PROMPT, "max_tokens": 10**6, "ignore_eos": True}).encode()
+    open_requests = [
+        b"GET /health HTTP/1.1\r\nX: ",
+        head_of("/v1/completions", 1000).replace(b"Host: x", b"Host: localhost") + b"{",
+        head_of("/v1/completions", len(raw)).replace(b"Host: x", b"Host: localhost") + raw,
+    ]
+    clients = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in open_requests]
+    for client, content in zip(clients, open_requests, strict=True):
+        client.sendall(content)
+    wait_until(is_healthy)
+    child.send_signal(signal.SIGTERM)
+    answers = [read_all(client) for client in clients]
+    assert child.wait(60) == 0
+    assert answers[1].startswith(b"HTTP/1.1 503") and b"shutting down" in answers[1]
+    assert child.stderr is not None
+    log = child.stderr.read()
+    assert "Traceback" not in log and len(log) < 20_000
+
+
+# What an HTTP client relies on
+
+
+def test_head_requests_are_answered_like_get(served: Served) -> None:
+    for path in ("/health", "/v1/models", "/v1/models/demo", "/metrics", "/", "/page/app.js"):
+        status, headers, body = served.request("HEAD", path)
+        assert (status, body) == (200, b"")
+        assert headers["Content-Type"] == served.request("GET", path)[1]["Content-Type"]
+    assert served.request("HEAD", "/v1/completions")[0] == 405
+
+
+def test_nothing_redirects_to_the_host_of_a_request(served: Served) -> None:
+    for path in ("/page", "/health/", "/v1/models/", "/tokenize/"):
+        status, headers, _ = served.request("GET", path, headers={"Host": "evil.example"})
+        assert status in (200, 404, 405) and "Location" not in headers
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200), ("127.0.0.1:8000", 200), ("LOCALHOST:80", 200), ("[::1]", 200),
+        ("[::1]:8000", 200), ("127.0.0.1:evil.com", 403), ("localhost@evil.com", 403), ("", 403),
+        ("evil.com", 403), ("[::1].evil.com", 403), ("127.0.0.1:8000:evil.com", 403),
+    ],
+)  # fmt: skip
+def test_host_names_are_parsed(llm: LLM, host: str, status: int) -> None:
+    hosts = frozenset({"127.0.0.1", "localhost", "[::1]"})
+    with running(llm, hosts=hosts) as guarded:
+        assert guarded.request("GET", "/health", headers={"Host": host})[0] == status
+
+
+@pytest.mark.parametrize(
+    ("authorization", "status"),
+    [
+        ("Bearer secret", 200), ("bearer secret", 200), ("BEARER  secret", 200),
+        ("Bearer wrong", 401), ("Basic secret", 401), ("secret", 401), ("Bearer", 401),
+    ],
+)  # fmt: skip
+def test_the_scheme_of_a_key_ignores_case(llm: LLM, authorization: str, status: int) -> None:
+    with running(llm, api_key="secret") as guarded:
+        headers = {"Authorization": authorization}
+        found, _, body = guarded.request("GET", "/v1/models", headers=headers)
+        assert found == status
+        if status == 401:
+            error = json.loads(body)["error"]
+            assert error["type"] == "authentication_error" and error["code"] == "invalid_api_key"
+
+
+def test_bodies_need_the_content_type_of_json(served: Served) -> None:
+    """Pages of other origins can send text/plain without asking."""
+    raw = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    for content_type, status in (("text/plain", 415), ("application/json; charset=utf-8", 200)):
+        headers = {"Content-Type": content_type}
+        assert served.request("POST", "/v1/completions", raw, headers)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "x " * 5000}),
+        ("completions", {"prompt": [1] * 5000}),
+        ("completions", {"prompt": "x", "temperature": -1}),
+        ("completions", {"prompt": "x", "logit_bias": {"99999999": 1}}),
+        ("completions", {"prompt": "x", "model": "m" * 50_000}),
+        ("completions", {"prompt": "x", "stop": ""}),
+        ("chat/completions", {"messages": [{"role": "user", "content": {"type": "t" * 50_000}}]}),
+        ("chat/completions", {"messages": TURNS, "tool_choice": {"type": "t" * 50_000}}),
+        ("chat/completions", {"messages": TURNS, "response_format": {"type": "t" * 50_000}}),
+        ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"tokenize": 1}}),
+        ("chat/completions", {"messages": TURNS, "k" * 50_000: 1, "n": "t" * 50_000}),
+    ],
+)  # fmt: skip
+def test_messages_are_short_and_name_no_flags(served: Served, path: str, body: Any) -> None:
+    status, answer = served.post(f"/v1/{path}", body)
+    message = answer["error"]["message"]
+    assert 400 <= status < 500 and "--" not in message and len(message) < 400
+
+
+def test_too_long_prompts_name_the_maximum_context_length(served: Served) -> None:
+    for prompt in ("x " * 5000, [1] * 5000, "x" * 150_000):
+        status, answer = served.post("/v1/completions", {"prompt": prompt})
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert "maximum context length is 256 tokens" in answer["error"]["message"]
+
+
+def test_an_address_for_other_machines_without_a_key_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from offload_rt.cli import serve as serve_command
+
+    class Stopped:
+        def __init__(self, *_: Any) -> None: ...
+
+        def run(self, sockets: list[socket.socket]) -> None: ...
+
+    monkeypatch.setattr(connection, "make_server", Stopped)
+    model = ["--model", str(MODELS / "demo-target"), "--port", "0", "--device-memory", "1GB"]
+    for flags, is_warned in (
+        (["--host", "0.0.0.0"], True),
+        (["--host", "0.0.0.0", "--api-key", "secret"], False),
+        (["--host", "localhost"], False),
+    ):
+        assert serve_command.main([*model, "--drafter", "none", *flags]) == 0
+        assert ("warning" in capsys.readouterr().err) == is_warned
+
+
+def test_prompts_of_other_types_are_one_sentence() -> None:
+    for prompt in (5, [1, "x"], [1.5], [[1], "x"], [[1], [True]], {"text": "x"}, []):
+        with pytest.raises((SettingsError, PromptError), match=r"prompt: .* needs a text"):
+            raw = json.dumps({"prompt": prompt}).encode()
+            protocol.read_body(protocol.CompletionRequest, raw, 32, 256)

@@ -1,0 +1,320 @@
+"""The server under more than it can take: many clients at once, clients that vanish, and what is
+sent to do harm.
+"""
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.serving import LIMITS, PROMPT, TURNS, Served, alone, llm, running, served, wait_until
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.engine import engine as engine_module
+
+__all__ = ["llm", "served"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(served: Served) -> Iterator[None]:
+    """After each test nothing runs, all is answered again, and all caches are free once those kept
+    for others are dropped.
+    """
+    yield
+    served.wait_until_idle()
+    assert served.service.n_open == 0
+    with served.llm._of_engine.turn:
+        engine = served.llm.engine
+        engine.reset_prefix_cache()
+        assert not engine.runner._caches and not (engine.draft and engine.draft._caches)
+    assert get(served, "/health")[0] == 200
+
+
+def get(served: Served, path: str, method: str = "GET") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request(method, path)
+    response = connection.getresponse()
+    found = response.status, response.read()
+    connection.close()
+    return found
+
+
+@contextmanager
+def sent(served: Served, **body: Any) -> Iterator[socket.socket]:
+    """A request whose answer nobody has read yet; its client goes at the end."""
+    raw = json.dumps(
+        {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0, **body}
+    ).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type:"
+        f" application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(head.encode() + raw)
+        yield connection
+
+
+def test_two_hundred_at_once_are_answered_or_sent_away(served: Served) -> None:
+    prompts = [f"def f{k % 8}(x):\n    return " for k in range(200)]
+    expected = {one: alone(served.llm, one, max_tokens=4) for one in set(prompts)}
+    with ThreadPoolExecutor(200) as pool:
+        with served.llm._of_engine.turn:  # nobody is answered until all have come
+            asked = [
+                pool.submit(
+                    served.asked,
+                    "/v1/completions",
+                    {"prompt": one, "max_tokens": 4, "temperature": 0},
+                )
+                for one in prompts
+            ]
+            wait_until(lambda: sum(one.done() for one in asked) == len(prompts) - LIMITS.n_waiting)
+        found = [one.result() for one in asked]
+    assert sorted({status for status, _, _ in found}) == [200, 429]
+    for prompt, (status, headers, text) in zip(prompts, found, strict=True):
+        answer = json.loads(text)
+        if status == 200:
+            assert answer["choices"][0]["text"] == expected[prompt]
+        else:
+            assert int(headers["Retry-After"]) > 0 and "x-should-retry" not in headers
+            assert answer["error"]["type"] == "rate_limit_error"
+    assert sum(status == 200 for status, _, _ in found) == LIMITS.n_waiting
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_go_while_they_wait_give_their_room_back(served: Served, stream: bool) -> None:
+    with served.llm._of_engine.turn:
+        for _ in range(2):
+            with sent(served, stream=stream, prompt=["x"] * LIMITS.n_waiting):
+                wait_until(lambda: served.service.n_open == LIMITS.n_waiting)
+                assert served.post("/v1/completions", {"prompt": "x"})[0] == 429
+            wait_until(lambda: served.service.n_open == 0)
+    assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_go_while_their_prompt_is_computed(
+    served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = served.llm.engine.runner.forward
+    may_go_on = threading.Event()
+    widths = []
+
+    def held(steps: Any) -> Any:
+        widths.append(len(steps))
+        assert may_go_on.wait(60)
+        return forward(steps)
+
+    monkeypatch.setattr(served.llm.engine.runner, "forward", held)
+    with sent(served, stream=stream, prompt=["x", "y"]):
+        wait_until(lambda: widths)
+    wait_until(lambda: served.service.n_open == 0)
+    may_go_on.set()
+    served.wait_until_idle()
+    assert len(widths) <= 2, "the pass under way, and one with those that had come since"
+
+
+def test_clients_that_go_while_they_are_answered(served: Served) -> None:
+    for _ in range(3):
+        with sent(served, stream=True, prompt=[PROMPT, "class "], max_tokens=200) as connection:
+            assert connection.recv(100)
+    found = served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 24, "temperature": 0})[
+        1
+    ]
+    assert found["choices"][0]["text"] == alone(served.llm, PROMPT, max_tokens=24)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_breaks_in_the_middle_breaks_alone(
+    served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits that are no numbers are told; what is a fault of the server is, but not how."""
+    probs = engine_module.probs
+    expected = alone(served.llm, PROMPT, max_tokens=40)
+
+    def broken(logits: Any, sampling: SamplingParams, context: Any, *others: Any) -> Any:
+        if sampling.logit_bias and len(context.tokens) > context.n_prompt + 2:
+            if sampling.logit_bias == {1: 1.0}:
+                raise ZeroDivisionError("a secret")
+            logits = logits * float("nan")
+        return probs(logits, sampling, context, *others)
+
+    monkeypatch.setattr(engine_module, "probs", broken)
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stream": stream}
+    with ThreadPoolExecutor(3) as pool:
+        with served.llm._of_engine.turn:
+            several = [{}, {"logit_bias": {"0": 1.0}}, {"logit_bias": {"1": 1.0}}]
+            asked = [pool.submit(served.asked, "/v1/completions", body | more) for more in several]
+            wait_until(lambda: served.service.n_open == 3)
+        right, *wrong = [one.result() for one in asked]
+    assert right[0] == 200
+    if stream:
+        chunks = [
+            json.loads(event[6:]) for event in right[2].split("\n\n") if event.startswith("data: {")
+        ]
+        assert (
+            "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == expected
+        )
+    else:
+        assert json.loads(right[2])["choices"][0]["text"] == expected
+    for (status, _, text), message in zip(
+        wrong, ("contain NaN or Inf", "internal server error"), strict=True
+    ):
+        assert status == (200 if stream else 500) and "secret" not in text
+        *_, last = (
+            (event[6:] for event in text.split("\n\n") if '"error"' in event) if stream else [text]
+        )
+        error = json.loads(last)["error"]
+        assert message in error["message"] and error["type"] == "server_error"
+
+
+DEEP = b"[" * 90_000 + b"]" * 90_000
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (b'{"prompt": "x", "metadata": ' + DEEP[:9_000] + b"}", ""),
+        (b'{"prompt": ' + DEEP + b"}", ""),
+        (b"\xff\xfe{}", ""),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "x", "top_p": Infinity}', "top_p"),
+        (b'{"prompt": "x", "presence_penalty": -Infinity}', "presence_penalty"),
+        (b'{"prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias"),
+        (b'{"prompt": "x", "logit_bias": {"five": 1}}', "logit_bias"),
+        (b'{"prompt": "x", "seed": Infinity}', "seed"),
+        (b'{"prompt": "x", "n": 1e300}', "n"),
+        ({"prompt": "x", "n": 10**30}, "n is"),
+        ({"prompt": "x", "n": -1}, "n is -1"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
+        ({"prompt": "x", "stop": ["a"] * 65}, "65 entries in stop"),
+        ({"prompt": "x", "stop": [""]}, "stop"),
+        ({"prompt": "x", "stream": "perhaps"}, "stream"),
+        ({"prompt": {"text": "x"}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1, "x"]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": [1.5] * 30_000}, "prompt"),
+        ({"prompt": [-1]}, "token id"),
+        ({"prompt": [2**70]}, "token id"),
+        ({"prompt": "x" * 150_000}, "65536 characters"),
+        ({"prompt": [1] * 60_000}, "too long"),
+        ({"prompt": ["x"] * 30_000}, "30000 entries in prompt"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_sent_to_do_harm_is_refused(served: Served, body: Any, word: str) -> None:
+    n_passes = served.llm.engine.n_passes
+    status, found = served.post("/v1/completions", body)
+    assert (
+        status == 400
+        and found["error"]["type"] == "invalid_request_error"
+        and word in found["error"]["message"]
+    )
+    assert found["error"]["message"].count("; ") < 9, "of a million wrong items the first is told"
+    assert served.llm.engine.n_passes == n_passes
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": "hello"},
+        {"messages": [1]},
+        {"messages": [{"role": "user", "content": {"type": "text"}}]},
+        {"messages": [{"role": "user", "content": "x" * 150_000}]},
+        {"messages": TURNS, "tools": "all"},
+        {"messages": TURNS, "tool_choice": 5},
+        {"messages": TURNS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"messages": TURNS, "response_format": "json"},
+        {"messages": TURNS, "logprobs": 5},
+        {"messages": TURNS, "max_completion_tokens": 0},
+    ],
+)
+def test_chats_that_are_sent_to_do_harm_are_refused(served: Served, body: Any) -> None:
+    status, found = served.post("/v1/chat/completions", body)
+    assert status == 400 and found["error"]["type"] == "invalid_request_error"
+
+
+def test_tokens_and_texts_that_are_sent_to_do_harm_are_refused(served: Served) -> None:
+    assert (
+        served.post("/detokenize", {"tokens": [-1]})[0]
+        == served.post("/detokenize", {"tokens": [2**70]})[0]
+        == 400
+    )
+    assert served.post("/tokenize", {"prompt": "x" * 150_000})[0] == 400
+    assert served.post("/detokenize", {"tokens": [2**31]}) == (200, {"prompt": ""})
+
+
+def test_more_tokens_than_there_is_room_for_end_with_the_room(served: Served) -> None:
+    n = len(served.llm.encode(PROMPT))
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 10**30,
+        "ignore_eos": True,
+        "temperature": 0,
+        "top_k": 10**30,
+    }
+    status, found = served.post("/v1/completions", body)
+    assert status == 200 and found["choices"][0]["finish_reason"] == "length"
+    assert (
+        found["usage"]["total_tokens"] == served.llm.max_model_len
+        and found["usage"]["prompt_tokens"] == n
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/completions", 405), ("PUT", "/v1/models", 405), ("GET", "/v1/embeddings", 404),
+        ("GET", "/v1/models/other", 404), ("GET", "/page/../app.py", 404),
+        ("GET", "/page/%2e%2e/app.py", 404),
+        ("BREW", "/v1/models", 405), ("GET", "/" + "x" * 9000, 404),
+    ],
+)  # fmt: skip
+def test_routes_and_methods_that_are_not_known_are_told(
+    served: Served, method: str, path: str, status: int
+) -> None:
+    found, text = get(served, path, method)
+    assert found == status and json.loads(text)["error"]["type"] == "invalid_request_error"
+
+
+def test_what_is_no_http_hurts_nobody(served: Served) -> None:
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    several = [
+        b"\x00\xff "
+        b"garbage\r\n\r\n", b"", b"GET / HTTP/9.9\r\n\r\n", post + b"Content-Length: 100\r\n\r\n{",
+        post + b"Content-Length: "
+               b"-5\r\n\r\n", post + b"Content-Length: 99999999999999999999\r\n\r\nx",
+        post + b"Transfer-Encoding: "
+               b"chunked\r\n\r\nzz\r\n", post + b"X: " + b"y" * 200_000 + b"\r\n\r\n", post[:30],
+    ]  # fmt: skip
+    for raw in several:
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            try:
+                connection.sendall(raw)
+            except OSError:  # it has been sent away already
+                continue
+    found = served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "temperature": 0})[1]
+    assert found["choices"][0]["text"] == alone(served.llm, PROMPT, max_tokens=4)
+
+
+def test_the_end_of_a_server_leaves_no_thread(llm: LLM) -> None:
+    llm.generate("x", SamplingParams(max_tokens=1))
+    before = {one for one in threading.enumerate() if not one.name.startswith("engine")}
+    with running(llm, limits=replace(LIMITS, n_waiting=2)) as short:
+        with ThreadPoolExecutor(8) as pool:
+            asked = [
+                pool.submit(short.post, "/v1/completions", {"prompt": "x", "max_tokens": 4})
+                for _ in range(8)
+            ]
+            assert {one.result()[0] for one in asked} <= {200, 429}
+        with sent(short, stream=True):
+            pass
+    left = {one for one in threading.enumerate() if not one.name.startswith("engine")} - before
+    wait_until(lambda: not any(one.is_alive() for one in left))

@@ -1,0 +1,324 @@
+"""Fields of requests and responses: sampling, prompts, tools, log-probabilities."""
+
+import json
+from typing import Any
+
+import pytest
+from support.serving import LIMITS, PROMPT, TURNS, Served, llm, served
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.errors import SettingsError
+from offload_rt.server.tools import ToolParser
+from offload_rt.text.detokenize import token_bytes
+
+__all__ = ["llm", "served"]
+
+CONTROL = "<|endoftext|>"
+GREEDY = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8}
+
+
+def complete(served: Served, **fields: Any) -> Any:
+    """Greedy completion; returns the choice."""
+    status, answer = served.post("/v1/completions", GREEDY | fields)
+    assert status == 200, answer
+    return answer["choices"][0]
+
+
+def greedy_under(llm: LLM, params: dict[str, Any], n: int) -> list[int]:
+    """Brute force: one token per call, the best token that the rules permit."""
+    allowed = set(params.get("allowed_token_ids", ()))
+    bad_words = params.get("bad_words_ids", ())
+    prompt = llm.encode(PROMPT)
+    answer: list[int] = []
+    for _ in range(n):
+        one_token = SamplingParams(max_tokens=1, logprobs=-1, ignore_eos=True)
+        logprobs = llm.generate(prompt + answer, one_token)[0].logprobs
+        assert logprobs is not None
+        banned = {
+            word[-1]
+            for word in bad_words
+            if answer[len(answer) - len(word) + 1 :] == list(word[:-1])
+        }
+        possible = {
+            token: entry.logprob
+            for token, entry in logprobs[0].items()
+            if token not in banned and (not allowed or token in allowed)
+        }
+        answer.append(max(possible, key=lambda token: possible[token]))
+    return answer
+
+
+def test_bad_words_and_allowed_tokens_hold_at_every_node_of_a_tree(llm: LLM) -> None:
+    """Greedy decoding with trees equals brute force, token by token."""
+    plain = llm.generate(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))[0]
+    first = plain.token_ids
+    assert plain.stats.n_passes < 12, "trees were accepted"
+    vocabulary = range(llm.engine_plan.checkpoint.spec.vocab_size)
+    for params in (
+        {"bad_words_ids": (tuple(first[:1]),)},
+        {"bad_words_ids": (tuple(first[2:4]), tuple(first[5:8]))},
+        {"allowed_token_ids": tuple(token for token in vocabulary if token % 2)},
+        {
+            "allowed_token_ids": tuple(token for token in vocabulary if token not in first[:2]),
+            "bad_words_ids": (tuple(first[4:6]), (first[8],)),
+        },
+    ):
+        settings = SamplingParams(max_tokens=12, ignore_eos=True, **params)
+        assert llm.generate(PROMPT, settings)[0].token_ids == greedy_under(llm, params, 12)
+
+
+def test_a_bad_word_does_not_occur(served: Served) -> None:
+    text = complete(served)["text"]
+    word = text.split()[0]
+    found = complete(served, bad_words=[word])["text"]
+    assert word in text and word not in found
+
+
+def test_only_allowed_tokens_occur(served: Served) -> None:
+    allowed = served.llm.encode("abc", add_special_tokens=False)
+    choice = complete(served, allowed_token_ids=allowed, logprobs=0)
+    texts = {served.service.decode([token]) for token in allowed}
+    assert set(choice["logprobs"]["tokens"]) <= texts
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": [5], "bad_words_ids": [[5]]},
+        {"allowed_token_ids": [5, 6], "bad_words_ids": [[7, 5], [6]]},
+        {"allowed_token_ids": [5], "min_tokens": 2, "stop_token_ids": [5]},
+    ],
+)
+def test_rules_that_exclude_every_token_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(SettingsError, match="allowed_token_ids: needs a token"):
+        llm.generate(PROMPT, SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty"),
+        ({"logit_bias": {"5": 1e39}}, "logit_bias"),
+        ({"logit_bias": {"5": -1e39}}, "logit_bias"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ],
+)
+def test_fields_without_effect_and_wrong_values_are_refused(
+    served: Served, fields: Any, word: str
+) -> None:
+    for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": TURNS})):
+        status, answer = served.post(f"/v1/{path}", body | fields)
+        assert status == 400 and word in answer["error"]["message"]
+        assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_neutral_values_of_missing_features_are_accepted(served: Served) -> None:
+    neutral = {
+        "guided_json": None,
+        "use_beam_search": False,
+        "functions": [],
+        "function_call": "none",
+    }
+    body = {"messages": TURNS, "max_tokens": 1, "skip_special_tokens": True}
+    assert served.post("/v1/chat/completions", body | neutral)[0] == 200
+
+
+def test_prompts_are_truncated_from_the_left(served: Served) -> None:
+    tokens = served.llm.encode(PROMPT)
+    status, answer = served.post("/v1/completions", GREEDY | {"truncate_prompt_tokens": 4})
+    expected = served.llm.generate(tokens[-4:], SamplingParams(max_tokens=8))[0].text
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, 4)
+    assert answer["choices"][0]["text"] == expected
+    long = GREEDY | {"prompt": tokens * 100, "max_tokens": 1, "truncate_prompt_tokens": -1}
+    assert served.post("/v1/completions", long)[1]["usage"]["prompt_tokens"] == 255
+
+
+def test_special_tokens_of_a_prompt_are_optional(served: Served) -> None:
+    with_special = served.llm.encode(PROMPT)
+    without = served.llm.encode(PROMPT, add_special_tokens=False)
+    assert len(without) == len(with_special) - 1, "the tokenizer adds a token"
+    for special, tokens in ((True, with_special), (False, without)):
+        body = GREEDY | {"add_special_tokens": special}
+        status, answer = served.post("/v1/completions", body)
+        assert status == 200 and answer["usage"]["prompt_tokens"] == len(tokens)
+        expected = served.llm.generate(tokens, SamplingParams(max_tokens=8))[0].text
+        assert answer["choices"][0]["text"] == expected
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "x = '🙂 語' # é\n"])
+@pytest.mark.parametrize("special", [True, False])
+def test_offsets_of_an_echo_point_into_its_text(served: Served, prompt: str, special: bool) -> None:
+    choice = complete(served, prompt=prompt, echo=True, logprobs=0, add_special_tokens=special)
+    logprobs = choice["logprobs"]
+    offsets = logprobs["text_offset"]
+    assert len(offsets) == len(logprobs["tokens"]) and offsets == sorted(offsets)
+    for token, offset in zip(logprobs["tokens"], offsets, strict=True):
+        if token != CONTROL and "\ufffd" not in token:
+            assert choice["text"][offset:].startswith(token)
+    assert offsets[:2] == [0, 0] if special else offsets[0] == 0
+
+
+def test_offsets_of_a_stream_with_stop_strings_point_into_its_text(served: Served) -> None:
+    """Text that could begin a stop string follows its tokens later."""
+    fields = {"logprobs": 0, "stop": ["never occurs in this text"], "stream": True}
+    text = served.asked("/v1/completions", GREEDY | fields)[2]
+    chunks = [json.loads(event[6:]) for event in text.split("\n\n") if event.startswith("data: {")]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    whole = "".join(choice["text"] for choice in choices)
+    for choice in choices:
+        logprobs = choice["logprobs"] or {"tokens": [], "text_offset": []}
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            assert whole[offset:].startswith(token)
+
+
+def test_bytes_of_partial_characters_are_raw(served: Served) -> None:
+    """Forced to write a smile, the model's tokens hold its bytes in parts."""
+    tokenizer = served.llm.tokenizer
+    parts = served.llm.encode("🙂", add_special_tokens=False)
+    assert tokenizer is not None and len(parts) > 1
+    assert b"".join(token_bytes(tokenizer, token) for token in parts) == "🙂".encode()
+    body = {"messages": TURNS, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    answer = served.post("/v1/chat/completions", body | {"allowed_token_ids": parts})[1]
+    content = answer["choices"][0]["logprobs"]["content"]
+    raw_tokens = [list(token_bytes(tokenizer, token)) for token in parts]
+    for entry in content:
+        assert entry["bytes"] in raw_tokens and len(entry["top_logprobs"]) == 2
+
+
+def test_a_final_message_is_continued(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
+    turns = [*TURNS, {"role": "assistant", "content": "import sys\nimport"}]
+    body = {"messages": turns, "max_tokens": 8, "temperature": 0}
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    status, answer = served.post("/v1/chat/completions", body | fields)
+    prompt = "[user]import os\n[end][assistant]import sys\nimport"
+    tokens = served.llm.encode(prompt, add_special_tokens=False)
+    expected = served.llm.generate(tokens, SamplingParams(max_tokens=8))[0].text
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, expected)
+    both = body | {"continue_final_message": True}
+    assert served.post("/v1/chat/completions", both)[0] == 400
+
+
+def test_control_tokens_in_messages_are_text(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for m in messages %}<|endoftext|>{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
+    (control,) = served.llm.encode(CONTROL, add_special_tokens=False)
+    contents = [f"a {CONTROL} b", f"{CONTROL}{CONTROL}", "plain"]
+    turns = [{"role": "user", "content": content} for content in contents]
+    status, answer = served.post("/tokenize", {"messages": turns})
+    assert status == 200 and answer["tokens"].count(control) == len(turns)
+    text = served.service.decode(answer["tokens"])
+    assert text == "".join(CONTROL + content for content in contents)
+
+
+def test_tools_need_a_template_with_tools(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    body = {"messages": TURNS, "max_tokens": 1, "tools": tools}
+    assert served.post("/v1/chat/completions", body)[0] == 200
+    for wrong in ([{}], [{"function": {}}], [{"function": {"name": 5}}]):
+        status, answer = served.post("/v1/chat/completions", body | {"tools": wrong})
+        assert status == 400 and "tools" in answer["error"]["message"]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
+    status, answer = served.post("/v1/chat/completions", body)
+    assert status == 400 and "supports tools" in answer["error"]["message"]
+    assert served.post("/v1/chat/completions", body | {"tool_choice": "none"})[0] == 200
+
+
+def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
+    """Text of a tool call."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n{close}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        (f"Well. {call('{}')}", "Well. ", [{}]),
+        (f"{call('{}')} and so on", "and so on", [{}]),
+        (f"{call('{}')}\n{call('{}')}\n", "", [{}, {}]),
+        (call('{"a": "</tool_call>"}'), "", [{"a": "</tool_call>"}]),
+        (call('{"a": "<tool_call>"}') + " x", "x", [{"a": "<tool_call>"}]),
+        (call('"{\\"a\\": 1}"'), "", [{"a": 1}]),
+        (call('{"a": "two\nlines"}'), "", [{"a": "two\nlines"}]),
+        (call('{"a": "\\ud800é"}'), "", [{"a": "\ud800é"}]),
+        (call("null"), "", [{}]),
+        (call('{"a": 1}', close=""), "", [{"a": 1}]),
+        (call("{}", name="other"), call("{}", name="other"), []),
+        (call("[1]"), call("[1]"), []),
+        (call('"text"'), call('"text"'), []),
+        (call('{"a": NaN}'), call('{"a": NaN}'), []),
+        (call("{}") + "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", [{}]),
+        ("<tool_call>" + "[" * 100_000, "<tool_call>" + "[" * 100_000, []),
+        ('<tool_call>{"a": "', '<tool_call>{"a": "', []),
+        ("<tool_call></tool_call>", "<tool_call></tool_call>", []),
+    ],
+)
+def test_tool_parser_keeps_text_and_finds_calls(
+    text: str, content: str, arguments: list[Any]
+) -> None:
+    sizes = (1, 7, len(text)) if len(text) < 1000 else (1000, len(text))
+    for size in sizes:
+        parser = ToolParser(frozenset({"add"}))
+        parts = [parser.feed(text[k : k + size]) for k in range(0, len(text), size)]
+        parts.append(parser.end())
+        calls = [call for part in parts for call in part.calls]
+        assert "".join(part.text for part in parts) == content
+        assert [json.loads(call["function"]["arguments"]) for call in calls] == arguments
+        for entry in calls:
+            entry["function"]["arguments"].encode()  # responses are UTF-8
+
+
+def test_tool_parser_reports_each_call_when_it_is_complete() -> None:
+    parser = ToolParser(frozenset({"add"}))
+    assert len(parser.feed("Yes. " + call("{}")).calls) == 1
+    assert parser.feed(" More.").text == "More."
+
+
+def test_tool_parser_scans_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """White space and closing tags inside strings do not restart the scan."""
+    from offload_rt.server import tools
+
+    n_decoded = 0
+
+    class Counter(json.JSONDecoder):
+        def raw_decode(self, text: str, idx: int = 0) -> Any:
+            nonlocal n_decoded
+            n_decoded += 1
+            return super().raw_decode(text, idx)
+
+    monkeypatch.setattr(tools, "_DECODER", Counter(strict=False))
+    parser = ToolParser(frozenset({"add"}))
+    parser.feed('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>')
+    for _ in range(2000):
+        parser.feed(" x")
+    assert n_decoded == 1
+    assert parser.feed('"}}</tool_call>').calls and n_decoded == 2
+
+
+def test_a_full_queue_is_a_rate_limit(served: Served) -> None:
+    with served.llm._of_engine.turn:
+        served.service.n_open += LIMITS.n_waiting
+        try:
+            status, headers, text = served.asked("/v1/completions", GREEDY)
+        finally:
+            served.service.n_open -= LIMITS.n_waiting
+    assert status == 429 and int(headers["Retry-After"]) > 0
+    assert json.loads(text)["error"]["type"] == "rate_limit_error"

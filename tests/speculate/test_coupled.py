@@ -1,0 +1,301 @@
+"""Coupled sampling: the noise, what is drawn by it, and that a text is a function of prompt, model
+and seed alone.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from support.texts import small_model
+from support.tiny import (
+    DRAFTERS,
+    chi_square_p,
+    drafter_of,
+    engine_of,
+    logits_of,
+    open_llm,
+    prompt_of,
+    save_pair,
+    sequence_of,
+)
+
+from offload_rt import SamplingParams
+from offload_rt.executor.sequence import Sequence
+from offload_rt.ops import noise
+from offload_rt.ops.noise import NoiseRows, exponentials, philox
+from offload_rt.sampling import Context, probs
+from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.select import drafter_type, rule_of
+from offload_rt.speculate.verify import coupled
+from offload_rt.tree.topology import DraftTree, Topology
+
+CPU = torch.device("cpu")
+
+# The noise
+
+# Of Random123's kat_vectors: counter, key, result.
+KNOWN = """
+00000000 00000000 00000000 00000000  00000000 00000000  6627e8d5 e169c58d bc57ac4c 9b00dbd8
+ffffffff ffffffff ffffffff ffffffff  ffffffff ffffffff  408f276d 41c83b0e a20bc7c6 6d5451fd
+243f6a88 85a308d3 13198a2e 03707344  a4093822 299f31d0  d16cfe09 94fdcceb 5001e420 24126ea1
+"""
+
+
+def plain_philox(counter, key):
+    """One block, as the paper has it, in numbers of any size."""
+    a, b, c, d = counter
+    low, high = key
+    for _ in range(10):
+        first = a * 0xD2511F53
+        second = c * 0xCD9E8D57
+        a = (second >> 32) ^ b ^ low
+        b = second % 2**32
+        c = (first >> 32) ^ d ^ high
+        d = first % 2**32
+        low = (low + 0x9E3779B9) % 2**32
+        high = (high + 0xBB67AE85) % 2**32
+    return [a, b, c, d]
+
+
+@pytest.mark.parametrize("line", KNOWN.strip().splitlines())
+def test_the_generator_gives_the_published_words(line):
+    words = [int(word, 16) for word in line.split()]
+    assert plain_philox(words[:4], words[4:6]) == words[6:]
+    several = torch.tensor(words[:4]).view(4, 1, 1).expand(4, 2, 3)
+    assert philox(several, tuple(words[4:6]))[:, 1, 2].tolist() == words[6:]
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 - 1, 2**64 - 1])
+def test_noise_is_a_function_of_seed_position_and_token(monkeypatch, seed):
+    """However many positions and tokens are made together."""
+    monkeypatch.setattr(noise, "_N_VALUES", 25)  # two rows at a time
+    rows = exponentials(seed, 40, 5, 11, CPU)
+    assert rows.dtype == torch.float32 and rows.shape == (5, 11)
+    for position, token in itertools.product(range(5), range(11)):
+        words = plain_philox((token // 4, 40 + position, 0, 0), (seed % 2**32, seed >> 32))
+        expected = -math.log((words[token % 4] + 0.5) / 2**32)
+        assert abs(float(rows[position, token]) - expected) < 1e-7 * expected
+    assert torch.equal(exponentials(seed, 42, 1, 11, CPU), rows[2:3])
+    assert torch.equal(exponentials(seed, 40, 5, 6, CPU), rows[:, :6])
+
+
+def test_the_logarithm_is_right_to_the_ends_of_the_range():
+    words = torch.cat(
+        [torch.arange(5000), torch.randint(2**32, (5000,)), 2**32 - 1 - torch.arange(5000)]
+    )
+    x = (words.double() + 0.5) / 2**32
+    found = noise._minus_log(x)
+    assert torch.equal(found.float(), -torch.where(x > 0.5, torch.log1p(x - 1), x.log()).float())
+    assert 0 < float(found.min()) < 2**-32 and float(found.max()) < 23
+
+
+def test_noise_is_spread_as_it_should_be():
+    """Of fixed seeds: each value, and the next one's beside it, in position, token and seed."""
+    first, other = (exponentials(seed, 0, 150, 150, CPU).double() for seed in (3, 4))
+    tenth = {
+        name: (-(-noise).expm1() * 10).long()
+        for name, noise in (("first", first), ("other", other))
+    }
+    pairs = {
+        "position": (tenth["first"][:-1], tenth["first"][1:]),
+        "token": (tenth["first"][:, :-1], tenth["first"][:, 1:]),
+        "seed": (tenth["first"], tenth["other"]),
+        "upper word of the seed": (
+            tenth["first"],
+            (-(-exponentials(3 + 2**32, 0, 150, 150, CPU)).expm1() * 10).long(),
+        ),
+    }
+    for name, (one, beside) in pairs.items():
+        counts = torch.bincount((10 * one + beside).flatten(), minlength=100).numpy()
+        assert chi_square_p(counts, np.full(100, counts.sum() / 100)) > 1e-6, name
+
+
+def test_rows_are_made_once_and_forgotten_behind(monkeypatch):
+    made = []
+    plain = exponentials
+
+    def counted(seed, first, n, *more):
+        made.append(n)
+        return plain(seed, first, n, *more)
+
+    monkeypatch.setattr(noise, "exponentials", counted)
+    monkeypatch.setattr(noise, "_N_AHEAD", 3)
+    rows = NoiseRows(5)
+    for first, n in ((10, 6), (10, 2), (13, 5), (16, 1), (40, 3), (41, 4)):
+        assert torch.equal(rows.at(first, n, 9, CPU), plain(5, first, n, 9, CPU))
+    assert made == [6, 3, 3, 3]
+    assert torch.equal(rows.at(41, 4, 7, CPU), plain(5, 41, 4, 7, CPU))
+    assert torch.equal(rows.at(39, 2, 7, CPU), plain(5, 39, 2, 7, CPU))
+
+
+# What is drawn
+
+
+@pytest.mark.parametrize("p", [[0.7, 0.3], [0.02, 0.98], [0.5, 0.1, 0.4], [0.25, 0.0, 0.75]])
+def test_a_token_is_drawn_on_a_part_of_all_noise_that_is_its_probability(p):
+    """Every noise of a grid over the unit cube: the midpoints of its cells, as those of 2**32 are
+    in use.
+    """
+    n = 150 if len(p) == 2 else 26
+    cells = noise._minus_log((torch.arange(n).double() + 0.5) / n).float()
+    counts = np.zeros(len(p))
+    for place in itertools.product(range(n), repeat=len(p)):
+        counts[coupled.draw(torch.tensor(p), cells[list(place)])] += 1
+    assert np.abs(counts / counts.sum() - p).max() < 0.8 / n
+    assert all(count == 0 for count, chance in zip(counts, p, strict=True) if chance == 0)
+
+
+def test_what_is_impossible_is_never_drawn():
+    """Nor what cannot be told from it, and at temperature 0 only the most probable token is."""
+    tiny = torch.tensor([0.0, 1e-45, 1.0, 0.0])
+    largest = float(noise._minus_log(torch.tensor([2.0**-33]).double()))
+    for one in (torch.full((4,), largest), torch.tensor([2.0**-33, largest, largest, 2.0**-33])):
+        assert coupled.draw(tiny, one) == 2
+        assert coupled.draw(tiny.double(), one) == 2
+
+
+def test_draws_of_many_positions_have_the_distribution():
+    """Also two in a row together; of one seed, as in one text."""
+    p = torch.tensor([0.45, 0.3, 0.15, 0.1])
+    tokens = [coupled.draw(p, row) for row in exponentials(11, 0, 6000, 4, CPU)]
+    pairs = np.bincount(
+        [4 * one + after for one, after in itertools.pairwise(tokens)], minlength=16
+    )
+    assert chi_square_p(pairs, pairs.sum() * np.outer(p, p).ravel()) > 1e-6
+
+
+# The promise
+
+PARAMS = (
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 20, "repetition_penalty": 1.3},
+    {"temperature": 0.0},
+)
+PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 30))] + [[5, 1, 2, 3, 4] * 5]
+N_NEW = 20
+
+
+def params_of(seed):
+    return [
+        SamplingParams(max_new_tokens=N_NEW, seed=seed + i, **one) for i, one in enumerate(PARAMS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def pair(zoo):
+    return zoo.pair("llama", 0)
+
+
+@pytest.fixture(scope="module")
+def plain_texts(pair):
+    """By seed, each decoded alone and without trees."""
+    with open_llm(pair.target, max_model_len=64, rule="coupled") as llm:
+        texts = {}
+        for seed in (1, 900):
+            several = zip(PROMPTS, params_of(seed), strict=True)
+            texts[seed] = [llm.generate(prompt, params)[0].token_ids for prompt, params in several]
+    return texts
+
+
+def test_plain_decoding_draws_by_the_noise(pair, plain_texts):
+    """By transformers' logits and the noise of each place; another seed, another text, but for
+    temperature 0.
+    """
+    for prompt, params, text in zip(PROMPTS, params_of(1), plain_texts[1], strict=True):
+        tokens = list(prompt)
+        for _ in range(N_NEW):
+            target = probs(logits_of(pair.model, tokens)[-1:], params, Context(tokens), [[]])[0]
+            row = exponentials(params.seed, len(tokens), 1, len(target), CPU)[0]
+            tokens.append(int((target.log() - row.log()).argmax()))
+        assert tokens[len(prompt) :] == text
+    others = [one == other for one, other in zip(*plain_texts.values(), strict=True)]
+    assert others == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "tree_size"),
+    [*((name, 24) for name in DRAFTERS), ("recycle", 3), ("static_tree", 3)],
+)
+def test_texts_are_those_of_plain_decoding_whatever_drafts_them(
+    pair, plain_texts, drafter, tree_size
+):
+    """Token for token; together and alone."""
+    settings = {"max_model_len": 64, "tree_size": tree_size, **pair.settings(drafter, "coupled")}
+    with open_llm(pair.target, **settings) as llm:
+        for seed, expected in plain_texts.items():
+            outputs = llm.generate(PROMPTS, params_of(seed))
+            assert [one.token_ids for one in outputs] == expected
+            assert llm.generate(PROMPTS[0], params_of(seed)[0])[0].token_ids == expected[0]
+            has_room = drafter_type(drafter).view is None  # for what all sequences draft with
+            if tree_size == 24 and "draft_model" in settings and has_room:
+                assert all(one.stats.n_passes < N_NEW for one in outputs), "nothing was accepted"
+
+
+def test_without_a_seed_every_text_is_another(pair):
+    with open_llm(pair.target, max_model_len=64, rule="coupled") as llm:
+        outputs = llm.generate(
+            [PROMPTS[0]] * 3, SamplingParams(max_new_tokens=N_NEW, temperature=1.0)
+        )
+    assert len({tuple(one.token_ids) for one in outputs}) == 3
+
+
+# Drafting by the same noise
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    """A draft that is its target."""
+    model = small_model(64, n_layers=2)
+    return save_pair(tmp_path_factory.mktemp("twin"), model, model)
+
+
+@pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree"])
+def test_a_draft_that_is_the_target_knows_what_will_be_drawn(twin, drafter):
+    """The most probable path after the noise is the text, to the last level, at any temperature and
+    place.
+    """
+    with open_llm(twin.target, draft_model=str(twin.draft), max_model_len=128) as llm:
+        shape = Topology.chain(5) if drafter == "static_tree" else None
+        built = drafter_of(
+            llm, drafter, "coupled", DraftLimits(40, 5, fixed_size=True), shape=shape
+        )
+        engine = engine_of(llm, built, rule_of("coupled"), n_nodes=80)
+        several = [
+            SamplingParams(40, temperature=temperature, seed=7) for temperature in (0.5, 1.4)
+        ]
+        for prompt, params in zip(([1, 2, 3], [4]), several, strict=True):
+            engine.add(Sequence(list(prompt), params, 128))
+        found = [len(event.token_ids) for _ in range(8) for event in engine.step()]
+    # A grown tree has other branches, too, instead of a last node now and then.
+    assert found == [5] * 16 if drafter == "static_tree" else sum(found) > 72
+
+
+def test_what_is_learned_of_perturbed_trees_is_kept_apart(pair):
+    with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
+        for name, kinds in (
+            ("dynamic_tree", {"coupled-dynamic 0.8"}),
+            ("static_tree", {"coupled-deterministic 0.8"}),
+        ):
+            drafter = drafter_of(llm, name, "coupled", DraftLimits(17, 6))
+            (tree,) = drafter.propose(
+                [Sequence(PROMPTS[0], SamplingParams(20, temperature=0.8, seed=1), 64)], 17
+            )
+            assert set(drafter.pair_stats.estimates) == kinds
+            assert tree.sampled is None and len(tree.topology) > 1
+
+
+def test_a_verdict_depends_on_the_place_in_the_text():
+    """The noise of the tokens that are there already is not used again."""
+    target = torch.full((1, 50), 0.02)
+    tree = Topology.chain(1)
+    sequence = sequence_of(3)
+    drawn = []
+    for _ in range(12):
+        drawn.append(
+            coupled.RULE.verify(DraftTree(tree, torch.tensor([0])), target, sequence).bonus
+        )
+        sequence.tokens.append(drawn[-1])
+    assert len(set(drawn)) > 6

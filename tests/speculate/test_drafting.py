@@ -1,0 +1,470 @@
+"""The parts of drafting: what is copied, what is drawn, what is grown, what is planned, learned,
+kept and refused.
+"""
+
+import heapq
+import itertools
+import json
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tiny import (
+    CASES,
+    add_tokenizer,
+    byte_level,
+    chi_square_p,
+    drafter_of,
+    logits_of,
+    metaspace,
+    nearly,
+    open_llm,
+    prompt_of,
+)
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig
+from offload_rt.engine import profile
+from offload_rt.engine.profile import compute_times, pass_profile
+from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.executor.sequence import Sequence
+from offload_rt.speculate import child_sampling
+from offload_rt.speculate.ngrams import MatchRates, append_ngram, find_matches
+from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.tree.choose import Acceptance, Calibration
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
+
+# Copying
+
+few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=24)
+
+
+@given(few_tokens, st.integers(0, 6))
+def test_matches_are_the_longest_places_before(tokens, n_next):
+    """Compared with looking at every place."""
+    n = len(tokens)
+    places = []
+    for end in range(n - 1):
+        n_equal = next(k for k in range(n + 1) if k > end or tokens[end - k] != tokens[n - 1 - k])
+        if n_equal:
+            places.append((min(n_equal, 8), end))
+    places.sort(reverse=True)
+    wanted = [(n_equal, tuple(tokens[end + 1 : end + 1 + n_next])) for n_equal, end in places[:4]]
+    assert [(match.n_equal, match.tokens) for match in find_matches(tokens, n_next)] == wanted
+
+
+def test_the_rate_of_a_copied_token_is_what_was_seen():
+    rates = MatchRates()
+    (match,) = find_matches([1, 2, 3, 4, 1], 3)
+    assert (match.n_equal, match.tokens) == (1, (2, 3, 4))
+    for _ in range(400):
+        rates.observe(match, [2, 3, 9])  # two right, the third wrong
+        rates.observe(match, [2])  # one right, and no more of it known
+    assert abs(rates.rate(1) - 3 / 4) < 0.02
+    assert rates.rate(2) == MatchRates().rate(2)
+
+
+def paths_of(tree):
+    return {tuple(tree.path_to(node)) for node in range(1, len(tree.topology))}
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(0, 1000),
+    st.lists(st.integers(0, 2), max_size=6),
+    st.integers(1, 14),
+)
+def test_a_copied_continuation_adds_exactly_what_is_not_there(n, seed, copied, n_nodes):
+    generator = np.random.default_rng(seed)
+    parents = [-1]
+    tokens = [0]
+    for _ in range(n - 1):
+        parent = int(generator.integers(len(parents)))
+        free = sorted(
+            {0, 1, 2}
+            - {token for token, above in zip(tokens, parents, strict=True) if above == parent}
+        )
+        if free:
+            parents.append(parent)
+            tokens.append(int(generator.choice(free)))
+    tree = DraftTree(Topology(np.array(parents)), torch.tensor(tokens), expected=1.5)
+    appended = append_ngram(tree, tuple(copied), n_nodes)
+    n = len(tree.topology)
+    assert (
+        appended.topology.parents[:n].tolist() == parents and appended.tokens[:n].tolist() == tokens
+    )
+    assert len(appended.topology) <= max(n, n_nodes)
+    whole = paths_of(tree) | {tuple(copied[: k + 1]) for k in range(len(copied))}
+    assert paths_of(appended) <= whole and len(paths_of(appended)) == len(appended.topology) - 1
+    assert paths_of(appended) == whole or len(appended.topology) == max(n, n_nodes)
+
+
+def test_a_copied_continuation_beside_sampled_children_is_deterministic():
+    sampled = SampledNodes(
+        np.array([False, True, True]), torch.full((1, 4), 0.25), np.array([0, -1, -1])
+    )
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 1, 2]), sampled)
+    appended = append_ngram(tree, (3, 1), 9)
+    assert appended.topology.parents.tolist() == [-1, 0, 0, 0, 3]
+    assert appended.sampled.is_sampled.tolist() == [False, True, True, False, False]
+    assert appended.sampled.row_of.tolist() == [0, -1, -1, -1, -1]
+
+
+# Drawing
+
+Q = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05, 0.0])
+EXHAUSTED = torch.tensor([0.7, 0.3, 0.0, 0.0, 0.0, 0.0])
+N_DRAWS = 20_000
+
+
+def in_order(probs, n, struck=()):
+    """The distribution of n tokens drawn without replacement: what is used up gives way to all that
+    is left alike.
+    """
+    found = {}
+    for tokens in itertools.permutations(set(range(len(probs))) - set(struck), n):
+        p = 1.0
+        left = {token: float(probs[token]) for token in range(len(probs)) if token not in struck}
+        for token in tokens:
+            n_left = len(left)
+            total = sum(left.values())
+            q = left.pop(token)
+            p *= q / total if total > 0 else 1 / n_left
+        found[tokens] = p
+    return found
+
+
+def assert_drawn(children, exact):
+    counts = Counter(map(tuple, children.tolist()))
+    assert set(counts) <= {tokens for tokens, p in exact.items() if p > 0}
+    if len(counts) == 1:
+        assert max(exact.values()) > 0.999
+        return
+    possible = [(counts[tokens], p * len(children)) for tokens, p in exact.items() if p > 0]
+    common = [one for one in possible if one[1] >= 8]
+    rare = np.array([one for one in possible if one[1] < 8]).reshape(-1, 2).sum(0)
+    observed, expected = np.array([*common, rare] if rare[1] else common).T
+    assert chi_square_p(observed, expected) > 1e-6
+
+
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+@pytest.mark.parametrize("struck", [(), (0,), (1, 4)])
+@pytest.mark.parametrize("probs", [Q, EXHAUSTED], ids=["q", "exhausted"])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_children_without_replacement(probs, n, struck):
+    mask = torch.zeros(N_DRAWS, 6, dtype=torch.bool)
+    mask[:, list(struck)] = True
+    children = child_sampling.without_replacement(
+        probs.expand(N_DRAWS, -1), n, generator(), mask if struck else None
+    )
+    assert_drawn(children, in_order(probs, n, struck))
+
+
+# Growing
+
+
+def best_nodes(model, tokens, n, n_levels, temperature):
+    """The n paths of the highest cumulative probability below the last token, by transformers;
+    brute force.
+    """
+    paths = []
+    heap = [(-1.0, ())]
+    while heap and len(paths) < n + 1:
+        chance, path = heapq.heappop(heap)
+        paths.append(path)
+        if len(path) < n_levels - 1:
+            probs = torch.softmax(logits_of(model, [*tokens, *path])[-1].double() / temperature, -1)
+            for p, token in zip(*(part.tolist() for part in probs.topk(n)), strict=True):
+                heapq.heappush(heap, (chance * p, (*path, token)))
+    return paths[1:]
+
+
+@pytest.mark.parametrize(("temperature", "n_levels"), [(0.0, 3), (0.0, 9), (0.8, 4), (0.3, 9)])
+def test_a_grown_tree_is_the_most_probable_one(zoo, temperature, n_levels):
+    """Its nodes are those of the highest chances, the most probable first; of no random numbers."""
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        drafter = drafter_of(
+            llm, "dynamic_tree", "match", DraftLimits(12, n_levels, fixed_size=True), level_s=0.0
+        )
+        for seed in range(3):
+            prompt = prompt_of(seed, 12)
+            several = [SamplingParams(40, temperature=temperature, seed=seed) for seed in (1, 2)]
+            trees = drafter.propose([Sequence(list(prompt), one, 200) for one in several], 12)
+            wanted = best_nodes(pair.draft_model, prompt, 11, n_levels, temperature or 1.0)
+            for tree in trees:
+                assert [tuple(tree.path_to(node)) for node in range(1, 12)] == wanted
+                assert tree.sampled is None
+
+
+# What is learned, and kept
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "offload_rt"
+
+
+def entries_of(path):
+    return json.loads(path.read_text())["entries"]
+
+
+def counts_of(pair_stats):
+    return {
+        key: (one.acceptance.counts(), one.calibration.counts(), one.bias.counts())
+        for key, one in pair_stats.estimates.items()
+    }
+
+
+@pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "adaptive_tree"])
+def test_what_was_learned_of_a_pair_is_there_again(zoo, cache, drafter):
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, **pair.settings(drafter)) as llm:
+        for temperature in (0.0, 0.8):
+            llm.generate(
+                prompt_of(0), SamplingParams(max_new_tokens=20, temperature=temperature, seed=1)
+            )
+        learned = counts_of(llm.engine.drafter.pair_stats)
+        pair_ids = llm.engine_plan.checkpoint.identity, llm.engine_plan.drafting.draft.identity
+        assert not (cache / "pairs.json").exists()
+    assert all(sum(tried) > 0 for (_, tried), _, _ in learned.values())
+    assert counts_of(PairStats.load(*pair_ids)) == learned
+    other = PairStats.load(pair_ids[0], "another draft")
+    assert not other.estimates
+    with open_llm(pair.target, **pair.settings(drafter)) as llm:
+        assert counts_of(llm.engine.drafter.pair_stats) == learned
+    other.at("dynamic", 0.0)
+    other.save()
+    assert counts_of(PairStats.load(*pair_ids)) == learned, "one pair is kept beside the other"
+
+
+def test_checkpoints_of_the_same_shapes_share_no_statistics(zoo, cache, tmp_path):
+    """A model and its fine-tune, say."""
+    pair = zoo.pair("llama", 0)
+    tuned = nearly(pair.model, 0.001)
+    tuned.save_pretrained(tmp_path / "tuned")
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=8))
+    with open_llm(tmp_path / "tuned", draft_model=str(pair.draft)) as llm:
+        assert not llm.engine.drafter.pair_stats.estimates
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        assert llm.engine.drafter.pair_stats.estimates
+
+
+ACCEPTANCE = Acceptance().counts()
+CALIBRATION = Calibration().counts()
+BIAS = ([0.0], [0.0])
+NONSENSE = [
+    None, 7, "text", [], [1], {}, {"dynamic 0.0": None}, {"dynamic 0.0": [ACCEPTANCE, CALIBRATION]},
+    *({"dynamic 0.0": [acceptance, CALIBRATION, BIAS]} for acceptance in (
+        [ACCEPTANCE[0]], [["a"] * 32, [1.0] * 32], [[-1.0] * 32, [1.0] * 32],
+        [[float("nan")] * 32, [1.0] * 32],
+        [None, None], [[[1.0]] * 32, [1.0] * 32], [[10**400] * 32, [1.0] * 32],
+    )),
+    {"dynamic "
+     "0.0": [ACCEPTANCE, [[1.0], [1.0]], BIAS]}, {"dynamic "
+                                                  "0.0": [ACCEPTANCE, CALIBRATION, [[], [1.0]]]},
+]  # fmt: skip
+
+
+def spoil(path, entry):
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"entries": dict.fromkeys(content["entries"], entry)}))
+
+
+@pytest.mark.parametrize("whole", ["", "{", "[]", '{"version": 1}', '{"version": 1, "entries": 3}'])
+def test_damaged_files_are_as_none(zoo, cache, whole):
+    pair = zoo.pair("llama", 0)
+    cache.mkdir()
+    for name in ("pairs.json", "passes.json"):
+        (cache / name).write_text(whole)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        assert not llm.engine.drafter.pair_stats.estimates
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
+    assert entries_of(cache / "pairs.json") and entries_of(cache / "passes.json")
+
+
+@pytest.mark.parametrize("entry", NONSENSE, ids=lambda entry: str(entry)[:40])
+def test_nonsense_about_a_pair_is_as_nothing(cache, entry):
+    stats = PairStats.load("target", "draft")
+    stats.at("dynamic", 0.0)
+    stats.save()
+    assert PairStats.load("target", "draft").estimates
+    spoil(cache / "pairs.json", entry)
+    assert not PairStats.load("target", "draft").estimates
+
+
+TIMES = [[0.1, 0.2, 0.3], [0.2, 0.3, 0.4]]
+NO_TIMES = [
+    TIMES[:1], [[0.1], [0.2]], ["abc", "def"], None,
+    *([[bad, 0.2, 0.3], TIMES[1]] for bad in (0.0, -1, float("nan"), float("inf"), None, "x")),
+]  # fmt: skip
+
+
+def test_nonsense_about_passes_is_measured_anew(zoo, cache, monkeypatch):
+    """What was measured is read again; what cannot have been measured is not believed."""
+    monkeypatch.setattr(profile, "_still_holds", lambda runner, compute: True)
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        runner = llm.engine.runner
+        moved = llm.plan.pass_bytes
+        rows = (16, 128)
+        first = pass_profile(runner, moved, rows)
+        assert pass_profile(runner, moved, rows).compute == first.compute
+        spoil(cache / "passes.json", TIMES)
+        assert pass_profile(runner, moved, rows).compute.seconds == tuple(map(tuple, TIMES))
+        for entry in (7, "text", [], {}, *NO_TIMES):
+            spoil(cache / "passes.json", entry)
+            compute = pass_profile(runner, moved, rows).compute
+            assert compute.widths == first.compute.widths, entry
+            assert np.isfinite(compute.seconds).all() and np.min(compute.seconds) > 0
+            assert compute.seconds != tuple(map(tuple, TIMES)), entry
+
+
+def test_times_grow_with_rows_and_context(zoo):
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        times = compute_times(llm.engine.runner, 100, 128)
+    assert times.widths == (1, 8, 32, 64, 100) and times.contexts == (64, 128)
+    assert (np.diff(times.seconds, axis=0) >= 0).all() and np.min(times.seconds) > 0
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(zoo, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        assert len(llm.generate(prompt_of(0), SamplingParams(max_new_tokens=9))[0].token_ids) == 9
+
+
+def test_acceptance_of_nodes_counts_what_became_of_them(zoo):
+    """Verdicts that always take the second child make the second rank the best there is."""
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        shape = Topology(np.array([-1, 0, 0, 1, 2]))
+        drafter = drafter_of(llm, "static_tree", "match", DraftLimits(9, 4), shape=shape)
+        sequence = Sequence(prompt_of(0), SamplingParams(99), 200)
+        for _ in range(60):
+            (tree,) = drafter.propose([sequence], 9)
+            drafter.learn(sequence, tree, Verdict((2, 4), 5), None)
+    taken, tried = drafter.estimates_at(0.0).acceptance.counts()
+    # The first child of the root was never taken, the second always, and below it the only one.
+    assert taken[1] > 40 and abs(taken[0] - taken[1]) < 0.2 and abs(tried[0] - 2 * tried[1]) < 0.2
+
+
+# What is planned
+
+
+def engine_plan(pair, **settings):
+    with LLM.open(
+        EngineConfig(str(pair.target), device="cpu", max_model_len=64, **settings)
+    ) as llm:
+        return llm.engine_plan
+
+
+def test_the_draft_is_part_of_the_plan(zoo):
+    pair = zoo.pair("llama", 0)
+    plain = engine_plan(pair, drafter="none")
+    copying = engine_plan(pair, tree_size=32)
+    drafted = engine_plan(pair, draft_model=str(pair.draft), tree_size=32)
+    assert (plain.plan.reserved.draft, plain.limits) == (0, DraftLimits(1, 1))
+    assert (
+        copying.plan.reserved.draft == 0 < copying.plan.reserved.cache - plain.plan.reserved.cache
+    )
+    weights = sum(path.stat().st_size for path in pair.draft.glob("*.safetensors"))
+    assert drafted.plan.reserved.draft > weights * 0.9
+    assert drafted.plan.reserved.cache == copying.plan.reserved.cache
+    larger = engine_plan(pair, draft_model=str(pair.draft), tree_size=64)
+    assert larger.plan.reserved.draft - drafted.plan.reserved.draft > 32 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("drafter", "tree_size"),
+    [("none", None), ("ngram", None), ("ngram", 16), ("static_tree", None), ("static_tree", 16)],
+)
+def test_a_budget_too_small_names_the_flag(zoo, drafter, tree_size):
+    """The budget it names is enough, and so is any larger one; one byte less is not."""
+    pair = zoo.pair("llama", 0)
+    settings = {"tree_size": tree_size, **pair.settings(drafter)}
+    with pytest.raises(CapacityError, match="--device-memory") as caught:
+        engine_plan(pair, device_memory=1000, **settings)
+    assert "--tree-size" in str(caught.value)
+    least = int(str(caught.value).split("set --device-memory to ")[1].split()[0])
+    for budget in (least, least + 1, *range(least, 3 * least, least // 10)):
+        assert engine_plan(pair, device_memory=budget, **settings).plan.device_nbytes <= budget
+    with pytest.raises(CapacityError):
+        engine_plan(pair, device_memory=least - 1, **settings)
+
+
+def test_trees_shrink_where_memory_is_short(zoo):
+    pair = zoo.pair("llama", 0)
+    sizes = []
+    for budget in (450_000, 1_000_000, 4_000_000, 1_000_000_000):
+        drawn_up = engine_plan(pair, draft_model=str(pair.draft), device_memory=budget)
+        sizes.append(drawn_up.limits.n_nodes)
+        assert drawn_up.plan.device_nbytes <= budget
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1] == 1024
+    assert engine_plan(pair, draft_model=str(pair.draft), tree_depth=3).limits.n_levels == 3
+
+
+# What is refused
+
+
+def copy_of(directory, folder, tokenizer):
+    folder.mkdir()
+    for path in directory.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    if tokenizer is not None:
+        add_tokenizer(folder, tokenizer)
+    return folder
+
+
+def first_difference(one, other):
+    ours, theirs = (
+        {i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (one, other)
+    )
+    return next(i for i in range(999) if ours.get(i) != theirs.get(i))
+
+
+def test_another_tokenizer_is_refused_naming_the_first_token(zoo, tmp_path):
+    pair = zoo.pair("llama", 0)
+    ours = byte_level()
+    target = copy_of(pair.target, tmp_path / "target", ours)
+    for name, theirs in (("longer", byte_level(330)), ("other", metaspace())):
+        draft = copy_of(pair.draft, tmp_path / name, theirs)
+        with pytest.raises(
+            SettingsError, match=rf"token {first_difference(ours, theirs)}\b"
+        ) as caught:
+            LLM(str(target), draft_model=str(draft), device="cpu")
+        assert "tokenizer" in str(caught.value)
+    LLM.open(
+        EngineConfig(
+            str(target), str(copy_of(pair.draft, tmp_path / "same", byte_level())), device="cpu"
+        )
+    ).close()
+
+
+def test_without_tokenizers_the_vocabularies_have_to_be_as_large(zoo, tmp_path):
+    pair = zoo.pair("llama", 0)
+    other = CASES["llama"].build(0, vocab_size=96, num_hidden_layers=1)
+    other.save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match="96 tokens"):
+        LLM(str(pair.target), draft_model=str(tmp_path), device="cpu")
+
+
+def test_no_file_is_left_open_after_a_refusal(zoo, tmp_path):
+    pair = zoo.pair("llama", 0)
+    for _ in range(2):
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(CapacityError):
+            LLM(str(pair.target), draft_model=str(pair.draft), device="cpu", device_memory=1000)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,864 @@
+"""Exactness of verification: enumeration, wrong versions that it must find, and a plain reference.
+See docs/exactness.md.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from support.languages import (
+    VOCABULARY,
+    Language,
+    Outcomes,
+    Recipe,
+    decisions,
+    distribution_under,
+    outcomes,
+    scripted,
+    target_probs,
+)
+from support.texts import modifiers
+from support.tiny import chi_square_p, random_tree, sequence_of
+from torch import Tensor
+
+from offload_rt import SamplingParams, sampling
+from offload_rt.executor.sequence import Sequence
+from offload_rt.sampling import Context
+from offload_rt.speculate import child_sampling
+from offload_rt.speculate.residual import Decision, ResidualRule
+from offload_rt.speculate.select import rule_of
+from offload_rt.speculate.verify import match, sequoia, traversal
+from offload_rt.system import registry
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
+
+# "adaptive" hands over to two of these.
+RULES = [name for name in registry.names("speculate.verify") if name != "adaptive"]
+RESIDUAL = tuple(name for name in RULES if isinstance(rule_of(name), ResidualRule))
+Trees = Iterable[tuple[DraftTree, float]]
+
+
+def recipe(parents: list[int], is_sampled: str, independent: bool = False) -> Recipe:
+    """`is_sampled` has a letter for each node below the root: s for sampled, d for
+    deterministic.
+    """
+    return Recipe(
+        Topology(np.array(parents)),
+        np.array([False, *(letter == "s" for letter in is_sampled)]),
+        independent,
+    )
+
+
+def random_recipe(seed: int) -> Recipe:
+    """Of four to six nodes, depth at most three, each node sampled or deterministic."""
+    n = 4 + seed % 3
+    topology = random_tree(n, seed)
+    while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
+        seed += 1000
+        topology = random_tree(n, seed)
+    is_sampled = np.random.default_rng(seed).random(n) < 0.6
+    is_sampled[0] = False
+    return Recipe(topology, is_sampled)
+
+
+RECIPES = {
+    "root alone": recipe([-1], ""),
+    "chain": recipe([-1, 0, 1, 2], "sss"),
+    "given": recipe([-1, 0, 0, 1, 1, 2, 3, 3], "ddddddd"),
+    "siblings": recipe([-1, 0, 0], "ss"),
+    "without replacement": recipe([-1, 0, 0, 1, 1, 3], "sssss"),
+    "larger second child": recipe([-1, 0, 0, 2, 2, 4], "sssss"),
+    "all tokens drawn": recipe([-1, 0, 0, 0, 2, 2], "sssss"),
+    "independent": recipe([-1, 0, 0, 1, 2], "ssss", independent=True),
+    "three independent": recipe([-1, 0, 0, 0, 1], "ssss", independent=True),
+    "hybrid": recipe([-1, 0, 0, 1, 1, 2, 2], "dssdds"),
+    "hybrid of all tokens": recipe([-1, 0, 0, 0, 1, 2, 3], "dsdsss"),
+    "distribution that runs out": recipe([-1, 0, 0, 0, 1, 1], "sssss"),
+    "distribution that runs out on deterministic": recipe([-1, 0, 0, 0, 1, 1], "dssds"),
+    "draft is target": recipe([-1, 0, 0, 1, 1, 3], "ssdss"),
+    **{f"random {seed}": random_recipe(seed) for seed in range(6)},
+}
+
+
+def languages(name: str) -> tuple[Language, Language]:
+    """Target and draft for a recipe."""
+    seed = 10 * list(RECIPES).index(name)
+    target = Language(seed)
+    if name == "draft is target":
+        return target, target
+    return target, Language(seed + 1, p_impossible=0.7 if "runs out" in name else 0.15)
+
+
+@cache
+def result(rule: str, name: str) -> tuple[float, float]:
+    """The largest error of the distribution of the first tokens, and the expected tokens of a
+    pass.
+    """
+    target, draft = languages(name)
+    probs, expected = distribution_under(
+        outcomes(rule_of(rule)), RECIPES[name].trees(draft), target
+    )
+    return float((probs - target.continuations(())).abs().max()), expected
+
+
+class Changed(Language):
+    """A language whose distributions are changed by the tokens of the text so far."""
+
+    def __init__(self, plain: Language, params: SamplingParams) -> None:
+        self._plain, self._change, self._continuations = plain, modifiers(params, 0, ENDS), {}
+
+    def after(self, text) -> Tensor:
+        """By transformers and the published formulas."""
+        ids = torch.tensor([list(text)], dtype=torch.int64)
+        return torch.softmax(self._change(ids, self._plain.after(text).log()[None]), -1)[0]
+
+
+ENDS = [2]
+CHANGES = {
+    "logit_bias": {"logit_bias": {0: 1.5, 2: -0.5}},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": -0.75},
+    "min_tokens": {"min_tokens": 2},
+    "all": {
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 1.0,
+        "min_tokens": 1,
+    },
+}
+
+
+# Rules see changes only as probabilities: all changes together with every rule, and each change
+# with `match`.
+@pytest.mark.parametrize(
+    ("rule", "change"),
+    [*((rule, "all") for rule in RULES), *(("match", one) for one in CHANGES if one != "all")],
+)
+def test_the_output_has_the_distribution_of_plain_sampling_whatever_changes_it_along_the_text(
+    rule, change
+):
+    """A rule gets what `probs` makes of the tree; the law is that of changing each distribution by
+    the text before it.
+    """
+    params = SamplingParams(temperature=1.0, **CHANGES[change])
+    plain, draft = languages_of_controls()
+
+    def found(tree: DraftTree, _: Tensor) -> Iterator[tuple[Decision, float]]:
+        paths = [tree.path_to(node) for node in range(len(tree.topology))]
+        target = sampling.probs(
+            target_probs(plain, tree).log(), params, Context((), 0, frozenset(ENDS)), paths
+        )
+        return outcomes(rule_of(rule))(tree, target)
+
+    name = {"specinfer": "independent", "coupled": "siblings"}.get(rule, "without replacement")
+    changed = Changed(plain, params)
+    assert error(found, RECIPES[name].trees(draft), changed) < 1e-12
+    assert float((changed.continuations(()) - plain.continuations(())).abs().max()) > 1e-3
+
+
+@cache
+def languages_of_controls() -> tuple[Language, Language]:
+    """Target and draft in which every token is possible, so that every fault has its chance."""
+    return Language(1, p_impossible=0.0), Language(2, p_impossible=0.0)
+
+
+def error(outcomes: Outcomes, trees: Trees, target: Language) -> float:
+    probs, _ = distribution_under(outcomes, trees, target)
+    return float((probs - target.continuations(())).abs().max())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_output_has_the_distribution_of_plain_sampling(rule, name):
+    assert result(rule, name)[0] < 1e-12
+
+
+def test_the_recipes_hold_what_they_are_named_for():
+    def trees(name):
+        return [tree for tree, _ in RECIPES[name].trees(languages(name)[1])]
+
+    def runs_out(tree):
+        at_root = [node for node in tree.topology.children[0] if tree.sampled.is_sampled[node]]
+        return any(
+            tree.sampled.draft_probs[tree.sampled.row_of[0], tree.tokens[node]] == 0
+            for node in at_root
+        )
+
+    assert any(tree.tokens[1] == tree.tokens[2] for tree in trees("independent"))
+    assert any(len(set(tree.tokens[1:4].tolist())) == 1 for tree in trees("three independent"))
+    assert any(map(runs_out, trees("distribution that runs out"))) and any(
+        map(runs_out, trees("distribution that runs out on deterministic"))
+    )
+    assert not any(map(runs_out, trees("without replacement")))
+    for name, recipe in RECIPES.items():
+        assert abs(sum(p for _, p in recipe.trees(languages(name)[1])) - 1) < 1e-12
+
+
+def larger_first(recipe: Recipe) -> bool:
+    """Whether no child has more below it than a sibling that is verified before it."""
+    n = len(recipe.topology)
+    n_below = [
+        sum(node in recipe.topology.path_to(other) for other in range(n)) for node in range(n)
+    ]
+    for siblings in recipe.topology.children:
+        sizes = [
+            n_below[node]
+            for node in sorted(siblings, key=lambda node: (not recipe.is_sampled[node], node))
+        ]
+        if sizes != sorted(sizes, reverse=True):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if larger_first(recipe)])
+def test_bottom_up_accepts_no_less_than_top_down_where_larger_children_come_first(name):
+    assert result("traversal", name)[1] >= result("sequoia", name)[1] - 1e-12
+
+
+def test_bottom_up_can_accept_less_where_a_later_child_is_larger():
+    """The probability that saves the small first child is missing at the second, which has more to
+    follow.
+    """
+    assert not larger_first(RECIPES["larger second child"])
+    assert (
+        result("traversal", "larger second child")[1]
+        < result("sequoia", "larger second child")[1] - 1e-3
+    )
+
+
+def test_bottom_up_accepts_more_where_there_is_something_to_gain():
+    assert result("traversal", "chain")[1] > result("sequoia", "chain")[1] + 1e-3
+
+
+def block_verification(target: list[Tensor], draft: list[Tensor], tokens: list[int]) -> float:
+    """Tokens expected of a chain (Sun et al. 2025, algorithm 2): every prefix is tried, the longest
+    accepted one counts.
+
+    target  after each node of the chain, the root first; draft without the last
+    """
+    p = 1.0
+    expected = 1.0
+    for i, token in enumerate(tokens):
+        p = min(1.0, p * float(target[i][token] / draft[i][token]))
+        accepted = p
+        if i + 1 < len(tokens):
+            left = float((p * target[i + 1] - draft[i + 1]).clamp_min(0).sum())
+            accepted = left / (left + 1 - p) if left > 0 else 0.0
+        expected = (1 - accepted) * expected + accepted * (i + 2)
+    return expected
+
+
+def test_on_a_chain_bottom_up_is_block_verification():
+    target, draft = languages("chain")
+    expected = 0.0
+    for tree, p in RECIPES["chain"].trees(draft):
+        draft_probs = [draft.after(tree.path_to(node)) for node in range(3)]
+        expected += p * block_verification(
+            list(target_probs(target, tree)), draft_probs, tree.path_to(3)
+        )
+    assert abs(result("traversal", "chain")[1] - expected) < 1e-12
+
+
+def test_the_published_example_of_block_verification():
+    """Two drafted tokens of a language without memory: 10/9 accepted token by token, 11/9 as a
+    block (Sun et al. 2025).
+    """
+    p = torch.tensor([1.0, 2.0], dtype=torch.float64) / 3
+    q = torch.tensor([2.0, 1.0], dtype=torch.float64) / 3
+    found = {sequoia.RULE: 0.0, traversal.RULE: 0.0, None: 0.0}
+    for tokens in ([a, b] for a in range(2) for b in range(2)):
+        is_sampled = np.array([False, True, True])
+        sampled = SampledNodes(is_sampled, torch.stack([q, q]), np.array([0, 1, -1]))
+        tree = DraftTree(Topology.chain(3), torch.tensor([0, *tokens]), sampled)
+        p_tree = float(q[tokens].prod())
+        for rule in (sequoia.RULE, traversal.RULE):
+            for decision, p_found in decisions(rule.decide, tree, torch.stack([p, p, p])):
+                found[rule] += p_tree * p_found * len(tree.path_to(decision.end))
+        found[None] += p_tree * (block_verification([p, p, p], [q, q], tokens) - 1)
+    assert abs(found[sequoia.RULE] - 10 / 9) < 1e-12
+    assert abs(found[traversal.RULE] - 11 / 9) < 1e-12 and abs(found[None] - 11 / 9) < 1e-12
+
+
+# Trees that are not what the rule is told.
+
+
+def kept(tree: DraftTree, nodes: list[int]) -> DraftTree:
+    """The tree without the nodes that are not named, and without what hangs on them."""
+    place: dict[int, int] = {-1: -1}
+    for node in nodes:
+        if int(tree.topology.parents[node]) in place:
+            place[node] = len(place) - 1
+    stay = [node for node in place if node >= 0]
+    parents = np.array([place[int(tree.topology.parents[node])] for node in stay])
+    sampled = replace(
+        tree.sampled, is_sampled=tree.sampled.is_sampled[stay], row_of=tree.sampled.row_of[stay]
+    )
+    return DraftTree(Topology(parents), tree.tokens[stay], sampled)
+
+
+def chance_of(tree: DraftTree, node: int) -> float:
+    """What the draft gave the token of a sampled node."""
+    return float(
+        tree.sampled.draft_probs[
+            tree.sampled.row_of[tree.topology.parents[node]], tree.tokens[node]
+        ]
+    )
+
+
+def forget_the_sibling(tree: DraftTree) -> DraftTree:
+    """Drawn without replacement, verified as if drawn independently."""
+    return replace(tree, sampled=replace(tree.sampled, independent=True))
+
+
+def prune_the_improbable(tree: DraftTree) -> DraftTree:
+    return kept(
+        tree,
+        [node for node in range(len(tree.topology)) if node == 0 or chance_of(tree, node) > 0.4],
+    )
+
+
+def merge_the_equal(tree: DraftTree) -> DraftTree:
+    seen: dict[tuple, int] = {}
+    for node in range(len(tree.topology)):
+        seen.setdefault((tree.topology.parents[node], int(tree.tokens[node])), node)
+    return kept(tree, sorted(seen.values()))
+
+
+def probable_first(tree: DraftTree) -> DraftTree:
+    """Siblings without children are put in the order of what was drawn."""
+    tokens = tree.tokens.clone()
+    for siblings in tree.topology.children:
+        leaves = [node for node in siblings if not tree.topology.children[node]]
+        ordered = sorted(leaves, key=lambda node: -chance_of(tree, node))
+        tokens[leaves] = tree.tokens[ordered]
+    return replace(tree, tokens=tokens)
+
+
+def name_other_probs(tree: DraftTree) -> DraftTree:
+    """The distribution that is stated is sharper than the one that was drawn from."""
+    sharper = tree.sampled.draft_probs**2
+    return replace(
+        tree, sampled=replace(tree.sampled, draft_probs=sharper / sharper.sum(-1, keepdim=True))
+    )
+
+
+WRONG_TREES = [
+    (forget_the_sibling, "siblings"),
+    (forget_the_sibling, "without replacement"),
+    (prune_the_improbable, "without replacement"),
+    (prune_the_improbable, "independent"),
+    (merge_the_equal, "three independent"),
+    (probable_first, "siblings"),
+    (probable_first, "all tokens drawn"),
+    (name_other_probs, "chain"),
+]
+
+
+@pytest.mark.parametrize("rule", RESIDUAL)
+@pytest.mark.parametrize(("change", "name"), WRONG_TREES)
+def test_the_enumeration_finds_a_wrong_tree(rule, change, name):
+    target, draft = languages_of_controls()
+    trees = ((change(tree), p) for tree, p in RECIPES[name].trees(draft))
+    assert error(outcomes(rule_of(rule)), trees, target) > 1e-3
+
+
+# Rules that are wrong on purpose.
+
+
+def bonus_of_the_target(rule) -> Outcomes:
+    """The bonus is drawn from the target's distribution, not from the residual."""
+
+    def found(tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
+        for decision, p in decisions(rule.decide, tree, target):
+            yield replace(decision, probs=target[decision.end]), p
+
+    return found
+
+
+def probs_before(rule) -> Outcomes:
+    """Each node is judged by another node's distribution."""
+    return lambda tree, target: decisions(rule.decide, tree, target.roll(1, 0))
+
+
+def one_number(rule) -> Outcomes:
+    """The same random number for all nodes."""
+    return lambda tree, target: (
+        (decision, stop - start) for decision, start, stop in by_number(rule, tree, target)
+    )
+
+
+def by_number(
+    rule, tree: DraftTree, target: Tensor, start: float = 0.0, stop: float = 1.0
+) -> Iterator[tuple[Decision, float, float]]:
+    """What comes of each random number that all nodes share, as stretches of numbers with the same
+    outcome.
+    """
+    while start < stop:
+        found = rule.decide(
+            tree, target, torch.full((len(tree.topology),), start, dtype=torch.float64)
+        )
+        until = min([stop, *(acceptance for acceptance in found.acceptance if acceptance > start)])
+        yield found, start, until
+        start = until
+
+
+@pytest.mark.parametrize("rule", RESIDUAL)
+@pytest.mark.parametrize("name", ["siblings", "without replacement", "hybrid"])
+@pytest.mark.parametrize("wrong", [bonus_of_the_target, probs_before, one_number])
+def test_the_enumeration_finds_a_wrong_rule(rule, name, wrong):
+    target, draft = languages_of_controls()
+    assert error(wrong(rule_of(rule)), RECIPES[name].trees(draft), target) > 1e-3
+
+
+@pytest.mark.parametrize("rule", RESIDUAL)
+def test_the_enumeration_finds_the_noise_of_the_pass_before(rule):
+    """Two passes over a child each. Noise that is reused leaves the first pass right and spoils the
+    distribution of both.
+    """
+    module = rule_of(rule)
+    target, draft = languages_of_controls()
+
+    def two_passes(reuse: bool) -> Tensor:
+        probs = torch.zeros_like(target.continuations(()))
+        for first, start, stop, p in passes((), 0.0, 1.0):
+            for text, p_text in texts(first):
+                again = (start, stop) if reuse else (0.0, 1.0)
+                share = 1.0 if reuse else stop - start
+                for second, low, high, q in passes(text, *again):
+                    for longer, p_longer in texts(second):
+                        p_all = p * p_text * q * p_longer * share * (high - low)
+                        probs[(*text, *longer)] += p_all * target.continuations((*text, *longer))
+        return probs
+
+    def passes(text, start, stop):
+        for tree, p in recipe([-1, 0], "s").trees(draft, text):
+            for decision, low, high in by_number(
+                module, tree, target_probs(target, tree, text), start, stop
+            ):
+                yield (tree.path_to(decision.end), decision.probs), low, high, p
+
+    def texts(found):
+        path, probs = found
+        return (((*path, bonus), p) for bonus, p in enumerate(probs.tolist()))
+
+    assert float((two_passes(reuse=False) - target.continuations(())).abs().max()) < 1e-12
+    assert float((two_passes(reuse=True) - target.continuations(())).abs().max()) > 1e-3
+
+
+# `match`, which takes any tree, also one that a careless drafter made.
+
+
+def careless_tree(n: int, seed: int) -> DraftTree:
+    """A random deterministic tree of depth at most three; in one of four, siblings may carry the
+    same token.
+    """
+    topology = random_tree(n, seed)
+    while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
+        seed += 1000
+        topology = random_tree(n, seed)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.zeros(n, dtype=torch.int64)
+    for children in topology.children:
+        tokens[list(children)] = torch.randperm(VOCABULARY, generator=generator)[: len(children)]
+    if seed % 4 == 0:
+        tokens = torch.randint(VOCABULARY, (n,), generator=generator)
+    return DraftTree(topology, tokens)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (2, 4, 7, 10) for seed in range(4)])
+def test_a_deterministic_tree_may_carry_any_tokens(rule, n, seed):
+    tree = careless_tree(n, seed)
+    target = Language(seed)
+    assert error(outcomes(rule_of(rule)), [(tree, 1.0)], target) < 1e-12
+
+
+@pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (4, 10) for seed in range(4)])
+def test_match_goes_on_while_a_child_carries_the_token(n, seed):
+    """Of siblings with the same token, whichever of them has the child."""
+    tree = careless_tree(n, seed)
+    texts = {tuple(tree.path_to(node)) for node in range(n)}
+    for decision, _ in outcomes(match.RULE)(tree, target_probs(Language(seed), tree)):
+        assert (*tree.path_to(decision.end), int(decision.probs.argmax())) not in texts
+
+
+def bonus_of_the_root(tree, target, sequence):
+    verdict = match.RULE.verify(tree, target, sequence)
+    return Verdict(verdict.path, match.draw(target[:1], sequence.generator)[0])
+
+
+def bonus_drawn_again(tree, target, sequence):
+    """The rejected draw is thrown away, as if it had carried no news."""
+    verdict = match.RULE.verify(tree, target, sequence)
+    return Verdict(
+        verdict.path, match.draw(target[[(0, *verdict.path)[-1]]], sequence.generator)[0]
+    )
+
+
+def always_the_first_child(tree, target, sequence):
+    node = 0
+    path = []
+    while tree.topology.children[node]:
+        node = tree.topology.children[node][0]
+        path.append(node)
+    return Verdict(tuple(path), match.draw(target[[node]], sequence.generator)[0])
+
+
+def probs_of_the_wrong_node(tree, target, sequence):
+    return match.RULE.verify(tree, target.roll(1, 0), sequence)
+
+
+@pytest.mark.parametrize(
+    "wrong", [bonus_of_the_root, bonus_drawn_again, always_the_first_child, probs_of_the_wrong_node]
+)
+def test_the_enumeration_finds_a_wrong_match(wrong):
+    tree = DraftTree(Topology(np.array([-1, 0, 0, 1, 1, 3])), torch.tensor([0, 1, 2, 0, 2, 1]))
+    target = Language(2)
+    assert error(outcomes(match.RULE), [(tree, 1.0)], target) < 1e-12
+    assert error(lambda *given: scripted(wrong, *given), [(tree, 1.0)], target) > 1e-3
+
+
+# Larger trees: what every rule owes its caller, and a plain reference.
+
+
+def child_probs(tree: DraftTree, node: int) -> Iterator[tuple[int, Tensor]]:
+    """Each child with the exact distribution of its token given the siblings before it, in the
+    order of verification.
+    """
+    sampled = tree.sampled
+    children = tree.topology.children[node]
+    is_sampled = [child for child in children if sampled is not None and sampled.is_sampled[child]]
+    given = [child for child in children if child not in is_sampled]
+    free = torch.ones(0 if sampled is None else sampled.draft_probs.shape[1], dtype=torch.float64)
+    free[tree.tokens[given]] = 0
+    for child in is_sampled:
+        probs = sampled.draft_probs[sampled.row_of[node]].double() * free
+        probs = probs if probs.sum() > 0 else free.clone()
+        yield child, probs / probs.sum()
+        if not sampled.independent:
+            free[tree.tokens[child]] = 0
+    for child in given:
+        yield child, None
+
+
+def struck(probs: Tensor, child_sampling: Tensor | None, token: int) -> Tensor:
+    if child_sampling is not None:
+        return (probs - child_sampling).clamp_min(0)
+    probs = probs.clone()
+    probs[token] = 0
+    return probs
+
+
+def plain_top_down(tree: DraftTree, target: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
+    """Token by token, as the papers have it."""
+    node = 0
+    p = target[0].double()
+    while True:
+        for child, probs in child_probs(tree, node):
+            token = int(tree.tokens[child])
+            if uniforms[child] < p[token] / (1 if probs is None else probs[token]):
+                node = child
+                p = target[child].double()
+                break
+            p = struck(p, probs, token)
+            p = p / p.sum() if p.sum() > 0 else target[node].double()
+        else:
+            return node, p
+
+
+def plain_bottom_up(tree: DraftTree, target: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
+    """Leaf to root, as a recursion."""
+
+    def visit(node: int, a: float) -> tuple[int, Tensor] | None:
+        b = target[node].double()
+        for child, probs in child_probs(tree, node):
+            token = int(tree.tokens[child])
+            share = float(a * b[token] / (1 if probs is None else probs[token]))
+            found = visit(child, min(1.0, share))
+            if found is not None:
+                return found
+            left = struck(a * b, probs, token)
+            total = float(left.sum())
+            b = left / total if total > 0 else target[node].double()
+            a = total / (total + (1 - a)) if total > 0 else float(node == 0)
+        return (node, b) if node == 0 or uniforms[node] < a else None
+
+    return visit(0, 1.0)
+
+
+PLAIN = {"sequoia": plain_top_down, "traversal": plain_bottom_up}
+
+
+def grow(
+    topology: Topology,
+    is_sampled: np.ndarray,
+    draft_probs: Tensor,
+    seed: int,
+    independent: bool = False,
+) -> DraftTree:
+    """A tree as a drafter with these distributions, (n, vocabulary), would draw it."""
+    rng = np.random.default_rng(seed)
+    tokens = torch.zeros(len(topology), dtype=torch.int64)
+    n = len(topology)
+    sampled = SampledNodes(is_sampled, draft_probs, np.arange(n), independent)
+    for node in range(n):
+        given = [child for child in topology.children[node] if not is_sampled[child]]
+        tokens[given] = draft_probs[node].argsort(descending=True, stable=True)[: len(given)]
+        for child, probs in child_probs(DraftTree(topology, tokens, sampled), node):
+            # the distributions are read one by one, so each sees the tokens drawn before it
+            if probs is not None:
+                tokens[child] = int(rng.choice(len(probs), p=probs.numpy()))
+    return DraftTree(topology, tokens, sampled)
+
+
+@cache
+def random_case(
+    seed: int, dtype: torch.dtype, vocabulary: int = 12
+) -> tuple[DraftTree, Tensor, Tensor]:
+    """A tree of up to 40 nodes with some exhausted distributions, the target's distributions, and a
+    number for each node.
+    """
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 41))
+    kind = ("given", "is_sampled", "mixed", "independent")[seed % 4]
+    is_sampled = {"given": np.zeros(n, bool), "mixed": rng.random(n) < 0.5}.get(
+        kind, np.ones(n, bool)
+    )
+    is_sampled[0] = False
+    draft = rng.random((n, vocabulary)) ** 3 * (
+        rng.random((n, vocabulary)) < rng.choice([0.2, 0.8], (n, 1))
+    )
+    draft[:, 0] += draft.sum(-1) == 0
+    draft /= draft.sum(-1, keepdims=True)
+    noise = rng.dirichlet(np.full(vocabulary, 0.5), n)
+    target = torch.from_numpy(0.6 * draft + 0.4 * noise).to(dtype)
+    tree = grow(
+        random_tree(n, seed, reach=7),
+        is_sampled,
+        torch.from_numpy(draft).to(dtype),
+        seed,
+        kind == "independent",
+    )
+    return tree, target, torch.from_numpy(rng.random(n))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rule", PLAIN)
+def test_a_kernel_decides_as_the_plain_rule(rule, dtype):
+    ends = set()
+    for seed in range(60):
+        tree, target, uniforms = random_case(seed, dtype)
+        found = rule_of(rule).decide(tree, target, uniforms)
+        end, probs = PLAIN[rule](tree, target, uniforms)
+        assert found.end == end, seed
+        assert found.probs.dtype == dtype
+        torch.testing.assert_close(
+            found.probs.double(), probs, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5
+        )
+        ends.add(int(tree.topology.depths[end]))
+    assert ends >= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("rule", RESIDUAL)
+def test_sampled_siblings_are_verified_before_deterministic_ones(rule):
+    """Exact in either order, but the deterministic child is more probable: first, it would leave
+    the sampled one little.
+    """
+    sampled = SampledNodes(
+        np.array([False, False, True]), torch.tensor([[0.7, 0.2, 0.1]]), np.array([0, -1, -1])
+    )
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 0, 1]), sampled)
+    target = torch.full((3, 3), 1 / 3)
+    found = rule_of(rule).decide(tree, target, torch.zeros(3, dtype=torch.float64))
+    assert found.end == 2
+
+
+def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
+    """The path goes from child to child, and the target may say the bonus after it."""
+    assert isinstance(verdict, Verdict) and type(verdict.bonus) is int
+    before = [0, *verdict.path]
+    assert tree.topology.parents[list(verdict.path)].tolist() == before[:-1]
+    assert target[before[-1], verdict.bonus] > 0
+    for node, parent in zip(verdict.path, before[:-1], strict=True):
+        assert target[parent, tree.tokens[node]] > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_verdict_is_a_path_the_target_allows_and_follows_from_the_seed(rule):
+    module = rule_of(rule)
+    for seed in range(24):
+        tree, target, _ = random_case(seed, torch.float32)
+        before = target.clone(), tree.tokens.clone(), tree.sampled.draft_probs.clone()
+        verdicts = [module.verify(tree, target, sequence_of(seed)) for _ in range(2)]
+        assert verdicts[0] == verdicts[1], "all chance comes from the sequence"
+        check_verdict(verdicts[0], tree, target)
+        assert all(map(torch.equal, before, (target, tree.tokens, tree.sampled.draft_probs))), (
+            "a rule changes nothing"
+        )
+
+
+@pytest.mark.parametrize(
+    ("temperature", "rule"),
+    [(0.0, "traversal"), (0.1, "coupled"), (0.8, "coupled"), (0.9, "traversal")],
+)
+def test_the_adaptive_rule_is_the_one_that_suits_the_temperature(temperature, rule):
+    sampling = SamplingParams(temperature=temperature, seed=5)
+    for seed in range(8):
+        tree, target, _ = random_case(seed, torch.float32)
+        found, expected = (
+            rule_of(name).verify(tree, target, Sequence([1], sampling, 64))
+            for name in ("adaptive", rule)
+        )
+        assert found == expected
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_two_verdicts_in_a_row_are_independent_and_have_the_acceptance_stated(rule):
+    module = rule_of(rule)
+    target, draft = languages("hybrid")
+    tree = next(iter(RECIPES["hybrid"].trees(draft)))[0]
+    draft_probs = target_probs(target, tree)
+    acceptance: dict[tuple[int, int], float] = {}
+    for decision, p in outcomes(module)(tree, draft_probs):
+        for bonus, p_bonus in enumerate(decision.probs.tolist()):
+            if p_bonus > 0:
+                key = (decision.end, bonus)
+                acceptance[key] = acceptance.get(key, 0.0) + p * p_bonus
+    place = {key: i for i, key in enumerate(acceptance)}
+    n_pairs = 1500
+    sequence = sequence_of(3)
+    counts = np.zeros((len(acceptance), len(acceptance)))
+    for _ in range(n_pairs):
+        pair = []
+        for _ in range(2):
+            pair.append(module.verify(tree, draft_probs, sequence))
+            sequence.tokens += [*tree.path_to((0, *pair[-1].path)[-1]), pair[-1].bonus]
+        counts[tuple(place[(0, *verdict.path)[-1], verdict.bonus] for verdict in pair)] += 1
+    expected = n_pairs * np.outer(list(acceptance.values()), list(acceptance.values()))
+    often = expected >= 5
+    rare = counts[~often].sum(), expected[~often].sum()
+    assert (
+        chi_square_p(np.append(counts[often], rare[0]), np.append(expected[often], rare[1])) > 1e-6
+    )
+
+
+# float32, as in real use.
+
+
+@cache
+def large_case(sharpness: float, seed: int = 0, n: int = 14) -> tuple[DraftTree, Tensor, Tensor]:
+    """Vocabulary of 32,000; a draft so sharp that most of its probabilities are 0 or close to
+    it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, 32_000, generator=generator) * 2
+    draft = torch.softmax(
+        (logits + torch.randn(n, 32_000, generator=generator) / 2) * sharpness, -1
+    )
+    topology = random_tree(n, seed, reach=5)
+    is_sampled = torch.rand(n, generator=generator).numpy() < 0.7
+    is_sampled[0] = False
+    return (
+        grow(topology, is_sampled, draft, seed),
+        torch.softmax(logits, -1),
+        torch.rand(n, generator=generator).double(),
+    )
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 8.0, 1000.0])
+def test_a_large_vocabulary_in_float32(sharpness):
+    for seed in range(3):
+        tree, target, uniforms = large_case(sharpness, seed)
+        # Numbers close to 1 reject everything, which is the longest way through the residuals.
+        for numbers in (uniforms, torch.full_like(uniforms, 0.999999)):
+            for rule, plain in PLAIN.items():
+                found = rule_of(rule).decide(tree, target, numbers)
+                end, probs = plain(tree, target, numbers)
+                assert (
+                    found.end == end
+                    and bool(found.probs.isfinite().all())
+                    and bool((found.probs >= 0).all())
+                )
+                torch.testing.assert_close(found.probs.double(), probs, rtol=1e-3, atol=1e-6)
+        for rule in RULES:
+            verdict = rule_of(rule).verify(tree, target, sequence_of(seed))
+            check_verdict(verdict, tree, target)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_at_temperature_zero_the_right_path_is_taken(rule):
+    module = rule_of(rule)
+    depths = set()
+    for seed in range(24):
+        tree, target, _ = random_case(seed, torch.float32)
+        right = torch.nn.functional.one_hot(target.argmax(-1), target.shape[1]).float()
+        # Independent draws may carry the right token twice: match and coupled follow both, the
+        # others the first.
+        nodes = [0]
+        path = []
+        while True:
+            children = [child for node in nodes for child in tree.topology.children[node]]
+            nodes = [child for child in children if right[nodes[0], tree.tokens[child]] == 1]
+            if not nodes:
+                break
+            nodes = nodes if rule in ("match", "coupled") else nodes[:1]
+            path = tree.topology.path_to(nodes[0])
+        found = module.verify(tree, right, sequence_of(seed))
+        assert tree.tokens[list(found.path)].tolist() == tree.tokens[path].tolist()
+        assert found.bonus == int(right[(0, *path)[-1]].argmax())
+        depths.add(len(path))
+    assert depths >= {0, 1, 2}
+
+
+@pytest.mark.parametrize("rule", PLAIN)
+def test_a_small_remainder_of_the_draft_keeps_its_digits(rule):
+    """Subtracting what was drawn from a sum of one would leave the rounding of that sum."""
+    draft_probs = torch.tensor([[0.6, 0.4, 3e-9, 1e-9, 0.0]])
+    sampled = SampledNodes(
+        np.array([False, True, True, True]), draft_probs, np.array([0, -1, -1, -1])
+    )
+    tree = DraftTree(Topology(np.array([-1, 0, 0, 0])), torch.tensor([0, 0, 1, 2]), sampled)
+    target = torch.tensor([[0.1, 0.1, 0.1, 0.4, 0.3]] * 4)
+    uniforms = torch.full((4,), 0.99, dtype=torch.float64)
+    found = rule_of(rule).decide(tree, target, uniforms)
+    end, probs = PLAIN[rule](tree, target, uniforms)
+    assert found.end == end == 0
+    torch.testing.assert_close(found.probs.double(), probs, rtol=0, atol=1e-6)
+
+
+SIBLINGS = Topology(np.array([-1, 0, 0]))
+
+
+@pytest.mark.parametrize("rule", RESIDUAL)
+def test_a_remainder_of_the_draft_below_the_normal_numbers_is_used_up(rule):
+    """No distribution of a drafter has such numbers; whoever hands one over gets the uniform
+    fallback, not an overflow.
+    """
+    sampled = SampledNodes(
+        np.array([False, True, True]), torch.tensor([[1.0, 1e-40, 0.0, 0.0]]), np.array([0, -1, -1])
+    )
+    tree = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]), sampled)
+    target = torch.tensor([[0.4, 0.1, 0.3, 0.2]] * 3)
+    found = rule_of(rule).decide(tree, target, torch.tensor([0.999] * 3, dtype=torch.float64))
+    torch.testing.assert_close(found.probs, torch.tensor([0.0, 0.0, 1.0, 0.0]))
+
+
+def test_a_drafters_distribution_has_no_denormal_numbers():
+    probs = child_sampling.probs_of(torch.tensor([[0.0, -92.0, -80.0, -200.0]]), 1.0)
+    assert torch.softmax(torch.tensor([0.0, -92.0]), 0)[1] > 0
+    assert probs[0, 1] == probs[0, 3] == 0 < probs[0, 2]
+
+
+@pytest.mark.parametrize("rule", RESIDUAL)
+def test_deterministic_children_that_carry_all_the_probability(rule):
+    """A distribution filtered down to two tokens sums to a little less than one, and the largest
+    numbers reject both.
+    """
+    probs = torch.tensor([0.6145196, 0.38548037, 0.0])
+    assert probs.double().sum() < 1
+    tree = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]))
+    target = probs.repeat(3, 1)
+    found = rule_of(rule).decide(tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64))
+    assert found.probs.sum() > 0

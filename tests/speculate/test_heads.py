@@ -1,0 +1,729 @@
+"""Heads that draft by the target's hidden states: what they compute, what becomes of it, and which
+of them are taken.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from support.pretended_card import pretended_card
+from support.recorded import record
+from support.texts import (
+    SMALL,
+    VOCABULARY,
+    assert_distribution,
+    exact_distributions,
+    sampled_texts,
+    small_model,
+)
+from support.tiny import (
+    CASES,
+    SPREAD,
+    drafter_of,
+    engine_of,
+    feed,
+    generate,
+    open_llm,
+    prefill,
+    prompt_of,
+    random_tree,
+    runner_of,
+)
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import plan
+from offload_rt.config import EngineConfig
+from offload_rt.errors import (
+    CapacityError,
+    CheckpointError,
+    OffloadError,
+    SettingsError,
+    UnsupportedModelError,
+)
+from offload_rt.executor.cuda_graphs import GraphShape
+from offload_rt.executor.sequence import Sequence as TokenSequence
+from offload_rt.speculate import head_model
+from offload_rt.speculate.draft_model import TreeState
+from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.select import rule_of
+
+VOCAB = 8
+N_HEADS = 3
+# Tokens that the vocabulary of an EAGLE-3 head stands for: token i of it is i + d2t[i].
+KEPT = [0, 2, 3, 5, 6]
+MTP = {
+    "nextn": ("model.layers.{n}.", "{layer}enorm", "{layer}hnorm", "{layer}eh_proj",
+        "{layer}shared_head.norm"),
+    "mimo": (
+        "model.mtp_layers.0.", "{layer}token_layernorm", "{layer}hidden_layernorm",
+        "{layer}input_proj",
+        "{layer}final_layernorm",
+    ),
+    "qwen": ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc",
+        "mtp.norm"),
+}  # fmt: skip
+KINDS = ("eagle", "medusa", *MTP)
+Weights = dict[str, Tensor]
+
+
+def mtp_names(kind: str, model: PreTrainedModel) -> list[str]:
+    """Prefix of the layer, norms of embedding and hidden state, projection, last norm."""
+    layer = MTP[kind][0].format(n=model.config.num_hidden_layers)
+    return [name.format(n=model.config.num_hidden_layers, layer=layer) for name in MTP[kind]]
+
+
+def shapes_of(kind: str, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The published names and shapes of a head's tensors."""
+    d = model.config.hidden_size
+    vocab = model.config.vocab_size
+    if kind == "medusa":
+        shapes = {f"{i}.0.linear.weight": (d, d) for i in range(N_HEADS)}
+        shapes |= {f"{i}.0.linear.bias": (d,) for i in range(N_HEADS)}
+        return shapes | {f"{i}.1.weight": (vocab, d) for i in range(N_HEADS)}
+    first = "model.layers.0."
+    layer = {
+        name.removeprefix(first): tuple(one.shape)
+        for name, one in model.state_dict().items()
+        if first in name
+    }
+    if kind == "eagle":
+        wide = {f"self_attn.{name}_proj.weight" for name in "qkv"}
+        layer = {
+            name: (shape[0], 2 * d) if name in wide else shape
+            for name, shape in layer.items()
+            if "_norm" not in name
+        }
+        shapes = {f"midlayer.{name}": shape for name, shape in layer.items()} | {
+            "midlayer.hidden_norm.weight": (d,)
+        }
+        return shapes | {
+            "fc.weight": (d, 3 * d),
+            "norm.weight": (d,),
+            "lm_head.weight": (len(KEPT), d),
+        }
+    prefix, *norms, project, last = mtp_names(kind, model)
+    shapes = {f"{prefix}{name}": shape for name, shape in layer.items()} | {
+        f"{project}.weight": (d, 2 * d)
+    }
+    return shapes | {f"{name}.weight": (d,) for name in (*norms, last)}
+
+
+def random_weights(kind: str, model: PreTrainedModel, seed: int = 5) -> Weights:
+    """A head that knows nothing; every misplaced weight shows."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: (
+            SPREAD * torch.randn(shape, generator=generator)
+            + float(len(shape) == 1 and not name.endswith("bias"))
+        )
+        for name, shape in shapes_of(kind, model).items()
+    }
+    if kind == "eagle":
+        kept = torch.tensor(KEPT)
+        chosen = torch.isin(torch.arange(model.config.vocab_size), kept)
+        weights |= {"d2t": kept - torch.arange(len(kept)), "t2d": chosen}
+    return weights
+
+
+def write_head(
+    folder: Path, kind: str, model: PreTrainedModel, weights: Weights, **changes: Any
+) -> dict[str, Any]:
+    """A target below a folder, with the head; returns the settings that choose both."""
+    target = folder / "target"
+    head = folder / "head"
+    model.save_pretrained(target)
+    if kind in MTP:
+        save_file(
+            {**load_file(target / "model.safetensors"), **weights}, target / "model.safetensors"
+        )
+        config = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(
+            json.dumps(config | {"num_nextn_predict_layers": 1} | changes)
+        )
+        return {"directory": target, "drafter": "mtp"}
+    head.mkdir()
+    if kind == "medusa":
+        config = {
+            "medusa_num_heads": 2,
+            "medusa_num_layers": 1,
+            "base_model_name_or_path": "somewhere",
+        }
+        save_file(weights, head / "medusa_lm_head.safetensors")
+    else:
+        d = model.config
+        sizes = {
+            key: getattr(d, key)
+            for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+        }
+        plain = LlamaConfig(
+            **sizes,
+            num_key_value_heads=d.num_key_value_heads,
+            num_hidden_layers=1,
+            head_dim=d.head_dim,
+        )
+        config = plain.to_dict() | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": len(KEPT),
+        }
+        # published ones are for much shorter texts than their target's
+        config |= {"max_position_embeddings": 8}
+        save_file(weights, head / "model.safetensors")
+    (head / "config.json").write_text(json.dumps(config | changes))
+    return {"directory": target, "drafter": kind, "draft_model": str(head)}
+
+
+def random_head(folder: Path, kind: str, model: PreTrainedModel, **changes: Any) -> dict[str, Any]:
+    """A target with a head of random weights."""
+    return write_head(folder, kind, model, random_weights(kind, model), **changes)
+
+
+def few_tokens(name: str = "llama") -> PreTrainedModel:
+    """A target of so few tokens that a random head is right now and then."""
+    return CASES[name].build(3, **SMALL, vocab_size=VOCAB, num_hidden_layers=5)
+
+
+# The definitions, in plain torch
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def decoder_layer(w: Weights, prefix: str, model: PreTrainedModel, x: Tensor, h: Tensor) -> Tensor:
+    """Attention of h and an MLP, added to x (n, d); rotary embeddings by the row."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, w[f"{prefix}{name}.weight"], w.get(f"{prefix}{name}.bias"))
+
+    dim = model.config.head_dim
+    q, k, v = (
+        linear(f"self_attn.{name}_proj", h).view(len(h), -1, dim).transpose(0, 1) for name in "qkv"
+    )
+    if f"{prefix}self_attn.q_norm.weight" in w:
+        q, k = (
+            rms(one, w[f"{prefix}self_attn.{name}_norm.weight"])
+            for one, name in ((q, "q"), (k, "k"))
+        )
+    angles = torch.arange(len(h))[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    turns = torch.polar(torch.ones_like(angles), angles)
+
+    def turned(one: Tensor) -> Tensor:
+        pairs = torch.complex(*one.chunk(2, -1)) * turns
+        return torch.cat((pairs.real, pairs.imag), -1)
+
+    out = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True, enable_gqa=True)
+    x = x + linear("self_attn.o_proj", out.transpose(0, 1).flatten(1))
+    h = rms(x, w[f"{prefix}post_attention_layernorm.weight"])
+    return x + linear(
+        "mlp.down_proj", F.silu(linear("mlp.gate_proj", h)) * linear("mlp.up_proj", h)
+    )
+
+
+@torch.no_grad()
+def states_of(model: PreTrainedModel, tokens: Sequence[int]) -> list[Tensor]:
+    """(n, d) behind 0, 1, ... all layers, the last norm not applied; and with it."""
+    last: list[Tensor] = []
+    handle = model.model.norm.register_forward_pre_hook(lambda _, given: last.append(given[0][0]))
+    found = model(
+        torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True
+    ).hidden_states
+    handle.remove()
+    return [*(one[0] for one in found[:-1]), last[0], found[-1][0]]
+
+
+@torch.no_grad()
+def expected_logits(
+    kind: str,
+    w: Weights,
+    model: PreTrainedModel,
+    tokens: list[int],
+    path: list[int],
+    norm_before: bool = False,
+) -> Tensor:
+    """What a head says behind the last token and behind each token of a path below it: (1 +
+    len(path), vocabulary).
+    """
+    states = states_of(model, tokens[:-1])
+    embedding = model.model.embed_tokens.weight
+    head = model.lm_head.weight
+    if kind == "medusa":
+        x = states[-1][-1:]
+        blocks = [
+            x + F.silu(F.linear(x, w[f"{i}.0.linear.weight"], w[f"{i}.0.linear.bias"]))
+            for i in range(N_HEADS)
+        ]
+        return torch.cat([F.linear(one, w[f"{i}.1.weight"]) for i, one in enumerate(blocks)])[
+            : 1 + len(path)
+        ]
+    if kind == "eagle":
+        n = model.config.num_hidden_layers
+        hidden = F.linear(torch.cat([states[i] for i in (2, n // 2, n - 3)], 1), w["fc.weight"])
+    else:
+        prefix, of_embedding, of_hidden, project, last = mtp_names(kind, model)
+        hidden = states[-2] if kind == "mimo" else states[-1]
+    inputs = tokens[1:]
+    found = []
+    for token in [*path, None]:
+        embedded = embedding[torch.tensor(inputs)]
+        if kind == "eagle":
+            normed = rms(hidden, w["midlayer.hidden_norm.weight"])
+            both = torch.cat((rms(embedded, w["midlayer.input_layernorm.weight"]), normed), 1)
+            given = decoder_layer(w, "midlayer.", model, normed if norm_before else hidden, both)
+            some = F.linear(rms(given, w["norm.weight"]), w["lm_head.weight"])[-1]
+            found.append(
+                torch.full((len(embedding),), -torch.inf).index_copy(0, torch.tensor(KEPT), some)
+            )
+        else:
+            parts = (
+                rms(embedded, w[f"{of_embedding}.weight"]),
+                rms(hidden, w[f"{of_hidden}.weight"]),
+            )
+            x = F.linear(
+                torch.cat(parts[::-1] if kind == "mimo" else parts, 1), w[f"{project}.weight"]
+            )
+            out = decoder_layer(w, prefix, model, x, rms(x, w[f"{prefix}input_layernorm.weight"]))
+            given = rms(out, w[f"{last}.weight"])
+            found.append(F.linear(given, head)[-1])
+        hidden = torch.cat((hidden, given[-1:]))
+        inputs = [*inputs, token]
+    return torch.stack(found)
+
+
+@dataclass
+class Probe:
+    """A builder of a tree that is fixed, which keeps the logits of its rows.
+
+    rounds  (parents, tokens) of the rows added after each pass
+    """
+
+    state: TreeState
+    rounds: list[tuple[list[int], list[int]]]
+    reduce: None = None
+    logits: list[Tensor] = field(default_factory=list)
+
+    def select(self, out: Tensor) -> Tensor:
+        return out
+
+    def extend(self, selected: Tensor) -> None:
+        self.logits.extend(selected.clone())
+        if self.rounds:
+            self.state.add(*self.rounds.pop(0))
+
+
+PATHS = [[], [4], [6], [4, 1], [6, 1], [4, 7]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "changes"),
+    [
+        ("eagle", "llama", {}), ("eagle", "qwen3", {"norm_before_residual": True}),
+        ("medusa", "llama", {}),
+        ("nextn", "llama", {}), ("nextn", "qwen3", {}), ("mimo", "qwen2-window", {}),
+        ("qwen", "mistral-full", {}),
+    ],
+)  # fmt: skip
+def test_a_head_computes_what_its_definition_says(tmp_path, monkeypatch, kind, name, changes):
+    """After prompts that are fed part by part, and after trees of which some nodes were accepted
+    and most were not.
+    """
+    monkeypatch.setattr(head_model, "CHUNK_ROWS", 4)
+    model = few_tokens(name)
+    model.config.head_dim = getattr(model.config, "head_dim", None) or 8
+    weights = random_weights(kind, model)
+    settings = write_head(tmp_path, kind, model, weights, **changes)
+    with open_llm(**settings) as llm:
+        drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(24, 5, fixed_size=True))
+        engine = engine_of(llm, drafter, n_nodes=72)
+        several = [
+            TokenSequence(prompt_of(n, n, VOCAB), SamplingParams(60), 128) for n in (9, 1, 30)
+        ]
+        for sequence in several:
+            engine.add(sequence)
+            for _ in range(2):
+                engine.step()
+        assert sum(one.n_new - one.stats.n_passes for one in several) > 2, (
+            "hardly anything was accepted"
+        )
+        states = [drafter._model.start(one, 24, is_alone=False) for one in several]
+        probes = [Probe(state, [([0, 0], [4, 6]), ([1, 2, 1], [1, 1, 7])]) for state in states]
+        assert drafter._model.grow(probes) == 3
+    for sequence, probe in zip(several, probes, strict=True):
+        for path, found in zip(PATHS, probe.logits, strict=True):
+            wanted = expected_logits(kind, weights, model, sequence.tokens, path, bool(changes))[-1]
+            torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("n", [3, 14, 21])
+@pytest.mark.parametrize("kind", ["eagle", "qwen"])
+def test_a_head_goes_on_in_the_cache_of_a_text_that_begins_alike(tmp_path, kind, n):
+    """From within its prompt, or behind it, or behind the last rows of the head: no row and no
+    state is of the old text.
+    """
+    model = few_tokens()
+    weights = random_weights(kind, model)
+    settings = write_head(tmp_path, kind, model, weights)
+    with open_llm(**settings) as llm:
+        drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(24, 5, fixed_size=True))
+        engine = engine_of(llm, drafter, n_nodes=24)
+        old = TokenSequence(prompt_of(1, 12, VOCAB), SamplingParams(12), 128)
+        engine.add(old)
+        while engine.step():
+            pass
+        other = [(token + 1) % VOCAB for token in old.tokens[n : n + 2]]
+        new = TokenSequence([*old.tokens[:n], *other, 5], SamplingParams(60), 128)
+        engine.add(new)
+        assert not drafter._model.can_draft(new), "the target has not computed it"
+        for _ in range(2):
+            engine.step()
+            probe = Probe(drafter._model.start(new, 24, is_alone=True), [])
+            drafter._model.grow([probe])
+            wanted = expected_logits(kind, weights, model, new.tokens, [])[-1]
+            torch.testing.assert_close(probe.logits[0], wanted, atol=2e-4, rtol=1e-4)
+
+
+# What becomes of it
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("eagle", "resident"),
+        ("eagle", "mixed"),
+        ("medusa", "disk"),
+        ("nextn", "mixed"),
+        ("mimo", "disk"),
+        ("qwen", "resident"),
+    ],
+)
+def test_greedy_tokens_are_transformers(tmp_path, kind, place):
+    model = few_tokens()
+    settings = random_head(tmp_path, kind, model)
+    prompts = [prompt_of(seed, n, VOCAB) for seed, n in enumerate((9, 1, 30))]
+    with open_llm(**settings, place=place) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=24))
+        alone = llm.generate(prompts[2], SamplingParams(max_new_tokens=24))[0]
+        llm.engine.reset_prefix_cache()
+        assert not llm.engine.drafter._model._inputs and not llm.engine.draft._caches, (
+            "ended sequences are released"
+        )
+    assert [one.token_ids for one in outputs] == [generate(model, prompt, 24) for prompt in prompts]
+    assert alone.token_ids == outputs[2].token_ids
+    assert all(one.stats.nodes_per_tree > 1 for one in outputs)
+
+
+def counting(folder: Path, kind: str) -> dict[str, Any]:
+    """A target that counts, token after token, and a head that was made to know it.
+
+    No layer adds anything to the embeddings, which are orthogonal. A head for the next token but
+    one either shifts them in its MLP (EAGLE-3), has them (MTP), or tells them from the last but one
+    (Medusa).
+    """
+    d = 64
+    model = CASES["llama"].build(0, vocab_size=d, num_hidden_layers=3)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    eye = torch.eye(d)
+    model.model.embed_tokens.weight.data = eye.clone()
+    model.model.norm.weight.data.fill_(1.0)
+    model.lm_head.weight.data = 2 * eye.roll(1, 0)
+    weights = {name: torch.zeros(shape) for name, shape in shapes_of(kind, model).items()}
+    weights |= {
+        name: torch.ones(one.shape)
+        for name, one in weights.items()
+        if one.dim() == 1 and "bias" not in name
+    }
+    if kind == "medusa":
+        weights |= {f"{i}.1.weight": 2 * eye.roll(i + 2, 0) for i in range(N_HEADS)}
+    elif kind == "eagle":
+        scale = d**0.5  # of a norm
+        shift = F.pad((eye.roll(1, 0) - eye) / (F.silu(torch.tensor(scale)) * scale), (0, 96 - d))
+        into = F.pad(eye, (0, 0, 0, 96 - d))
+        weights |= {
+            "midlayer.mlp.gate_proj.weight": into,
+            "midlayer.mlp.up_proj.weight": into.clone(),
+        }
+        weights |= {
+            "midlayer.mlp.down_proj.weight": shift,
+            "fc.weight": torch.cat((eye, 0 * eye, 0 * eye), 1),
+        }
+        weights |= {"lm_head.weight": 2 * eye.roll(1, 0)}
+        return write_head(folder, kind, model, weights, draft_vocab_size=d)
+    else:
+        project = mtp_names(kind, model)[3]
+        weights[f"{project}.weight"] = torch.cat(
+            (0 * eye, eye) if kind == "mimo" else (eye, 0 * eye), 1
+        )
+    return write_head(folder, kind, model, weights)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_is_right_gives_a_path_to_the_end_of_its_reach(tmp_path, kind, temperature):
+    settings = counting(tmp_path, kind)
+    with open_llm(**settings) as llm:
+        drafter = drafter_of(
+            llm, settings["drafter"], "coupled", DraftLimits(8, 5, fixed_size=True)
+        )
+        engine = engine_of(llm, drafter, rule_of("coupled"))
+        sequence = TokenSequence(
+            [3, 4, 5], SamplingParams(20, temperature=temperature, seed=0), 128
+        )
+        engine.add(sequence)
+        found = [len(event.token_ids) for _ in range(4) for event in engine.step()]
+    assert sequence.tokens == list(range(3, 3 + len(sequence.tokens)))
+    # The first pass has no hidden states to draft from; then as many levels as there may be, or
+    # heads.
+    assert found == [1, *([4] * 3 if kind == "medusa" else [5] * 3)]
+
+
+@pytest.mark.parametrize(("kind", "rule"), [("eagle", "match"), ("medusa", "coupled")])
+def test_the_joint_distribution_is_the_targets(tmp_path, monkeypatch, kind, rule):
+    monkeypatch.setattr("test_heads.KEPT", [0, 2, 3])
+    monkeypatch.setattr("texts.N_DRAWS", 400)
+    model = small_model(VOCABULARY, n_layers=3, sureness=0.5)
+    settings = random_head(tmp_path, kind, model)
+    with open_llm(**settings, max_model_len=64) as llm:
+        drafter = drafter_of(llm, settings["drafter"], rule, DraftLimits(10, 4, fixed_size=True))
+        texts = sampled_texts(runner_of(llm), drafter, rule_of(rule), 10)
+        assert drafter.pair_stats.estimates, "nothing was drafted"
+    for found, probs in zip(texts, exact_distributions(model), strict=True):
+        assert_distribution(found, probs)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_sequences_join_and_leave(tmp_path, kind):
+    """Each text is the one it is alone; nothing is held of those that have left."""
+    model = few_tokens()
+    settings = random_head(tmp_path, kind, model)
+    with open_llm(**settings) as llm:
+        drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(8, 4))
+        engine = engine_of(llm, drafter, n_nodes=24)
+        several = [
+            TokenSequence(prompt_of(n, n, VOCAB), SamplingParams(20), 128) for n in (9, 1, 30, 14)
+        ]
+        for sequence in several:
+            id = engine.add(sequence)
+            engine.step()
+        engine.abort(id)
+        assert len(several[3].tokens) > 14
+        while engine.step():
+            pass
+        engine.reset_prefix_cache()
+        assert not (drafter._model._inputs or drafter._proposals or llm.engine.draft._caches)
+    for sequence in several[:3]:
+        n = sequence.n_prompt
+        assert sequence.tokens[n:] == generate(model, sequence.tokens[:n], 20)
+
+
+def test_memory_that_runs_out_leaves_texts_as_they_are(tmp_path, monkeypatch):
+    """Wherever it runs out: hidden states that were handed over twice, or not yet, are as if it had
+    not.
+    """
+    model = few_tokens()
+    n_failed = 0
+    settings = random_head(tmp_path, "eagle", model)
+    with open_llm(**settings) as llm:
+        model_type = type(llm.engine.drafter._model)
+        for name in ("observe", "_begin", "_forward"):
+            plain: Callable[..., Any] = getattr(model_type, name)
+            calls = iter(range(1000))
+
+            def failing(*asked: Any, plain: Callable[..., Any] = plain, calls: Any = calls) -> Any:
+                nonlocal n_failed
+                found = plain(*asked)
+                if next(calls) in (1, 4):
+                    n_failed += 1
+                    raise torch.OutOfMemoryError
+                return found
+
+            with monkeypatch.context() as patch:
+                patch.setattr(model_type, name, failing)
+                prompts = [prompt_of(0, 9, VOCAB), prompt_of(1, 20, VOCAB)]
+                outputs = llm.generate(prompts, SamplingParams(max_new_tokens=20))
+            assert [one.token_ids for one in outputs] == [
+                generate(model, prompt, 20) for prompt in prompts
+            ]
+            assert all(one.stats.nodes_per_tree > 1.5 for one in outputs), "it drafts no more"
+    assert n_failed == 6
+
+
+def test_hidden_states_of_captured_passes_are_those_of_ordinary_ones(tmp_path):
+    with open_llm(**random_head(tmp_path, "eagle", few_tokens())) as llm:
+        runner = runner_of(llm)
+        found: list[Tensor] = []
+        for graphs in (False, True):
+            if graphs:
+                runner.use_graphs(GraphShape(64, 512, 128), record)
+            cache = prefill(runner, prompt_of(0, 21, VOCAB), 512)
+            for seed, n in enumerate((5, 7, 6, 33)):
+                feed(runner, cache, prompt_of(seed, n, VOCAB), random_tree(n, seed))
+                (tapped,) = runner.tapped
+                assert tapped.shape == (n, 3, 16)
+                found.append(tapped.clone())
+            runner.free_cache(cache)
+        assert runner._graphs is not None
+    for mine, its in zip(found[4:], found[:4], strict=True):
+        torch.testing.assert_close(mine, its, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_heads_draft_on_a_card(tmp_path, monkeypatch, kind):
+    model = few_tokens()
+    settings = random_head(tmp_path, kind, model)
+    directory = str(settings.pop("directory"))
+    prompts = [prompt_of(0, 9, VOCAB), prompt_of(1, 20, VOCAB)]
+    with (
+        pretended_card(monkeypatch),
+        LLM(directory, device="cuda", max_model_len=64, tree_size=16, **settings) as llm,
+    ):
+        alone = llm.generate(prompts[0], SamplingParams(max_new_tokens=6))[0]
+        several = [
+            SamplingParams(max_new_tokens=6),
+            SamplingParams(max_new_tokens=6, temperature=0.8, seed=1),
+        ]
+        found = llm.generate(prompts, several)
+    wanted = generate(model, prompts[0], 6)
+    assert alone.token_ids == found[0].token_ids == wanted
+    assert (
+        len(found[1].token_ids) == 6
+        and min(one.stats.nodes_per_tree for one in (alone, *found)) > 1
+    )
+
+
+# Which are taken
+
+
+def opened(directory: Path, **settings: Any) -> LLM:
+    return LLM.open(EngineConfig(str(directory), device="cpu", max_model_len=64, **settings))
+
+
+def test_heads_pick_their_drafter_and_memory_is_planned_for_them(tmp_path):
+    model = few_tokens()
+    for kind in ("eagle", "medusa", "nextn"):
+        settings = random_head(tmp_path / kind, kind, model)
+        name = settings.pop("drafter")
+        with opened(**settings) as llm, opened(settings["directory"], drafter="recycle") as without:
+            drafting = llm.engine_plan.drafting
+            reserved = llm.plan.reserved
+            assert (drafting.name, drafting.rule) == (name, rule_of("coupled"))
+            assert without.engine_plan.drafting.draft is None
+            nbytes = sum(
+                one.nbytes
+                for one in random_weights(kind, model).values()
+                if one.is_floating_point()
+            )
+            assert drafting.draft is not None and drafting.draft.nbytes == nbytes < reserved.draft
+            assert drafting.draft.identity != llm.engine_plan.checkpoint.identity
+            n_taps = 3 if kind == "eagle" else 1
+            n_rows = 64 + llm.engine_plan.limits.n_nodes
+            scratch = reserved.scratch - without.plan.reserved.scratch
+            assert scratch >= n_rows * (n_taps + 1) * 16 * 4
+
+
+def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_the_target(tmp_path):
+    model = few_tokens()
+    with_mtp = random_head(tmp_path / "with", "nextn", model)["directory"]
+    model.save_pretrained(tmp_path / "without")
+    with opened(with_mtp, drafter="none") as llm:
+        assert llm.engine_plan.checkpoint.spec.n_layers == 5
+    with (
+        opened(with_mtp, tree_size=2) as llm,
+        opened(with_mtp, drafter="recycle", tree_size=2) as plain,
+    ):
+        assert (llm.engine_plan.drafting.name, plain.engine_plan.drafting.name) == (
+            "mtp",
+            "recycle",
+        )
+        too_little = {
+            "device_memory": plain.plan.reserved.total + 2 * max(plain.plan.layer_nbytes),
+            "tree_size": 2,
+        }
+    with opened(with_mtp, **too_little) as llm:
+        assert llm.engine_plan.drafting.name == "recycle"
+    with pytest.raises(CapacityError):
+        opened(with_mtp, drafter="mtp", **too_little)
+    with opened(tmp_path / "without", drafter="mtp", draft_model=str(with_mtp)) as llm:
+        assert llm.engine_plan.drafting.name == "mtp" and llm.engine_plan.drafting.draft is not None
+    config = json.loads((with_mtp / "config.json").read_text())
+    (with_mtp / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(CheckpointError, match=r"layers\.5"):
+        opened(with_mtp)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "settings", "error", "words"),
+    [
+        ("eagle", {"hidden_size": 32, "head_dim": 16}, {}, SettingsError, ["hidden "
+                                                                           "size", "16", "32"]),
+        ("eagle", {"target_hidden_size": 32}, {}, SettingsError, ["hidden size", "16", "32"]),
+        ("eagle", {"vocab_size": 9}, {}, SettingsError, ["vocabulary", "8", "9"]),
+        ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 40]}}, {},
+            SettingsError, ["41", "5"]),
+        ("eagle", {"num_hidden_layers": 2}, {}, UnsupportedModelError, ["1 Llama layer"]),
+        ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
+        ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),
+        ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError, ["--drafter "
+                                                                    "adaptive_tree", "--drafter "
+                                                                                     "eagle"]),
+        ("eagle", {}, {"rule": "sequoia"}, SettingsError, ["--rule sequoia", "eagle"]),
+        ("medusa", {}, {"drafter": "eagle"}, SettingsError, ["--drafter "
+                                                             "eagle", "--drafter medusa"]),
+        ("medusa", {"medusa_num_layers": "many"}, {}, UnsupportedModelError,
+            ["medusa_num_layers", "many"]),
+        ("nextn", {}, {"drafter": "eagle"}, SettingsError, ["--drafter eagle", "--draft-model"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_in_a_sentence(
+    tmp_path, kind, changes, settings, error, words
+):
+    chosen = random_head(tmp_path, kind, few_tokens(), **changes)
+    chosen.pop("drafter")
+    with pytest.raises(OffloadError) as caught:
+        opened(**chosen, **settings)
+    assert type(caught.value) is error
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), str(
+        caught.value
+    )
+
+
+def test_a_head_of_another_model_is_refused(tmp_path):
+    settings = random_head(tmp_path, "medusa", few_tokens())
+    small_model(VOCABULARY, n_layers=3).save_pretrained(tmp_path / "other")
+    with pytest.raises(SettingsError, match=r"4, 16.*8, 16"):
+        opened(tmp_path / "other", draft_model=settings["draft_model"])
+    whole = {"draft_model": str(tmp_path / "target")}
+    for name, more in (("mtp", {}), ("mtp", whole), ("eagle", whole)):
+        with pytest.raises(SettingsError, match=f"--drafter {name}.*heads"):
+            opened(tmp_path / "target", drafter=name, **more)
+    weights = random_weights("eagle", few_tokens())
+    weights["d2t"][0] = 8
+    with pytest.raises(CheckpointError, match="d2t"):
+        opened(**write_head(tmp_path / "bad", "eagle", few_tokens(), weights))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn"])
+def test_a_head_is_planned_for_by_its_config(tmp_path, capsys, kind):
+    settings = random_head(tmp_path, kind, few_tokens())
+    more = ["--draft-model", settings["draft_model"]] if "draft_model" in settings else []
+    arguments = [
+        "--model",
+        str(settings["directory"]),
+        *more,
+        "--gpu",
+        "rtx4090",
+        "--offline",
+        "--context",
+        "32",
+    ]
+    assert plan.main([*arguments, "--max-new-tokens", "16", "--tree-size", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tree_nodes"] == 8 and found["plan"]["reserved"]["draft"] > 0

@@ -1,0 +1,380 @@
+"""A draft that learns what the target says: what it minimises, what it changes and when, and that
+texts stay exact.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.texts import assert_distribution, exact_distributions, sampled_texts, small_pair
+from support.tiny import (
+    Zoo,
+    drafter_of,
+    engine_of,
+    feed,
+    generate,
+    keep_steady,
+    logits_of,
+    nearly,
+    open_llm,
+    prompt_of,
+    save_pair,
+)
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.errors import SettingsError
+from offload_rt.executor.sequence import Sequence
+from offload_rt.offload.meter import LinkMeter
+from offload_rt.sampling import TopTokens, top_tokens
+from offload_rt.speculate import learner
+from offload_rt.speculate.learner import Learner, Passage
+from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.select import rule_of
+from offload_rt.system.files import cache_directory
+from offload_rt.tree.topology import Topology
+
+CHANGED = 0.1
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def passage_of(model: PreTrainedModel, seed: int, n: int = 40, n_labelled: int = 25) -> Passage:
+    """A random text, and what a model predicts after the last of its tokens."""
+    tokens = prompt_of(seed, n, model.config.vocab_size)
+    predicted = top_tokens(logits_of(model, tokens)[-n_labelled:], 8)
+    assert predicted is not None
+    return Passage(torch.tensor(tokens), predicted)
+
+
+def weights_of(llm: LLM) -> Tensor:
+    """All bytes of the draft's layers."""
+    return torch.cat([block.data.clone() for block in llm.engine.draft.streamer.sweep()])
+
+
+def change(one: Learner, seed: int = 0) -> None:
+    """As if it had learned something."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in one._parameters().items():
+        if name.endswith(".b"):
+            parameter.data.copy_(CHANGED * torch.randn(parameter.shape, generator=generator))
+
+
+def read(one: Learner, passages: list[Passage], waited_s: float = 1e9) -> None:
+    """Let it learn from passages, where the link is waited for so long behind every layer."""
+    for passage in passages:
+        n = len(passage.labels.tokens)
+        sequence = Sequence(
+            passage.tokens[: len(passage.tokens) - n + 1].tolist(), SamplingParams(1000), 1000
+        )
+        one.add(sequence, passage.labels)
+        sequence.extend([*passage.tokens[-n + 1 :].tolist(), 0])
+        one.end(sequence)
+    while True:
+        before = one._n_slices
+        one._meter.waited_s += waited_s
+        one.work()
+        if one._n_slices == before:
+            return
+
+
+def learner_of(llm: LLM) -> Learner:
+    """That of an engine."""
+    return llm.engine.drafter._learner
+
+
+def learns_at_every_layer(llm: LLM) -> Learner:
+    """From now on whatever comes is learned and served at once, whether it gains or not."""
+    one = learner_of(llm)
+
+    def meanwhile() -> None:
+        one._meter.waited_s += 1e9
+        one.work()
+
+    one._judge = lambda gain: one._serve(True)
+    llm.engine.runner.meanwhile = meanwhile
+    return one
+
+
+def adapted(one: Learner, model: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each matrix of the draft in transformers, with a and b of its change."""
+    for i, view in enumerate(one._layers):
+        for name, adapter in view.adapters.items():
+            yield model.get_submodule(f"model.layers.{i}.{name}").weight, adapter.a, adapter.b
+
+
+def cross_entropy(model: PreTrainedModel, passage: Passage) -> Tensor:
+    """(m,) in float64, of the target's best tokens and of all others as one class."""
+    tokens, probs = passage.labels
+    q = torch.softmax(model(passage.tokens[None]).logits[0, -len(tokens) :].double(), -1).gather(
+        1, tokens
+    )
+    return -(probs * q.log()).sum(-1) - (1 - probs.sum(-1)) * (1 - q.sum(-1)).log()
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "qwen2-window", "llama-tied"])
+def test_it_minimises_the_cross_entropy_of_classes_that_transformers_gives(
+    zoo: Zoo, name: str
+) -> None:
+    """With a change and without, whatever is served; the gradient of b is that of b @ a by the
+    whole matrix.
+    """
+    pair = zoo.pair(name, 0)
+    passage = passage_of(pair.model, 7)
+    model = nearly(pair.draft_model, 0.0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        one = Learner(llm.engine.draft, LinkMeter())
+        change(one)
+        without = cross_entropy(model, passage).detach()
+        for weight, a, b in adapted(one, model):
+            weight.data += (b @ a).detach()
+        changed = cross_entropy(model, passage)
+        for is_served in (False, True):
+            one._serve(is_served)
+            for share, wanted in ((0.0, without), (1.0, changed.detach())):
+                torch.testing.assert_close(
+                    one.loss(passage, share).double(), wanted, rtol=2e-4, atol=2e-4
+                )
+        changed.sum().backward()
+        one.loss(passage, 1.0).sum().backward()
+        for weight, a, b in adapted(one, model):
+            torch.testing.assert_close(b.grad, weight.grad @ a.detach().T, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(a.grad, b.detach().T @ weight.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_what_is_served_is_what_drafts_are_computed_with(zoo: Zoo) -> None:
+    """Matrix and change, and the matrix again bit for bit."""
+    pair = zoo.pair("llama", 0)
+    prompt = prompt_of(3, 12)
+    model = nearly(pair.draft_model, 0.0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        one = Learner(llm.engine.draft, LinkMeter())
+        before = weights_of(llm)
+        change(one)
+        for weight, a, b in adapted(one, model):
+            weight.data += (b @ a).detach()
+        for is_served, wanted in ((True, model), (False, pair.draft_model)):
+            one._serve(is_served)
+            cache = llm.engine.draft.new_cache(16)
+            found = feed(llm.engine.draft, cache, prompt, Topology.chain(12))
+            torch.testing.assert_close(found, logits_of(wanted, prompt), rtol=1e-3, atol=1e-3)
+        assert torch.equal(weights_of(llm), before)
+
+
+def test_learning_lowers_the_loss_on_texts_that_were_not_seen(zoo: Zoo, tmp_path: Path) -> None:
+    """Of a target that is the draft with a change of rank two, by as much each time; what gains is
+    served.
+    """
+    draft = zoo.pair("llama", 0).model
+    found = []
+    target = nearly(draft, 0.0)
+    generator = torch.Generator().manual_seed(0)
+    for layer in target.model.layers:
+        weight = layer.mlp.down_proj.weight
+        weight.data += torch.randn(len(weight), 2, generator=generator) @ torch.randn(
+            2, weight.shape[1], generator=generator
+        )
+    pair = save_pair(tmp_path, target, draft)
+    passages = [passage_of(pair.model, seed) for seed in range(20)]
+    for _ in range(2):
+        with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+            one = Learner(llm.engine.draft, LinkMeter())
+            before = weights_of(llm)
+            read(one, passages)
+            unseen = [passage_of(pair.model, seed) for seed in range(100, 110)]
+            with torch.no_grad():
+                losses = [
+                    torch.cat([one.loss(text, share) for text in unseen]).mean()
+                    for share in (0.0, 1.0)
+                ]
+            found.append([float(loss) for loss in losses])
+            assert one.n_predicted and not torch.equal(weights_of(llm), before)
+    assert found[0] == found[1]
+    assert found[0][1] < found[0][0] - 0.1
+
+
+def test_a_passage_is_what_was_accepted_with_what_the_target_predicts_there(zoo: Zoo) -> None:
+    """Rows of several passes, the text before them, and nothing behind what ended the sequence."""
+    pair = zoo.pair("llama", 0)
+    text = prompt_of(1, 120)
+    predicted = TopTokens(torch.arange(120 * 8).view(120, 8) % 128, torch.full((120, 8), 0.1))
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        one = Learner(llm.engine.draft, LinkMeter())
+        sequence = Sequence(text[:50], SamplingParams(1000), 118)
+        for first in range(49, 119, 10):
+            one.add(sequence, TopTokens(*(part[first : first + 10] for part in predicted)))
+            sequence.extend(text[first + 1 : first + 11])
+        one.end(sequence)
+    assert [(len(passage.tokens), len(passage.labels.tokens)) for passage in one._new] == [
+        (89, 40),
+        (118, 29),
+    ]
+    for passage, last in zip(one._new, (89, 118), strict=True):
+        assert passage.tokens.tolist() == text[max(last - len(passage.tokens), 0) : last]
+        for found, all_of_it in zip(passage.labels, predicted, strict=True):
+            assert torch.equal(found, all_of_it[last - len(found) : last])
+
+
+def test_it_ends_where_nothing_can_be_gained(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft is the target: nothing is ever served for long, its weights stay, the target is no
+    longer asked.
+    """
+    pair = zoo.pair("llama", 0)
+    monkeypatch.setattr(learner, "_PATIENCE", 12)
+    with open_llm(pair.target, draft_model=str(pair.target)) as llm:
+        one = Learner(llm.engine.draft, LinkMeter())
+        before = weights_of(llm)
+        drafter = drafter_of(llm, "adaptive_tree", "match", DraftLimits(8, 4), learner=one)
+        assert drafter.n_predicted == 8
+        read(one, [passage_of(pair.model, seed) for seed in range(40)])
+        assert one.n_predicted == 0 and torch.equal(weights_of(llm), before)
+        n_slices = one._n_slices
+        read(one, [passage_of(pair.model, 50)])
+        assert one._n_slices == n_slices
+        engine = engine_of(llm, drafter, n_nodes=8)
+        engine.add(Sequence([1, 2, 3], SamplingParams(30), 64))
+        while engine.step():
+            pass
+        assert drafter.n_predicted == 0
+
+
+def test_it_uses_time_that_the_link_leaves_and_no_other(zoo: Zoo) -> None:
+    """Nothing is learned where no layer is waited for, nor where a slice takes longer than that; in
+    the end it tries again.
+    """
+    pair = zoo.pair("llama", 0)
+    passages = [passage_of(pair.model, seed) for seed in range(3)]
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        one = Learner(llm.engine.draft, LinkMeter())
+        read(one, passages, waited_s=0.0)
+        one._slice_s = 100.0
+        read(one, [], waited_s=99.0)
+        assert one._n_slices == 0
+        one._meter.waited_s += 99.9
+        one.work()
+        assert one._n_slices == 1 and one._slice_s < 99.0
+
+
+def test_it_ends_where_there_is_no_memory_for_it(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        one = Learner(llm.engine.draft, LinkMeter())
+        before = weights_of(llm)
+        change(one)
+        one._serve(True)
+        monkeypatch.setattr(one, "loss", no_memory)
+        read(one, [passage_of(pair.model, 0)])
+        assert one.n_predicted == 0 and torch.equal(weights_of(llm), before)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "place"), [("adaptive_tree", "disk"), ("static_tree", "resident")]
+)
+def test_greedy_tokens_are_transformers_while_the_draft_learns(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, drafter: str, place: str
+) -> None:
+    keep_steady(monkeypatch)
+    monkeypatch.setattr(learner, "_RATE", CHANGED)
+    pair = zoo.pair("llama", 0)
+    prompts = [prompt_of(seed, 9) for seed in range(2)]
+    with open_llm(
+        pair.target, place, draft_model=str(pair.draft), drafter=drafter, learn_draft="on"
+    ) as llm:
+        before = weights_of(llm)
+        one = learns_at_every_layer(llm)
+        found = llm.generate(prompts, SamplingParams(max_new_tokens=60))
+        assert one._n_slices > 16 and not torch.equal(weights_of(llm), before)
+    assert [output.token_ids for output in found] == [
+        generate(pair.model, prompt, 60) for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("static_tree", "traversal"), ("adaptive_tree", "coupled")]
+)
+def test_the_joint_distribution_while_the_draft_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rule: str
+) -> None:
+    """Its weights change between the layers of the pass that verifies what it has drawn."""
+    monkeypatch.setattr(learner, "_RATE", CHANGED)
+    monkeypatch.setattr(learner, "_N_USES", 1)
+    pair = small_pair(tmp_path)
+    with open_llm(
+        pair.target, draft_model=str(pair.draft), max_model_len=64, learn_draft="on"
+    ) as llm:
+        one = learns_at_every_layer(llm)
+        before = weights_of(llm)
+        drafter = drafter_of(llm, name, rule, DraftLimits(10, 4), learner=one)
+        texts = sampled_texts(llm.engine.runner, drafter, rule_of(rule), 10)
+        assert one._n_slices > 10 and not torch.equal(weights_of(llm), before)
+    for found, probs in zip(texts, exact_distributions(pair.model), strict=True):
+        assert_distribution(found, probs)
+
+
+def test_what_gains_is_kept_for_the_pair(zoo: Zoo, tmp_path: Path) -> None:
+    """It is served from the first draft of the next run on, until it gains no more; another draft
+    does not get it.
+    """
+    pair = zoo.pair("llama", 0)
+    other = zoo.pair("llama", 1)
+    settings = {"draft_model": str(pair.draft), "learn_draft": "keep"}
+    with open_llm(pair.target, **settings) as llm:
+        one = learner_of(llm)
+        original = weights_of(llm)
+        change(one)
+        one._serve(True)
+        served = weights_of(llm)
+    assert not torch.equal(original, served)
+    (path,) = cache_directory().glob("draft-*")
+    content = path.read_bytes()
+    with open_llm(pair.target, **settings) as llm:
+        assert torch.equal(weights_of(llm), served)
+    for wanted in (
+        {"draft_model": str(pair.draft), "learn_draft": "on"},
+        {"draft_model": str(pair.draft)},
+    ):
+        with open_llm(pair.target, **wanted) as llm:
+            assert torch.equal(weights_of(llm), original)
+    with open_llm(pair.target, draft_model=str(other.draft), learn_draft="keep") as llm:
+        assert not learner_of(llm)._serves
+    assert [one.name for one in cache_directory().glob("*draft-*")] == [
+        path.name
+    ] and path.read_bytes() == content
+    for damaged in (content[: len(content) // 2], b"", content[:-4] + b"\xff\xff\xff\xff"):
+        path.write_bytes(damaged)
+        with open_llm(pair.target, **settings) as llm:
+            assert torch.equal(weights_of(llm), original)
+        assert not path.exists(), "nothing gains: what is kept is gone"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"drafter": "recycle"}, {"drafter": "self"}, {"drafter": "triforce", "draft_model": ""}],
+)
+def test_what_cannot_learn_is_refused(zoo: Zoo, settings: dict[str, str]) -> None:
+    pair = zoo.pair("llama", 0)
+    if "draft_model" in settings:
+        settings = settings | {"draft_model": str(pair.draft)}
+    with pytest.raises(SettingsError, match="--learn-draft"):
+        open_llm(pair.target, learn_draft="on", **settings)
+
+
+def test_memory_is_planned_for(zoo: Zoo) -> None:
+    pair = zoo.pair("llama", 0)
+    reserved = []
+    for learn in ("off", "on"):
+        with open_llm(pair.target, draft_model=str(pair.draft), learn_draft=learn) as llm:
+            reserved.append(llm.plan.reserved.draft)
+            if learn == "on":
+                held = 6 * sum(
+                    parameter.nbytes for parameter in learner_of(llm)._parameters().values()
+                )
+    assert reserved[1] - reserved[0] > held

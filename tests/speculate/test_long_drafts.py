@@ -1,0 +1,612 @@
+"""Drafts of long texts by the target itself: what its views hold and see, and that no text depends
+on them.
+"""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.texts import assert_distribution, exact_distribution, run_together, small_model
+from support.tiny import (
+    CASES,
+    begin,
+    drafter_of,
+    generate,
+    keep_steady,
+    logits_of,
+    nearly,
+    open_llm,
+    prefill,
+    prompt_of,
+    save_pair,
+)
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
+
+from offload_rt import SamplingParams
+from offload_rt.config import EngineConfig
+from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.executor.cost import CostEstimator
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.sequence import Sequence
+from offload_rt.executor.step import Step
+from offload_rt.kv.chosen import RetrievalCache, SnapKVCache
+from offload_rt.kv.window import WindowCache
+from offload_rt.speculate import draft_model
+from offload_rt.speculate.draft.triforce import TriForce
+from offload_rt.speculate.draft_model import DraftState
+from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
+from offload_rt.speculate.protocols import DraftLimits
+from offload_rt.speculate.select import drafter_type, pick_drafter, rule_of
+from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes
+from offload_rt.tree.topology import Topology
+
+BUDGET = 64
+N = 150
+VIEWS = {"self_window": WindowCache, "self_snapkv": SnapKVCache, "self_retrieval": RetrievalCache}
+LONG = [*VIEWS, "triforce"]
+
+
+# What a view holds and sees, by transformers' caches and the published algorithms
+
+
+@torch.no_grad()
+def peer_cache(model, tokens):
+    """Keys, values (layers, n_kv_heads, n, head_dim) and rotated queries (layers, n_heads, n,
+    head_dim) by transformers.
+    """
+    cache = DynamicCache()
+    out = model(torch.tensor([tokens]), past_key_values=cache, output_hidden_states=True)
+    cos_sin = model.model.rotary_emb(out.hidden_states[0], torch.arange(len(tokens))[None])
+    queries = []
+    for layer, x in zip(model.model.layers, out.hidden_states, strict=False):
+        q = layer.self_attn.q_proj(layer.input_layernorm(x)).view(
+            1, len(tokens), -1, layer.self_attn.head_dim
+        )
+        queries.append(apply_rotary_pos_emb(q.transpose(1, 2), q.transpose(1, 2), *cos_sin)[0][0])
+    return *(
+        torch.stack([getattr(one, name)[0] for one in cache.layers]) for name in ("keys", "values")
+    ), queries
+
+
+@torch.no_grad()
+def peer_logits(model, token, position, keys, values):
+    """After one more token at a position, with these keys and values before it."""
+    cache = DynamicCache()
+    for i, (k, v) in enumerate(zip(keys, values, strict=True)):
+        cache.update(k[None], v[None], i)
+    options = {"position_ids": torch.tensor([[position]]), "past_key_values": cache}
+    return model(torch.tensor([[token]]), **options).logits[0, -1]
+
+
+def snapkv_rows(keys, q, n, n_recent):
+    """SnapKV as published: the attention of the last queries, summed over them, averaged over five
+    neighbours, the best n.
+    """
+    n_kv_heads, n_tokens, head_dim = keys.shape
+    groups = q[:, -n_recent:].view(n_kv_heads, -1, n_recent, head_dim)
+    scores = groups @ keys[:, None].transpose(2, 3) / head_dim**0.5
+    visible = torch.ones(n_recent, n_tokens).tril(n_tokens - n_recent).bool()
+    attention = (
+        scores.masked_fill(~visible, -torch.inf).softmax(-1).sum((1, 2))[:, : n_tokens - n_recent]
+    )
+    return F.avg_pool1d(attention, 5, padding=2, stride=1).topk(n).indices.sort().values
+
+
+def retrieval_rows(keys, q, n, n_recent):
+    """TriForce as published: chunks of eight by the last query and their mean key; the first chunk
+    is always there.
+    """
+    n_kv_heads, n_tokens, head_dim = keys.shape
+    means = keys[:, : n_tokens - n_recent].reshape(n_kv_heads, -1, 8, head_dim).mean(2)
+    scores = (
+        (q[:, -1].view(n_kv_heads, -1, head_dim) @ means.transpose(1, 2) / head_dim**0.5)
+        .softmax(-1)
+        .sum(1)
+    )
+    scores[:, 0] = scores.max() + 1
+    chunks = scores.topk(n // 8).indices.sort().values
+    return torch.tensor(
+        [[8 * int(chunk) + i for chunk in head for i in range(8)] for head in chunks]
+    )
+
+
+def view_of(runner, tokens, kind):
+    """A view of the prefilled cache of tokens, brought up to date; its id and itself."""
+    id = runner.new_view(prefill(runner, tokens, 256), kind, BUDGET, 8)
+    return id, runner._caches[id]
+
+
+def step_of(runner, id, tokens, n_known):
+    """The logits after the last token; the others beyond those known are committed."""
+    lacking = tokens[n_known:]
+    logits = runner.forward(
+        [Step(id, torch.tensor(lacking), Topology.chain(len(lacking)), 1, len(tokens))]
+    )[0][0]
+    runner.commit(id, range(len(lacking) - 1))
+    return logits
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "llama-tied"])
+def test_a_window_is_streamingllms(zoo, name):
+    """Sinks and recent rows, at positions inside the cache, as if no token had ever been between
+    them.
+    """
+    model = zoo.model(name, 0)
+    tokens = prompt_of(0, N)
+    with open_llm(zoo.directory(name, 0)) as llm:
+        runner = llm.engine.runner
+        id, view = view_of(runner, tokens[:-1], WindowCache)
+        assert runner.rewind(id, tokens[:-1]) == N - 1
+        kept = [*range(view.n_kept), *range(view.first_recent, N - 1)]
+        assert 3 < view.n_kept < 20 and len(kept) == view.n_held <= BUDGET
+        found = step_of(runner, id, tokens, N - 1)
+    keys, values, _ = peer_cache(model, tokens[:-1])
+    moved = torch.arange(len(kept)) - torch.tensor(kept)
+    cos, sin = model.model.rotary_emb(keys[:, 0], moved[None])
+    scale = model.model.rotary_emb.attention_scaling
+    keys = keys[:, :, kept] * cos / scale + rotate_half(keys[:, :, kept]) * sin / scale
+    expected = peer_logits(model, tokens[-1], len(kept), keys, values[:, :, kept])
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("n", [N, N + 3])
+@pytest.mark.parametrize(
+    ("kind", "published"), [(SnapKVCache, snapkv_rows), (RetrievalCache, retrieval_rows)]
+)
+def test_rows_are_chosen_as_published_and_seen_where_they_stood(zoo, kind, published, n):
+    model = zoo.model("llama", 0)
+    tokens = prompt_of(0, n)
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        runner = llm.engine.runner
+        id, view = view_of(runner, tokens[:-1], kind)
+        n_known = runner.rewind(id, tokens[:-1])
+        assert n_known == view.first_recent < n - 1
+        whole = logits_of(model, tokens)[-1]
+        torch.testing.assert_close(
+            step_of(runner, id, tokens, n_known), whole, atol=1e-4, rtol=1e-3
+        )
+        keys, values, queries = peer_cache(model, tokens)
+        held = []
+        for layer in range(len(keys)):
+            rows = published(keys[layer], queries[layer], view.n_kept, n - n_known)
+            at = rows[..., None].expand(-1, -1, keys.shape[-1])
+            for mine, whole in ((view.buffer.keys, keys), (view.buffer.values, values)):
+                torch.testing.assert_close(
+                    mine[layer, :, : view.n_kept], whole[layer].gather(1, at), atol=1e-3, rtol=1e-3
+                )
+            held.append(rows)
+        # A token later: chosen rows, then all from the recent ones on.
+        step = Step(id, torch.tensor([tokens[-1], 5]), Topology.chain(2), 1, n + 1, n_done=1)
+        found = runner.forward([step])[0][0]
+    recent = torch.arange(n_known, n).expand(len(keys[0]), -1)
+    at = torch.stack([torch.cat((rows, recent), 1) for rows in held])[..., None].expand(
+        -1, -1, -1, keys.shape[-1]
+    )
+    expected = peer_logits(model, 5, n, keys.gather(2, at), values.gather(2, at))
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def pair(zoo):
+    return zoo.pair("llama", 0)
+
+
+PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 90, 40, 61))]
+
+
+@pytest.mark.parametrize("drafter", LONG)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_greedy_tokens_of_texts_beyond_the_budget_are_transformers(
+    zoo, monkeypatch, family, drafter
+):
+    """In a batch; whenever a tree begins, a view holds exact copies of what was verified, and
+    nothing else is read.
+    """
+    pair = zoo.pair(family, 0)
+    seen = []
+    start = DraftState.start
+
+    def start_checked(state, tokens, n_prompt):
+        start(state, tokens, n_prompt)
+        view = state._runner._caches[state.cache]
+        if isinstance(view, (WindowCache, SnapKVCache, RetrievalCache)):
+            source = view.source.buffer
+            n = view.n_committed
+            assert view.n_held <= view.budget and (n == len(tokens) - 1 or view.n_seen == n)
+            for mine, theirs in (
+                (view.buffer.keys, source.keys),
+                (view.buffer.values, source.values),
+            ):
+                recent = mine[:, :, view.n_kept : view.n_held]
+                assert torch.equal(recent, theirs[:, :, view.first_recent : n])
+                mine[:, :, view.n_held :] = torch.nan
+            seen.append((n, view.n_held, view.first_recent))
+
+    monkeypatch.setattr(DraftState, "start", start_checked)
+    settings = pair.settings(drafter) | {
+        "tree_size": 24,
+        "tree_depth": 5,
+        "max_model_len": 256,
+        "draft_context": 40,
+    }
+    with open_llm(pair.target, **settings) as llm:
+        llm.engine.scheduler = type(llm.engine.scheduler)(10_000, 24)
+        llm.engine.drafter._model._n_rows = 1000
+        outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=60))
+    assert [one.token_ids for one in outputs] == [
+        generate(pair.model, prompt, 60) for prompt in PROMPTS
+    ]
+    assert all(one.stats.tokens_per_pass > 1 for one in outputs), [
+        one.stats.tokens_per_pass for one in outputs
+    ]
+    assert max(n for n, _, _ in seen) > 130 and len({first for *_, first in seen}) > 8, (
+        "views were filled anew"
+    )
+
+
+def test_a_view_begins_anew_where_a_choice_was_not_finished(zoo, pair):
+    """As after a pass for which memory ran out."""
+    tokens = prompt_of(0, N)
+    with open_llm(pair.target) as llm:
+        runner = llm.engine.runner
+        id, view = view_of(runner, tokens[:-1], SnapKVCache)
+        first = runner.rewind(id, tokens[:-1])
+        assert runner.rewind(id, tokens[:-1]) == first < N - 1
+        expected = step_of(runner, prefill(runner, tokens[:-1], 256), tokens, N - 1)
+        torch.testing.assert_close(
+            step_of(runner, id, tokens, first), expected, atol=1e-4, rtol=1e-4
+        )
+        assert runner.rewind(id, tokens[:-1]) == N - 1 == view.n_committed
+
+
+# Sampled: the same distribution of whole texts
+
+N_NEW = 4
+N_DRAWS = 400
+# That the texts of coupled do not depend on the drafter is shown in test_coupled.py.
+RULES = [
+    ("self_window", "traversal"),
+    ("self_snapkv", "sequoia"),
+    ("self_retrieval", "specinfer"),
+    ("triforce", "traversal"),
+]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A model of three tokens, none of them sure, with a draft that is far off."""
+    model = small_model(3, n_layers=1, sureness=0.5)
+    return save_pair(tmp_path_factory.mktemp("small"), model, nearly(model, 0.3))
+
+
+@pytest.fixture(scope="module")
+def exact(small):
+    """A text beyond the budget, how it goes on, and the probability of each continuation."""
+    prompt = prompt_of(3, 45, 3)
+    params = {"temperature": 0.8, "top_p": 0.95}
+    return prompt, params, exact_distribution(small.model, prompt, SamplingParams(**params), N_NEW)
+
+
+@pytest.mark.parametrize(("name", "rule"), RULES)
+def test_the_joint_distribution_of_sampled_tokens(small, exact, name, rule):
+    prompt, params, probs = exact
+    with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
+        drafter = drafter_of(llm, name, rule, DraftLimits(6, 4, fixed_size=True, fixed_depth=True))
+        texts = []
+        for first in range(0, N_DRAWS, 100):
+            several = [
+                SamplingParams(N_NEW, seed=seed, **params) for seed in range(first, first + 100)
+            ]
+            batch = [Sequence(list(prompt), one, 64) for one in several]
+            texts += run_together(llm.engine.runner, drafter, rule_of(rule), batch, 6)
+            assert any(one.stats.n_passes < N_NEW for one in batch), "nothing was accepted"
+    assert_distribution(texts, probs)
+
+
+# TriForce
+
+
+def proposals(llm, drafter, sequences, monkeypatch):
+    """Its trees, and how many passes the target made for them."""
+    passes = []
+    forward = llm.engine.runner.forward
+    begin(llm, drafter, sequences, 30)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            llm.engine.runner, "forward", lambda steps: passes.append(steps) or forward(steps)
+        )
+        trees = drafter.propose(sequences, 30)
+    return trees, len(passes)
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    """A small draft that is the target."""
+    model = small_model(64, n_layers=2)
+    return save_pair(tmp_path_factory.mktemp("twin"), model, model)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("models", "n_prompt"), [("pair", 70), ("twin", 20)])
+def test_guesses_save_passes_and_change_no_tree(
+    request, monkeypatch, models, n_prompt, temperature
+):
+    """Whether they are right now and then, or always, since the view of a short text is the
+    target's whole cache.
+    """
+    pair = request.getfixturevalue(models)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        params = SamplingParams(30, temperature, seed=3)
+        limits = DraftLimits(30, 12, fixed_size=True)
+        several = [
+            [Sequence(prompt_of(seed, n_prompt, 64), params, 200) for seed in (0, 1)]
+            for _ in range(2)
+        ]
+        guessed, plain = (
+            drafter_of(llm, "triforce", "coupled", limits, level_s=0.0) for _ in range(2)
+        )
+        plain._dynamic = DynamicTreeBuilder
+        plain._grow = plain._model.grow
+        (trees, n_passes), (expected, n_plain) = (
+            proposals(llm, drafter, sequences, monkeypatch)
+            for drafter, sequences in zip((guessed, plain), several, strict=True)
+        )
+    for one, other in zip(trees, expected, strict=True):
+        assert torch.equal(one.tokens, other.tokens) and len(one.tokens) == 30
+        assert one.topology.parents.tolist() == other.topology.parents.tolist()
+    assert n_passes < n_plain or models == "pair"
+
+
+def test_what_is_drawn_is_stated_as_the_middle_models(pair):
+    """A chain, whose tokens have the distributions of the target with its view; the small draft
+    leaves no trace.
+    """
+    sequence = Sequence(prompt_of(0, 70), SamplingParams(30, temperature=0.9, seed=1), 200)
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        drafter = drafter_of(
+            llm, "triforce", "traversal", DraftLimits(8, 8, fixed_size=True, fixed_depth=True)
+        )
+        assert isinstance(drafter, TriForce)
+        begin(llm, drafter, [sequence], 8)
+        (tree,) = drafter.propose([sequence], 8)
+        assert (
+            tree.topology.is_chain and len(tree.tokens) == 8 and tree.sampled.is_sampled[1:].all()
+        )
+        state = drafter._model._states[sequence]
+        tokens = [*sequence.tokens, *tree.tokens[1:-1].tolist()]
+        llm.engine.runner.discard(state.cache)
+        # The row of the root is there, as it was computed first.
+        view = llm.engine.runner._caches[state.cache]
+        assert view.n_committed == 69
+        step = Step(
+            state.cache, torch.tensor(tokens[69:]), Topology.chain(7), 6, len(tokens), n_done=1
+        )
+        probs = torch.softmax(llm.engine.runner.forward([step])[0] / 0.9, -1)
+        # The first pass, which chooses the rows of the view, sees all of them.
+        first = torch.softmax(logits_of(pair.model, sequence.tokens)[-1:] / 0.9, -1)
+    torch.testing.assert_close(
+        tree.sampled.draft_probs, torch.cat((first, probs)), atol=1e-4, rtol=1e-3
+    )
+
+
+def test_drawn_tokens_have_the_distribution_that_is_stated(small):
+    """Those that the small draft guessed and those drawn in their place; five standard deviations
+    are a chance of 1e-6.
+    """
+    sequence = Sequence(prompt_of(3, 45, 3), SamplingParams(30, temperature=0.8, seed=1), 200)
+    surplus = np.zeros(3)
+    variance = np.zeros(3)
+    with open_llm(small.target, draft_model=str(small.draft)) as llm:
+        drafter = drafter_of(
+            llm, "triforce", "sequoia", DraftLimits(8, 8, fixed_size=True, fixed_depth=True)
+        )
+        begin(llm, drafter, [sequence], 8)
+        for _ in range(150):
+            (tree,) = drafter.propose([sequence], 8)
+            probs = tree.sampled.draft_probs.double().numpy()
+            surplus += (np.eye(3)[tree.tokens[1:]] - probs).sum(0)
+            variance += (probs * (1 - probs)).sum(0)
+    assert (np.abs(surplus) < 5 * np.sqrt(variance)).all(), surplus / np.sqrt(variance)
+
+
+# A draft model whose context the target chooses (SpecExtend)
+
+
+def chunks_by_hand(model, tokens, n_tokens, n, size):
+    """The n chunks that the last token attends to most in the last layer by their mean keys; the
+    first is always there.
+    """
+    keys, _, queries = peer_cache(model, tokens)
+    keys = keys[-1][:, : n_tokens // size * size]
+    q = queries[-1][:, -1]
+    means = keys.unflatten(1, (-1, size)).mean(2).repeat_interleave(len(q) // len(keys), 0)
+    shares = (means @ q[..., None] / q.shape[-1] ** 0.5).softmax(1).mean((0, 2))
+    return [0, *sorted((shares[1:].topk(n - 1).indices + 1).tolist())]
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter"), [("llama", "dynamic_tree"), ("llama-yarn", "static_tree")]
+)
+def test_a_draft_sees_what_the_target_attends_to_and_changes_no_text(
+    zoo, monkeypatch, family, drafter
+):
+    monkeypatch.setattr(draft_model, "_CHUNK", 4)
+    pair = zoo.pair(family, 0)
+    asked = []
+    drafted = []
+    best = Runner.best_chunks
+    start = DraftState.start
+
+    def best_seen(runner, id, *which):
+        asked.append((list(runner._caches[id].committed), which, best(runner, id, *which)))
+        return asked[-1][-1]
+
+    def start_seen(state, tokens, n_prompt):
+        drafted.append((list(state.sequence.tokens), tokens))
+        start(state, tokens, n_prompt)
+
+    monkeypatch.setattr(Runner, "best_chunks", best_seen)
+    monkeypatch.setattr(DraftState, "start", start_seen)
+    settings = pair.settings(drafter) | {
+        "tree_size": 24,
+        "tree_depth": 5,
+        "max_model_len": 256,
+        "draft_context": 48,
+    }
+    with open_llm(pair.target, **settings) as llm:
+        llm.engine.scheduler = type(llm.engine.scheduler)(10_000, 24)
+        outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=60))
+    assert [one.token_ids for one in outputs] == [
+        generate(pair.model, prompt, 60) for prompt in PROMPTS
+    ]
+    assert all(chunks for tokens, _, chunks in asked if len(tokens) > 100) and any(
+        chunks for *_, chunks in asked
+    )
+    for tokens, (n_tokens, n, size), chunks in asked:
+        assert chunks == (chunks_by_hand(pair.model, tokens, n_tokens, n, size) if chunks else [])
+    for tokens, seen in drafted:
+        if len(tokens) > 43:
+            n_older = 20
+            several = [chunks or range(5) for *_, chunks in asked]
+            chosen = [
+                [token for i in chunks for token in tokens[4 * i : 4 * i + 4]] for chunks in several
+            ]
+            assert (
+                len(seen) <= 43
+                and seen[:n_older] in chosen
+                and seen[n_older:] == tokens[n_older - len(seen) :]
+            )
+
+
+@torch.no_grad()
+def looking_back():
+    """A model of 12 questions, 3 possible answers to each and 16 other tokens; the questions follow
+    each other.
+
+    A question attends to that of its answers which stands in the text, and is followed by it; an
+    answer to all of them.
+    """
+    sizes = {
+        "hidden_size": 128,
+        "head_dim": 256,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e12}  # from column 64 on heads hardly turn
+    model = CASES["llama"].build(
+        0,
+        vocab_size=64,
+        num_hidden_layers=1,
+        max_position_embeddings=512,
+        **sizes,
+        rope_parameters=rope,
+    )
+    for parameter in model.parameters():
+        parameter.fill_(float(parameter.dim() == 1))
+    layer = model.model.layers[0]
+    questions = torch.arange(12)
+    answers = torch.arange(12, 48).view(12, 3)
+    model.model.embed_tokens.weight[:, :64] = torch.eye(64)
+    q, k, v, out = (getattr(layer.self_attn, f"{name}_proj").weight for name in "qkvo")
+    k[64 + answers, answers] = k[192, answers] = v[answers, answers] = out[
+        64 + answers, answers
+    ] = 1.0
+    q[64 + answers, questions[:, None]] = 2.0
+    q[192, :48] = 0.5
+    model.lm_head.weight[answers, 64 + answers] = 1.0
+    model.lm_head.weight[questions[1:, None], answers[:-1]] = 10.0
+    return model
+
+
+def test_what_stands_far_back_is_drafted_better_where_the_target_chooses(tmp_path, monkeypatch):
+    """Answers that a window of 160 tokens has left behind, and that the draft, which is the target,
+    finds if it sees them.
+    """
+    keep_steady(monkeypatch)
+    model = looking_back()
+    n_passes = []
+    pair = save_pair(tmp_path, model, model)
+    answers = (12 + 3 * np.arange(12) + np.arange(12) % 3).tolist()
+    others = (48 + np.arange(210) * 7 % 16).tolist()
+    prompt = others[:70] + answers + others + [0]
+    expected = [one for i in range(12) for one in (answers[i], i + 1)][:23]
+    settings = pair.settings("dynamic_tree") | {
+        "tree_size": 6,
+        "tree_depth": 6,
+        "draft_context": 166,
+        "max_model_len": 340,
+    }
+    for is_chosen in (True, False):
+        with open_llm(pair.target, **settings) as llm:
+            if not is_chosen:
+                llm.engine.drafter._model.target = None
+            output = llm.generate(prompt, SamplingParams(23))[0]
+        assert output.token_ids == expected == generate(model, prompt, 23)
+        n_passes.append(output.stats.n_passes)
+    assert n_passes[0] < 0.7 * n_passes[1], n_passes
+
+
+# Where it pays, and what is refused
+
+
+def test_attention_of_each_sequence_counts():
+    """Rows of several sequences share the weights, and each sequence has a context of its own to
+    read.
+    """
+    times = ComputeTimes((1, 9), (64, 164), ((1.0, 2.0), (1.5, 4.5)))
+    assert times.at(np.array([9]), 164)[0] == pytest.approx(4.5)
+    assert times.at(np.array([9]), 164, n_sequences=9)[0] == pytest.approx(2.0 + 9 * 0.5)
+    assert times.at(np.array([9]), 64, n_sequences=9)[0] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(("far_s", "pays"), [(1.01, False), (6.0, True)])
+def test_nothing_is_drafted_where_a_level_costs_a_pass(pair, name, far_s, pays):
+    """The cost model knows what a pass over few rows takes, and over all."""
+    compute = ComputeTimes((1, 64), (64, 150), ((1.0, 1.1), (far_s, 1.1 * far_s)))
+    cost = CostEstimator(
+        MachineProfile("a test", True, (), 1e-9, 0.0, compute), PassBytes((), 1), 0, 32
+    )
+    sequences = [Sequence(prompt_of(seed, 150), SamplingParams(30), 200) for seed in (0, 1)]
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        drafter = drafter_of(llm, name, "traversal", DraftLimits(16, 8))
+        drafter._cost = cost
+        begin(llm, drafter, sequences, 16)
+        trees = drafter.propose(sequences, 16)
+    assert all((len(tree.tokens) > 1) == pays for tree in trees)
+
+
+def test_sequences_beyond_the_room_for_views_are_decoded_plainly(pair):
+    settings = {"drafter": "self_window", "draft_context": 32, "max_model_len": 64, "tree_size": 8}
+    with open_llm(pair.target, **settings) as llm:
+        llm.engine.scheduler = type(llm.engine.scheduler)(10_000, 24)
+        outputs = llm.generate(
+            [prompt_of(seed, 40) for seed in range(3)], SamplingParams(max_new_tokens=20)
+        )
+        llm.engine.scheduler = type(llm.engine.scheduler)(10_000, 8)
+        again = llm.generate(prompt_of(2, 40), SamplingParams(max_new_tokens=20))[0]
+    assert [one.token_ids for one in outputs] == [
+        generate(pair.model, prompt_of(seed, 40), 20) for seed in range(3)
+    ]
+    assert outputs[0].stats.n_passes < 20 == outputs[2].stats.n_passes > again.stats.n_passes
+
+
+def test_streamed_layers_are_refused(zoo, pair):
+    with pytest.raises(
+        CapacityError,
+        match="--drafter self_window: needs all layers on the device, has 3 of 3 elsewhere",
+    ):
+        open_llm(pair.target, "disk", drafter="self_window")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"drafter": "self_window", "draft_context": 31}, {"draft_context": 64}]
+)
+def test_a_context_that_cannot_be_is_refused(settings):
+    with pytest.raises(SettingsError, match="--draft-context"):
+        pick_drafter(EngineConfig("model", **settings))
+    assert (
+        pick_drafter(EngineConfig("model", drafter="self_window", draft_context=32)).view_rows == 32
+    )
+    assert drafter_type("triforce").needs_model

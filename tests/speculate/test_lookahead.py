@@ -1,0 +1,190 @@
+"""Lookahead decoding: the trees and steps of the published algorithm, written down once more
+without a cache or a tree.
+"""
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tiny import CASES, Steady, engine_of, generate, logits_of, open_llm, prompt_of
+from transformers import PreTrainedModel
+
+from offload_rt import SamplingParams
+from offload_rt.executor.sequence import Sequence
+from offload_rt.speculate.draft.lookahead import Lookahead, NgramPool
+from offload_rt.speculate.protocols import DraftLimits, DraftParts
+from offload_rt.tree.topology import DraftTree
+
+N_NEW = 90
+LENGTH = 5
+COLUMNS = 6
+# Half of the rows for the window, half for as many n-grams.
+N_ROWS = 2 * COLUMNS * (LENGTH - 1)
+
+# Of one pass: the n-grams that are verified, and the paths of the window's last row.
+Step = tuple[set[tuple[int, ...]], list[tuple[int, ...]]]
+
+
+def published(
+    model: PreTrainedModel, prompt: list[int], waits: bool
+) -> tuple[list[int], list[Step]]:
+    """Text and steps of lookahead decoding at temperature 0, with n-grams of the text in the pool.
+
+    waits  nothing is verified until the window is full, as in the authors' code
+    """
+    text = list(prompt)
+    steps = []
+    rows = [random.Random(0).choices(text, k=COLUMNS + LENGTH - 3)]
+    pool: dict[int, list[tuple[int, ...]]] = {}
+
+    def remember(ngram: list[int]) -> None:
+        known = pool.setdefault(ngram[0], [])
+        rest = tuple(ngram[1:])
+        if rest in known:
+            known.remove(rest)
+        elif len(known) == COLUMNS:
+            known.pop(0)
+        known.append(rest)
+
+    def greedy(path: tuple[int, ...]) -> list[int]:
+        """What the model says after the text, and after each token of a path behind it."""
+        found: list[int] = logits_of(model, [*text, *path])[len(text) - 1 :].argmax(-1).tolist()
+        return found
+
+    for start in range(len(text) - LENGTH + 1):
+        remember(text[start : start + LENGTH])
+    while len(text) < len(prompt) + N_NEW:
+        first = [text[-1], *rows[0]]
+        is_full = len(rows) == LENGTH - 1
+        guesses = pool.get(text[-1], []) if is_full or not waits else []
+        paths = [(*first[1 : i + 1], *(row[i] for row in rows[1:])) for i in range(len(first))]
+        steps.append((set(guesses), paths))
+        predicted = [greedy(path)[-1] for path in paths]
+        taken = greedy(())
+        for guess in guesses:
+            said = greedy(guess)
+            n_right = next((i for i in range(len(guess)) if guess[i] != said[i]), len(guess))
+            taken = max(taken, said[: n_right + 1], key=len)
+        if is_full:
+            for i, token in enumerate(predicted):
+                remember([first[i], *(row[i] for row in rows[1:]), token])
+            rows = [rows[1][1:], *rows[2:], predicted]
+        else:
+            rows = [*(row[1:] for row in rows), predicted[1:]]
+        for token in taken:
+            text.append(token)
+            if len(text) >= LENGTH:
+                remember(text[-LENGTH:])
+    return text[len(prompt) :], steps
+
+
+def step_of(tree: DraftTree, n_columns: int) -> Step:
+    """The leaves of the candidates, and the paths of the window's last row of so many entries."""
+    n = len(tree.topology)
+    candidates = tree.candidates()
+    leaves = [
+        node for node, children in enumerate(candidates.topology.children) if node and not children
+    ]
+    last_row = [0, *range(n - tree.n_unverified, n)][-n_columns:]
+    return {tuple(tree.path_to(node)) for node in leaves}, [
+        tuple(tree.path_to(node)) for node in last_row
+    ]
+
+
+@pytest.fixture(scope="module")
+def tame(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    """A model whose next token follows mostly from the last few, so that what was predicted
+    elsewhere is often right.
+    """
+    model = CASES["llama"].build(3, num_hidden_layers=2, vocab_size=64)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data *= 0.15
+        layer.mlp.down_proj.weight.data *= 0.3
+    folder = tmp_path_factory.mktemp("tame")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def test_trees_and_steps_are_those_of_the_published_algorithm(
+    tame: tuple[PreTrainedModel, Path],
+) -> None:
+    model, folder = tame
+    prompt = prompt_of(0, 24, 64)
+    trees = []
+
+    class Recorded(Lookahead):
+        def propose(self, sequences: list[Sequence], n_nodes: int) -> list[DraftTree]:
+            trees.append(super().propose(sequences, n_nodes)[0])
+            return trees[-1:]
+
+    with open_llm(folder, max_model_len=256) as llm:
+        limits = DraftLimits(N_ROWS, 64, fixed_size=True)
+        engine = engine_of(
+            llm, Recorded(DraftParts(limits, Steady(), "without_replacement")), n_nodes=N_ROWS
+        )
+        # There is room behind the text, so that the window is never cut at its end.
+        sequence = Sequence(list(prompt), SamplingParams(N_NEW + 64), 256)
+        engine.add(sequence)
+        while sequence.n_new < N_NEW:
+            engine.step()
+    text, steps = published(model, prompt, waits=False)
+    assert text[:N_NEW] == sequence.tokens[24:][:N_NEW] == generate(model, prompt, N_NEW)
+    assert [step_of(tree, len(step[1])) for tree, step in zip(trees, steps, strict=True)] == steps
+    assert max(len(tree.topology) for tree in trees) > N_ROWS // 2
+    _, waiting = published(model, prompt, waits=True)
+    assert len(waiting) < 0.8 * N_NEW and abs(len(steps) / len(waiting) - 1) <= 0.03
+
+
+def drafter_of_size(n_rows: int) -> Lookahead:
+    """One whose trees have so many rows, whatever they cost."""
+    return Lookahead(
+        DraftParts(DraftLimits(n_rows, 64, fixed_size=True), Steady(), "without_replacement")
+    )
+
+
+def test_sequences_join_and_leave(tame: tuple[PreTrainedModel, Path]) -> None:
+    """Windows shrink and grow with the share of rows; each text is the one it is alone, and all is
+    released.
+    """
+    model, folder = tame
+    drafter = drafter_of_size(N_ROWS)
+    prompts = [prompt_of(seed, n, 64) for seed, n in enumerate((9, 1, 30, 14))]
+    sequences = [Sequence(list(prompt), SamplingParams(30), 256) for prompt in prompts]
+    n_columns = set()
+    with open_llm(folder, max_model_len=256) as llm:
+        engine = engine_of(llm, drafter, n_nodes=2 * N_ROWS)
+        for sequence in sequences:
+            id = engine.add(sequence)
+            engine.step()
+        engine.abort(id)
+        while engine.step():
+            n_columns |= {state.n_columns for state in drafter._states.values()}
+        engine.reset_prefix_cache()
+    texts = [one.tokens[one.n_prompt :] for one in sequences[:3]]
+    assert texts == [generate(model, prompt, 30) for prompt in prompts[:3]]
+    assert len(n_columns) > 3 and not drafter._states
+
+
+ngrams = st.lists(st.tuples(*[st.integers(0, 3)] * 3), max_size=40)
+
+
+@given(ngrams, st.integers(1, 9))
+def test_the_pool_gives_the_newest_first(several: list[tuple[int, ...]], n: int) -> None:
+    pool = NgramPool()
+    pool.add(several)
+    newest = list(dict.fromkeys(several[::-1]))
+    for token in range(4):
+        assert pool.after(token, n) == [one[1:] for one in newest if one[0] == token][:n]
+
+
+@given(ngrams, st.integers(1, 9))
+def test_the_pool_has_a_bound(several: list[tuple[int, ...]], n_most: int) -> None:
+    """The last n-gram stays where its first token has no more than there is room for."""
+    pool = NgramPool(n_most)
+    for ngram in several:
+        pool.add([ngram])
+        n_kept = sum(len(pool.after(token, 99)) for token in range(4))
+        assert n_kept <= n_most
+        assert ngram[1:] in pool.after(ngram[0], 99) or n_kept == 0

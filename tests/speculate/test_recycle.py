@@ -1,0 +1,225 @@
+"""Recycled distributions: what is kept of the target's predictions, and the trees that are grown of
+them.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tiny import Steady, Zoo, engine_of, generate, logits_of, open_llm, prompt_of
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.executor.sequence import Sequence
+from offload_rt.speculate.draft.recycle import PredictedTree, PredictionTable, Recycling
+from offload_rt.speculate.protocols import DraftLimits, DraftParts
+from offload_rt.speculate.select import drafter_type
+
+N_NODES = 24
+PARTS = DraftParts(DraftLimits(N_NODES, 6), Steady(), "without_replacement")
+few_tokens = st.integers(0, 2)
+contexts = st.lists(few_tokens, min_size=1, max_size=3).map(tuple)
+predictions = st.lists(
+    st.tuples(contexts, st.permutations(range(4)), st.integers(1, 4)), max_size=20
+)
+
+Prediction = tuple[tuple[int, ...], list[int], int]
+
+
+def kept(
+    table: PredictionTable, several: list[Prediction]
+) -> OrderedDict[tuple[int, ...], dict[int, float]]:
+    """The predictions, kept in the table; what is to be found under each key, the one confirmed
+    last at the end.
+    """
+    wanted: OrderedDict[tuple[int, ...], dict[int, float]] = OrderedDict()
+    for context, tokens, n in several:
+        probs = [0.5**k for k in range(1, n + 1)]
+        table.keep(context, list(tokens[:n]), probs)
+        for k in range(len(context)):
+            wanted.pop(context[k:], None)
+            wanted[context[k:]] = dict(zip(tokens, probs, strict=False))
+    return wanted
+
+
+@given(predictions, contexts)
+def test_the_newest_prediction_of_the_longest_known_context_is_found(
+    several: list[Prediction], context: tuple[int, ...]
+) -> None:
+    table = PredictionTable()
+    wanted = kept(table, several)
+    keys = [context[k:] for k in range(len(context)) if context[k:] in wanted]
+    assert dict(table.find(context)) == (wanted[keys[0]] if keys else {})
+
+
+@given(predictions, st.integers(1, 8))
+def test_the_table_has_a_bound_and_keeps_what_was_confirmed_last(
+    several: list[Prediction], n_most: int
+) -> None:
+    table = PredictionTable(n_most)
+    wanted = list(kept(table, several).items())
+    assert len(table) == min(len(wanted), n_most)
+    for key, found in wanted[-n_most:]:
+        assert dict(table.find(key)) == found
+
+
+def best_paths(
+    table: PredictionTable, tokens: list[int], n: int, n_levels: int
+) -> list[tuple[int, ...]]:
+    """The n paths below the last token with the highest products of probabilities; brute force."""
+    found = []
+    waiting = [(-1.0, ())]
+    while waiting and len(found) <= n:
+        chance, path = heapq.heappop(waiting)
+        found.append(path)
+        if len(path) + 1 < n_levels:
+            for token, p in table.find((*tokens, *path)[-3:]):
+                heapq.heappush(waiting, (chance * p, (*path, token)))
+    return found[1:]
+
+
+@pytest.mark.parametrize("n_levels", [2, 4, 30])
+def test_a_tree_has_the_most_probable_nodes(n_levels: int) -> None:
+    table = PredictionTable()
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        probs = -np.sort(-random.dirichlet(np.ones(5)))[:4]
+        table.keep(
+            tuple(random.integers(5, size=3).tolist()),
+            random.permutation(5)[:4].tolist(),
+            probs.tolist(),
+        )
+    for _ in range(20):
+        tokens = random.integers(5, size=4).tolist()
+        tree = PredictedTree(table, tokens, {}, n_levels)
+        for n in (5, 60):  # it grows on from where it stands
+            tree.grow(n)
+            paths: list[tuple[int, ...]] = [()]
+            for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True):
+                paths.append((*paths[parent], token))
+            assert set(paths[1:]) == set(best_paths(table, tokens, n - 1, n_levels))
+            assert tree.chances == sorted(tree.chances, reverse=True)
+            assert tree.contexts == [(*tokens, *path)[-3:] for path in paths]
+
+
+def test_a_copied_continuation_competes_with_predictions() -> None:
+    """Its chance counts below the node it goes on from, and the higher of two chances of a token
+    holds.
+    """
+    table = PredictionTable()
+    table.keep((7,), [1, 2], [0.6, 0.3])
+    table.keep((1,), [4], [0.9])
+    tree = PredictedTree(table, [7], {(2,): 0.5, (2, 3): 0.4, (1,): 0.1, (1, 5): 0.05}, 9)
+    tree.grow(9)
+    found = list(zip(tree.parents, tree.tokens, tree.chances, strict=True))
+    wanted = [(-1, 7, 1.0), (0, 1, 0.6), (1, 4, 0.54), (0, 2, 0.5), (3, 3, 0.4), (1, 5, 0.3)]
+    assert [one[:2] for one in found] == [one[:2] for one in wanted]
+    np.testing.assert_allclose([one[2] for one in found], [one[2] for one in wanted], rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def llm(zoo: Zoo) -> Iterator[LLM]:
+    with open_llm(zoo.pair("llama", 0).target, max_model_len=128) as llm:
+        yield llm
+
+
+def test_it_reads_what_the_target_predicts_in_a_prompt(zoo: Zoo, llm: LLM) -> None:
+    """Of the last rows, as many as there is room for the logits of beside the tree of one node."""
+    model = zoo.pair("llama", 0).model
+    drafter = Recycling(PARTS)
+    prompt = prompt_of(0, 40)
+    engine = engine_of(llm, drafter, n_nodes=N_NODES)
+    engine.add(Sequence(list(prompt), SamplingParams(8), 128))
+    engine.step()
+    best = torch.softmax(logits_of(model, prompt), -1).topk(8)
+    for end in range(3, 41):
+        context = tuple(prompt[end - 3 : end])
+        assert (context in drafter._table) == (end > 40 - N_NODES)
+        if context in drafter._table:
+            found = dict(drafter._table.find(context))
+            assert list(found) == best.indices[end - 1].tolist()
+            np.testing.assert_allclose(list(found.values()), best.values[end - 1], rtol=1e-3)
+
+
+def test_sequences_join_and_leave(zoo: Zoo, llm: LLM) -> None:
+    """Each text is the one it is alone, although all share a table; nothing is held of those that
+    have left.
+    """
+    model = zoo.pair("llama", 0).model
+    drafter = Recycling(PARTS)
+    engine = engine_of(llm, drafter, n_nodes=3 * N_NODES)
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 30, 14))]
+    several = [Sequence(list(prompt), SamplingParams(20), 128) for prompt in (*prompts, prompts[0])]
+    for sequence in several[:4]:
+        id = engine.add(sequence)
+        engine.step()
+    engine.abort(id)
+    engine.add(several[4])
+    while engine.step():
+        pass
+    texts = [one.tokens[one.n_prompt :] for one in several]
+    expected = [generate(model, prompt, 20) for prompt in prompts]
+    assert texts[:3] == expected[:3] and texts[4] == expected[0]
+    assert several[4].stats.n_passes < several[0].stats.n_passes, (
+        "it learned nothing of the text it has seen before"
+    )
+    engine.reset_prefix_cache()
+    assert not drafter._proposals
+
+
+class Dear(Steady):
+    """Every row takes as long as the first."""
+
+    def seconds(self, n_rows: np.ndarray, *_: object) -> np.ndarray:
+        return 1.0 * n_rows
+
+
+@pytest.mark.parametrize("name", ["lookahead", "ngram", "recycle"])
+def test_nothing_is_drafted_where_rows_are_dear(llm: LLM, name: str) -> None:
+    """Not even of a text that repeats itself; where rows are cheap, something is."""
+    for cost, is_off in ((Dear(), True), (Steady(), False)):
+        drafter = drafter_type(name).open(replace(PARTS, cost=cost))
+        sequences = [Sequence(prompt_of(0, 12) * 3, SamplingParams(8), 128) for _ in range(2)]
+        engine = engine_of(llm, drafter, n_nodes=N_NODES)
+        engine.add(sequences[0])
+        while engine.step():
+            pass
+        (tree,) = drafter.propose(sequences[1:], N_NODES)
+        assert (len(tree.topology) == 1) == is_off
+        assert (sequences[0].stats.n_nodes == 8) == is_off
+
+
+class Steep(Steady):
+    """Rows beyond the tenth are dear."""
+
+    def seconds(
+        self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0
+    ) -> np.ndarray:
+        return 1.0 + np.maximum(n_rows - 10, 0)
+
+
+def test_the_rows_of_a_pass_go_to_the_sequence_that_is_predicted_best() -> None:
+    """One that is predicted badly does not take part of what is cheap only because there are two of
+    them.
+    """
+    drafter = Recycling(replace(PARTS, cost=Steep()))
+    for before, p in (
+        (1, 0.9),
+        (2, 0.9),
+        (3, 0.9),
+        (4, 0.9),
+        (5, 0.9),
+        (11, 0.5),
+        (12, 0.5),
+        (13, 0.5),
+    ):
+        drafter._table.keep((before,), [before + 1], [p])
+    sequences = [Sequence([start], SamplingParams(20), 128) for start in (1, 11)]
+    assert [len(tree.topology) for tree in drafter.propose(sequences, N_NODES)] == [6, 4]
+    drafter._table.keep((12,), [13], [0.001])
+    assert [len(tree.topology) for tree in drafter.propose(sequences, N_NODES)] == [6, 2]

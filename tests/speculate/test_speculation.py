@@ -1,0 +1,615 @@
+"""Speculation end to end: the tokens and the distribution of plain decoding, whatever drafts and
+verifies.
+"""
+
+import functools
+import json
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from support.recorded import record
+from support.texts import (
+    VOCABULARY,
+    assert_distribution,
+    exact_distributions,
+    modifiers,
+    run_together,
+    sampled_texts,
+    small_model,
+    small_pair,
+)  # fmt: skip
+from support.tiny import (
+    CASES,
+    COMBINATIONS,
+    DRAFTERS,
+    byte_level,
+    drafter_of,
+    generate,
+    keep_steady,
+    logits_of,
+    nearly,
+    open_llm,
+    prefill,
+    prompt_of,
+    save_pair,
+)
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.executor.cuda_graphs import GraphShape
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.sequence import Sequence
+from offload_rt.speculate import tree_drafter
+from offload_rt.speculate.draft_model import DraftState
+from offload_rt.speculate.protocols import DraftLimits, draft_rows
+from offload_rt.speculate.select import drafter_type, rule_of
+from offload_rt.system import registry
+
+MODEL_DRAFTERS = [name for name in DRAFTERS if drafter_type(name).needs_model]
+# Whose drafts are the draft model's alone.
+OF_DRAFT = [name for name in MODEL_DRAFTERS if drafter_type(name).view is None]
+# At temperature 0 adaptive_tree does what dynamic_tree does, and above it what static_tree does.
+TREES = ["static_tree", "dynamic_tree"]
+WITHOUT_MODEL = ["ngram", "lookahead", "recycle"]
+PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 30, 14))]
+LENGTHS = (32, 24, 12, 28)
+
+
+def answers(outputs):
+    return [(one.token_ids, one.text, one.finish_reason) for one in outputs]
+
+
+def expected_of(model, prompts=PROMPTS, lengths=LENGTHS):
+    return [generate(model, prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def texts(zoo):
+    """What transformers makes of the prompts, by family."""
+    return functools.cache(lambda name: expected_of(zoo.pair(name, 0).model))
+
+
+# Greedy: the same tokens
+
+
+def assert_greedy(llm, expected):
+    """In a batch and alone; returns the passes that the batch took and the tokens it gave."""
+    params = [SamplingParams(max_new_tokens=n) for n in LENGTHS]
+    outputs = llm.generate(PROMPTS, params)
+    assert [one.token_ids for one in outputs] == expected
+    assert llm.generate(PROMPTS[0], params[0])[0].token_ids == expected[0]
+    return sum(one.stats.n_passes for one in outputs), sum(LENGTHS)
+
+
+# At temperature zero no tree is sampled, and all rules take the same path.
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [
+        (name, rule)
+        for name, rule in COMBINATIONS
+        if name == "static_tree" or rule == drafter_type(name).best_rule
+    ],
+)
+def test_greedy_tokens_are_transformers(zoo, texts, drafter, rule):
+    pair = zoo.pair("llama", 0)
+    with open_llm(
+        pair.target, max_model_len=256, tree_size=24, tree_depth=5, **pair.settings(drafter, rule)
+    ) as llm:
+        n_passes, n_tokens = assert_greedy(llm, texts("llama"))
+    assert n_passes < n_tokens or drafter not in MODEL_DRAFTERS, "nothing was accepted"
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3"])
+def test_greedy_tokens_of_every_family_are_transformers(zoo, texts, name):
+    pair = zoo.pair(name, 0)
+    with open_llm(pair.target, max_model_len=256, tree_size=24, draft_model=str(pair.draft)) as llm:
+        n_passes, n_tokens = assert_greedy(llm, texts(name))
+    assert n_passes < n_tokens
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch):
+    """No tree depends on the clock."""
+    keep_steady(monkeypatch)
+
+
+def test_trees_that_suit_the_machine_change_no_token(zoo, texts, monkeypatch):
+    """Their size follows the clock, and may be anything."""
+    monkeypatch.undo()
+    pair = zoo.pair("llama", 0)
+    for drafter in DRAFTERS:
+        with LLM(
+            str(pair.target), device="cpu", max_model_len=256, **pair.settings(drafter)
+        ) as llm:
+            assert_greedy(llm, texts("llama"))
+
+
+@pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
+def test_what_changes_logits_does_so_along_each_path(zoo, texts, drafter):
+    """Penalties that count and ends that are masked, each of which changes the text, by itself and
+    with a bias.
+    """
+    pair = zoo.pair("llama", 0)
+    ends = {tokens[3] for tokens in texts("llama")}
+    bias = {texts("llama")[0][0]: -4.0, 5: 3.0}
+    several = [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.8, "logit_bias": bias},
+        {"min_tokens": 9, "stop_token_ids": ends},
+        {
+            "min_tokens": 6,
+            "stop_token_ids": ends,
+            "frequency_penalty": -0.3,
+            "repetition_penalty": 1.2,
+        },
+    ]
+    params = [
+        SamplingParams(max_new_tokens=n, **one) for n, one in zip(LENGTHS, several, strict=True)
+    ]
+    with open_llm(pair.target, max_model_len=256) as llm:
+        expected = answers(llm.generate(PROMPTS, params))
+    with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings(drafter)) as llm:
+        assert answers(llm.generate(PROMPTS, params)) == expected
+    for prompt, one, (tokens, _, _), plain in zip(
+        PROMPTS, params, expected, texts("llama"), strict=True
+    ):
+        context = list(prompt)
+        change = modifiers(one, len(prompt))
+        for token in tokens:
+            row = change(torch.tensor([context]), logits_of(pair.model, context)[-1:])
+            assert token == int(row.argmax())
+            context.append(token)
+        assert tokens != plain[: len(tokens)], "it changes nothing here"
+
+
+@pytest.mark.parametrize("rule", registry.names("speculate.verify"))
+def test_a_temperature_close_to_zero_is_zero(zoo, texts, rule):
+    """However close: the draft's distribution must not overflow either."""
+    pair = zoo.pair("llama", 0)
+    with open_llm(
+        pair.target, max_model_len=256, tree_size=24, **pair.settings("adaptive_tree", rule)
+    ) as llm:
+        several = zip(LENGTHS, (1e-4, 1e-40) * 2, strict=True)
+        params = [
+            SamplingParams(max_new_tokens=n, temperature=temperature, seed=1)
+            for n, temperature in several
+        ]
+        assert [one.token_ids for one in llm.generate(PROMPTS, params)] == texts("llama")
+
+
+def test_another_draft_changes_no_token(zoo, texts):
+    """One that is right by chance alone, of another family, in another dtype."""
+    draft = zoo.directory("qwen3", 5, torch.bfloat16)
+    pair = zoo.pair("llama", 0)
+    for drafter in TREES:
+        with open_llm(
+            pair.target, max_model_len=256, tree_size=24, draft_model=str(draft), drafter=drafter
+        ) as llm:
+            assert_greedy(llm, texts("llama"))
+
+
+# Sampled: the same distribution of whole texts
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return small_pair(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def small_llm(small):
+    with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def distributions(small):
+    return exact_distributions(small.model)
+
+
+def assert_exact(texts, distributions):
+    for found, probs in zip(texts, distributions, strict=True):
+        assert_distribution(found, probs)
+
+
+@pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, "dynamic_tree"])
+def test_texts_of_match_are_those_of_plain_decoding(small, small_llm, drafter):
+    """Token for token, since it draws once for each, and these drafters draw nothing; lookahead has
+    rows never verified.
+    """
+    several = [
+        SamplingParams(max_new_tokens=12, seed=seed, temperature=(0.4, 0.8, 1.3)[seed % 3])
+        for seed in range(15)
+    ]
+
+    def texts(built, n_nodes):
+        sequences = [
+            Sequence([1, 2, 0] * (1 + i % 3), params, 64) for i, params in enumerate(several)
+        ]
+        return run_together(small_llm.engine.runner, built, rule_of("match"), sequences, n_nodes)
+
+    plain = texts(drafter_of(small_llm, "none", "match", DraftLimits(1, 1)), 1)
+    assert (
+        texts(drafter_of(small_llm, drafter, "match", DraftLimits(24, 8, fixed_size=True)), 24)
+        == plain
+    )
+
+
+# Where random numbers are spent otherwise than in plain decoding. Texts of `coupled` are the same
+# too: test_coupled.py; `match` on trees that hold every token is in test_generation.py.
+JOINT = [("static_tree", rule) for rule in ("specinfer", "sequoia", "traversal")]
+JOINT += [("dynamic_tree", "coupled")]
+
+
+@pytest.mark.parametrize(("name", "rule"), JOINT)
+def test_the_joint_distribution_of_sampled_tokens(small_llm, distributions, name, rule):
+    drafter = drafter_of(small_llm, name, rule, DraftLimits(6, 4))
+    assert_exact(sampled_texts(small_llm.engine.runner, drafter, rule_of(rule), 6), distributions)
+
+
+def test_the_joint_distribution_in_bfloat16(tmp_path):
+    """Of a pair in bfloat16, against its distribution in float32: so many draws do not see what
+    rounding does.
+    """
+    model = small_model(VOCABULARY, n_layers=1, sureness=0.5)
+    draft = nearly(model, 0.15).bfloat16()
+    pair = save_pair(tmp_path, model.bfloat16(), draft)
+    with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
+        engine = llm.engine
+        assert engine.runner.dtype == engine.draft.dtype == torch.bfloat16
+        drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(6, 4))
+        texts = sampled_texts(engine.runner, drafter, rule_of("traversal"), 6)
+    assert_exact(texts, exact_distributions(model.float()))
+
+
+# Every size, length and temperature
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "depth"), [("four tokens", None), ("four tokens", 2), ("128 tokens", None)]
+)
+@pytest.mark.parametrize("size", [1, 2, 8, 128])
+def test_every_size_and_length_runs_and_is_plain_decoding_at_temperature_zero(
+    zoo, small, small_llm, wide_llm, vocabulary, size, depth
+):
+    """Also where a vocabulary is smaller than a family of siblings, and a tree larger than the text
+    that is left.
+    """
+    pair, llm = (
+        (small, small_llm) if vocabulary == "four tokens" else (zoo.pair("llama", 0), wide_llm)
+    )
+    prompt = [2, 0, 1, 3, 2, 0, 1]
+    asked = [(n, t) for n in (1, 2, 20) for t in (0.0, 0.8)]
+    plain = generate(pair.model, prompt, 20)
+    limits = DraftLimits(size, depth or 24, fixed_size=True, fixed_depth=depth is not None)
+    for name in (*WITHOUT_MODEL, *TREES):
+        rule = drafter_type(name).best_rule
+        sequences = [
+            Sequence(list(prompt), SamplingParams(n, temperature=t, seed=n), 64) for n, t in asked
+        ]
+        drafter = drafter_of(llm, name, rule, limits)
+        texts = run_together(llm.engine.runner, drafter, rule_of(rule), sequences, size)
+        for (n, temperature), text in zip(asked, texts, strict=True):
+            assert len(text) == n and (temperature > 0 or text == plain[:n]), name
+
+
+@pytest.fixture(scope="module")
+def wide_llm(zoo):
+    pair = zoo.pair("llama", 0)
+    with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
+        yield llm
+
+
+# The caches, of the target and of the draft
+
+
+def poison(runner, cache):
+    cache = runner._caches[cache]
+    for store in (cache.buffer.keys, cache.buffer.values):
+        store[:, :, cache.n_committed :] = torch.nan
+
+
+def assert_fresh(runner, cache):
+    """Its committed rows are those of a prefill of the same tokens."""
+    cache = runner._caches[cache]
+    if not cache.committed:
+        return
+    prefilled = prefill(runner, cache.committed, cache.capacity)
+    fresh = runner._caches[prefilled].buffer
+    n = cache.n_committed
+    runner.free_cache(prefilled)
+    for got, expected in ((cache.buffer.keys, fresh.keys), (cache.buffer.values, fresh.values)):
+        torch.testing.assert_close(got[:, :, :n], expected[:, :, :n], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("static_tree", "specinfer"), *((name, "auto") for name in OF_DRAFT)]
+)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_committed_rows_are_those_of_a_fresh_prefill(zoo, monkeypatch, family, name, rule):
+    """All else is poisoned: behind what was committed of the target, and of the draft when a tree
+    begins.
+    """
+    pair = zoo.pair(family, 0)
+    params = [
+        SamplingParams(max_new_tokens=20),
+        SamplingParams(max_new_tokens=14, temperature=0.7, seed=1),
+        SamplingParams(max_new_tokens=17, temperature=1.0, seed=2),
+    ]
+    with open_llm(pair.target, max_model_len=128, **pair.settings(name, rule)) as llm:
+        engine = llm.engine
+        start = DraftState.start
+        n_kept = []
+
+        def start_poisoned(state, *arguments):
+            start(state, *arguments)
+            n_kept.append(engine.draft.n_committed(state.cache))
+            assert_fresh(engine.draft, state.cache)
+            poison(engine.draft, state.cache)
+
+        monkeypatch.setattr(DraftState, "start", start_poisoned)
+        sequences = [
+            Sequence(list(prompt), one, 128) for prompt, one in zip(PROMPTS, params, strict=False)
+        ]
+        for one in sequences:
+            engine.add(one)
+        while engine.step():
+            for cache in list(engine.runner._caches):
+                assert_fresh(engine.runner, cache)
+                poison(engine.runner, cache)
+    assert max(n_kept) > 12, "the draft kept nothing"
+    assert sequences[0].tokens[len(PROMPTS[0]) :] == expected_of(pair.model, PROMPTS[:1], [20])[0]
+
+
+def test_a_draft_computes_nothing_twice(zoo, monkeypatch):
+    """Of an accepted path nothing is fed to the draft again but the bonus, and what the tree had no
+    row for.
+    """
+    pair = zoo.pair("llama", 0)
+    lacking = []
+    start = DraftState.start
+
+    def start_counted(state, *arguments):
+        start(state, *arguments)
+        lacking.append(len(state.lacking))
+
+    monkeypatch.setattr(DraftState, "start", start_counted)
+    # Nothing is copied, since the draft has no row of a copied token.
+    monkeypatch.setattr(tree_drafter, "_NGRAM_RATE", 2.0)
+    with open_llm(
+        pair.target, drafter="dynamic_tree", draft_model=str(pair.draft), tree_depth=3
+    ) as llm:
+        llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=40))
+    assert lacking[0] == len(PROMPTS[0]) - 1
+    assert max(lacking[1:]) <= 1, "only a leaf of the tree, which had no row, may be lacking"
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_caches_never_take_more_than_was_planned(zoo, monkeypatch, is_captured):
+    """However many prompts there are: those of a wave go before those of the next come."""
+    pair = zoo.pair("llama", 0)
+    stores = WeakKeyDictionary()
+    most = {}
+    new_cache = Runner.new_cache
+
+    def new_cache_counted(runner, *arguments):
+        cache = new_cache(runner, *arguments)
+        stores[runner._caches[cache].buffer] = runner
+        rows = sum(store.capacity for store, whose in stores.items() if whose is runner)
+        most[runner] = max(rows, most.get(runner, 0))
+        return cache
+
+    with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64, tree_size=6) as llm:
+        target = llm.engine.runner
+        draft = llm.engine.draft
+        planned = {target: llm.engine_plan.cache_rows, draft: draft_rows(64, 6)}
+        if is_captured:
+            for runner, rows in planned.items():
+                runner.use_graphs(GraphShape(6, rows, 12), record)
+        monkeypatch.setattr(Runner, "new_cache", new_cache_counted)
+        llm.generate(
+            PROMPTS * 2, [SamplingParams(max_new_tokens=n) for n in (30, 3, 30, 30, 40, 4, 5, 30)]
+        )
+        llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=20))
+    assert most.keys() == planned.keys()
+    assert all(0 < rows <= planned[runner] for runner, rows in most.items()), (most, planned)
+
+
+# Ends: rows of a batch, stops within a path, limits
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A pair with a tokenizer, an end token and a window, whose draft is nearly always right."""
+    tokenizer = byte_level()
+    changes = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 7, "num_hidden_layers": 2}
+    model = CASES["mistral"].build(0, **changes)
+    return save_pair(tmp_path_factory.mktemp("speaking"), model, nearly(model, 0.003), tokenizer)
+
+
+ENDS = [
+    SamplingParams(max_new_tokens=1),
+    SamplingParams(max_new_tokens=2),
+    SamplingParams(max_new_tokens=60),
+    SamplingParams(max_new_tokens=40, stop=("a", "e", "o", "t")),
+    SamplingParams(max_new_tokens=40, stop=("q", "w")),
+    SamplingParams(max_new_tokens=9, stop=("never said",)),
+]
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """How many tokens each accepted path gave and how many of them were taken."""
+    extend = Sequence.extend
+    seen = []
+
+    def extend_seen(sequence, tokens):
+        taken = extend(sequence, tokens)
+        seen.append((len(tokens), len(taken)))
+        return taken
+
+    monkeypatch.setattr(Sequence, "extend", extend_seen)
+    return seen
+
+
+@pytest.mark.parametrize("drafter", TREES)
+def test_rows_of_a_batch_end_where_they_end_alone(speaking, drafter, cut):
+    """Different lengths, different stops, many tokens a pass; an end within a path drops the rest
+    of it.
+    """
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((1, 30, 7, 12, 19, 3))]
+    with open_llm(speaking.target, max_model_len=256) as llm:
+        plain = answers(llm.generate(prompts, ENDS))
+    cut.clear()
+    with open_llm(
+        speaking.target,
+        max_model_len=256,
+        tree_size=64,
+        tree_depth=12,
+        **speaking.settings(drafter),
+    ) as llm:
+        assert answers(llm.generate(prompts, ENDS)) == plain
+        assert [answers(llm.generate(*one))[0] for one in zip(prompts, ENDS, strict=True)] == plain
+        for prompt, params, expected in zip(prompts, ENDS, plain, strict=True):
+            pieces = list(llm.stream(prompt, params))
+            assert [token for piece in pieces for token in piece.token_ids] == expected[0]
+            assert "".join(piece.text for piece in pieces) == expected[1]
+    assert {reason for _, _, reason in plain} == {"stop", "length"}
+    assert max(given for given, _ in cut) >= 4
+    assert any(taken < given for given, taken in cut), "no end lay within a path"
+
+
+@pytest.mark.parametrize("drafter", TREES)
+def test_every_limit_within_a_path_is_met(speaking, drafter, cut):
+    """Trees shrink towards the end: no path is longer than what is left, by the setting or by the
+    context.
+    """
+    prompt = prompt_of(3, 20)
+    with open_llm(speaking.target, max_model_len=60) as llm:
+        text = llm.generate(prompt, SamplingParams(max_new_tokens=99))[0].token_ids
+    cut.clear()
+    for max_model_len, several in (
+        (60, range(1, 24)),
+        (21, [99]),
+        (22, [99]),
+        (26, [99]),
+        (60, [99]),
+    ):
+        settings = {"max_model_len": max_model_len, "tree_size": 32, "tree_depth": 8}
+        with open_llm(speaking.target, **settings, **speaking.settings(drafter)) as llm:
+            for n in several:
+                output = llm.generate(prompt, SamplingParams(max_new_tokens=n))[0]
+                n_room = min(n, max_model_len - len(prompt))
+                assert output.token_ids == text[:n_room]
+                assert output.finish_reason == (
+                    "length" if n_room < len(text) or 7 not in text else "stop"
+                )
+    assert max(given for given, _ in cut) >= 4
+    assert all(taken == given for given, taken in cut if 7 not in text)
+
+
+# Drafts that fit less well
+
+
+def with_config(pair, folder, **changes):
+    """The draft of a pair, with other words in its config."""
+    pair.draft_model.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("drafter", "n_positions"),
+    [("dynamic_tree", 64), ("dynamic_tree", 8), ("static_tree", 33), ("static_tree", 1)],
+)
+def test_a_draft_with_a_shorter_context_goes_on(zoo, tmp_path, monkeypatch, drafter, n_positions):
+    """It sees a window that moves on; what it drafts is still worth something where the window is
+    not too short.
+    """
+    pair = zoo.pair("llama", 0)
+    seen = []
+    start = DraftState.start
+
+    def start_seen(state, tokens, n_prompt):
+        seen.append(len(tokens))
+        start(state, tokens, n_prompt)
+
+    monkeypatch.setattr(DraftState, "start", start_seen)
+    prompt = prompt_of(0, 30)
+    n_new = 110
+    draft = with_config(pair, tmp_path / "short", max_position_embeddings=n_positions)
+    with open_llm(
+        pair.target, max_model_len=160, tree_depth=6, draft_model=str(draft), drafter=drafter
+    ) as llm:
+        output = llm.generate(prompt, SamplingParams(max_new_tokens=n_new))[0]
+    assert output.token_ids == generate(pair.model, prompt, n_new)
+    assert max(seen) + 6 <= max(n_positions, 7), (
+        "a tree of six levels would not fit into the draft's context"
+    )
+    assert min(seen) >= (n_positions - 6) // 2
+    assert n_positions < 64 or output.stats.tokens_per_pass > 1.1
+
+
+@pytest.mark.parametrize("n_more", [-24, 40])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_with_a_vocabulary_padded_otherwise(tmp_path, n_more, temperature):
+    """Tokens that only one of them has, which the tokenizer has not: the target may say them, the
+    draft may not.
+    """
+    tokenizer = byte_level()
+    n = tokenizer.get_vocab_size()
+    model = CASES["llama"].build(0, vocab_size=n + 32, num_hidden_layers=2)
+    draft = nearly(model, 0.01)
+    draft.resize_token_embeddings(n + 32 + n_more, mean_resizing=False)
+    pair = save_pair(tmp_path, model, draft, tokenizer)
+    prompts = [[*prompt_of(0, 9), n + 31, 5], [n + 30, n + 31], prompt_of(1, 20)]
+    params = SamplingParams(max_new_tokens=30, temperature=temperature, seed=1)
+    for drafter in TREES:
+        with open_llm(
+            pair.target, max_model_len=256, tree_size=48, **pair.settings(drafter)
+        ) as llm:
+            got = llm.generate(prompts, params)
+        assert all(one.stats.n_passes < 30 for one in got), "nothing was accepted"
+        if temperature == 0:
+            assert [one.token_ids for one in got] == [
+                generate(model, prompt, 30) for prompt in prompts
+            ]
+
+
+# Copying
+
+
+@pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
+def test_a_text_that_repeats_itself_is_accepted_many_tokens_a_pass(tmp_path, drafter):
+    """The next token follows from the last alone, so the text goes round in circles; the draft
+    knows nothing of it.
+    """
+    model = CASES["llama"].build(3, num_hidden_layers=3)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    pair = save_pair(tmp_path, model, CASES["llama"].build(4, num_hidden_layers=2))
+    expected = generate(model, [1], 150)
+    with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings(drafter)) as llm:
+        output = llm.generate([1], SamplingParams(max_new_tokens=150))[0]
+    assert output.token_ids == expected
+    assert output.stats.tokens_per_pass > 3
+
+
+def test_distributions_of_a_tree_lie_where_those_of_the_tree_before_lay(zoo):
+    """Memory in pieces of many sizes would cut up a tight budget."""
+    pair = zoo.pair("llama", 0)
+    places = set()
+    with open_llm(pair.target, tree_size=24, **pair.settings("static_tree", "traversal")) as llm:
+        rule = llm.engine.rule
+
+        class Watched:
+            def verify(self, tree, target, sequence):
+                if tree.sampled is not None:
+                    places.add((target.data_ptr(), tree.sampled.draft_probs.data_ptr()))
+                return rule.verify(tree, target, sequence)
+
+        llm.engine.rule = Watched()
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=40, temperature=0.8, seed=1))
+    assert len(places) == 1

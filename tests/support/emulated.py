@@ -1,0 +1,68 @@
+"""The kernels of csrc/ built for the CPU, every thread of a block a fiber; see
+cuda_on_cpu/fibers.h.
+"""
+
+import fcntl
+import hashlib
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_rt.ops import extension
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATION = ROOT / "tests" / "cuda_on_cpu"
+BUILD = ROOT / "build" / "cuda_on_cpu"
+LIBRARY = "offload_rt_on_cpu"
+
+
+def _sources() -> list[Path]:
+    return sorted(
+        path
+        for folder in (ROOT / "csrc", EMULATION)
+        for path in folder.iterdir()
+        if path.suffix != ".md"
+    )
+
+
+def _command(target: Path) -> list[str]:
+    installed = Path(torch.__file__).parent
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-DCUDA_ON_CPU",
+        "-DTORCH_TARGET_VERSION=0x020b000000000000",
+    ]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    folders = [f"-I{folder}" for folder in (EMULATION, ROOT / "csrc", installed / "include")]
+    sources = [str(path) for path in _sources() if path.suffix in (".cu", ".cpp")]
+    link = [f"-L{installed / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"]
+    return ["g++", *flags, *folders, "-x", "c++", *sources, "-x", "none", *link, "-o", str(target)]
+
+
+@cache
+def load() -> str:
+    """Build, unless these very sources were built before, and load. Returns the name of the library
+    in torch.ops.
+    """
+    if shutil.which("g++") is None:
+        pytest.skip("the emulated kernels need g++")
+    text = torch.__version__.encode() + b"".join(path.read_bytes() for path in _sources())
+    target = BUILD / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:
+        # the other half of the suite waits for what this one builds
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            unfinished = target.with_suffix(".tmp")
+            subprocess.run(_command(unfinished), check=True)
+            unfinished.replace(target)
+    torch.ops.load_library(str(target))
+    extension.describe(LIBRARY)
+    return LIBRARY

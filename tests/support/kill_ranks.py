@@ -1,0 +1,109 @@
+"""How do runs of two ranks end whose processes get signals at random moments?
+
+    PYTHONPATH=.:tests python tests/support/kill_ranks.py [--times 50] [--seed 0]
+
+Each run gets one signal, at a moment from the start of its processes to their end; as torchrun
+does, the other rank is told to end 0.1 s after one has failed, in half of the runs. Prints each run
+that does not end within 10 s, leaves something behind or says more than a sentence, and a tally.
+"""
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from support.checkpoints import speaking_checkpoint
+from support.run_ranks import Rank, started
+
+LIMIT_S = 10.0
+SIGNALS = [signal.SIGKILL] * 3 + [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+def _end(ranks: list[Rank], has_agent: bool, until: float) -> float:
+    """Wait for all to end, for so long; returns the seconds it took."""
+    started_s = time.monotonic()
+    told = False
+    while any(one.process.exitcode is None for one in ranks) and time.monotonic() < until:
+        if has_agent and not told and any(one.process.exitcode for one in ranks):
+            told = True
+            time.sleep(0.1)
+            for one in ranks:
+                one.process.terminate()
+        time.sleep(0.01)
+    return time.monotonic() - started_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pipeline", action="store_true")
+    flags = parser.parse_args()
+    chance = random.Random(flags.seed)
+    tally = Counter[str]()
+    slowest = 0.0
+    with tempfile.TemporaryDirectory() as name:
+        model = speaking_checkpoint(Path(name) / "model")
+        line = [
+            "--model",
+            str(model),
+            "--device",
+            "cpu",
+            "--prompt",
+            "the quick",
+            "--quiet",
+            "--max-tokens",
+            "400",
+        ]
+        line += ["--pipeline", "2"] if flags.pipeline else []
+        lasts_s = 0.0
+        for i in range(-2, flags.times):
+            number = chance.choice(SIGNALS)
+            rank = chance.randrange(2)
+            has_agent = chance.random() < 0.5
+            moment = chance.random() * 1.1 * lasts_s
+            folder = Path(name) / str(i)
+            with started("offload_rt.run", line, folder) as ranks:
+                if i < 0:
+                    lasts_s = _end(ranks, has_agent, time.monotonic() + 120)
+                    continue
+                time.sleep(moment)
+                was_over = all(one.process.exitcode is not None for one in ranks)
+                if not was_over:
+                    ranks[rank].process.is_alive() and __import__("os").kill(
+                        ranks[rank].process.pid, number
+                    )
+                seconds = _end(ranks, has_agent, time.monotonic() + LIMIT_S)
+                codes = [one.process.exitcode for one in ranks]
+                said = "".join(one.err for one in ranks)
+                left = [
+                    p.name
+                    for p in (folder / "cache").rglob("*")
+                    if p.is_file() and p.suffix != ".json"
+                ]
+                slowest = max(slowest, seconds)
+                kind = (
+                    "was "
+                    "over" if was_over else "does not "
+                                            "end" if None in codes else "leaves files" if left
+                    else "several "
+                         "sentences" if said.count("\n") > 1 else "ended well" if codes == [0, 0]
+                    else "names the rank" if f"rank {rank} (" in said
+                    else "interrupted" if said == "interrupted\n" else "silent" if not said else "other"
+                )  # fmt: skip
+                tally[kind] += 1
+                print(
+                    f"{kind}: {number.name} to rank {rank} at {moment:.2f} of {lasts_s:.2f} s, "
+                    f"agent {has_agent}, "
+                    f"{seconds:.2f} s, exit codes {codes}: {said[-600:]!r}",
+                    flush=True,
+                )
+    print(f"{dict(tally)}, slowest {slowest:.2f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""Tiny languages and every tree that can be drawn from them: what the distributions of verification
+are enumerated over.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offload_rt.speculate.protocols import VerificationRule
+from offload_rt.speculate.residual import Decision, ResidualRule
+from offload_rt.speculate.verify import coupled, match
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
+from support.tiny import sequence_of
+
+VOCABULARY = 3
+LONGEST = 4
+
+
+class Language:
+    """A random distribution after every text of up to LONGEST tokens, some of them with impossible
+    tokens.
+    """
+
+    def __init__(self, seed: int, p_impossible: float = 0.15) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._draft_probs = {}
+        for n in range(LONGEST + 1):
+            for text in itertools.product(range(VOCABULARY), repeat=n):
+                probs = torch.rand(VOCABULARY, generator=generator, dtype=torch.float64)
+                probs[torch.rand(VOCABULARY, generator=generator) < p_impossible] = 0
+                self._draft_probs[text] = (
+                    probs / probs.sum()
+                    if probs.sum()
+                    else torch.eye(VOCABULARY, dtype=torch.float64)[0]
+                )
+        self._continuations: dict[tuple, Tensor] = {}
+
+    def after(self, text) -> Tensor:
+        """The distribution of the token that follows."""
+        return self._draft_probs[tuple(text)]
+
+    def continuations(self, text: tuple) -> Tensor:
+        """(VOCABULARY,) * (LONGEST - len(text)): the distribution of the tokens that follow, up to
+        the last.
+        """
+        if text not in self._continuations:
+            probs = torch.ones((), dtype=torch.float64)
+            if len(text) < LONGEST:
+                below = torch.stack(
+                    [self.continuations((*text, token)) for token in range(VOCABULARY)]
+                )
+                probs = self.after(text).view(-1, *[1] * (below.ndim - 1)) * below
+            self._continuations[text] = probs
+        return self._continuations[text]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A shape whose nodes are sampled or deterministic, all fixed before any token is.
+
+    is_sampled  (n,) bool; deterministic children carry the most probable tokens of the draft's
+                distribution, in order
+    """
+
+    topology: Topology
+    is_sampled: np.ndarray
+    independent: bool = False
+
+    def trees(self, draft: Language, text: tuple = ()) -> Iterator[tuple[DraftTree, float]]:
+        """Every tree it can become after `text`, with its probability."""
+        yield from self._grow(draft, {0: text}, 1.0)
+
+    def _grow(
+        self, draft: Language, texts: dict[int, tuple], p: float
+    ) -> Iterator[tuple[DraftTree, float]]:
+        order = self._order()
+        if len(texts) == len(self.topology):
+            yield self._finish(draft, texts), p
+            return
+        node = order[len(texts) - 1]
+        before = texts[int(self.topology.parents[node])]
+        for token, q in enumerate(self._probs_of(draft, node, texts).tolist()):
+            if q > 0:
+                yield from self._grow(draft, {**texts, node: (*before, token)}, p * q)
+
+    def _order(self) -> list[int]:
+        """Parents first, and of siblings the deterministic before the sampled."""
+        nodes = range(1, len(self.topology))
+        return sorted(
+            nodes,
+            key=lambda node: (
+                self.topology.depths[node],
+                self.topology.parents[node],
+                self.is_sampled[node],
+            ),
+        )
+
+    def _probs_of(self, draft: Language, node: int, texts: dict[int, tuple]) -> Tensor:
+        parent = int(self.topology.parents[node])
+        q = draft.after(texts[parent])
+        siblings = self.topology.children[parent]
+        if not self.is_sampled[node]:
+            rank = [sibling for sibling in siblings if not self.is_sampled[sibling]].index(node)
+            return torch.nn.functional.one_hot(
+                q.argsort(descending=True, stable=True)[rank], VOCABULARY
+            ).double()
+        if self.independent:
+            return q
+        taken = [texts[sibling][-1] for sibling in siblings if sibling in texts]
+        left = q.clone()
+        left[taken] = 0
+        if left.sum() > 0:
+            return left / left.sum()
+        free = torch.ones(VOCABULARY, dtype=torch.float64)
+        free[taken] = 0
+        return free / free.sum()
+
+    def _finish(self, draft: Language, texts: dict[int, tuple]) -> DraftTree:
+        n = len(self.topology)
+        tokens = torch.tensor([0, *(texts[node][-1] for node in range(1, n))])
+        if not self.is_sampled.any():
+            return DraftTree(self.topology, tokens)
+        drawn_from = sorted(set(self.topology.parents[self.is_sampled].tolist()))
+        row_of = np.full(n, -1)
+        row_of[drawn_from] = np.arange(len(drawn_from))
+        draft_probs = torch.stack([draft.after(texts[node]) for node in drawn_from])
+        return DraftTree(
+            self.topology,
+            tokens,
+            SampledNodes(self.is_sampled, draft_probs, row_of, self.independent),
+        )
+
+
+Decide = Callable[[DraftTree, Tensor, Tensor], Decision]
+Outcomes = Callable[[DraftTree, Tensor], Iterator[tuple[Decision, float]]]
+
+
+def outcomes(rule: VerificationRule) -> Outcomes:
+    """Everything a rule can come to: by the acceptance it states, or by the chance of every `draw`
+    it makes.
+    """
+    if isinstance(rule, ResidualRule):
+        return lambda tree, target: decisions(rule.decide, tree, target)
+    return lambda tree, target: scripted(rule.verify, tree, target)
+
+
+def decisions(decide: Decide, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
+    """Everything a rule can come to, with its probability: whatever it accepts is in another world
+    rejected.
+    """
+    n = len(tree.topology)
+    worlds: list[tuple[frozenset[int], frozenset[int], float]] = [(frozenset(), frozenset(), 1.0)]
+    while worlds:
+        rejected, accepted, p = worlds.pop()
+        # 0 accepts a node that has any chance, 1 none.
+        uniforms = torch.tensor([float(node in rejected) for node in range(n)], dtype=torch.float64)
+        found = decide(tree, target, uniforms)
+        for node in tree.topology.path_to(found.end):
+            acceptance = found.acceptance[node]
+            if node in accepted or np.isnan(acceptance):
+                continue
+            if acceptance < 1:
+                worlds.append((rejected | {node}, accepted, p * (1 - acceptance)))
+            accepted = accepted | {node}
+            p = p * acceptance
+        yield found, p
+
+
+class _Fork(Exception):
+    """Raised at a draw that the script does not decide yet."""
+
+    def __init__(self, probs: Tensor) -> None:
+        self.probs = probs
+
+
+def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
+    """As `decisions`, where all chance is in the module's `draw`: `verify` runs again for every
+    sequence of its outcomes.
+    """
+    scripts: list[tuple[tuple, float]] = [((), 1.0)]
+    while scripts:
+        script, p = scripts.pop()
+        left = list(script)
+
+        def draw(probs: Tensor, noise: object, left: list = left) -> int | list[int]:
+            if not left:
+                raise _Fork(probs.flatten())
+            return left.pop(0) if probs.dim() == 1 else [left.pop(0)]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(match, "draw", draw)
+            patch.setattr(coupled, "draw", draw)
+            try:
+                verdict = verify(tree, target, sequence_of(0))
+            except _Fork as fork:
+                scripts += [
+                    ((*script, token), p * q)
+                    for token, q in enumerate(fork.probs.tolist())
+                    if q > 0
+                ]
+                continue
+        bonus = torch.nn.functional.one_hot(torch.tensor(verdict.bonus), target.shape[1]).to(target)
+        yield Decision((0, *verdict.path)[-1], bonus, np.full(len(tree.topology), np.nan)), p
+
+
+def target_probs(target: Language, tree: DraftTree, text: tuple = ()) -> Tensor:
+    """(n, VOCABULARY): the target's distribution after each node of a tree that follows `text`."""
+    return torch.stack(
+        [target.after((*text, *tree.path_to(node))) for node in range(len(tree.topology))]
+    )
+
+
+def distribution_under(
+    outcomes: Outcomes, trees: Iterable[tuple[DraftTree, float]], target: Language
+) -> tuple[Tensor, float]:
+    """The distribution of the first LONGEST tokens, completed by the target where left open, and
+    the expected tokens.
+    """
+    probs = torch.zeros((VOCABULARY,) * LONGEST, dtype=torch.float64)
+    expected = 0.0
+    for tree, p_tree in trees:
+        for found, p in outcomes(tree, target_probs(target, tree)):
+            path = tree.path_to(found.end)
+            expected += p_tree * p * (len(path) + 1)
+            for bonus, p_bonus in enumerate(found.probs.tolist()):
+                prefix = (*path, bonus)
+                probs[prefix] += p_tree * p * p_bonus * target.continuations(prefix)
+    return probs, expected

@@ -1,0 +1,137 @@
+"""Serve the demonstration model on this machine, for tests of the server."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from openai import OpenAI
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.server.app import make_app
+from offload_rt.server.connection import ConnectionLimits, make_server
+from offload_rt.server.service import ServerLimits
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+PROMPT = "def read_lines(path):\n"
+TURNS = [{"role": "user", "content": "import os\n"}]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    "{{ mark or '' }}{% if tools %}# {{ tools | length }}\n{% endif %}"
+    "{% for m in messages if m.tool_calls %}{% for c in m.tool_calls %}"
+    "{{ c.function.arguments.a }}{% endfor %}{% endfor %}"
+)
+LIMITS = ServerLimits(200_000, n_answers=4, n_waiting=32, timeout_s=60)
+CONNECTIONS = ConnectionLimits(500)
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    llm: LLM
+    port: int
+    app: FastAPI
+    http_server: uvicorn.Server
+
+    @property
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="any", max_retries=0)
+
+    @property
+    def service(self) -> Any:
+        """Object with the number of open answers."""
+        return self.app.state.service
+
+    def request(
+        self, method: str, path: str, raw: bytes = b"", headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, bytes]:
+        """Send a request. Returns status, headers and body."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, raw, headers or {})
+        response = connection.getresponse()
+        body = response.read()
+        connection.close()
+        return response.status, response.headers, body
+
+    def asked(
+        self, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, str]:
+        """Post bytes or JSON. Returns status, headers and text."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        status, response_headers, content = self.request("POST", path, raw, headers)
+        return status, response_headers, content.decode()
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Post bytes or JSON. Returns status and parsed body."""
+        status, _, text = self.asked(path, body, headers)
+        return status, json.loads(text or "null")
+
+    def wait_until_idle(self) -> None:
+        """Wait until no sequence runs or waits."""
+        wait_until(lambda: not (self.llm.engine.n_running or self.llm.engine.n_waiting))
+
+
+def wait_until(holds: Any) -> None:
+    """Poll a condition for at most one minute."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.005)
+
+
+def serve(
+    llm: LLM, connections: ConnectionLimits = CONNECTIONS, sndbuf: int = 0, **settings: Any
+) -> Iterator[Served]:
+    """Run the server in a thread until the generator closes.
+
+    sndbuf  send buffer of each connection in bytes; 0: default of the system
+    """
+    app = make_app(llm, "demo", **{"limits": LIMITS, **settings})
+    server = make_server(app, 5, connections)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        if sndbuf:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf)
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield Served(llm, listening.getsockname()[1], app, server)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+running = contextmanager(serve)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """The demonstration models with a chat template."""
+    with LLM(
+        str(MODELS / "demo-target"), str(MODELS / "demo-draft"), dtype="float32",
+        device_memory="1500MB", max_model_len=256, tree_size=16,
+    ) as model:  # fmt: skip
+        assert model.tokenizer is not None
+        model.tokenizer.chat_template = TEMPLATE
+        yield model
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    """A server of the demonstration models."""
+    yield from serve(llm)
+
+
+def alone(llm: LLM, prompt: str | list[int], **params: Any) -> str:
+    """Generate without the server."""
+    return llm.generate(prompt, SamplingParams(**params))[0].text

@@ -1,0 +1,188 @@
+"""Texts of a drafter and rule; their distribution, enumerated with transformers' logits and
+warpers, to compare with.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from offload_rt import SamplingParams
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.scheduler import Scheduler
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.sequence import Sequence as TokenSequence
+from offload_rt.speculate.protocols import Drafter, VerificationRule
+from offload_rt.system.trace import Trace
+from support.tiny import CASES, Pair, Steady, chi_square_p, logits_of, nearly, save_pair
+
+N_NEW = 3
+N_DRAWS = 500
+VOCABULARY = 4
+# The second has something to copy: its last three tokens stood there before.
+PROMPTS = ([1], [2, 0, 1, 3, 2, 0, 1])
+PARAMS = ({"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9})
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def small_model(vocab_size: int, n_layers: int, sureness: float = 2.0) -> PreTrainedModel:
+    """A model of a few tokens."""
+    model = CASES["llama"].build(1, **SMALL, vocab_size=vocab_size, num_hidden_layers=n_layers)
+    model.lm_head.weight.data *= sureness
+    return model
+
+
+def small_pair(folder: Path) -> Pair:
+    """A model of four tokens, none of them sure or impossible, with a draft that is far off."""
+    model = small_model(VOCABULARY, n_layers=1, sureness=0.5)
+    return save_pair(folder, model, nearly(model, 0.15))
+
+
+def run_together(
+    runner: Runner,
+    drafter: Drafter,
+    rule: VerificationRule,
+    sequences: Iterable[TokenSequence],
+    n_nodes: int,
+) -> list[list[int]]:
+    """Continue sequences in one batch to their ends, with trees of up to so many nodes each;
+    returns the new tokens.
+    """
+    batch = list(sequences)
+    engine = Engine(
+        runner, drafter, rule, Steady(), Trace(on=False), Scheduler(1_000_000, n_nodes * len(batch))
+    )
+    for one in batch:
+        engine.add(one)
+    while engine.step():
+        pass
+    return [one.tokens[one.n_prompt :] for one in batch]
+
+
+def sampled_texts(
+    runner: Runner, drafter: Drafter, rule: VerificationRule, n_nodes: int
+) -> list[list[list[int]]]:
+    """Per prompt N_DRAWS texts, each with a seed of its own, in batches of both prompts side by
+    side.
+    """
+    found: list[list[list[int]]] = [[], []]
+    for start in range(0, 2 * N_DRAWS, 200):
+        several = [
+            SamplingParams(max_new_tokens=N_NEW, seed=i, **PARAMS[i % 2])
+            for i in range(start, start + 200)
+        ]
+        batch = [
+            TokenSequence(list(PROMPTS[i % 2]), params, 64) for i, params in enumerate(several)
+        ]
+        for i, text in enumerate(run_together(runner, drafter, rule, batch, n_nodes)):
+            found[i % 2].append(text)
+    return found
+
+
+def exact_distributions(model: PreTrainedModel) -> list[np.ndarray]:
+    """Of the texts that `sampled_texts` draws, per prompt."""
+    return [
+        exact_distribution(model, prompt, SamplingParams(**one))
+        for prompt, one in zip(PROMPTS, PARAMS, strict=True)
+    ]
+
+
+class OverAnswer(LogitsProcessor):
+    """The penalties of OpenAI's API, as its reference and vLLM have them: by how often the answer
+    has each token.
+    """
+
+    def __init__(self, n_prompt: int, presence: float, frequency: float) -> None:
+        self._n_prompt = n_prompt
+        self._presence = presence
+        self._frequency = frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for row, ids in zip(scores, input_ids.tolist(), strict=True):
+            for token, count in Counter(ids[self._n_prompt :]).items():
+                row[token] -= count * self._frequency + float(count > 0) * self._presence
+        return scores
+
+
+def modifiers(
+    params: SamplingParams, n_prompt: int, end_ids: Sequence[int] = ()
+) -> LogitsProcessorList:
+    """What changes logits before the temperature, in the order of transformers and vLLM."""
+    found = LogitsProcessorList()
+    if params.logit_bias:
+        found.append(
+            SequenceBiasLogitsProcessor(
+                {(token,): float(bias) for token, bias in params.logit_bias.items()}
+            )
+        )
+    found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.0))
+    found.append(OverAnswer(n_prompt, params.presence_penalty, params.frequency_penalty))
+    if params.bad_words_ids:
+        found.append(NoBadWordsLogitsProcessor([[*word] for word in params.bad_words_ids]))
+    if params.allowed_token_ids:
+        found.append(PrefixConstrainedLogitsProcessor(lambda *_: [*params.allowed_token_ids], 1))
+    ends = [*end_ids, *params.stop_token_ids]
+    if params.min_tokens and ends:
+        found.append(MinNewTokensLengthLogitsProcessor(n_prompt, params.min_tokens, ends))
+    return found
+
+
+def exact_distribution(
+    model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams, n_new: int = N_NEW
+) -> np.ndarray:
+    """The probability of each text of n_new tokens, (vocabulary,) * n_new."""
+    vocab_size = model.config.vocab_size
+    warpers = modifiers(params, len(prompt))
+    warpers.append(TemperatureLogitsWarper(params.temperature))
+    warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
+    warpers += [TopPLogitsWarper(params.top_p)] if params.top_p else []
+    warpers += [MinPLogitsWarper(params.min_p)] if params.min_p else []
+    probs = np.ones((vocab_size,) * n_new)
+    for text in itertools.product(range(vocab_size), repeat=n_new - 1):
+        logits = logits_of(model, [*prompt, *text])
+        for n in range(n_new):
+            before = torch.tensor([[*prompt, *text[:n]]])
+            next_probs = torch.softmax(
+                warpers(before, logits[None, before.shape[1] - 1]).double(), -1
+            )[0].numpy()
+            probs[text] *= next_probs[text[n]] if n < n_new - 1 else next_probs
+    assert abs(probs.sum() - 1) < 1e-6
+    return probs
+
+
+def assert_distribution(texts: Iterable[Sequence[int]], probs: np.ndarray) -> None:
+    """Chi-square, texts that are too rare taken together; a text of probability zero never
+    occurs.
+    """
+    counts = Counter(map(tuple, texts))
+    observed = np.array([counts[text] for text in np.ndindex(probs.shape)], dtype=float)
+    expected = probs.ravel() * counts.total()
+    assert observed[expected == 0].sum() == 0
+    rare = expected < 8
+    observed = np.append(observed[~rare], observed[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    keep = expected > 0
+    assert keep.sum() > 10, "too few texts to tell distributions apart"
+    assert chi_square_p(observed[keep], expected[keep]) > 1e-6

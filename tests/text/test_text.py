@@ -1,0 +1,377 @@
+"""Text token by token, against the decoding of the whole; and where it stops."""
+
+import json
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from support.checkpoints import llama_config
+from support.tiny import CASES, SPOKEN, add_tokenizer, byte_level, metaspace, open_llm, prompt_of
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from offload_rt import SamplingParams
+from offload_rt.errors import CheckpointError, PromptError
+from offload_rt.executor.sequence import Sequence
+from offload_rt.text.detokenize import TextStream, encode, encode_chat, load_tokenizer, token_bytes
+
+BYTE_LEVEL = byte_level()
+METASPACE = metaspace()
+HELLO = [{"role": "user", "content": "hello"}]
+TOKENIZERS = {"byte level": BYTE_LEVEL, "metaspace": METASPACE}
+HALF = "\ufffd"
+
+characters = st.sampled_from("aeo t\n.,é\u0301\u200d語한👍🏽👨🇫🇷ß") | st.characters(
+    exclude_categories=("Cs",), exclude_characters=HALF
+)
+texts = st.text(characters, min_size=1, max_size=30) | st.sampled_from(SPOKEN)
+tokenizers = st.sampled_from(list(TOKENIZERS.values()))
+
+
+def decode(tokenizer, ids):
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def answer_of(tokenizer, prompt, ids):
+    """What the ids add to the text of the prompt, without half a character at its end."""
+    before = decode(tokenizer, prompt)
+    whole = decode(tokenizer, prompt + ids)
+    assert whole.startswith(before)
+    return whole[len(before) :].rstrip(HALF)
+
+
+def pieces_of(stream, ids):
+    """The pieces of an answer, the last one final; ends early at a stop string. Also the number of
+    tokens used.
+    """
+    pieces = []
+    for n, token in enumerate(ids, 1):
+        stopped = stream.add(token)
+        pieces.append(stream.take(final=stopped or n == len(ids)))
+        if stopped:
+            return pieces, n
+    return pieces, len(ids)
+
+
+def encoded(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@given(tokenizers, texts, st.integers(1, 12))
+def test_pieces_are_whole_characters_and_add_up(tokenizer, text, n_prompt):
+    ids = encoded(tokenizer, SPOKEN[0] + " " + text)
+    prompt = ids[:n_prompt]
+    ids = ids[n_prompt:]
+    assume(HALF not in decode(tokenizer, prompt))
+    stream = TextStream(tokenizer, prompt, ())
+    pieces, _ = pieces_of(stream, ids)
+    assert HALF not in "".join(pieces)
+    assert "".join(pieces) == stream.text
+    assert decode(tokenizer, prompt) + stream.text == SPOKEN[0] + " " + text
+
+
+@given(texts)
+def test_every_character_comes_out_as_soon_as_its_last_byte_is_there(text):
+    ids = encoded(BYTE_LEVEL, text)
+    stream = TextStream(BYTE_LEVEL, prompt_of(0), ())
+    for n, token in enumerate(ids, 1):
+        stream.add(token)
+        stream.take()
+        assert stream.text == decode(BYTE_LEVEL, ids[:n]).rstrip(HALF)
+
+
+@given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), min_size=1, max_size=30))
+def test_bytes_that_are_no_characters_do_not_lose_any_that_are(ids):
+    """A random model writes such; only what is cut off at the very end is left out."""
+    prompt = encoded(BYTE_LEVEL, "the end ")
+    stream = TextStream(BYTE_LEVEL, prompt, ())
+    pieces, _ = pieces_of(stream, ids)
+    assert "".join(pieces) == stream.text == answer_of(BYTE_LEVEL, prompt, ids)
+
+
+@given(st.lists(st.integers(0, METASPACE.get_vocab_size() - 1), min_size=1, max_size=30))
+def test_bytes_that_are_no_characters_end_no_stream_of_a_byte_fallback_tokenizer(ids):
+    """`tokenizers.decoders.DecodeStream` raises at most of these."""
+    stream = TextStream(METASPACE, encoded(METASPACE, "the end "), ())
+    pieces, n = pieces_of(stream, ids)
+    assert n == len(ids) and "".join(pieces) == stream.text
+
+
+def test_a_token_that_ends_within_a_character_gives_its_whole_ones_at_once():
+    """As the token of a space and the first bytes of a smile, which byte-level tokenizers have."""
+    ids = encoded(BYTE_LEVEL, "smiles 🙂")
+    cut = next(n for n in range(len(ids)) if HALF in decode(BYTE_LEVEL, ids[: n + 1]))
+    assert decode(BYTE_LEVEL, [ids[cut]]).startswith(" "), (
+        "this token is not of the kind the test is about"
+    )
+    stream = TextStream(BYTE_LEVEL, [0], (" ",))
+    assert [stream.add(token) for token in ids[: cut + 1]] == [False] * cut + [True]
+    assert stream.take(final=True) == "smiles"
+
+
+def test_a_prompt_that_ends_within_a_character_is_completed():
+    ids = encoded(BYTE_LEVEL, "smiles 🙂 waves")
+    whole = [n for n in range(1, len(ids)) if not decode(BYTE_LEVEL, ids[:n]).endswith(HALF)]
+    for n in set(range(1, len(ids))) - set(whole):
+        stream = TextStream(BYTE_LEVEL, ids[:n], ())
+        pieces, _ = pieces_of(stream, ids[n:])
+        assert "".join(pieces) == "🙂 waves"
+
+
+def expected_stop(tokenizer, prompt, ids, stops):
+    """Brute force: after how many tokens the first stop string is there, and the text before the
+    leftmost one.
+    """
+    for n in range(1, len(ids) + 1):
+        text = answer_of(tokenizer, prompt, ids[:n])
+        found = [text.find(stop) for stop in stops if stop in text]
+        if found:
+            return n, text[: min(found)], True
+    return len(ids), answer_of(tokenizer, prompt, ids), False
+
+
+@given(tokenizers, texts, st.data())
+def test_the_first_stop_string_ends_the_text(tokenizer, text, data):
+    """Several stops, within tokens and across their borders, some that never come and some that
+    nearly do.
+    """
+    prompt = encoded(tokenizer, SPOKEN[0])
+    ids = encoded(tokenizer, SPOKEN[0] + " " + text * 2)[len(prompt) :]
+    starts = data.draw(st.lists(st.integers(0, 2 * len(text)), max_size=3))
+    lengths = st.integers(1, 7)
+    stops = [
+        (" " + text * 2)[start : start + data.draw(lengths)]
+        + data.draw(st.sampled_from(["", "", "#"]))
+        for start in starts
+    ]
+    stream = TextStream(tokenizer, prompt, tuple(stops))
+    pieces, n = pieces_of(stream, ids)
+    n_expected, text_expected, stopped = expected_stop(tokenizer, prompt, ids, stops)
+    assert (n, stream.text, "".join(pieces)) == (n_expected, text_expected, text_expected)
+    assert not (stopped and any(stop in stream.text for stop in stops))
+
+
+@given(texts, st.text(characters, min_size=1, max_size=6))
+def test_only_what_could_begin_a_stop_is_held_back(text, stop):
+    ids = encoded(BYTE_LEVEL, text)
+    stream = TextStream(BYTE_LEVEL, [0], (stop,))
+    taken = ""
+    for n, token in enumerate(ids, 1):
+        if stream.add(token):
+            break
+        taken += stream.take()
+        so_far = decode(BYTE_LEVEL, ids[:n]).rstrip(HALF)
+        assert so_far.startswith(taken) and len(so_far) - len(taken) < len(stop)
+    assert taken + stream.take(final=True) == stream.text
+    assert stream.take(final=True) == ""
+
+
+def test_spaces_between_words_of_a_metaspace_tokenizer_stay():
+    """Decoded alone, each of these tokens would lose its space."""
+    ids = encoded(METASPACE, "the fox jumps")
+    stream = TextStream(METASPACE, encoded(METASPACE, "over"), ())
+    pieces, _ = pieces_of(stream, ids)
+    assert decode(METASPACE, ids) == "the fox jumps"
+    assert "".join(pieces) == " the fox jumps"
+
+
+def test_special_tokens_have_no_text():
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    start = tokenizer.token_to_id("<s>")
+    end = tokenizer.token_to_id("</s>")
+    ids = encoded(tokenizer, "the fox")
+    stream = TextStream(tokenizer, [start], ("</s>",))
+    pieces, _ = pieces_of(stream, [*ids[:2], end, *ids[2:], end])
+    assert "".join(pieces) == "the fox"
+
+
+def test_a_sequence_ends_with_its_stop_string():
+    ids = encoded(BYTE_LEVEL, "the quick brown fox")
+    stream = TextStream(BYTE_LEVEL, [0], ("k b",))
+    sequence = Sequence([0], SamplingParams(max_new_tokens=99), 999, frozenset(), stream)
+    taken = sequence.extend(ids)
+    assert sequence.finish_reason == "stop" and stream.text == "the quic"
+    assert 0 < len(taken) < len(ids) and taken == ids[: len(taken)] == sequence.tokens[1:]
+
+
+def test_an_end_token_ends_a_sequence_and_has_no_text():
+    ids = encoded(BYTE_LEVEL, "the fox")
+    stream = TextStream(BYTE_LEVEL, [0], ())
+    sequence = Sequence([0], SamplingParams(max_new_tokens=99), 999, frozenset({ids[-1]}), stream)
+    assert sequence.extend([*ids, 5, 6]) == ids
+    assert (sequence.finish_reason, stream.text) == ("stop", decode(BYTE_LEVEL, ids[:-1]))
+
+
+@given(texts)
+def test_bytes_of_tokens_add_up_to_the_text(text):
+    """Also where a token holds a part of a character."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=BYTE_LEVEL)
+    ids = encoded(BYTE_LEVEL, text)
+    assert b"".join(token_bytes(tokenizer, token) for token in ids) == text.encode()
+
+
+def test_bytes_of_byte_fallback_tokens_are_raw():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=METASPACE)
+    ids = encoded(METASPACE, "🙂")[-4:]
+    assert b"".join(token_bytes(tokenizer, token) for token in ids) == "🙂".encode()
+
+
+@pytest.mark.parametrize("backend", TOKENIZERS)
+def test_special_tokens_in_messages_are_encoded_as_text(backend, tmp_path):
+    """The template's stay special; markers such as <think> stay tokens everywhere."""
+    raw = Tokenizer.from_str(TOKENIZERS[backend].to_str())
+    raw.add_special_tokens(["</s>"])
+    raw.add_tokens(["<think>"])
+    add_tokenizer(tmp_path, raw)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = "{% for m in messages %}</s><think>{{ m.content }}{% endfor %}"
+    special = raw.token_to_id("</s>")
+    marker = raw.token_to_id("<think>")
+    turns = [{"role": "user", "content": text} for text in ("fox", "the </s> fox", "<think></s>")]
+    ids = encode_chat(tokenizer, turns, {})
+    assert ids.count(special) == 3 and ids.count(marker) == 4
+    rendered = tokenizer.apply_chat_template(turns[:1], tokenize=True, return_dict=False)
+    assert encode_chat(tokenizer, turns[:1], {}) == rendered
+
+
+# Whole generations
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def llm(request, tmp_path_factory):
+    """A model that speaks, with either tokenizer."""
+    path = tmp_path_factory.mktemp("speaking")
+    tokenizer = TOKENIZERS[request.param]
+    CASES["llama"].build(0, vocab_size=tokenizer.get_vocab_size()).save_pretrained(path)
+    add_tokenizer(path, tokenizer)
+    with open_llm(path, max_model_len=256) as llm:
+        yield llm
+
+
+def sampled(**settings):
+    return SamplingParams(max_new_tokens=32, temperature=1.0, seed=4, **settings)
+
+
+@pytest.fixture(scope="module")
+def unstopped(llm):
+    return llm.generate("the quick fox", sampled()).pop()
+
+
+def test_a_texts_prompt_is_encoded_and_its_answer_decoded(llm, unstopped):
+    prompt = llm.tokenizer.encode("the quick fox")
+    assert unstopped.prompt_token_ids == prompt
+    assert unstopped.text
+    if llm.tokenizer.backend_tokenizer.to_str() == BYTE_LEVEL.to_str():
+        assert unstopped.text == answer_of(BYTE_LEVEL, prompt, unstopped.token_ids)
+    assert "".join(piece.text for piece in llm.stream("the quick fox", sampled())) == unstopped.text
+
+
+@pytest.mark.parametrize("n_characters", [1, 4])
+def test_generation_ends_before_a_stop_string(llm, unstopped, n_characters):
+    for start in (2, len(unstopped.text) - n_characters):
+        stop = unstopped.text[start : start + n_characters]
+        output = llm.generate("the quick fox", sampled(stop=("never comes", stop))).pop()
+        assert output.finish_reason == "stop"
+        assert output.text == unstopped.text[: unstopped.text.index(stop)]
+        assert output.token_ids == unstopped.token_ids[: len(output.token_ids)]
+        pieces = list(llm.stream("the quick fox", sampled(stop=("never comes", stop))))
+        assert "".join(piece.text for piece in pieces) == output.text
+        assert pieces[-1].output.token_ids == output.token_ids
+
+
+def test_text_held_back_is_released_at_the_end(llm, unstopped):
+    """The answer ends in what could have begun a stop string."""
+    stop = unstopped.text[-4:] + "#"
+    pieces = list(llm.stream("the quick fox", sampled(stop=(stop,))))
+    assert "".join(piece.text for piece in pieces) == unstopped.text
+    assert pieces[-1].output.finish_reason == "length"
+    assert len(pieces[-1].text) >= 4
+
+
+# Tokenizers of checkpoints
+
+
+def test_a_checkpoint_without_tokenizer_has_none(tmp_path):
+    assert load_tokenizer(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"model": 3}'])
+def test_a_damaged_tokenizer_is_an_error(tmp_path, content):
+    add_tokenizer(tmp_path, BYTE_LEVEL)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_prompts_get_the_special_tokens_of_the_tokenizer(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<s>"])
+    start = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", start)]
+    )
+    add_tokenizer(tmp_path, tokenizer)
+    assert encode(load_tokenizer(tmp_path), "the fox") == [start, *encoded(tokenizer, "the fox")]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "no_such_model"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        "TokenizersBackend",
+        "PreTrainedTokenizerFast",
+        "LlamaTokenizer",
+        "LlamaTokenizerFast",
+        "Qwen2Tokenizer",
+        None,
+    ],
+)
+def test_a_tokenizer_is_the_one_that_transformers_takes_by_the_whole_config(tmp_path, kind, named):
+    """Whatever class its config names, with the model's type alone."""
+    add_tokenizer(tmp_path, BYTE_LEVEL)
+    (tmp_path / "config.json").write_text(json.dumps(llama_config(model_type=kind)))
+    about = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"tokenizer_class": named}))
+    ours = load_tokenizer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = "The quick  brown fox, naïve\n"
+    assert type(ours) is type(theirs)
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+
+
+def test_a_chat_goes_through_the_template(tmp_path):
+    add_tokenizer(tmp_path, BYTE_LEVEL)
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(PromptError, match="template"):
+        encode_chat(tokenizer, HELLO, {})
+    tokenizer.chat_template = (
+        "{{ messages[0].role }}: {{ messages[0].content }}{% if add_generation_prompt %} answer:{%"
+        " endif %}"
+    )
+    options = {"add_generation_prompt": True}
+    assert encode_chat(tokenizer, HELLO, options) == encoded(BYTE_LEVEL, "user: hello answer:")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('no\nsystem turn') }}", "no system turn"),
+        ("{{ raise_exception('x' * 99999) }}", "xxx"),
+        ("{% for %}", "Expected"),
+        ("{{ nothing.at.all }}", "undefined"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ raise_exception.__globals__['os'].system('true') }}", "unsafe|undefined"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_one_sentence(tmp_path, template, said):
+    add_tokenizer(tmp_path, BYTE_LEVEL)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = template
+    with pytest.raises(PromptError, match=said) as caught:
+        encode_chat(tokenizer, HELLO, {})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500

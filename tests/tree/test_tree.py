@@ -1,0 +1,137 @@
+"""Trees: their derived shape against the plain definition."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tiny import random_tree
+
+from offload_rt.tree.topology import DraftTree, GrowingTree, SampledNodes, Topology
+
+trees = st.builds(random_tree, st.integers(1, 24), st.integers(0, 2**31))
+chains = st.builds(Topology.chain, st.integers(1, 24))
+
+
+def visible(topology, start, stop):
+    """(stop - start, stop) bool: which of nodes [0, stop) the nodes [start, stop) attend to."""
+    mask = topology.mask(start, stop, 0).dense()
+    return torch.ones(stop - start, stop, dtype=torch.bool) if mask is None else mask
+
+
+def ancestors(topology, node):
+    """The node and all above it."""
+    found = set()
+    while node >= 0:
+        found.add(node)
+        node = int(topology.parents[node])
+    return found
+
+
+@given(trees | chains, st.data())
+def test_a_row_sees_itself_and_its_ancestors(topology, data):
+    start = data.draw(st.integers(0, len(topology) - 1))
+    stop = data.draw(st.integers(start + 1, len(topology)))
+    seen = visible(topology, start, stop)
+    assert seen.dtype == torch.bool and seen.shape == (stop - start, stop)
+    for row in range(start, stop):
+        assert set(seen[row - start].nonzero().ravel().tolist()) == ancestors(topology, row)
+
+
+@given(trees | chains)
+def test_depths_and_children(topology):
+    n = len(topology)
+    assert [len(ancestors(topology, node)) - 1 for node in range(n)] == topology.depths.tolist()
+    for node in range(n):
+        assert list(topology.children[node]) == [
+            child for child in range(n) if topology.parents[child] == node
+        ]
+    assert topology.is_chain == all(
+        len(children) == (node < n - 1) for node, children in enumerate(topology.children)
+    )
+
+
+@given(trees | chains, st.integers(0, 9))
+def test_a_tree_below_a_chain(topology, n):
+    longer = topology.after_chain(n)
+    assert len(longer) == n + len(topology)
+    assert longer.parents[:n].tolist() == list(range(-1, n - 1))
+    for node in range(len(topology)):
+        above = {one + n for one in ancestors(topology, node)}
+        assert ancestors(longer, n + node) == set(range(n)) | above
+
+
+def test_a_long_prompt_above_a_tree_makes_no_mask_of_its_length_squared():
+    n = 1_000_000  # squared: a terabyte
+    seen = visible(Topology(np.array([-1, 0, 0, 1])).after_chain(n), n + 1, n + 4)
+    assert seen[:, : n + 1].all()
+    assert seen[:, n + 1 :].tolist() == [
+        [True, False, False],
+        [False, True, False],
+        [True, False, True],
+    ]
+
+
+@given(trees | chains, st.data())
+def test_a_tree_that_grows_sees_what_the_whole_one_does(topology, data):
+    """A level or a part of one at a time, also after another tree at the same place."""
+    order = np.argsort(topology.depths, kind="stable")
+    place = np.argsort(order)
+    tree = Topology(np.array([-1, *place[topology.parents[order[1:]]]]))
+    growing = GrowingTree(len(tree) + 9)
+    growing.add(np.zeros(len(tree) + 8))
+    growing.clear()
+    start = 0
+    while start < len(tree):
+        most = next(
+            (node for node in range(start + 1, len(tree)) if tree.parents[node] >= start), len(tree)
+        )
+        stop = data.draw(st.integers(start + 1, most))
+        assert growing.add(tree.parents[max(start, 1) : stop]) == range(max(start, 1), stop)
+        mask = growing.mask(start, stop, 3)
+        seen = (
+            torch.ones(stop - start, 3 + stop, dtype=torch.bool)
+            if mask.dense() is None
+            else mask.dense()
+        )
+        assert seen[:, :3].all() and torch.equal(seen[:, 3:], visible(tree, start, stop))
+        assert growing.depths.tolist() == tree.depths[:stop].tolist()
+        start = stop
+
+
+@given(trees)
+def test_the_tokens_of_a_path_leave_out_the_root(topology):
+    tokens = torch.arange(len(topology)) + 100
+    tree = DraftTree(topology, tokens)
+    for node in range(len(topology)):
+        assert tree.path_to(node) == sorted(one + 100 for one in ancestors(topology, node) if one)
+
+
+@given(trees, st.data())
+def test_the_candidates_are_the_first_nodes(topology, data):
+    n = len(topology)
+    n_unverified = data.draw(st.integers(0, len(topology) - 1))
+    sampled = SampledNodes(np.arange(n) > 0, torch.rand(n, 3), np.arange(n))
+    tree = DraftTree(topology, torch.arange(n), sampled, 2.0, n_unverified)
+    cut = tree.candidates()
+    assert len(cut.topology) == n - n_unverified and cut.n_unverified == 0
+    for node in range(n - n_unverified):
+        assert cut.path_to(node) == tree.path_to(node)
+    assert cut.sampled.is_sampled.shape == cut.sampled.row_of.shape == cut.tokens.shape
+    assert cut.expected == tree.expected
+
+
+def test_the_root_is_always_a_candidate():
+    with pytest.raises(AssertionError):
+        DraftTree(Topology.chain(3), torch.arange(3), n_unverified=3)
+
+
+@pytest.mark.parametrize("parents", [[], [0], [-1, 1], [-1, -1], [-1, 0, 2], [-1, 0, 3, 2], [[-1]]])
+def test_what_is_no_tree_is_refused(parents):
+    with pytest.raises(AssertionError):
+        Topology(np.array(parents, dtype=np.int64))
+
+
+def test_a_tree_has_one_token_a_node():
+    with pytest.raises(AssertionError):
+        DraftTree(Topology.chain(3), torch.arange(2))

@@ -1,0 +1,607 @@
+"""A checkpoint is checked before a weight moves, and each fault is told in one sentence that names
+the thing.
+"""
+
+import functools
+import json
+import math
+import os
+import resource
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import (
+    Entries,
+    dealt,
+    entries_of,
+    file_bytes,
+    llama_config,
+    llama_tensors,
+    raw_bytes,
+    write_checkpoint,
+    write_file,
+    write_sharded,
+)
+from torch import Tensor
+
+from offload_rt.engine import engine_plan
+from offload_rt.errors import CheckpointError, LinkError, OffloadError, UnsupportedModelError
+from offload_rt.llm import LLM
+from offload_rt.models.families import spec_of
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint
+from offload_rt.weights.header import read_header
+from offload_rt.weights.layout import host_block
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+LAST = "model.layers.2.input_layernorm.weight"
+SHARD_1 = "model-00001-of-00002.safetensors"
+SHARD_2 = "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@functools.cache
+def _sound() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = llama_config()
+    return config, llama_tensors(config)
+
+
+def _single(directory: Path, **changes: Any) -> Path:
+    config, tensors = _sound()
+    return write_checkpoint(directory, {**config, **changes}, tensors)
+
+
+def _sharded(directory: Path) -> Path:
+    config, tensors = _sound()
+    return write_sharded(directory, config, tensors, dealt(tensors, 2))
+
+
+def _refused(directory: Path, kind: type[OffloadError], *words: str) -> None:
+    with pytest.raises(OffloadError) as caught:
+        open_checkpoint(directory)
+    assert type(caught.value) is kind
+    assert caught.value.exit_code == 2
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+# What is sound opens.
+
+
+@pytest.mark.parametrize("make", [_single, _sharded])
+def test_a_sound_checkpoint_opens_with_every_tensor_in_its_place(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(make(tmp_path))
+    _, tensors = _sound()
+    assert checkpoint.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+    for i, layer in enumerate(checkpoint.layers):
+        wanted = [name for name, _ in checkpoint.spec.layer_tensors(i)]
+        assert [record.key for record in layer] == wanted
+        assert [record.name for record in layer] == [f"model.layers.{i}.{name}" for name in wanted]
+    assert [record.name for record in checkpoint.non_layer] == [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ]
+    for record in (
+        *(record for layer in checkpoint.layers for record in layer),
+        *checkpoint.non_layer,
+    ):
+        assert record.path.read_bytes()[record.start : record.stop] == raw_bytes(
+            tensors[record.name]
+        ), record.name
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_tolerated(tmp_path: Path) -> None:
+    config, tensors = _sound()
+    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)}
+    assert (
+        open_checkpoint(write_checkpoint(tmp_path, config, {**tensors, **old})).spec.n_layers == 3
+    )
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_tied_checkpoint_may_store_its_head(stored: bool, tmp_path: Path) -> None:
+    config, tensors = _sound()
+    kept = {name: tensor for name, tensor in tensors.items() if stored or name != "lm_head.weight"}
+    checkpoint = open_checkpoint(
+        write_checkpoint(tmp_path, {**config, "tie_word_embeddings": True}, kept)
+    )
+    assert [record.name for record in checkpoint.non_layer] == [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    ]
+
+
+def test_auto_map_is_ignored_and_its_code_not_run(tmp_path: Path) -> None:
+    _single(tmp_path, auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with LLM(str(tmp_path), device="cpu") as llm:
+        assert llm.plan.tiers.count("device") == 3
+    assert not (tmp_path / "ran").exists()
+
+
+def test_safetensors_are_taken_where_pickles_lie_beside_them(tmp_path: Path) -> None:
+    _single(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not looked at")
+    assert open_checkpoint(tmp_path).spec.n_layers == 3
+
+
+# config.json
+
+
+def _config_text(text: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / "config.json").write_text(text) and None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda directory: (directory / "config.json").unlink(), ["config.json", "No such file"]),
+        (_config_text("{"), ["config.json", "not JSON"]),
+        (_config_text("[" * 100_000), ["config.json", "not JSON"]),
+        (_config_text("[1]"), ["config.json", "object"]),
+        (
+            lambda directory: (directory / "config.json").write_bytes(b"\xff\xfe\x00"),
+            ["config.json", "not JSON"],
+        ),
+    ],
+    ids=["missing", "cut", "deep", "list", "binary"],
+)
+def test_a_config_that_cannot_be_read_is_refused(
+    spoil: Callable[[Path], None], words: list[str], tmp_path: Path
+) -> None:
+    _single(tmp_path)
+    spoil(tmp_path)
+    _refused(tmp_path, CheckpointError, *words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"frobnicate": 1}, ["'frobnicate'"]),
+        ({"model_type": "gpt_new"}, ["'gpt_new'", "transformers"]),
+        ({"model_type": None}, ["model_type"]),
+        ({"model_type": ["llama"]}, ["model_type"]),
+        ({"model_type": "_spec"}, ["'_spec'"]),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
+        ({"quantization_config": {"quant_method": "exl3"}}, ["'quantization_config'"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope"]),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, ["spiral"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "wobble": 1}}, ["wobble"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["factor"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope"]),
+        ({"rope_theta": "big"}, ["rope_theta"]),
+        ({"hidden_act": "gelu"}, ["gelu", "silu"]),
+        ({"num_hidden_layers": None}, ["'num_hidden_layers'"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
+        ({"num_hidden_layers": "3"}, ["num_hidden_layers"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads"]),
+        ({"head_dim": 3}, ["head_dim"]),
+        ({"head_dim": 10**12}, ["head_dim"]),
+        ({"num_hidden_layers": 10**12}, ["num_hidden_layers"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps"]),
+        ({"torch_dtype": "int8"}, ["int8"]),
+        ({"torch_dtype": "float7"}, ["float7"]),
+    ],
+    ids=lambda value: (
+        "-".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else ""
+    ),
+)
+def test_a_config_that_is_not_understood_is_refused(
+    changes: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    _single(tmp_path, **changes)
+    _refused(tmp_path, UnsupportedModelError, *words)
+
+
+# Which files there are.
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ((), ["no weights at all"]),
+        (("pytorch_model.bin",), ["pytorch_model.bin", "safetensors"]),
+        (("x.gguf",), ["x.gguf"]),
+    ],
+)
+def test_a_directory_without_safetensors_is_refused(
+    names: tuple[str, ...], words: list[str], tmp_path: Path
+) -> None:
+    _single(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for name in names:
+        (tmp_path / name).write_bytes(b"\x80\x04.")
+    _refused(tmp_path, CheckpointError, *words)
+
+
+def _edit_index(directory: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    index = json.loads((directory / INDEX).read_text())
+    edit(index)
+    (directory / INDEX).write_text(json.dumps(index))
+
+
+def _swap(index: dict[str, Any]) -> None:
+    where = index["weight_map"]
+    where[DOWN] = SHARD_1 if where[DOWN] == SHARD_2 else SHARD_2
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (_swap, [DOWN, "but it is not"]),
+        (lambda index: index["weight_map"].update({"model.layers.0.ghost.weight": SHARD_1}),
+            ["ghost", SHARD_1]),
+        (lambda index: index["weight_map"].pop(DOWN), [DOWN, "missing"]),
+        (
+            lambda index: index["weight_map"].update({DOWN: "model-00003-of-00002.safetensors"}),
+            ["model-00003", "missing"],
+        ),
+        (lambda index: index.pop("weight_map"), ["weight_map"]),
+        (lambda index: index["weight_map"].clear(), ["weight_map"]),
+        (lambda index: index.update(weight_map=[1]), ["weight_map"]),
+        (lambda index: index["weight_map"].update({DOWN: 7}), [DOWN]),
+        (lambda index: index["weight_map"].update({DOWN: "a\nb.safetensors"}), ["missing"]),
+        *(
+            (lambda index, shard=shard: index["weight_map"].update({DOWN: shard}),
+                [DOWN, "no file name"])
+            for shard in ("../outside.safetensors", "/etc/outside.safetensors",
+                "sub/inside.safetensors")
+        ),
+        *((lambda index, shard=shard: index["weight_map"].update({DOWN: shard}),
+            []) for shard in ("..", "", "w.bin")),
+    ],
+)  # fmt: skip
+def test_an_index_that_lies_is_refused(
+    edit: Callable[[dict[str, Any]], Any], words: list[str], tmp_path: Path
+) -> None:
+    _sharded(tmp_path / "model")
+    for place in (tmp_path, tmp_path / "model"):
+        (place / "sub").mkdir(exist_ok=True)
+        write_file(place / "sub" / "inside.safetensors", {})
+        write_file(place / "outside.safetensors", {})
+    _edit_index(tmp_path / "model", edit)
+    _refused(tmp_path / "model", CheckpointError, *words)
+
+
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
+    _sharded(tmp_path)
+    (tmp_path / SHARD_2).unlink()
+    _refused(tmp_path, CheckpointError, f"shard {SHARD_2} is missing")
+
+
+def test_a_shard_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    _sharded(tmp_path)
+    (tmp_path / SHARD_2).unlink()
+    (tmp_path / SHARD_2).mkdir()
+    _refused(tmp_path, CheckpointError, SHARD_2)
+
+
+# Which tensors there are.
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda tensors: tensors.pop(DOWN), [DOWN, "missing"]),
+        (lambda tensors: tensors.pop("lm_head.weight"), ["lm_head.weight", "missing"]),
+        (lambda tensors: tensors.update({"model.layers.1.extra.weight": torch.ones(2)}),
+            ["model.layers.1.extra.weight"]),
+        (lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}),
+            ["q_proj.bias"]),
+        (lambda tensors: tensors.update({DOWN: torch.ones(16, 23)}),
+            [DOWN, "misshapen", "[16, 24]", "[16, 23]"]),
+        (lambda tensors: tensors.update({DOWN: torch.ones(24, 16)}), [DOWN, "misshapen"]),
+        (lambda tensors: tensors.update({LAST: torch.ones(1, 16)}), [LAST, "misshapen"]),
+        (lambda tensors: tensors.update({DOWN: torch.ones(16, 24, dtype=torch.int8)}),
+            [DOWN, "I8"]),
+        (lambda tensors: [tensors.pop(name) for name in list(tensors) if ".2." in name],
+            ["model.layers.2", "config.json"]),
+        (lambda tensors: tensors.update({LAST.replace("2", "3"): torch.ones(16)}),
+            ["model.layers.3", "config.json"]),
+        (lambda tensors: [tensors.pop(name) for name in list(tensors) if ".1." in name],
+            ["model.layers.1", "missing"]),
+        (lambda tensors: tensors.update({f"model.layers.{'9' * 5000}.x": torch.ones(1)}),
+            ["model.layers.999"]),
+    ],
+    ids=[
+        "missing", "no "
+                   "head", "extra", "extra "
+                                    "bias", "misshapen", "transposed", "rank", "dtype",
+                                    "fewer layers", "more layers",
+        "layer missing in the middle", "endless layer number",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("n_shards", [1, 2])
+def test_tensors_that_do_not_belong_to_the_config_are_refused(
+    n_shards: int, edit: Callable[[dict[str, Tensor]], Any], words: list[str], tmp_path: Path
+) -> None:
+    config, tensors = _sound()
+    tensors = dict(tensors)
+    edit(tensors)
+    if n_shards == 1:
+        write_checkpoint(tmp_path, config, tensors)
+    else:
+        write_sharded(tmp_path, config, tensors, dealt(tensors, n_shards))
+    _refused(tmp_path, CheckpointError, *words)
+
+
+# The header of a file.
+
+
+def _spoilt(directory: Path, edit: Callable[[Entries], Any], tail: bytes = b"") -> Path:
+    """A checkpoint whose header went through `edit`, which returns a new one or None."""
+    config, tensors = _sound()
+    entries, data = entries_of(tensors)
+    header = edit(entries) or entries
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").write_bytes(file_bytes(header, data + tail))
+    return directory
+
+
+def _shift(name: str, begin: int, end: int) -> Callable[[Entries], None]:
+    def edit(entries: Entries) -> None:
+        a, b = entries[name]["data_offsets"]
+        entries[name]["data_offsets"] = [a + begin, b + end]
+
+    return edit
+
+
+def _set(name: str, **values: Any) -> Callable[[Entries], None]:
+    return lambda entries: entries[name].update(values)
+
+
+@pytest.mark.parametrize(
+    ("edit", "tail"),
+    [
+        (_shift(DOWN, -4, -4), b""),
+        (_shift("lm_head.weight", 4, 4), b"\0\0\0\0"),
+        (_shift(DOWN, 0, 4), b""),
+        (_set(DOWN, data_offsets=[8, 4]), b""),
+        (_set(DOWN, shape=[2**62] * 400), b""),
+        (_set(DOWN, dtype="F16"), b""),
+        (_set(DOWN, dtype="F9"), b""),
+        (lambda entries: entries.update({DOWN: 7}), b""),
+        (lambda entries: "[1, 2]", b""),
+        (lambda entries: "{" * 200_000, b""),
+        (lambda entries: json.dumps(entries)[:-1], b""),
+        (lambda entries: None, b"\0"),
+    ],
+    ids=[
+        "overlap", "hole", "size", "backwards", "overflow", "dtype "
+                                                            "size", "unknown "
+                                                                    "dtype", "number for "
+                                                                             "entry", "list",
+        "deep", "cut", "longer",
+    ],
+)  # fmt: skip
+def test_a_header_that_is_damaged_is_refused(
+    edit: Callable[[Entries], Any], tail: bytes, tmp_path: Path
+) -> None:
+    _refused(_spoilt(tmp_path, edit, tail), CheckpointError, "model.safetensors is damaged")
+
+
+@pytest.mark.parametrize("n_lost", [1, 4, 4096, 10**9])
+@pytest.mark.parametrize("make", [_single, _sharded])
+def test_a_file_that_is_cut_short_is_refused(
+    make: Callable[[Path], Path], n_lost: int, tmp_path: Path
+) -> None:
+    path = max(make(tmp_path).glob("*.safetensors"))
+    os.truncate(path, max(path.stat().st_size - n_lost, 0))
+    _refused(tmp_path, CheckpointError, path.name)
+
+
+@pytest.mark.parametrize("length", [0, 10**8, 10**8 + 1, 2**63, 2**64 - 1])
+def test_a_header_of_an_impossible_length_is_refused_without_reading_it(
+    length: int, tmp_path: Path
+) -> None:
+    path = _single(tmp_path) / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
+    _refused(tmp_path, CheckpointError, path.name)
+
+
+def test_opening_reads_no_weights(tmp_path: Path) -> None:
+    """Four gigabytes that lie nowhere: a sparse file whose header is sound."""
+    config = llama_config(vocab_size=2**24, hidden_size=32)
+    model = spec_of(config)
+    shapes = {
+        model.layer_prefix(i) + name: shape
+        for i in range(3)
+        for name, shape in model.layer_tensors(i)
+    }
+    entries = {}
+    end = 0
+    for name, shape in (shapes | dict(model.non_layer_tensors())).items():
+        entries[name] = {
+            "dtype": "F32",
+            "shape": shape,
+            "data_offsets": [end, end + 4 * math.prod(shape)],
+        }
+        end += 4 * math.prod(shape)
+    write_checkpoint(tmp_path, config, {})
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_bytes(entries, b""))
+    os.truncate(path, path.stat().st_size + end)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    assert open_checkpoint(tmp_path).nbytes == end > 4e9
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    # Each page of the file that is looked at is mapped by a fault, and counts as memory of the
+    # process.
+    assert after.ru_maxrss - before.ru_maxrss < 100 << 10
+
+
+def check_bytes(layers: Any, settings: ReadSettings | None = None, backwards: bool = False) -> None:
+    """What the disk tier reads is what lies in the files, in whatever order it is read."""
+    tier = DiskTier(layers, settings)
+    for i, records in enumerate(layers):
+        layout = tier.layout(i)
+        block = host_block(layout.nbytes)
+        block.fill_(0xA5)
+        for read in tier.reads(i, block)[:: -1 if backwards else 1]:
+            read()
+        views = layout.views(block)
+        for record in records:
+            assert (
+                raw_bytes(views[record.key]) == record.path.read_bytes()[record.start : record.stop]
+            ), (i, record.key)
+    tier.close()
+
+
+# Which weights they are.
+
+
+def test_copies_and_other_shards_are_the_same_checkpoint(tmp_path: Path) -> None:
+    single = _single(tmp_path / "single")
+    sharded = _sharded(tmp_path / "sharded")
+    copy = Path(shutil.copytree(single, tmp_path / "copy", copy_function=shutil.copyfile))
+    assert len({open_checkpoint(one).identity for one in (single, sharded, copy)}) == 1
+    assert len(open_checkpoint(single).identity) == 24
+
+
+@pytest.mark.parametrize("name", [DOWN, "model.norm.weight", "lm_head.weight"])
+def test_a_fine_tune_is_another_checkpoint(name: str, tmp_path: Path) -> None:
+    """Of the same config, shapes and sizes; one tensor is a little off."""
+    config, tensors = _sound()
+    tuned = {**tensors, name: tensors[name] * 1.001}
+    base = _single(tmp_path / "base")
+    other = write_checkpoint(tmp_path / "tuned", config, tuned)
+    assert open_checkpoint(base).identity != open_checkpoint(other).identity
+
+
+def test_another_config_is_another_checkpoint(tmp_path: Path) -> None:
+    one = _single(tmp_path / "one")
+    other = _single(tmp_path / "other", rope_theta=5e5)
+    assert open_checkpoint(one).identity != open_checkpoint(other).identity
+
+
+# Nothing moves before all is checked.
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.down_proj.weight", "lm_head.weight"])
+def test_no_weight_is_read_from_a_faulty_checkpoint(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, tensors = _sound()
+    write_checkpoint(
+        tmp_path, config, {key: tensor for key, tensor in tensors.items() if key != name}
+    )
+
+    def touched(*args: object) -> None:
+        raise AssertionError("a weight was about to move")
+
+    monkeypatch.setattr(engine_plan, "DiskTier", touched)
+    with pytest.raises(CheckpointError, match=name):
+        LLM(str(tmp_path), device="cpu")
+
+
+def test_a_file_lost_between_check_and_load_is_an_error_of_the_link(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(_single(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(LinkError, match=r"model\.safetensors"):
+        DiskTier(checkpoint.layers)
+
+
+# Data that starts anywhere.
+
+
+@pytest.mark.parametrize("request_nbytes", [4096, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("odd", range(8))
+def test_data_at_odd_offsets_is_read_right(
+    odd: int, dtype: torch.dtype, request_nbytes: int, tmp_path: Path
+) -> None:
+    config = llama_config(hidden_size=32, intermediate_size=160)
+    checkpoint = open_checkpoint(
+        write_checkpoint(tmp_path, config, llama_tensors(config, dtype), odd)
+    )
+    assert {record.start % 8 for record in checkpoint.layers[0]} == {odd}
+    check_bytes(checkpoint.layers, ReadSettings(request_nbytes, 2))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("phase", [256, 2304, 3840])
+def test_a_packed_tensor_that_happens_to_lie_in_phase_spoils_no_other(
+    phase: int, backwards: bool, tmp_path: Path
+) -> None:
+    """Read by whole pages, a tensor that lies at the same place of a page in file and block would
+    spoil its neighbours.
+    """
+    before = 4096 + 2
+    between = (phase - 4096 - 2 - phase) % 4096
+    tensors = {
+        "first": torch.zeros(1, dtype=torch.bfloat16),
+        "crooked": torch.arange(phase // 4, dtype=torch.float32),
+        "between": torch.ones(between // 2, dtype=torch.bfloat16),
+        "in phase": torch.arange(1000).to(torch.bfloat16),
+        "behind": torch.arange(300).to(torch.bfloat16),
+    }
+    entries, data = entries_of(tensors)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_bytes(json.dumps(entries).ljust(4096 - 8), data))
+    records = read_header(path)
+    assert records["crooked"].start == before
+    assert records["in phase"].start % 4096 == phase
+    check_bytes(
+        [[records[name] for name in ("crooked", "in phase", "behind")]], backwards=backwards
+    )
+
+
+# Where a checkpoint is looked for.
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "/no/such/place",
+        "./no-such-place",
+        "~/no-such-place",
+        "~no-such-user/x",
+        "a/b/c",
+        "a\0b",
+        "x" * 5000,
+    ],
+)
+def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointError):
+        locate(model)
+
+
+@pytest.mark.parametrize("model", ["org/name", "name", "not a hub id!"])
+def test_a_hub_id_that_is_not_cached_is_refused_offline(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=model):
+        locate(model, offline=True)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "wanted"),
+    [
+        (None, 2, {2}),
+        (None, [2, 5], {2, 5}),
+        ([7, 8], 2, {7, 8}),
+        (9, [2], {9}),
+        (None, None, set()),
+    ],
+)
+def test_every_end_id_counts_and_the_generation_config_goes_first(
+    generation: Any, config: Any, wanted: set[int], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert end_ids(tmp_path) == wanted

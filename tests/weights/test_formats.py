@@ -1,0 +1,641 @@
+"""Quantised checkpoints: every weight is what the format's own reference makes of it, and so are
+the tokens.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantize
+import torch
+from quantize import Choice, config_of, pack, quantized, write
+from safetensors.torch import load_file, save_file
+from support import emulated
+from support.checkpoints import llama_config, llama_tensors, write_checkpoint
+from support.checkpoints import pack as pack_block
+from support.pretended_card import pretended_card
+from support.tiny import generate, open_llm, prompt_of
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.dtypes import DType
+from offload_rt.engine.memory_plan import Sizes
+from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
+from offload_rt.ops import extension, linear_cpu
+from offload_rt.ops.linear import dequantize
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.formats import Source, WeightFormat, format_of
+from offload_rt.weights.header import read_header
+
+CHOICES = [
+    Choice("pack-quantized"),
+    Choice("pack-quantized", symmetric=True),
+    Choice("pack-quantized", group_size=40),
+    Choice("pack-quantized", group_size=-1),
+    Choice("pack-quantized", desc_act=True),
+    *(Choice("pack-quantized", bits) for bits in (2, 3, 5, 6, 7, 8)),
+    Choice("int-quantized", group_size=-1),
+    Choice("int-quantized", symmetric=True),
+    Choice("float-quantized"),
+    Choice("mxfp4-pack-quantized"),
+    Choice("fp8"),
+    Choice("fp8", group_size=40),
+    Choice("awq"),
+    Choice("awq", group_size=-1),
+    *(Choice("gptq", bits) for bits in (2, 3, 4, 8)),
+    Choice("gptq", symmetric=True, desc_act=True),
+    Choice("gptq", group_size=40),
+    Choice("gptq", group_size=-1, desc_act=True),
+    Choice("gptq_v2", 3, desc_act=True),
+    Choice("gptq_v2"),
+    Choice("nf4"),
+    Choice("nf4", symmetric=True),
+]
+ONE_OF_EACH = [
+    Choice("pack-quantized", desc_act=True), Choice("int-quantized"), Choice("float-quantized"),
+    Choice("mxfp4-pack-quantized"),
+    Choice("fp8"), Choice("awq"), Choice("gptq", desc_act=True), Choice("gptq_v2", 3),
+    Choice("nf4"),
+]  # fmt: skip
+MODULE = "mlp.down_proj"
+SHAPE = (72, 96)
+
+
+def id_of(choice: object) -> str | None:
+    if not isinstance(choice, Choice):
+        return None
+    flags = ("-sym" if choice.symmetric else "") + ("-act" if choice.desc_act else "")
+    return f"{choice.format}-{choice.bits}-{choice.group_size}{flags}"
+
+
+def one_matrix(
+    folder: Path, choice: Choice, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Tensor, Source]:
+    """Its stored tensors, what they stand for, and the file of them."""
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(choice.bits)).to(dtype) / 10
+    stored, exact = quantized({f"{MODULE}.weight": weight}, choice)
+    save_file(stored, folder / "model.safetensors")
+    return stored, exact[f"{MODULE}.weight"], Source(read_header(folder / "model.safetensors"))
+
+
+def view_of(
+    fmt: WeightFormat, source: Source, stored: dict[str, Tensor], dtype: torch.dtype
+) -> Any:
+    """The view of a block that holds one matrix."""
+    packed = pack_block(
+        {one.key: stored[one.name] for one in fmt.stored(f"{MODULE}.weight", SHAPE, None, source)}
+    )
+    return fmt.view(packed.layout, packed.block, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("choice", CHOICES, ids=id_of)
+def test_weights_are_dequantised_exactly(
+    choice: Choice, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Product in the dtype of the scales, one rounding, then the dtype of the computation."""
+    stored, exact, source = one_matrix(tmp_path, choice, dtype)
+    for computed_in in (torch.float32, torch.bfloat16, torch.float16):
+        fmt = format_of(config_of(choice))
+        view = view_of(fmt, source, stored, computed_in)
+        weight = view.rows(torch.arange(SHAPE[0]), MODULE)
+        assert torch.equal(weight, exact.to(computed_in))
+        assert torch.equal(view.linear(torch.eye(SHAPE[1]).to(computed_in), MODULE).T, weight)
+        x = torch.randn(3, SHAPE[1]).to(computed_in)
+        # Products may use the values before they are rounded to the dtype of the computation.
+        error = (view.linear(x, MODULE).double() - x.double() @ exact.double().T).abs()
+        size = x.double().abs() @ exact.double().abs().T
+        assert (
+            float((error / size).max())
+            < {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[computed_in]
+        )
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=id_of)
+def test_the_kernels_of_a_card_give_the_same_weights(
+    choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Emulated thread by thread."""
+    library = getattr(torch.ops, emulated.load())
+    monkeypatch.setattr(extension, "serves", lambda _: True)
+    monkeypatch.setattr(extension, "kernels", lambda: library)
+    monkeypatch.setattr(linear_cpu, "serves", lambda *_: False)
+    stored, exact, source = one_matrix(tmp_path, choice, torch.bfloat16)
+    view = view_of(format_of(config_of(choice)), source, stored, torch.bfloat16)
+    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact.bfloat16())
+
+
+@pytest.mark.parametrize("choice", [one for one in CHOICES if "quantized" in one.format], ids=id_of)
+def test_compressed_tensors_decompresses_to_the_same(choice: Choice, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    if choice.desc_act or (choice.group_size > 0 and SHAPE[1] % choice.group_size):
+        pytest.skip("the package knows neither order nor ragged groups any more")
+    stored, _, source = one_matrix(tmp_path, choice, torch.bfloat16)
+    state = {name.removeprefix(f"{MODULE}."): tensor for name, tensor in stored.items()}
+    scheme = QuantizationScheme(**config_of(choice)["config_groups"]["group_0"])
+    expected = BaseCompressor.get_value_from_registry(choice.format).decompress(state, scheme)[
+        "weight"
+    ]
+    view = view_of(format_of(config_of(choice)), source, stored, torch.bfloat16)
+    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), expected)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "size"), [(4, 32), (8, -1), (3, 32), (4, -1)])
+def test_what_compressed_tensors_packs_is_read(
+    bits: int, size: int, symmetric: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
+
+    config = config_of(Choice("pack-quantized", bits, size, symmetric))
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    n_groups = SHAPE[1] // size if size > 0 else 1
+    weight = torch.randn(SHAPE).bfloat16()
+    scale = torch.rand(SHAPE[0], n_groups).bfloat16() / 4
+    zero = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), scale.shape).to(torch.int8)
+    zero = None if symmetric else zero
+    state = {"weight": weight, "weight_scale": scale} | (
+        {} if zero is None else {"weight_zero_point": zero}
+    )
+    packed = BaseCompressor.get_value_from_registry("pack-quantized").compress(state, scheme)
+    codes = quantize(weight, scale, zero, scheme.weights, torch.int8)
+    expected = dequantize(codes, scale, zero, scheme.weights)
+    stored = {f"{MODULE}.{name}": tensor.contiguous() for name, tensor in packed.items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    view = view_of(
+        format_of(config),
+        Source(read_header(tmp_path / "model.safetensors")),
+        stored,
+        torch.bfloat16,
+    )
+    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), expected)
+
+
+@pytest.mark.parametrize("size", [32, 96])
+def test_awq_is_what_its_conversion_to_compressed_tensors_is(size: int, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+
+    choice = Choice("awq", group_size=size)
+    stored, _, source = one_matrix(tmp_path, choice, torch.float16)
+    converter = AutoAWQConverter.from_autoawq_config(config_of(choice))
+    converted = {
+        name.removeprefix(f"{MODULE}."): tensor
+        for name, tensor in converter.process(dict(stored)).items()
+    }
+    scheme = converter._build_quant_config().config_groups["config_group_0"]
+    expected = BaseCompressor.get_value_from_registry("pack-quantized").decompress(
+        converted, scheme
+    )["weight"]
+    view = view_of(format_of(config_of(choice)), source, stored, torch.float16)
+    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), expected)
+
+
+def test_transformers_dequantises_float8_to_the_same(tmp_path: Path) -> None:
+    choice = Choice("fp8", group_size=24)
+    stored, _, source = one_matrix(tmp_path, choice, torch.bfloat16)
+    codes, scales = (stored[f"{MODULE}.{name}"] for name in ("weight", "weight_scale_inv"))
+    expected = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
+    view = view_of(format_of(config_of(choice)), source, stored, torch.bfloat16)
+    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), expected)
+
+
+def test_three_bits_are_packed_as_autogptq_packs_them() -> None:
+    """Its loop over the words of a column, which cuts the 11th and the 22nd of 32 codes."""
+    codes = torch.randint(8, (64, 5), generator=torch.Generator().manual_seed(0))
+    words = [torch.zeros(5, dtype=torch.int64) for _ in range(6)]
+    i = 0
+    for row in range(0, 6, 3):
+        for part, (n, first) in enumerate([(10, 0), (10, 1), (10, 2)]):
+            for j in range(n):
+                words[row + part] |= codes[i + j] << (3 * j + first)
+            i += n
+            if part == 0:
+                words[row] |= (codes[i] & 3) << 30
+                words[row + 1] |= codes[i] >> 2 & 1
+            elif part == 1:
+                words[row + 1] |= (codes[i] & 1) << 31
+                words[row + 2] |= codes[i] >> 1 & 3
+            i += part < 2
+    assert torch.equal(pack(codes.T, 3).T.long() & 0xFFFFFFFF, torch.stack(words))
+
+
+@pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
+def test_only_the_requested_rows_are_dequantised(
+    choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, exact, source = one_matrix(tmp_path, choice, torch.bfloat16)
+    view = view_of(format_of(config_of(choice)), source, stored, torch.bfloat16)
+    written: list[int] = []
+
+    def counted(weight: Any, out: Tensor, rows: Tensor) -> Tensor:
+        written.append(out.numel())
+        return dequantize(weight, out, rows)
+
+    monkeypatch.setattr("offload_rt.ops.linear.dequantize", counted)
+    ids = torch.tensor([71, 0, 41, 71])
+    assert torch.equal(view.rows(ids, MODULE), exact.bfloat16()[ids])
+    assert written == [4 * SHAPE[1]]
+
+
+# A checkpoint, from the disk to the tokens
+
+
+def tiny_model(folder: Path, choice: Choice) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """A quantised Llama, its config, and the plain weights that compute the same."""
+    config = llama_config(
+        num_hidden_layers=4,
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=16,
+        max_position_embeddings=256,
+        eos_token_id=None,
+    )
+    # wide, so that texts vary
+    tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}
+    write_checkpoint(folder / "plain", config, tensors)
+    write(folder / "plain", folder / "quantized", choice)
+    return folder / "quantized", config, quantized(tensors, choice)[1]
+
+
+@pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
+def test_tokens_are_those_of_transformers_with_the_dequantised_weights(
+    choice: Choice, tmp_path: Path
+) -> None:
+    directory, config, exact = tiny_model(tmp_path, choice)
+    model = LlamaForCausalLM(LlamaConfig(**config, eos_token_id=None))
+    model.load_state_dict({name: tensor.float() for name, tensor in exact.items()})
+    prompt = prompt_of(0, vocab_size=40)
+    expected = generate(model.eval(), prompt, 24)
+    with open_llm(directory, "disk", dtype="float32") as llm:
+        plain = llm.generate(prompt, SamplingParams(24)).pop().token_ids
+    with open_llm(directory, dtype="float32", draft_model=str(directory)) as llm:
+        drafted = llm.generate(prompt, SamplingParams(24)).pop().token_ids
+    assert plain == drafted == expected
+    assert len(set(expected)) > 5
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+@pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
+def test_passes_over_resident_quantised_weights_are_captured(
+    choice: Choice, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture refuses copies of unpinned memory; in passes over streamed weights nothing waits
+    for such copies either.
+    """
+    directory, *_ = tiny_model(tmp_path, choice)
+    settings = {"dtype": "bfloat16", "drafter": "none", "max_model_len": 64}
+    prompt = prompt_of(0, vocab_size=40)
+    params = SamplingParams(4)
+    with open_llm(directory, **settings) as llm:
+        expected = llm.generate(prompt, params).pop().token_ids
+    with (
+        pretended_card(monkeypatch, has_kernels=has_kernels),
+        LLM(str(directory), device="cuda", **settings) as llm,
+    ):
+        assert llm.generate(prompt, params).pop().token_ids == expected
+        passes = llm.engine.runner._graphs._passes.values()
+        assert any(one._captured._replay for kept in passes for one in kept.values())
+
+
+def spoiled(directory: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> None:
+    """Change one tensor of a checkpoint, or take it out."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    changed = change(tensors.pop(name))
+    save_file(tensors if changed is None else {**tensors, name: changed.contiguous()}, path)
+
+
+SPOILS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "missing": lambda _: None,
+    "longer": lambda x: torch.cat((x, x[:1])),
+    "flat": lambda x: x.reshape(-1, 1, 1),
+    "other dtype": lambda x: x.to(torch.int16 if x.dtype != torch.int16 else torch.int8),
+}
+
+
+@pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
+def test_spoiled_tensors_are_refused_by_name(choice: Choice, tmp_path: Path) -> None:
+    directory, _, _ = tiny_model(tmp_path, choice)
+    whole = (directory / "model.safetensors").read_bytes()
+    optional = {("missing", "g_idx"), ("missing", "weight_g_idx"), ("missing", "weight_shape")}
+    module = "model.layers.2.mlp.up_proj."
+    names = [name for name in load_file(directory / "model.safetensors") if name.startswith(module)]
+    for name in names:
+        for what, change in SPOILS.items():
+            if (what, name.removeprefix(module)) in optional:
+                continue
+            (directory / "model.safetensors").write_bytes(whole)
+            spoiled(directory, name, change)
+            with pytest.raises(CheckpointError) as caught:
+                open_checkpoint(directory)
+            assert name in str(caught.value), what
+
+
+def noted(x: Tensor, **changes: Any) -> Tensor:
+    """The note of bitsandbytes with other entries."""
+    note = json.loads(bytes(x.tolist())) | changes
+    return torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("choice", "name", "change", "message"),
+    [
+        (Choice("gptq", desc_act=True), "g_idx", lambda x: x + 1, "groups that are not there: "
+                                                                  "needs 0 to 1"),
+        (Choice("gptq", desc_act=True), "g_idx", lambda x: x - 1, "groups that are not there"),
+        (Choice("pack-quantized", desc_act=True), "weight_g_idx", lambda x: 9 * x, "groups that "
+                                                                                   "are not there"),
+        (Choice("pack-quantized"), "weight_shape", lambda x: x.flip(0), "another matrix"),
+        (Choice("nf4"), "weight.quant_map", lambda x: -x, "not the table of nf4"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: x.flip(0), "not JSON"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4",
+            lambda x: noted(x, shape=[96, 64, 1]), "another matrix"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: noted(x, blocksize=0),
+            "blocksize is 0"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4",
+            lambda x: noted(x, nested_blocksize="x"), "nested_blocksize"),
+        (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4",
+            lambda x: noted(x, nested_offset=None), "offset"),
+    ],
+)  # fmt: skip
+def test_tensors_that_contradict_the_others_are_refused(
+    choice: Choice, name: str, change: Callable[[Tensor], Tensor], message: str, tmp_path: Path
+) -> None:
+    directory, _, _ = tiny_model(tmp_path, choice)
+    spoiled(directory, f"model.layers.1.mlp.up_proj.{name}", change)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(directory)
+
+
+GPTQ, AWQ, FP8, NF4 = (config_of(Choice(name)) for name in ("gptq", "awq", "fp8", "nf4"))
+PACKED = config_of(Choice("pack-quantized"))
+
+
+def group(**changes: Any) -> dict[str, Any]:
+    """PACKED with other weights in its group."""
+    one = PACKED["config_groups"]["group_0"]
+    return {
+        **PACKED,
+        "config_groups": {"group_0": {**one, "weights": {**one["weights"], **changes}}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**AWQ, "version": "gemv"}, "version 'gemv' is not understood"),
+        ({**AWQ, "version": "gemv_fast"}, "gemv_fast"),
+        ({**AWQ, "backend": "llm-awq"}, "llm-awq"),
+        ({**AWQ, "bits": 3}, "bits is 3"),
+        ({**GPTQ, "checkpoint_format": "gptq_p"}, "gptq_p"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "marlin"),
+        ({**GPTQ, "is_marlin_format": True}, "marlin"),
+        ({**GPTQ, "bits": 5}, "bits is 5"),
+        ({**GPTQ, "bits": True}, "bits is True"),
+        ({**GPTQ, "group_size": 0}, "group_size is 0"),
+        ({**GPTQ, "group_size": "128"}, "group_size is '128'"),
+        ({**GPTQ, "dynamic": {"x": {"bits": 6}}}, "bits is 6"),
+        ({**GPTQ, "dynamic": [1]}, "dynamic is no table"),
+        ({**FP8, "weight_block_size": [128]}, "weight_block_size"),
+        ({**FP8, "weight_block_size": [0, 128]}, "weight_block_size"),
+        ({**FP8, "fmt": "e5m2"}, "e5m2"),
+        ({**PACKED, "format": "marlin-24"}, "marlin-24"),
+        ({**PACKED, "format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ({**PACKED, "format": []}, r"format \[\]"),
+        ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+        ({**PACKED, "config_groups": None}, "config_groups"),
+        ({**PACKED, "config_groups": {"a": 3}}, "config_groups"),
+        (group(num_bits=9), "num_bits is 9"),
+        (group(type="float"), "type is 'float'"),
+        (group(strategy="token"), "strategy is 'token'"),
+        (group(strategy="block", block_structure=[128, 128]), "strategy is 'block'"),
+        (group(dynamic=True), "dynamic is True"),
+        (group(group_size=-7), "group_size is -7"),
+        ({**NF4, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type is 'fp4'"),
+        ({**NF4, "load_in_4bit": False, "load_in_8bit": True}, "load_in_4bit"),
+        ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
+        ({"quant_method": "torchao"}, "'torchao' is not understood"),
+        ({"quant_method": "exl3"}, "'exl3' is not understood"),
+    ],
+)
+def test_layouts_that_are_not_understood_are_refused_by_name(
+    config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        format_of(config)
+
+
+@pytest.mark.parametrize(
+    "config", [GPTQ, AWQ, FP8, NF4, PACKED], ids=lambda config: config["quant_method"]
+)
+def test_any_value_of_a_config_is_understood_or_refused(config: dict[str, Any]) -> None:
+    odd: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        2**70,
+        1.5,
+        "",
+        "x",
+        [],
+        {},
+        [[]],
+        {"a": None},
+        {"a": {"weights": 1}},
+    ]
+    for key in config:
+        for value in odd:
+            try:
+                format_of({**config, key: value})
+            except OffloadError as error:
+                assert "\n" not in str(error)
+
+
+# What lies beside the quantised matrices
+
+
+def test_matrices_in_floats_are_used_as_they_are(tmp_path: Path) -> None:
+    """Whatever list of ignored modules says so, or none."""
+    directory, config, exact = tiny_model(tmp_path, Choice("awq"))
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    tensors = {
+        one: tensor
+        for one, tensor in load_file(directory / "model.safetensors").items()
+        if name not in one
+    }
+    save_file(
+        {**tensors, f"{name}.weight": plain[f"{name}.weight"]}, directory / "model.safetensors"
+    )
+    layers = open_checkpoint(directory).layers
+    assert [[one.key for one in layer if "up_proj" in one.key] for layer in layers[:2]] == [
+        [f"mlp.up_proj.{part}" for part in ("qweight", "scales", "qzeros")], ["mlp.up_proj.weight"],
+    ]  # fmt: skip
+    dense = write_checkpoint(
+        tmp_path / "dense", config, {**exact, f"{name}.weight": plain[f"{name}.weight"]}
+    )
+    prompt = prompt_of(0, vocab_size=40)
+    texts = []
+    for one in (directory, dense):
+        with open_llm(one, dtype="float32") as llm:
+            texts.append(llm.generate(prompt).pop().token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_trivial_groups_are_not_loaded(tmp_path: Path) -> None:
+    for desc_act in (True, False):
+        directory, _, _ = tiny_model(tmp_path / str(desc_act), Choice("gptq", desc_act=desc_act))
+        assert any("g_idx" in one.key for one in open_checkpoint(directory).layers[0]) == desc_act
+
+
+def test_one_layer_may_have_groups_where_another_has_none(tmp_path: Path) -> None:
+    """Of the same module; the view of a block takes what lies in it."""
+    stored = {
+        act: one_matrix(tmp_path, Choice("gptq", desc_act=act), torch.float16)
+        for act in (True, False)
+    }
+    fmt = format_of(GPTQ)
+    files = {}
+    for act, (tensors, _, _) in stored.items():
+        files[act] = tmp_path / f"{act}.safetensors"
+        save_file(tensors, files[act])
+        fmt.stored(f"{MODULE}.weight", SHAPE, None, Source(read_header(files[act])))
+    for act, (tensors, exact, _) in stored.items():
+        view = view_of(fmt, Source(read_header(files[act])), tensors, torch.float16)
+        assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact)
+
+
+def test_biases_of_zeros_are_left_out_and_others_refused(tmp_path: Path) -> None:
+    directory, _, _ = tiny_model(tmp_path, Choice("gptq"))
+    tensors = load_file(directory / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.bias"
+    for value in (0.0, 1.0):
+        save_file({**tensors, name: torch.full((64,), value)}, directory / "model.safetensors")
+        if value:
+            with pytest.raises(CheckpointError, match="belongs to no part"):
+                open_checkpoint(directory)
+        else:
+            open_checkpoint(directory)
+
+
+def test_modules_may_differ_in_bits(tmp_path: Path) -> None:
+    """compressed-tensors by groups, the narrower target first; GPTQ by its overrides."""
+    wide = Choice("pack-quantized", 8)
+    narrow = Choice("pack-quantized", 3)
+    one, other = (config_of(choice)["config_groups"]["group_0"] for choice in (wide, narrow))
+    config = {**PACKED, "config_groups": {"a": one, "b": {**other, "targets": ["re:.*down_proj"]}}}
+    stored, exact, source = one_matrix(tmp_path, narrow, torch.float16)
+    view = view_of(format_of(config), source, stored, torch.float16)
+    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact)
+    stored, exact, source = one_matrix(tmp_path, Choice("gptq", 8), torch.float16)
+    config = {
+        **GPTQ,
+        "dynamic": {"-:.*": {}, "+:.*gate": {"bits": 2}, r".*\.down_proj": {"bits": 8}},
+    }
+    view = view_of(format_of(config), source, stored, torch.float16)
+    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_scale_for_a_whole_matrix(shape: tuple[int, ...], tmp_path: Path) -> None:
+    codes = torch.randn(SHAPE).to(torch.float8_e4m3fn)
+    scale = torch.full(shape, 0.3)
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    tensors = group()["config_groups"]["group_0"]
+    by_group = {
+        **PACKED,
+        "format": "float-quantized",
+        "config_groups": {"a": {**tensors, "weights": weights}},
+    }
+    for config, name in (
+        ({**FP8, "weight_block_size": None}, "weight_scale_inv"),
+        (by_group, "weight_scale"),
+    ):
+        stored = {f"{MODULE}.weight": codes, f"{MODULE}.{name}": scale}
+        save_file(stored, tmp_path / "model.safetensors")
+        source = Source(read_header(tmp_path / "model.safetensors"))
+        view = view_of(format_of(config), source, stored, torch.float32)
+        assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), codes.float() * 0.3)
+
+
+def test_quantised_activations_are_not_made_and_the_user_is_told(tmp_path: Path) -> None:
+    assert format_of(PACKED).notice == ""
+    one = PACKED["config_groups"]["group_0"]
+    config = {
+        **PACKED,
+        "config_groups": {"a": {**one, "input_activations": {"num_bits": 8}}},
+        "kv_cache_scheme": {"a": 1},
+    }
+    assert "quantised activations and keys and values" in format_of(config).notice
+    directory, _, _ = tiny_model(tmp_path, Choice("fp8"))
+    with LLM(str(directory), device="cpu") as llm:
+        assert "quantised activations" in llm.engine_plan.notice
+
+
+def test_memory_is_planned_by_packed_bytes_and_one_matrix_in_its_own_place(tmp_path: Path) -> None:
+    directory, _, _ = tiny_model(tmp_path, Choice("awq"))
+    quantised, plain = (open_checkpoint(one) for one in (directory, tmp_path / "plain"))
+    sizes = [Sizes.of_checkpoint(one, DType.FLOAT32) for one in (quantised, plain)]
+    assert max(sizes[0].layer_nbytes) < 0.3 * max(sizes[1].layer_nbytes)
+    assert 64 * 96 * 4 <= sizes[0].view_nbytes - sizes[1].view_nbytes < 64 * 96 * 4 + (32 << 20)
+
+
+# scripts/quantize.py
+
+
+def test_the_script_quantises_the_demonstration_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).resolve().parents[2]
+    options = ["--format", "gptq", "--bits", "8", "--group-size", "32"]
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["quantize", str(root / "models" / "demo-draft"), str(tmp_path / "q"), *options],
+    )
+    assert [quantize.main(), quantize.main()] == [0, 2]
+    assert (
+        json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["bits"] == 8
+    )
+    texts = []
+    for one in (tmp_path / "q", root / "models" / "demo-draft"):
+        with LLM(str(one), device="cpu", dtype="float32") as llm:
+            texts.append(llm.generate("Once upon a time", SamplingParams(12)).pop().text)
+    assert texts[0] == texts[1]
+
+
+def test_a_checkpoint_in_several_files_is_quantised_and_written_plain(tmp_path: Path) -> None:
+    config = llama_config(
+        hidden_size=64, intermediate_size=96, head_dim=16, max_position_embeddings=256
+    )
+    tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}
+    source = write_checkpoint(tmp_path / "source", config, tensors)
+    (source / "model.safetensors").unlink()
+    where = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for path in set(where.values()):
+        save_file({name: tensors[name] for name in tensors if where[name] == path}, source / path)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    write(source, tmp_path / "q", Choice("pack-quantized"), tmp_path / "exact")
+    texts = []
+    for one in (tmp_path / "q", tmp_path / "exact"):
+        with open_llm(one, dtype="float32") as llm:
+            texts.append(
+                llm.generate(prompt_of(0, vocab_size=40), SamplingParams(12)).pop().token_ids
+            )
+    assert texts[0] == texts[1]
+    assert open_checkpoint(tmp_path / "q").nbytes < 0.7 * open_checkpoint(tmp_path / "exact").nbytes

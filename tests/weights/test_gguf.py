@@ -1,0 +1,459 @@
+"""GGUF files: weights, config, tokenizer and refused contents."""
+
+import itertools
+import json
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import write_gguf
+from quantize import write_one_file
+from safetensors.torch import load_file, save_file
+from support.checkpoints import llama_config, llama_tensors
+from support.checkpoints import pack as pack_block
+from support.tiny import CASES, generate, open_llm, prompt_of
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.integrations.gguf.dequant import dequantize
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from write_gguf import Stored
+
+from offload_rt import SamplingParams
+from offload_rt.cli import plan
+from offload_rt.dtypes import DType
+from offload_rt.engine.memory_plan import Sizes
+from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
+from offload_rt.models.rope import Rope
+from offload_rt.packing import REFERENCE_NBYTES
+from offload_rt.text.detokenize import encode_chat, load_tokenizer
+from offload_rt.weights.checkpoint import end_ids, find_config, locate, open_checkpoint
+from offload_rt.weights.formats import Source, format_of
+from offload_rt.weights.gguf import read_gguf
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-target"
+N_NEW = 40
+
+
+def build(
+    path: Path, model: PreTrainedModel, type: str, more: dict[str, Any] | None = None
+) -> PreTrainedModel:
+    """Write a model to a file; returns it with the weights that the file stands for."""
+    metadata, stored, exact = write_gguf.model(model.config.to_dict(), _tensors(model), type)
+    path.write_bytes(write_gguf.file_bytes(metadata | (more or {}), stored))
+    model.load_state_dict(exact, strict=False)
+    return model.float()
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def wide_llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A Llama whose rows are of 256 weights, as the larger blocks need."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
+    model = CASES["llama"].build(3, **sizes)
+    for parameter in model.parameters():
+        parameter.data /= 2 if parameter.dim() == 2 else 1
+    return model.to(dtype)
+
+
+def check_tokens(path: Path, model: PreTrainedModel) -> None:
+    """What transformers makes of a prompt, by plain passes from the disk and by trees."""
+    prompt = prompt_of(0)
+    expected = generate(model, prompt, N_NEW)
+    with open_llm(path, "disk", dtype="float32") as llm:
+        plain = llm.generate(prompt, SamplingParams(N_NEW)).pop().token_ids
+    with open_llm(path, dtype="float32", draft_model=str(path)) as llm:
+        drafted = llm.generate(prompt, SamplingParams(N_NEW)).pop().token_ids
+    assert plain == drafted == expected
+    assert len(set(expected)) > 5
+
+
+def test_a_file_is_planned_by_its_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.gguf"
+    build(path, wide_llama(), "Q4_K")
+    flags = [
+        "--model",
+        str(path),
+        "--gpu",
+        "rtx4090",
+        "--ram",
+        "8GB",
+        "--context",
+        "16",
+        "--max-new-tokens",
+        "16",
+        "--json",
+    ]
+    assert plan.main(flags) == 0
+    found = json.loads(capsys.readouterr().out)["plan"]
+    stored = open_checkpoint(path).nbytes
+    # of layers with what alignment takes
+    planned = sum(found["layer_nbytes"]) + found["reserved"]["non_layer"]
+    assert stored <= planned < 1.001 * stored < path.stat().st_size
+
+
+# Weights
+
+
+@pytest.mark.parametrize("type", write_gguf.TYPES)
+def test_a_matrix_is_what_its_reference_makes_of_it(type: str, tmp_path: Path) -> None:
+    """In float32, one rounding; queries and keys in the order that transformers rotates."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) / 10
+    data, exact = write_gguf.blocks(weight, type)
+    number = write_gguf.TYPES[type]
+    name = "self_attn.q_proj"
+    if type not in ("F32", "F16", "BF16"):
+        assert torch.equal(dequantize(torch.from_numpy(data), number).view(64, 256), exact)
+        assert (exact - weight).abs().max() < 0.04
+    metadata, stored, _ = write_gguf.model(llama_config(), llama_tensors(llama_config()), "F32")
+    stored["blk.0.attn_q.weight"] = Stored(number, (64, 256), data.tobytes())
+    (tmp_path / "m.gguf").write_bytes(write_gguf.file_bytes(metadata, stored))
+    config, records = read_gguf(tmp_path / "m.gguf")
+    fmt = format_of(replace(config["quantization_config"], head_dim=16))
+    source = Source(records, "model.layers.0.")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        parts = fmt.stored(f"{name}.weight", (64, 256), None, source)
+        content = {
+            one.key: source.read(one._replace(dtype=source.expect(one).stored_dtype()))
+            for one in parts
+        }
+        packed = pack_block(content)
+        view = fmt.view(packed.layout, packed.block, dtype)
+        rows = torch.tensor([5, 0, 63])
+        expected = exact.to(dtype)
+        assert torch.equal(view.rows(rows, name), expected[rows])
+        ordered = expected.view(4, 8, 2, 256).transpose(1, 2).reshape(64, 256)
+        assert torch.equal(view.linear(torch.eye(256, dtype=dtype), name).T, ordered)
+        assert torch.equal(view.linears(torch.eye(256, dtype=dtype), (name, name))[1].T, ordered)
+
+
+@pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K", "BF16"])
+def test_tokens_are_those_of_transformers_with_the_weights_of_the_file(
+    type: str, tmp_path: Path
+) -> None:
+    """Q4_K and Q5_K are mixtures with Q6_K, as files have them."""
+    check_tokens(tmp_path / "m.gguf", build(tmp_path / "m.gguf", wide_llama(), type))
+
+
+@pytest.mark.parametrize(
+    ("name", "type"),
+    [
+        ("llama", "F16"),
+        ("llama-tied", "Q8_0"),
+        ("llama-biases", "Q8_0"),
+        ("qwen2", "Q4_0"),
+        ("qwen3", "Q8_0"),
+    ],
+)
+def test_every_native_family_is_read(name: str, type: str, tmp_path: Path) -> None:
+    """Also tied embeddings, biases, and norms of heads; qwen2 with its own way of scaling
+    rotations.
+    """
+    more = {}
+    if name == "qwen2":
+        more = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
+        more["qwen2.rope.scaling.original_context_length"] = 64
+    check_tokens(tmp_path / "m.gguf", build(tmp_path / "m.gguf", CASES[name].build(0), type, more))
+
+
+@pytest.mark.parametrize("name", ["llama-linear", "llama-llama3"])
+def test_scaled_rotations_are_read(name: str, tmp_path: Path) -> None:
+    """Linear ones by their factor, those of Llama 3 by a divisor of each frequency."""
+    model = CASES[name].build(0)
+    path = tmp_path / "m.gguf"
+    metadata, stored, exact = write_gguf.model(model.config.to_dict(), _tensors(model), "Q8_0")
+    model.load_state_dict(exact)
+    if name == "llama-linear":
+        metadata |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0}
+    else:
+        scaled = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))[0]
+        plain = 1 / 500.0 ** (torch.arange(0, 16, 2) / 16)
+        stored["rope_freqs.weight"] = Stored(0, (8,), (plain / scaled).numpy().tobytes())
+    path.write_bytes(write_gguf.file_bytes(metadata, stored))
+    check_tokens(path, model)
+
+
+def test_transformers_reads_the_same_model(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    build(tmp_path / "m.gguf", wide_llama(), "Q4_K")
+    theirs = LlamaForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32
+    ).eval()
+    check_tokens(tmp_path / "m.gguf", theirs)
+
+
+def test_layers_may_differ_in_their_types(tmp_path: Path) -> None:
+    """Of the same module; the memory of the widest is planned."""
+    model = wide_llama()
+    path = tmp_path / "m.gguf"
+    metadata, stored, exact = write_gguf.model(model.config.to_dict(), _tensors(model), "Q4_K")
+    for i, type in enumerate(("Q8_0", "F16")):
+        name = f"model.layers.{i}.mlp.up_proj.weight"
+        data, values = write_gguf.blocks(model.state_dict()[name], type)
+        stored[f"blk.{i}.ffn_up.weight"] = Stored(
+            write_gguf.TYPES[type], (256, 256), data.tobytes()
+        )
+        exact[name] = values
+    path.write_bytes(write_gguf.file_bytes(metadata, stored))
+    model.load_state_dict(exact)
+    check_tokens(path, model)
+    assert (
+        Sizes.of_checkpoint(open_checkpoint(path), DType.FLOAT32).view_nbytes
+        == 256 * 256 * 4 + REFERENCE_NBYTES
+    )
+    keys = [
+        [one.key for one in layer if "mlp" in one.key] for layer in open_checkpoint(path).layers
+    ]
+    assert keys == [
+        ["mlp.gate_proj.Q4_K", f"mlp.up_proj.{one}", "mlp.down_proj.Q6_K"]
+        for one in ("Q8_0", "weight", "Q4_K", "Q4_K")
+    ]
+
+
+# Files
+
+
+def test_a_file_in_parts_is_one(tmp_path: Path) -> None:
+    """Given by any of its parts, or by its directory."""
+    model = wide_llama()
+    metadata, stored, exact = write_gguf.model(model.config.to_dict(), _tensors(model), "Q8_0")
+    paths = write_gguf.split(metadata, stored, 3, tmp_path / "m.gguf")
+    model.load_state_dict(exact)
+    assert locate(str(paths[2])) == locate(str(tmp_path)) == paths[0]
+    assert {one.path for one in open_checkpoint(paths[0]).records} == set(paths)
+    check_tokens(tmp_path, model)
+    paths[1].unlink()
+    with pytest.raises(CheckpointError, match=f"{paths[1].name}: No such file"):
+        open_checkpoint(locate(str(tmp_path)))
+
+
+def test_a_directory_of_several_files_is_refused_by_their_names(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        build(tmp_path / name, CASES["llama"].build(0), "Q8_0")
+    with pytest.raises(CheckpointError, match=r"a\.gguf, b\.gguf; give one of them"):
+        locate(str(tmp_path))
+
+
+def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
+    """Its tokenizer, chat template, end tokens, dtype, and an identity that stays the same in a
+    copy.
+    """
+    path = tmp_path / "demo.gguf"
+    copy = tmp_path / "copy.gguf"
+    write_one_file(DEMO, path, "Q4_K")
+    copy.write_bytes(path.read_bytes())
+    mine = load_tokenizer(path)
+    theirs = load_tokenizer(DEMO)
+    text = "def read(path):\n    return 'naïve'"
+    assert mine.encode(text, add_special_tokens=False) == theirs.encode(
+        text, add_special_tokens=False
+    )
+    assert mine.decode(mine.encode(text)) == text
+    assert end_ids(path) == end_ids(DEMO) == {0}
+    assert open_checkpoint(path).dtype == DType.BFLOAT16
+    assert find_config(str(path))["num_hidden_layers"] == 6
+    assert (
+        open_checkpoint(path).identity
+        == open_checkpoint(copy).identity
+        != open_checkpoint(DEMO).identity
+    )
+    with open_llm(path, "disk") as llm:
+        assert llm.generate("import numpy", SamplingParams(8)).pop().text
+
+
+def test_llama_cpp_knows_every_metadata_type(tmp_path: Path) -> None:
+    """llama.cpp reads token types from an int32 array and refuses another element type; its package
+    reads the types.
+    """
+    gguf = pytest.importorskip("gguf")
+    write_one_file(DEMO, tmp_path / "m.gguf", "Q4_0")
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    array = gguf.GGUFValueType.ARRAY
+    integer = gguf.GGUFValueType.INT32
+    assert fields["tokenizer.ggml.token_type"].types == [array, integer]
+    assert fields["tokenizer.ggml.tokens"].types == [array, gguf.GGUFValueType.STRING]
+    assert fields["llama.block_count"].types == [gguf.GGUFValueType.UINT32]
+    assert fields["llama.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
+
+
+def test_a_file_of_several_shards_equals_the_file_of_one(tmp_path: Path) -> None:
+    tensors = load_file(DEMO / "model.safetensors")
+    source = tmp_path / "shards"
+    names = list(tensors)
+    shutil.copytree(DEMO, source, ignore=shutil.ignore_patterns("*.safetensors"))
+    for i, part in enumerate((names[:9], names[9:])):
+        save_file({name: tensors[name] for name in part}, source / f"model-{i}.safetensors")
+    write_one_file(DEMO, tmp_path / "one.gguf", "BF16")
+    write_one_file(source, tmp_path / "several.gguf", "BF16")
+    assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "several.gguf").read_bytes()
+
+
+def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    model = CASES["llama"].build(0)
+    template = "{% for turn in messages %}<{{ turn['content'] }}>{% endfor %}"
+    more = write_gguf.tokenizer(DEMO / "tokenizer.json") | {"tokenizer.chat_template": template}
+    build(path, model, "F16", more)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.decode(encode_chat(tokenizer, [{"content": "hello"}], {})) == "<hello>"
+    assert load_tokenizer(tmp_path) is None  # a directory is asked for its own files
+
+
+# What is refused
+
+
+def small() -> tuple[dict[str, Any], dict[str, Stored]]:
+    """A Llama of a few kilobytes whose matrices are of Q8_0."""
+    config = llama_config(hidden_size=32, intermediate_size=32, head_dim=8, num_hidden_layers=1)
+    metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q8_0")
+    return (
+        metadata
+        | {
+            "tokenizer.ggml.tokens": ["a", "b", "c"],
+            "tokenizer.ggml.scores": [0.5, 1.5, 2.5],
+        },
+        stored,
+    )
+
+
+def opened(path: Path, content: bytes) -> None:
+    """Open a file of this content; whatever is wrong with it is told in one sentence."""
+    path.write_bytes(content)
+    try:
+        open_checkpoint(path)
+    except OffloadError as error:
+        assert "\n" not in str(error)
+
+
+def test_any_header_is_read_or_refused(tmp_path: Path) -> None:
+    """Bytes, lengths and counts overwritten anywhere in it."""
+    metadata, stored = small()
+    whole = write_gguf.file_bytes(metadata, stored)
+    n_head = len(whole) - sum(len(one.data) + -len(one.data) % 32 for one in stored.values())
+    draw = random.Random(7)
+    path = tmp_path / "x.gguf"
+    path.write_bytes(whole)
+    assert len(open_checkpoint(path).layers) == 1
+    extremes = [0, 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
+    for _ in range(500):
+        content = bytearray(whole)
+        at = draw.randrange(n_head - 8)
+        kind = draw.randrange(4)
+        if kind == 0:
+            content[at] = draw.randrange(256)
+        elif kind == 1:
+            content[at : at + 8] = struct.pack("<Q", draw.choice(extremes))
+        elif kind == 2:
+            content[at : at + 4] = struct.pack("<I", draw.choice(extremes) % 2**32)
+        else:
+            content[at : at + 2] = b""
+        opened(path, bytes(content))
+
+
+def test_a_file_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    metadata, stored = small()
+    whole = write_gguf.file_bytes(metadata, stored)
+    path = tmp_path / "x.gguf"
+    n_data = len(list(stored.values())[-1].data)
+    n_whole = len(whole) - -n_data % 32  # padding behind the last tensor may be missing
+    for at in itertools.chain(range(64), range(64, n_whole, 61), [n_whole - 1]):
+        path.write_bytes(whole[:at])
+        with pytest.raises(CheckpointError):
+            open_checkpoint(path)
+
+
+Change = Callable[[dict[str, Any], dict[str, Stored]], object]
+FACTS: list[tuple[Change, str]] = [
+    (lambda m, _: m.update({"general.architecture": "gemma3"}), "architecture 'gemma3' is not "
+                                                                "supported"),
+    (lambda m, _: m.pop("general.architecture"), "architecture None"),
+    (lambda m, _: m.pop("llama.block_count"), "llama.block_count is None"),
+    (lambda m, _: m.update({"llama.embedding_length": -1.5}), "embedding_length is -1.5"),
+    (lambda m, _: m.update({"llama.attention.head_count_kv": [2, 4]}), r"head_count_kv is \[2, "
+                                                                       r"4\]"),
+    (lambda m, _: m.update({"llama.expert_count": 8}), "llama.expert_count is not understood"),
+    (lambda m, _: m.update({"llama.rope.dimension_count": 4}), "rope.dimension_count is 4: needs "
+                                                               "8"),
+    (lambda m,
+        _: m.update({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}),
+        "'longrope'"),
+    (lambda m, _: m.update({"llama.attention.layer_norm_rms_epsilon": float("nan")}),
+        "rms_norm_eps"),
+    (lambda m, _: m.update({"general.alignment": 3}), "general.alignment 3"),
+    (lambda _, t: t.update({"rope_freqs.weight": Stored(0, (4,), bytes(16))}), "rope_freqs.weight "
+                                                                               "is not understood"),
+    (lambda _, t: t.update({"rope_freqs.weight": Stored(0, (3,), bytes(12))}), "misshapen"),
+    (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(39, (32, 32), bytes(544))}), "of ggml "
+                                                                                       "type 39"),
+    (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(12, (32, 32), bytes(544))}), "rows of "
+                                                                                       "32 "
+                                                                                       "weights "
+                                                                                       "in blocks "
+                                                                                       "of 256"),
+    (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(8, (31, 32), bytes(31 * 34))}),
+        "misshapen"),
+    (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(12, (32, 256), bytes(32 * 144))}),
+        "in blocks of 256 weights"),
+    (lambda _, t: t.update({"blk.0.attn_norm.weight": Stored(8, (32,), bytes(34))}),
+        "'model.layers.0.input_layernorm"),
+    (lambda _, t: t.update({"blk.0.ffn_gate_exps.weight": Stored(0, (1,), bytes(4))}),
+        "ffn_gate_exps.weight' belongs to no"),
+    (lambda _, t: t.pop("blk.0.ffn_up.weight"), "mlp.up_proj.weight' is missing"),
+    (lambda _, t: t.pop("token_embd.weight"), "embed_tokens.weight' is missing"),
+    (lambda _, t: t.update({"model.norm.weight": t["output_norm.weight"]}), "two tensors have the "
+                                                                            "same name"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), FACTS)
+def test_what_is_not_understood_is_refused_by_name(
+    change: Change, message: str, tmp_path: Path
+) -> None:
+    metadata, stored = small()
+    change(metadata, stored)
+    (tmp_path / "m.gguf").write_bytes(write_gguf.file_bytes(metadata, stored))
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"GGU", b"GGUF", b"\x80\x04." * 20, b"GGUF" + bytes([1, 0, 0, 0]) + bytes(16)]
+)
+def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match="not a GGUF file"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_rotations_of_one_context_are_those_of_transformers() -> None:
+    """A config.json may have them, too; two lists that differ depend on the length of the text and
+    are refused.
+    """
+    factors = [1.0, 1.5, 2.0, 4.0]
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": factors,
+        "original_max_position_embeddings": 64,
+    }
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, rope_parameters={**rope, "long_factor": factors}
+    )
+    plain = 1 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
+    cos, _ = Rope(config).cos_sin(torch.tensor([1]), torch.tensor([200]), torch.float32)
+    scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"))[1]
+    torch.testing.assert_close(cos[0, :4], scale * torch.cos(plain / torch.tensor(factors)))
+    config.rope_parameters = {**rope, "long_factor": [1.0] * 4}
+    with pytest.raises(UnsupportedModelError, match="differ"):
+        Rope(config)

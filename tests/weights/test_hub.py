@@ -1,0 +1,366 @@
+"""Models of a hub: a server here plays it, and tells what it was asked for."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import huggingface_hub
+import pytest
+from quantize import Choice, write
+from support.checkpoints import (
+    add_tokenizer,
+    llama_config,
+    llama_tensors,
+    speaking_checkpoint,
+    write_checkpoint,
+    write_sharded,
+)
+from support.tiny import measure_little
+
+from offload_rt.cli import plan, run
+from offload_rt.engine import profile
+from offload_rt.weights.checkpoint import locate, open_checkpoint
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NAME = "someone/model"
+# What repositories have beside what is read: the same weights again, and what was made of them.
+DECOYS = (
+    "consolidated.00.safetensors", "original/model.safetensors", "original/consolidated.00.pth",
+    "original/tokenizer.model",
+    "pytorch_model.bin", "onnx/model.onnx", "model-Q4_K_M.gguf", "model-00001-of-00009.safetensors",
+    "README.md",
+)  # fmt: skip
+SMALL = [
+    "--device",
+    "cpu",
+    "--max-model-len",
+    "64",
+    "--quiet",
+    "--prompt",
+    "the",
+    "--max-new-tokens",
+    "3",
+]
+
+
+@dataclass
+class Hub:
+    """What the server has, by name, and what was asked of it: the bytes of each file that were
+    sent, by its path.
+    """
+
+    repositories: dict[str, Path] = field(default_factory=dict)
+    n_requests: int = 0
+    sent: dict[str, int] = field(default_factory=dict)
+    is_down: bool = False
+
+    def forget(self) -> None:
+        self.n_requests = 0
+        self.sent = {}
+
+    def sent_weights(self) -> dict[str, int]:
+        return {
+            path: n
+            for path, n in self.sent.items()
+            if path.endswith((".safetensors", ".bin", ".pth", ".gguf"))
+        }
+
+    def reply(self, path: str, wanted: str | None) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body for a path; wanted: its range."""
+        self.n_requests += 1
+        found = re.fullmatch(r"/api/models/(\w+/\w+)(/revision/\w+|/tree/\w+)?", path)
+        if self.is_down:
+            return 503, {}, b""
+        if found and found[1] in self.repositories:
+            root = self.repositories[found[1]]
+            files = [one for one in sorted(root.rglob("*")) if one.is_file()]
+            names = [str(one.relative_to(root)) for one in files]
+            tree = [
+                {"type": "file", "path": n, "size": f.stat().st_size, "oid": n}
+                for n, f in zip(names, files, strict=True)
+            ]
+            about = {
+                "id": found[1],
+                "sha": COMMIT,
+                "siblings": [{"rfilename": name} for name in names],
+            }
+            told = tree if (found[2] or "").startswith("/tree") else about
+            return 200, {"Content-Type": "application/json"}, json.dumps(told).encode()
+        found = re.fullmatch(r"/(\w+/\w+)/resolve/\w+/(.+)", path)
+        if not found or found[1] not in self.repositories:
+            return 404, {"X-Error-Code": "RepoNotFound"}, b""
+        file = self.repositories[found[1]] / found[2]
+        if not file.is_file():
+            return 404, {"X-Error-Code": "EntryNotFound"}, b""
+        content = file.read_bytes()
+        headers = {"X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
+        if wanted is None:
+            return 200, headers, content
+        first, last = (int(one) for one in wanted.removeprefix("bytes=").split("-"))
+        part = content[first : last + 1]
+        return (
+            206,
+            {**headers, "Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(content)}"},
+            part,
+        )
+
+
+def handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self.do_GET(has_body=False)
+
+        def do_GET(self, has_body: bool = True) -> None:
+            path = self.path.split("?")[0]
+            status, headers, body = hub.reply(path, self.headers.get("Range"))
+            if has_body and "/resolve/" in path and status < 300:
+                name = path.partition("/resolve/")[2].partition("/")[2]
+                hub.sent[name] = hub.sent.get(name, 0) + len(body)
+            self.send_response(status)
+            for key, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if has_body:
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub in place of the real one, and a cache that is empty."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(hub))
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    constants = huggingface_hub.constants
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub_cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield hub
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def line(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(main: Callable[[list[str]], int], *arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        return main(list(arguments)), *capfd.readouterr()
+
+    return call
+
+
+def sharded(directory: Path, **changes: Any) -> Path:
+    """A checkpoint of two shards with a tokenizer, and much else beside it."""
+    directory.mkdir()
+    config = llama_config(vocab_size=add_tokenizer(directory), **changes)
+    tensors = llama_tensors(config)
+    names = list(tensors)
+    write_sharded(directory, config, tensors, [names[:9], names[9:]])
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    for name in DECOYS:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(b"x" * 1000)
+    return directory
+
+
+def test_of_a_repository_only_what_is_read_is_fetched_and_once(
+    hub: Hub, tmp_path: Path, line: Any
+) -> None:
+    hub.repositories[NAME] = sharded(tmp_path / "model")
+    code, out, _ = line(run.main, "--model", NAME, *SMALL)
+    assert code == 0 and out
+    names = (
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja",
+        "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    )  # fmt: skip
+    assert hub.sent == {name: (hub.repositories[NAME] / name).stat().st_size for name in names}
+    hub.forget()
+    assert line(run.main, "--model", NAME, *SMALL)[:2] == (0, out)
+    assert hub.sent == {}
+    hub.forget()
+    assert line(run.main, "--model", NAME, *SMALL, "--offline")[:2] == (0, out)
+    assert hub.n_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model_type": "telepathy", "architectures": None}, "telepathy"),
+        ({"clever_trick": True}, "'clever_trick' is not understood"),
+        ({"quantization_config": {"quant_method": "magic"}}, "magic"),
+    ],
+)
+def test_a_config_is_refused_before_a_weight_comes(
+    changes: dict[str, Any], told: str, hub: Hub, tmp_path: Path, line: Any
+) -> None:
+    hub.repositories[NAME] = sharded(tmp_path / "model", **changes)
+    code, out, err = line(run.main, "--model", NAME, *SMALL)
+    assert (code, out) == (2, "") and told in err.splitlines()[-1]
+    assert "config.json" in hub.sent and not hub.sent_weights()
+
+
+def test_a_drafts_config_is_refused_before_the_targets_weights_come(
+    hub: Hub, tmp_path: Path, line: Any
+) -> None:
+    hub.repositories[NAME] = sharded(tmp_path / "model")
+    hub.repositories["someone/draft"] = sharded(
+        tmp_path / "draft", model_type="telepathy", architectures=None
+    )
+    code, _, err = line(run.main, "--model", NAME, "--draft-model", "someone/draft", *SMALL)
+    assert code == 2 and "telepathy" in err.splitlines()[-1]
+    assert not hub.sent_weights()
+
+
+def test_a_plan_fetches_configs_alone(
+    hub: Hub, tmp_path: Path, line: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_little(monkeypatch)
+    monkeypatch.setattr(profile, "disk_gbps", lambda folder: 2.5)
+    hub.repositories[NAME] = sharded(tmp_path / "model", max_position_embeddings=512)
+    code, out, err = line(plan.main, "--model", NAME, "--gpu", "rtx4090", "--ram", "8GB")
+    assert code == 0 and "s per token" in out
+    assert set(hub.sent) == {"config.json"}
+    hub.forget()
+    flags = ["--model", NAME, "--device", "cpu", "--max-model-len", "300", "--plan", "--json"]
+    code, out, err = line(run.main, *flags)
+    found = json.loads(out)
+    assert code == 0 and "planned without them" in err
+    assert not hub.sent_weights()
+    assert found["links"]["disk"] == 2.5 and found["plan"]["tiers"] == ["device"] * 3
+    # Once the weights are here, the plan is that of the run.
+    assert line(run.main, "--model", NAME, *SMALL)[0] == 0
+    code, out, err = line(run.main, *flags)
+    assert "profile" in json.loads(out) and "planned without them" not in err
+
+
+@pytest.mark.parametrize("kind", ["fp8", "gptq", "pack-quantized"])
+def test_a_quantised_model_is_planned_by_its_headers(
+    kind: str, hub: Hub, tmp_path: Path, line: Any
+) -> None:
+    config = llama_config(
+        hidden_size=512, intermediate_size=768, head_dim=128, torch_dtype="bfloat16"
+    )
+    source = write_checkpoint(tmp_path / "source", config, llama_tensors(config))
+    write(source, tmp_path / "model", Choice(kind))
+    hub.repositories[NAME] = tmp_path / "model"
+    flags = [
+        "--gpu",
+        "rtx4090",
+        "--ram",
+        "8GB",
+        "--context",
+        "16",
+        "--max-new-tokens",
+        "16",
+        "--json",
+    ]
+    code, out, err = line(plan.main, "--model", NAME, *flags)
+    assert code == 0, err
+    whole = (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert 0 < sum(hub.sent_weights().values()) < 200_000 < whole
+    local = line(plan.main, "--model", str(tmp_path / "model"), *flags)[1]
+    assert json.loads(out)["plan"] == json.loads(local)["plan"]
+
+
+def test_a_format_that_keeps_sizes_among_the_weights_is_not_planned_from_afar(
+    hub: Hub, tmp_path: Path, line: Any
+) -> None:
+    config = llama_config(hidden_size=64, intermediate_size=128, head_dim=16)
+    write(
+        write_checkpoint(tmp_path / "source", config, llama_tensors(config)),
+        tmp_path / "model",
+        Choice("nf4"),
+    )
+    hub.repositories[NAME] = tmp_path / "model"
+    code, _, err = line(plan.main, "--model", NAME, "--gpu", "rtx4090", "--ram", "8GB")
+    assert code == 2 and "download the checkpoint first" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("main", [run.main, plan.main])
+def test_offline_asks_nothing_and_says_so_in_one_sentence(
+    main: Any, hub: Hub, tmp_path: Path, line: Any
+) -> None:
+    hub.repositories[NAME] = sharded(tmp_path / "model")
+    more = SMALL if main is run.main else ["--gpu", "rtx4090"]
+    code, out, err = line(main, "--model", NAME, "--offline", *more)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "not in the hub cache" in err
+    assert hub.n_requests == 0
+
+
+def test_weights_that_a_plan_left_on_the_hub_are_missed_offline(
+    hub: Hub, tmp_path: Path, line: Any
+) -> None:
+    hub.repositories[NAME] = sharded(tmp_path / "model")
+    assert (
+        line(
+            plan.main,
+            "--model",
+            NAME,
+            "--gpu",
+            "rtx4090",
+            "--context",
+            "8",
+            "--max-new-tokens",
+            "8",
+        )[0]
+        == 0
+    )
+    code, _, err = line(run.main, "--model", NAME, "--offline", *SMALL)
+    assert code == 2 and "not in the hub cache" in err
+
+
+def test_a_repository_without_a_config_is_told(hub: Hub, tmp_path: Path, line: Any) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model-Q4_K_M.gguf").write_bytes(b"x" * 1000)
+    hub.repositories[NAME] = tmp_path / "model"
+    code, _, err = line(run.main, "--model", NAME, *SMALL)
+    assert code == 2 and "no config.json" in err and "GGUF" in err
+    assert not hub.sent_weights()
+
+
+def test_a_hub_that_is_down_is_told_at_once_and_missed_by_nobody_who_has_the_model(
+    hub: Hub, tmp_path: Path, line: Any
+) -> None:
+    hub.repositories[NAME] = sharded(tmp_path / "model")
+    assert line(run.main, "--model", NAME, *SMALL)[0] == 0
+    hub.is_down = True
+    hub.forget()
+    assert line(run.main, "--model", NAME, *SMALL)[0] == 0
+    code, out, err = line(run.main, "--model", "someone/other", *SMALL)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "could not be fetched from the hub" in err
+    assert line(plan.main, "--model", "someone/other", "--gpu", "rtx4090")[0] == 2
+    assert hub.n_requests < 6  # it was not asked again and again
+
+
+def test_a_name_that_the_hub_does_not_know_is_one_sentence(hub: Hub, line: Any) -> None:
+    code, out, err = line(run.main, "--model", "someone/nothing", *SMALL)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "someone/nothing" in err
+
+
+def test_the_checkpoint_of_the_hub_is_the_one_that_was_put_there(hub: Hub, tmp_path: Path) -> None:
+    hub.repositories[NAME] = speaking_checkpoint(tmp_path / "model", num_hidden_layers=2)
+    assert open_checkpoint(locate(NAME)).identity == open_checkpoint(tmp_path / "model").identity
