@@ -28,12 +28,12 @@ from bench.measure import Spread, commit, machine
 from bench.prompts import held_out_prompts
 from offload_rt import SamplingParams
 from offload_rt.config import parse_size
+from offload_rt.cost.pass_times import TouchedExperts
 from offload_rt.models.architecture import Mixture
 from offload_rt.offload import expert_cache
 from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import ExpertSizes
-from offload_rt.system.machine import TouchedExperts
 from offload_rt.weights.layout import Layout, PackedLayer
 
 _NOTHING = PackedLayer(torch.empty(0, dtype=torch.uint8), Layout((), 0))

@@ -21,7 +21,7 @@ from bench.measure import commit, flag_parser, machine, print_result
 from bench.methods import DRAFT, TARGET
 from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
-from offload_rt.tree.choose import ExpectedTokensBias
+from offload_rt.cost.tree_size import ExpectedTokensBias
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 WEIGHTS = (10.0, 30.0, 100.0)

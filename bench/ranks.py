@@ -36,12 +36,12 @@ from bench.paced import pace
 from offload_rt.config import EngineConfig
 from offload_rt.engine.link import sidecar_of
 from offload_rt.llm import LLM
-from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
 from offload_rt.offload.tier import read_parallel
+from offload_rt.parallel.sharded_weights import part_of
+from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
-from offload_rt.weights.divided import part_of
 from offload_rt.weights.layout import host_block
 
 N_SLOTS = 3

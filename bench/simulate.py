@@ -31,6 +31,8 @@ from bench.measure import (
 from bench.paced import PacedTier
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
+from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, pass_time
+from offload_rt.cost.roofline import head_share
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.engine.profile import compute_times
@@ -45,9 +47,7 @@ from offload_rt.planning.acceptance import PRESETS, Preset
 from offload_rt.planning.forecast import Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
-from offload_rt.planning.roofline import head_share
 from offload_rt.planning.simulate import Costs, StreamSchedule, generate, mean_pass_s, simulate
-from offload_rt.system.machine import ComputeTimes, MachineProfile, pass_time
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.layout import host_block

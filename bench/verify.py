@@ -16,12 +16,12 @@ import torch
 
 from bench.measure import Spread, commit, flag_parser, machine, print_result
 from offload_rt import SamplingParams
+from offload_rt.cost.tree_size import Acceptance
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.select import rule_of
 from offload_rt.speculate.static_builder import shape_of
 from offload_rt.system import registry
-from offload_rt.tree.choose import Acceptance
 from offload_rt.tree.search import search
 from offload_rt.tree.topology import DraftTree, SampledNodes
 

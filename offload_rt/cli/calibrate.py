@@ -21,11 +21,11 @@ from offload_rt.cli.picture import check_picture, panels, save
 from offload_rt.cli.process import exit_code
 from offload_rt.cli.run import read_prompt
 from offload_rt.config import EngineConfig, SamplingParams, check_positive, setting
+from offload_rt.cost.tree_size import choose, sizes_up_to
 from offload_rt.errors import PromptError, SettingsError
-from offload_rt.tree.choose import choose, sizes_up_to
 
 if TYPE_CHECKING:
-    from offload_rt.executor.cost import CostEstimator
+    from offload_rt.cost.estimator import CostEstimator
     from offload_rt.llm import LLM
 
 _SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024)

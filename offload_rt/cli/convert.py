@@ -54,8 +54,8 @@ def _convert(flags: Namespace) -> None:
     from offload_rt.cli.format import quiet_libraries
     from offload_rt.engine.link import sidecar_of
     from offload_rt.offload.sidecar import write_sidecar
+    from offload_rt.parallel.sharded_weights import part_of
     from offload_rt.system.progress import loading_bar
-    from offload_rt.weights.divided import part_of
 
     quiet_libraries()
     checkpoint = open_checkpoint(path)

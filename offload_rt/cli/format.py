@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from offload_rt.config import EngineConfig, SamplingParams, format_size
+from offload_rt.cost.pass_times import MachineProfile, PassBytes, pass_time
 from offload_rt.offload.placement import Plan
-from offload_rt.system.machine import MachineProfile, PassBytes, pass_time
 from offload_rt.system.progress import loading_bar
 
 if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them

@@ -279,9 +279,9 @@ def _print_plan(config: EngineConfig, flags: Namespace) -> None:
 
     from offload_rt.cli import plan
     from offload_rt.cli.format import plan_table, print_table
+    from offload_rt.cost.pass_times import pass_time
     from offload_rt.engine import profile
     from offload_rt.llm import LLM
-    from offload_rt.system.machine import pass_time
     from offload_rt.weights.checkpoint import is_here
 
     models = [

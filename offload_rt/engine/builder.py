@@ -10,21 +10,22 @@ from typing import Any
 
 import torch
 
+from offload_rt.cost.estimator import CostEstimator
+from offload_rt.cost.pass_times import MachineProfile
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.engine_plan import EnginePlan
 from offload_rt.engine.loader import Loader, Meter, Progress, open_files
 from offload_rt.engine.scheduler import Scheduler
-from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.kv.split import state_rows
 from offload_rt.models.heads import Head
-from offload_rt.models.stage import Stage
-from offload_rt.models.tensor_parallel import SharedWeights, TensorParallelModel
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.ops import extension
+from offload_rt.parallel.pipeline_model import Stage
+from offload_rt.parallel.tensor_parallel import SharedWeights, TensorParallelModel
 from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.learner import Learner
 from offload_rt.speculate.pair_stats import PairStats
@@ -35,7 +36,6 @@ from offload_rt.speculate.protocols import (
     draft_rows,
     whole_model,
 )
-from offload_rt.system.machine import MachineProfile
 from offload_rt.system.numa import cpus_near
 from offload_rt.system.ranks import joined
 from offload_rt.system.trace import Trace

@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 
+from offload_rt.cost.pass_times import MachineProfile, pass_time
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.loader import Loader, Meter
@@ -19,7 +20,6 @@ from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.speculate.select import Drafting
-from offload_rt.system.machine import MachineProfile, pass_time
 from offload_rt.system.ranks import Ranks
 from offload_rt.system.trace import Trace
 from offload_rt.weights.layout import PAGE, PackedLayer, align_up

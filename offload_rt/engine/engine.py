@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
+from offload_rt.cost.estimator import CostEstimator
 from offload_rt.engine.scheduler import RunningSequence, Scheduler
 from offload_rt.errors import DeviceError
-from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.stats import PassTimes

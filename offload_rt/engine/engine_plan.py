@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from offload_rt.config import EngineConfig, format_size
+from offload_rt.cost.pass_times import PassBytes
 from offload_rt.dtypes import DTYPES, DType
 from offload_rt.engine import profile
 from offload_rt.engine.draft_place import agree
@@ -25,19 +26,19 @@ from offload_rt.engine.memory_plan import (
 from offload_rt.engine.rank_cuts import reading_notice, token_seconds
 from offload_rt.engine.stages import of_all, stage_of
 from offload_rt.errors import CapacityError, DeviceError, SettingsError, UnsupportedModelError
-from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.ops import extension
+from offload_rt.parallel.sharded_weights import divide
+from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.speculate.learner import learning_nbytes
 from offload_rt.speculate.protocols import whole_model
 from offload_rt.speculate.select import Drafting
-from offload_rt.system.machine import PassBytes, cards, memory_free, memory_limit
+from offload_rt.system.machine import cards, memory_free, memory_limit
 from offload_rt.system.ranks import Ranks, joined
 from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.divided import divide
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PAGE, align_up, decoded_layout
 

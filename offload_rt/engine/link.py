@@ -8,10 +8,10 @@ import torch
 from offload_rt.config import EngineConfig
 from offload_rt.engine.link_rates import measured_rates
 from offload_rt.errors import CheckpointError, DeviceError, SettingsError
-from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.placement import LinkSizes
 from offload_rt.offload.sidecar import open_sidecar
 from offload_rt.ops import extension
+from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PAGE, align_up, decoded_layout

@@ -20,24 +20,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes
+from offload_rt.cost.tree_size import ExpertsBias
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
-from offload_rt.models.stage import Stage
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerView
 from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.ops.linear import linear
+from offload_rt.parallel.pipeline_model import Stage
 from offload_rt.system.files import read_cached, write_cached
-from offload_rt.system.machine import (
-    ComputeTimes,
-    MachineProfile,
-    PassBytes,
-    cache_nbytes,
-    memory_free,
-)
+from offload_rt.system.machine import cache_nbytes, memory_free
 from offload_rt.system.numa import cpus_near, staying_near
-from offload_rt.tree.choose import ExpertsBias
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import host_block

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes, pass_times
+from offload_rt.cost.tree_size import Acceptance, sizes_up_to
 from offload_rt.engine import profile
 from offload_rt.engine.link import convert_flags
-from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.disk import DiskTier
-from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes, pass_times
-from offload_rt.tree.choose import Acceptance, sizes_up_to
+from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.tree.search import search
 
 if TYPE_CHECKING:  # it asks what is here

@@ -5,13 +5,13 @@ from dataclasses import replace
 import torch
 
 from offload_rt.config import EngineConfig
+from offload_rt.cost.pass_times import PassBytes, TouchedExperts
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import SHORTEST_CONTEXT, Sizes, reserved_memory
 from offload_rt.errors import CapacityError, SettingsError
-from offload_rt.models.stage import Stage, divide_layers, divisible
 from offload_rt.offload.placement import MemoryBudget, Plan
+from offload_rt.parallel.pipeline_model import Stage, divide_layers, divisible
 from offload_rt.speculate.select import Drafting
-from offload_rt.system.machine import PassBytes, TouchedExperts
 from offload_rt.system.ranks import Ranks, joined
 from offload_rt.weights.checkpoint import Checkpoint
 

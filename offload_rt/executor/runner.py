@@ -12,6 +12,7 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.chunks import CHUNK_ROWS
+from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.errors import machine_error
 from offload_rt.executor.cuda_graphs import (
     Capture,
@@ -30,12 +31,11 @@ from offload_rt.kv.sparse import SparseCache
 from offload_rt.kv.split import KVShare
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.models.heads import HeadDecoder
-from offload_rt.models.stage import Stage
-from offload_rt.models.tensor_parallel import TensorParallelModel
 from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.far_rows import FarRows
 from offload_rt.offload.streamer import LayerView, Streamer
-from offload_rt.system.machine import ComputeTimes
+from offload_rt.parallel.pipeline_model import Stage
+from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.weights.formats import WeightFormat
 

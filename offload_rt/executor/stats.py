@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from offload_rt.tree.choose import N_RANKS
+from offload_rt.cost.tree_size import N_RANKS
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 

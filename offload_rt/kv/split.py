@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload_rt.chunks import MOST_SCORES
+from offload_rt.cost.pass_times import StreamedRows
 from offload_rt.dtypes import DType
 from offload_rt.models.architecture import Architecture
-from offload_rt.system.machine import StreamedRows
 
 if TYPE_CHECKING:
     from torch import Tensor

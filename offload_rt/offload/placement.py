@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offload_rt.config import format_size
+from offload_rt.cost.pass_times import PassBytes, TouchedExperts
 from offload_rt.errors import CapacityError
 from offload_rt.kv.split import KVSplit
 from offload_rt.models.architecture import Mixture
-from offload_rt.system.machine import PassBytes, TouchedExperts
 
 # Two slots overlap transfer and compute; a third absorbs jitter.
 _LEAST_SLOTS = 2

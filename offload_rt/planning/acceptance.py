@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from offload_rt.cost.tree_size import N_RANKS, Acceptance
 from offload_rt.errors import SettingsError
 from offload_rt.speculate.pair_stats import PairStats
-from offload_rt.tree.choose import N_RANKS, Acceptance
 
 _SEQUOIA = "Sequoia (arXiv 2402.12374)"
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from offload_rt.engine.memory_plan import Sizes
-from offload_rt.planning.forecast import Forecast
-from offload_rt.planning.roofline import met_weights, n_weights
-from offload_rt.system.machine import (
+from offload_rt.cost.pass_times import (
     HostTimes,
     MachineProfile,
     PassBytes,
     TouchedExperts,
     pass_time,
 )
+from offload_rt.cost.roofline import met_weights, n_weights
+from offload_rt.engine.memory_plan import Sizes
+from offload_rt.planning.forecast import Forecast
 
 # GB/s at which a processor reads experts from its memory (assumed): two channels of DDR5-5600 have
 # 89.6. Sixteen threads multiply MXFP4 and 4-bit integers at that rate, about 7 billion weights per

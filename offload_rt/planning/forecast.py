@@ -9,6 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from offload_rt.config import EngineConfig, format_size
+from offload_rt.cost.card import Card
+from offload_rt.cost.estimator import CostEstimator
+from offload_rt.cost.pass_times import ComputeTimes, MachineProfile
+from offload_rt.cost.roofline import Roof, head_share
+from offload_rt.cost.tree_size import choose, sizes_up_to
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import (
     LIBRARIES,
@@ -19,18 +24,13 @@ from offload_rt.engine.memory_plan import (
     reserved_memory,
 )
 from offload_rt.errors import CapacityError, SettingsError
-from offload_rt.executor.cost import CostEstimator
 from offload_rt.offload.placement import MemoryBudget, Plan, least_budget
 from offload_rt.planning.acceptance import SELF, Assumed
-from offload_rt.planning.hardware import Card
 from offload_rt.planning.ranks import ALONE, Parallelism
-from offload_rt.planning.roofline import Roof, head_share
 from offload_rt.planning.simulate import Costs, Generation, StreamSchedule, generate
 from offload_rt.planning.sizes import copies, decoded_nbytes, formats, is_plain
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import pick_drafter
-from offload_rt.system.machine import ComputeTimes, MachineProfile
-from offload_rt.tree.choose import choose, sizes_up_to
 from offload_rt.tree.search import search
 from offload_rt.tree.topology import Topology
 

@@ -7,63 +7,18 @@ sparsity that is advertised. The vendor's documents were not at hand: "as cited"
 resellers and reviews give from the named document, "remembered" those that nobody looked up.
 """
 
-from dataclasses import dataclass
-
+from offload_rt.cost.card import Card, HostLink
 from offload_rt.errors import SettingsError
 
 _GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Link:
-    """What a card hangs on.
-
-    gbps    GB/s at which pinned memory is copied to the card
-    source  of that rate
-    """
-
-    name: str
-    gbps: float
-    source: str
-
-
-@dataclass(frozen=True)
-class Card:
-    """A graphics card.
-
-    memory_nbytes  nominal, without the share of error correction
-    tflops         10^12 operations a second in matrix products
-    memory_gbps    GB/s of its memory
-    source         of these figures
-    nvlink_gbps    GB/s at which others of it are heard by NVLink; 0: it has none, or one that is
-                   bought besides
-    """
-
-    name: str
-    title: str
-    memory_nbytes: int
-    tflops: float
-    memory_gbps: float
-    link: Link
-    source: str
-    nvlink_gbps: float = 0.0
-
-    @property
-    def free_nbytes(self) -> int:
-        """Bytes that a program may allocate: without 1.5 % for the driver and 0.5 GiB for the
-        program's context.
-
-        An RTX 4090 of 24 GiB reports 23.65 GiB.
-        """
-        return self.memory_nbytes * 197 // 200 - (_GIB >> 1)
-
-
-PCIE_4 = Link(
+PCIE_4 = HostLink(
     "PCIe 4.0 x16",
     25.0,
     "measured peak of an A100 by the authors of BaM (github.com/ZaidQureshi/bam, issue 54)",
 )
-PCIE_5 = Link(
+PCIE_5 = HostLink(
     "PCIe 5.0 x16",
     55.0,
     "NVIDIA's example output of nvbandwidth, host_to_device_memcpy_ce: 55.63 GB/s",

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from offload_rt.config import EngineConfig
+from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.engine_plan import memory_budget, pick_device
@@ -14,7 +15,6 @@ from offload_rt.errors import SettingsError
 from offload_rt.offload.disk import DiskTier
 from offload_rt.ops.linear import linear
 from offload_rt.planning.forecast import CPU_DECODE_GBPS, DECODE_GBPS, LEVEL_S, Machine
-from offload_rt.planning.roofline import Roof
 from offload_rt.planning.sizes import find_checkpoint
 
 # A matrix of so many columns is multiplied with so many rows, until that has taken so long.

@@ -10,11 +10,11 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from offload_rt.cost.card import Card
+from offload_rt.cost.roofline import layer_weights, n_weights
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import Architecture
-from offload_rt.planning.hardware import Card
-from offload_rt.planning.roofline import layer_weights, n_weights
 
 # Seconds of a collective of few bytes: NCCL among four V100 on one PCIe switch, in a graph, took 19
 # to 24 us for up to 32 KB (github.com/haohervchb/sglang-V100, pull request 2). It is assumed for
@@ -86,7 +86,7 @@ class Parallelism:
             problem = f"a head of type {spec.family} is not divided among ranks"
             raise UnsupportedModelError(problem, change="leave --split-draft out")
         # needs torch; one rank does not
-        from offload_rt.models.tensor_parallel import TensorParallelModel
+        from offload_rt.parallel.tensor_parallel import TensorParallelModel
 
         first: Any = SimpleNamespace(rank=0, size=n)
         part = TensorParallelModel.of(spec, first, self.exact)

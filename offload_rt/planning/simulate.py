@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from offload_rt.cost.pass_times import ComputeTimes, StreamedRows
 from offload_rt.offload.placement import Plan
-from offload_rt.system.machine import ComputeTimes, StreamedRows
 from offload_rt.tree.search import expected_tokens
 from offload_rt.tree.topology import Topology
 

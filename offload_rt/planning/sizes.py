@@ -9,6 +9,7 @@ from itertools import repeat
 from pathlib import Path
 
 from offload_rt.config import EngineConfig
+from offload_rt.cost.roofline import layer_weights
 from offload_rt.dtypes import DTYPES, DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelError
@@ -17,7 +18,6 @@ from offload_rt.models.heads import head_of
 from offload_rt.offload.placement import LinkSizes
 from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.planning.known_models import KNOWN
-from offload_rt.planning.roofline import layer_weights
 from offload_rt.speculate.select import check_pair
 from offload_rt.weights import gguf, int4
 from offload_rt.weights.checkpoint import (

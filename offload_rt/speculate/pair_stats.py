@@ -3,8 +3,8 @@
 import hashlib
 from dataclasses import dataclass, field
 
+from offload_rt.cost.tree_size import Acceptance, Calibration, ExpectedTokensBias
 from offload_rt.system.files import read_cached, write_cached
-from offload_rt.tree.choose import Acceptance, Calibration, ExpectedTokensBias
 
 _FILE = "pairs.json"
 _VERSION = 4

@@ -12,7 +12,7 @@ from offload_rt.speculate.pair_stats import PairStats
 if TYPE_CHECKING:  # a plan asks for limits and types alone
     from torch import Tensor
 
-    from offload_rt.executor.cost import CostEstimator
+    from offload_rt.cost.estimator import CostEstimator
     from offload_rt.executor.sequence import Sequence
     from offload_rt.kv.sparse import SparseCache
     from offload_rt.sampling import TopTokens

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
+from offload_rt.cost.tree_size import N_RANKS, best_prefixes, choose, sizes_up_to
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
@@ -15,7 +16,6 @@ from offload_rt.speculate.ngrams import MatchRates, NgramMatch, append_ngram, fi
 from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
-from offload_rt.tree.choose import N_RANKS, best_prefixes, choose, sizes_up_to
 from offload_rt.tree.search import TreeTable, search
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 

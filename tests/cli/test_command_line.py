@@ -28,7 +28,7 @@ from offload_rt.cli import calibrate, run
 from offload_rt.cli import main as cli_main
 from offload_rt.cli.calibrate import Findings
 from offload_rt.config import EngineConfig
-from offload_rt.tree.choose import N_RANKS
+from offload_rt.cost.tree_size import N_RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "the quick brown"

@@ -15,19 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.pretended_card import pretended_card
 
-from offload_rt.engine import profile
-from offload_rt.executor.cost import CostEstimator
-from offload_rt.system import machine
-from offload_rt.system.machine import (
+from offload_rt.cost.estimator import CostEstimator
+from offload_rt.cost.pass_times import (
     ComputeTimes,
     MachineProfile,
     PassBytes,
     TouchedExperts,
-    memory_free,
-    memory_limit,
     pass_time,
     pass_times,
 )
+from offload_rt.engine import profile
+from offload_rt.system import machine
+from offload_rt.system.machine import memory_free, memory_limit
 
 GIB = 2**30
 TOTAL = 64 * GIB

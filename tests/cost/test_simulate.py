@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, StreamedRows, pass_time
 from offload_rt.offload.placement import MemoryBudget, Plan, ReservedMemory, place_layers
 from offload_rt.planning.acceptance import PRESETS, power_law
 from offload_rt.planning.simulate import (
@@ -19,7 +20,6 @@ from offload_rt.planning.simulate import (
     mean_pass_s,
     simulate,
 )
-from offload_rt.system.machine import ComputeTimes, MachineProfile, StreamedRows, pass_time
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
 

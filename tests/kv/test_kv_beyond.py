@@ -29,11 +29,18 @@ from test_host_memory import CountingHost
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import plan, report
 from offload_rt.config import EngineConfig
+from offload_rt.cost.estimator import CostEstimator
+from offload_rt.cost.pass_times import (
+    MachineProfile,
+    PassBytes,
+    StreamedRows,
+    pass_time,
+    pass_times,
+)
 from offload_rt.dtypes import DType
 from offload_rt.engine import builder
 from offload_rt.engine.memory_plan import READ_BUFFERS, Sizes, plan_memory
 from offload_rt.errors import CapacityError, LinkError
-from offload_rt.executor.cost import CostEstimator
 from offload_rt.kv import host
 from offload_rt.kv import split as kv_split
 from offload_rt.kv.host import HostCache
@@ -45,7 +52,6 @@ from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.select import pick_drafter
-from offload_rt.system.machine import MachineProfile, PassBytes, StreamedRows, pass_time, pass_times
 from offload_rt.system.trace import Trace
 
 CAPACITY = 700

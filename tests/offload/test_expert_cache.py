@@ -25,10 +25,12 @@ from test_contracts_stream import (
 from bench.models import config_of, random_model
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
+from offload_rt.cost.estimator import CostEstimator
+from offload_rt.cost.pass_times import MachineProfile, PassBytes, TouchedExperts
+from offload_rt.cost.tree_size import best_prefix
 from offload_rt.engine import profile
 from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.errors import CapacityError, LinkError
-from offload_rt.executor.cost import CostEstimator
 from offload_rt.models.architecture import Mixture
 from offload_rt.models.families import spec_of
 from offload_rt.models.stand_ins import Touched
@@ -39,9 +41,7 @@ from offload_rt.offload.far_experts import FarExperts, PinnedExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import ExpertSizes
 from offload_rt.offload.streamer import LayerSources, LayerView
-from offload_rt.system.machine import MachineProfile, PassBytes, TouchedExperts
 from offload_rt.system.trace import Trace
-from offload_rt.tree.choose import best_prefix
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import open_checkpoint
 

@@ -20,19 +20,19 @@ from test_mxfp4 import published  # noqa: F401
 from transformers import GptOssForCausalLM, Mxfp4Config
 
 from offload_rt import SamplingParams
-from offload_rt.engine import profile
-from offload_rt.executor.cost import CostEstimator
-from offload_rt.models.architecture import HostWork
-from offload_rt.offload.host_experts import HostExperts
-from offload_rt.offload.memory import MemoryTier
-from offload_rt.system.machine import (
+from offload_rt.cost.estimator import CostEstimator
+from offload_rt.cost.pass_times import (
     HostTimes,
     MachineProfile,
     PassBytes,
     TouchedExperts,
     pass_times,
 )
-from offload_rt.tree.choose import best_prefix
+from offload_rt.cost.tree_size import best_prefix
+from offload_rt.engine import profile
+from offload_rt.models.architecture import HostWork
+from offload_rt.offload.host_experts import HostExperts
+from offload_rt.offload.memory import MemoryTier
 from offload_rt.tree.topology import Topology
 
 CPU = torch.device("cpu")
@@ -79,21 +79,23 @@ def check_texts(model, folder, monkeypatch, computed, ways, **settings):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_texts_on_a_card_are_those_of_transformers(model_of, kind, monkeypatch, computed):  # noqa: F811
+def test_texts_on_a_card_are_those_of_transformers(model_of, kind, monkeypatch, computed):
     """With some experts computed on either side, plainly and by trees."""
     ways = (0.5, {}), (2.0, {"drafter": "recycle", "tree_size": 8})
     check_texts(*model_of(kind), monkeypatch, computed, ways)
 
 
 def test_quantised_experts_are_computed_from_what_the_card_would_get(
-    published, monkeypatch, computed  # noqa: F811
+    published,
+    monkeypatch,
+    computed,
 ):
     options = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.float32}
     model = GptOssForCausalLM.from_pretrained(published, **options).eval()
     check_texts(model, published, monkeypatch, computed, [(0.3, {})], dtype="float32")
 
 
-def test_a_card_waits_no_more_for_what_the_host_computes(model_of, monkeypatch, computed):  # noqa: F811
+def test_a_card_waits_no_more_for_what_the_host_computes(model_of, monkeypatch, computed):
     """Rows come with the router's choice; four layers have experts."""
     prompt = prompt_of(0, 15, 150)
     with (
@@ -112,7 +114,7 @@ def test_a_card_waits_no_more_for_what_the_host_computes(model_of, monkeypatch, 
         assert counts.n_waits - before == 4 and len(computed) > 8
 
 
-def test_passes_are_timed_without_the_host_and_trees_chosen_with_it(model_of, monkeypatch):  # noqa: F811
+def test_passes_are_timed_without_the_host_and_trees_chosen_with_it(model_of, monkeypatch):
     def profile_passes(runner, moved, rows, disk):
         feed(runner, runner.new_cache(40), prompt_of(0, 9, 150), Topology.chain(9))
         assert not runner.experts.host.is_on
@@ -183,7 +185,7 @@ def test_what_is_used_often_comes_although_the_host_has_computed_it():
         assert visit(cache, 0, [0, 1], lambda x, *_: x)[0] == {0, 1}
 
 
-def test_the_host_does_not_wait_for_a_copy_that_has_begun(files):  # noqa: F811
+def test_the_host_does_not_wait_for_a_copy_that_has_begun(files):
     """Where a product ends before it; the copy goes on, and is there for the next pass."""
     go = threading.Event()
     images = MemoryTier()

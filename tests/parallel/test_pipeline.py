@@ -12,16 +12,16 @@ from support.tiny import Zoo, generate, prompt_of
 from bench.models import config_of, random_model
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
+from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.errors import SettingsError
-from offload_rt.models.stage import divide_layers
-from offload_rt.system.machine import ComputeTimes
+from offload_rt.parallel.pipeline_model import divide_layers
 
 _SCRIPT = """
 import json, os, sys
 import torch
 from offload_rt import LLM, SamplingParams
 from offload_rt.executor import runner
-from offload_rt.system.machine import ComputeTimes
+from offload_rt.cost.pass_times import (ComputeTimes)
 settings, prompts, params, n_parts = json.loads(sys.argv[1])
 runner.CHUNK_ROWS = 64
 # Ranks divide the cores; sums with different thread counts round differently.

@@ -24,10 +24,10 @@ from offload_rt.engine import builder, engine_plan, stages
 from offload_rt.models import stand_ins
 from offload_rt.models.architecture import ExpertShare
 from offload_rt.models.families import spec_of
-from offload_rt.models.stage import divisible
-from offload_rt.models.tensor_parallel import TensorParallelModel
+from offload_rt.parallel.pipeline_model import divisible
+from offload_rt.parallel.sharded_weights import divide
+from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.weights.checkpoint import open_checkpoint
-from offload_rt.weights.divided import divide
 
 # What is new in each: states, and a mixture with a shared expert; experts one by one; norms of
 # heads; experts in one tensor, with biases, and no plan; attention that the plan leaves out; other

@@ -56,13 +56,13 @@ from offload_rt.errors import (
 )
 from offload_rt.executor.cuda_graphs import GraphPass, GraphShape
 from offload_rt.executor.runner import Runner
-from offload_rt.models.tensor_parallel import Cut, TensorParallelModel
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.placement import Plan
 from offload_rt.ops.lossless import decode
+from offload_rt.parallel.sharded_weights import divide, part_of, parts
+from offload_rt.parallel.tensor_parallel import Cut, TensorParallelModel
 from offload_rt.speculate.select import Drafting, drafter_type
 from offload_rt.weights.checkpoint import open_checkpoint
-from offload_rt.weights.divided import divide, part_of, parts
 from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.header import read_header
 from offload_rt.weights.layout import PackedLayer, host_block

@@ -19,6 +19,8 @@ from support.tiny import measure_little
 from offload_rt import LLM
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
+from offload_rt.cost.roofline import Roof
+from offload_rt.cost.tree_size import N_RANKS, Acceptance
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes, plan_memory
 from offload_rt.errors import CapacityError, SettingsError
@@ -29,10 +31,8 @@ from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.local import measure_roof
-from offload_rt.planning.roofline import Roof
 from offload_rt.speculate.pair_stats import Estimates, PairStats
 from offload_rt.speculate.select import pick_drafter
-from offload_rt.tree.choose import N_RANKS, Acceptance
 
 NO_CHECKPOINTS = ("", "")
 PAIR = ["--model", "llama2-70b", "--draft-model", "llama2-7b"]

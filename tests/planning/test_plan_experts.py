@@ -85,7 +85,8 @@ def test_experts_that_are_stored_one_by_one_are_the_same() -> None:
 
 
 def test_a_config_of_gpt_oss_says_what_its_checkpoint_takes(
-    published: Path, tmp_path: Path  # noqa: F811
+    published: Path,
+    tmp_path: Path,
 ) -> None:
     alone = tmp_path / "config.json"
     alone.write_text((published / "config.json").read_text())

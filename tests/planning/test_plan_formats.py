@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload_rt import LLM
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig, parse_size
+from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
 from offload_rt.engine.engine_plan import _draft_sizes
 from offload_rt.engine.memory_plan import Sizes
@@ -27,7 +28,6 @@ from offload_rt.planning.acceptance import assume
 from offload_rt.planning.forecast import Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
-from offload_rt.planning.roofline import Roof
 from offload_rt.planning.sizes import copies, find_models, formats, is_plain, lossless
 from offload_rt.weights.checkpoint import open_checkpoint
 

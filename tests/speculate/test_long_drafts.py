@@ -25,8 +25,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotat
 
 from offload_rt import SamplingParams
 from offload_rt.config import EngineConfig
+from offload_rt.cost.estimator import CostEstimator
+from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes
 from offload_rt.errors import CapacityError, SettingsError
-from offload_rt.executor.cost import CostEstimator
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
@@ -38,7 +39,6 @@ from offload_rt.speculate.draft_model import DraftState
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import drafter_type, pick_drafter, rule_of
-from offload_rt.system.machine import ComputeTimes, MachineProfile, PassBytes
 from offload_rt.tree.topology import Topology
 
 BUDGET = 64

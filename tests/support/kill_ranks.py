@@ -93,7 +93,8 @@ def main() -> None:
                     else "several "
                          "sentences" if said.count("\n") > 1 else "ended well" if codes == [0, 0]
                     else "names the rank" if f"rank {rank} (" in said
-                    else "interrupted" if said == "interrupted\n" else "silent" if not said else "other"
+                    else "interrupted" if said == "interrupted\n" else "silent"
+                    if not said else "other"
                 )  # fmt: skip
                 tally[kind] += 1
                 print(

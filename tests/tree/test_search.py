@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny import random_tree
 
-from offload_rt.tree.choose import (
+from offload_rt.cost.tree_size import (
     ExpectedTokensBias,
     best_prefix,
     best_prefixes,

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from offload_rt.cost.tree_size import sizes_up_to
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.ngrams import path_tree
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
-from offload_rt.tree.choose import sizes_up_to
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 # Rows of a pass: half for the window, half for n-grams. The authors use n-grams of 5 tokens; 120

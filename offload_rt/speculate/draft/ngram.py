@@ -5,6 +5,7 @@ from collections import abc
 import numpy as np
 import torch
 
+from offload_rt.cost.tree_size import best_prefix
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.ngrams import (
@@ -15,7 +16,6 @@ from offload_rt.speculate.ngrams import (
     path_tree,
 )
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
-from offload_rt.tree.choose import best_prefix
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 _SIZES = (32, 16, 8, 4, 1)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from offload_rt.cost.tree_size import ExpectedTokensBias, best_prefix, best_prefixes
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.ngrams import MatchRates, NgramMatch, copied_paths, find_matches
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
-from offload_rt.tree.choose import ExpectedTokensBias, best_prefix, best_prefixes
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 _SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 1)

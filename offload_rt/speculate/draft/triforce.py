@@ -9,6 +9,7 @@ verification assumes.
 import time
 from collections import abc
 
+from offload_rt.cost.tree_size import Acceptance
 from offload_rt.executor.sequence import Sequence
 from offload_rt.kv.chosen import RetrievalCache
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
@@ -16,7 +17,6 @@ from offload_rt.speculate.guessed_builders import GuessedTreeBuilder, ResampledC
 from offload_rt.speculate.protocols import SELF_SIZES, DrafterType, DraftParts
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
 from offload_rt.speculate.tree_drafter import Proposal, TreeDrafter
-from offload_rt.tree.choose import Acceptance
 from offload_rt.tree.topology import Topology
 
 # Tokens that the small draft guesses per middle pass, and its context length.

@@ -10,7 +10,7 @@ from typing import cast
 
 from offload_rt.errors import CheckpointError, UnsupportedModelError
 from offload_rt.models.architecture import TensorShape
-from offload_rt.models.tensor_parallel import Cut, TensorParallelModel
+from offload_rt.parallel.tensor_parallel import Cut, TensorParallelModel
 from offload_rt.system.ranks import Ranks
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import StoredTensor, WeightFormat

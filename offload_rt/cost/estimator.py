@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from offload_rt.system.machine import MachineProfile, PassBytes, pass_times
-from offload_rt.tree.choose import ExpertsBias
+from offload_rt.cost.pass_times import MachineProfile, PassBytes, pass_times
+from offload_rt.cost.tree_size import ExpertsBias
 
 # Weight of the newest pass in the running estimates.
 _NEWEST = 0.25

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from offload_rt.chunks import CHUNK_ROWS
+from offload_rt.cost.card import Card
+from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.dtypes import DType
 from offload_rt.models.architecture import Architecture, TensorShape
-from offload_rt.planning.hardware import Card
-from offload_rt.system.machine import ComputeTimes
 
 # Part of the published rates that is reached. Products of 8192 by 8192 in torch, as users measured
 # them: 158.6 of 165.2 TFLOP/s on an RTX 4090, 215 of 312 on an A800

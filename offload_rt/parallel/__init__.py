@@ -1,0 +1,1 @@
+"""Execution on several ranks: sharded weights, tensor-parallel and pipeline models."""
