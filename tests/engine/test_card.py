@@ -129,7 +129,7 @@ def test_every_drafter_and_rule(zoo, card, drafter, rule):
         ("qwen3_next", {}),
     ],
 )
-def test_trees_of_models_of_transformers(model_of, card, monkeypatch, kind, host):  # noqa: F811
+def test_trees_of_models_of_transformers(model_of, card, monkeypatch, kind, host):
     """With slots for four experts, of which the host computes some, or for which it has no room;
     states of delta nets.
     """

@@ -15,7 +15,7 @@ LONG = [3 + (7 * k * k) % 90 for k in range(100)]
 @pytest.mark.parametrize(
     "kind", ["plain", "recycle", "adaptive_tree", "self_window", "general", *HEADS]
 )
-def test_a_long_prompt_is_computed_in_parts_while_others_are_answered(kind, opened, monkeypatch):  # noqa: F811
+def test_a_long_prompt_is_computed_in_parts_while_others_are_answered(kind, opened, monkeypatch):
     llm, model = opened(kind, max_model_len=256, dtype="float32")
     rows = []
     with llm:
@@ -48,7 +48,7 @@ def test_a_long_prompt_is_computed_in_parts_while_others_are_answered(kind, open
     assert len(long.logprobs) - long.n_prompt == 24 or len(long.logprobs) == 24
 
 
-def test_log_probabilities_of_a_prompt_in_parts(opened):  # noqa: F811
+def test_log_probabilities_of_a_prompt_in_parts(opened):
     llm, _ = opened("plain", max_model_len=256, dtype="float32")
     with llm:
         params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
@@ -71,7 +71,7 @@ def test_log_probabilities_of_a_prompt_in_parts(opened):  # noqa: F811
         )
 
 
-def test_prompts_take_one_pass_where_nobody_is_held_up(opened):  # noqa: F811
+def test_prompts_take_one_pass_where_nobody_is_held_up(opened):
     llm, _ = opened("plain", max_model_len=256, dtype="float32")
     with llm:
         llm.engine.prompt_seconds = 0.0
@@ -79,7 +79,7 @@ def test_prompts_take_one_pass_where_nobody_is_held_up(opened):  # noqa: F811
     assert output.stats.n_passes == 4
 
 
-def test_prompts_are_as_long_as_the_time_allows(opened):  # noqa: F811
+def test_prompts_are_as_long_as_the_time_allows(opened):
     llm, _ = opened("plain", max_model_len=256, dtype="float32")
     with llm:
         engine = llm.engine

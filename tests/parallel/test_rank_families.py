@@ -125,7 +125,7 @@ def test_exact_ranks_give_the_bits_of_one(model_of, kind: str, place: str) -> No
     assert torch.equal(work(), together(2, work)[0])
 
 
-def test_codes_of_all_experts_in_one_tensor_are_divided(published: Path) -> None:  # noqa: F811
+def test_codes_of_all_experts_in_one_tensor_are_divided(published: Path) -> None:
     settings = {"dtype": "float32", "place": "disk"}
     with open_llm(published, **settings) as llm:
         expected = tokens_of(llm, prompt_of(0, 15, 150), 24)

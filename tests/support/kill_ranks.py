@@ -23,6 +23,25 @@ LIMIT_S = 10.0
 SIGNALS = [signal.SIGKILL] * 3 + [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
+def ending(said: str, codes: list[int | None], was_over: bool, has_left: bool, rank: int) -> str:
+    """Name how a run ended, from its stderr and the exit codes of its ranks."""
+    if was_over:
+        return "was over"
+    if None in codes:
+        return "does not end"
+    if has_left:
+        return "leaves files"
+    if said.count("\n") > 1:
+        return "several sentences"
+    if codes == [0, 0]:
+        return "ended well"
+    if f"rank {rank} (" in said:
+        return "names the rank"
+    if said == "interrupted\n":
+        return "interrupted"
+    return "silent" if not said else "other"
+
+
 def _end(ranks: list[Rank], has_agent: bool, until: float) -> float:
     """Wait for all to end, for so long; returns the seconds it took."""
     started_s = time.monotonic()
@@ -86,16 +105,7 @@ def main() -> None:
                     if p.is_file() and p.suffix != ".json"
                 ]
                 slowest = max(slowest, seconds)
-                kind = (
-                    "was "
-                    "over" if was_over else "does not "
-                                            "end" if None in codes else "leaves files" if left
-                    else "several "
-                         "sentences" if said.count("\n") > 1 else "ended well" if codes == [0, 0]
-                    else "names the rank" if f"rank {rank} (" in said
-                    else "interrupted" if said == "interrupted\n" else "silent"
-                    if not said else "other"
-                )  # fmt: skip
+                kind = ending(said, codes, was_over, bool(left), rank)
                 tally[kind] += 1
                 print(
                     f"{kind}: {number.name} to rank {rank} at {moment:.2f} of {lasts_s:.2f} s, "
