@@ -222,7 +222,7 @@ def test_the_layer_drafts_on_a_card(target_of, monkeypatch):
 
 
 def test_the_joint_distribution_is_the_targets(tmp_path, monkeypatch):
-    monkeypatch.setattr("texts.N_DRAWS", 300)
+    monkeypatch.setattr("support.texts.N_DRAWS", 300)
     target = Target("qwen3_5_text", tmp_path, VOCABULARY, sureness=0.5)
     with open_llm(tmp_path, drafter="mtp", max_model_len=64) as llm:
         drafter = drafter_of(llm, "mtp", "coupled", DraftLimits(10, 4, fixed_size=True))

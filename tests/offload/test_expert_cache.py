@@ -19,6 +19,8 @@ from test_contracts_stream import (
     PretendedGPU,
     Watched,
     _layers,
+    content,  # noqa: F401
+    files,  # noqa: F401
     wanted,
 )
 

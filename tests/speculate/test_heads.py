@@ -487,8 +487,8 @@ def test_a_head_that_is_right_gives_a_path_to_the_end_of_its_reach(tmp_path, kin
 
 @pytest.mark.parametrize(("kind", "rule"), [("eagle", "match"), ("medusa", "coupled")])
 def test_the_joint_distribution_is_the_targets(tmp_path, monkeypatch, kind, rule):
-    monkeypatch.setattr("test_heads.KEPT", [0, 2, 3])
-    monkeypatch.setattr("texts.N_DRAWS", 400)
+    monkeypatch.setitem(globals(), "KEPT", [0, 2, 3])
+    monkeypatch.setattr("support.texts.N_DRAWS", 400)
     model = small_model(VOCABULARY, n_layers=3, sureness=0.5)
     settings = random_head(tmp_path, kind, model)
     with open_llm(**settings, max_model_len=64) as llm:

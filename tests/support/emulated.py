@@ -15,7 +15,7 @@ import torch
 from offload_rt.ops import extension
 
 ROOT = Path(__file__).resolve().parents[2]
-EMULATION = ROOT / "tests" / "cuda_on_cpu"
+EMULATION = ROOT / "tests" / "support" / "cuda_on_cpu"
 BUILD = ROOT / "build" / "cuda_on_cpu"
 LIBRARY = "offload_rt_on_cpu"
 
