@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantize import Choice, config_of
-from support.formats import int8_rows
 from support.checkpoints import llama_config, llama_tensors, pack, raw_bytes, write_checkpoint
+from support.formats import int8_rows
 from support.tiny import open_llm, prompt_of
 from torch import Tensor
 
