@@ -1,4 +1,4 @@
-"""Predict placement and time of a 70B model on a 24 GB GPU. Neither the model nor the GPU is used."""
+"""Predict placement and time of a 70B model on a 24 GB GPU, without the model and the GPU."""
 
 import subprocess
 import sys

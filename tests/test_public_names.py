@@ -1,4 +1,4 @@
-"""Public names and settings change only together with the committed list, tests/public_names.txt."""
+"""Public names and settings change only together with the list tests/public_names.txt."""
 
 import inspect
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""Check the packages that pyproject.toml requires: `python bench/gpu/requirements.py SITE [WHEELS]`.
+"""Check the packages that pyproject.toml requires: `requirements.py SITE [WHEELS]`.
 
 Installs the wheels of missing or outdated packages into the folder SITE; torch is used as it is.
 Prints each version.
