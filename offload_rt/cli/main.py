@@ -3,8 +3,11 @@
 import argparse
 import sys
 from importlib import import_module
+from importlib.metadata import version
+from platform import python_version
 from typing import NoReturn
 
+from offload_rt import __version__
 from offload_rt.cli.flags import Parser
 from offload_rt.cli.process import exit_code, run_program
 
@@ -27,12 +30,19 @@ def main(given: list[str]) -> int:
     parser = Parser(
         "offload-rt", "Run a language model larger than the memory of its device, exactly."
     )
+    parser.add_argument("--version", action="version", version=_versions())
     verbs = parser.add_subparsers(
         metavar="VERB", required=True, parser_class=argparse.ArgumentParser
     )
     for name, text in VERBS.items():
         verbs.add_parser(name, help=text)
     return exit_code(lambda: parser.parse_args(given))
+
+
+def _versions() -> str:
+    """Versions of offload_rt, Python, torch and transformers, without importing the latter two."""
+    packages = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    return ", ".join([f"offload-rt {__version__}", f"Python {python_version()}", *packages])
 
 
 def script(*verb: str) -> NoReturn:

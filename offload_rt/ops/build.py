@@ -97,7 +97,7 @@ def kernels(architectures: Iterable[int] = ARCHITECTURES) -> Recipe:
         "-shared", "-cudart=static", "-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden",
         "-Xptxas=-v",
         "--threads=0", *(f"-gencode=arch=compute_{one},code={code}" for one, code in pairs),
-        # the stable ABI of torch 2.11, the earliest that setup.py admits
+        # the stable ABI of torch 2.11, the oldest admitted version
         "-DTORCH_TARGET_VERSION=0x020b000000000000",
         f"-I{installed}/include", *sorted(path.name for path in SOURCES.glob("*.cu")),
         "library.cpp",

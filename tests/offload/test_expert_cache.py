@@ -28,7 +28,7 @@ from offload_rt.models.families import spec_of
 from offload_rt.models.stand_ins import Touched
 from offload_rt.offload import expert_cache
 from offload_rt.offload.expert_cache import ExpertCache
-from offload_rt.offload.far_experts import FarExperts
+from offload_rt.offload.tiered_experts import TieredExperts
 from offload_rt.tree.topology import Topology
 
 READING = pytest.mark.parametrize("make", [Host, FarGPU])
@@ -301,11 +301,11 @@ def test_a_card_computes_with_more_experts_than_its_host_holds(mixture_of, monke
         open_touched(folder, 4, device="cuda", host_memory=READ_BUFFERS + 2 * layer, **more) as llm,
     ):
         experts = llm.plan.experts
-        far = llm.plan.pass_bytes.far
-        assert 2 < experts.n_on_host < 20 and far.n_resident == pytest.approx(
+        disk_experts = llm.plan.pass_bytes.disk_experts
+        assert 2 < experts.n_on_host < 20 and disk_experts.n_resident == pytest.approx(
             (4 + experts.n_on_host) / 3
         )
-        assert isinstance(runner_of(llm).experts, FarExperts)
+        assert isinstance(runner_of(llm).experts, TieredExperts)
         texts = [llm.generate(one, params)[0].token_ids for one in prompts]
     assert texts == [generate(model, one, 8) for one in prompts]
 

@@ -9,10 +9,10 @@ from offload_rt.config import EngineConfig
 from offload_rt.models.architecture import Mixture
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import CardExperts, ThreadExperts
-from offload_rt.offload.far_experts import FarExperts, PinnedExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import ExpertSizes
 from offload_rt.offload.streamer import LayerSources, LayerView
+from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import open_checkpoint
 from support.checkpoints import pack
@@ -50,7 +50,7 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):
         cache = ThreadExperts(*given, streamer.meter, Trace())
     elif make is FarGPU:
         host = PinnedExperts(sizes, tier, view, device, Trace(), frozenset())
-        cache = FarExperts(sizes, n_slots, host, view, streamer)
+        cache = TieredExperts(sizes, n_slots, host, view, streamer)
     else:
         cache = CardExperts(*given, streamer)
     try:

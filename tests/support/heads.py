@@ -1,4 +1,4 @@
-"""Draft heads of random weights in their published layouts, and a tree builder that keeps logits."""
+"""Draft heads of random weights in their published layouts, and a tree of fixed nodes."""
 
 import json
 from dataclasses import dataclass, field
