@@ -331,7 +331,7 @@ def test_any_drafter_gives_the_targets_tokens(
     keep_steady(monkeypatch)
     prompt = prompt_of(2, 40)
     settings = pair.settings(drafter) | {"tree_depth": 4, "exact_parallel": is_exact}
-    if drafter_type(drafter).view is not None:
+    if drafter_type(drafter).resources.view is not None:
         settings["draft_context"] = 32
     if drafter == "none":
         settings.pop("tree_depth")

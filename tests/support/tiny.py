@@ -44,7 +44,6 @@ from offload_rt.speculate.protocols import (
     DraftLimits,
     DraftParts,
     VerificationRule,
-    whole_model,
 )
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify.match import MatchRule
@@ -136,7 +135,9 @@ CASES = {
 }
 # Drafters that any pair serves; heads are in `test_heads`.
 DRAFTERS = [
-    name for name in registry.names("speculate.draft") if drafter_type(name).model is whole_model
+    name
+    for name in registry.names("speculate.draft")
+    if drafter_type(name).resources.find_heads is None
 ]
 # Each with every rule that takes its trees.
 COMBINATIONS = [
@@ -163,7 +164,9 @@ class Pair:
         """What chooses a drafter and a rule, with the draft model if it takes one."""
         chosen = {"drafter": drafter, "rule": rule}
         return chosen | (
-            {"draft_model": str(self.draft)} if drafter_type(drafter).needs_model else {}
+            {"draft_model": str(self.draft)}
+            if drafter_type(drafter).resources.needs_checkpoint
+            else {}
         )
 
 
@@ -353,18 +356,29 @@ def drafter_of(
         runner.spec.vocab_size,
         limits.n_levels,
         trace,
-        draft_context or chosen.draft_context,
+        draft_context or chosen.resources.draft_context,
     )
-    model = chosen.model(*parts_of) if draft else None
-    if model is not None and chosen.model is whole_model and chosen.view is None:
+    model = chosen.resources.open_model(*parts_of) if draft else None
+    if model is not None and chosen.resources.needs_model and chosen.resources.view is None:
         model.target = runner
-    if chosen.view is not None:
+    own = None
+    if chosen.resources.view is not None:
         own = SelfDraftModel(
-            runner, limits.n_levels, trace, chosen.view, budget=LEAST_BUDGET, n_rows=1_000_000
+            runner,
+            limits.n_levels,
+            trace,
+            chosen.resources.view,
+            budget=LEAST_BUDGET,
+            n_rows=1_000_000,
         )
-        model, parts = own, {"small": model} | parts
     return chosen.open(
-        DraftParts(limits, Steady(level_s), child_sampling, coupled_up_to, model, **parts)
+        DraftParts(
+            limits,
+            Steady(level_s),
+            child_sampling,
+            coupled_up_to,
+            **({"draft_model": model, "self_model": own} | parts),
+        )
     )
 
 
