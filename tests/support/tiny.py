@@ -521,3 +521,51 @@ def least_streaming(directory, **settings) -> int:
         with LLM.open(EngineConfig(str(directory), device_memory=nbytes, **settings)) as unloaded:
             nbytes = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
     return nbytes
+
+
+ATOL = 2e-4
+
+
+def tree_logits(runner, committed, lacking, drafted, tree):
+    """Of every node of a tree below lacking tokens, behind committed ones."""
+    cache = prefill(runner, committed, len(committed) + len(lacking) + len(drafted))
+    return feed(
+        runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
+    )
+
+
+def check_tree(runner, model, n=8):
+    """Holds the logits of a tree against transformers' own along each path."""
+    tree = random_tree(n, seed=3, reach=2)
+    committed, lacking, drafted = (
+        prompt_of(seed, size, 150) for seed, size in ((1, 11), (2, 3), (3, n))
+    )
+    got = tree_logits(runner, committed, lacking, drafted, tree)
+    for node in range(n):
+        path = [drafted[one] for one in [0, *tree.path_to(node)]]
+        expected = logits_of(model, committed + lacking + path)[-1]
+        torch.testing.assert_close(
+            got[node], expected, atol=ATOL * float(expected.abs().max()), rtol=0
+        )
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, *runners: Runner) -> dict[Runner, list[tuple[int, int]]]:
+    """For each pass of each runner, the committed rows of its first sequence and the rows computed
+    of all.
+    """
+    passes: dict[Runner, list[tuple[int, int]]] = {runner: [] for runner in runners}
+    forward = Runner.forward
+
+    def watched(runner: Runner, steps: Any) -> Any:
+        if runner in passes:
+            passes[runner].append(
+                (runner.n_committed(steps[0].cache), sum(step.n_rows for step in steps))
+            )
+        return forward(runner, steps)
+
+    monkeypatch.setattr(Runner, "forward", watched)
+    return passes
+
+
+def say(llm: LLM, prompt: list[int], n: int) -> list[int]:
+    return llm.generate(prompt, SamplingParams(max_new_tokens=n))[0].token_ids
