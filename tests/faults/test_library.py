@@ -64,7 +64,7 @@ def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseExcep
             RuntimeError("Found no NVIDIA driver on your system"),
             3,
             "error",
-            "error: the card cannot be used",
+            "error: CUDA device unavailable",
         ),
         (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
     ],
