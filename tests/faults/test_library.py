@@ -58,7 +58,7 @@ def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseExcep
             RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
             3,
             "error",
-            "error: the card cannot be",
+            "error: CUDA device unavailable",
         ),
         (
             RuntimeError("Found no NVIDIA driver on your system"),
