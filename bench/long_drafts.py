@@ -182,9 +182,13 @@ def measure(case: Case, flags: argparse.Namespace, folder: Path) -> Outcome:
         cost = llm.engine.cost
         runner = llm.engine.runner
         split = llm.plan.split
-        assert split is not None and runner.far is not None, "keys and values are beyond the device"
-        runner.far.close()
-        runner.far = PacedRows(split, runner.spec.n_layers, runner.streamer, PacedLink(flags.gbps))
+        assert split is not None and runner.offloaded_rows is not None, (
+            "keys and values are beyond the device"
+        )
+        runner.offloaded_rows.close()
+        runner.offloaded_rows = PacedRows(
+            split, runner.spec.n_layers, runner.streamer, PacedLink(flags.gbps)
+        )
         params = [SamplingParams(_ROOM, temperature=flags.temperature, seed=i) for i in range(n)]
         texts = held_out_texts(n, context)
         sequences = [

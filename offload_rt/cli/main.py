@@ -3,8 +3,11 @@
 import argparse
 import sys
 from importlib import import_module
+from importlib.metadata import version
+from platform import python_version
 from typing import NoReturn
 
+from offload_rt import __version__
 from offload_rt.cli.flags import Parser
 from offload_rt.cli.process import exit_code, run_program
 
@@ -24,13 +27,26 @@ def main(given: list[str]) -> int:
     if given and given[0] in VERBS:
         code: int = import_module(f"offload_rt.cli.{given[0]}").main(given[1:])
         return code
+<<<<<<< HEAD
     parser = Parser("offload-rt", "Run language models larger than device memory, exactly.")
+=======
+    parser = Parser(
+        "offload-rt", "Run a language model larger than the memory of its device, exactly."
+    )
+    parser.add_argument("--version", action="version", version=_versions())
+>>>>>>> main
     verbs = parser.add_subparsers(
         metavar="VERB", required=True, parser_class=argparse.ArgumentParser
     )
     for name, text in VERBS.items():
         verbs.add_parser(name, help=text)
     return exit_code(lambda: parser.parse_args(given))
+
+
+def _versions() -> str:
+    """Versions of offload_rt, Python, torch and transformers, without importing the latter two."""
+    packages = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    return ", ".join([f"offload-rt {__version__}", f"Python {python_version()}", *packages])
 
 
 def script(*verb: str) -> NoReturn:

@@ -92,7 +92,7 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         if (
             engine_plan.experts is not None
             and device.type == "cuda"
-            and not engine_plan.pass_bytes.far
+            and not engine_plan.pass_bytes.disk_experts
         ):
             n_bytes += sum(
                 engine_plan.experts.tier.nbytes(i) for i in range(len(engine_plan.experts.records))
@@ -217,7 +217,7 @@ def _open_drafter(
         if split is not None:  # computing is timed with all rows on the device
             longest = min(longest, split.n_on_device - limits.n_nodes - 1)
         disk = engine_plan.disk if engine_plan.device.type == "cpu" else None
-        if moved.far is not None and engine_plan.experts is not None:
+        if moved.disk_experts is not None and engine_plan.experts is not None:
             disk = engine_plan.experts.tier
         machine = profile.pass_profile(runner, moved, (limits.n_nodes, longest), disk)
         if (

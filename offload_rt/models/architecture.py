@@ -150,7 +150,7 @@ class LayerWeights(Protocol):
         """Apply `linear` for each name; a format may compute a single concatenated product."""
         return tuple(map(self.linear, repeat(x), names))
 
-    def joined(self, names: Sequence[str]) -> Tensor | None:
+    def fused(self, names: Sequence[str]) -> Tensor | None:
         """Return the matrices concatenated by rows without a copy; None if not stored so."""
         return None
 

@@ -91,7 +91,7 @@ def kernels(architectures: Iterable[int] = ARCHITECTURES) -> Recipe:
         "-shared", "-cudart=static", "-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden",
         "-Xptxas=-v",
         "--threads=0", *(f"-gencode=arch=compute_{arch},code={code}" for arch, code in pairs),
-        # stable ABI of torch 2.11, the minimum version of setup.py
+        # stable ABI of torch 2.11, the the oldest admitted version
         "-DTORCH_TARGET_VERSION=0x020b000000000000",
         f"-I{installed}/include", *sorted(path.name for path in SOURCES.glob("*.cu")),
         "library.cpp",

@@ -351,9 +351,9 @@ class DividedWeights(LayerWeights):
         """See `LayerWeights`."""
         return self._own.dtype
 
-    def joined(self, names: Sequence[str]) -> Tensor | None:
+    def fused(self, names: Sequence[str]) -> Tensor | None:
         """See `LayerWeights`; used for experts."""
-        return self._own.joined(names)
+        return self._own.fused(names)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See `LayerWeights`; gathers a sharded tensor."""

@@ -137,7 +137,7 @@ def test_trees_of_models_of_transformers(model_of, card, monkeypatch, kind, host
     model, folder = model_of(kind)
     settings = {"device": "cuda", "drafter": "recycle", "tree_size": 8, "max_model_len": 128}
     with card(), open_touched(folder, 4, **settings, **host) as llm:
-        assert (llm.plan.pass_bytes.far is not None) == bool(host)
+        assert (llm.plan.pass_bytes.disk_experts is not None) == bool(host)
         text = llm.generate(prompt_of(0, 15, 150), SamplingParams(max_new_tokens=8))[0].token_ids
     assert text == generate(model, prompt_of(0, 15, 150), 8)
 

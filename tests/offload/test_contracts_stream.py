@@ -742,7 +742,9 @@ def test_a_streamer_follows_other_sources_from_one_sweep_to_the_next(
     with bench(name, make, files, late_s=0.001) as b:
         for order in ([0, 1, 2, 3, 4, 5], [3, 1], [5], [2, 2, 0, 4, 1]):
             tier = Chosen(b.tiers[0], order)
-            b.streamer.follow(LayerSources(MemoryTier(), (tier,) * len(order), 3, n_host_slots=3))
+            b.streamer.set_sources(
+                LayerSources(MemoryTier(), (tier,) * len(order), 3, n_host_slots=3)
+            )
             for _ in range(2):
                 for block in b.streamer.sweep():
                     b.device.look(block)

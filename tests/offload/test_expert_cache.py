@@ -39,10 +39,10 @@ from offload_rt.models.stand_ins import Touched
 from offload_rt.offload import expert_cache
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
-from offload_rt.offload.far_experts import FarExperts, PinnedExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import ExpertSizes
 from offload_rt.offload.streamer import LayerSources, LayerView
+from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -83,7 +83,7 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):
         cache = ThreadExperts(*given, streamer.meter, Trace())
     elif make is FarGPU:
         host = PinnedExperts(sizes, tier, view, device, Trace(), frozenset())
-        cache = FarExperts(sizes, n_slots, host, view, streamer)
+        cache = TieredExperts(sizes, n_slots, host, view, streamer)
     else:
         cache = CardExperts(*given, streamer)
     try:
@@ -407,11 +407,11 @@ def test_a_card_computes_with_more_experts_than_its_host_holds(model_of, monkeyp
         open_touched(folder, 4, device="cuda", host_memory=READ_BUFFERS + 2 * layer, **more) as llm,
     ):
         experts = llm.plan.experts
-        far = llm.plan.pass_bytes.far
-        assert 2 < experts.n_on_host < 20 and far.n_resident == pytest.approx(
+        disk_experts = llm.plan.pass_bytes.disk_experts
+        assert 2 < experts.n_on_host < 20 and disk_experts.n_resident == pytest.approx(
             (4 + experts.n_on_host) / 3
         )
-        assert isinstance(runner_of(llm).experts, FarExperts)
+        assert isinstance(runner_of(llm).experts, TieredExperts)
         texts = [llm.generate(one, params)[0].token_ids for one in prompts]
     assert texts == [generate(model, one, 8) for one in prompts]
 
