@@ -27,14 +27,8 @@ def main(given: list[str]) -> int:
     if given and given[0] in VERBS:
         code: int = import_module(f"offload_rt.cli.{given[0]}").main(given[1:])
         return code
-<<<<<<< HEAD
     parser = Parser("offload-rt", "Run language models larger than device memory, exactly.")
-=======
-    parser = Parser(
-        "offload-rt", "Run a language model larger than the memory of its device, exactly."
-    )
     parser.add_argument("--version", action="version", version=_versions())
->>>>>>> main
     verbs = parser.add_subparsers(
         metavar="VERB", required=True, parser_class=argparse.ArgumentParser
     )
