@@ -662,4 +662,4 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["--model", str(MODELS / "demo-target"), "--port", str(port)]) == 2
-    assert f"127.0.0.1:{port} cannot be listened at" in capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err

@@ -224,7 +224,7 @@ def pretended_card(
     _COUNTS.n_waits = _COUNTS.n_uploads = _COUNTS.n_kernels = 0
     _COUNTS.selected.clear()
     kernels = _Kernels(emulated.load()) if has_kernels else None
-    transfer._reading.cache_clear()
+    transfer._pending_reads.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
