@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from numbers import Integral
 from operator import index
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn
 from torch import Tensor
 
-from offload_rt.config import EngineConfig, SamplingParams
+from offload_rt.config import EngineConfig, SamplingParams, StructuredOutputs
 from offload_rt.engine.builder import load
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.engine_plan import EnginePlan, plan_engine
@@ -36,6 +37,7 @@ from offload_rt.system.progress import loading_bar, progress_bar
 from offload_rt.system.ranks import is_first, joined
 from offload_rt.system.trace import Trace
 from offload_rt.text.detokenize import Message, TextStream, encode, encode_chat, load_tokenizer
+from offload_rt.text.grammar import Grammar, GrammarCompiler
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint, sampling_defaults
 
@@ -162,6 +164,7 @@ class LLM:
                 raise
             # There is no room for the layer that would draft, which nobody has asked for.
             self.engine_plan = plan_engine(config, checkpoint, pick_drafter(config))
+        self._compiler_lock = Lock()
         self._closes = weakref.finalize(self, self.engine_plan.close)
 
     @property
@@ -411,7 +414,28 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings", need="a tokenizer", have="a checkpoint without one")
         text = TextStream(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None
-        return Sequence(ids, params, self.max_model_len, self._end_ids, text)
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = self._compile(params.structured_outputs)
+        return Sequence(ids, params, self.max_model_len, self._end_ids, text, grammar)
+
+    def _compile(self, outputs: StructuredOutputs) -> Grammar:
+        """Compile a grammar. Raises SettingsError if that fails."""
+        with self._compiler_lock:
+            compiler = self._compiler
+        start_after = None
+        if outputs.after is not None:
+            start_after = self._tokenizer().get_vocab().get(outputs.after)
+            if start_after is None:
+                raise SettingsError(f"after {outputs.after!r}", need="a token of the vocabulary")
+        return compiler.compile(outputs, start_after)
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
+        compiler = GrammarCompiler(self._tokenizer(), vocab_size, self._end_ids)
+        self.engine.closes.callback(compiler.close)
+        return compiler
 
     def _bad_words_ids(self, bad_words: Several[str]) -> Iterator[tuple[int, ...]]:
         """Encode each bad word as the start of a text, and behind a space where that differs."""

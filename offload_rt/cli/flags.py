@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
                 re.sub("(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
             )
             for item in fields(cls):
-                if item.name not in without:
+                if item.metadata and item.name not in without:
                     _add_flag(group, item)
 
     def print_help(self, file: Any = None) -> None:

@@ -374,6 +374,8 @@ class Engine:
 
     def _step_of(self, one: RunningSequence, tree: DraftTree) -> Step:
         """The step that feeds a cache what it lacks of its sequence, and the tree."""
+        if one.sequence.grammar is not None:
+            one.sequence.grammar.start_masks(tree.candidates())
         tokens = one.sequence.tokens
         lacking = tokens[self.runner.rewind(one.cache, tokens[:-1]) : -1]
         n_read = (
@@ -420,7 +422,10 @@ class Engine:
             paths = [candidates.path_to(node) for node in range(n_candidates)]
         context = Context(sequence.tokens, sequence.n_prompt, sequence.end_ids)
         room = self._room(logits, n_candidates)
-        target = probs(logits[:n_candidates], sequence.sampling, context, paths, room)
+        masks = None
+        if sequence.grammar is not None:
+            (masks,) = ops.to_device([sequence.grammar.masks()], logits.device)
+        target = probs(logits[:n_candidates], sequence.sampling, context, paths, room, masks)
         if n_read and (predicted := top_tokens(of_prompt, self.drafter.n_predicted)):
             self.drafter.read(sequence, predicted)
         verdict = self.rule.verify(candidates, target, sequence)
