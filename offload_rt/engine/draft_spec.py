@@ -174,7 +174,7 @@ class DraftSpec:
                 continue
             layer = tier.image(i) if isinstance(tier, MemoryTier) else None
             if layer is None or isinstance(layer, EncodedImage):
-                layer = loader.read(stored, i)
+                layer = loader.reader(stored, i)()
             resident.put(i, int4.packed(layer, loader.device))
         copies = LayerSources(resident, (None,) * len(sources.streamed), 0)
         spec = self.target.checkpoint.spec

@@ -83,7 +83,7 @@ class Loader:
         self.fill(
             {"device": tier},
             [Block("device", i, tensors) for i, tensors in enumerate(blocks)],
-            lambda block: lambda: self.read(files, block.i, "device"),
+            lambda block: self.reader(files, block.i, "device"),
         )
         return LayerSources(tier, (None,) * checkpoint.spec.n_layers, 0)
 
@@ -112,15 +112,24 @@ class Loader:
                 for block in equal:
                     tiers[block.tier].put(block.i, image)
 
-    def read(self, files: DiskTier | SidecarTier, i: int, tier: str = "host") -> PackedLayer:
-        """Read block i of `files` into new memory of the device or the host."""
+    def reader(
+        self, files: DiskTier | SidecarTier, i: int, tier: str = "host"
+    ) -> Callable[[], PackedLayer]:
+        """Allocate memory of the device or the host; return the function that reads block i.
+
+        Another thread may call the function. Device memory is allocated by the caller's thread.
+        """
         layout = files.layout(i)
         if tier == "device" and self.device.type == "cuda":
             block = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
         else:
             block = host_block(layout.nbytes)
-        read_parallel(files.reads(i, block), files.n_parallel, self.meter, self.cpus)
-        return PackedLayer(block, layout)
+
+        def read() -> PackedLayer:
+            read_parallel(files.reads(i, block), files.n_parallel, self.meter, self.cpus)
+            return PackedLayer(block, layout)
+
+        return read
 
     def runner(
         self,

@@ -176,7 +176,7 @@ class TargetSpec:
             if block.tier == "host" and self.link.encodes:
                 return partial(_encode, loader, stored, block.i, plan.host_slot_nbytes)
             is_encoded = block.tier == "host" and self.link.sidecar
-            return partial(loader.read, files.disk if is_encoded else stored, block.i, block.tier)
+            return loader.reader(files.disk if is_encoded else stored, block.i, block.tier)
 
         loader.fill(
             {"device": resident, "host": loader.host},
@@ -253,7 +253,7 @@ def _packed_nbytes(checkpoint: Checkpoint) -> list[int]:
 
 def _encode(loader: Loader, stored: DiskTier, i: int, planned: int) -> PackedLayer:
     """Read and encode layer i. Raises CapacityError if it exceeds the planned bytes."""
-    image = encode_layer(loader.read(stored, i), stored.n_parallel)
+    image = encode_layer(loader.reader(stored, i)(), stored.n_parallel)
     if len(image.block) > planned:
         raise CapacityError(
             f"layer {i} shrinks less than a sample of it",
@@ -282,7 +282,7 @@ def _experts(
     loader.fill(
         {"host": tier},
         [Block("host", i, tensors) for i, tensors in enumerate(files.records)],
-        lambda block: partial(loader.read, files.tier, block.i),
+        lambda block: loader.reader(files.tier, block.i),
     )
     cache = CardExperts(sizes, n_slots, tier, view, streamer)
     # The host's thread needs a copy of the format, which owns a scratch buffer. One thread remains
