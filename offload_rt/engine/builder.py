@@ -111,7 +111,7 @@ def _use_graphs(spec: EngineSpec, runner: Runner, capture: Capture) -> None:
     """Capture passes of a resident target as CUDA graphs."""
     # A self-drafting target also computes growing trees.
     n_nodes = spec.memory.limits.n_nodes
-    n_rows = n_nodes if spec.draft.drafting.type.view is None else ROWS_PER_NODE * n_nodes
+    n_rows = n_nodes if spec.draft.drafting.type.resources.view is None else ROWS_PER_NODE * n_nodes
     shape = GraphShape(n_nodes, spec.memory.cache_rows, n_rows)
     runner.use_graphs(shape, capture, _CAPTURING_S)
 
@@ -146,7 +146,7 @@ def _machine(spec: EngineSpec, runner: Runner) -> MachineProfile:
     if split is not None:  # measured with all rows on the device
         longest = min(longest, split.n_on_device - memory.limits.n_nodes - 1)
     disk = spec.files.disk if spec.device.type == "cpu" else None
-    if moved.far is not None and spec.files.experts is not None:
+    if moved.disk_experts is not None and spec.files.experts is not None:
         disk = spec.files.experts.tier
     machine = profile.pass_profile(runner, moved, (memory.limits.n_nodes, longest), disk)
     ranks = runner.spec.ranks if isinstance(runner.spec, Stage) else None

@@ -30,7 +30,6 @@ from offload_rt.speculate.protocols import (
     Drafter,
     DraftParts,
     draft_rows,
-    whole_model,
 )
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.trace import Trace
@@ -70,7 +69,7 @@ class DraftSpec:
     @property
     def copies_target(self) -> bool:
         """Whether the draft model consists of quantised copies of the target's layers."""
-        return self.drafting.type.drafts_by_copy
+        return self.drafting.type.resources.copies_target
 
     def sizes(self) -> Sizes | None:
         """Sizes of the draft model or of the target's copies; None without either.
@@ -92,9 +91,11 @@ class DraftSpec:
 
     def _check_learning(self) -> None:
         draft = self.checkpoint
-        drafter = self.drafting.type
-        drafts = drafter.model is whole_model and drafter.view is None
-        if draft is None or not (drafts and draft.spec.is_native and draft.format.name == "dense"):
+        resources = self.drafting.type.resources
+        can_learn = resources.needs_model and resources.view is None
+        if draft is None or not (
+            can_learn and draft.spec.supports_training and draft.format.name == "dense"
+        ):
             need = (
                 "unquantised weights of a whole draft model, of a native family, and trees by it"
                 " alone"
@@ -123,7 +124,7 @@ class DraftSpec:
     def check_placement(self, plan: Plan) -> None:
         """Raise CapacityError if a self-drafting target would be streamed for each draft level."""
         n_streamed = len(plan.tiers) - plan.tiers.count("device")
-        if self.drafting.type.view is not None and n_streamed:
+        if self.drafting.type.resources.view is not None and n_streamed:
             raise CapacityError(
                 f"--drafter {self.drafting.name}",
                 need="all layers on the device",
@@ -183,12 +184,7 @@ class DraftSpec:
     def use_graphs(
         self, runner: Runner, memory: MemoryPlan, capture: Capture, seconds: float
     ) -> None:
-        """Capture draft passes as CUDA graphs.
-
-        Heads are excluded: their hidden states have no fixed addresses.
-        """
-        if runner.spec.taps:
-            return
+        """Capture draft passes as CUDA graphs."""
         n_nodes = memory.limits.n_nodes
         n_keys = draft_rows(memory.max_model_len, n_nodes)
         runner.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, seconds)
@@ -218,24 +214,23 @@ class DraftSpec:
         runner, draft  the target, and the draft model
         """
         drafting = self.drafting
-        view = drafting.type.view
+        resources = drafting.type.resources
         n_levels = memory.limits.n_levels
         identity = self.target.checkpoint.identity
-        model = None
-        small = None
+        draft_model = None
+        self_model = None
         pair_stats = PairStats()
         if draft is not None:
-            model = drafting.type.model(
-                draft, runner.spec.vocab_size, n_levels, trace, drafting.type.draft_context
+            draft_model = resources.open_model(
+                draft, runner.spec.vocab_size, n_levels, trace, resources.draft_context
             )
-            if drafting.type.model is whole_model and view is None:
-                model.target = runner
+            if resources.needs_model and resources.view is None:
+                draft_model.target = runner
             draft_identity = self.checkpoint.identity if self.checkpoint else int4.Format.name
             pair_stats = PairStats.load(identity, draft_identity)
-        if view is not None:
-            small = model
-            model = SelfDraftModel(
-                runner, n_levels, trace, view, drafting.view_rows, memory.view_rows
+        if resources.view is not None:
+            self_model = SelfDraftModel(
+                runner, n_levels, trace, resources.view, drafting.view_rows, memory.view_rows
             )
             view_identity = f"{drafting.name} {drafting.view_rows}"
             pair_stats = PairStats.load(identity, view_identity, _SELF_ACCEPTANCE)
@@ -249,8 +244,8 @@ class DraftSpec:
             cost,
             drafting.child_sampling,
             drafting.rule.coupled_up_to,
-            model,
-            small,
+            draft_model,
+            self_model,
             pair_stats,
             learner=learner,
         )

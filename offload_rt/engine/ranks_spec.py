@@ -134,8 +134,7 @@ class RanksSpec:
                 have=f"{n_ranks} started, and {n_layers} layers in {len(parts)} parts",
                 change="start it by torchrun, with --nproc-per-node and --nnodes",
             )
-        reads_target = drafting.type.view is not None or drafting.type.drafts_by_copy
-        if reads_target or (drafting.draft is not None and drafting.draft.spec.taps):
+        if drafting.reads_target:
             raise SettingsError(
                 f"--drafter {drafting.name} with --pipeline",
                 need="a drafter that uses only the model's logits",
@@ -306,7 +305,7 @@ class RanksSpec:
 def _stage(checkpoint: Checkpoint, layers: range, ranks: Ranks) -> Checkpoint:
     """Return the checkpoint of some layers, with this rank's tensors outside the layers."""
     stage = Stage.of(checkpoint.spec, layers, ranks)
-    is_all = stage.rank == 0 or not stage.is_native
+    is_all = stage.rank == 0 or stage.embeds_on_all_stages
     non_layer = tuple(tensor for tensor in checkpoint.non_layer if is_all or len(tensor.shape) == 1)
     return replace(
         checkpoint,

@@ -18,14 +18,14 @@ from offload_rt.errors import CapacityError, DeviceError
 from offload_rt.executor.runner import Runner
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
-from offload_rt.offload.far_experts import FarExperts, PinnedExperts
-from offload_rt.offload.far_rows import FileRows, HostRows
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.offloaded_rows import FileRows, HostRows
 from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan, with_host_slots
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources
+from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.header import TensorRecord
@@ -158,7 +158,7 @@ class TargetSpec:
             if tier != "disk"
         )
         experts = files.experts
-        if experts is not None and self.device.type == "cuda" and not plan.pass_bytes.far:
+        if experts is not None and self.device.type == "cuda" and not plan.pass_bytes.disk_experts:
             nbytes += sum(experts.tier.nbytes(i) for i in range(len(experts.records)))
         return nbytes
 
@@ -222,10 +222,10 @@ class TargetSpec:
         n_layers = checkpoint.spec.n_layers
         if plan.split is not None:
             if isinstance(runner.streamer, CudaStreamer):
-                runner.far = HostRows(plan.split, n_layers, runner.streamer, loader.cpus)
+                runner.offloaded_rows = HostRows(plan.split, n_layers, runner.streamer, loader.cpus)
             else:
                 settings = files.disk.settings
-                runner.far = FileRows(plan.split, n_layers, runner.streamer, settings)
+                runner.offloaded_rows = FileRows(plan.split, n_layers, runner.streamer, settings)
         if files.experts is not None and plan.experts is not None:
             runner.experts = _experts(
                 loader, runner, files.experts, plan.experts, plan.n_expert_slots
@@ -277,7 +277,7 @@ def _experts(
         return ThreadExperts(sizes, n_slots, files.tier, view, streamer.meter, runner.trace)
     if sizes.n_on_host < sizes.n_blocks:
         pinned = PinnedExperts(sizes, files.tier, view, streamer.device, runner.trace, loader.cpus)
-        return FarExperts(sizes, n_slots, pinned, view, streamer)
+        return TieredExperts(sizes, n_slots, pinned, view, streamer)
     tier = loader.new_tier(register=True)
     loader.fill(
         {"host": tier},
