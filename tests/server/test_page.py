@@ -13,6 +13,7 @@ selenium = pytest.importorskip("selenium")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
     pytest.skip("chromium and chromedriver are not installed", allow_module_level=True)
 
+from selenium.common.exceptions import StaleElementReferenceException  # noqa: E402
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
@@ -104,7 +105,14 @@ def picture(driver: Chrome, name: str) -> None:
 
 
 def click(driver: Chrome, selector: str) -> None:
-    driver.find_element(By.CSS_SELECTOR, selector).click()
+    """Click an element. The page may replace elements between finding and clicking."""
+
+    def is_clicked(driver: Chrome) -> bool:
+        driver.find_element(By.CSS_SELECTOR, selector).click()
+        return True
+
+    patience = WebDriverWait(driver, 60, ignored_exceptions=(StaleElementReferenceException,))
+    patience.until(is_clicked)
 
 
 def render(driver: Chrome, text: str, pieces: list[str]) -> dict[str, Any]:
