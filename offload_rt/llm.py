@@ -37,7 +37,9 @@ from offload_rt.system.ranks import is_first, joined
 from offload_rt.system.trace import Trace
 from offload_rt.text.detokenize import Message, TextStream, encode, encode_chat, load_tokenizer
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint, sampling_defaults
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.files import end_ids, sampling_defaults
+from offload_rt.weights.locate import locate
 
 if TYPE_CHECKING:  # it takes a second to load, together with a tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -149,7 +151,7 @@ class LLM:
             locate(config.draft_model, None, config.offline, has_weights=False)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint = open_checkpoint(directory)
-        self._end_ids = end_ids(directory)
+        self._end_ids = end_ids(directory, checkpoint.config)
         self._defaults, self.tokenizer = sampling_defaults(directory), load_tokenizer(directory)
         found = find_draft(config, drafting, checkpoint, self.tokenizer)
         try:

@@ -57,7 +57,7 @@ def _chat(flags: Namespace) -> None:
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
     from rich.console import Console
 
-    from offload_rt.weights.checkpoint import check_paths
+    from offload_rt.weights.locate import check_paths
 
     check_paths(config)
 
