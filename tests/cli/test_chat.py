@@ -140,7 +140,7 @@ def test_each_line_is_a_turn_and_what_was_computed_is_kept(
     lines = ["the fox", "", "jumps", "/help", "/what", "/reset", "dog", "/exit", "never"]
     code, out, err = talk(lines, "--system", "lazy", "--max-new-tokens", "7")
     assert (code, out) == (0, "".join(one.text + "\n" for one in (first, second, again)))
-    assert "Ctrl-C" in err and "unknown command /what" in err
+    assert "Ctrl-C" in err and "/what is not a command" in err
     # An answer's text may have other tokens than those that were produced: it is kept as far as
     # they are the same.
     computed = first.prompt_token_ids, second.prompt_token_ids, again.prompt_token_ids
@@ -152,6 +152,21 @@ def test_each_line_is_a_turn_and_what_was_computed_is_kept(
     assert [n for n in n_rows if n > 1] == [
         len(new) - n_shared(old, new) for old, new in zip(had, computed, strict=True)
     ]
+
+
+def test_chat_template_is_read_from_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    given = ["--model", str(speaking_checkpoint(tmp_path / "model")), "--device", "cpu", "--quiet"]
+    given += ["--max-model-len", "64", "--max-tokens", "4", "--prompt", "the fox"]
+    assert run.main([*given, "--chat", "--chat-template", str(path)]) == 0
+    with_template = capfd.readouterr().out
+    assert run.main(given) == 0
+    assert capfd.readouterr().out == with_template
+    assert run.main([*given, "--chat", "--chat-template", str(tmp_path / "none")]) == 2
+    assert "--chat-template" in capfd.readouterr().err
 
 
 def test_flags_reach_the_template(
