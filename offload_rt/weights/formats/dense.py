@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.models.architecture import LayerWeights
@@ -96,7 +97,7 @@ class View(LayerWeights):
         if weight is None or (
             bias is None and any(f"{name}.bias" in self.layout.by_name for name in names)
         ):
-            return tuple(self.linear(x, name) for name in names)
+            return tuple(map(self.linear, repeat(x), names))
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(linear(x, weight, bias), widths, dim=1))
 
