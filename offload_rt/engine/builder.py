@@ -66,10 +66,16 @@ def load(spec: EngineSpec, trace: Trace, progress: Progress | None = None) -> En
             "" if is_captured else "passes of a pipeline are not captured as CUDA graphs",
             extension.notice(spec.device),
         )
-        rule = spec.draft.drafting.rule
-        notice = "\n".join(filter(None, notices))
         return Engine(
-            runner, drafter, rule, cost, trace, scheduler, closes.pop_all(), draft, notice
+            runner=runner,
+            drafter=drafter,
+            scheduler=scheduler,
+            rule=spec.draft.drafting.rule,
+            cost=cost,
+            trace=trace,
+            closes=closes.pop_all(),
+            draft=draft,
+            notice="\n".join(filter(None, notices)),
         )
 
 

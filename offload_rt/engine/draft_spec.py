@@ -35,7 +35,7 @@ from offload_rt.speculate.select import Drafting
 from offload_rt.system.trace import Trace
 from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.layout import PAGE, PackedLayer, align_up, decoded_layout
+from offload_rt.weights.layout import PAGE, PackedLayer, align_up
 from offload_rt.weights.lossless import EncodedImage
 
 # Repetitions; the median counts.
@@ -115,9 +115,7 @@ class DraftSpec:
             )
         view_nbytes = Sizes.of_checkpoint(target, int4.DTYPE).view_nbytes
         is_cuda = self.target.device.type == "cuda"
-        copy_nbytes = max(
-            int4.copy_layout(decoded_layout(layer), is_cuda).nbytes for layer in target.layers
-        )
+        copy_nbytes = max(int4.copy_layout(layer.layout, is_cuda).nbytes for layer in target.layers)
         n_layers = target.spec.n_layers
         return Sizes(target.spec, (0,) * n_layers, 0, int4.DTYPE, view_nbytes, copy_nbytes)
 

@@ -20,8 +20,7 @@ from offload_rt.system.numa import Cpus
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import WeightFormat
-from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PackedLayer, host_block
+from offload_rt.weights.layout import BlockRecord, PackedLayer, host_block
 
 Progress = Callable[[int, int], None]
 
@@ -48,7 +47,7 @@ class Block(NamedTuple):
 
     tier: str
     i: int
-    tensors: tuple[TensorRecord, ...]
+    tensors: BlockRecord
 
 
 def open_files(checkpoint: Checkpoint, settings: ReadSettings, device: torch.device) -> DiskTier:
@@ -102,7 +101,7 @@ class Loader:
         work  returns the function that loads a block
         Reading a block overlaps pinning the previous block.
         """
-        same: dict[tuple[str, tuple[TensorRecord, ...]], list[Block]] = {}
+        same: dict[tuple[str, BlockRecord], list[Block]] = {}
         for block in blocks:
             if block.tier in tiers:
                 same.setdefault((block.tier, block.tensors), []).append(block)

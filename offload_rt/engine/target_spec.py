@@ -28,8 +28,7 @@ from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PAGE, PackedLayer, align_up, decoded_layout
+from offload_rt.weights.layout import PAGE, BlockRecord, PackedLayer, align_up
 from offload_rt.weights.lossless import EncodedImage, EncodedLayer, encode_layer
 
 
@@ -43,7 +42,7 @@ class ExpertFiles:
     """
 
     rest: Checkpoint
-    records: tuple[tuple[TensorRecord, ...], ...]
+    records: tuple[BlockRecord, ...]
     tier: DiskTier
 
 
@@ -248,7 +247,7 @@ def _layer_nbytes(checkpoint: Checkpoint, files: DiskTier, is_packed: bool) -> t
 
 
 def _packed_nbytes(checkpoint: Checkpoint) -> list[int]:
-    return [align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers]
+    return [align_up(layer.layout.nbytes, PAGE) for layer in checkpoint.layers]
 
 
 def _encode(loader: Loader, stored: DiskTier, i: int, planned: int) -> PackedLayer:
