@@ -45,7 +45,9 @@ from offload_rt.text.detokenize import (
     set_chat_template,
 )
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint, sampling_defaults
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.files import end_ids, sampling_defaults
+from offload_rt.weights.locate import locate
 
 if TYPE_CHECKING:  # it takes a second to load, together with a tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -159,7 +161,7 @@ class LLM:
             locate(config.draft_model, None, config.offline, has_weights=False)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint = open_checkpoint(directory)
-        self._end_ids = end_ids(directory)
+        self._end_ids = end_ids(directory, checkpoint.config)
         self._defaults, self.tokenizer = sampling_defaults(directory), load_tokenizer(directory)
         if config.chat_template is not None:
             set_chat_template(self.tokenizer, Path(config.chat_template))

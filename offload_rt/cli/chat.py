@@ -65,7 +65,7 @@ def _chat(flags: Namespace) -> None:
     # Imported late: a wrong flag or path is reported before torch loads for seconds.
     from rich.console import Console
 
-    from offload_rt.weights.checkpoint import check_paths
+    from offload_rt.weights.locate import check_paths
 
     check_paths(config)
 
