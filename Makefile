@@ -14,7 +14,7 @@ PROMPT ?= def read_lines(path, encoding="utf-8"):
 
 venv: .venv/installed .venv/kernels
 
-.venv/installed: setup.py pyproject.toml
+.venv/installed: pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else 'needs Python 3.11 to 3.13, has ' + sys.version.split()[0] + '; set PYTHON')"
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev]"
@@ -62,7 +62,7 @@ test-isa: venv
 # The oldest admitted version of every dependency but torch, in a separate environment.
 OLDEST := .venv-oldest
 
-$(OLDEST)/installed: setup.py scripts/oldest.py | venv
+$(OLDEST)/installed: pyproject.toml scripts/oldest.py | venv
 	$(PYTHON) -m venv $(OLDEST)
 	$(PY) scripts/oldest.py > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" -c $(OLDEST)/constraints.txt

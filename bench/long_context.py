@@ -27,7 +27,7 @@ from offload_rt.executor.step import Step
 from offload_rt.kv.host import HostCache
 from offload_rt.kv.split import KVSplit, RowFormat
 from offload_rt.llm import LLM
-from offload_rt.offload.far_rows import FileRows
+from offload_rt.offload.offloaded_rows import FileRows
 from offload_rt.offload.placement import spread
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources
@@ -69,7 +69,9 @@ class Passes:
         )
         split = replace(split, n_on_device=context // _SHARE)
         of_rows = split, spec.n_layers, streamer
-        self.far = self.runner.far = PacedRows(*of_rows, link) if link else FileRows(*of_rows)
+        self.offloaded_rows = self.runner.offloaded_rows = (
+            PacedRows(*of_rows, link) if link else FileRows(*of_rows)
+        )
         id = self.runner.new_cache(context + 1, share=split.share(context + 1, 1))
         self.cache = self.runner._caches[id]
         assert isinstance(self.cache, HostCache)
@@ -108,10 +110,10 @@ class Passes:
         rows = [list(self.cache.beyond(i)) for i in range(self.spec.n_layers)]
         for _ in range(n_passes + 2):
             moments.append(time.perf_counter())
-            with self.far.bring([one for of_layer in rows for one in of_layer]):
+            with self.offloaded_rows.prefetch([one for of_layer in rows for one in of_layer]):
                 for view in self.runner.streamer.sweep():
                     for _ in rows[view.i]:
-                        self.far.arrive()
+                        self.offloaded_rows.receive()
         return (moments[-1] - moments[1]) / n_passes
 
 

@@ -171,7 +171,7 @@ def measure(case: Case, flags: argparse.Namespace, folder: Path) -> Outcome:
     n = case.n_sequences
     context = case.n_tokens
     longest = context + _ROOM
-    draft = DRAFT if drafter_type(case.drafter).needs_model else None
+    draft = DRAFT if drafter_type(case.drafter).resources.needs_checkpoint else None
     with LLM(
         stretched(folder / case.drafter, context), draft, dtype="float32", drafter=case.drafter,
         draft_context=case.draft_context, max_model_len=longest if n == 1 else _N_MOST * longest,
@@ -182,9 +182,13 @@ def measure(case: Case, flags: argparse.Namespace, folder: Path) -> Outcome:
         cost = llm.engine.cost
         runner = llm.engine.runner
         split = llm.plan.split
-        assert split is not None and runner.far is not None, "keys and values are beyond the device"
-        runner.far.close()
-        runner.far = PacedRows(split, runner.spec.n_layers, runner.streamer, PacedLink(flags.gbps))
+        assert split is not None and runner.offloaded_rows is not None, (
+            "keys and values are beyond the device"
+        )
+        runner.offloaded_rows.close()
+        runner.offloaded_rows = PacedRows(
+            split, runner.spec.n_layers, runner.streamer, PacedLink(flags.gbps)
+        )
         params = [SamplingParams(_ROOM, temperature=flags.temperature, seed=i) for i in range(n)]
         texts = held_out_texts(n, context)
         sequences = [

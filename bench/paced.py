@@ -11,7 +11,7 @@ from offload_rt.kv.cache import RowRange
 from offload_rt.kv.split import KVSplit
 from offload_rt.llm import LLM
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.far_rows import FileRows
+from offload_rt.offload.offloaded_rows import FileRows
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.streamer import Streamer
 from offload_rt.offload.tier import Read, Tier

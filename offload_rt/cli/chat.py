@@ -1,8 +1,6 @@
-"""`offload-rt chat`: a conversation in the terminal, or with stdin not a terminal one turn for each
-line.
+"""`offload-rt chat`: a conversation in the terminal, or a turn per line of any other stdin.
 
-Answers go to stdout as they are produced, all else to stderr. What was computed of the conversation
-is kept between turns.
+Answers stream to stdout, all other text to stderr. The KV cache is kept between turns.
 """
 
 import re
@@ -26,27 +24,27 @@ if TYPE_CHECKING:
 
     from offload_rt.llm import LLM
 
-_COMMANDS = """/reset   begin the conversation anew
-/help    show this
-/exit    end, as Ctrl-D does
-Ctrl-C   stop the answer; what was said of it stays in the conversation"""
-_CHANGE = "/reset begins anew; a larger --max-model-len takes longer conversations"
+_COMMANDS = """/reset   start a new conversation
+/help    show this text
+/exit    end, same as Ctrl-D
+Ctrl-C   stop the answer; its text so far remains in the conversation"""
+_CHANGE = "use /reset, or restart with a larger --max-model-len"
 
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """What is shown beside the conversation."""
+    """Output besides the conversation."""
 
-    quiet: bool = setting(False, "no progress bar, and no line of figures behind an answer")
+    quiet: bool = setting(False, "no progress bar and no statistics")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns its exit code."""
+    """Run the command; returns its exit code."""
     show_any_text()
-    text = "Talk with a model larger than the memory of its device."
+    text = "Chat with a model larger than device memory."
     classes = EngineConfig, ChatSettings, TemplateSettings, SamplingParams
     parser = Parser("offload-rt chat", text, *classes, without=("n", "logprobs", "prompt_logprobs"))
-    # an answer ends where the model ends it, or with the context
+    # answers end at an end token or at the context length
     parser.set_defaults(max_tokens=None)
     return exit_code(lambda: _chat(parser.parse_args(arguments)))
 
@@ -56,7 +54,7 @@ def _chat(flags: Namespace) -> None:
     config = from_flags(EngineConfig, flags)
     params = from_flags(SamplingParams, flags)
     template = from_flags(TemplateSettings, flags)
-    # Not at the top: a wrong flag or path is told before the seconds that torch takes to load.
+    # Imported late: report wrong flags and paths before loading torch, which takes seconds.
     from rich.console import Console
 
     from offload_rt.weights.checkpoint import check_paths
@@ -73,7 +71,7 @@ def _chat(flags: Namespace) -> None:
         return follow(config)
     console = Console(stderr=True, quiet=settings.quiet)
     with LLM.open(config) as llm:
-        # a template that is missing or fails is told now
+        # report a missing or failing template before loading
         template.encode(llm, [{"role": "user", "content": "Hello"}])
         load(llm, console, Trace(on=False), params)
         if flags.max_tokens is flags.max_new_tokens is None:
@@ -86,7 +84,7 @@ def _chat(flags: Namespace) -> None:
                 conversation.turns = []
             elif re.fullmatch("/[a-z]+", line):
                 print(
-                    _COMMANDS if line == "/help" else f"{line} is not a command; /help lists them",
+                    _COMMANDS if line == "/help" else f"unknown command {line}; see /help",
                     file=sys.stderr,
                 )
             elif line:
@@ -94,15 +92,13 @@ def _chat(flags: Namespace) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, until Ctrl-D or Ctrl-C; what a file or another program gives, until its
-    end.
-    """
+    """Yield lines of stdin until its end; of a terminal, until Ctrl-D or Ctrl-C."""
     if not sys.stdin.isatty():
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8", errors="replace")
         yield from (line.strip() for line in sys.stdin)
         return
-    import readline  # noqa: F401  # lets `input` edit lines
+    import readline  # noqa: F401  # line editing in `input`
 
     while True:
         try:
@@ -115,7 +111,7 @@ def _lines() -> Iterator[str]:
 
 @dataclass
 class _Conversation:
-    """turns: so far, without the system's."""
+    """turns  turns so far, without the system message"""
 
     llm: "LLM"
     template: TemplateSettings
@@ -124,9 +120,7 @@ class _Conversation:
     turns: list[dict[str, str]]
 
     def answer(self, text: str) -> None:
-        """Print the model's answer to a turn of the user. One that cannot be answered is no part of
-        the conversation.
-        """
+        """Stream the answer to a user turn. A rejected turn does not enter the conversation."""
         turns = [*self.turns, {"role": "user", "content": text}]
         try:
             ids = self.template.encode(self.llm, turns)

@@ -34,8 +34,8 @@ class CostEstimator:
         self._experts = experts
         if experts is not None:
             near = moved.experts and replace(moved.experts, bias=experts.at)
-            far = moved.far and replace(moved.far, bias=experts.at)
-            self._moved = replace(moved, experts=near, far=far)
+            disk = moved.disk_experts and replace(moved.disk_experts, bias=experts.at)
+            self._moved = replace(moved, experts=near, disk_experts=disk)
         self._slack = 1.0
         self._level_slack = 1.0
         self._learns = True

@@ -190,7 +190,7 @@ class PassBytes:
     experts   that cross a link as well, where only those come that a pass needs; None: they are in
               `streamed` exchanged bytes from other ranks for each row, where they cross the link of
               the host as well
-    far       experts that are brought to the host before, with as many resident as are there
+    disk_experts  experts that are brought to the host before, with as many resident as are there
     """
 
     streamed: tuple[tuple[str, int], ...]
@@ -199,7 +199,7 @@ class PassBytes:
     rows: StreamedRows | None = None
     experts: TouchedExperts | None = None
     exchanged: int = 0
-    far: TouchedExperts | None = None
+    disk_experts: TouchedExperts | None = None
 
     def at(self, context: int, n_rows: int = 1, n_sequences: int = 1) -> dict[str, int]:
         """Bytes that cross each link, by the tier's name, without zeros; see
@@ -210,7 +210,7 @@ class PassBytes:
             moved[self.rows.tier] = moved.get(self.rows.tier, 0) + self.rows.of_pass(
                 context, n_rows, n_sequences
             )
-        for one in filter(None, (self.experts, self.far)):
+        for one in filter(None, (self.experts, self.disk_experts)):
             moved[one.tier] = moved.get(one.tier, 0) + int(one.of_pass(np.array(n_rows)))
         moved["host"] = moved.get("host", 0) + n_rows * self.exchanged
         return {tier: nbytes for tier, nbytes in moved.items() if nbytes}
@@ -244,7 +244,7 @@ def pass_times(
     Links are stages that overlap: the slowest one counts. Where link and compute are about equal,
     now one waits and now the other: see `_ROUNDING`.
     """
-    alike = replace(moved, experts=None, exchanged=0, far=None)
+    alike = replace(moved, experts=None, exchanged=0, disk_experts=None)
     once = moved.at(context, 0)
     of_chunk = alike.at(context, n_sequences=n_sequences)
     tiers = moved.at(context, n_sequences=n_sequences)
@@ -258,7 +258,9 @@ def pass_times(
     link = np.zeros(n_rows.shape)
     for tier, weights, nbytes, its_rate in links:
         touched = (
-            one for one in (moved.experts, moved.far) if one is not None and one.tier == tier
+            one
+            for one in (moved.experts, moved.disk_experts)
+            if one is not None and one.tier == tier
         )
         by_rows = sum(one.of_pass(n_rows, its_rate / 1e9) for one in touched)
         by_rows = by_rows + n_rows * moved.exchanged * (tier == "host")

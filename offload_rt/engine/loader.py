@@ -19,15 +19,15 @@ from offload_rt.models.architecture import Architecture
 from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
-from offload_rt.offload.far_experts import FarExperts, PinnedExperts
-from offload_rt.offload.far_rows import FileRows, HostRows
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.offloaded_rows import FileRows, HostRows
 from offload_rt.offload.placement import ExpertSizes, with_host_slots
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tier import done_ahead, read_parallel
+from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
 from offload_rt.system.numa import Cpus
 from offload_rt.system.trace import Trace
 from offload_rt.weights import int4
@@ -159,9 +159,9 @@ class Loader:
         self.closes.enter_context(closing(runner))
         if streamed and (split := streamed.plan.split) is not None:
             if isinstance(streamer, CudaStreamer):
-                runner.far = HostRows(split, n, streamer, self.cpus)
+                runner.offloaded_rows = HostRows(split, n, streamer, self.cpus)
             else:
-                runner.far = FileRows(split, n, streamer, streamed.disk.settings)
+                runner.offloaded_rows = FileRows(split, n, streamer, streamed.disk.settings)
         if streamed and streamed.experts is not None and streamed.plan.experts is not None:
             runner.experts = self._experts(
                 runner, streamed.experts, streamed.plan.experts, streamed.plan.n_expert_slots
@@ -183,7 +183,7 @@ class Loader:
             pinned = PinnedExperts(
                 sizes, files.tier, view, runner.streamer.device, runner.trace, self.cpus
             )
-            return FarExperts(sizes, n_slots, pinned, view, runner.streamer)
+            return TieredExperts(sizes, n_slots, pinned, view, runner.streamer)
         tier = self.closes.enter_context(closing(MemoryTier(register=True)))
 
         def work(_: str, i: int) -> Callable[[], PackedLayer]:

@@ -175,7 +175,7 @@ def pass_profile(
 
     rows  the most rows of a pass and the longest context
     disk  its layers, by which the disk is measured where no layer but keys and values come from
-          there, or far experts
+          there, or experts on disk
     """
     machine = (
         platform.machine(),
@@ -196,14 +196,14 @@ def pass_profile(
         runner.do(_arrival_gbps, max(nbytes for _, nbytes in moved.streamed)) if streamed else 0.0
     )
     beside = {one.tier for one in (moved.rows, moved.experts) if one is not None}
-    is_asked = beside and (not rate or moved.far is not None)
+    is_asked = beside and (not rate or moved.disk_experts is not None)
     of_disk = link_gbps(disk, runner.spec.n_layers) if disk is not None and is_asked else 0.0
     if beside:
         streamed |= beside
         if not rate:
             rate = upload_gbps(runner.device) if runner.device.type == "cuda" else of_disk
     links = dict.fromkeys(sorted(streamed), rate) | (
-        {"disk": of_disk} if moved.far is not None else {}
+        {"disk": of_disk} if moved.disk_experts is not None else {}
     )
     at_rate = moved.computed / compute.seconds[0][0] / 1e9
     return MachineProfile("this machine", True, tuple(links.items()), at_rate, 0.0, compute)

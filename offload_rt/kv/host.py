@@ -24,12 +24,12 @@ class RowStore(Protocol):
     format: RowFormat
     block_rows: int
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """The number of a block that nobody uses. Raises LinkError where there is no room for
         another one.
         """
 
-    def give(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """Take blocks back."""
 
     def write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
@@ -38,7 +38,7 @@ class RowStore(Protocol):
     def read(self, places: Sequence[RowRange]) -> Tensor:
         """The rows of these ranges, one behind the other, on the host. Raises LinkError."""
 
-    def arrive(self) -> Tensor:
+    def receive(self) -> Tensor:
         """The next of the ranges that the pass under way brings to the device, until the next call.
         Raises LinkError.
         """
@@ -155,7 +155,7 @@ class HostCache(KVCache):
         if n_near > self._first_seen(mask.window):
             yield self._buffer.keys[layer, :, :n_near], self._buffer.values[layer, :, :n_near], 0
         for first, _ in self._seen_beyond(layer):
-            yield *self._store.format.unpack(self._store.arrive()), first
+            yield *self._store.format.unpack(self._store.receive()), first
 
     def _first_seen(self, window: int | None) -> int:
         """The first row that a pending row may see."""
@@ -249,10 +249,10 @@ class HostCache(KVCache):
     def _hold(self, stop: int) -> None:
         """Have the blocks that rows up to `stop` take, and no others."""
         n = -(-(stop - self._n_resident) // self._store.block_rows)
-        self._store.give(self._blocks[n:])
+        self._store.free(self._blocks[n:])
         del self._blocks[n:]
         while len(self._blocks) < n:
-            self._blocks.append(self._store.take())
+            self._blocks.append(self._store.allocate())
 
     def rows(self, layer: int, tokens: range) -> tuple[Tensor, Tensor]:
         """From the buffer, and from beyond, which the host waits for."""

@@ -202,7 +202,7 @@ class Plan:
         computed = sum(self.layer_nbytes) + self.reserved.non_layer
         ahead = self.n_slots * max(self.link.layer_nbytes)
         touched = self.touched
-        far = None
+        disk_experts = None
         computed += touched.n_layers * touched.n_used * touched.nbytes if touched else 0
         if (
             touched
@@ -212,8 +212,8 @@ class Plan:
         ):
             # Few experts are both on the device and on the host.
             n_there = touched.n_resident + self.experts.n_on_host / touched.n_layers
-            far = replace(touched, tier="disk", n_resident=min(n_there, touched.n_experts))
-        return PassBytes(streamed, computed, ahead, rows, touched, far=far)
+            disk_experts = replace(touched, tier="disk", n_resident=min(n_there, touched.n_experts))
+        return PassBytes(streamed, computed, ahead, rows, touched, disk_experts=disk_experts)
 
 
 def least_budget(

@@ -83,15 +83,15 @@ class CudaStreamer(Streamer):
         self._feeder = Thread(target=self._work, name="copies", daemon=True)  # see ThreadStreamer
         self._feeder.start()
 
-    def beside(self, sources: LayerSources) -> Self:
+    def share_link(self, sources: LayerSources) -> Self:
         """Its copies take turns with those of this one."""
         return type(self)(sources, self._trace, self.device, self.meter, KV)
 
-    def follow(self, sources: LayerSources) -> None:
-        """See `Streamer.follow`."""
+    def set_sources(self, sources: LayerSources) -> None:
+        """See `Streamer.set_sources`."""
         self._park()
-        self._upstream.follow(sources.on_host())
-        super().follow(sources)
+        self._upstream.set_sources(sources.on_host())
+        super().set_sources(sources)
 
     def write(self, moves: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy from the device what is computed so far to the host, ahead of whatever is asked for

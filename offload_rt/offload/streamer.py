@@ -137,7 +137,7 @@ class Streamer(ABC):
             if not is_whole and sweep == self._n_sweeps:
                 self._park()
 
-    def follow(self, sources: LayerSources) -> None:
+    def set_sources(self, sources: LayerSources) -> None:
         """Switch to new sources, whose layers must fit the slots; drop prefetched layers."""
         self._park()
         with self._changed:
@@ -147,7 +147,7 @@ class Streamer(ABC):
             self._changed.notify_all()
 
     @abstractmethod
-    def beside(self, sources: LayerSources) -> Self:
+    def share_link(self, sources: LayerSources) -> Self:
         """Create a streamer for further sources on the same link and meter."""
 
     @abstractmethod

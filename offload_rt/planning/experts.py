@@ -95,7 +95,7 @@ def touched(forecast: Forecast) -> TouchedForecast | None:
         profile = MachineProfile(
             machine.title, False, machine.links, 1.0, machine.fixed_s + computing_s
         )
-        return pass_time(profile, PassBytes((), 0, experts=of_host, far=of_disk))
+        return pass_time(profile, PassBytes((), 0, experts=of_host, disk_experts=of_disk))
 
     host_s = experts.nbytes / RAM_GBPS / 1e9
     beside = replace(experts, host=HostTimes((1,), (host_s,)))

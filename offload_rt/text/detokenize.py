@@ -140,10 +140,9 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
 
 
 def _type_of_model(path: Path) -> "PreTrainedConfig | None":
-    """A config of the model's type alone, where tokenizer_config.json names the class; None:
-    transformers reads the whole.
+    """Return a minimal config if tokenizer_config.json names the tokenizer class, else None.
 
-    The whole config loads the model's config class, which takes longer than the tokenizer itself.
+    The complete config imports the model's config class, which is slower than the tokenizer.
     """
     about = path / "tokenizer_config.json"
     config = path / "config.json"
@@ -156,10 +155,10 @@ def _type_of_model(path: Path) -> "PreTrainedConfig | None":
         return None
     from transformers import PreTrainedConfig
 
-    found = PreTrainedConfig()
+    minimal = PreTrainedConfig()
     kind = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
-    found.model_type = kind  # type: ignore[misc]  # of this config alone
-    return found
+    minimal.model_type = kind  # type: ignore[misc]  # changes this instance only
+    return minimal
 
 
 def _load_gguf_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":

@@ -58,7 +58,7 @@ class Layout:
         """
         return {entry.name: entry.view(block) for entry in self.entries}
 
-    def joined(self, names: Sequence[str]) -> TensorEntry | None:
+    def fused(self, names: Sequence[str]) -> TensorEntry | None:
         """Tensors that lie back to back in this order, as one along their first dimension; None
         where there are none such.
         """

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import llama_config, llama_tensors, speaking_checkpoint, write_checkpoint
-from test_command_line import PROMPT, SMALL
+from support.command_line import PROMPT, SMALL, Line, one_sentence
 
-from faults.conftest import Line, one_sentence
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import builder
 from offload_rt.errors import LinkError, OffloadError
@@ -58,13 +57,13 @@ def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseExcep
             RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
             3,
             "error",
-            "error: the card cannot be",
+            "error: CUDA device unavailable",
         ),
         (
             RuntimeError("Found no NVIDIA driver on your system"),
             3,
             "error",
-            "error: the card cannot be used",
+            "error: CUDA device unavailable",
         ),
         (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
     ],

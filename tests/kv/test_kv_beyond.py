@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.host_memory import CountingHost
 from support.pretended_card import pretended_card
 from support.tiny import (
     CASES,
@@ -24,7 +25,6 @@ from support.tiny import (
     runner_of,
     save_pair,
 )
-from test_host_memory import CountingHost
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import plan, report
@@ -46,8 +46,8 @@ from offload_rt.kv import split as kv_split
 from offload_rt.kv.host import HostCache
 from offload_rt.kv.split import KVSplit, RowFormat
 from offload_rt.models.families import spec_of
-from offload_rt.offload import far_rows
-from offload_rt.offload.far_rows import FileRows
+from offload_rt.offload import offloaded_rows
+from offload_rt.offload.offloaded_rows import FileRows
 from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.speculate.pair_stats import PairStats
@@ -86,21 +86,21 @@ def beyond(runner, n_on_device, n_rows=CAPACITY, is_fp8=False):
     spec = runner.spec
     rows = RowFormat(spec.n_kv_heads, spec.head_dim, DType.of(runner.dtype), is_fp8)
     split = replace(KVSplit.least(spec, n_rows, N_NODES, rows, 512), n_on_device=n_on_device)
-    runner.far = FileRows(split, spec.n_layers, runner.streamer)
+    runner.offloaded_rows = FileRows(split, spec.n_layers, runner.streamer)
     try:
-        yield runner.far
+        yield runner.offloaded_rows
     finally:
-        runner.far.close()
-        runner.far = None
+        runner.offloaded_rows.close()
+        runner.offloaded_rows = None
 
 
-def far_cache(runner, n_rows=CAPACITY, n_nodes=N_NODES):
-    return runner.new_cache(n_rows, share=runner.far.split.share(n_rows, n_nodes))
+def offloaded_cache(runner, n_rows=CAPACITY, n_nodes=N_NODES):
+    return runner.new_cache(n_rows, share=runner.offloaded_rows.split.share(n_rows, n_nodes))
 
 
 def new_caches(runner):
     """One on the device, and one that is not as a whole."""
-    caches = runner.new_cache(CAPACITY), far_cache(runner)
+    caches = runner.new_cache(CAPACITY), offloaded_cache(runner)
     assert isinstance(runner._caches[caches[1]], HostCache)
     return caches
 
@@ -147,7 +147,9 @@ def test_logits_and_rows_are_those_of_a_cache_on_the_device(
         assert len(cache.committed) > 330 and (len(cache._blocks) > 1 or n_on_device == 400)
         for one in caches:
             runner.free_cache(one)
-        assert len(runner.far._free) == runner.far._n_blocks, "all blocks were given back"
+        assert len(runner.offloaded_rows._free) == runner.offloaded_rows._n_blocks, (
+            "all blocks were given back"
+        )
 
 
 def test_what_came_for_one_sequence_is_not_taken_for_that_of_the_next(zoo):
@@ -168,7 +170,7 @@ def test_what_came_for_one_sequence_is_not_taken_for_that_of_the_next(zoo):
 
 def test_only_blocks_that_a_window_reaches_are_brought(runner):
     with beyond(runner, N_NODES + 8):
-        cache = far_cache(runner)
+        cache = offloaded_cache(runner)
         runner.assume_context(cache, 400)
         for layer in range(runner.spec.n_layers):
             n = sum(one.stop - one.start for one in runner._caches[cache].beyond(layer))
@@ -261,7 +263,9 @@ def test_the_next_turn_of_a_conversation_computes_its_new_tokens_alone(pair):
             n_before = len(text) + N_NEW - 1
             text = text + said + prompt_of(turn + 1, 6)
         llm.engine.reset_prefix_cache()
-        assert len(runner.far._free) == runner.far._n_blocks, "all blocks were given back"
+        assert len(runner.offloaded_rows._free) == runner.offloaded_rows._n_blocks, (
+            "all blocks were given back"
+        )
 
 
 def test_layers_on_the_device_and_keys_and_values_on_the_disk(pair, tmp_path):
@@ -298,7 +302,7 @@ def test_on_a_card_rows_come_from_the_host_and_all_is_within_its_budgets(
             with LLM(str(pair.target), **given) as llm:
                 assert "host" in llm.plan.tiers and llm.plan.kv_tier == "host"
                 found = llm.generate(prompts, SamplingParams(max_new_tokens=5))
-                cache = far_cache(runner_of(llm), 320 + N_NODES - 1)
+                cache = offloaded_cache(runner_of(llm), 320 + N_NODES - 1)
                 buffer = runner_of(llm)._caches[cache]._buffer
                 assert buffer.keys.nbytes + buffer.values.nbytes <= llm.plan.reserved.cache
                 if pins:
@@ -311,9 +315,11 @@ def test_on_a_card_rows_come_from_the_host_and_all_is_within_its_budgets(
 def test_on_a_card_rows_of_the_host_are_pinned_when_the_model_is_loaded(pair, monkeypatch):
     """Pinning holds a process for seconds."""
     pinned = []
-    pin = far_rows.pin
+    pin = offloaded_rows.pin
     with pretended_card(monkeypatch):
-        monkeypatch.setattr(far_rows, "pin", lambda block: pinned.append(len(block)) or pin(block))
+        monkeypatch.setattr(
+            offloaded_rows, "pin", lambda block: pinned.append(len(block)) or pin(block)
+        )
         with LLM(
             str(pair.target), **little(pair, "none", 20, device="cuda", host_memory=1 << 30)
         ) as llm:
@@ -395,7 +401,7 @@ def test_fp8_is_close_and_said(pair):
         runner = runner_of(llm)
         tokens = prompt_of(0, 200)
         found = []
-        for cache in (runner.new_cache(310), far_cache(runner, 310, 1)):
+        for cache in (runner.new_cache(310), offloaded_cache(runner, 310, 1)):
             feed(runner, cache, tokens, random_tree(200, 0, 1), 1)
             runner.commit(cache, range(200))
             found.append(feed(runner, cache, [1], random_tree(1, 0)))
@@ -560,23 +566,23 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_left_behind(pair, monkeypatc
 def test_a_read_that_fails_ends_the_pass_and_the_next_one_is_whole(runner, monkeypatch):
     tree = random_tree(N_NODES, 0)
     tokens = prompt_of(0, 300)
-    with beyond(runner, N_NODES + 8) as far:
+    with beyond(runner, N_NODES + 8) as store:
         caches = new_caches(runner)
         for one in caches:
             feed(runner, one, tokens, random_tree(300, 0, 1), 1)
             runner.commit(one, range(300))
         expected = feed(runner, caches[0], prompt_of(1, N_NODES), tree)
-        request = far._request
+        request = store._request
 
         def failing(into, at, nbytes):
             raise LinkError("the disk has gone")
 
-        monkeypatch.setattr(far, "_request", failing)
+        monkeypatch.setattr(store, "_request", failing)
         reads = any(list(runner._caches[caches[1]].beyond(i)) for i in range(runner.spec.n_layers))
         with pytest.raises(LinkError, match="gone") if reads else nullcontext():
             feed(runner, caches[1], prompt_of(1, N_NODES), tree)
         runner.discard(caches[1])
-        monkeypatch.setattr(far, "_request", request)
+        monkeypatch.setattr(store, "_request", request)
         torch.testing.assert_close(
             feed(runner, caches[1], prompt_of(1, N_NODES), tree), expected, atol=2e-4, rtol=2e-4
         )

@@ -77,11 +77,11 @@ def test_tensors_that_touch_are_one() -> None:
     }
     packed = pack(tensors)
     for names in ("ab", "abc", "b", "bc"):
-        entry = packed.layout.joined(names)
+        entry = packed.layout.fused(names)
         assert entry is not None
         assert torch.equal(entry.view(packed.block), torch.cat([tensors[name] for name in names]))
     for names in ("ba", "ac", "cd", "de", "ef", "ax"):
-        assert packed.layout.joined(names) is None
+        assert packed.layout.fused(names) is None
 
 
 def test_a_block_from_the_disk_is_packed_in_the_order_of_use(tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_a_block_from_the_disk_is_packed_in_the_order_of_use(tmp_path: Path) -> 
     packed = packed_layout((entry.name, entry.shape, entry.dtype) for entry in layout.entries)
     for part, shape in (("weight", (256, 64)), ("bias", (256,))):
         qkv = [f"self_attn.{name}_proj.{part}" for name in "qkv"]
-        assert layout.joined(qkv) is None
-        assert packed.joined(qkv).shape == shape
-    assert packed.joined([f"mlp.{name}_proj.weight" for name in ("gate", "up")]).shape == (48, 64)
+        assert layout.fused(qkv) is None
+        assert packed.fused(qkv).shape == shape
+    assert packed.fused([f"mlp.{name}_proj.weight" for name in ("gate", "up")]).shape == (48, 64)
 
 
 def test_packing_copies() -> None:

@@ -91,8 +91,8 @@ class View(LayerWeights):
         import torch
         from torch.nn.functional import linear
 
-        weight = self.joined(names) if x.is_cuda else None
-        bias = self.joined(names, "bias") if weight is not None else None
+        weight = self.fused(names) if x.is_cuda else None
+        bias = self.fused(names, "bias") if weight is not None else None
         if weight is None or (
             bias is None and any(f"{name}.bias" in self.layout.by_name for name in names)
         ):
@@ -100,11 +100,11 @@ class View(LayerWeights):
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(linear(x, weight, bias), widths, dim=1))
 
-    def joined(self, names: Sequence[str], part: str = "weight") -> Tensor | None:
-        """See `LayerWeights.joined`, of the tensors `<name>.<part>`. What is converted is planned
+    def fused(self, names: Sequence[str], part: str = "weight") -> Tensor | None:
+        """See `LayerWeights.fused`, of the tensors `<name>.<part>`. What is converted is planned
         one by one.
         """
-        entry = self.layout.joined([f"{name}.{part}" for name in names])
+        entry = self.layout.fused([f"{name}.{part}" for name in names])
         return (
             entry.view(self.block)
             if entry is not None and entry.dtype.torch == self._dtype

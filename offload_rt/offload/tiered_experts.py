@@ -62,7 +62,7 @@ class PinnedExperts(ThreadExperts):
             self._release(block)
 
 
-class FarExperts(CardExperts):
+class TieredExperts(CardExperts):
     """Device cache of experts, filled through a cache on the host.
 
     It waits for the disk only if no needed expert is on the device or being copied. The host cache

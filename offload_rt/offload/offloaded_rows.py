@@ -29,7 +29,7 @@ from offload_rt.system.numa import Cpus, staying_near
 from offload_rt.weights.layout import PAGE, Layout, PackedLayer, TensorEntry, align_up, host_block
 
 
-class FarRows(ABC):
+class OffloadedRows(ABC):
     """A `RowStore`, and the streamer that brings its rows beside that of the layers.
 
     Both bring what they have in the order of its use and run ahead of it as far as they have slots,
@@ -51,16 +51,16 @@ class FarRows(ABC):
         self._asked: list[RowRange] = []
         self._coming: Generator[LayerView, None, None] | None = None
 
-    def take(self) -> int:
-        """See `RowStore.take`."""
+    def allocate(self) -> int:
+        """See `RowStore.allocate`."""
         if not self._free:
             self._extend(self._n_blocks)
             self._free.append(self._n_blocks)
             self._n_blocks += 1
         return self._free.pop()
 
-    def give(self, blocks: Sequence[int]) -> None:
-        """See `RowStore.give`."""
+    def free(self, blocks: Sequence[int]) -> None:
+        """See `RowStore.free`."""
         self._free += blocks
 
     def write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
@@ -69,8 +69,8 @@ class FarRows(ABC):
         self._write(pieces)
 
     @contextmanager
-    def bring(self, ranges: list[RowRange]) -> Iterator[None]:
-        """Bring these ranges, of which `arrive` gives one after the other, while the body of a
+    def prefetch(self, ranges: list[RowRange]) -> Iterator[None]:
+        """Bring these ranges, of which `receive` gives one after the other, while the body of a
         `with` makes a pass.
         """
         if not ranges:
@@ -88,16 +88,16 @@ class FarRows(ABC):
                 slot_nbytes=nbytes,
             )
             if self._stream is None:
-                self._stream = self._link.beside(sources)
+                self._stream = self._link.share_link(sources)
             else:
-                self._stream.follow(sources)
+                self._stream.set_sources(sources)
             self._asked = ranges
         with closing(self._stream.sweep()) as self._coming:
             yield
             next(self._coming, None)  # gives the last slot back
 
-    def arrive(self) -> Tensor:
-        """See `RowStore.arrive`."""
+    def receive(self) -> Tensor:
+        """See `RowStore.receive`."""
         assert self._coming is not None, "a pass is under way"
         view = next(self._coming)
         return view.layout.entries[0].view(view.data)
@@ -145,7 +145,7 @@ class _Pinned(MemoryTier):
         return self._is_pinned
 
 
-class HostRows(FarRows):
+class HostRows(OffloadedRows):
     """Rows in memory of the host, beside a card. All planned blocks are pinned at once: pinning
     holds the process for long.
     """
@@ -156,7 +156,7 @@ class HostRows(FarRows):
         super().__init__(split, n_layers, link)
         self._cpus, self._card, self._blocks = cpus, link, list[Tensor]()
         self._pinned: list[Tensor] = []
-        self.give([self.take() for _ in range(split.n_blocks)][::-1])
+        self.free([self.allocate() for _ in range(split.n_blocks)][::-1])
 
     def tier(self, ranges: Sequence[RowRange]) -> Tier:
         """Where they lie."""
@@ -196,7 +196,7 @@ class HostRows(FarRows):
         self._card.write([(self._at(one).flatten(), rows.flatten()) for one, rows in pieces])
 
 
-class FileRows(FarRows):
+class FileRows(OffloadedRows):
     """Rows in a file without a name, which is gone when it is closed, however the process ends.
 
     They are written through the page cache and read past it where the file system allows that.
