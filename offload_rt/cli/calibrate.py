@@ -103,7 +103,16 @@ class Findings:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
     text = "Measure what a pair of models does on this machine, and keep it for later runs."
-    parser = Parser("offload-rt calibrate", text, EngineConfig, CalibrateSettings)
+    parser = Parser(
+        "offload-rt calibrate",
+        text,
+        EngineConfig,
+        CalibrateSettings,
+        examples=(
+            "offload-rt calibrate DIR --draft-model DIR",
+            "offload-rt calibrate DIR --draft-model DIR --device-memory 10GiB --plot curve.png",
+        ),
+    )
     return exit_code(lambda: _calibrate(parser.parse_args(arguments)))
 
 
@@ -119,7 +128,7 @@ def _calibrate(flags: Namespace) -> None:
     if settings.plot is not None:
         check_picture("--plot", settings.plot)
     prompts = _prompts(settings.prompt_file)
-    from offload_rt.weights.checkpoint import check_paths
+    from offload_rt.weights.locate import check_paths
 
     check_paths(config)
     from offload_rt.cli.format import quiet_libraries

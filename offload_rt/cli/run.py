@@ -113,7 +113,17 @@ def main(arguments: list[str] | None = None) -> int:
     so_far = _Progress()
     text = "Generate from a model larger than device memory."
     parser = Parser(
-        "offload-rt run", text, EngineConfig, RunSettings, TemplateSettings, SamplingParams
+        "offload-rt run",
+        text,
+        EngineConfig,
+        RunSettings,
+        TemplateSettings,
+        SamplingParams,
+        examples=(
+            'offload-rt run models/demo-target "import os" --max-tokens 32',
+            "offload-rt run Qwen/Qwen3-32B --draft-model Qwen/Qwen3-0.6B --device-memory 22GiB"
+            " --prompt-file prompt.txt --chat",
+        ),
     )
     return exit_code(lambda: _run(parser.parse_args(arguments), so_far), so_far.tell_rest)
 
@@ -130,7 +140,7 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
     from rich.console import Console
 
-    from offload_rt.weights.checkpoint import check_paths
+    from offload_rt.weights.locate import check_paths
 
     check_paths(config)
 
@@ -281,7 +291,7 @@ def _print_plan(config: EngineConfig, flags: Namespace) -> None:
     from offload_rt.cost.pass_times import pass_time
     from offload_rt.engine import profile
     from offload_rt.llm import LLM
-    from offload_rt.weights.checkpoint import is_here
+    from offload_rt.weights.locate import is_here
 
     models = [
         (config.model, config.revision),
