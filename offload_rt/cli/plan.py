@@ -1,6 +1,6 @@
 """`offload-rt plan`: what a model would take on a machine, from its config alone.
 
-The engine's own placement and choice of tree run on a virtual clock. Of weights that are here
+The forecast uses the engine's placement, choice of tree and cost model. Of weights that are here
 headers are read, and nothing else, except that with `--gpu this` a few layers give the rate of the
 disk where `--disk` does not. Without a draft model plain decoding is planned, unless the target is
 to draft itself.
