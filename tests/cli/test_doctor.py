@@ -27,7 +27,7 @@ def test_complete_machine_needs_no_fix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "cards", list)
-    monkeypatch.setattr(machine, "memory_free", lambda: machine.memory_limit())
+    monkeypatch.setattr(machine, "memory_free", machine.memory_limit)
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
     assert "disk          " in out and "reads 3.00 GB/s" in out
@@ -39,7 +39,7 @@ def test_missing_compiler_and_slow_disk_have_a_fix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "library", lambda: None)
-    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: None)
     monkeypatch.setattr(doctor, "measure_disk_gbps", lambda _: 0.1)
     monkeypatch.setattr(machine, "memory_free", lambda: 1)
     checks = run(capsys)
