@@ -20,6 +20,8 @@ from offload_rt import SamplingParams, sampling
 from offload_rt.errors import NumericsError
 from offload_rt.sampling import Context, draw, probs, token_logprobs, top_tokens
 
+pytestmark = pytest.mark.numeric
+
 VOCABULARY = 60
 WARPERS = {
     "temperature": TemperatureLogitsWarper,

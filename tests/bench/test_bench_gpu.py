@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import expand
 import pytest
 import torch
-from support.pretended_card import _Copies, pretended_card
+from support.fake_gpu import FakeCopyDevice, fake_gpu
 from support.processes import is_soon_over, is_written
 from support.tiny import keep_steady
 from transformers import Qwen3MoeConfig
@@ -80,6 +80,7 @@ def told(measure):
     return [json.loads(json.dumps(found)) for found in measure]
 
 
+@pytest.mark.slow
 def test_the_section_of_experts_runs(monkeypatch):
     sizes = {
         "hidden_size": 256,
@@ -94,7 +95,7 @@ def test_the_section_of_experts_runs(monkeypatch):
     monkeypatch.setattr(experts, "configs", lambda nbytes: {"some": config})
     # grouped products of 16 bits are a card's alone
     monkeypatch.setattr(experts, "WAYS", experts.WAYS[1:])
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         *_, found = told(experts.measure(experts.Shapes(0, "268MiB", ("some",), 4, 1)))
     assert len(found) == 2 and found["some, all moved"]["same"]
     assert all(one["seconds"]["median"] > 0 for one in found.values())
@@ -119,7 +120,7 @@ def test_the_section_of_passes_runs(small, monkeypatch):
     monkeypatch.setattr(streamed, "written", small)
     monkeypatch.setattr(streamed, "opened", watched)
     monkeypatch.setattr(streamed, "link_gbps", link_gbps)
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         found = told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1, 8))))
     assert are_parked == [True, True]
     assert found[-1]["plan"]["streamed_layers"] > 0 and found[-1]["plan"]["streamed_bytes"] > 0
@@ -128,16 +129,17 @@ def test_the_section_of_passes_runs(small, monkeypatch):
 
 def test_the_section_of_a_paced_link_says_so(small, monkeypatch):
     monkeypatch.setattr(paced, "written", small)
-    monkeypatch.setattr(paced, "PacedDevice", lambda _: _Copies())
+    monkeypatch.setattr(paced, "PacedDevice", lambda _: FakeCopyDevice())
     monkeypatch.setattr(paced, "paced_gbps", lambda device: 25.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         (found,) = told(paced.measure(streamed.Shapes("", 11, "275MiB", (1,))))
     assert (
         found["link"] == "a card, link paced to 25 GB/s" and found["passes"][0]["link_gbps"] == 25.0
     )
 
 
+@pytest.mark.slow
 def test_the_section_of_formats_runs(small, monkeypatch):
     """A way that fails does not end the others."""
     sizes = streamed.Shapes("", 11, "275MiB", (1,))
@@ -148,7 +150,7 @@ def test_the_section_of_formats_runs(small, monkeypatch):
     }
     monkeypatch.setattr(formats, "written", small)
     monkeypatch.setattr(formats, "link_gbps", lambda device: 1.0)
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         found = told(formats.measure(ways))[-1]
     assert "no kernel decodes lossless weights" in found["lossless"]["failed"]
     assert "passes" in found["host"] and "passes" in found["int4"], found
@@ -158,7 +160,9 @@ def test_the_section_of_formats_runs(small, monkeypatch):
 
 
 def test_correctness_keeps_the_whole_output_and_its_end(monkeypatch, capfd):
-    monkeypatch.setattr(correctness, "ON_CARD", (("tests/test_no_such_file.py", "card"),))
+    monkeypatch.setattr(correctness, "ON_CARD", ("tests/test_no_such_file.py",))
+    program = "print('no tests ran'); raise SystemExit(4)"
+    monkeypatch.setattr(correctness, "_PYTEST", (sys.executable, "-c", program))
     monkeypatch.setattr(correctness, "shutil", SimpleNamespace(which=lambda _: None))
     monkeypatch.setattr(correctness.extension, "missing", lambda: "no card")
     found = told(correctness.measure())[-1]
@@ -193,11 +197,12 @@ def test_calls_are_timed_in_a_graph(monkeypatch):
     assert spread.median == pytest.approx(0.002)
 
 
+@pytest.mark.slow
 def test_the_section_of_generation_runs(small, monkeypatch):
     monkeypatch.setattr(generation, "written", small)
     monkeypatch.setattr(generation, "opened", partial(shapes.opened, **FEW_A_PASS))
     keep_steady(monkeypatch)
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         found = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 8)))
     assert (
         found[-1]["plan"]["streamed_layers"] > 0
@@ -213,10 +218,11 @@ def test_layers_of_the_disk_are_refused(small, monkeypatch):
     monkeypatch.setattr(streamed, "written", small)
     monkeypatch.setattr(shapes, "opened", partial(shapes.opened, host_memory="20MiB"))
     monkeypatch.setattr(streamed, "opened", shapes.opened)
-    with pretended_card(monkeypatch), pytest.raises(RuntimeError, match="lie on the disk"):
+    with fake_gpu(monkeypatch), pytest.raises(RuntimeError, match="lie on the disk"):
         told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1,))))
 
 
+@pytest.mark.slow
 def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
     monkeypatch.setattr(onchip, "written", small)
     monkeypatch.setattr(onchip, "device_gbps", lambda: 1.0)
@@ -228,7 +234,7 @@ def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
     monkeypatch.setattr(LLM, "time_plain", lambda llm, context, _: time_plain(llm, context, 1))
     monkeypatch.setattr(onchip, "opened", partial(shapes.opened, **FEW_A_PASS))
     keep_steady(monkeypatch)
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         targets = (("llama-2-7b", 8, 1e9), ("llama-33b", 60, 65e9))
         found = told(onchip.measure(onchip.Shapes(targets, 12, (1, 8))))
     shape, left_out = found[-1]["shapes"]
@@ -257,7 +263,7 @@ def test_the_section_of_attention_runs(monkeypatch):
     monkeypatch.setattr(attention, "captured", captured)
     monkeypatch.setattr(attention, "in_turn", in_turn)
     monkeypatch.setattr(attention, "_flex", no_compiler)
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         found = told(attention.measure(attention.Shapes((3, 1), 4, 2, 64, 10, 16, 1024)))
     assert [list(each) for each in found] == [["3"], ["3", "1"]]
     three = found[-1]["3"]

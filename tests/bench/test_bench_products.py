@@ -21,6 +21,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_TIMES_CACHE", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_all_formats_multiply_the_same_weights(tmp_path: Path) -> None:
     """Their products differ from those of float32 by rounding: checkpoints as floats, a quantised

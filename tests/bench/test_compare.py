@@ -110,13 +110,13 @@ def test_a_model_that_fits_into_the_budget_has_a_table_and_a_chart(tmp_path: Pat
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence(
-    fails: Exception, told: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: Exception, told: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise fails
 
-    monkeypatch.setattr("sys.argv", ["compare", "--model", str(speaking_checkpoint(tmp_path))])
-    monkeypatch.setattr(compare, "run_all", fail)
+    monkeypatch.setattr("sys.argv", ["compare"])
+    monkeypatch.setattr(compare, "_compare", fail)
     with pytest.raises(SystemExit) as caught:
         compare.main()
     code = caught.value.code
@@ -226,8 +226,14 @@ def test_a_process_joins_the_control_group_it_is_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["memory.max", "memory.limit_in_bytes"])
+def test_memory_limit_of_control_groups_of_both_versions(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("4096\n")
+    assert compare.memory_limit(tmp_path) == 4096
+
+
+@pytest.mark.slow
 def test_peers_of_a_gguf_file_get_one_file_and_the_limit_of_their_control_group(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The budget of offload_rt leaves room for its imports; a newer checkpoint replaces the
     file.
@@ -247,7 +253,7 @@ def test_peers_of_a_gguf_file_get_one_file_and_the_limit_of_their_control_group(
         )
         raise RuntimeError("far enough")
 
-    (tmp_path / name).write_text(f"{limit}\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
     flags = ["--model", str(model), "--gguf", "F32", "--cgroup", str(tmp_path), "--avx2"]
     monkeypatch.setattr("sys.argv", ["compare", *flags])
     monkeypatch.setattr(compare, "run_all", fail)
@@ -260,6 +266,7 @@ def test_peers_of_a_gguf_file_get_one_file_and_the_limit_of_their_control_group(
     assert course.cgroup == tmp_path and peers == compare.READ_GGUF and isa == "avx2"
 
 
+@pytest.mark.slow
 def test_a_kept_gguf_file_is_written_again_when_its_checkpoint_is_newer(tmp_path: Path) -> None:
     model = speaking_checkpoint(tmp_path / "model")
     path = gguf_model(model, "F16", tmp_path)
@@ -336,6 +343,7 @@ def test_llama_cpp_continues_as_transformers_does(tmp_path: Path) -> None:
     assert runs[0].tokens_per_pass == 1 < runs[1].tokens_per_pass
 
 
+@pytest.mark.slow
 def test_two_systems_give_the_same_tokens_in_processes_of_their_own(tmp_path: Path) -> None:
     model = speaking_checkpoint(tmp_path / "model")
     job = Job(model, model, model, 1_000_000, 1, 64, tmp_path)

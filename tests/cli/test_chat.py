@@ -228,6 +228,7 @@ class Terminal:
         os.write(self.ours, text.encode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["\x03", "\x04"])
 def test_a_terminal(model: Path, end: str) -> None:
     """Lines are edited, Ctrl-C stops an answer alone, at the prompt it ends as Ctrl-D does; the

@@ -83,6 +83,7 @@ def process(*arguments: str, stdin: str = "", **changes: str) -> subprocess.Comp
     )
 
 
+@pytest.mark.slow
 def test_text_goes_to_stdout_as_far_as_it_can_show_it_and_the_report_to_stderr(
     tmp_path: Path,
 ) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 
 from offload_rt.models.families import FAMILIES
@@ -54,6 +55,7 @@ def plan(model: str | Path, *more: str) -> list[str]:
     return ["plan", "--model", str(model), "--gpu", "rtx4090", *more]
 
 
+@pytest.mark.slow
 def test_a_plan_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
     """Of a config.json of every family or its directory, of files with weights, and of a shape of
     each family.

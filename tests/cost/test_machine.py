@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import (
@@ -264,7 +264,7 @@ class Clock:
 
 
 def test_rates_of_a_card_are_of_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended_card(monkeypatch, nbytes=256 << 20):
+    with fake_gpu(monkeypatch, nbytes=256 << 20):
         monkeypatch.setattr(torch.cuda, "Event", Clock)
         card = torch.device("cuda", 0)
         assert profile.memory_gbps(torch.float16, card) == pytest.approx((64 << 20) / 0.01 / 1e9)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 from support.tiny import (
     CASES,
     add_tokenizer,
@@ -114,7 +114,7 @@ def test_logits_that_are_no_numbers_end_their_sequence_alone(
     expected = [generate(pair.model, prompt, 12) for prompt in PROMPTS]
     settings = {"max_model_len": 128, "max_num_seqs": 3, **pair.settings(drafter)}
     settings |= {} if drafter == "none" else {"tree_size": 24}
-    card = pretended_card(monkeypatch) if device == "card" else nullcontext()
+    card = fake_gpu(monkeypatch) if device == "card" else nullcontext()
     with (
         card,
         LLM(str(pair.target), device="cuda" if device == "card" else device, **settings) as llm,

@@ -1,5 +1,5 @@
 """The whole engine on a card where there is one, and as far as that can be tested without one: see
-`pretended_card`.
+`fake_gpu`.
 """
 
 import gc
@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from support.experts import open_touched
-from support.pretended_card import CardTensor, _Copies, pretended_card
-from support.recorded import record
+from support.fake_gpu import FakeCopyDevice, FakeCudaTensor, fake_gpu, record_graph
 from support.tiny import (
     CASES,
     feed,
@@ -41,14 +40,12 @@ def steady(monkeypatch):
     keep_steady(monkeypatch)
 
 
-@pytest.fixture(params=["pretended", "real"])
+@pytest.fixture(params=["pretended", pytest.param("real", marks=pytest.mark.cuda)])
 def card(request, monkeypatch) -> Callable[..., AbstractContextManager[None]]:
     """Sees to it that there is a card, and one that refuses to pin memory if it is to."""
     if request.param == "pretended":
-        yield lambda pins=True: pretended_card(monkeypatch, pins=pins)
+        yield lambda pins=True: fake_gpu(monkeypatch, pins=pins)
         return
-    if not torch.cuda.is_available():
-        pytest.skip("there is no card")
 
     def real(pins: bool = True) -> AbstractContextManager[None]:
         if not pins:
@@ -133,7 +130,7 @@ def test_trees_of_models_of_transformers(mixture_of, card, monkeypatch, kind, ho
     """With slots for four experts, of which the host computes some, or for which it has no room;
     states of delta nets.
     """
-    monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the pretended card has no clock
+    monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
     model, folder = mixture_of(kind)
     settings = {"device": "cuda", "drafter": "recycle", "tree_size": 8, "max_model_len": 128}
     with card(), open_touched(folder, 4, **settings, **host) as llm:
@@ -234,7 +231,7 @@ def test_a_budget_is_compared_with_what_is_free(zoo, monkeypatch):
     """Another process may have most of a card, and the driver loads modules after planning."""
     directory = zoo.directory("llama", 0)
     free = 1 << 30
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 4 << 30))
         with LLM.open(
             EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER)
@@ -303,7 +300,7 @@ def test_blocks_on_the_card_grow_unless_the_user_says_otherwise(
     monkeypatch, begun, variable, release, expected
 ):
     found = []
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
@@ -317,10 +314,10 @@ def test_blocks_on_the_card_grow_unless_the_user_says_otherwise(
 
 
 def test_a_tensor_of_the_host_does_not_mix(monkeypatch):
-    """The pretended card notices what a card would."""
-    with pretended_card(monkeypatch):
+    """The fake GPU notices what a card would."""
+    with fake_gpu(monkeypatch):
         on_device = torch.ones(3, device="cuda")
-        assert isinstance(on_device, CardTensor) and on_device.device.type == "cuda"
+        assert isinstance(on_device, FakeCudaTensor) and on_device.device.type == "cuda"
         with pytest.raises(AssertionError, match="two devices"):
             on_device + torch.ones(3)
         with pytest.raises((TypeError, RuntimeError)):
@@ -374,7 +371,7 @@ def test_the_host_waits_once_a_level_once_for_the_pass_and_once_for_the_verdict(
     """
     pair = zoo.pair("llama", 0)
     settings = {"tree_size": 24, "tree_depth": 5}
-    with pretended_card(monkeypatch, has_kernels=True) as counts:
+    with fake_gpu(monkeypatch, has_kernels=True) as counts:
         settings |= {"max_model_len": 128, "device": "cuda"} | pair.settings(drafter, rule)
         if place == "host":
             settings["device_memory"] = least_streaming(pair.target, **settings)
@@ -393,7 +390,7 @@ def test_logits_that_are_no_numbers_are_noticed_on_a_card(tmp_path, monkeypatch,
     model = CASES["llama"].build(0, num_hidden_layers=2)
     model.lm_head.weight.data[7] = torch.nan
     model.save_pretrained(tmp_path)
-    card = pretended_card(monkeypatch, has_kernels=has_kernels)
+    card = fake_gpu(monkeypatch, has_kernels=has_kernels)
     error = pytest.raises(NumericsError, match="NaN or Inf")
     with card, on_card(tmp_path, drafter="none") as llm, error:
         llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
@@ -403,11 +400,11 @@ def test_a_draft_is_captured_before_layers_are_copied(zoo, monkeypatch):
     """A capture beside copies would wait for them."""
     pair = zoo.pair("llama", 0)
     order = []
-    copy = _Copies.copy
+    copy = FakeCopyDevice.copy
 
     def capture(compute):
         order.append("capture")
-        return record(compute)
+        return record_graph(compute)
 
     settings = {
         "tree_size": 8,
@@ -415,9 +412,9 @@ def test_a_draft_is_captured_before_layers_are_copied(zoo, monkeypatch):
         "device": "cuda",
         **pair.settings("adaptive_tree"),
     }
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(
-            _Copies, "copy", lambda *arguments: order.append("copy") or copy(*arguments)
+            FakeCopyDevice, "copy", lambda *arguments: order.append("copy") or copy(*arguments)
         )
         monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
         monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
@@ -444,7 +441,7 @@ class BrokenGraph:
 
 def test_a_capture_that_fails_unexpectedly_ends_captures_with_one_notice(zoo, monkeypatch, capfd):
     monkeypatch.setattr(BrokenGraph, "n_captures", 0)
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(builder, "CudaCapture", CudaCapture)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenGraph)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -462,7 +459,7 @@ def test_a_capture_that_fails_unexpectedly_ends_captures_with_one_notice(zoo, mo
 def test_threads_that_use_streams_select_the_card(zoo, monkeypatch):
     """They would begin with the first card, and leave a context there."""
     directory = zoo.directory("llama", 0)
-    with pretended_card(monkeypatch) as counts:
+    with fake_gpu(monkeypatch) as counts:
         with on_card(directory, drafter="none", device_memory=little(directory)) as llm:
             llm._thread._thread.submit(int).result()
         assert counts.selected == {"copies", "engine_0"}
@@ -472,7 +469,7 @@ def test_kernels_are_built_before_memory_is_pinned(zoo, monkeypatch):
     """The compiler takes memory and all cores."""
     directory = zoo.directory("llama", 0)
     order = []
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(extension, "missing", lambda: order.append("build") or "pretended")
         monkeypatch.setattr(memory, "pin", lambda _: order.append("pin") or True)
         on_card(directory, drafter="none", device_memory=little(directory)).close()
@@ -486,9 +483,9 @@ def test_passes_are_captured_when_a_model_is_loaded(zoo, monkeypatch):
 
     def capture(compute):
         captured.append(compute.__self__)
-        return record(compute)
+        return record_graph(compute)
 
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
         monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
         with on_card(pair.target, tree_size=8, **pair.settings("adaptive_tree")) as llm:

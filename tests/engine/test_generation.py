@@ -34,6 +34,8 @@ from offload_rt.speculate.protocols import Drafter, DraftLimits
 from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.tree.topology import DraftTree, Topology
 
+pytestmark = pytest.mark.numeric
+
 ROOT = Path(offload_rt.__file__).parent
 SAMPLED = SamplingParams(
     max_new_tokens=24,
@@ -46,22 +48,18 @@ SAMPLED = SamplingParams(
 )
 
 
-# Every model in one place, and a second one of its kind in the next.
-CASES_IN_PLACES = [
-    (name, seed, list(PLACES)[(i + seed) % len(PLACES)])
-    for seed in range(2)
-    for i, name in enumerate(CASES)
-]
+# Every family in one place.
+CASES_IN_PLACES = [(name, list(PLACES)[i % len(PLACES)]) for i, name in enumerate(CASES)]
 
 
-@pytest.mark.parametrize(("name", "seed", "place"), CASES_IN_PLACES)
-def test_greedy_tokens_are_transformers(zoo, name, seed, place):
-    expected = zoo.greedy(name, seed)
+@pytest.mark.parametrize(("name", "place"), CASES_IN_PLACES)
+def test_greedy_tokens_are_transformers(zoo, name, place):
+    expected = zoo.greedy(name, 0)
     assert len(set(expected)) >= 12, "a text that goes round in circles shows little"
-    with open_llm(zoo.directory(name, seed), place) as llm:
-        output = llm.generate(prompt_of(seed)).pop()
+    with open_llm(zoo.directory(name, 0), place) as llm:
+        output = llm.generate(prompt_of(0)).pop()
     assert output.token_ids == expected
-    assert output.prompt_token_ids == prompt_of(seed)
+    assert output.prompt_token_ids == prompt_of(0)
     assert output.finish_reason == "length"
     assert (output.stats.n_tokens, output.stats.n_passes) == (64, 64)
 
@@ -464,6 +462,7 @@ class FullTrees(Unlearning):
         return DraftTree(Topology(self._parents[:n]), tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trees", [False, True])
 def test_the_joint_distribution_of_sampled_tokens(small, trees):
     """Two prompts side by side in batches, each row with a seed of its own, against exact

@@ -9,6 +9,8 @@ from support.tiny import generate
 from offload_rt import SamplingParams
 from offload_rt.executor.sequence import Sequence
 
+pytestmark = pytest.mark.numeric
+
 LONG = [3 + (7 * k * k) % 90 for k in range(100)]
 
 

@@ -226,11 +226,9 @@ def test_a_server_whose_rank_dies_between_passes_ends(model: Path, tmp_path: Pat
         )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_torchrun_ends_what_it_has_started(
-    number: signal.Signals, model: Path, tmp_path: Path
-) -> None:
-    """An interrupt of all its processes, as of a terminal, or one rank that is killed."""
+@pytest.mark.slow
+def test_torchrun_ends_what_it_has_started(model: Path, tmp_path: Path) -> None:
+    """When rank 1 is killed."""
     line = [
         sys.executable,
         "-m",
@@ -249,17 +247,12 @@ def test_torchrun_ends_what_it_has_started(
     try:
         assert run.stdout is not None and len(os.read(run.stdout.fileno(), 1)) == 1
         ranks = psutil.Process(run.pid).children()
-        if number == signal.SIGINT:
-            os.killpg(run.pid, number)
-        else:
-            (killed,) = (one for one in ranks if one.environ()["RANK"] == "1")
-            killed.send_signal(number)
+        (killed,) = (one for one in ranks if one.environ()["RANK"] == "1")
+        killed.kill()
         run.communicate(timeout=PATIENCE_S)
         assert run.returncode != 0 and not any(one.is_running() for one in ranks)
         lines = (tmp_path / "err").read_text().splitlines()
         (said,) = (one for one in lines if one.startswith(("error: ", "interrupted")))
-        assert said.startswith(
-            "interrupted" if number == signal.SIGINT else f"error: rank 1 (process {killed.pid} on "
-        )
+        assert said.startswith(f"error: rank 1 (process {killed.pid} on ")
     finally:
         run.kill()

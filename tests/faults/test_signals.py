@@ -64,6 +64,7 @@ def _read(process: subprocess.Popen[bytes], n: int) -> str:
     return b"".join(os.read(process.stdout.fileno(), 1) for _ in range(n)).decode()
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_run_soon_with_what_it_had_produced(
     endless: list[str], begins_with: str, tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_signal_ends_a_run_soon_with_what_it_had_produced(
     assert all(path.suffix == ".json" for path in (tmp_path / "cache" / "offload_rt").iterdir())
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_had_enough_ends_a_run_quietly(
     endless: list[str], begins_with: str, tmp_path: Path
 ) -> None:
@@ -100,6 +102,7 @@ print(len(llm.generate("a", SamplingParams(max_new_tokens=20))[0].token_ids))
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_to_close_ends_well_and_remembers(
     model: Path, draft: Path, tmp_path: Path
 ) -> None:

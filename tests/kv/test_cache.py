@@ -13,6 +13,8 @@ from offload_rt.kv.split import KVBytes
 from offload_rt.models.architecture import KVShape
 from offload_rt.tree.topology import Topology
 
+pytestmark = pytest.mark.numeric
+
 CAPACITY = 96
 
 

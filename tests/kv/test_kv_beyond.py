@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.fake_gpu import fake_gpu
 from support.host_memory import CountingHost
-from support.pretended_card import pretended_card
 from support.tiny import (
     CASES,
     Steady,
@@ -53,6 +53,8 @@ from offload_rt.planning.known_models import KNOWN
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.select import pick_drafter
 from offload_rt.system.trace import Trace
+
+pytestmark = pytest.mark.numeric
 
 CAPACITY = 700
 N_NODES = 9
@@ -293,7 +295,7 @@ def test_on_a_card_rows_come_from_the_host_and_all_is_within_its_budgets(
 ):
     prompts = [prompt_of(0, 150), prompt_of(1, 40)]
     expected = [generate(pair.model, prompt, 5) for prompt in prompts]
-    with pretended_card(monkeypatch, pins=pins):
+    with fake_gpu(monkeypatch, pins=pins):
         given = little(pair, drafter, 20, device="cuda", host_memory=1 << 30)
         with LLM.open(EngineConfig(str(pair.target), **given)) as unloaded:
             given["host_memory"] = unloaded.plan.budget.buffers + unloaded.plan.host_nbytes
@@ -316,7 +318,7 @@ def test_on_a_card_rows_of_the_host_are_pinned_when_the_model_is_loaded(pair, mo
     """Pinning holds a process for seconds."""
     pinned = []
     pin = offloaded_rows.pin
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(
             offloaded_rows, "pin", lambda block: pinned.append(len(block)) or pin(block)
         )

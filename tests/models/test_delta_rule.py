@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 from support.tiny import (
     feed,
     generate,
@@ -34,6 +34,8 @@ from offload_rt.kv.recurrent import Recurrence, RecurrentCache
 from offload_rt.kv.split import state_rows
 from offload_rt.models.families import spec_of
 from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows, DeltaTerms, delta_rule, fold, normed
+
+pytestmark = pytest.mark.numeric
 
 N_K_HEADS = 2
 N_V_HEADS = 4
@@ -470,7 +472,7 @@ def test_what_a_text_does_not_need_is_left_out(tmp_path):
 def test_a_card_computes_without_the_host_waiting(saved, steady, monkeypatch):
     (model, folder), tokens = saved, prompt_of(1, 100, 150)
     with (
-        pretended_card(monkeypatch) as counts,
+        fake_gpu(monkeypatch) as counts,
         LLM(str(folder), device="cuda", drafter="none", max_model_len=128) as llm,
     ):
         runner = runner_of(llm)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import second_architecture
 from support.checkpoints import llama_config, write_checkpoint
-from support.recorded import record
+from support.fake_gpu import record_graph
 from support.second_architecture import PostNorm, random_tensors
 from support.tiny import (
     CASES,
@@ -35,11 +35,14 @@ from offload_rt.models.families import FAMILIES, Family
 from offload_rt.models.rope import Rope
 from offload_rt.tree.topology import Topology
 
+pytestmark = pytest.mark.numeric
+
 ATOL = 2e-4
 
 
-@pytest.mark.parametrize("chunk_rows", [512, 7])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "chunk_rows"), [*((name, 7) for name in CASES), ("llama", 512), ("mistral", 512)]
+)
 def test_each_node_of_a_tree_sees_its_own_path(zoo, name, chunk_rows, monkeypatch):
     """A tree below tokens the cache lacks, below tokens it has, longer than the window in both
     parts.
@@ -158,7 +161,7 @@ def test_another_architecture_runs_wherever_its_layers_lie(post_norm, place):
             model, tensors, committed, 64
         )
         if place == "graphs":
-            runner.use_graphs(GraphShape(32, 64, 64), record)
+            runner.use_graphs(GraphShape(32, 64, 64), record_graph)
         cache = prefill(runner, committed, 64)
         got = feed(
             runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)

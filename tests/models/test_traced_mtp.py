@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.fake_gpu import fake_gpu
 from support.heads import PATHS, Probe
-from support.pretended_card import pretended_card
 from support.texts import VOCABULARY, assert_distribution, exact_distributions, sampled_texts
 from support.tiny import (
     drafter_of,
@@ -30,6 +30,8 @@ from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import rule_of
+
+pytestmark = pytest.mark.numeric
 
 # A mixture, one beside pictures, a dense layer beside pictures, and a text model alone.
 KINDS = ["qwen3_next", "qwen3_5_moe", "qwen3_5", "qwen3_5_text"]
@@ -212,7 +214,7 @@ def test_the_layer_drafts_on_a_card(target_of, monkeypatch):
     target = target_of("qwen3_5_text")
     prompts = [prompt_of(0, 9, 8), prompt_of(1, 70, 8)]
     settings = {"device": "cuda", "max_model_len": 96, "tree_size": 16, "max_num_seqs": 2}
-    with pretended_card(monkeypatch), LLM(str(target.folder), **settings) as llm:
+    with fake_gpu(monkeypatch), LLM(str(target.folder), **settings) as llm:
         assert llm.engine_plan.drafting.name == "mtp"
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=6))
     assert [one.token_ids for one in outputs] == [
@@ -221,6 +223,7 @@ def test_the_layer_drafts_on_a_card(target_of, monkeypatch):
     assert all(one.stats.nodes_per_tree > 1 for one in outputs)
 
 
+@pytest.mark.slow
 def test_the_joint_distribution_is_the_targets(tmp_path, monkeypatch):
     monkeypatch.setattr("support.texts.N_DRAWS", 300)
     target = Target("qwen3_5_text", tmp_path, VOCABULARY, sureness=0.5)

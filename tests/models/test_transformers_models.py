@@ -8,7 +8,7 @@ import pytest
 import torch
 from quantize import Choice, config_of, quantized
 from safetensors.torch import load_file, save_file
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 from support.tiny import (
     ATOL,
     check_tree,
@@ -35,6 +35,8 @@ from offload_rt.models.transformers import TransformersModel
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import read_json
+
+pytestmark = pytest.mark.numeric
 
 # What is new in each: softcaps and windows; the text part of a multimodal one; heads that differ by
 # layer; states of several streams, keys of another layer, inputs of each layer; experts one by one;
@@ -251,7 +253,7 @@ def test_a_card_computes_all_experts_without_the_host_waiting(model_of, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     prompt = prompt_of(0, 15, 150)
     with (
-        pretended_card(monkeypatch) as counts,
+        fake_gpu(monkeypatch) as counts,
         LLM(str(folder), device="cuda", drafter="none", max_model_len=64) as llm,
     ):
         runner = runner_of(llm)

@@ -23,10 +23,11 @@ from support.streams import (
     N_LAYERS,
     PATIENCE_S,
     STREAMERS,
+    FakeGPU,
     Host,
-    PretendedGPU,
     RealGPU,
     Watched,
+    eventually,
     stream_layers,
     wanted,
 )
@@ -47,11 +48,11 @@ KINDS = ("device", "host", "unpinned", "disk")
 # Devices: what a block is computed on, and how a test looks at a block as compute does.
 
 
-_GPUS = {"cuda": (("pretended", PretendedGPU), ("real", RealGPU))}
+_GPUS = {"cuda": (("pretended", FakeGPU, ()), ("real", RealGPU, pytest.mark.cuda))}
 BENCHES = [
-    pytest.param(name, device, id=f"{name}-{which}")
+    pytest.param(name, device, id=f"{name}-{which}", marks=marks)
     for name in STREAMERS
-    for which, device in _GPUS.get(name, (("cpu", Host),))
+    for which, device, marks in _GPUS.get(name, (("cpu", Host, ()),))
 ]
 every_bench = pytest.mark.parametrize(("name", "make"), BENCHES)
 
@@ -148,8 +149,6 @@ def bench(
     **how: Any,
 ) -> Iterator[Bench]:
     """A streamer over watched tiers; closed at the end, when none of its threads may be left."""
-    if make is RealGPU and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
     device = make()
     before = {*threading.enumerate()}
     watched: list[Watched] = []
@@ -171,14 +170,6 @@ def bench(
         for tier in tiers:
             tier.close()
     assert not left, f"threads left alive: {left}"
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    """Whether something comes true before patience ends."""
-    end = time.perf_counter() + PATIENCE_S
-    while not holds() and time.perf_counter() < end:
-        time.sleep(0.001)
-    return holds()
 
 
 # The contract.
@@ -261,11 +252,11 @@ def test_the_next_pass_is_fetched_between_two_sweeps_and_no_further_than_there_a
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
 def test_no_more_copies_are_enqueued_than_there_are_slots(n_slots: int, files: Any) -> None:
-    with bench("cuda", PretendedGPU, files, ("host",) * N_LAYERS, n_slots) as b:
+    with bench("cuda", FakeGPU, files, ("host",) * N_LAYERS, n_slots) as b:
         n_done = 0
         for _ in range(2):
             for block in b.streamer.sweep():
-                assert eventually(lambda: b.device.n_copies == n_done + n_slots)  # noqa: B023
+                assert eventually(lambda: b.device.copies.n_copies == n_done + n_slots)  # noqa: B023
                 b.device.look(block)
                 n_done += 1
 
@@ -551,9 +542,9 @@ def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(
 
 def test_copies_to_a_gpu_are_traced_by_their_events(files: Any, tmp_path: Path) -> None:
     trace = Trace()
-    device = PretendedGPU()
+    device = FakeGPU()
     sources, tiers = build_sources(device, ("host", "device", "host", "disk"), 2, files)
-    streamer = CudaStreamer(sources, trace, device)
+    streamer = CudaStreamer(sources, trace, device.copies)
     started = time.perf_counter()
     for block in streamer.sweep():
         device.look(block)

@@ -1,4 +1,4 @@
-"""How long a small copy waits behind layers, on a pretended card with one copy engine and a clock
+"""How long a small copy waits behind layers, on a fake GPU with one copy engine and a clock
 of its own.
 """
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from support.checkpoints import pack
 from support.experts import cache_on, open_touched
-from support.pretended_card import pretended_card
-from support.streams import PATIENCE_S, Host, PretendedGPU, stream_layers
+from support.fake_gpu import fake_gpu
+from support.streams import PATIENCE_S, FakeGPU, Host, stream_layers
 from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
 from transformers import GptOssForCausalLM, Mxfp4Config
 
@@ -33,6 +33,8 @@ from offload_rt.models.architecture import HostWork
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.tree.topology import Topology
+
+pytestmark = pytest.mark.numeric
 
 CPU = torch.device("cpu")
 
@@ -63,7 +65,7 @@ def check_texts(model, folder, monkeypatch, computed, ways, **settings):
     text = generate(model, prompt, 6)
     for seconds, more in ways:
         with (
-            pretended_card(monkeypatch),
+            fake_gpu(monkeypatch),
             open_touched(folder, 4, device="cuda", **settings | more) as llm,
         ):
             runner = runner_of(llm)
@@ -77,6 +79,7 @@ def check_texts(model, folder, monkeypatch, computed, ways, **settings):
         computed.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_texts_on_a_card_are_those_of_transformers(mixture_of, kind, monkeypatch, computed):
     """With some experts computed on either side, plainly and by trees."""
@@ -98,7 +101,7 @@ def test_a_card_waits_no_more_for_what_the_host_computes(mixture_of, monkeypatch
     """Rows come with the router's choice; four layers have experts."""
     prompt = prompt_of(0, 15, 150)
     with (
-        pretended_card(monkeypatch) as counts,
+        fake_gpu(monkeypatch) as counts,
         open_touched(mixture_of("qwen3_moe")[1], 4, device="cuda") as llm,
     ):
         runner = runner_of(llm)
@@ -122,7 +125,7 @@ def test_passes_are_timed_without_the_host_and_trees_chosen_with_it(mixture_of, 
     monkeypatch.setattr(profile, "pass_profile", profile_passes)
     folder = mixture_of("qwen3_moe")[1]
     with (
-        pretended_card(monkeypatch),
+        fake_gpu(monkeypatch),
         open_touched(folder, 4, device="cuda", drafter="recycle", tree_size=4) as llm,
     ):
         host = runner_of(llm).experts.host
@@ -131,10 +134,10 @@ def test_passes_are_timed_without_the_host_and_trees_chosen_with_it(mixture_of, 
 
 @contextmanager
 def beside(seconds, n_slots):
-    """Slots of a pretended card, whose host computes experts in so many copies' time; and the
+    """Slots of a fake GPU, whose host computes experts in so many copies' time; and the
     device.
     """
-    with cache_on(PretendedGPU, None, n_slots) as (cache, tier, device):
+    with cache_on(FakeGPU, None, n_slots) as (cache, tier, device):
         cache.host = HostExperts(tier, lambda layout, block: block, 1.0, CPU, 1)
         set_rates(cache.host, seconds)
         try:
@@ -177,10 +180,12 @@ def test_what_is_used_often_comes_although_the_host_has_computed_it():
         times = []
         for one in [0] * 20 + [1] * 20:
             times.append(visit(cache, 0, [one], lambda x, *_: x)[0])
-            device.synchronize()
+            device.copies.synchronize()
         assert times == [set(), *[{0}] * 19, set(), *[{1}] * 19]
-        n_copies = device.n_copies
-        assert visit(cache, 1, [2], lambda x, *_: x)[0] == set() and device.n_copies == n_copies
+        n_copies = device.copies.n_copies
+        assert (
+            visit(cache, 1, [2], lambda x, *_: x)[0] == set() and device.copies.n_copies == n_copies
+        )
         assert visit(cache, 0, [0, 1], lambda x, *_: x)[0] == {0, 1}
 
 

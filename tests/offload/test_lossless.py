@@ -21,7 +21,7 @@ import safetensors.numpy
 import torch
 from support import emulated
 from support.checkpoints import pack, raw_bytes
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 from support.tiny import CASES, generate, prompt_of
 from torch import Tensor
 
@@ -58,7 +58,7 @@ from offload_rt.weights.lossless import (
 )
 
 Decoder = Callable[[EncodedImage, Tensor], bool]
-DECODERS = ("avx512", "portable", "numba", "kernel", "card")
+DECODERS = ("avx512", "portable", "numba", "kernel", pytest.param("card", marks=pytest.mark.cuda))
 # 64 and 4,096 weights start on their own, and a chunk ends after 524,288.
 COUNTS = (1, 7, 63, 64, 65, 4095, 4096, 4097, 20_000)
 SILENT = lambda done, total: None  # noqa: E731
@@ -223,6 +223,7 @@ def test_weights_of_one_exponent_or_of_none_in_common_are_not_made_longer() -> N
     assert is_same(decoded(image, decoder_of("numba")), tensors)
 
 
+@pytest.mark.slow
 def test_the_digests_of_numba_and_of_c_are_one_and_see_every_bit() -> None:
     draw = np.random.default_rng(0)
     for n in (0, 1, 8, 255, 256, 257, 5000):
@@ -699,7 +700,7 @@ def test_a_card_is_measured_by_its_own_link_and_kernel(
         work()
         return [1e-6]
 
-    with pretended_card(monkeypatch, has_kernels=True):
+    with fake_gpu(monkeypatch, has_kernels=True):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
         monkeypatch.setattr(lossless, "decode_block", kept)
         monkeypatch.setattr(profile, "timed", clock)
@@ -730,22 +731,22 @@ def test_weights_damaged_on_the_disk_end_the_run(
         run(model, **place, device_memory=budget(model, **place))
 
 
-@pytest.mark.parametrize("where", ["host", "disk", "unpinned"])
-@pytest.mark.parametrize("way", ["sidecar", "at load"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "where"), [("sidecar", "disk"), ("sidecar", "unpinned"), ("at load", "host")]
+)
 def test_a_card_decodes_what_the_link_brings(
     model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, way: str, where: str
 ) -> None:
     """From pinned memory, through pinned slots, and where the driver pins nothing."""
-    if (way, where) == ("at load", "disk"):
-        pytest.skip("what stays on the disk is not encoded at load")
-    with pretended_card(monkeypatch, has_kernels=True):
+    with fake_gpu(monkeypatch, has_kernels=True):
         raw = run(
             model, device="cuda", device_memory=budget(model, device="cuda"), link_format="raw"
         )
     place = {"device": "cuda", "link_format": "lossless"} | (
         {"sidecar": str(converted)} if way == "sidecar" else {}
     )
-    with pretended_card(monkeypatch, has_kernels=True, pins=where != "unpinned"):
+    with fake_gpu(monkeypatch, has_kernels=True, pins=where != "unpinned"):
         place["device_memory"] = budget(model, **place)
         if where == "disk":
             with LLM.open(
@@ -764,15 +765,15 @@ def test_what_lossless_cannot_do_is_told(
     is not encoded at load.
     """
     settings = {"device": "cuda", "max_model_len": 64, "drafter": "none"}
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         with LLM.open(EngineConfig(str(model), sidecar=str(converted), **settings)) as unloaded:
             assert (
                 unloaded.engine_plan.link.sidecar is None
-                and "card is pretended" in unloaded.engine_plan.notice
+                and "GPU is fake" in unloaded.engine_plan.notice
             )
-        with pytest.raises(OffloadError, match="card is pretended"):
+        with pytest.raises(OffloadError, match="GPU is fake"):
             LLM.open(EngineConfig(str(model), link_format="lossless", **settings))
-    with pretended_card(monkeypatch, has_kernels=True):
+    with fake_gpu(monkeypatch, has_kernels=True):
         place = settings | {"link_format": "lossless"}
         place["device_memory"] = budget(model, device="cuda", link_format="lossless")
         with pytest.raises(OffloadError, match="stay on the disk"):

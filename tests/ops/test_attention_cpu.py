@@ -23,7 +23,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 LEVELS = range(4)
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
+]
 
 
 @pytest.fixture(params=LEVELS)
@@ -150,8 +153,7 @@ def test_a_tree_attends_bit_for_bit_as_plain_decoding(level: int, dtype: torch.d
             )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 40, 129])
+@pytest.mark.parametrize(("dtype", "window"), zip(DTYPES, (None, 40, 129), strict=True))
 def test_parts_of_a_prompt_attend_bit_for_bit_as_all_of_it(
     level: int, dtype: torch.dtype, window: int | None
 ) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 from support.processes import is_soon_over, is_written
 
 from offload_rt.ops import build, extension
@@ -201,7 +201,7 @@ def test_kernels_that_load_and_do_not_run_are_missing(
         raise RuntimeError("launch of a kernel: CUDA driver version is insufficient\nmore")
 
     missing = extension.missing
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(extension, "missing", missing)
         monkeypatch.setattr(extension, "kernels", lambda: SimpleNamespace(silu_mul=failed))
         monkeypatch.setattr(build, "find", lambda *_: Path("library"))

@@ -21,7 +21,7 @@ from offload_rt.ops.dequantize import (
 )
 
 
-@pytest.fixture(scope="module", params=["emulated", "card"])
+@pytest.fixture(scope="module", params=["emulated", pytest.param("card", marks=pytest.mark.cuda)])
 def library(request: pytest.FixtureRequest) -> tuple[str, str]:
     """The name of the built kernels in torch.ops, and the device they take."""
     if request.param == "emulated":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import emulated
-from support.recorded import record
+from support.fake_gpu import record_graph
 from support.tiny import random_tree
 
 from offload_rt import ops
@@ -33,7 +33,7 @@ class Kernels:
         return getattr(getattr(torch.ops, self.library), name)
 
 
-@pytest.fixture(scope="module", params=["emulated", "card"])
+@pytest.fixture(scope="module", params=["emulated", pytest.param("card", marks=pytest.mark.cuda)])
 def kernels(request):
     if request.param == "card":
         if extension.missing():
@@ -244,7 +244,7 @@ def test_a_captured_call_serves_other_trees(kernels, seed):
         found.append(kernels.tree_attention(*at_capture, long.window, long.dim**-0.5))
 
     compute()
-    replay = (record if kernels.device == "cpu" else CudaCapture())(compute)
+    replay = (record_graph if kernels.device == "cpu" else CudaCapture())(compute)
     for place, new in zip(at_capture, other, strict=True):
         place.copy_(new)
     replay()

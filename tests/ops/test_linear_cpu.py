@@ -29,7 +29,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PREFERS_TORCH = linear_module.prefers_torch
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs a C++ compiler")
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(cpu.library() is None, reason="needs a C++ compiler"),
+]
 
 
 @pytest.fixture(params=range(4), ids=("portable", "avx2", "avx512", "avx512bf16"))

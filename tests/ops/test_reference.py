@@ -8,6 +8,8 @@ import torch
 from offload_rt import ops
 from offload_rt.ops import reference
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(

@@ -16,14 +16,19 @@ from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.errors import SettingsError
 from offload_rt.parallel.pipeline_model import divide_layers
 
+pytestmark = pytest.mark.numeric
+
 _SCRIPT = """
 import json, os, sys
 import torch
 from offload_rt import LLM, SamplingParams
 from offload_rt.executor import runner
+from offload_rt.ops import linear
 from offload_rt.cost.pass_times import (ComputeTimes)
 settings, prompts, params, n_parts = json.loads(sys.argv[1])
 runner.CHUNK_ROWS = 64
+# A measurement would select the product, and thereby the rounding.
+linear.prefers_torch = lambda dtype: False
 # Ranks divide the cores; sums with different thread counts round differently.
 os.sched_getaffinity = lambda _: {0}
 torch.set_num_threads(1)

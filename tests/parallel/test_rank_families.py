@@ -28,6 +28,8 @@ from offload_rt.parallel.sharded_weights import divide
 from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.weights.checkpoint import open_checkpoint
 
+pytestmark = pytest.mark.numeric
+
 # What is new in each: states, and a mixture with a shared expert; experts one by one; norms of
 # heads; experts in one tensor, with biases, and no plan; attention that the plan leaves out; other
 # projections; matrices that are no linear modules; tables beside the embedding; only linear modules
@@ -82,6 +84,7 @@ def test_greedy_tokens_of_two_ranks_are_transformers(model_of, kind: str, is_exa
     assert divided_tokens(2, folder, prompt_of(0, 15, 150), 24, **settings) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("qwen3_next", 4), ("mixtral", 3)])
 def test_so_do_trees_among_more_ranks(
     model_of, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, size: int
@@ -108,7 +111,7 @@ def threefold(kind: str) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    [*zip(MIXTURES, ["disk", "resident", "resident", "disk", "disk"], strict=True)],
+    [("qwen3_next", "disk"), ("qwen3_moe", "resident"), ("gpt_oss", "disk")],
 )
 def test_exact_ranks_give_the_bits_of_one(model_of, kind: str, place: str) -> None:
     """In bfloat16, where the order of a sum tells."""
@@ -150,8 +153,7 @@ def test_a_rank_brings_its_own_experts_alone(model_of) -> None:
     assert tokens == expected[:8] and n_experts == model.config.num_experts // 2
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize(("size", "is_exact"), [(2, True), (3, False)])
 def test_grouped_products_of_some_experts_add_up_to_those_of_all(size: int, is_exact: bool) -> None:
     """What a card computes, by the products of transformers on a CPU."""
     experts = random_model(config_of("qwen3_moe")).model.layers[0].mlp.experts
@@ -188,6 +190,7 @@ PARTS = {
 BUDGETS = {"qwen3_next": 3_300_000, "gemma3n_text": 3_850_000, "qwen3_moe": 1_900_000}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "drafter"), [*((kind, "recycle") for kind in PARTS), ("qwen3_next", "none")]
 )

@@ -17,9 +17,9 @@ import pytest
 import torch
 from quantize import Choice, config_of, quantized, write
 from safetensors.torch import save_file
+from support.fake_gpu import fake_gpu
 from support.gguf_files import build
 from support.heads import few_tokens, random_head
-from support.pretended_card import pretended_card
 from support.quantized import id_of
 from support.thread_ranks import (
     MINE,
@@ -279,9 +279,9 @@ def test_a_rank_reads_and_holds_its_share(
 # What they compute
 
 
-@pytest.mark.parametrize("place", ["resident", "disk"])
 @pytest.mark.parametrize(
-    ("name", "size"), [("llama-biases", 2), ("qwen3-window", 4), ("llama-tied", 8)]
+    ("name", "size", "place"),
+    [("llama-biases", 2, "disk"), ("qwen3-window", 4, "resident"), ("llama-tied", 8, "disk")],
 )
 def test_greedy_tokens_are_transformers(zoo: Zoo, name: str, size: int, place: str) -> None:
     """With fewer heads of keys and values than ranks, too, and with fewer heads."""
@@ -291,8 +291,10 @@ def test_greedy_tokens_are_transformers(zoo: Zoo, name: str, size: int, place: s
     assert tokens == zoo.greedy(name, 0)[:24]
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "olmo2", "phi3", "starcoder2"])
-@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "is_exact"),
+    [("gemma2", False), ("olmo2", True), ("olmo2", False), ("phi3", True), ("starcoder2", False)],
+)
 def test_models_of_transformers_are_divided_by_their_plan(
     tmp_path: Path, kind: str, is_exact: bool
 ) -> None:
@@ -594,8 +596,10 @@ def test_ranks_stream_what_convert_has_written(
     )
 
 
-@pytest.mark.parametrize("flags", [[], ["--link-format", "raw"]], ids=" ".join)
-@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "where"), [([], "disk"), (["--link-format", "raw"], "host")], ids=["disk", "raw-host"]
+)
 def test_a_rank_with_a_card_streams_what_convert_has_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], where: str
 ) -> None:
@@ -625,7 +629,7 @@ def test_a_rank_with_a_card_streams_what_convert_has_written(
             link = llm.engine_plan.link
             return tokens_of(llm, prompt_of(0)), bool(link.sidecar), bool(link.layers)
 
-    with pretended_card(monkeypatch, has_kernels=True):
+    with fake_gpu(monkeypatch, has_kernels=True):
         expected, *none = run()
         convert_for_ranks(path, *flags)
         found, *has = run()
@@ -1005,6 +1009,7 @@ def test_lossless_weights_of_ranks_with_cards_are_encoded_at_load(
             assert torch.equal(entry.view(decoded), files.layout(0).by_name[name].view(block))
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_text_of_one_process(pair: Pair, tmp_path: Path) -> None:
     """Over gloo, in bfloat16, with layers from the disk, and a draft model where that is found to
     be faster.

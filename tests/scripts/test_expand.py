@@ -215,6 +215,7 @@ def test_added_layers_lie_among_the_real_ones_and_add_exactly_zero(expand, sourc
     assert [i for i in range(8) if not idle[i]] == [0, 2, 5]
 
 
+@pytest.mark.slow
 def test_values_that_cannot_matter_look_like_weights(expand, tmp_path):
     """Few zeros but in the embedding, deviation like the source's, and no stretch of eight values
     twice.

@@ -625,6 +625,7 @@ def test_a_format_is_told_to_a_template_that_knows_of_it(
     )
 
 
+@pytest.mark.slow
 def test_a_program_that_is_told_to_end_lets_answers_end(tmp_path: Path) -> None:
     command = [
         sys.executable,

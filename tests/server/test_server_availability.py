@@ -392,6 +392,7 @@ def program() -> Iterator[tuple[subprocess.Popen[str], int]]:
         child.kill()
 
 
+@pytest.mark.slow
 def test_a_flood_of_connections_and_the_end_of_the_program(
     program: tuple[subprocess.Popen[str], int],
 ) -> None:

@@ -31,6 +31,8 @@ from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify import coupled
 from offload_rt.tree.topology import DraftTree, Topology
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 
 # The noise

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.fake_gpu import fake_gpu, record_graph
 from support.heads import (
     KEPT,
     MTP,
@@ -25,8 +26,6 @@ from support.heads import (
     shapes_of,
     write_head,
 )
-from support.pretended_card import pretended_card
-from support.recorded import record
 from support.texts import (
     VOCABULARY,
     assert_distribution,
@@ -64,6 +63,8 @@ from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import rule_of
+
+pytestmark = pytest.mark.numeric
 
 KINDS = ("eagle", "medusa", *MTP)
 
@@ -339,6 +340,7 @@ def test_a_head_that_is_right_gives_a_path_to_the_end_of_its_reach(tmp_path, kin
     assert found == [1, *([4] * 3 if kind == "medusa" else [5] * 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rule"), [("eagle", "match"), ("medusa", "coupled")])
 def test_the_joint_distribution_is_the_targets(tmp_path, monkeypatch, kind, rule):
     monkeypatch.setitem(globals(), "KEPT", [0, 2, 3])
@@ -416,7 +418,7 @@ def test_hidden_states_of_captured_passes_are_those_of_ordinary_ones(tmp_path):
         found: list[Tensor] = []
         for graphs in (False, True):
             if graphs:
-                runner.use_graphs(GraphShape(64, 512, 128), record)
+                runner.use_graphs(GraphShape(64, 512, 128), record_graph)
             cache = prefill(runner, prompt_of(0, 21, VOCAB), 512)
             for seed, n in enumerate((5, 7, 6, 33)):
                 feed(runner, cache, prompt_of(seed, n, VOCAB), random_tree(n, seed))
@@ -429,6 +431,7 @@ def test_hidden_states_of_captured_passes_are_those_of_ordinary_ones(tmp_path):
         torch.testing.assert_close(mine, its, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_heads_draft_on_a_card(tmp_path, monkeypatch, kind):
     model = few_tokens()
@@ -436,7 +439,7 @@ def test_heads_draft_on_a_card(tmp_path, monkeypatch, kind):
     directory = str(settings.pop("directory"))
     prompts = [prompt_of(0, 9, VOCAB), prompt_of(1, 20, VOCAB)]
     with (
-        pretended_card(monkeypatch),
+        fake_gpu(monkeypatch),
         LLM(directory, device="cuda", max_model_len=64, tree_size=16, **settings) as llm,
     ):
         alone = llm.generate(prompts[0], SamplingParams(max_new_tokens=6))[0]

@@ -36,6 +36,8 @@ from offload_rt.speculate.select import rule_of
 from offload_rt.system.files import cache_directory
 from offload_rt.tree.topology import Topology
 
+pytestmark = pytest.mark.numeric
+
 CHANGED = 0.1
 
 
@@ -166,6 +168,7 @@ def test_what_is_served_is_what_drafts_are_computed_with(zoo: Zoo) -> None:
         assert torch.equal(weights_of(llm), before)
 
 
+@pytest.mark.slow
 def test_learning_lowers_the_loss_on_texts_that_were_not_seen(zoo: Zoo, tmp_path: Path) -> None:
     """Of a target that is the draft with a change of rank two, by as much each time; what gains is
     served.
@@ -297,11 +300,9 @@ def test_greedy_tokens_are_transformers_while_the_draft_learns(
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"), [("static_tree", "traversal"), ("adaptive_tree", "coupled")]
-)
+@pytest.mark.slow
 def test_the_joint_distribution_while_the_draft_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rule: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its weights change between the layers of the pass that verifies what it has drawn."""
     monkeypatch.setattr(learner, "_RATE", CHANGED)
@@ -312,8 +313,8 @@ def test_the_joint_distribution_while_the_draft_learns(
     ) as llm:
         one = learns_at_every_layer(llm)
         before = weights_of(llm)
-        drafter = drafter_of(llm, name, rule, DraftLimits(10, 4), learner=one)
-        texts = sampled_texts(llm.engine.runner, drafter, rule_of(rule), 10)
+        drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(10, 4), learner=one)
+        texts = sampled_texts(llm.engine.runner, drafter, rule_of("traversal"), 10)
         assert one._n_slices > 10 and not torch.equal(weights_of(llm), before)
     for found, probs in zip(texts, exact_distributions(pair.model), strict=True):
         assert_distribution(found, probs)

@@ -195,8 +195,9 @@ def pair(zoo):
 PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 90, 40, 61))]
 
 
-@pytest.mark.parametrize("drafter", LONG)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "drafter"), [*(("llama", one) for one in LONG), ("mistral", "self_window")]
+)
 def test_greedy_tokens_of_texts_beyond_the_budget_are_transformers(
     zoo, monkeypatch, family, drafter
 ):
@@ -265,12 +266,7 @@ def test_a_view_begins_anew_where_a_choice_was_not_finished(zoo, pair):
 N_NEW = 4
 N_DRAWS = 400
 # That the texts of coupled do not depend on the drafter is shown in test_coupled.py.
-RULES = [
-    ("self_window", "traversal"),
-    ("self_snapkv", "sequoia"),
-    ("self_retrieval", "specinfer"),
-    ("triforce", "traversal"),
-]
+RULES = [("self_retrieval", "specinfer"), ("triforce", "traversal")]
 
 
 @pytest.fixture(scope="module")
@@ -288,6 +284,7 @@ def exact(small):
     return prompt, params, exact_distribution(small.model, prompt, SamplingParams(**params), N_NEW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rule"), RULES)
 def test_the_joint_distribution_of_sampled_tokens(small, exact, name, rule):
     prompt, params, probs = exact

@@ -16,6 +16,8 @@ from offload_rt.weights import int4
 from offload_rt.weights.formats.dense import Format as Dense
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 SETTINGS = {"device": "cpu", "drafter": "self", "tree_size": 12, "max_model_len": 96}
 

@@ -9,6 +9,8 @@ from support.tiny import random_tree
 
 from offload_rt.tree.topology import DraftTree, GrowingTree, SampledNodes, Topology
 
+pytestmark = pytest.mark.numeric
+
 trees = st.builds(random_tree, st.integers(1, 24), st.integers(0, 2**31))
 chains = st.builds(Topology.chain, st.integers(1, 24))
 

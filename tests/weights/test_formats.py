@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from support import emulated
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 from support.checkpoints import pack as pack_block
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 from support.quantized import id_of
 from support.tiny import generate, open_llm, prompt_of
 from torch import Tensor
@@ -281,8 +281,11 @@ def test_tokens_are_those_of_transformers_with_the_dequantised_weights(
     assert len(set(expected)) > 5
 
 
-@pytest.mark.parametrize("has_kernels", [False, True])
-@pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
+@pytest.mark.parametrize(
+    ("choice", "has_kernels"),
+    [*((choice, True) for choice in ONE_OF_EACH), (Choice("awq"), False)],
+    ids=id_of,
+)
 def test_passes_over_resident_quantised_weights_are_captured(
     choice: Choice, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +299,7 @@ def test_passes_over_resident_quantised_weights_are_captured(
     with open_llm(directory, **settings) as llm:
         expected = llm.generate(prompt, params).pop().token_ids
     with (
-        pretended_card(monkeypatch, has_kernels=has_kernels),
+        fake_gpu(monkeypatch, has_kernels=has_kernels),
         LLM(str(directory), device="cuda", **settings) as llm,
     ):
         assert llm.generate(prompt, params).pop().token_ids == expected

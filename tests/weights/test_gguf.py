@@ -36,6 +36,8 @@ from offload_rt.weights.checkpoint import end_ids, find_config, locate, open_che
 from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.gguf import read_gguf
 
+pytestmark = pytest.mark.numeric
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-target"
 N_NEW = 40
 
