@@ -6,12 +6,13 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from collections.abc import Sequence as Several
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from numbers import Integral
 from operator import index
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from offload_rt.config import EngineConfig, SamplingParams
 from offload_rt.engine.builder import load
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.engine_plan import EnginePlan, plan_engine
-from offload_rt.engine.engine_thread import EngineThread, closed
+from offload_rt.engine.engine_thread import EngineThread, IndexedPiece, closed
 from offload_rt.engine.loader import Progress
 from offload_rt.engine.outputs import Output, Piece, Request, Stats
 from offload_rt.errors import CapacityError, PromptError, SettingsError
@@ -35,9 +36,18 @@ from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
 from offload_rt.system.progress import loading_bar, progress_bar
 from offload_rt.system.ranks import is_first, joined
 from offload_rt.system.trace import Trace
-from offload_rt.text.detokenize import Message, TextStream, encode, encode_chat, load_tokenizer
+from offload_rt.text.detokenize import (
+    Message,
+    TextStream,
+    encode,
+    encode_chat,
+    load_tokenizer,
+    set_chat_template,
+)
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint, sampling_defaults
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.files import end_ids, sampling_defaults
+from offload_rt.weights.locate import locate
 
 if TYPE_CHECKING:  # it takes a second to load, together with a tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +96,7 @@ class LLM:
         split_draft: str = "auto",
         revision: str | None = None,
         offline: bool = False,
+        chat_template: str | None = None,
         pipeline: int = 1,
         use_tqdm_on_load: bool = True,
     ) -> None:
@@ -101,7 +112,8 @@ class LLM:
                 max_model_len,
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
                 draft_context, learn_draft,
-                batch_invariant, exact_parallel, split_draft, revision, offline, pipeline,
+                batch_invariant, exact_parallel, split_draft, revision, offline,
+                chat_template, pipeline,
             )
         )  # fmt: skip
         is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()
@@ -149,8 +161,10 @@ class LLM:
             locate(config.draft_model, None, config.offline, has_weights=False)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint = open_checkpoint(directory)
-        self._end_ids = end_ids(directory)
+        self._end_ids = end_ids(directory, checkpoint.config)
         self._defaults, self.tokenizer = sampling_defaults(directory), load_tokenizer(directory)
+        if config.chat_template is not None:
+            set_chat_template(self.tokenizer, Path(config.chat_template))
         found = find_draft(config, drafting, checkpoint, self.tokenizer)
         try:
             self.engine_plan = plan_engine(config, checkpoint, found)
@@ -225,15 +239,12 @@ class LLM:
         requests = [self._request(prompt, one) for prompt, one in zip(several, params, strict=True)]
         thread = self._of_engine
         console = Console(stderr=True, quiet=not use_tqdm or len(requests) == 1)
-        with (
-            thread.running(requests) as engine,
-            progress_bar(console, "prompts", MofNCompleteColumn()) as bar,
-        ):
-            while not all(one.is_done for one in requests):
-                with thread.turn:
-                    engine.step()
-                bar(sum(one.is_done for one in requests), len(requests))
-        return [one.output for one in requests]
+        n_done = 0
+        with progress_bar(console, "prompts", MofNCompleteColumn()) as bar:
+            for _, piece in thread.pieces(requests):
+                n_done += piece.output is not None
+                bar(n_done, len(requests))
+        return [request.output for request in requests]
 
     def chat(
         self,
@@ -271,26 +282,35 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[Piece]:
         """Continue one prompt and give what each pass adds; see `generate`."""
-        request = self._request(prompt, sampling_params)
-        thread = self._of_engine
-        is_done = False
-        with thread.running([request]) as engine:
-            while not is_done:
-                with thread.turn:
-                    engine.step()
-                    pieces = request.pieces()
-                    is_done = request.is_done
-                yield from pieces
+        with closing(self._of_engine.pieces([self._request(prompt, sampling_params)])) as pieces:
+            for _, piece in pieces:
+                yield piece
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """`stream` for asyncio. Those under way share their passes; one that is cancelled takes no
-        part in the next.
+        """`stream` for asyncio. Concurrent streams share passes; a cancelled stream leaves before
+        the next pass.
         """
-        # Checks and tokenization of a long prompt would hold up other tasks.
         request = await asyncio.to_thread(self._request, prompt, sampling_params)
-        async with aclosing(self._of_engine.pieces(request)) as pieces:
+        async with aclosing(self._of_engine.apieces([request])) as pieces:
+            async for _, piece in pieces:
+                yield piece
+
+    async def astream_all(
+        self, prompts: Several[Prompt], sampling_params: SamplingParams
+    ) -> AsyncGenerator[IndexedPiece, None]:
+        """`astream` for several prompts: yield the index of a prompt and a piece of its answers.
+
+        Several greedy answers to a prompt are allowed, and equal.
+        """
+
+        def requests() -> list[Request]:
+            return [self._answers(prompt, sampling_params) for prompt in prompts]
+
+        # In a worker thread: tokenization of long prompts would block other tasks.
+        checked = await asyncio.to_thread(requests)
+        async with aclosing(self._of_engine.apieces(checked)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -375,15 +395,20 @@ class LLM:
             raise PromptError(f"token id {wrong} in the prompt", need=need, change=change)
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        """The sequences of a prompt, the i-th with a seed that is by i above that of the params."""
-        params = params or SamplingParams()
-        params = replace(params, **params.left_to(self._defaults))
+        """Build the request of a prompt. Raises SettingsError for several greedy answers."""
+        params = self._completed(params or SamplingParams())
         if params.n > 1 and not params.temperature:
-            raise SettingsError(
-                f"n is {params.n}",
-                need="a temperature above 0",
-                have="greedy decoding, of one answer",
-            )
+            need = "a temperature above 0"
+            have = "greedy decoding, of one answer"
+            raise SettingsError(f"n is {params.n}", need=need, have=have)
+        return self._answers(prompt, params)
+
+    def _completed(self, params: SamplingParams) -> SamplingParams:
+        return replace(params, **params.left_to(self._defaults))
+
+    def _answers(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Build the sequences of a prompt. Each has a seed one above that of the previous one."""
+        params = self._completed(params)
         bad_words_ids = (*params.bad_words_ids, *self._bad_words_ids(params.bad_words))
         params = replace(params, bad_words=(), bad_words_ids=bad_words_ids)
         self._check_token_ids(params)

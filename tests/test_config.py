@@ -58,6 +58,9 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "exact_parallel": ([], True),
     "split_draft": (["on"], "on"),
     "revision": (["main"], "main"),
+    "chat_template": (["chat.jinja"], "chat.jinja"),
+    "hide_thinking": ([], True),
+    "plain": ([], True),
     "offline": ([], True),
     "pipeline": (["2"], 2),
     "max_tokens": (["7"], 7),
@@ -218,7 +221,7 @@ def test_help_names_what_a_flag_may_be_and_its_default() -> None:
         "{auto,cpu,cuda}", "engine "
                            "config:", "sampling "
                                       "params:", "of auto, adaptive_tree, ", "--top-p TOP_P keep",
-        "coupled, ", "--seed SEED makes sampling repeatable; default: None",
+        "coupled, ", "--seed SEED seed of the random numbers; default: None",
     ):  # fmt: skip
         assert said in words, said
 
@@ -306,7 +309,7 @@ def test_values_out_of_range_are_refused_and_those_at_its_ends_are_not(
 def test_most_tokens_have_the_names_of_vllm_and_of_transformers_but_one_value() -> None:
     assert SamplingParams(max_new_tokens=7) == SamplingParams(max_tokens=7, max_new_tokens=7)
     assert (SamplingParams(max_new_tokens=7).max_tokens, SamplingParams().max_tokens) == (7, 64)
-    with pytest.raises(SettingsError, match="only one of them"):
+    with pytest.raises(SettingsError, match="needs a single value"):
         SamplingParams(max_tokens=8, max_new_tokens=7)
 
 

@@ -1,4 +1,4 @@
-"""Flags of the command line, made of the fields of settings."""
+"""Command-line flags, generated from the fields of settings classes."""
 
 import argparse
 import re
@@ -11,18 +11,17 @@ from offload_rt.config import flag_of
 from offload_rt.errors import SettingsError
 from offload_rt.system import registry
 
-# Flags whose choices are the entries of a folder.
+# Flags with the entries of a folder as choices.
 _FOLDERS = {"drafter": "speculate.draft", "rule": "speculate.verify"}
 
 Settings = TypeVar("Settings")
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of a program, of which one that is wrong raises SettingsError: a sentence, not a
-    page.
+    """Parser of a command. Raises SettingsError for a wrong flag, instead of printing the usage.
 
-    classes  the settings whose fields are its flags
-    without  names of fields that are none
+    classes  settings classes
+    without  fields without a flag
     """
 
     def __init__(
@@ -38,11 +37,11 @@ class Parser(argparse.ArgumentParser):
                     _add_flag(group, item)
 
     def print_help(self, file: Any = None) -> None:
-        """Raises OSError where it cannot be written, which argparse's own lets pass."""
+        """Print the help. Raises OSError on a failed write, which argparse ignores."""
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Raises SettingsError with what argparse says, and the flag that may have been meant."""
+        """Raise SettingsError with argparse's message and the most similar flag."""
         wrong = message.removeprefix("unrecognized arguments: ")
         flag = wrong.split()[0].split("=")[0] if wrong != message else ""
         close = get_close_matches(flag, self._option_string_actions, n=1)
@@ -78,7 +77,7 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
 
 
 def from_flags(cls: type[Settings], namespace: argparse.Namespace) -> Settings:
-    """Build settings from parsed flags. Raises SettingsError as the class's own checks do."""
+    """Build settings from parsed flags. Raises SettingsError for invalid values."""
     values = {item.name: getattr(namespace, item.name, None) for item in fields(cls)}  # type: ignore[arg-type]  # a dataclass
     return cls(
         **{

@@ -88,7 +88,7 @@ def test_what_was_built_into_the_package_is_taken_first(folders: Path) -> None:
 
 def test_a_build_that_fails_is_told_and_not_tried_again(folders: Path) -> None:
     compiler(folders, "echo out of luck; exit 1")
-    with pytest.raises(NotBuilt, match=r"compiler failed, see (.+\.log)") as caught:
+    with pytest.raises(NotBuilt, match=r"compiler failed: see (.+\.log)") as caught:
         find(TINY)
     log = next((folders / "cache" / "offload_rt" / "kernels").glob("*.log"))
     assert str(log) in str(caught.value) and log.read_text() == "out of luck\n"
@@ -128,7 +128,7 @@ def test_a_compiler_is_found_outside_of_the_path(
 def test_without_a_compiler_or_a_place_there_is_a_reason(
     folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(NotBuilt, match="there is no no-such-compiler"):
+    with pytest.raises(NotBuilt, match="no-such-compiler not found"):
         find(replace(TINY, compiler="no-such-compiler"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folders / "csrc" / "tiny.cpp"))
     with pytest.raises(NotBuilt, match="Not a directory"):
@@ -168,7 +168,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 9), (12, 0)].__getitem__)
     monkeypatch.setattr(extension, "missing", extension.missing.__wrapped__)
-    monkeypatch.setattr(extension, "_is_able", extension._is_able.__wrapped__)
+    monkeypatch.setattr(extension, "_is_supported", extension._is_supported.__wrapped__)
 
 
 @pytest.mark.parametrize("release", [12.7, 12.8])
@@ -214,10 +214,10 @@ def test_a_card_without_kernels_says_what_is_lost(
     card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert extension.missing() == "there is no nvcc"
+    assert extension.missing() == "nvcc not found"
     monkeypatch.setattr(extension, "serves", lambda x: False)
     told = extension.notice(torch.device("meta"))  # stands for a card
-    assert "there is no nvcc" in told and "plain torch" in told and "\n" not in told
+    assert "nvcc not found" in told and "plain torch" in told and "\n" not in told
     assert extension.notice(torch.device("cpu")) == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert extension.missing() == "they need compute capability 8.0"

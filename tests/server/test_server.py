@@ -549,7 +549,7 @@ def test_calls_of_tools_in_a_chat(llm: LLM) -> None:
     answer = Answer(ChatRequest(messages=TURNS, tools=tools), "demo", 1, llm.tokenizer)
     output = llm.generate("x", SamplingParams(max_tokens=1))[0]
     answer.add(0, Piece(CALL[:30], [1, 2]))
-    chunk = answer.add(0, Piece(CALL[30:], [3], output))
+    chunk = answer.add(0, Piece(CALL[30:], [3], output, finish_reason="stop"))
     (choice,) = chunk["choices"]
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["delta"]["tool_calls"]
@@ -663,4 +663,4 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["--model", str(MODELS / "demo-target"), "--port", str(port)]) == 2
-    assert f"127.0.0.1:{port} cannot be listened at" in capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err

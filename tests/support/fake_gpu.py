@@ -229,15 +229,11 @@ def fake_gpu(
     _COUNTS.n_waits = _COUNTS.n_uploads = _COUNTS.n_kernels = 0
     _COUNTS.selected.clear()
     kernels = _Kernels(emulated.load()) if has_kernels else None
-    transfer._reading.cache_clear()
+    transfer._pending_reads.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_device",
-        lambda device: _COUNTS.selected.add(threading.current_thread().name),
-    )
+    monkeypatch.setattr(torch.cuda, "set_device", _select)
     monkeypatch.setattr(extension, "missing", lambda: "" if has_kernels else "the GPU is fake")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
@@ -276,6 +272,14 @@ def fake_gpu(
     monkeypatch.setattr(torch._C, "_InferenceMode", lambda mode: torch.no_grad())
     with _Dispatch(), _Functions():
         yield _COUNTS
+
+
+def _select(device: Any) -> None:
+    thread = threading.current_thread().name
+    _COUNTS.selected.add(thread)
+    if thread.startswith("engine"):  # modes apply to one thread, and end with it
+        _Dispatch().__enter__()
+        _Functions().__enter__()
 
 
 def _wait() -> None:
