@@ -19,8 +19,8 @@ ON_CARD = (
     _KERNELS,
     "tests/ops/test_dequantize.py",
     "tests/offload/test_lossless.py",
-    "tests/offload/test_contracts_stream.py",
-    "tests/engine/test_card.py",
+    "tests/offload/test_streamers.py",
+    "tests/engine/test_cuda.py",
 )
 _PYTEST = (sys.executable, "-m", "pytest", "-o", "addopts=", "-rfE", "--tb=short")
 

@@ -41,7 +41,7 @@ def test_all_formats_multiply_the_same_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_copies_exceed_the_caches_and_are_used_in_turn(
+def test_copies_exceed_the_caches_and_rotate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "_TIMES_CACHE", 4)
@@ -55,7 +55,7 @@ def test_copies_exceed_the_caches_and_are_used_in_turn(
     assert len(starts) == 6
 
 
-def test_ratios_are_of_times() -> None:
+def test_ratios_compare_times() -> None:
     def case(gflops: float) -> Case:
         return Case([gflops], [0.0], [0.0])
 

@@ -73,12 +73,12 @@ def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cgroups
     yield Cgroups(tmp_path, monkeypatch)
 
 
-def test_without_any_limit_the_machine_is_the_limit(cgroups: Cgroups) -> None:
+def test_memory_without_a_control_group(cgroups: Cgroups) -> None:
     assert memory_limit() == TOTAL
     assert memory_free() == AVAILABLE
 
 
-def test_a_v2_group_limits_and_its_page_cache_is_free(cgroups: Cgroups) -> None:
+def test_memory_v2_group_limit_excludes_page_cache(cgroups: Cgroups) -> None:
     cgroups.belong_to("0::/box")
     cgroups.write(
         cgroups.v2 / "box",
@@ -95,7 +95,7 @@ def _stat(inactive: int, active: int) -> str:
 
 
 @pytest.mark.parametrize("tight", ["outer", "inner", "root"])
-def test_the_tightest_group_above_this_process_counts(tight: str, cgroups: Cgroups) -> None:
+def test_memory_uses_the_tightest_parent_group(tight: str, cgroups: Cgroups) -> None:
     cgroups.belong_to("0::/outer/inner")
     folders = {
         "root": cgroups.v2,
@@ -109,7 +109,7 @@ def test_the_tightest_group_above_this_process_counts(tight: str, cgroups: Cgrou
     assert memory_free() == GIB
 
 
-def test_a_v1_group_limits_too(cgroups: Cgroups) -> None:
+def test_memory_v1_group_limit(cgroups: Cgroups) -> None:
     cgroups.belong_to("11:cpu,cpuacct:/a", "9:memory:/docker/x", "1:name=systemd:/a")
     cgroups.write(
         cgroups.v1 / "docker" / "x",
@@ -119,7 +119,7 @@ def test_a_v1_group_limits_too(cgroups: Cgroups) -> None:
     assert memory_free() == min(6 * GIB - RSS, 6 * GIB - 4 * GIB + GIB)
 
 
-def test_a_group_seen_from_inside_its_container_limits_at_the_root(cgroups: Cgroups) -> None:
+def test_memory_group_at_the_root_of_a_container(cgroups: Cgroups) -> None:
     """Inside a container the path in /proc names folders of the host that are not there."""
     cgroups.belong_to("0::/host/only/path")
     cgroups.write(cgroups.v2, memory__max=5 * GIB, memory__current=GIB, memory__stat=_stat(0, 0))
@@ -127,7 +127,7 @@ def test_a_group_seen_from_inside_its_container_limits_at_the_root(cgroups: Cgro
 
 
 @pytest.mark.parametrize("text", ["max", "", "garbage"])
-def test_a_group_without_a_limit_does_not_limit(text: str, cgroups: Cgroups) -> None:
+def test_memory_group_without_limit(text: str, cgroups: Cgroups) -> None:
     cgroups.belong_to("0::/box")
     cgroups.write(
         cgroups.v2 / "box", memory__max=text, memory__current=GIB, memory__stat=_stat(0, 0)
@@ -136,7 +136,7 @@ def test_a_group_without_a_limit_does_not_limit(text: str, cgroups: Cgroups) -> 
     assert memory_free() == AVAILABLE
 
 
-def test_a_v1_group_without_a_limit_says_so_by_a_huge_number(cgroups: Cgroups) -> None:
+def test_memory_v1_group_without_limit_is_a_huge_number(cgroups: Cgroups) -> None:
     cgroups.belong_to("9:memory:/")
     cgroups.write(
         cgroups.v1, memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=GIB
@@ -146,13 +146,13 @@ def test_a_v1_group_without_a_limit_says_so_by_a_huge_number(cgroups: Cgroups) -
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
-def test_a_limit_of_the_process_counts(kind: int, cgroups: Cgroups) -> None:
+def test_memory_respects_the_process_limit(kind: int, cgroups: Cgroups) -> None:
     cgroups.limits[kind] = (7 * GIB, resource.RLIM_INFINITY)
     assert memory_limit() == 7 * GIB
     assert memory_free() <= 7 * GIB - RSS
 
 
-def test_free_memory_is_never_less_than_none(cgroups: Cgroups) -> None:
+def test_free_memory_is_never_negative(cgroups: Cgroups) -> None:
     cgroups.belong_to("0::/box")
     cgroups.write(
         cgroups.v2 / "box", memory__max=GIB, memory__current=2 * GIB, memory__stat=_stat(0, 0)
@@ -160,7 +160,7 @@ def test_free_memory_is_never_less_than_none(cgroups: Cgroups) -> None:
     assert memory_free() == 0
 
 
-def test_this_machine_has_some_memory() -> None:
+def test_memory_of_this_machine_is_positive() -> None:
     assert 0 <= memory_free() <= memory_limit()
 
 
@@ -176,7 +176,7 @@ def _profile(disk: float, host: float, memory: float, fixed: float = 0.0) -> Mac
     moved=st.tuples(*[st.integers(0, 10**12)] * 3),
     fixed=st.floats(0, 1),
 )
-def test_a_pass_takes_as_long_as_its_slowest_part(
+def test_pass_time_is_the_slowest_part(
     rates: tuple[float, float, float], moved: tuple[int, int, int], fixed: float
 ) -> None:
     disk, host, computed = moved
@@ -192,12 +192,12 @@ def test_a_pass_takes_as_long_as_its_slowest_part(
         assert seconds == pytest.approx(max(parts) + fixed, rel=1e-3)
 
 
-def test_link_and_compute_of_equal_length_are_not_hidden_wholly() -> None:
+def test_pass_time_of_equal_link_and_compute_overlaps_partially() -> None:
     seconds = pass_time(_profile(1.0, 1.0, 1.0), PassBytes((("disk", 10**9),), 10**9))
     assert seconds == pytest.approx(2 ** (1 / 8))
 
 
-def test_a_tier_that_moves_nothing_need_not_have_a_rate() -> None:
+def test_tier_without_bytes_needs_no_rate() -> None:
     profile = MachineProfile("simulated", False, (("disk", 2.0),), 10.0)
     assert pass_time(
         profile, PassBytes((("host", 0), ("disk", 4 * 10**9)), 10**9)
@@ -214,16 +214,14 @@ def test_a_tier_that_moves_nothing_need_not_have_a_rate() -> None:
         (10**10, 9.0, 9.5),  # and with slots for all of it, only the device counts
     ],
 )
-def test_drafting_hides_behind_the_link_as_far_as_the_slots_go(
-    ahead: int, between: float, seconds: float
-) -> None:
+def test_drafting_overlaps_with_filled_slots(ahead: int, between: float, seconds: float) -> None:
     moved = PassBytes((("disk", 4 * 10**9),), 10**9, ahead)
     assert pass_time(_profile(1.0, 1.0, 2.0), moved, between_s=between) == pytest.approx(
         seconds, rel=1e-3
     )
 
 
-def test_every_depth_is_weighed_with_every_width() -> None:
+def test_every_depth_is_combined_with_every_width() -> None:
     compute = ComputeTimes((1, 101), (0, 1), ((1.0, 2.0),) * 2)
     profile = MachineProfile("simulated", False, (), 1.0, 0.0, compute)
     moved = PassBytes((), 10**9)
@@ -234,7 +232,7 @@ def test_every_depth_is_weighed_with_every_width() -> None:
 # Rates.
 
 
-def test_memory_is_timed_by_more_than_the_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_rate_exceeds_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = profile.linear
     read = []
     monkeypatch.setattr(
@@ -263,7 +261,7 @@ class Clock:
         return 10.0
 
 
-def test_rates_of_a_card_are_of_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_rates_use_the_device_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_gpu(monkeypatch, nbytes=256 << 20):
         monkeypatch.setattr(torch.cuda, "Event", Clock)
         card = torch.device("cuda", 0)
@@ -271,14 +269,14 @@ def test_rates_of_a_card_are_of_its_own_clock(monkeypatch: pytest.MonkeyPatch) -
         assert profile.upload_gbps(card, 32 << 20) == pytest.approx((32 << 20) / 0.01 / 1e9)
 
 
-def test_a_level_of_the_draft_takes_as_long_as_reading_it_until_one_was_timed() -> None:
+def test_draft_level_time_is_its_read_time_until_measured() -> None:
     cost = CostEstimator(_profile(1.0, 1.0, memory=500.0), PassBytes((), 10**9), 13 * 10**9)
     assert cost.level_s == pytest.approx(0.026)
     cost.drafted(4, 4 * 0.05)
     assert 0.026 < cost.level_s < 0.05
 
 
-def test_experts_cross_the_link_as_the_rows_of_a_pass_need_them():
+def test_expert_bytes_grow_with_rows():
     profile = MachineProfile("imagined", False, (("disk", 2.0), ("host", 1.0)), 100.0)
     experts = TouchedExperts("disk", 10, 4, 1, 10**8, n_resident=2)
     moved = PassBytes((("disk", 10**9), ("host", 0)), 10**6, experts=experts)
@@ -291,7 +289,7 @@ def test_experts_cross_the_link_as_the_rows_of_a_pass_need_them():
     )
 
 
-def test_no_extrapolated_pass_is_faster_than_the_fastest_measured_pass() -> None:
+def test_extrapolated_pass_is_not_faster_than_the_fastest_measured_pass() -> None:
     """Times measured on a busy machine may fall with the width; a line through them reaches
     zero.
     """

@@ -39,14 +39,14 @@ def steady(schedule: StreamSchedule, work: Work, n_passes: int = 8) -> float:
     return mean_pass_s(simulate(schedule, [work] * n_passes))
 
 
-def test_a_pass_that_waits_for_the_link_takes_bytes_over_rate() -> None:
+def test_link_bound_pass_takes_bytes_over_rate() -> None:
     plan = plan_of(12, 5)
     assert plan.n_slots == 3 and plan.tiers.count("disk") == 10
     schedule = StreamSchedule.of(plan, LINKS)
     assert steady(schedule, Work(0.0, 1.2, 0.1)) == pytest.approx(10 * LAYER / 2e9)
 
 
-def test_a_pass_that_waits_for_nothing_takes_what_it_computes() -> None:
+def test_compute_bound_pass_takes_compute_time() -> None:
     schedule = StreamSchedule.of(plan_of(12, 5), LINKS)
     assert np.diff(simulate(schedule, [Work(0.5, 60.0, 2.0)] * 6))[1:] == pytest.approx(62.5)
     resident = StreamSchedule.of(plan_of(12, 12), LINKS)
@@ -54,13 +54,13 @@ def test_a_pass_that_waits_for_nothing_takes_what_it_computes() -> None:
     assert steady(resident, Work(0.5, 60.0, 2.0)) == pytest.approx(62.5)
 
 
-def test_the_first_layer_cannot_be_computed_before_it_has_arrived() -> None:
+def test_first_layer_waits_for_its_arrival() -> None:
     schedule = StreamSchedule.of(plan_of(3, 2), LINKS)
     assert simulate(schedule, [Work(0.0, 3e-9, 0.0)])[0] == pytest.approx(3 * 0.5)
 
 
 @pytest.mark.parametrize(("n_slots", "expected"), [(2, 1.0), (3, 0.5), (4, 0.0)])
-def test_drafting_is_hidden_as_far_as_the_slots_go(n_slots: int, expected: float) -> None:
+def test_drafting_overlaps_with_filled_slots(n_slots: int, expected: float) -> None:
     """Between two passes the link fills the slots and then stands still: each slot hides a layer's
     time of drafting.
     """
@@ -72,13 +72,13 @@ def test_drafting_is_hidden_as_far_as_the_slots_go(n_slots: int, expected: float
     assert steady(schedule, Work(draft_s, 1e-9, 0.0)) == pytest.approx(n * 0.5 + expected, abs=1e-6)
 
 
-def test_without_layers_coming_ahead_all_of_drafting_is_added() -> None:
+def test_drafting_is_added_without_prefetched_layers() -> None:
     n = 8
     schedule = StreamSchedule((("disk",),) * n, (LAYER,) * n, (("disk", 2.0),), 2, ahead=False)
     assert steady(schedule, Work(2.0, 1e-9, 0.3)) == pytest.approx(n * 0.5 + 2.3, abs=1e-6)
 
 
-def test_disk_and_host_are_stages_that_overlap() -> None:
+def test_disk_and_host_stages_overlap() -> None:
     plan = plan_of(12, 2, 2)
     schedule = StreamSchedule.of(plan, LINKS)
     assert schedule.links == LINKS and set(schedule.paths) == {("disk", "host")}
@@ -87,7 +87,7 @@ def test_disk_and_host_are_stages_that_overlap() -> None:
     assert steady(equal, Work(0.0, 0.1, 0.0)) == pytest.approx(12 * 0.5, rel=0.01)
 
 
-def test_what_comes_from_the_disk_crosses_the_link_of_the_card_as_well() -> None:
+def test_disk_layers_cross_the_device_link() -> None:
     plan = plan_of(16, 3, 11)
     n_disk = plan.tiers.count("disk")
     n_streamed = plan.tiers.count("disk") + plan.tiers.count("host")
@@ -99,7 +99,7 @@ def test_what_comes_from_the_disk_crosses_the_link_of_the_card_as_well() -> None
     )
 
 
-def test_contention_slows_the_device_while_bytes_come_in() -> None:
+def test_contention_slows_the_device_during_copies() -> None:
     schedule = StreamSchedule((("disk",),) * 4, (LAYER,) * 4, (("disk", 2.0),), 3, contention=0.1)
     # 2 s of link and 10 s of computing, of which the 2 s go by at 1 / 1.2 of the speed.
     assert steady(schedule, Work(0.0, 10.0, 0.0)) == pytest.approx(10.0 + 2.0 * (1 - 1 / 1.2))
@@ -117,7 +117,7 @@ SCHEDULES = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(SCHEDULES, st.floats(0.05, 20), st.floats(0, 4), st.integers(0, 3 * 10**9))
-def test_the_closed_form_says_what_the_clock_says(
+def test_closed_form_equals_the_simulation(
     plan: Plan, compute_s: float, draft_s: float, exchanged: int
 ) -> None:
     """Within 3 % and a few layers; below as the closed form rounds where link and device are equal,
@@ -146,7 +146,7 @@ def test_the_closed_form_says_what_the_clock_says(
 
 
 @pytest.mark.parametrize("n_rows", [1, 40, 200])
-def test_what_other_ranks_send_crosses_the_link_with_the_layers(n_rows: int) -> None:
+def test_messages_of_ranks_share_the_link_with_layers(n_rows: int) -> None:
     """Of 12 GB of layers at 20 GB/s, and up to 20 GB more, while 0.1 s are computed."""
     plan = plan_of(15, 6, 20)
     exchanged = 10**8
@@ -178,7 +178,7 @@ def test_more_memory_is_never_slower(n: int, host: int, compute_s: float, draft_
 
 
 @pytest.mark.parametrize("device", [2, 14])
-def test_rows_of_the_cache_come_with_the_layers(device: int) -> None:
+def test_cache_rows_arrive_with_their_layers(device: int) -> None:
     """Also where no layer is streamed, over the link of the host."""
     plan = plan_of(12, device)
     rows = StreamedRows("disk", 100, 10**6, (None,) * 12, 512)
@@ -193,7 +193,7 @@ def test_rows_of_the_cache_come_with_the_layers(device: int) -> None:
     )
 
 
-def test_passes_cost_what_their_context_costs() -> None:
+def test_pass_time_grows_with_context() -> None:
     acceptance = np.array([0.6, 0.2, 0.1])
     topology = search(acceptance, 24, 6).topology(24, 6)
     target = ComputeTimes((1, 64), (0, 4096), ((0.1, 1.0), (0.2, 2.0)))
@@ -215,7 +215,7 @@ def test_passes_cost_what_their_context_costs() -> None:
     assert run.seconds_per_token == pytest.approx(run.pass_s / run.tokens_per_pass)
 
 
-def test_a_tree_of_one_node_drafts_nothing_and_gives_one_token() -> None:
+def test_single_node_tree_drafts_nothing() -> None:
     costs = Costs(ComputeTimes((1,), (0,), ((0.5,),)), ComputeTimes((1,), (0,), ((0.02,),)))
     run = generate(
         StreamSchedule.of(plan_of(12, 12), LINKS),
@@ -227,7 +227,7 @@ def test_a_tree_of_one_node_drafts_nothing_and_gives_one_token() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
-def test_a_preset_gives_what_was_published(preset) -> None:
+def test_preset_reproduces_published_figures(preset) -> None:
     table = search(power_law(preset.power), preset.n_nodes, preset.n_levels)
     assert table.values[preset.n_nodes, preset.n_levels] == pytest.approx(
         preset.tokens_per_pass, abs=0.005

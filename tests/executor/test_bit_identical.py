@@ -51,7 +51,7 @@ def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_a_tree_gives_the_logits_of_plain_decoding(zoo: Zoo, name: str, dtype: str) -> None:
+def test_tree_logits_equal_plain_decoding_bit_for_bit(zoo: Zoo, name: str, dtype: str) -> None:
     """Below tokens that the cache lacks, and after a path of an earlier tree was committed, whose
     rows have moved.
     """
@@ -83,7 +83,7 @@ def test_a_tree_gives_the_logits_of_plain_decoding(zoo: Zoo, name: str, dtype: s
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_parts_of_a_prompt_and_a_batch_give_the_logits_of_single_rows(
+def test_chunks_and_batches_equal_single_rows_bit_for_bit(
     zoo: Zoo, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [prompt_of(seed, n) for seed, n in enumerate((5, 33, 1, 16))]

@@ -18,7 +18,7 @@ N_NEW = 6
 
 
 @pytest.mark.slow
-def test_the_host_never_holds_more_than_its_budget(tmp_path, monkeypatch):
+def test_host_memory_stays_within_its_budget(tmp_path, monkeypatch):
     """From one layer on its way to room for all of them, pinned or not; the draft model is loaded
     when they are there.
     """
@@ -56,7 +56,7 @@ def test_the_host_never_holds_more_than_its_budget(tmp_path, monkeypatch):
     assert mixes == {("device", "disk"), ("device", "disk", "host"), ("device", "host")}
 
 
-def test_buffers_of_threads_that_read_are_within_what_is_kept_for_them():
+def test_read_buffers_stay_within_their_reserve():
     """Two sets of them: one loads a draft model while the other brings layers from the disk."""
     for settings in (*profile._CANDIDATES, ReadSettings()):
         assert 2 * settings.n_parallel * (settings.request_nbytes + 2 * PAGE) <= READ_BUFFERS

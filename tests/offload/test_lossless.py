@@ -156,7 +156,7 @@ LAYER = {
 }
 
 
-def test_every_bit_of_a_layer_comes_back(decoder: Decoder) -> None:
+def test_every_bit_of_a_layer_is_restored(decoder: Decoder) -> None:
     image = encode_layer(pack(LAYER), 2)
     kinds = kinds_of(image)
     assert kinds["long"] == kinds["patterns"] == lossless.BFLOAT16
@@ -168,7 +168,7 @@ def test_every_bit_of_a_layer_comes_back(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("kind", [lossless.BFLOAT16, lossless.HALF, lossless.FLOAT])
-def test_every_pattern_comes_back_whatever_the_table(decoder: Decoder, kind: int) -> None:
+def test_every_pattern_is_restored_with_any_table(decoder: Decoder, kind: int) -> None:
     """And tensors of every length, whose last weights share a group with none. The repeated words
     make the table.
     """
@@ -203,7 +203,7 @@ def test_trained_weights_shrink_to_seven_tenths() -> None:
     assert shares[3] < 0.36
 
 
-def test_weights_of_one_exponent_or_of_none_in_common_are_not_made_longer() -> None:
+def test_incompressible_weights_stay_raw() -> None:
     """Noise stays as it is."""
     noise = torch.randint(0, 1 << 16, (9000,), generator=torch.Generator().manual_seed(0)).to(
         torch.uint16
@@ -224,7 +224,7 @@ def test_weights_of_one_exponent_or_of_none_in_common_are_not_made_longer() -> N
 
 
 @pytest.mark.slow
-def test_the_digests_of_numba_and_of_c_are_one_and_see_every_bit() -> None:
+def test_digests_of_numba_and_c_are_equal_and_detect_every_bit() -> None:
     draw = np.random.default_rng(0)
     for n in (0, 1, 8, 255, 256, 257, 5000):
         content = draw.integers(0, 256, n, np.uint8)
@@ -250,7 +250,7 @@ def before_a_wall(nbytes: int) -> np.ndarray:
     return content[size - nbytes : size]
 
 
-def test_a_hostile_chunk_is_read_and_written_within_its_bounds(decoder: Decoder) -> None:
+def test_hostile_chunk_stays_within_its_bounds(decoder: Decoder) -> None:
     """Planes that name more escapes than there are, and starts that lead anywhere."""
     draw = np.random.default_rng(0)
     images = (encode_layer(pack({"x": normal(n)}), 1) for n in range(5000, 5100))
@@ -270,7 +270,7 @@ def test_a_hostile_chunk_is_read_and_written_within_its_bounds(decoder: Decoder)
         assert (out[image.encoded.layout.nbytes :] == 0xA5).all()
 
 
-def test_what_torch_knows_of_the_op() -> None:
+def test_lossless_op_passes_opcheck() -> None:
     image = encode_layer(pack({"x": normal(5000)}), 1)
     args = (
         image.block,
@@ -288,7 +288,7 @@ def test_what_torch_knows_of_the_op() -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS[:3])
-def test_a_chunk_that_contradicts_itself_is_noticed(name: str) -> None:
+def test_inconsistent_chunk_is_detected(name: str) -> None:
     image = encode_layer(pack({"x": normal(5000)}), 1)
     decode = decoder_of(name)
     out = host_block(image.encoded.layout.nbytes)
@@ -335,7 +335,7 @@ def blocks_of(model: Path, directory: Path) -> list[bytes]:
     return [raw_bytes(block) for block in blocks]
 
 
-def test_a_sidecar_gives_the_bytes_of_the_checkpoint(model: Path, converted: Path) -> None:
+def test_sidecar_restores_the_checkpoint(model: Path, converted: Path) -> None:
     checkpoint = open_checkpoint(model)
     for records, layer, block in zip(
         checkpoint.layers,
@@ -350,7 +350,7 @@ def test_a_sidecar_gives_the_bytes_of_the_checkpoint(model: Path, converted: Pat
             assert block[entry.offset : entry.offset + entry.nbytes] == content
 
 
-def test_convert_goes_on_where_it_was_and_mends_what_is_damaged(
+def test_convert_resumes_and_repairs(
     model: Path,
     converted: Path,
     tmp_path: Path,
@@ -386,7 +386,7 @@ def test_convert_goes_on_where_it_was_and_mends_what_is_damaged(
     assert "%" in out and "encoded" in err and "loaded" not in err
 
 
-def test_a_sidecar_belongs_to_its_checkpoint_and_its_layer(
+def test_sidecar_belongs_to_its_checkpoint_and_layer(
     model: Path, converted: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(model, tmp_path / "other")
@@ -448,7 +448,7 @@ def with_lies(content: bytes, chance: random.Random) -> bytes:
     return safetensors.numpy.save(tensors | {"index": np.ascontiguousarray(index)}, metadata)
 
 
-def test_hostile_sidecars_give_the_weights_or_one_sentence(
+def test_hostile_sidecars_are_refused_or_exact(
     model: Path, converted: Path, tmp_path: Path
 ) -> None:
     """Never other weights, never another error; those that lie in their index included."""
@@ -476,7 +476,7 @@ def test_hostile_sidecars_give_the_weights_or_one_sentence(
     assert n_refused > 350
 
 
-def test_a_chunk_that_is_said_to_be_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_chunk_of_a_wrong_kind_is_refused(tmp_path: Path) -> None:
     """Where it has just as many bytes as that kind would."""
     exponents = np.concatenate((np.arange(1552) % 7, 7 + np.arange(2544) % 200)).astype(np.uint16)
     layout = pack({"x": torch.from_numpy(exponents << 7).view(torch.bfloat16)}).layout
@@ -536,7 +536,7 @@ def budget(model: Path, **settings: object) -> int:
         return plan.reserved.total + 2 * plan.slot_nbytes + plan.link.buffer
 
 
-def test_tokens_from_the_disk_are_the_same_for_fewer_bytes(model: Path, converted: Path) -> None:
+def test_lossless_tokens_equal_raw_with_fewer_bytes(model: Path, converted: Path) -> None:
     place = {"device": "cpu", "sidecar": str(converted)}
     encoded = run(model, **place, device_memory=budget(model, **place))
     raw = run(
@@ -553,7 +553,7 @@ def test_tokens_from_the_disk_are_the_same_for_fewer_bytes(model: Path, converte
     assert encoded[1] < 0.78 * raw[1]  # chunks this small are padded
 
 
-def test_a_sidecar_beside_the_checkpoint_is_found_and_a_damaged_one_is_told(
+def test_damaged_sidecar_is_reported_and_ignored(
     model: Path, converted: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(model, tmp_path / "m")
@@ -594,7 +594,7 @@ def test_a_sidecar_beside_the_checkpoint_is_found_and_a_damaged_one_is_told(
         ),
     ],
 )
-def test_auto_reads_a_sidecar_where_that_is_faster_by_measured_rates(
+def test_auto_uses_a_sidecar_if_measured_faster(
     rates: LinkRates,
     is_encoded: bool,
     figures: str,
@@ -614,7 +614,7 @@ def test_auto_reads_a_sidecar_where_that_is_faster_by_measured_rates(
         assert unloaded.engine_plan.link.sidecar and not unloaded.engine_plan.notice
 
 
-def test_auto_reads_weights_as_they_are_where_decoding_takes_too_much_memory(
+def test_auto_uses_raw_weights_if_decoding_exceeds_memory(
     model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU the buffers of the threads that read come on top."""
@@ -640,7 +640,7 @@ def test_auto_reads_weights_as_they_are_where_decoding_takes_too_much_memory(
         )
 
 
-def test_rates_are_measured_once_and_again_where_the_cache_is_damaged(
+def test_rates_are_measured_once_and_after_cache_damage(
     model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The decoder's rate is that of decoded bytes, of chunks that were all sound."""
@@ -681,7 +681,7 @@ def test_rates_are_measured_once_and_again_where_the_cache_is_damaged(
         assert sorted(measured) == ["decoder", "link"]
 
 
-def test_a_card_is_measured_by_its_own_link_and_kernel(
+def test_cuda_rates_use_the_device_link_and_kernel(
     model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The kernel decodes the layer that is timed; neither rate is that of the disk or of the
@@ -719,9 +719,7 @@ def test_a_card_is_measured_by_its_own_link_and_kernel(
         assert raw_bytes(entry.view(outputs[0].cpu())) == raw_bytes(entry.view(expected))
 
 
-def test_weights_damaged_on_the_disk_end_the_run(
-    model: Path, converted: Path, tmp_path: Path
-) -> None:
+def test_damaged_sidecar_on_disk_ends_the_run(model: Path, converted: Path, tmp_path: Path) -> None:
     shutil.copytree(converted, tmp_path, dirs_exist_ok=True)
     content = bytearray(layer_path(tmp_path, 4).read_bytes())
     content[len(content) // 2] ^= 1
@@ -735,7 +733,7 @@ def test_weights_damaged_on_the_disk_end_the_run(
 @pytest.mark.parametrize(
     ("way", "where"), [("sidecar", "disk"), ("sidecar", "unpinned"), ("at load", "host")]
 )
-def test_a_card_decodes_what_the_link_brings(
+def test_cuda_decodes_lossless_layers(
     model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, way: str, where: str
 ) -> None:
     """From pinned memory, through pinned slots, and where the driver pins nothing."""
@@ -758,7 +756,7 @@ def test_a_card_decodes_what_the_link_brings(
     assert encoded[1] < 0.85 * raw[1]  # with their tables
 
 
-def test_what_lossless_cannot_do_is_told(
+def test_unsupported_lossless_settings_are_reported(
     model: Path, converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the kernel a card gets raw weights unless they were asked for; what stays on the disk
@@ -788,7 +786,7 @@ def test_what_lossless_cannot_do_is_told(
 
 
 @pytest.mark.parametrize("has_card", [False, True])
-def test_encoded_layers_make_room_for_more(has_card: bool) -> None:
+def test_lossless_layers_leave_room_for_more_layers(has_card: bool) -> None:
     """On the host by what they shrink; on the device slots and the buffer fit whatever the budget
     is.
     """

@@ -87,7 +87,7 @@ def bfloat16_model(request, tmp_path):
     return tmp_path
 
 
-def test_a_model_computes_the_same(served, monkeypatch, bfloat16_model):
+def test_kernel_logits_equal_the_reference(served, monkeypatch, bfloat16_model):
     with open_llm(bfloat16_model) as llm:
         runner = runner_of(llm)
         assert runner.dtype == torch.bfloat16
@@ -100,7 +100,7 @@ def test_a_model_computes_the_same(served, monkeypatch, bfloat16_model):
     assert_close(mine, plain)
 
 
-def test_a_captured_pass_computes_the_same(served, monkeypatch, bfloat16_model):
+def test_captured_kernel_logits_equal_the_reference(served, monkeypatch, bfloat16_model):
     """For other trees and longer caches than those it was captured for, without a dense mask."""
     monkeypatch.setattr(TreeMask, "dense", None)
     with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as graphs:
@@ -155,7 +155,7 @@ def on_card(directory, place):
 
 @pytest.mark.parametrize("place", ["streamed", "captured"])
 @pytest.mark.parametrize(("name", "n"), [("llama", 11), ("llama-biases", 11), ("qwen3", 13)])
-def test_launches_of_a_layer(card, tmp_path, name, n, place):
+def test_launches_per_layer(card, tmp_path, name, n, place):
     """By what three more layers take; with the logits of a CPU."""
     counts = []
     for n_layers in (3, 6):
@@ -189,7 +189,7 @@ def decided_trees(independent):
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "traversal"])
-def test_a_rule_decides_the_same(served, monkeypatch, rule):
+def test_kernel_verdicts_equal_the_reference(served, monkeypatch, rule):
     """By the same noise, with the same bonus."""
     rule = rule_of(rule)
     verdicts = []

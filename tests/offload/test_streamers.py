@@ -186,7 +186,7 @@ def bench(
     seed=st.integers(0, 100),
 )
 @every_bench
-def test_every_layer_comes_once_in_order_with_its_own_bytes(
+def test_layers_arrive_in_order_with_their_bytes(
     name: str,
     make: type[Host],
     kinds: list[str],
@@ -205,9 +205,7 @@ def test_every_layer_comes_once_in_order_with_its_own_bytes(
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3, 4])
 @every_bench
-def test_a_slot_is_not_refilled_while_its_block_is_in_use(
-    name: str, make: type[Host], n_slots: int, files: Any
-) -> None:
+def test_slot_in_use_is_not_refilled(name: str, make: type[Host], n_slots: int, files: Any) -> None:
     """Reads are fast here and compute is slow, so an early refill would be seen by the second
     look.
     """
@@ -222,7 +220,7 @@ def test_a_slot_is_not_refilled_while_its_block_is_in_use(
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
 @every_bench
-def test_the_next_pass_is_fetched_between_two_sweeps_and_no_further_than_there_are_slots(
+def test_next_pass_is_prefetched_up_to_the_slots(
     name: str, make: type[Host], n_slots: int, files: Any
 ) -> None:
     kinds = ("device", "disk", "device", "disk", "disk", "disk")
@@ -251,7 +249,7 @@ def test_the_next_pass_is_fetched_between_two_sweeps_and_no_further_than_there_a
 
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
-def test_no_more_copies_are_enqueued_than_there_are_slots(n_slots: int, files: Any) -> None:
+def test_queued_copies_never_exceed_the_slots(n_slots: int, files: Any) -> None:
     with bench("cuda", FakeGPU, files, ("host",) * N_LAYERS, n_slots) as b:
         n_done = 0
         for _ in range(2):
@@ -263,7 +261,7 @@ def test_no_more_copies_are_enqueued_than_there_are_slots(n_slots: int, files: A
 
 @every_bench
 @pytest.mark.parametrize("at", [(0, 1), (3, 1), (5, 1), (0, 2), (2, 2), (5, 3)])
-def test_a_failed_read_is_raised_in_the_caller_and_the_next_sweep_starts_afresh(
+def test_failed_read_is_raised_and_the_next_sweep_restarts(
     name: str, make: type[Host], at: tuple[int, int], files: Any
 ) -> None:
     error = LinkError("the disk has gone")
@@ -294,7 +292,7 @@ def test_a_failed_read_is_raised_in_the_caller_and_the_next_sweep_starts_afresh(
 
 
 @every_bench
-def test_a_tier_that_stays_broken_fails_every_sweep_until_it_is_mended(
+def test_broken_tier_fails_every_sweep_until_repaired(
     name: str, make: type[Host], files: Any
 ) -> None:
     def trap(i: int, n: int) -> None:
@@ -316,7 +314,7 @@ def test_a_tier_that_stays_broken_fails_every_sweep_until_it_is_mended(
 
 @every_bench
 @pytest.mark.parametrize("n_taken", range(N_LAYERS + 1))
-def test_a_sweep_given_up_half_way_leaves_the_next_one_whole(
+def test_abandoned_sweep_leaves_the_next_complete(
     name: str, make: type[Host], n_taken: int, files: Any
 ) -> None:
     with bench(name, make, files, late_s=0.002) as b:
@@ -331,9 +329,7 @@ def test_a_sweep_given_up_half_way_leaves_the_next_one_whole(
 
 
 @every_bench
-def test_closing_waits_for_a_read_that_hangs_and_then_ends(
-    name: str, make: type[Host], files: Any
-) -> None:
+def test_close_waits_for_a_running_read(name: str, make: type[Host], files: Any) -> None:
     going = threading.Event()
     go_on = threading.Event()
 
@@ -355,9 +351,7 @@ def test_closing_waits_for_a_read_that_hangs_and_then_ends(
 
 
 @every_bench
-def test_a_sweep_over_a_closed_streamer_is_an_error_rather_than_a_wait_without_end(
-    name: str, make: type[Host], files: Any
-) -> None:
+def test_sweep_of_a_closed_streamer_raises(name: str, make: type[Host], files: Any) -> None:
     """As when an LLM is closed while somebody still holds the iterator of its stream."""
     with bench(name, make, files) as b:
         held = b.streamer.sweep()
@@ -382,7 +376,7 @@ def test_a_sweep_over_a_closed_streamer_is_an_error_rather_than_a_wait_without_e
 
 
 @every_bench
-def test_a_sweep_that_is_held_half_way_does_not_disturb_the_next(
+def test_unfinished_sweep_does_not_disturb_the_next(
     name: str, make: type[Host], files: Any
 ) -> None:
     """As when whoever caught an interrupt holds its traceback."""
@@ -403,7 +397,7 @@ def test_a_sweep_that_is_held_half_way_does_not_disturb_the_next(
 
 
 @every_bench
-def test_an_interrupt_while_a_layer_is_waited_for_leaves_the_next_sweep_whole(
+def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(
     name: str, make: type[Host], files: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_waited_for = threading.Event()
@@ -426,7 +420,7 @@ def test_an_interrupt_while_a_layer_is_waited_for_leaves_the_next_sweep_whole(
 
 
 @pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" not in bench.id])
-def test_the_meter_counts_what_the_reads_moved(name: str, make: type[Host], files: Any) -> None:
+def test_meter_counts_read_bytes(name: str, make: type[Host], files: Any) -> None:
     with bench(
         name,
         make,
@@ -453,7 +447,7 @@ def test_the_meter_counts_what_the_reads_moved(name: str, make: type[Host], file
     "kinds", [("host",) * 6, ("disk", "host", "device", "disk", "host", "disk")]
 )
 @pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" in bench.id])
-def test_the_meter_of_a_device_counts_each_copy_once(
+def test_meter_counts_each_device_copy_once(
     name: str, make: type[Host], kinds: Sequence[str], files: Any
 ) -> None:
     n_slots = 2
@@ -473,9 +467,7 @@ def test_the_meter_of_a_device_counts_each_copy_once(
 
 
 @every_bench
-def test_the_meter_says_how_long_no_layer_was_there(
-    name: str, make: type[Host], files: Any
-) -> None:
+def test_meter_counts_time_without_a_layer(name: str, make: type[Host], files: Any) -> None:
     late_s = 0.01
 
     def late(i: int, n: int) -> None:
@@ -491,9 +483,7 @@ def test_the_meter_says_how_long_no_layer_was_there(
 
 
 @every_bench
-def test_a_streamer_follows_other_sources_from_one_sweep_to_the_next(
-    name: str, make: type[Host], files: Any
-) -> None:
+def test_set_sources_applies_from_the_next_sweep(name: str, make: type[Host], files: Any) -> None:
     """As rows of keys and values do: each time another choice, in another order, while the old one
     still comes.
     """
@@ -511,7 +501,7 @@ def test_a_streamer_follows_other_sources_from_one_sweep_to_the_next(
 
 
 @every_bench
-def test_where_all_is_resident_nothing_moves_and_no_thread_runs(
+def test_resident_layers_need_no_copies_and_no_threads(
     name: str, make: type[Host], files: Any
 ) -> None:
     with bench(name, make, files, ("device",) * 4, 0) as b:
@@ -521,9 +511,7 @@ def test_where_all_is_resident_nothing_moves_and_no_thread_runs(
         assert b.streamer.meter.waited_s == 0.0
 
 
-def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(
-    files: Any, tmp_path: Path
-) -> None:
+def test_trace_has_a_span_per_layer_and_slot(files: Any, tmp_path: Path) -> None:
     trace = Trace()
     sources, tiers = build_sources(Host(), ("disk", "device", "disk", "disk"), 2, files)
     streamer = STREAMERS["threads"].open_streamer(sources, trace, torch.device("cpu"))
@@ -540,7 +528,7 @@ def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(
     assert {*found.get("wait", [])} <= {"layer 0", "layer 2", "layer 3"}
 
 
-def test_copies_to_a_gpu_are_traced_by_their_events(files: Any, tmp_path: Path) -> None:
+def test_gpu_copies_are_traced_by_events(files: Any, tmp_path: Path) -> None:
     trace = Trace()
     device = FakeGPU()
     sources, tiers = build_sources(device, ("host", "device", "host", "disk"), 2, files)
