@@ -490,7 +490,7 @@ def test_other_operating_systems_are_refused(code: str) -> None:
 def test_unusable_cuda_device_is_reported(
     line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_rt.engine.engine_plan.cards", lambda: ["NVIDIA GeForce RTX 4090"])
+    monkeypatch.setattr("offload_rt.engine.device.cards", lambda: ["NVIDIA GeForce RTX 4090"])
     arguments = [
         "--model",
         str(model),

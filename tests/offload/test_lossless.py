@@ -560,13 +560,10 @@ def test_damaged_sidecar_is_reported_and_ignored(
     shutil.copytree(converted, tmp_path / "m" / "lossless")
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none"}
     with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
-        assert unloaded.engine_plan.link.sidecar and "read encoded" in unloaded.engine_plan.notice
+        assert unloaded.spec.target.link.sidecar and "read encoded" in unloaded.spec.notice
     layer_path(tmp_path / "m" / "lossless", 3).write_bytes(b"x" * 100)
     with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
-        assert (
-            unloaded.engine_plan.link.sidecar is None
-            and "layer-00003" in unloaded.engine_plan.notice
-        )
+        assert unloaded.spec.target.link.sidecar is None and "layer-00003" in unloaded.spec.notice
     with pytest.raises(CheckpointError, match="layer-00003"):
         LLM.open(EngineConfig(str(tmp_path / "m"), link_format="lossless", **settings))
     with pytest.raises(CheckpointError, match="offload-rt convert"):
@@ -605,13 +602,15 @@ def test_auto_uses_a_sidecar_if_measured_faster(
     measure(monkeypatch, rates)
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none", "sidecar": str(converted)}
     with LLM.open(EngineConfig(str(model), **settings)) as unloaded:
-        plan = unloaded.engine_plan
-        assert bool(plan.link.sidecar) == isinstance(plan.disk, SidecarTier) == is_encoded
+        spec = unloaded.spec
+        assert (
+            bool(spec.target.link.sidecar) == isinstance(spec.files.disk, SidecarTier) == is_encoded
+        )
         how = "read encoded" if is_encoded else "read as they are, not from the sidecar"
-        (line,) = plan.notice.splitlines()
+        (line,) = spec.notice.splitlines()
         assert how in line and figures in line
     with LLM.open(EngineConfig(str(model), link_format="lossless", **settings)) as unloaded:
-        assert unloaded.engine_plan.link.sidecar and not unloaded.engine_plan.notice
+        assert unloaded.spec.target.link.sidecar and not unloaded.spec.notice
 
 
 def test_auto_uses_raw_weights_if_decoding_exceeds_memory(
@@ -631,9 +630,9 @@ def test_auto_uses_raw_weights_if_decoding_exceeds_memory(
     with pytest.raises(CapacityError):
         LLM.open(EngineConfig(str(model), link_format="lossless", sidecar=str(converted), **place))
     with LLM.open(EngineConfig(str(model), sidecar=str(converted), **place)) as unloaded:
-        plan = unloaded.engine_plan
-        assert plan.link.sidecar is None and plan.plan.streamed_nbytes
-        assert "not from the sidecar: the device memory budget is too small" in plan.notice
+        spec = unloaded.spec
+        assert spec.target.link.sidecar is None and spec.plan.streamed_nbytes
+        assert "not from the sidecar: the device memory budget is too small" in spec.notice
     with pytest.raises(CapacityError):
         LLM.open(
             EngineConfig(str(model), sidecar=str(converted), **place | {"device_memory": raw - 1})
@@ -766,8 +765,7 @@ def test_unsupported_lossless_settings_are_reported(
     with fake_gpu(monkeypatch):
         with LLM.open(EngineConfig(str(model), sidecar=str(converted), **settings)) as unloaded:
             assert (
-                unloaded.engine_plan.link.sidecar is None
-                and "GPU is fake" in unloaded.engine_plan.notice
+                unloaded.spec.target.link.sidecar is None and "GPU is fake" in unloaded.spec.notice
             )
         with pytest.raises(OffloadError, match="GPU is fake"):
             LLM.open(EngineConfig(str(model), link_format="lossless", **settings))

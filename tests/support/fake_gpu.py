@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload_rt.engine import builder, draft_place
+from offload_rt.engine import builder, draft_spec
 from offload_rt.ops import cpu, extension, transfer
 from support import emulated
 
@@ -252,7 +252,7 @@ def fake_gpu(
         "set_per_process_memory_fraction",
         lambda part, device=None: fractions.append(part),
     )
-    for module in (builder, draft_place):
+    for module in (builder, draft_spec):
         monkeypatch.setattr(module, "CudaCapture", lambda: record_graph)
     monkeypatch.setattr(builder, "_CAPTURING_S", 0.0)  # passes on the fake GPU are slow
     monkeypatch.setattr(

@@ -578,7 +578,7 @@ def test_quantised_activations_are_ignored_with_a_notice(tmp_path: Path) -> None
     assert "quantised activations and keys and values" in format_of(config).notice
     directory, _, _ = tiny_model(tmp_path, Choice("fp8"))
     with LLM(str(directory), device="cpu") as llm:
-        assert "quantised activations" in llm.engine_plan.notice
+        assert "quantised activations" in llm.spec.notice
 
 
 def test_memory_is_planned_by_packed_bytes_and_one_matrix(tmp_path: Path) -> None:
