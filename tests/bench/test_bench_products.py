@@ -21,7 +21,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_TIMES_CACHE", 0)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_all_formats_multiply_the_same_weights(tmp_path: Path) -> None:
     """Their products differ from those of float32 by rounding: checkpoints as floats, a quantised
@@ -41,7 +40,7 @@ def test_all_formats_multiply_the_same_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_copies_exceed_the_caches_and_rotate(
+def test_copies_exceed_the_caches_and_are_used_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "_TIMES_CACHE", 4)
@@ -55,7 +54,7 @@ def test_copies_exceed_the_caches_and_rotate(
     assert len(starts) == 6
 
 
-def test_ratios_compare_times() -> None:
+def test_ratios_are_of_times() -> None:
     def case(gflops: float) -> Case:
         return Case([gflops], [0.0], [0.0])
 

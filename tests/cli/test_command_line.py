@@ -83,8 +83,7 @@ def process(*arguments: str, stdin: str = "", **changes: str) -> subprocess.Comp
     )
 
 
-@pytest.mark.slow
-def test_run_prints_text_to_stdout_and_report_to_stderr(
+def test_text_goes_to_stdout_as_far_as_it_can_show_it_and_the_report_to_stderr(
     tmp_path: Path,
 ) -> None:
     directory = speaking_checkpoint(tmp_path, BYTES)
@@ -132,7 +131,7 @@ def test_help_names_every_flag(line: Any) -> None:
     )
 
 
-def test_draft_model_changes_speed_but_not_text(
+def test_a_draft_model_changes_the_speed_and_not_the_text(
     line: Any, drafting: list[str], spoken: Any
 ) -> None:
     code, out, report = line(
@@ -150,7 +149,7 @@ def test_draft_model_changes_speed_but_not_text(
     assert "GB per pass" in report
 
 
-def test_calibrate_prints_one_json_object(
+def test_calibrating_is_one_object_of_what_was_found(
     drafting: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert calibrate.main([*drafting, "--tokens", "10", "--json"]) == 0
@@ -181,14 +180,14 @@ def test_calibrate_prints_one_json_object(
     assert report.count("adaptive_tree: ") == report.count("static_tree: ") == 4
 
 
-def test_damaged_checkpoint_is_one_sentence_and_exit_code_2(line: Any, tmp_path: Path) -> None:
+def test_a_spoilt_checkpoint_is_one_sentence_and_exit_code_2(line: Any, tmp_path: Path) -> None:
     config = llama_config(frobnicate=1)
     write_checkpoint(tmp_path, config, llama_tensors(config))
     _refused(line("--model", str(tmp_path), "--prompt", "x"), "frobnicate")
 
 
 @pytest.mark.parametrize("stop", [(), ("e",)])
-def test_json_has_text_ids_reason_and_stats(
+def test_json_is_one_object_of_text_ids_reason_and_stats(
     stop: tuple[str, ...], line: Any, model: Path, spoken: Any
 ) -> None:
     flags = [part for text in stop for part in ("--stop", text)]
@@ -218,7 +217,7 @@ def test_json_has_text_ids_reason_and_stats(
     assert got["stats"]["link_bytes"] > 0
 
 
-def test_json_reports_trees(line: Any, drafting: list[str], spoken: Any) -> None:
+def test_json_tells_of_the_trees(line: Any, drafting: list[str], spoken: Any) -> None:
     code, out, err = line(
         *drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--quiet"
     )
@@ -242,7 +241,7 @@ def test_json_reports_trees(line: Any, drafting: list[str], spoken: Any) -> None
     assert min(seconds) > 0 and max(seconds) < stats["seconds"]
 
 
-def test_calibrate_requires_a_draft_model(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_calibrating_needs_a_draft_model(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert calibrate.main(["--model", str(model), "--device", "cpu"]) == 2
     out, err = capfd.readouterr()
     assert (
@@ -261,7 +260,7 @@ def test_calibrate_requires_a_draft_model(model: Path, capfd: pytest.CaptureFixt
     ],
     ids=" ".join,
 )
-def test_calibrate_refuses_invalid_flags(
+def test_calibrating_refuses_what_cannot_be(
     flags: list[str], words: list[str], drafting: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert calibrate.main([*drafting, *flags]) == 2
@@ -269,7 +268,7 @@ def test_calibrate_refuses_invalid_flags(
     assert err.startswith("error: ") and all(word in err for word in words)
 
 
-def test_stop_string_ends_the_text_before_itself(line: Any, model: Path, spoken: Any) -> None:
+def test_a_stop_string_ends_the_text_before_itself(line: Any, model: Path, spoken: Any) -> None:
     whole = spoken(max_new_tokens=30).text
     stop = whole[9:11]
     flags = ["--prompt", PROMPT, "--max-new-tokens", "30", "--stop", "\x00", "--stop", stop]
@@ -303,9 +302,7 @@ def test_sampling_flags_reach_the_sampler(line: Any, model: Path, spoken: Any) -
     )
 
 
-def test_prompt_can_be_read_from_a_file(
-    line: Any, model: Path, spoken: Any, tmp_path: Path
-) -> None:
+def test_a_prompt_may_come_from_a_file(line: Any, model: Path, spoken: Any, tmp_path: Path) -> None:
     (tmp_path / "prompt").write_text(PROMPT)
     code, out, _ = line(
         "--model",
@@ -319,7 +316,9 @@ def test_prompt_can_be_read_from_a_file(
     assert (code, out) == (0, spoken(max_new_tokens=5).text + "\n")
 
 
-def test_trace_has_spans_of_reading_and_computing(line: Any, model: Path, tmp_path: Path) -> None:
+def test_a_trace_is_written_with_spans_of_reading_and_computing(
+    line: Any, model: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "trace.json"
     code, _, _ = line(
         "--model",
@@ -369,30 +368,30 @@ def test_trace_has_spans_of_reading_and_computing(line: Any, model: Path, tmp_pa
     ],
     ids=lambda value: " ".join(value)[:40].encode("ascii", "replace").decode(),
 )  # fmt: skip
-def test_mistakes_are_one_sentence_and_exit_code_2(
+def test_a_mistake_is_one_sentence_and_exit_code_2(
     arguments: list[str], words: list[str], line: Any, model: Path
 ) -> None:
     _refused(line("--model", str(model), *SMALL, *arguments), *words)
 
 
-def test_binary_prompt_file_is_refused(line: Any, model: Path, tmp_path: Path) -> None:
+def test_a_prompt_file_that_is_not_text_is_refused(line: Any, model: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt").write_bytes(b"caf\xe9")
     _refused(line("--model", str(model), "--prompt-file", str(tmp_path / "prompt")), "not UTF-8")
 
 
 @pytest.mark.parametrize("model_name", ["/no/such/model", "./nothing", "~no-such-user/m"])
-def test_missing_model_is_refused(model_name: str, line: Any) -> None:
+def test_a_model_that_is_not_there_is_refused(model_name: str, line: Any) -> None:
     _refused(line("--model", model_name, "--prompt", "x"), model_name)
 
 
-def test_checkpoint_without_tokenizer_refuses_text(line: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tokenizer_takes_no_text(line: Any, tmp_path: Path) -> None:
     config = llama_config()
     write_checkpoint(tmp_path, config, llama_tensors(config))
     code, out, err = line("--model", str(tmp_path), "--device", "cpu", "--prompt", "x", "--quiet")
     _refused((code, out, err), "tokenizer")
 
 
-def test_damaged_tokenizer_is_refused(line: Any, model: Path, tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_is_refused(line: Any, model: Path, tmp_path: Path) -> None:
     for path in model.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 7}')
@@ -404,12 +403,12 @@ def test_damaged_tokenizer_is_refused(line: Any, model: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "arguments", [["--prompt", "x"], ["--model", "m", "--max-new-tokens", "many"], ["--modle", "m"]]
 )
-def test_unreadable_flags_are_exit_code_2(arguments: list[str], line: Any) -> None:
+def test_flags_that_cannot_be_read_are_exit_code_2(arguments: list[str], line: Any) -> None:
     _refused(line(*arguments))
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_interrupt_does_not_print_text_twice(
+def test_what_stands_on_stdout_is_not_printed_again_by_an_interrupt(
     flags: list[str], line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = [
@@ -438,7 +437,7 @@ def test_interrupt_does_not_print_text_twice(
         assert json.loads(out)["finish_reason"] == "length"
 
 
-def test_interrupt_before_the_first_token_prints_json(
+def test_json_is_an_object_also_before_the_first_token(
     line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -455,7 +454,9 @@ def test_interrupt_before_the_first_token_prints_json(
     }
 
 
-def test_context_error_never_exceeds_the_model_positions(line: Any, tmp_path: Path) -> None:
+def test_a_context_is_not_to_be_raised_beyond_the_models_positions(
+    line: Any, tmp_path: Path
+) -> None:
     directory = speaking_checkpoint(tmp_path, max_position_embeddings=40)
     _, _, err = line(
         "--model", str(directory), "--device", "cpu", "--prompt", "the " * 200, "--quiet"
@@ -477,7 +478,7 @@ def test_context_error_never_exceeds_the_model_positions(line: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     "code", ["import offload_rt.run", "import offload_rt.cli.main", "from offload_rt import LLM"]
 )
-def test_other_operating_systems_are_refused(code: str) -> None:
+def test_another_system_is_told_what_is_needed(code: str) -> None:
     command = [sys.executable, "-c", f"import sys; sys.platform = 'darwin'; {code}"]
     done = subprocess.run(command, capture_output=True, text=True, env=surroundings())
     assert done.returncode and done.stderr.splitlines()[-1].endswith(
@@ -487,7 +488,7 @@ def test_other_operating_systems_are_refused(code: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_unusable_cuda_device_is_reported(
+def test_a_card_that_torch_cannot_use_is_told(
     line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload_rt.engine.device.cards", lambda: ["NVIDIA GeForce RTX 4090"])
@@ -510,7 +511,7 @@ def test_unusable_cuda_device_is_reported(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_missing_device_is_exit_code_3(line: Any, model: Path) -> None:
+def test_a_device_that_is_not_there_is_exit_code_3(line: Any, model: Path) -> None:
     code, out, err = line("--model", str(model), "--device", "cuda", "--prompt", "x")
     assert (code, out) == (3, "")
     assert err.startswith("error: --device cuda")
@@ -519,7 +520,7 @@ def test_missing_device_is_exit_code_3(line: Any, model: Path) -> None:
 # The console script.
 
 
-def test_verbs_receive_their_flags(capfd: pytest.CaptureFixture[str], model: Path) -> None:
+def test_a_verb_gets_the_flags_behind_it(capfd: pytest.CaptureFixture[str], model: Path) -> None:
     assert cli_main.main(["plan", "--model", str(model), "--gpu", "rtx4090", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["machine"] == "GeForce RTX 4090"
     for verb in cli_main.VERBS:
@@ -527,7 +528,7 @@ def test_verbs_receive_their_flags(capfd: pytest.CaptureFixture[str], model: Pat
         assert capfd.readouterr().out.startswith(f"usage: offload-rt {verb} ")
 
 
-def test_script_lists_its_verbs(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_script_names_its_verbs(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli_main.main(["--help"]) == 0
     out = capfd.readouterr().out
     assert all(verb in out for verb in ("run", "plan", "calibrate", "report"))
@@ -537,7 +538,7 @@ def test_script_lists_its_verbs(capfd: pytest.CaptureFixture[str]) -> None:
     ("arguments", "word"),
     [(["rum"], "'run'"), ([], "VERB"), (["--model", "m", "run"], "VERB"), (["Run"], "'run'")],
 )
-def test_unknown_verb_is_one_sentence_and_exit_code_2(
+def test_a_wrong_verb_is_one_sentence_and_exit_code_2(
     arguments: list[str], word: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert cli_main.main(arguments) == 2

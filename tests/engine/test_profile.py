@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.fake_gpu import fake_gpu
+from support.pretended_card import pretended_card
 
 from offload_rt.engine import profile
 
@@ -37,7 +37,7 @@ class Clock:
 
 
 def test_gpu_rates_use_cuda_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_gpu(monkeypatch, nbytes=256 << 20):
+    with pretended_card(monkeypatch, nbytes=256 << 20):
         monkeypatch.setattr(torch.cuda, "Event", Clock)
         card = torch.device("cuda", 0)
         assert profile.memory_gbps(torch.float16, card) == pytest.approx((64 << 20) / 0.01 / 1e9)

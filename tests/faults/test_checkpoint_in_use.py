@@ -55,7 +55,7 @@ GOES_ON = {
 
 
 @pytest.mark.parametrize("name", [*ENDS, *GOES_ON])
-def test_checkpoint_changed_during_a_run(
+def test_a_checkpoint_that_changes_while_it_is_used(
     name: str, model: Path, begins_with: str, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
@@ -78,7 +78,7 @@ def test_checkpoint_changed_during_a_run(
 @pytest.mark.parametrize(
     "change", [lambda path: _overwrite(path, None), _replace], ids=["overwritten", "replaced"]
 )
-def test_file_changed_between_header_and_weights(
+def test_a_file_that_changes_between_its_header_and_its_weights(
     change: Callable[[Path], None], model: Path, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
@@ -88,7 +88,7 @@ def test_file_changed_between_header_and_weights(
         DiskTier(checkpoint.layers)
 
 
-def test_binary_prompt_file(speaks: Speaks, model: Path, line: Line) -> None:
+def test_a_prompt_file_that_is_no_text(speaks: Speaks, model: Path, line: Line) -> None:
     arguments = [one for one in speaks() if one not in ("--prompt", PROMPT)]
     code, out, err = line(*arguments, "--prompt-file", str(model / WEIGHTS))
     assert (code, out) == (2, "")

@@ -68,7 +68,7 @@ def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseExcep
         (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
     ],
 )
-def test_json_reports_the_text_before_a_failure(
+def test_json_tells_what_came_out_before_the_end(
     error: BaseException, code: int, reason: str, said: str, line: Line, model: Path, begins_with: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -97,7 +97,7 @@ def test_json_reports_the_text_before_a_failure(
     assert begins_with.startswith(found["text"])
 
 
-def test_failure_before_the_first_token_prints_no_json(
+def test_a_run_that_fails_before_the_first_token_prints_no_json(
     line: Line, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet", "--json"]
@@ -115,7 +115,7 @@ def test_failure_before_the_first_token_prints_no_json(
     ],
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_weights_are_reported(
+def test_weights_that_are_not_numbers_are_told(
     name: str, value: float, line: Line, model: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(model, tmp_path / "m")
@@ -128,7 +128,7 @@ def test_nan_weights_are_reported(
     one_sentence(err, "contain NaN or Inf")
 
 
-def test_internal_error_is_not_reported_as_device_error(
+def test_an_error_that_is_ours_is_not_taken_for_the_machines(
     line: Line, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: object) -> None:
@@ -165,7 +165,7 @@ def _nothing_is_left(model: Path) -> Iterator[None]:
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_llm_continues_after_a_failed_pass(
+def test_an_llm_goes_on_after_a_failed_pass(
     model: Path, begins_with: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(max_new_tokens=20)
@@ -180,7 +180,7 @@ def test_llm_continues_after_a_failed_pass(
             assert llm.generate(PROMPT, params)[0].token_ids == whole.token_ids
 
 
-def test_llm_continues_after_an_abandoned_stream(model: Path, begins_with: str) -> None:
+def test_an_llm_goes_on_after_a_stream_that_was_given_up(model: Path, begins_with: str) -> None:
     with _streaming(model) as llm:
         for n in (1, 2, 5):
             pieces = llm.stream(PROMPT, SamplingParams(max_new_tokens=30))
@@ -191,7 +191,7 @@ def test_llm_continues_after_an_abandoned_stream(model: Path, begins_with: str) 
             assert begins_with.startswith(text)
 
 
-def test_stream_of_a_closed_llm_is_an_error(model: Path) -> None:
+def test_a_stream_held_over_the_end_of_its_llm_is_an_error(model: Path) -> None:
     with _streaming(model) as llm:
         pieces = llm.stream(PROMPT, SamplingParams(max_new_tokens=30))
         next(pieces)
@@ -218,7 +218,7 @@ def _one_at_work(model: Path) -> LLM:
     return llm
 
 
-def test_close_leaves_no_thread_and_no_file(model: Path) -> None:
+def test_closing_leaves_no_thread_and_no_file(model: Path) -> None:
     with _nothing_is_left(model):
         llm = _one_at_work(model)
         llm.close()
@@ -227,13 +227,13 @@ def test_close_leaves_no_thread_and_no_file(model: Path) -> None:
         llm.generate(PROMPT)
 
 
-def test_unreferenced_llm_leaves_no_thread_and_no_file(model: Path) -> None:
+def test_an_llm_that_nobody_holds_leaves_no_thread_and_no_file(model: Path) -> None:
     with _nothing_is_left(model):
         _one_at_work(model)
         gc.collect()
 
 
-def test_interrupt_while_loading_leaves_no_thread(
+def test_an_interrupt_while_loading_ends_the_run_and_leaves_no_thread(
     line: Line, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill = DirectFiles.fill
@@ -254,7 +254,7 @@ def test_interrupt_while_loading_leaves_no_thread(
         )
 
 
-def test_file_lost_while_loading_leaves_no_thread_and_no_file(
+def test_a_file_lost_while_loading_leaves_no_thread_and_no_file(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with _nothing_is_left(model), monkeypatch.context() as patch:
@@ -264,7 +264,7 @@ def test_file_lost_while_loading_leaves_no_thread_and_no_file(
 
 
 @pytest.mark.parametrize("n_reads", [3, 5])
-def test_disk_lost_while_streaming_leaves_no_thread_and_no_file(
+def test_a_disk_lost_once_the_streamer_runs_leaves_no_thread_and_no_file(
     n_reads: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the draft is loaded, or while passes are timed."""
@@ -284,7 +284,7 @@ def test_disk_lost_while_streaming_leaves_no_thread_and_no_file(
     [("static_tree", "coupled", 0.0), ("dynamic_tree", "coupled", 0.8), ("static_tree", "specinfer", 0.8),
      ("static_tree", "traversal", 0.8)],
 )  # fmt: skip
-def test_draft_with_nan_logits_is_disabled_for_its_sequence(
+def test_a_draft_that_computes_no_numbers_is_left_out_of_that_sequence_alone(
     tmp_path: Path, drafter: str, rule: str, temperature: float
 ) -> None:
     config = llama_config()

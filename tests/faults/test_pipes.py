@@ -30,7 +30,7 @@ def stdout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], TextIO]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_closed_pipe_ends_a_run_quietly(
+def test_a_reader_that_has_gone_ends_a_run_quietly(
     kind: str, stdout: Callable, line: Line, speaks: Speaks
 ) -> None:
     read, write = os.pipe()
@@ -40,7 +40,7 @@ def test_closed_pipe_ends_a_run_quietly(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_full_disk_under_stdout_is_reported(
+def test_a_full_disk_under_stdout_is_told(
     kind: str, stdout: Callable, line: Line, speaks: Speaks
 ) -> None:
     stdout(os.open("/dev/full", os.O_WRONLY))
@@ -50,7 +50,7 @@ def test_full_disk_under_stdout_is_reported(
 
 
 @pytest.mark.parametrize("name", [".", "no/such/folder/t.json", "x" * 300])
-def test_unwritable_trace_is_reported_before_the_run(
+def test_a_trace_that_cannot_be_written_is_told_before_the_work(
     name: str, line: Line, speaks: Speaks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -64,8 +64,7 @@ def _read(process: subprocess.Popen[bytes], n: int) -> str:
     return b"".join(os.read(process.stdout.fileno(), 1) for _ in range(n)).decode()
 
 
-@pytest.mark.slow
-def test_signal_ends_a_run_with_its_text(
+def test_a_signal_ends_a_run_soon_with_what_it_had_produced(
     endless: list[str], begins_with: str, tmp_path: Path
 ) -> None:
     """The one that ends a program that does not heed it; test_process.py has all that are heeded."""
@@ -81,8 +80,7 @@ def test_signal_ends_a_run_with_its_text(
     assert all(path.suffix == ".json" for path in (tmp_path / "cache" / "offload_rt").iterdir())
 
 
-@pytest.mark.slow
-def test_closed_reader_ends_a_run_quietly(
+def test_a_reader_that_has_had_enough_ends_a_run_quietly(
     endless: list[str], begins_with: str, tmp_path: Path
 ) -> None:
     with _started(endless, tmp_path) as process:
@@ -102,8 +100,7 @@ print(len(llm.generate("a", SamplingParams(max_new_tokens=20))[0].token_ids))
 """
 
 
-@pytest.mark.slow
-def test_program_without_close_ends_and_saves_statistics(
+def test_a_program_that_forgets_to_close_ends_well_and_remembers(
     model: Path, draft: Path, tmp_path: Path
 ) -> None:
     with _started([sys.executable, "-c", _FORGETFUL, str(model), str(draft)], tmp_path) as process:

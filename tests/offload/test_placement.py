@@ -47,7 +47,7 @@ def used(plan: Plan) -> int:
 
 
 @given(layers=LAYERS, need=NEED, share=st.floats(0, 1.5), host=st.integers(0, 10**10))
-def test_plan_stays_within_its_budgets(
+def test_a_plan_keeps_to_its_budgets(
     layers: list[int], need: ReservedMemory, share: float, host: int
 ) -> None:
     budget = int((sum(layers) + need.total) * share)
@@ -67,7 +67,7 @@ def test_plan_stays_within_its_budgets(
     host=st.floats(0, 1.2),
     buffers=st.integers(0, 1000),
 )
-def test_host_layers_and_disk_slots_stay_within_the_host_budget(
+def test_layers_on_the_host_and_slots_for_those_of_the_disk_are_within_its_budget(
     layers: list[int], need: ReservedMemory, share: float, host: float, buffers: int
 ) -> None:
     budget = least_budget(layers, need) + int(share * sum(layers))
@@ -94,7 +94,9 @@ def test_host_layers_and_disk_slots_stay_within_the_host_budget(
 
 
 @given(layers=LAYERS, need=NEED)
-def test_budget_named_by_the_error_is_the_smallest(layers: list[int], need: ReservedMemory) -> None:
+def test_the_budget_that_an_error_names_is_the_smallest_that_will_do(
+    layers: list[int], need: ReservedMemory
+) -> None:
     with pytest.raises(CapacityError) as caught:
         place_layers(layers, need, MemoryBudget(0 if need.total + max(layers) else -1))
     named = int(re.search(r"\((\d+) bytes\)", caught.value.need).group(1))
@@ -105,7 +107,7 @@ def test_budget_named_by_the_error_is_the_smallest(layers: list[int], need: Rese
 
 
 @given(layers=LAYERS, need=NEED, more=st.integers(0, 1000), host=st.integers(0, 10**6))
-def test_all_layers_are_resident_if_they_fit(
+def test_all_layers_are_resident_where_they_fit(
     layers: list[int], need: ReservedMemory, more: int, host: int
 ) -> None:
     plan = place_layers(layers, need, MemoryBudget(sum(layers) + need.total + more, host))
@@ -115,7 +117,9 @@ def test_all_layers_are_resident_if_they_fit(
 
 
 @given(n=st.integers(3, 90), nbytes=st.integers(1, 10**6), need=NEED, fits=st.integers(2, 88))
-def test_spare_memory_holds_layers(n: int, nbytes: int, need: ReservedMemory, fits: int) -> None:
+def test_what_is_not_needed_for_slots_holds_layers(
+    n: int, nbytes: int, need: ReservedMemory, fits: int
+) -> None:
     """Of equal layers, `fits` of which fit: two or three are slots, and every other one is
     resident.
     """
@@ -126,7 +130,7 @@ def test_spare_memory_holds_layers(n: int, nbytes: int, need: ReservedMemory, fi
 
 
 @given(layers=LAYERS, need=NEED, share=st.floats(0, 1), host=st.floats(0, 1.2))
-def test_pass_moves_streamed_layers_and_computes_all(
+def test_a_pass_moves_what_is_not_resident_and_computes_all(
     layers: list[int], need: ReservedMemory, share: float, host: float
 ) -> None:
     budget = least_budget(layers, need) + int(share * sum(layers))
@@ -144,7 +148,7 @@ def test_pass_moves_streamed_layers_and_computes_all(
 
 
 @given(n=st.integers(1, 100), k=st.integers(0, 100))
-def test_spread_is_as_even_as_possible(n: int, k: int) -> None:
+def test_spread_numbers_are_as_even_as_they_can_be(n: int, k: int) -> None:
     assume(k <= n)
     picked = sorted(spread(n, k))
     assert len(picked) == k
@@ -158,7 +162,9 @@ def test_spread_is_as_even_as_possible(n: int, k: int) -> None:
 
 
 @given(n=st.integers(3, 90), fits=st.integers(2, 88), hosted=st.integers(0, 90))
-def test_resident_and_host_layers_are_spread_evenly(n: int, fits: int, hosted: int) -> None:
+def test_resident_layers_and_layers_of_the_host_are_spread_evenly(
+    n: int, fits: int, hosted: int
+) -> None:
     assume(fits < n)
     plan = place_layers([100] * n, ReservedMemory(0, 0, 0), MemoryBudget(fits * 100, hosted * 100))
     for tiers, tier in (
@@ -211,7 +217,7 @@ def _used(plan: dict[str, Any]) -> int:
     return sum(plan["reserved"].values()) + resident + plan["n_slots"] * max(plan["layer_nbytes"])
 
 
-def test_plan_command_stays_within_the_budget_and_names_the_smallest(
+def test_the_command_line_plans_within_the_budget_and_names_the_smallest(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, found, err = _plan(capsys, checkpoint, "--device-memory", "1")
@@ -235,7 +241,9 @@ def test_plan_command_stays_within_the_budget_and_names_the_smallest(
     assert counts == [0, 1, 2, 3, 7]
 
 
-def test_plan_table_names_every_part(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_people_names_every_part(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = [
         "--model",
         str(checkpoint),

@@ -29,10 +29,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PREFERS_TORCH = linear_module.prefers_torch
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
-pytestmark = [
-    pytest.mark.numeric,
-    pytest.mark.skipif(cpu.library() is None, reason="needs a C++ compiler"),
-]
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture(params=range(4), ids=("portable", "avx2", "avx512", "avx512bf16"))
@@ -200,7 +197,7 @@ def test_dense_products_equal_float64_products(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_row_bits_do_not_depend_on_the_batch(level: int, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_company(level: int, dtype: torch.dtype) -> None:
     """Whatever the number of rows before and after it, the threads, and the share of the
     outputs.
     """
@@ -221,7 +218,7 @@ def test_row_bits_do_not_depend_on_the_batch(level: int, dtype: torch.dtype) -> 
             assert_equal(linear(x[:3], weight[5:9]), full[:3, 5:9].contiguous())
 
 
-def test_inputs_can_be_strided_and_have_more_dimensions(level: int) -> None:
+def test_inputs_may_be_strided_and_have_more_dimensions(level: int) -> None:
     weight = torch.randn(10, 24)
     x = torch.randn(4, 6, 48)
     torch.testing.assert_close(linear(x[..., 24:], weight), x[..., 24:] @ weight.T)
@@ -229,7 +226,7 @@ def test_inputs_can_be_strided_and_have_more_dimensions(level: int) -> None:
     assert linear(x[:0, 0, :24], weight).shape == (0, 10)
 
 
-def test_gradients_flow_if_required() -> None:
+def test_gradients_flow_where_they_are_asked_for() -> None:
     weight = torch.randn(10, 24)
     x = torch.randn(4, 24, requires_grad=True)
     linear(x, weight).sum().backward()
@@ -237,7 +234,7 @@ def test_gradients_flow_if_required() -> None:
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
-def test_products_without_the_library_differ_only_by_rounding(
+def test_without_the_library_products_are_the_same_up_to_rounding(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_cpu, "serves", lambda x, weight: False)
@@ -257,7 +254,7 @@ def test_products_without_the_library_differ_only_by_rounding(
         assert float(((linear(x, matrix, bias).double() - exact).abs() / size).max()) < tolerance
 
 
-def test_torch_multiplies_many_rows_if_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_multiplies_many_rows_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -274,7 +271,9 @@ def test_torch_multiplies_many_rows_if_faster(monkeypatch: pytest.MonkeyPatch) -
     assert rows == [16, 300]
 
 
-def test_prefers_torch_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_faster_product_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured: list[torch.dtype] = []
     monkeypatch.setattr(
@@ -288,7 +287,7 @@ def test_prefers_torch_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert measured == [torch.float32] * 2
 
 
-def test_measurement_prefers_the_faster_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slower_product_is_the_slower_product(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(linear_module.time, "perf_counter", lambda: clock[0])
 

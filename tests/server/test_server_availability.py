@@ -242,7 +242,7 @@ def large_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("large_events")
-def test_client_that_does_not_read_loses_its_place(llm: LLM) -> None:
+def test_a_client_that_does_not_read_loses_its_place(llm: LLM) -> None:
     raw = json.dumps(STREAM).encode()
     impatient = replace(CONNECTIONS, write_s=0.3)
     with running(llm, impatient, 4096) as server, closing(connect(server, 4096)) as client:
@@ -254,7 +254,7 @@ def test_client_that_does_not_read_loses_its_place(llm: LLM) -> None:
 
 
 @pytest.mark.usefixtures("large_events")
-def test_stream_ends_at_its_deadline_if_the_client_does_not_read(
+def test_a_stream_ends_at_its_deadline_although_the_client_does_not_read(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "_STREAM_GRACE_S", 0.1, raising=False)
@@ -267,7 +267,7 @@ def test_stream_ends_at_its_deadline_if_the_client_does_not_read(
         wait_until(lambda: server.service.n_open == 0)
 
 
-def test_slow_reader_keeps_its_connection() -> None:
+def test_a_slow_reader_keeps_its_connection() -> None:
     """Any progress within the write timeout suffices."""
     sizes = [1000, 900, 900]
     aborted: list[bool] = []
@@ -321,7 +321,7 @@ def test_half_sent_heads_of_later_requests_time_out(llm: LLM) -> None:
         read_all(client)
 
 
-def test_header_timeout_ends_with_the_head(llm: LLM) -> None:
+def test_the_header_timeout_ends_with_the_head(llm: LLM) -> None:
     with (
         running(llm, replace(CONNECTIONS, header_s=600)) as server,
         closing(connect(server)) as client,
@@ -352,7 +352,7 @@ def test_surplus_connections_are_refused(llm: LLM) -> None:
             client.close()
 
 
-def test_connection_limit_leaves_files_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connection_limit_leaves_files_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     limits = ConnectionLimits.from_ulimit()
     assert 300 < limits.n_connections < 1024 - connection._RESERVED_FILES
@@ -392,8 +392,7 @@ def program() -> Iterator[tuple[subprocess.Popen[str], int]]:
         child.kill()
 
 
-@pytest.mark.slow
-def test_flood_of_connections_and_shutdown(
+def test_a_flood_of_connections_and_the_end_of_the_program(
     program: tuple[subprocess.Popen[str], int],
 ) -> None:
     child, port = program
@@ -445,7 +444,7 @@ def test_head_requests_are_answered_like_get(served: Served) -> None:
     assert served.request("HEAD", "/v1/completions")[0] == 405
 
 
-def test_redirects_never_use_the_host_header(served: Served) -> None:
+def test_nothing_redirects_to_the_host_of_a_request(served: Served) -> None:
     for path in ("/page", "/health/", "/v1/models/", "/tokenize/"):
         status, headers, _ = served.request("GET", path, headers={"Host": "evil.example"})
         assert status in (200, 404, 405) and "Location" not in headers
@@ -472,7 +471,7 @@ def test_host_names_are_parsed(llm: LLM, host: str, status: int) -> None:
         ("Bearer wrong", 401), ("Basic secret", 401), ("secret", 401), ("Bearer", 401),
     ],
 )  # fmt: skip
-def test_authorization_scheme_ignores_case(llm: LLM, authorization: str, status: int) -> None:
+def test_the_scheme_of_a_key_ignores_case(llm: LLM, authorization: str, status: int) -> None:
     with running(llm, api_key="secret") as guarded:
         headers = {"Authorization": authorization}
         found, _, body = guarded.request("GET", "/v1/models", headers=headers)
@@ -519,7 +518,7 @@ def test_too_long_prompts_name_the_maximum_context_length(served: Served) -> Non
         assert "maximum context length is 256 tokens" in answer["error"]["message"]
 
 
-def test_public_address_without_a_key_is_warned_of(
+def test_an_address_for_other_machines_without_a_key_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from offload_rt.cli import serve as serve_command

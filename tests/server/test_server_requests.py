@@ -197,7 +197,7 @@ def test_bytes_of_partial_characters_are_raw(served: Served) -> None:
         assert entry["bytes"] in raw_tokens and len(entry["top_logprobs"]) == 2
 
 
-def test_final_message_is_continued(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_final_message_is_continued(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -313,7 +313,7 @@ def test_tool_parser_scans_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parser.feed('"}}</tool_call>').calls and n_decoded == 2
 
 
-def test_full_queue_is_a_rate_limit(served: Served) -> None:
+def test_a_full_queue_is_a_rate_limit(served: Served) -> None:
     with engine_held(served.llm):
         served.service.n_open += LIMITS.n_waiting
         try:

@@ -48,7 +48,7 @@ def kept(
 
 
 @given(predictions, contexts)
-def test_table_finds_the_newest_prediction_of_the_longest_context(
+def test_the_newest_prediction_of_the_longest_known_context_is_found(
     several: list[Prediction], context: tuple[int, ...]
 ) -> None:
     table = PredictionTable()
@@ -58,7 +58,9 @@ def test_table_finds_the_newest_prediction_of_the_longest_context(
 
 
 @given(predictions, st.integers(1, 8))
-def test_table_is_bounded_and_keeps_recent_entries(several: list[Prediction], n_most: int) -> None:
+def test_the_table_has_a_bound_and_keeps_what_was_confirmed_last(
+    several: list[Prediction], n_most: int
+) -> None:
     table = PredictionTable(n_most)
     wanted = list(kept(table, several).items())
     assert len(table) == min(len(wanted), n_most)
@@ -82,7 +84,7 @@ def best_paths(
 
 
 @pytest.mark.parametrize("n_levels", [2, 4, 30])
-def test_tree_has_the_most_probable_nodes(n_levels: int) -> None:
+def test_a_tree_has_the_most_probable_nodes(n_levels: int) -> None:
     table = PredictionTable()
     random = np.random.default_rng(0)
     for _ in range(40):
@@ -105,7 +107,7 @@ def test_tree_has_the_most_probable_nodes(n_levels: int) -> None:
             assert tree.contexts == [(*tokens, *path)[-3:] for path in paths]
 
 
-def test_copied_continuation_competes_with_predictions() -> None:
+def test_a_copied_continuation_competes_with_predictions() -> None:
     """Its chance counts below the node it goes on from, and the higher of two chances of a token
     holds.
     """
@@ -126,7 +128,7 @@ def llm(zoo: Zoo) -> Iterator[LLM]:
         yield llm
 
 
-def test_prompt_predictions_are_recorded(zoo: Zoo, llm: LLM) -> None:
+def test_it_reads_what_the_target_predicts_in_a_prompt(zoo: Zoo, llm: LLM) -> None:
     """Of the last rows, as many as there is room for the logits of beside the tree of one node."""
     model = zoo.pair("llama", 0).model
     drafter = Recycling(PARTS)
@@ -178,7 +180,7 @@ class Dear(Steady):
 
 
 @pytest.mark.parametrize("name", ["lookahead", "ngram", "recycle"])
-def test_no_tree_if_rows_are_expensive(llm: LLM, name: str) -> None:
+def test_nothing_is_drafted_where_rows_are_dear(llm: LLM, name: str) -> None:
     """Not even of a text that repeats itself; where rows are cheap, something is."""
     for cost, is_off in ((Dear(), True), (Steady(), False)):
         drafter = drafter_type(name).open(replace(PARTS, cost=cost))
@@ -201,7 +203,7 @@ class Steep(Steady):
         return 1.0 + np.maximum(n_rows - 10, 0)
 
 
-def test_rows_of_a_pass_go_to_the_best_predicted_sequence() -> None:
+def test_the_rows_of_a_pass_go_to_the_sequence_that_is_predicted_best() -> None:
     """One that is predicted badly does not take part of what is cheap only because there are two of
     them.
     """

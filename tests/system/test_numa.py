@@ -56,7 +56,9 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoSockets:
         (None, set()),  # no sysfs
     ],
 )
-def test_cpus_near_a_device(sockets: TwoSockets, local: str | None, expected: set[int]) -> None:
+def test_the_processors_near_a_card(
+    sockets: TwoSockets, local: str | None, expected: set[int]
+) -> None:
     if local is not None:
         sockets.local(local)
     assert cpus_near(CARD) == expected
@@ -64,7 +66,7 @@ def test_cpus_near_a_device(sockets: TwoSockets, local: str | None, expected: se
 
 
 @pytest.mark.parametrize("cpus", [Cpus({8, 9}), Cpus()])
-def test_readers_stay_near_the_device_and_slots_are_touched_there(
+def test_readers_stay_near_the_card_and_slots_are_touched_there(
     sockets: TwoSockets, cpus: Cpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near = [set(cpus)] if cpus else []
@@ -83,7 +85,7 @@ def test_readers_stay_near_the_device_and_slots_are_touched_there(
     assert sockets.seen == near + ["pinned"] + back + near * tier.n_parallel
 
 
-def test_link_rate_is_measured_from_memory_near_the_device(
+def test_the_rate_of_the_link_is_measured_from_memory_near_the_card(
     sockets: TwoSockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sockets.local("8-11")

@@ -79,7 +79,7 @@ def _refused(directory: Path, kind: type[OffloadError], *words: str) -> None:
 
 
 @pytest.mark.parametrize("make", [_single, _sharded])
-def test_valid_checkpoint_opens_with_every_tensor(
+def test_a_sound_checkpoint_opens_with_every_tensor_in_its_place(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     checkpoint = open_checkpoint(make(tmp_path))
@@ -103,7 +103,7 @@ def test_valid_checkpoint_opens_with_every_tensor(
         ), record.name
 
 
-def test_rotary_frequencies_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+def test_rotary_frequencies_of_old_checkpoints_are_tolerated(tmp_path: Path) -> None:
     config, tensors = _sound()
     old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)}
     assert (
@@ -112,7 +112,7 @@ def test_rotary_frequencies_of_old_checkpoints_are_ignored(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_tied_checkpoint_can_store_its_head(stored: bool, tmp_path: Path) -> None:
+def test_a_tied_checkpoint_may_store_its_head(stored: bool, tmp_path: Path) -> None:
     config, tensors = _sound()
     kept = {name: tensor for name, tensor in tensors.items() if stored or name != "lm_head.weight"}
     checkpoint = open_checkpoint(
@@ -124,7 +124,7 @@ def test_tied_checkpoint_can_store_its_head(stored: bool, tmp_path: Path) -> Non
     ]
 
 
-def test_auto_map_is_ignored_and_not_run(tmp_path: Path) -> None:
+def test_auto_map_is_ignored_and_its_code_not_run(tmp_path: Path) -> None:
     _single(tmp_path, auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with LLM(str(tmp_path), device="cpu") as llm:
@@ -132,7 +132,7 @@ def test_auto_map_is_ignored_and_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_safetensors_precede_pickles(tmp_path: Path) -> None:
+def test_safetensors_are_taken_where_pickles_lie_beside_them(tmp_path: Path) -> None:
     _single(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"not looked at")
     assert open_checkpoint(tmp_path).spec.n_layers == 3
@@ -159,7 +159,7 @@ def _config_text(text: str) -> Callable[[Path], None]:
     ],
     ids=["missing", "cut", "deep", "list", "binary"],
 )
-def test_unreadable_config_is_refused(
+def test_a_config_that_cannot_be_read_is_refused(
     spoil: Callable[[Path], None], words: list[str], tmp_path: Path
 ) -> None:
     _single(tmp_path)
@@ -199,7 +199,7 @@ def test_unreadable_config_is_refused(
         "-".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else ""
     ),
 )
-def test_unsupported_config_is_refused(
+def test_a_config_that_is_not_understood_is_refused(
     changes: dict[str, Any], words: list[str], tmp_path: Path
 ) -> None:
     _single(tmp_path, **changes)
@@ -217,7 +217,7 @@ def test_unsupported_config_is_refused(
         (("x.gguf",), ["x.gguf"]),
     ],
 )
-def test_directory_without_safetensors_is_refused(
+def test_a_directory_without_safetensors_is_refused(
     names: tuple[str, ...], words: list[str], tmp_path: Path
 ) -> None:
     _single(tmp_path)
@@ -264,7 +264,7 @@ def _swap(index: dict[str, Any]) -> None:
             []) for shard in ("..", "", "w.bin")),
     ],
 )  # fmt: skip
-def test_invalid_index_is_refused(
+def test_an_index_that_lies_is_refused(
     edit: Callable[[dict[str, Any]], Any], words: list[str], tmp_path: Path
 ) -> None:
     _sharded(tmp_path / "model")
@@ -276,13 +276,13 @@ def test_invalid_index_is_refused(
     _refused(tmp_path / "model", CheckpointError, *words)
 
 
-def test_missing_shard_is_refused(tmp_path: Path) -> None:
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
     _sharded(tmp_path)
     (tmp_path / SHARD_2).unlink()
     _refused(tmp_path, CheckpointError, f"shard {SHARD_2} is missing")
 
 
-def test_shard_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+def test_a_shard_that_is_a_directory_is_refused(tmp_path: Path) -> None:
     _sharded(tmp_path)
     (tmp_path / SHARD_2).unlink()
     (tmp_path / SHARD_2).mkdir()
@@ -325,7 +325,7 @@ def test_shard_that_is_a_directory_is_refused(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("n_shards", [1, 2])
-def test_unexpected_or_missing_tensors_are_refused(
+def test_tensors_that_do_not_belong_to_the_config_are_refused(
     n_shards: int, edit: Callable[[dict[str, Tensor]], Any], words: list[str], tmp_path: Path
 ) -> None:
     config, tensors = _sound()
@@ -387,7 +387,7 @@ def _set(name: str, **values: Any) -> Callable[[Entries], None]:
         "deep", "cut", "longer",
     ],
 )  # fmt: skip
-def test_damaged_header_is_refused(
+def test_a_header_that_is_damaged_is_refused(
     edit: Callable[[Entries], Any], tail: bytes, tmp_path: Path
 ) -> None:
     _refused(_spoilt(tmp_path, edit, tail), CheckpointError, "model.safetensors is damaged")
@@ -395,7 +395,7 @@ def test_damaged_header_is_refused(
 
 @pytest.mark.parametrize("n_lost", [1, 4, 4096, 10**9])
 @pytest.mark.parametrize("make", [_single, _sharded])
-def test_truncated_file_is_refused(
+def test_a_file_that_is_cut_short_is_refused(
     make: Callable[[Path], Path], n_lost: int, tmp_path: Path
 ) -> None:
     path = max(make(tmp_path).glob("*.safetensors"))
@@ -404,13 +404,15 @@ def test_truncated_file_is_refused(
 
 
 @pytest.mark.parametrize("length", [0, 10**8, 10**8 + 1, 2**63, 2**64 - 1])
-def test_header_of_impossible_length_is_refused_unread(length: int, tmp_path: Path) -> None:
+def test_a_header_of_an_impossible_length_is_refused_without_reading_it(
+    length: int, tmp_path: Path
+) -> None:
     path = _single(tmp_path) / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
     _refused(tmp_path, CheckpointError, path.name)
 
 
-def test_open_reads_no_weights(tmp_path: Path) -> None:
+def test_opening_reads_no_weights(tmp_path: Path) -> None:
     """Four gigabytes that lie nowhere: a sparse file whose header is sound."""
     config = llama_config(vocab_size=2**24, hidden_size=32)
     model = spec_of(config)
@@ -443,7 +445,7 @@ def test_open_reads_no_weights(tmp_path: Path) -> None:
 # Which weights they are.
 
 
-def test_copies_and_other_shards_have_the_same_identity(tmp_path: Path) -> None:
+def test_copies_and_other_shards_are_the_same_checkpoint(tmp_path: Path) -> None:
     single = _single(tmp_path / "single")
     sharded = _sharded(tmp_path / "sharded")
     copy = Path(shutil.copytree(single, tmp_path / "copy", copy_function=shutil.copyfile))
@@ -452,7 +454,7 @@ def test_copies_and_other_shards_have_the_same_identity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [DOWN, "model.norm.weight", "lm_head.weight"])
-def test_fine_tune_has_another_identity(name: str, tmp_path: Path) -> None:
+def test_a_fine_tune_is_another_checkpoint(name: str, tmp_path: Path) -> None:
     """Of the same config, shapes and sizes; one tensor is a little off."""
     config, tensors = _sound()
     tuned = {**tensors, name: tensors[name] * 1.001}
@@ -461,7 +463,7 @@ def test_fine_tune_has_another_identity(name: str, tmp_path: Path) -> None:
     assert open_checkpoint(base).identity != open_checkpoint(other).identity
 
 
-def test_other_config_has_another_identity(tmp_path: Path) -> None:
+def test_another_config_is_another_checkpoint(tmp_path: Path) -> None:
     one = _single(tmp_path / "one")
     other = _single(tmp_path / "other", rope_theta=5e5)
     assert open_checkpoint(one).identity != open_checkpoint(other).identity
@@ -471,7 +473,7 @@ def test_other_config_has_another_identity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.down_proj.weight", "lm_head.weight"])
-def test_faulty_checkpoint_reads_no_weight(
+def test_no_weight_is_read_from_a_faulty_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, tensors = _sound()
@@ -487,7 +489,7 @@ def test_faulty_checkpoint_reads_no_weight(
         LLM(str(tmp_path), device="cpu")
 
 
-def test_file_lost_between_open_and_load_raises_link_error(tmp_path: Path) -> None:
+def test_a_file_lost_between_check_and_load_is_an_error_of_the_link(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(_single(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(LinkError, match=r"model\.safetensors"):
@@ -500,7 +502,7 @@ def test_file_lost_between_open_and_load_raises_link_error(tmp_path: Path) -> No
 @pytest.mark.parametrize("request_nbytes", [4096, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("odd", range(8))
-def test_data_at_odd_offsets_is_read_exactly(
+def test_data_at_odd_offsets_is_read_right(
     odd: int, dtype: torch.dtype, request_nbytes: int, tmp_path: Path
 ) -> None:
     config = llama_config(hidden_size=32, intermediate_size=160)
@@ -513,7 +515,7 @@ def test_data_at_odd_offsets_is_read_exactly(
 
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("phase", [256, 2304, 3840])
-def test_tensor_in_phase_with_a_page_overwrites_no_other(
+def test_a_packed_tensor_that_happens_to_lie_in_phase_spoils_no_other(
     phase: int, backwards: bool, tmp_path: Path
 ) -> None:
     """Read by whole pages, a tensor that lies at the same place of a page in file and block would
@@ -553,7 +555,7 @@ def test_tensor_in_phase_with_a_page_overwrites_no_other(
         "x" * 5000,
     ],
 )
-def test_missing_path_is_refused_without_the_hub(
+def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -562,7 +564,7 @@ def test_missing_path_is_refused_without_the_hub(
 
 
 @pytest.mark.parametrize("model", ["org/name", "name", "not a hub id!"])
-def test_uncached_hub_id_is_refused_offline(
+def test_a_hub_id_that_is_not_cached_is_refused_offline(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
@@ -581,7 +583,7 @@ def test_uncached_hub_id_is_refused_offline(
         (None, None, set()),
     ],
 )
-def test_every_end_id_counts_and_generation_config_precedes(
+def test_every_end_id_counts_and_the_generation_config_goes_first(
     generation: Any, config: Any, wanted: set[int], tmp_path: Path
 ) -> None:
     if generation is not None:

@@ -40,8 +40,6 @@ from offload_rt.weights.formats import Matrix, Source, format_of
 from offload_rt.weights.gguf import read_gguf
 from offload_rt.weights.locate import find_config, locate
 
-pytestmark = pytest.mark.numeric
-
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-target"
 N_NEW = 40
 
@@ -67,7 +65,9 @@ def check_tokens(path: Path, model: PreTrainedModel) -> None:
     assert len(set(expected)) > 5
 
 
-def test_gguf_header_gives_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_planned_by_its_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "m.gguf"
     build(path, wide_llama(), "Q4_K")
     flags = [
@@ -95,7 +95,7 @@ def test_gguf_header_gives_the_plan(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("type", write_gguf.TYPES)
-def test_matrix_equals_its_reference(type: str, tmp_path: Path) -> None:
+def test_a_matrix_is_what_its_reference_makes_of_it(type: str, tmp_path: Path) -> None:
     """In float32, one rounding; queries and keys in the order that transformers rotates."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) / 10
     data, exact = write_gguf.blocks(weight, type)
@@ -127,7 +127,9 @@ def test_matrix_equals_its_reference(type: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K", "BF16"])
-def test_tokens_equal_transformers_with_the_weights_of_the_file(type: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_transformers_with_the_weights_of_the_file(
+    type: str, tmp_path: Path
+) -> None:
     """Q4_K and Q5_K are mixtures with Q6_K, as files have them."""
     check_tokens(tmp_path / "m.gguf", build(tmp_path / "m.gguf", wide_llama(), type))
 
@@ -182,7 +184,7 @@ def test_transformers_reads_the_same_model(tmp_path: Path) -> None:
     check_tokens(tmp_path / "m.gguf", theirs)
 
 
-def test_layers_can_differ_in_types(tmp_path: Path) -> None:
+def test_layers_may_differ_in_their_types(tmp_path: Path) -> None:
     """Of the same module; the memory of the widest is planned."""
     model = wide_llama()
     path = tmp_path / "m.gguf"
@@ -218,7 +220,7 @@ def test_layers_can_differ_in_types(tmp_path: Path) -> None:
 # Files
 
 
-def test_split_file_is_read(tmp_path: Path) -> None:
+def test_a_file_in_parts_is_one(tmp_path: Path) -> None:
     """Given by any of its parts, or by its directory."""
     model = wide_llama()
     metadata, stored, exact = write_gguf.model(
@@ -234,14 +236,14 @@ def test_split_file_is_read(tmp_path: Path) -> None:
         open_checkpoint(locate(str(tmp_path)))
 
 
-def test_directory_of_several_files_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_directory_of_several_files_is_refused_by_their_names(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         build(tmp_path / name, CASES["llama"].build(0), "Q8_0")
     with pytest.raises(CheckpointError, match=r"a\.gguf, b\.gguf; give one of them"):
         locate(str(tmp_path))
 
 
-def test_metadata_describes_the_model(tmp_path: Path) -> None:
+def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
     """Its tokenizer, chat template, end tokens, dtype, and an identity that stays the same in a
     copy.
     """
@@ -297,7 +299,7 @@ def test_llama_cpp_knows_every_metadata_type(tmp_path: Path) -> None:
     assert fields["llama.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
 
 
-def test_sharded_file_equals_the_single_file(tmp_path: Path) -> None:
+def test_a_file_of_several_shards_equals_the_file_of_one(tmp_path: Path) -> None:
     tensors = load_file(DEMO / "model.safetensors")
     source = tmp_path / "shards"
     names = list(tensors)
@@ -309,7 +311,7 @@ def test_sharded_file_equals_the_single_file(tmp_path: Path) -> None:
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "several.gguf").read_bytes()
 
 
-def test_chat_template_is_read_from_the_file(tmp_path: Path) -> None:
+def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     model = CASES["llama"].build(0)
     template = "{% for turn in messages %}<{{ turn['content'] }}>{% endfor %}"
@@ -371,7 +373,7 @@ def test_any_header_is_read_or_refused(tmp_path: Path) -> None:
         opened(path, bytes(content))
 
 
-def test_truncated_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
     metadata, stored = small()
     whole = write_gguf.file_bytes(metadata, stored)
     path = tmp_path / "x.gguf"
@@ -427,7 +429,7 @@ FACTS: list[tuple[Change, str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), FACTS)
-def test_unsupported_metadata_is_refused_by_name(
+def test_what_is_not_understood_is_refused_by_name(
     change: Change, message: str, tmp_path: Path
 ) -> None:
     metadata, stored = small()
@@ -446,7 +448,7 @@ def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "m.gguf")
 
 
-def test_rotations_of_a_scaled_context_equal_transformers() -> None:
+def test_rotations_of_one_context_are_those_of_transformers() -> None:
     """A config.json may have them, too; two lists that differ depend on the length of the text and
     are refused.
     """

@@ -186,7 +186,9 @@ def sharded(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def test_only_required_files_are_fetched_once(hub: Hub, tmp_path: Path, line: Any) -> None:
+def test_of_a_repository_only_what_is_read_is_fetched_and_once(
+    hub: Hub, tmp_path: Path, line: Any
+) -> None:
     hub.repositories[NAME] = sharded(tmp_path / "model")
     code, out, _ = line(run.main, "--model", NAME, *SMALL)
     assert code == 0 and out
@@ -213,7 +215,7 @@ def test_only_required_files_are_fetched_once(hub: Hub, tmp_path: Path, line: An
         ({"quantization_config": {"quant_method": "magic"}}, "magic"),
     ],
 )
-def test_config_is_refused_before_a_weight_download(
+def test_a_config_is_refused_before_a_weight_comes(
     changes: dict[str, Any], told: str, hub: Hub, tmp_path: Path, line: Any
 ) -> None:
     hub.repositories[NAME] = sharded(tmp_path / "model", **changes)
@@ -222,7 +224,9 @@ def test_config_is_refused_before_a_weight_download(
     assert "config.json" in hub.sent and not hub.sent_weights()
 
 
-def test_draft_config_is_refused_before_target_weights(hub: Hub, tmp_path: Path, line: Any) -> None:
+def test_a_drafts_config_is_refused_before_the_targets_weights_come(
+    hub: Hub, tmp_path: Path, line: Any
+) -> None:
     hub.repositories[NAME] = sharded(tmp_path / "model")
     hub.repositories["someone/draft"] = sharded(
         tmp_path / "draft", model_type="telepathy", architectures=None
@@ -232,7 +236,7 @@ def test_draft_config_is_refused_before_target_weights(hub: Hub, tmp_path: Path,
     assert not hub.sent_weights()
 
 
-def test_plan_fetches_configs_only(
+def test_a_plan_fetches_configs_alone(
     hub: Hub, tmp_path: Path, line: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure_little(monkeypatch)
@@ -255,7 +259,7 @@ def test_plan_fetches_configs_only(
 
 
 @pytest.mark.parametrize("kind", ["fp8", "gptq", "pack-quantized"])
-def test_quantised_model_is_planned_by_its_headers(
+def test_a_quantised_model_is_planned_by_its_headers(
     kind: str, hub: Hub, tmp_path: Path, line: Any
 ) -> None:
     config = llama_config(
@@ -283,7 +287,7 @@ def test_quantised_model_is_planned_by_its_headers(
     assert json.loads(out)["plan"] == json.loads(local)["plan"]
 
 
-def test_format_with_sizes_in_weights_is_not_planned_remotely(
+def test_a_format_that_keeps_sizes_among_the_weights_is_not_planned_from_afar(
     hub: Hub, tmp_path: Path, line: Any
 ) -> None:
     config = llama_config(hidden_size=64, intermediate_size=128, head_dim=16)
@@ -298,7 +302,7 @@ def test_format_with_sizes_in_weights_is_not_planned_remotely(
 
 
 @pytest.mark.parametrize("main", [run.main, plan.main])
-def test_offline_sends_no_request_and_is_one_sentence(
+def test_offline_asks_nothing_and_says_so_in_one_sentence(
     main: Any, hub: Hub, tmp_path: Path, line: Any
 ) -> None:
     hub.repositories[NAME] = sharded(tmp_path / "model")
@@ -308,7 +312,7 @@ def test_offline_sends_no_request_and_is_one_sentence(
     assert hub.n_requests == 0
 
 
-def test_weights_missing_after_a_plan_are_reported_offline(
+def test_weights_that_a_plan_left_on_the_hub_are_missed_offline(
     hub: Hub, tmp_path: Path, line: Any
 ) -> None:
     hub.repositories[NAME] = sharded(tmp_path / "model")
@@ -330,7 +334,7 @@ def test_weights_missing_after_a_plan_are_reported_offline(
     assert code == 2 and "not in the hub cache" in err
 
 
-def test_repository_without_config_is_reported(hub: Hub, tmp_path: Path, line: Any) -> None:
+def test_a_repository_without_a_config_is_told(hub: Hub, tmp_path: Path, line: Any) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model-Q4_K_M.gguf").write_bytes(b"x" * 1000)
     hub.repositories[NAME] = tmp_path / "model"
@@ -339,7 +343,7 @@ def test_repository_without_config_is_reported(hub: Hub, tmp_path: Path, line: A
     assert not hub.sent_weights()
 
 
-def test_unreachable_hub_is_reported_and_cached_models_work(
+def test_a_hub_that_is_down_is_told_at_once_and_missed_by_nobody_who_has_the_model(
     hub: Hub, tmp_path: Path, line: Any
 ) -> None:
     hub.repositories[NAME] = sharded(tmp_path / "model")
@@ -353,11 +357,11 @@ def test_unreachable_hub_is_reported_and_cached_models_work(
     assert hub.n_requests < 6  # it was not asked again and again
 
 
-def test_unknown_hub_id_is_one_sentence(hub: Hub, line: Any) -> None:
+def test_a_name_that_the_hub_does_not_know_is_one_sentence(hub: Hub, line: Any) -> None:
     code, out, err = line(run.main, "--model", "someone/nothing", *SMALL)
     assert (code, out, err.count("\n")) == (2, "", 1) and "someone/nothing" in err
 
 
-def test_hub_checkpoint_equals_the_uploaded_one(hub: Hub, tmp_path: Path) -> None:
+def test_the_checkpoint_of_the_hub_is_the_one_that_was_put_there(hub: Hub, tmp_path: Path) -> None:
     hub.repositories[NAME] = speaking_checkpoint(tmp_path / "model", num_hidden_layers=2)
     assert open_checkpoint(locate(NAME)).identity == open_checkpoint(tmp_path / "model").identity
