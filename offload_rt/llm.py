@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from numbers import Integral
 from operator import index
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,12 @@ from torch import Tensor
 from offload_rt.config import EngineConfig, SamplingParams, StructuredOutputs
 from offload_rt.engine.builder import load
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.engine_plan import EnginePlan, plan_engine
+from offload_rt.engine.engine_spec import EngineSpec, plan_engine
 from offload_rt.engine.engine_thread import EngineThread, IndexedPiece, closed
 from offload_rt.engine.loader import Progress
 from offload_rt.engine.outputs import Output, Piece, Request, Stats
 from offload_rt.errors import CapacityError, PromptError, SettingsError
+from offload_rt.executor.grammar import Grammar, GrammarCompiler
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.offload.placement import Plan
@@ -36,18 +38,26 @@ from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
 from offload_rt.system.progress import loading_bar, progress_bar
 from offload_rt.system.ranks import is_first, joined
 from offload_rt.system.trace import Trace
-from offload_rt.text.detokenize import Message, TextStream, encode, encode_chat, load_tokenizer
-from offload_rt.text.grammar import Grammar, GrammarCompiler
+from offload_rt.text.detokenize import (
+    Message,
+    TextStream,
+    encode,
+    encode_chat,
+    load_tokenizer,
+    set_chat_template,
+)
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint, sampling_defaults
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.files import end_ids, sampling_defaults
+from offload_rt.weights.locate import locate
 
 if TYPE_CHECKING:  # it takes a second to load, together with a tokenizer
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LLM", "Output", "Piece", "Stats"]
 
-# A text or token ids.
-Prompt = str | Several[int] | np.ndarray | Tensor
+# A text, token ids, or a mapping with "prompt" or "prompt_token_ids".
+Prompt = str | Several[int] | np.ndarray | Tensor | Mapping[str, Any]
 
 
 class LLM:
@@ -58,7 +68,7 @@ class LLM:
     program; the others compute with it from when they load the model until it is closed, and end.
     """
 
-    engine_plan: EnginePlan
+    spec: EngineSpec
     tokenizer: "PreTrainedTokenizerBase | None"
     _thread: EngineThread | None = None
     _closes: "weakref.finalize[..., LLM]"
@@ -88,6 +98,7 @@ class LLM:
         split_draft: str = "auto",
         revision: str | None = None,
         offline: bool = False,
+        chat_template: str | None = None,
         pipeline: int = 1,
         use_tqdm_on_load: bool = True,
     ) -> None:
@@ -103,7 +114,8 @@ class LLM:
                 max_model_len,
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
                 draft_context, learn_draft,
-                batch_invariant, exact_parallel, split_draft, revision, offline, pipeline,
+                batch_invariant, exact_parallel, split_draft, revision, offline,
+                chat_template, pipeline,
             )
         )  # fmt: skip
         is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()
@@ -137,7 +149,7 @@ class LLM:
         progress  is told (bytes so far, bytes in all)
         """
         self._closes.detach()  # `load` closes what the plan has opened
-        self._thread = EngineThread(load(self.engine_plan, trace or Trace(on=False), progress))
+        self._thread = EngineThread(load(self.spec, trace or Trace(on=False), progress))
         # At the latest when the program ends: threads that still read would be torn down with the
         # interpreter.
         self._closes = weakref.finalize(self, self._thread.close)
@@ -151,11 +163,13 @@ class LLM:
             locate(config.draft_model, None, config.offline, has_weights=False)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint = open_checkpoint(directory)
-        self._end_ids = end_ids(directory)
+        self._end_ids = end_ids(directory, checkpoint.config)
         self._defaults, self.tokenizer = sampling_defaults(directory), load_tokenizer(directory)
+        if config.chat_template is not None:
+            set_chat_template(self.tokenizer, Path(config.chat_template))
         found = find_draft(config, drafting, checkpoint, self.tokenizer)
         try:
-            self.engine_plan = plan_engine(config, checkpoint, found)
+            self.spec = plan_engine(config, checkpoint, found)
         except CapacityError:
             is_asked = (
                 drafting is not None or config.drafter != "auto" or config.draft_model is not None
@@ -163,14 +177,14 @@ class LLM:
             if is_asked or found.draft is None:
                 raise
             # There is no room for the layer that would draft, which nobody has asked for.
-            self.engine_plan = plan_engine(config, checkpoint, pick_drafter(config))
+            self.spec = plan_engine(config, checkpoint, pick_drafter(config))
         self._compiler_lock = Lock()
-        self._closes = weakref.finalize(self, self.engine_plan.close)
+        self._closes = weakref.finalize(self, self.spec.close)
 
     @property
     def plan(self) -> Plan:
         """What lies where."""
-        return self.engine_plan.plan
+        return self.spec.plan
 
     @property
     def engine(self) -> Engine:
@@ -186,7 +200,7 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
-        return self.engine_plan.max_model_len
+        return self.spec.memory.max_model_len
 
     def __enter__(self) -> "LLM":
         return self
@@ -368,7 +382,7 @@ class LLM:
                 "the prompt is empty", need="at least one token", change="give it some text"
             )
         if len(ids) >= self.max_model_len:
-            can_grow = self.max_model_len < self.engine_plan.checkpoint.spec.max_positions
+            can_grow = self.max_model_len < self.spec.target.checkpoint.spec.max_positions
             limit = "--max-model-len" if can_grow else "the model's positions"
             raise CapacityError(
                 "the prompt is too long", have=str(len(ids)),
@@ -376,7 +390,7 @@ class LLM:
                 change="shorten it, or raise --max-model-len and "
                        "--device-memory" if can_grow else "shorten it",
             )  # fmt: skip
-        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
+        vocab_size = self.spec.target.checkpoint.spec.vocab_size
         wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             need = f"ids from 0 to {vocab_size - 1}"
@@ -406,7 +420,9 @@ class LLM:
             replace(params, n=1, seed=None if seed is None else (seed + i) % 2**63)
             for i in range(params.n)
         )
-        return Request([self._sequence(prompt, one) for one in several])
+        content = _content(prompt)
+        text = content if isinstance(content, str) else None
+        return Request([self._sequence(content, one) for one in several], text)
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         ids = self.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
@@ -432,7 +448,7 @@ class LLM:
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
-        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
+        vocab_size = self.spec.target.checkpoint.spec.vocab_size
         compiler = GrammarCompiler(self._tokenizer(), vocab_size, self._end_ids)
         self.engine.closes.callback(compiler.close)
         return compiler
@@ -454,7 +470,7 @@ class LLM:
         """Raises SettingsError for ids outside the vocabulary, and if no token could be
         produced.
         """
-        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
+        vocab_size = self.spec.target.checkpoint.spec.vocab_size
         ids_by_name = {
             "logit_bias": params.logit_bias or (),
             "stop_token_ids": params.stop_token_ids,
@@ -476,11 +492,27 @@ class LLM:
 
 def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one was given or several."""
+    if isinstance(prompts, Mapping):
+        return [prompts]
     if isinstance(prompts, list | tuple):
         is_one = bool(prompts) and isinstance(prompts[0], Integral)
     else:
         is_one = getattr(prompts, "ndim", 1) < 2
     return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]  # as it has just been seen
+
+
+def _content(prompt: Prompt) -> Any:
+    """Text or token ids of a prompt, also of vLLM's dictionaries."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    names = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
+    unknown = sorted(set(prompt) - {"prompt_token_ids", "prompt"})
+    if not names or unknown:
+        raise PromptError(
+            "the prompt", need='"prompt" or "prompt_token_ids"',
+            have=", ".join(map(repr, unknown)) or "neither", change="give one of these keys",
+        )  # fmt: skip
+    return prompt[names[0]]
 
 
 def _ids(prompt: Any) -> list[int]:

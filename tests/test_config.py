@@ -34,6 +34,12 @@ UNITS = {
     "Ti": 2**40,
 }
 
+
+def flagged(cls: type) -> list[Any]:
+    """Fields with a flag."""
+    return [item for item in fields(cls) if item.metadata]
+
+
 # A value of each field that is not its default, as a flag takes it and as the settings hold it.
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "model": (["some/dir"], "some/dir"),
@@ -58,6 +64,9 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "exact_parallel": ([], True),
     "split_draft": (["on"], "on"),
     "revision": (["main"], "main"),
+    "chat_template": (["chat.jinja"], "chat.jinja"),
+    "hide_thinking": ([], True),
+    "plain": ([], True),
     "offline": ([], True),
     "pipeline": (["2"], 2),
     "max_tokens": (["7"], 7),
@@ -90,6 +99,8 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "show_tree": ([], True),
     "baseline": ([], True),
     "trace": (["out.json"], "out.json"),
+    "json_schema": (["schema.json"], "schema.json"),
+    "regex": (["[a-z]+"], "[a-z]+"),
     "system": (["be brief"], "be brief"),
     "enable_thinking": ([], True),
     "chat_template_kwargs": (['{"a": [1]}'], {"a": [1]}),
@@ -170,7 +181,7 @@ def test_budgets_are_also_told_in_bytes() -> None:
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_there_is_an_example_of_every_field_and_it_is_not_the_default(cls: type) -> None:
-    for item in fields(cls):
+    for item in flagged(cls):
         assert item.name in EXAMPLES, f"say here what {item.name} looks like on the command line"
         assert item.default is MISSING or EXAMPLES[item.name][1] != item.default
 
@@ -181,7 +192,7 @@ def _parsed(cls: type, arguments: list[str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("cls", "name"), [(cls, item.name) for cls in CLASSES for item in fields(cls)]
+    ("cls", "name"), [(cls, item.name) for cls in CLASSES for item in flagged(cls)]
 )
 def test_every_field_has_a_flag_that_sets_it_and_nothing_else(cls: type, name: str) -> None:
     texts, value = EXAMPLES[name]
@@ -190,7 +201,7 @@ def test_every_field_has_a_flag_that_sets_it_and_nothing_else(cls: type, name: s
     got = _parsed(cls, [*needed, *flags])
     assert getattr(got, name) == value
     assert type(getattr(got, name)) is type(value)
-    for item in fields(cls):
+    for item in flagged(cls):
         is_same = {item.name, name} == {"max_tokens", "max_new_tokens"}
         if (
             item.name != name
@@ -205,22 +216,42 @@ def test_every_field_has_a_flag_that_sets_it_and_nothing_else(cls: type, name: s
 def test_flags_are_the_names_in_kebab_case_and_all_have_help(cls: type) -> None:
     parser = Parser("test", "flags", cls)
     actions = {
-        action.option_strings[0]: action for action in parser._actions if action.dest != "help"
+        action.option_strings[0]: action
+        for action in parser._actions
+        if action.dest != "help" and action.option_strings
     }
-    assert sorted(actions) == sorted("--" + item.name.replace("_", "-") for item in fields(cls))
-    assert all("default: " in action.help for action in actions.values())
+    assert sorted(actions) == sorted("--" + item.name.replace("_", "-") for item in flagged(cls))
+    assert all(action.help for action in actions.values())
+    assert "default: None" not in parser.format_help()
 
 
-def test_help_names_what_a_flag_may_be_and_its_default() -> None:
-    words = " ".join(Parser("test", "flags", EngineConfig, SamplingParams).format_help().split())
-    for said in (
-        "--device "
-        "{auto,cpu,cuda}", "engine "
-                           "config:", "sampling "
-                                      "params:", "of auto, adaptive_tree, ", "--top-p TOP_P keep",
-        "coupled, ", "--seed SEED seed of the random numbers; default: None",
-    ):  # fmt: skip
-        assert said in words, said
+def test_help_is_grouped_and_names_choices_and_defaults() -> None:
+    parser = Parser("test", "flags", EngineConfig, SamplingParams, examples=("test DIR",))
+    words = " ".join(parser.format_help().split())
+    for text in (
+        "usage: test [MODEL] [OPTIONS]",
+        "--device {auto,cpu,cuda} where",
+        "of auto, adaptive_tree, ",
+        "coupled, ",
+        "--top-p TOP_P keep",
+        "--min-tokens MIN_TOKENS",
+        "default: 0",
+        "examples: test DIR",
+        *("model:", "memory:", "drafting:", "ranks:", "sampling:"),
+    ):
+        assert text in words, text
+
+
+def test_model_and_prompt_may_be_given_without_their_flags() -> None:
+    parser = Parser("test", "flags", EngineConfig, RunSettings)
+    by_position = parser.parse_args(["DIR", "--tree-size", "3", "hello", "--prompt", "there"])
+    assert (by_position.model, by_position.prompt) == ("DIR", ["there", "hello"])
+    with_flag = parser.parse_args(["--model", "DIR", "hello"])
+    assert (with_flag.model, with_flag.prompt) == ("DIR", ["hello"])
+    with pytest.raises(SettingsError, match="unrecognized arguments: more"):
+        parser.parse_args(["DIR", "hello", "more"])
+    with pytest.raises(SettingsError, match="needs a model"):
+        parser.parse_args(["--prompt", "hello"])
 
 
 @pytest.mark.parametrize(

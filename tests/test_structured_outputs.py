@@ -22,8 +22,8 @@ from support.tiny import (
 
 from offload_rt import SamplingParams, StructuredOutputs
 from offload_rt.errors import SettingsError
+from offload_rt.executor.grammar import GrammarCompiler
 from offload_rt.text.detokenize import token_bytes
-from offload_rt.text.grammar import GrammarCompiler
 from offload_rt.tree.topology import DraftTree
 
 VOCAB = 336  # more tokens than the tokenizer has

@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         "offload-rt convert",
         "Write losslessly encoded weights for later runs.",
         ConvertSettings,
+        examples=("offload-rt convert DIR", "offload-rt convert DIR --ranks 2"),
     )
     return exit_code(lambda: _convert(parser.parse_args(arguments)))
 
@@ -46,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _convert(flags: Namespace) -> None:
     settings = from_flags(ConvertSettings, flags)
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
-    from offload_rt.weights.checkpoint import locate, open_checkpoint
+    from offload_rt.weights.checkpoint import open_checkpoint
+    from offload_rt.weights.locate import locate
 
     path = locate(settings.model, settings.revision, settings.offline)
     from rich.console import Console

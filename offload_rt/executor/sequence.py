@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from offload_rt.config import SamplingParams
+from offload_rt.executor.grammar import Grammar
 from offload_rt.executor.stats import SequenceStats
 from offload_rt.ops.noise import NoiseRows
 from offload_rt.sampling import Logprob, token_logprobs
 from offload_rt.text.detokenize import TextStream
-from offload_rt.text.grammar import Grammar
 
 
 @dataclass(eq=False)

@@ -185,7 +185,7 @@ def test_every_pattern_comes_back_whatever_the_table(decoder: Decoder, kind: int
         )
         layout = pack({"x": bits.view(dtype)}).layout
         nbytes = lossless.chunk_nbytes(n, lossless.n_escapes(lossless.count_others(part, kind)))
-        encoded = EncodedLayer.of(layout, [Coding(kind, (nbytes,))])
+        encoded = EncodedLayer.from_codings(layout, [Coding(kind, (nbytes,))])
         block = host_block(encoded.nbytes)
         encoded.write_table(block)
         lossless.encode(part, kind, block.numpy()[encoded.table_nbytes :][:nbytes])
@@ -479,7 +479,7 @@ def test_a_chunk_that_is_said_to_be_of_another_kind_is_refused(tmp_path: Path) -
     """Where it has just as many bytes as that kind would."""
     exponents = np.concatenate((np.arange(1552) % 7, 7 + np.arange(2544) % 200)).astype(np.uint16)
     layout = pack({"x": torch.from_numpy(exponents << 7).view(torch.bfloat16)}).layout
-    encoded = EncodedLayer.of(layout, [Coding(lossless.BFLOAT16, (8192,))])
+    encoded = EncodedLayer.from_codings(layout, [Coding(lossless.BFLOAT16, (8192,))])
     block = host_block(encoded.nbytes)
     lossless.encode(exponents << 7, lossless.BFLOAT16, block.numpy()[encoded.table_nbytes :][:8192])
     write_layer(layer_path(tmp_path, 0), "x", 0, EncodedImage(block, encoded.block_layout, encoded))
@@ -559,13 +559,10 @@ def test_a_sidecar_beside_the_checkpoint_is_found_and_a_damaged_one_is_told(
     shutil.copytree(converted, tmp_path / "m" / "lossless")
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none"}
     with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
-        assert unloaded.engine_plan.link.sidecar and "read encoded" in unloaded.engine_plan.notice
+        assert unloaded.spec.target.link.sidecar and "read encoded" in unloaded.spec.notice
     layer_path(tmp_path / "m" / "lossless", 3).write_bytes(b"x" * 100)
     with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
-        assert (
-            unloaded.engine_plan.link.sidecar is None
-            and "layer-00003" in unloaded.engine_plan.notice
-        )
+        assert unloaded.spec.target.link.sidecar is None and "layer-00003" in unloaded.spec.notice
     with pytest.raises(CheckpointError, match="layer-00003"):
         LLM.open(EngineConfig(str(tmp_path / "m"), link_format="lossless", **settings))
     with pytest.raises(CheckpointError, match="offload-rt convert"):
@@ -604,13 +601,15 @@ def test_auto_reads_a_sidecar_where_that_is_faster_by_measured_rates(
     measure(monkeypatch, rates)
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none", "sidecar": str(converted)}
     with LLM.open(EngineConfig(str(model), **settings)) as unloaded:
-        plan = unloaded.engine_plan
-        assert bool(plan.link.sidecar) == isinstance(plan.disk, SidecarTier) == is_encoded
+        spec = unloaded.spec
+        assert (
+            bool(spec.target.link.sidecar) == isinstance(spec.files.disk, SidecarTier) == is_encoded
+        )
         how = "read encoded" if is_encoded else "read as they are, not from the sidecar"
-        (line,) = plan.notice.splitlines()
+        (line,) = spec.notice.splitlines()
         assert how in line and figures in line
     with LLM.open(EngineConfig(str(model), link_format="lossless", **settings)) as unloaded:
-        assert unloaded.engine_plan.link.sidecar and not unloaded.engine_plan.notice
+        assert unloaded.spec.target.link.sidecar and not unloaded.spec.notice
 
 
 def test_auto_reads_weights_as_they_are_where_decoding_takes_too_much_memory(
@@ -630,9 +629,9 @@ def test_auto_reads_weights_as_they_are_where_decoding_takes_too_much_memory(
     with pytest.raises(CapacityError):
         LLM.open(EngineConfig(str(model), link_format="lossless", sidecar=str(converted), **place))
     with LLM.open(EngineConfig(str(model), sidecar=str(converted), **place)) as unloaded:
-        plan = unloaded.engine_plan
-        assert plan.link.sidecar is None and plan.plan.streamed_nbytes
-        assert "not from the sidecar: the device memory budget is too small" in plan.notice
+        spec = unloaded.spec
+        assert spec.target.link.sidecar is None and spec.plan.streamed_nbytes
+        assert "not from the sidecar: the device memory budget is too small" in spec.notice
     with pytest.raises(CapacityError):
         LLM.open(
             EngineConfig(str(model), sidecar=str(converted), **place | {"device_memory": raw - 1})
@@ -767,8 +766,8 @@ def test_what_lossless_cannot_do_is_told(
     with pretended_card(monkeypatch):
         with LLM.open(EngineConfig(str(model), sidecar=str(converted), **settings)) as unloaded:
             assert (
-                unloaded.engine_plan.link.sidecar is None
-                and "card is pretended" in unloaded.engine_plan.notice
+                unloaded.spec.target.link.sidecar is None
+                and "card is pretended" in unloaded.spec.notice
             )
         with pytest.raises(OffloadError, match="card is pretended"):
             LLM.open(EngineConfig(str(model), link_format="lossless", **settings))

@@ -53,7 +53,7 @@ def test_bad_words_and_allowed_tokens_hold_at_every_node_of_a_tree(llm: LLM) -> 
     plain = llm.generate(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))[0]
     first = plain.token_ids
     assert plain.stats.n_passes < 12, "trees were accepted"
-    vocabulary = range(llm.engine_plan.checkpoint.spec.vocab_size)
+    vocabulary = range(llm.spec.target.checkpoint.spec.vocab_size)
     for params in (
         {"bad_words_ids": (tuple(first[:1]),)},
         {"bad_words_ids": (tuple(first[2:4]), tuple(first[5:8]))},
@@ -105,9 +105,8 @@ def test_rules_that_exclude_every_token_are_refused(llm: LLM, params: Any) -> No
         ({"repetition_penalty": 1e300}, "repetition_penalty"),
         ({"logit_bias": {"5": 1e39}}, "logit_bias"),
         ({"logit_bias": {"5": -1e39}}, "logit_bias"),
-        ({"guided_json": {"type": "object"}}, "guided_json"),
-        ({"guided_regex": "a+"}, "guided_regex"),
-        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),

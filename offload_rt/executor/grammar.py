@@ -22,6 +22,14 @@ if TYPE_CHECKING:  # optional packages
     from transformers import PreTrainedTokenizerBase
 
 
+# Options of llguidance. Optional white space would let a model pad its answer forever.
+COMPACT_JSON: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+
+
 class GrammarCompiler:
     """Compiles structured outputs for a tokenizer, and owns the threads that compute masks."""
 
@@ -68,14 +76,8 @@ class GrammarCompiler:
 
     def _source(self, outputs: StructuredOutputs) -> str:
         if outputs.json is not None:
-            # Optional white space would let a model pad its answer forever.
-            options: Any = {
-                "whitespace_flexible": False,
-                "item_separator": ", ",
-                "key_separator": ": ",
-            }
             schema = json.dumps(outputs.json)
-            return str(self._matcher.grammar_from_json_schema(schema, options))
+            return str(self._matcher.grammar_from_json_schema(schema, COMPACT_JSON))
         if outputs.regex is not None:
             return str(self._matcher.grammar_from_regex(outputs.regex))
         from llguidance import grammar_from
