@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -40,13 +39,13 @@ def run_of(
     )
 
 
-def test_decode_rate_excludes_the_prompt_pass() -> None:
+def test_decode_rate_excludes_the_prompt_pass():
     run = run_of([1, 2, 3, 4, 5, 6], [(9.0, 2), (10.0, 5), (11.0, 6)])
     assert run.seconds_per_token == pytest.approx(2 / 4)
     assert run.tokens_per_pass == 2
 
 
-def test_decode_rate_of_a_single_pass() -> None:
+def test_decode_rate_of_a_single_pass():
     run = run_of([1, 2], [(3.0, 2)])
     assert (run.seconds_per_token, run.tokens_per_pass) == (1.5, 2)
 
@@ -61,11 +60,11 @@ def test_decode_rate_of_a_single_pass() -> None:
         ([1, 2, 3], [1, 2], 2),
     ],
 )
-def test_first_difference_of_answers(one: list[int], other: list[int], where: int | None) -> None:
+def test_first_difference_of_answers(one, other, where):
     assert outcome.parting(one, other) == where
 
 
-def test_rows_have_a_floor_and_are_sorted_by_kind_and_speed() -> None:
+def test_rows_have_a_floor_and_are_sorted_by_kind_and_speed():
     fast = [(1.0, 1), (2.0, 3)]
     slow = [(1.0, 1), (2.0, 2), (3.0, 3)]
     runs = {
@@ -88,7 +87,7 @@ def test_rows_have_a_floor_and_are_sorted_by_kind_and_speed() -> None:
     assert [Row.of(json.loads(json.dumps(row.entry()))) for row in found] == found
 
 
-def test_resident_model_has_a_table_and_a_chart(tmp_path: Path) -> None:
+def test_resident_model_has_a_table_and_a_chart(tmp_path):
     """Nothing moves then, and a system that would read the disk has no floor."""
     runs = {"accelerate_disk": [run_of([1, 2], [(1.0, 1), (2.0, 2)], "disk", 0)]}
     found = outcome.rows(list(runs), runs, {}, {"disk": [0.0]})
@@ -109,9 +108,7 @@ def test_resident_model_has_a_table_and_a_chart(tmp_path: Path) -> None:
         (subprocess.CalledProcessError(2, ["expand"]), 2),
     ],
 )
-def test_compare_errors_are_one_sentence(
-    fails: Exception, told: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_errors_are_one_sentence(fails, told, monkeypatch):
     def fail(*_: object) -> None:
         raise fails
 
@@ -123,16 +120,14 @@ def test_compare_errors_are_one_sentence(
     assert code == told if isinstance(told, int) else code == f"error: too small; set {told}"
 
 
-def test_compare_refuses_a_model_without_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_refuses_a_model_without_tokenizer(tmp_path, monkeypatch):
     (speaking_checkpoint(tmp_path) / "tokenizer.json").unlink()
     monkeypatch.setattr("sys.argv", ["compare", "--model", str(tmp_path)])
     with pytest.raises(SystemExit, match="has no tokenizer"):
         compare.main()
 
 
-def test_job_and_report_round_trip_as_json(tmp_path: Path) -> None:
+def test_job_and_report_round_trip_as_json(tmp_path):
     job = Job(tmp_path / "m", tmp_path / "p", tmp_path / "d", 7, 3, 256, tmp_path)
     assert Job.of(job.text()) == job
     report = run_of([1, 2], [(0.5, 1), (0.75, 2)]).report
@@ -140,14 +135,14 @@ def test_job_and_report_round_trip_as_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_every_peer_satisfies_the_contract(name: str) -> None:
+def test_every_peer_satisfies_the_contract(name):
     peer = contract.find(name)
     assert peer.TITLE and all(isinstance(one, str) for one in peer.PACKAGES)
     assert callable(peer.load)
     assert contract.refusal(peer) is None or len(contract.refusal(peer)) > 10
 
 
-def test_missing_package_is_the_reason() -> None:
+def test_missing_package_is_the_reason():
     peer = SimpleNamespace(TITLE="t", PACKAGES=("json", "no_such_package"), unfit=lambda: None)
     assert contract.refusal(peer) == "not installed: no_such_package"
     peer.PACKAGES = ("json",)
@@ -155,9 +150,7 @@ def test_missing_package_is_the_reason() -> None:
     assert contract.refusal(peer) == "no card"
 
 
-def test_failing_peer_is_a_row_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_peer_is_a_row_with_its_reason(tmp_path, monkeypatch):
     tried = []
 
     def fail(name: str, *_: object) -> Run:
@@ -175,9 +168,7 @@ def test_failing_peer_is_a_row_with_its_reason(
     assert compare.ratios(found, compare.decode_rate) == {}
 
 
-def test_rounds_start_with_a_different_peer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_start_with_a_different_peer(tmp_path, monkeypatch):
     turns = []
     run = run_of([1, 2], [(1.0, 1), (2.0, 2)])
     monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
@@ -197,7 +188,7 @@ def test_rounds_start_with_a_different_peer(
     assert compare.ratios(found, compare.decode_rate) == of_its_kind
 
 
-def test_speculative_peers_are_compared_with_each_other(tmp_path: Path) -> None:
+def test_speculative_peers_are_compared_with_each_other(tmp_path):
     slow = run_of([1, 2], [(1.0, 1), (3.0, 2)])
     fast = run_of([1, 2], [(1.0, 1), (2.0, 2)])
     runs = {
@@ -210,7 +201,7 @@ def test_speculative_peers_are_compared_with_each_other(tmp_path: Path) -> None:
     }
 
 
-def test_recorded_comparison_can_be_drawn(tmp_path: Path) -> None:
+def test_recorded_comparison_can_be_drawn(tmp_path):
     told = json.loads((ROOT / "bench/results/compare.jsonl").read_text().splitlines()[-1])
     chart.draw(
         [Row.of(entry) for entry in told["rows"]], chart.caption(told), tmp_path / "chart.png"
@@ -218,7 +209,7 @@ def test_recorded_comparison_can_be_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_process_joins_its_control_group(tmp_path: Path) -> None:
+def test_process_joins_its_control_group(tmp_path):
     done = run_json(
         ["-c", "import json, os; print(json.dumps({'pid': os.getpid()}))"], cgroup=tmp_path
     )
@@ -226,15 +217,13 @@ def test_process_joins_its_control_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["memory.max", "memory.limit_in_bytes"])
-def test_memory_limit_of_control_groups_of_both_versions(name: str, tmp_path: Path) -> None:
+def test_memory_limit_of_control_groups_of_both_versions(name, tmp_path):
     (tmp_path / name).write_text("4096\n")
     assert compare.memory_limit(tmp_path) == 4096
 
 
 @pytest.mark.slow
-def test_gguf_peers_share_a_file_and_the_limit_of_the_control_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_peers_share_a_file_and_the_limit_of_the_control_group(tmp_path, monkeypatch):
     """The budget of offload_rt leaves room for its imports; a newer checkpoint replaces the
     file.
     """
@@ -267,7 +256,7 @@ def test_gguf_peers_share_a_file_and_the_limit_of_the_control_group(
 
 
 @pytest.mark.slow
-def test_gguf_file_is_rewritten_after_its_checkpoint_changes(tmp_path: Path) -> None:
+def test_gguf_file_is_rewritten_after_its_checkpoint_changes(tmp_path):
     model = speaking_checkpoint(tmp_path / "model")
     path = gguf_model(model, "F16", tmp_path)
     content = path.read_bytes()
@@ -300,7 +289,7 @@ class FakeLlama:
         return 17
 
 
-def test_llama_cpp_tokens_of_a_pass_arrive_together() -> None:
+def test_llama_cpp_tokens_of_a_pass_arrive_together():
     peer = LlamaCppPeer(FakeLlama(), Supply("memory", 1))
     answer = peer.generate([1, 2], 6)
     assert answer.token_ids == [10, 11, 12, 13, 14, 15]
@@ -308,9 +297,7 @@ def test_llama_cpp_tokens_of_a_pass_arrive_together() -> None:
     assert peer.generate([1, 2], 99).token_ids[-1] == 17  # the end token
 
 
-def test_llama_cpp_with_avx512_is_refused_for_avx2(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_llama_cpp_with_avx512_is_refused_for_avx2(monkeypatch):
     built = {"with": b"AVX2 = 1 | AVX512 = 1 | ", "without": b"AVX2 = 1 | "}
     for environment, kind, is_refused in (
         (AVX2_ENVIRONMENT, "with", True),
@@ -327,7 +314,7 @@ def test_llama_cpp_with_avx512_is_refused_for_avx2(
             assert (contract.find("llama_cpp").unfit() is not None) == is_refused
 
 
-def test_llama_cpp_text_equals_transformers(tmp_path: Path) -> None:
+def test_llama_cpp_text_equals_transformers(tmp_path):
     """With and without a draft, in float32; the prompt pass and the passes of one token."""
     pytest.importorskip("llama_cpp")
     AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).save_pretrained(
@@ -344,7 +331,7 @@ def test_llama_cpp_text_equals_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_peers_give_the_same_tokens_in_their_processes(tmp_path: Path) -> None:
+def test_two_peers_give_the_same_tokens_in_their_processes(tmp_path):
     model = speaking_checkpoint(tmp_path / "model")
     job = Job(model, model, model, 1_000_000, 1, 64, tmp_path)
     runs = [
@@ -358,7 +345,7 @@ def test_two_peers_give_the_same_tokens_in_their_processes(tmp_path: Path) -> No
     assert runs[1].report.supply.source == "disk" and runs[1].report.supply.pass_bytes > 0
 
 
-def test_benchmarks_do_not_import_scripts() -> None:
+def test_benchmarks_do_not_import_scripts():
     sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "bench").rglob("*.py")}
     scripts = "|".join(
         [
@@ -370,6 +357,6 @@ def test_benchmarks_do_not_import_scripts() -> None:
     assert [path.name for path, text in sources.items() if pattern.search(text)] == []
 
 
-def test_failing_process_reports_its_error() -> None:
+def test_failing_process_reports_its_error():
     with pytest.raises(RuntimeError, match="exit code 1: ValueError: out of luck"):
         run_json(["-c", "raise ValueError('out of luck')"])

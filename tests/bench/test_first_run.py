@@ -57,7 +57,7 @@ def run(
     return done.returncode, {name: result for name, _, result in rows}, folder / "out"
 
 
-def test_failing_step_does_not_stop_the_next(tmp_path: Path) -> None:
+def test_failing_step_does_not_stop_the_next(tmp_path):
     code, found, logs = run(tmp_path, "first")
     assert code == 1
     assert (
@@ -77,13 +77,13 @@ def test_failing_step_does_not_stop_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["first", "second"])
-def test_steps_without_a_gpu_report_it(tmp_path: Path, script: str) -> None:
+def test_steps_without_a_gpu_report_it(tmp_path, script):
     code, found, _ = run(tmp_path, script, n_cards=0)
     assert code == 1 and found.pop("environment").startswith("ok")
     assert len(found) > 5 and all("can use no GPU" in result for result in found.values())
 
 
-def test_second_run_executes_the_named_steps(tmp_path: Path) -> None:
+def test_second_run_executes_the_named_steps(tmp_path):
     """A section that prints nothing has failed; ranks need two cards."""
     code, found, _ = run(tmp_path, "second", "", "attention", "peers", "ranks")
     assert code == 1 and list(found) == ["environment", "attention", "peers", "ranks"]
@@ -93,9 +93,7 @@ def test_second_run_executes_the_named_steps(tmp_path: Path) -> None:
     assert found["ranks"] == "left out: there is one GPU"
 
 
-def test_bundled_wheels_replace_old_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bundled_wheels_replace_old_packages(tmp_path, monkeypatch, capsys):
     """And no others; what stays unmet is named."""
     for name in ("transformers", "numpy"):
         with zipfile.ZipFile(tmp_path / f"{name}-5.99.0-py3-none-any.whl", "w") as wheel:

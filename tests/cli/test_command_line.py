@@ -84,9 +84,7 @@ def process(*arguments: str, stdin: str = "", **changes: str) -> subprocess.Comp
 
 
 @pytest.mark.slow
-def test_run_prints_text_to_stdout_and_report_to_stderr(
-    tmp_path: Path,
-) -> None:
+def test_run_prints_text_to_stdout_and_report_to_stderr(tmp_path):
     directory = speaking_checkpoint(tmp_path, BYTES)
     arguments = ["--model", str(directory), *SMALL, "--max-new-tokens", "40", "--prompt-file", "-"]
     done = process(*arguments, stdin="é", PYTHONIOENCODING="ascii")
@@ -124,7 +122,7 @@ def _refused(got: tuple[int, str, str], *words: str) -> None:
         assert word in err
 
 
-def test_help_names_every_flag(line: Any) -> None:
+def test_help_names_every_flag(line):
     code, out, _ = line("--help")
     assert code == 0
     assert all(
@@ -132,9 +130,7 @@ def test_help_names_every_flag(line: Any) -> None:
     )
 
 
-def test_draft_model_changes_speed_but_not_text(
-    line: Any, drafting: list[str], spoken: Any
-) -> None:
+def test_draft_model_changes_speed_but_not_text(line, drafting, spoken):
     code, out, report = line(
         *drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--show-tree", "--baseline"
     )
@@ -150,9 +146,7 @@ def test_draft_model_changes_speed_but_not_text(
     assert "GB per pass" in report
 
 
-def test_calibrate_prints_one_json_object(
-    drafting: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_calibrate_prints_one_json_object(drafting, capfd):
     assert calibrate.main([*drafting, "--tokens", "10", "--json"]) == 0
     out, report = capfd.readouterr()
     found = json.loads(out)
@@ -181,16 +175,14 @@ def test_calibrate_prints_one_json_object(
     assert report.count("adaptive_tree: ") == report.count("static_tree: ") == 4
 
 
-def test_damaged_checkpoint_is_one_sentence_and_exit_code_2(line: Any, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_one_sentence_and_exit_code_2(line, tmp_path):
     config = llama_config(frobnicate=1)
     write_checkpoint(tmp_path, config, llama_tensors(config))
     _refused(line("--model", str(tmp_path), "--prompt", "x"), "frobnicate")
 
 
 @pytest.mark.parametrize("stop", [(), ("e",)])
-def test_json_has_text_ids_reason_and_stats(
-    stop: tuple[str, ...], line: Any, model: Path, spoken: Any
-) -> None:
+def test_json_has_text_ids_reason_and_stats(stop, line, model, spoken):
     flags = [part for text in stop for part in ("--stop", text)]
     code, out, _ = line(
         "--model",
@@ -218,7 +210,7 @@ def test_json_has_text_ids_reason_and_stats(
     assert got["stats"]["link_bytes"] > 0
 
 
-def test_json_reports_trees(line: Any, drafting: list[str], spoken: Any) -> None:
+def test_json_reports_trees(line, drafting, spoken):
     code, out, err = line(
         *drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--quiet"
     )
@@ -242,7 +234,7 @@ def test_json_reports_trees(line: Any, drafting: list[str], spoken: Any) -> None
     assert min(seconds) > 0 and max(seconds) < stats["seconds"]
 
 
-def test_calibrate_requires_a_draft_model(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_requires_a_draft_model(model, capfd):
     assert calibrate.main(["--model", str(model), "--device", "cpu"]) == 2
     out, err = capfd.readouterr()
     assert (
@@ -261,15 +253,13 @@ def test_calibrate_requires_a_draft_model(model: Path, capfd: pytest.CaptureFixt
     ],
     ids=" ".join,
 )
-def test_calibrate_refuses_invalid_flags(
-    flags: list[str], words: list[str], drafting: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_calibrate_refuses_invalid_flags(flags, words, drafting, capfd):
     assert calibrate.main([*drafting, *flags]) == 2
     err = capfd.readouterr().err.splitlines()[-1]
     assert err.startswith("error: ") and all(word in err for word in words)
 
 
-def test_stop_string_ends_the_text_before_itself(line: Any, model: Path, spoken: Any) -> None:
+def test_stop_string_ends_the_text_before_itself(line, model, spoken):
     whole = spoken(max_new_tokens=30).text
     stop = whole[9:11]
     flags = ["--prompt", PROMPT, "--max-new-tokens", "30", "--stop", "\x00", "--stop", stop]
@@ -278,7 +268,7 @@ def test_stop_string_ends_the_text_before_itself(line: Any, model: Path, spoken:
     assert out == whole[: whole.index(stop)] + "\n"
 
 
-def test_sampling_flags_reach_the_sampler(line: Any, model: Path, spoken: Any) -> None:
+def test_sampling_flags_reach_the_sampler(line, model, spoken):
     flags = {
         "temperature": 0.9,
         "top_k": 30,
@@ -303,9 +293,7 @@ def test_sampling_flags_reach_the_sampler(line: Any, model: Path, spoken: Any) -
     )
 
 
-def test_prompt_can_be_read_from_a_file(
-    line: Any, model: Path, spoken: Any, tmp_path: Path
-) -> None:
+def test_prompt_can_be_read_from_a_file(line, model, spoken, tmp_path):
     (tmp_path / "prompt").write_text(PROMPT)
     code, out, _ = line(
         "--model",
@@ -319,7 +307,7 @@ def test_prompt_can_be_read_from_a_file(
     assert (code, out) == (0, spoken(max_new_tokens=5).text + "\n")
 
 
-def test_trace_has_spans_of_reading_and_computing(line: Any, model: Path, tmp_path: Path) -> None:
+def test_trace_has_spans_of_reading_and_computing(line, model, tmp_path):
     path = tmp_path / "trace.json"
     code, _, _ = line(
         "--model",
@@ -369,30 +357,28 @@ def test_trace_has_spans_of_reading_and_computing(line: Any, model: Path, tmp_pa
     ],
     ids=lambda value: " ".join(value)[:40].encode("ascii", "replace").decode(),
 )  # fmt: skip
-def test_mistakes_are_one_sentence_and_exit_code_2(
-    arguments: list[str], words: list[str], line: Any, model: Path
-) -> None:
+def test_mistakes_are_one_sentence_and_exit_code_2(arguments, words, line, model):
     _refused(line("--model", str(model), *SMALL, *arguments), *words)
 
 
-def test_binary_prompt_file_is_refused(line: Any, model: Path, tmp_path: Path) -> None:
+def test_binary_prompt_file_is_refused(line, model, tmp_path):
     (tmp_path / "prompt").write_bytes(b"caf\xe9")
     _refused(line("--model", str(model), "--prompt-file", str(tmp_path / "prompt")), "not UTF-8")
 
 
 @pytest.mark.parametrize("model_name", ["/no/such/model", "./nothing", "~no-such-user/m"])
-def test_missing_model_is_refused(model_name: str, line: Any) -> None:
+def test_missing_model_is_refused(model_name, line):
     _refused(line("--model", model_name, "--prompt", "x"), model_name)
 
 
-def test_checkpoint_without_tokenizer_refuses_text(line: Any, tmp_path: Path) -> None:
+def test_checkpoint_without_tokenizer_refuses_text(line, tmp_path):
     config = llama_config()
     write_checkpoint(tmp_path, config, llama_tensors(config))
     code, out, err = line("--model", str(tmp_path), "--device", "cpu", "--prompt", "x", "--quiet")
     _refused((code, out, err), "tokenizer")
 
 
-def test_damaged_tokenizer_is_refused(line: Any, model: Path, tmp_path: Path) -> None:
+def test_damaged_tokenizer_is_refused(line, model, tmp_path):
     for path in model.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 7}')
@@ -404,14 +390,12 @@ def test_damaged_tokenizer_is_refused(line: Any, model: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "arguments", [["--prompt", "x"], ["--model", "m", "--max-new-tokens", "many"], ["--modle", "m"]]
 )
-def test_unreadable_flags_are_exit_code_2(arguments: list[str], line: Any) -> None:
+def test_unreadable_flags_are_exit_code_2(arguments, line):
     _refused(line(*arguments))
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_interrupt_does_not_print_text_twice(
-    flags: list[str], line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_does_not_print_text_twice(flags, line, model, monkeypatch):
     arguments = [
         "--model",
         str(model),
@@ -438,9 +422,7 @@ def test_interrupt_does_not_print_text_twice(
         assert json.loads(out)["finish_reason"] == "length"
 
 
-def test_interrupt_before_the_first_token_prints_json(
-    line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_before_the_first_token_prints_json(line, model, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -455,7 +437,7 @@ def test_interrupt_before_the_first_token_prints_json(
     }
 
 
-def test_context_error_never_exceeds_the_model_positions(line: Any, tmp_path: Path) -> None:
+def test_context_error_never_exceeds_the_model_positions(line, tmp_path):
     directory = speaking_checkpoint(tmp_path, max_position_embeddings=40)
     _, _, err = line(
         "--model", str(directory), "--device", "cpu", "--prompt", "the " * 200, "--quiet"
@@ -477,7 +459,7 @@ def test_context_error_never_exceeds_the_model_positions(line: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     "code", ["import offload_rt.run", "import offload_rt.cli.main", "from offload_rt import LLM"]
 )
-def test_other_operating_systems_are_refused(code: str) -> None:
+def test_other_operating_systems_are_refused(code):
     command = [sys.executable, "-c", f"import sys; sys.platform = 'darwin'; {code}"]
     done = subprocess.run(command, capture_output=True, text=True, env=surroundings())
     assert done.returncode and done.stderr.splitlines()[-1].endswith(
@@ -487,9 +469,7 @@ def test_other_operating_systems_are_refused(code: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_unusable_cuda_device_is_reported(
-    line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_cuda_device_is_reported(line, model, monkeypatch):
     monkeypatch.setattr("offload_rt.engine.device.cards", lambda: ["NVIDIA GeForce RTX 4090"])
     arguments = [
         "--model",
@@ -510,7 +490,7 @@ def test_unusable_cuda_device_is_reported(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_missing_device_is_exit_code_3(line: Any, model: Path) -> None:
+def test_missing_device_is_exit_code_3(line, model):
     code, out, err = line("--model", str(model), "--device", "cuda", "--prompt", "x")
     assert (code, out) == (3, "")
     assert err.startswith("error: --device cuda")
@@ -519,7 +499,7 @@ def test_missing_device_is_exit_code_3(line: Any, model: Path) -> None:
 # The console script.
 
 
-def test_verbs_receive_their_flags(capfd: pytest.CaptureFixture[str], model: Path) -> None:
+def test_verbs_receive_their_flags(capfd, model):
     assert cli_main.main(["plan", "--model", str(model), "--gpu", "rtx4090", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["machine"] == "GeForce RTX 4090"
     for verb in cli_main.VERBS:
@@ -527,7 +507,7 @@ def test_verbs_receive_their_flags(capfd: pytest.CaptureFixture[str], model: Pat
         assert capfd.readouterr().out.startswith(f"usage: offload-rt {verb} ")
 
 
-def test_script_lists_its_verbs(capfd: pytest.CaptureFixture[str]) -> None:
+def test_script_lists_its_verbs(capfd):
     assert cli_main.main(["--help"]) == 0
     out = capfd.readouterr().out
     assert all(verb in out for verb in ("run", "plan", "calibrate", "report"))
@@ -537,15 +517,13 @@ def test_script_lists_its_verbs(capfd: pytest.CaptureFixture[str]) -> None:
     ("arguments", "word"),
     [(["rum"], "'run'"), ([], "VERB"), (["--model", "m", "run"], "VERB"), (["Run"], "'run'")],
 )
-def test_unknown_verb_is_one_sentence_and_exit_code_2(
-    arguments: list[str], word: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_verb_is_one_sentence_and_exit_code_2(arguments, word, capfd):
     assert cli_main.main(arguments) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and word in err
 
 
-def test_several_prompts_are_a_batch(line: Any, model: Path, spoken: Any) -> None:
+def test_several_prompts_are_a_batch(line, model, spoken):
     arguments = [
         "--model",
         str(model),

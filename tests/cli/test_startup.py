@@ -56,7 +56,7 @@ def plan(model: str | Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_plan_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+def test_plan_imports_neither_torch_nor_transformers(tmp_path):
     """Of a config.json of every family or its directory, of files with weights, and of a shape of
     each family.
     """
@@ -88,7 +88,7 @@ def test_plan_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
         assert outcome == [0, []], command
 
 
-def test_help_and_flag_errors_import_no_large_library(tmp_path: Path) -> None:
+def test_help_and_flag_errors_import_no_large_library(tmp_path):
     more = {"run": ["--prompt", "x"], "calibrate": ["--draft-model", str(tmp_path)]}
     commands = [["--help"]]
     for verb in ("run", "chat", "serve", "plan", "convert", "calibrate"):

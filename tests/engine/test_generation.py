@@ -505,7 +505,7 @@ def test_distribution_check_detects_a_wrong_distribution(small):
             )
 
 
-def test_loading_progress_reports_all_bytes(zoo) -> None:
+def test_loading_progress_reports_all_bytes(zoo):
     """The bar reaches its end, wherever the alignment of a block makes it longer than what is
     read.
     """

@@ -7,7 +7,7 @@ from support.fake_gpu import fake_gpu
 from offload_rt.engine import profile
 
 
-def test_memory_rate_is_measured_beyond_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_rate_is_measured_beyond_the_caches(monkeypatch):
     linear = profile.linear
     read = []
     monkeypatch.setattr(
@@ -36,7 +36,7 @@ class Clock:
         return 10.0
 
 
-def test_gpu_rates_use_cuda_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_rates_use_cuda_events(monkeypatch):
     with fake_gpu(monkeypatch, nbytes=256 << 20):
         monkeypatch.setattr(torch.cuda, "Event", Clock)
         card = torch.device("cuda", 0)

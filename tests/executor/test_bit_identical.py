@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.tiny import Zoo, feed, open_llm, prompt_of, random_tree, runner_of
+from support.tiny import feed, open_llm, prompt_of, random_tree, runner_of
 from torch import Tensor
 
 from offload_rt.executor.runner import Runner
@@ -51,7 +51,7 @@ def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_tree_logits_equal_plain_decoding_bit_for_bit(zoo: Zoo, name: str, dtype: str) -> None:
+def test_tree_logits_equal_plain_decoding_bit_for_bit(zoo, name, dtype):
     """Below tokens that the cache lacks, and after a path of an earlier tree was committed, whose
     rows have moved.
     """
@@ -83,9 +83,7 @@ def test_tree_logits_equal_plain_decoding_bit_for_bit(zoo: Zoo, name: str, dtype
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_chunks_and_batches_equal_single_rows_bit_for_bit(
-    zoo: Zoo, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_and_batches_equal_single_rows_bit_for_bit(zoo, name, dtype, monkeypatch):
     prompts = [prompt_of(seed, n) for seed, n in enumerate((5, 33, 1, 16))]
     with open_llm(zoo.directory(name, 0), dtype=dtype) as llm:
         runner = runner_of(llm)
@@ -107,7 +105,7 @@ def test_chunks_and_batches_equal_single_rows_bit_for_bit(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_greedy_texts_do_not_depend_on_trees(zoo: Zoo, dtype: str) -> None:
+def test_greedy_texts_do_not_depend_on_trees(zoo, dtype):
     """Also where two logits are equal: of these the first counts, whichever rows are computed
     beside them.
     """

@@ -12,7 +12,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -97,9 +96,7 @@ def _named(rank: int, ranks: list[Rank]) -> str:
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_killed_rank_ends_the_others_with_its_name(
-    killed: int, model: Path, begins_with: str, tmp_path: Path
-) -> None:
+def test_killed_rank_ends_the_others_with_its_name(killed, model, begins_with, tmp_path):
     with started("offload_rt.run", ["--model", str(model), *ENDLESS], tmp_path) as ranks:
         _when(lambda: len(ranks[0].out) > 20)
         _kill(ranks[killed])
@@ -109,7 +106,7 @@ def test_killed_rank_ends_the_others_with_its_name(
 
 
 @pytest.mark.parametrize("how", ["dies", "fails", "/no/such/model"])
-def test_rank_that_fails_to_start_is_named(how: str, model: Path, tmp_path: Path) -> None:
+def test_rank_that_fails_to_start_is_named(how, model, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(_LOADS)
     with started(str(script), [how, "1", "--model", str(model), *ENDLESS], tmp_path) as ranks:
@@ -123,7 +120,7 @@ def test_rank_that_fails_to_start_is_named(how: str, model: Path, tmp_path: Path
         assert ranks[1].err == ""
 
 
-def test_interrupt_ends_all_ranks_with_one_message(model: Path, tmp_path: Path) -> None:
+def test_interrupt_ends_all_ranks_with_one_message(model, tmp_path):
     """A terminal sends it to all of them."""
     with started("offload_rt.run", ["--model", str(model), *ENDLESS], tmp_path) as ranks:
         _when(lambda: len(ranks[0].out) > 20)
@@ -135,7 +132,7 @@ def test_interrupt_ends_all_ranks_with_one_message(model: Path, tmp_path: Path) 
     assert all(path.suffix == ".json" for path in (tmp_path / "cache").rglob("*") if path.is_file())
 
 
-def test_script_with_one_llm_need_not_close_it(model: Path, tmp_path: Path) -> None:
+def test_script_with_one_llm_need_not_close_it(model, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(_FORGETFUL)
     with started(str(script), [str(model)], tmp_path) as ranks:
@@ -145,7 +142,7 @@ def test_script_with_one_llm_need_not_close_it(model: Path, tmp_path: Path) -> N
         assert (ranks[1].out, ranks[1].err) == ("", "")
 
 
-def test_uncaught_error_names_the_failed_rank(model: Path, tmp_path: Path) -> None:
+def test_uncaught_error_names_the_failed_rank(model, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(_RAISING)
     with started(str(script), [str(model)], tmp_path) as ranks:
@@ -157,7 +154,7 @@ def test_uncaught_error_names_the_failed_rank(model: Path, tmp_path: Path) -> No
         assert ranks[1].err == ""
 
 
-def test_only_rank_0_prints_and_writes(model: Path, tmp_path: Path) -> None:
+def test_only_rank_0_prints_and_writes(model, tmp_path):
     path = tmp_path / "trace.json"
     with started(
         "offload_rt.run", ["--model", str(model), *SHORT, "--json", "--trace", str(path)], tmp_path
@@ -170,7 +167,7 @@ def test_only_rank_0_prints_and_writes(model: Path, tmp_path: Path) -> None:
         assert "5 tokens in" in ranks[0].err and (ranks[1].out, ranks[1].err) == ("", "")
 
 
-def test_plan_is_printed_by_rank_0(model: Path, tmp_path: Path) -> None:
+def test_plan_is_printed_by_rank_0(model, tmp_path):
     with started(
         "offload_rt.run",
         ["--model", str(model), "--device", "cpu", "--plan", "--pipeline", "2"],
@@ -184,7 +181,7 @@ def test_plan_is_printed_by_rank_0(model: Path, tmp_path: Path) -> None:
         )
 
 
-def test_chat_with_several_ranks(model: Path, tmp_path: Path) -> None:
+def test_chat_with_several_ranks(model, tmp_path):
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(
         "{% for one in messages %}{{ one.content }}{% endfor %}"
@@ -206,7 +203,7 @@ def test_chat_with_several_ranks(model: Path, tmp_path: Path) -> None:
         assert ranks[0].out.count("\n") >= 2 and (ranks[1].out, ranks[1].err) == ("", "")
 
 
-def test_server_ends_when_a_rank_dies_between_passes(model: Path, tmp_path: Path) -> None:
+def test_server_ends_when_a_rank_dies_between_passes(model, tmp_path):
     line = ["--model", str(model), "--device", "cpu", "--port", "0", "--pipeline", "2"]
     with started("offload_rt.serve", line, tmp_path) as ranks:
         _when(lambda: "for people" in ranks[0].err)
@@ -223,7 +220,7 @@ def test_server_ends_when_a_rank_dies_between_passes(model: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_torchrun_ends_all_ranks(model: Path, tmp_path: Path) -> None:
+def test_torchrun_ends_all_ranks(model, tmp_path):
     """When rank 1 is killed."""
     line = [
         sys.executable,

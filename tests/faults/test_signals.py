@@ -65,9 +65,7 @@ def _read(process: subprocess.Popen[bytes], n: int) -> str:
 
 
 @pytest.mark.slow
-def test_signal_ends_a_run_with_its_text(
-    endless: list[str], begins_with: str, tmp_path: Path
-) -> None:
+def test_signal_ends_a_run_with_its_text(endless, begins_with, tmp_path):
     """The one that ends a program that does not heed it; test_process.py has all that are heeded."""
     with _started(endless, tmp_path) as process:
         text = _read(process, ENOUGH)
@@ -82,9 +80,7 @@ def test_signal_ends_a_run_with_its_text(
 
 
 @pytest.mark.slow
-def test_closed_reader_ends_a_run_quietly(
-    endless: list[str], begins_with: str, tmp_path: Path
-) -> None:
+def test_closed_reader_ends_a_run_quietly(endless, begins_with, tmp_path):
     with _started(endless, tmp_path) as process:
         assert _read(process, ENOUGH) == begins_with[:ENOUGH]
         process.stdout.close()
@@ -103,9 +99,7 @@ print(len(llm.generate("a", SamplingParams(max_new_tokens=20))[0].token_ids))
 
 
 @pytest.mark.slow
-def test_program_without_close_ends_and_saves_statistics(
-    model: Path, draft: Path, tmp_path: Path
-) -> None:
+def test_program_without_close_ends_and_saves_statistics(model, draft, tmp_path):
     with _started([sys.executable, "-c", _FORGETFUL, str(model), str(draft)], tmp_path) as process:
         out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out, err) == (0, b"20\n", b"")

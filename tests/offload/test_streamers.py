@@ -187,15 +187,8 @@ def bench(
 )
 @every_bench
 def test_layers_arrive_in_order_with_their_bytes(
-    name: str,
-    make: type[Host],
-    kinds: list[str],
-    n_slots: int,
-    n_parallel: int,
-    late_s: float,
-    seed: int,
-    files: Any,
-) -> None:
+    name, make, kinds, n_slots, n_parallel, late_s, seed, files
+):
     with bench(
         name, make, files, kinds, n_slots, n_parallel=n_parallel, late_s=late_s, seed=seed
     ) as b:
@@ -205,7 +198,7 @@ def test_layers_arrive_in_order_with_their_bytes(
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3, 4])
 @every_bench
-def test_slot_in_use_is_not_refilled(name: str, make: type[Host], n_slots: int, files: Any) -> None:
+def test_slot_in_use_is_not_refilled(name, make, n_slots, files):
     """Reads are fast here and compute is slow, so an early refill would be seen by the second
     look.
     """
@@ -220,9 +213,7 @@ def test_slot_in_use_is_not_refilled(name: str, make: type[Host], n_slots: int, 
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
 @every_bench
-def test_next_pass_is_prefetched_up_to_the_slots(
-    name: str, make: type[Host], n_slots: int, files: Any
-) -> None:
+def test_next_pass_is_prefetched_up_to_the_slots(name, make, n_slots, files):
     kinds = ("device", "disk", "device", "disk", "disk", "disk")
     order = [i for i, kind in enumerate(kinds) if kind != "device"]
     with bench(name, make, files, kinds, n_slots) as b:
@@ -249,7 +240,7 @@ def test_next_pass_is_prefetched_up_to_the_slots(
 
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
-def test_queued_copies_never_exceed_the_slots(n_slots: int, files: Any) -> None:
+def test_queued_copies_never_exceed_the_slots(n_slots, files):
     with bench("cuda", FakeGPU, files, ("host",) * N_LAYERS, n_slots) as b:
         n_done = 0
         for _ in range(2):
@@ -261,9 +252,7 @@ def test_queued_copies_never_exceed_the_slots(n_slots: int, files: Any) -> None:
 
 @every_bench
 @pytest.mark.parametrize("at", [(0, 1), (3, 1), (5, 1), (0, 2), (2, 2), (5, 3)])
-def test_failed_read_is_raised_and_the_next_sweep_restarts(
-    name: str, make: type[Host], at: tuple[int, int], files: Any
-) -> None:
+def test_failed_read_is_raised_and_the_next_sweep_restarts(name, make, at, files):
     error = LinkError("the disk has gone")
     n_raised = 0
 
@@ -292,9 +281,7 @@ def test_failed_read_is_raised_and_the_next_sweep_restarts(
 
 
 @every_bench
-def test_broken_tier_fails_every_sweep_until_repaired(
-    name: str, make: type[Host], files: Any
-) -> None:
+def test_broken_tier_fails_every_sweep_until_repaired(name, make, files):
     def trap(i: int, n: int) -> None:
         if i == 4:
             raise LinkError(f"layer {i} cannot be read")
@@ -314,9 +301,7 @@ def test_broken_tier_fails_every_sweep_until_repaired(
 
 @every_bench
 @pytest.mark.parametrize("n_taken", range(N_LAYERS + 1))
-def test_abandoned_sweep_leaves_the_next_complete(
-    name: str, make: type[Host], n_taken: int, files: Any
-) -> None:
+def test_abandoned_sweep_leaves_the_next_complete(name, make, n_taken, files):
     with bench(name, make, files, late_s=0.002) as b:
         for _ in range(3):
             with closing(b.streamer.sweep()) as sweep:
@@ -329,7 +314,7 @@ def test_abandoned_sweep_leaves_the_next_complete(
 
 
 @every_bench
-def test_close_waits_for_a_running_read(name: str, make: type[Host], files: Any) -> None:
+def test_close_waits_for_a_running_read(name, make, files):
     going = threading.Event()
     go_on = threading.Event()
 
@@ -351,7 +336,7 @@ def test_close_waits_for_a_running_read(name: str, make: type[Host], files: Any)
 
 
 @every_bench
-def test_sweep_of_a_closed_streamer_raises(name: str, make: type[Host], files: Any) -> None:
+def test_sweep_of_a_closed_streamer_raises(name, make, files):
     """As when an LLM is closed while somebody still holds the iterator of its stream."""
     with bench(name, make, files) as b:
         held = b.streamer.sweep()
@@ -376,9 +361,7 @@ def test_sweep_of_a_closed_streamer_raises(name: str, make: type[Host], files: A
 
 
 @every_bench
-def test_unfinished_sweep_does_not_disturb_the_next(
-    name: str, make: type[Host], files: Any
-) -> None:
+def test_unfinished_sweep_does_not_disturb_the_next(name, make, files):
     """As when whoever caught an interrupt holds its traceback."""
     with bench(name, make, files) as b:
         for n in (1, 3, 4):
@@ -397,9 +380,7 @@ def test_unfinished_sweep_does_not_disturb_the_next(
 
 
 @every_bench
-def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(
-    name: str, make: type[Host], files: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(name, make, files, monkeypatch):
     is_waited_for = threading.Event()
     n_parts = itertools.count()
 
@@ -420,7 +401,7 @@ def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(
 
 
 @pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" not in bench.id])
-def test_meter_counts_read_bytes(name: str, make: type[Host], files: Any) -> None:
+def test_meter_counts_read_bytes(name, make, files):
     with bench(
         name,
         make,
@@ -447,9 +428,7 @@ def test_meter_counts_read_bytes(name: str, make: type[Host], files: Any) -> Non
     "kinds", [("host",) * 6, ("disk", "host", "device", "disk", "host", "disk")]
 )
 @pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" in bench.id])
-def test_meter_counts_each_device_copy_once(
-    name: str, make: type[Host], kinds: Sequence[str], files: Any
-) -> None:
+def test_meter_counts_each_device_copy_once(name, make, kinds, files):
     n_slots = 2
     n_sweeps = 6
     with bench(name, make, files, kinds, n_slots) as b:
@@ -467,7 +446,7 @@ def test_meter_counts_each_device_copy_once(
 
 
 @every_bench
-def test_meter_counts_time_without_a_layer(name: str, make: type[Host], files: Any) -> None:
+def test_meter_counts_time_without_a_layer(name, make, files):
     late_s = 0.01
 
     def late(i: int, n: int) -> None:
@@ -483,7 +462,7 @@ def test_meter_counts_time_without_a_layer(name: str, make: type[Host], files: A
 
 
 @every_bench
-def test_set_sources_applies_from_the_next_sweep(name: str, make: type[Host], files: Any) -> None:
+def test_set_sources_applies_from_the_next_sweep(name, make, files):
     """As rows of keys and values do: each time another choice, in another order, while the old one
     still comes.
     """
@@ -501,9 +480,7 @@ def test_set_sources_applies_from_the_next_sweep(name: str, make: type[Host], fi
 
 
 @every_bench
-def test_resident_layers_need_no_copies_and_no_threads(
-    name: str, make: type[Host], files: Any
-) -> None:
+def test_resident_layers_need_no_copies_and_no_threads(name, make, files):
     with bench(name, make, files, ("device",) * 4, 0) as b:
         for _ in range(2):
             b.sweep()
@@ -511,7 +488,7 @@ def test_resident_layers_need_no_copies_and_no_threads(
         assert b.streamer.meter.waited_s == 0.0
 
 
-def test_trace_has_a_span_per_layer_and_slot(files: Any, tmp_path: Path) -> None:
+def test_trace_has_a_span_per_layer_and_slot(files, tmp_path):
     trace = Trace()
     sources, tiers = build_sources(Host(), ("disk", "device", "disk", "disk"), 2, files)
     streamer = STREAMERS["threads"].open_streamer(sources, trace, torch.device("cpu"))
@@ -528,7 +505,7 @@ def test_trace_has_a_span_per_layer_and_slot(files: Any, tmp_path: Path) -> None
     assert {*found.get("wait", [])} <= {"layer 0", "layer 2", "layer 3"}
 
 
-def test_gpu_copies_are_traced_by_events(files: Any, tmp_path: Path) -> None:
+def test_gpu_copies_are_traced_by_events(files, tmp_path):
     trace = Trace()
     device = FakeGPU()
     sources, tiers = build_sources(device, ("host", "device", "host", "disk"), 2, files)

@@ -132,7 +132,7 @@ def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_equals_float64(level: int, dtype: torch.dtype) -> None:
+def test_attention_equals_float64(level, dtype):
     for seed in range(6):
         case = Case.random(seed, dtype)
         out, lse = case.attend(level, n_threads=1 + seed % 2)
@@ -142,7 +142,7 @@ def test_attention_equals_float64(level: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tree_attention_equals_plain_decoding_bit_for_bit(level: int, dtype: torch.dtype) -> None:
+def test_tree_attention_equals_plain_decoding_bit_for_bit(level, dtype):
     for seed in range(6):
         case = Case.random(seed, dtype)
         out, lse = case.attend(level, n_threads=1 + seed % 2)
@@ -154,9 +154,7 @@ def test_tree_attention_equals_plain_decoding_bit_for_bit(level: int, dtype: tor
 
 
 @pytest.mark.parametrize(("dtype", "window"), zip(DTYPES, (None, 40, 129), strict=True))
-def test_chunked_prompt_attention_equals_whole_bit_for_bit(
-    level: int, dtype: torch.dtype, window: int | None
-) -> None:
+def test_chunked_prompt_attention_equals_whole_bit_for_bit(level, dtype, window):
     torch.manual_seed(0)
     n = 300
     dim = 32
@@ -179,7 +177,7 @@ def test_chunked_prompt_attention_equals_whole_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_invisible_rows_are_not_read(level: int, dtype: torch.dtype, poison: float) -> None:
+def test_invisible_rows_are_not_read(level, dtype, poison):
     """All keys and values but those of its path, and of its window, are poisoned for one node after
     the other.
     """
@@ -199,14 +197,14 @@ def test_invisible_rows_are_not_read(level: int, dtype: torch.dtype, poison: flo
             assert_same((got[0][node], got[1][node]), (expected[0][node], expected[1][node]))
 
 
-def test_visible_nan_reaches_the_output(level: int) -> None:
+def test_visible_nan_reaches_the_output(level):
     case = Case.random(1, torch.float32)
     case.k[:, 0] = math.nan
     out, _ = case.attend(level)
     assert out.isnan().all()
 
 
-def test_threads_share_many_keys_of_a_few_heads(level: int) -> None:
+def test_threads_share_many_keys_of_a_few_heads(level):
     torch.manual_seed(0)
     for dtype in DTYPES:
         q, k, v = (
@@ -219,7 +217,7 @@ def test_threads_share_many_keys_of_a_few_heads(level: int) -> None:
         assert_same(one, four)
 
 
-def test_sinks_equal_the_definition(level: int) -> None:
+def test_sinks_equal_the_definition(level):
     case = Case.random(1, torch.float32)
     mask = case.tree.mask(0, len(case.q), case.n_before).within(case.window)
     for sinks in (torch.randn(case.q.shape[1]), torch.full((case.q.shape[1],), 60.0)):
@@ -235,7 +233,7 @@ def test_sinks_equal_the_definition(level: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 9])
-def test_parts_of_the_keys_merge_to_all(dtype: torch.dtype, window: int | None) -> None:
+def test_parts_of_the_keys_merge_to_all(dtype, window):
     """Keys and values lie side by side, as rows beyond the device do; a row may see nothing of a
     part.
     """
@@ -264,9 +262,7 @@ def test_parts_of_the_keys_merge_to_all(dtype: torch.dtype, window: int | None) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 5, 40, 64, 301])
-def test_norms_and_gates_do_not_depend_on_the_batch(
-    level: int, dtype: torch.dtype, dim: int
-) -> None:
+def test_norms_and_gates_do_not_depend_on_the_batch(level, dtype, dim):
     """In rows of a wider tensor, too, and close to the plain reference."""
     torch.manual_seed(dim)
     n = 300
@@ -306,7 +302,7 @@ def test_norms_and_gates_do_not_depend_on_the_batch(
     assert torch.equal(changed, added)
 
 
-def test_gates_of_extreme_numbers(level: int) -> None:
+def test_gates_of_extreme_numbers(level):
     gate = torch.tensor(
         [[-math.inf, -1e4, -100.0, -88.5, -1e-30, 0.0, 88.5, 1e4, math.inf, math.nan]]
     )

@@ -55,9 +55,7 @@ def calls(folder: Path) -> list[int]:
     )
 
 
-def test_library_is_built_once_in_the_cache(
-    folders: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_library_is_built_once_in_the_cache(folders, capfd):
     with ThreadPoolExecutor(2) as pool:  # the second waits for the first
         paths = {one.result() for one in [pool.submit(find, TINY) for _ in range(2)]}
     assert len(calls(folders)) == 1
@@ -67,9 +65,7 @@ def test_library_is_built_once_in_the_cache(
     assert ctypes.CDLL(str(path)).answer() == 42
 
 
-def test_library_depends_on_sources_flags_and_torch(
-    folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_depends_on_sources_flags_and_torch(folders, monkeypatch):
     names = [TINY.file, replace(TINY, arguments=("-O0", *TINY.arguments)).file]
     (folders / "csrc" / "tiny.h").write_text("// new")
     names.append(TINY.file)
@@ -78,7 +74,7 @@ def test_library_depends_on_sources_flags_and_torch(
     assert len(set(names)) == 4
 
 
-def test_library_of_the_package_has_priority(folders: Path) -> None:
+def test_library_of_the_package_has_priority(folders):
     everywhere = replace(TINY, name="everywhere")
     here = replace(TINY, name="here")
     (folders / "package" / everywhere.file).write_bytes(b"")
@@ -86,7 +82,7 @@ def test_library_of_the_package_has_priority(folders: Path) -> None:
     assert calls(folders) == []
 
 
-def test_failed_build_is_reported_and_not_repeated(folders: Path) -> None:
+def test_failed_build_is_reported_and_not_repeated(folders):
     compiler(folders, "echo out of luck; exit 1")
     with pytest.raises(NotBuilt, match=r"compiler failed: see (.+\.log)") as caught:
         find(TINY)
@@ -100,7 +96,7 @@ def test_failed_build_is_reported_and_not_repeated(folders: Path) -> None:
     assert find(TINY).exists()
 
 
-def test_nvcc_is_found_outside_of_path(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvcc_is_found_outside_of_path(folders, monkeypatch):
     """Of pip, of the system, on the path, of CUDA_PATH, of CUDA_HOME: the later ones go first."""
     homes = [
         folders / "nvidia" / "cu13",
@@ -123,9 +119,7 @@ def test_nvcc_is_found_outside_of_path(folders: Path, monkeypatch: pytest.Monkey
         assert build.find_compiler("nvcc") == str(home / "bin" / "nvcc")
 
 
-def test_missing_compiler_or_folder_has_a_reason(
-    folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_compiler_or_folder_has_a_reason(folders, monkeypatch):
     with pytest.raises(NotBuilt, match="no-such-compiler not found"):
         find(replace(TINY, compiler="no-such-compiler"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folders / "csrc" / "tiny.cpp"))
@@ -133,9 +127,7 @@ def test_missing_compiler_or_folder_has_a_reason(
         find(TINY)
 
 
-def test_interrupt_ends_the_compiler_and_leaves_no_file(
-    folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_ends_the_compiler_and_leaves_no_file(folders, monkeypatch):
     def interrupted(*_: object, **__: object) -> None:
         while not is_written(folders / "calls"):
             time.sleep(0.01)
@@ -150,7 +142,7 @@ def test_interrupt_ends_the_compiler_and_leaves_no_file(
     assert find(TINY).exists()  # it is no build that failed
 
 
-def test_interrupted_compiler_is_a_failed_build(folders: Path) -> None:
+def test_interrupted_compiler_is_a_failed_build(folders):
     compiler(folders, "kill -KILL $$")
     with pytest.raises(NotBuilt, match="compiler failed"):
         find(TINY)
@@ -170,9 +162,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("release", [12.7, 12.8])
-def test_kernels_are_built_for_the_present_devices(
-    card: None, folders: Path, monkeypatch: pytest.MonkeyPatch, release: float
-) -> None:
+def test_kernels_are_built_for_the_present_devices(card, folders, monkeypatch, release):
     """For 12.0 by a compiler that knows it; else the card compiles the PTX of 9.0."""
     compiler(folders, f"echo Cuda compilation tools, release {release}, V{release}.61")
     (folders / "bin" / "compiler").rename(folders / "bin" / "nvcc")
@@ -190,9 +180,7 @@ def test_kernels_are_built_for_the_present_devices(
     assert codes[2] == {f"-gencode=arch=compute_{a},code={b}" for a, b in pairs}
 
 
-def test_kernels_that_load_but_fail_are_missing(
-    card: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_that_load_but_fail_are_missing(card, monkeypatch):
     """As those of a compiler that is newer than the driver."""
 
     def failed(*_: object) -> None:
@@ -208,9 +196,7 @@ def test_kernels_that_load_but_fail_are_missing(
         assert "CUDA driver version is insufficient; update the driver" in extension.missing()
 
 
-def test_device_without_kernels_reports_the_loss(
-    card: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_without_kernels_reports_the_loss(card, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert extension.missing() == "nvcc not found"
     monkeypatch.setattr(extension, "serves", lambda x: False)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.run_ranks import started
-from support.tiny import Zoo, generate, prompt_of
+from support.tiny import generate, prompt_of
 
 from bench.models import config_of, random_model
 from offload_rt import LLM
@@ -80,7 +80,7 @@ def _tokens(text: str) -> list[list[int]]:
     return [json.loads(line)[0] for line in text.splitlines()]
 
 
-def test_resident_pipeline_equals_one_rank(zoo: Zoo, tmp_path: Path) -> None:
+def test_resident_pipeline_equals_one_rank(zoo, tmp_path):
     """Read all rows of a prompt of three chunks beside a short prompt."""
     settings = {
         "model": str(zoo.directory("qwen3", 0)),
@@ -94,7 +94,7 @@ def test_resident_pipeline_equals_one_rank(zoo: Zoo, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["none", "recycle"])
-def test_streamed_pipeline_equals_one_rank(drafter: str, zoo: Zoo, tmp_path: Path) -> None:
+def test_streamed_pipeline_equals_one_rank(drafter, zoo, tmp_path):
     """With trees, whose size depends on times that all ranks measure, the same tokens."""
     settings = {
         "model": str(zoo.directory("llama-tied", 0)),
@@ -111,7 +111,7 @@ def test_streamed_pipeline_equals_one_rank(drafter: str, zoo: Zoo, tmp_path: Pat
         assert "disk" in tiers and _tokens(text) == [zoo.greedy("llama-tied", 0)[:12]] * 2
 
 
-def test_pipeline_with_draft_model_gives_the_targets_tokens(zoo: Zoo, tmp_path: Path) -> None:
+def test_pipeline_with_draft_model_gives_the_targets_tokens(zoo, tmp_path):
     """The draft is on rank 0 alone; the rows of a tree follow each other through the ranks in three
     parts.
     """
@@ -126,7 +126,7 @@ def test_pipeline_with_draft_model_gives_the_targets_tokens(zoo: Zoo, tmp_path: 
     assert _tokens(text) == [generate(pair.model, prompt_of(0), 12)] * 2
 
 
-def test_pipeline_of_a_general_model_equals_one_rank(tmp_path: Path) -> None:
+def test_pipeline_of_a_general_model_equals_one_rank(tmp_path):
     """Two attentions in a layer."""
     random_model(config_of("diffllama")).save_pretrained(tmp_path / "model")
     settings = {
@@ -138,7 +138,7 @@ def test_pipeline_of_a_general_model_equals_one_rank(tmp_path: Path) -> None:
     _as_one(tmp_path, 2, settings, [[5, 3, 8, 1]])
 
 
-def test_pipeline_requires_as_many_ranks(zoo: Zoo) -> None:
+def test_pipeline_requires_as_many_ranks(zoo):
     with pytest.raises(
         SettingsError,
         match="--pipeline 2: needs as many ranks, has 1 started, and 6 layers in 6 parts",
@@ -147,7 +147,7 @@ def test_pipeline_requires_as_many_ranks(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("n_stages", [2, 4])
-def test_pipeline_parts_minimise_the_pass_time(n_stages: int) -> None:
+def test_pipeline_parts_minimise_the_pass_time(n_stages):
     """Reading the weights takes as long as computing 50 rows: against a clock that lets each stage
     take part after part.
     """
@@ -176,7 +176,7 @@ def test_pipeline_parts_minimise_the_pass_time(n_stages: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_layer_division_minimises_the_fullest_rank(seed: int) -> None:
+def test_layer_division_minimises_the_fullest_rank(seed):
     """Against all ways to divide them."""
     chance = np.random.default_rng(seed)
     n = int(chance.integers(3, 9))

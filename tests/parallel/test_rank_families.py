@@ -73,7 +73,7 @@ def model_of(
 @pytest.mark.parametrize(
     ("kind", "is_exact"), [*((kind, False) for kind in KINDS), ("qwen3_5_text", True)]
 )
-def test_greedy_tokens_of_two_ranks_equal_transformers(model_of, kind: str, is_exact: bool) -> None:
+def test_greedy_tokens_of_two_ranks_equal_transformers(model_of, kind, is_exact):
     """With layers in memory; and exactly, with layers of the disk."""
     _, folder, expected = model_of(kind)
     settings = {
@@ -86,9 +86,7 @@ def test_greedy_tokens_of_two_ranks_equal_transformers(model_of, kind: str, is_e
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("qwen3_next", 4), ("mixtral", 3)])
-def test_trees_with_more_ranks_equal_transformers(
-    model_of, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, size: int
-) -> None:
+def test_trees_with_more_ranks_equal_transformers(model_of, monkeypatch, tmp_path, kind, size):
     """Also where one rank has more experts than another."""
     keep_steady(monkeypatch)
     _, folder, expected = model_of(kind)
@@ -113,7 +111,7 @@ def threefold(kind: str) -> Any:
     ("kind", "place"),
     [("qwen3_next", "disk"), ("qwen3_moe", "resident"), ("gpt_oss", "disk")],
 )
-def test_exact_ranks_equal_one_rank_bit_for_bit(model_of, kind: str, place: str) -> None:
+def test_exact_ranks_equal_one_rank_bit_for_bit(model_of, kind, place):
     """In bfloat16, where the order of a sum tells."""
 
     def work() -> Tensor:
@@ -127,7 +125,7 @@ def test_exact_ranks_equal_one_rank_bit_for_bit(model_of, kind: str, place: str)
     assert torch.equal(work(), together(2, work)[0])
 
 
-def test_fused_expert_codes_are_divided(mxfp4_checkpoint: Path) -> None:
+def test_fused_expert_codes_are_divided(mxfp4_checkpoint):
     settings = {"dtype": "float32", "place": "disk"}
     with open_llm(mxfp4_checkpoint, **settings) as llm:
         expected = tokens_of(llm, prompt_of(0, 15, 150), 24)
@@ -139,7 +137,7 @@ def test_fused_expert_codes_are_divided(mxfp4_checkpoint: Path) -> None:
     )
 
 
-def test_rank_loads_only_its_experts(model_of) -> None:
+def test_rank_loads_only_its_experts(model_of):
 
     def work() -> tuple[list[int], int]:
         with open_llm(
@@ -154,7 +152,7 @@ def test_rank_loads_only_its_experts(model_of) -> None:
 
 
 @pytest.mark.parametrize(("size", "is_exact"), [(2, True), (3, False)])
-def test_grouped_products_of_ranks_sum_to_the_whole(size: int, is_exact: bool) -> None:
+def test_grouped_products_of_ranks_sum_to_the_whole(size, is_exact):
     """What a card computes, by the products of transformers on a CPU."""
     experts = random_model(config_of("qwen3_moe")).model.layers[0].mlp.experts
     generator = torch.Generator().manual_seed(0)
@@ -194,9 +192,7 @@ BUDGETS = {"qwen3_next": 3_300_000, "gemma3n_text": 3_850_000, "qwen3_moe": 1_90
 @pytest.mark.parametrize(
     ("kind", "drafter"), [*((kind, "recycle") for kind in PARTS), ("qwen3_next", "none")]
 )
-def test_pipeline_stages_equal_one_rank(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, drafter: str
-) -> None:
+def test_pipeline_stages_equal_one_rank(monkeypatch, tmp_path, kind, drafter):
     """With states of their own layers, keys and values that others of them attend to, and experts
     that come.
     """
@@ -249,7 +245,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_rank_holds_its_share_of_the_bytes(kind: str) -> None:
+def test_rank_holds_its_share_of_the_bytes(kind):
     """At most 1.03 of them, by shapes alone."""
     spec = spec_of(
         CONFIG_MAPPING[kind](
@@ -274,7 +270,7 @@ def test_rank_holds_its_share_of_the_bytes(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_ranks_hold_every_expert_once_and_all_routers(model_of, kind: str) -> None:
+def test_ranks_hold_every_expert_once_and_all_routers(model_of, kind):
     """By the bytes of the checkpoint, each once. Routers are asked in their turn and ahead of it,
     without other ranks.
     """

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.texts import assert_distribution, exact_distributions, sampled_texts, small_pair
 from support.tiny import (
-    Zoo,
     drafter_of,
     engine_of,
     feed,
@@ -120,7 +119,7 @@ def cross_entropy(model: PreTrainedModel, passage: Passage) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "qwen2-window", "llama-tied"])
-def test_loss_and_gradients_equal_cross_entropy_of_transformers(zoo: Zoo, name: str) -> None:
+def test_loss_and_gradients_equal_cross_entropy_of_transformers(zoo, name):
     """With a change and without, whatever is served; the gradient of b is that of b @ a by the
     whole matrix.
     """
@@ -147,7 +146,7 @@ def test_loss_and_gradients_equal_cross_entropy_of_transformers(zoo: Zoo, name: 
             torch.testing.assert_close(a.grad, b.detach().T @ weight.grad, rtol=1e-3, atol=1e-3)
 
 
-def test_served_weights_are_used_by_drafts(zoo: Zoo) -> None:
+def test_served_weights_are_used_by_drafts(zoo):
     """Matrix and change, and the matrix again bit for bit."""
     pair = zoo.pair("llama", 0)
     prompt = prompt_of(3, 12)
@@ -167,7 +166,7 @@ def test_served_weights_are_used_by_drafts(zoo: Zoo) -> None:
 
 
 @pytest.mark.slow
-def test_learning_lowers_the_loss_on_unseen_texts(zoo: Zoo, tmp_path: Path) -> None:
+def test_learning_lowers_the_loss_on_unseen_texts(zoo, tmp_path):
     """Of a target that is the draft with a change of rank two, by as much each time; what gains is
     served.
     """
@@ -199,7 +198,7 @@ def test_learning_lowers_the_loss_on_unseen_texts(zoo: Zoo, tmp_path: Path) -> N
     assert found[0][1] < found[0][0] - 0.1
 
 
-def test_passage_has_accepted_tokens_and_predictions(zoo: Zoo) -> None:
+def test_passage_has_accepted_tokens_and_predictions(zoo):
     """Rows of several passes, the text before them, and nothing behind what ended the sequence."""
     pair = zoo.pair("llama", 0)
     text = prompt_of(1, 120)
@@ -221,7 +220,7 @@ def test_passage_has_accepted_tokens_and_predictions(zoo: Zoo) -> None:
             assert torch.equal(found, all_of_it[last - len(found) : last])
 
 
-def test_learning_ends_without_gain(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_ends_without_gain(zoo, monkeypatch):
     """The draft is the target: nothing is ever served for long, its weights stay, the target is no
     longer asked.
     """
@@ -244,7 +243,7 @@ def test_learning_ends_without_gain(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -
         assert drafter.n_predicted == 0
 
 
-def test_learning_uses_only_idle_link_time(zoo: Zoo) -> None:
+def test_learning_uses_only_idle_link_time(zoo):
     """Nothing is learned where no layer is waited for, nor where a slice takes longer than that; in
     the end it tries again.
     """
@@ -261,7 +260,7 @@ def test_learning_uses_only_idle_link_time(zoo: Zoo) -> None:
         assert one._n_slices == 1 and one._slice_s < 99.0
 
 
-def test_learning_ends_without_memory(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_ends_without_memory(zoo, monkeypatch):
     def no_memory(*_: object) -> Tensor:
         raise torch.OutOfMemoryError
 
@@ -279,9 +278,7 @@ def test_learning_ends_without_memory(zoo: Zoo, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("drafter", "place"), [("adaptive_tree", "disk"), ("static_tree", "resident")]
 )
-def test_greedy_tokens_equal_transformers_while_learning(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, drafter: str, place: str
-) -> None:
+def test_greedy_tokens_equal_transformers_while_learning(zoo, monkeypatch, drafter, place):
     keep_steady(monkeypatch)
     monkeypatch.setattr(learner, "_RATE", CHANGED)
     pair = zoo.pair("llama", 0)
@@ -299,7 +296,7 @@ def test_greedy_tokens_equal_transformers_while_learning(
 
 
 @pytest.mark.slow
-def test_joint_distribution_while_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joint_distribution_while_learning(tmp_path, monkeypatch):
     """Its weights change between the layers of the pass that verifies what it has drawn."""
     monkeypatch.setattr(learner, "_RATE", CHANGED)
     monkeypatch.setattr(learner, "_N_USES", 1)
@@ -316,7 +313,7 @@ def test_joint_distribution_while_learning(tmp_path: Path, monkeypatch: pytest.M
         assert_distribution(found, probs)
 
 
-def test_learned_weights_are_kept_for_the_pair(zoo: Zoo, tmp_path: Path) -> None:
+def test_learned_weights_are_kept_for_the_pair(zoo, tmp_path):
     """It is served from the first draft of the next run on, until it gains no more; another draft
     does not get it.
     """
@@ -356,7 +353,7 @@ def test_learned_weights_are_kept_for_the_pair(zoo: Zoo, tmp_path: Path) -> None
     "settings",
     [{"drafter": "recycle"}, {"drafter": "self"}, {"drafter": "triforce", "draft_model": ""}],
 )
-def test_unsupported_drafters_refuse_learning(zoo: Zoo, settings: dict[str, str]) -> None:
+def test_unsupported_drafters_refuse_learning(zoo, settings):
     pair = zoo.pair("llama", 0)
     if "draft_model" in settings:
         settings = settings | {"draft_model": str(pair.draft)}
@@ -364,7 +361,7 @@ def test_unsupported_drafters_refuse_learning(zoo: Zoo, settings: dict[str, str]
         open_llm(pair.target, learn_draft="on", **settings)
 
 
-def test_learning_reserves_memory(zoo: Zoo) -> None:
+def test_learning_reserves_memory(zoo):
     pair = zoo.pair("llama", 0)
     reserved = []
     for learn in ("off", "on"):

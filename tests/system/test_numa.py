@@ -56,7 +56,7 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoSockets:
         (None, set()),  # no sysfs
     ],
 )
-def test_cpus_near_a_device(sockets: TwoSockets, local: str | None, expected: set[int]) -> None:
+def test_cpus_near_a_device(sockets, local, expected):
     if local is not None:
         sockets.local(local)
     assert cpus_near(CARD) == expected
@@ -65,8 +65,8 @@ def test_cpus_near_a_device(sockets: TwoSockets, local: str | None, expected: se
 
 @pytest.mark.parametrize("cpus", [Cpus({8, 9}), Cpus()])
 def test_readers_stay_near_the_device_and_slots_are_touched_there(
-    sockets: TwoSockets, cpus: Cpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    sockets, cpus, tmp_path, monkeypatch
+):
     near = [set(cpus)] if cpus else []
     tier = DiskTier(on_disk(tmp_path, some_layers(2)))
     read_parallel(tier.reads(0, torch.empty(1 << 20, dtype=torch.uint8)), 1, cpus=cpus)
@@ -83,9 +83,7 @@ def test_readers_stay_near_the_device_and_slots_are_touched_there(
     assert sockets.seen == near + ["pinned"] + back + near * tier.n_parallel
 
 
-def test_link_rate_is_measured_from_memory_near_the_device(
-    sockets: TwoSockets, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_link_rate_is_measured_from_memory_near_the_device(sockets, monkeypatch):
     sockets.local("8-11")
     empty = torch.empty
     monkeypatch.setattr(

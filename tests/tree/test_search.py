@@ -147,7 +147,7 @@ def test_description_is_short_and_names_widths(topology):
         assert [int(line.split()[1]) for line in lines[2 : 2 + len(widths)]] == widths
 
 
-def test_expectations_are_corrected_by_outcomes() -> None:
+def test_expectations_are_corrected_by_outcomes():
     known = ExpectedTokensBias()
     assert known.corrected(5.0) == 5.0
     for _ in range(2000):
@@ -156,7 +156,7 @@ def test_expectations_are_corrected_by_outcomes() -> None:
     assert known.corrected(1.0) == 1.0
 
 
-def test_recent_outcomes_count_most() -> None:
+def test_recent_outcomes_count_most():
     known = ExpectedTokensBias()
     for _ in range(2000):
         known.observe(9.0, 3)
@@ -168,7 +168,7 @@ def test_recent_outcomes_count_most() -> None:
 
 
 @given(st.integers(0, 10**6))
-def test_nodes_are_added_while_they_pay(seed: int) -> None:
+def test_nodes_are_added_while_they_pay(seed):
     random = np.random.default_rng(seed)
     chances = np.sort(random.random(30))[::-1] * random.random()
     seconds = 1.0 + np.maximum(np.arange(31) - random.integers(31), 0) * random.random() / 10
@@ -179,9 +179,7 @@ def test_nodes_are_added_while_they_pay(seed: int) -> None:
 
 
 @given(st.integers(0, 10**6))
-def test_nodes_of_several_trees_minimise_the_cost_per_token(
-    seed: int,
-) -> None:
+def test_nodes_of_several_trees_minimise_the_cost_per_token(seed):
     random = np.random.default_rng(seed)
     chances = [
         np.sort(random.random(random.integers(7)) * scale)[::-1] for scale in (1.0, 0.6, 0.2)
@@ -198,7 +196,7 @@ def test_nodes_of_several_trees_minimise_the_cost_per_token(
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4))
-def test_choice_is_the_smallest_nearly_optimal_tree(seed: int, least_levels: int) -> None:
+def test_choice_is_the_smallest_nearly_optimal_tree(seed, least_levels):
     random = np.random.default_rng(seed)
     expected = 1.0 + np.sort(random.random((21, 6)) * 5, axis=0)
     sizes = sizes_up_to(20)

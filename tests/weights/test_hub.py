@@ -186,7 +186,7 @@ def sharded(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def test_only_required_files_are_fetched_once(hub: Hub, tmp_path: Path, line: Any) -> None:
+def test_only_required_files_are_fetched_once(hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     code, out, _ = line(run.main, "--model", NAME, *SMALL)
     assert code == 0 and out
@@ -213,16 +213,14 @@ def test_only_required_files_are_fetched_once(hub: Hub, tmp_path: Path, line: An
         ({"quantization_config": {"quant_method": "magic"}}, "magic"),
     ],
 )
-def test_config_is_refused_before_a_weight_download(
-    changes: dict[str, Any], told: str, hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_config_is_refused_before_a_weight_download(changes, told, hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model", **changes)
     code, out, err = line(run.main, "--model", NAME, *SMALL)
     assert (code, out) == (2, "") and told in err.splitlines()[-1]
     assert "config.json" in hub.sent and not hub.sent_weights()
 
 
-def test_draft_config_is_refused_before_target_weights(hub: Hub, tmp_path: Path, line: Any) -> None:
+def test_draft_config_is_refused_before_target_weights(hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     hub.repositories["someone/draft"] = sharded(
         tmp_path / "draft", model_type="telepathy", architectures=None
@@ -232,9 +230,7 @@ def test_draft_config_is_refused_before_target_weights(hub: Hub, tmp_path: Path,
     assert not hub.sent_weights()
 
 
-def test_plan_fetches_configs_only(
-    hub: Hub, tmp_path: Path, line: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_fetches_configs_only(hub, tmp_path, line, monkeypatch):
     measure_little(monkeypatch)
     monkeypatch.setattr(profile, "disk_gbps", lambda folder: 2.5)
     hub.repositories[NAME] = sharded(tmp_path / "model", max_position_embeddings=512)
@@ -255,9 +251,7 @@ def test_plan_fetches_configs_only(
 
 
 @pytest.mark.parametrize("kind", ["fp8", "gptq", "pack-quantized"])
-def test_quantised_model_is_planned_by_its_headers(
-    kind: str, hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_quantised_model_is_planned_by_its_headers(kind, hub, tmp_path, line):
     config = llama_config(
         hidden_size=512, intermediate_size=768, head_dim=128, torch_dtype="bfloat16"
     )
@@ -283,9 +277,7 @@ def test_quantised_model_is_planned_by_its_headers(
     assert json.loads(out)["plan"] == json.loads(local)["plan"]
 
 
-def test_format_with_sizes_in_weights_is_not_planned_remotely(
-    hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_format_with_sizes_in_weights_is_not_planned_remotely(hub, tmp_path, line):
     config = llama_config(hidden_size=64, intermediate_size=128, head_dim=16)
     write(
         write_checkpoint(tmp_path / "source", config, llama_tensors(config)),
@@ -298,9 +290,7 @@ def test_format_with_sizes_in_weights_is_not_planned_remotely(
 
 
 @pytest.mark.parametrize("main", [run.main, plan.main])
-def test_offline_sends_no_request_and_is_one_sentence(
-    main: Any, hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_offline_sends_no_request_and_is_one_sentence(main, hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     more = SMALL if main is run.main else ["--gpu", "rtx4090"]
     code, out, err = line(main, "--model", NAME, "--offline", *more)
@@ -308,9 +298,7 @@ def test_offline_sends_no_request_and_is_one_sentence(
     assert hub.n_requests == 0
 
 
-def test_weights_missing_after_a_plan_are_reported_offline(
-    hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_weights_missing_after_a_plan_are_reported_offline(hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     assert (
         line(
@@ -330,7 +318,7 @@ def test_weights_missing_after_a_plan_are_reported_offline(
     assert code == 2 and "not in the hub cache" in err
 
 
-def test_repository_without_config_is_reported(hub: Hub, tmp_path: Path, line: Any) -> None:
+def test_repository_without_config_is_reported(hub, tmp_path, line):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model-Q4_K_M.gguf").write_bytes(b"x" * 1000)
     hub.repositories[NAME] = tmp_path / "model"
@@ -339,9 +327,7 @@ def test_repository_without_config_is_reported(hub: Hub, tmp_path: Path, line: A
     assert not hub.sent_weights()
 
 
-def test_unreachable_hub_is_reported_and_cached_models_work(
-    hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_unreachable_hub_is_reported_and_cached_models_work(hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     assert line(run.main, "--model", NAME, *SMALL)[0] == 0
     hub.is_down = True
@@ -353,11 +339,11 @@ def test_unreachable_hub_is_reported_and_cached_models_work(
     assert hub.n_requests < 6  # it was not asked again and again
 
 
-def test_unknown_hub_id_is_one_sentence(hub: Hub, line: Any) -> None:
+def test_unknown_hub_id_is_one_sentence(hub, line):
     code, out, err = line(run.main, "--model", "someone/nothing", *SMALL)
     assert (code, out, err.count("\n")) == (2, "", 1) and "someone/nothing" in err
 
 
-def test_hub_checkpoint_equals_the_uploaded_one(hub: Hub, tmp_path: Path) -> None:
+def test_hub_checkpoint_equals_the_uploaded_one(hub, tmp_path):
     hub.repositories[NAME] = speaking_checkpoint(tmp_path / "model", num_hidden_layers=2)
     assert open_checkpoint(locate(NAME)).identity == open_checkpoint(tmp_path / "model").identity
