@@ -284,16 +284,8 @@ class TreeDrafter(Unlearning):
         return DraftTree(topology, tokens)
 
 
-def poison(cache):
-    """No row that is not committed holds a number any more."""
-    for store in (cache.buffer.keys, cache.buffer.values):
-        store[:, :, cache.n_committed :] = torch.nan
-
-
 def run_with_trees(llm, drafter, prompts, params):
-    """Steps with another drafter, uncommitted rows poisoned in between; returns the answers and the
-    passes each took.
-    """
+    """Return the answers of an engine with another drafter."""
     engine = engine_of(llm, drafter)
     sequences = [
         Sequence(list(prompt), one, 160) for prompt, one in zip(prompts, params, strict=True)
@@ -301,30 +293,8 @@ def run_with_trees(llm, drafter, prompts, params):
     for sequence in sequences:
         engine.add(sequence)
     while engine.step():
-        for cache in engine.runner._caches.values():
-            poison(cache)
-    return [one.tokens[one.n_prompt :] for one in sequences], [
-        one.stats.n_passes for one in sequences
-    ]
-
-
-@pytest.mark.parametrize("name", ["llama-dynamic", "mistral", "qwen2-window", "qwen3"])
-def test_trees_do_not_change_greedy_tokens(zoo, name):
-    """Ragged acceptance over a batch; whatever was rejected is poisoned before the next pass."""
-    model = zoo.model(name, 0)
-    prompts = [prompt_of(seed, n) for seed, n in enumerate((21, 5, 40))]
-    params = [SamplingParams(max_new_tokens=n) for n in (64, 30, 41)]
-    texts = [
-        generate(model, prompt, one.max_new_tokens)
-        for prompt, one in zip(prompts, params, strict=True)
-    ]
-    drafter = TreeDrafter(dict(zip(map(tuple, prompts), texts, strict=True)), 128)
-    with open_llm(zoo.directory(name, 0), "mixed") as llm:
-        got, n_passes = run_with_trees(llm, drafter, prompts, params)
-    assert got == texts
-    assert all(n < len(text) for n, text in zip(n_passes, texts, strict=True)), (
-        "nothing was accepted"
-    )
+        pass
+    return [one.tokens[one.n_prompt :] for one in sequences]
 
 
 def test_dynamic_rope_grows_past_the_limit(tmp_path):
@@ -339,7 +309,7 @@ def test_dynamic_rope_grows_past_the_limit(tmp_path):
         model = LlamaForCausalLM.from_pretrained(tmp_path).eval()
         expected = generate(model, prompt, 50)
         with open_llm(tmp_path, max_model_len=40) as llm:
-            got, _ = run_with_trees(
+            got = run_with_trees(
                 llm, TreeDrafter({tuple(prompt): expected}, 128), [prompt], [SamplingParams(50)]
             )
         assert got == [expected]

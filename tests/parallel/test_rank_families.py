@@ -190,7 +190,8 @@ BUDGETS = {"qwen3_next": 3_300_000, "gemma3n_text": 3_850_000, "qwen3_moe": 1_90
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "drafter"), [*((kind, "recycle") for kind in PARTS), ("qwen3_next", "none")]
+    ("kind", "drafter"),
+    [("qwen3_next", "none"), ("gemma3n_text", "recycle"), ("qwen3_moe", "recycle")],
 )
 def test_pipeline_stages_equal_one_rank(monkeypatch, tmp_path, kind, drafter):
     """With states of their own layers, keys and values that others of them attend to, and experts

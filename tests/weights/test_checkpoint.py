@@ -266,12 +266,6 @@ def test_invalid_index_is_refused(edit, words, tmp_path):
     _refused(tmp_path / "model", CheckpointError, *words)
 
 
-def test_missing_shard_is_refused(tmp_path):
-    _sharded(tmp_path)
-    (tmp_path / SHARD_2).unlink()
-    _refused(tmp_path, CheckpointError, f"shard {SHARD_2} is missing")
-
-
 def test_shard_that_is_a_directory_is_refused(tmp_path):
     _sharded(tmp_path)
     (tmp_path / SHARD_2).unlink()
@@ -379,7 +373,7 @@ def test_damaged_header_is_refused(edit, tail, tmp_path):
     _refused(_spoilt(tmp_path, edit, tail), CheckpointError, "model.safetensors is damaged")
 
 
-@pytest.mark.parametrize("n_lost", [1, 4, 4096, 10**9])
+@pytest.mark.parametrize("n_lost", [1, 10**9])
 @pytest.mark.parametrize("make", [_single, _sharded])
 def test_truncated_file_is_refused(make, n_lost, tmp_path):
     path = max(make(tmp_path).glob("*.safetensors"))
