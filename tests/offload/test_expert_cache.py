@@ -238,9 +238,9 @@ def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
             runner.commit(rows, range(stop - start))
             assert touched == [set(one[start:stop].flatten().tolist()) for one in chosen]
             assert runner.streamer.meter.read()[0] - before == sum(of_block[one] for one in missing)
-            n_brought = cache.n_brought - n_before
-            n_before = cache.n_brought
-            assert n_brought == len(missing)
+            n_fetched = cache.n_fetched - n_before
+            n_before = cache.n_fetched
+            assert n_fetched == len(missing)
 
 
 def test_next_router_predicts_experts(mixture_of, monkeypatch):
