@@ -26,7 +26,7 @@ settings.load_profile("offload_rt")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a CUDA device where there is none."""
+    """Skip tests that need a CUDA device if none is available."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
@@ -83,8 +83,8 @@ def mxfp4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def mixture_of(tmp_path_factory):
-    """Of a type, with eight experts of which a row takes two: the model in transformers, and its
-    checkpoint.
+    """Return a function from model type to the transformers model and its checkpoint. Each model
+    has eight experts and selects two per row.
     """
     made = {}
 

@@ -44,7 +44,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything a file imports, wherever in it the import stands."""
+    """Yield line and full name of every import of a file, at any depth."""
     package = ("offload_rt", *path.relative_to(ROOT).parts[:-1])
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -234,7 +234,7 @@ def test_danger_parser_finds_all_dangers(line, monkeypatch):
 
 
 def test_text_files_name_their_encoding():
-    """What a locale would decide is decided here: every file opened as text names its coding."""
+    """Every text file is opened with an encoding, independent of the locale."""
     unnamed = []
     for path in MODULES:
         for node in ast.walk(tree_of(path)):

@@ -1,6 +1,4 @@
-"""What users of vLLM ask for beside text: log-probabilities, several answers, defaults, all kinds
-of prompts, asyncio.
-"""
+"""Features of vLLM's API: log-probabilities, n, defaults, prompt types, asyncio."""
 
 import asyncio
 import json
@@ -73,7 +71,7 @@ def assert_logprobs(found, tokens, rows, k):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_equal_the_taken_tokens(llm, pair, temperature):
-    """Trees give several tokens at once, and the last pass more than are taken."""
+    """Trees produce several tokens at once, and the last pass more than required."""
     several = [
         SamplingParams(max_tokens=11, temperature=temperature, top_k=9, seed=1, logprobs=k)
         for k in (0, 2, 5)
@@ -134,9 +132,7 @@ def test_logprobs_have_the_text_of_their_tokens(speaking):
 
 
 def test_end_tokens_of_sampling_and_of_the_model(zoo, tmp_path):
-    """A stop token ends a text as an end token does, which may be ignored, and neither comes before
-    the least tokens.
-    """
+    """A stop token ends a text like an end token, which can be ignored; min_tokens delays both."""
     text = zoo.greedy("llama", 0)
     path = tmp_path / "ends"
     n_stop, n_end = (next(n for n in range(at, 64) if text.index(text[n]) == n) for at in (6, 15))
@@ -337,7 +333,7 @@ def threads():
 
 
 def count_steps(llm, monkeypatch, fail_at=None):
-    """The number of sequences in each pass from now on; the one with number `fail_at` fails."""
+    """Record the number of sequences of each pass; pass `fail_at` fails."""
     found = []
     step = llm.engine._pass
 
@@ -382,7 +378,7 @@ def test_tasks_share_passes_and_equal_generate(llm, monkeypatch):
 
 @pytest.mark.parametrize("way", ["cancel", "close", "loop"])
 def test_cancelled_task_leaves_passes_to_others(llm, monkeypatch, way):
-    """It is cancelled, or lost interest, or its event loop ended; its rows are free for others."""
+    """After cancellation, closing, or the end of its event loop, its rows are free for others."""
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=1)
     expected = llm.generate(PROMPTS[1], params)[0].token_ids
     passes = count_steps(llm, monkeypatch)

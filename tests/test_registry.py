@@ -123,7 +123,7 @@ OPTIONS = [
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_config_is_read_like_transformers(name, options):
-    """Also what it leaves out, which transformers' class of the family decides."""
+    """Including fields that transformers' config class fills in."""
     family = FAMILIES[name]
     peer = CONFIGS[name]
     sizes = SIZES | {"num_hidden_layers": 4, "hidden_size": 32}
@@ -165,7 +165,7 @@ def test_config_is_read_like_transformers(name, options):
 
 
 def _tree() -> DraftTree:
-    """A root with two children, the first of which has one."""
+    """A root with two children, the first of which has one child."""
     import numpy as np
 
     return DraftTree(Topology(np.array([-1, 0, 0, 1])), torch.tensor([5, 1, 2, 3]))

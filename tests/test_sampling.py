@@ -217,9 +217,7 @@ def plain_top_p(logits, temperature, top_p, top_k):
 
 
 def rows_of_all_kinds(seed, n_tokens):
-    """Smooth rows, rows of few different values, flat ones, flat but for one token, and of one
-    token that is possible.
-    """
+    """Smooth, coarse, flat and nearly flat rows, and a row with one possible token."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(10, n_tokens, generator=generator)
     flat = torch.zeros(1, n_tokens)
@@ -300,7 +298,7 @@ def test_temperature_0_is_one_hot(penalty):
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-37, 1e-45, 1e-300])
 def test_temperature_close_to_zero_is_the_limit(temperature):
-    """No overflow turns the distribution into something that is none."""
+    """Overflow must not destroy the distribution."""
     logits, contexts = random_logits(2, scale=30.0)
     got = probs(logits, SamplingParams(temperature=temperature), Context(), contexts)
     torch.testing.assert_close(got, torch.eye(VOCABULARY)[logits.argmax(-1)], atol=1e-6, rtol=0)
@@ -348,7 +346,7 @@ def test_impossible_token_stays_impossible(settings):
 )
 @pytest.mark.parametrize("scale", [1.0, 0.9])
 def test_draws_follow_the_distribution(probs, scale):
-    """Only the proportions count: rounding may leave a sum that is not one."""
+    """Only proportions count, since rounding changes the sum."""
     probs = torch.tensor(probs)
     n = 10_000
     generator = torch.Generator().manual_seed(11)
@@ -368,7 +366,7 @@ def test_draws_follow_the_distribution(probs, scale):
 
 
 def test_draws_from_a_large_vocabulary():
-    """A long tail, as of a real vocabulary, in groups: neither head nor tail is favoured."""
+    """A long tail, as in a real vocabulary, compared in groups."""
     probs = torch.softmax(torch.linspace(0, -4, 3000), 0)
     n = 10_000
     generator = torch.Generator().manual_seed(12)
@@ -382,7 +380,7 @@ def test_draws_from_a_large_vocabulary():
 
 @pytest.mark.parametrize(("at", "token"), [(0.0, 2), (1 - 2**-53, 5), (1.0, 5)])
 def test_ends_of_the_unit_interval_give_possible_tokens(monkeypatch, at, token):
-    """Also a draw of exactly one, which rounding can make of the number nearest to it."""
+    """Including a draw of exactly one, a possible result of rounding."""
     monkeypatch.setattr(
         sampling.torch, "rand", lambda n, **options: torch.full((n,), at, dtype=torch.float64)
     )
@@ -400,7 +398,7 @@ def test_token_of_probability_zero_is_never_drawn(seed, n):
 
 
 def test_draw_takes_one_random_number():
-    """Which is what makes a seed mean the same whatever the distribution is."""
+    """A seed therefore has the same meaning for every distribution."""
     one = torch.Generator().manual_seed(3)
     other = torch.Generator().manual_seed(3)
     draw(torch.tensor([[0.5, 0.5]]), one)

@@ -1,6 +1,4 @@
-"""The bench for a card, as far as it goes without one: models of a shape, sections, and the table
-made from results.
-"""
+"""GPU benchmarks without a GPU: models of a shape, sections, and the table of results."""
 
 import json
 import subprocess
@@ -44,7 +42,7 @@ FEW_A_PASS = {"tree_size": 8, "tree_depth": 3}  # so that passes of a short text
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Expanded checkpoints lie in a folder of this test, at a size that a test can bear."""
+    """Expand checkpoints to a small size in a temporary folder."""
     home = tmp_path_factory.mktemp("shapes")
 
     def written(source, shape, *sizes):
@@ -76,7 +74,7 @@ def test_repeating_no_layer_keeps_the_checkpoint():
 
 
 def told(measure):
-    """What a section prints, as it grows."""
+    """Return the results that a section yields, as JSON."""
     return [json.loads(json.dumps(found)) for found in measure]
 
 
@@ -141,7 +139,7 @@ def test_paced_section_reports_the_paced_link(small, monkeypatch):
 
 @pytest.mark.slow
 def test_formats_section_continues_after_a_failure(small, monkeypatch):
-    """A way that fails does not end the others."""
+    """A failed format does not end the next format."""
     sizes = streamed.Shapes("", 11, "275MiB", (1,))
     ways = {
         "lossless": (None, replace(sizes, settings=(("link_format", "lossless"),))),
@@ -243,8 +241,8 @@ def test_onchip_section_runs(small, monkeypatch):
 
 
 def test_attention_section_runs(monkeypatch):
-    """Every kernel once; with a clock by which a product and a copy take a second, and each
-    attention two.
+    """Run every kernel once. A fake clock measures 1 s per product and copy, and 2 s
+    per attention.
     """
 
     def no_compiler(*_):

@@ -1,6 +1,4 @@
-"""The products of bench.compute: the measured matrices are those of the format, and ratios compare
-equal work.
-"""
+"""Products of bench.compute: matrices have the measured format, and ratios compare equal work."""
 
 import pytest
 import torch
@@ -22,8 +20,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_all_formats_multiply_the_same_weights(tmp_path):
-    """Their products differ from those of float32 by rounding: checkpoints as floats, a quantised
-    one, a GGUF file.
+    """Products of float checkpoints, a quantised checkpoint and a GGUF file differ from float32 by
+    rounding.
     """
     found = products.all_weights(tmp_path, [*products.DENSE, "int4, groups of 128", "Q4_0"])
     for name, (_, n_in) in products.MATRICES.items():

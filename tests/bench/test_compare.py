@@ -1,6 +1,4 @@
-"""The comparison of systems: what its figures are made of, peers that fail, and one run of two real
-ones.
-"""
+"""Comparison of systems: computed figures, failing peers, and one run of two real peers."""
 
 import itertools
 import json
@@ -268,8 +266,8 @@ def test_gguf_file_is_rewritten_after_its_checkpoint_changes(tmp_path):
 
 
 class FakeLlama:
-    """Answers as llama_cpp.Llama does: a pass for the prompt, then passes over a token and three
-    drafted ones.
+    """Behaves like llama_cpp.Llama: one pass for the prompt, then passes with one token and three
+    draft tokens.
     """
 
     def reset(self) -> None:

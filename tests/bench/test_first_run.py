@@ -1,6 +1,4 @@
-"""The scripts for the first runs on a GPU, with stand-ins for the GPU, the interpreter and the
-clock.
-"""
+"""Scripts for the first runs on a GPU, with stand-ins for GPU, interpreter and clock."""
 
 import os
 import subprocess
@@ -94,7 +92,7 @@ def test_second_run_executes_the_named_steps(tmp_path):
 
 
 def test_bundled_wheels_replace_old_packages(tmp_path, monkeypatch, capsys):
-    """And no others; what stays unmet is named."""
+    """Other packages stay installed, and missing packages are named."""
     for name in ("transformers", "numpy"):
         with zipfile.ZipFile(tmp_path / f"{name}-5.99.0-py3-none-any.whl", "w") as wheel:
             about = f"{name}-5.99.0.dist-info"

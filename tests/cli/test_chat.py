@@ -50,7 +50,7 @@ def llm(model: Path) -> Any:
 
 
 def conversation(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """Turns of the user and the model, one after the other."""
+    """Alternate turns of user and model."""
     turns = [
         {"role": ("user", "assistant")[i % 2], "content": content}
         for i, content in enumerate(contents)
@@ -62,7 +62,7 @@ def conversation(*contents: str, system: str | None = None) -> list[dict[str, st
 
 
 def test_chat_prompt_equals_transformers_template(llm, model):
-    """One, or several with settings of their own."""
+    """With and without template settings."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     params = SamplingParams(max_new_tokens=6)
     several = [conversation("the fox"), conversation("the", " dog", "over", system="lazy")]
@@ -222,7 +222,7 @@ class Terminal:
         self.before = termios.tcgetattr(self.ours)
 
     def until(self, wanted: str) -> str:
-        """What is shown up to these characters."""
+        """Return the output up to these characters."""
         limit = time.monotonic() + PATIENCE_S
         while wanted not in self.seen:
             assert time.monotonic() < limit, self.seen

@@ -1,6 +1,4 @@
-"""The command line: exit codes, what stands on stdout and what on stderr, and one sentence for each
-mistake.
-"""
+"""The command line: exit codes, stdout, stderr, and one sentence for each mistake."""
 
 import json
 import re
@@ -64,7 +62,7 @@ def drafting(model: Path, draft: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def spoken(model: Path) -> Callable[..., Any]:
-    """What the API makes of the prompt."""
+    """The output of the Python API for the prompt."""
 
     def generate(**params: Any) -> Any:
         with LLM(str(model), device="cpu", max_model_len=64) as llm:

@@ -1,4 +1,4 @@
-"""How a program begins and ends: signals, exit codes, and what is said."""
+"""Start and end of programs: signals, exit codes and messages."""
 
 import io
 import os
@@ -17,9 +17,7 @@ from offload_rt.errors import LinkError, PromptError
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """Handlers are put back, and no signal is ignored, as what a shell starts in the background
-    does.
-    """
+    """Restore signal handlers; background shells start programs with ignored signals."""
     before = {number: signal.getsignal(number) for number in process._SIGNALS}
     for number in before:
         signal.signal(

@@ -1,6 +1,4 @@
-"""The timeline of a run and what is read from it: known shares of a hand-made one, a real run, and
-files that are none.
-"""
+"""Reports of timelines: known shares of a handmade timeline, a real run, and invalid files."""
 
 import json
 import time

@@ -1,6 +1,4 @@
-"""What a program loads before its work: neither torch nor transformers for a plan or a wrong
-flag.
-"""
+"""Imports before the work starts: neither torch nor transformers for a plan or a flag error."""
 
 import json
 import subprocess

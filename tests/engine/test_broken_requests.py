@@ -1,6 +1,4 @@
-"""A sequence that cannot go on ends alone: those it shared its passes with go on as if it had not
-been there.
-"""
+"""A failing sequence ends alone; sequences in the same passes continue unchanged."""
 
 import asyncio
 import gc
@@ -33,7 +31,7 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0)
 
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
-    """Trees that do not depend on the clock, nor on what another test learned."""
+    """Make tree sizes independent of the clock and of earlier tests."""
     keep_steady(monkeypatch)
 
 
@@ -47,8 +45,8 @@ def speaking(tmp_path):
 
 
 def spoil(llm, monkeypatch, prompt, after):
-    """Let the logits of the sequence of a prompt be no numbers, once it has so many tokens. Returns
-    references to them.
+    """Replace the logits of a prompt's sequence by NaN after some tokens; return weak references to
+    them.
     """
     runner = llm.engine.runner
     forward = llm.engine.runner.forward
@@ -70,7 +68,7 @@ def spoil(llm, monkeypatch, prompt, after):
 
 
 async def gathered(llm, prompts, params):
-    """What becomes of each of several streams at once: its tokens, or its error."""
+    """Return the tokens or the error of each concurrent stream."""
 
     async def collect(prompt, one):
         return [token async for piece in llm.astream(prompt, one) for token in piece.token_ids]
@@ -92,9 +90,7 @@ def run(llm, several):
 
 
 def assert_released(llm):
-    """Nothing runs, and nothing is left of what has ended once what is kept for others is
-    dropped.
-    """
+    """Assert that no sequence runs and that no cache remains after a reset of the prefix cache."""
     llm._of_engine._thread.submit(lambda: None).result()  # behind all that tasks have left it to do
     assert llm.engine.n_running == llm.engine.n_waiting == 0
     llm.engine.reset_prefix_cache()

@@ -1,6 +1,4 @@
-"""The whole engine on a card where there is one, and as far as that can be tested without one: see
-`fake_gpu`.
-"""
+"""The whole engine on CUDA: on a real device if available, otherwise on `fake_gpu`."""
 
 import gc
 import weakref
@@ -37,13 +35,13 @@ from offload_rt.ops import extension
 
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
-    """Trees that do not depend on the clock, nor on what another test learned."""
+    """Make tree sizes independent of the clock and of earlier tests."""
     keep_steady(monkeypatch)
 
 
 @pytest.fixture(params=["pretended", pytest.param("real", marks=pytest.mark.cuda)])
 def card(request, monkeypatch) -> Callable[..., AbstractContextManager[None]]:
-    """Sees to it that there is a card, and one that refuses to pin memory if it is to."""
+    """Return a context manager for a device, which optionally refuses to pin memory."""
     if request.param == "pretended":
         yield lambda pins=True: fake_gpu(monkeypatch, pins=pins)
         return
@@ -106,7 +104,7 @@ def test_greedy_tokens_equal_transformers(zoo, card, name, where):
     ],
 )  # fmt: skip
 def test_every_drafter_and_rule_runs_on_cuda(zoo, card, drafter, rule):
-    """One prompt after the other, for what is captured for one ends with it; then two at once."""
+    """Two prompts in turn, since graphs of the first prompt end with it; then both at once."""
     pair = zoo.pair("llama", 0)
     size = {} if drafter == "none" else {"tree_size": 24}
     with card(), on_card(pair.target, **size, **pair.settings(drafter, rule)) as llm:
@@ -128,9 +126,7 @@ def test_every_drafter_and_rule_runs_on_cuda(zoo, card, drafter, rule):
     ],
 )
 def test_trees_of_general_models_run_on_cuda(mixture_of, card, monkeypatch, kind, host):
-    """With slots for four experts, of which the host computes some, or for which it has no room;
-    states of delta nets.
-    """
+    """Slots for four experts, with and without host experts; states of delta nets."""
     monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
     model, folder = mixture_of(kind)
     settings = {"device": "cuda", "drafter": "recycle", "tree_size": 8, "max_model_len": 128}
@@ -142,7 +138,7 @@ def test_trees_of_general_models_run_on_cuda(mixture_of, card, monkeypatch, kind
 
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
 def test_kernel_logits_differ_only_by_rounding(tmp_path, card, heads):
-    """Prompt, trees and what is captured of them, in bfloat16 with heads of 64 columns."""
+    """Prompt, trees and captured passes in bfloat16 with heads of 64 columns."""
     n_heads, n_kv_heads = heads
     sizes = {"head_dim": 64, "num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads}
     model = CASES["llama"].build(0, **sizes)
@@ -198,7 +194,7 @@ def test_close_releases_cuda_graphs(zoo, card):
 
 
 def test_close_releases_host_memory(zoo, card):
-    """At once as well, and also of what was streamed: threads had to do with it."""
+    """Immediately, including streamed layers, which threads have used."""
     directory = zoo.directory("llama", 0)
     gc.collect()
     gc.disable()
@@ -312,7 +308,6 @@ def test_expandable_segments_unless_configured(monkeypatch, begun, variable, rel
 
 
 def test_fake_gpu_refuses_to_mix_devices(monkeypatch):
-    """The fake GPU notices what a card would."""
     with fake_gpu(monkeypatch):
         on_device = torch.ones(3, device="cuda")
         assert isinstance(on_device, FakeCudaTensor) and on_device.device.type == "cuda"
@@ -326,9 +321,7 @@ def test_fake_gpu_refuses_to_mix_devices(monkeypatch):
 
 
 def counted_steps(llm, counts, params):
-    """Per step what was counted, and the levels that were drafted; the first two steps are left
-    out.
-    """
+    """Return waits, uploads and drafted levels per step, without the first two steps."""
     draft = llm.engine.draft
     n_levels = [0]
     found = []
@@ -364,9 +357,7 @@ def counted_steps(llm, counts, params):
 def test_host_waits_for_each_level_the_pass_and_the_verdict(
     zoo, monkeypatch, drafter, rule, temperature, place
 ):
-    """And nothing but layers goes through the copy engine: not what a pass needs of its rows, nor
-    rows to commit.
-    """
+    """Only layers pass through the copy engine, neither inputs of a pass nor rows to commit."""
     pair = zoo.pair("llama", 0)
     settings = {"tree_size": 24, "tree_depth": 5}
     with fake_gpu(monkeypatch, has_kernels=True) as counts:
@@ -423,7 +414,7 @@ def test_draft_is_captured_before_layers_are_copied(zoo, monkeypatch):
 
 
 class BrokenGraph:
-    """A CUDA graph that cannot be captured, but for the first one."""
+    """A CUDA graph whose capture fails, except the first capture."""
 
     n_captures = 0
 
@@ -464,7 +455,7 @@ def test_threads_with_streams_select_the_device(zoo, monkeypatch):
 
 
 def test_kernels_are_built_before_memory_is_pinned(zoo, monkeypatch):
-    """The compiler takes memory and all cores."""
+    """The compiler needs memory and all cores."""
     directory = zoo.directory("llama", 0)
     order = []
     with fake_gpu(monkeypatch):

@@ -142,7 +142,7 @@ def test_batch_rows_equal_solo_runs(speaking, place):
 
 
 def test_batch_beyond_capacity_waits_for_room(zoo):
-    """Rows of keys and values are never more than planned; who waits joins as others end."""
+    """Cache rows never exceed the plan; waiting sequences join when others end."""
     prompts = [prompt_of(seed, 10 + seed) for seed in range(7)]
     params = [
         SamplingParams(max_new_tokens=5 + 5 * n, temperature=float(n % 2), seed=n) for n in range(7)
@@ -176,9 +176,7 @@ def measured(sequence):
 
 @pytest.mark.parametrize("drafter", ["none", "adaptive_tree"])
 def test_sequences_join_and_leave_a_running_batch(llama_pair, drafter):
-    """Each that ends has the tokens of its solo run, whoever joined or was aborted meanwhile;
-    nothing is left of any.
-    """
+    """Sequences equal their solo runs while others join or are aborted, and leave no cache."""
     prompts = [prompt_of(seed, n) for seed, n in enumerate((4, 21, 9, 15, 7))]
     params = [SamplingParams(max_new_tokens=n) for n in (30, 12, 25, 40, 18)]
     if drafter == "none":  # with trees, other numbers of nodes spend the random numbers differently
@@ -214,9 +212,7 @@ def test_sequences_join_and_leave_a_running_batch(llama_pair, drafter):
 
 
 def test_prompt_passes_do_not_train_the_cost_model(zoo):
-    """Passes that compute a prompt, of whichever sequence, are neither predicted nor learned
-    from.
-    """
+    """Prompt passes are neither predicted nor used for learning."""
     with open_llm(zoo.directory("llama", 0), max_model_len=256) as llm:
         learned = []
         llm.engine.cost.passed = lambda n_rows, *_: learned.append(n_rows)
@@ -254,10 +250,9 @@ class Unlearning(Drafter):
 
 
 class TreeDrafter(Unlearning):
-    """Random trees whose tokens are the true continuation here and there, so that some of each tree
-    is accepted.
+    """Propose random trees that contain parts of the true continuation.
 
-    true  the continuation of each prompt, by its first token
+    true  continuation of each prompt, by its first token
     """
 
     limits = DraftLimits(12, 12)
@@ -342,7 +337,7 @@ def test_length_limits_end_with_length(zoo):
 
 
 def test_end_token_within_a_path_drops_the_rest(zoo):
-    """A tree can bring tokens behind the end; plain decoding would not have."""
+    """Tokens of a tree behind the end token are dropped, as in plain decoding."""
     text = zoo.greedy("llama", 0)
     end, n = end_at(zoo, "llama", 10)
     prompt = prompt_of(0)
@@ -412,8 +407,8 @@ COUNTED = {
 
 
 class FullTrees(Unlearning):
-    """Trees with every token below every node, of no, one or two levels: whatever is drawn is found
-    in them.
+    """Trees of one to three levels with every token below every node, so that they contain any
+    drawn token.
     """
 
     limits = DraftLimits(1 + VOCABULARY + VOCABULARY**2, 3)
@@ -460,7 +455,9 @@ def test_joint_distribution_of_sampled_tokens(small, trees):
 
 
 def test_distribution_check_detects_a_wrong_distribution(small):
-    """Texts of temperature 1 are not those of temperature 1.5, nor those of another prompt."""
+    """Texts of temperature 1 differ from those of temperature 1.5 and from those of
+    another prompt.
+    """
     model, _ = small
     probs = exact_distribution(model, [3, 1], SamplingParams(temperature=1.0))
     is_sampled = np.random.default_rng(0).choice(probs.size, N_DRAWS, p=probs.ravel() / probs.sum())
@@ -476,9 +473,7 @@ def test_distribution_check_detects_a_wrong_distribution(small):
 
 
 def test_loading_progress_reports_all_bytes(zoo):
-    """The bar reaches its end, wherever the alignment of a block makes it longer than what is
-    read.
-    """
+    """Also if alignment makes a block longer than its data."""
     told: list[tuple[int, int]] = []
     config = EngineConfig(str(zoo.directory(next(iter(CASES)), 0)))
     LLM.from_config(config, progress=lambda done, total: told.append((done, total))).close()

@@ -1,6 +1,4 @@
-"""Long prompts beside sequences that are answered: some rows a pass, and every text as it is
-alone.
-"""
+"""Long prompts beside decoding sequences: chunks of the prompt per pass, unchanged texts."""
 
 import pytest
 from support.heads import HEADS

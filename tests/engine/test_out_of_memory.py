@@ -13,9 +13,7 @@ from offload_rt.errors import DeviceError
 
 @pytest.fixture
 def full(monkeypatch):
-    """Makes the memory of an LLM run out: at passes of more than so many rows a chunk, or in what
-    follows a pass.
-    """
+    """Raise OutOfMemoryError in passes with more rows per chunk than a limit, or after a pass."""
 
     def fill(llm, most_rows=10**9, most_probs=10**9):
         runner = llm.engine.runner

@@ -1,6 +1,4 @@
-"""What is kept of sequences that have left: those that begin alike compute the rest alone, and no
-text depends on it.
-"""
+"""Prefix cache: sequences with a common prefix compute only the rest, and texts stay the same."""
 
 import pytest
 import torch
@@ -96,9 +94,7 @@ def test_sampled_texts_do_not_depend_on_the_prefix_cache(opened):
 
 
 def test_shared_prefix_of_a_batch_is_computed_once(opened, monkeypatch):
-    """Also where the pass is made again for want of memory, and by one that joins those that
-    run.
-    """
+    """Also after a repeated pass for lack of memory, and for a sequence that joins later."""
     llm, model = opened("plain")
     shared = prompt_of(0, 24)
     batch = [shared + prompt_of(seed, 3) for seed in (1, 2, 3)]

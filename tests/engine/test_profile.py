@@ -21,7 +21,7 @@ def test_memory_rate_is_measured_beyond_the_caches(monkeypatch):
 
 
 class Clock:
-    """CUDA event of a device on which each piece of work lasts 10 ms."""
+    """CUDA event of a device on which each piece of work takes 10 ms."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing

@@ -1,5 +1,5 @@
-"""On a CPU a pass over any tree, part of a prompt or batch gives bit for bit the logits of plain
-decoding, in 16 bits, too.
+"""CPU passes over any tree, chunk or batch give bit for bit the logits of plain decoding, also in
+16 bits.
 """
 
 from collections.abc import Sequence
@@ -52,9 +52,7 @@ def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_tree_logits_equal_plain_decoding_bit_for_bit(zoo, name, dtype):
-    """Below tokens that the cache lacks, and after a path of an earlier tree was committed, whose
-    rows have moved.
-    """
+    """Below tokens missing in the cache, and after the commit of a path moved rows."""
     prompt = prompt_of(1, 11)
     with open_llm(zoo.directory(name, 0), dtype=dtype) as llm:
         runner = runner_of(llm)
@@ -106,9 +104,7 @@ def test_chunks_and_batches_equal_single_rows_bit_for_bit(zoo, name, dtype, monk
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_greedy_texts_do_not_depend_on_trees(zoo, dtype):
-    """Also where two logits are equal: of these the first counts, whichever rows are computed
-    beside them.
-    """
+    """Equal logits resolve to the first token, independent of other rows of the pass."""
     directory = zoo.pair("llama", 0)
     with open_llm(directory.target, dtype=dtype) as llm:
         expected = llm.generate(prompt_of(0)).pop().token_ids

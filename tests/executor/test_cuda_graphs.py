@@ -1,6 +1,4 @@
-"""Captured passes give the logits and the cache rows of ordinary ones, whatever was computed in
-them before.
-"""
+"""Captured passes give the logits and cache rows of ordinary passes, after any earlier pass."""
 
 import random
 from dataclasses import replace
@@ -28,7 +26,7 @@ def passes_of(runner, cache):
 
 
 def fed_alike(llms, caches, tokens, tree):
-    """Give the same rows to both, which make the same logits of them."""
+    """Feed the same rows to both runners and compare the logits."""
     rows = [
         feed(runner_of(llm), cache, tokens, tree).clone()
         for llm, cache in zip(llms, caches, strict=True)
@@ -109,8 +107,8 @@ def test_graphs_end_with_their_cache(zoo):
 
 
 def test_sequences_in_turn_share_graphs(zoo):
-    """Whatever the one before has left in the memory of the cache; one that does not end before the
-    next has its own.
+    """Independent of the previous sequence's cache contents; a concurrent sequence gets its own
+    graphs.
     """
     captured = []
 
@@ -237,7 +235,7 @@ def test_graph_cache_keeps_the_most_recent_sizes(zoo, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_fixed_mask_holds_its_latest_tree(seed):
-    """Whatever it was filled with before; what is left over looks where the first row does."""
+    """Independent of earlier contents; spare rows see the keys of the first row."""
     draw = random.Random(seed)
     n_rows = draw.choice([1, 8, 40])
     n_keys = draw.choice([135, 256])

@@ -30,7 +30,7 @@ from offload_rt.speculate.select import rule_of
 
 
 class Served:
-    """Stands for the ops of the library, and counts what is asked of it."""
+    """Stands for the ops of the library and counts calls."""
 
     def __init__(self):
         self.counts = Counter()
@@ -52,7 +52,7 @@ def served(monkeypatch):
 
 
 def logits_of_steps(runner):
-    """Of a prompt, a tree below it, and a tree below a path of that one."""
+    """Logits of a prompt, a tree below it, and a tree below a path of the first tree."""
     cache = prefill(runner, prompt_of(0, 20), 96)
     first = random_tree(24, 1, reach=6)
     found = [feed(runner, cache, prompt_of(1, 24), first)]
@@ -101,7 +101,7 @@ def test_kernel_logits_equal_the_reference(served, monkeypatch, bfloat16_model):
 
 
 def test_captured_kernel_logits_equal_the_reference(served, monkeypatch, bfloat16_model):
-    """For other trees and longer caches than those it was captured for, without a dense mask."""
+    """With trees and cache lengths other than at capture, and without a dense mask."""
     monkeypatch.setattr(TreeMask, "dense", None)
     with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as graphs:
         runner_of(graphs).use_graphs(GraphShape(32, 512, 64), record_graph)
@@ -137,13 +137,13 @@ class Launches(TorchDispatchMode):
 
 @pytest.fixture
 def card(monkeypatch):
-    """Counts of a fake GPU on which emulated kernels serve."""
+    """Call counts of a fake GPU with emulated kernels."""
     with fake_gpu(monkeypatch, has_kernels=True) as counts:
         yield counts
 
 
 def on_card(directory, place):
-    """A model whose layers are all streamed, or all computed by captured passes."""
+    """Open a model with all layers streamed, or with captured passes."""
     settings = {"device": "cuda", "max_model_len": 128, "drafter": "none"}
     streamed = {"device_memory": least_streaming(directory, **settings)}
     llm = LLM(str(directory), **settings, **(streamed if place == "streamed" else {}))
@@ -156,7 +156,7 @@ def on_card(directory, place):
 @pytest.mark.parametrize("place", ["streamed", "captured"])
 @pytest.mark.parametrize(("name", "n"), [("llama", 11), ("llama-biases", 11), ("qwen3", 13)])
 def test_launches_per_layer(card, tmp_path, name, n, place):
-    """By what three more layers take; with the logits of a CPU."""
+    """Launches of three more layers; logits equal the CPU."""
     counts = []
     for n_layers in (3, 6):
         sizes = {"head_dim": 64, "intermediate_size": 128, "num_hidden_layers": n_layers}
@@ -176,8 +176,8 @@ def test_launches_per_layer(card, tmp_path, name, n, place):
 
 
 def decided_trees(independent):
-    """Trees of three tokens, in which distributions run out and tie, and the target's distributions
-    after their nodes.
+    """Yield trees of three tokens with exhausted and tied distributions, and the target's
+    distributions at their nodes.
     """
     for name, recipe in RECIPES.items():
         if recipe.independent == independent:

@@ -1,6 +1,4 @@
-"""What is kept between runs: folders that cannot be written, full disks, damage, and several
-writers at once.
-"""
+"""Files kept between runs: unwritable folders, full disks, damage and concurrent writers."""
 
 import json
 import os
@@ -103,7 +101,7 @@ def test_damaged_caches_are_rebuilt(drafted, line, whole, cache):
 
 
 def _spoilt(value: Any, chance: random.Random) -> Any:
-    """A JSON value with something odd somewhere in it."""
+    """Insert an odd value somewhere into a JSON value."""
     if chance.random() < 0.3 or not isinstance(value, dict | list) or not value:
         return chance.choice(ODD)
     if isinstance(value, dict):

@@ -1,6 +1,4 @@
-"""A checkpoint that changes while it is used: the run ends after what it had produced, or goes on
-unharmed.
-"""
+"""A checkpoint changes during a run: the run ends after its text so far, or continues unharmed."""
 
 import json
 import os

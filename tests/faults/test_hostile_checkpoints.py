@@ -67,7 +67,9 @@ ROPES = (
 
 @pytest.fixture(scope="module", autouse=True)
 def memory() -> Iterator[None]:
-    """No case makes memory explode: what it takes stays, so the largest of all is seen at the end."""
+    """Assert that no case used excessive memory. Peak memory persists, so one check at the end
+    suffices.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     yield
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < GROWTH

@@ -1,6 +1,4 @@
-"""The same inside one process: what a run tells when a read fails, and what an `LLM` is good for
-afterwards.
-"""
+"""Faults inside one process: messages after failed reads, and use of the `LLM` afterwards."""
 
 import _thread
 import contextlib
@@ -25,7 +23,7 @@ from offload_rt.offload.disk import DirectFiles, DiskTier
 
 
 def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Let so many reads of the disk through, then fail each."""
+    """Let a number of disk reads succeed, then fail each."""
     reads = DiskTier.reads
     count = 0
 
@@ -146,7 +144,7 @@ def _streaming(model: Path) -> Iterator[LLM]:
 
 @contextlib.contextmanager
 def _nothing_is_left(model: Path) -> Iterator[None]:
-    """No thread and no file more than before, once what a first run leaves for ever is there."""
+    """Assert that thread and file counts equal those before the body, after one warm-up run."""
     with _streaming(model):
         pass
     threads = {*threading.enumerate()}

@@ -15,7 +15,7 @@ KINDS = {"text": [], "json": ["--json"], "plan": ["--plan"], "help": ["--help"]}
 
 @pytest.fixture
 def stdout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], TextIO]]:
-    """Lets stdout be another file."""
+    """Replace stdout by another file."""
     opened = []
 
     def replace(file: int) -> TextIO:

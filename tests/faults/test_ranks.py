@@ -1,6 +1,4 @@
-"""Several ranks of which one dies, is interrupted or fails: all end soon, with one sentence that
-says why.
-"""
+"""Killed, interrupted or failing ranks: all ranks end soon, with one sentence naming the reason."""
 
 import json
 import os

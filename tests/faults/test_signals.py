@@ -1,6 +1,4 @@
-"""Signals and readers that go, in processes of their own: a run ends soon, with what it had
-produced.
-"""
+"""Signals and closed readers of separate processes: a run ends soon and keeps its text."""
 
 import os
 import re
@@ -23,7 +21,7 @@ ENOUGH = 20  # characters that show that generation is under way
 
 @pytest.fixture(scope="module")
 def endless(model: Path) -> list[str]:
-    """The command of a run that goes on until it is stopped, with as little memory as will do."""
+    """Command of a run without end, with the smallest sufficient memory."""
     with pytest.raises(CapacityError) as least:
         LLM(str(model), device="cpu", max_model_len=8192, device_memory=1)
     budget = re.search(r"set --device-memory to (\d+)", str(least.value)).group(1)
@@ -66,7 +64,7 @@ def _read(process: subprocess.Popen[bytes], n: int) -> str:
 
 @pytest.mark.slow
 def test_signal_ends_a_run_with_its_text(endless, begins_with, tmp_path):
-    """The one that ends a program that does not heed it; test_process.py has all that are heeded."""
+    """SIGTERM only; test_process.py covers all handled signals."""
     with _started(endless, tmp_path) as process:
         text = _read(process, ENOUGH)
         process.send_signal(signal.SIGTERM)

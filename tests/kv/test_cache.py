@@ -1,4 +1,4 @@
-"""The cache: what is kept is what a fresh prefill would give, and nothing else is ever read."""
+"""KV cache: kept rows equal a fresh prefill, and no other row is read."""
 
 import pytest
 import torch
@@ -108,8 +108,8 @@ class _Sizes:
 
 
 def filled(tokens, capacity):
-    """A cache of rows that say where they came from: every value of the row of token t at place p
-    is 100 p + t.
+    """Return a cache whose rows encode their origin: token t at position p has the
+    value 100 p + t.
     """
     cache = ContiguousCache.empty(_Sizes, capacity, torch.float32, torch.device("cpu"))
     write(cache, tokens)
@@ -251,7 +251,7 @@ class TwoParts(KVCache):
 
 @pytest.mark.parametrize("chunk_rows", [512, 4])
 def test_cache_in_two_parts_gives_the_same_logits(runner, chunk_rows, monkeypatch):
-    """Through the runner as it is: trees below lacking tokens, paths that skip rows, rewinds into
+    """Through an unchanged runner: trees below missing tokens, paths that skip rows, rewinds into
     both parts.
     """
     monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)

@@ -1,4 +1,4 @@
-"""Keys and values beyond the device: what a cache gives does not depend on where its rows lie."""
+"""Keys and values beyond the device: results do not depend on the place of the rows."""
 
 import errno
 import json
@@ -63,9 +63,7 @@ N_NEW = 8
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
-    """Rows go often, in small blocks; files and what is learned are the test's own, and no tree
-    depends on the clock.
-    """
+    """Use small blocks, temporary files and fixed tree sizes."""
     monkeypatch.setattr(kv_split, "_TAIL_ROWS", 8)
     monkeypatch.setattr(kv_split, "_BLOCK_NBYTES", 16 << 10)
     monkeypatch.setattr(kv_split, "MOST_SCORES", 4 << 10)
@@ -82,9 +80,7 @@ def runner(request, zoo):
 
 @contextmanager
 def beyond(runner, n_on_device, n_rows=CAPACITY, is_fp8=False):
-    """Lets a runner have caches of which so many rows together are on the device, the others in a
-    file.
-    """
+    """Let a runner create caches with `n_on_device` rows on the device and the rest in a file."""
     spec = runner.spec
     rows = RowFormat(spec.n_kv_heads, spec.head_dim, DType.of(runner.dtype), is_fp8)
     split = replace(KVSplit.least(spec, n_rows, N_NODES, rows, 512), n_on_device=n_on_device)
@@ -101,7 +97,7 @@ def offloaded_cache(runner, n_rows=CAPACITY, n_nodes=N_NODES):
 
 
 def new_caches(runner):
-    """One on the device, and one that is not as a whole."""
+    """Create a device cache and an offloaded cache."""
     caches = runner.new_cache(CAPACITY), offloaded_cache(runner)
     assert isinstance(runner._caches[caches[1]], HostCache)
     return caches
@@ -202,9 +198,7 @@ def settings_of(pair, drafter, **more):
 
 
 def little(pair, drafter, n_rows, **more):
-    """A budget of the device for two slots, and of keys and values for so many rows beside what
-    they need at least.
-    """
+    """Return settings with two layer slots and `n_rows` cache rows beyond the minimum."""
     given = settings_of(pair, drafter, **more)
     with LLM.open(EngineConfig(str(pair.target), **given)) as unloaded:
         plan = unloaded.plan
@@ -222,7 +216,7 @@ def little(pair, drafter, n_rows, **more):
 
 @pytest.mark.parametrize("drafter", ["none", "static_tree", "recycle"])
 def test_greedy_tokens_equal_transformers(pair, drafter):
-    """Long prompts and short ones, alone and together, with layers from the disk as well."""
+    """Long and short prompts, alone and in a batch, with layers on disk."""
     prompts = [prompt_of(0, 250), prompt_of(1, 30), prompt_of(2, 170)]
     expected = [generate(pair.model, prompt, N_NEW) for prompt in prompts]
     with LLM(str(pair.target), **little(pair, drafter, 40)) as llm:
@@ -328,7 +322,7 @@ def test_host_rows_are_pinned_while_loading(pair, monkeypatch):
 
 
 def test_blocks_are_larger_with_cuda():
-    """A block's copy takes longer than the launches of its attention."""
+    """Copying a block takes longer than launching its attention."""
     rows = RowFormat(8, 128, torch.float16)
     spec = spec_of(KNOWN["llama2-70b"])
     on_cpu, on_card = (

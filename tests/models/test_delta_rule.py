@@ -58,7 +58,7 @@ def random_rows(n, generator):
 
 
 def recurrence(rows, state):
-    """Outputs and the last state of rows one after the other, as the rule is written."""
+    """Compute outputs and the last state row by row, as the rule is defined."""
     outs = []
     q, k = (one.repeat_interleave(N_V_HEADS // N_K_HEADS, 1) for one in rows[:2])
     for query, key, v, log_decay, beta in zip(q, k, *rows[2:], strict=True):
@@ -115,9 +115,7 @@ def test_chunked_chain_equals_the_whole_chain():
 
 
 class Net:
-    """Two nets whose rows are those of a table by token, and what each node of a tree of texts
-    gives, computed one by one.
-    """
+    """Two nets with rows from a table by token, and the expected output of each tree node."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -204,8 +202,8 @@ class Net:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_cache_history_equals_its_tokens(seed):
-    """Prompts, trees, paths of them, passes that fail anywhere, and turns that go on anywhere: each
-    row as if computed anew.
+    """Prompts, trees, commits, failed passes and rewinds in random order: each row as if computed
+    anew.
     """
     net = Net()
     draw = np.random.default_rng(seed)
@@ -266,7 +264,7 @@ def steady(monkeypatch, tmp_path):
     ids=["plain", "lookahead", "draft"],
 )
 def test_batch_texts_equal_transformers(saved, steady, monkeypatch, settings):
-    """Prompts that end within, at and behind the border of a block, two of which begin alike."""
+    """Prompts end within, at and behind a block border; two prompts share a prefix."""
     model, folder = saved
     n = 24
     settings = {name: str(folder) if one is True else one for name, one in settings.items()}
@@ -326,7 +324,9 @@ def test_rows_behind_committed_rows_stay_pending(saved):
 
 
 def test_second_turn_computes_new_tokens_only(saved, steady, monkeypatch):
-    """Where it goes on; where it differs, from the last border of a block whose state is kept."""
+    """From the end of the previous turn, or from the last stored block border before the first
+    difference.
+    """
     (model, folder), first = saved, prompt_of(1, 200, 150)
     with open_llm(folder, max_model_len=420) as llm:
         runner = runner_of(llm)
@@ -357,8 +357,8 @@ def test_second_turn_computes_new_tokens_only(saved, steady, monkeypatch):
 
 
 def test_sequence_starts_with_the_state_of_a_shared_prefix(saved, steady, monkeypatch):
-    """Prompts at once that begin as one before: one takes its cache over, others follow it, to
-    where they part or a border.
+    """Concurrent prompts with the prefix of an earlier prompt: one sequence reuses its cache,
+    others copy it up to the difference or a border.
     """
     (model, folder), first = saved, prompt_of(1, 140, 150)
     with open_llm(folder, max_model_len=200, max_num_seqs=3) as llm:
@@ -378,8 +378,8 @@ def test_sequence_starts_with_the_state_of_a_shared_prefix(saved, steady, monkey
 
 @pytest.mark.parametrize("chunk_rows", [512, 48])
 def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_rows):
-    """As do prompts that go on differently, from each other too; in memory that runs out each
-    computes its own.
+    """Also for prompts with different continuations. Without memory, each sequence computes its own
+    prefix.
     """
     (model, folder), first = saved, prompt_of(1, 100, 150)
     batch = [
@@ -418,9 +418,7 @@ def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_ro
 
 
 def test_failed_pass_keeps_the_last_stored_state(saved, steady, monkeypatch):
-    """Memory runs out in the middle of prompts, when some layers have added them and others have
-    not.
-    """
+    """Memory runs out within prompts, after a part of the layers."""
     (model, folder), first = saved, prompt_of(1, 70, 150)
     layer = Runner.layer
     fails = iter([False] * 2 + [True] + [False] * 14 + [True])

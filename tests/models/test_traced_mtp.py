@@ -1,5 +1,5 @@
-"""Layers for multi-token prediction of models with gated delta nets: what they compute, and that no
-text depends on them.
+"""Multi-token prediction layers of models with gated delta nets: their logits, and
+unchanged texts.
 """
 
 import copy
@@ -69,7 +69,7 @@ class Target:
 
     @torch.no_grad()
     def expected_logits(self, tokens: list[int], path: Sequence[int]) -> Tensor:
-        """What the layer says behind the last token of a path below tokens, by transformers' own
+        """Logits of the layer after the last token of a path below tokens, by transformers'
         modules.
         """
         embedding = self.model.get_input_embeddings()
@@ -118,9 +118,7 @@ def steady(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mtp_layer_equals_its_definition(target_of, monkeypatch, kind):
-    """After prompts that are fed part by part, and after trees of which some nodes were accepted
-    and most were not.
-    """
+    """After chunked prompts and after trees with accepted and rejected nodes."""
     monkeypatch.setattr(head_model, "CHUNK_ROWS", 4)
     target = target_of(kind)
     with open_llm(target.folder, drafter="mtp") as llm:

@@ -1,5 +1,5 @@
-"""Models of transformers by their own modules, their layers streamed: logits of trees and texts are
-those of transformers.
+"""General models through transformers' modules with streamed layers: logits of trees and texts
+equal transformers.
 """
 
 import math
@@ -95,7 +95,7 @@ def test_default_settings_give_the_text_of_transformers(model_of, kind, cold_cac
 
 @pytest.mark.parametrize(("kind", "drafts_itself"), [("gpt2", False), ("opt", True)])
 def test_learned_positions_are_used_to_the_last(tmp_path, cold_caches, kind, drafts_itself):
-    """Trees and measurements stay within 64 positions, also those of a draft model."""
+    """Trees and measurements stay within 64 positions, including those of a draft model."""
     config = tiny_config(kind)
     config.max_position_embeddings = 64
     model = random_model(config)
@@ -123,9 +123,7 @@ def test_native_and_general_logits_are_equal(zoo, monkeypatch):
 
 
 def test_sequences_of_a_pass_do_not_see_each_other(model_of):
-    """Also where what a layer is told besides its hidden states, and states of other layers, belong
-    to a row.
-    """
+    """Also if extra inputs of a layer and states of other layers belong to rows."""
     model, folder = model_of("gemma3n_text")
     prompts = [prompt_of(seed, n, 150) for seed, n in enumerate((5, 23, 1))]
     with open_llm(folder) as llm:
@@ -175,7 +173,7 @@ def test_quantised_experts_are_dequantised_separately(model_of, tmp_path, choice
 
 
 def test_rows_of_a_tensor_can_be_several_matrices(zoo, tmp_path, monkeypatch):
-    """A checkpoint that joins queries, keys and values, as transformers' mapping of names says."""
+    """A checkpoint with fused queries, keys and values, as in transformers' name mapping."""
     monkeypatch.delitem(FAMILIES, "llama")
     parts = [f"self_attn.{one}_proj.weight" for one in "qkv"]
     conversion_mapping.get_checkpoint_conversion_mapping("llama")  # makes the table
@@ -244,7 +242,7 @@ def test_heads_require_native_models(model_of, tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_cuda_computes_all_experts_without_host_waits(model_of, monkeypatch, kind):
-    """Stored one by one, and in one tensor with biases."""
+    """Experts stored separately, and in one tensor with biases."""
     model, folder = model_of(kind)
     histc = torch.histc  # that of a CPU counts no integers
     monkeypatch.setattr(

@@ -22,10 +22,10 @@ N_LAYERS = 3
 
 
 class Engine(TorchFunctionMode):
-    """Copies of all streams, one byte a second.
+    """Simulate copies of all streams at one byte per second.
 
-    By what is published of cards: what became ready first is served first, no stream before
-    another, but a stream that has its next copy ready when one ends goes on.
+    The first ready copy is served first. A stream whose next copy is ready at the end of a copy
+    continues.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Engine(TorchFunctionMode):
         self.current = before
 
     def run(self, until: "Moment | None" = None) -> None:
-        """Go on until a moment has come, or all is done."""
+        """Run until a moment has passed or all work is done."""
         last: Stream | None = None
         while True:
             self._pass_moments()
@@ -64,7 +64,7 @@ class Engine(TorchFunctionMode):
             stream.ready_at = None
 
     def _pass_moments(self) -> None:
-        """Let every stream come to its next copy, as far as it may."""
+        """Advance every stream to its next copy."""
         moved = True
         while moved:
             moved = False
@@ -177,7 +177,7 @@ def test_small_copy_waits_for_one_chunk_on_two_streams(engine):
 
 
 def test_paced_link_takes_longer_per_chunk(engine, monkeypatch):
-    """A kernel spins as long as a copy takes; the next chunk waits for it on the other stream."""
+    """A kernel spins during a copy; the next chunk waits for it on the other stream."""
     monkeypatch.setattr(paced, "spin_cycles_per_byte", lambda device: 1.0)
     monkeypatch.setattr(
         torch.cuda, "_sleep", lambda n: engine.current.put("copy", (torch.zeros(n), torch.zeros(n)))

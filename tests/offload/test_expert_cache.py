@@ -1,5 +1,5 @@
-"""Experts of mixtures that come as rows need them: none is left out, none is read that is there,
-the output is the same.
+"""Caches of experts: every needed expert arrives, cached experts are not read again, texts stay the
+same.
 """
 
 import random
@@ -38,8 +38,8 @@ DEVICES = pytest.mark.parametrize("make", [Host, FakeGPU, FakeGPUWithDisk])
 
 
 def visit(cache, device, k, experts):
-    """Ask for experts of the k-th layer, and hold each against its bytes when it comes and before
-    the next one comes.
+    """Request experts of the k-th layer and compare the bytes of each on arrival and before the
+    next.
     """
     came = []
     asked = dict.fromkeys(experts, 1)
@@ -55,7 +55,7 @@ def visit(cache, device, k, experts):
 @DEVICES
 @pytest.mark.parametrize(("n_slots", "late_s"), [(2, 0.002), (3, 0.0), (5, 0.002), (6, 0.0)])
 def test_experts_arrive_with_their_bytes(make, files, n_slots, late_s):
-    """Whatever is asked for and expected, in whatever time it is read, computed and copied."""
+    """With random requests, predictions and delays."""
     chance = random.Random(n_slots)
     with cache_on(make, files, n_slots, late_s=late_s, seed=n_slots) as (cache, _, device):
         for _ in range(30):
@@ -92,7 +92,7 @@ def test_unused_experts_are_evicted(files):
 
 
 def test_expected_experts_are_read_during_compute(files, monkeypatch):
-    """Behind those that are needed, and what is unlikely by now is given up if it has not begun."""
+    """After needed experts; unlikely experts are cancelled if their read has not started."""
     order = []
     with cache_on(Host, files, 4, n_parallel=1, trap=lambda i, n: order.append(i)) as (
         cache,
@@ -175,8 +175,8 @@ KINDS = ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_equal_transformers(mixture_of, kind, monkeypatch):
-    """Plainly and by trees, one and several, prompts longer than a chunk: with three slots, and
-    with a third of all.
+    """Plain decoding and trees, single and batched, prompts longer than a chunk, with 3 and 11
+    slots.
     """
     keep_steady(monkeypatch)
     model, folder = mixture_of(kind)
@@ -199,9 +199,7 @@ def test_texts_equal_transformers(mixture_of, kind, monkeypatch):
 
 
 def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
-    """By transformers' routers, less what was there; expected ones, which are read besides, are
-    left out here.
-    """
+    """According to transformers' routers, without cached experts; prefetching is disabled here."""
     model, folder = mixture_of("qwen3_moe")
     monkeypatch.setattr(ExpertCache, "expect", lambda *_: None)
     chosen = []
@@ -244,8 +242,8 @@ def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
 
 
 def test_next_router_predicts_experts(mixture_of, monkeypatch):
-    """What is expected is what the router of the next layer makes of what the experts of this one
-    get.
+    """The prediction equals the next layer's router applied to the input of this
+    layer's experts.
     """
     model, folder = mixture_of("deepseek_v3")
     expected = []
@@ -268,7 +266,7 @@ def test_next_router_predicts_experts(mixture_of, monkeypatch):
 
 
 def test_cuda_pass_waits_once_per_layer(mixture_of, monkeypatch):
-    """Experts lie on the host; two of three are evicted in each layer."""
+    """With experts on the host and two of three experts evicted in each layer."""
     model, folder = mixture_of("deepseek_v3")
     prompt = prompt_of(0, 15, 150)
     with fake_gpu(monkeypatch) as counts, open_touched(folder, 4, device="cuda") as llm:
@@ -293,7 +291,7 @@ def test_cuda_pass_waits_once_per_layer(mixture_of, monkeypatch):
     ("pins", "more"), [(True, {"drafter": "recycle", "tree_size": 8}), (False, {})]
 )
 def test_cuda_computes_more_experts_than_the_host_holds(mixture_of, monkeypatch, pins, more):
-    """Of 24 it holds four and the host some eight; a disk brings the others."""
+    """Of 24 experts the device holds four, the host about eight, and the disk the rest."""
     monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
     model, folder = mixture_of("deepseek_v3")
     prompts = [prompt_of(seed, 15, 150) for seed in range(2)]
@@ -342,7 +340,7 @@ def test_placement_prefers_whole_layers_then_experts(mixture_of):
 
 
 def test_trees_are_small_where_rows_cost_bytes():
-    """Of 128 experts a row more brings nearly eight more; of whole layers it brings nothing."""
+    """With 128 experts a row adds nearly eight experts; with whole layers it adds no bytes."""
     machine = MachineProfile("some", True, (("disk", 1.0),), 100.0)
     fine = PassBytes((), 10**8, experts=TouchedExperts("disk", 48, 128, 8, 10**7))
     whole = PassBytes((("disk", 48 * 128 * 10**7),), 10**8)
@@ -356,8 +354,8 @@ def test_trees_are_small_where_rows_cost_bytes():
 
 
 def test_expert_bytes_are_learned_per_row_count():
-    """Routers that take the same for all rows of a pass; by formula one of 16 rows brings ten times
-    as much as one of 1.
+    """Routers select the same experts for all rows, while the formula predicts ten times the bytes
+    for 16 rows.
     """
     machine = MachineProfile("some", True, (("disk", 1.0),), 100.0)
     n = np.array([1, 2, 16, 64])
@@ -398,7 +396,7 @@ def test_expert_bytes_are_learned_per_row_count():
 
 
 def test_layers_of_each_kind_are_timed(mixture_of, monkeypatch):
-    """The first one of deepseek is dense; the others have experts."""
+    """The first layer of deepseek is dense; the others have experts."""
     monkeypatch.setattr(
         profile, "_seconds_of_parts", lambda runner, block, step: [10.0 if block.i else 1.0, 0.5]
     )

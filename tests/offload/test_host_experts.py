@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 def set_rates(host, seconds):
-    """An expert takes so many seconds on the host, and one to be copied."""
+    """Set the host's seconds per expert, relative to a copy of one second."""
     host.copy_s, host.times, host.is_on = 1.0, HostTimes((1,), (seconds,)), True
 
 
@@ -98,7 +98,7 @@ def test_host_computes_quantised_experts_from_their_codes(
 
 
 def test_host_experts_add_no_waits(mixture_of, monkeypatch, computed):
-    """Rows come with the router's choice; four layers have experts."""
+    """The routers of four layers are the only waits."""
     prompt = prompt_of(0, 15, 150)
     with (
         fake_gpu(monkeypatch) as counts,
@@ -134,9 +134,7 @@ def test_passes_are_timed_without_the_host(mixture_of, monkeypatch):
 
 @contextmanager
 def beside(seconds, n_slots):
-    """Slots of a fake GPU, whose host computes experts in so many copies' time; and the
-    device.
-    """
+    """Yield the expert cache of a fake GPU, with host experts of a given speed, and the device."""
     with cache_on(FakeGPU, None, n_slots) as (cache, tier, device):
         cache.host = HostExperts(tier, lambda layout, block: block, 1.0, CPU, 1)
         set_rates(cache.host, seconds)
@@ -147,7 +145,7 @@ def beside(seconds, n_slots):
 
 
 def visit(cache, k, experts, compute):
-    """Which experts came as weights, and the outputs of the others."""
+    """Return the experts that arrived as weights, and all results."""
     work = HostWork(compute, lambda expert: torch.full((1, 1), float(expert)))
     came = dict(cache.arrive(k, dict.fromkeys(experts, 1), work))
     assert came.keys() == set(experts)
@@ -155,9 +153,7 @@ def visit(cache, k, experts, compute):
 
 
 def test_host_and_device_compute_concurrently():
-    """What the host computes ends when something that was copied is computed, and is waited for
-    last.
-    """
+    """Host results are awaited last, after the compute of a copied expert."""
     go = threading.Event()
 
     def compute(x, expert, weights):
@@ -175,7 +171,7 @@ def test_host_and_device_compute_concurrently():
 
 
 def test_frequently_used_experts_are_copied_to_the_device():
-    """And what is used once does not make room for itself."""
+    """An expert used once is not copied."""
     with beside(0.01, 2) as (cache, device):
         times = []
         for one in [0] * 20 + [1] * 20:
@@ -190,7 +186,7 @@ def test_frequently_used_experts_are_copied_to_the_device():
 
 
 def test_host_does_not_wait_for_a_running_copy(files):
-    """Where a product ends before it; the copy goes on, and is there for the next pass."""
+    """The host computes instead if that ends first; the copy continues for the next pass."""
     go = threading.Event()
     images = MemoryTier()
     for i, layer in enumerate(stream_layers()):
@@ -221,8 +217,8 @@ def test_host_error_is_raised_in_the_caller():
 
 
 def test_division_of_experts_is_optimal():
-    """Over all divisions of up to seven experts; of those with as many rows the most used are
-    copied.
+    """Compare with all divisions of up to seven experts. Among equal row counts the most used
+    experts are copied.
     """
     rng = np.random.default_rng(0)
     host = HostExperts(None, None, 1.0, CPU, 1)
@@ -274,8 +270,8 @@ def test_experts_are_timed_per_row_count():
 
 
 def test_cost_model_divides_experts_like_the_run():
-    """A layer takes as long as it is foretold, or longer by less than the faster side needs for one
-    expert.
+    """The predicted time differs from the simulated time by less than one expert of the faster
+    side.
     """
     host = HostExperts(None, None, 1.0, CPU, 1)
     link_s = 0.001

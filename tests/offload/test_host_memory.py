@@ -1,5 +1,5 @@
-"""Memory of the host beside a card: never more than its budget, loading included, whatever the
-driver pins.
+"""Host memory with a device: never above its budget, including loading, with any number of pinned
+blocks.
 """
 
 import pytest
@@ -57,6 +57,6 @@ def test_host_memory_stays_within_its_budget(tmp_path, monkeypatch):
 
 
 def test_read_buffers_stay_within_their_reserve():
-    """Two sets of them: one loads a draft model while the other brings layers from the disk."""
+    """Two buffer sets: one loads a draft model while the other reads layers."""
     for settings in (*profile._CANDIDATES, ReadSettings()):
         assert 2 * settings.n_parallel * (settings.request_nbytes + 2 * PAGE) <= READ_BUFFERS

@@ -1,5 +1,5 @@
-"""Lossless weights: every bit comes back by every decoder, sidecars are whole or refused, and a run
-gives the same tokens.
+"""Lossless weights: every decoder restores every bit, sidecars are whole or refused, tokens stay
+the same.
 """
 
 import ctypes
@@ -169,8 +169,8 @@ def test_every_bit_of_a_layer_is_restored(decoder):
 
 @pytest.mark.parametrize("kind", [lossless.BFLOAT16, lossless.HALF, lossless.FLOAT])
 def test_every_pattern_is_restored_with_any_table(decoder, kind):
-    """And tensors of every length, whose last weights share a group with none. The repeated words
-    make the table.
+    """Including every tensor length, whose last weights fill a group partially. Repeated words
+    define the table.
     """
     dtype = next(dtype.torch for dtype, found in lossless.KIND_OF.items() if found == kind)
     words = patterns(torch.uint16).numpy()
@@ -204,7 +204,6 @@ def test_trained_weights_shrink_to_seven_tenths():
 
 
 def test_incompressible_weights_stay_raw():
-    """Noise stays as it is."""
     noise = torch.randint(0, 1 << 16, (9000,), generator=torch.Generator().manual_seed(0)).to(
         torch.uint16
     )
@@ -242,7 +241,9 @@ def test_digests_of_numba_and_c_are_equal_and_detect_every_bit():
 
 
 def before_a_wall(nbytes: int) -> np.ndarray:
-    """(nbytes,) uint8 of zeros; who reads the byte after the last one ends the process."""
+    """Return (nbytes,) uint8 zeros in front of a protected page; a read past the end ends the
+    process.
+    """
     size = -(-nbytes // PAGE) * PAGE
     pages = mmap.mmap(-1, size + PAGE)
     content = np.frombuffer(pages, np.uint8)
@@ -326,7 +327,7 @@ def converted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def blocks_of(model: Path, directory: Path) -> list[bytes]:
-    """All layers as a sidecar gives them."""
+    """All layers of a sidecar."""
     layers = open_sidecar(open_checkpoint(model), directory)
     with closing(SidecarTier(layers, ReadSettings(8192), decodes=True)) as tier:
         blocks = [host_block(tier.layout(i).nbytes) for i in range(len(layers))]
@@ -416,9 +417,7 @@ def spoiled(content: bytes, chance: random.Random) -> bytes:
 
 
 def with_lies(content: bytes, chance: random.Random) -> bytes:
-    """A file in whose index one number is another, or that names another checkpoint, or has rows
-    more or less.
-    """
+    """Change one number, the checkpoint name, or the number of rows in the index of a file."""
     header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
     metadata = header["__metadata__"]
     tensors = safetensors.numpy.load(content)
@@ -441,7 +440,7 @@ def with_lies(content: bytes, chance: random.Random) -> bytes:
 
 
 def test_hostile_sidecars_are_refused_or_exact(model, converted, tmp_path):
-    """Never other weights, never another error; those that lie in their index included."""
+    """Neither wrong weights nor other errors, also for a wrong index."""
     shutil.copytree(converted, tmp_path, dirs_exist_ok=True)
     checkpoint = open_checkpoint(model)
     layout = open_sidecar(open_checkpoint(model), converted)[2].encoded.layout
@@ -503,23 +502,23 @@ def run(model: Path, **settings: object) -> tuple[list[int], int]:
 
 @pytest.fixture(autouse=True)
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of real models would hold all of these."""
+    """Shrink the buffers, which could hold the whole test model."""
     monkeypatch.setattr("offload_rt.engine.link._BUFFERS", 8192)
 
 
 @pytest.fixture(autouse=True)
 def _slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates that favour a sidecar, on whatever machine."""
+    """Set rates that favour a sidecar on any machine."""
     measure(monkeypatch, LinkRates(link_gbps=1.0, decode_gbps=100.0))
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, rates: LinkRates) -> None:
-    """Let a machine have these rates."""
+    """Set the measured rates."""
     monkeypatch.setattr("offload_rt.engine.link.measured_rates", lambda *_: rates)
 
 
 def budget(model: Path, **settings: object) -> int:
-    """The least that streams: two slots, and what decoding takes."""
+    """Return the smallest budget: two slots and the decoding buffer."""
     config = EngineConfig(str(model), max_model_len=64, drafter="none", dtype="float32", **settings)
     with LLM.open(config) as unloaded:
         plan = unloaded.plan
@@ -597,7 +596,7 @@ def test_auto_uses_a_sidecar_if_measured_faster(
 
 
 def test_auto_uses_raw_weights_if_decoding_exceeds_memory(model, converted, monkeypatch):
-    """On a CPU the buffers of the threads that read come on top."""
+    """On a CPU the read buffers add to the budget."""
     monkeypatch.setattr("offload_rt.engine.link._BUFFERS", 1 << 16)
     raw = budget(model, link_format="raw", device="cpu")
     place = {
@@ -731,8 +730,8 @@ def test_cuda_decodes_lossless_layers(model, converted, monkeypatch, way, where)
 
 
 def test_unsupported_lossless_settings_are_reported(model, converted, monkeypatch):
-    """Without the kernel a card gets raw weights unless they were asked for; what stays on the disk
-    is not encoded at load.
+    """Without the kernel, a device uses raw weights unless lossless is required. Disk layers are
+    not encoded while loading.
     """
     settings = {"device": "cuda", "max_model_len": 64, "drafter": "none"}
     with fake_gpu(monkeypatch):
@@ -758,9 +757,7 @@ def test_unsupported_lossless_settings_are_reported(model, converted, monkeypatc
 
 @pytest.mark.parametrize("has_card", [False, True])
 def test_lossless_layers_leave_room_for_more_layers(has_card):
-    """On the host by what they shrink; on the device slots and the buffer fit whatever the budget
-    is.
-    """
+    """On the host by the saved bytes; on the device slots and buffer fit any budget."""
     sizes = [100] * 20
     need = ReservedMemory(10, 0, 0)
     link = LinkSizes((70,) * 20, 70 if has_card else 100, 100 if has_card else 5)

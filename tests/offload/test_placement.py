@@ -110,9 +110,7 @@ def test_all_layers_are_resident_if_they_fit(layers, need, more, host):
 
 @given(n=st.integers(3, 90), nbytes=st.integers(1, 10**6), need=NEED, fits=st.integers(2, 88))
 def test_spare_memory_holds_layers(n, nbytes, need, fits):
-    """Of equal layers, `fits` of which fit: two or three are slots, and every other one is
-    resident.
-    """
+    """Of equal layers `fits` fit: two or three are slots, and the others are resident."""
     assume(fits < n)
     plan = place_layers([nbytes] * n, need, MemoryBudget(need.total + fits * nbytes + nbytes // 2))
     assert plan.n_slots == min(3, fits)

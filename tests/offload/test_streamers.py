@@ -1,5 +1,5 @@
-"""What every streamer promises: every layer once, in order, with its own bytes, pass after pass,
-whatever goes wrong.
+"""Contract of streamers: each layer once, in order, with its bytes, in every pass and after every
+fault.
 """
 
 import _thread
@@ -92,9 +92,7 @@ def build_sources(
     files: Any,
     wrap: Callable[[Tier], Tier] = lambda tier: tier,
 ) -> tuple[LayerSources, list[Tier]]:
-    """Layers of which layer i lies in a tier of the kind `kinds[i]`; and the tiers that layers are
-    streamed from.
-    """
+    """Return sources with layer i in a tier of kind `kinds[i]`, and the streamed tiers."""
     resident = MemoryTier()
     host = MemoryTier(register=True) if isinstance(device, RealGPU) else _Pinned()
     made: dict[str, Tier] = {"host": host, "unpinned": MemoryTier()}
@@ -119,9 +117,7 @@ class Bench:
     kinds: Sequence[str]
 
     def sweep(self) -> None:
-        """One pass; every layer is looked at when it comes and just before the next is asked
-        for.
-        """
+        """Run one pass and read every layer on arrival and before the next request."""
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
                 self.device.look(block)
@@ -129,7 +125,7 @@ class Bench:
         self.check(range(len(self.kinds)))
 
     def check(self, order: Sequence[int]) -> None:
-        """What was looked at since the last check is these layers, twice each."""
+        """Assert that these layers were read twice each since the last check."""
         seen = self.device.seen()
         assert [i for i, _ in seen] == [i for i in order for _ in range(2)]
         for i, got in seen:
@@ -337,7 +333,7 @@ def test_close_waits_for_a_running_read(name, make, files):
 
 @every_bench
 def test_sweep_of_a_closed_streamer_raises(name, make, files):
-    """As when an LLM is closed while somebody still holds the iterator of its stream."""
+    """For example when an LLM is closed while a stream of it is in use."""
     with bench(name, make, files) as b:
         held = b.streamer.sweep()
         next(held)
@@ -362,7 +358,7 @@ def test_sweep_of_a_closed_streamer_raises(name, make, files):
 
 @every_bench
 def test_unfinished_sweep_does_not_disturb_the_next(name, make, files):
-    """As when whoever caught an interrupt holds its traceback."""
+    """For example when a caught interrupt holds its traceback."""
     with bench(name, make, files) as b:
         for n in (1, 3, 4):
             held = b.streamer.sweep()
@@ -463,9 +459,7 @@ def test_meter_counts_time_without_a_layer(name, make, files):
 
 @every_bench
 def test_set_sources_applies_from_the_next_sweep(name, make, files):
-    """As rows of keys and values do: each time another choice, in another order, while the old one
-    still comes.
-    """
+    """Streamed cache rows change their selection and order while old copies arrive."""
     with bench(name, make, files, late_s=0.001) as b:
         for order in ([0, 1, 2, 3, 4, 5], [3, 1], [5], [2, 2, 0, 4, 1]):
             tier = Chosen(b.tiers[0], order)

@@ -1,5 +1,5 @@
-"""What every tier promises: a block is filled whole, in any order, by any threads, or LinkError is
-raised.
+"""Contract of tiers: reads fill a block completely, in any order and by any threads, or raise
+LinkError.
 """
 
 import itertools
@@ -381,8 +381,8 @@ def test_paced_link_never_exceeds_its_rate():
 
 
 def test_pinning_error_is_not_raised_by_later_calls(monkeypatch):
-    """The driver's last error stays until somebody asks for it, and torch asks at its next
-    launch.
+    """The driver keeps its last error until the next query, and torch queries at its
+    next launch.
     """
     block = host_block(4096)
     stale = []

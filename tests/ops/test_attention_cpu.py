@@ -78,7 +78,7 @@ class Case:
     def attend(
         self, level: int, n_threads: int = 1, rows: range | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of some nodes, whose attention is computed together."""
+        """Return output and log-sum-exp of some nodes, computed together."""
         rows = rows or range(len(self.q))
         mask = self.tree.mask(rows.start, rows.stop, self.n_before).within(self.window)
         n_keys = self.n_before + rows.stop
@@ -90,14 +90,14 @@ class Case:
     def of(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, level: int, n_threads: int
     ) -> tuple[Tensor, Tensor]:
-        """Attention with these scores' scale and cap."""
+        """Run attention with the scale and cap of this case."""
         scale = self.q.shape[2] ** -0.5
         return attention_cpu.tree_attention(
             q, k, v, mask, scale, self.softcap, None, level, n_threads
         )
 
     def decoded(self, node: int, level: int, n_threads: int) -> tuple[Tensor, Tensor]:
-        """What plain decoding computes at a node: one row, behind the keys of its path in order."""
+        """Compute a node as plain decoding does: one row after the keys of its path in order."""
         path = [0, *self.tree.path_to(node)]
         places = [*range(self.n_before), *(self.n_before + one for one in path)]
         mask = make_tree_mask(np.array([-1]), 0, len(places) - 1).within(self.window)
@@ -178,9 +178,7 @@ def test_chunked_prompt_attention_equals_whole_bit_for_bit(level, dtype, window)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_invisible_rows_are_not_read(level, dtype, poison):
-    """All keys and values but those of its path, and of its window, are poisoned for one node after
-    the other.
-    """
+    """Poison all keys and values except those of a node's path and window."""
     for seed in range(4):
         case = Case.random(seed, dtype)
         expected = case.attend(level)
@@ -234,9 +232,7 @@ def test_sinks_equal_the_definition(level):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 9])
 def test_parts_of_the_keys_merge_to_all(dtype, window):
-    """Keys and values lie side by side, as rows beyond the device do; a row may see nothing of a
-    part.
-    """
+    """Keys and values are interleaved like offloaded rows; a row may see no key of a part."""
     torch.manual_seed(0)
     n = 12
     n_before = 50

@@ -1,4 +1,4 @@
-"""Building csrc/ where it is to run: once, under a name that tells its sources, and never half."""
+"""Builds of csrc/ at runtime: once, under a name derived from the sources, and never partially."""
 
 import ctypes
 import os
@@ -97,7 +97,7 @@ def test_failed_build_is_reported_and_not_repeated(folders):
 
 
 def test_nvcc_is_found_outside_of_path(folders, monkeypatch):
-    """Of pip, of the system, on the path, of CUDA_PATH, of CUDA_HOME: the later ones go first."""
+    """Search order: pip, system, PATH, CUDA_PATH, CUDA_HOME; later places have priority."""
     homes = [
         folders / "nvidia" / "cu13",
         folders / "system",
@@ -153,7 +153,7 @@ def test_interrupted_compiler_is_a_failed_build(folders):
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch says that there are cards of 8.9 and 12.0."""
+    """Make torch report devices of compute capability 8.9 and 12.0."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 9), (12, 0)].__getitem__)
@@ -181,7 +181,7 @@ def test_kernels_are_built_for_the_present_devices(card, folders, monkeypatch, r
 
 
 def test_kernels_that_load_but_fail_are_missing(card, monkeypatch):
-    """As those of a compiler that is newer than the driver."""
+    """For example kernels of a compiler newer than the driver."""
 
     def failed(*_: object) -> None:
         raise RuntimeError("launch of a kernel: CUDA driver version is insufficient\nmore")

@@ -23,7 +23,7 @@ from offload_rt.ops.dequantize import (
 
 @pytest.fixture(scope="module", params=["emulated", pytest.param("card", marks=pytest.mark.cuda)])
 def library(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """The name of the built kernels in torch.ops, and the device they take."""
+    """Name of the kernel library in torch.ops, and its device."""
     if request.param == "emulated":
         return emulated.load(), "cpu"
     if extension.missing():
@@ -32,7 +32,7 @@ def library(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 def arguments(kind: str, seed: int, dtype: torch.dtype, device: str) -> list:
-    """What the op takes, out last."""
+    """Arguments of the op, `out` last."""
     codes, scales, zeros, groups, packing, shape = case(kind, seed)
     codes = codes.view(torch.uint8) if kind == "float8" else codes
     tensors = [one if one is None else one.to(device) for one in (codes, scales, zeros, groups)]

@@ -1,5 +1,5 @@
-"""The kernels against their plain torch references: emulated on a CPU thread by thread, and on a
-card where there is one.
+"""Kernels compared with their torch references: emulated on the CPU thread by thread, and on a
+device if available.
 """
 
 import random
@@ -24,7 +24,7 @@ from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 @dataclass(frozen=True)
 class Kernels:
-    """Where the kernels are, and the device whose tensors they take."""
+    """A kernel library and its device."""
 
     library: str
     device: str
@@ -74,10 +74,9 @@ class Case:
 
 
 def inputs(case, device):
-    """q, k, v as views into larger stores in which everything else is NaN, and the parents of the
-    tree.
+    """Return q, k, v as views into larger stores of NaN, and the parents of the tree.
 
-    k and v have n_spare columns for keys that are not there; NaN too.
+    k and v have `n_spare` extra columns of NaN.
     """
     generator = torch.Generator().manual_seed(case.seed)
     n_rows = case.first + case.n
@@ -102,8 +101,8 @@ def inputs(case, device):
 
 
 def mask_of(case, parents, n_most=0):
-    """What the kernel takes of a tree that might have `n_most` keys: masks, depths, those of the
-    keys, extent.
+    """Return the kernel's mask arguments for a tree with up to `n_most` keys: masks, depths, key
+    depths, extent.
     """
     bits, depths = map(torch.from_numpy, packed_ancestors(parents.numpy()))
     rows = slice(case.first, case.first + case.n)
@@ -227,7 +226,7 @@ def test_tree_attention_with_spare_keys_and_rows(kernels, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_captured_tree_attention_serves_other_trees(kernels, seed):
-    """With fewer keys before them, and fewer rows above those that look."""
+    """With a shorter prefix and a smaller first row."""
     long = replace(random_case(200 + seed), n_before=700, first=40)
     short = replace(long, n_before=31, first=3, n_spare=706, seed=long.seed + 1)
     cases = []
@@ -433,9 +432,7 @@ def test_verify(kernels, kernel):
     "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
 )
 def test_verify_with_almost_no_residual(kernels, kernel, is_sampled):
-    """Of the draft without its first child's token, or of the target where that is rejected: less
-    than float32 tells from 0.
-    """
+    """The residual of the draft or of the target is below float32 resolution."""
     probs, target = torch.zeros(2, 1, 3001)
     if is_sampled:
         # One thread adds these up, to 1.
@@ -455,7 +452,7 @@ def test_verify_with_almost_no_residual(kernels, kernel, is_sampled):
 
 
 def spread(likely, vocabulary=3001):
-    """A distribution with some tokens' probabilities; the others share the rest."""
+    """Return a distribution with given probabilities of some tokens and a uniform rest."""
     probs = torch.full((vocabulary,), (1 - sum(likely.values())) / (vocabulary - len(likely)))
     for token, prob in likely.items():
         probs[token] = prob
@@ -522,7 +519,7 @@ def test_verify_rejects_the_second_of_two_equal_siblings(kernels, kernel):
 
 
 def test_bonus_at_the_ends_of_the_distribution(kernels):
-    """Noise of 0, of almost 1, and distributions whose tokens lie at the ends."""
+    """Noise of 0 and almost 1, and distributions on the first or last token."""
     root = [torch.tensor(x, device=kernels.device) for x in ([0, 0], [], [7], [False], [-1])]
     root[1], root[3] = root[1].long(), root[3].bool()
     for vocabulary in (1, 33, 2500):

@@ -198,9 +198,7 @@ def test_dense_products_equal_float64_products(level, dtype, stored):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_row_bits_do_not_depend_on_the_batch(level, dtype):
-    """Whatever the number of rows before and after it, the threads, and the share of the
-    outputs.
-    """
+    """Independent of other rows, of threads and of the division of outputs."""
     weights: list = [
         torch.randn(n_out, n_in).to(dtype) for n_out, n_in in ((7, 3), (50, 1000), (300, 1536))
     ]

@@ -1,4 +1,4 @@
-"""What the plain references do in several ways is the same in all of them."""
+"""Alternative ways of the plain references give equal results."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Layers divided among ranks: the same tokens as one rank's, whatever each of them streams."""
+"""Pipelines of ranks give the tokens of one rank, with any tiers of the ranks."""
 
 import itertools
 import json
@@ -51,8 +51,8 @@ def _said(
     n_parts: int = 0,
     **params: object,
 ) -> tuple[str, list[str]]:
-    """What ranks give, and where the layers of rank 0 lie; n_parts: of each pass, whatever is
-    measured.
+    """Return the output of ranks and the tiers of rank 0; `n_parts` fixes the parts of
+    each pass.
     """
     folder.mkdir()
     script = folder / "script.py"
@@ -69,7 +69,7 @@ def _said(
 def _as_one(
     folder: Path, n: int, settings: dict, prompts: list[list[int]], **params: object
 ) -> list[str]:
-    """Where the layers of rank 0 lie; what the ranks gave is what one gives, bit for bit."""
+    """Assert that ranks print the output of one rank bit for bit; return the tiers of rank 0."""
     text, tiers = _said(folder / "several", n, settings, prompts, **params)
     one, _ = _said(folder / "one", 1, settings, prompts, **params)
     assert text == one and len(text.splitlines()) == 2 * len(prompts)
@@ -95,7 +95,7 @@ def test_resident_pipeline_equals_one_rank(zoo, tmp_path):
 
 @pytest.mark.parametrize("drafter", ["none", "recycle"])
 def test_streamed_pipeline_equals_one_rank(drafter, zoo, tmp_path):
-    """With trees, whose size depends on times that all ranks measure, the same tokens."""
+    """Tree sizes depend on measured times; the tokens stay the same."""
     settings = {
         "model": str(zoo.directory("llama-tied", 0)),
         "drafter": drafter,
@@ -148,8 +148,8 @@ def test_pipeline_requires_as_many_ranks(zoo):
 
 @pytest.mark.parametrize("n_stages", [2, 4])
 def test_pipeline_parts_minimise_the_pass_time(n_stages):
-    """Reading the weights takes as long as computing 50 rows: against a clock that lets each stage
-    take part after part.
+    """Compare with a simulation of the stages. Reading the weights takes as long as computing 50
+    rows.
     """
     times = ComputeTimes((1, 512), (64, 128), ((51.0, 562.0), (51.0, 562.0)))
 

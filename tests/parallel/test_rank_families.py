@@ -1,5 +1,5 @@
-"""Ranks divide every kind of model: mixtures, gated delta nets, models without a plan, experts that
-come as rows need them.
+"""Ranks divide every kind of model: mixtures, gated delta nets, models without a plan, streamed
+experts.
 """
 
 import math
@@ -49,8 +49,8 @@ def threads_are_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def model_of(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[Any, Path, list[int]]]:
-    """Of a type: the model in transformers, its checkpoint, and what it makes of `prompt_of(0, 15,
-    150)`.
+    """Return a function from model type to the transformers model, its checkpoint and its greedy
+    text.
     """
     made: dict[str, tuple[Any, Path, list[int]]] = {}
 
@@ -112,7 +112,7 @@ def threefold(kind: str) -> Any:
     [("qwen3_next", "disk"), ("qwen3_moe", "resident"), ("gpt_oss", "disk")],
 )
 def test_exact_ranks_equal_one_rank_bit_for_bit(model_of, kind, place):
-    """In bfloat16, where the order of a sum tells."""
+    """In bfloat16, which exposes the order of sums."""
 
     def work() -> Tensor:
         params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
@@ -153,7 +153,7 @@ def test_rank_loads_only_its_experts(model_of):
 
 @pytest.mark.parametrize(("size", "is_exact"), [(2, True), (3, False)])
 def test_grouped_products_of_ranks_sum_to_the_whole(size, is_exact):
-    """What a card computes, by the products of transformers on a CPU."""
+    """Compare with single products, using transformers' grouped products on a CPU."""
     experts = random_model(config_of("qwen3_moe")).model.layers[0].mlp.experts
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(9, 64, generator=generator)
@@ -194,9 +194,7 @@ BUDGETS = {"qwen3_next": 3_300_000, "gemma3n_text": 3_850_000, "qwen3_moe": 1_90
     [("qwen3_next", "none"), ("gemma3n_text", "recycle"), ("qwen3_moe", "recycle")],
 )
 def test_pipeline_stages_equal_one_rank(monkeypatch, tmp_path, kind, drafter):
-    """With states of their own layers, keys and values that others of them attend to, and experts
-    that come.
-    """
+    """With states per layer, shared keys and values of other layers, and streamed experts."""
     measure_little(monkeypatch)
     monkeypatch.setitem(bench.models.SIZES, "num_hidden_layers", PARTS[kind][-1].stop)
     monkeypatch.setitem(

@@ -1,5 +1,5 @@
-"""Ranks that divide the weights give what one gives alone. Here they are threads, and once the
-processes of torchrun.
+"""Ranks with divided weights give the results of one rank. Ranks are threads here, and processes of
+torchrun once.
 """
 
 import json
@@ -88,7 +88,7 @@ def threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates that favour sidecars, on whatever machine."""
+    """Set rates that favour sidecars on any machine."""
     monkeypatch.setattr(link, "measured_rates", lambda *_: LinkRates(1.0, 100.0))
 
 
@@ -101,8 +101,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def quantised(folder: Path, choice: Choice | str | None, **sizes: Any) -> tuple[Path, Any]:
-    """A checkpoint in a format, of a Llama with rows that all formats divide into blocks; and the
-    model that it stands for.
+    """Write a Llama checkpoint in a format, with rows that every format divides into blocks; return
+    the exact model.
     """
     sizes = {
         "hidden_size": 256,
@@ -125,7 +125,7 @@ def quantised(folder: Path, choice: Choice | str | None, **sizes: Any) -> tuple[
 
 
 def streamed(path: Path, **settings: Any) -> EngineConfig:
-    """Settings with which layers come from the disk, however they are divided."""
+    """Settings that stream layers from disk with any division."""
     config = EngineConfig(
         str(path), device="cpu", drafter="none", max_model_len=64, dtype="float32", **settings
     )
@@ -154,10 +154,9 @@ def streamed(path: Path, **settings: Any) -> EngineConfig:
     ids=lambda choice: id_of(choice) or "dense",
 )  # fmt: skip
 def test_parts_of_a_matrix_join_to_the_whole(tmp_path, choice, dim):
-    """Whatever the format; or by inputs there are none, of act-order, ragged groups, and blocks
-    that run on row by row.
+    """In every format. By inputs, act-order, ragged groups and continuous blocks are refused.
 
-    The scales of a part may begin within a block of nested ones.
+    The scales of a part may begin within a block of nested scales.
     """
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).bfloat16() / 10
     stored, exact = quantized({NAME: weight}, choice) if choice else ({NAME: weight},) * 2
@@ -190,9 +189,7 @@ def test_parts_of_a_matrix_join_to_the_whole(tmp_path, choice, dim):
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3-window"])
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_ranks_hold_all_tensors_together(zoo, name, is_exact):
-    """Each byte once, but for norms and for heads of keys and values of which there are fewer than
-    ranks.
-    """
+    """Each byte is held once, except norms and, with fewer heads than ranks, keys and values."""
     checkpoint = open_checkpoint(zoo.directory(name, 0))
     size = 4
     boards = [
@@ -225,11 +222,9 @@ def test_ranks_hold_all_tensors_together(zoo, name, is_exact):
     "choice", ["plain", None, Choice("gptq"), Choice("nf4"), Choice("fp8"), "Q4_K"], ids=str
 )
 def test_rank_reads_and_holds_its_share(tmp_path, monkeypatch, choice):
-    """Of the bytes of all, counted where they are read: at most 1.03 of them over the ranks,
-    whatever the format.
+    """Reads of all ranks sum to at most 1.03 times the bytes of the layers, in every format.
 
-    As they lie in a plain checkpoint if they are divided by outputs, else where convert has put
-    them.
+    Plain checkpoints are divided by outputs; other formats use files of convert.
     """
     is_converted = choice != "plain"
     choice = None if choice == "plain" else choice
@@ -294,7 +289,9 @@ def test_greedy_tokens_equal_transformers(zoo, name, size, place):
     [("gemma2", False), ("olmo2", True), ("olmo2", False), ("phi3", True), ("starcoder2", False)],
 )
 def test_general_models_are_divided_by_their_plan(tmp_path, kind, is_exact):
-    """Heads of each rank, or the whole of fused and normed ones gathered; biases are added once."""
+    """Separate heads per rank, or gathered outputs of fused and normed projections; biases are
+    added once.
+    """
     model = general_model(kind)
     model.save_pretrained(tmp_path)
     prompt = prompt_of(1, vocab_size=96)
@@ -373,8 +370,8 @@ def test_divided_draft_refuses_unsupported_settings(pair):
 def places(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, whole_s: float, *parts_s: float, **settings: Any
 ) -> list[str]:
-    """Where each rank plans to have the draft, if a level takes so long whole and by the parts of
-    the ranks.
+    """Return the place of the draft on each rank, for given seconds per level of the whole and the
+    divided draft.
     """
 
     def level_seconds(draft: DraftSpec, *_: Any) -> float:
@@ -424,7 +421,7 @@ def test_draft_placement_minimises_the_level_time(pair, monkeypatch, seconds, fo
 
 
 def planned(pair: Pair, split: str, **settings: Any) -> Plan:
-    """What of all lies where on rank 0, with memory for all of it."""
+    """Return the placement of rank 0 with memory for all layers."""
     config = EngineConfig(
         str(pair.target),
         str(pair.draft),
@@ -500,9 +497,7 @@ FORMATS: list[tuple[Choice | str, int, int]] = [
 
 @pytest.mark.parametrize(("choice", "o", "down"), FORMATS, ids=lambda one: id_of(one) or str(one))
 def test_formats_are_cut_by_outputs_where_required(tmp_path, choice, o, down):
-    """Groups in any order, blocks longer than a part, and those that run on from row to row; matrix
-    by matrix.
-    """
+    """With groups in any order, blocks longer than a part, and continuous blocks."""
     path, model = quantised(tmp_path, choice, intermediate_size=256 if choice == "Q4_K" else 512)
     part = part_of(open_checkpoint(path), 0, 2, is_exact=False).spec
     assert isinstance(part, TensorParallelModel)
@@ -521,7 +516,7 @@ def convert_for_ranks(path: Path, *flags: str, size: int = 2) -> None:
 
 
 def prefer(monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
-    """Let one of the ways to divide layers on the disk be the faster one."""
+    """Make one division of disk layers the faster one."""
     monkeypatch.setattr(profile, "memory_gbps", lambda *_: 1.0)
     monkeypatch.setattr(
         RanksSpec,
@@ -534,10 +529,8 @@ def prefer(monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
     "flags", [[], ["--link-format", "raw"], ["--exact-parallel"]], ids=" ".join
 )
 def test_ranks_stream_converted_weights(tmp_path, monkeypatch, flags):
-    """In the bytes of `lossless`, and where asked for as they are; the tokens are those of the
-    whole.
-
-    Unless the other way is faster, which is told.
+    """Lossless or, on request, raw files give the tokens of the whole. A faster division without
+    files has priority and is reported.
     """
     path, model = quantised(tmp_path, None, num_hidden_layers=4)
     convert_for_ranks(path, *flags, "--sidecar", str(tmp_path))
@@ -581,7 +574,7 @@ def test_ranks_stream_converted_weights(tmp_path, monkeypatch, flags):
     ("flags", "where"), [([], "disk"), (["--link-format", "raw"], "host")], ids=["disk", "raw-host"]
 )
 def test_cuda_rank_streams_converted_weights(tmp_path, monkeypatch, flags, where):
-    """The same text as from the checkpoint, of whatever the ranks compute together."""
+    """Texts equal those of the original checkpoint."""
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
     monkeypatch.setattr(MINE, "ranks", Alike(0, Board(2)), raising=False)
     prefer(monkeypatch, is_exact=False)
@@ -688,8 +681,8 @@ def test_convert_reports_unsupported_formats(tmp_path, capfd):
 def test_disk_layers_are_divided_in_the_faster_way(
     tmp_path, monkeypatch, strided, contiguous, exchange_s, is_exact
 ):
-    """By what is measured: rates of reading parts of rows and whole ones, and what exchanges take.
-    All ranks agree.
+    """By measured rates of strided and contiguous reads and by the exchange time. All
+    ranks agree.
     """
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
 
@@ -815,7 +808,7 @@ def test_exact_parallel_sums_equal_one_rank_bit_for_bit(pair):
 
 
 def test_all_ranks_time_passes(pair, monkeypatch):
-    """What a drafter is told of the cost of passes, and the baseline."""
+    """For the drafter's pass times and the baseline."""
     measure_little(monkeypatch)
 
     def work() -> tuple[list[int], list[float], int]:
@@ -830,7 +823,7 @@ def test_all_ranks_time_passes(pair, monkeypatch):
 
 
 def test_oom_on_rank_0_ends_the_run(pair, monkeypatch):
-    """The others are in the middle of the pass: it cannot be made again."""
+    """Other ranks are within the pass, so it cannot be repeated."""
     layer = TensorParallelModel.layer
 
     def fails(self: TensorParallelModel, i: int, *rest: Any) -> Tensor:
@@ -940,7 +933,7 @@ def test_indivisible_models_are_refused(tmp_path, kind, changes, size, words):
 
 
 def test_lossless_weights_of_cuda_ranks_are_encoded_while_loading(monkeypatch):
-    """As far as that goes without a card: the plan, and what is encoded."""
+    """Without a device: the plan and the encoded layers."""
     monkeypatch.setattr(link.extension, "serves", lambda tensor: True)
     whole = open_checkpoint(Path(__file__).resolve().parents[2] / "models" / "demo-target")
     config = EngineConfig(str(whole.path), link_format="lossless")

@@ -1,4 +1,4 @@
-"""Planning from a config alone: what fits is what the loader would say, and every mistake is one
+"""Plans from a config alone: placements equal those of the loader, and mistakes are one
 sentence.
 """
 
@@ -172,7 +172,7 @@ def test_plan_of_a_config_equals_the_load_of_its_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(("nbytes", "captures_target"), [(20 << 30, False), (200 << 30, True)])
 def test_captured_passes_are_counted_on_cuda(nbytes, captures_target):
-    """Their activations lie in one pool for target and draft, and cannot serve other passes."""
+    """Activations of target and draft share a pool that serves no other pass."""
     engine = EngineConfig("x", tree_size=100, max_model_len=512)
     sizes = [
         Sizes.of_spec(spec_of(KNOWN[name]), torch.float16) for name in ("llama2-70b", "llama2-7b")
@@ -228,7 +228,7 @@ def test_plan_reports_link_share_and_level_time(capsys):
 
 
 def test_resident_model_is_forecast_as_graph_replay():
-    """One that is streamed is launched kernel by kernel, and its kernels are long."""
+    """Streamed models launch kernel by kernel, but their kernels are long."""
     narrow = request("llama2-7b", "llama-68m", tree_size=16, max_model_len=256)
     card = machine("h200")
     target, draft = narrow.models

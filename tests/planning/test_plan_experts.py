@@ -1,5 +1,5 @@
-"""Planning a mixture by the experts that tokens touch: bytes are counted by hand, and what is told
-is what was computed.
+"""Plans of mixtures by touched experts: bytes are computed by hand, and the table shows the
+computed figures.
 """
 
 import json

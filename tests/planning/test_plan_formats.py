@@ -303,7 +303,7 @@ def test_short_context_is_reported_with_a_remedy(capsys):
 
 
 def test_every_general_shape_is_known_to_transformers():
-    """All others are of the native decoder, whose weights are counted in test_plan."""
+    """Other shapes belong to native families, whose parameters are counted in test_plan."""
     native = {"llama", "qwen3", "mistral"}
     kinds = {raw["model_type"] for raw in KNOWN.values()} - native
     assert kinds == {

@@ -1,5 +1,5 @@
-"""Planning for several cards: what each has and receives is counted by hand, and time follows from
-it.
+"""Plans for several GPUs: shares and exchanged bytes are computed by hand and determine
+the time.
 """
 
 import json
@@ -203,7 +203,7 @@ def test_pipeline_has_room_for_more_layers_and_one_link():
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_mixtures_and_models_without_a_plan_are_divided_by_experts(exact):
-    """By hand: of gpt-oss all matrices of attention are gathered, and a row takes four experts."""
+    """By hand: gpt-oss gathers all attention matrices, and a row uses four experts."""
     whole = sizes("gpt-oss-20b")
     ranks = Parallelism(4, exact=exact)
     part = ranks.part(whole)

@@ -1,4 +1,4 @@
-"""An expanded checkpoint computes what its source does, and looks like a real model on disk."""
+"""An expanded checkpoint computes the text of its source and looks like a real model on disk."""
 
 import importlib.util
 import json
@@ -94,9 +94,7 @@ def run(expand, source, out, *flags, rc=0):
 
 
 def written(out):
-    """What a write to a folder or its files would change; a read may change the time of the last
-    access.
-    """
+    """Return the state of a folder that writes would change; reads may change access times."""
     stats = {path.name: path.stat() for path in (out, *out.iterdir())}
     return {
         name: (stat.st_ino, stat.st_size, stat.st_mode, stat.st_mtime_ns, stat.st_ctime_ns)

@@ -1,4 +1,4 @@
-"""The server as OpenAI's own client sees it, and what clients do that are none."""
+"""The server through OpenAI's client, and clients that misbehave."""
 
 import http.client
 import json
@@ -158,9 +158,7 @@ def test_completion_logprobs_with_echo(served):
 
 
 def test_max_tokens_0_reads_the_prompt_only(served):
-    """As lm-eval's local-completions reads what a continuation is worth, with one token more or
-    with none.
-    """
+    """lm-eval's local-completions scores continuations with one or no new token."""
     ids = served.llm.encode(PROMPT + "    return 1")
     asked = {
         "model": "demo",

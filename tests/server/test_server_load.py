@@ -1,6 +1,4 @@
-"""The server under more than it can take: many clients at once, clients that vanish, and what is
-sent to do harm.
-"""
+"""The server under overload: many clients, disconnecting clients and hostile requests."""
 
 import http.client
 import json
@@ -34,8 +32,8 @@ __all__ = ["llm", "served"]
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(served: Served) -> Iterator[None]:
-    """After each test nothing runs, all is answered again, and all caches are free once those kept
-    for others are dropped.
+    """Assert after each test that the server is idle, answers, and has no cache beside the prefix
+    cache.
     """
     yield
     served.wait_until_idle()
@@ -58,7 +56,7 @@ def get(served: Served, path: str, method: str = "GET") -> tuple[int, bytes]:
 
 @contextmanager
 def sent(served: Served, **body: Any) -> Iterator[socket.socket]:
-    """A request whose answer nobody has read yet; its client goes at the end."""
+    """Send a request without reading its response; disconnect at the end."""
     raw = json.dumps(
         {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0, **body}
     ).encode()
@@ -140,7 +138,7 @@ def test_clients_disconnect_during_decoding(served):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_failing_request_fails_alone(served, stream, monkeypatch):
-    """Logits that are no numbers are told; what is a fault of the server is, but not how."""
+    """NaN logits are reported to the client; internal errors are reported without details."""
     probs = engine_module.probs
     expected = alone(served.llm, PROMPT, max_tokens=40)
 

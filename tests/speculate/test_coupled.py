@@ -1,6 +1,4 @@
-"""Coupled sampling: the noise, what is drawn by it, and that a text is a function of prompt, model
-and seed alone.
-"""
+"""Coupled sampling: noise, draws, and texts as a function of prompt, model and seed."""
 
 import itertools
 import math
@@ -137,9 +135,7 @@ def test_noise_rows_are_generated_once_and_released(monkeypatch):
 
 @pytest.mark.parametrize("p", [[0.7, 0.3], [0.02, 0.98], [0.5, 0.1, 0.4], [0.25, 0.0, 0.75]])
 def test_share_of_noise_that_draws_a_token_is_its_probability(p):
-    """Every noise of a grid over the unit cube: the midpoints of its cells, as those of 2**32 are
-    in use.
-    """
+    """Integrate over a grid of the unit cube, at the midpoints of its cells."""
     n = 150 if len(p) == 2 else 26
     cells = noise._minus_log((torch.arange(n).double() + 0.5) / n).float()
     counts = np.zeros(len(p))
@@ -150,7 +146,7 @@ def test_share_of_noise_that_draws_a_token_is_its_probability(p):
 
 
 def test_impossible_tokens_are_never_drawn():
-    """Nor what cannot be told from it, and at temperature 0 only the most probable token is."""
+    """Including denormal probabilities; at temperature 0 only the most probable token is drawn."""
     tiny = torch.tensor([0.0, 1e-45, 1.0, 0.0])
     largest = float(noise._minus_log(torch.tensor([2.0**-33]).double()))
     for one in (torch.full((4,), largest), torch.tensor([2.0**-33, largest, largest, 2.0**-33])):

@@ -1,5 +1,5 @@
-"""Every drafter: the trees it may propose, for every rule that takes them, and that its draws are
-what they say they are.
+"""Contract of drafters: valid trees for every matching rule, and draws from the stated
+distributions.
 """
 
 import itertools
@@ -67,7 +67,7 @@ def pair(zoo):
 
 @pytest.fixture(scope="module")
 def llm(pair):
-    """Whose models every drafter here is built from."""
+    """Target and draft model of every drafter here."""
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         yield llm
 
@@ -160,9 +160,7 @@ def test_same_seed_gives_the_same_trees(llm, name, rule, temperature):
 
 @every_combination
 def test_drafter_continues_after_every_verdict_on_every_node(llm, name, rule):
-    """Whatever was accepted, of whatever tree, with whatever bonus; the next trees are as good as
-    the first.
-    """
+    """After any verdict on any tree, the next trees are valid."""
     for temperature in (0.0, 0.8):
         sequences = sequences_of(temperature)
         drafter = drafter_with(llm, sequences, name, rule, LIMITS)
@@ -181,7 +179,7 @@ def test_drafter_continues_after_every_verdict_on_every_node(llm, name, rule):
 
 
 def drawn_children(tree, node):
-    """The sampled children of a node and the tokens of the deterministic ones."""
+    """Return the sampled children of a node and the tokens of deterministic children."""
     children = tree.topology.children[node]
     given = {int(tree.tokens[child]) for child in children if not tree.sampled.is_sampled[child]}
     return [child for child in children if tree.sampled.is_sampled[child]], given
@@ -280,7 +278,7 @@ def exact_draws(probs, given, n, independent):
     {rule_of(rule).child_sampling: (name, rule) for name, rule in SAMPLING}.values(),
 )
 def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
-    """How many there are, and which are deterministic, is the same whatever is drawn."""
+    """Number and kind of children do not depend on the drawn tokens."""
     with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
         drafter = drafter_of(llm, name, rule, DraftLimits(5, 3, fixed_size=True))
         several = [SamplingParams(4, temperature=TEMPERATURE, seed=seed) for seed in range(N_DRAWS)]

@@ -1,6 +1,4 @@
-"""The parts of drafting: what is copied, what is drawn, what is grown, what is planned, learned,
-kept and refused.
-"""
+"""Parts of drafters: copying, sampling, growing, planning, learning, storing and refusing."""
 
 import heapq
 import itertools
@@ -123,8 +121,8 @@ N_DRAWS = 20_000
 
 
 def in_order(probs, n, struck=()):
-    """The distribution of n tokens drawn without replacement: what is used up gives way to all that
-    is left alike.
+    """Return the distribution of n tokens drawn without replacement; an exhausted distribution
+    becomes uniform.
     """
     found = {}
     for tokens in itertools.permutations(set(range(len(probs))) - set(struck), n):
@@ -189,7 +187,7 @@ def best_nodes(model, tokens, n, n_levels, temperature):
 
 @pytest.mark.parametrize(("temperature", "n_levels"), [(0.0, 3), (0.0, 9), (0.8, 4), (0.3, 9)])
 def test_dynamic_tree_is_the_most_probable_tree(zoo, temperature, n_levels):
-    """Its nodes are those of the highest chances, the most probable first; of no random numbers."""
+    """Nodes have the highest path probabilities, in descending order, independent of the seed."""
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         drafter = drafter_of(
@@ -248,7 +246,7 @@ def test_pair_statistics_are_restored(zoo, cache, drafter):
 
 
 def test_checkpoints_of_the_same_shapes_share_no_statistics(zoo, cache, tmp_path):
-    """A model and its fine-tune, say."""
+    """For example a model and its fine-tune."""
     pair = zoo.pair("llama", 0)
     tuned = nearly(pair.model, 0.001)
     tuned.save_pretrained(tmp_path / "tuned")
@@ -311,7 +309,7 @@ NO_TIMES = [
 
 
 def test_invalid_pass_times_are_measured_again(zoo, cache, monkeypatch):
-    """What was measured is read again; what cannot have been measured is not believed."""
+    """Valid stored times are used; impossible times are ignored."""
     monkeypatch.setattr(profile, "_still_holds", lambda runner, compute: True)
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
@@ -347,7 +345,7 @@ def test_unwritable_cache_is_no_error(zoo, tmp_path, monkeypatch):
 
 
 def test_acceptance_counts_the_outcome_of_nodes(zoo):
-    """Verdicts that always take the second child make the second rank the best there is."""
+    """Verdicts that always accept the second child make the second rank the best."""
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         shape = Topology(np.array([-1, 0, 0, 1, 2]))
@@ -392,7 +390,7 @@ def test_plan_includes_the_draft(zoo):
     [("none", None), ("ngram", None), ("ngram", 16), ("static_tree", None), ("static_tree", 16)],
 )
 def test_too_small_budget_names_the_flag(zoo, drafter, tree_size):
-    """The budget it names is enough, and so is any larger one; one byte less is not."""
+    """The named budget and larger budgets suffice; one byte less fails."""
     pair = zoo.pair("llama", 0)
     settings = {"tree_size": tree_size, **pair.settings(drafter)}
     with pytest.raises(CapacityError, match="--device-memory") as caught:

@@ -56,7 +56,7 @@ def result(rule: str, name: str) -> tuple[float, float]:
 
 
 class Changed(Language):
-    """A language whose distributions are changed by the tokens of the text so far."""
+    """A language whose distributions depend on the tokens of the text so far."""
 
     def __init__(self, plain: Language, params: SamplingParams) -> None:
         self._plain, self._change, self._continuations = plain, modifiers(params, 0, ENDS), {}
@@ -89,8 +89,8 @@ CHANGES = {
     [*((rule, "all") for rule in RULES), *(("match", one) for one in CHANGES if one != "all")],
 )
 def test_output_distribution_equals_plain_sampling_with_logit_changes(rule, change):
-    """A rule gets what `probs` makes of the tree; the law is that of changing each distribution by
-    the text before it.
+    """Rules receive the output of `probs`; the law changes each distribution by its
+    preceding text.
     """
     params = SamplingParams(temperature=1.0, **CHANGES[change])
     plain, draft = languages_of_controls()
@@ -110,7 +110,7 @@ def test_output_distribution_equals_plain_sampling_with_logit_changes(rule, chan
 
 @cache
 def languages_of_controls() -> tuple[Language, Language]:
-    """Target and draft in which every token is possible, so that every fault has its chance."""
+    """Target and draft without impossible tokens, so that every fault can occur."""
     return Language(1, p_impossible=0.0), Language(2, p_impossible=0.0)
 
 
@@ -235,7 +235,7 @@ def test_published_example_of_block_verification():
 
 
 def kept(tree: DraftTree, nodes: list[int]) -> DraftTree:
-    """The tree without the nodes that are not named, and without what hangs on them."""
+    """Return the tree without the other nodes and their descendants."""
     place: dict[int, int] = {-1: -1}
     for node in nodes:
         if int(tree.topology.parents[node]) in place:
@@ -249,7 +249,7 @@ def kept(tree: DraftTree, nodes: list[int]) -> DraftTree:
 
 
 def chance_of(tree: DraftTree, node: int) -> float:
-    """What the draft gave the token of a sampled node."""
+    """Probability of a sampled node's token in the draft."""
     return float(
         tree.sampled.draft_probs[
             tree.sampled.row_of[tree.topology.parents[node]], tree.tokens[node]
@@ -277,7 +277,7 @@ def merge_the_equal(tree: DraftTree) -> DraftTree:
 
 
 def probable_first(tree: DraftTree) -> DraftTree:
-    """Siblings without children are put in the order of what was drawn."""
+    """Sort leaf siblings by probability."""
     tokens = tree.tokens.clone()
     for siblings in tree.topology.children:
         leaves = [node for node in siblings if not tree.topology.children[node]]
@@ -287,7 +287,7 @@ def probable_first(tree: DraftTree) -> DraftTree:
 
 
 def name_other_probs(tree: DraftTree) -> DraftTree:
-    """The distribution that is stated is sharper than the one that was drawn from."""
+    """State a sharper distribution than the drawn one."""
     sharper = tree.sampled.draft_probs**2
     return replace(
         tree, sampled=replace(tree.sampled, draft_probs=sharper / sharper.sum(-1, keepdim=True))
@@ -342,9 +342,7 @@ def one_number(rule) -> Outcomes:
 def by_number(
     rule, tree: DraftTree, target: Tensor, start: float = 0.0, stop: float = 1.0
 ) -> Iterator[tuple[Decision, float, float]]:
-    """What comes of each random number that all nodes share, as stretches of numbers with the same
-    outcome.
-    """
+    """Yield the outcome for each interval of a random number shared by all nodes."""
     while start < stop:
         found = rule.decide(
             tree, target, torch.full((len(tree.topology),), start, dtype=torch.float64)
@@ -548,7 +546,7 @@ def grow(
     seed: int,
     independent: bool = False,
 ) -> DraftTree:
-    """A tree as a drafter with these distributions, (n, vocabulary), would draw it."""
+    """Draw a tree from these distributions (n, vocabulary), as a drafter would."""
     rng = np.random.default_rng(seed)
     tokens = torch.zeros(len(topology), dtype=torch.int64)
     n = len(topology)
@@ -626,7 +624,7 @@ def test_sampled_siblings_are_verified_first(rule):
 
 
 def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
-    """The path goes from child to child, and the target may say the bonus after it."""
+    """Assert that the path follows children and that the target allows the bonus."""
     assert isinstance(verdict, Verdict) and type(verdict.bonus) is int
     before = [0, *verdict.path]
     assert tree.topology.parents[list(verdict.path)].tolist() == before[:-1]
@@ -764,7 +762,7 @@ def test_temperature_0_takes_the_argmax_path(rule):
 
 @pytest.mark.parametrize("rule", PLAIN)
 def test_small_residual_keeps_its_digits(rule):
-    """Subtracting what was drawn from a sum of one would leave the rounding of that sum."""
+    """Subtraction from a sum of one would leave only its rounding."""
     draft_probs = torch.tensor([[0.6, 0.4, 3e-9, 1e-9, 0.0]])
     sampled = SampledNodes(
         np.array([False, True, True, True]), draft_probs, np.array([0, -1, -1, -1])
@@ -783,8 +781,8 @@ SIBLINGS = Topology(np.array([-1, 0, 0]))
 
 @pytest.mark.parametrize("rule", RESIDUAL)
 def test_subnormal_residual_is_used_up(rule):
-    """No distribution of a drafter has such numbers; whoever hands one over gets the uniform
-    fallback, not an overflow.
+    """Drafters never produce such numbers; if given, they yield the uniform fallback without
+    overflow.
     """
     sampled = SampledNodes(
         np.array([False, True, True]), torch.tensor([[1.0, 1e-40, 0.0, 0.0]]), np.array([0, -1, -1])
@@ -803,8 +801,8 @@ def test_draft_distribution_has_no_subnormal_numbers():
 
 @pytest.mark.parametrize("rule", RESIDUAL)
 def test_deterministic_children_with_all_the_probability(rule):
-    """A distribution filtered down to two tokens sums to a little less than one, and the largest
-    numbers reject both.
+    """A filtered distribution sums to slightly less than one, and the largest noise rejects both
+    children.
     """
     probs = torch.tensor([0.6145196, 0.38548037, 0.0])
     assert probs.double().sum() < 1

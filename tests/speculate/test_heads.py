@@ -1,6 +1,4 @@
-"""Heads that draft by the target's hidden states: what they compute, what becomes of it, and which
-of them are taken.
-"""
+"""Draft heads on the target's hidden states: logits, texts, and selection by checkpoint."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -127,8 +125,8 @@ def expected_logits(
     path: list[int],
     norm_before: bool = False,
 ) -> Tensor:
-    """What a head says behind the last token and behind each token of a path below it: (1 +
-    len(path), vocabulary).
+    """Return a head's logits after the last token and after each token of a path: (1 + len(path),
+    vocabulary).
     """
     states = states_of(model, tokens[:-1])
     embedding = model.model.embed_tokens.weight
@@ -186,9 +184,7 @@ def expected_logits(
     ],
 )  # fmt: skip
 def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, changes):
-    """After prompts that are fed part by part, and after trees of which some nodes were accepted
-    and most were not.
-    """
+    """After chunked prompts and after trees with accepted and rejected nodes."""
     monkeypatch.setattr(head_model, "CHUNK_ROWS", 4)
     model = few_tokens(name)
     model.config.head_dim = getattr(model.config, "head_dim", None) or 8
@@ -357,7 +353,7 @@ def test_joint_distribution_equals_the_target(tmp_path, monkeypatch, kind, rule)
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_sequences_join_and_leave(tmp_path, kind):
-    """Each text is the one it is alone; nothing is held of those that have left."""
+    """Each text equals its solo run, and ended sequences leave no state."""
     model = few_tokens()
     settings = random_head(tmp_path, kind, model)
     with open_llm(**settings) as llm:

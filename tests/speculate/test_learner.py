@@ -1,6 +1,4 @@
-"""A draft that learns what the target says: what it minimises, what it changes and when, and that
-texts stay exact.
-"""
+"""A draft that learns the target's predictions: loss, updates, timing and exact texts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +44,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def passage_of(model: PreTrainedModel, seed: int, n: int = 40, n_labelled: int = 25) -> Passage:
-    """A random text, and what a model predicts after the last of its tokens."""
+    """Return a random text with a model's predictions after its last tokens."""
     tokens = prompt_of(seed, n, model.config.vocab_size)
     predicted = top_tokens(logits_of(model, tokens)[-n_labelled:], 8)
     assert predicted is not None
@@ -59,7 +57,7 @@ def weights_of(llm: LLM) -> Tensor:
 
 
 def change(one: Learner, seed: int = 0) -> None:
-    """As if it had learned something."""
+    """Set random values, as after learning."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in one._parameters().items():
         if name.endswith(".b"):
@@ -67,7 +65,7 @@ def change(one: Learner, seed: int = 0) -> None:
 
 
 def read(one: Learner, passages: list[Passage], waited_s: float = 1e9) -> None:
-    """Let it learn from passages, where the link is waited for so long behind every layer."""
+    """Feed passages to a learner, with a given link wait after every layer."""
     for passage in passages:
         n = len(passage.labels.tokens)
         sequence = Sequence(
@@ -90,7 +88,7 @@ def learner_of(llm: LLM) -> Learner:
 
 
 def learns_at_every_layer(llm: LLM) -> Learner:
-    """From now on whatever comes is learned and served at once, whether it gains or not."""
+    """Make a learner learn and serve at every layer, with or without gain."""
     one = learner_of(llm)
 
     def meanwhile() -> None:
@@ -110,7 +108,7 @@ def adapted(one: Learner, model: PreTrainedModel) -> Iterator[tuple[Tensor, Tens
 
 
 def cross_entropy(model: PreTrainedModel, passage: Passage) -> Tensor:
-    """(m,) in float64, of the target's best tokens and of all others as one class."""
+    """Return (m,) float64 cross-entropies over the best tokens and one class for the rest."""
     tokens, probs = passage.labels
     q = torch.softmax(model(passage.tokens[None]).logits[0, -len(tokens) :].double(), -1).gather(
         1, tokens
@@ -120,8 +118,8 @@ def cross_entropy(model: PreTrainedModel, passage: Passage) -> Tensor:
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "qwen2-window", "llama-tied"])
 def test_loss_and_gradients_equal_cross_entropy_of_transformers(zoo, name):
-    """With a change and without, whatever is served; the gradient of b is that of b @ a by the
-    whole matrix.
+    """With and without changes served; the gradient of b equals that of b @ a through the whole
+    matrix.
     """
     pair = zoo.pair(name, 0)
     passage = passage_of(pair.model, 7)
@@ -167,9 +165,7 @@ def test_served_weights_are_used_by_drafts(zoo):
 
 @pytest.mark.slow
 def test_learning_lowers_the_loss_on_unseen_texts(zoo, tmp_path):
-    """Of a target that is the draft with a change of rank two, by as much each time; what gains is
-    served.
-    """
+    """The target is the draft with a change of rank two. Two runs give equal losses."""
     draft = zoo.pair("llama", 0).model
     found = []
     target = nearly(draft, 0.0)
@@ -199,7 +195,9 @@ def test_learning_lowers_the_loss_on_unseen_texts(zoo, tmp_path):
 
 
 def test_passage_has_accepted_tokens_and_predictions(zoo):
-    """Rows of several passes, the text before them, and nothing behind what ended the sequence."""
+    """Rows of several passes with the preceding text, and no token after the end of the
+    sequence.
+    """
     pair = zoo.pair("llama", 0)
     text = prompt_of(1, 120)
     predicted = TopTokens(torch.arange(120 * 8).view(120, 8) % 128, torch.full((120, 8), 0.1))
@@ -221,9 +219,7 @@ def test_passage_has_accepted_tokens_and_predictions(zoo):
 
 
 def test_learning_ends_without_gain(zoo, monkeypatch):
-    """The draft is the target: nothing is ever served for long, its weights stay, the target is no
-    longer asked.
-    """
+    """Draft and target are equal: weights stay, and requests for predictions end."""
     pair = zoo.pair("llama", 0)
     monkeypatch.setattr(learner, "_PATIENCE", 12)
     with open_llm(pair.target, draft_model=str(pair.target)) as llm:
@@ -244,8 +240,8 @@ def test_learning_ends_without_gain(zoo, monkeypatch):
 
 
 def test_learning_uses_only_idle_link_time(zoo):
-    """Nothing is learned where no layer is waited for, nor where a slice takes longer than that; in
-    the end it tries again.
+    """No learning without link waits, nor during waits shorter than a slice; the slice estimate
+    decays.
     """
     pair = zoo.pair("llama", 0)
     passages = [passage_of(pair.model, seed) for seed in range(3)]
@@ -297,7 +293,7 @@ def test_greedy_tokens_equal_transformers_while_learning(zoo, monkeypatch, draft
 
 @pytest.mark.slow
 def test_joint_distribution_while_learning(tmp_path, monkeypatch):
-    """Its weights change between the layers of the pass that verifies what it has drawn."""
+    """Weights change between the layers of the verifying pass."""
     monkeypatch.setattr(learner, "_RATE", CHANGED)
     monkeypatch.setattr(learner, "_N_USES", 1)
     pair = small_pair(tmp_path)

@@ -1,6 +1,4 @@
-"""Drafts of long texts by the target itself: what its views hold and see, and that no text depends
-on them.
-"""
+"""Self-drafting on long texts: contents of the views, and unchanged texts."""
 
 import numpy as np
 import pytest
@@ -71,7 +69,7 @@ def peer_cache(model, tokens):
 
 @torch.no_grad()
 def peer_logits(model, token, position, keys, values):
-    """After one more token at a position, with these keys and values before it."""
+    """Return logits of one more token at a position, after these keys and values."""
     cache = DynamicCache()
     for i, (k, v) in enumerate(zip(keys, values, strict=True)):
         cache.update(k[None], v[None], i)
@@ -118,7 +116,7 @@ def view_of(runner, tokens, kind):
 
 
 def step_of(runner, id, tokens, n_known):
-    """The logits after the last token; the others beyond those known are committed."""
+    """Return logits of the last token and commit the tokens before it."""
     lacking = tokens[n_known:]
     logits = runner.forward(
         [Step(id, torch.tensor(lacking), Topology.chain(len(lacking)), 1, len(tokens))]
@@ -199,8 +197,8 @@ PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 90, 40, 61))]
     ("family", "drafter"), [*(("llama", one) for one in LONG), ("mistral", "self_window")]
 )
 def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, family, drafter):
-    """In a batch; whenever a tree begins, a view holds exact copies of what was verified, and
-    nothing else is read.
+    """In a batch. At the start of a tree, a view holds exact copies of committed rows and reads
+    nothing else.
     """
     pair = zoo.pair(family, 0)
     seen = []
@@ -245,7 +243,7 @@ def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, fa
 
 
 def test_view_restarts_after_an_unfinished_selection(zoo, pair):
-    """As after a pass for which memory ran out."""
+    """For example after a pass without memory."""
     tokens = prompt_of(0, N)
     with open_llm(pair.target) as llm:
         runner = llm.engine.runner
@@ -276,7 +274,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exact(small):
-    """A text beyond the budget, how it goes on, and the probability of each continuation."""
+    """A text beyond the budget and the probability of each continuation."""
     prompt = prompt_of(3, 45, 3)
     params = {"temperature": 0.8, "top_p": 0.95}
     return prompt, params, exact_distribution(small.model, prompt, SamplingParams(**params), N_NEW)
@@ -354,9 +352,7 @@ def test_triforce_guesses_save_passes_and_keep_the_trees(
 
 
 def test_triforce_states_the_middle_models_distribution(pair):
-    """A chain, whose tokens have the distributions of the target with its view; the small draft
-    leaves no trace.
-    """
+    """A chain with the distributions of the target on its view, unaffected by the small draft."""
     sequence = Sequence(prompt_of(0, 70), SamplingParams(30, temperature=0.9, seed=1), 200)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         drafter = drafter_of(
@@ -386,8 +382,8 @@ def test_triforce_states_the_middle_models_distribution(pair):
 
 
 def test_triforce_draws_from_the_stated_distribution(small):
-    """Those that the small draft guessed and those drawn in their place; five standard deviations
-    are a chance of 1e-6.
+    """Guesses of the small draft and replacement draws together; five standard deviations have a
+    chance of 1e-6.
     """
     sequence = Sequence(prompt_of(3, 45, 3), SamplingParams(30, temperature=0.8, seed=1), 200)
     surplus = np.zeros(3)
@@ -556,7 +552,7 @@ def test_attention_time_counts_each_sequence():
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize(("far_s", "pays"), [(1.01, False), (6.0, True)])
 def test_no_tree_if_a_level_costs_a_pass(pair, name, far_s, pays):
-    """The cost model knows what a pass over few rows takes, and over all."""
+    """The cost model knows pass times of few and many rows."""
     compute = ComputeTimes((1, 64), (64, 150), ((1.0, 1.1), (far_s, 1.1 * far_s)))
     cost = CostEstimator(
         MachineProfile("a test", True, (), 1e-9, 0.0, compute), PassBytes((), 1), 0, 32

@@ -49,7 +49,7 @@ def published(
         known.append(rest)
 
     def greedy(path: tuple[int, ...]) -> list[int]:
-        """What the model says after the text, and after each token of a path behind it."""
+        """Return the model's predictions after the text and after each token of a path."""
         found: list[int] = logits_of(model, [*text, *path])[len(text) - 1 :].argmax(-1).tolist()
         return found
 
@@ -95,8 +95,8 @@ def step_of(tree: DraftTree, n_columns: int) -> Step:
 
 @pytest.fixture(scope="module")
 def tame(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
-    """A model whose next token follows mostly from the last few, so that what was predicted
-    elsewhere is often right.
+    """A model whose next token depends on the last few tokens, so that old predictions are often
+    right.
     """
     model = CASES["llama"].build(3, num_hidden_layers=2, vocab_size=64)
     for layer in model.model.layers:
@@ -136,7 +136,7 @@ def test_trees_and_steps_equal_the_published_algorithm(tame):
 
 
 def drafter_of_size(n_rows: int) -> Lookahead:
-    """One whose trees have so many rows, whatever they cost."""
+    """Return a drafter with a fixed tree size."""
     return Lookahead(
         DraftParts(DraftLimits(n_rows, 64, fixed_size=True), Steady(), "without_replacement")
     )

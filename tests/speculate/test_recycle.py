@@ -1,6 +1,4 @@
-"""Recycled distributions: what is kept of the target's predictions, and the trees that are grown of
-them.
-"""
+"""Recycled distributions: the table of the target's predictions, and trees from them."""
 
 import heapq
 from collections import OrderedDict
@@ -34,9 +32,7 @@ Prediction = tuple[tuple[int, ...], list[int], int]
 def kept(
     table: PredictionTable, several: list[Prediction]
 ) -> OrderedDict[tuple[int, ...], dict[int, float]]:
-    """The predictions, kept in the table; what is to be found under each key, the one confirmed
-    last at the end.
-    """
+    """Return the predictions and the expected entries of each key, latest last."""
     wanted: OrderedDict[tuple[int, ...], dict[int, float]] = OrderedDict()
     for context, tokens, n in several:
         probs = [0.5**k for k in range(1, n + 1)]
@@ -104,8 +100,8 @@ def test_tree_has_the_most_probable_nodes(n_levels):
 
 
 def test_copied_continuation_competes_with_predictions():
-    """Its chance counts below the node it goes on from, and the higher of two chances of a token
-    holds.
+    """Its probability counts below its starting node, and a token keeps the higher of two
+    probabilities.
     """
     table = PredictionTable()
     table.keep((7,), [1, 2], [0.6, 0.3])
@@ -143,9 +139,7 @@ def test_prompt_predictions_are_recorded(zoo, llm):
 
 
 def test_sequences_join_and_leave(zoo, llm):
-    """Each text is the one it is alone, although all share a table; nothing is held of those that
-    have left.
-    """
+    """Each text equals its solo run with a shared table, and ended sequences leave no state."""
     model = zoo.pair("llama", 0).model
     drafter = Recycling(PARTS)
     engine = engine_of(llm, drafter, n_nodes=3 * N_NODES)
@@ -169,7 +163,7 @@ def test_sequences_join_and_leave(zoo, llm):
 
 
 class Dear(Steady):
-    """Every row takes as long as the first."""
+    """A cost model in which every row costs as much as the first."""
 
     def seconds(self, n_rows: np.ndarray, *_: object) -> np.ndarray:
         return 1.0 * n_rows
@@ -177,7 +171,7 @@ class Dear(Steady):
 
 @pytest.mark.parametrize("name", ["lookahead", "ngram", "recycle"])
 def test_no_tree_if_rows_are_expensive(llm, name):
-    """Not even of a text that repeats itself; where rows are cheap, something is."""
+    """Also for a repetitive text; with cheap rows a tree is drafted."""
     for cost, is_off in ((Dear(), True), (Steady(), False)):
         drafter = drafter_type(name).open(replace(PARTS, cost=cost))
         sequences = [Sequence(prompt_of(0, 12) * 3, SamplingParams(8), 128) for _ in range(2)]
@@ -200,9 +194,7 @@ class Steep(Steady):
 
 
 def test_rows_of_a_pass_go_to_the_best_predicted_sequence():
-    """One that is predicted badly does not take part of what is cheap only because there are two of
-    them.
-    """
+    """A badly predicted sequence gets no rows that are cheap only because of the batch."""
     drafter = Recycling(replace(PARTS, cost=Steep()))
     for before, p in (
         (1, 0.9),

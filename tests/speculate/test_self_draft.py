@@ -21,7 +21,7 @@ SETTINGS = {"device": "cpu", "drafter": "self", "tree_size": 12, "max_model_len"
 
 
 def open_self(zoo: Zoo, name: str, n_resident: int) -> LLM:
-    """With room for so many layers beside three slots and the copies of the others."""
+    """Open a model with a number of resident layers beside three slots and the copies."""
     with pytest.raises(CapacityError) as refused:
         LLM(str(zoo.directory(name, 0)), device_memory=1, **SETTINGS)
     least = int(str(refused.value).split("(")[1].split()[0])

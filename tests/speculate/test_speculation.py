@@ -1,5 +1,5 @@
-"""Speculation end to end: the tokens and the distribution of plain decoding, whatever drafts and
-verifies.
+"""Speculation end to end: tokens and distributions of plain decoding with every drafter
+and rule.
 """
 
 import functools
@@ -67,7 +67,7 @@ def expected_of(model, prompts=PROMPTS, lengths=LENGTHS):
 
 @pytest.fixture(scope="module")
 def texts(zoo):
-    """What transformers makes of the prompts, by family."""
+    """Texts of transformers for the prompts, by family."""
     return functools.cache(lambda name: expected_of(zoo.pair(name, 0).model))
 
 
@@ -109,7 +109,7 @@ def steady(monkeypatch):
 
 @pytest.mark.slow
 def test_measured_tree_sizes_change_no_token(zoo, texts, monkeypatch):
-    """Their size follows the clock, and may be anything."""
+    """Tree sizes depend on the clock."""
     monkeypatch.undo()
     pair = zoo.pair("llama", 0)
     for drafter in DRAFTERS:
@@ -121,9 +121,7 @@ def test_measured_tree_sizes_change_no_token(zoo, texts, monkeypatch):
 
 @pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
 def test_logit_changes_apply_along_each_path(zoo, texts, drafter):
-    """Penalties that count and ends that are masked, each of which changes the text, by itself and
-    with a bias.
-    """
+    """Penalties, biases and masked end tokens change each text."""
     pair = zoo.pair("llama", 0)
     ends = {tokens[3] for tokens in texts("llama")}
     bias = {texts("llama")[0][0]: -4.0, 5: 3.0}
@@ -173,7 +171,7 @@ def test_temperature_close_to_zero_is_greedy(zoo, texts, rule):
 
 
 def test_different_draft_changes_no_token(zoo, texts):
-    """One that is right by chance alone, of another family, in another dtype."""
+    """A draft of another family and dtype, right only by chance."""
     draft = zoo.directory("qwen3", 5, torch.bfloat16)
     pair = zoo.pair("llama", 0)
     for drafter in TREES:
@@ -209,8 +207,8 @@ def assert_exact(texts, distributions):
 
 @pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, "dynamic_tree"])
 def test_match_texts_equal_plain_decoding(small, small_llm, drafter):
-    """Token for token, since it draws once for each, and these drafters draw nothing; lookahead has
-    rows never verified.
+    """Token for token: one draw per token, and no draws by these drafters. Lookahead adds
+    unverified rows.
     """
     several = [
         SamplingParams(max_new_tokens=12, seed=seed, temperature=(0.4, 0.8, 1.3)[seed % 3])
@@ -245,8 +243,8 @@ def test_joint_distribution_of_sampled_tokens(small_llm, distributions, name, ru
 
 @pytest.mark.slow
 def test_joint_distribution_in_bfloat16(tmp_path):
-    """Of a pair in bfloat16, against its distribution in float32: so many draws do not see what
-    rounding does.
+    """A bfloat16 pair against its float32 distribution; this number of draws does not detect
+    rounding.
     """
     model = small_model(VOCABULARY, n_layers=1, sureness=0.5)
     draft = nearly(model, 0.15).bfloat16()
@@ -307,7 +305,7 @@ def poison(runner, cache):
 
 
 def assert_fresh(runner, cache):
-    """Its committed rows are those of a prefill of the same tokens."""
+    """Assert that committed rows equal a prefill of the same tokens."""
     cache = runner._caches[cache]
     if not cache.committed:
         return
@@ -324,9 +322,7 @@ def assert_fresh(runner, cache):
     [("mistral", "static_tree", "specinfer"), *(("llama", name, "auto") for name in OF_DRAFT)],
 )
 def test_committed_rows_equal_a_fresh_prefill(zoo, monkeypatch, family, name, rule):
-    """All else is poisoned: behind what was committed of the target, and of the draft when a tree
-    begins.
-    """
+    """Uncommitted rows of target and draft are poisoned before each pass."""
     pair = zoo.pair(family, 0)
     params = [
         SamplingParams(max_new_tokens=20),
@@ -359,9 +355,7 @@ def test_committed_rows_equal_a_fresh_prefill(zoo, monkeypatch, family, name, ru
 
 
 def test_draft_computes_no_token_twice(zoo, monkeypatch):
-    """Of an accepted path nothing is fed to the draft again but the bonus, and what the tree had no
-    row for.
-    """
+    """After a commit the draft receives only the bonus token and leaves without a row."""
     pair = zoo.pair("llama", 0)
     lacking = []
     start = DraftState.start
@@ -383,7 +377,7 @@ def test_draft_computes_no_token_twice(zoo, monkeypatch):
 
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_caches_never_exceed_the_plan(zoo, monkeypatch, is_captured):
-    """However many prompts there are: those of a wave go before those of the next come."""
+    """With any number of prompts: caches of a wave are freed before the next wave."""
     pair = zoo.pair("llama", 0)
     stores = WeakKeyDictionary()
     most = {}
@@ -417,7 +411,7 @@ def test_caches_never_exceed_the_plan(zoo, monkeypatch, is_captured):
 
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory):
-    """A pair with a tokenizer, an end token and a window, whose draft is nearly always right."""
+    """A pair with tokenizer, end token and window; the draft is nearly always right."""
     tokenizer = byte_level()
     changes = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 7, "num_hidden_layers": 2}
     model = CASES["mistral"].build(0, **changes)
@@ -478,7 +472,7 @@ def test_batch_rows_end_like_solo_runs(speaking, drafter, cut):
 
 @pytest.mark.parametrize("drafter", TREES)
 def test_limits_within_a_path_are_respected(speaking, drafter, cut):
-    """Trees shrink towards the end: no path is longer than what is left, by the setting or by the
+    """Trees shrink towards the end: no path exceeds the remaining tokens of the setting or the
     context.
     """
     prompt = prompt_of(3, 20)
@@ -521,9 +515,7 @@ def with_config(pair, folder, **changes):
     [("dynamic_tree", 64), ("static_tree", 8), ("static_tree", 1)],
 )
 def test_draft_with_a_shorter_context_continues(zoo, tmp_path, monkeypatch, drafter, n_positions):
-    """It sees a window that moves on; what it drafts is still worth something where the window is
-    not too short.
-    """
+    """The draft sees a moving window; drafts stay useful unless the window is tiny."""
     pair = zoo.pair("llama", 0)
     seen = []
     start = DraftState.start
@@ -550,8 +542,8 @@ def test_draft_with_a_shorter_context_continues(zoo, tmp_path, monkeypatch, draf
 
 @pytest.mark.parametrize(("n_more", "temperature"), [(-24, 0.0), (40, 1.0)])
 def test_draft_with_a_differently_padded_vocabulary(tmp_path, n_more, temperature):
-    """Tokens that only one of them has, which the tokenizer has not: the target may say them, the
-    draft may not.
+    """Tokens of one model only, absent from the tokenizer: the target may produce them, the draft
+    may not.
     """
     tokenizer = byte_level()
     n = tokenizer.get_vocab_size()
@@ -578,9 +570,7 @@ def test_draft_with_a_differently_padded_vocabulary(tmp_path, n_more, temperatur
 
 @pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
 def test_repetitive_text_accepts_many_tokens_per_pass(tmp_path, drafter):
-    """The next token follows from the last alone, so the text goes round in circles; the draft
-    knows nothing of it.
-    """
+    """The next token depends only on the last, so the text is periodic; the draft is unrelated."""
     model = CASES["llama"].build(3, num_hidden_layers=3)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()

@@ -46,7 +46,7 @@ class Host:
         self._looks.append((block.i, content(block.layout, block.data)))
 
     def seen(self) -> list[tuple[int, bytes]]:
-        """What was looked at, in order, once all compute has ended."""
+        """Return the read blocks in order, after all compute."""
         looks = self._looks
         self._looks = []
         return looks
@@ -123,9 +123,7 @@ def wanted(i: int) -> bytes:
 
 
 class Watched:
-    """A tier that records its reads, may delay each at random, and does to one of them what a test
-    asks.
-    """
+    """A tier that records reads, delays them at random, and applies a test's trap."""
 
     def __init__(
         self,
@@ -171,7 +169,7 @@ class Watched:
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
-    """Whether something comes true before patience ends."""
+    """Return whether a condition becomes true in time."""
     end = time.perf_counter() + PATIENCE_S
     while not holds() and time.perf_counter() < end:
         time.sleep(0.001)

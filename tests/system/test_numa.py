@@ -24,7 +24,7 @@ ALL = {0, 1, 2, 3, 8, 9, 10, 11}
 
 
 class TwoSockets:
-    """A pretended machine with a card; notes which processors each thread is let run on."""
+    """A simulated machine with a GPU; records the CPUs of each thread."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._card = folder / "0001:c1:00.0"

@@ -33,7 +33,7 @@ def decode(tokenizer, ids):
 
 
 def answer_of(tokenizer, prompt, ids):
-    """What the ids add to the text of the prompt, without half a character at its end."""
+    """Return the text that ids add to the prompt, without a partial character at the end."""
     before = decode(tokenizer, prompt)
     whole = decode(tokenizer, prompt + ids)
     assert whole.startswith(before)
@@ -82,7 +82,7 @@ def test_character_is_released_with_its_last_byte(text):
 
 @given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), min_size=1, max_size=30))
 def test_invalid_bytes_lose_no_valid_characters(ids):
-    """A random model writes such; only what is cut off at the very end is left out."""
+    """Random models produce such bytes; only a partial character at the very end is dropped."""
     prompt = encoded(BYTE_LEVEL, "the end ")
     stream = TextStream(BYTE_LEVEL, prompt, ())
     pieces, _ = pieces_of(stream, ids)
@@ -91,7 +91,7 @@ def test_invalid_bytes_lose_no_valid_characters(ids):
 
 @given(st.lists(st.integers(0, METASPACE.get_vocab_size() - 1), min_size=1, max_size=30))
 def test_invalid_bytes_of_a_byte_fallback_tokenizer_end_no_stream(ids):
-    """`tokenizers.decoders.DecodeStream` raises at most of these."""
+    """`tokenizers.decoders.DecodeStream` raises at most of these ids."""
     stream = TextStream(METASPACE, encoded(METASPACE, "the end "), ())
     pieces, n = pieces_of(stream, ids)
     assert n == len(ids) and "".join(pieces) == stream.text
@@ -119,8 +119,8 @@ def test_prompt_that_ends_within_a_character_is_completed():
 
 
 def expected_stop(tokenizer, prompt, ids, stops):
-    """Brute force: after how many tokens the first stop string is there, and the text before the
-    leftmost one.
+    """Brute force: the number of tokens before the first stop string, and the text before the
+    leftmost stop.
     """
     for n in range(1, len(ids) + 1):
         text = answer_of(tokenizer, prompt, ids[:n])
@@ -132,9 +132,7 @@ def expected_stop(tokenizer, prompt, ids, stops):
 
 @given(tokenizers, texts, st.data())
 def test_first_stop_string_ends_the_text(tokenizer, text, data):
-    """Several stops, within tokens and across their borders, some that never come and some that
-    nearly do.
-    """
+    """Several stops, within tokens and across borders, some absent and some nearly present."""
     prompt = encoded(tokenizer, SPOKEN[0])
     ids = encoded(tokenizer, SPOKEN[0] + " " + text * 2)[len(prompt) :]
     starts = data.draw(st.lists(st.integers(0, 2 * len(text)), max_size=3))
@@ -219,7 +217,9 @@ def test_bytes_of_byte_fallback_tokens_are_raw():
 
 @pytest.mark.parametrize("backend", TOKENIZERS)
 def test_special_tokens_in_messages_are_encoded_as_text(backend, tmp_path):
-    """The template's stay special; markers such as <think> stay tokens everywhere."""
+    """Special tokens of the template stay special; markers such as <think> stay tokens
+    everywhere.
+    """
     raw = Tokenizer.from_str(TOKENIZERS[backend].to_str())
     raw.add_special_tokens(["</s>"])
     raw.add_tokens(["<think>"])
@@ -281,7 +281,7 @@ def test_generation_ends_before_a_stop_string(llm, unstopped, n_characters):
 
 
 def test_held_text_is_released_at_the_end(llm, unstopped):
-    """The answer ends in what could have begun a stop string."""
+    """The answer ends in a possible prefix of a stop string."""
     stop = unstopped.text[-4:] + "#"
     pieces = list(llm.stream("the quick fox", sampled(stop=(stop,))))
     assert "".join(piece.text for piece in pieces) == unstopped.text
@@ -328,7 +328,7 @@ def test_prompts_get_the_special_tokens_of_the_tokenizer(tmp_path):
     ],
 )
 def test_tokenizer_class_equals_transformers(tmp_path, kind, named):
-    """Whatever class its config names, with the model's type alone."""
+    """For every tokenizer class of the config and every model type."""
     add_tokenizer(tmp_path, BYTE_LEVEL)
     (tmp_path / "config.json").write_text(json.dumps(llama_config(model_type=kind)))
     about = json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -66,7 +66,7 @@ def nested(topology, node=0):
 
 
 def acceptances():
-    """Random (ranks,), descending, with ties, some of it zero and some one."""
+    """Random descending (ranks,) with ties, zeros and ones."""
 
     def build(ranks, seed):
         random = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ def acceptances():
 
 
 def check_tree(table, acceptance, n, levels):
-    """The tree keeps the limits and the order, and is expected to give what the table says."""
+    """Assert that the tree respects limits and order and has the expected value of the table."""
     topology = table.topology(n, levels)
     tree = nested(topology)
     assert len(topology) <= n and n_levels(tree) <= levels and widest(tree) <= len(acceptance)

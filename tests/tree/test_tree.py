@@ -76,7 +76,7 @@ def test_long_prompt_above_a_tree_needs_no_square_mask():
 
 @given(trees | chains, st.data())
 def test_growing_tree_sees_like_the_whole_tree(topology, data):
-    """A level or a part of one at a time, also after another tree at the same place."""
+    """Levels or parts of levels at a time, also after another tree in the same memory."""
     order = np.argsort(topology.depths, kind="stable")
     place = np.argsort(order)
     tree = Topology(np.array([-1, *place[topology.parents[order[1:]]]]))

@@ -324,7 +324,7 @@ def test_unexpected_or_missing_tensors_are_refused(n_shards, edit, words, tmp_pa
 
 
 def _spoilt(directory: Path, edit: Callable[[Entries], Any], tail: bytes = b"") -> Path:
-    """A checkpoint whose header went through `edit`, which returns a new one or None."""
+    """Write a checkpoint with a header changed by `edit`, which returns a new header or None."""
     config, tensors = _sound()
     entries, data = entries_of(tensors)
     header = edit(entries) or entries
@@ -389,7 +389,7 @@ def test_header_of_impossible_length_is_refused_unread(length, tmp_path):
 
 
 def test_open_reads_no_weights(tmp_path):
-    """Four gigabytes that lie nowhere: a sparse file whose header is sound."""
+    """A sparse file of four gigabytes with a valid header."""
     config = llama_config(vocab_size=2**24, hidden_size=32)
     model = spec_of(config)
     shapes = {
@@ -488,8 +488,8 @@ def test_data_at_odd_offsets_is_read_exactly(odd, dtype, request_nbytes, tmp_pat
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("phase", [256, 2304, 3840])
 def test_tensor_in_phase_with_a_page_overwrites_no_other(phase, backwards, tmp_path):
-    """Read by whole pages, a tensor that lies at the same place of a page in file and block would
-    spoil its neighbours.
+    """Page reads of a tensor at the same page offset in file and block would overwrite its
+    neighbours.
     """
     before = 4096 + 2
     between = (phase - 4096 - 2 - phase) % 4096

@@ -1,6 +1,4 @@
-"""Quantised checkpoints: every weight is what the format's own reference makes of it, and so are
-the tokens.
-"""
+"""Quantised checkpoints: weights and tokens equal each format's reference."""
 
 import json
 import sys
@@ -70,7 +68,7 @@ SHAPE = (72, 96)
 def one_matrix(
     folder: Path, choice: Choice, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], Tensor, Source]:
-    """Its stored tensors, what they stand for, and the file of them."""
+    """Return stored tensors of a matrix, its exact values, and the file's source."""
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(choice.bits)).to(dtype) / 10
     stored, exact = quantized({f"{MODULE}.weight": weight}, choice)
     save_file(stored, folder / "model.safetensors")
@@ -299,7 +297,7 @@ def test_passes_over_resident_quantised_weights_are_captured(
 
 
 def spoiled(directory: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> None:
-    """Change one tensor of a checkpoint, or take it out."""
+    """Change or remove a tensor of a checkpoint."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     changed = change(tensors.pop(name))
@@ -454,7 +452,7 @@ def test_any_config_value_is_accepted_or_refused(config):
 
 
 def test_float_matrices_are_used_unchanged(tmp_path):
-    """Whatever list of ignored modules says so, or none."""
+    """With or without a list of ignored modules."""
     directory, config, exact = tiny_model(tmp_path, Choice("awq"))
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     name = "model.layers.1.mlp.up_proj"
@@ -488,7 +486,7 @@ def test_trivial_groups_are_not_loaded(tmp_path):
 
 
 def test_groups_can_differ_between_layers(tmp_path):
-    """Of the same module; the view of a block takes what lies in it."""
+    """For the same module; the view of a block uses the tensors of the block."""
     stored = {
         act: one_matrix(tmp_path, Choice("gptq", desc_act=act), torch.float16)
         for act in (True, False)

@@ -47,7 +47,7 @@ N_NEW = 40
 
 
 def wide_llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A Llama whose rows are of 256 weights, as the larger blocks need."""
+    """A Llama with rows of 256 weights, as required by large blocks."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
     model = CASES["llama"].build(3, **sizes)
     for parameter in model.parameters():
@@ -56,7 +56,7 @@ def wide_llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def check_tokens(path: Path, model: PreTrainedModel) -> None:
-    """What transformers makes of a prompt, by plain passes from the disk and by trees."""
+    """Assert that plain passes from disk and trees give transformers' text."""
     prompt = prompt_of(0)
     expected = generate(model, prompt, N_NEW)
     with open_llm(path, "disk", dtype="float32") as llm:
@@ -155,7 +155,7 @@ def test_every_native_family_is_read(name, type, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama-linear", "llama-llama3"])
 def test_scaled_rotations_are_read(name, tmp_path):
-    """Linear ones by their factor, those of Llama 3 by a divisor of each frequency."""
+    """Linear scaling by its factor, Llama 3 scaling by a divisor of each frequency."""
     model = CASES[name].build(0)
     path = tmp_path / "m.gguf"
     metadata, stored, exact = write_gguf.model(
@@ -322,7 +322,7 @@ def test_chat_template_is_read_from_the_file(tmp_path):
 
 
 def small() -> tuple[dict[str, Any], dict[str, Stored]]:
-    """A Llama of a few kilobytes whose matrices are of Q8_0."""
+    """A tiny Llama with Q8_0 matrices."""
     config = llama_config(hidden_size=32, intermediate_size=32, head_dim=8, num_hidden_layers=1)
     metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q8_0")
     return (
@@ -336,7 +336,7 @@ def small() -> tuple[dict[str, Any], dict[str, Stored]]:
 
 
 def opened(path: Path, content: bytes) -> None:
-    """Open a file of this content; whatever is wrong with it is told in one sentence."""
+    """Open a file of this content; errors must be one sentence."""
     path.write_bytes(content)
     try:
         open_checkpoint(path)

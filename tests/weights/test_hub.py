@@ -1,4 +1,4 @@
-"""Models of a hub: a server here plays it, and tells what it was asked for."""
+"""Models of a hub, simulated by a local server that records requests."""
 
 import hashlib
 import json
@@ -52,9 +52,7 @@ SMALL = [
 
 @dataclass
 class Hub:
-    """What the server has, by name, and what was asked of it: the bytes of each file that were
-    sent, by its path.
-    """
+    """Repositories of the server, and the sent bytes of each file by path."""
 
     repositories: dict[str, Path] = field(default_factory=dict)
     n_requests: int = 0
@@ -141,7 +139,7 @@ def handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub in place of the real one, and a cache that is empty."""
+    """A simulated hub and an empty cache."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(hub))
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

@@ -240,7 +240,7 @@ def test_dense_weights_are_the_tensors_of_the_file(stored_in, computed_in):
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """The same weights twice: as int8 rows, and dense as those are computed with."""
+    """The same weights as int8 rows and as dense dequantised tensors."""
     config = llama_config(
         num_hidden_layers=6,
         hidden_size=64,

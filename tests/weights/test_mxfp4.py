@@ -1,6 +1,4 @@
-"""gpt-oss in its own MXFP4 layout, by the general architecture: weights and tokens are what
-transformers makes of them.
-"""
+"""gpt-oss in MXFP4 through the general architecture: weights and tokens equal transformers."""
 
 import json
 
@@ -41,9 +39,7 @@ def test_tokens_equal_transformers_with_dequantised_weights(mxfp4_checkpoint):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_code_and_scale_equals_transformers(dtype, tmp_path):
-    """Zeros of both signs and powers of two that a dtype does not hold; a scale of 255 is no
-    number.
-    """
+    """Zeros of both signs and powers of two outside of a dtype's range; a scale of 255 is NaN."""
     blocks = (
         torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
     )
