@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import products
-from bench.products import Case
+from bench.compute import products
+from bench.compute.products import Case
 
 
 @pytest.fixture

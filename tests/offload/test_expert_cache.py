@@ -24,7 +24,7 @@ from test_contracts_stream import (
     wanted,
 )
 
-from bench.models import config_of, random_model
+from bench.models.tiny import config_of, random_model
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator

@@ -14,7 +14,7 @@ from test_transformers_models import check_tree
 from transformers import GptOssForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from bench.models import config_of, random_model
+from bench.models.tiny import config_of, random_model
 from offload_rt import SamplingParams
 from offload_rt.errors import CheckpointError
 from offload_rt.weights.checkpoint import open_checkpoint
