@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from collections.abc import Sequence as Several
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +24,7 @@ from offload_rt.config import EngineConfig, SamplingParams
 from offload_rt.engine.builder import load
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.engine_plan import EnginePlan, plan_engine
-from offload_rt.engine.engine_thread import EngineThread, closed
+from offload_rt.engine.engine_thread import EngineThread, IndexedPiece, closed
 from offload_rt.engine.loader import Progress
 from offload_rt.engine.outputs import Output, Piece, Request, Stats
 from offload_rt.errors import CapacityError, PromptError, SettingsError
@@ -225,15 +225,12 @@ class LLM:
         requests = [self._request(prompt, one) for prompt, one in zip(several, params, strict=True)]
         thread = self._of_engine
         console = Console(stderr=True, quiet=not use_tqdm or len(requests) == 1)
-        with (
-            thread.running(requests) as engine,
-            progress_bar(console, "prompts", MofNCompleteColumn()) as bar,
-        ):
-            while not all(one.is_done for one in requests):
-                with thread.turn:
-                    engine.step()
-                bar(sum(one.is_done for one in requests), len(requests))
-        return [one.output for one in requests]
+        n_done = 0
+        with progress_bar(console, "prompts", MofNCompleteColumn()) as bar:
+            for _, piece in thread.pieces(requests):
+                n_done += piece.output is not None
+                bar(n_done, len(requests))
+        return [request.output for request in requests]
 
     def chat(
         self,
@@ -271,26 +268,35 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[Piece]:
         """Continue one prompt and give what each pass adds; see `generate`."""
-        request = self._request(prompt, sampling_params)
-        thread = self._of_engine
-        is_done = False
-        with thread.running([request]) as engine:
-            while not is_done:
-                with thread.turn:
-                    engine.step()
-                    pieces = request.pieces()
-                    is_done = request.is_done
-                yield from pieces
+        with closing(self._of_engine.pieces([self._request(prompt, sampling_params)])) as pieces:
+            for _, piece in pieces:
+                yield piece
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """`stream` for asyncio. Those under way share their passes; one that is cancelled takes no
-        part in the next.
+        """`stream` for asyncio. Concurrent streams share passes; a cancelled stream leaves before
+        the next pass.
         """
-        # Checks and tokenization of a long prompt would hold up other tasks.
         request = await asyncio.to_thread(self._request, prompt, sampling_params)
-        async with aclosing(self._of_engine.pieces(request)) as pieces:
+        async with aclosing(self._of_engine.apieces([request])) as pieces:
+            async for _, piece in pieces:
+                yield piece
+
+    async def astream_all(
+        self, prompts: Several[Prompt], sampling_params: SamplingParams
+    ) -> AsyncGenerator[IndexedPiece, None]:
+        """`astream` for several prompts: yield the index of a prompt and a piece of its answers.
+
+        Several greedy answers to a prompt are allowed, and equal.
+        """
+
+        def requests() -> list[Request]:
+            return [self._answers(prompt, sampling_params) for prompt in prompts]
+
+        # In a worker thread: tokenization of long prompts would block other tasks.
+        checked = await asyncio.to_thread(requests)
+        async with aclosing(self._of_engine.apieces(checked)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -375,15 +381,20 @@ class LLM:
             raise PromptError(f"token id {wrong} in the prompt", need=need, change=change)
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        """The sequences of a prompt, the i-th with a seed that is by i above that of the params."""
-        params = params or SamplingParams()
-        params = replace(params, **params.left_to(self._defaults))
+        """Build the request of a prompt. Raises SettingsError for several greedy answers."""
+        params = self._completed(params or SamplingParams())
         if params.n > 1 and not params.temperature:
-            raise SettingsError(
-                f"n is {params.n}",
-                need="a temperature above 0",
-                have="greedy decoding, of one answer",
-            )
+            need = "a temperature above 0"
+            have = "greedy decoding, of one answer"
+            raise SettingsError(f"n is {params.n}", need=need, have=have)
+        return self._answers(prompt, params)
+
+    def _completed(self, params: SamplingParams) -> SamplingParams:
+        return replace(params, **params.left_to(self._defaults))
+
+    def _answers(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Build the sequences of a prompt. Each has a seed one above that of the previous one."""
+        params = self._completed(params)
         bad_words_ids = (*params.bad_words_ids, *self._bad_words_ids(params.bad_words))
         params = replace(params, bad_words=(), bad_words_ids=bad_words_ids)
         self._check_token_ids(params)

@@ -5,8 +5,8 @@ docs/compare.png] python -m scripts.compare --gguf Q4_0 [--budget 6GB | --cgroup
 [--prompt-tokens 192]
 
 Every peer (a file of `bench/compare/peers`) runs in a separate process with expert settings and
-answers one prompt a round. The order of the peers rotates, so that a slow disk or core slows all of them.
-Warming up is not counted. Weights from the disk are cold in every pass. The floor is the bytes of a
+answers one prompt a round. The order of the peers rotates, so that a slow disk or core affects all.
+Warm-up is not counted. Weights from the disk are cold in every pass. The floor is the bytes of a
 pass at the best rate measured between the rounds. Greedy tokens are compared with the tokens of the
 resident model. Drafting systems are compared with drafting systems. With --quantize offload_rt runs
 the checkpoint in that format; its peers run the same weights as floats. The last line is one JSON

@@ -7,11 +7,13 @@ import json
 import shutil
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
 import numpy as np
 import pytest
 import torch
+from support.serving import engine_held, wait_until
 from support.tiny import (
     CASES,
     add_tokenizer,
@@ -191,6 +193,9 @@ def test_each_of_n_answers_is_that_of_its_own_seed(llm):
             token for piece in pieces if piece.index == one.index for token in piece.token_ids
         ] == one.token_ids
     assert [one.output is not None for one in pieces] == [False] * (len(pieces) - 1) + [True]
+    for answer in whole.outputs:
+        ends = [piece.finish_reason for piece in pieces if piece.index == answer.index]
+        assert ends == [None] * (len(ends) - 1) + [answer.finish_reason]
     with pytest.raises(SettingsError, match="n is 2"):
         llm.generate(PROMPTS[0], SamplingParams(n=2))
 
@@ -411,6 +416,24 @@ def test_a_task_that_goes_leaves_the_passes_to_others(llm, monkeypatch, way):
     assert passes[-1] == 1 < max(passes)
 
 
+def test_calls_of_several_threads_share_passes(llm, monkeypatch):
+    params = SamplingParams(max_tokens=20)
+    expected = [llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS[:2]]
+    passes = count_steps(llm, monkeypatch)
+    with ThreadPoolExecutor(2) as pool, engine_held(llm):
+        calls = [pool.submit(llm.generate, prompt, params) for prompt in PROMPTS[:2]]
+        wait_until(lambda: llm._of_engine._thread._work_queue.qsize() == 2)
+    assert [call.result()[0].token_ids for call in calls] == expected
+    assert passes[0] == 2
+
+
+def test_a_stream_that_is_closed_early_leaves_an_idle_engine(llm):
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not llm.engine._running and not llm.engine._waiting
+
+
 def test_an_error_reaches_all_who_wait_and_the_next_may_try(llm, monkeypatch):
     params = SamplingParams(max_tokens=40)
     count_steps(llm, monkeypatch, fail_at=3)
@@ -445,7 +468,7 @@ def test_closing_ends_the_thread_and_tells_who_waits(pair):
                 started.set()
 
         tasks = [asyncio.create_task(wait()) for _ in range(3)]
-        late = llm._of_engine.pieces(llm._request(PROMPTS[0], None))
+        late = llm._of_engine.apieces([llm._request(PROMPTS[0], None)])
         await started.wait()
         assert len(threads()) == n_before + 1
         llm.close()

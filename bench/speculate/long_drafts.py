@@ -163,7 +163,7 @@ def measure(case: Case, flags: argparse.Namespace, folder: Path) -> Outcome:
     n = case.n_sequences
     context = case.n_tokens
     longest = context + _ROOM
-    draft = DRAFT if drafter_type(case.drafter).needs_model else None
+    draft = DRAFT if drafter_type(case.drafter).resources.needs_checkpoint else None
     with LLM(
         stretched(folder / case.drafter, context), draft, dtype="float32", drafter=case.drafter,
         draft_context=case.draft_context, max_model_len=longest if n == 1 else _N_MOST * longest,

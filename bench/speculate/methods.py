@@ -47,8 +47,10 @@ class Method:
         self, model: str, n_nodes: int, dtype: str, device_memory: str | int, max_model_len: int
     ) -> LLM:
         """Open a model with this method and trees of n nodes, independent of cost."""
+        uses_draft = drafter_type(self.drafter).resources.needs_checkpoint
+        draft = DRAFT if uses_draft else None
         config = EngineConfig(
-            model, DRAFT if drafter_type(self.drafter).needs_model else None, dtype=dtype,
+            model, draft, dtype=dtype,
             device_memory=device_memory, max_model_len=max_model_len, drafter=self.drafter,
             rule=self.rule,
             draft_context=self.draft_context, tree_size=None if self.drafter == "none" else n_nodes,
@@ -64,7 +66,7 @@ class Method:
         drafting = replace(chosen, type=replace(chosen.type, open=open_drafter))
         llm = LLM.open(config, drafting)
         # Minimum memory, so that all layers are streamed.
-        if drafting.type.drafts_by_copy:
+        if drafting.type.resources.copies_target:
             plan = llm.plan
             least = (
                 plan.reserved.total

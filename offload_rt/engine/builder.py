@@ -34,7 +34,6 @@ from offload_rt.speculate.protocols import (
     Drafter,
     DraftParts,
     draft_rows,
-    whole_model,
 )
 from offload_rt.system.numa import cpus_near
 from offload_rt.system.ranks import joined
@@ -86,7 +85,7 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         )
         n_bytes += sum(files[1].nbytes(i) for i in range(draft.spec.n_layers + 1)) if draft else 0
         # what is not in memory as it is in the file is read for its copy
-        if engine_plan.drafting.type.drafts_by_copy:
+        if engine_plan.drafting.type.resources.copies_target:
             again = ("disk",) if engine_plan.link.sizes is None else ("disk", "host")
             n_bytes += sum(files[0].nbytes(i) for i, name in enumerate(plan.tiers) if name in again)
         if (
@@ -109,14 +108,13 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
                 draft.spec, draft.format, draft_dtype, loader.sources(draft, files[1]), untraced
             )
         target = loader.sources(checkpoint, files[0], engine_plan)
-        if engine_plan.drafting.type.drafts_by_copy:
+        if engine_plan.drafting.type.resources.copies_target:
             copies = loader.copies(target, files[0])
             draft_runner = loader.runner(
                 checkpoint.spec, int4.Format(), int4.DTYPE.torch, copies, untraced
             )
-        # Before the streamer of the target begins to copy. Hidden states that go from row to row
-        # have no fixed addresses: the one layer of a head runs as it is.
-        if draft_runner is not None and not draft_runner.spec.taps and capture is not None:
+        # Before the streamer of the target begins to copy.
+        if draft_runner is not None and capture is not None:
             n_keys = draft_rows(engine_plan.max_model_len, n_nodes)
             draft_runner.use_graphs(
                 GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, _CAPTURING_S
@@ -137,7 +135,9 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         if capture is not None and plan.is_resident:
             # Where the target drafts itself, its passes have the rows of trees under way.
             n_tree_rows = (
-                n_nodes if engine_plan.drafting.type.view is None else ROWS_PER_NODE * n_nodes
+                n_nodes
+                if engine_plan.drafting.type.resources.view is None
+                else ROWS_PER_NODE * n_nodes
             )
             runner.use_graphs(
                 GraphShape(n_nodes, engine_plan.cache_rows, n_tree_rows), capture, _CAPTURING_S
@@ -235,33 +235,32 @@ def _open_drafter(
     ):
         host.is_on = True  # passes have been timed without what it computes
         moved = replace(moved, experts=replace(moved.experts, host=host.times))
-    view = drafting.type.view
+    resources = drafting.type.resources
     n_levels = limits.n_levels
     draft_nbytes = (
         drafting.draft.nbytes
         if drafting.draft
         else runner.spec.n_layers * engine_plan.plan.reserved.stand_in
     )
-    model = None
-    small = None
+    draft_model = None
+    self_model = None
     pair_stats = PairStats()
     target = engine_plan.checkpoint.identity
     n_slots = engine_plan.plan.n_expert_slots
     experts = profile.experts_bias(target, n_slots, closes) if n_slots else None
     cost = CostEstimator(machine, moved, draft_nbytes, drafting.view_rows or None, experts)
     if draft is not None:
-        model = drafting.type.model(
-            draft, runner.spec.vocab_size, n_levels, trace, drafting.type.draft_context
+        draft_model = resources.open_model(
+            draft, runner.spec.vocab_size, n_levels, trace, resources.draft_context
         )
-        if drafting.type.model is whole_model and view is None:
-            model.target = runner
+        if resources.needs_model and resources.view is None:
+            draft_model.target = runner
         pair_stats = PairStats.load(
             target, drafting.draft.identity if drafting.draft else int4.Format.name
         )
-    if view is not None:
-        small = model
-        model = SelfDraftModel(
-            runner, n_levels, trace, view, drafting.view_rows, engine_plan.view_rows
+    if resources.view is not None:
+        self_model = SelfDraftModel(
+            runner, n_levels, trace, resources.view, drafting.view_rows, engine_plan.view_rows
         )
         pair_stats = PairStats.load(
             target, f"{drafting.name} {drafting.view_rows}", _SELF_ACCEPTANCE
@@ -277,8 +276,8 @@ def _open_drafter(
         cost,
         drafting.child_sampling,
         drafting.rule.coupled_up_to,
-        model,
-        small,
+        draft_model,
+        self_model,
         pair_stats,
         learner=learner,
     )

@@ -33,7 +33,6 @@ from offload_rt.ops import extension
 from offload_rt.parallel.sharded_weights import divide
 from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.speculate.learner import learning_nbytes
-from offload_rt.speculate.protocols import whole_model
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.machine import cards, memory_free, memory_limit
 from offload_rt.system.ranks import Ranks, joined
@@ -379,8 +378,10 @@ def _draft_sizes(
     of_type = drafting.type
     learning = 0
     if drafting.learning != "off":
-        drafts = of_type.model is whole_model and of_type.view is None
-        if draft is None or not (drafts and draft.spec.is_native and draft.format.name == "dense"):
+        can_learn = of_type.resources.needs_model and of_type.resources.view is None
+        if draft is None or not (
+            can_learn and draft.spec.supports_training and draft.format.name == "dense"
+        ):
             need = (
                 "unquantised weights of a whole draft model, of a native family, and trees by it"
                 " alone"
@@ -392,7 +393,7 @@ def _draft_sizes(
     if draft is not None:
         sizes = Sizes.of_checkpoint(draft, drafting.draft_dtype(dtype))
         return replace(sizes, view_nbytes=sizes.view_nbytes + learning)
-    if not drafting.type.drafts_by_copy:
+    if not drafting.type.resources.copies_target:
         return None
     if checkpoint.format.name != "dense":
         have = f"weights of format {checkpoint.format.name}"
@@ -414,7 +415,7 @@ def _check_resident(plan: Plan, drafting: Drafting) -> None:
     would take a whole pass.
     """
     n_streamed = len(plan.tiers) - plan.tiers.count("device")
-    if drafting.type.view is not None and n_streamed:
+    if drafting.type.resources.view is not None and n_streamed:
         raise CapacityError(
             f"--drafter "
             f"{drafting.name}", need="all layers on the "

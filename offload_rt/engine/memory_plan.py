@@ -214,8 +214,7 @@ def plan_memory(
     target = memory.target
     limit = memory.target.spec.max_positions
     asked = config.max_model_len
-    drafts_itself = drafting.type.view is not None or drafting.type.drafts_by_copy
-    if drafts_itself and not target.spec.is_native:
+    if drafting.type.resources.is_self_draft and not target.spec.supports_self_draft:
         problem = f"a model of type {target.spec.family} cannot draft for itself"
         raise UnsupportedModelError(problem, change="take another --drafter")
     if asked is not None and asked > limit:
@@ -301,9 +300,9 @@ class _Memory:
         """
         draft = self.draft
         target = replace(self.target, dtype=self.dtype)
-        drafts = (draft,) if draft and draft.spec.is_native and not draft.spec.taps else ()
+        drafts = (draft,) if draft and draft.spec.supports_graphs else ()
         both = _graphs_nbytes((*drafts, target), n_nodes)
-        is_captured = target.spec.is_native and self.config.pipeline == 1
+        is_captured = target.spec.supports_graphs and self.config.pipeline == 1
         fits = others + both + sum(target.layer_nbytes) <= self.budget.device
         return both if is_captured and fits else _graphs_nbytes(drafts, n_nodes)
 
@@ -319,7 +318,7 @@ class _Memory:
         most = self.config.kv_nbytes
         may = most is None or whole.cache <= most
         # caches beyond the device, and views of a cache, know its attention alone
-        if not self.target.spec.is_native:
+        if not self.target.spec.supports_far_kv:
             return True
         return (may and self._least(whole) <= self.budget.device) or (
             whole.cache <= self.divided(max_len, n_nodes).cache

@@ -165,6 +165,7 @@ class Piece:
     logprobs, prompt_logprobs, index  see `Output`; empty where not asked; those of the prompt come
                                       with the first piece
     made_by  the pass that did
+    finish_reason  with the last piece of an answer
     """
 
     text: str
@@ -174,6 +175,7 @@ class Piece:
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     index: int = 0
     made_by: Pass | None = None
+    finish_reason: str | None = None
 
 
 @dataclass(eq=False)
@@ -214,7 +216,9 @@ class Request:
                     else []
                 )
                 made_by = Pass(*one.stats.last, one.stats.passes[-1][0])
-                found.append(Piece(text, one.tokens[first:], None, logprobs, of_prompt, i, made_by))
+                tokens = one.tokens[first:]
+                end = one.finish_reason
+                found.append(Piece(text, tokens, None, logprobs, of_prompt, i, made_by, end))
                 self._n_shown[i] = one.n_new
         if found and is_done:
             found[-1] = replace(found[-1], output=self.output)

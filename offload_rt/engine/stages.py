@@ -41,8 +41,7 @@ def stage_of(
         raise SettingsError(
             f"--pipeline {config.pipeline}", need="as many ranks", have=have, change=change
         )
-    reads_target = drafting.type.view is not None or drafting.type.drafts_by_copy
-    if reads_target or (drafting.draft is not None and drafting.draft.spec.taps):
+    if drafting.reads_target:
         need = "a drafter that uses only the model's logits"
         problem = f"--drafter {drafting.name} with --pipeline"
         raise SettingsError(problem, need=need, change="use another drafter")
@@ -80,7 +79,7 @@ def stage_of(
 def _part(checkpoint: Checkpoint, layers: range, ranks: Ranks) -> Checkpoint:
     """Return the checkpoint of some layers, with this rank's tensors outside the layers."""
     stage = Stage.of(checkpoint.spec, layers, ranks)
-    is_all = stage.rank == 0 or not stage.is_native
+    is_all = stage.rank == 0 or stage.embeds_on_all_stages
     non_layer = tuple(tensor for tensor in checkpoint.non_layer if is_all or len(tensor.shape) == 1)
     return replace(
         checkpoint,

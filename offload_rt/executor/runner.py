@@ -193,11 +193,7 @@ class Runner:
         limit    largest captured shape
         seconds  time limit for capturing likely shapes in advance
         """
-        if (
-            self.kv is not ContiguousCache
-            or not self.spec.is_native
-            or isinstance(self.spec, Stage)
-        ):
+        if self.kv is not ContiguousCache or not self.spec.supports_graphs:
             return
         model = ResidentModel(self.spec, self.resident_layers(), self.non_layer, self.taps)
         new_buffer = partial(

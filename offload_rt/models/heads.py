@@ -61,6 +61,9 @@ class Head(Architecture):
     token_ids  see `HeadWeights`; on the host
     """
 
+    # Inputs of rows are outputs of their parents, without fixed addresses.
+    supports_graphs = False
+
     token_ids: Tensor | None = field(default=None, compare=False, repr=False)
 
     def weights_beside(

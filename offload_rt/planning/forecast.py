@@ -141,7 +141,7 @@ class Machine:
         itemsize = sizes.dtype.itemsize
         is_quantised = not (sizes.stand_in or is_plain(sizes))
         return self.roof(sizes.dtype).compute_times(
-            spec, sizes.dtype, is_replayed and spec.is_native, share,
+            spec, sizes.dtype, is_replayed and spec.supports_graphs, share,
             is_quantised * itemsize / self.decode_gbps / 1e9,
             lambda n_rows: decode_s + ranks.exchange_s(sizes.spec, itemsize, n_rows),
         )  # fmt: skip
@@ -441,7 +441,7 @@ def alternatives(
         requests = {"none": replace(request, config=plain, models=(sizes, None))}
         if draft is not None and not draft.stand_in:
             requests["draft model"] = replace(request, models=(sizes, draft))
-        if is_plain(sizes) and sizes.spec.is_native:
+        if is_plain(sizes) and sizes.spec.supports_self_draft:
             config = replace(request.config, drafter=SELF, draft_model=None)
             models = (sizes, copies(sizes, on_card))
             requests[SELF] = replace(request, config=config, models=models, acceptance=of_self)

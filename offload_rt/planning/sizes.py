@@ -51,14 +51,14 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
     if config.draft_model is None:
         head = (
             head_of(None, target.spec)
-            if target.spec.is_native and config.drafter == "auto"
+            if target.spec.supports_mtp and config.drafter == "auto"
             else None
         )
         return target, None if head is None else Sizes.of_spec(head, target.dtype)
     raw = KNOWN.get(config.draft_model.lower()) or find_config(
         config.draft_model, None, config.offline
     )
-    head = head_of(raw, target.spec) if target.spec.is_native else None
+    head = head_of(raw, target.spec) if target.spec.supports_heads else None
     if head is not None:
         return target, Sizes.of_spec(head, target.dtype)
     draft = _sizes_of(config.draft_model, None, replace(config, dtype="auto"))

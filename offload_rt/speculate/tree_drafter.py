@@ -49,8 +49,9 @@ class TreeDrafter(Drafter):
     _n_ranks = N_RANKS
 
     def __init__(self, parts: DraftParts, is_dynamic: tuple[bool, bool]) -> None:
-        assert parts.model is not None, "a tree drafter requires a draft model"
-        self._model = parts.model
+        model = parts.self_model or parts.draft_model
+        assert model is not None, "a tree drafter declares a model"
+        self._model = model
         self._cost = parts.cost
         self.limits = parts.limits
         self._child_sampling = parts.child_sampling

@@ -62,7 +62,7 @@ def find_mtp(directory: Path, target: Checkpoint) -> Checkpoint | None:
     layout = next(
         (one for one in MTP_LAYOUTS if f"{one.of(spec.n_layers).hidden_norm}.weight" in found), None
     )
-    if layout is None or not (spec.is_native or spec.state_shapes):
+    if layout is None or not spec.supports_mtp:
         return None
     weight_format = format_of(read_json(directory / "config.json").get("quantization_config"))
     if isinstance(spec, NativeDecoder):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import speaking_checkpoint
-from test_command_line import surroundings
+from support.command_line import surroundings
 from transformers import AutoTokenizer
 
 from offload_rt import LLM, SamplingParams

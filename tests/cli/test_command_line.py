@@ -3,7 +3,6 @@ mistake.
 """
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from support.checkpoints import (
     speaking_checkpoint,
     write_checkpoint,
 )
+from support.command_line import PROMPT, SMALL, command, surroundings
 
 from offload_rt import LLM, SamplingParams, Stats
 from offload_rt.cli import calibrate, run
@@ -30,19 +30,7 @@ from offload_rt.cli.calibrate import Findings
 from offload_rt.config import EngineConfig
 from offload_rt.cost.tree_size import N_RANKS
 
-ROOT = Path(__file__).resolve().parents[2]
-PROMPT = "the quick brown"
-BUDGET = "1000000"  # of six layers one is resident, and three fit into slots
 PLAIN = ["--drafter", "none"]
-SMALL = ["--device", "cpu", "--max-model-len", "64", "--device-memory", BUDGET]
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "offload_rt.run", *arguments]
-
-
-def surroundings(**changes: str) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | changes
 
 
 @pytest.fixture(scope="module")

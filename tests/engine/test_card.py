@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+from support.experts import open_touched
 from support.pretended_card import CardTensor, _Copies, pretended_card
 from support.recorded import record
 from support.tiny import (
@@ -21,7 +22,6 @@ from support.tiny import (
     prompt_of,
     random_tree,
 )
-from test_expert_cache import model_of, open_touched  # noqa: F401
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
@@ -129,12 +129,12 @@ def test_every_drafter_and_rule(zoo, card, drafter, rule):
         ("qwen3_next", {}),
     ],
 )
-def test_trees_of_models_of_transformers(model_of, card, monkeypatch, kind, host):
+def test_trees_of_models_of_transformers(mixture_of, card, monkeypatch, kind, host):
     """With slots for four experts, of which the host computes some, or for which it has no room;
     states of delta nets.
     """
     monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the pretended card has no clock
-    model, folder = model_of(kind)
+    model, folder = mixture_of(kind)
     settings = {"device": "cuda", "drafter": "recycle", "tree_size": 8, "max_model_len": 128}
     with card(), open_touched(folder, 4, **settings, **host) as llm:
         assert (llm.plan.pass_bytes.disk_experts is not None) == bool(host)

@@ -3,8 +3,8 @@ alone.
 """
 
 import pytest
+from support.heads import HEADS
 from support.tiny import generate
-from test_prefix_cache import HEADS, opened, steady  # noqa: F401  # fixtures
 
 from offload_rt import SamplingParams
 from offload_rt.executor.sequence import Sequence

@@ -2,23 +2,16 @@
 text depends on it.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from support.recorded import record
-from support.tiny import generate, keep_steady, open_llm, prompt_of, runner_of
-from test_heads import few_tokens, random_head
+from support.heads import HEADS
+from support.tiny import generate, prompt_of, runner_of, say, watch
 
-from offload_rt import LLM, SamplingParams
-from offload_rt.executor.cuda_graphs import GraphShape
+from offload_rt import SamplingParams
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
-from offload_rt.models.families import FAMILIES
 from offload_rt.speculate import tree_drafter
 
-HEADS = ("eagle", "medusa", "qwen")
 KINDS = (
     "plain",
     "graphs",
@@ -30,61 +23,6 @@ KINDS = (
     "triforce",
     "general",
 )
-
-
-@pytest.fixture
-def steady(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keep_steady(monkeypatch)
-
-
-@pytest.fixture
-def opened(zoo, steady, tmp_path, monkeypatch) -> Callable[..., tuple[LLM, Any]]:
-    """An LLM of some kind, and transformers' model."""
-
-    def make(kind: str, **settings: Any) -> tuple[LLM, Any]:
-        if kind in HEADS:
-            model = few_tokens()
-            return open_llm(**random_head(tmp_path, kind, model), **settings), model
-        pair = zoo.pair("llama", 0)
-        if kind == "general":
-            monkeypatch.delitem(FAMILIES, "llama")
-        if kind in ("plain", "general"):
-            return open_llm(pair.target, "disk", **settings), pair.model
-        if kind == "graphs":
-            llm = open_llm(pair.target, draft_model=str(pair.draft), **settings)
-            most = llm.engine_plan.cache_rows, llm.engine_plan.limits.n_nodes
-            for runner, n_rows in (
-                (llm.engine.runner, most[0]),
-                (llm.engine.draft, most[0] + most[1]),
-            ):
-                runner.use_graphs(GraphShape(16, n_rows, 32), record)
-            return llm, pair.model
-        return open_llm(pair.target, **pair.settings(kind), **settings), pair.model
-
-    return make
-
-
-def watch(monkeypatch: pytest.MonkeyPatch, *runners: Runner) -> dict[Runner, list[tuple[int, int]]]:
-    """For each pass of each runner, the committed rows of its first sequence and the rows computed
-    of all.
-    """
-    passes: dict[Runner, list[tuple[int, int]]] = {runner: [] for runner in runners}
-    forward = Runner.forward
-
-    def watched(runner: Runner, steps: Any) -> Any:
-        if runner in passes:
-            passes[runner].append(
-                (runner.n_committed(steps[0].cache), sum(step.n_rows for step in steps))
-            )
-        return forward(runner, steps)
-
-    monkeypatch.setattr(Runner, "forward", watched)
-    return passes
-
-
-def say(llm: LLM, prompt: list[int], n: int) -> list[int]:
-    return llm.generate(prompt, SamplingParams(max_new_tokens=n))[0].token_ids
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *HEADS])

@@ -3,18 +3,15 @@ process.
 """
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.checkpoints import speaking_checkpoint
-from test_command_line import PROMPT, SMALL
+from support.command_line import PROMPT, SMALL, Line, Speaks
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import run
-
-Line = Callable[..., tuple[int, str, str]]
-Speaks = Callable[..., list[str]]
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +62,3 @@ def line(capfd: pytest.CaptureFixture[str]) -> Line:
         return run.main(list(arguments)), *capfd.readouterr()
 
     return call
-
-
-def one_sentence(err: str, *words: str) -> None:
-    """Raises AssertionError unless this is one line that says an error, with these words in it."""
-    lines = err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ") and len(lines[0]) < 2000, err
-    assert all(word in lines[0] for word in words), err

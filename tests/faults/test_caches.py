@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command_line import Line
 
-from faults.conftest import Line
 from offload_rt.engine import profile
 from offload_rt.system import files, numba_cache
 

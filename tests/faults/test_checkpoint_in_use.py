@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import llama_tensors, write_file
-from test_command_line import PROMPT
+from support.command_line import PROMPT, Line, Speaks, one_sentence
 
-from faults.conftest import Line, Speaks, one_sentence
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import LinkError
 from offload_rt.offload.disk import DiskTier

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import (
+    check_bytes,
     dealt,
     entries_of,
     file_bytes,
@@ -22,11 +23,9 @@ from support.checkpoints import (
     write_checkpoint,
     write_sharded,
 )
+from support.command_line import PROMPT, Line, one_sentence
 from support.spoiling import spoil_bytes, spoil_json, spoil_length, spoil_text, spoil_value
-from test_checkpoint import check_bytes
-from test_command_line import PROMPT
 
-from faults.conftest import Line, one_sentence
 from offload_rt.errors import OffloadError
 from offload_rt.models.families import spec_of
 from offload_rt.text.detokenize import TextStream, encode, load_tokenizer

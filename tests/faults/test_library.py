@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import llama_config, llama_tensors, speaking_checkpoint, write_checkpoint
-from test_command_line import PROMPT, SMALL
+from support.command_line import PROMPT, SMALL, Line, one_sentence
 
-from faults.conftest import Line, one_sentence
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import builder
 from offload_rt.errors import LinkError, OffloadError

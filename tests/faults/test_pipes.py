@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+from support.command_line import Line, Speaks, one_sentence
 
-from faults.conftest import Line, Speaks, one_sentence
 from offload_rt.system.trace import Trace
 
 KINDS = {"text": [], "json": ["--json"], "plan": ["--plan"], "help": ["--help"]}

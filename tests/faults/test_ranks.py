@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.command_line import surroundings
 from support.run_ranks import PATIENCE_S, Rank, started
-from test_command_line import surroundings
 
 # What runs go on with until they are stopped.
 ENDLESS = [

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_command_line import PROMPT, command, surroundings
+from support.command_line import PROMPT, command, surroundings
 
 from offload_rt import LLM
 from offload_rt.errors import CapacityError

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.host_memory import CountingHost
 from support.pretended_card import pretended_card
 from support.tiny import (
     CASES,
@@ -24,7 +25,6 @@ from support.tiny import (
     runner_of,
     save_pair,
 )
-from test_host_memory import CountingHost
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import plan, report

@@ -20,8 +20,9 @@ from support.tiny import (
     prompt_of,
     random_tree,
     runner_of,
+    say,
+    watch,
 )
-from test_prefix_cache import say, watch
 from transformers import Qwen3_5ForConditionalGeneration
 
 from bench.models.tiny import config_of as tiny_config

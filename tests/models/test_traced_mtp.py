@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.heads import PATHS, Probe
 from support.pretended_card import pretended_card
 from support.texts import VOCABULARY, assert_distribution, exact_distributions, sampled_texts
 from support.tiny import (
@@ -20,7 +21,6 @@ from support.tiny import (
     prompt_of,
     runner_of,
 )
-from test_heads import PATHS, Probe
 from torch import Tensor
 
 from bench.models.tiny import config_of, random_model

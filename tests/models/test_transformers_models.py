@@ -10,14 +10,16 @@ from quantize import Choice, config_of, quantized
 from safetensors.torch import load_file, save_file
 from support.pretended_card import pretended_card
 from support.tiny import (
+    ATOL,
+    check_tree,
     feed,
     generate,
     logits_of,
     open_llm,
-    prefill,
     prompt_of,
     random_tree,
     runner_of,
+    tree_logits,
 )
 from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter
@@ -34,7 +36,6 @@ from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import read_json
 
-ATOL = 2e-4
 # What is new in each: softcaps and windows; the text part of a multimodal one; heads that differ by
 # layer; states of several streams, keys of another layer, inputs of each layer; experts one by one;
 # experts in one tensor, with biases, and sinks; latent keys and wide values; fused projections;
@@ -62,29 +63,6 @@ def model_of(tmp_path_factory):
         return made[kind]
 
     return get
-
-
-def tree_logits(runner, committed, lacking, drafted, tree):
-    """Of every node of a tree below lacking tokens, behind committed ones."""
-    cache = prefill(runner, committed, len(committed) + len(lacking) + len(drafted))
-    return feed(
-        runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
-    )
-
-
-def check_tree(runner, model, n=8):
-    """Holds the logits of a tree against transformers' own along each path."""
-    tree = random_tree(n, seed=3, reach=2)
-    committed, lacking, drafted = (
-        prompt_of(seed, size, 150) for seed, size in ((1, 11), (2, 3), (3, n))
-    )
-    got = tree_logits(runner, committed, lacking, drafted, tree)
-    for node in range(n):
-        path = [drafted[one] for one in [0, *tree.path_to(node)]]
-        expected = logits_of(model, committed + lacking + path)[-1]
-        torch.testing.assert_close(
-            got[node], expected, atol=ATOL * float(expected.abs().max()), rtol=0
-        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import pack, raw_bytes, write_file
+from support.layers import NAMES, Layers, on_disk, some_layers
 from torch import Tensor
 
 from bench.common.pacing import PacedTier
@@ -29,45 +29,10 @@ from offload_rt.offload import disk, pinning
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.tier import Tier, done_ahead, read_parallel
-from offload_rt.weights.header import TensorRecord, read_header
+from offload_rt.weights.header import read_header
 from offload_rt.weights.layout import host_block
 
-Layers = list[dict[str, Tensor]]
-
 POISONS = (0xA5, 0x00, 0xFF)
-NAMES = ("norm", "wide", "bias", "deep")
-SHAPES = ((48,), (96, 48), (3,), (48, 96))
-
-
-def some_layers(n: int = 4, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Layers:
-    """Layers whose every byte is random, so that no two pages are alike."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def tensor(shape: tuple[int, ...]) -> Tensor:
-        block = torch.randint(
-            0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator
-        )
-        return block.view(-1).view(dtype).view(shape)
-
-    return [
-        {name: tensor(shape) for name, shape in zip(NAMES, SHAPES, strict=True)} for _ in range(n)
-    ]
-
-
-def on_disk(
-    directory: Path, layers: Layers, n_files: int = 1, shuffle: int = 0
-) -> list[list[TensorRecord]]:
-    """Write layers to files, their tensors shuffled, and return where each tensor came to lie."""
-    where = [(i, name) for i, layer in enumerate(layers) for name in layer]
-    random.Random(shuffle).shuffle(where)
-    records: dict[str, TensorRecord] = {}
-    for n in range(n_files):
-        path = directory / f"part-{n}.safetensors"
-        write_file(path, {f"{i}.{name}": layers[i][name] for i, name in where[n::n_files]})
-        records |= read_header(path)
-    return [
-        [replace(records[f"{i}.{name}"], key=name) for name in NAMES] for i in range(len(layers))
-    ]
 
 
 def make_tier(name: str, layers: Layers, directory: Path) -> Tier:

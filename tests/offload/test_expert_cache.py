@@ -5,26 +5,17 @@ the output is the same.
 import random
 import threading
 from collections import Counter
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import pack
+from support.experts import FarGPU, cache_on, open_touched
 from support.pretended_card import pretended_card
+from support.streams import Host, PretendedGPU, wanted
 from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
-from test_contracts_stream import (
-    Host,
-    PretendedGPU,
-    Watched,
-    _layers,
-    content,  # noqa: F401
-    files,  # noqa: F401
-    wanted,
-)
 
-from bench.models.tiny import config_of, random_model
+from bench.models.tiny import config_of
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator
@@ -33,67 +24,15 @@ from offload_rt.cost.tree_size import best_prefix
 from offload_rt.engine import profile
 from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.errors import CapacityError, LinkError
-from offload_rt.models.architecture import Mixture
 from offload_rt.models.families import spec_of
 from offload_rt.models.stand_ins import Touched
 from offload_rt.offload import expert_cache
-from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
-from offload_rt.offload.memory import MemoryTier
-from offload_rt.offload.placement import ExpertSizes
-from offload_rt.offload.streamer import LayerSources, LayerView
-from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
-from offload_rt.system.trace import Trace
+from offload_rt.offload.expert_cache import ExpertCache
+from offload_rt.offload.tiered_experts import TieredExperts
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.checkpoint import open_checkpoint
-
-MIXTURE = Mixture((0, 2), 3, 2)  # six experts
-
-
-class FarGPU(PretendedGPU):
-    """Beside a card, whose host has slots for as few as two experts."""
-
 
 READING = pytest.mark.parametrize("make", [Host, FarGPU])
 DEVICES = pytest.mark.parametrize("make", [Host, PretendedGPU, FarGPU])
-
-
-@contextmanager
-def cache_on(make, files, n_slots, n_on_host=2, **how):
-    """A cache of experts that are the six layers of the streamers' tests; its tier, and its
-    device.
-    """
-    before = {*threading.enumerate()}
-    device = make()
-    streamer = device.stream("threads", LayerSources(MemoryTier(), (), 0))
-    if make is not PretendedGPU:
-        tier = Watched(DiskTier(files, ReadSettings(4096, 2), packed=make is FarGPU), **how)
-    else:
-        tier = MemoryTier()
-        for i, layer in enumerate(_layers()):
-            tier.put(i, pack(layer))
-    sizes = ExpertSizes(MIXTURE, max(tier.layout(i).nbytes for i in range(6)), n_on_host)
-    number = iter(range(1 << 30))
-
-    def view(layout, block):
-        return LayerView(next(number), layout, block)
-
-    given = sizes, n_slots, tier, view
-    if make is Host:
-        cache = ThreadExperts(*given, streamer.meter, Trace())
-    elif make is FarGPU:
-        host = PinnedExperts(sizes, tier, view, device, Trace(), frozenset())
-        cache = TieredExperts(sizes, n_slots, host, view, streamer)
-    else:
-        cache = CardExperts(*given, streamer)
-    try:
-        yield cache, tier, device
-    finally:
-        cache.close()
-        streamer.close()
-        device.close()
-        assert {*threading.enumerate()} == before
-        tier.close()
 
 
 def visit(cache, device, k, experts):
@@ -229,58 +168,13 @@ def test_closing_wakes_who_waits(make, files):
 KINDS = ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss"]
 
 
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory):
-    """Of a type, with eight experts of which a row takes two: the model in transformers, and its
-    checkpoint.
-    """
-    made = {}
-
-    def get(kind):
-        if kind not in made:
-            config = config_of(kind)
-            for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-                if hasattr(config, name):
-                    setattr(config, name, 8)
-            model = random_model(config)
-            folder = tmp_path_factory.mktemp(kind)
-            model.save_pretrained(folder)
-            made[kind] = model, folder
-        return made[kind]
-
-    return get
-
-
-def open_touched(folder, n_slots, watch=False, device="cpu", **settings):
-    """An LLM with slots for so many experts, all else on the device."""
-    settings = {"device": device, "max_model_len": 128, "drafter": "none"} | settings
-    with LLM.open(EngineConfig(str(folder), **settings)) as unloaded:
-        reserved = unloaded.plan.reserved.total
-    rest, experts = open_checkpoint(folder).by_expert()
-    with (
-        closing(DiskTier(rest.layers, packed=device == "cuda")) as layers,
-        closing(DiskTier(experts, packed=device == "cuda")) as tier,
-    ):
-        reserved += sum(layers.layout(i).nbytes for i in range(len(rest.layers)))
-        slot = max(tier.layout(i).nbytes for i in range(len(experts)))
-        # blocks of a card end at pages
-        reserved += len(rest.layers) * 8192 if device == "cuda" else 0
-    llm = LLM.open(EngineConfig(str(folder), device_memory=reserved + n_slots * slot, **settings))
-    if watch:
-        files = llm.engine_plan.experts
-        llm.engine_plan = replace(llm.engine_plan, experts=replace(files, tier=Watched(files.tier)))
-    llm.load()
-    assert llm.plan.n_expert_slots == n_slots and set(llm.plan.tiers) == {"device"}
-    return llm
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_are_those_of_transformers(model_of, kind, monkeypatch):
+def test_texts_are_those_of_transformers(mixture_of, kind, monkeypatch):
     """Plainly and by trees, one and several, prompts longer than a chunk: with three slots, and
     with a third of all.
     """
     keep_steady(monkeypatch)
-    model, folder = model_of(kind)
+    model, folder = mixture_of(kind)
     prompts = [prompt_of(seed, n, 150) for seed, n in enumerate((15, 70, 3))]
     texts = [generate(model, one, 12) for one in prompts]
     params = SamplingParams(max_new_tokens=12, temperature=0.0)
@@ -299,11 +193,11 @@ def test_texts_are_those_of_transformers(model_of, kind, monkeypatch):
             assert [one.token_ids for one in together] == texts
 
 
-def test_a_pass_reads_the_experts_that_it_touches_and_no_others(model_of, monkeypatch):
+def test_a_pass_reads_the_experts_that_it_touches_and_no_others(mixture_of, monkeypatch):
     """By transformers' routers, less what was there; expected ones, which are read besides, are
     left out here.
     """
-    model, folder = model_of("qwen3_moe")
+    model, folder = mixture_of("qwen3_moe")
     monkeypatch.setattr(ExpertCache, "expect", lambda *_: None)
     chosen = []
     prompt = prompt_of(4, 9, 150)
@@ -344,11 +238,11 @@ def test_a_pass_reads_the_experts_that_it_touches_and_no_others(model_of, monkey
             assert n_brought == len(missing)
 
 
-def test_the_next_router_says_what_is_likely(model_of, monkeypatch):
+def test_the_next_router_says_what_is_likely(mixture_of, monkeypatch):
     """What is expected is what the router of the next layer makes of what the experts of this one
     get.
     """
-    model, folder = model_of("deepseek_v3")
+    model, folder = mixture_of("deepseek_v3")
     expected = []
     given = []
     mix = Touched.mix
@@ -368,9 +262,9 @@ def test_the_next_router_says_what_is_likely(model_of, monkeypatch):
     assert expected == [(1, likely[0]), (2, likely[1]), (0, set())]
 
 
-def test_a_card_waits_once_for_each_layer(model_of, monkeypatch):
+def test_a_card_waits_once_for_each_layer(mixture_of, monkeypatch):
     """Experts lie on the host; two of three are evicted in each layer."""
-    model, folder = model_of("deepseek_v3")
+    model, folder = mixture_of("deepseek_v3")
     prompt = prompt_of(0, 15, 150)
     with pretended_card(monkeypatch) as counts, open_touched(folder, 4, device="cuda") as llm:
         runner = runner_of(llm)
@@ -392,10 +286,10 @@ def test_a_card_waits_once_for_each_layer(model_of, monkeypatch):
 @pytest.mark.parametrize(
     ("pins", "more"), [(True, {"drafter": "recycle", "tree_size": 8}), (False, {})]
 )
-def test_a_card_computes_with_more_experts_than_its_host_holds(model_of, monkeypatch, pins, more):
+def test_a_card_computes_with_more_experts_than_its_host_holds(mixture_of, monkeypatch, pins, more):
     """Of 24 it holds four and the host some eight; a disk brings the others."""
     monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the pretended card has no clock
-    model, folder = model_of("deepseek_v3")
+    model, folder = mixture_of("deepseek_v3")
     prompts = [prompt_of(seed, 15, 150) for seed in range(2)]
     params = SamplingParams(max_new_tokens=8, temperature=0.0)
     with LLM.open(
@@ -416,8 +310,8 @@ def test_a_card_computes_with_more_experts_than_its_host_holds(model_of, monkeyp
     assert texts == [generate(model, one, 8) for one in prompts]
 
 
-def test_placement_takes_whole_layers_where_they_fit_and_experts_where_they_move_less(model_of):
-    _, folder = model_of("qwen3_moe")
+def test_placement_takes_whole_layers_where_they_fit_and_experts_where_they_move_less(mixture_of):
+    _, folder = mixture_of("qwen3_moe")
     settings = {"device": "cpu", "max_model_len": 128, "drafter": "none"}
     with LLM.open(EngineConfig(str(folder), **settings)) as llm:
         assert llm.plan.experts is None and llm.plan.is_resident
@@ -438,7 +332,7 @@ def test_placement_takes_whole_layers_where_they_fit_and_experts_where_they_move
         assert "disk" in llm.plan.tiers
         prompt = prompt_of(0, 15, 150)
         text = llm.generate(prompt, SamplingParams(max_new_tokens=8, temperature=0.0))[0].token_ids
-    assert text == generate(model_of("qwen3_moe")[0], prompt, 8)
+    assert text == generate(mixture_of("qwen3_moe")[0], prompt, 8)
 
 
 def test_trees_are_small_where_breadth_costs_bytes():
@@ -497,12 +391,12 @@ def test_what_passes_really_bring_is_learned_by_their_rows_and_kept():
         np.testing.assert_allclose(seconds(other), before)
 
 
-def test_layers_of_each_kind_are_timed(model_of, monkeypatch):
+def test_layers_of_each_kind_are_timed(mixture_of, monkeypatch):
     """The first one of deepseek is dense; the others have experts."""
     monkeypatch.setattr(
         profile, "_seconds_of_parts", lambda runner, block, step: [10.0 if block.i else 1.0, 0.5]
     )
-    with open_touched(model_of("deepseek_v3")[1], 4) as llm:
+    with open_touched(mixture_of("deepseek_v3")[1], 4) as llm:
         assert set(profile.compute_times(runner_of(llm), 8, 64).seconds[0]) == {
             1.0 + 3 * 10.0 + 0.5
         }

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import pack
+from support.experts import cache_on, open_touched
 from support.pretended_card import pretended_card
+from support.streams import PATIENCE_S, Host, PretendedGPU, stream_layers
 from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
-from test_contracts_stream import PATIENCE_S, Host, PretendedGPU, _layers, files  # noqa: F401
-from test_expert_cache import cache_on, model_of, open_touched  # noqa: F401
-from test_mxfp4 import published  # noqa: F401
 from transformers import GptOssForCausalLM, Mxfp4Config
 
 from offload_rt import SamplingParams
@@ -79,28 +78,28 @@ def check_texts(model, folder, monkeypatch, computed, ways, **settings):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_texts_on_a_card_are_those_of_transformers(model_of, kind, monkeypatch, computed):
+def test_texts_on_a_card_are_those_of_transformers(mixture_of, kind, monkeypatch, computed):
     """With some experts computed on either side, plainly and by trees."""
     ways = (0.5, {}), (2.0, {"drafter": "recycle", "tree_size": 8})
-    check_texts(*model_of(kind), monkeypatch, computed, ways)
+    check_texts(*mixture_of(kind), monkeypatch, computed, ways)
 
 
 def test_quantised_experts_are_computed_from_what_the_card_would_get(
-    published,
+    mxfp4_checkpoint,
     monkeypatch,
     computed,
 ):
     options = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.float32}
-    model = GptOssForCausalLM.from_pretrained(published, **options).eval()
-    check_texts(model, published, monkeypatch, computed, [(0.3, {})], dtype="float32")
+    model = GptOssForCausalLM.from_pretrained(mxfp4_checkpoint, **options).eval()
+    check_texts(model, mxfp4_checkpoint, monkeypatch, computed, [(0.3, {})], dtype="float32")
 
 
-def test_a_card_waits_no_more_for_what_the_host_computes(model_of, monkeypatch, computed):
+def test_a_card_waits_no_more_for_what_the_host_computes(mixture_of, monkeypatch, computed):
     """Rows come with the router's choice; four layers have experts."""
     prompt = prompt_of(0, 15, 150)
     with (
         pretended_card(monkeypatch) as counts,
-        open_touched(model_of("qwen3_moe")[1], 4, device="cuda") as llm,
+        open_touched(mixture_of("qwen3_moe")[1], 4, device="cuda") as llm,
     ):
         runner = runner_of(llm)
         feed(runner, runner.new_cache(40), prompt, Topology.chain(15))  # times experts
@@ -114,14 +113,14 @@ def test_a_card_waits_no_more_for_what_the_host_computes(model_of, monkeypatch, 
         assert counts.n_waits - before == 4 and len(computed) > 8
 
 
-def test_passes_are_timed_without_the_host_and_trees_chosen_with_it(model_of, monkeypatch):
+def test_passes_are_timed_without_the_host_and_trees_chosen_with_it(mixture_of, monkeypatch):
     def profile_passes(runner, moved, rows, disk):
         feed(runner, runner.new_cache(40), prompt_of(0, 9, 150), Topology.chain(9))
         assert not runner.experts.host.is_on
         return MachineProfile("some", True, (("host", 1.0),), 1.0)
 
     monkeypatch.setattr(profile, "pass_profile", profile_passes)
-    folder = model_of("qwen3_moe")[1]
+    folder = mixture_of("qwen3_moe")[1]
     with (
         pretended_card(monkeypatch),
         open_touched(folder, 4, device="cuda", drafter="recycle", tree_size=4) as llm,
@@ -189,7 +188,7 @@ def test_the_host_does_not_wait_for_a_copy_that_has_begun(files):
     """Where a product ends before it; the copy goes on, and is there for the next pass."""
     go = threading.Event()
     images = MemoryTier()
-    for i, layer in enumerate(_layers()):
+    for i, layer in enumerate(stream_layers()):
         images.put(i, pack(layer))
     trap = lambda i, n: i == 3 and (go.wait(PATIENCE_S), go.set())  # noqa: E731
     with cache_on(Host, files, 3, n_parallel=1, trap=trap) as (cache, *_):

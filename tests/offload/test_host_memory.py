@@ -2,14 +2,7 @@
 driver pins.
 """
 
-import mmap
-import sys
-import threading
-import weakref
-from types import SimpleNamespace
-
-import pytest
-import torch
+from support.host_memory import CountingHost, pin_at_most
 from support.pretended_card import pretended_card
 from support.tiny import CASES, generate, keep_steady, prompt_of, save_pair
 
@@ -21,47 +14,6 @@ from offload_rt.offload.disk import ReadSettings
 from offload_rt.weights.layout import PAGE
 
 N_NEW = 6
-
-
-class CountingHost:
-    """Bytes of blocks of the host, in use and at most: those of layers, and the buffers of threads
-    that read.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = {"layers": 0, "buffers": 0}
-        self.most = {"layers": 0, "buffers": 0}
-        self._lock = threading.RLock()
-        host = self
-
-        class Counted(mmap.mmap):
-            def __new__(cls, fileno: int, length: int, **how: int) -> "Counted":
-                block = super().__new__(cls, fileno, length, **how)
-                kind = "buffers" if sys._getframe(2).f_code.co_name == "_bounce_block" else "layers"
-                host.add(kind, length)
-                weakref.finalize(block, host.add, kind, -length)
-                return block
-
-        monkeypatch.setattr(mmap, "mmap", Counted)
-
-    def add(self, kind: str, nbytes: int) -> None:
-        with self._lock:
-            self.now[kind] += nbytes
-            self.most[kind] = max(self.most[kind], self.now[kind])
-
-
-def pin_at_most(monkeypatch: pytest.MonkeyPatch, n_blocks: int) -> None:
-    """A driver that pins so many blocks and refuses more."""
-    pinned = set()
-
-    def register(address: int, *_: int) -> int:
-        if len(pinned) == n_blocks:
-            return 1
-        pinned.add(address)
-        return 0
-
-    driver = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.remove)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
 
 
 def test_the_host_never_holds_more_than_its_budget(tmp_path, monkeypatch):

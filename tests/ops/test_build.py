@@ -88,7 +88,7 @@ def test_what_was_built_into_the_package_is_taken_first(folders: Path) -> None:
 
 def test_a_build_that_fails_is_told_and_not_tried_again(folders: Path) -> None:
     compiler(folders, "echo out of luck; exit 1")
-    with pytest.raises(NotBuilt, match=r"compiler failed, see (.+\.log)") as caught:
+    with pytest.raises(NotBuilt, match=r"compiler failed: see (.+\.log)") as caught:
         find(TINY)
     log = next((folders / "cache" / "offload_rt" / "kernels").glob("*.log"))
     assert str(log) in str(caught.value) and log.read_text() == "out of luck\n"

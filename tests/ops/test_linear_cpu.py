@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_dequantize import KINDS, assert_equal, case, random_blocks
+from support.coded_matrices import KINDS, assert_equal, case, random_blocks
 from torch import Tensor
 
 from offload_rt.ops import cpu, linear_cpu

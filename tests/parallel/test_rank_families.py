@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.thread_ranks import MINE, Board, ThreadRanks, divided_tokens, together, tokens_of
 from support.tiny import generate, keep_steady, measure_little, open_llm, prompt_of
-from test_mxfp4 import published  # noqa: F401
-from test_tensor_parallel import MINE, Board, ThreadRanks, divided_tokens, together, tokens_of
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -125,12 +124,14 @@ def test_exact_ranks_give_the_bits_of_one(model_of, kind: str, place: str) -> No
     assert torch.equal(work(), together(2, work)[0])
 
 
-def test_codes_of_all_experts_in_one_tensor_are_divided(published: Path) -> None:
+def test_codes_of_all_experts_in_one_tensor_are_divided(mxfp4_checkpoint: Path) -> None:
     settings = {"dtype": "float32", "place": "disk"}
-    with open_llm(published, **settings) as llm:
+    with open_llm(mxfp4_checkpoint, **settings) as llm:
         expected = tokens_of(llm, prompt_of(0, 15, 150), 24)
     assert (
-        divided_tokens(2, published, prompt_of(0, 15, 150), 24, **settings, exact_parallel=True)
+        divided_tokens(
+            2, mxfp4_checkpoint, prompt_of(0, 15, 150), 24, **settings, exact_parallel=True
+        )
         == expected
     )
 

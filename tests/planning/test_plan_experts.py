@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_mxfp4 import published  # noqa: F401  a fixture
-from test_plan_formats import MIXTURE
+from support.plans import MIXTURE
 
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
@@ -85,12 +84,14 @@ def test_experts_that_are_stored_one_by_one_are_the_same() -> None:
 
 
 def test_a_config_of_gpt_oss_says_what_its_checkpoint_takes(
-    published: Path,
+    mxfp4_checkpoint: Path,
     tmp_path: Path,
 ) -> None:
     alone = tmp_path / "config.json"
-    alone.write_text((published / "config.json").read_text())
-    by_config, by_headers = (find_models(EngineConfig(str(one)))[0] for one in (alone, published))
+    alone.write_text((mxfp4_checkpoint / "config.json").read_text())
+    by_config, by_headers = (
+        find_models(EngineConfig(str(one)))[0] for one in (alone, mxfp4_checkpoint)
+    )
     padding = 256 * len(by_headers.spec.layer_tensors(0))
     for mine, theirs in zip(by_config.layer_nbytes, by_headers.layer_nbytes, strict=True):
         assert abs(mine - theirs) <= padding < theirs / 2

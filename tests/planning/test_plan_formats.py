@@ -13,6 +13,7 @@ import torch
 import write_gguf
 from quantize import Choice
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
+from support.plans import MIXTURE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload_rt import LLM
@@ -36,13 +37,6 @@ WIDE = {
     "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
     "vocab_size": 256,
     "max_position_embeddings": 512,
-}  # fmt: skip
-MIXTURE = {
-    "model_type": "mixtral", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
 

@@ -549,7 +549,7 @@ def test_calls_of_tools_in_a_chat(llm: LLM) -> None:
     answer = Answer(ChatRequest(messages=TURNS, tools=tools), "demo", 1, llm.tokenizer)
     output = llm.generate("x", SamplingParams(max_tokens=1))[0]
     answer.add(0, Piece(CALL[:30], [1, 2]))
-    chunk = answer.add(0, Piece(CALL[30:], [3], output))
+    chunk = answer.add(0, Piece(CALL[30:], [3], output, finish_reason="stop"))
     (choice,) = chunk["choices"]
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["delta"]["tool_calls"]

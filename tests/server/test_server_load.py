@@ -13,7 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.serving import LIMITS, PROMPT, TURNS, Served, alone, llm, running, served, wait_until
+from support.serving import (
+    LIMITS,
+    PROMPT,
+    TURNS,
+    Served,
+    alone,
+    engine_held,
+    llm,
+    running,
+    served,
+    wait_until,
+)
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import engine as engine_module
@@ -29,7 +40,7 @@ def nothing_is_left(served: Served) -> Iterator[None]:
     yield
     served.wait_until_idle()
     assert served.service.n_open == 0
-    with served.llm._of_engine.turn:
+    with engine_held(served.llm):
         engine = served.llm.engine
         engine.reset_prefix_cache()
         assert not engine.runner._caches and not (engine.draft and engine.draft._caches)
@@ -64,7 +75,7 @@ def test_two_hundred_at_once_are_answered_or_sent_away(served: Served) -> None:
     prompts = [f"def f{k % 8}(x):\n    return " for k in range(200)]
     expected = {one: alone(served.llm, one, max_tokens=4) for one in set(prompts)}
     with ThreadPoolExecutor(200) as pool:
-        with served.llm._of_engine.turn:  # nobody is answered until all have come
+        with engine_held(served.llm):  # nobody is answered until all have come
             asked = [
                 pool.submit(
                     served.asked,
@@ -88,7 +99,7 @@ def test_two_hundred_at_once_are_answered_or_sent_away(served: Served) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_go_while_they_wait_give_their_room_back(served: Served, stream: bool) -> None:
-    with served.llm._of_engine.turn:
+    with engine_held(served.llm):
         for _ in range(2):
             with sent(served, stream=stream, prompt=["x"] * LIMITS.n_waiting):
                 wait_until(lambda: served.service.n_open == LIMITS.n_waiting)
@@ -147,7 +158,7 @@ def test_a_request_that_breaks_in_the_middle_breaks_alone(
     monkeypatch.setattr(engine_module, "probs", broken)
     body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stream": stream}
     with ThreadPoolExecutor(3) as pool:
-        with served.llm._of_engine.turn:
+        with engine_held(served.llm):
             several = [{}, {"logit_bias": {"0": 1.0}}, {"logit_bias": {"1": 1.0}}]
             asked = [pool.submit(served.asked, "/v1/completions", body | more) for more in several]
             wait_until(lambda: served.service.n_open == 3)

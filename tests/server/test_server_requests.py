@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from support.serving import LIMITS, PROMPT, TURNS, Served, llm, served
+from support.serving import LIMITS, PROMPT, TURNS, Served, engine_held, llm, served
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import SettingsError
@@ -314,7 +314,7 @@ def test_tool_parser_scans_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_queue_is_a_rate_limit(served: Served) -> None:
-    with served.llm._of_engine.turn:
+    with engine_held(served.llm):
         served.service.n_open += LIMITS.n_waiting
         try:
             status, headers, text = served.asked("/v1/completions", GREEDY)
@@ -322,3 +322,22 @@ def test_a_full_queue_is_a_rate_limit(served: Served) -> None:
             served.service.n_open -= LIMITS.n_waiting
     assert status == 429 and int(headers["Retry-After"]) > 0
     assert json.loads(text)["error"]["type"] == "rate_limit_error"
+
+
+def test_several_greedy_answers_are_equal(served: Served) -> None:
+    status, body = served.post("/v1/completions", {**GREEDY, "n": 2})
+    texts = [choice["text"] for choice in body["choices"]]
+    assert status == 200 and texts == [complete(served)["text"]] * 2
+
+
+def test_prompts_with_several_answers_each_keep_their_order(served: Served) -> None:
+    fields = {"temperature": 1.0, "max_tokens": 6, "seed": 3}
+    prompts = [PROMPT, "import os\n"]
+    _, body = served.post("/v1/completions", {"prompt": prompts, "n": 2, **fields})
+    expected = [
+        output.text
+        for whole in served.llm.generate(prompts, SamplingParams(n=2, **fields))
+        for output in whole.outputs
+    ]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in body["choices"]] == expected

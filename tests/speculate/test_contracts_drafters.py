@@ -35,7 +35,7 @@ LIMITS = DraftLimits(n_nodes=17, n_levels=6)
 # The fourth goes round in circles, so that there is something to copy.
 PROMPTS = [[3], [7, 8, 9], prompt_of(0, 30), [5, 1, 2, 3, 4] * 5]
 N_NEW = (1, 2, 5, 40)
-MODEL_DRAFTERS = [name for name in DRAFTERS if drafter_type(name).needs_model]
+MODEL_DRAFTERS = [name for name in DRAFTERS if drafter_type(name).resources.needs_checkpoint]
 
 
 def seen(name, rule):
@@ -83,7 +83,7 @@ def sequences_of(temperature, seed=0, n_new=N_NEW):
 def drafter_with(llm, sequences, name, *arguments, **options):
     """A drafter, with these sequences running."""
     drafter = drafter_of(llm, name, *arguments, **options)
-    if drafter_type(name).view is not None:
+    if drafter_type(name).resources.view is not None:
         begin(llm, drafter, sequences, 17)
     return drafter
 

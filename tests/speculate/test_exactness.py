@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 from support.languages import (
+    RECIPES,
     VOCABULARY,
     Language,
     Outcomes,
     Recipe,
     decisions,
     distribution_under,
+    languages,
     outcomes,
+    recipe,
     scripted,
     target_probs,
 )
@@ -38,57 +41,6 @@ from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
 RULES = [name for name in registry.names("speculate.verify") if name != "adaptive"]
 RESIDUAL = tuple(name for name in RULES if isinstance(rule_of(name), ResidualRule))
 Trees = Iterable[tuple[DraftTree, float]]
-
-
-def recipe(parents: list[int], is_sampled: str, independent: bool = False) -> Recipe:
-    """`is_sampled` has a letter for each node below the root: s for sampled, d for
-    deterministic.
-    """
-    return Recipe(
-        Topology(np.array(parents)),
-        np.array([False, *(letter == "s" for letter in is_sampled)]),
-        independent,
-    )
-
-
-def random_recipe(seed: int) -> Recipe:
-    """Of four to six nodes, depth at most three, each node sampled or deterministic."""
-    n = 4 + seed % 3
-    topology = random_tree(n, seed)
-    while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
-        seed += 1000
-        topology = random_tree(n, seed)
-    is_sampled = np.random.default_rng(seed).random(n) < 0.6
-    is_sampled[0] = False
-    return Recipe(topology, is_sampled)
-
-
-RECIPES = {
-    "root alone": recipe([-1], ""),
-    "chain": recipe([-1, 0, 1, 2], "sss"),
-    "given": recipe([-1, 0, 0, 1, 1, 2, 3, 3], "ddddddd"),
-    "siblings": recipe([-1, 0, 0], "ss"),
-    "without replacement": recipe([-1, 0, 0, 1, 1, 3], "sssss"),
-    "larger second child": recipe([-1, 0, 0, 2, 2, 4], "sssss"),
-    "all tokens drawn": recipe([-1, 0, 0, 0, 2, 2], "sssss"),
-    "independent": recipe([-1, 0, 0, 1, 2], "ssss", independent=True),
-    "three independent": recipe([-1, 0, 0, 0, 1], "ssss", independent=True),
-    "hybrid": recipe([-1, 0, 0, 1, 1, 2, 2], "dssdds"),
-    "hybrid of all tokens": recipe([-1, 0, 0, 0, 1, 2, 3], "dsdsss"),
-    "distribution that runs out": recipe([-1, 0, 0, 0, 1, 1], "sssss"),
-    "distribution that runs out on deterministic": recipe([-1, 0, 0, 0, 1, 1], "dssds"),
-    "draft is target": recipe([-1, 0, 0, 1, 1, 3], "ssdss"),
-    **{f"random {seed}": random_recipe(seed) for seed in range(6)},
-}
-
-
-def languages(name: str) -> tuple[Language, Language]:
-    """Target and draft for a recipe."""
-    seed = 10 * list(RECIPES).index(name)
-    target = Language(seed)
-    if name == "draft is target":
-        return target, target
-    return target, Language(seed + 1, p_impossible=0.7 if "runs out" in name else 0.15)
 
 
 @cache
@@ -192,8 +144,8 @@ def test_the_recipes_hold_what_they_are_named_for():
         map(runs_out, trees("distribution that runs out on deterministic"))
     )
     assert not any(map(runs_out, trees("without replacement")))
-    for name, recipe in RECIPES.items():
-        assert abs(sum(p for _, p in recipe.trees(languages(name)[1])) - 1) < 1e-12
+    for name, one in RECIPES.items():
+        assert abs(sum(p for _, p in one.trees(languages(name)[1])) - 1) < 1e-12
 
 
 def larger_first(recipe: Recipe) -> bool:

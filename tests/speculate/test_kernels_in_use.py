@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import emulated
-from support.languages import target_probs
+from support.languages import RECIPES, languages, target_probs
 from support.pretended_card import CardTensor, pretended_card
 from support.recorded import record
 from support.tiny import (
@@ -21,7 +21,6 @@ from support.tiny import (
     runner_of,
     sequence_of,
 )
-from test_exactness import RECIPES, languages
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

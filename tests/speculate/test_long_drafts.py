@@ -609,4 +609,4 @@ def test_a_context_that_cannot_be_is_refused(settings):
     assert (
         pick_drafter(EngineConfig("model", drafter="self_window", draft_context=32)).view_rows == 32
     )
-    assert drafter_type("triforce").needs_model
+    assert drafter_type("triforce").resources.needs_checkpoint

@@ -45,9 +45,9 @@ from offload_rt.speculate.protocols import DraftLimits, draft_rows
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.system import registry
 
-MODEL_DRAFTERS = [name for name in DRAFTERS if drafter_type(name).needs_model]
+MODEL_DRAFTERS = [name for name in DRAFTERS if drafter_type(name).resources.needs_checkpoint]
 # Whose drafts are the draft model's alone.
-OF_DRAFT = [name for name in MODEL_DRAFTERS if drafter_type(name).view is None]
+OF_DRAFT = [name for name in MODEL_DRAFTERS if drafter_type(name).resources.view is None]
 # At temperature 0 adaptive_tree does what dynamic_tree does, and above it what static_tree does.
 TREES = ["static_tree", "dynamic_tree"]
 WITHOUT_MODEL = ["ngram", "lookahead", "recycle"]

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from offload_rt.dtypes import DType
+from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 
 WORDS = {
@@ -204,3 +205,20 @@ def pack(tensors: Mapping[str, Tensor]) -> PackedLayer:
     for name, view in layout.views(image.block).items():
         view.copy_(tensors[name])
     return image
+
+
+def check_bytes(layers: Any, settings: ReadSettings | None = None, backwards: bool = False) -> None:
+    """What the disk tier reads is what lies in the files, in whatever order it is read."""
+    tier = DiskTier(layers, settings)
+    for i, records in enumerate(layers):
+        layout = tier.layout(i)
+        block = host_block(layout.nbytes)
+        block.fill_(0xA5)
+        for read in tier.reads(i, block)[:: -1 if backwards else 1]:
+            read()
+        views = layout.views(block)
+        for record in records:
+            assert (
+                raw_bytes(views[record.key]) == record.path.read_bytes()[record.start : record.stop]
+            ), (i, record.key)
+    tier.close()

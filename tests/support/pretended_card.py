@@ -228,11 +228,7 @@ def pretended_card(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_device",
-        lambda device: _COUNTS.selected.add(threading.current_thread().name),
-    )
+    monkeypatch.setattr(torch.cuda, "set_device", _select)
     monkeypatch.setattr(
         extension, "missing", lambda: "" if has_kernels else "the card is pretended"
     )
@@ -273,6 +269,16 @@ def pretended_card(
     monkeypatch.setattr(torch._C, "_InferenceMode", lambda mode: torch.no_grad())
     with _Dispatch(), _Functions():
         yield _COUNTS
+
+
+def _select(device: Any) -> None:
+    thread = threading.current_thread().name
+    _COUNTS.selected.add(thread)
+    if thread.startswith(
+        "engine"
+    ):  # modes apply to a single thread, and this thread ends with them
+        _Dispatch().__enter__()
+        _Functions().__enter__()
 
 
 def _wait() -> None:

@@ -44,7 +44,6 @@ from offload_rt.speculate.protocols import (
     DraftLimits,
     DraftParts,
     VerificationRule,
-    whole_model,
 )
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify.match import MatchRule
@@ -136,7 +135,9 @@ CASES = {
 }
 # Drafters that any pair serves; heads are in `test_heads`.
 DRAFTERS = [
-    name for name in registry.names("speculate.draft") if drafter_type(name).model is whole_model
+    name
+    for name in registry.names("speculate.draft")
+    if drafter_type(name).resources.find_heads is None
 ]
 # Each with every rule that takes its trees.
 COMBINATIONS = [
@@ -163,7 +164,9 @@ class Pair:
         """What chooses a drafter and a rule, with the draft model if it takes one."""
         chosen = {"drafter": drafter, "rule": rule}
         return chosen | (
-            {"draft_model": str(self.draft)} if drafter_type(drafter).needs_model else {}
+            {"draft_model": str(self.draft)}
+            if drafter_type(drafter).resources.needs_checkpoint
+            else {}
         )
 
 
@@ -353,18 +356,29 @@ def drafter_of(
         runner.spec.vocab_size,
         limits.n_levels,
         trace,
-        draft_context or chosen.draft_context,
+        draft_context or chosen.resources.draft_context,
     )
-    model = chosen.model(*parts_of) if draft else None
-    if model is not None and chosen.model is whole_model and chosen.view is None:
+    model = chosen.resources.open_model(*parts_of) if draft else None
+    if model is not None and chosen.resources.needs_model and chosen.resources.view is None:
         model.target = runner
-    if chosen.view is not None:
+    own = None
+    if chosen.resources.view is not None:
         own = SelfDraftModel(
-            runner, limits.n_levels, trace, chosen.view, budget=LEAST_BUDGET, n_rows=1_000_000
+            runner,
+            limits.n_levels,
+            trace,
+            chosen.resources.view,
+            budget=LEAST_BUDGET,
+            n_rows=1_000_000,
         )
-        model, parts = own, {"small": model} | parts
     return chosen.open(
-        DraftParts(limits, Steady(level_s), child_sampling, coupled_up_to, model, **parts)
+        DraftParts(
+            limits,
+            Steady(level_s),
+            child_sampling,
+            coupled_up_to,
+            **({"draft_model": model, "self_model": own} | parts),
+        )
     )
 
 
@@ -507,3 +521,51 @@ def least_streaming(directory, **settings) -> int:
         with LLM.open(EngineConfig(str(directory), device_memory=nbytes, **settings)) as unloaded:
             nbytes = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
     return nbytes
+
+
+ATOL = 2e-4
+
+
+def tree_logits(runner, committed, lacking, drafted, tree):
+    """Of every node of a tree below lacking tokens, behind committed ones."""
+    cache = prefill(runner, committed, len(committed) + len(lacking) + len(drafted))
+    return feed(
+        runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
+    )
+
+
+def check_tree(runner, model, n=8):
+    """Holds the logits of a tree against transformers' own along each path."""
+    tree = random_tree(n, seed=3, reach=2)
+    committed, lacking, drafted = (
+        prompt_of(seed, size, 150) for seed, size in ((1, 11), (2, 3), (3, n))
+    )
+    got = tree_logits(runner, committed, lacking, drafted, tree)
+    for node in range(n):
+        path = [drafted[one] for one in [0, *tree.path_to(node)]]
+        expected = logits_of(model, committed + lacking + path)[-1]
+        torch.testing.assert_close(
+            got[node], expected, atol=ATOL * float(expected.abs().max()), rtol=0
+        )
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, *runners: Runner) -> dict[Runner, list[tuple[int, int]]]:
+    """For each pass of each runner, the committed rows of its first sequence and the rows computed
+    of all.
+    """
+    passes: dict[Runner, list[tuple[int, int]]] = {runner: [] for runner in runners}
+    forward = Runner.forward
+
+    def watched(runner: Runner, steps: Any) -> Any:
+        if runner in passes:
+            passes[runner].append(
+                (runner.n_committed(steps[0].cache), sum(step.n_rows for step in steps))
+            )
+        return forward(runner, steps)
+
+    monkeypatch.setattr(Runner, "forward", watched)
+    return passes
+
+
+def say(llm: LLM, prompt: list[int], n: int) -> list[int]:
+    return llm.generate(prompt, SamplingParams(max_new_tokens=n))[0].token_ids

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_contracts_tiers import on_disk, some_layers
+from support.layers import on_disk, some_layers
 
 from offload_rt.engine import profile
 from offload_rt.offload import stream_threads

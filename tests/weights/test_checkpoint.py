@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.checkpoints import (
     Entries,
+    check_bytes,
     dealt,
     entries_of,
     file_bytes,
@@ -36,7 +37,6 @@ from offload_rt.models.families import spec_of
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint
 from offload_rt.weights.header import read_header
-from offload_rt.weights.layout import host_block
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 LAST = "model.layers.2.input_layernorm.weight"
@@ -437,23 +437,6 @@ def test_opening_reads_no_weights(tmp_path: Path) -> None:
     # Each page of the file that is looked at is mapped by a fault, and counts as memory of the
     # process.
     assert after.ru_maxrss - before.ru_maxrss < 100 << 10
-
-
-def check_bytes(layers: Any, settings: ReadSettings | None = None, backwards: bool = False) -> None:
-    """What the disk tier reads is what lies in the files, in whatever order it is read."""
-    tier = DiskTier(layers, settings)
-    for i, records in enumerate(layers):
-        layout = tier.layout(i)
-        block = host_block(layout.nbytes)
-        block.fill_(0xA5)
-        for read in tier.reads(i, block)[:: -1 if backwards else 1]:
-            read()
-        views = layout.views(block)
-        for record in records:
-            assert (
-                raw_bytes(views[record.key]) == record.path.read_bytes()[record.start : record.stop]
-            ), (i, record.key)
-    tier.close()
 
 
 # Which weights they are.

@@ -17,6 +17,7 @@ from support import emulated
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 from support.checkpoints import pack as pack_block
 from support.pretended_card import pretended_card
+from support.quantized import id_of
 from support.tiny import generate, open_llm, prompt_of
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,13 +65,6 @@ ONE_OF_EACH = [
 ]  # fmt: skip
 MODULE = "mlp.down_proj"
 SHAPE = (72, 96)
-
-
-def id_of(choice: object) -> str | None:
-    if not isinstance(choice, Choice):
-        return None
-    flags = ("-sym" if choice.symmetric else "") + ("-act" if choice.desc_act else "")
-    return f"{choice.format}-{choice.bits}-{choice.group_size}{flags}"
 
 
 def one_matrix(

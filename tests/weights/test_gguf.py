@@ -17,8 +17,8 @@ from quantize import write_one_file
 from safetensors.torch import load_file, save_file
 from support.checkpoints import llama_config, llama_tensors
 from support.checkpoints import pack as pack_block
+from support.gguf_files import build, stored_tensors
 from support.tiny import CASES, generate, open_llm, prompt_of
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -38,21 +38,6 @@ from offload_rt.weights.gguf import read_gguf
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-target"
 N_NEW = 40
-
-
-def build(
-    path: Path, model: PreTrainedModel, type: str, more: dict[str, Any] | None = None
-) -> PreTrainedModel:
-    """Write a model to a file; returns it with the weights that the file stands for."""
-    metadata, stored, exact = write_gguf.model(model.config.to_dict(), _tensors(model), type)
-    path.write_bytes(write_gguf.file_bytes(metadata | (more or {}), stored))
-    model.load_state_dict(exact, strict=False)
-    return model.float()
-
-
-def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def wide_llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -171,7 +156,9 @@ def test_scaled_rotations_are_read(name: str, tmp_path: Path) -> None:
     """Linear ones by their factor, those of Llama 3 by a divisor of each frequency."""
     model = CASES[name].build(0)
     path = tmp_path / "m.gguf"
-    metadata, stored, exact = write_gguf.model(model.config.to_dict(), _tensors(model), "Q8_0")
+    metadata, stored, exact = write_gguf.model(
+        model.config.to_dict(), stored_tensors(model), "Q8_0"
+    )
     model.load_state_dict(exact)
     if name == "llama-linear":
         metadata |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0}
@@ -197,7 +184,9 @@ def test_layers_may_differ_in_their_types(tmp_path: Path) -> None:
     """Of the same module; the memory of the widest is planned."""
     model = wide_llama()
     path = tmp_path / "m.gguf"
-    metadata, stored, exact = write_gguf.model(model.config.to_dict(), _tensors(model), "Q4_K")
+    metadata, stored, exact = write_gguf.model(
+        model.config.to_dict(), stored_tensors(model), "Q4_K"
+    )
     for i, type in enumerate(("Q8_0", "F16")):
         name = f"model.layers.{i}.mlp.up_proj.weight"
         data, values = write_gguf.blocks(model.state_dict()[name], type)
@@ -227,7 +216,9 @@ def test_layers_may_differ_in_their_types(tmp_path: Path) -> None:
 def test_a_file_in_parts_is_one(tmp_path: Path) -> None:
     """Given by any of its parts, or by its directory."""
     model = wide_llama()
-    metadata, stored, exact = write_gguf.model(model.config.to_dict(), _tensors(model), "Q8_0")
+    metadata, stored, exact = write_gguf.model(
+        model.config.to_dict(), stored_tensors(model), "Q8_0"
+    )
     paths = write_gguf.split(metadata, stored, 3, tmp_path / "m.gguf")
     model.load_state_dict(exact)
     assert locate(str(paths[2])) == locate(str(tmp_path)) == paths[0]

@@ -23,6 +23,4 @@ class PlainDecoding(Drafter):
         return [DraftTree.root_only(sequence.tokens[-1]) for sequence in sequences]
 
 
-DRAFTER = DrafterType(
-    PlainDecoding, needs_model=False, gives_draft_probs=False, best_rule="match", default_sizes=(1,)
-)
+DRAFTER = DrafterType(PlainDecoding, gives_draft_probs=False, best_rule="match", default_sizes=(1,))
