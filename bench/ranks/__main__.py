@@ -66,7 +66,7 @@ def converted(part: Checkpoint, folder: Path, kind: str) -> DiskTier | SidecarTi
     if kind == "lossless":
         return SidecarTier(files, ReadSettings(), decodes=True)
     pairs = zip(files, part.layers, strict=True)
-    return DiskTier([file.records(layer) for file, layer in pairs])
+    return DiskTier([file.raw_block(layer) for file, layer in pairs])
 
 
 def read_all(tier: DiskTier | SidecarTier, n_layers: int, block: Tensor) -> None:
@@ -79,7 +79,7 @@ def compare_reads(model: Path, size: int, rounds: int) -> dict[str, dict[str, ob
     """Print bytes and seconds of reading a shard, and the exchanges of a pass."""
     whole = open_checkpoint(model)
     by_inputs, by_outputs = (part_of(whole, 0, size, is_exact) for is_exact in (False, True))
-    shard_nbytes = sum(record.nbytes for layer in by_outputs.layers for record in layer)
+    shard_nbytes = sum(layer.nbytes for layer in by_outputs.layers)
     n_layers = whole.spec.n_layers
     kinds = ("raw", "lossless") if whole.format.name == "dense" else ("raw",)
     read_sizes: list[int] = []

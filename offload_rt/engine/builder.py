@@ -157,7 +157,15 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         )
         rule = engine_plan.drafting.rule
         return Engine(
-            runner, drafter, rule, cost, trace, scheduler, closes.pop_all(), draft_runner, notice
+            runner=runner,
+            drafter=drafter,
+            scheduler=scheduler,
+            rule=rule,
+            cost=cost,
+            trace=trace,
+            closes=closes.pop_all(),
+            draft=draft_runner,
+            notice=notice,
         )
 
 

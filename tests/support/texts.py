@@ -71,7 +71,12 @@ def run_together(
     """
     batch = list(sequences)
     engine = Engine(
-        runner, drafter, rule, Steady(), Trace(on=False), Scheduler(1_000_000, n_nodes * len(batch))
+        runner=runner,
+        drafter=drafter,
+        scheduler=Scheduler(1_000_000, n_nodes * len(batch)),
+        rule=rule,
+        cost=Steady(),
+        trace=Trace(on=False),
     )
     for one in batch:
         engine.add(one)

@@ -398,7 +398,12 @@ def engine_of(
     """
     scheduler = Scheduler(1_000_000, n_nodes)
     return Engine(
-        runner_of(llm), drafter, rule or MatchRule(), Steady(), Trace(on=False), scheduler
+        runner=runner_of(llm),
+        drafter=drafter,
+        scheduler=scheduler,
+        rule=rule or MatchRule(),
+        cost=Steady(),
+        trace=Trace(on=False),
     )
 
 
