@@ -64,7 +64,7 @@ def open_paced(folder: Path, way: str, memory: int, gbps: float) -> LLM:
         if is_whole:
             stack.enter_context(patch.object(Checkpoint, "by_expert", lambda _: None))
         llm = _open(folder, memory)
-    assert (llm.engine_plan.experts is None) == is_whole
+    assert (llm.spec.files.experts is None) == is_whole
     pace(llm, gbps)
     llm.load()
     return llm
@@ -73,17 +73,19 @@ def open_paced(folder: Path, way: str, memory: int, gbps: float) -> LLM:
 def open_beside_host(folder: Path, way: str, memory: int, gbps: float) -> LLM:
     """Open a model with experts in memory behind a link, and a thread that may compute them."""
     llm = _open(folder, memory)
-    plan = llm.engine_plan
+    files = llm.spec.files
+    plan = llm.plan
     images = MemoryTier()
-    assert plan.experts is not None and plan.plan.experts is not None
-    with closing(plan.experts.tier) as files:
-        for i in range(len(plan.experts.records)):
-            images.put(i, PackedLayer(host_block(files.layout(i).nbytes), files.layout(i)))
-            read_parallel(files.reads(i, images.image(i).block), files.n_parallel)
-    llm.engine_plan = replace(plan, experts=replace(plan.experts, tier=PacedTier(images, gbps)))
+    assert files.experts is not None and plan.experts is not None
+    with closing(files.experts.tier) as tier:
+        for i in range(len(files.experts.records)):
+            images.put(i, PackedLayer(host_block(tier.layout(i).nbytes), tier.layout(i)))
+            read_parallel(tier.reads(i, images.image(i).block), tier.n_parallel)
+    experts = replace(files.experts, tier=PacedTier(images, gbps))
+    llm.spec = replace(llm.spec, files=replace(files, experts=experts))
     llm.load()
     runner = llm.engine.runner
-    copy_s = plan.plan.experts.nbytes / gbps / 1e9
+    copy_s = plan.experts.nbytes / gbps / 1e9
     view = partial(runner.format.view, dtype=runner.dtype)
     n_threads = torch.get_num_threads()
     host = HostExperts(images, view, copy_s, runner.device, n_threads)

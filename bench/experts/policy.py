@@ -190,13 +190,13 @@ class Replayed(ExpertCache):
             else:
                 self._idle.append(transfer)
 
-    def _on_way(self) -> tuple[set[int], int]:
+    def _in_transfer(self) -> tuple[set[int], int]:
         return set(), 0  # no host compute
 
     def _computed(self, slot: int) -> None:
         """Take no time."""
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Leave complete layers only."""
 
 

@@ -56,7 +56,7 @@ def config(model: Path, nbytes: int, **more: int) -> EngineConfig:
 def seconds(llm: LLM, generator: torch.Generator) -> list[float]:
     """Time a pass of each width, and a new prompt."""
     passes = [min(llm.time_passes(Topology.chain(n), CONTEXT)) for n in WIDTHS]
-    n_vocab = llm.engine_plan.checkpoint.spec.vocab_size
+    n_vocab = llm.spec.target.checkpoint.spec.vocab_size
     prompt = torch.randint(n_vocab, (N_PROMPT,), generator=generator).tolist()
     started = time.perf_counter()
     llm.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))

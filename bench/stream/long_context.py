@@ -155,7 +155,7 @@ def main() -> None:
         config = LlamaConfig(**_SIZES, dtype=flags.dtype, max_position_embeddings=2 * flags.context)
         LlamaForCausalLM(config).to(getattr(torch, flags.dtype)).save_pretrained(folder)
         with LLM(folder, device="cpu", drafter="none", max_model_len=256) as llm:
-            itemsize = llm.engine_plan.dtype.itemsize
+            itemsize = llm.spec.target.dtype.itemsize
             kv_nbytes = flags.context * llm.engine.runner.spec.kv_nbytes(itemsize)
             print(
                 f"KV cache of {flags.context} tokens: {format_size(kv_nbytes)}, 1/4 on the device"
@@ -163,7 +163,7 @@ def main() -> None:
             link = PacedLink(flags.gbps)
             paced = PacedTier(resident_layers(llm), link, N_QUEUED)
             for name, tier, row_link, gbps in (
-                ("disk", llm.engine_plan.disk, None, None),
+                ("disk", llm.spec.files.disk, None, None),
                 (f"a link of {flags.gbps} GB/s", paced, link, flags.gbps),
             ):
                 with ExitStack() as closes:

@@ -103,7 +103,16 @@ class Findings:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
     text = "Measure what a pair of models does on this machine, and keep it for later runs."
-    parser = Parser("offload-rt calibrate", text, EngineConfig, CalibrateSettings)
+    parser = Parser(
+        "offload-rt calibrate",
+        text,
+        EngineConfig,
+        CalibrateSettings,
+        examples=(
+            "offload-rt calibrate DIR --draft-model DIR",
+            "offload-rt calibrate DIR --draft-model DIR --device-memory 10GiB --plot curve.png",
+        ),
+    )
     return exit_code(lambda: _calibrate(parser.parse_args(arguments)))
 
 
@@ -151,7 +160,7 @@ def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> No
     closed.
     """
     params = SamplingParams(max_new_tokens=settings.tokens, temperature=settings.temperature)
-    drafter = llm.engine_plan.drafting.name
+    drafter = llm.spec.draft.drafting.name
     for prompt in prompts:
         stats = llm.generate(prompt, params)[0].stats
         rates = (
@@ -176,7 +185,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
 
     drafter = llm.engine.drafter
     cost = llm.engine.cost
-    limits = llm.engine_plan.limits
+    limits = llm.spec.memory.limits
     assert isinstance(drafter, TreeDrafter) and cost.profile.compute is not None, (
         "static_tree measures its passes"
     )
@@ -191,7 +200,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     exists = np.array(
         [[levels == 1 if n == 1 else 1 < levels <= n for levels in depths] for n in sizes]
     )
-    n_rows = llm.engine_plan.cache_rows
+    n_rows = llm.spec.memory.cache_rows
     longest = llm.max_model_len - 1
     at_once = _best(table, cost, 1, context, n_rows)
     contexts = sorted({*(n for n in _CONTEXTS if n < longest), longest})
