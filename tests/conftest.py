@@ -25,6 +25,14 @@ settings.register_profile("offload_rt", deadline=None, derandomize=True)
 settings.load_profile("offload_rt")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that need a CUDA device where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measurements are written to a folder of this run, and nothing asks the hub."""

@@ -2,8 +2,6 @@
 equal work.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -21,8 +19,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_TIMES_CACHE", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_all_formats_multiply_the_same_weights(tmp_path: Path) -> None:
+def test_all_formats_multiply_the_same_weights(tmp_path):
     """Their products differ from those of float32 by rounding: checkpoints as floats, a quantised
     one, a GGUF file.
     """
@@ -40,9 +39,7 @@ def test_all_formats_multiply_the_same_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_copies_exceed_the_caches_and_are_used_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_exceed_the_caches_and_rotate(tmp_path, monkeypatch):
     monkeypatch.setattr(products, "_TIMES_CACHE", 4)
     monkeypatch.setattr(products, "cache_nbytes", lambda: 1 << 20)
     weights = products.open_weights(products.write_layer(tmp_path, torch.bfloat16), torch.bfloat16)
@@ -54,7 +51,7 @@ def test_copies_exceed_the_caches_and_are_used_in_turn(
     assert len(starts) == 6
 
 
-def test_ratios_are_of_times() -> None:
+def test_ratios_compare_times():
     def case(gflops: float) -> Case:
         return Case([gflops], [0.0], [0.0])
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 from support.tiny import (
     CASES,
     add_tokenizer,
@@ -107,14 +107,12 @@ def assert_released(llm):
         ("cpu", "adaptive_tree", 3), ("card", "none", 3),
      ("card", "adaptive_tree", 3)],
 )  # fmt: skip
-def test_logits_that_are_no_numbers_end_their_sequence_alone(
-    zoo, monkeypatch, device, drafter, after
-):
+def test_nan_logits_end_their_sequence_alone(zoo, monkeypatch, device, drafter, after):
     pair = zoo.pair("llama", 0)
     expected = [generate(pair.model, prompt, 12) for prompt in PROMPTS]
     settings = {"max_model_len": 128, "max_num_seqs": 3, **pair.settings(drafter)}
     settings |= {} if drafter == "none" else {"tree_size": 24}
-    card = pretended_card(monkeypatch) if device == "card" else nullcontext()
+    card = fake_gpu(monkeypatch) if device == "card" else nullcontext()
     with (
         card,
         LLM(str(pair.target), device="cuda" if device == "card" else device, **settings) as llm,
@@ -153,7 +151,7 @@ def test_logits_that_are_no_numbers_end_their_sequence_alone(
         assert_released(llm)
 
 
-def test_what_fails_for_one_task_is_no_error_of_the_others(speaking, monkeypatch):
+def test_error_of_a_task_does_not_reach_other_tasks(speaking, monkeypatch):
     """Its sampling, its text and the log-probabilities of its prompt."""
 
     def break_for(owner, name, is_wrong):
@@ -182,7 +180,7 @@ def test_what_fails_for_one_task_is_no_error_of_the_others(speaking, monkeypatch
         assert_released(llm)
 
 
-def test_one_that_is_too_much_by_itself_lets_others_be_answered(zoo, monkeypatch):
+def test_sequence_too_large_for_memory_ends_alone(zoo, monkeypatch):
     with open_llm(zoo.directory("llama", 0), max_num_seqs=3) as llm:
         forward = llm.engine.runner.forward
         too_long = prompt_of(3, 60)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.tiny import Zoo, feed, open_llm, prompt_of, random_tree, runner_of
+from support.tiny import feed, open_llm, prompt_of, random_tree, runner_of
 from torch import Tensor
 
 from offload_rt.executor.runner import Runner
@@ -14,10 +14,20 @@ from offload_rt.executor.step import Step
 from offload_rt.ops import cpu
 from offload_rt.tree.topology import Topology
 
-DTYPES = ("bfloat16", "float16", "float32")
-NAMES = ("llama", "llama-dynamic", "mistral", "qwen2", "qwen2-window", "qwen3")
+# Every family in bfloat16; one with full and one with windowed attention in every dtype.
+CASES = [
+    *((name, "bfloat16") for name in ("llama-dynamic", "mistral", "qwen2", "qwen3")),
+    *(
+        (name, dtype)
+        for name in ("llama", "qwen2-window")
+        for dtype in ("bfloat16", "float16", "float32")
+    ),
+]
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
+]
 
 
 def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
@@ -40,9 +50,8 @@ def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_tree_gives_the_logits_of_plain_decoding(zoo: Zoo, name: str, dtype: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_tree_logits_equal_plain_decoding_bit_for_bit(zoo, name, dtype):
     """Below tokens that the cache lacks, and after a path of an earlier tree was committed, whose
     rows have moved.
     """
@@ -73,11 +82,8 @@ def test_a_tree_gives_the_logits_of_plain_decoding(zoo: Zoo, name: str, dtype: s
             text += lacking + [drafted[one] for one in longest]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
-def test_parts_of_a_prompt_and_a_batch_give_the_logits_of_single_rows(
-    zoo: Zoo, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_chunks_and_batches_equal_single_rows_bit_for_bit(zoo, name, dtype, monkeypatch):
     prompts = [prompt_of(seed, n) for seed, n in enumerate((5, 33, 1, 16))]
     with open_llm(zoo.directory(name, 0), dtype=dtype) as llm:
         runner = runner_of(llm)
@@ -99,7 +105,7 @@ def test_parts_of_a_prompt_and_a_batch_give_the_logits_of_single_rows(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_greedy_texts_do_not_depend_on_trees(zoo: Zoo, dtype: str) -> None:
+def test_greedy_texts_do_not_depend_on_trees(zoo, dtype):
     """Also where two logits are equal: of these the first counts, whichever rows are computed
     beside them.
     """

@@ -64,9 +64,8 @@ def _read(process: subprocess.Popen[bytes], n: int) -> str:
     return b"".join(os.read(process.stdout.fileno(), 1) for _ in range(n)).decode()
 
 
-def test_a_signal_ends_a_run_soon_with_what_it_had_produced(
-    endless: list[str], begins_with: str, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_signal_ends_a_run_with_its_text(endless, begins_with, tmp_path):
     """The one that ends a program that does not heed it; test_process.py has all that are heeded."""
     with _started(endless, tmp_path) as process:
         text = _read(process, ENOUGH)
@@ -80,9 +79,8 @@ def test_a_signal_ends_a_run_soon_with_what_it_had_produced(
     assert all(path.suffix == ".json" for path in (tmp_path / "cache" / "offload_rt").iterdir())
 
 
-def test_a_reader_that_has_had_enough_ends_a_run_quietly(
-    endless: list[str], begins_with: str, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_closed_reader_ends_a_run_quietly(endless, begins_with, tmp_path):
     with _started(endless, tmp_path) as process:
         assert _read(process, ENOUGH) == begins_with[:ENOUGH]
         process.stdout.close()
@@ -100,9 +98,8 @@ print(len(llm.generate("a", SamplingParams(max_new_tokens=20))[0].token_ids))
 """
 
 
-def test_a_program_that_forgets_to_close_ends_well_and_remembers(
-    model: Path, draft: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_program_without_close_ends_and_saves_statistics(model, draft, tmp_path):
     with _started([sys.executable, "-c", _FORGETFUL, str(model), str(draft)], tmp_path) as process:
         out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out, err) == (0, b"20\n", b"")

@@ -1,4 +1,4 @@
-"""How long a small copy waits behind layers, on a pretended card with one copy engine and a clock
+"""How long a small copy waits behind layers, on a fake GPU with one copy engine and a clock
 of its own.
 """
 
@@ -146,9 +146,7 @@ def wait_of_a_small_copy(engine: Engine, after: Event) -> int:
 
 
 @pytest.mark.parametrize("size", [CHUNK * N_CHUNKS, CHUNK])
-def test_on_one_stream_a_small_copy_waits_for_all_layers_even_in_chunks(
-    engine: Engine, size: int
-) -> None:
+def test_small_copy_waits_for_all_layers_on_one_stream(engine, size):
     """As it was, and why chunks alone do not help."""
     stream = Stream(engine)
     done = Event(engine)
@@ -159,7 +157,7 @@ def test_on_one_stream_a_small_copy_waits_for_all_layers_even_in_chunks(
     assert wait_of_a_small_copy(engine, done) == N_LAYERS * N_CHUNKS * CHUNK + 1
 
 
-def test_a_small_copy_waits_for_one_chunk(engine: Engine) -> None:
+def test_small_copy_waits_for_one_chunk_on_two_streams(engine):
     device = CopyDevice(torch.device("cuda"))
     after = device.event()
     layers = [
@@ -178,9 +176,7 @@ def test_a_small_copy_waits_for_one_chunk(engine: Engine) -> None:
     assert (start.moment.at, after.moment.at) == (engine.now - N_CHUNKS * CHUNK, engine.now)
 
 
-def test_a_paced_link_takes_longer_for_each_chunk(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paced_link_takes_longer_per_chunk(engine, monkeypatch):
     """A kernel spins as long as a copy takes; the next chunk waits for it on the other stream."""
     monkeypatch.setattr(paced, "spin_cycles_per_byte", lambda device: 1.0)
     monkeypatch.setattr(
@@ -194,7 +190,7 @@ def test_a_paced_link_takes_longer_for_each_chunk(
     assert torch.equal(target, source) and end.moment.at - start.moment.at == 2 * CHUNK * N_CHUNKS
 
 
-def test_copies_wait_for_the_event_before_them_and_come_in_order(engine: Engine) -> None:
+def test_copies_wait_for_their_event_and_keep_order(engine):
     """Of tensors of any length; a slot that is still computed from is not written to."""
     device = CopyDevice(torch.device("cuda"))
     compute = Stream(engine)

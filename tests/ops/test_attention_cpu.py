@@ -23,7 +23,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 LEVELS = range(4)
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
+]
 
 
 @pytest.fixture(params=LEVELS)
@@ -129,7 +132,7 @@ def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_is_that_of_float64(level: int, dtype: torch.dtype) -> None:
+def test_attention_equals_float64(level, dtype):
     for seed in range(6):
         case = Case.random(seed, dtype)
         out, lse = case.attend(level, n_threads=1 + seed % 2)
@@ -139,7 +142,7 @@ def test_attention_is_that_of_float64(level: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tree_attends_bit_for_bit_as_plain_decoding(level: int, dtype: torch.dtype) -> None:
+def test_tree_attention_equals_plain_decoding_bit_for_bit(level, dtype):
     for seed in range(6):
         case = Case.random(seed, dtype)
         out, lse = case.attend(level, n_threads=1 + seed % 2)
@@ -150,11 +153,8 @@ def test_a_tree_attends_bit_for_bit_as_plain_decoding(level: int, dtype: torch.d
             )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 40, 129])
-def test_parts_of_a_prompt_attend_bit_for_bit_as_all_of_it(
-    level: int, dtype: torch.dtype, window: int | None
-) -> None:
+@pytest.mark.parametrize(("dtype", "window"), zip(DTYPES, (None, 40, 129), strict=True))
+def test_chunked_prompt_attention_equals_whole_bit_for_bit(level, dtype, window):
     torch.manual_seed(0)
     n = 300
     dim = 32
@@ -177,9 +177,7 @@ def test_parts_of_a_prompt_attend_bit_for_bit_as_all_of_it(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_rows_that_a_node_does_not_see_are_not_read_for_it(
-    level: int, dtype: torch.dtype, poison: float
-) -> None:
+def test_invisible_rows_are_not_read(level, dtype, poison):
     """All keys and values but those of its path, and of its window, are poisoned for one node after
     the other.
     """
@@ -199,14 +197,14 @@ def test_rows_that_a_node_does_not_see_are_not_read_for_it(
             assert_same((got[0][node], got[1][node]), (expected[0][node], expected[1][node]))
 
 
-def test_what_is_seen_and_is_no_number_is_no_number_in_the_output(level: int) -> None:
+def test_visible_nan_reaches_the_output(level):
     case = Case.random(1, torch.float32)
     case.k[:, 0] = math.nan
     out, _ = case.attend(level)
     assert out.isnan().all()
 
 
-def test_many_keys_of_few_heads_are_divided_among_threads(level: int) -> None:
+def test_threads_share_many_keys_of_a_few_heads(level):
     torch.manual_seed(0)
     for dtype in DTYPES:
         q, k, v = (
@@ -219,7 +217,7 @@ def test_many_keys_of_few_heads_are_divided_among_threads(level: int) -> None:
         assert_same(one, four)
 
 
-def test_sinks_take_their_share(level: int) -> None:
+def test_sinks_equal_the_definition(level):
     case = Case.random(1, torch.float32)
     mask = case.tree.mask(0, len(case.q), case.n_before).within(case.window)
     for sinks in (torch.randn(case.q.shape[1]), torch.full((case.q.shape[1],), 60.0)):
@@ -235,7 +233,7 @@ def test_sinks_take_their_share(level: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 9])
-def test_parts_of_the_keys_are_joined_to_all(dtype: torch.dtype, window: int | None) -> None:
+def test_parts_of_the_keys_merge_to_all(dtype, window):
     """Keys and values lie side by side, as rows beyond the device do; a row may see nothing of a
     part.
     """
@@ -264,9 +262,7 @@ def test_parts_of_the_keys_are_joined_to_all(dtype: torch.dtype, window: int | N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 5, 40, 64, 301])
-def test_norms_and_gates_of_rows_together_are_those_of_each_row(
-    level: int, dtype: torch.dtype, dim: int
-) -> None:
+def test_norms_and_gates_do_not_depend_on_the_batch(level, dtype, dim):
     """In rows of a wider tensor, too, and close to the plain reference."""
     torch.manual_seed(dim)
     n = 300
@@ -306,7 +302,7 @@ def test_norms_and_gates_of_rows_together_are_those_of_each_row(
     assert torch.equal(changed, added)
 
 
-def test_gates_of_extreme_numbers(level: int) -> None:
+def test_gates_of_extreme_numbers(level):
     gate = torch.tensor(
         [[-math.inf, -1e4, -100.0, -88.5, -1e-30, 0.0, 88.5, 1e4, math.inf, math.nan]]
     )

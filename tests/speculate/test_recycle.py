@@ -48,9 +48,7 @@ def kept(
 
 
 @given(predictions, contexts)
-def test_the_newest_prediction_of_the_longest_known_context_is_found(
-    several: list[Prediction], context: tuple[int, ...]
-) -> None:
+def test_table_finds_the_newest_prediction_of_the_longest_context(several, context):
     table = PredictionTable()
     wanted = kept(table, several)
     keys = [context[k:] for k in range(len(context)) if context[k:] in wanted]
@@ -58,9 +56,7 @@ def test_the_newest_prediction_of_the_longest_known_context_is_found(
 
 
 @given(predictions, st.integers(1, 8))
-def test_the_table_has_a_bound_and_keeps_what_was_confirmed_last(
-    several: list[Prediction], n_most: int
-) -> None:
+def test_table_is_bounded_and_keeps_recent_entries(several, n_most):
     table = PredictionTable(n_most)
     wanted = list(kept(table, several).items())
     assert len(table) == min(len(wanted), n_most)
@@ -84,7 +80,7 @@ def best_paths(
 
 
 @pytest.mark.parametrize("n_levels", [2, 4, 30])
-def test_a_tree_has_the_most_probable_nodes(n_levels: int) -> None:
+def test_tree_has_the_most_probable_nodes(n_levels):
     table = PredictionTable()
     random = np.random.default_rng(0)
     for _ in range(40):
@@ -107,7 +103,7 @@ def test_a_tree_has_the_most_probable_nodes(n_levels: int) -> None:
             assert tree.contexts == [(*tokens, *path)[-3:] for path in paths]
 
 
-def test_a_copied_continuation_competes_with_predictions() -> None:
+def test_copied_continuation_competes_with_predictions():
     """Its chance counts below the node it goes on from, and the higher of two chances of a token
     holds.
     """
@@ -128,7 +124,7 @@ def llm(zoo: Zoo) -> Iterator[LLM]:
         yield llm
 
 
-def test_it_reads_what_the_target_predicts_in_a_prompt(zoo: Zoo, llm: LLM) -> None:
+def test_prompt_predictions_are_recorded(zoo, llm):
     """Of the last rows, as many as there is room for the logits of beside the tree of one node."""
     model = zoo.pair("llama", 0).model
     drafter = Recycling(PARTS)
@@ -146,7 +142,7 @@ def test_it_reads_what_the_target_predicts_in_a_prompt(zoo: Zoo, llm: LLM) -> No
             np.testing.assert_allclose(list(found.values()), best.values[end - 1], rtol=1e-3)
 
 
-def test_sequences_join_and_leave(zoo: Zoo, llm: LLM) -> None:
+def test_sequences_join_and_leave(zoo, llm):
     """Each text is the one it is alone, although all share a table; nothing is held of those that
     have left.
     """
@@ -180,7 +176,7 @@ class Dear(Steady):
 
 
 @pytest.mark.parametrize("name", ["lookahead", "ngram", "recycle"])
-def test_nothing_is_drafted_where_rows_are_dear(llm: LLM, name: str) -> None:
+def test_no_tree_if_rows_are_expensive(llm, name):
     """Not even of a text that repeats itself; where rows are cheap, something is."""
     for cost, is_off in ((Dear(), True), (Steady(), False)):
         drafter = drafter_type(name).open(replace(PARTS, cost=cost))
@@ -203,7 +199,7 @@ class Steep(Steady):
         return 1.0 + np.maximum(n_rows - 10, 0)
 
 
-def test_the_rows_of_a_pass_go_to_the_sequence_that_is_predicted_best() -> None:
+def test_rows_of_a_pass_go_to_the_best_predicted_sequence():
     """One that is predicted badly does not take part of what is cheap only because there are two of
     them.
     """

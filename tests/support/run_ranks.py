@@ -17,7 +17,7 @@ from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["run_ranks", "offload_rt.llm", "offload_rt.cli.run", "transformers"]
+    ["support.run_ranks", "offload_rt.llm", "offload_rt.cli.run", "transformers"]
 )
 PATIENCE_S = 120.0  # what takes so long, even on a busy machine, has hung
 
