@@ -123,11 +123,15 @@ def expected_logits(
     model: PreTrainedModel,
     tokens: list[int],
     path: list[int],
-    norm_before: bool = False,
+    config: dict[str, Any] | None = None,
 ) -> Tensor:
-    """Return a head's logits after the last token and after each token of a path: (1 + len(path),
-    vocabulary).
+    """Logits after the last token and after each token of a path: (1 + len(path), vocabulary).
+
+    config  changes of an EAGLE-3 head's config
     """
+    config = config or {}
+    is_nested = "speculators_model_type" in config
+    prefix = "layers.0." if is_nested else "midlayer."
     states = states_of(model, tokens[:-1])
     embedding = model.model.embed_tokens.weight
     head = model.lm_head.weight
@@ -142,7 +146,15 @@ def expected_logits(
         ]
     if kind == "eagle":
         n = model.config.num_hidden_layers
-        hidden = F.linear(torch.cat([states[i] for i in (2, n // 2, n - 3)], 1), w["fc.weight"])
+        taps = [states[i] for i in (2, n // 2, n - 3)]
+        if config.get("fc_norm"):
+            taps = [rms(tap, w[f"fc_norm.{i}.weight"]) for i, tap in enumerate(taps)]
+        fused = torch.cat(taps, 1)
+        if config.get("norm_before_fc"):
+            fused = rms(fused, w["input_norm.weight"])
+        hidden = F.linear(fused, w["fc.weight"])
+        if config.get("embed_requires_grad"):
+            embedding = w["embed_tokens.weight"]
     else:
         prefix, of_embedding, of_hidden, project, last = mtp_names(kind, model)
         hidden = states[-2] if kind == "mimo" else states[-1]
@@ -151,10 +163,16 @@ def expected_logits(
     for token in [*path, None]:
         embedded = embedding[torch.tensor(inputs)]
         if kind == "eagle":
-            normed = rms(hidden, w["midlayer.hidden_norm.weight"])
-            both = torch.cat((rms(embedded, w["midlayer.input_layernorm.weight"]), normed), 1)
-            given = decoder_layer(w, "midlayer.", model, normed if norm_before else hidden, both)
-            some = F.linear(rms(given, w["norm.weight"]), w["lm_head.weight"])[-1]
+            normed = rms(hidden, w[f"{prefix}hidden_norm.weight"])
+            both = torch.cat((rms(embedded, w[f"{prefix}input_layernorm.weight"]), normed), 1)
+            residual = normed if config.get("norm_before_residual") else hidden
+            given = decoder_layer(w, prefix, model, residual, both)
+            output = rms(given, w["norm.weight"])
+            if is_nested and config.get("norm_output"):
+                given = output
+            elif not is_nested and not config.get("norm_output", True):
+                output = given
+            some = F.linear(output, w["lm_head.weight"])[-1]
             found.append(
                 torch.full((len(embedding),), -torch.inf).index_copy(0, torch.tensor(KEPT), some)
             )
@@ -174,10 +192,35 @@ def expected_logits(
     return torch.stack(found)
 
 
+SPECULATORS = {"speculators_model_type": "eagle3"}
+
+
+def eagle_weights(model: PreTrainedModel, config: dict[str, Any]) -> Weights:
+    """Random weights of an EAGLE-3 head with the tensors and names that its config requires."""
+    d = model.config.hidden_size
+    more: dict[str, tuple[int, ...]] = {}
+    if config.get("fc_norm"):
+        more |= {f"fc_norm.{i}.weight": (d,) for i in range(3)}
+    if config.get("norm_before_fc"):
+        more["input_norm.weight"] = (3 * d,)
+    # Most files contain a copy of the target's embedding, which is used only if it was trained.
+    more["embed_tokens.weight"] = (model.config.vocab_size, d)
+    weights = random_weights("eagle", model, more=more)
+    if "speculators_model_type" not in config:
+        return weights
+    return {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "changes"),
     [
         ("eagle", "llama", {}), ("eagle", "qwen3", {"norm_before_residual": True}),
+        # EAGLE-3.1 in the layout of SpecForge
+        ("eagle", "llama", {"fc_norm": True, "norm_output": False}),
+        ("eagle", "llama", SPECULATORS),
+        ("eagle", "llama", {**SPECULATORS, "norm_before_fc": True, "norm_before_residual": True}),
+        ("eagle", "llama", {**SPECULATORS, "fc_norm": True, "norm_output": True}),
+        ("eagle", "llama", {**SPECULATORS, "embed_requires_grad": True}),
         ("medusa", "llama", {}),
         ("nextn", "llama", {}), ("nextn", "qwen3", {}), ("mimo", "qwen2-window", {}),
         ("qwen", "mistral-full", {}),
@@ -188,7 +231,7 @@ def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, cha
     monkeypatch.setattr(head_model, "CHUNK_ROWS", 4)
     model = few_tokens(name)
     model.config.head_dim = getattr(model.config, "head_dim", None) or 8
-    weights = random_weights(kind, model)
+    weights = eagle_weights(model, changes) if kind == "eagle" else random_weights(kind, model)
     settings = write_head(tmp_path, kind, model, weights, **changes)
     with open_llm(**settings) as llm:
         drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(24, 5, fixed_size=True))
@@ -208,7 +251,7 @@ def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, cha
         assert drafter._model.grow(probes) == 3
     for sequence, probe in zip(several, probes, strict=True):
         for path, found in zip(PATHS, probe.logits, strict=True):
-            wanted = expected_logits(kind, weights, model, sequence.tokens, path, bool(changes))[-1]
+            wanted = expected_logits(kind, weights, model, sequence.tokens, path, changes)[-1]
             torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
@@ -523,6 +566,10 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
             SettingsError, ["41", "5"]),
         ("eagle", {"num_hidden_layers": 2}, {}, UnsupportedModelError, ["1 Llama layer"]),
         ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
+        ("eagle", {**SPECULATORS, "surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
+        ("eagle", {"speculators_model_type": "dflash"}, {}, UnsupportedModelError, ["dflash"]),
+        ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError, ["most "
+                                                                                         "one"]),
         ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),
         ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError, ["--drafter "
                                                                     "adaptive_tree", "--drafter "
