@@ -19,7 +19,6 @@ from support.processes import is_soon_over, is_written
 from support.tiny import keep_steady
 from transformers import Qwen3MoeConfig
 
-from bench.common.measure import UNKNOWN, Spread, commit
 from bench.gpu import (
     attention,
     correctness,
@@ -34,6 +33,7 @@ from bench.gpu import (
 )
 from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
+from bench.measure import UNKNOWN, Spread, commit
 from offload_rt import LLM, SamplingParams
 from offload_rt.weights.checkpoint import open_checkpoint
 
