@@ -1,1 +1,1 @@
-"""Comparison with other systems: contract, floors, result tables, chart."""
+"""What all peers of a comparison share."""

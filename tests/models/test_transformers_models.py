@@ -24,8 +24,8 @@ from support.tiny import (
 from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
-from bench.models.tiny import config_of as tiny_config
-from bench.models.tiny import open_streamed, random_model
+from bench.models import config_of as tiny_config
+from bench.models import open_streamed, random_model
 from offload_rt import LLM, SamplingParams, ops
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.executor.step import Step
@@ -295,7 +295,7 @@ def test_context_ends_where_longrope_changes():
 @pytest.mark.parametrize("most", [1, 1 << 20])
 def test_softcap_and_sinks_equal_the_definition(softcap, has_sinks, most, monkeypatch):
     """Written out head by head; rows at once as many as fit. Values are narrower than keys."""
-    monkeypatch.setattr(reference, "MOST_SCORES", most)
+    monkeypatch.setattr(reference, "MAX_SCORES", most)
     generator = torch.Generator().manual_seed(0)
     n = 6
     n_before = 9

@@ -1,1 +1,0 @@
-"""Shared parts of all benchmarks: measuring, recording, pacing, processes, checkpoints."""

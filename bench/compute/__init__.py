@@ -1,1 +1,0 @@
-"""Products and attention of a CPU against its measured ceilings."""

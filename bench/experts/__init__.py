@@ -1,1 +1,0 @@
-"""Mixtures: streamed experts, host experts, eviction and prefetching."""

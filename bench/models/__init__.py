@@ -1,1 +1,0 @@
-"""Model types of transformers: equality with `generate`, and cost against native decoders."""

@@ -1,1 +1,0 @@
-"""Several ranks: tensor parallelism, pipelines, forecasts for several GPUs."""

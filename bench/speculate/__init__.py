@@ -1,1 +1,0 @@
-"""Speculation: speedup, systems, verification, predictions, learning, long texts."""

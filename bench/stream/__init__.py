@@ -1,1 +1,0 @@
-"""Streamed passes: floors, memory, overlap, lossless weights, long contexts, tracing."""
