@@ -235,7 +235,7 @@ def _open_drafter(
             and not machine.link_gbps
         ):
             runner.follow_each_other(machine.compute)
-            machine = replace(machine, compute=machine.compute.of_stages(runner.spec.ranks.size))
+            machine = replace(machine, compute=machine.compute.pipelined(runner.spec.ranks.size))
     if (
         moved.experts is not None
         and runner.experts is not None

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes, pass_times
-from offload_rt.cost.tree_size import Acceptance, sizes_up_to
+from offload_rt.cost.pass_times import (
+    ComputeTimes,
+    MachineProfile,
+    PassBytes,
+    pass_times,
+    transfer_s,
+)
+from offload_rt.cost.tree_size import Acceptance, select_tree
 from offload_rt.engine import profile
 from offload_rt.engine.link import convert_flags
 from offload_rt.offload.disk import DiskTier
@@ -46,7 +52,7 @@ def token_seconds(plan: "EnginePlan", product_gbps: Sequence[float]) -> float:
             / n_rows
             * plan.dtype.itemsize
         )
-        compute.append(weights / gbps / 1e9)
+        compute.append(transfer_s(weights, gbps))
         for (adds, width), n in sorted(exchanges.items()):
             x = torch.zeros(n_rows, width, dtype=plan.dtype, device=plan.device)
             exchange = model.ranks.all_reduce if adds else model.ranks.all_gather
@@ -55,11 +61,13 @@ def token_seconds(plan: "EnginePlan", product_gbps: Sequence[float]) -> float:
     links = (("disk", profile.link_gbps(disk, model.n_layers)),)
     nbytes = sum(disk.nbytes(i) for i, tier in enumerate(plan.plan.tiers) if tier == "disk")
     machine = MachineProfile("this machine", True, links, product_gbps[0], compute=times)
-    sizes = np.array([limits.n_nodes]) if limits.fixed_size else sizes_up_to(limits.n_nodes)
-    seconds = pass_times(machine, PassBytes((("disk", nbytes),), 0), sizes, 0)
-    seconds = -np.array(model.ranks.least(*(-seconds).tolist()))
+
+    def slowest_s(sizes: np.ndarray) -> np.ndarray:
+        seconds = pass_times(machine, PassBytes((("disk", nbytes),), 0), sizes, 0)
+        return -np.array(model.ranks.least(*(-seconds).tolist()))[:, None]
+
     trees = search(Acceptance().by_rank(), limits.n_nodes, limits.n_levels)
-    return float((seconds / trees.values[sizes].max(1)).min())
+    return select_tree(trees.values, limits, slowest_s).token_s
 
 
 def reading_notice(plan: "EnginePlan", size: int, is_exact: bool) -> str:
