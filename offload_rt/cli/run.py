@@ -8,7 +8,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -260,10 +260,10 @@ def _more(output: "Output") -> dict[str, Any]:
                 row and {token: logprob._asdict() for token, logprob in row.items()} for row in rows
             ]
     if output.others:
-        names = ("text", "token_ids", "finish_reason")
-        more["others"] = [
-            {name: getattr(answer, name) for name in names} | _more(answer)
-            for answer in output.others
+        names = ("index", "text", "token_ids", "finish_reason")
+        more["outputs"] = [
+            {name: getattr(answer, name) for name in names} | _more(replace(answer, others=()))
+            for answer in output.outputs
         ]
     return more
 
@@ -305,16 +305,14 @@ def _print_plan(config: EngineConfig, flags: Namespace) -> None:
         rate = profile.disk_gbps(Path(HF_HUB_CACHE))
         return plan.print_plan(Namespace(**vars(flags), disk=f"{rate:.2f}GB/s"))
     with LLM.open(config) as llm:
-        engine_plan = llm.engine_plan
-        n_layers = engine_plan.checkpoint.spec.n_layers
-        measured = profile.profile(
-            engine_plan.disk, n_layers, engine_plan.dtype, engine_plan.device
-        )
+        spec = llm.spec
+        n_layers = spec.target.checkpoint.spec.n_layers
+        measured = profile.profile(spec.files.disk, n_layers, spec.target.dtype.torch, spec.device)
     if not flags.json:
-        return print_table(plan_table(engine_plan, measured))
-    seconds = pass_time(measured, engine_plan.pass_bytes)
+        return print_table(plan_table(spec, measured))
+    seconds = pass_time(measured, spec.pass_bytes)
     found = {
-        "plan": asdict(engine_plan.plan),
+        "plan": asdict(spec.plan),
         "profile": asdict(measured),
         "predicted_seconds_per_token": seconds,
     }

@@ -153,7 +153,7 @@ class Runner:
         segments = [segment for chunk in chunks for segment in chunk.segments]
         layers = range(self.spec.n_layers)
         return self.offloaded_rows.prefetch(
-            [rows for i in layers for segment in segments for rows in segment.cache.beyond(i)]
+            [rows for i in layers for segment in segments for rows in segment.cache.offloaded(i)]
         )
 
     @contextmanager
@@ -266,7 +266,7 @@ class Runner:
     def _weights(self, block: LayerView) -> LayerWeights:
         weights = self.format.view(block.layout, block.data, self.dtype)
         if self.experts is not None:
-            weights.experts = self.experts.of_layer(block.i, partial(self._following, block.i))
+            weights.experts = self.experts.layer_experts(block.i, partial(self._following, block.i))
         return weights
 
     def _following(self, i: int) -> LayerWeights | None:

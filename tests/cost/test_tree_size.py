@@ -17,7 +17,7 @@ from offload_rt.cost.tree_size import (
 )
 
 
-def test_expected_tokens_are_corrected_by_accepted_tokens() -> None:
+def test_expected_tokens_are_corrected_by_accepted_tokens():
     bias = ExpectedTokensBias()
     assert bias.corrected(5.0) == 5.0
     for _ in range(2000):
@@ -26,7 +26,7 @@ def test_expected_tokens_are_corrected_by_accepted_tokens() -> None:
     assert bias.corrected(1.0) == 1.0
 
 
-def test_newest_text_dominates_the_correction() -> None:
+def test_newest_text_dominates_the_correction():
     bias = ExpectedTokensBias()
     for _ in range(2000):
         bias.observe(9.0, 3)
@@ -38,7 +38,7 @@ def test_newest_text_dominates_the_correction() -> None:
 
 
 @given(st.integers(0, 10**6))
-def test_best_prefix_is_the_smallest_nearly_optimal_prefix(seed: int) -> None:
+def test_best_prefix_is_the_smallest_nearly_optimal_prefix(seed):
     random = np.random.default_rng(seed)
     chances = np.sort(random.random(30))[::-1] * random.random()
     seconds = 1.0 + np.maximum(np.arange(31) - random.integers(31), 0) * random.random() / 10
@@ -50,8 +50,8 @@ def test_best_prefix_is_the_smallest_nearly_optimal_prefix(seed: int) -> None:
 
 @given(st.integers(0, 10**6))
 def test_best_prefixes_minimize_time_per_token_of_all_trees(
-    seed: int,
-) -> None:
+    seed,
+):
     random = np.random.default_rng(seed)
     chances = [
         np.sort(random.random(random.integers(7)) * scale)[::-1] for scale in (1.0, 0.6, 0.2)
@@ -68,9 +68,7 @@ def test_best_prefixes_minimize_time_per_token_of_all_trees(
 
 
 @given(st.integers(0, 10**6), st.booleans(), st.booleans(), st.booleans())
-def test_selected_tree_is_the_smallest_nearly_optimal_tree(
-    seed: int, fixed_size: bool, fixed_depth: bool, one_time: bool
-) -> None:
+def test_selected_tree_is_the_smallest_nearly_optimal_tree(seed, fixed_size, fixed_depth, one_time):
     random = np.random.default_rng(seed)
     expected = 1.0 + np.sort(random.random((26, 7)) * 5, axis=0)
     limits = DraftLimits(20, 5, fixed_size, fixed_depth)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.fake_gpu import record_graph
 from support.heads import HEADS, few_tokens, random_head
-from support.recorded import record
 from support.tiny import keep_steady, open_llm
 
 from offload_rt import LLM
@@ -34,12 +34,12 @@ def opened(zoo, steady, tmp_path, monkeypatch) -> Callable[..., tuple[LLM, Any]]
             return open_llm(pair.target, "disk", **settings), pair.model
         if kind == "graphs":
             llm = open_llm(pair.target, draft_model=str(pair.draft), **settings)
-            most = llm.engine_plan.cache_rows, llm.engine_plan.limits.n_nodes
+            most = llm.spec.memory.cache_rows, llm.spec.memory.limits.n_nodes
             for runner, n_rows in (
                 (llm.engine.runner, most[0]),
                 (llm.engine.draft, most[0] + most[1]),
             ):
-                runner.use_graphs(GraphShape(16, n_rows, 32), record)
+                runner.use_graphs(GraphShape(16, n_rows, 32), record_graph)
             return llm, pair.model
         return open_llm(pair.target, **pair.settings(kind), **settings), pair.model
 

@@ -58,7 +58,7 @@ def nested(topology, node=0):
 
 
 def acceptances():
-    """Random (ranks,), descending, with ties, some of it zero and some one."""
+    """Random descending (ranks,) with ties, zeros and ones."""
 
     def build(ranks, seed):
         random = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ def acceptances():
 
 
 def check_tree(table, acceptance, n, levels):
-    """The tree keeps the limits and the order, and is expected to give what the table says."""
+    """Assert that the tree respects limits and order and has the expected value of the table."""
     topology = table.topology(n, levels)
     tree = nested(topology)
     assert len(topology) <= n and n_levels(tree) <= levels and widest(tree) <= len(acceptance)
@@ -86,9 +86,7 @@ def check_tree(table, acceptance, n, levels):
 
 @settings(max_examples=40)
 @given(acceptances(), st.integers(1, MOST), st.integers(1, MOST))
-def test_one_search_finds_the_best_of_all_trees_for_every_size_and_number_of_levels(
-    acceptance, n_nodes, max_levels
-):
+def test_search_finds_the_best_tree_of_every_size_and_depth(acceptance, n_nodes, max_levels):
     table = search(acceptance, n_nodes, max_levels)
     assert table.values.shape == (n_nodes + 1, max_levels + 1)
     for levels in {1, (max_levels + 1) // 2, max_levels}:
@@ -101,26 +99,26 @@ def test_one_search_finds_the_best_of_all_trees_for_every_size_and_number_of_lev
 
 @settings(max_examples=20)
 @given(acceptances(), st.integers(1, 90), st.integers(1, 12))
-def test_larger_trees_give_what_the_table_says(acceptance, n_nodes, max_levels):
+def test_larger_trees_match_the_table(acceptance, n_nodes, max_levels):
     table = search(acceptance, n_nodes, max_levels)
     check_tree(table, acceptance, n_nodes, max_levels)
     assert (np.diff(table.values[:, -1]) >= 0).all(), "more nodes never hurt"
     assert (np.diff(table.values, axis=1) >= 0).all(), "more levels never hurt"
 
 
-def test_children_that_are_never_taken_are_left_out():
+def test_unused_children_are_left_out():
     assert len(search(np.zeros(4), 9, 5).topology(9, 5)) == 1
     assert search(np.array([0.5, 0.0, 0.0]), 4, 3).topology(4, 3).parents.tolist() == [-1, 0, 1]
 
 
-def test_a_full_tree_is_not_exceeded():
+def test_full_tree_is_not_exceeded():
     table = search(np.array([0.6, 0.3]), 50, 4)
     assert len(table.topology(50, 4)) == 15 and table.values[50, 4] == pytest.approx(
         sum(0.9**i for i in range(4))
     )
 
 
-def test_a_description_names_nodes_levels_and_children():
+def test_description_names_nodes_levels_and_children():
     assert (
         describe(Topology.chain(1)) == "1 node"
         and describe(Topology.chain(5)) == "chain of 5 nodes"
@@ -133,7 +131,7 @@ def test_a_description_names_nodes_levels_and_children():
 
 @given(st.builds(random_tree, st.integers(1, 150), st.integers(0, 2**31)))
 @settings(max_examples=20)
-def test_a_description_is_short_and_says_the_widths(topology):
+def test_description_is_short_and_names_widths(topology):
     lines = describe(topology).splitlines()
     assert all(len(line) <= 120 for line in lines)
     if not topology.is_chain:
