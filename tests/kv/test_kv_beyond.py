@@ -66,7 +66,7 @@ def small(monkeypatch, tmp_path):
     """Use small blocks, temporary files and fixed tree sizes."""
     monkeypatch.setattr(kv_split, "_TAIL_ROWS", 8)
     monkeypatch.setattr(kv_split, "_BLOCK_NBYTES", 16 << 10)
-    monkeypatch.setattr(kv_split, "MOST_SCORES", 4 << 10)
+    monkeypatch.setattr(kv_split, "MAX_SCORES", 4 << 10)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
@@ -82,7 +82,7 @@ def runner(request, zoo):
 def beyond(runner, n_on_device, n_rows=CAPACITY, is_fp8=False):
     """Let a runner create caches with `n_on_device` rows on the device and the rest in a file."""
     spec = runner.spec
-    rows = RowFormat(spec.n_kv_heads, spec.head_dim, DType.of(runner.dtype), is_fp8)
+    rows = RowFormat(spec.n_kv_heads, spec.head_dim, DType.from_torch(runner.dtype), is_fp8)
     split = replace(KVSplit.least(spec, n_rows, N_NODES, rows, 512), n_on_device=n_on_device)
     runner.offloaded_rows = FileRows(split, spec.n_layers, runner.streamer)
     try:
@@ -169,7 +169,7 @@ def test_window_fetches_only_visible_blocks(runner):
         cache = offloaded_cache(runner)
         runner.assume_context(cache, 400)
         for layer in range(runner.spec.n_layers):
-            n = sum(one.stop - one.start for one in runner._caches[cache].beyond(layer))
+            n = sum(one.stop - one.start for one in runner._caches[cache].offloaded(layer))
             window = runner.spec.window(layer)
             assert n == 400 if window is None else window - 1 <= n <= window + host.PAGE_ROWS
         runner.free_cache(cache)
@@ -345,11 +345,11 @@ def test_caches_fit_the_split_and_a_single_cache_always_fits(more, caches):
     for is_alone in (False, True):
         one = split.share(caches[0][0] + caches[0][1], caches[0][1], is_alone)
         assert split.fits([one]) and one.n_on_device <= split.n_on_device
-        assert -(-one.n_beyond // split.block_rows) <= split.n_blocks
+        assert -(-one.n_offloaded // split.block_rows) <= split.n_blocks
     shares = [split.share(n + nodes, nodes, i == 0) for i, (n, nodes) in enumerate(caches)]
     if split.fits(shares):
         assert sum(one.n_on_device for one in shares) <= split.n_on_device
-        assert sum(-(-one.n_beyond // split.block_rows) for one in shares) <= split.n_blocks
+        assert sum(-(-one.n_offloaded // split.block_rows) for one in shares) <= split.n_blocks
 
 
 # The rows.
@@ -365,7 +365,9 @@ def test_rows_round_trip_and_fp8_rounds_by_row_and_head(dtype, n_heads):
         (torch.randn(shape, generator=generator) * scales.view(2, 1, 5, 1)).to(dtype)
         for _ in range(2)
     ]
-    plain, fp8 = (RowFormat(n_heads, 24, DType.of(dtype), is_fp8) for is_fp8 in (False, True))
+    plain, fp8 = (
+        RowFormat(n_heads, 24, DType.from_torch(dtype), is_fp8) for is_fp8 in (False, True)
+    )
     for i in range(2):
         for one, there in zip(plain.unpack(plain.pack(*pair)[i]), pair, strict=True):
             assert torch.equal(one, there[i])
@@ -566,7 +568,9 @@ def test_failed_read_ends_the_pass_and_the_next_pass_works(runner, monkeypatch):
             raise LinkError("the disk has gone")
 
         monkeypatch.setattr(store, "_request", failing)
-        reads = any(list(runner._caches[caches[1]].beyond(i)) for i in range(runner.spec.n_layers))
+        reads = any(
+            list(runner._caches[caches[1]].offloaded(i)) for i in range(runner.spec.n_layers)
+        )
         with pytest.raises(LinkError, match="gone") if reads else nullcontext():
             feed(runner, caches[1], prompt_of(1, N_NODES), tree)
         runner.discard(caches[1])

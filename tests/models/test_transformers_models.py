@@ -295,7 +295,7 @@ def test_context_ends_where_longrope_changes():
 @pytest.mark.parametrize("most", [1, 1 << 20])
 def test_softcap_and_sinks_equal_the_definition(softcap, has_sinks, most, monkeypatch):
     """Written out head by head; rows at once as many as fit. Values are narrower than keys."""
-    monkeypatch.setattr(reference, "MOST_SCORES", most)
+    monkeypatch.setattr(reference, "MAX_SCORES", most)
     generator = torch.Generator().manual_seed(0)
     n = 6
     n_before = 9

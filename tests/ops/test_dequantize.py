@@ -117,8 +117,8 @@ def test_reference_equals_the_formula(kind, dtype):
             value = float(torch.tensor(value, dtype=torch.uint8).view(torch.float8_e4m3fn))
         at = [row // packing.block[0], column // packing.block[1]]
         if groups is not None:
-            at[0 if packing.groups_rows else 1] = int(
-                groups[row if packing.groups_rows else column]
+            at[0 if packing.is_transposed else 1] = int(
+                groups[row if packing.is_transposed else column]
             )
         zero = packing.offset if zeros is None else int(zeros[tuple(at)])
         expected = torch.tensor(value - zero, dtype=torch.float64) * scales[tuple(at)].double()

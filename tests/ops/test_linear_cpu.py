@@ -57,7 +57,7 @@ def coded(kind: str, seed: int) -> tuple[CodedMatrix, Tensor]:
     zero_codes = None
     if zeros is not None:
         zero_codes = ZeroCodes(zeros.to(torch.int8), "plain")
-    values = stored.T if packing.groups_rows else stored
+    values = stored.T if packing.is_transposed else stored
     matrix = CodedMatrix(
         tuple(values.shape), packing, codes, scales, zero_codes, groups, scales.dtype
     )
@@ -92,7 +92,7 @@ def test_unpacked_codes_equal_the_reference_bit_for_bit(level, kind):
         for dtype in FLOATS:
             expected = torch.empty(shape, dtype=dtype)
             reference_dequantize(codes, scales, zeros, groups, packing, expected)
-            expected = expected.T if packing.groups_rows else expected
+            expected = expected.T if packing.is_transposed else expected
             assert_equal(
                 dequantize(matrix, torch.empty(matrix.shape, dtype=dtype)), expected.contiguous()
             )
@@ -127,7 +127,9 @@ def test_packed_zero_points_equal_unpacked_zero_points(level, order):
     }
     packing = replace(matrix.packing, bits=4)
     stored = matrix.shape[::-1] if matrix.is_transposed else matrix.shape
-    codes = torch.randint(-(1 << 31), 1 << 31, packing.words(*stored), generator=generator).int()
+    codes = torch.randint(
+        -(1 << 31), 1 << 31, packing.code_shape(*stored), generator=generator
+    ).int()
     zeros = torch.randint(-(1 << 31), 1 << 31, words[order], generator=generator).int()
     for plus in (0, 1):
         packed = replace(

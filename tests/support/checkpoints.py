@@ -198,7 +198,10 @@ def pack(
 ) -> PackedLayer:
     """Copy tensors, some of them of quantised matrices, into a new block."""
     layout = packed_layout(
-        ((name, tuple(tensor.shape), DType.of(tensor.dtype)) for name, tensor in tensors.items()),
+        (
+            (name, tuple(tensor.shape), DType.from_torch(tensor.dtype))
+            for name, tensor in tensors.items()
+        ),
         matrices,
     )
     image = PackedLayer(host_block(layout.nbytes), layout)

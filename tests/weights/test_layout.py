@@ -47,7 +47,7 @@ def _tensors(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Ten
 @settings(deadline=None, max_examples=50)
 def test_packed_slots_are_aligned_and_disjoint(shapes):
     layout = packed_layout(
-        (f"t{n}", shape, DType.of(dtype)) for n, (shape, dtype) in enumerate(shapes)
+        (f"t{n}", shape, DType.from_torch(dtype)) for n, (shape, dtype) in enumerate(shapes)
     )
     assert [(slot.shape, slot.dtype.torch) for slot in layout.entries] == shapes
     assert all(slot.offset % ALIGNMENT == 0 for slot in layout.entries)
@@ -187,7 +187,7 @@ def test_view_multiplies_with_its_rows(name, stored_in, computed_in):
     bias = torch.randn(7).to(stored_in)
     norm = torch.randn(5).to(stored_in)
     tensors = {"first.weight": torch.randn(7, 5), "first.bias": bias, "norm.weight": norm}
-    dtype = DType.of(stored_in)
+    dtype = DType.from_torch(stored_in)
     stored = {
         key: fmt.stored(key, tuple(tensor.shape), dtype, Source({}))
         for key, tensor in tensors.items()
