@@ -210,7 +210,7 @@ def chosen_shape(args: argparse.Namespace, source: NativeDecoder, itemsize: int)
 def expand(args: argparse.Namespace) -> None:
     """Do what the flags ask for. Raises OffloadError, with nothing left behind."""
     source = open_checkpoint(locate(args.source, offline=True))
-    dtype = args.dtype or source.non_layer[0].stored_dtype().value
+    dtype = args.dtype or source.non_layer.tensors[0].stored_dtype().value
     if dtype not in DTYPES:
         raise SettingsError(
             f"the source's dtype {dtype} is not written",

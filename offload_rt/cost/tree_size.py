@@ -16,7 +16,7 @@ _MEMORY = 0.998
 _MOST_COUNTED = 1e9
 # Tokens that the expectations of trees are trusted for, and how fast old ratios are forgotten.
 # Texts differ by as much as a factor of two, so the newest passes tell more of the next one than
-# all before (`bench/predictions.py`).
+# all before (`bench/speculate/predictions.py`).
 _BIAS_WEIGHT = 10.0
 _BIAS_MEMORY = 0.97
 # The smallest tree within this factor of the best one is taken: a larger one gains less than its
