@@ -253,7 +253,7 @@ def replay(
         cache.n_cached / cache.n_needed,
         cache.n_fetched / cache.n_needed,
         (cache.now - started) / (n * n_layers * n_used),
-        cache.n_fetched / (n * float(model.of_pass(np.array(n_rows)))),
+        cache.n_fetched / (n * float(model.pass_nbytes(np.array(n_rows)))),
     )
 
 
