@@ -43,7 +43,8 @@ def page() -> str:
     parts = [_HEAD]
     for title, items in sections.items():
         parts.append(f"\n## {title}\n\n| flag | default | meaning |\n|---|---|---|\n")
-        for item in items:
+        # Fields without a flag have no help.
+        for item in (item for item in items if "help" in item.metadata):
             is_shown = item.default not in (None, MISSING, ()) and item.default is not False
             default = f"`{item.default}`" if is_shown else ""
             text = item.metadata["help"].replace("|", "\\|").replace("<", "&lt;")
