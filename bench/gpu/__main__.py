@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from bench.common.measure import ROOT, UNKNOWN, commit
+from bench.common.processes import family, lines_of
 from bench.gpu.table import table, written_into
-from bench.measure import ROOT, UNKNOWN, commit, family, flag_parser, lines_of
 from offload_rt.ops import extension
 
 SECTIONS = (
@@ -30,7 +31,7 @@ RESULTS = ROOT / "bench/results/gpu"
 
 def main() -> int:
     """Run the sections without results while there is time."""
-    parser = flag_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--minutes", type=float, default=9, help="no section begins that would not end in this time"
     )

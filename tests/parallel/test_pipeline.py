@@ -9,7 +9,7 @@ import pytest
 from support.run_ranks import started
 from support.tiny import generate, prompt_of
 
-from bench.models import config_of, random_model
+from bench.models.tiny import config_of, random_model
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.cost.pass_times import ComputeTimes
