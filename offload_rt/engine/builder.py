@@ -19,12 +19,12 @@ from offload_rt.engine.engine_plan import EnginePlan
 from offload_rt.engine.loader import Loader, Meter, Progress, open_files
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
+from offload_rt.executor.rank_runner import PipelineRunner, RankRunner
 from offload_rt.executor.runner import Runner
 from offload_rt.kv.split import state_rows
 from offload_rt.models.heads import Head
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.ops import extension
-from offload_rt.parallel.pipeline_model import Stage
 from offload_rt.parallel.tensor_parallel import SharedWeights, TensorParallelModel
 from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.learner import Learner
@@ -148,7 +148,7 @@ def load(engine_plan: EnginePlan, trace: Trace, progress: Progress | None = None
         scheduler = Scheduler(
             engine_plan.cache_rows, engine_plan.limits.n_nodes, plan.split, *states
         )
-        is_captured = device.type == "cpu" or not isinstance(runner.spec, Stage)
+        is_captured = device.type == "cpu" or not isinstance(runner, PipelineRunner)
         uncaptured = "" if is_captured else "passes of a pipeline are not captured as CUDA graphs"
         notice = "\n".join(
             filter(
@@ -182,10 +182,8 @@ def _compute_together(several: Sequence[Any], closes: ExitStack) -> None:
         raise SystemExit
     closes.callback(ranks.leave)
     for number, one in enumerate(several):
-        if isinstance(one, SharedWeights) or (
-            isinstance(one, Runner) and isinstance(one.spec, Stage | TensorParallelModel)
-        ):
-            one.tell = partial(ranks.telling, number)
+        if isinstance(one, SharedWeights | RankRunner):
+            one.send = partial(ranks.telling, number)
 
 
 def _cap_device_memory(nbytes: int, device: torch.device, closes: ExitStack) -> None:
@@ -228,14 +226,9 @@ def _open_drafter(
         if moved.disk_experts is not None and engine_plan.experts is not None:
             disk = engine_plan.experts.tier
         machine = profile.pass_profile(runner, moved, (limits.n_nodes, longest), disk)
-        if (
-            isinstance(runner.spec, Stage)
-            and runner.spec.ranks
-            and machine.compute
-            and not machine.link_gbps
-        ):
-            runner.follow_each_other(machine.compute)
-            machine = replace(machine, compute=machine.compute.of_stages(runner.spec.ranks.size))
+        if isinstance(runner, PipelineRunner) and machine.compute and not machine.link_gbps:
+            runner.overlap(machine.compute)
+            machine = replace(machine, compute=machine.compute.of_stages(runner.ranks.size))
     if (
         moved.experts is not None
         and runner.experts is not None

@@ -14,6 +14,7 @@ import torch
 
 from offload_rt.config import format_size
 from offload_rt.errors import CapacityError, DeviceError
+from offload_rt.executor.rank_runner import runner_type
 from offload_rt.executor.runner import Runner
 from offload_rt.models.architecture import Architecture
 from offload_rt.offload import stream_cuda, stream_threads
@@ -147,7 +148,7 @@ class Loader:
             stream_cuda if self.device.type == "cuda" else stream_threads
         ).open_streamer
         streamer = open_streamer(sources, trace, self.device)
-        runner = Runner(
+        runner = runner_type(spec)(
             spec,
             streamer,
             format.view(rest.layout, rest.block, dtype),

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -235,20 +234,20 @@ class GraphRunner:
     most        the largest pass
     new_buffer  makes one of so many rows
     capture     turns a computation into one that replays it; a CUDA graph on a card
-    ranks       among which the model is divided; None: it is whole
+    capture_pass  `capture` for complete passes, which ranks capture together
     tapped      (rows, len(taps), hidden_size) of the last pass
     """
 
     def __init__(
         self, model: ResidentModel, most: GraphShape, new_buffer: Callable[[int], KVBuffer],
         capture: Capture,
-        ranks: Ranks | None = None,
+        capture_pass: Capture,
     ) -> None:  # fmt: skip
         self._model = model
         self._most = most
         self._new_buffer = new_buffer
         self._capture = capture
-        self._capture_pass = capture if ranks is None else partial(capture_together, capture, ranks)
+        self._capture_pass = capture_pass
         self._most_rows = most_captured_rows(most.n_rows)
         self._passes: dict[KVBuffer, dict[GraphShape, GraphPass]] = {}
         self._reductions: dict[tuple[int, Reduce], _Reduction] = {}

@@ -139,7 +139,7 @@ class TransformersModel(Architecture):
     supports_graphs = False
     supports_heads = False
     supports_self_draft = False
-    supports_far_kv = False
+    supports_offloaded_kv = False
     supports_training = False
     embeds_on_all_stages = True
 

@@ -412,7 +412,7 @@ class DividedWeights(LayerWeights):
 class SharedWeights(DividedWeights):
     """Target weights outside the layers, for a draft head on rank 0 that all ranks serve.
 
-    tell  broadcasts (method, args, kwargs) to the same weights on further ranks
+    send  sends (method, args, kwargs) to the same weights on further ranks
     """
 
     def __init__(
@@ -420,7 +420,7 @@ class SharedWeights(DividedWeights):
     ) -> None:
         super().__init__(weights, model)
         self._device = device
-        self.tell: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
+        self.send: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See `LayerWeights`."""
@@ -431,7 +431,7 @@ class SharedWeights(DividedWeights):
         return self._together("rows", ids, name)
 
     def _together(self, method: str, x: Tensor, name: str) -> Tensor:
-        with self.tell("take_part", (method, name, tuple(x.shape), x.dtype), {}):
+        with self.send("take_part", (method, name, tuple(x.shape), x.dtype), {}):
             compute = getattr(DividedWeights, method)
             result: Tensor = compute(self, self._model.ranks.broadcast(x), name)
         return result
