@@ -10,7 +10,7 @@ EXPANDED := demo-cache/expanded-$(SIZE)
 ENGINE = --model $(EXPANDED) --draft-model models/demo-draft --device-memory $(BUDGET)
 PROMPT ?= def read_lines(path, encoding="utf-8"):
 
-.PHONY: venv kernels run test test-isa test-oldest lint bench compare clean
+.PHONY: venv kernels run chat serve test test-isa test-oldest lint bench compare clean
 
 venv: .venv/installed .venv/kernels
 
@@ -40,6 +40,15 @@ run: venv
 	$(PY) scripts/expand.py --source models/demo-target --out $(EXPANDED) --size $(SIZE)
 	$(PY) -m offload_rt.run $(ENGINE) --plan
 	$(PY) -m offload_rt.run $(ENGINE) --max-new-tokens $(TOKENS) --prompt '$(PROMPT)' --show-tree --baseline
+
+# The demo pair continues code. Its chat template passes the messages through.
+CHAT = --model models/demo-target --draft-model models/demo-draft --chat-template models/chat.jinja
+
+chat: venv
+	$(PY) -m offload_rt.chat $(CHAT)
+
+serve: venv
+	$(PY) -m offload_rt.serve $(CHAT)
 
 # worksteal divides the tests into contiguous halves, so that most checkpoints are written once.
 PYTEST = $(PY) -m pytest -n 2 --dist worksteal

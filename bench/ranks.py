@@ -76,7 +76,7 @@ def written(part: Checkpoint, folder: Path, kind: str) -> DiskTier | SidecarTier
     layers = open_sidecar(part, directory)
     if kind == "lossless":
         return SidecarTier(layers, ReadSettings(), decodes=True)
-    return DiskTier([one.records(layer) for one, layer in zip(layers, part.layers, strict=True)])
+    return DiskTier([one.raw_block(layer) for one, layer in zip(layers, part.layers, strict=True)])
 
 
 def read_all(tier: DiskTier | SidecarTier, n_layers: int) -> float:
@@ -92,7 +92,7 @@ def ways(model: Path, size: int, rounds: int) -> dict[str, dict[str, object]]:
     """Print bytes and seconds of reading a rank's layers, and what a pass exchanges besides."""
     whole = open_checkpoint(model)
     by_inputs, by_outputs = (part_of(whole, 0, size, is_exact) for is_exact in (False, True))
-    n_own = sum(one.nbytes for layer in by_outputs.layers for one in layer)
+    n_own = sum(layer.nbytes for layer in by_outputs.layers)
     n_layers = whole.spec.n_layers
     kinds = ("raw", "lossless") if whole.format.name == "dense" else ("raw",)
     reads = list[int]()

@@ -140,6 +140,9 @@ class EngineConfig:
     )
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     offline: bool = setting(False, "use only files in the hub cache")
+    chat_template: str | None = setting(
+        None, "file with a Jinja chat template; default: the model's own"
+    )
     pipeline: int = setting(
         1,
         "number of pipeline stages, equal to the ranks started by torchrun; for machines on a"

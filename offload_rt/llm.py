@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from numbers import Integral
 from operator import index
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,9 +36,18 @@ from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
 from offload_rt.system.progress import loading_bar, progress_bar
 from offload_rt.system.ranks import is_first, joined
 from offload_rt.system.trace import Trace
-from offload_rt.text.detokenize import Message, TextStream, encode, encode_chat, load_tokenizer
+from offload_rt.text.detokenize import (
+    Message,
+    TextStream,
+    encode,
+    encode_chat,
+    load_tokenizer,
+    set_chat_template,
+)
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint, sampling_defaults
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.files import end_ids, sampling_defaults
+from offload_rt.weights.locate import locate
 
 if TYPE_CHECKING:  # it takes a second to load, together with a tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +96,7 @@ class LLM:
         split_draft: str = "auto",
         revision: str | None = None,
         offline: bool = False,
+        chat_template: str | None = None,
         pipeline: int = 1,
         use_tqdm_on_load: bool = True,
     ) -> None:
@@ -101,7 +112,8 @@ class LLM:
                 max_model_len,
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
                 draft_context, learn_draft,
-                batch_invariant, exact_parallel, split_draft, revision, offline, pipeline,
+                batch_invariant, exact_parallel, split_draft, revision, offline,
+                chat_template, pipeline,
             )
         )  # fmt: skip
         is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()
@@ -149,8 +161,10 @@ class LLM:
             locate(config.draft_model, None, config.offline, has_weights=False)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint = open_checkpoint(directory)
-        self._end_ids = end_ids(directory)
+        self._end_ids = end_ids(directory, checkpoint.config)
         self._defaults, self.tokenizer = sampling_defaults(directory), load_tokenizer(directory)
+        if config.chat_template is not None:
+            set_chat_template(self.tokenizer, Path(config.chat_template))
         found = find_draft(config, drafting, checkpoint, self.tokenizer)
         try:
             self.engine_plan = plan_engine(config, checkpoint, found)

@@ -37,7 +37,9 @@ from offload_rt.config import format_size, parse_size
 from offload_rt.errors import CapacityError, CheckpointError, OffloadError, SettingsError
 from offload_rt.models.families import spec_of
 from offload_rt.models.native import NativeDecoder
-from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint, read_json
+from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
+from offload_rt.weights.files import read_json
+from offload_rt.weights.locate import locate
 
 VERSION = 1
 RECIPE = "expansion.json"

@@ -28,7 +28,7 @@ from support.tiny import (
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import CheckpointError, DeviceError, PromptError, SettingsError
 from offload_rt.executor.sequence import Sequence
-from offload_rt.weights.checkpoint import sampling_defaults
+from offload_rt.weights.files import sampling_defaults
 
 PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 150))]
 

@@ -119,7 +119,7 @@ def _calibrate(flags: Namespace) -> None:
     if settings.plot is not None:
         check_picture("--plot", settings.plot)
     prompts = _prompts(settings.prompt_file)
-    from offload_rt.weights.checkpoint import check_paths
+    from offload_rt.weights.locate import check_paths
 
     check_paths(config)
     from offload_rt.cli.format import quiet_libraries

@@ -46,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _convert(flags: Namespace) -> None:
     settings = from_flags(ConvertSettings, flags)
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
-    from offload_rt.weights.checkpoint import locate, open_checkpoint
+    from offload_rt.weights.checkpoint import open_checkpoint
+    from offload_rt.weights.locate import locate
 
     path = locate(settings.model, settings.revision, settings.offline)
     from rich.console import Console

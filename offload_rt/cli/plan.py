@@ -27,7 +27,7 @@ from offload_rt.config import (
 from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN
-from offload_rt.weights.checkpoint import check_paths
+from offload_rt.weights.locate import check_paths
 
 if TYPE_CHECKING:
     from offload_rt.planning.acceptance import Assumed
@@ -288,8 +288,9 @@ def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
     if {config.model.lower(), (config.draft_model or "").lower()} & KNOWN.keys():
         return "", ""
     from offload_rt.speculate.select import find_draft
-    from offload_rt.weights.checkpoint import locate, open_checkpoint
+    from offload_rt.weights.checkpoint import open_checkpoint
     from offload_rt.weights.int4 import Format
+    from offload_rt.weights.locate import locate
 
     try:
         target = open_checkpoint(locate(config.model, config.revision, offline=True))

@@ -130,7 +130,7 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
     from rich.console import Console
 
-    from offload_rt.weights.checkpoint import check_paths
+    from offload_rt.weights.locate import check_paths
 
     check_paths(config)
 
@@ -281,7 +281,7 @@ def _print_plan(config: EngineConfig, flags: Namespace) -> None:
     from offload_rt.cost.pass_times import pass_time
     from offload_rt.engine import profile
     from offload_rt.llm import LLM
-    from offload_rt.weights.checkpoint import is_here
+    from offload_rt.weights.locate import is_here
 
     models = [
         (config.model, config.revision),

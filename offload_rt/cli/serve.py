@@ -65,7 +65,7 @@ def _serve(flags: Namespace) -> None:
     settings = from_flags(ServeSettings, flags)
     config = from_flags(EngineConfig, flags)
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
-    from offload_rt.weights.checkpoint import check_paths
+    from offload_rt.weights.locate import check_paths
 
     check_paths(config)
     try:

@@ -38,8 +38,7 @@ from offload_rt.system.machine import cards, memory_free, memory_limit
 from offload_rt.system.ranks import Ranks, joined
 from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PAGE, align_up, decoded_layout
+from offload_rt.weights.layout import PAGE, BlockRecord, align_up
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class ExpertFiles:
     """
 
     rest: Checkpoint
-    records: tuple[tuple[TensorRecord, ...], ...]
+    records: tuple[BlockRecord, ...]
     tier: DiskTier
 
 
@@ -367,7 +366,7 @@ def _layer_nbytes(
 
 
 def _packed_nbytes(checkpoint: Checkpoint) -> list[int]:
-    return [align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers]
+    return [align_up(layer.layout.nbytes, PAGE) for layer in checkpoint.layers]
 
 
 def _draft_sizes(
@@ -404,8 +403,7 @@ def _draft_sizes(
     spec = checkpoint.spec
     view_nbytes = Sizes.of_checkpoint(checkpoint, int4.DTYPE).view_nbytes
     stand_in = max(
-        int4.copy_layout(decoded_layout(layer), device.type == "cuda").nbytes
-        for layer in checkpoint.layers
+        int4.copy_layout(layer.layout, device.type == "cuda").nbytes for layer in checkpoint.layers
     )
     return Sizes(spec, (0,) * spec.n_layers, 0, int4.DTYPE, view_nbytes, stand_in)
 

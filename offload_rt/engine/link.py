@@ -13,8 +13,7 @@ from offload_rt.offload.sidecar import open_sidecar
 from offload_rt.ops import extension
 from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PAGE, align_up, decoded_layout
+from offload_rt.weights.layout import PAGE, BlockRecord, align_up
 from offload_rt.weights.lossless import SidecarLayer, estimate
 
 # Threads that read encoded layers have so many bytes of buffers at most, and there are so many of
@@ -36,7 +35,7 @@ class LinkFormat:
     """
 
     sidecar: tuple[SidecarLayer, ...] | None = None
-    layers: tuple[tuple[TensorRecord, ...], ...] | None = None
+    layers: tuple[BlockRecord, ...] | None = None
     encodes: bool = False
     sizes: LinkSizes | None = None
     notice: str = ""
@@ -80,7 +79,7 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     try:
         if is_raw:
             layers = zip(_opened(checkpoint, directory, others), checkpoint.layers, strict=True)
-            return LinkFormat(layers=tuple(one.records(layer) for one, layer in layers))
+            return LinkFormat(layers=tuple(sidecar.raw_block(layer) for sidecar, layer in layers))
         found = _encoded(config, checkpoint, directory, device, others)
         return _faster(found, config, checkpoint, device) if is_auto and found.sidecar else found
     except (CheckpointError, DeviceError, SettingsError) as problem:
@@ -167,7 +166,7 @@ def _sizes(checkpoint: Checkpoint, encoded: tuple[int, ...], on_card: bool) -> L
     """A card's slots hold encoded layers, and a buffer the decoded one; slots of a CPU hold layers
     that were decoded.
     """
-    decoded = max(align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers)
+    decoded = max(align_up(layer.layout.nbytes, PAGE) for layer in checkpoint.layers)
     if on_card:
         return LinkSizes(encoded, max(encoded), decoded)
     buffers = min(_BUFFERS, _N_THREADS * align_up(max(encoded) + PAGE, PAGE))

@@ -34,8 +34,7 @@ from offload_rt.system.trace import Trace
 from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import WeightFormat
-from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PackedLayer, host_block
+from offload_rt.weights.layout import BlockRecord, PackedLayer, host_block
 from offload_rt.weights.lossless import EncodedImage, EncodedLayer, encode_layer
 
 if TYPE_CHECKING:  # it measures what drafts take with what is here
@@ -234,7 +233,7 @@ class Loader:
     def _fill(
         self,
         to: dict[str, MemoryTier],
-        blocks: list[tuple[str, tuple[TensorRecord, ...]]],
+        blocks: list[tuple[str, BlockRecord]],
         work: Callable[[str, int], Callable[[], PackedLayer]],
     ) -> None:
         """Put each block, of a tier's name and its tensors, into its tier; the same bytes of a file
@@ -243,7 +242,7 @@ class Loader:
         work  gives what brings a block to a tier, by the tier's name and the number of the block
         The next one is read while one is pinned.
         """
-        same: dict[tuple[str, tuple[TensorRecord, ...]], list[int]] = {}
+        same: dict[tuple[str, BlockRecord], list[int]] = {}
         for i, block in enumerate(blocks):
             if block[0] in to:
                 same.setdefault(block, []).append(i)

@@ -30,7 +30,7 @@ from offload_rt.offload.placement import (
 from offload_rt.speculate.protocols import ROWS_PER_NODE, DraftLimits, draft_rows, view_rows
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.formats import Source, StoredTensor, WeightFormat, dense
+from offload_rt.weights.formats import Source, WeightFormat, dense
 from offload_rt.weights.layout import packed_layout
 
 # Part of the free memory that is left to others, and at least so many bytes of it.
@@ -84,17 +84,12 @@ class Sizes:
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, dtype: DType) -> "Sizes":
         """Of the tensors as they are stored, computed with in `dtype`."""
-        stored = [
-            StoredTensor(one.key, one.shape, one.stored_dtype()) for one in checkpoint.records
-        ]
         return cls(
             spec=checkpoint.spec,
-            layer_nbytes=tuple(sum(one.nbytes for one in layer) for layer in checkpoint.layers),
-            non_layer_nbytes=sum(record.nbytes for record in checkpoint.non_layer),
+            layer_nbytes=tuple(layer.nbytes for layer in checkpoint.layers),
+            non_layer_nbytes=checkpoint.non_layer.nbytes,
             dtype=dtype if checkpoint.spec.taps else checkpoint.dtype,
-            view_nbytes=max(
-                checkpoint.format.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored
-            ),
+            view_nbytes=max(block.scratch_nbytes(dtype) for block in checkpoint.blocks),
         )
 
     @classmethod
@@ -108,17 +103,17 @@ class Sizes:
         nbytes: dict[tuple[TensorShape, ...], int] = {}
         view_nbytes = 0
         for layer in {spec.layer_tensors(i) for i in range(spec.n_layers)}:
-            matrices = [one for tensor in layer for one in _matrices(tensor)]
             stored = [
-                one
-                for name, shape in matrices
-                for one in stores.stored(name, shape, dtype, Source({}))
+                stores.stored(name, shape, dtype, Source({}))
+                for tensor in layer
+                for name, shape in _matrices(tensor)
             ]
             nbytes[layer] = packed_layout(
-                (one.key, one.shape, one.dtype or dtype) for one in stored
+                (part.name, part.shape, part.dtype or dtype)
+                for tensor in stored
+                for part in tensor.tensors
             ).nbytes
-            scratch = (stores.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored)
-            view_nbytes = max(view_nbytes, *scratch)
+            view_nbytes = max(view_nbytes, *(one.scratch_nbytes(dtype) for one in stored))
         non_layer = sum(math.prod(shape) for _, shape in spec.non_layer_tensors()) * dtype.itemsize
         layers = tuple(nbytes[spec.layer_tensors(i)] for i in range(spec.n_layers))
         return cls(spec, layers, non_layer, dtype, view_nbytes)

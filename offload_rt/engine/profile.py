@@ -35,7 +35,7 @@ from offload_rt.system.machine import cache_nbytes, memory_free
 from offload_rt.system.numa import cpus_near, staying_near
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import host_block
+from offload_rt.weights.layout import BlockRecord, host_block
 
 _CACHE = "disk.json"
 _VERSION = 1
@@ -60,9 +60,9 @@ _STALE = 1.3
 _MARGIN = 1.05
 
 
-def read_settings(layers: Sequence[Sequence[TensorRecord]]) -> ReadSettings:
+def read_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
     """The best way to read these blocks, measured once for each disk and remembered."""
-    disk = str(layers[0][0].path.stat().st_dev)
+    disk = str(layers[0].tensors[0].path.stat().st_dev)
     known = read_cached(_CACHE, _VERSION)
     for settings in _CANDIDATES:  # anything else was not measured by this program
         if known.get(disk) == [settings.request_nbytes, settings.n_parallel]:
@@ -95,7 +95,7 @@ def disk_gbps(folder: Path, nbytes: int = 128 << 20) -> float:
         file.write(os.urandom(nbytes))
         os.fsync(file.fileno())
         record = TensorRecord("bytes", "U8", (nbytes,), Path(file.name), 0, nbytes, "bytes")
-        with closing(DiskTier([(record,)])) as tier:
+        with closing(DiskTier([BlockRecord((record,))])) as tier:
             return link_gbps(tier, 1)
 
 
@@ -370,7 +370,7 @@ def _now(runner: Runner) -> float:
     return time.perf_counter()
 
 
-def _measure_settings(layers: Sequence[Sequence[TensorRecord]]) -> ReadSettings:
+def _measure_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
     rates: dict[ReadSettings, list[float]] = {settings: [] for settings in _CANDIDATES}
     with ExitStack() as closes:
         tiers = {

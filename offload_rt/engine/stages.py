@@ -80,7 +80,7 @@ def _part(checkpoint: Checkpoint, layers: range, ranks: Ranks) -> Checkpoint:
     """Return the checkpoint of some layers, with this rank's tensors outside the layers."""
     stage = Stage.of(checkpoint.spec, layers, ranks)
     is_all = stage.rank == 0 or stage.embeds_on_all_stages
-    non_layer = tuple(tensor for tensor in checkpoint.non_layer if is_all or len(tensor.shape) == 1)
+    non_layer = checkpoint.non_layer.select(lambda tensor: is_all or len(tensor.shape) == 1)
     return replace(
         checkpoint,
         spec=stage,

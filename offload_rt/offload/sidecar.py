@@ -16,7 +16,7 @@ from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.tier import Read, read_parallel
 from offload_rt.ops import lossless
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.layout import Layout, PackedLayer, decoded_layout, host_block
+from offload_rt.weights.layout import Layout, PackedLayer, host_block
 from offload_rt.weights.lossless import (
     SidecarLayer,
     chunk_digest,
@@ -151,7 +151,7 @@ def _open_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer
     path = layer_path(directory, i)
     if not path.exists():
         raise refuse(path, "is not there")
-    return read_layer(path, checkpoint.identity, i, decoded_layout(checkpoint.layers[i]))
+    return read_layer(path, checkpoint.identity, i, checkpoint.layers[i].layout)
 
 
 def _whole_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer | None:

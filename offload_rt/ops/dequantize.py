@@ -91,6 +91,29 @@ class BlockMatrix:
     type: str
 
 
+@dataclass(frozen=True)
+class TinygemmMatrix:
+    """4-bit matrix (n_out, n_in) for torch's tinygemm, which sums and rounds in bfloat16.
+
+    codes   interleaved by `aten._convert_weight_to_int4pack`
+    scales  (n_groups, n_out, 2) scales and zero points
+    """
+
+    shape: tuple[int, int]
+    codes: Tensor
+    scales: Tensor
+
+    def product(self, x: Tensor) -> Tensor:
+        """Multiply x (n, n_in) by the transposed matrix: (n, n_out)."""
+        aten = torch.ops.aten
+        multiply = aten._weight_int4pack_mm if x.is_cuda else aten._weight_int4pack_mm_for_cpu
+        out: Tensor = multiply(x, self.codes, x.shape[1] // len(self.scales), self.scales)
+        return out
+
+
+Weight = Tensor | CodedMatrix | BlockMatrix | TinygemmMatrix
+
+
 def dequantize_codes(
     codes: Tensor,
     scales: Tensor,

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload_rt.ops import build, cpu, linear_cpu
-from offload_rt.ops.dequantize import BlockMatrix, CodedMatrix, dequantize_blocks, dequantize_codes
+from offload_rt.ops.dequantize import (
+    BlockMatrix,
+    CodedMatrix,
+    TinygemmMatrix,
+    Weight,
+    dequantize_blocks,
+    dequantize_codes,
+)
 from offload_rt.system.files import read_cached, write_cached
 
 # Outputs that are widened to float32 at a time on a CPU without the library.
@@ -27,7 +34,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def linear(
     x: Tensor,
-    weight: Tensor | CodedMatrix | BlockMatrix,
+    weight: Weight,
     bias: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
@@ -43,6 +50,9 @@ def linear(
         return linear(x.reshape(-1, x.shape[-1]), weight, bias, is_batch_invariant).view(
             *x.shape[:-1], -1
         )
+    if isinstance(weight, TinygemmMatrix):
+        y = weight.product(x)
+        return y if bias is None else y.add_(bias)
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
     if linear_cpu.serves(x, weight) and not needs_gradient:
         is_torch_possible = not is_batch_invariant and len(x) >= _MANY_ROWS

@@ -13,8 +13,9 @@ from offload_rt.models.architecture import Architecture
 from offload_rt.speculate.protocols import DrafterType, DraftLimits, VerificationRule
 from offload_rt.system import registry
 from offload_rt.text.detokenize import load_tokenizer
-from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint
+from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
 from offload_rt.weights.heads import find_mtp, open_head
+from offload_rt.weights.locate import locate
 
 if TYPE_CHECKING:  # importing transformers takes a second, and plans need no tokenizer
     from transformers import PreTrainedTokenizerBase

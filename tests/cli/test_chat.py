@@ -29,6 +29,9 @@ TEMPLATE = (
     " %}<assistant>{{ mood }}{% if enable_thinking is false %}-{% endif %}{% endif %}"
 )
 PATIENCE_S = 60.0
+PROMPT = ">"
+# rich erases the last line when it shows more of an answer.
+ANSWERING = "\x1b[2K"
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +140,7 @@ def test_each_line_is_a_turn_and_what_was_computed_is_kept(
     lines = ["the fox", "", "jumps", "/help", "/what", "/reset", "dog", "/exit", "never"]
     code, out, err = talk(lines, "--system", "lazy", "--max-new-tokens", "7")
     assert (code, out) == (0, "".join(one.text + "\n" for one in (first, second, again)))
-    assert "Ctrl-C" in err and "unknown command /what" in err
+    assert "Ctrl-C" in err and "/what is not a command" in err
     # An answer's text may have other tokens than those that were produced: it is kept as far as
     # they are the same.
     computed = first.prompt_token_ids, second.prompt_token_ids, again.prompt_token_ids
@@ -149,6 +152,21 @@ def test_each_line_is_a_turn_and_what_was_computed_is_kept(
     assert [n for n in n_rows if n > 1] == [
         len(new) - n_shared(old, new) for old, new in zip(had, computed, strict=True)
     ]
+
+
+def test_chat_template_is_read_from_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    given = ["--model", str(speaking_checkpoint(tmp_path / "model")), "--device", "cpu", "--quiet"]
+    given += ["--max-model-len", "64", "--max-tokens", "4", "--prompt", "the fox"]
+    assert run.main([*given, "--chat", "--chat-template", str(path)]) == 0
+    with_template = capfd.readouterr().out
+    assert run.main(given) == 0
+    assert capfd.readouterr().out == with_template
+    assert run.main([*given, "--chat", "--chat-template", str(tmp_path / "none")]) == 2
+    assert "--chat-template" in capfd.readouterr().err
 
 
 def test_flags_reach_the_template(
@@ -187,12 +205,13 @@ def test_flags_reach_the_template(
 def test_a_conversation_that_no_longer_fits_is_told_and_goes_on(talk: Any) -> None:
     code, out, err = talk(["the " * 300, "fox", "fox", "/reset", "fox"], "--quiet")
     assert code == 0 and len(out.splitlines()) >= 2
-    first, cut, second, again = err.splitlines()
+    first, cut, second, reset, again = err.splitlines()
     assert first.startswith(
         "error: the conversation no longer fits the context: needs at most 199 tokens"
     )
     assert "the answer is cut off: the context is full" in cut and "/reset" in cut
     assert second.startswith("error: the conversation no longer fits") and cut == again
+    assert reset == "new conversation"
 
 
 # In a terminal.
@@ -207,7 +226,7 @@ class Terminal:
         if not self.pid:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             line = [sys.executable, "-m", "offload_rt.chat", *arguments]
-            os.execve(sys.executable, line, surroundings(TERM="xterm"))
+            os.execve(sys.executable, line, surroundings(TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1"))
         self.before = termios.tcgetattr(self.ours)
 
     def until(self, wanted: str) -> str:
@@ -229,31 +248,30 @@ class Terminal:
 
 
 @pytest.mark.parametrize("end", ["\x03", "\x04"])
-def test_a_terminal(model: Path, end: str) -> None:
-    """Lines are edited, Ctrl-C stops an answer alone, at the prompt it ends as Ctrl-D does; the
-    terminal is as it was.
+def test_terminal_edits_messages_and_stops_answers(model: Path, end: str) -> None:
+    """Ctrl-C stops an answer; at the prompt it ends the program like Ctrl-D. The terminal is
+    restored.
     """
     flags = ["--device", "cpu", "--max-model-len", "8192", "--drafter", "none"]
     terminal = Terminal("--model", str(model), *flags)
-    terminal.until("> ")
-    terminal.type("the fix\x7f\x7fox\r")  # two characters are taken back
-    terminal.until("ox\r\n")
-    while len(terminal.seen) < 20:
-        terminal.read()
+    terminal.until("Ctrl-D ends")
+    terminal.until(PROMPT)
+    terminal.type("the fix\x7f\x7fox\x1b\rover\r")  # two characters deleted, a second line
+    terminal.until("over")
+    terminal.until(ANSWERING)
     terminal.type("\x03")
     shown = terminal.until("tokens per pass")
     assert "tokens/s, 1.00" in shown and "Traceback" not in shown
-    terminal.until("> ")
+    terminal.until(PROMPT)
+    terminal.type("/sta\t")
+    terminal.until("/stats")
+    terminal.type("\r")
+    terminal.until("the conversation has")
+    terminal.until(PROMPT)
+    terminal.type(end)
     limit = time.monotonic() + PATIENCE_S
-    typed = -1.0
-    # which waits until what it shows is read
     while not (ended := os.waitpid(terminal.pid, os.WNOHANG))[0]:
         assert time.monotonic() < limit, terminal.seen
-        if (
-            time.monotonic() > typed + 5
-        ):  # again: readline waits on where a signal comes between its prompt and its wait
-            terminal.type(end)
-            typed = time.monotonic()
         terminal.read()
     assert os.waitstatus_to_exitcode(ended[1]) == 0
     assert termios.tcgetattr(terminal.ours) == terminal.before

@@ -29,7 +29,8 @@ from support.spoiling import spoil_bytes, spoil_json, spoil_length, spoil_text, 
 from offload_rt.errors import OffloadError
 from offload_rt.models.families import spec_of
 from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
-from offload_rt.weights.checkpoint import open_checkpoint, read_json
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.files import read_json
 from offload_rt.weights.header import read_header
 
 N_HEADERS = 1000

@@ -34,7 +34,7 @@ from offload_rt.models.families import FAMILIES, spec_of
 from offload_rt.models.transformers import TransformersModel
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.checkpoint import read_json
+from offload_rt.weights.files import read_json
 
 # What is new in each: softcaps and windows; the text part of a multimodal one; heads that differ by
 # layer; states of several streams, keys of another layer, inputs of each layer; experts one by one;

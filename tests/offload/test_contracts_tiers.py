@@ -30,7 +30,7 @@ from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.tier import Tier, done_ahead, read_parallel
 from offload_rt.weights.header import read_header
-from offload_rt.weights.layout import host_block
+from offload_rt.weights.layout import BlockRecord, host_block
 
 POISONS = (0xA5, 0x00, 0xFF)
 
@@ -312,7 +312,7 @@ def test_tensors_next_to_each_other_are_read_as_one(tmp_path: Path) -> None:
     layers = some_layers(1)
     write_file(tmp_path / "one.safetensors", layers[0])
     records = read_header(tmp_path / "one.safetensors")
-    tier = DiskTier([[records[name] for name in NAMES]])
+    tier = DiskTier([BlockRecord(tuple(records[name] for name in NAMES))])
     assert len(tier.reads(0, host_block(tier.layout(0).nbytes))) == 1
     tier.close()
 
@@ -322,7 +322,7 @@ def test_a_file_cut_short_after_opening_is_an_error(place: Path, n_lost: int) ->
     layers = some_layers()
     records = on_disk(place, layers)
     tier = DiskTier(records, ReadSettings(4096, 2))
-    path = records[0][0].path
+    path = records[0].tensors[0].path
     os.truncate(path, max(path.stat().st_size - n_lost, 0))
     # also those of which nothing is lost: the file is no longer the one that was checked
     for i in range(len(layers)):

@@ -185,7 +185,7 @@ def test_every_pattern_comes_back_whatever_the_table(decoder: Decoder, kind: int
         )
         layout = pack({"x": bits.view(dtype)}).layout
         nbytes = lossless.chunk_nbytes(n, lossless.n_escapes(lossless.count_others(part, kind)))
-        encoded = EncodedLayer.of(layout, [Coding(kind, (nbytes,))])
+        encoded = EncodedLayer.from_codings(layout, [Coding(kind, (nbytes,))])
         block = host_block(encoded.nbytes)
         encoded.write_table(block)
         lossless.encode(part, kind, block.numpy()[encoded.table_nbytes :][:nbytes])
@@ -479,7 +479,7 @@ def test_a_chunk_that_is_said_to_be_of_another_kind_is_refused(tmp_path: Path) -
     """Where it has just as many bytes as that kind would."""
     exponents = np.concatenate((np.arange(1552) % 7, 7 + np.arange(2544) % 200)).astype(np.uint16)
     layout = pack({"x": torch.from_numpy(exponents << 7).view(torch.bfloat16)}).layout
-    encoded = EncodedLayer.of(layout, [Coding(lossless.BFLOAT16, (8192,))])
+    encoded = EncodedLayer.from_codings(layout, [Coding(lossless.BFLOAT16, (8192,))])
     block = host_block(encoded.nbytes)
     lossless.encode(exponents << 7, lossless.BFLOAT16, block.numpy()[encoded.table_nbytes :][:8192])
     write_layer(layer_path(tmp_path, 0), "x", 0, EncodedImage(block, encoded.block_layout, encoded))

@@ -62,10 +62,11 @@ from offload_rt.errors import (
 )
 from offload_rt.executor.cuda_graphs import GraphPass, GraphShape
 from offload_rt.executor.runner import Runner
+from offload_rt.models.architecture import TensorShape
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.placement import Plan
 from offload_rt.ops.lossless import decode
-from offload_rt.parallel.sharded_weights import divide, part_of, parts
+from offload_rt.parallel.sharded_weights import divide, part_of, shard
 from offload_rt.parallel.tensor_parallel import Cut, TensorParallelModel
 from offload_rt.speculate.select import Drafting, drafter_type
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -175,10 +176,10 @@ def test_the_parts_of_a_matrix_are_the_whole(
         cut = Cut(dim, rank * n, n)
         if is_refused:
             with pytest.raises(CheckpointError):
-                parts(fmt, (NAME, SHAPE), cut, source)
+                shard(fmt, TensorShape(NAME, SHAPE), cut, source)
             return
-        records = parts(fmt, (NAME, SHAPE), cut, source)
-        with closing(DiskTier([records], ReadSettings(8192))) as files:
+        block_record = shard(fmt, TensorShape(NAME, SHAPE), cut, source)
+        with closing(DiskTier([block_record], ReadSettings(8192))) as files:
             block = host_block(files.layout(0).nbytes)
             for read in files.reads(0, block):
                 read()

@@ -13,6 +13,7 @@ from torch import Tensor
 from offload_rt.dtypes import DType
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
+from offload_rt.weights.matrix import Matrix
 
 WORDS = {
     torch.float64: "F64",
@@ -196,10 +197,13 @@ def speaking_checkpoint(directory: Path, alphabet: str = ASCII, **changes: Any) 
     return write_checkpoint(directory, config, llama_tensors(config))
 
 
-def pack(tensors: Mapping[str, Tensor]) -> PackedLayer:
-    """Copy tensors into one new block."""
+def pack(
+    tensors: Mapping[str, Tensor], matrices: Mapping[str, Matrix] | None = None
+) -> PackedLayer:
+    """Copy tensors, some of them of quantised matrices, into a new block."""
     layout = packed_layout(
-        (name, tuple(tensor.shape), DType.of(tensor.dtype)) for name, tensor in tensors.items()
+        ((name, tuple(tensor.shape), DType.of(tensor.dtype)) for name, tensor in tensors.items()),
+        matrices,
     )
     image = PackedLayer(host_block(layout.nbytes), layout)
     for name, view in layout.views(image.block).items():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.weights.header import TensorRecord, read_header
+from offload_rt.weights.layout import BlockRecord
 from support.checkpoints import write_file
 
 Layers = list[dict[str, Tensor]]
@@ -36,7 +37,7 @@ def some_layers(n: int = 4, dtype: torch.dtype = torch.bfloat16, seed: int = 0) 
 
 def on_disk(
     directory: Path, layers: Layers, n_files: int = 1, shuffle: int = 0
-) -> list[list[TensorRecord]]:
+) -> list[BlockRecord]:
     """Write layers to files, their tensors shuffled, and return where each tensor came to lie."""
     where = [(i, name) for i, layer in enumerate(layers) for name in layer]
     random.Random(shuffle).shuffle(where)
@@ -46,5 +47,6 @@ def on_disk(
         write_file(path, {f"{i}.{name}": layers[i][name] for i, name in where[n::n_files]})
         records |= read_header(path)
     return [
-        [replace(records[f"{i}.{name}"], key=name) for name in NAMES] for i in range(len(layers))
+        BlockRecord(tuple(replace(records[f"{i}.{name}"], key=name) for name in NAMES))
+        for i in range(len(layers))
     ]

@@ -35,8 +35,11 @@ from offload_rt.errors import CheckpointError, LinkError, OffloadError, Unsuppor
 from offload_rt.llm import LLM
 from offload_rt.models.families import spec_of
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.files import end_ids
 from offload_rt.weights.header import read_header
+from offload_rt.weights.layout import BlockRecord
+from offload_rt.weights.locate import locate
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 LAST = "model.layers.2.input_layernorm.weight"
@@ -533,9 +536,8 @@ def test_a_packed_tensor_that_happens_to_lie_in_phase_spoils_no_other(
     records = read_header(path)
     assert records["crooked"].start == before
     assert records["in phase"].start % 4096 == phase
-    check_bytes(
-        [[records[name] for name in ("crooked", "in phase", "behind")]], backwards=backwards
-    )
+    block = BlockRecord(tuple(records[name] for name in ("crooked", "in phase", "behind")))
+    check_bytes([block], backwards=backwards)
 
 
 # Where a checkpoint is looked for.
@@ -584,7 +586,6 @@ def test_a_hub_id_that_is_not_cached_is_refused_offline(
 def test_every_end_id_counts_and_the_generation_config_goes_first(
     generation: Any, config: Any, wanted: set[int], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    assert end_ids(tmp_path) == wanted
+    assert end_ids(tmp_path, {"eos_token_id": config}) == wanted

@@ -21,10 +21,11 @@ from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, UnsupportedModelError
 from offload_rt.offload.disk import DiskTier
+from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.system import registry
 from offload_rt.weights import formats
 from offload_rt.weights.checkpoint import open_checkpoint
-from offload_rt.weights.formats import Source, WeightFormat, format_of
+from offload_rt.weights.formats import Matrix, Source, StoredTensor, format_of
 from offload_rt.weights.gguf import Storage
 from offload_rt.weights.layout import ALIGNMENT, PAGE, align_up, host_block, packed_layout
 
@@ -97,7 +98,7 @@ def test_a_block_from_the_disk_is_packed_in_the_order_of_use(tmp_path: Path) -> 
     with closing(DiskTier(checkpoint.layers)) as disk:
         layout = disk.layout(1)
     assert [entry.name for entry in layout.entries] == names
-    packed = packed_layout((entry.name, entry.shape, entry.dtype) for entry in layout.entries)
+    packed = layout.packed
     for part, shape in (("weight", (256, 64)), ("bias", (256,))):
         qkv = [f"self_attn.{name}_proj.{part}" for name in "qkv"]
         assert layout.fused(qkv) is None
@@ -152,12 +153,10 @@ def second_format(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _stored(fmt: WeightFormat, tensors: dict[str, Tensor], dtype: DType) -> list:
-    return [
-        one
-        for name, tensor in tensors.items()
-        for one in fmt.stored(name, tuple(tensor.shape), dtype, Source({}))
-    ]
+def _random(tensor: StoredTensor, dtype: DType) -> Tensor:
+    stored_in = (tensor.dtype or dtype).torch
+    numbers = torch.randint(-9, 9, tensor.shape)
+    return (numbers / 8 if stored_in.is_floating_point else numbers).to(stored_in)
 
 
 def test_every_format_is_found_by_the_config_it_matches() -> None:
@@ -190,11 +189,17 @@ def test_a_view_multiplies_with_the_rows_it_shows(
     bias = torch.randn(7).to(stored_in)
     norm = torch.randn(5).to(stored_in)
     tensors = {"first.weight": torch.randn(7, 5), "first.bias": bias, "norm.weight": norm}
-    packed = pack({
-        name: (torch.randint(-9, 9,
-            shape) / (8 if dtype.torch.is_floating_point else 1)).to(dtype.torch)
-        for name, shape, dtype, _ in _stored(fmt, tensors, DType.of(stored_in))
-    })  # fmt: skip
+    dtype = DType.of(stored_in)
+    stored = {
+        key: fmt.stored(key, tuple(tensor.shape), dtype, Source({}))
+        for key, tensor in tensors.items()
+    }
+    parts = itertools.chain.from_iterable(part.tensors for part in stored.values())
+    matrix = stored["first.weight"]
+    packed = pack(
+        {part.name: _random(part, dtype) for part in parts},
+        {"first": matrix} if isinstance(matrix, Matrix) else None,
+    )
     packed.layout.views(packed.block)["first.bias"].copy_(bias)
     packed.layout.views(packed.block)["norm.weight"].copy_(norm)
     view = fmt.view(packed.layout, packed.block, computed_in)
@@ -273,7 +278,7 @@ def test_a_second_format_generates_what_its_dequantised_weights_do(
 def test_memory_is_planned_by_the_bytes_of_the_format(pair: tuple[Path, Path]) -> None:
     quantized, dense = (Sizes.of_checkpoint(open_checkpoint(one), DType.FLOAT32) for one in pair)
     assert quantized.nbytes < 0.5 * dense.nbytes
-    assert (quantized.view_nbytes, dense.view_nbytes) == (64 * 96 * 4, 0)
+    assert (quantized.view_nbytes, dense.view_nbytes) == (64 * 96 * 4 + REFERENCE_NBYTES, 0)
     assert Sizes.of_checkpoint(open_checkpoint(pair[1]), DType.FLOAT64).view_nbytes == 64 * 96 * 8
 
 

@@ -30,7 +30,7 @@ from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelErr
 from offload_rt.ops import extension, linear_cpu
 from offload_rt.ops.linear import dequantize
 from offload_rt.weights.checkpoint import open_checkpoint
-from offload_rt.weights.formats import Source, WeightFormat, format_of
+from offload_rt.weights.formats import Matrix, Source, WeightFormat, format_of
 from offload_rt.weights.header import read_header
 
 CHOICES = [
@@ -81,9 +81,10 @@ def view_of(
     fmt: WeightFormat, source: Source, stored: dict[str, Tensor], dtype: torch.dtype
 ) -> Any:
     """The view of a block that holds one matrix."""
-    packed = pack_block(
-        {one.key: stored[one.name] for one in fmt.stored(f"{MODULE}.weight", SHAPE, None, source)}
-    )
+    matrix = fmt.stored(f"{MODULE}.weight", SHAPE, None, source)
+    assert isinstance(matrix, Matrix)
+    content = {tensor.name: stored[tensor.name] for tensor in matrix.tensors}
+    packed = pack_block(content, {MODULE: matrix})
     return fmt.view(packed.layout, packed.block, dtype)
 
 

@@ -24,17 +24,21 @@ from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from write_gguf import Stored
 
-from offload_rt import SamplingParams
+from offload_rt import LLM, SamplingParams
 from offload_rt.cli import plan
+from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.models.rope import Rope
 from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.text.detokenize import encode_chat, load_tokenizer
-from offload_rt.weights.checkpoint import end_ids, find_config, locate, open_checkpoint
-from offload_rt.weights.formats import Source, format_of
+from offload_rt.weights import gguf
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.files import end_ids
+from offload_rt.weights.formats import Matrix, Source, format_of
 from offload_rt.weights.gguf import read_gguf
+from offload_rt.weights.locate import find_config, locate
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-target"
 N_NEW = 40
@@ -107,12 +111,12 @@ def test_a_matrix_is_what_its_reference_makes_of_it(type: str, tmp_path: Path) -
     fmt = format_of(replace(config["quantization_config"], head_dim=16))
     source = Source(records, "model.layers.0.")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        parts = fmt.stored(f"{name}.weight", (64, 256), None, source)
+        stored = fmt.stored(f"{name}.weight", (64, 256), None, source)
         content = {
-            one.key: source.read(one._replace(dtype=source.expect(one).stored_dtype()))
-            for one in parts
+            one.name: source.read(one._replace(dtype=source.expect(one).stored_dtype()))
+            for one in stored.tensors
         }
-        packed = pack_block(content)
+        packed = pack_block(content, {name: stored} if isinstance(stored, Matrix) else None)
         view = fmt.view(packed.layout, packed.block, dtype)
         rows = torch.tensor([5, 0, 63])
         expected = exact.to(dtype)
@@ -201,12 +205,15 @@ def test_layers_may_differ_in_their_types(tmp_path: Path) -> None:
         Sizes.of_checkpoint(open_checkpoint(path), DType.FLOAT32).view_nbytes
         == 256 * 256 * 4 + REFERENCE_NBYTES
     )
-    keys = [
-        [one.key for one in layer if "mlp" in one.key] for layer in open_checkpoint(path).layers
+    types = [
+        [matrix.type for module, matrix in layer.matrices.items() if "mlp" in module]
+        for layer in open_checkpoint(path).layers
     ]
-    assert keys == [
-        ["mlp.gate_proj.Q4_K", f"mlp.up_proj.{one}", "mlp.down_proj.Q6_K"]
-        for one in ("Q8_0", "weight", "Q4_K", "Q4_K")
+    assert types == [
+        ["Q4_K", "Q8_0", "Q6_K"],
+        ["Q4_K", "Q6_K"],  # F16 is no quantised matrix
+        ["Q4_K", "Q4_K", "Q6_K"],
+        ["Q4_K", "Q4_K", "Q6_K"],
     ]
 
 
@@ -251,7 +258,8 @@ def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
         text, add_special_tokens=False
     )
     assert mine.decode(mine.encode(text)) == text
-    assert end_ids(path) == end_ids(DEMO) == {0}
+    assert end_ids(path, open_checkpoint(path).config) == {0}
+    assert end_ids(DEMO, open_checkpoint(DEMO).config) == {0}
     assert open_checkpoint(path).dtype == DType.BFLOAT16
     assert find_config(str(path))["num_hidden_layers"] == 6
     assert (
@@ -261,6 +269,19 @@ def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
     )
     with open_llm(path, "disk") as llm:
         assert llm.generate("import numpy", SamplingParams(8)).pop().text
+
+
+def test_opening_a_model_parses_its_header_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "demo.gguf"
+    write_one_file(DEMO, path, "Q4_K")
+    parsed = []
+    read_file = gguf._read_file
+    monkeypatch.setattr(gguf, "_read_file", lambda path: parsed.append(path) or read_file(path))
+    with LLM.open(EngineConfig(str(path), device="cpu", drafter="none")) as llm:
+        assert len(llm.engine_plan.checkpoint.identity) == 24
+    assert parsed == [path]
 
 
 def test_llama_cpp_knows_every_metadata_type(tmp_path: Path) -> None:

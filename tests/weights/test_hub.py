@@ -25,7 +25,8 @@ from support.tiny import measure_little
 
 from offload_rt.cli import plan, run
 from offload_rt.engine import profile
-from offload_rt.weights.checkpoint import locate, open_checkpoint
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.locate import locate
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "someone/model"
@@ -248,13 +249,13 @@ def test_a_plan_fetches_configs_alone(
     flags = ["--model", NAME, "--device", "cpu", "--max-model-len", "300", "--plan", "--json"]
     code, out, err = line(run.main, *flags)
     found = json.loads(out)
-    assert code == 0 and "planned without them" in err
+    assert code == 0 and "planning from configs" in err
     assert not hub.sent_weights()
     assert found["links"]["disk"] == 2.5 and found["plan"]["tiers"] == ["device"] * 3
     # Once the weights are here, the plan is that of the run.
     assert line(run.main, "--model", NAME, *SMALL)[0] == 0
     code, out, err = line(run.main, *flags)
-    assert "profile" in json.loads(out) and "planned without them" not in err
+    assert "profile" in json.loads(out) and "planning from configs" not in err
 
 
 @pytest.mark.parametrize("kind", ["fp8", "gptq", "pack-quantized"])

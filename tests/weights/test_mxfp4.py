@@ -56,9 +56,7 @@ def test_every_code_and_scale_is_what_transformers_makes_of_it(
     stored = fmt.stored(
         "e.0.weight", (255, 512), None, Source(read_header(tmp_path / "m.safetensors"))
     )
-    packed = pack(
-        {one.key: {"e.0.blocks": blocks, "e.0.scales": scales}[one.name] for one in stored}
-    )
+    packed = pack({"e.0.blocks": blocks, "e.0.scales": scales}, {"e.0": stored})
     mine = fmt.view(packed.layout, packed.block, dtype).rows(torch.arange(255), "e.0")
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)[0].T
     assert torch.equal(mine, theirs)
