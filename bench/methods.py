@@ -38,9 +38,7 @@ class Method:
     """A way of decoding.
 
     shape          makes a tree of a size where the drafter does not choose its own
-    draft_context  tokens that it drafts by
-    chooses        whether the target's attention chooses them, where a draft model sees a part of a
-                   text
+    draft_context  tokens in the view that it drafts with
     """
 
     name: str
@@ -48,7 +46,6 @@ class Method:
     rule: str = "auto"
     shape: Callable[[int], Topology] | None = None
     draft_context: int | None = None
-    chooses: bool = True
 
     def open(
         self, model: str, n_nodes: int, dtype: str, device_memory: str | int, max_model_len: int
@@ -83,8 +80,6 @@ class Method:
             )
             llm = LLM.open(replace(config, device_memory=least), drafting)
         llm.load()
-        if not self.chooses:
-            llm.engine.drafter._model.target = None  # type: ignore[attr-defined]  # it is a TreeDrafter
         return llm
 
 
@@ -109,10 +104,6 @@ SYSTEMS = (
 LONG = (
     Method("ngram", "ngram"),
     Method("recycle", "recycle"),
-    Method(
-        "draft model, first and last tokens", "adaptive_tree", draft_context=_CONTEXT, chooses=False
-    ),
-    Method("draft model, SpecExtend", "adaptive_tree", draft_context=_CONTEXT),
     *(
         Method(name, name, draft_context=_CONTEXT)
         for name in ("self_window", "self_snapkv", "self_retrieval", "triforce")

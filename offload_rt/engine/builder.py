@@ -254,8 +254,6 @@ def _open_drafter(
         draft_model = resources.open_model(
             draft, runner.spec.vocab_size, n_levels, trace, resources.draft_context
         )
-        if resources.needs_model and resources.view is None:
-            draft_model.target = runner
         pair_stats = PairStats.load(
             target, drafting.draft.identity if drafting.draft else int4.Format.name
         )

@@ -22,7 +22,6 @@ from offload_rt.executor.cuda_graphs import (
 )
 from offload_rt.executor.step import Chunk, Segment, Step
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
-from offload_rt.kv.chosen import best_chunks
 from offload_rt.kv.host import HostCache
 from offload_rt.kv.recurrent import RecurrentCache
 from offload_rt.kv.sparse import SparseCache
@@ -282,7 +281,6 @@ class Runner:
         if (is_alone or not self.has_graphs) and cache.extend(capacity, n_nodes):
             if self.has_graphs and isinstance(cache, ContiguousCache):
                 cache.buffer.clear(cache.n_committed)
-            cache.query = None
             return old
         # Copy through host memory: the device may not have memory for both caches.
         moved = cache.to_host() if may_move and isinstance(cache, ContiguousCache) else None
@@ -337,10 +335,6 @@ class Runner:
     def discard(self, id: int) -> None:
         """Drop the pending rows of a cache."""
         self._caches[id].discard()
-
-    def best_chunks(self, id: int, n_tokens: int, n: int, size: int) -> list[int]:
-        """See `chosen.best_chunks`. Captured passes record no queries: the result is empty."""
-        return best_chunks(self._caches[id], n_tokens, n, size)
 
     def do(self, work: Callable[..., Result], *args: Any) -> Result:
         """Call a function with this runner; ranks call it together, as a single broadcast."""
