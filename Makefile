@@ -98,7 +98,6 @@ bench: venv
 	$(PY) -m bench.verify
 	$(PY) -m bench.speculate
 	$(PY) -m bench.trace
-	$(PY) -m bench.simulate
 	$(PY) -m bench.compute
 	$(PY) -m bench.predictions
 

@@ -208,22 +208,42 @@ def test_every_field_has_a_flag_that_sets_it_and_nothing_else(cls: type, name: s
 def test_flags_are_the_names_in_kebab_case_and_all_have_help(cls: type) -> None:
     parser = Parser("test", "flags", cls)
     actions = {
-        action.option_strings[0]: action for action in parser._actions if action.dest != "help"
+        action.option_strings[0]: action
+        for action in parser._actions
+        if action.dest != "help" and action.option_strings
     }
     assert sorted(actions) == sorted("--" + item.name.replace("_", "-") for item in fields(cls))
-    assert all("default: " in action.help for action in actions.values())
+    assert all(action.help for action in actions.values())
+    assert "default: None" not in parser.format_help()
 
 
-def test_help_names_what_a_flag_may_be_and_its_default() -> None:
-    words = " ".join(Parser("test", "flags", EngineConfig, SamplingParams).format_help().split())
-    for said in (
-        "--device "
-        "{auto,cpu,cuda}", "engine "
-                           "config:", "sampling "
-                                      "params:", "of auto, adaptive_tree, ", "--top-p TOP_P keep",
-        "coupled, ", "--seed SEED seed of the random numbers; default: None",
-    ):  # fmt: skip
-        assert said in words, said
+def test_help_is_grouped_and_names_choices_and_defaults() -> None:
+    parser = Parser("test", "flags", EngineConfig, SamplingParams, examples=("test DIR",))
+    words = " ".join(parser.format_help().split())
+    for text in (
+        "usage: test [MODEL] [OPTIONS]",
+        "--device {auto,cpu,cuda} where",
+        "of auto, adaptive_tree, ",
+        "coupled, ",
+        "--top-p TOP_P keep",
+        "--min-tokens MIN_TOKENS",
+        "default: 0",
+        "examples: test DIR",
+        *("model:", "memory:", "drafting:", "ranks:", "sampling:"),
+    ):
+        assert text in words, text
+
+
+def test_model_and_prompt_may_be_given_without_their_flags() -> None:
+    parser = Parser("test", "flags", EngineConfig, RunSettings)
+    by_position = parser.parse_args(["DIR", "--tree-size", "3", "hello", "--prompt", "there"])
+    assert (by_position.model, by_position.prompt) == ("DIR", ["there", "hello"])
+    with_flag = parser.parse_args(["--model", "DIR", "hello"])
+    assert (with_flag.model, with_flag.prompt) == ("DIR", ["hello"])
+    with pytest.raises(SettingsError, match="unrecognized arguments: more"):
+        parser.parse_args(["DIR", "hello", "more"])
+    with pytest.raises(SettingsError, match="needs a model"):
+        parser.parse_args(["--prompt", "hello"])
 
 
 @pytest.mark.parametrize(

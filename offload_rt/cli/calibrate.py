@@ -103,7 +103,16 @@ class Findings:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
     text = "Measure what a pair of models does on this machine, and keep it for later runs."
-    parser = Parser("offload-rt calibrate", text, EngineConfig, CalibrateSettings)
+    parser = Parser(
+        "offload-rt calibrate",
+        text,
+        EngineConfig,
+        CalibrateSettings,
+        examples=(
+            "offload-rt calibrate DIR --draft-model DIR",
+            "offload-rt calibrate DIR --draft-model DIR --device-memory 10GiB --plot curve.png",
+        ),
+    )
     return exit_code(lambda: _calibrate(parser.parse_args(arguments)))
 
 

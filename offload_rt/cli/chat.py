@@ -42,7 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
     show_any_text()
     text = "Talk with a model larger than the memory of its device."
     classes = EngineConfig, ChatSettings, TemplateSettings, SamplingParams
-    parser = Parser("offload-rt chat", text, *classes, without=("n", "logprobs", "prompt_logprobs"))
+    parser = Parser(
+        "offload-rt chat",
+        text,
+        *classes,
+        without=("n", "logprobs", "prompt_logprobs"),
+        examples=(
+            "offload-rt chat Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B",
+            "offload-rt chat DIR --chat-template FILE --temperature 0.7 --hide-thinking",
+        ),
+    )
     # An answer ends at an end token or at the end of the context.
     parser.set_defaults(max_tokens=None)
     return exit_code(lambda: _chat(parser.parse_args(arguments)))

@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         "offload-rt convert",
         "Write losslessly encoded weights for later runs.",
         ConvertSettings,
+        examples=("offload-rt convert DIR", "offload-rt convert DIR --ranks 2"),
     )
     return exit_code(lambda: _convert(parser.parse_args(arguments)))
 

@@ -1,6 +1,6 @@
 """`offload-rt plan`: what a model would take on a machine, from its config alone.
 
-The engine's own placement and choice of tree run on a virtual clock. Of weights that are here
+The forecast uses the engine's placement, choice of tree and cost model. Of weights that are here
 headers are read, and nothing else, except that with `--gpu this` a few layers give the rate of the
 disk where `--disk` does not. Without a draft model plain decoding is planned, unless the target is
 to draft itself.
@@ -129,7 +129,17 @@ def main(arguments: list[str] | None = None) -> int:
         "What a model would take on a machine, by its config.json, its files, or as a shape that is"
         " built in."
     )
-    parser = Parser("offload-rt plan", text, EngineConfig, PlanSettings, without=_NO_FLAGS)
+    parser = Parser(
+        "offload-rt plan",
+        text,
+        EngineConfig,
+        PlanSettings,
+        without=_NO_FLAGS,
+        examples=(
+            "offload-rt plan llama2-70b --draft-model llama2-7b --gpu rtx4090 --ram 160GiB",
+            "offload-rt plan DIR --gpu this --device-memory 10GiB",
+        ),
+    )
     parser.add_argument(
         "--list", action=_List, nargs=0, help="print the shapes that are built in, and end"
     )

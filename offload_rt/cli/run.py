@@ -113,7 +113,17 @@ def main(arguments: list[str] | None = None) -> int:
     so_far = _Progress()
     text = "Generate from a model larger than device memory."
     parser = Parser(
-        "offload-rt run", text, EngineConfig, RunSettings, TemplateSettings, SamplingParams
+        "offload-rt run",
+        text,
+        EngineConfig,
+        RunSettings,
+        TemplateSettings,
+        SamplingParams,
+        examples=(
+            'offload-rt run models/demo-target "import os" --max-tokens 32',
+            "offload-rt run Qwen/Qwen3-32B --draft-model Qwen/Qwen3-0.6B --device-memory 22GiB"
+            " --prompt-file prompt.txt --chat",
+        ),
     )
     return exit_code(lambda: _run(parser.parse_args(arguments), so_far), so_far.tell_rest)
 

@@ -56,6 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
         "Serve an OpenAI-compatible API and a web page.",
         EngineConfig,
         ServeSettings,
+        examples=(
+            "offload-rt serve Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B",
+            "offload-rt serve DIR --host 0.0.0.0 --port 8080 --api-key KEY --max-num-seqs 8",
+        ),
     )
     parser.set_defaults(max_num_seqs=4)
     return exit_code(lambda: _serve(parser.parse_args(arguments)))

@@ -269,13 +269,14 @@ def pass_times(
         compute = np.full(n_rows.shape, moved.computed / (profile.memory_gbps * 1e9))
     else:
         compute = profile.compute.at(n_rows, context, n_sequences)
-    idle = np.maximum(between_s - moved.ahead / rate, 0.0) if links else 0.0
-    device = compute + between_s - idle
+    between = between_s + profile.fixed_s
+    idle = np.maximum(between - moved.ahead / rate, 0.0) if links else 0.0
+    device = compute + between - idle
     slower = np.maximum(device, link)
     if not slower.all():
-        return np.asarray(slower + idle + profile.fixed_s)
+        return np.asarray(slower + idle)
     shares = (device / slower) ** _ROUNDING + (link / slower) ** _ROUNDING
-    return np.asarray(slower * shares ** (1 / _ROUNDING) + idle + profile.fixed_s)
+    return np.asarray(slower * shares ** (1 / _ROUNDING) + idle)
 
 
 def _line(x: np.ndarray, xs: Sequence[float], ys: Sequence[float]) -> np.ndarray:

@@ -172,10 +172,3 @@ def read_weights(spec: Architecture, i: int, n_rows: int) -> float:
 def met_weights(spec: Architecture, i: int) -> float:
     """How many of them a row is multiplied with: of a mixture those of its experts, else all."""
     return min(spec.flops(i, 1, 0) / 2, layer_weights(spec, i))
-
-
-def head_share(spec: Architecture) -> float:
-    """The head's part of a pass, by its part of the weights that a row is multiplied with."""
-    layers = sum(met_weights(spec, i) for i in range(spec.n_layers))
-    head = spec.vocab_size * spec.hidden_size
-    return head / (layers + head)

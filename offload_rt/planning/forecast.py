@@ -1,5 +1,5 @@
-"""What a model would do on a machine: the engine's own placement and choice of tree, run on the
-simulator's virtual clock.
+"""Forecasts of a model on a machine: the engine's placement and choice of tree, timed by the cost
+model.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,10 @@ import numpy as np
 
 from offload_rt.config import EngineConfig, format_size
 from offload_rt.cost.card import Card
+from offload_rt.cost.decoding import Decoding, PairTimes, predict_decoding
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import ComputeTimes, MachineProfile
-from offload_rt.cost.roofline import Roof, head_share
+from offload_rt.cost.roofline import Roof
 from offload_rt.cost.tree_size import choose, sizes_up_to
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import (
@@ -27,7 +28,6 @@ from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.offload.placement import MemoryBudget, Plan, least_budget
 from offload_rt.planning.acceptance import SELF, Assumed
 from offload_rt.planning.ranks import ALONE, Parallelism
-from offload_rt.planning.simulate import Costs, Generation, StreamSchedule, generate
 from offload_rt.planning.sizes import copies, decoded_nbytes, formats, is_plain
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import pick_drafter
@@ -65,9 +65,8 @@ class Machine:
     budget      bytes that may be used
     links       ("disk", GB/s) and ("host", GB/s)
     roof        what it reaches with numbers of a dtype
-    level_s     see `Costs`
+    level_s     see `PairTimes`
     decode_gbps GB/s of weights that are decoded
-    contention  see `StreamSchedule`
     ranks       of which this is what one has
     sources     where its figures are from, a sentence each
     """
@@ -79,7 +78,6 @@ class Machine:
     fixed_s: float = 0.0
     level_s: float = 0.0
     decode_gbps: float = DECODE_GBPS
-    contention: float = 0.0
     ranks: Parallelism = ALONE
     sources: tuple[str, ...] = ()
 
@@ -105,14 +103,13 @@ class Machine:
             roof=lambda _: Roof.of(card),
             fixed_s=_FIXED_S,
             level_s=LEVEL_S,
-            contention=1.0 / card.memory_gbps,
             sources=(
                 f"card: {card.source}",
                 "its link: given" if link_gbps else f"{card.link.name}: {card.link.source}",
             ),
         )
 
-    def costs(self, target: Sizes, draft: Sizes | None, plan: Plan) -> Costs:
+    def costs(self, target: Sizes, draft: Sizes | None, plan: Plan) -> PairTimes:
         """What computing takes. A draft model is replayed as graphs, and so is a native target that
         is resident as a whole.
         """
@@ -124,7 +121,7 @@ class Machine:
             share = draft_nbytes(draft, plan) / decoded_nbytes(draft) if draft.stand_in else 1.0
             ranks = self.ranks if draft.stand_in or self.ranks.split_draft else ALONE
             of_draft = self._times(draft, True, ranks, share)
-        return Costs(of_target, of_draft, head_share(target.spec), self.fixed_s, self.level_s)
+        return PairTimes(of_target, of_draft, self.level_s)
 
     def _times(
         self,
@@ -208,8 +205,8 @@ class Forecast:
     """What would happen.
 
     topology   of the trees; one node for plain decoding
-    run        on the virtual clock, with trees
-    plain      on the virtual clock, without
+    run        decoding with trees
+    plain      decoding without trees
     moved      bytes that cross each link in a pass
     draft_s    seconds of drafting a tree, compute_s of layers and head
     row_s      seconds of computing a pass of one row
@@ -220,8 +217,8 @@ class Forecast:
     machine: Machine
     memory_plan: MemoryPlan
     topology: Topology
-    run: Generation
-    plain: Generation
+    run: Decoding
+    plain: Decoding
     moved: dict[str, int]
     draft_s: float
     compute_s: float
@@ -273,8 +270,9 @@ class Forecast:
 
 
 def predict(request: PlanRequest, machine: Machine) -> Forecast:
-    """Place the model, choose the tree, and run the loop. Raises CapacityError where it does not
-    fit.
+    """Place the model, choose the tree, and predict its speed.
+
+    Raises CapacityError if the model does not fit.
     """
     config = request.config
     target, draft = request.models
@@ -290,14 +288,12 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
     costs = machine.costs(target, draft, fitted.plan)
     itemsize = target.dtype.itemsize
     exchanged = machine.ranks.crossing(target.spec, itemsize) if fitted.plan.streamed_nbytes else 0
-    schedule = replace(
-        StreamSchedule.of(fitted.plan, machine.links, machine.contention), exchanged=exchanged
-    )
     profile = MachineProfile(
         machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target
     )
     moved = replace(fitted.plan.pass_bytes, exchanged=exchanged)
-    topology = _tree(request, fitted.limits, costs, CostEstimator(profile, moved))
+    cost = CostEstimator(profile, moved)
+    topology = _tree(request, fitted.limits, costs, cost)
     by_rank = request.acceptance.by_rank
     draft_s = costs.draft_s(topology, context)
     row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
@@ -306,8 +302,8 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
         machine=machine,
         memory_plan=fitted,
         topology=topology,
-        run=generate(schedule, costs, (topology, by_rank), (context, context + request.tokens)),
-        plain=generate(schedule, costs, (Topology.chain(1), by_rank), (context, context + 1)),
+        run=predict_decoding(cost, costs, topology, by_rank, context, request.tokens),
+        plain=predict_decoding(cost, costs, Topology.chain(1), by_rank, context, 1),
         moved=moved.at(context, len(topology)),
         draft_s=draft_s,
         compute_s=compute_s,
@@ -343,7 +339,9 @@ def short_context(forecast: Forecast) -> str:
     )
 
 
-def _tree(request: PlanRequest, limits: DraftLimits, costs: Costs, cost: CostEstimator) -> Topology:
+def _tree(
+    request: PlanRequest, limits: DraftLimits, costs: PairTimes, cost: CostEstimator
+) -> Topology:
     """The tree with the least time for a token, by the cost model, as drafters of a chosen shape
     choose it.
     """
