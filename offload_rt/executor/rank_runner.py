@@ -131,6 +131,6 @@ class PipelineRunner(RankRunner):
         return min(self._chunk_rows, -(-n_rows // n_parts))
 
     def _groups(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
-        """Send chunks through the stages one by one, unless all share a sweep over the link."""
+        """Send chunks through the stages separately, unless they share a sweep over the link."""
         is_resident = not self.streamer.order and self.offloaded_rows is None
         return [[chunk] for chunk in chunks] if is_resident else [chunks]
