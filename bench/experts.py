@@ -73,7 +73,7 @@ def open_paced(folder: Path, way: str, memory: int, gbps: float) -> LLM:
         if way == _WAYS[0]:
             stack.enter_context(patch.object(Checkpoint, "by_expert", lambda _: None))
         llm = LLM.open(config)
-    assert (llm.engine_plan.experts is None) == (way == _WAYS[0])
+    assert (llm.spec.files.experts is None) == (way == _WAYS[0])
     pace(llm, gbps)
     llm.load()
     return llm
@@ -86,17 +86,19 @@ def open_beside_host(folder: Path, way: str, memory: int, gbps: float) -> LLM:
             str(folder), device="cpu", drafter="none", device_memory=memory, max_model_len=64
         )
     )
-    plan = llm.engine_plan
+    files = llm.spec.files
+    plan = llm.plan
     images = MemoryTier()
-    assert plan.experts is not None and plan.plan.experts is not None
-    with closing(plan.experts.tier) as files:
-        for i in range(len(plan.experts.records)):
-            images.put(i, PackedLayer(host_block(files.layout(i).nbytes), files.layout(i)))
-            read_parallel(files.reads(i, images.image(i).block), files.n_parallel)
-    llm.engine_plan = replace(plan, experts=replace(plan.experts, tier=PacedTier(images, gbps)))
+    assert files.experts is not None and plan.experts is not None
+    with closing(files.experts.tier) as tier:
+        for i in range(len(files.experts.records)):
+            images.put(i, PackedLayer(host_block(tier.layout(i).nbytes), tier.layout(i)))
+            read_parallel(tier.reads(i, images.image(i).block), tier.n_parallel)
+    experts = replace(files.experts, tier=PacedTier(images, gbps))
+    llm.spec = replace(llm.spec, files=replace(files, experts=experts))
     llm.load()
     runner = llm.engine.runner
-    copy_s = plan.plan.experts.nbytes / gbps / 1e9
+    copy_s = plan.experts.nbytes / gbps / 1e9
     view = partial(runner.format.view, dtype=runner.dtype)
     host = runner.experts.host = HostExperts(
         images, view, copy_s, runner.device, torch.get_num_threads()

@@ -164,7 +164,7 @@ def main() -> None:
         LlamaForCausalLM(config).to(getattr(torch, flags.dtype)).save_pretrained(folder)
         with LLM(folder, device="cpu", drafter="none", max_model_len=256) as llm:
             kv_nbytes = flags.context * llm.engine.runner.spec.kv_nbytes(
-                llm.engine_plan.dtype.itemsize
+                llm.spec.target.dtype.itemsize
             )
             print(
                 f"keys and values of {flags.context} tokens: {format_size(kv_nbytes)}, a quarter of"
@@ -172,7 +172,7 @@ def main() -> None:
             )
             link = PacedLink(flags.gbps)
             for name, tier, its_link, gbps in (
-                ("disk", llm.engine_plan.disk, None, None),
+                ("disk", llm.spec.files.disk, None, None),
                 (
                     f"a link of {flags.gbps} GB/s",
                     PacedTier(resident_layers(llm), link, N_QUEUED),

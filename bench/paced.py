@@ -79,10 +79,11 @@ def pace(llm: LLM, gbps: float) -> None:
     """Put the layers and experts that an opened model will read from its disk behind one link of
     this rate.
     """
-    plan = llm.engine_plan
+    files = llm.spec.files
     link = PacedLink(gbps)
-    experts = plan.experts and replace(plan.experts, tier=_PacedDisk(plan.experts.tier, link))
-    llm.engine_plan = replace(plan, disk=_PacedDisk(plan.disk, link), experts=experts)
+    experts = files.experts and replace(files.experts, tier=_PacedDisk(files.experts.tier, link))
+    files = replace(files, disk=_PacedDisk(files.disk, link), experts=experts)
+    llm.spec = replace(llm.spec, files=files)
 
 
 class PacedRows(FileRows):

@@ -58,7 +58,7 @@ def seconds(llm: LLM, chance: torch.Generator) -> list[float]:
     """Of a pass of each width, and of a prompt that nobody has seen."""
     found = [min(llm.time_passes(Topology.chain(n), CONTEXT)) for n in WIDTHS]
     prompt = torch.randint(
-        llm.engine_plan.checkpoint.spec.vocab_size, (N_PROMPT,), generator=chance
+        llm.spec.target.checkpoint.spec.vocab_size, (N_PROMPT,), generator=chance
     ).tolist()
     started = time.perf_counter()
     llm.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))

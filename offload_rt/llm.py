@@ -24,7 +24,7 @@ from torch import Tensor
 from offload_rt.config import EngineConfig, SamplingParams
 from offload_rt.engine.builder import load
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.engine_plan import EnginePlan, plan_engine
+from offload_rt.engine.engine_spec import EngineSpec, plan_engine
 from offload_rt.engine.engine_thread import EngineThread, IndexedPiece, closed
 from offload_rt.engine.loader import Progress
 from offload_rt.engine.outputs import Output, Piece, Request, Stats
@@ -66,7 +66,7 @@ class LLM:
     program; the others compute with it from when they load the model until it is closed, and end.
     """
 
-    engine_plan: EnginePlan
+    spec: EngineSpec
     tokenizer: "PreTrainedTokenizerBase | None"
     _thread: EngineThread | None = None
     _closes: "weakref.finalize[..., LLM]"
@@ -147,7 +147,7 @@ class LLM:
         progress  is told (bytes so far, bytes in all)
         """
         self._closes.detach()  # `load` closes what the plan has opened
-        self._thread = EngineThread(load(self.engine_plan, trace or Trace(on=False), progress))
+        self._thread = EngineThread(load(self.spec, trace or Trace(on=False), progress))
         # At the latest when the program ends: threads that still read would be torn down with the
         # interpreter.
         self._closes = weakref.finalize(self, self._thread.close)
@@ -167,7 +167,7 @@ class LLM:
             set_chat_template(self.tokenizer, Path(config.chat_template))
         found = find_draft(config, drafting, checkpoint, self.tokenizer)
         try:
-            self.engine_plan = plan_engine(config, checkpoint, found)
+            self.spec = plan_engine(config, checkpoint, found)
         except CapacityError:
             is_asked = (
                 drafting is not None or config.drafter != "auto" or config.draft_model is not None
@@ -175,13 +175,13 @@ class LLM:
             if is_asked or found.draft is None:
                 raise
             # There is no room for the layer that would draft, which nobody has asked for.
-            self.engine_plan = plan_engine(config, checkpoint, pick_drafter(config))
-        self._closes = weakref.finalize(self, self.engine_plan.close)
+            self.spec = plan_engine(config, checkpoint, pick_drafter(config))
+        self._closes = weakref.finalize(self, self.spec.close)
 
     @property
     def plan(self) -> Plan:
         """What lies where."""
-        return self.engine_plan.plan
+        return self.spec.plan
 
     @property
     def engine(self) -> Engine:
@@ -197,7 +197,7 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
-        return self.engine_plan.max_model_len
+        return self.spec.memory.max_model_len
 
     def __enter__(self) -> "LLM":
         return self
@@ -379,7 +379,7 @@ class LLM:
                 "the prompt is empty", need="at least one token", change="give it some text"
             )
         if len(ids) >= self.max_model_len:
-            can_grow = self.max_model_len < self.engine_plan.checkpoint.spec.max_positions
+            can_grow = self.max_model_len < self.spec.target.checkpoint.spec.max_positions
             limit = "--max-model-len" if can_grow else "the model's positions"
             raise CapacityError(
                 "the prompt is too long", have=str(len(ids)),
@@ -387,7 +387,7 @@ class LLM:
                 change="shorten it, or raise --max-model-len and "
                        "--device-memory" if can_grow else "shorten it",
             )  # fmt: skip
-        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
+        vocab_size = self.spec.target.checkpoint.spec.vocab_size
         wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             need = f"ids from 0 to {vocab_size - 1}"
@@ -444,7 +444,7 @@ class LLM:
         """Raises SettingsError for ids outside the vocabulary, and if no token could be
         produced.
         """
-        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
+        vocab_size = self.spec.target.checkpoint.spec.vocab_size
         ids_by_name = {
             "logit_bias": params.logit_bias or (),
             "stop_token_ids": params.stop_token_ids,

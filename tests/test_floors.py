@@ -114,6 +114,66 @@ def test_the_reader_of_imports_sees_them(
     assert (violations(path) == []) == is_allowed
 
 
+def module_of(path: Path) -> str:
+    return ".".join(("offload_rt", *path.relative_to(ROOT).with_suffix("").parts))
+
+
+def cycles(modules: list[Path]) -> list[list[str]]:
+    """Import cycles between modules: groups that reach each other. Packages are no modules here."""
+    names = {module_of(path): path for path in modules if path.name != "__init__.py"}
+    edges = {
+        name: {
+            module
+            for _, full in imported(path)
+            for module in (full, full.rpartition(".")[0])
+            if module in names
+        }
+        for name, path in names.items()
+    }
+
+    def reached(start: str) -> set[str]:
+        seen = set[str]()
+        todo = [start]
+        while todo:
+            new = edges[todo.pop()] - seen
+            seen |= new
+            todo += new
+        return seen
+
+    below = {name: reached(name) for name in names}
+    groups = {
+        frozenset(other for other in below[name] if name in below[other])
+        for name in names
+        if name in below[name]
+    }
+    return sorted(map(sorted, groups))
+
+
+def test_modules_of_the_engine_import_each_other_without_cycles() -> None:
+    """Imports for type checking and within functions count as well."""
+    assert cycles([path for path in MODULES if part_of(path) == "engine"]) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "is_cycle"),
+    [
+        ("from offload_rt.engine.second import f", True),
+        ("from offload_rt.engine import second", True),
+        ("if TYPE_CHECKING:\n    import offload_rt.engine.second", True),
+        ("def g():\n    from .second import f", True),
+        ("from offload_rt.engine.third import f", False),
+    ],
+)
+def test_the_search_for_cycles_finds_them(
+    first: str, is_cycle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {"first": first, "second": "from offload_rt.engine.first import g", "third": ""}
+    monkeypatch.setitem(globals(), "tree_of", lambda path: ast.parse(texts[path.stem]))
+    pair = ["offload_rt.engine.first", "offload_rt.engine.second"]
+    paths = [ROOT / "engine" / f"{name}.py" for name in texts]
+    assert cycles(paths) == ([pair] if is_cycle else [])
+
+
 def test_the_top_imports_only_what_it_shows() -> None:
     names = {name for _, name in imported(ROOT / "__init__.py") if name.startswith("offload_rt")}
     assert {".".join(name.split(".")[:2]) for name in names} == {

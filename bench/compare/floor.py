@@ -29,8 +29,8 @@ def main() -> None:
         str(job.plain), device_memory=job.budget, max_model_len=job.max_len, drafter="none"
     ) as llm:
         n_resident = llm.plan.tiers.count("device")
-        dtype = llm.engine_plan.dtype
-        device = llm.engine_plan.device
+        dtype = llm.spec.target.dtype.torch
+        device = llm.spec.device
         disk = _sweep_gbps(llm)
     is_cpu = device.type == "cpu"
     gbps = {"disk": disk, "memory": read_gbps() if is_cpu else memory_gbps(dtype, device)}

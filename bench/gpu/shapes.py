@@ -90,7 +90,7 @@ def opened(
             "offload_rt.llm.open_checkpoint",
             lambda path: repeated(open_checkpoint(path), deep[path]),
         ),
-        patch("offload_rt.engine.engine_plan.memory_free", lambda: 1 << 40),
+        patch("offload_rt.engine.device.memory_free", lambda: 1 << 40),
         LLM(str(target), **pair, **settings) as llm,
     ):
         yield llm

@@ -160,7 +160,7 @@ def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> No
     closed.
     """
     params = SamplingParams(max_new_tokens=settings.tokens, temperature=settings.temperature)
-    drafter = llm.engine_plan.drafting.name
+    drafter = llm.spec.draft.drafting.name
     for prompt in prompts:
         stats = llm.generate(prompt, params)[0].stats
         rates = (
@@ -185,7 +185,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
 
     drafter = llm.engine.drafter
     cost = llm.engine.cost
-    limits = llm.engine_plan.limits
+    limits = llm.spec.memory.limits
     assert isinstance(drafter, TreeDrafter) and cost.profile.compute is not None, (
         "static_tree measures its passes"
     )
@@ -200,7 +200,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     exists = np.array(
         [[levels == 1 if n == 1 else 1 < levels <= n for levels in depths] for n in sizes]
     )
-    n_rows = llm.engine_plan.cache_rows
+    n_rows = llm.spec.memory.cache_rows
     longest = llm.max_model_len - 1
     at_once = _best(table, cost, 1, context, n_rows)
     contexts = sorted({*(n for n in _CONTEXTS if n < longest), longest})

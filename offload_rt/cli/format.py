@@ -12,7 +12,7 @@ from offload_rt.offload.placement import Plan
 from offload_rt.system.progress import loading_bar
 
 if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
-    from offload_rt.engine.engine_plan import EnginePlan
+    from offload_rt.engine.engine_spec import EngineSpec
     from offload_rt.llm import LLM, Stats
     from offload_rt.system.trace import Trace
 
@@ -25,7 +25,7 @@ def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -
         f"{name} {x}" for name, x in params.left_to(llm.get_default_sampling_params()).items()
     )
     by_model = f"from generation_config.json: {taken}" if taken else ""
-    for notice in filter(None, (llm.engine_plan.notice, llm.engine.notice, by_model)):
+    for notice in filter(None, (llm.spec.notice, llm.engine.notice, by_model)):
         console.print(notice, highlight=False, soft_wrap=True)
 
 
@@ -39,24 +39,26 @@ def follow(config: EngineConfig) -> None:
         llm.load()
 
 
-def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:
+def plan_table(spec: "EngineSpec", profile: MachineProfile) -> Table:
     """What lies where, what a pass moves, and what it should cost."""
-    plan = engine_plan.plan
-    title = f"{engine_plan.checkpoint.path} on {engine_plan.device.type}, {engine_plan.dtype}"
-    table = placement_table(title, plan, engine_plan.cache_rows)
+    plan = spec.plan
+    memory = spec.memory
+    target = spec.target
+    title = f"{target.checkpoint.path} on {spec.device.type}, {target.dtype}"
+    table = placement_table(title, plan, memory.cache_rows)
     for tier, nbytes in plan.pass_bytes.at(0).items():
         rate = f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)"
         table.add_row(rate, f"{tier} to device", format_size(nbytes))
     if plan.pass_bytes.rows is not None:
-        context = engine_plan.max_model_len - 1
+        context = memory.max_model_len - 1
         nbytes = plan.pass_bytes.rows.of_pass(context)
         table.add_row(
             f"and of the cache after {context} tokens",
             f"{plan.kv_tier} to device",
             format_size(nbytes),
         )
-    seconds = pass_time(profile, engine_plan.pass_bytes)
-    per = "token" if engine_plan.limits.n_nodes == 1 else "pass of a token"
+    seconds = pass_time(profile, spec.pass_bytes)
+    per = "token" if memory.limits.n_nodes == 1 else "pass of a token"
     what = f"predicted, weights read at {profile.memory_gbps:.1f} GB/s"
     table.add_row(what, profile.source, f"{seconds:.3f} s per {per}")
     return table

@@ -16,6 +16,7 @@ VERBS = {
     "chat": "chat in the terminal",
     "serve": "serve an OpenAI-compatible API and a web page",
     "plan": "forecast memory and time on any machine from config files",
+    "doctor": "check this machine and print how to fix missing parts",
     "convert": "write losslessly encoded weights for later runs",
     "calibrate": "measure a model pair on this machine for later runs",
     "report": "print busy and idle shares of a timeline of `run --trace`",

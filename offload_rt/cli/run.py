@@ -305,16 +305,14 @@ def _print_plan(config: EngineConfig, flags: Namespace) -> None:
         rate = profile.disk_gbps(Path(HF_HUB_CACHE))
         return plan.print_plan(Namespace(**vars(flags), disk=f"{rate:.2f}GB/s"))
     with LLM.open(config) as llm:
-        engine_plan = llm.engine_plan
-        n_layers = engine_plan.checkpoint.spec.n_layers
-        measured = profile.profile(
-            engine_plan.disk, n_layers, engine_plan.dtype, engine_plan.device
-        )
+        spec = llm.spec
+        n_layers = spec.target.checkpoint.spec.n_layers
+        measured = profile.profile(spec.files.disk, n_layers, spec.target.dtype.torch, spec.device)
     if not flags.json:
-        return print_table(plan_table(engine_plan, measured))
-    seconds = pass_time(measured, engine_plan.pass_bytes)
+        return print_table(plan_table(spec, measured))
+    seconds = pass_time(measured, spec.pass_bytes)
     found = {
-        "plan": asdict(engine_plan.plan),
+        "plan": asdict(spec.plan),
         "profile": asdict(measured),
         "predicted_seconds_per_token": seconds,
     }

@@ -491,7 +491,7 @@ def test_another_system_is_told_what_is_needed(code: str) -> None:
 def test_a_card_that_torch_cannot_use_is_told(
     line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_rt.engine.engine_plan.cards", lambda: ["NVIDIA GeForce RTX 4090"])
+    monkeypatch.setattr("offload_rt.engine.device.cards", lambda: ["NVIDIA GeForce RTX 4090"])
     arguments = [
         "--model",
         str(model),

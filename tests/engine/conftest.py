@@ -34,7 +34,7 @@ def opened(zoo, steady, tmp_path, monkeypatch) -> Callable[..., tuple[LLM, Any]]
             return open_llm(pair.target, "disk", **settings), pair.model
         if kind == "graphs":
             llm = open_llm(pair.target, draft_model=str(pair.draft), **settings)
-            most = llm.engine_plan.cache_rows, llm.engine_plan.limits.n_nodes
+            most = llm.spec.memory.cache_rows, llm.spec.memory.limits.n_nodes
             for runner, n_rows in (
                 (llm.engine.runner, most[0]),
                 (llm.engine.draft, most[0] + most[1]),

@@ -25,7 +25,8 @@ from support.tiny import (
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.engine import builder, draft_place, engine_plan, loader, profile
+from offload_rt.engine import builder, loader, profile
+from offload_rt.engine import device as engine_device
 from offload_rt.engine.memory_plan import DRIVER, READ_BUFFERS
 from offload_rt.errors import CapacityError, LinkError, NumericsError
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphPass
@@ -174,8 +175,7 @@ def test_levels_of_a_draft_are_timed_as_they_are_replayed(zoo, card, monkeypatch
         profile, "_seconds_replayed", lambda *given: replays.append(given) or replay(*given)
     )
     with card(), LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
-        plan = unloaded.engine_plan
-        assert 0 < draft_place.level_seconds(plan.drafting, plan.dtype, plan.device, 5) < 60
+        assert 0 < unloaded.spec.draft.level_seconds(5) < 60
     assert len(replays) == 3
     gone = weakref.ref(made.pop())
     replays.clear()
@@ -310,9 +310,9 @@ def test_blocks_on_the_card_grow_unless_the_user_says_otherwise(
         if variable:
             monkeypatch.setenv(variable, "max_split_size_mb:64")
         monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
-        monkeypatch.setattr(engine_plan.platform, "release", lambda: release)
-        assert engine_plan.pick_device("cpu").type == "cpu" and not found
-        assert engine_plan.pick_device("auto").type == "cuda"
+        monkeypatch.setattr(engine_device.platform, "release", lambda: release)
+        assert engine_device.pick_device("cpu").type == "cpu" and not found
+        assert engine_device.pick_device("auto").type == "cuda"
     assert found == expected
 
 

@@ -157,7 +157,7 @@ def test_a_batch_that_does_not_fit_runs_as_there_is_room(zoo):
         def counted(steps):
             running.append({step.cache for step in steps})
             n_rows = sum(len(caches[step.cache].committed) + len(step.tokens) for step in steps)
-            assert n_rows <= llm.engine_plan.cache_rows
+            assert n_rows <= llm.spec.memory.cache_rows
             return forward(steps)
 
         caches = llm.engine.runner._caches

@@ -27,7 +27,7 @@ def test_a_long_prompt_is_computed_in_parts_while_others_are_answered(kind, open
             lambda steps: rows.append([s.n_rows for s in steps]) or forward(steps),
         )
         engine.prompt_seconds = 0.0
-        vocab = llm.engine_plan.checkpoint.spec.vocab_size
+        vocab = llm.spec.target.checkpoint.spec.vocab_size
         params = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
         first = Sequence([1, 2, 3], params, 256)
         long = Sequence([token % vocab for token in LONG], params, 256)

@@ -48,7 +48,7 @@ if os.environ["RANK"] == rank:
     def fails(*_):
         raise LinkError("the disk has gone")
     if how == "dies":
-        Loader.sources = dies
+        Loader.fill = dies
     elif how == "fails":
         Runner.layer = fails
     else:

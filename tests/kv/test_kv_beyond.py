@@ -213,7 +213,7 @@ def little(pair, drafter, n_rows, **more):
         LLM.open(EngineConfig(str(pair.target), kv_memory=1, **given))
     except CapacityError as error:
         least = int(str(error).split("(")[1].split(" bytes")[0])
-    kv_memory = least + n_rows * unloaded.engine_plan.checkpoint.spec.kv_nbytes(4)
+    kv_memory = least + n_rows * unloaded.spec.target.checkpoint.spec.kv_nbytes(4)
     return given | {
         "kv_memory": kv_memory,
         "device_memory": whole - plan.reserved.cache + kv_memory,
@@ -397,7 +397,7 @@ def test_rows_come_back_as_they_went_and_in_fp8_rounded_by_row_and_head(dtype, n
 def test_fp8_is_close_and_said(pair):
     given = little(pair, "none", 0)
     with LLM(str(pair.target), **given, kv_dtype="fp8") as llm:
-        assert "fp8" in llm.engine_plan.notice and "not exactly" in llm.engine_plan.notice
+        assert "fp8" in llm.spec.notice and "not exactly" in llm.spec.notice
         runner = runner_of(llm)
         tokens = prompt_of(0, 200)
         found = []
@@ -408,7 +408,7 @@ def test_fp8_is_close_and_said(pair):
         error = (found[1] - found[0]).norm() / found[0].norm()
     assert 1e-5 < error < 0.2
     with LLM(str(pair.target), **given) as llm:
-        assert "fp8" not in llm.engine_plan.notice
+        assert "fp8" not in llm.spec.notice
 
 
 # The plan, and what a pass costs.

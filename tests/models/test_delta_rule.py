@@ -348,7 +348,7 @@ def test_a_second_turn_computes_what_is_new_alone(saved, steady, monkeypatch):
             <= state_rows(runner.spec, 4) * runner.spec.kv_nbytes(4)
             == llm.plan.reserved.cache
             - (
-                llm.engine_plan.cache_rows * runner.spec.kv_nbytes(4)
+                llm.spec.memory.cache_rows * runner.spec.kv_nbytes(4)
                 + sum(one.row_nbytes(4) for one in runner.spec.state_shapes)
             )
         )

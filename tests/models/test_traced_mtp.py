@@ -154,7 +154,7 @@ def test_greedy_tokens_are_transformers(target_of, kind, place):
     target = target_of(kind)
     prompts = [prompt_of(seed, n, 8) for seed, n in enumerate((9, 1, 66))]
     with open_llm(target.folder, place, drafter="auto") as llm:
-        assert llm.engine_plan.drafting.name == "mtp"
+        assert llm.spec.draft.drafting.name == "mtp"
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=24))
         llm.engine.reset_prefix_cache()
         assert not llm.engine.drafter._model._inputs and not llm.engine.draft._caches, (
@@ -213,7 +213,7 @@ def test_the_layer_drafts_on_a_card(target_of, monkeypatch):
     prompts = [prompt_of(0, 9, 8), prompt_of(1, 70, 8)]
     settings = {"device": "cuda", "max_model_len": 96, "tree_size": 16, "max_num_seqs": 2}
     with pretended_card(monkeypatch), LLM(str(target.folder), **settings) as llm:
-        assert llm.engine_plan.drafting.name == "mtp"
+        assert llm.spec.draft.drafting.name == "mtp"
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=6))
     assert [one.token_ids for one in outputs] == [
         generate(target.model, prompt, 6) for prompt in prompts

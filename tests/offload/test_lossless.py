@@ -559,13 +559,10 @@ def test_a_sidecar_beside_the_checkpoint_is_found_and_a_damaged_one_is_told(
     shutil.copytree(converted, tmp_path / "m" / "lossless")
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none"}
     with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
-        assert unloaded.engine_plan.link.sidecar and "read encoded" in unloaded.engine_plan.notice
+        assert unloaded.spec.target.link.sidecar and "read encoded" in unloaded.spec.notice
     layer_path(tmp_path / "m" / "lossless", 3).write_bytes(b"x" * 100)
     with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
-        assert (
-            unloaded.engine_plan.link.sidecar is None
-            and "layer-00003" in unloaded.engine_plan.notice
-        )
+        assert unloaded.spec.target.link.sidecar is None and "layer-00003" in unloaded.spec.notice
     with pytest.raises(CheckpointError, match="layer-00003"):
         LLM.open(EngineConfig(str(tmp_path / "m"), link_format="lossless", **settings))
     with pytest.raises(CheckpointError, match="offload-rt convert"):
@@ -604,13 +601,15 @@ def test_auto_reads_a_sidecar_where_that_is_faster_by_measured_rates(
     measure(monkeypatch, rates)
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none", "sidecar": str(converted)}
     with LLM.open(EngineConfig(str(model), **settings)) as unloaded:
-        plan = unloaded.engine_plan
-        assert bool(plan.link.sidecar) == isinstance(plan.disk, SidecarTier) == is_encoded
+        spec = unloaded.spec
+        assert (
+            bool(spec.target.link.sidecar) == isinstance(spec.files.disk, SidecarTier) == is_encoded
+        )
         how = "read encoded" if is_encoded else "read as they are, not from the sidecar"
-        (line,) = plan.notice.splitlines()
+        (line,) = spec.notice.splitlines()
         assert how in line and figures in line
     with LLM.open(EngineConfig(str(model), link_format="lossless", **settings)) as unloaded:
-        assert unloaded.engine_plan.link.sidecar and not unloaded.engine_plan.notice
+        assert unloaded.spec.target.link.sidecar and not unloaded.spec.notice
 
 
 def test_auto_reads_weights_as_they_are_where_decoding_takes_too_much_memory(
@@ -630,9 +629,9 @@ def test_auto_reads_weights_as_they_are_where_decoding_takes_too_much_memory(
     with pytest.raises(CapacityError):
         LLM.open(EngineConfig(str(model), link_format="lossless", sidecar=str(converted), **place))
     with LLM.open(EngineConfig(str(model), sidecar=str(converted), **place)) as unloaded:
-        plan = unloaded.engine_plan
-        assert plan.link.sidecar is None and plan.plan.streamed_nbytes
-        assert "not from the sidecar: the device memory budget is too small" in plan.notice
+        spec = unloaded.spec
+        assert spec.target.link.sidecar is None and spec.plan.streamed_nbytes
+        assert "not from the sidecar: the device memory budget is too small" in spec.notice
     with pytest.raises(CapacityError):
         LLM.open(
             EngineConfig(str(model), sidecar=str(converted), **place | {"device_memory": raw - 1})
@@ -767,8 +766,8 @@ def test_what_lossless_cannot_do_is_told(
     with pretended_card(monkeypatch):
         with LLM.open(EngineConfig(str(model), sidecar=str(converted), **settings)) as unloaded:
             assert (
-                unloaded.engine_plan.link.sidecar is None
-                and "card is pretended" in unloaded.engine_plan.notice
+                unloaded.spec.target.link.sidecar is None
+                and "card is pretended" in unloaded.spec.notice
             )
         with pytest.raises(OffloadError, match="card is pretended"):
             LLM.open(EngineConfig(str(model), link_format="lossless", **settings))

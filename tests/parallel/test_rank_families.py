@@ -19,7 +19,7 @@ import bench.models
 import offload_rt.llm
 from bench.models import config_of, random_model
 from offload_rt import LLM, SamplingParams
-from offload_rt.engine import builder, engine_plan, stages
+from offload_rt.engine import ranks_spec
 from offload_rt.models import stand_ins
 from offload_rt.models.architecture import ExpertShare
 from offload_rt.models.families import spec_of
@@ -39,7 +39,7 @@ KINDS = [*MIXTURES, "qwen3_5_text", "gpt2", "gemma3n_text", "stablelm"]
 @pytest.fixture(autouse=True)
 def threads_are_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module in (engine_plan, builder, stages, offload_rt.llm):
+    for module in (ranks_spec, offload_rt.llm):
         monkeypatch.setattr(module, "joined", lambda: getattr(MINE, "ranks", None))
 
 

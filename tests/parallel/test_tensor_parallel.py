@@ -51,8 +51,10 @@ import offload_rt.llm
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import convert
 from offload_rt.config import EngineConfig
-from offload_rt.engine import builder, draft_place, engine_plan, link, loader, profile, rank_cuts
+from offload_rt.engine import link, loader, profile, ranks_spec
+from offload_rt.engine.draft_spec import DraftSpec
 from offload_rt.engine.link_rates import LinkRates
+from offload_rt.engine.ranks_spec import RanksSpec
 from offload_rt.errors import (
     CapacityError,
     CheckpointError,
@@ -68,7 +70,7 @@ from offload_rt.offload.placement import Plan
 from offload_rt.ops.lossless import decode
 from offload_rt.parallel.sharded_weights import divide, part_of, shard
 from offload_rt.parallel.tensor_parallel import Cut, TensorParallelModel
-from offload_rt.speculate.select import Drafting, drafter_type
+from offload_rt.speculate.select import drafter_type
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.header import read_header
@@ -81,7 +83,7 @@ SHAPE = (384, 256)
 
 @pytest.fixture(autouse=True)
 def threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (engine_plan, builder, offload_rt.llm):
+    for module in (ranks_spec, offload_rt.llm):
         monkeypatch.setattr(module, "joined", lambda: getattr(MINE, "ranks", None))
 
 
@@ -260,16 +262,16 @@ def test_a_rank_reads_and_holds_its_share(
 
     def work() -> tuple[int, int, int]:
         with LLM.open(streamed(path)) as llm:
-            plan = llm.engine_plan
-            disk = llm.engine_plan.disk
-            assert set(plan.plan.tiers) == {"disk"}
+            disk = llm.spec.files.disk
+            assert set(llm.plan.tiers) == {"disk"}
             MINE.n_read, MINE.folders = 0, set()
             for i in range(3):
                 block = host_block(disk.layout(i).nbytes)
                 for read in disk.reads(i, block):
                     read()
             assert not is_converted or MINE.folders == {f"rank-{MINE.ranks.rank}"}
-            return MINE.n_read, plan.checkpoint.nbytes, plan.plan.streamed_nbytes
+            checkpoint = llm.spec.target.checkpoint
+            return MINE.n_read, checkpoint.nbytes, llm.plan.streamed_nbytes
 
     for n_read, n_held, n_streamed in together(2, work):
         assert n_read <= 1.03 * n_layers / 2
@@ -350,9 +352,9 @@ def test_a_draft_model_may_be_divided_too(
     """With auto the levels are timed by all ranks."""
     keep_steady(monkeypatch)
     cut = []
-    divide = engine_plan.divide
+    divide = ranks_spec.divide
     monkeypatch.setattr(
-        engine_plan, "divide", lambda *given: cut.append(given[0].path) or divide(*given)
+        ranks_spec, "divide", lambda *given: cut.append(given[0].path) or divide(*given)
     )
     settings = pair.settings("adaptive_tree") | {
         "tree_depth": 4,
@@ -384,16 +386,16 @@ def places(
     the ranks.
     """
 
-    def level_seconds(drafting: Drafting, *_: Any) -> float:
-        if drafting.draft is None:
+    def level_seconds(draft: DraftSpec, *_: Any) -> float:
+        if draft.checkpoint is None:
             return 0.0
         return (
             parts_s[MINE.ranks.rank]
-            if isinstance(drafting.draft.spec, TensorParallelModel)
+            if isinstance(draft.checkpoint.spec, TensorParallelModel)
             else whole_s
         )
 
-    monkeypatch.setattr(draft_place, "level_seconds", level_seconds)
+    monkeypatch.setattr(DraftSpec, "level_seconds", level_seconds)
     settings = {
         "draft_model": str(pair.draft),
         "max_model_len": 64,
@@ -403,7 +405,7 @@ def places(
 
     def work() -> str:
         with LLM.open(EngineConfig(str(pair.target), device="cpu", **settings)) as llm:
-            draft = llm.engine_plan.drafting.draft
+            draft = llm.spec.draft.drafting.draft
             return (
                 "nothing"
                 if draft is None
@@ -539,11 +541,11 @@ def convert_for_ranks(path: Path, *flags: str, size: int = 2) -> None:
 
 def prefer(monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
     """Let one of the ways to divide layers on the disk be the faster one."""
-    monkeypatch.setattr(engine_plan.profile, "memory_gbps", lambda *_: 1.0)
+    monkeypatch.setattr(profile, "memory_gbps", lambda *_: 1.0)
     monkeypatch.setattr(
-        engine_plan,
+        RanksSpec,
         "token_seconds",
-        lambda plan, *_: float(plan.checkpoint.spec.is_exact != is_exact),
+        lambda ranks, target, *_: float(target.checkpoint.spec.is_exact != is_exact),
     )
 
 
@@ -567,16 +569,16 @@ def test_ranks_stream_what_convert_has_written(
 
     def work() -> list[int]:
         with LLM.open(streamed(path, sidecar=str(tmp_path))) as llm:
-            plan = llm.engine_plan
-            assert (bool(plan.link.sidecar), bool(plan.link.layers)) == (not is_raw, is_raw)
-            assert plan.checkpoint.spec.is_exact == is_exact and "disk" in plan.plan.tiers
+            target = llm.spec.target
+            assert (bool(target.link.sidecar), bool(target.link.layers)) == (not is_raw, is_raw)
+            assert target.checkpoint.spec.is_exact == is_exact and "disk" in llm.plan.tiers
             assert (
-                plan.notice.startswith("weights are read encoded: ")
-                if plan.link.sidecar
-                else not plan.notice
+                llm.spec.notice.startswith("weights are read encoded: ")
+                if target.link.sidecar
+                else not llm.spec.notice
             )
-            files = [one.payload for one in plan.link.sidecar or ()] or [
-                one for of in plan.checkpoint.layers for one in of
+            files = [one.payload for one in target.link.sidecar or ()] or [
+                one for of in target.checkpoint.layers for one in of
             ]
             assert {one.path.parent.name for one in files} == {f"rank-{MINE.ranks.rank}"}
             llm.load()
@@ -584,8 +586,8 @@ def test_ranks_stream_what_convert_has_written(
 
     def look() -> str:
         with LLM.open(streamed(path, sidecar=str(tmp_path))) as llm:
-            assert llm.engine_plan.link.sidecar is None and llm.engine_plan.link.layers is None
-            return llm.engine_plan.notice
+            assert llm.spec.target.link.sidecar is None and llm.spec.target.link.layers is None
+            return llm.spec.notice
 
     assert together(2, work)[0] == generate(model, prompt_of(0), 16)
     prefer(monkeypatch, not is_exact)
@@ -623,7 +625,7 @@ def test_a_rank_with_a_card_streams_what_convert_has_written(
         with LLM.open(config) as llm:
             assert where in llm.plan.tiers
             llm.load()
-            link = llm.engine_plan.link
+            link = llm.spec.target.link
             return tokens_of(llm, prompt_of(0)), bool(link.sidecar), bool(link.layers)
 
     with pretended_card(monkeypatch, has_kernels=True):
@@ -642,8 +644,8 @@ def test_sidecars_of_other_runs_are_told_and_not_used(pair: Pair, tmp_path: Path
                 str(path), device="cpu", drafter="none", max_model_len=64, **settings
             )
             with LLM.open(config) as llm:
-                assert llm.engine_plan.link.sidecar is None and llm.engine_plan.link.layers is None
-                return llm.engine_plan.notice
+                assert llm.spec.target.link.sidecar is None and llm.spec.target.link.layers is None
+                return llm.spec.notice
 
         return set(together(2, work))
 
@@ -666,7 +668,7 @@ def test_sidecars_of_other_runs_are_told_and_not_used(pair: Pair, tmp_path: Path
     lossless = EngineConfig(
         str(path), device="cpu", drafter="none", link_format="lossless", exact_parallel=True
     )
-    assert all(together(2, lambda: LLM.open(lossless).engine_plan.link.sidecar))
+    assert all(together(2, lambda: LLM.open(lossless).spec.target.link.sidecar))
     with pytest.raises(
         CheckpointError, match=r"no sidecar in .*raw-2/rank-[01]; run offload-rt convert --ranks 2"
     ):
@@ -725,13 +727,13 @@ def test_layers_on_the_disk_are_divided_in_the_way_that_a_pass_is_faster(
         of_slowest = strided if pieces > 1 else contiguous
         return of_slowest if MINE.ranks.rank else 10 / of_slowest
 
-    monkeypatch.setattr(rank_cuts.profile, "link_gbps", rate)
-    monkeypatch.setattr(rank_cuts.profile, "memory_gbps", lambda *_: 1e6)
-    monkeypatch.setattr(rank_cuts.profile, "timed", lambda device, work: [exchange_s])
+    monkeypatch.setattr(profile, "link_gbps", rate)
+    monkeypatch.setattr(profile, "memory_gbps", lambda *_: 1e6)
+    monkeypatch.setattr(profile, "timed", lambda device, work: [exchange_s])
 
     def work() -> tuple[bool, str]:
         with LLM.open(streamed(path)) as llm:
-            return llm.engine_plan.checkpoint.spec.is_exact, llm.engine_plan.notice
+            return llm.spec.target.checkpoint.spec.is_exact, llm.spec.notice
 
     vain = (
         "read from the disk with what lies between a rank's parts, in 1.3 times their bytes;"
@@ -747,18 +749,18 @@ def test_weights_that_have_no_parts_by_outputs_are_divided_by_inputs(
 ) -> None:
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
     prefer(monkeypatch, is_exact=True)
-    divide = engine_plan.divide
+    divide = ranks_spec.divide
 
     def by_inputs(checkpoint: Any, model: TensorParallelModel) -> Any:
         if model.is_exact:
             raise UnsupportedModelError("it has no such parts")
         return divide(checkpoint, model)
 
-    monkeypatch.setattr(engine_plan, "divide", by_inputs)
+    monkeypatch.setattr(ranks_spec, "divide", by_inputs)
 
     def work() -> bool:
         with LLM.open(streamed(path)) as llm:
-            return llm.engine_plan.checkpoint.spec.is_exact
+            return llm.spec.target.checkpoint.spec.is_exact
 
     assert together(2, work) == [False] * 2
 
@@ -780,7 +782,7 @@ def test_memory_that_is_enough_for_one_way_alone_decides(
         least = plan.reserved.total + 2 * plan.slot_nbytes + more[MINE.ranks.rank]
         try:
             with LLM.open(replace(config, device_memory=least)) as llm:
-                return "outputs" if llm.engine_plan.checkpoint.spec.is_exact else "inputs"
+                return "outputs" if llm.spec.target.checkpoint.spec.is_exact else "inputs"
         except CapacityError as error:
             return str(error)
 
@@ -936,8 +938,8 @@ def test_what_is_learned_of_a_pair_is_the_same_for_ranks(pair: Pair, is_exact: b
             str(pair.target), str(pair.draft), device="cpu", max_model_len=64, **settings
         )
         with LLM.open(config) as llm:
-            draft = llm.engine_plan.drafting.draft
-            return llm.engine_plan.checkpoint.identity, draft.identity
+            draft = llm.spec.draft.drafting.draft
+            return llm.spec.target.checkpoint.identity, draft.identity
 
     assert together(2, lambda: work(split_draft="on", exact_parallel=is_exact)) == [work()] * 2
 

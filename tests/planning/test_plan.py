@@ -153,8 +153,8 @@ def test_a_config_alone_is_planned_as_its_checkpoint_is_loaded(tmp_path: Path) -
     engine = EngineConfig(str(tmp_path), device="cpu", drafter="none", device_memory=1_000_000)
     with LLM.open(engine) as llm:
         loaded = llm.plan
-        engine_plan = llm.engine_plan
-    checkpoint = engine_plan.checkpoint
+        spec = llm.spec
+    checkpoint = spec.target.checkpoint
     by_config = Sizes.of_spec(spec_of(config), DType.FLOAT32)
     by_file = Sizes.of_checkpoint(checkpoint, DType.FLOAT32)
     planned = plan_memory(
@@ -165,8 +165,8 @@ def test_a_config_alone_is_planned_as_its_checkpoint_is_loaded(tmp_path: Path) -
         loaded.reserved.non_layer == by_file.non_layer_nbytes == 4 * (2 * 40 * 16 + 16)
     )  # embedding, head and norm, in float32
     assert (planned.max_model_len, planned.cache_rows) == (
-        engine_plan.max_model_len,
-        engine_plan.cache_rows,
+        spec.memory.max_model_len,
+        spec.memory.cache_rows,
     )
     # On a device every tensor begins at a multiple of 256 bytes.
     padding = 256 * len(checkpoint.spec.layer_tensors(0))

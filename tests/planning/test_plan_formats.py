@@ -21,7 +21,6 @@ from offload_rt.cli import plan
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
-from offload_rt.engine.engine_plan import _draft_sizes
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.families import spec_of
@@ -30,7 +29,6 @@ from offload_rt.planning.forecast import Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.sizes import copies, find_models, formats, is_plain, lossless
-from offload_rt.weights.checkpoint import open_checkpoint
 
 CARD = ["--gpu", "rtx4090", "--ram", "160GiB"]
 WIDE = {
@@ -240,13 +238,11 @@ def test_a_target_that_drafts_itself_is_planned_as_it_is_loaded(tmp_path: Path) 
         torch_dtype="bfloat16",
     )
     write_checkpoint(tmp_path, config, llama_tensors(config, torch.bfloat16))
-    checkpoint = open_checkpoint(tmp_path)
     target = Sizes.of_spec(spec_of(config), DType.BFLOAT16)
     with LLM.open(
         EngineConfig(str(tmp_path), device="cpu", drafter="self", device_memory=1_000_000)
     ) as llm:
-        drafting = llm.engine_plan.drafting
-    loaded = _draft_sizes(checkpoint, drafting, torch.bfloat16, torch.device("cpu"))
+        loaded = llm.spec.draft.sizes()
     assert copies(target, on_card=False).stand_in == loaded.stand_in
 
 

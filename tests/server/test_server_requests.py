@@ -53,7 +53,7 @@ def test_bad_words_and_allowed_tokens_hold_at_every_node_of_a_tree(llm: LLM) -> 
     plain = llm.generate(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))[0]
     first = plain.token_ids
     assert plain.stats.n_passes < 12, "trees were accepted"
-    vocabulary = range(llm.engine_plan.checkpoint.spec.vocab_size)
+    vocabulary = range(llm.spec.target.checkpoint.spec.vocab_size)
     for params in (
         {"bad_words_ids": (tuple(first[:1]),)},
         {"bad_words_ids": (tuple(first[2:4]), tuple(first[5:8]))},

@@ -234,7 +234,7 @@ def test_what_was_learned_of_a_pair_is_there_again(zoo, cache, drafter):
                 prompt_of(0), SamplingParams(max_new_tokens=20, temperature=temperature, seed=1)
             )
         learned = counts_of(llm.engine.drafter.pair_stats)
-        pair_ids = llm.engine_plan.checkpoint.identity, llm.engine_plan.drafting.draft.identity
+        pair_ids = llm.spec.target.checkpoint.identity, llm.spec.draft.drafting.draft.identity
         assert not (cache / "pairs.json").exists()
     assert all(sum(tried) > 0 for (_, tried), _, _ in learned.values())
     assert counts_of(PairStats.load(*pair_ids)) == learned
@@ -368,7 +368,7 @@ def engine_plan(pair, **settings):
     with LLM.open(
         EngineConfig(str(pair.target), device="cpu", max_model_len=64, **settings)
     ) as llm:
-        return llm.engine_plan
+        return llm.spec
 
 
 def test_the_draft_is_part_of_the_plan(zoo):

@@ -466,19 +466,19 @@ def test_heads_pick_their_drafter_and_memory_is_planned_for_them(tmp_path):
         settings = random_head(tmp_path / kind, kind, model)
         name = settings.pop("drafter")
         with opened(**settings) as llm, opened(settings["directory"], drafter="recycle") as without:
-            drafting = llm.engine_plan.drafting
+            drafting = llm.spec.draft.drafting
             reserved = llm.plan.reserved
             assert (drafting.name, drafting.rule) == (name, rule_of("coupled"))
-            assert without.engine_plan.drafting.draft is None
+            assert without.spec.draft.drafting.draft is None
             nbytes = sum(
                 one.nbytes
                 for one in random_weights(kind, model).values()
                 if one.is_floating_point()
             )
             assert drafting.draft is not None and drafting.draft.nbytes == nbytes < reserved.draft
-            assert drafting.draft.identity != llm.engine_plan.checkpoint.identity
+            assert drafting.draft.identity != llm.spec.target.checkpoint.identity
             n_taps = 3 if kind == "eagle" else 1
-            n_rows = 64 + llm.engine_plan.limits.n_nodes
+            n_rows = 64 + llm.spec.memory.limits.n_nodes
             scratch = reserved.scratch - without.plan.reserved.scratch
             assert scratch >= n_rows * (n_taps + 1) * 16 * 4
 
@@ -488,12 +488,12 @@ def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_t
     with_mtp = random_head(tmp_path / "with", "nextn", model)["directory"]
     model.save_pretrained(tmp_path / "without")
     with opened(with_mtp, drafter="none") as llm:
-        assert llm.engine_plan.checkpoint.spec.n_layers == 5
+        assert llm.spec.target.checkpoint.spec.n_layers == 5
     with (
         opened(with_mtp, tree_size=2) as llm,
         opened(with_mtp, drafter="recycle", tree_size=2) as plain,
     ):
-        assert (llm.engine_plan.drafting.name, plain.engine_plan.drafting.name) == (
+        assert (llm.spec.draft.drafting.name, plain.spec.draft.drafting.name) == (
             "mtp",
             "recycle",
         )
@@ -502,11 +502,11 @@ def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_t
             "tree_size": 2,
         }
     with opened(with_mtp, **too_little) as llm:
-        assert llm.engine_plan.drafting.name == "recycle"
+        assert llm.spec.draft.drafting.name == "recycle"
     with pytest.raises(CapacityError):
         opened(with_mtp, drafter="mtp", **too_little)
     with opened(tmp_path / "without", drafter="mtp", draft_model=str(with_mtp)) as llm:
-        assert llm.engine_plan.drafting.name == "mtp" and llm.engine_plan.drafting.draft is not None
+        assert llm.spec.draft.drafting.name == "mtp" and llm.spec.draft.drafting.draft is not None
     config = json.loads((with_mtp / "config.json").read_text())
     (with_mtp / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
     with pytest.raises(CheckpointError, match=r"layers\.5"):

@@ -86,7 +86,7 @@ def test_what_is_read_for_the_copies_is_counted_as_loaded(zoo: Zoo) -> None:
 
 def test_the_plan_shows_the_copies(zoo: Zoo) -> None:
     with open_self(zoo, "llama", 1) as llm:
-        table = placement_table("", llm.plan, llm.engine_plan.cache_rows)
+        table = placement_table("", llm.plan, llm.spec.memory.cache_rows)
     assert "copies of the other layers at four bits" in list(table.columns[0].cells)
 
 

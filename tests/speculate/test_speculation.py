@@ -402,7 +402,7 @@ def test_caches_never_take_more_than_was_planned(zoo, monkeypatch, is_captured):
     with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64, tree_size=6) as llm:
         target = llm.engine.runner
         draft = llm.engine.draft
-        planned = {target: llm.engine_plan.cache_rows, draft: draft_rows(64, 6)}
+        planned = {target: llm.spec.memory.cache_rows, draft: draft_rows(64, 6)}
         if is_captured:
             for runner, rows in planned.items():
                 runner.use_graphs(GraphShape(6, rows, 12), record)

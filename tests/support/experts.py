@@ -79,8 +79,9 @@ def open_touched(folder, n_slots, watch=False, device="cpu", **settings):
         reserved += len(rest.layers) * 8192 if device == "cuda" else 0
     llm = LLM.open(EngineConfig(str(folder), device_memory=reserved + n_slots * slot, **settings))
     if watch:
-        files = llm.engine_plan.experts
-        llm.engine_plan = replace(llm.engine_plan, experts=replace(files, tier=Watched(files.tier)))
+        files = llm.spec.files
+        experts = replace(files.experts, tier=Watched(files.experts.tier))
+        llm.spec = replace(llm.spec, files=replace(files, experts=experts))
     llm.load()
     assert llm.plan.n_expert_slots == n_slots and set(llm.plan.tiers) == {"device"}
     return llm

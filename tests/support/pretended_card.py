@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload_rt.engine import builder, draft_place
+from offload_rt.engine import builder, draft_spec
 from offload_rt.ops import extension, transfer
 from support import emulated
 from support.recorded import record, tensors_of
@@ -249,7 +249,7 @@ def pretended_card(
         "set_per_process_memory_fraction",
         lambda part, device=None: fractions.append(part),
     )
-    for module in (builder, draft_place):
+    for module in (builder, draft_spec):
         monkeypatch.setattr(module, "CudaCapture", lambda: record)
     monkeypatch.setattr(builder, "_CAPTURING_S", 0.0)  # passes of a pretended card take long
     monkeypatch.setattr(

@@ -30,7 +30,7 @@ from support.checkpoints import (
 )
 from torch import Tensor
 
-from offload_rt.engine import engine_plan
+from offload_rt.engine import target_spec
 from offload_rt.errors import CheckpointError, LinkError, OffloadError, UnsupportedModelError
 from offload_rt.llm import LLM
 from offload_rt.models.families import spec_of
@@ -484,7 +484,7 @@ def test_no_weight_is_read_from_a_faulty_checkpoint(
     def touched(*args: object) -> None:
         raise AssertionError("a weight was about to move")
 
-    monkeypatch.setattr(engine_plan, "DiskTier", touched)
+    monkeypatch.setattr(target_spec, "DiskTier", touched)
     with pytest.raises(CheckpointError, match=name):
         LLM(str(tmp_path), device="cpu")
 

@@ -270,7 +270,7 @@ def test_a_second_format_generates_what_its_dequantised_weights_do(
     with open_llm(dense) as llm:
         expected = llm.generate(prompt).pop().token_ids
     with open_llm(quantized, place, draft_model=str(quantized)) as llm:
-        assert llm.engine_plan.checkpoint.format.name == "int8_rows"
+        assert llm.spec.target.checkpoint.format.name == "int8_rows"
         assert llm.generate(prompt).pop().token_ids == expected
     assert len(set(expected)) > 5
 

@@ -579,7 +579,7 @@ def test_quantised_activations_are_not_made_and_the_user_is_told(tmp_path: Path)
     assert "quantised activations and keys and values" in format_of(config).notice
     directory, _, _ = tiny_model(tmp_path, Choice("fp8"))
     with LLM(str(directory), device="cpu") as llm:
-        assert "quantised activations" in llm.engine_plan.notice
+        assert "quantised activations" in llm.spec.notice
 
 
 def test_memory_is_planned_by_packed_bytes_and_one_matrix_in_its_own_place(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ def test_opening_a_model_parses_its_header_once(
     read_file = gguf._read_file
     monkeypatch.setattr(gguf, "_read_file", lambda path: parsed.append(path) or read_file(path))
     with LLM.open(EngineConfig(str(path), device="cpu", drafter="none")) as llm:
-        assert len(llm.engine_plan.checkpoint.identity) == 24
+        assert len(llm.spec.target.checkpoint.identity) == 24
     assert parsed == [path]
 
 
