@@ -86,7 +86,7 @@ class RanksSpec:
         """Return this rank's shard. Raises UnsupportedModelError for indivisible weights."""
         if self.ranks is None:
             return checkpoint
-        model = TensorParallelModel.of(checkpoint.spec, self.ranks, self.is_exact)
+        model = TensorParallelModel.for_rank(checkpoint.spec, self.ranks, self.is_exact)
         return replace(divide(checkpoint, model), whole=checkpoint)
 
     def stage(
@@ -303,7 +303,7 @@ class RanksSpec:
 
 def _stage(checkpoint: Checkpoint, layers: range, ranks: Ranks) -> Checkpoint:
     """Return the checkpoint of some layers, with this rank's tensors outside the layers."""
-    stage = Stage.of(checkpoint.spec, layers, ranks)
+    stage = Stage.for_rank(checkpoint.spec, layers, ranks)
     is_all = stage.rank == 0 or stage.embeds_on_all_stages
     non_layer = checkpoint.non_layer.select(lambda tensor: is_all or len(tensor.shape) == 1)
     return replace(

@@ -187,17 +187,19 @@ class Runner:
         cache = self._caches[step.cache]
         n_tokens = len(step.tokens)
         shape = GraphShape(step.n_rows, cache.n_held + n_tokens, n_tokens)
-        is_whole = cache.n_seen == cache.n_held and step.read is None and cache.leader is None
-        return self._graphs is not None and is_whole and self._graphs.fits(cache, shape)
+        has_all_rows = cache.n_seen == cache.n_held and step.read is None and cache.leader is None
+        return self._graphs is not None and has_all_rows and self._graphs.fits(cache, shape)
 
     def _replay(self, step: Step) -> Tensor:
         """Execute a step by a CUDA graph; returns the same as `forward`."""
         cache = self._caches[step.cache]
         n_tokens = len(step.tokens)
         assert self._graphs is not None and isinstance(cache, ContiguousCache), "see replays"
-        whole = Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
+        segment = Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
         rows = torch.arange(step.n_done, n_tokens) + cache.n_held
-        inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask())
+        inputs = PassRows(
+            step.tokens[step.n_done :], rows, self._row_inputs([segment]), segment.mask()
+        )
         with self.trace.span(COMPUTE, "all layers"):
             out = self._graphs.forward(cache.buffer, inputs, step.reduce)[
                 step.n_rows - step.n_wanted :

@@ -173,10 +173,10 @@ class Chunk:
         outs = []
         for segment, mask, inputs in zip(self.segments, self.masks, self.inputs, strict=True):
             assert isinstance(segment.cache, RecurrentCache), "models with states use this cache"
-            given = x[segment.rows], weight, log_decays[segment.rows], beta[segment.rows]
+            rows = x[segment.rows], weight, log_decays[segment.rows], beta[segment.rows]
             n_chain = segment.step.n_chain
-            asked = Recurrence(layer, segment.start, n_chain, *given, inputs, mask)
-            outs.append(segment.cache.recur(asked))
+            request = Recurrence(layer, segment.start, n_chain, *rows, inputs, mask)
+            outs.append(segment.cache.recur(request))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     @property

@@ -63,7 +63,7 @@ class Stage(ModelPart):
     layers: range
 
     @classmethod
-    def of(cls, whole: Architecture, layers: range, ranks: Ranks) -> "Stage":
+    def for_rank(cls, whole: Architecture, layers: range, ranks: Ranks) -> "Stage":
         """Create the stage of `ranks.rank`; `layers` are a union of `divisible(whole)` parts."""
         sizes = {item.name: getattr(whole, item.name) for item in fields(Architecture)}
         sizes["n_layers"] = len(layers)

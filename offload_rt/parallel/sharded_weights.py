@@ -58,7 +58,7 @@ def divide(checkpoint: Checkpoint, model: TensorParallelModel) -> Checkpoint:
 def part_of(checkpoint: Checkpoint, rank: int, size: int, is_exact: bool) -> Checkpoint:
     """Return the shard of an absent rank, without compute; raises UnsupportedModelError."""
     ranks = cast(Ranks, SimpleNamespace(rank=rank, size=size))
-    return divide(checkpoint, TensorParallelModel.of(checkpoint.spec, ranks, is_exact))
+    return divide(checkpoint, TensorParallelModel.for_rank(checkpoint.spec, ranks, is_exact))
 
 
 def shard(

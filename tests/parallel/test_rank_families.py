@@ -263,7 +263,7 @@ def test_a_rank_has_its_share_of_the_bytes(kind: str) -> None:
 
     for size, is_exact in ((2, True), (4, False)):
         ranks = [
-            TensorParallelModel.of(spec, ThreadRanks(rank, Board(size)), is_exact)
+            TensorParallelModel.for_rank(spec, ThreadRanks(rank, Board(size)), is_exact)
             for rank in range(size)
         ]
         shares = [numbers(one) for one in ranks]
@@ -278,7 +278,8 @@ def test_ranks_have_every_expert_between_them_and_all_routers(model_of, kind: st
     checkpoint = open_checkpoint(model_of(kind)[1])
     ranks = [
         divide(
-            checkpoint, TensorParallelModel.of(checkpoint.spec, ThreadRanks(rank, Board(4)), False)
+            checkpoint,
+            TensorParallelModel.for_rank(checkpoint.spec, ThreadRanks(rank, Board(4)), False),
         )
         for rank in range(4)
     ]
