@@ -198,13 +198,13 @@ class Replayed(ExpertCache):
             else:
                 self._idle.append(one)
 
-    def _on_way(self) -> tuple[set[int], int]:
+    def _in_transfer(self) -> tuple[set[int], int]:
         return set(), 0  # nobody computes on the host
 
     def _computed(self, slot: int) -> None:
         """It takes no time of its own."""
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """No layer is left half-way."""
 
 

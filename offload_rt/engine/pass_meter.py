@@ -41,7 +41,7 @@ class PassMeter:
         self._n_experts = self._count_experts()
 
     def _count_experts(self) -> int:
-        return self._experts.n_brought if self._experts else 0
+        return self._experts.n_fetched if self._experts else 0
 
     def drafted(self) -> None:
         """Mark the end of drafting."""

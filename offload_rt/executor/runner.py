@@ -225,7 +225,7 @@ class Runner:
     def _weights(self, block: LayerView) -> LayerWeights:
         weights = self.format.view(block.layout, block.data, self.dtype)
         if self.experts is not None:
-            weights.experts = self.experts.of_layer(block.i, partial(self._following, block.i))
+            weights.experts = self.experts.layer_experts(block.i, partial(self._following, block.i))
         return weights
 
     def _following(self, i: int) -> LayerWeights | None:

@@ -1,6 +1,4 @@
-"""Rows of keys and values beyond the device, and how a pass gets them: over the link of the layers,
-each ahead of its use.
-"""
+"""Off-device rows of keys and values, streamed over the link of the layers ahead of their use."""
 
 import os
 from abc import ABC, abstractmethod
@@ -30,12 +28,14 @@ from offload_rt.weights.layout import PAGE, Layout, PackedLayer, TensorEntry, al
 
 
 class OffloadedRows(ABC):
-    """A `RowStore`, and the streamer that brings its rows beside that of the layers.
+    """A `RowStore`, and the streamer of its rows, which shares the link with the layers.
 
-    Both bring what they have in the order of its use and run ahead of it as far as they have slots,
-    so the link stands still only where both have none. What a pass reads is brought for the next
-    one as well, which nearly always reads the same.
+    Both streamers copy in order of use, as far ahead as their slots allow. The link idles only if
+    all slots are full. Rows of a pass are prefetched for the next pass too, because consecutive
+    passes read nearly always the same rows.
     """
+
+    _cpus: Cpus = frozenset()
 
     def __init__(self, split: KVSplit, n_layers: int, link: Streamer) -> None:
         """link: the streamer of the layers."""
@@ -47,9 +47,9 @@ class OffloadedRows(ABC):
         self._free: list[int] = []
         self._n_blocks = 0
         self._stream: Streamer | None = None
-        # of the pass before; empty where something was written after it
-        self._asked: list[RowRange] = []
-        self._coming: Generator[LayerView, None, None] | None = None
+        # Ranges of the previous pass; empty after a write.
+        self._prefetched: list[RowRange] = []
+        self._sweep: Generator[LayerView, None, None] | None = None
 
     def allocate(self) -> int:
         """See `RowStore.allocate`."""
@@ -65,58 +65,54 @@ class OffloadedRows(ABC):
 
     def write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
         """See `RowStore.write`."""
-        self._asked = []
+        self._prefetched = []
         self._write(pieces)
 
     @contextmanager
     def prefetch(self, ranges: list[RowRange]) -> Iterator[None]:
-        """Bring these ranges, of which `receive` gives one after the other, while the body of a
-        `with` makes a pass.
-        """
+        """Stream these ranges during a pass, the body of a `with`; `receive` returns each once."""
         if not ranges:
             yield
             return
-        if ranges != self._asked or self._stream is None:
-            n = len(ranges)
-            nbytes = self.split.block_nbytes
+        if ranges != self._prefetched or self._stream is None:
+            tiers = (self.tier(ranges),) * len(ranges)
             sources = LayerSources(
                 MemoryTier(),
-                (self.tier(ranges),) * n,
+                tiers,
                 N_SLOTS,
                 N_SLOTS,
                 self._cpus,
-                slot_nbytes=nbytes,
+                slot_nbytes=self.split.block_nbytes,
             )
             if self._stream is None:
                 self._stream = self._link.share_link(sources)
             else:
                 self._stream.set_sources(sources)
-            self._asked = ranges
-        with closing(self._stream.sweep()) as self._coming:
+            self._prefetched = ranges
+        with closing(self._stream.sweep()) as self._sweep:
             yield
-            next(self._coming, None)  # gives the last slot back
+            next(self._sweep, None)  # frees the last slot
 
     def receive(self) -> Tensor:
         """See `RowStore.receive`."""
-        assert self._coming is not None, "a pass is under way"
-        view = next(self._coming)
+        assert self._sweep is not None, "a pass is under way"
+        view = next(self._sweep)
         return view.layout.entries[0].view(view.data)
 
     def close(self) -> None:
-        """End all transfers and release memory and files; may be called again."""
+        """Stop all transfers and free memory and files; idempotent."""
         if self._stream is not None:
             self._stream.close()
 
-    def layout(self, one: RowRange) -> Layout:
-        """How a range lies in memory."""
-        entry = TensorEntry("rows", 0, (one.stop - one.start, self.format.nbytes), DType.UINT8)
+    def layout(self, rows: RowRange) -> Layout:
+        """Return the memory layout of a range."""
+        shape = (rows.stop - rows.start, self.format.nbytes)
+        entry = TensorEntry("rows", 0, shape, DType.UINT8)
         return Layout((entry,), entry.nbytes)
-
-    _cpus: Cpus = frozenset()
 
     @abstractmethod
     def tier(self, ranges: Sequence[RowRange]) -> Tier:
-        """These ranges as blocks that a streamer brings."""
+        """Return these ranges as the blocks of a tier."""
 
     @abstractmethod
     def read(self, places: Sequence[RowRange]) -> Tensor:
@@ -124,15 +120,15 @@ class OffloadedRows(ABC):
 
     @abstractmethod
     def _extend(self, block: int) -> None:
-        """Make room for a block, the next one."""
+        """Reserve memory for the next block."""
 
     @abstractmethod
     def _write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
         """See `RowStore.write`."""
 
 
-class _Pinned(MemoryTier):
-    """Ranges of blocks that another has pinned, or could not."""
+class _PinnedBlocks(MemoryTier):
+    """Ranges of blocks, whose owner has pinned all of them or not."""
 
     def __init__(self, images: Sequence[PackedLayer], is_pinned: bool) -> None:
         super().__init__()
@@ -141,35 +137,38 @@ class _Pinned(MemoryTier):
             self.put(i, image)
 
     def is_pinned(self, i: int) -> bool:
-        """All of them or none."""
+        """See `MemoryTier.is_pinned`; equal for all ranges."""
         return self._is_pinned
 
 
 class HostRows(OffloadedRows):
-    """Rows in memory of the host, beside a card. All planned blocks are pinned at once: pinning
-    holds the process for long.
+    """Rows in host memory of a GPU machine.
+
+    All planned blocks are pinned at the start, because pinning blocks the process for long.
     """
 
     def __init__(
         self, split: KVSplit, n_layers: int, link: CudaStreamer, cpus: Cpus = frozenset()
     ) -> None:
         super().__init__(split, n_layers, link)
-        self._cpus, self._card, self._blocks = cpus, link, list[Tensor]()
+        self._cpus = cpus
+        self._card = link
+        self._blocks: list[Tensor] = []
         self._pinned: list[Tensor] = []
         self.free([self.allocate() for _ in range(split.n_blocks)][::-1])
 
     def tier(self, ranges: Sequence[RowRange]) -> Tier:
-        """Where they lie."""
-        images = [PackedLayer(self._at(one).flatten(), self.layout(one)) for one in ranges]
-        return _Pinned(images, len(self._pinned) == len(self._blocks))
+        """See `OffloadedRows.tier`."""
+        images = [PackedLayer(self._rows(rows).flatten(), self.layout(rows)) for rows in ranges]
+        return _PinnedBlocks(images, len(self._pinned) == len(self._blocks))
 
     def read(self, places: Sequence[RowRange]) -> Tensor:
-        """Waits for what is being written."""
+        """See `RowStore.read`. Waits for writes."""
         self._card.finish_writes()
-        return torch.cat([self._at(one) for one in places])
+        return torch.cat([self._rows(rows) for rows in places])
 
     def close(self) -> None:
-        """Unpin and release the blocks."""
+        """See `OffloadedRows.close`. Unpins the blocks."""
         super().close()
         self._card.finish_writes()
         for block in self._pinned:
@@ -177,29 +176,29 @@ class HostRows(OffloadedRows):
         self._pinned = []
         self._blocks = []
 
-    def _at(self, one: RowRange) -> Tensor:
-        rows = self._blocks[one.block].view(self._n_layers, self.block_rows, self.format.nbytes)
-        return rows[one.layer, one.start : one.stop]
+    def _rows(self, rows: RowRange) -> Tensor:
+        block = self._blocks[rows.block].view(self._n_layers, self.block_rows, self.format.nbytes)
+        return block[rows.layer, rows.start : rows.stop]
 
     def _extend(self, block: int) -> None:
         new = host_block(self._n_layers * self.split.block_nbytes)
         with staying_near(self._cpus):
             is_pinned = pin(new)
         if not is_pinned and self._stream is not None and len(self._pinned) == len(self._blocks):
-            # rows go through slots on the host from now on, of which this one has none
+            # Unpinned rows pass host slots, which this streamer lacks.
             self._stream.close()
             self._stream = None
         self._pinned += [new] if is_pinned else []
         self._blocks.append(new)
 
     def _write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
-        self._card.write([(self._at(one).flatten(), rows.flatten()) for one, rows in pieces])
+        self._card.write([(self._rows(rows).flatten(), data.flatten()) for rows, data in pieces])
 
 
 class FileRows(OffloadedRows):
-    """Rows in a file without a name, which is gone when it is closed, however the process ends.
+    """Rows in an unnamed file, which the system deletes however the process ends.
 
-    They are written through the page cache and read past it where the file system allows that.
+    Writes use the page cache; reads bypass it if the file system allows.
     """
 
     def __init__(
@@ -208,6 +207,7 @@ class FileRows(OffloadedRows):
         super().__init__(split, n_layers, link)
         self._settings = settings or ReadSettings()
         self._nbytes = n_layers * split.block_nbytes
+        self._place = "the home folder"
         try:
             self._place = str(cache_directory())
             os.makedirs(self._place, exist_ok=True)
@@ -219,7 +219,7 @@ class FileRows(OffloadedRows):
         except LinkError:
             self._file.close()
             raise
-        try:  # the same file once more
+        try:  # a second descriptor of the file, for direct I/O
             self._direct = os.open(
                 f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY | os.O_DIRECT
             )
@@ -227,31 +227,30 @@ class FileRows(OffloadedRows):
             self._direct = os.dup(self._file.fileno())
 
     def tier(self, ranges: Sequence[RowRange]) -> Tier:
-        """Ranges of the file."""
+        """See `OffloadedRows.tier`."""
         return _FileRanges(self, ranges, self._settings.n_parallel)
 
-    def reads(self, one: RowRange, into: Tensor) -> list[Read]:
-        """Requests that together read a range; it begins on a page, and the block goes on to the
-        end of one.
-        """
-        start = self._offset(one)
+    def reads(self, rows: RowRange, into: Tensor) -> list[Read]:
+        """Return a read per request; a range starts at a page, `into` ends at a page."""
+        start = self._offset(rows)
         size = self._settings.request_nbytes
-        stop = start + (one.stop - one.start) * self.format.nbytes
+        stop = start + (rows.stop - rows.start) * self.format.nbytes
         return [
             partial(self._request, into[at - start :], at, min(size, stop - at))
             for at in range(start, stop, size)
         ]
 
     def read(self, places: Sequence[RowRange]) -> Tensor:
-        """One by one."""
-        sizes = [one.stop - one.start for one in places]
-        found = torch.empty(sum(sizes), self.format.nbytes, dtype=torch.uint8)
-        for one, rows in zip(places, torch.split(found, sizes), strict=True):
-            fill(rows.flatten(), rows.nbytes, self._file.fileno(), self._offset(one), self._place)
-        return found
+        """See `RowStore.read`."""
+        sizes = [rows.stop - rows.start for rows in places]
+        content = torch.empty(sum(sizes), self.format.nbytes, dtype=torch.uint8)
+        file = self._file.fileno()
+        for rows, part in zip(places, torch.split(content, sizes), strict=True):
+            fill(part.flatten(), part.nbytes, file, self._offset(rows), self._place)
+        return content
 
     def close(self) -> None:
-        """The file is gone with its last descriptor."""
+        """See `OffloadedRows.close`. The last descriptor deletes the file."""
         super().close()
         if not self._file.closed:
             self._file.close()
@@ -261,12 +260,9 @@ class FileRows(OffloadedRows):
         fill(into[: align_up(nbytes, PAGE)], nbytes, self._direct, at, self._place)
         return nbytes
 
-    def _offset(self, one: RowRange) -> int:
-        return (
-            one.block * self._nbytes
-            + one.layer * self.split.block_nbytes
-            + one.start * self.format.nbytes
-        )
+    def _offset(self, rows: RowRange) -> int:
+        in_block = rows.layer * self.split.block_nbytes + rows.start * self.format.nbytes
+        return rows.block * self._nbytes + in_block
 
     def _extend(self, block: int) -> None:
         if block >= self.split.n_blocks:
@@ -280,38 +276,38 @@ class FileRows(OffloadedRows):
 
     def _write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
         try:
-            for one, rows in pieces:
-                view = memoryview(rows.flatten().numpy().data)
+            for rows, data in pieces:
+                view = memoryview(data.flatten().numpy().data)
                 n = 0
                 while n < len(view):
-                    n += os.pwrite(self._file.fileno(), view[n:], self._offset(one) + n)
+                    n += os.pwrite(self._file.fileno(), view[n:], self._offset(rows) + n)
         except OSError as error:
             raise self._no_room(error) from error
 
     def _no_room(self, error: OSError | RuntimeError) -> LinkError:
         return LinkError(
-            f"no file for keys and values below {getattr(self, '_place', 'the home folder')}",
+            f"no file for keys and values below {self._place}",
             need=format_size(self.split.n_blocks * self._nbytes),
             have=getattr(error, "strerror", None) or str(error),
             change="make room there, set XDG_CACHE_HOME to another disk, or lower --max-model-len",
-        )  # fmt: skip
+        )
 
 
 @dataclass
 class _FileRanges:
-    """Ranges of a file of rows, as a tier."""
+    """Tier of ranges of a file."""
 
     file: FileRows
     ranges: Sequence[RowRange]
     n_parallel: int
 
     def layout(self, i: int) -> Layout:
-        """How a range lies in memory."""
+        """See `Tier.layout`."""
         return self.file.layout(self.ranges[i])
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """Its requests."""
+        """See `Tier.reads`."""
         return self.file.reads(self.ranges[i], into)
 
     def close(self) -> None:
-        """The file is another's."""
+        """Do nothing: `FileRows` owns the file."""

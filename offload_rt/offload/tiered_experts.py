@@ -1,4 +1,4 @@
-"""Experts of a GPU whose host memory is too small: a device cache backed by a host cache."""
+"""Experts with too little host memory: a device cache backed by a host cache."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class PinnedExperts(ThreadExperts):
         self._device.wait(copied)
         return read()
 
-    def leave(self, block: int, copied: Event) -> None:
+    def free_after(self, block: int, copied: Event) -> None:
         """Free the slot of a block after its enqueued copy."""
         self._copied[self._slot_of[block]] = copied
         if block in self._wanted:
@@ -91,27 +91,29 @@ class TieredExperts(CardExperts):
         first = k * self.mixture.n_experts
         self._host.expect(k, [block - first for block in self._ahead if block not in self._slot_of])
 
-    def _want(
+    def _request(
         self, first: int, n_rows: Mapping[int, int], work: HostWork | None = None
     ) -> list[int]:
-        self._host._want(
+        self._host._request(
             first,
             {expert: n for expert, n in n_rows.items() if first + expert not in self._slot_of},
         )
-        return super()._want(first, n_rows, work)
+        return super()._request(first, n_rows, work)
 
     def _fill(self) -> None:
         """Copy needed experts as they arrive on the host; copy likely experts present there."""
         self._needed.clear()
         host = self._host
         with host._changed:
-            while (block := host._there(host._wanted)) is not None and (
+            while (block := host._first_present(host._wanted)) is not None and (
                 slot := self._room()
             ) is not None:
-                self._bring(block, slot, True)
+                self._start_fetch(block, slot, True)
             if not host._wanted:
                 self._ahead = deque(
-                    i for i in self._ahead if i in self._slot_of or host._there([i]) is not None
+                    i
+                    for i in self._ahead
+                    if i in self._slot_of or host._first_present([i]) is not None
                 )
                 super()._fill()
 
@@ -120,7 +122,7 @@ class TieredExperts(CardExperts):
 
     def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
         super()._fetch(block, slot, is_needed)
-        self._host.leave(block, self._ready[slot])
+        self._host.free_after(block, self._ready[slot])
 
     def _gather(self) -> None:
         while self._host._wanted and not self._wanted & self._slot_of.keys():
@@ -128,6 +130,6 @@ class TieredExperts(CardExperts):
             with self._changed:
                 self._fill()
 
-    def _forget(self) -> None:
-        self._host._forget()
-        super()._forget()
+    def _abandon(self) -> None:
+        self._host._abandon()
+        super()._abandon()

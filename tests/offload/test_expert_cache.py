@@ -233,9 +233,9 @@ def test_a_pass_reads_the_experts_that_it_touches_and_no_others(mixture_of, monk
             runner.commit(rows, range(stop - start))
             assert touched == [set(one[start:stop].flatten().tolist()) for one in chosen]
             assert runner.streamer.meter.read()[0] - before == sum(of_block[one] for one in missing)
-            n_brought = cache.n_brought - n_before
-            n_before = cache.n_brought
-            assert n_brought == len(missing)
+            n_fetched = cache.n_fetched - n_before
+            n_before = cache.n_fetched
+            assert n_fetched == len(missing)
 
 
 def test_the_next_router_says_what_is_likely(mixture_of, monkeypatch):
