@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,11 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
             x in bias.items()),
         "a number from -100 to 100, or -inf, for each token id",
     ),
-    ("stop", all, "texts that are not empty"),
+    (
+        "stop",
+        lambda texts: all(isinstance(text, str) and text for text in texts),
+        "texts that are not empty",
+    ),
     ("bad_words", lambda words: all(word.strip() for word in words), "texts that are not blank"),
     ("stop_token_ids allowed_token_ids", lambda ids: all(token >= 0 for token in ids), "token ids"),
     ("bad_words_ids", lambda words: all(word and min(word) >= 0 for word in words), "non-empty "
@@ -297,8 +301,9 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
-        object.__setattr__(self, "bad_words_ids", tuple(tuple(word) for word in self.bad_words_ids))
+            object.__setattr__(self, name, tuple(self._items(name)))
+        words = [self._items("bad_words_ids", word) for word in self._items("bad_words_ids")]
+        object.__setattr__(self, "bad_words_ids", tuple(map(tuple, words)))
         if self.max_new_tokens is not None:
             if self.max_tokens not in (_N_TOKENS, self.max_new_tokens):
                 raise SettingsError(
@@ -316,6 +321,15 @@ class SamplingParams:
                     raise SettingsError(
                         f"{name} is {value!r}", need=need, change=f"change {flag_of(name)}"
                     )
+
+    def _items(self, name: str, value: Any = None) -> Sequence[Any]:
+        """Return a setting, or a given part of it, as a list. Raises SettingsError."""
+        value = getattr(self, name) if value is None else value
+        if value is None:
+            return ()
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise SettingsError(f"{name} is {value!r}", need="a list", change="give a list")
+        return list(value)
 
     @property
     def looks_back(self) -> bool:

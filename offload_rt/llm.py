@@ -54,8 +54,8 @@ if TYPE_CHECKING:  # it takes a second to load, together with a tokenizer
 
 __all__ = ["LLM", "Output", "Piece", "Stats"]
 
-# A text or token ids.
-Prompt = str | Several[int] | np.ndarray | Tensor
+# A text, token ids, or a mapping with "prompt" or "prompt_token_ids".
+Prompt = str | Several[int] | np.ndarray | Tensor | Mapping[str, Any]
 
 
 class LLM:
@@ -417,7 +417,9 @@ class LLM:
             replace(params, n=1, seed=None if seed is None else (seed + i) % 2**63)
             for i in range(params.n)
         )
-        return Request([self._sequence(prompt, one) for one in several])
+        content = _content(prompt)
+        text = content if isinstance(content, str) else None
+        return Request([self._sequence(content, one) for one in several], text)
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         ids = self.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
@@ -466,11 +468,27 @@ class LLM:
 
 def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one was given or several."""
+    if isinstance(prompts, Mapping):
+        return [prompts]
     if isinstance(prompts, list | tuple):
         is_one = bool(prompts) and isinstance(prompts[0], Integral)
     else:
         is_one = getattr(prompts, "ndim", 1) < 2
     return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]  # as it has just been seen
+
+
+def _content(prompt: Prompt) -> Any:
+    """Text or token ids of a prompt, also of vLLM's dictionaries."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    names = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
+    unknown = sorted(set(prompt) - {"prompt_token_ids", "prompt"})
+    if not names or unknown:
+        raise PromptError(
+            "the prompt", need='"prompt" or "prompt_token_ids"',
+            have=", ".join(map(repr, unknown)) or "neither", change="give one of these keys",
+        )  # fmt: skip
+    return prompt[names[0]]
 
 
 def _ids(prompt: Any) -> list[int]:

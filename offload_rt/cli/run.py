@@ -8,7 +8,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -260,10 +260,10 @@ def _more(output: "Output") -> dict[str, Any]:
                 row and {token: logprob._asdict() for token, logprob in row.items()} for row in rows
             ]
     if output.others:
-        names = ("text", "token_ids", "finish_reason")
-        more["others"] = [
-            {name: getattr(answer, name) for name in names} | _more(answer)
-            for answer in output.others
+        names = ("index", "text", "token_ids", "finish_reason")
+        more["outputs"] = [
+            {name: getattr(answer, name) for name in names} | _more(replace(answer, others=()))
+            for answer in output.outputs
         ]
     return more
 

@@ -93,7 +93,8 @@ class Stats:
 class Output:
     """Answer to a prompt.
 
-    text             empty without a tokenizer
+    prompt           text of the prompt; None for token ids
+    text             text of the answer; empty without a tokenizer
     topology         largest verified tree
     logprobs         per token, log-probabilities of the token and of the top tokens, by token id;
                      None if not requested
@@ -106,12 +107,13 @@ class Output:
     token_ids: list[int]
     text: str
     finish_reason: str
-    stats: Stats
-    topology: Topology
-    logprobs: list[dict[int, Logprob]] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    stats: Stats = field(repr=False)
+    topology: Topology = field(repr=False)
+    logprobs: list[dict[int, Logprob]] | None = field(default=None, repr=False)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(default=None, repr=False)
     index: int = 0
     others: "tuple[Output, ...]" = ()
+    prompt: str | None = None
 
     @property
     def outputs(self) -> "list[Output]":
@@ -173,6 +175,7 @@ class Request:
     """Sequences that answer a prompt, and the number of tokens already returned of each."""
 
     sequences: list[Sequence]
+    prompt: str | None = None
     _n_returned: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -190,7 +193,8 @@ class Request:
     def output(self) -> Output:
         """All answers, after the end."""
         first, *others = (
-            Output.from_sequence(sequence, i) for i, sequence in enumerate(self.sequences)
+            replace(Output.from_sequence(sequence, i), prompt=self.prompt)
+            for i, sequence in enumerate(self.sequences)
         )
         return replace(first, others=tuple(others))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.chunks import GRAPH_WIDTHS, most_captured_rows
+from offload_rt.chunks import GRAPH_WIDTHS, max_captured_rows
 from offload_rt.dtypes import DType
 from offload_rt.errors import RankError
 from offload_rt.kv.cache import Attention, ContiguousCache, KVBuffer, KVCache
@@ -107,7 +107,7 @@ class GraphInputs(PassRows):
             ("bits", (n, -(-shape.n_tree_rows // 32)), int32),
             ("depths", (n,), int32), ("key_depths", (shape.n_tree_rows,), int32),
             ("extent", (2,), int32),
-            *((f"row_inputs.{i}", (n, *inputs.shape[1:]), DType.of(inputs.dtype)) for i,
+            *((f"row_inputs.{i}", (n, *inputs.shape[1:]), DType.from_torch(inputs.dtype)) for i,
                 inputs in enumerate(example_row)),
         ))  # fmt: skip
         block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
@@ -250,7 +250,7 @@ class GraphRunner:
         self._new_buffer = new_buffer
         self._capture = capture
         self._capture_pass = capture_pass
-        self._limit_rows = most_captured_rows(limit.n_rows)
+        self._limit_rows = max_captured_rows(limit.n_rows)
         self._passes: dict[KVBuffer, dict[GraphShape, GraphPass]] = {}
         self._reductions: dict[tuple[int, Reduce], _Reduction] = {}
         self._reusable: KVBuffer | None = None

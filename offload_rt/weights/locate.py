@@ -196,8 +196,8 @@ def _from_hub(model: str, offline: bool, fetch: Callable[[], Any]) -> Any:
             change = "leave out --offline"
             raise CheckpointError(problem, change=change) from error
         raise CheckpointError(
-            f"{model} is no directory and could not be fetched from the hub",
-            have=str(error).strip().split("\n")[0][:200],
+            f"{model} is no directory and could not be fetched from the hub"
+            f" ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})",
             change=(
                 "check the name, or give the directory of a checkpoint; a private one needs"
                 " HF_TOKEN"

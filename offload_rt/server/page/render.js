@@ -9,7 +9,7 @@ const MARKS = /[\u{F0000}-\u{FFFFD}]/gu;
 
 /** Render the text of a message. `pieces` are the passes {text, tokens, seconds} of an answer. */
 export function render(text, pieces = []) {
-  const fragment = DOMPurify.sanitize(marked.parse(mark(text, pieces)), { RETURN_DOM_FRAGMENT: true });
+  const fragment = DOMPurify.sanitize(marked.parse(mark(text, pieces), { breaks: true }), { RETURN_DOM_FRAGMENT: true });
   for (const link of fragment.querySelectorAll("a[href]")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
   let pass = 0;
   const walker = document.createTreeWalker(fragment, NodeFilter.SHOW_TEXT);
