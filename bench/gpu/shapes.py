@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from bench.measure import ROOT
+from bench.common.measure import ROOT
 from offload_rt import LLM
 from offload_rt.offload.placement import spread
 from offload_rt.offload.streamer import Streamer

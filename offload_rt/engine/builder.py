@@ -157,5 +157,5 @@ def _machine(spec: EngineSpec, runner: Runner) -> MachineProfile:
     machine = profile.pass_profile(runner, moved, (memory.limits.n_nodes, longest), disk)
     if isinstance(runner, PipelineRunner) and machine.compute and not machine.link_gbps:
         runner.overlap(machine.compute)
-        return replace(machine, compute=machine.compute.of_stages(runner.ranks.size))
+        return replace(machine, compute=machine.compute.pipelined(runner.ranks.size))
     return machine
