@@ -10,7 +10,7 @@ EXPANDED := demo-cache/expanded-$(SIZE)
 ENGINE = --model $(EXPANDED) --draft-model models/demo-draft --device-memory $(BUDGET)
 PROMPT ?= def read_lines(path, encoding="utf-8"):
 
-.PHONY: venv kernels run chat serve test test-fast test-isa test-oldest lint bench compare clean
+.PHONY: venv kernels run chat serve docs test test-fast test-isa test-oldest lint bench compare clean
 
 venv: .venv/installed .venv/kernels
 
@@ -88,6 +88,12 @@ lint: venv
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy offload_rt
 
+# The documentation as a site in site/.
+docs: venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	$(PY) scripts/settings_page.py
+	$(PY) -m mkdocs build --strict --quiet
+
 compare: .venv/compared
 	$(PY) -m scripts.compare --chart docs/compare.png
 	$(PY) -m scripts.compare --quantize pack-quantized --rounds 2
@@ -96,11 +102,11 @@ compare: .venv/compared
 
 bench: venv
 	$(PY) -m bench.stream
-	$(PY) -m bench.verify
+	$(PY) -m bench.speculate.verify
 	$(PY) -m bench.speculate
-	$(PY) -m bench.trace
+	$(PY) -m bench.stream.trace
 	$(PY) -m bench.compute
-	$(PY) -m bench.predictions
+	$(PY) -m bench.speculate.predictions
 
 clean:
 	rm -rf .venv $(OLDEST) demo-cache build *.egg-info offload_rt/ops/_*.so offload_rt/ops/_*.log

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from offload_rt.chunks import CHUNK_ROWS, max_captured_rows
 from offload_rt.config import EngineConfig, format_size
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.errors import CapacityError, UnsupportedModelError
 from offload_rt.kv.split import KVBytes, KVSplit, RowFormat, state_rows
@@ -27,7 +28,7 @@ from offload_rt.offload.placement import (
     place_layers,
     with_expert_slots,
 )
-from offload_rt.speculate.protocols import ROWS_PER_NODE, DraftLimits, draft_rows, view_rows
+from offload_rt.speculate.protocols import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import Source, WeightFormat, dense
@@ -313,7 +314,7 @@ class _Memory:
         most = self.config.kv_nbytes
         may = most is None or whole.cache <= most
         # caches beyond the device, and views of a cache, know its attention alone
-        if not self.target.spec.supports_far_kv:
+        if not self.target.spec.supports_offloaded_kv:
             return True
         return (may and self._least(whole) <= self.budget.device) or (
             whole.cache <= self.divided(max_len, n_nodes).cache

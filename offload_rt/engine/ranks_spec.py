@@ -18,8 +18,9 @@ from offload_rt.cost.pass_times import (
     TouchedExperts,
     pass_time,
     pass_times,
+    transfer_s,
 )
-from offload_rt.cost.tree_size import Acceptance, sizes_up_to
+from offload_rt.cost.tree_size import Acceptance, select_tree
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.draft_spec import DraftSpec
@@ -27,6 +28,7 @@ from offload_rt.engine.link import convert_flags
 from offload_rt.engine.memory_plan import SHORTEST_CONTEXT, MemoryPlan, Sizes, reserved_memory
 from offload_rt.engine.target_spec import TargetFiles, TargetSpec
 from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
+from offload_rt.executor.rank_runner import RankRunner
 from offload_rt.executor.runner import Runner
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import MemoryBudget, Plan
@@ -85,7 +87,7 @@ class RanksSpec:
         """Return this rank's shard. Raises UnsupportedModelError for indivisible weights."""
         if self.ranks is None:
             return checkpoint
-        model = TensorParallelModel.of(checkpoint.spec, self.ranks, self.is_exact)
+        model = TensorParallelModel.for_rank(checkpoint.spec, self.ranks, self.is_exact)
         return replace(divide(checkpoint, model), whole=checkpoint)
 
     def stage(
@@ -251,11 +253,14 @@ class RanksSpec:
         links = (("disk", profile.link_gbps(disk, model.n_layers)),)
         nbytes = sum(disk.nbytes(i) for i, tier in enumerate(memory.plan.tiers) if tier == "disk")
         machine = MachineProfile("this machine", True, links, product_gbps[0], compute=times)
-        sizes = np.array([limits.n_nodes]) if limits.fixed_size else sizes_up_to(limits.n_nodes)
-        seconds = pass_times(machine, PassBytes((("disk", nbytes),), 0), sizes, 0)
-        seconds = -np.array(model.ranks.least(*(-seconds).tolist()))
+        ranks = model.ranks
+
+        def slowest_s(sizes: np.ndarray) -> np.ndarray:
+            seconds = pass_times(machine, PassBytes((("disk", nbytes),), 0), sizes, 0)
+            return -np.array(ranks.least(*(-seconds).tolist()))[:, None]
+
         trees = search(Acceptance().by_rank(), limits.n_nodes, limits.n_levels)
-        return float((seconds / trees.values[sizes].max(1)).min())
+        return select_tree(trees.values, limits, slowest_s).token_s
 
     def reading_notice(self, target: TargetSpec, files: TargetFiles) -> str:
         """Return a notice if reading the shards from disk wastes much bandwidth."""
@@ -296,15 +301,13 @@ class RanksSpec:
             raise SystemExit
         closes.callback(ranks.leave)
         for number, shared in enumerate(objects):
-            if isinstance(shared, SharedWeights) or (
-                isinstance(shared, Runner) and isinstance(shared.spec, Stage | TensorParallelModel)
-            ):
-                shared.tell = partial(ranks.telling, number)
+            if isinstance(shared, SharedWeights | RankRunner):
+                shared.send = partial(ranks.telling, number)
 
 
 def _stage(checkpoint: Checkpoint, layers: range, ranks: Ranks) -> Checkpoint:
     """Return the checkpoint of some layers, with this rank's tensors outside the layers."""
-    stage = Stage.of(checkpoint.spec, layers, ranks)
+    stage = Stage.for_rank(checkpoint.spec, layers, ranks)
     is_all = stage.rank == 0 or stage.embeds_on_all_stages
     non_layer = checkpoint.non_layer.select(lambda tensor: is_all or len(tensor.shape) == 1)
     return replace(
@@ -381,7 +384,7 @@ def _compute_times(
     seconds = list[float]()
     for n_rows, gbps in zip(widths, product_gbps, strict=False):
         n_weights = sum(model.flops(i, n_rows, 0) for i in range(model.n_layers)) / 2 / n_rows
-        width_s = n_weights * dtype.itemsize / gbps / 1e9
+        width_s = transfer_s(n_weights * dtype.itemsize, gbps)
         for (adds, width), n in sorted(exchanges.items()):
             x = torch.zeros(n_rows, width, dtype=dtype, device=target.device)
             exchange = model.ranks.all_reduce if adds else model.ranks.all_gather

@@ -119,7 +119,7 @@ def test_expert_misses_equal_those_of_random_tokens():
     found = replace(found, n_resident=32)
     rng = np.random.default_rng(0)
     missed = [len({*rng.choice(128, 4, replace=False)} - {*range(32)}) for _ in range(4000)]
-    expected = float(found.of_pass(np.array(1))) / found.n_layers / found.nbytes
+    expected = float(found.pass_nbytes(np.array(1))) / found.n_layers / found.nbytes
     assert expected == 3.0 and abs(np.mean(missed) - expected) < 5 * np.std(missed) / math.sqrt(
         4000
     )

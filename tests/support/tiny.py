@@ -30,6 +30,7 @@ from transformers import (
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.engine import builder, profile
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.scheduler import Scheduler
@@ -39,12 +40,7 @@ from offload_rt.executor.step import Step
 from offload_rt.kv.split import LEAST_BUDGET
 from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.pair_stats import PairStats
-from offload_rt.speculate.protocols import (
-    Drafter,
-    DraftLimits,
-    DraftParts,
-    VerificationRule,
-)
+from offload_rt.speculate.protocols import Drafter, DraftParts, VerificationRule
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.system import registry
@@ -336,7 +332,6 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
 
 def drafter_of(
     llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01,
-    draft_context: int | None = None,
     **parts: Any,
 ) -> Drafter:  # fmt: skip
     """Return another drafter for an LLM, without learned statistics and clock."""
@@ -352,11 +347,9 @@ def drafter_of(
         runner.spec.vocab_size,
         limits.n_levels,
         trace,
-        draft_context or chosen.resources.draft_context,
+        chosen.resources.draft_context,
     )
     model = chosen.resources.open_model(*parts_of) if draft else None
-    if model is not None and chosen.resources.needs_model and chosen.resources.view is None:
-        model.target = runner
     own = None
     if chosen.resources.view is not None:
         own = SelfDraftModel(
