@@ -13,6 +13,8 @@ constexpr int kTileRows = 4, kTileOuts = 3;
 #endif
 // Outputs of a panel of few and of many rows, and most outputs of any; rows that are multiplied at a time.
 constexpr int kFewOuts = 24, kManyOuts = 96, kPanelOuts = 128, kMostRows = 384;
+// Most rows whose weights are decoded in registers, and the outputs that a thread multiplies at a time.
+constexpr int kDecodedRows = 4, kDecodedOuts = 32;
 constexpr int64_t kBlockNbytes = 2048;
 // Bytes between the codes that are unpacked and the codes that are prefetched.
 constexpr int kAhead = 2048;
@@ -288,89 +290,6 @@ inline void split_nibbles(const uint8_t* bytes, int n, bool is_low_first, uint8_
   }
 }
 
-// A table of 16 numbers, each exact in bfloat16 or float16, that codes of 4 bits are looked up in: 32 at a time by bytes
-// where a vector holds 8 floats.
-template <int dtype>
-struct ShortTable {
-#if LEVEL == 1
-  __m256i low, high;
-  explicit ShortTable(const float* numbers) {
-    __m256i all;
-    if constexpr (dtype == kBFloat16) {
-      const __m256i a = _mm256_srli_epi32((__m256i)load(numbers), 16), b = _mm256_srli_epi32((__m256i)load(numbers + 8), 16);
-      all = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
-    } else {
-      all = _mm256_set_m128i(_mm256_cvtps_ph((__m256)load(numbers + 8), 0), _mm256_cvtps_ph((__m256)load(numbers), 0));
-    }
-    const __m256i lows = _mm256_and_si256(all, _mm256_set1_epi16(0xff)), highs = _mm256_srli_epi16(all, 8);
-    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(lows, highs), 0xd8);  // 16 lows, 16 highs
-    low = _mm256_permute2x128_si256(bytes, bytes, 0x00);
-    high = _mm256_permute2x128_si256(bytes, bytes, 0x11);
-  }
-  // 32 codes in 16 bytes, the low nibble of each first.
-  template <typename P>
-  inline void expand(const uint8_t* packed, V scale, bool is_scaled, P* out) const {
-    const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed)), mask = _mm_set1_epi8(15);
-    const __m128i even = _mm_and_si128(both, mask), odd = _mm_and_si128(_mm_srli_epi16(both, 4), mask);
-    const __m256i codes = _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
-    __m256i parts[4];
-    if constexpr (dtype == kBFloat16) {
-      // Half-vectors are interleaved twice: eight codes end up in one vector when their halves start four bytes apart.
-      const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7), none = _mm256_setzero_si256();
-      const __m256i ordered = _mm256_permutevar8x32_epi32(codes, order);
-      const __m256i a = _mm256_shuffle_epi8(low, ordered), b = _mm256_shuffle_epi8(high, ordered);
-      const __m256i first = _mm256_unpacklo_epi8(a, b), second = _mm256_unpackhi_epi8(a, b);
-      parts[0] = _mm256_unpacklo_epi16(none, first), parts[1] = _mm256_unpackhi_epi16(none, first);
-      parts[2] = _mm256_unpacklo_epi16(none, second), parts[3] = _mm256_unpackhi_epi16(none, second);
-    } else {
-      const __m256i ordered = _mm256_permute4x64_epi64(codes, 0xd8);
-      const __m256i a = _mm256_shuffle_epi8(low, ordered), b = _mm256_shuffle_epi8(high, ordered);
-      const __m256i first = _mm256_unpacklo_epi8(a, b), second = _mm256_unpackhi_epi8(a, b);
-      parts[0] = (__m256i)_mm256_cvtph_ps(_mm256_castsi256_si128(first));
-      parts[1] = (__m256i)_mm256_cvtph_ps(_mm256_extracti128_si256(first, 1));
-      parts[2] = (__m256i)_mm256_cvtph_ps(_mm256_castsi256_si128(second));
-      parts[3] = (__m256i)_mm256_cvtph_ps(_mm256_extracti128_si256(second, 1));
-    }
-    for (int i = 0; i < 4; ++i) store(out + 8 * i, is_scaled ? (V)parts[i] * scale : (V)parts[i]);
-  }
-#else
-  const float* numbers;
-  explicit ShortTable(const float* numbers) : numbers(numbers) {}
-  template <typename P>
-  inline void expand(const uint8_t* packed, V scale, bool is_scaled, P* out) const {
-    uint8_t codes[32];
-    split_nibbles(packed, 32, true, codes);
-    for (int k = 0; k < 32; k += kLanes) {
-      const V x = Table{numbers}(codes + k);
-      store(out + k, is_scaled ? x * scale : x);
-    }
-  }
-#endif
-};
-
-// n codes of 4 bits, packed with the low nibble first, in groups of a multiple of 32 that begin at `first`.
-template <int dtype, typename P>
-inline void expand_groups(const Matrix& m, int64_t row, int64_t first, int n, const uint8_t* packed, P* out) {
-  const int group = static_cast<int>(smaller<int64_t>(m.block_in, n));
-  float scales[kLongestBlock / 64], zeros[kLongestBlock / 64], numbers[16];
-  groups_of(m, row, first / m.block_in, (n + group - 1) / group, scales, zeros);
-  for (int k = 0, g = 0; k < n; k += group, ++g) {
-    constexpr float kCodes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int i = 0; i < 16; i += kLanes)
-      store(numbers + i, rounded<dtype>((load(kCodes + i) - set1(zeros[g])) * set1(scales[g])));
-    const ShortTable<dtype> table(numbers);
-    for (int i = 0; i < smaller(group, n - k); i += 32) table.expand(packed + (k + i) / 2, V{}, false, out + k + i);
-  }
-}
-
-// Codes of MXFP4 with powers of two as scales, whose products are exact in bfloat16.
-template <typename P>
-inline void expand_mxfp4(const Matrix& m, int64_t row, int64_t first, int n, const uint8_t* packed, P* out) {
-  const ShortTable<kBFloat16> table(kE2m1Values);
-  const uint8_t* scales = static_cast<const uint8_t*>(m.scales) + row * m.grid_columns + first / 32;
-  for (int k = 0; k < n; k += 32) table.expand(packed + k / 2, set1(number(scales, kExponent8, k / 32)), true, out + k);
-}
-
 // Replaces codes by what a table of 16 numbers has in their place.
 inline void look_up(const int8_t* table, int n, uint8_t* codes) {
 #if LEVEL >= 1
@@ -485,39 +404,90 @@ inline void unpack_blocks(const uint8_t* blocks, int n, P* out) {
 
 inline bool is_gathered(const Matrix& m) { return m.bits == 4 && (m.kind == kColumns || m.kind == kAwq); }
 
-// Copies the codes of 4 bits of n inputs of a transposed matrix into words of eight inputs: words (n_outs, stride).
-inline void gather(const Matrix& m, int64_t first_out, int n_outs, int64_t first, int n, int64_t stride, uint32_t* words) {
-  if (m.kind == kColumns) {
-    for (int w = 0; w < (n + 7) / 8; ++w) {
-      const uint8_t* from = m.codes + ((first / 8 + w) * m.n_out + first_out) * 4;
-      for (int j = 0; j < n_outs; ++j) words[j * stride + w] = word_at(from, j);
-    }
-    return;
+typedef uint32_t Words __attribute__((vector_size(32)));
+
+// Transpose 8 x 8 words.
+inline void transpose(Words* rows) {
+  Words pairs[8], quads[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = __builtin_shuffle(rows[i], rows[i + 1], Words{0, 8, 1, 9, 4, 12, 5, 13});
+    pairs[i + 1] = __builtin_shuffle(rows[i], rows[i + 1], Words{2, 10, 3, 11, 6, 14, 7, 15});
   }
-  typedef uint32_t Words __attribute__((vector_size(32)));
-  for (int w = 0; w < (n + 7) / 8; ++w)
-    for (int part = 0; part < (n_outs + 7) / 8; part += 8) {
-      // Eight words of eight outputs for each of eight inputs, whose nibbles are transposed.
-      const int n_words = smaller<int>(8, (n_outs + 7) / 8 - part);
-      Words rows[8] = {};
-      for (int i = 0; i < 8 && 8 * w + i < n; ++i)
-        memcpy(&rows[i], m.codes + (first + 8 * w + i) * m.row_nbytes + (first_out / 8 + part) * 4, 4 * n_words);
-      for (int i = 0; i < 4; ++i) {
-        const Words swapped = (rows[i] >> 16 ^ rows[i + 4]) & 0xffff;
-        rows[i + 4] ^= swapped, rows[i] ^= swapped << 16;
-      }
-      for (int j = 0; j < 4; ++j) {
-        const int i = j / 2 * 4 + j % 2;
-        const Words swapped = (rows[i] >> 8 ^ rows[i + 2]) & 0xff00ff;
-        rows[i + 2] ^= swapped, rows[i] ^= swapped << 8;
-      }
-      for (int i = 0; i < 8; i += 2) {
-        const Words swapped = (rows[i] >> 4 ^ rows[i + 1]) & 0xf0f0f0f;
-        rows[i + 1] ^= swapped, rows[i] ^= swapped << 4;
-      }
-      for (int j = 0; j < 8 * n_words && 8 * part + j < n_outs; ++j)
-        words[(8 * part + j) * stride + w] = rows[kAwqNibbles[j % 8]][j / 8];
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      quads[i + 2 * j] = __builtin_shuffle(pairs[i + j], pairs[i + j + 2], Words{0, 1, 8, 9, 4, 5, 12, 13});
+      quads[i + 2 * j + 1] = __builtin_shuffle(pairs[i + j], pairs[i + j + 2], Words{2, 3, 10, 11, 6, 7, 14, 15});
     }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = __builtin_shuffle(quads[i], quads[i + 4], Words{0, 1, 2, 3, 8, 9, 10, 11});
+    rows[i + 4] = __builtin_shuffle(quads[i], quads[i + 4], Words{4, 5, 6, 7, 12, 13, 14, 15});
+  }
+}
+
+// Input rows of a transposed matrix between the codes in use and the prefetched codes.
+constexpr int kRowsAhead = 64;
+
+// Read up to 64 inputs from input `first` on of up to 64 outputs in AWQ order. words[i][j] holds, in lane l, inputs
+// [8 j, 8 j + 8) of output 8 l + i.
+inline void gather_awq(const Matrix& m, int64_t first_out, int n_outs, int64_t first, int n, Words (*words)[8]) {
+  const int n_words = (n_outs + 7) / 8;
+  for (int j = 0; j < (n + 7) / 8; ++j) {
+    Words rows[8] = {};
+    for (int i = 0; i < smaller(8, n - 8 * j); ++i) {
+      const uint8_t* from = m.codes + (first + 8 * j + i) * m.row_nbytes + first_out / 2;
+      __builtin_prefetch(from + kRowsAhead * m.row_nbytes);
+      if (n_words == 8) memcpy(&rows[i], from, 32);
+      else memcpy(&rows[i], from, 4 * n_words);
+    }
+    // Transpose 8 x 8 nibbles in every lane.
+    for (int i = 0; i < 4; ++i) {
+      const Words swapped = (rows[i] >> 16 ^ rows[i + 4]) & 0xffff;
+      rows[i + 4] ^= swapped, rows[i] ^= swapped << 16;
+    }
+    for (int pair = 0; pair < 4; ++pair) {
+      const int i = pair / 2 * 4 + pair % 2;
+      const Words swapped = (rows[i] >> 8 ^ rows[i + 2]) & 0xff00ff;
+      rows[i + 2] ^= swapped, rows[i] ^= swapped << 8;
+    }
+    for (int i = 0; i < 8; i += 2) {
+      const Words swapped = (rows[i] >> 4 ^ rows[i + 1]) & 0xf0f0f0f;
+      rows[i + 1] ^= swapped, rows[i] ^= swapped << 4;
+    }
+    for (int i = 0; i < 8; ++i) words[i][j] = rows[kAwqNibbles[i]];
+  }
+}
+
+// Copy the 4-bit codes of n inputs of a transposed matrix into words of eight inputs: words (n_outs, stride).
+inline void gather(const Matrix& m, int64_t first_out, int n_outs, int64_t first, int n, int64_t stride, uint32_t* words) {
+  const int n_words = (n + 7) / 8;
+  for (int w = 0; w < n_words; w += 8) {
+    const int n_here = smaller(8, n_words - w);
+    for (int out = 0; out < n_outs; out += 64) {
+      const int n_outs_here = smaller(64, n_outs - out);
+      Words parts[8][8] = {};
+      if (m.kind == kAwq) {
+        gather_awq(m, first_out + out, n_outs_here, first + 8 * w, smaller(64, n - 8 * w), parts);
+      } else {
+        for (int i = 0; i < n_here; ++i) {
+          const uint8_t* from = m.codes + ((first / 8 + w + i) * m.n_out + first_out + out) * 4;
+          for (int k = 0; k < 4 * n_outs_here; k += 64) __builtin_prefetch(from + kRowsAhead / 8 * 4 * m.n_out + k);
+          for (int j = 0; j < (n_outs_here + 7) / 8; ++j)
+            memcpy(&parts[j][i], from + 32 * j, n_outs_here - 8 * j >= 8 ? 32 : 4 * (n_outs_here - 8 * j));
+        }
+      }
+      for (int i = 0; i < 8; ++i) {
+        transpose(parts[i]);
+        for (int j = 0; j < 8; ++j) {
+          const int k = m.kind == kAwq ? 8 * j + i : 8 * i + j;
+          if (k < n_outs_here) memcpy(words + (out + k) * stride + w, &parts[i][j], n_here == 8 ? 32 : 4 * n_here);
+        }
+      }
+    }
+  }
 }
 
 // bytes: the codes of the output from its first input on; of a gathered matrix from input `first` on.
@@ -535,13 +505,6 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
       if (k < n) store_first(out + k, load_first(from + k, n - k), n - k);
     }
   };
-  // Codes of 4 bits in long groups, whose numbers are rounded once for each group.
-  const bool is_table = m.product_dtype != kFloat32 && m.bits == 4 && m.groups == nullptr && n % 32 == 0 &&
-                        m.block_in % 64 == 0 && (m.block_in % kLongestBlock == 0 || kLongestBlock % m.block_in == 0);
-  const auto expand = [&](const uint8_t* packed) {
-    if (m.product_dtype == kBFloat16) return expand_groups<kBFloat16>(m, row, first, n, packed, out);
-    expand_groups<kFloat16>(m, row, first, n, packed, out);
-  };
   // 16 more, because codes are read and written by whole vectors.
   uint8_t codes[kLongestBlock + 16];
   switch (m.kind) {
@@ -549,7 +512,6 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
     case kDenseBFloat16: return dense(BFloat16{});
     case kDenseFloat16: return dense(Half{});
     case kRows:
-      if (is_table) return expand(bytes + first / 2);
       if (m.bits == 4) {
         split_nibbles(bytes + first / 2, n, true, codes);
       } else if (m.bits == 8) {
@@ -559,7 +521,6 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
       }
       return scale_row(Unsigned(), m, row, first, n, codes, out);
     case kColumns: case kAwq:
-      if (is_table) return expand(bytes);
       if (m.bits == 4) {
         split_nibbles(bytes, n, true, codes);
       } else {
@@ -570,8 +531,6 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
     case kInt8: return scale_row(Signed(), m, row, first, n, bytes + first, out);
     case kFloat8: return scale_row(Float8(), m, row, first, n, bytes + first, out);
     case kE2m1:
-      if (m.scale_dtype == kExponent8 && m.block_in == 32 && n % 32 == 0)
-        return expand_mxfp4(m, row, first, n, bytes + first / 2, out);
       split_nibbles(bytes + first / 2, n, true, codes);
       return scale_row(Table{kE2m1Values}, m, row, first, n, codes, out);
     case kNf4:
@@ -591,6 +550,8 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
     case kIq4Xs: return unpack_blocks<kIq4Xs, 256, 136, 32>(bytes + first / 256 * 136, n, out);
   }
 }
+
+#include "nibbles_cpu.h"
 
 // ---- The product.
 
@@ -613,10 +574,28 @@ inline uint8_t* scratch(int64_t nbytes) {
   return block.bytes;
 }
 
+constexpr int64_t kGatheredNbytes = kPanelOuts * (kLongestBlock / 2 + 2 * 4 * kMostTables);
+
+// The places of a panel of a transposed matrix in memory of kGatheredNbytes.
+inline Gathered gathered_in(uint8_t* memory, int64_t first_out, int depth) {
+  float* scales = reinterpret_cast<float*>(memory + kPanelOuts * kLongestBlock / 2);
+  return {reinterpret_cast<uint32_t*>(memory), depth / 8, scales, scales + kPanelOuts * kMostTables, first_out};
+}
+
 // Prefetches as many bytes as n inputs have, some distance ahead of them: processors alone read ahead too little.
 inline void prefetch_codes(const Matrix& m, const uint8_t* bytes, int64_t first, int n) {
   const uint8_t* from = bytes + first * m.row_nbytes / m.n_in + kAhead;
   for (int64_t i = 0, nbytes = n * m.row_nbytes / m.n_in; i < nbytes; i += 64) __builtin_prefetch(from + i);
+}
+
+// Add the bias to a row of outputs and write it. line: n_outs, readable by whole vectors.
+template <typename T>
+void write_line(const Matrix& m, float* line, int64_t first_out, int n_outs, T* to) {
+  if (m.bias != nullptr)
+    for (int j = 0; j < n_outs; ++j) line[j] += number(m.bias, m.bias_dtype, first_out + j);
+  int j = 0;
+  for (; j + kLanes <= n_outs; j += kLanes) store(to + j, load(line + j));
+  if (j < n_outs) store_first(to + j, load(line + j), n_outs - j);
 }
 
 // Writes n_rows x n_outs outputs, whose tiles lie as `add_block` leaves them, to y.
@@ -630,38 +609,42 @@ void write_tiles(const Matrix& m, const float* tiles, int n_rows, int64_t first_
     for (; j + width <= n_outs; j += width)
       for (int i = 0; i < width; ++i) line[j + i] = from[j * n_tile + (row - top) * width + i];
     for (; j < n_outs; ++j) line[j] = from[j * n_tile + row - top];
-    if (m.bias != nullptr)
-      for (j = 0; j < n_outs; ++j) line[j] += number(m.bias, m.bias_dtype, first_out + j);
-    T* to = y + row * ldy + first_out;
-    for (j = 0; j + kLanes <= n_outs; j += kLanes) store(to + j, load(line + j));
-    if (j < n_outs) store_first(to + j, load(line + j), n_outs - j);
+    write_line(m, line, first_out, n_outs, y + row * ldy + first_out);
   }
 }
 
 // A panel of outputs for all rows. x: blocks of kDepth<X> inputs of all rows, one behind the other.
 template <typename X, typename W, typename T>
-void multiply_panel(const Matrix& m, const X* x, int n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
+void multiply_panel(const Matrix& m, const Order& order, const X* x, int n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
   constexpr int depth = kDepth<X>;
   constexpr bool is_direct = !__is_same(W, void);
-  uint8_t* memory = scratch(kPanelOuts * (kBlockNbytes + kLongestBlock / 2 + kMostRows * 4));
+  uint8_t* memory = scratch(kPanelOuts * (kBlockNbytes + kMostRows * 4) + kGatheredNbytes);
   X* panel = reinterpret_cast<X*>(memory);
-  uint32_t* words = reinterpret_cast<uint32_t*>(memory + kPanelOuts * kBlockNbytes);
-  float* tiles = reinterpret_cast<float*>(memory + kPanelOuts * (kBlockNbytes + kLongestBlock / 2));
+  float* tiles = reinterpret_cast<float*>(memory + kPanelOuts * kBlockNbytes);
+  const Gathered gathered = gathered_in(memory + kPanelOuts * (kBlockNbytes + kMostRows * 4), first_out, depth);
   // Fewer outputs are unpacked for more inputs, so that longer pieces of memory are read.
-  const int64_t n_fill = n_outs <= 8 ? 4 : kPanelOuts / n_outs;
+  const int64_t n_fill = is_gathered(m) ? 1 : n_outs <= 8 ? 4 : kPanelOuts / n_outs;
   for (int64_t begin = 0; begin < m.n_in; begin += n_fill * depth) {
     const int64_t end = smaller(begin + n_fill * depth, m.n_in);
     const auto padded = [](int64_t n) { return static_cast<int>((n + kStep<X> - 1) / kStep<X> * kStep<X>); };
     if constexpr (!is_direct) {
-      constexpr int64_t n_words = depth / 8;
-      if (is_gathered(m)) gather(m, first_out, n_outs, begin, static_cast<int>(end - begin), n_words * n_fill, words);
+      if (is_gathered(m)) gather_panel(m, n_outs, begin, static_cast<int>(end - begin), gathered);
       for (int j = 0; j < n_outs; ++j) {
         for (int64_t first = begin; first < end; first += depth) {
           const int n = static_cast<int>(smaller<int64_t>(depth, end - first));
           const uint8_t* bytes = m.codes + (first_out + j) * m.row_nbytes;
           if (!is_gathered(m)) prefetch_codes(m, bytes, first, n);
-          if (is_gathered(m)) bytes = reinterpret_cast<uint8_t*>(words + j * n_words * n_fill + (first - begin) / 8);
-          unpack(m, bytes, first_out + j, first, n, padded(n), panel + (first - begin) * n_outs + j * depth);
+          else bytes = reinterpret_cast<uint8_t*>(gathered.words + j * gathered.stride);
+          X* to = panel + (first - begin) * n_outs + j * depth;
+          switch (order.method) {
+            case kNoMethod: unpack(m, bytes, first_out + j, first, n, padded(n), to); break;
+            case kFloatTables: unpack_chunks<kFloatTables>(m, order, gathered, first_out + j, first, n, to); break;
+#if LEVEL == 1
+            case kShortTables: unpack_chunks<kShortTables>(m, order, gathered, first_out + j, first, n, to); break;
+#endif
+            case kScaled: unpack_chunks<kScaled>(m, order, gathered, first_out + j, first, n, to); break;
+            default: unpack_chunks<kShifted>(m, order, gathered, first_out + j, first, n, to);
+          }
         }
       }
     }
@@ -679,6 +662,66 @@ void multiply_panel(const Matrix& m, const X* x, int n_rows, int64_t first_out, 
   write_tiles(m, tiles, n_rows, first_out, n_outs, y, ldy);
 }
 
+// Outputs for few rows, whose weights are decoded in registers. The sums are those of `multiply_panel`.
+template <int M, Method method, typename T>
+void multiply_decoded(const Matrix& m, const Order& order, const float* x, int n_rows, int64_t first_out, int n_outs, T* y,
+                      int64_t ldy) {
+  constexpr int depth = kDepth<float>;
+  // As many sums as hide the latency of an addition.
+  constexpr int N = M > 2 ? 2 : 4;
+  float totals[kPanelOuts * M];
+  const Gathered gathered = gathered_in(scratch(kGatheredNbytes), first_out, depth);
+  Nibbles nibbles[N];
+  const auto add = [&](int64_t first, int out) {
+    const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
+    const float* rows[M];
+    for (int row = 0; row < M; ++row) rows[row] = x + first * n_rows + smaller(row, n_rows - 1) * depth;
+    for (int j = 0; j < N; ++j) {
+      const int64_t row = first_out + smaller(out + j, n_outs - 1);
+      prepare<method>(m, gathered, row, first, n, nibbles[j]);
+      // The next outputs follow in memory.
+      if (!is_gathered(m))
+        for (int k = 0; k < n * 9 / 16; k += 64) __builtin_prefetch(nibbles[j].bytes + N * m.row_nbytes + k);
+    }
+    V sums[N * M];
+#pragma GCC unroll 8
+    for (int i = 0; i < N * M; ++i) sums[i] = V{};
+    for (int chunk = 0; chunk < n / kChunk; ++chunk)
+#pragma GCC unroll 4
+      for (int pair = 0; pair < N; pair += 2)
+        decode<method, 2>(nibbles + pair, order, chunk, [&](int j, int i, V values) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+          for (int row = 0; row < M; ++row) {
+            V& sum = sums[(pair + j) * M + row];
+            sum = fma(values, load(rows[row] + chunk * kChunk + i * kLanes), sum);
+          }
+        });
+    add_sums(sums, N * M, totals + out * M, first == 0);
+  };
+  if (is_gathered(m)) {
+    for (int64_t first = 0; first < m.n_in; first += depth) {
+      gather_panel(m, n_outs, first, static_cast<int>(smaller<int64_t>(depth, m.n_in - first)), gathered);
+      for (int out = 0; out < n_outs; out += N) add(first, out);
+    }
+  } else {
+    for (int out = 0; out < n_outs; out += N)
+      for (int64_t first = 0; first < m.n_in; first += depth) add(first, out);
+  }
+  float line[kPanelOuts + kLanes];
+  for (int row = 0; row < n_rows; ++row) {
+    for (int out = 0; out < n_outs; ++out) line[out] = totals[out * M + row];
+    write_line(m, line, first_out, n_outs, y + row * ldy + first_out);
+  }
+}
+
+template <Method method, typename T>
+void multiply_decoded(const Matrix& m, const Order& order, const float* x, int n_rows, int64_t first_out, int n_outs, T* y,
+                      int64_t ldy) {
+  if (n_rows == 1) return multiply_decoded<1, method>(m, order, x, n_rows, first_out, n_outs, y, ldy);
+  if (n_rows == 2) return multiply_decoded<2, method>(m, order, x, n_rows, first_out, n_outs, y, ldy);
+  multiply_decoded<4, method>(m, order, x, n_rows, first_out, n_outs, y, ldy);
+}
+
 template <typename X, typename T>
 void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_t ldy, int n_threads) {
   constexpr int depth = kDepth<X>;
@@ -686,7 +729,9 @@ void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_
   X* blocks = static_cast<X*>(aligned_alloc(64, n_blocks * n_rows * kBlockNbytes));
   // Few rows read a dense matrix as it lies; for more of them a panel is unpacked once.
   const bool is_few = n_rows <= 4 * kTileRows, is_direct = is_few && m.n_in % kStep<X> == 0;
-  int64_t n_outs = is_gathered(m) ? kPanelOuts : is_direct ? kFewOuts : is_few ? 8 : kManyOuts;
+  const Order order(m);
+  const bool is_decoded = sizeof(X) == 4 && n_rows <= kDecodedRows && order.method != kNoMethod;
+  int64_t n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_direct ? kFewOuts : is_few ? 8 : kManyOuts;
   while (n_outs > 2 * kFewOuts && !is_gathered(m) && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
   if (m.n_in * m.n_out * n_rows < 1 << 17) n_threads = 1;
 #pragma omp parallel num_threads(n_threads)
@@ -697,6 +742,11 @@ void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_
         const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
         const T* from = x + row * ldx + first;
         X* to = blocks + first * n_rows + row * depth;
+        if (order.method != kNoMethod) {
+          for (int k = 0; k < n; k += kChunk)
+            for (int i = 0; i < kChunk; i += kLanes) store(to + k + i, load_at(from + k, order.inputs + i));
+          continue;
+        }
         int k = 0;
         for (; k + kLanes <= n; k += kLanes) store(to + k, load(from + k));
         if (k < n) store_first(to + k, load_first(from + k, n - k), n - k);
@@ -706,20 +756,31 @@ void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_
     for (int64_t out = 0; out < m.n_out; out += n_outs) {
       const int n = static_cast<int>(smaller<int64_t>(n_outs, m.n_out - out));
       if (is_direct && m.kind == kDenseBFloat16) {
-        multiply_panel<X, BFloat16>(m, blocks, n_rows, out, n, y, ldy);
+        multiply_panel<X, BFloat16>(m, order, blocks, n_rows, out, n, y, ldy);
         continue;
       }
       if constexpr (sizeof(X) == 4) {
+        if (is_decoded) {
+          switch (order.method) {
+            case kFloatTables: multiply_decoded<kFloatTables>(m, order, blocks, n_rows, out, n, y, ldy); break;
+#if LEVEL == 1
+            case kShortTables: multiply_decoded<kShortTables>(m, order, blocks, n_rows, out, n, y, ldy); break;
+#endif
+            case kScaled: multiply_decoded<kScaled>(m, order, blocks, n_rows, out, n, y, ldy); break;
+            default: multiply_decoded<kShifted>(m, order, blocks, n_rows, out, n, y, ldy);
+          }
+          continue;
+        }
         if (is_direct && m.kind == kDenseFloat16) {
-          multiply_panel<X, Half>(m, blocks, n_rows, out, n, y, ldy);
+          multiply_panel<X, Half>(m, order, blocks, n_rows, out, n, y, ldy);
           continue;
         }
         if (is_direct && m.kind == kDenseFloat32) {
-          multiply_panel<X, float>(m, blocks, n_rows, out, n, y, ldy);
+          multiply_panel<X, float>(m, order, blocks, n_rows, out, n, y, ldy);
           continue;
         }
       }
-      multiply_panel<X, void>(m, blocks, n_rows, out, n, y, ldy);
+      multiply_panel<X, void>(m, order, blocks, n_rows, out, n, y, ldy);
     }
   }
   free(blocks);
