@@ -10,11 +10,11 @@ EXPANDED := demo-cache/expanded-$(SIZE)
 ENGINE = --model $(EXPANDED) --draft-model models/demo-draft --device-memory $(BUDGET)
 PROMPT ?= def read_lines(path, encoding="utf-8"):
 
-.PHONY: venv kernels run test test-isa test-oldest lint bench compare clean
+.PHONY: venv kernels run chat serve docs test test-fast test-isa test-oldest lint bench compare clean
 
 venv: .venv/installed .venv/kernels
 
-.venv/installed: setup.py pyproject.toml
+.venv/installed: pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else 'needs Python 3.11 to 3.13, has ' + sys.version.split()[0] + '; set PYTHON')"
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev]"
@@ -41,42 +41,58 @@ run: venv
 	$(PY) -m offload_rt.run $(ENGINE) --plan
 	$(PY) -m offload_rt.run $(ENGINE) --max-new-tokens $(TOKENS) --prompt '$(PROMPT)' --show-tree --baseline
 
+# The demo pair continues code. Its chat template passes the messages through.
+CHAT = --model models/demo-target --draft-model models/demo-draft --chat-template models/chat.jinja
+
+chat: venv
+	$(PY) -m offload_rt.chat $(CHAT)
+
+serve: venv
+	$(PY) -m offload_rt.serve $(CHAT)
+
 # worksteal divides the tests into contiguous halves, so that most checkpoints are written once.
 PYTEST = $(PY) -m pytest -n 2 --dist worksteal
 
 test: venv
 	$(PYTEST)
 
-# Numeric tests with the instructions of CPUs without AVX-512, and without AVX2. MKL obeys its setting on Intel CPUs only.
+# Without tests of more than two CPU seconds.
+test-fast: venv
+	$(PYTEST) -m "not slow"
+
+# Marker "numeric" names the tests whose results depend on the CPU's instructions. Repeat them with AVX2 but without
+# AVX-512, and those of single kernels and passes without AVX2, too. MKL obeys its setting on Intel CPUs only.
 # ONEDNN_MAX_CPU_ISA=AVX2 disables oneDNN's bfloat16 products.
-NUMERIC := $(wildcard $(addprefix tests/*/test_,$(addsuffix .py,models transformers_models mxfp4 gguf heads \
-	generation speculation coupled self_draft learner delta_rule pipeline rank_families cache prefix_cache kv_beyond \
-	long_prompts expert_cache host_experts reference tree linear_cpu attention_cpu)) tests/test_sampling.py)
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 BASELINE := ATEN_CPU_CAPABILITY=default
 
 test-isa: venv
-	$(AVX2) $(PYTEST) $(NUMERIC)
-	$(BASELINE) $(PYTEST) $(NUMERIC)
+	$(AVX2) $(PYTEST) -m "numeric and not slow"
+	$(BASELINE) $(PYTEST) -m "numeric and not slow" tests/executor tests/kv tests/models tests/ops
 
 # The oldest admitted version of every dependency but torch, in a separate environment.
 OLDEST := .venv-oldest
 
-$(OLDEST)/installed: setup.py scripts/oldest.py | venv
+$(OLDEST)/installed: pyproject.toml scripts/oldest.py | venv
 	$(PYTHON) -m venv $(OLDEST)
 	$(PY) scripts/oldest.py > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" -c $(OLDEST)/constraints.txt
 	touch $@
 
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal tests/models/test_models.py \
-		tests/models/test_transformers_models.py tests/weights/test_formats.py tests/weights/test_gguf.py \
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" tests/models tests/text tests/weights \
 		tests/parallel/test_rank_families.py
 
 lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy offload_rt
+
+# The documentation as a site in site/.
+docs: venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	$(PY) scripts/settings_page.py
+	$(PY) -m mkdocs build --strict --quiet
 
 compare: .venv/compared
 	$(PY) -m scripts.compare --chart docs/compare.png
@@ -86,12 +102,11 @@ compare: .venv/compared
 
 bench: venv
 	$(PY) -m bench.stream
-	$(PY) -m bench.verify
+	$(PY) -m bench.speculate.verify
 	$(PY) -m bench.speculate
-	$(PY) -m bench.trace
-	$(PY) -m bench.simulate
+	$(PY) -m bench.stream.trace
 	$(PY) -m bench.compute
-	$(PY) -m bench.predictions
+	$(PY) -m bench.speculate.predictions
 
 clean:
 	rm -rf .venv $(OLDEST) demo-cache build *.egg-info offload_rt/ops/_*.so offload_rt/ops/_*.log

@@ -92,6 +92,9 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
   if constexpr (M == 1) {
     for (int k = 0; k < n; k += kLanes) {
       const V a = load(x + k);
+      if (k * sizeof(W) % 64 == 0)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; ++j) __builtin_prefetch(w + (N + j) * ldw + k);
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) sums[j] = fma(load(w + j * ldw + k), a, sums[j]);
     }
@@ -731,7 +734,7 @@ void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_
   const bool is_few = n_rows <= 4 * kTileRows, is_direct = is_few && m.n_in % kStep<X> == 0;
   const Order order(m);
   const bool is_decoded = sizeof(X) == 4 && n_rows <= kDecodedRows && order.method != kNoMethod;
-  int64_t n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_direct ? kFewOuts : is_few ? 8 : kManyOuts;
+  int64_t n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_direct ? (n_rows == 1 ? 8 : kFewOuts) : is_few ? 8 : kManyOuts;
   while (n_outs > 2 * kFewOuts && !is_gathered(m) && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
   if (m.n_in * m.n_out * n_rows < 1 << 17) n_threads = 1;
 #pragma omp parallel num_threads(n_threads)

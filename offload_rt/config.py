@@ -1,9 +1,9 @@
-"""Frozen settings, checked when they are made. The flags of the command line are their fields."""
+"""Frozen settings, validated on construction. Their fields define the command-line flags."""
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from `"22GiB"`, `"1.5 GB"`, `"800M"` or a number of bytes.
+    """Parse bytes from `"22GiB"`, `"1.5 GB"`, `"800M"` or a number of bytes.
 
-    Raises SettingsError for anything else.
+    Raises SettingsError for any other text.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return text
@@ -31,7 +31,7 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """`"1.50 GiB"` for people."""
+    """Format bytes as `"1.50 GiB"`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -45,13 +45,13 @@ def setting(
     parse: Callable[[str], Any] | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A field with what its command-line flag needs: help text, type, choices."""
+    """Declare a field with help text, parser and choices of its flag."""
     return field(default=default, metadata={"help": text, "parse": parse, "choices": choices})
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the engine is built from; the arguments of `LLM` and the flags of the command line."""
+    """Engine settings: arguments of `LLM` and flags of the command line."""
 
     model: str = setting(MISSING, "directory of a checkpoint, a GGUF file, or a hub id")
     draft_model: str | None = setting(
@@ -64,49 +64,48 @@ class EngineConfig:
     )  # fmt: skip
     device_memory: str | int | None = setting(
         None,
-        'memory budget on the device, like "22GiB"; on a CPU, of the whole run; default: what is'
-        " free, less a margin",
+        'memory budget on the device, like "22GiB"; on a CPU, of the whole run; default: free'
+        " memory, less a margin",
     )
     host_memory: str | int | None = setting(
-        None, "pinned CPU memory for weights, with a GPU; default: what is free, less a margin"
+        None, "pinned CPU memory for weights, with a GPU; default: free memory, less a margin"
     )
     kv_memory: str | int | None = setting(
-        None, "of the device's memory, what keys and values may take; the others come from the "
-              "host, on a CPU from the disk, "
-        "in each pass; default: all that fits",
-    )  # fmt: skip
+        None,
+        "device memory for keys and values; each pass reads further rows from the host, on a CPU"
+        " from the disk; default: all that fits",
+    )
     kv_dtype: str = setting(
-        "auto", "of keys and values beyond the device; fp8 halves what comes, and is not exact; "
-                "auto: the dtype",
+        "auto",
+        "dtype of keys and values beyond the device; fp8 halves the traffic and is not exact;"
+        " auto: the model's dtype",
         choices=("auto", "fp8"),
-    )  # fmt: skip
+    )
     max_model_len: int | None = setting(
-        None, parse=int,
-        text="most tokens of prompt and answer together; default: the model's limit, or what an "
-             "eighth of the budget caches",
-    )  # fmt: skip
+        None,
+        "maximum tokens of prompt and answer together; default: the model's limit, or the rows"
+        " cached by an eighth of the budget",
+        parse=int,
+    )
     max_num_seqs: int = setting(
         1,
+        "sequences of this length in a batch; more if shorter sequences use the same memory",
         parse=int,
-        text=(
-            "sequences of this length that run together; of shorter ones as many as take the same"
-            " room"
-        ),
     )
     link_format: str = setting(
-        "auto", choices=("auto", "lossless", "raw"),
-        text="how streamed weights cross the link: encoded in about 7/10 of their bytes and "
-             "decoded bit for bit, or as they "
-        "are; auto: encoded where `offload-rt convert` has written a sidecar and measured rates "
-        "make that faster",
-    )  # fmt: skip
+        "auto",
+        "format of streamed weights on the link; lossless: about 7/10 of the bytes, decoded bit"
+        " for bit; raw: unchanged; auto: lossless if `offload-rt convert` wrote a sidecar and"
+        " measured rates favour it",
+        choices=("auto", "lossless", "raw"),
+    )
     sidecar: str | None = setting(
-        None, "directory of that sidecar; default: lossless, in that of the model"
+        None, "directory of the sidecar; default: lossless, in the model's directory"
     )
     drafter: str = setting(
-        "auto", "who drafts the tree; auto: the best that the given models allow"
+        "auto", "drafter of the tree; auto: the best drafter for the given models"
     )
-    rule: str = setting("auto", "how a drafted tree is verified; auto: the drafter's best")
+    rule: str = setting("auto", "verification rule of the tree; auto: the drafter's default")
     tree_size: int | None = setting(
         None, "nodes of the drafted tree; default: chosen from measurements", parse=int
     )
@@ -115,37 +114,41 @@ class EngineConfig:
     )
     draft_context: int | None = setting(
         None,
-        "tokens that a draft model, or a drafter of long texts, attends to; default: the"
-        " drafter's own",
+        "tokens visible to a draft model or a drafter of long texts; default: set by the drafter",
         parse=int,
     )
     learn_draft: str = setting(
-        "off", "let a draft model learn from the target's predictions in time that the link "
-               "leaves; keep: for later runs, too",
+        "off",
+        "train the draft model on the target's predictions while waiting for the link; keep:"
+        " store the result for later runs",
         choices=("off", "on", "keep"),
-    )  # fmt: skip
+    )
     batch_invariant: bool = setting(
-        False, "on a CPU, multiply many rows by our kernel even if torch's product is measured to "
-               "be much faster, so that "
-        "speculation repeats plain decoding bit for bit",
-    )  # fmt: skip
+        False,
+        "on a CPU, use our product of many rows even if torch's is much faster by measurement, so"
+        " that speculation repeats plain decoding bit for bit",
+    )
     exact_parallel: bool = setting(
         False,
-        "under torchrun, divide every matrix by its outputs: each sum is one rank's, as if it"
-        " computed alone",
+        "under torchrun, shard every matrix by outputs, so that sums equal those of a single rank",
     )
     split_draft: str = setting(
-        "auto", choices=("auto", "on", "off"),
-        text="under torchrun, divide the draft model among the ranks too; off: the first one has "
-             "it; auto: whichever is faster",
-    )  # fmt: skip
+        "auto",
+        "under torchrun, shard the draft model too; off: run it on rank 0; auto: the faster"
+        " placement",
+        choices=("auto", "on", "off"),
+    )
     revision: str | None = setting(None, "branch, tag or commit on the hub")
-    offline: bool = setting(False, "use only what the hub cache already holds")
+    offline: bool = setting(False, "use only files in the hub cache")
+    chat_template: str | None = setting(
+        None, "file with a Jinja chat template; default: the model's own"
+    )
     pipeline: int = setting(
-        1, parse=int, text="divide the layers among so many ranks, all that torchrun has started, "
-                           "as of machines joined by a "
-        "slow network: each holds what fits of its own, and hidden states go from one to the next",
-    )  # fmt: skip
+        1,
+        "number of pipeline stages, equal to the ranks started by torchrun; for machines on a"
+        " slow network: each rank owns consecutive layers and sends hidden states to the next rank",
+        parse=int,
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -154,7 +157,9 @@ class EngineConfig:
             if choices and value not in choices:
                 need = "one of " + ", ".join(choices)
                 raise SettingsError(
-                    f"{flag_of(item.name)} is {value!r}", need=need, change="use one of these"
+                    f"{flag_of(item.name)} is {value!r}",
+                    need=need,
+                    change=f"change {flag_of(item.name)}",
                 )
         for name in ("device_memory", "host_memory", "kv_memory"):
             value = getattr(self, name)
@@ -195,10 +200,10 @@ def _bias_by_id(text: str) -> dict[int, float]:
 
 
 _N_TOKENS = 64
-# Fields of SamplingParams that generation_config.json of a model decides where they are None.
+# Fields of SamplingParams with defaults in the model's generation_config.json.
 LEFT_TO_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _ELSE = "; default: from generation_config.json, else"
-# What its fields may be.
+# Names, check and required value of the fields.
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("max_tokens max_new_tokens n", lambda n: n >= 1, "at least 1"),
     ("temperature min_tokens", lambda x: 0 <= x < math.inf, "at least 0"),
@@ -213,7 +218,11 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
             x in bias.items()),
         "a number from -100 to 100, or -inf, for each token id",
     ),
-    ("stop", all, "texts that are not empty"),
+    (
+        "stop",
+        lambda texts: all(isinstance(text, str) and text for text in texts),
+        "texts that are not empty",
+    ),
     ("bad_words", lambda words: all(word.strip() for word in words), "texts that are not blank"),
     ("stop_token_ids allowed_token_ids", lambda ids: all(token >= 0 for token in ids), "token ids"),
     ("bad_words_ids", lambda words: all(word and min(word) >= 0 for word in words), "non-empty "
@@ -224,24 +233,75 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen, by transformers' and vLLM's names, and when a text ends.
+class StructuredOutputs:
+    """Format of an answer, with the names of vLLM. Exactly one format is required.
 
-    They apply in the order of vLLM and transformers: logit_bias, repetition, frequency and presence
-    penalty, min_tokens, allowed_token_ids, bad_words, temperature, top_k, top_p, min_p. A None
-    among `LEFT_TO_THE_MODEL` is what generation_config.json says in an `LLM`; where that says
-    nothing, it changes nothing, and the most probable token is taken.
+    json         JSON schema, as an object or as JSON text
+    regex        regular expression in the syntax of Rust
+    choice       texts
+    grammar      Lark or GBNF grammar
+    json_object  any JSON object
+    after        special token before the constrained text, such as </think>; None: no token
+    """
+
+    json: Mapping[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    grammar: str | None = None
+    json_object: bool = False
+    after: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json, str):
+            try:
+                object.__setattr__(self, "json", json.loads(self.json))
+            except ValueError as error:
+                raise SettingsError("json", need="a JSON schema", have=str(error)) from error
+        object.__setattr__(self, "choice", tuple(self.choice or ()))
+        formats = {
+            "json": isinstance(self.json, Mapping | bool) or self.json is None,
+            "regex": isinstance(self.regex, str | None),
+            "choice": all(isinstance(text, str) and text for text in self.choice),
+            "grammar": isinstance(self.grammar, str | None),
+            "json_object": isinstance(self.json_object, bool),
+        }
+        wrong = [name for name, is_right in formats.items() if not is_right]
+        if wrong:
+            raise SettingsError(f"structured_outputs: {wrong[0]} has a wrong type")
+        given = [name for name in formats if getattr(self, name) not in (None, (), False)]
+        if len(given) != 1:
+            need = "exactly one of " + ", ".join(formats)
+            raise SettingsError("structured_outputs", need=need, have=", ".join(given) or "none")
+        if self.json_object:
+            object.__setattr__(self, "json", {"type": "object"})
+            object.__setattr__(self, "json_object", False)
+
+
+# Settings that could exclude each token of a grammar, or continue behind its end.
+_NOT_WITH_GRAMMAR = (
+    "min_tokens", "ignore_eos", "bad_words", "bad_words_ids", "allowed_token_ids",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling and stopping of a request, with the names of transformers and vLLM.
+
+    The order equals vLLM's and transformers': logit_bias, repetition, frequency and presence
+    penalty, min_tokens, allowed_token_ids, bad_words, temperature, top_k, top_p, min_p.
+    An `LLM` replaces None in `LEFT_TO_THE_MODEL` by the value of generation_config.json.
+    Without a value there, the field has no effect, and decoding is greedy.
     """
 
     max_tokens: int | None = setting(
-        _N_TOKENS, "most tokens to produce; None in Python: all there is room for", parse=int
+        _N_TOKENS, "maximum new tokens; None in Python: up to --max-model-len", parse=int
     )
     temperature: float | None = setting(
-        None, f"0 takes the most probable token{_ELSE} 0", parse=float
+        None, f"0 selects the most probable token{_ELSE} 0", parse=float
     )
     top_p: float | None = setting(
         None,
-        f"keep the most probable tokens that together reach this probability{_ELSE} 1",
+        f"keep the most probable tokens up to this total probability{_ELSE} 1",
         parse=float,
     )
     top_k: int | None = setting(
@@ -249,57 +309,57 @@ class SamplingParams:
     )
     min_p: float | None = setting(
         None,
-        f"keep tokens at least this share of the most probable one's probability{_ELSE} 0",
+        f"keep tokens with at least this share of the maximum probability{_ELSE} 0",
         parse=float,
     )
     repetition_penalty: float | None = setting(
-        None, f"above 1: make tokens that occurred already less probable{_ELSE} 1", parse=float
+        None, f"above 1: make earlier tokens less probable{_ELSE} 1", parse=float
     )
     presence_penalty: float = setting(
-        0.0, "taken off the logits of tokens that the answer has", parse=float
+        0.0, "subtracted from the logits of tokens in the answer", parse=float
     )
     frequency_penalty: float = setting(
-        0.0, "taken off them for each time that the answer has the token", parse=float
+        0.0, "subtracted from logits for each occurrence in the answer", parse=float
     )
     logit_bias: Mapping[int, float] | None = setting(
         None, 'added to the logits of tokens, like {"50256": -100}', parse=_bias_by_id
     )
-    min_tokens: int = setting(0, "no end before so many tokens", parse=int)
-    ignore_eos: bool = setting(False, "go on after the model's end tokens")
-    stop: tuple[str, ...] = setting((), "end before this text (may be given several times)")
-    stop_token_ids: tuple[int, ...] = setting(
-        (), "end after this token (may be given several times)", parse=int
-    )
-    bad_words: tuple[str, ...] = setting((), "never produce this text (may be given several times)")
+    min_tokens: int = setting(0, "minimum tokens before the end", parse=int)
+    ignore_eos: bool = setting(False, "continue after the model's end tokens")
+    stop: tuple[str, ...] = setting((), "end before this text (repeatable)")
+    stop_token_ids: tuple[int, ...] = setting((), "end after this token (repeatable)", parse=int)
+    bad_words: tuple[str, ...] = setting((), "never produce this text (repeatable)")
     bad_words_ids: tuple[tuple[int, ...], ...] = setting(
         (),
-        "never produce these token ids in a row, like 15,7 (may be given several times)",
+        "never produce these consecutive token ids, like 15,7 (repeatable)",
         parse=_token_ids,
     )
     allowed_token_ids: tuple[int, ...] = setting(
-        (), "produce this token only (may be given several times); default: all", parse=int
+        (), "produce only these tokens (repeatable); default: all", parse=int
     )
-    seed: int | None = setting(None, "makes sampling repeatable", parse=int)
-    n: int = setting(1, "answers; the seed of each is one above that of the one before", parse=int)
+    seed: int | None = setting(None, "seed of the random numbers", parse=int)
+    n: int = setting(1, "number of answers; answer i uses the seed plus i", parse=int)
     logprobs: int | None = setting(
         None,
-        "--json has the log-probability of each token and of so many of the most probable; -1:"
-        " of all",
+        "with --json: log-probabilities of each token and of this many most probable tokens;"
+        " -1: all",
         parse=int,
     )
-    prompt_logprobs: int | None = setting(None, "the same of the prompt's tokens", parse=int)
-    max_new_tokens: int | None = setting(None, "--max-tokens by transformers' name", parse=int)
+    prompt_logprobs: int | None = setting(None, "the same for tokens of the prompt", parse=int)
+    max_new_tokens: int | None = setting(None, "transformers' name of --max-tokens", parse=int)
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
-        object.__setattr__(self, "bad_words_ids", tuple(tuple(word) for word in self.bad_words_ids))
+            object.__setattr__(self, name, tuple(self._items(name)))
+        words = [self._items("bad_words_ids", word) for word in self._items("bad_words_ids")]
+        object.__setattr__(self, "bad_words_ids", tuple(map(tuple, words)))
         if self.max_new_tokens is not None:
             if self.max_tokens not in (_N_TOKENS, self.max_new_tokens):
                 raise SettingsError(
-                    "max_tokens and max_new_tokens", need="only one of them", have="both"
+                    "max_tokens and max_new_tokens", need="a single value", have="two values"
                 )
             object.__setattr__(self, "max_tokens", self.max_new_tokens)
         for names, holds, need in _RANGES:
@@ -314,11 +374,26 @@ class SamplingParams:
                         f"{name} is {value!r}", need=need, change=f"change {flag_of(name)}"
                     )
 
+        if self.structured_outputs is not None:
+            wrong = [name for name in _NOT_WITH_GRAMMAR if getattr(self, name)]
+            if -math.inf in (self.logit_bias or {}).values():
+                wrong.append("logit_bias of -inf")
+            if wrong:
+                change = f"leave {wrong[0]} out"
+                raise SettingsError(f"structured_outputs with {wrong[0]}", change=change)
+
+    def _items(self, name: str, value: Any = None) -> Sequence[Any]:
+        """Return a setting, or a given part of it, as a list. Raises SettingsError."""
+        value = getattr(self, name) if value is None else value
+        if value is None:
+            return ()
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise SettingsError(f"{name} is {value!r}", need="a list", change="give a list")
+        return list(value)
+
     @property
     def looks_back(self) -> bool:
-        """Whether the distribution of a token depends, beyond the model, on the tokens before it or
-        on their number.
-        """
+        """Whether settings depend on earlier tokens or on their number."""
         is_plain = (
             self.repetition_penalty in (None, 1.0)
             and not self.presence_penalty
@@ -336,22 +411,19 @@ class SamplingParams:
         )
 
     def left_to(self, defaults: "SamplingParams") -> dict[str, Any]:
-        """What these leave open and `defaults` decide, by name."""
-        found = {
-            name: getattr(defaults, name)
+        """Return values of `defaults` for fields without a value, by name."""
+        return {
+            name: value
             for name in LEFT_TO_THE_MODEL
-            if getattr(self, name) is None
+            if getattr(self, name) is None and (value := getattr(defaults, name)) is not None
         }
-        return {name: value for name, value in found.items() if value is not None}
 
 
 def check_positive(name: str, value: int | None) -> None:
-    """Raises SettingsError for a setting of this name that is neither left out nor a whole number
-    above 0.
-    """
+    """Raise SettingsError unless the value is None or a positive integer."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
         raise SettingsError(
-            f"{flag_of(name)} is {value!r}", need="a whole number", change="give one"
+            f"{flag_of(name)} is {value!r}", need="an integer", change=f"change {flag_of(name)}"
         )
     if value is not None and value < 1:
         raise SettingsError(
@@ -360,14 +432,17 @@ def check_positive(name: str, value: int | None) -> None:
 
 
 def check_folder(flag: str, path: str | Path) -> None:
-    """Raises SettingsError where the folder of a file to be written does not exist."""
+    """Raise SettingsError if the folder of an output file does not exist."""
     folder = Path(path).resolve().parent
     if not folder.is_dir():
         raise SettingsError(
-            f"{flag} {path}", need="a folder that exists", have=f"no {folder}", change="make it"
+            f"{flag} {path}",
+            need="an existing folder",
+            have=f"no {folder}",
+            change="create the folder",
         )
 
 
 def flag_of(name: str) -> str:
-    """The command-line flag of a field: `max_model_len` is `--max-model-len`."""
+    """Return the flag of a field: `--max-model-len` for `max_model_len`."""
     return "--" + name.replace("_", "-")

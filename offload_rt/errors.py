@@ -1,35 +1,42 @@
-"""Failures a user can cause or meet: one class each, one clear sentence, one exit code.
+"""Errors for users: one class per cause, with an exit code.
 
-Every message says what was needed, what there is, and what to change.
+Each message is a sentence with the required value, the actual value and the setting to change.
 """
 
 import errno
 
-# How allocators, threads and the loader of libraries say that memory is out.
+# Messages of allocators, threads and the dynamic loader without memory.
 _NO_MEMORY = (
-    "can't allocate "
-    "memory", "out of memory", "can't start new thread", "bad_alloc", "failed to map segment",
+    "can't allocate memory",
+    "out of memory",
+    "can't start new thread",
+    "bad_alloc",
+    "failed to map segment",
     "Cannot allocate memory",
-)  # fmt: skip
-# How the driver says that the card cannot be had. Its other errors ("an illegal memory access") are
-# faults of this program.
-_NO_CARD = (
-    "CUDA-capable "
-    "device", "CUDA driver version is insufficient", "CUDA driver initialization failed",
-    "CUDA error: initialization "
-    "error", "CUDA error: uncorrectable ECC error", "CUDA error: unknown error",
-    "Found no NVIDIA driver", "NVIDIA driver on your system is too old",
-)  # fmt: skip
+)
+# Driver messages for an unavailable GPU. Other driver errors ("an illegal memory access") are bugs.
+_NO_GPU = (
+    "CUDA-capable device",
+    "CUDA driver version is insufficient",
+    "CUDA driver initialization failed",
+    "CUDA error: initialization error",
+    "CUDA error: uncorrectable ECC error",
+    "CUDA error: unknown error",
+    "Found no NVIDIA driver",
+    "NVIDIA driver on your system is too old",
+)
 
-# What a program says that was interrupted.
+# Last message of an interrupted program.
 INTERRUPTION = "interrupted"
 
 
 class OffloadError(Exception):
-    """The machine could not: memory, disk, driver, numbers.
+    """A failure of the machine: memory, disk, driver, numbers.
 
-    problem  what failed
-    need     what was needed, have  what there is, change  which setting or file to change
+    problem  the failed operation
+    need     required value
+    have     actual value
+    change   setting or file to change
     """
 
     exit_code = 3
@@ -47,57 +54,56 @@ class OffloadError(Exception):
 
 
 def _one_line(text: str) -> str:
-    """A sentence that a terminal shows as one, whatever a file has put into it: no control
-    characters, not endless.
-    """
+    """Escape control characters and shorten long texts, because file contents enter messages."""
     text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
     return "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
 class UserError(OffloadError):
-    """The user's input or settings."""
+    """Invalid input or settings."""
 
     exit_code = 2
 
 
 class SettingsError(UserError):
-    """A setting that is unknown, malformed or contradicts another."""
+    """An unknown, malformed or contradictory setting."""
 
 
 class UnsupportedModelError(UserError):
-    """A config.json that is not understood."""
+    """An unsupported config.json."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, incomplete or damaged."""
+    """A missing, incomplete or damaged checkpoint."""
 
 
 class TraceError(UserError):
-    """A file that is not the timeline of a run, or not all of it."""
+    """A file other than a complete timeline."""
 
 
 class PromptError(UserError):
-    """A prompt that cannot be continued."""
+    """An invalid prompt."""
 
 
 class CapacityError(UserError):
-    """A memory budget or context length that is too small for what was asked."""
+    """A memory budget or context length below the required size."""
 
 
 class LinkError(OffloadError):
-    """Weights could not be moved: a read failed or came up short."""
+    """A failed or short read of weights."""
 
 
 class DeviceError(OffloadError):
-    """The device is missing, or its driver or memory refused."""
+    """A missing device, or a failure of its driver or memory."""
 
 
 class RankError(OffloadError):
-    """Another rank of the run has failed.
+    """A failure of a different rank.
 
-    rank, said  which, and the sentence that it ended with; None where that is not known
+    rank  the failed rank; None if unknown
+    said  its last message; None if unknown
     """
 
     def __init__(self, problem: str, rank: int | None = None, said: str | None = None) -> None:
@@ -107,25 +113,23 @@ class RankError(OffloadError):
 
 
 class NumericsError(OffloadError):
-    """The model computed something that is not a number."""
+    """NaN or Inf in a computation of the model."""
 
 
 def machine_error(error: BaseException) -> OffloadError:
-    """A failure of the machine in one sentence. Raises anything that is a fault of this program
-    again.
-    """
+    """Convert a failure of the machine; reraise bugs of this program."""
     text = " ".join(str(error).split())
-    full = isinstance(error, MemoryError) or (
+    is_full = isinstance(error, MemoryError) or (
         isinstance(error, OSError) and error.errno == errno.ENOMEM
     )
-    if full or (
+    if is_full or (
         isinstance(error, RuntimeError | ImportError) and any(words in text for words in _NO_MEMORY)
     ):
         change = "lower --device-memory, --host-memory or --max-model-len"
         return DeviceError("out of memory", have=text[:200], change=change)
-    if isinstance(error, RuntimeError) and any(words in text for words in _NO_CARD):
-        change = "end what else uses it, see nvidia-smi, or use --device cpu"
-        return DeviceError("the card cannot be used", have=text[:200], change=change)
+    if isinstance(error, RuntimeError) and any(words in text for words in _NO_GPU):
+        change = "stop other programs on the GPU, see nvidia-smi, or use --device cpu"
+        return DeviceError("CUDA device unavailable", have=text[:200], change=change)
     if isinstance(error, OSError):
         problem = f"{error.filename or 'the machine'}: {error.strerror or text}"
         return DeviceError(problem, change="check the disk and its free space")

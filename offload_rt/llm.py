@@ -6,12 +6,14 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from collections.abc import Sequence as Several
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from numbers import Integral
 from operator import index
+from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,14 +22,15 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn
 from torch import Tensor
 
-from offload_rt.config import EngineConfig, SamplingParams
+from offload_rt.config import EngineConfig, SamplingParams, StructuredOutputs
 from offload_rt.engine.builder import load
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.engine_plan import EnginePlan, plan_engine
-from offload_rt.engine.engine_thread import EngineThread, closed
+from offload_rt.engine.engine_spec import EngineSpec, plan_engine
+from offload_rt.engine.engine_thread import EngineThread, IndexedPiece, closed
 from offload_rt.engine.loader import Progress
 from offload_rt.engine.outputs import Output, Piece, Request, Stats
 from offload_rt.errors import CapacityError, PromptError, SettingsError
+from offload_rt.executor.grammar import Grammar, GrammarCompiler
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.offload.placement import Plan
@@ -35,17 +38,26 @@ from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
 from offload_rt.system.progress import loading_bar, progress_bar
 from offload_rt.system.ranks import is_first, joined
 from offload_rt.system.trace import Trace
-from offload_rt.text.detokenize import Message, TextStream, encode, encode_chat, load_tokenizer
+from offload_rt.text.detokenize import (
+    Message,
+    TextStream,
+    encode,
+    encode_chat,
+    load_tokenizer,
+    set_chat_template,
+)
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.checkpoint import end_ids, locate, open_checkpoint, sampling_defaults
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.files import end_ids, sampling_defaults
+from offload_rt.weights.locate import locate
 
 if TYPE_CHECKING:  # it takes a second to load, together with a tokenizer
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LLM", "Output", "Piece", "Stats"]
 
-# A text or token ids.
-Prompt = str | Several[int] | np.ndarray | Tensor
+# A text, token ids, or a mapping with "prompt" or "prompt_token_ids".
+Prompt = str | Several[int] | np.ndarray | Tensor | Mapping[str, Any]
 
 
 class LLM:
@@ -56,7 +68,7 @@ class LLM:
     program; the others compute with it from when they load the model until it is closed, and end.
     """
 
-    engine_plan: EnginePlan
+    spec: EngineSpec
     tokenizer: "PreTrainedTokenizerBase | None"
     _thread: EngineThread | None = None
     _closes: "weakref.finalize[..., LLM]"
@@ -86,6 +98,7 @@ class LLM:
         split_draft: str = "auto",
         revision: str | None = None,
         offline: bool = False,
+        chat_template: str | None = None,
         pipeline: int = 1,
         use_tqdm_on_load: bool = True,
     ) -> None:
@@ -101,7 +114,8 @@ class LLM:
                 max_model_len,
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
                 draft_context, learn_draft,
-                batch_invariant, exact_parallel, split_draft, revision, offline, pipeline,
+                batch_invariant, exact_parallel, split_draft, revision, offline,
+                chat_template, pipeline,
             )
         )  # fmt: skip
         is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()
@@ -135,7 +149,7 @@ class LLM:
         progress  is told (bytes so far, bytes in all)
         """
         self._closes.detach()  # `load` closes what the plan has opened
-        self._thread = EngineThread(load(self.engine_plan, trace or Trace(on=False), progress))
+        self._thread = EngineThread(load(self.spec, trace or Trace(on=False), progress))
         # At the latest when the program ends: threads that still read would be torn down with the
         # interpreter.
         self._closes = weakref.finalize(self, self._thread.close)
@@ -149,11 +163,13 @@ class LLM:
             locate(config.draft_model, None, config.offline, has_weights=False)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint = open_checkpoint(directory)
-        self._end_ids = end_ids(directory)
+        self._end_ids = end_ids(directory, checkpoint.config)
         self._defaults, self.tokenizer = sampling_defaults(directory), load_tokenizer(directory)
+        if config.chat_template is not None:
+            set_chat_template(self.tokenizer, Path(config.chat_template))
         found = find_draft(config, drafting, checkpoint, self.tokenizer)
         try:
-            self.engine_plan = plan_engine(config, checkpoint, found)
+            self.spec = plan_engine(config, checkpoint, found)
         except CapacityError:
             is_asked = (
                 drafting is not None or config.drafter != "auto" or config.draft_model is not None
@@ -161,13 +177,14 @@ class LLM:
             if is_asked or found.draft is None:
                 raise
             # There is no room for the layer that would draft, which nobody has asked for.
-            self.engine_plan = plan_engine(config, checkpoint, pick_drafter(config))
-        self._closes = weakref.finalize(self, self.engine_plan.close)
+            self.spec = plan_engine(config, checkpoint, pick_drafter(config))
+        self._compiler_lock = Lock()
+        self._closes = weakref.finalize(self, self.spec.close)
 
     @property
     def plan(self) -> Plan:
         """What lies where."""
-        return self.engine_plan.plan
+        return self.spec.plan
 
     @property
     def engine(self) -> Engine:
@@ -183,7 +200,7 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
-        return self.engine_plan.max_model_len
+        return self.spec.memory.max_model_len
 
     def __enter__(self) -> "LLM":
         return self
@@ -225,15 +242,12 @@ class LLM:
         requests = [self._request(prompt, one) for prompt, one in zip(several, params, strict=True)]
         thread = self._of_engine
         console = Console(stderr=True, quiet=not use_tqdm or len(requests) == 1)
-        with (
-            thread.running(requests) as engine,
-            progress_bar(console, "prompts", MofNCompleteColumn()) as bar,
-        ):
-            while not all(one.is_done for one in requests):
-                with thread.turn:
-                    engine.step()
-                bar(sum(one.is_done for one in requests), len(requests))
-        return [one.output for one in requests]
+        n_done = 0
+        with progress_bar(console, "prompts", MofNCompleteColumn()) as bar:
+            for _, piece in thread.pieces(requests):
+                n_done += piece.output is not None
+                bar(n_done, len(requests))
+        return [request.output for request in requests]
 
     def chat(
         self,
@@ -271,26 +285,35 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[Piece]:
         """Continue one prompt and give what each pass adds; see `generate`."""
-        request = self._request(prompt, sampling_params)
-        thread = self._of_engine
-        is_done = False
-        with thread.running([request]) as engine:
-            while not is_done:
-                with thread.turn:
-                    engine.step()
-                    pieces = request.pieces()
-                    is_done = request.is_done
-                yield from pieces
+        with closing(self._of_engine.pieces([self._request(prompt, sampling_params)])) as pieces:
+            for _, piece in pieces:
+                yield piece
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """`stream` for asyncio. Those under way share their passes; one that is cancelled takes no
-        part in the next.
+        """`stream` for asyncio. Concurrent streams share passes; a cancelled stream leaves before
+        the next pass.
         """
-        # Checks and tokenization of a long prompt would hold up other tasks.
         request = await asyncio.to_thread(self._request, prompt, sampling_params)
-        async with aclosing(self._of_engine.pieces(request)) as pieces:
+        async with aclosing(self._of_engine.apieces([request])) as pieces:
+            async for _, piece in pieces:
+                yield piece
+
+    async def astream_all(
+        self, prompts: Several[Prompt], sampling_params: SamplingParams
+    ) -> AsyncGenerator[IndexedPiece, None]:
+        """`astream` for several prompts: yield the index of a prompt and a piece of its answers.
+
+        Several greedy answers to a prompt are allowed, and equal.
+        """
+
+        def requests() -> list[Request]:
+            return [self._answers(prompt, sampling_params) for prompt in prompts]
+
+        # In a worker thread: tokenization of long prompts would block other tasks.
+        checked = await asyncio.to_thread(requests)
+        async with aclosing(self._of_engine.apieces(checked)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -359,7 +382,7 @@ class LLM:
                 "the prompt is empty", need="at least one token", change="give it some text"
             )
         if len(ids) >= self.max_model_len:
-            can_grow = self.max_model_len < self.engine_plan.checkpoint.spec.max_positions
+            can_grow = self.max_model_len < self.spec.target.checkpoint.spec.max_positions
             limit = "--max-model-len" if can_grow else "the model's positions"
             raise CapacityError(
                 "the prompt is too long", have=str(len(ids)),
@@ -367,7 +390,7 @@ class LLM:
                 change="shorten it, or raise --max-model-len and "
                        "--device-memory" if can_grow else "shorten it",
             )  # fmt: skip
-        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
+        vocab_size = self.spec.target.checkpoint.spec.vocab_size
         wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             need = f"ids from 0 to {vocab_size - 1}"
@@ -375,15 +398,20 @@ class LLM:
             raise PromptError(f"token id {wrong} in the prompt", need=need, change=change)
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        """The sequences of a prompt, the i-th with a seed that is by i above that of the params."""
-        params = params or SamplingParams()
-        params = replace(params, **params.left_to(self._defaults))
+        """Build the request of a prompt. Raises SettingsError for several greedy answers."""
+        params = self._completed(params or SamplingParams())
         if params.n > 1 and not params.temperature:
-            raise SettingsError(
-                f"n is {params.n}",
-                need="a temperature above 0",
-                have="greedy decoding, of one answer",
-            )
+            need = "a temperature above 0"
+            have = "greedy decoding, of one answer"
+            raise SettingsError(f"n is {params.n}", need=need, have=have)
+        return self._answers(prompt, params)
+
+    def _completed(self, params: SamplingParams) -> SamplingParams:
+        return replace(params, **params.left_to(self._defaults))
+
+    def _answers(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Build the sequences of a prompt. Each has a seed one above that of the previous one."""
+        params = self._completed(params)
         bad_words_ids = (*params.bad_words_ids, *self._bad_words_ids(params.bad_words))
         params = replace(params, bad_words=(), bad_words_ids=bad_words_ids)
         self._check_token_ids(params)
@@ -392,7 +420,9 @@ class LLM:
             replace(params, n=1, seed=None if seed is None else (seed + i) % 2**63)
             for i in range(params.n)
         )
-        return Request([self._sequence(prompt, one) for one in several])
+        content = _content(prompt)
+        text = content if isinstance(content, str) else None
+        return Request([self._sequence(content, one) for one in several], text)
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         ids = self.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
@@ -400,7 +430,28 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings", need="a tokenizer", have="a checkpoint without one")
         text = TextStream(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None
-        return Sequence(ids, params, self.max_model_len, self._end_ids, text)
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = self._compile(params.structured_outputs)
+        return Sequence(ids, params, self.max_model_len, self._end_ids, text, grammar)
+
+    def _compile(self, outputs: StructuredOutputs) -> Grammar:
+        """Compile a grammar. Raises SettingsError if that fails."""
+        with self._compiler_lock:
+            compiler = self._compiler
+        start_after = None
+        if outputs.after is not None:
+            start_after = self._tokenizer().get_vocab().get(outputs.after)
+            if start_after is None:
+                raise SettingsError(f"after {outputs.after!r}", need="a token of the vocabulary")
+        return compiler.compile(outputs, start_after)
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        vocab_size = self.spec.target.checkpoint.spec.vocab_size
+        compiler = GrammarCompiler(self._tokenizer(), vocab_size, self._end_ids)
+        self.engine.closes.callback(compiler.close)
+        return compiler
 
     def _bad_words_ids(self, bad_words: Several[str]) -> Iterator[tuple[int, ...]]:
         """Encode each bad word as the start of a text, and behind a space where that differs."""
@@ -419,7 +470,7 @@ class LLM:
         """Raises SettingsError for ids outside the vocabulary, and if no token could be
         produced.
         """
-        vocab_size = self.engine_plan.checkpoint.spec.vocab_size
+        vocab_size = self.spec.target.checkpoint.spec.vocab_size
         ids_by_name = {
             "logit_bias": params.logit_bias or (),
             "stop_token_ids": params.stop_token_ids,
@@ -441,11 +492,27 @@ class LLM:
 
 def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one was given or several."""
+    if isinstance(prompts, Mapping):
+        return [prompts]
     if isinstance(prompts, list | tuple):
         is_one = bool(prompts) and isinstance(prompts[0], Integral)
     else:
         is_one = getattr(prompts, "ndim", 1) < 2
     return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]  # as it has just been seen
+
+
+def _content(prompt: Prompt) -> Any:
+    """Text or token ids of a prompt, also of vLLM's dictionaries."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    names = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
+    unknown = sorted(set(prompt) - {"prompt_token_ids", "prompt"})
+    if not names or unknown:
+        raise PromptError(
+            "the prompt", need='"prompt" or "prompt_token_ids"',
+            have=", ".join(map(repr, unknown)) or "neither", change="give one of these keys",
+        )  # fmt: skip
+    return prompt[names[0]]
 
 
 def _ids(prompt: Any) -> list[int]:

@@ -17,6 +17,8 @@ def main() -> None:
     oldest = {}
     for line in requires("offload-rt") or ():
         requirement = Requirement(line)
+        if requirement.name == "offload-rt":
+            continue
         (lower,) = (bound.version for bound in requirement.specifier if bound.operator == ">=")
         oldest[requirement.name] = lower
     oldest["torch"] = version("torch")

@@ -119,13 +119,13 @@ class Report:
 
 def names() -> tuple[str, ...]:
     """All peers, sorted; a leading underscore marks a shared part."""
-    found = (module.name for module in iter_modules(import_module("bench.peers").__path__))
+    found = (module.name for module in iter_modules(import_module("bench.compare.peers").__path__))
     return tuple(sorted(name for name in found if not name.startswith("_")))
 
 
 def find(name: str) -> ModuleType:
     """The module of a peer."""
-    return import_module(f"bench.peers.{name}")
+    return import_module(f"bench.compare.peers.{name}")
 
 
 def refusal(peer: ModuleType) -> str | None:

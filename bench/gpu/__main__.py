@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from bench.common.measure import ROOT, UNKNOWN, commit
+from bench.common.processes import family, lines_of
 from bench.gpu.table import table, written_into
-from bench.measure import ROOT, UNKNOWN, commit, family, flag_parser, lines_of
 from offload_rt.ops import extension
 
 SECTIONS = (
@@ -30,7 +31,7 @@ RESULTS = ROOT / "bench/results/gpu"
 
 def main() -> int:
     """Run the sections without results while there is time."""
-    parser = flag_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--minutes", type=float, default=9, help="no section begins that would not end in this time"
     )
@@ -45,11 +46,11 @@ def main() -> int:
     parser.add_argument(
         "--table",
         action="store_true",
-        help="only write the README's table from the results there are",
+        help="only write the table of docs/measurements.md from the results there are",
     )
     flags = parser.parse_args()
     if flags.table:
-        readme = ROOT / "README.md"
+        readme = ROOT / "docs" / "measurements.md"
         readme.write_text(written_into(readme.read_text(), table(flags.results)))
         return 0
     if flags.here:

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
+from bench.common.measure import Spread
 from bench.gpu.timing import CARD, device_gbps, seconds
-from bench.measure import Spread
 from offload_rt.engine.profile import upload_gbps
 from offload_rt.offload import copy_device
 from offload_rt.offload.pinning import pin, unpin

@@ -1,27 +1,30 @@
-"""Check the packages that setup.py asks for: `python bench/gpu/requirements.py SITE [WHEELS]`.
+"""Check the packages that pyproject.toml requires: `requirements.py SITE [WHEELS]`.
 
 Installs the wheels of missing or outdated packages into the folder SITE; torch is used as it is.
 Prints each version.
 """
 
-import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
-SETUP = Path(__file__).resolve().parents[2] / "setup.py"
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 _TESTS = ("pytest", "hypothesis")
 
 
 def requirements() -> list[Requirement]:
-    """Read the requirements of the package, and of its tests, from setup.py."""
-    found = map(Requirement, re.findall(r'"([\w-]+>=[\w.]+,<[\w.]+)"', SETUP.read_text()))
-    required = SETUP.read_text().split("install_requires=[")[1].split("]")[0]
-    return [one for one in found if one.name in required or one.name in (*_TESTS, "torch")]
+    """Read the requirements of the package, and of its tests, from pyproject.toml."""
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    tests = map(Requirement, project["optional-dependencies"]["dev"])
+    return [
+        *map(Requirement, project["dependencies"]),
+        *(requirement for requirement in tests if requirement.name in _TESTS),
+    ]
 
 
 def unmet(required: list[Requirement]) -> list[Requirement]:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from bench.measure import ROOT
+from bench.common.measure import ROOT
 from offload_rt import LLM
 from offload_rt.offload.placement import spread
 from offload_rt.offload.streamer import Streamer
@@ -90,7 +90,7 @@ def opened(
             "offload_rt.llm.open_checkpoint",
             lambda path: repeated(open_checkpoint(path), deep[path]),
         ),
-        patch("offload_rt.engine.engine_plan.memory_free", lambda: 1 << 40),
+        patch("offload_rt.engine.device.memory_free", lambda: 1 << 40),
         LLM(str(target), **pair, **settings) as llm,
     ):
         yield llm

@@ -1,7 +1,7 @@
-"""What a person sees: the verbs, their flags, tables and bars, begin and end of a process."""
+"""Commands, flags, tables, progress, process start and exit."""
 
 import sys
 
-if sys.platform != "linux":  # before something is missed that this system has not
+if sys.platform != "linux":  # before an import fails for a reason that names no system
     print("error: offload_rt needs Linux; on Windows use WSL 2", file=sys.stderr)
     sys.exit(3)

@@ -1,52 +1,58 @@
-"""`offload-rt chat`: a conversation in the terminal, or with stdin not a terminal one turn for each
-line.
+"""`offload-rt chat`: a conversation in the terminal, or one message per line of stdin.
 
-Answers go to stdout as they are produced, all else to stderr. What was computed of the conversation
-is kept between turns.
+Answers go to stdout while they are produced, everything else to stderr. The KV cache of the
+conversation is kept between messages.
 """
 
-import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
+from offload_rt.cli.conversation import Conversation, Message
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import exit_code, interrupts_held, show_any_text
 from offload_rt.cli.run import TemplateSettings
 from offload_rt.config import EngineConfig, SamplingParams, setting
-from offload_rt.errors import CapacityError, OffloadError, PromptError
+from offload_rt.errors import CapacityError, OffloadError
+from offload_rt.text.reasoning import ReasoningSplitter, opens_reasoning
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from offload_rt.cli.terminal import AnswerView
     from offload_rt.llm import LLM
 
-_COMMANDS = """/reset   begin the conversation anew
-/help    show this
-/exit    end, as Ctrl-D does
-Ctrl-C   stop the answer; what was said of it stays in the conversation"""
-_CHANGE = "/reset begins anew; a larger --max-model-len takes longer conversations"
+_CHANGE = "/reset starts a new conversation; raise --max-model-len for longer ones"
 
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """What is shown beside the conversation."""
+    """Output of a conversation."""
 
-    quiet: bool = setting(False, "no progress bar, and no line of figures behind an answer")
+    quiet: bool = setting(False, "no progress bar, and no line of figures after an answer")
+    hide_thinking: bool = setting(False, "do not show the reasoning between <think> and </think>")
+    plain: bool = setting(False, "print answers as plain text, without rendering Markdown")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns its exit code."""
+    """Run the command line. Returns its exit code."""
     show_any_text()
     text = "Talk with a model larger than the memory of its device."
     classes = EngineConfig, ChatSettings, TemplateSettings, SamplingParams
-    parser = Parser("offload-rt chat", text, *classes, without=("n", "logprobs", "prompt_logprobs"))
-    # an answer ends where the model ends it, or with the context
+    parser = Parser(
+        "offload-rt chat",
+        text,
+        *classes,
+        without=("n", "logprobs", "prompt_logprobs"),
+        examples=(
+            "offload-rt chat Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B",
+            "offload-rt chat DIR --chat-template FILE --temperature 0.7 --hide-thinking",
+        ),
+    )
+    # An answer ends at an end token or at the end of the context.
     parser.set_defaults(max_tokens=None)
     return exit_code(lambda: _chat(parser.parse_args(arguments)))
 
@@ -56,14 +62,15 @@ def _chat(flags: Namespace) -> None:
     config = from_flags(EngineConfig, flags)
     params = from_flags(SamplingParams, flags)
     template = from_flags(TemplateSettings, flags)
-    # Not at the top: a wrong flag or path is told before the seconds that torch takes to load.
+    # Imported late: a wrong flag or path is reported before torch loads for seconds.
     from rich.console import Console
 
-    from offload_rt.weights.checkpoint import check_paths
+    from offload_rt.weights.locate import check_paths
 
     check_paths(config)
 
     from offload_rt.cli.format import follow, load, quiet_libraries
+    from offload_rt.cli.terminal import read_messages
     from offload_rt.llm import LLM
     from offload_rt.system.ranks import is_first
     from offload_rt.system.trace import Trace
@@ -73,100 +80,112 @@ def _chat(flags: Namespace) -> None:
         return follow(config)
     console = Console(stderr=True, quiet=settings.quiet)
     with LLM.open(config) as llm:
-        # a template that is missing or fails is told now
+        # Report a missing or failing template before loading.
         template.encode(llm, [{"role": "user", "content": "Hello"}])
         load(llm, console, Trace(on=False), params)
         if flags.max_tokens is flags.max_new_tokens is None:
             params = replace(params, max_tokens=None)
-        conversation = _Conversation(llm, template, params, console, [])
-        for line in _lines():
-            if line == "/exit":
+        chat = _Chat(llm, template, settings, console, Conversation(params, template.system))
+        for line in read_messages():
+            if line.split(maxsplit=1)[:1] == ["/exit"]:
                 break
-            if line == "/reset":
-                conversation.turns = []
-            elif re.fullmatch("/[a-z]+", line):
-                print(
-                    _COMMANDS if line == "/help" else f"{line} is not a command; /help lists them",
-                    file=sys.stderr,
-                )
-            elif line:
-                conversation.answer(line)
-
-
-def _lines() -> Iterator[str]:
-    """What is typed, until Ctrl-D or Ctrl-C; what a file or another program gives, until its
-    end.
-    """
-    if not sys.stdin.isatty():
-        if isinstance(sys.stdin, TextIOWrapper):
-            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-        yield from (line.strip() for line in sys.stdin)
-        return
-    import readline  # noqa: F401  # lets `input` edit lines
-
-    while True:
-        try:
-            line = input("> ")
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        yield line.strip()
+            if line:
+                chat.handle(line)
 
 
 @dataclass
-class _Conversation:
-    """turns: so far, without the system's."""
+class _Chat:
+    """Connects a conversation with a model, its input and its output.
+
+    figures  figures of the last answer
+    """
 
     llm: "LLM"
     template: TemplateSettings
-    params: SamplingParams
+    settings: ChatSettings
     console: "Console"
-    turns: list[dict[str, str]]
+    conversation: Conversation
+    figures: str = "no answer yet"
 
-    def answer(self, text: str) -> None:
-        """Print the model's answer to a turn of the user. One that cannot be answered is no part of
-        the conversation.
-        """
-        turns = [*self.turns, {"role": "user", "content": text}]
+    def handle(self, line: str) -> None:
+        """Execute a command or answer a message. Print an error and keep the conversation."""
+        command = line.split(maxsplit=1)[0]
         try:
-            ids = self.template.encode(self.llm, turns)
+            if command == "/stats":
+                print(f"{self.figures}; {self._length()}", file=sys.stderr)
+            elif command == "/regen":
+                self._answer(self.conversation.regenerate())
+            # Paths such as /usr/bin are messages.
+            elif command.startswith("/") and command[1:].isalpha():
+                print(self.conversation.run(line), file=sys.stderr)
+            else:
+                self._answer(self.conversation.ask(line))
+        except OffloadError as error:
+            print(f"error: {error}", file=sys.stderr)
+
+    def _answer(self, messages: list[Message]) -> None:
+        """Print the answer to messages whose last one is the user's.
+
+        Raises CapacityError or PromptError if the messages cannot be answered.
+        """
+        template = replace(self.template, system=self.conversation.system)
+        try:
+            ids = template.encode(self.llm, messages)
         except CapacityError as error:
             problem = "the conversation no longer fits the context"
-            self._tell(CapacityError(problem, need=error.need, have=error.have, change=_CHANGE))
-        except PromptError as error:
-            self._tell(error)
-        else:
-            self.turns = [*turns, {"role": "assistant", "content": self._stream(ids)}]
+            raise CapacityError(
+                problem, need=error.need, have=error.have, change=_CHANGE
+            ) from error
+        with interrupts_held() as received:
+            text, n_tokens = self._stream(ids, received)
+        self.conversation.add_answer(messages, text)
+        if len(ids) + n_tokens >= self.llm.max_model_len:
+            have = f"room for {self.llm.max_model_len} tokens"
+            problem = "the answer is cut off: the context is full"
+            raise CapacityError(problem, have=have, change=_CHANGE)
 
-    def _stream(self, ids: list[int]) -> str:
+    def _stream(self, ids: list[int], interrupts: list[int]) -> tuple[str, int]:
+        """Print an answer until its end or an interrupt. Returns text and number of tokens."""
+        tokenizer = self.llm.tokenizer
+        prompt = "" if tokenizer is None else str(tokenizer.decode(ids[-8:]))
+        splitter = ReasoningSplitter(opens_reasoning(prompt))
+        view = self._view()
         text = ""
         n_tokens = 0
         n_passes = 0
         started = time.perf_counter()
-        pieces = self.llm.stream(ids, self.params)
-        with interrupts_held() as received, closing(pieces):  # type: ignore[type-var]  # a generator
+        pieces = self.llm.stream(ids, self.conversation.params)
+        with closing(pieces):  # type: ignore[type-var]  # a generator
             for piece in pieces:
-                print(piece.text, end="", flush=True)
-                text = text + piece.text
-                n_tokens = n_tokens + len(piece.token_ids)
-                n_passes = n_passes + 1
-                if received:
+                text += piece.text
+                n_tokens += len(piece.token_ids)
+                n_passes += 1
+                is_last = piece.output is not None or bool(interrupts)
+                for part in splitter.add(piece.text, is_last):
+                    if not (part.is_reasoning and self.settings.hide_thinking):
+                        view.add(part)
+                if interrupts:
                     break
-        print(flush=True)
+        view.close()
         rate = n_tokens / (time.perf_counter() - started)
+        per_pass = n_tokens / n_passes
+        self.figures = f"{n_tokens} tokens, {rate:.2f} tokens/s, {per_pass:.2f} tokens per pass"
         if self.console.is_terminal:
-            figures = (
-                f"{n_tokens} tokens, {rate:.2f} tokens/s, {n_tokens / n_passes:.2f} tokens per pass"
-            )
-            self.console.print(figures, style="dim", highlight=False)
-        if len(ids) + n_tokens >= self.llm.max_model_len:
-            have = f"room for {self.llm.max_model_len} tokens"
-            self._tell(
-                CapacityError(
-                    "the answer is cut off: the context is full", have=have, change=_CHANGE
-                )
-            )
-        return text
+            self.console.print(self.figures, style="dim", highlight=False)
+        return text, n_tokens
 
-    def _tell(self, error: OffloadError) -> None:
-        print(f"error: {error}", file=sys.stderr)
+    def _view(self) -> "AnswerView":
+        from rich.console import Console
+
+        from offload_rt.cli.terminal import MarkdownView, PlainView
+
+        if self.settings.plain or not sys.stdout.isatty():
+            return PlainView()
+        return MarkdownView(Console())
+
+    def _length(self) -> str:
+        """Tokens of the conversation, and the most that fit."""
+        template = replace(self.template, system=self.conversation.system)
+        messages = self.conversation.messages
+        n_tokens = len(template.encode(self.llm, messages)) if messages else 0
+        return f"the conversation has {n_tokens} of {self.llm.max_model_len} tokens"

@@ -1,8 +1,7 @@
-"""`offload-rt convert`: write a checkpoint's weights, or the part of each rank, as they cross the
-link, once, for later runs.
+"""`offload-rt convert`: write encoded weights, or the shard of each rank, for later runs.
 
-Each layer is a file of its own, written whole or not at all: after an interrupt the same command
-goes on where it was. It also reads what is there, and writes a damaged layer anew.
+Each layer is a file, written atomically. After an interrupt the same command continues.
+It also verifies existing files and rewrites damaged layers.
 """
 
 from argparse import Namespace
@@ -16,37 +15,40 @@ from offload_rt.errors import SettingsError
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """What to write, and where."""
+    """Content and location of the sidecar."""
 
     model: str = setting(MISSING, "directory of a checkpoint, or a hub id")
     link_format: str = setting(
-        "auto", "encoded, bit for bit, or for ranks also raw, as they are; auto: raw where they "
-                "are quantised",
+        "auto",
+        "lossless: encoded bit for bit; raw: unchanged shards, with --ranks; auto: raw for"
+        " quantised weights",
         choices=("auto", "lossless", "raw"),
-    )  # fmt: skip
-    sidecar: str | None = setting(None, "directory to write to; default: in that of the model")
-    ranks: int | None = setting(
-        None, "write the part of each rank for runs of so many by torchrun", parse=int
     )
-    exact_parallel: bool = setting(False, "parts for runs with --exact-parallel")
+    sidecar: str | None = setting(None, "output directory; default: in the model's directory")
+    ranks: int | None = setting(
+        None, "write a shard per rank for torchrun runs of this size", parse=int
+    )
+    exact_parallel: bool = setting(False, "shards for runs with --exact-parallel")
     revision: str | None = setting(None, "branch, tag or commit on the hub")
-    offline: bool = setting(False, "use only what the hub cache already holds")
+    offline: bool = setting(False, "use only files in the hub cache")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns its exit code."""
+    """Run the command; returns its exit code."""
     parser = Parser(
         "offload-rt convert",
-        "Write the weights of a model without loss, for later runs.",
+        "Write losslessly encoded weights for later runs.",
         ConvertSettings,
+        examples=("offload-rt convert DIR", "offload-rt convert DIR --ranks 2"),
     )
     return exit_code(lambda: _convert(parser.parse_args(arguments)))
 
 
 def _convert(flags: Namespace) -> None:
     settings = from_flags(ConvertSettings, flags)
-    # Not at the top: a wrong flag or path is told before the seconds that torch takes to load.
-    from offload_rt.weights.checkpoint import locate, open_checkpoint
+    # Imported late: report wrong flags and paths before loading torch, which takes seconds.
+    from offload_rt.weights.checkpoint import open_checkpoint
+    from offload_rt.weights.locate import locate
 
     path = locate(settings.model, settings.revision, settings.offline)
     from rich.console import Console
@@ -66,14 +68,14 @@ def _convert(flags: Namespace) -> None:
         kind = "lossless" if name == "dense" or n is None else "raw"
     if kind == "lossless" and name != "dense":
         raise SettingsError(
-            "quantised weights do not shrink", have=name, change="run it as it is, or with --ranks"
+            "quantised weights do not shrink", have=name, change="skip this step, or use --ranks"
         )
     if n is None and (kind == "raw" or settings.exact_parallel):
         raise SettingsError(
-            "--link-format raw and --exact-parallel are for parts of ranks", change="give --ranks"
+            "--link-format raw and --exact-parallel apply to shards", change="add --ranks"
         )
     if n is not None and n < 2:
-        raise SettingsError(f"--ranks {n}", need="two ranks or more", change="leave it out for one")
+        raise SettingsError(f"--ranks {n}", need="at least 2", change="omit it for a single rank")
     for part in (
         [checkpoint]
         if n is None

@@ -1,4 +1,4 @@
-"""Flags of the command line, made of the fields of settings."""
+"""Command-line flags, generated from the fields of settings classes."""
 
 import argparse
 import re
@@ -11,38 +11,112 @@ from offload_rt.config import flag_of
 from offload_rt.errors import SettingsError
 from offload_rt.system import registry
 
-# Flags whose choices are the entries of a folder.
+# Flags with the entries of a folder as choices.
 _FOLDERS = {"drafter": "speculate.draft", "rule": "speculate.verify"}
 
 Settings = TypeVar("Settings")
 
 
-class Parser(argparse.ArgumentParser):
-    """The flags of a program, of which one that is wrong raises SettingsError: a sentence, not a
-    page.
+# Groups of the help. Fields of other classes belong to the group of their class.
+_ENGINE_GROUPS = {
+    "model": ("model", "draft_model", "dtype", "revision", "offline", "chat_template"),
+    "memory": (
+        "device",
+        "device_memory",
+        "host_memory",
+        "kv_memory",
+        "kv_dtype",
+        "max_model_len",
+        "max_num_seqs",
+        "link_format",
+        "sidecar",
+    ),
+    "drafting": (
+        "drafter",
+        "rule",
+        "tree_size",
+        "tree_depth",
+        "draft_context",
+        "learn_draft",
+        "batch_invariant",
+    ),
+    "ranks": ("exact_parallel", "split_draft", "pipeline"),
+}
+GROUP_OF_FIELD = {name: group for group, names in _ENGINE_GROUPS.items() for name in names}
 
-    classes  the settings whose fields are its flags
-    without  names of fields that are none
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command. Raises SettingsError for a wrong flag, instead of printing the usage.
+
+    Required fields, and `prompt`, may also be given without their flags, in this order.
+
+    classes   settings classes
+    without   fields without a flag
+    examples  command lines at the end of the help
     """
 
     def __init__(
-        self, program: str, description: str, *classes: type, without: tuple[str, ...] = ()
+        self,
+        program: str,
+        description: str,
+        *classes: type,
+        without: tuple[str, ...] = (),
+        examples: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(prog=program, description=description, allow_abbrev=False)
-        for cls in classes:  # "EngineConfig" is the group "engine config"
-            group = self.add_argument_group(
-                re.sub("(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
-            )
-            for item in fields(cls):
-                if item.name not in without:
-                    _add_flag(group, item)
+        items = {
+            item.name: (cls, item)
+            for cls in classes
+            for item in fields(cls)
+            if item.metadata and item.name not in without
+        }
+        self._positionals_by_name = {
+            name: item.default is MISSING
+            for name, (_, item) in items.items()
+            if item.default is MISSING or name == "prompt"
+        }
+        names = " ".join(f"[{name.upper()}]" for name in self._positionals_by_name)
+        super().__init__(
+            prog=program,
+            usage=f"{program} {names} [OPTIONS]" if items else None,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog="\n".join(["examples:", *(f"  {line}" for line in examples)])
+            if examples
+            else "",
+        )
+        if names:
+            self.add_argument("positionals", nargs="*", metavar=names, help="instead of the flags")
+        groups: dict[str, argparse._ArgumentGroup] = {}
+        for name, (cls, item) in items.items():
+            title = GROUP_OF_FIELD.get(name) or _group_of(cls)
+            if title not in groups:
+                groups[title] = self.add_argument_group(title)
+            _add_flag(groups[title], item)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse flags and positional arguments. Raises SettingsError."""
+        if not self._positionals_by_name:
+            return super().parse_args(args, namespace)
+        parsed = self.parse_intermixed_args(args, namespace)
+        values = list(parsed.positionals)
+        for name, is_required in self._positionals_by_name.items():
+            if values and not (is_required and getattr(parsed, name)):
+                value = values.pop(0)
+                setattr(parsed, name, value if is_required else [*(parsed.prompt or []), value])
+            if is_required and not getattr(parsed, name):
+                need = f"a {name}"
+                raise SettingsError(self.prog, need=need, change=f"see {self.prog} --help")
+        if values:
+            self.error(f"unrecognized arguments: {' '.join(values)}")
+        return parsed
 
     def print_help(self, file: Any = None) -> None:
-        """Raises OSError where it cannot be written, which argparse's own lets pass."""
+        """Print the help. Raises OSError on a failed write, which argparse ignores."""
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Raises SettingsError with what argparse says, and the flag that may have been meant."""
+        """Raise SettingsError with argparse's message and the most similar flag."""
         wrong = message.removeprefix("unrecognized arguments: ")
         flag = wrong.split()[0].split("=")[0] if wrong != message else ""
         close = get_close_matches(flag, self._option_string_actions, n=1)
@@ -51,13 +125,20 @@ class Parser(argparse.ArgumentParser):
         )
 
 
+def _group_of(cls: type) -> str:
+    """ "SamplingParams" is the group "sampling"."""
+    words = re.sub("(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower().split()
+    return "output" if words[0] in ("run", "chat") else words[0]
+
+
 def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
     flag = flag_of(item.name)
     text = item.metadata["help"]
     default = item.default
     if item.name in _FOLDERS:
         text += f"; one of auto, {', '.join(registry.names(_FOLDERS[item.name]))}"
-    if "default:" not in text:
+    has_default = default not in (None, MISSING, ()) and not isinstance(default, bool)
+    if has_default and "default:" not in text:
         text += "; default: %(default)s"
     if item.metadata["parse"] is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
@@ -72,13 +153,11 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
         choices = item.metadata["choices"] or None
         is_missing = default is MISSING
         default = None if is_missing else default
-        group.add_argument(
-            flag, default=default, required=is_missing, type=kind, choices=choices, help=text
-        )
+        group.add_argument(flag, default=default, type=kind, choices=choices, help=text)
 
 
 def from_flags(cls: type[Settings], namespace: argparse.Namespace) -> Settings:
-    """Build settings from parsed flags. Raises SettingsError as the class's own checks do."""
+    """Build settings from parsed flags. Raises SettingsError for invalid values."""
     values = {item.name: getattr(namespace, item.name, None) for item in fields(cls)}  # type: ignore[arg-type]  # a dataclass
     return cls(
         **{

@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from offload_rt.config import EngineConfig, SamplingParams, format_size
-from offload_rt.cost.pass_times import MachineProfile, PassBytes, pass_time
+from offload_rt.cost.pass_times import MachineProfile, PassBytes, pass_time, transfer_s
 from offload_rt.offload.placement import Plan
 from offload_rt.system.progress import loading_bar
 
 if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
-    from offload_rt.engine.engine_plan import EnginePlan
+    from offload_rt.engine.engine_spec import EngineSpec
     from offload_rt.llm import LLM, Stats
     from offload_rt.system.trace import Trace
 
@@ -25,7 +25,7 @@ def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -
         f"{name} {x}" for name, x in params.left_to(llm.get_default_sampling_params()).items()
     )
     by_model = f"from generation_config.json: {taken}" if taken else ""
-    for notice in filter(None, (llm.engine_plan.notice, llm.engine.notice, by_model)):
+    for notice in filter(None, (llm.spec.notice, llm.engine.notice, by_model)):
         console.print(notice, highlight=False, soft_wrap=True)
 
 
@@ -39,24 +39,26 @@ def follow(config: EngineConfig) -> None:
         llm.load()
 
 
-def plan_table(engine_plan: "EnginePlan", profile: MachineProfile) -> Table:
+def plan_table(spec: "EngineSpec", profile: MachineProfile) -> Table:
     """What lies where, what a pass moves, and what it should cost."""
-    plan = engine_plan.plan
-    title = f"{engine_plan.checkpoint.path} on {engine_plan.device.type}, {engine_plan.dtype}"
-    table = placement_table(title, plan, engine_plan.cache_rows)
+    plan = spec.plan
+    memory = spec.memory
+    target = spec.target
+    title = f"{target.checkpoint.path} on {spec.device.type}, {target.dtype}"
+    table = placement_table(title, plan, memory.cache_rows)
     for tier, nbytes in plan.pass_bytes.at(0).items():
         rate = f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)"
         table.add_row(rate, f"{tier} to device", format_size(nbytes))
     if plan.pass_bytes.rows is not None:
-        context = engine_plan.max_model_len - 1
-        nbytes = plan.pass_bytes.rows.of_pass(context)
+        context = memory.max_model_len - 1
+        nbytes = plan.pass_bytes.rows.pass_nbytes(context)
         table.add_row(
             f"and of the cache after {context} tokens",
             f"{plan.kv_tier} to device",
             format_size(nbytes),
         )
-    seconds = pass_time(profile, engine_plan.pass_bytes)
-    per = "token" if engine_plan.limits.n_nodes == 1 else "pass of a token"
+    seconds = pass_time(profile, spec.pass_bytes)
+    per = "token" if memory.limits.n_nodes == 1 else "pass of a token"
     what = f"predicted, weights read at {profile.memory_gbps:.1f} GB/s"
     table.add_row(what, profile.source, f"{seconds:.3f} s per {per}")
     return table
@@ -90,7 +92,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
             table.add_row(what, "device", format_size(nbytes))
     if split is not None:
         beyond = split.n_blocks * split.block_nbytes * len(plan.tiers)
-        table.add_row(f"cache of {split.n_beyond} tokens", plan.kv_tier, format_size(beyond))
+        table.add_row(f"cache of {split.n_offloaded} tokens", plan.kv_tier, format_size(beyond))
     for tier in ("device", "host", "disk"):
         if plan.tiers.count(tier):
             table.add_row(
@@ -161,7 +163,7 @@ def _link_line(stats: "Stats", moved: PassBytes) -> str:
         streamed = stats.link_bytes // stats.n_passes
     if not streamed or not stats.link_gbps:
         return "all weights resident: nothing crossed a link"
-    floor = streamed / (stats.link_gbps * 1e9) / stats.tokens_per_pass
+    floor = transfer_s(streamed, stats.link_gbps) / stats.tokens_per_pass
     return (
         f"{streamed / 1e9:.2f} GB per pass at {stats.link_gbps:.2f} GB/s, link busy"
         f" {stats.link_busy:.0%} of the time; floor at this rate {floor:.3f} s per token"

@@ -1,6 +1,4 @@
-"""Pictures of a plan, of a calibration and of a timeline, drawn by matplotlib where it is
-installed.
-"""
+"""Figures of a calibration, drawn by matplotlib."""
 
 import io
 from importlib.util import find_spec
@@ -15,22 +13,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def is_drawable() -> bool:
-    """Whether pictures can be drawn."""
-    return find_spec("matplotlib") is not None
-
-
 def check_picture(flag: str, path: str | Path) -> None:
-    """Raises SettingsError where no picture can be drawn, or where its folder does not exist."""
-    if not is_drawable():
+    """Raise SettingsError if matplotlib or the folder of the file is missing."""
+    if find_spec("matplotlib") is None:
         raise SettingsError(flag, need="matplotlib", have="none", change="pip install matplotlib")
     check_folder(flag, path)
 
 
 def panels(n_rows: int, n_columns: int, size: tuple[float, float]) -> "tuple[Figure, Any]":
-    """A figure of so many inches, and its (n_rows, n_columns) array of axes, which numpy cannot
-    type.
-    """
+    """Create a figure of this size in inches and its (n_rows, n_columns) array of axes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -40,7 +31,7 @@ def panels(n_rows: int, n_columns: int, size: tuple[float, float]) -> "tuple[Fig
 
 
 def save(figure: "Figure", path: str | Path, dpi: int = 120) -> None:
-    """Write a figure as PNG, whole or not at all, and close it. Raises OSError."""
+    """Write a figure atomically as PNG and close it. Raises OSError."""
     from matplotlib import pyplot
 
     picture = io.BytesIO()

@@ -1,6 +1,6 @@
 """`offload-rt plan`: what a model would take on a machine, from its config alone.
 
-The engine's own placement and choice of tree run on a virtual clock. Of weights that are here
+The forecast uses the engine's placement, choice of tree and cost model. Of weights that are here
 headers are read, and nothing else, except that with `--gpu this` a few layers give the rate of the
 disk where `--disk` does not. Without a draft model plain decoding is planned, unless the target is
 to draft itself.
@@ -27,7 +27,7 @@ from offload_rt.config import (
 from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN
-from offload_rt.weights.checkpoint import check_paths
+from offload_rt.weights.locate import check_paths
 
 if TYPE_CHECKING:
     from offload_rt.planning.acceptance import Assumed
@@ -129,7 +129,17 @@ def main(arguments: list[str] | None = None) -> int:
         "What a model would take on a machine, by its config.json, its files, or as a shape that is"
         " built in."
     )
-    parser = Parser("offload-rt plan", text, EngineConfig, PlanSettings, without=_NO_FLAGS)
+    parser = Parser(
+        "offload-rt plan",
+        text,
+        EngineConfig,
+        PlanSettings,
+        without=_NO_FLAGS,
+        examples=(
+            "offload-rt plan llama2-70b --draft-model llama2-7b --gpu rtx4090 --ram 160GiB",
+            "offload-rt plan DIR --gpu this --device-memory 10GiB",
+        ),
+    )
     parser.add_argument(
         "--list", action=_List, nargs=0, help="print the shapes that are built in, and end"
     )
@@ -288,8 +298,9 @@ def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
     if {config.model.lower(), (config.draft_model or "").lower()} & KNOWN.keys():
         return "", ""
     from offload_rt.speculate.select import find_draft
-    from offload_rt.weights.checkpoint import locate, open_checkpoint
+    from offload_rt.weights.checkpoint import open_checkpoint
     from offload_rt.weights.int4 import Format
+    from offload_rt.weights.locate import locate
 
     try:
         target = open_checkpoint(locate(config.model, config.revision, offline=True))

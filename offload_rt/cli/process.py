@@ -1,6 +1,4 @@
-"""How a program of this package begins and ends: its signals, its exit code, and one sentence on
-stderr.
-"""
+"""Process start and exit: signals, exit codes, and error messages on stderr."""
 
 import os
 import signal
@@ -15,22 +13,20 @@ from offload_rt.errors import INTERRUPTION, OffloadError, machine_error
 
 INTERRUPTED = 130
 _SIGNALS = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
-# `timeout` and a closed terminal send the same signal twice, to the process and to its group: a
-# second signal this soon is taken for the first one.
+# `timeout` and a closed terminal signal the process and its group. Ignore the second signal within
+# this time.
 _PATIENCE_S = 1.0
 
 
 class _Interrupt(KeyboardInterrupt):
-    """Of another class: Python remembers a plain one that has passed through C, and kills itself by
-    SIGINT at its end.
-    """
+    """Subclass because Python ends by SIGINT after a plain KeyboardInterrupt passed through C."""
 
 
 def run_program(main: Callable[[], int]) -> int:
-    """Run a program as the whole of this process; returns its exit code.
+    """Run a program as this process; returns its exit code.
 
-    The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt. Another one, a second later or
-    more, ends the process.
+    The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt.
+    A second signal after at least a second ends the process.
     """
     received: list[float] = []
 
@@ -41,21 +37,21 @@ def run_program(main: Callable[[], int]) -> int:
         if received[-1] - received[0] > _PATIENCE_S:
             os._exit(INTERRUPTED)
 
-    # nohup ignores some
-    heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    for number in heeded:
+    # nohup ignores SIGHUP
+    handled = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    for number in handled:
         signal.signal(number, interrupt)
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # open until exit
     code = main()
-    for number in heeded:  # what the interpreter does at its end is not interrupted by an exception
+    for number in handled:  # no exceptions while the interpreter shuts down
         signal.signal(number, signal.SIG_DFL)
     return code
 
 
 @contextmanager
 def interrupts_held() -> Iterator[list[int]]:
-    """Let a first SIGINT be added to what this gives, and a second one interrupt."""
+    """Append a first SIGINT to the yielded list; raise KeyboardInterrupt on the second."""
     received: list[int] = []
 
     def hold(number: int, frame: FrameType | None) -> None:
@@ -71,7 +67,7 @@ def interrupts_held() -> Iterator[list[int]]:
 
 
 def show_any_text() -> None:
-    """Replace a character that stdout's encoding lacks: the run matters more than the character."""
+    """Replace characters missing in stdout's encoding instead of ending the run."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
@@ -79,29 +75,28 @@ def show_any_text() -> None:
 def exit_code(
     work: Callable[[], object], tell_rest: Callable[[int], None] = lambda code: None
 ) -> int:
-    """Do what a program is for; returns its exit code. If it ends early, that is said after what it
-    had produced.
+    """Run `work` and print the error message after the output so far; returns the exit code.
 
-    tell_rest  prints what is still to be printed of that, given the exit code
-    Raises an error that is a fault of this program again.
+    tell_rest  prints the remaining output, given the exit code
+    Reraises bugs of this program.
     """
     code = 0
     sentence = ""
     try:
         work()
-    except SystemExit as ended:  # of argparse, after the text of --help
+    except SystemExit as ended:  # argparse after --help
         code = int(ended.code or 0)
     except (Exception, KeyboardInterrupt) as error:
         code, sentence = _verdict(error)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from offload_rt.system import ranks  # with torch, which a wrong flag need not wait for
+        from offload_rt.system import ranks  # imports torch, slow for a wrong flag
 
         code, sentence = ranks.end(code, sentence)
     try:
         if sentence:
             tell_rest(code)
         sys.stdout.flush()
-    except OSError as error:  # its reader has gone, or its disk is full
+    except OSError as error:  # closed pipe or full disk
         _drop_stdout()
         code, sentence = (code, sentence) if code else _verdict(error)
     if sentence:
@@ -111,19 +106,17 @@ def exit_code(
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:
-    """Exit code and sentence of an error. Raises it again if it is a fault of this program."""
+    """Return exit code and message of an error; reraise bugs of this program."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, INTERRUPTION
     if isinstance(error, BrokenPipeError):
-        return 0, ""  # whoever read it has had enough
+        return 0, ""  # the reader closed the pipe
     known = error if isinstance(error, OffloadError) else machine_error(error)
     return known.exit_code, f"error: {known}"
 
 
 def _drop_stdout() -> None:
-    """Send what is still to be written nowhere: Python would complain once more when it flushes
-    stdout at exit.
-    """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Redirect stdout to /dev/null, because Python reports a failed flush at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

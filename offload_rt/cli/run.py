@@ -1,21 +1,27 @@
 """`offload-rt run`: generate from a checkpoint larger than its memory budget.
 
-Text goes to stdout as it is produced; progress and the report go to stderr. Exit codes: 0 done, 2
-the user's input or settings, 3 the machine could not (memory, disk, driver), 130 interrupted.
+Text streams to stdout; progress and report go to stderr.
+Exit codes: 0 success, 2 input or settings, 3 machine (memory, disk, driver), 130 interrupted.
 """
 
 import json
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import INTERRUPTED, exit_code, show_any_text
-from offload_rt.config import EngineConfig, SamplingParams, check_folder, setting
+from offload_rt.config import (
+    EngineConfig,
+    SamplingParams,
+    StructuredOutputs,
+    check_folder,
+    setting,
+)
 from offload_rt.errors import PromptError, SettingsError
 
 if TYPE_CHECKING:
@@ -24,26 +30,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the command line does beyond building an engine and sampling."""
+    """Input and output of the command."""
 
-    prompt: tuple[str, ...] = setting(
-        (), "text to continue; given several times: a batch, answered together"
-    )
-    prompt_file: str | None = setting(None, "file with the text to continue; - is stdin")
+    prompt: tuple[str, ...] = setting((), "text to continue; several times: a batch")
+    prompt_file: str | None = setting(None, "file with the text to continue; -: stdin")
     chat: bool = setting(
-        False, "take the prompt as the user's turn, through the model's chat template"
+        False, "apply the model's chat template, with the prompt as the user's turn"
     )
-    plan: bool = setting(False, "print what would lie where and what a token would cost, and end")
+    plan: bool = setting(False, "print placement and predicted time per token, without generating")
     json: bool = setting(
         False,
-        "print text, token ids and stats as a JSON object; of several prompts a list of these",
+        "print text, token ids and stats as a JSON object; a list for several prompts",
     )
     quiet: bool = setting(False, "no progress bar and no report")
-    show_tree: bool = setting(False, "print the largest tree that was verified")
-    baseline: bool = setting(
-        False, "afterwards time passes of plain decoding, and say how many times faster it was"
-    )
-    trace: str | None = setting(None, "file for the timeline of the run, as a Chrome trace")
+    show_tree: bool = setting(False, "print the largest verified tree")
+    baseline: bool = setting(False, "afterwards measure plain decoding and print the speedup")
+    trace: str | None = setting(None, "file for the timeline, as a Chrome trace")
+    json_schema: str | None = setting(None, "file with a JSON schema that the answer satisfies")
+    regex: str | None = setting(None, "regular expression that the answer matches")
 
     def __post_init__(self) -> None:
         if self.plan:
@@ -51,34 +55,42 @@ class RunSettings:
         if bool(self.prompt) == (self.prompt_file is not None):
             have = "both" if self.prompt else "neither"
             raise PromptError(
-                "the prompt", need="--prompt or --prompt-file", have=have, change="give one of them"
+                "the prompt", need="--prompt or --prompt-file", have=have, change="pass exactly one"
             )
+
+    @property
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """Format of the answer; None for any text. Raises SettingsError or PromptError."""
+        if self.json_schema is None and self.regex is None:
+            return None
+        schema = None if self.json_schema is None else _read(self.json_schema, "--json-schema")
+        return StructuredOutputs(json=schema, regex=self.regex)
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Raises ValueError for a text that is none."""
-    found = json.loads(text)
-    if not isinstance(found, dict):
+    """Parse a JSON object. Raises ValueError for any other text."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
         raise ValueError
-    return found
+    return value
 
 
 @dataclass(frozen=True)
 class TemplateSettings:
-    """What the model's chat template is told besides the user's turns."""
+    """Variables of the model's chat template."""
 
-    system: str | None = setting(None, "what the model is told before the first turn")
+    system: str | None = setting(None, "system message")
     enable_thinking: bool | None = setting(
         None,
-        "whether the model thinks first, where its template knows of it; default: as it does",
+        "thinking before the answer, for templates with this variable; default: the template's",
         parse=bool,
     )
     chat_template_kwargs: Mapping[str, Any] | None = setting(
-        None, """variables of the template, like '{"reasoning_effort": "low"}'""", parse=json_object
+        None, """template variables, like '{"reasoning_effort": "low"}'""", parse=json_object
     )
 
     def encode(self, llm: "LLM", turns: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation that can be answered. Raises PromptError or CapacityError."""
+        """Encode a conversation. Raises PromptError or CapacityError."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         options = {"add_generation_prompt": True, **thinking, **(self.chat_template_kwargs or {})}
@@ -89,35 +101,45 @@ class TemplateSettings:
 
 @dataclass
 class _Progress:
-    """The output so far, for a run that ends early: printed as one object at the end, or as it
-    comes.
+    """Output so far, for an early end.
 
-    is_told  all of it is on stdout
+    as_json     print a JSON object at the end instead of streaming text
+    is_printed  stdout has the complete output
     """
 
     as_json: bool = False
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    is_told: bool = False
+    is_printed: bool = False
 
     def tell_rest(self, code: int) -> None:
-        """End the text where it is, or print the object of what there is of it."""
-        if self.as_json and (self.token_ids or code == INTERRUPTED) and not self.is_told:
+        """End the streamed text, or print the object of the partial output."""
+        if self.as_json and (self.token_ids or code == INTERRUPTED) and not self.is_printed:
             reason = "interrupted" if code == INTERRUPTED else "error"
             print(
                 json.dumps(_as_json(self.text, list(self.token_ids), reason, None, {})), flush=True
             )
-        elif self.text and not self.as_json and not self.is_told:
+        elif self.text and not self.as_json and not self.is_printed:
             print()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns its exit code."""
+    """Run the command; returns its exit code."""
     show_any_text()
     so_far = _Progress()
-    text = "Generate from a model larger than the memory of its device."
+    text = "Generate from a model larger than device memory."
     parser = Parser(
-        "offload-rt run", text, EngineConfig, RunSettings, TemplateSettings, SamplingParams
+        "offload-rt run",
+        text,
+        EngineConfig,
+        RunSettings,
+        TemplateSettings,
+        SamplingParams,
+        examples=(
+            'offload-rt run models/demo-target "import os" --max-tokens 32',
+            "offload-rt run Qwen/Qwen3-32B --draft-model Qwen/Qwen3-0.6B --device-memory 22GiB"
+            " --prompt-file prompt.txt --chat",
+        ),
     )
     return exit_code(lambda: _run(parser.parse_args(arguments), so_far), so_far.tell_rest)
 
@@ -125,19 +147,18 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(flags: Namespace, so_far: _Progress) -> None:
     settings = from_flags(RunSettings, flags)
     config = from_flags(EngineConfig, flags)
-    params = from_flags(SamplingParams, flags)
+    params = replace(
+        from_flags(SamplingParams, flags), structured_outputs=settings.structured_outputs
+    )
     template = from_flags(TemplateSettings, flags)
     if template != TemplateSettings() and not settings.chat:
-        problem = (
-            "--system, --enable-thinking and --chat-template-kwargs are for the model's chat"
-            " template"
-        )
+        problem = "--system, --enable-thinking and --chat-template-kwargs need the chat template"
         raise SettingsError(problem, change="add --chat")
     so_far.as_json = settings.json and not settings.plan
-    # Not at the top: a wrong flag or path is told before the seconds that torch takes to load.
+    # Imported late: report wrong flags and paths before loading torch, which takes seconds.
     from rich.console import Console
 
-    from offload_rt.weights.checkpoint import check_paths
+    from offload_rt.weights.locate import check_paths
 
     check_paths(config)
 
@@ -158,10 +179,10 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
     console = Console(stderr=True, quiet=settings.quiet)
     trace = Trace(on=settings.trace is not None)
     if settings.trace is not None:
-        # a file that cannot be written is told before the work, not after
+        # report an unwritable file before the run
         trace.write(Path(settings.trace))
     with LLM.open(config) as llm:
-        ids = [_encode(llm, one, template if settings.chat else None) for one in prompts]
+        ids = [_encode(llm, text, template if settings.chat else None) for text in prompts]
         load(llm, console, trace, params)
         try:
             outputs = (
@@ -188,13 +209,11 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
 
 
 def _encode(llm: "LLM", prompt: str, template: TemplateSettings | None) -> list[int]:
-    """Token ids of a prompt that can be continued, through the chat template where there are
-    settings of it.
-    """
+    """Encode a prompt, with the chat template if its settings are given."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise PromptError("--prompt is not UTF-8 text", change="convert it") from error
+        raise PromptError("--prompt is not UTF-8 text", change="convert it to UTF-8") from error
     if template:
         return template.encode(llm, [{"role": "user", "content": prompt}])
     ids = llm.encode(prompt)
@@ -203,75 +222,87 @@ def _encode(llm: "LLM", prompt: str, template: TemplateSettings | None) -> list[
 
 
 def _print_outputs(outputs: list["Output"], prompts: list[str], so_far: _Progress) -> None:
-    """What was not printed as it came."""
+    """Print the outputs that were not streamed."""
     if so_far.as_json:
-        found = [
-            _as_json(one.text, one.token_ids, one.finish_reason, asdict(one.stats), _more(one))
-            for one in outputs
+        objects = [
+            _as_json(
+                output.text,
+                output.token_ids,
+                output.finish_reason,
+                asdict(output.stats),
+                _more(output),
+            )
+            for output in outputs
         ]
-        print(json.dumps(found if len(found) > 1 else found[0]), flush=True)
+        print(json.dumps(objects if len(objects) > 1 else objects[0]), flush=True)
     elif len(outputs) > 1:
         for n, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), 1):
             first, *more = prompt.strip().splitlines() or [""]
-            answers = [output.text, *(one.text for one in output.others)]
+            answers = [output.text, *(answer.text for answer in output.others)]
             print(
                 f"[{n}] {first[:72]}{' ...' if more or len(first) > 72 else ''}",
                 *answers,
                 sep="\n",
                 end="\n\n",
             )
-    so_far.is_told = True
+    so_far.is_printed = True
 
 
 def _stream(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress) -> "Output":
     for piece in llm.stream(ids, params):
-        if piece.index > 0:  # the other answers are printed behind the first
+        if piece.index > 0:  # further answers are printed after the first
             continue
         so_far.text += piece.text
         so_far.token_ids += tuple(piece.token_ids)
         if not so_far.as_json:
             print(piece.text, end="", flush=True)
-    assert piece.output is not None, "the last piece has the whole"
+    assert piece.output is not None, "the last piece contains the output"
     if not so_far.as_json:
         print(
             "".join(
-                f"\n--- answer {one.index + 1} of {params.n}\n{one.text}"
-                for one in piece.output.others
+                f"\n--- answer {answer.index + 1} of {params.n}\n{answer.text}"
+                for answer in piece.output.others
             ),
             flush=True,
         )
-        so_far.is_told = True
+        so_far.is_printed = True
     return piece.output
 
 
 def _more(output: "Output") -> dict[str, Any]:
-    """Where they were asked for: log-probabilities by token id, and other answers."""
+    """Return the requested log-probabilities by token id, and further answers."""
     more: dict[str, Any] = {}
-    for name, found in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
-        if found is not None:
+    for name, rows in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
+        if rows is not None:
             more[name] = [
-                one and {token: logprob._asdict() for token, logprob in one.items()}
-                for one in found
+                row and {token: logprob._asdict() for token, logprob in row.items()} for row in rows
             ]
     if output.others:
-        names = ("text", "token_ids", "finish_reason")
-        more["others"] = [
-            {name: getattr(one, name) for name in names} | _more(one) for one in output.others
+        names = ("index", "text", "token_ids", "finish_reason")
+        more["outputs"] = [
+            {name: getattr(answer, name) for name in names} | _more(replace(answer, others=()))
+            for answer in output.outputs
         ]
     return more
 
 
 def read_prompt(path: str) -> str:
-    """The text of a file, or of stdin where it is "-". Raises PromptError."""
+    """Read the text of a file, or of stdin for "-". Raises PromptError."""
+    return _read(path, "--prompt-file")
+
+
+def _read(path: str, flag: str) -> str:
     try:
         with sys.stdin.buffer if path == "-" else Path(path).open("rb") as file:
             return file.read().decode("utf-8")
     except OSError as error:
         raise PromptError(
-            f"--prompt-file {path}: {error.strerror}", change="give a file that can be read"
+            f"{flag} {path}: {error.strerror}", change="pass a readable file"
         ) from error
     except UnicodeDecodeError as error:
-        raise PromptError(f"--prompt-file {path} is not UTF-8 text", change="convert it") from error
+        raise PromptError(
+            f"{flag} {path} is not UTF-8 text", change="convert it to UTF-8"
+        ) from error
 
 
 def _print_plan(config: EngineConfig, flags: Namespace) -> None:
@@ -282,30 +313,28 @@ def _print_plan(config: EngineConfig, flags: Namespace) -> None:
     from offload_rt.cost.pass_times import pass_time
     from offload_rt.engine import profile
     from offload_rt.llm import LLM
-    from offload_rt.weights.checkpoint import is_here
+    from offload_rt.weights.locate import is_here
 
     models = [
         (config.model, config.revision),
         *([(config.draft_model, None)] if config.draft_model else []),
     ]
-    if not config.offline and not all(is_here(*one) for one in models):
+    if not config.offline and not all(is_here(*model) for model in models):
         print(
-            "not all weights are here: planned without them, by configs and the disk's rate",
+            "some weights are not downloaded: planning from configs and the rate of the disk",
             file=sys.stderr,
         )
         rate = profile.disk_gbps(Path(HF_HUB_CACHE))
         return plan.print_plan(Namespace(**vars(flags), disk=f"{rate:.2f}GB/s"))
     with LLM.open(config) as llm:
-        engine_plan = llm.engine_plan
-        n_layers = engine_plan.checkpoint.spec.n_layers
-        measured = profile.profile(
-            engine_plan.disk, n_layers, engine_plan.dtype, engine_plan.device
-        )
+        spec = llm.spec
+        n_layers = spec.target.checkpoint.spec.n_layers
+        measured = profile.profile(spec.files.disk, n_layers, spec.target.dtype.torch, spec.device)
     if not flags.json:
-        return print_table(plan_table(engine_plan, measured))
-    seconds = pass_time(measured, engine_plan.pass_bytes)
+        return print_table(plan_table(spec, measured))
+    seconds = pass_time(measured, spec.pass_bytes)
     found = {
-        "plan": asdict(engine_plan.plan),
+        "plan": asdict(spec.plan),
         "profile": asdict(measured),
         "predicted_seconds_per_token": seconds,
     }

@@ -1,4 +1,4 @@
-"""`offload-rt serve`: an HTTP server that OpenAI's clients can talk to, and a page for people."""
+"""`offload-rt serve`: OpenAI-compatible HTTP server with a web page."""
 
 import os
 import socket
@@ -13,38 +13,36 @@ from offload_rt.cli.process import exit_code
 from offload_rt.config import EngineConfig, check_positive, parse_size, setting
 from offload_rt.errors import SettingsError
 
-# Names of this machine, as `--host` and as the header Host give them.
+# Names of this machine in `--host` and in the Host header.
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """How the server is reached, and what its clients may take."""
+    """Address and limits of the server."""
 
     host: str = setting(
-        "127.0.0.1", "address to listen at; 0.0.0.0 for other machines, then with an API key"
+        "127.0.0.1", "address to listen on; use 0.0.0.0 with an API key for other machines"
     )
-    port: int = setting(8000, "port to listen at; 0: any that is free", parse=int)
+    port: int = setting(8000, "port to listen on; 0: any free port", parse=int)
     api_key: str | None = setting(
-        None, "what clients give as their key; default: OFFLOAD_RT_API_KEY, else none is needed"
+        None, "API key of clients; default: OFFLOAD_RT_API_KEY, or no key"
     )
     served_model_name: str | None = setting(
-        None, "by which clients ask for the model; default: the end of --model"
+        None, "model name for clients; default: the last part of --model"
     )
-    max_body: str = setting("4MiB", "longest body of a request")
-    max_n: int = setting(16, "most answers that one request may ask for", parse=int)
+    max_body: str = setting("4MiB", "maximum size of a request body")
+    max_n: int = setting(16, "maximum answers per request", parse=int)
     max_waiting: int = setting(
-        128, "most answers that wait for room; further requests get status 429", parse=int
+        128, "maximum answers in the queue; further requests get status 429", parse=int
     )
-    timeout: int = setting(3600, "seconds that a request may take", parse=int)
+    timeout: int = setting(3600, "maximum seconds of a request", parse=int)
     prompt_wait: float = setting(
         2.0,
-        "seconds by which a pass may take longer for new prompts, while others are answered",
+        "maximum additional seconds of a pass for new prompts while answers are running",
         parse=float,
     )
-    drain: int = setting(
-        30, "seconds that requests under way get at the end, after SIGTERM or Ctrl-C", parse=int
-    )
+    drain: int = setting(30, "seconds for running requests after SIGTERM or Ctrl-C", parse=int)
 
     def __post_init__(self) -> None:
         for name in ("max_n", "max_waiting", "timeout", "drain"):
@@ -52,12 +50,16 @@ class ServeSettings:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the server until it is told to end; returns its exit code."""
+    """Run the server until a signal; returns its exit code."""
     parser = Parser(
         "offload-rt serve",
-        "Serve a model to OpenAI's clients, and a page.",
+        "Serve an OpenAI-compatible API and a web page.",
         EngineConfig,
         ServeSettings,
+        examples=(
+            "offload-rt serve Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B",
+            "offload-rt serve DIR --host 0.0.0.0 --port 8080 --api-key KEY --max-num-seqs 8",
+        ),
     )
     parser.set_defaults(max_num_seqs=4)
     return exit_code(lambda: _serve(parser.parse_args(arguments)))
@@ -66,8 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _serve(flags: Namespace) -> None:
     settings = from_flags(ServeSettings, flags)
     config = from_flags(EngineConfig, flags)
-    # Not at the top: a wrong flag or path is told before the seconds that torch takes to load.
-    from offload_rt.weights.checkpoint import check_paths
+    # Imported late: report wrong flags and paths before loading torch, which takes seconds.
+    from offload_rt.weights.locate import check_paths
 
     check_paths(config)
     try:
@@ -106,20 +108,18 @@ def _serve(flags: Namespace) -> None:
             print(f"warning: {warning}", file=sys.stderr)
         at = f"http://{settings.host}:{listening.getsockname()[1]}"
         print(f"{name}: {at}/v1 for clients, {at} for people", file=sys.stderr, flush=True)
-        with suppress(KeyboardInterrupt):  # what told it to end, again, after it has ended
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again after its end
             server.run([listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket at an address, before anything is loaded. Raises SettingsError if it cannot be
-    had.
-    """
+    """Open the listening socket before loading. Raises SettingsError for an unusable address."""
     try:
         family = socket.getaddrinfo(host, port)[0][0]
         return socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
         problem = (
-            f"{host}:{port} cannot be listened at:"
+            f"cannot listen on {host}:{port}:"
             f" {error.strerror if isinstance(error, OSError) else error}"
         )
-        raise SettingsError(problem, change="choose others with --host and --port") from error
+        raise SettingsError(problem, change="change --host and --port") from error

@@ -1,13 +1,12 @@
-"""An engine that several use: callers step by step in turn, and tasks of asyncio through a thread
-that steps for them.
-"""
+"""Thread that steps the engine for all callers, and the queue of pieces of each call."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from threading import RLock
+from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
@@ -15,123 +14,141 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.outputs import Piece, Request
 from offload_rt.errors import SettingsError
 
-_Tell = Callable[[Piece | Exception], None]
+# A request by its index within its call, and its next piece.
+IndexedPiece = tuple[int, Piece]
+_Put = Callable[[IndexedPiece | Exception], None]
+
+
+class _Member(NamedTuple):
+    """A running request: ids of its sequences, position within its call, queue of its call."""
+
+    ids: list[int]
+    position: int
+    put: _Put
 
 
 def closed() -> SettingsError:
-    """The error of a model that is asked for more once it is closed."""
+    """Return the error for the use of a closed model."""
     return SettingsError("this LLM is closed", change="make a new one")
 
 
 class EngineThread:
-    """The thread begins with the first task and ends when this is closed.
+    """Steps the engine while requests run. The thread starts with the first call.
 
-    turn  held by who steps the engine or reads what a step brought; a step takes all requests
-          further, whosever they are
+    Requests join and leave between steps. An error of a step ends all calls, an error of a request
+    ends its call.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.turn, self._is_closed = engine, RLock(), False
+        self.engine = engine
+        self._is_closed = False
+        self._is_stepping = False  # the next step is queued
         device = engine.runner.device
         begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "engine", begin)
-        # Of tasks: what lets them leave, and how to tell them something. The thread alone reads and
-        # writes it.
-        self._running: dict[Request, tuple[ExitStack, _Tell]] = {}
+        self._running: dict[Request, _Member] = {}  # read and written by the thread only
 
-    @contextmanager
-    def running(self, requests: list[Request]) -> Iterator[Engine]:
-        """The engine, with these requests until then; what has not ended is aborted."""
-        with self.turn:
-            ids = [self.engine.add(one) for request in requests for one in request.sequences]
+    def pieces(self, requests: Sequence[Request]) -> Generator[IndexedPiece, None, None]:
+        """Run requests and yield their pieces. Closing the iterator aborts them."""
+        arrivals: SimpleQueue[IndexedPiece | Exception] = SimpleQueue()
+        n_left = len(requests)
+        self._submit(partial(self._join, requests, arrivals.put))
         try:
-            yield self.engine
+            self._check_open()
+            while n_left:
+                arrival = _raised(arrivals.get())
+                n_left -= arrival[1].output is not None
+                yield arrival
         finally:
-            with self.turn:
-                for id in ids:
-                    self.engine.abort(id)
+            left = self._submit(partial(self._leave, requests))
+            if left is not None:  # later calls of this caller see an engine without the requests
+                left.result()
 
-    async def pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
-        """Run a request among those of other tasks. An error of a step is raised in all, one of a
-        request in it alone.
-        """
-        arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+    async def apieces(self, requests: Sequence[Request]) -> AsyncGenerator[IndexedPiece, None]:
+        """`pieces` for asyncio. Leaving does not wait for the step in progress."""
+        arrivals: asyncio.Queue[IndexedPiece | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
+        n_left = len(requests)
 
-        def tell(what: Piece | Exception) -> None:
-            loop.call_soon_threadsafe(arrived.put_nowait, what)
+        def put(arrival: IndexedPiece | Exception) -> None:
+            loop.call_soon_threadsafe(arrivals.put_nowait, arrival)
 
-        self._submit(partial(self._enter, request, tell))
+        self._submit(partial(self._join, requests, put))
         try:
-            if self._is_closed:
-                raise closed()
-            while not isinstance(piece := await arrived.get(), Exception):
-                yield piece
-                if piece.output is not None:
-                    return
-            raise piece
+            self._check_open()
+            while n_left:
+                arrival = _raised(await arrivals.get())
+                n_left -= arrival[1].output is not None
+                yield arrival
         finally:
-            self._submit(partial(self._leave, request))
+            self._submit(partial(self._leave, requests))
 
     def close(self) -> None:
-        """End the thread after the step under way, with an error for tasks that wait, and close the
-        engine.
-        """
+        """End running calls with an error after the step in progress, and close the engine."""
         self._is_closed = True
         self._submit(partial(self._fail, closed()))
         self._thread.shutdown()
         self.engine.close()
 
-    def _submit(self, act: Callable[[], None]) -> None:
-        """Let the thread do something behind what it has been given before; it takes nothing more
-        once it is shut down.
-        """
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise closed()
+
+    def _submit(self, act: Callable[[], None]) -> Future[None] | None:
+        """Queue work behind earlier work; None after the shutdown of the thread."""
         with suppress(RuntimeError):
-            self._thread.submit(act)
+            return self._thread.submit(act)
+        return None
 
-    def _enter(self, request: Request, tell: _Tell) -> None:
-        leaves = ExitStack()
-        leaves.enter_context(self.running([request]))
-        self._running[request] = leaves, tell
-        if len(self._running) == 1:
-            self._step()
+    def _join(self, requests: Sequence[Request], put: _Put) -> None:
+        for i, request in enumerate(requests):
+            ids = [self.engine.add(sequence) for sequence in request.sequences]
+            self._running[request] = _Member(ids, i, put)
+        if not self._is_stepping:
+            self._submit(self._step)
+        self._is_stepping = True
 
-    def _leave(self, request: Request) -> None:
-        if request in self._running:
-            self._running.pop(request)[0].close()
+    def _leave(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            member = self._running.pop(request, None)
+            for id in member.ids if member else ():
+                self.engine.abort(id)
 
     def _step(self) -> None:
+        self._is_stepping = bool(self._running)
+        if not self._is_stepping:
+            return
         try:
-            with self.turn:
-                self.engine.step()
-                news = [(one, piece) for one in self._running for piece in _news(one)]
-        except Exception as error:  # whatever it is, it is for those who wait
-            return self._fail(error)
-        for one, piece in news:
-            self._tell(one, piece)
-        if self._running:
-            self._submit(self._step)
+            self.engine.step()
+        except Exception as error:  # callers raise it
+            self._fail(error)
+        for request in list(self._running):
+            try:
+                for piece in request.pieces():
+                    self._put(request, piece)
+            except Exception as error:  # the caller raises it
+                self._put(request, error)
+        self._submit(self._step)
 
     def _fail(self, error: Exception) -> None:
-        for one in list(self._running):
-            self._tell(one, error)
+        for request in list(self._running):
+            self._put(request, error)
 
-    def _tell(self, request: Request, what: Piece | Exception) -> None:
-        """Tell a task something. The last it hears ends its request, and so does an event loop that
-        has closed.
-        """
-        if request in self._running:
-            is_last = isinstance(what, Exception) or what.output is not None
-            try:
-                self._running[request][1](what)
-            except RuntimeError:
-                is_last = True
-            if is_last:
-                self._leave(request)
+    def _put(self, request: Request, arrival: Piece | Exception) -> None:
+        """Queue a piece or an error. The last piece and an error end the request."""
+        member = self._running.get(request)
+        if member is None:  # an earlier piece has ended it
+            return
+        is_last = isinstance(arrival, Exception) or arrival.output is not None
+        try:
+            member.put(arrival if isinstance(arrival, Exception) else (member.position, arrival))
+        except RuntimeError:  # the event loop of the call is closed
+            is_last = True
+        if is_last:
+            self._leave([request])
 
 
-def _news(request: Request) -> list[Piece] | list[Exception]:
-    try:
-        return request.pieces()
-    except Exception as error:  # it is for who waits for this request
-        return [error]
+def _raised(arrival: IndexedPiece | Exception) -> IndexedPiece:
+    if isinstance(arrival, Exception):
+        raise arrival
+    return arrival

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from offload_rt.config import EngineConfig
+from offload_rt.cost.pass_times import transfer_s
 from offload_rt.engine.link_rates import measured_rates
 from offload_rt.errors import CheckpointError, DeviceError, SettingsError
 from offload_rt.offload.placement import LinkSizes
@@ -13,8 +14,7 @@ from offload_rt.offload.sidecar import open_sidecar
 from offload_rt.ops import extension
 from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PAGE, align_up, decoded_layout
+from offload_rt.weights.layout import PAGE, BlockRecord, align_up
 from offload_rt.weights.lossless import SidecarLayer, estimate
 
 # Threads that read encoded layers have so many bytes of buffers at most, and there are so many of
@@ -36,7 +36,7 @@ class LinkFormat:
     """
 
     sidecar: tuple[SidecarLayer, ...] | None = None
-    layers: tuple[tuple[TensorRecord, ...], ...] | None = None
+    layers: tuple[BlockRecord, ...] | None = None
     encodes: bool = False
     sizes: LinkSizes | None = None
     notice: str = ""
@@ -80,7 +80,7 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     try:
         if is_raw:
             layers = zip(_opened(checkpoint, directory, others), checkpoint.layers, strict=True)
-            return LinkFormat(layers=tuple(one.records(layer) for one, layer in layers))
+            return LinkFormat(layers=tuple(sidecar.raw_block(layer) for sidecar, layer in layers))
         found = _encoded(config, checkpoint, directory, device, others)
         return _faster(found, config, checkpoint, device) if is_auto and found.sidecar else found
     except (CheckpointError, DeviceError, SettingsError) as problem:
@@ -100,10 +100,10 @@ def _faster(
     assert found.sidecar is not None and found.sizes is not None, "the link reads a sidecar"
     rates = measured_rates(checkpoint, found.sidecar, device)
     nbytes = sum(one.encoded.layout.nbytes for one in found.sidecar)
-    raw_s = 1 / rates.link_gbps
+    raw_s = transfer_s(10**9, rates.link_gbps)
     share = sum(found.sizes.layer_nbytes) / nbytes
     link_s = share * raw_s
-    decode_s = 1 / rates.decode_gbps
+    decode_s = transfer_s(10**9, rates.decode_gbps)
     figures = (
         f"1 GB of weights takes {link_s:.2f} s on a link of {rates.link_gbps:.2f} GB/s and"
         f" {decode_s:.2f} s to decode, as it is {raw_s:.2f} s"
@@ -167,7 +167,7 @@ def _sizes(checkpoint: Checkpoint, encoded: tuple[int, ...], on_card: bool) -> L
     """A card's slots hold encoded layers, and a buffer the decoded one; slots of a CPU hold layers
     that were decoded.
     """
-    decoded = max(align_up(decoded_layout(layer).nbytes, PAGE) for layer in checkpoint.layers)
+    decoded = max(align_up(layer.layout.nbytes, PAGE) for layer in checkpoint.layers)
     if on_card:
         return LinkSizes(encoded, max(encoded), decoded)
     buffers = min(_BUFFERS, _N_THREADS * align_up(max(encoded) + PAGE, PAGE))

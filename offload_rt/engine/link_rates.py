@@ -44,7 +44,7 @@ def measured_rates(
     The link is that of the disk; beside a card it is the card's, which is faster.
     """
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    disk = str(checkpoint.layers[0][0].path.stat().st_dev)
+    disk = str(checkpoint.layers[0].tensors[0].path.stat().st_dev)
     decoder = (
         platform.machine(),
         platform.processor(),

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from offload_rt.chunks import CHUNK_ROWS, most_captured_rows
+from offload_rt.chunks import CHUNK_ROWS, max_captured_rows
 from offload_rt.config import EngineConfig, format_size
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.errors import CapacityError, UnsupportedModelError
 from offload_rt.kv.split import KVBytes, KVSplit, RowFormat, state_rows
@@ -27,10 +28,10 @@ from offload_rt.offload.placement import (
     place_layers,
     with_expert_slots,
 )
-from offload_rt.speculate.protocols import ROWS_PER_NODE, DraftLimits, draft_rows, view_rows
+from offload_rt.speculate.protocols import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.formats import Source, StoredTensor, WeightFormat, dense
+from offload_rt.weights.formats import Source, WeightFormat, dense
 from offload_rt.weights.layout import packed_layout
 
 # Part of the free memory that is left to others, and at least so many bytes of it.
@@ -84,17 +85,12 @@ class Sizes:
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, dtype: DType) -> "Sizes":
         """Of the tensors as they are stored, computed with in `dtype`."""
-        stored = [
-            StoredTensor(one.key, one.shape, one.stored_dtype()) for one in checkpoint.records
-        ]
         return cls(
             spec=checkpoint.spec,
-            layer_nbytes=tuple(sum(one.nbytes for one in layer) for layer in checkpoint.layers),
-            non_layer_nbytes=sum(record.nbytes for record in checkpoint.non_layer),
+            layer_nbytes=tuple(layer.nbytes for layer in checkpoint.layers),
+            non_layer_nbytes=checkpoint.non_layer.nbytes,
             dtype=dtype if checkpoint.spec.taps else checkpoint.dtype,
-            view_nbytes=max(
-                checkpoint.format.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored
-            ),
+            view_nbytes=max(block.scratch_nbytes(dtype) for block in checkpoint.blocks),
         )
 
     @classmethod
@@ -108,17 +104,17 @@ class Sizes:
         nbytes: dict[tuple[TensorShape, ...], int] = {}
         view_nbytes = 0
         for layer in {spec.layer_tensors(i) for i in range(spec.n_layers)}:
-            matrices = [one for tensor in layer for one in _matrices(tensor)]
             stored = [
-                one
-                for name, shape in matrices
-                for one in stores.stored(name, shape, dtype, Source({}))
+                stores.stored(name, shape, dtype, Source({}))
+                for tensor in layer
+                for name, shape in _matrices(tensor)
             ]
             nbytes[layer] = packed_layout(
-                (one.key, one.shape, one.dtype or dtype) for one in stored
+                (part.name, part.shape, part.dtype or dtype)
+                for tensor in stored
+                for part in tensor.tensors
             ).nbytes
-            scratch = (stores.scratch_nbytes(one, CHUNK_ROWS, dtype) for one in stored)
-            view_nbytes = max(view_nbytes, *scratch)
+            view_nbytes = max(view_nbytes, *(one.scratch_nbytes(dtype) for one in stored))
         non_layer = sum(math.prod(shape) for _, shape in spec.non_layer_tensors()) * dtype.itemsize
         layers = tuple(nbytes[spec.layer_tensors(i)] for i in range(spec.n_layers))
         return cls(spec, layers, non_layer, dtype, view_nbytes)
@@ -214,8 +210,7 @@ def plan_memory(
     target = memory.target
     limit = memory.target.spec.max_positions
     asked = config.max_model_len
-    drafts_itself = drafting.type.view is not None or drafting.type.drafts_by_copy
-    if drafts_itself and not target.spec.is_native:
+    if drafting.type.resources.is_self_draft and not target.spec.supports_self_draft:
         problem = f"a model of type {target.spec.family} cannot draft for itself"
         raise UnsupportedModelError(problem, change="take another --drafter")
     if asked is not None and asked > limit:
@@ -301,9 +296,9 @@ class _Memory:
         """
         draft = self.draft
         target = replace(self.target, dtype=self.dtype)
-        drafts = (draft,) if draft and draft.spec.is_native and not draft.spec.taps else ()
+        drafts = (draft,) if draft and draft.spec.supports_graphs else ()
         both = _graphs_nbytes((*drafts, target), n_nodes)
-        is_captured = target.spec.is_native and self.config.pipeline == 1
+        is_captured = target.spec.supports_graphs and self.config.pipeline == 1
         fits = others + both + sum(target.layer_nbytes) <= self.budget.device
         return both if is_captured and fits else _graphs_nbytes(drafts, n_nodes)
 
@@ -319,7 +314,7 @@ class _Memory:
         most = self.config.kv_nbytes
         may = most is None or whole.cache <= most
         # caches beyond the device, and views of a cache, know its attention alone
-        if not self.target.spec.is_native:
+        if not self.target.spec.supports_far_kv:
             return True
         return (may and self._least(whole) <= self.budget.device) or (
             whole.cache <= self.divided(max_len, n_nodes).cache
@@ -439,7 +434,7 @@ def _graphs_nbytes(models: Sequence[Sizes], n_nodes: int) -> int:
     """Bytes of the captured passes of models: one pool, as no two passes run at once, and the
     logits of each model.
     """
-    n = most_captured_rows(n_nodes)
+    n = max_captured_rows(n_nodes)
     itemsizes = [model.dtype.itemsize for model in models]
     pools = (
         one.view_nbytes + one.spec.scratch_nbytes(n, n, size)

@@ -95,9 +95,11 @@ class Stats:
 
 @dataclass(frozen=True)
 class Output:
-    """What became of one prompt; `text` is empty where there is no tokenizer.
+    """Result of one prompt.
 
-    topology         of the largest tree that was verified
+    prompt           text of the prompt; None for token ids
+    text             text of the answer; empty without a tokenizer
+    topology         largest verified tree
     logprobs         for each token its own log-probability and those of the most probable ones, by
                      token id; None: not asked
     prompt_logprobs  the same for the prompt, whose first token has none
@@ -108,12 +110,13 @@ class Output:
     token_ids: list[int]
     text: str
     finish_reason: str
-    stats: Stats
-    topology: Topology
-    logprobs: list[dict[int, Logprob]] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    stats: Stats = field(repr=False)
+    topology: Topology = field(repr=False)
+    logprobs: list[dict[int, Logprob]] | None = field(default=None, repr=False)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(default=None, repr=False)
     index: int = 0
     others: "tuple[Output, ...]" = ()
+    prompt: str | None = None
 
     @property
     def outputs(self) -> "list[Output]":
@@ -165,6 +168,7 @@ class Piece:
     logprobs, prompt_logprobs, index  see `Output`; empty where not asked; those of the prompt come
                                       with the first piece
     made_by  the pass that did
+    finish_reason  with the last piece of an answer
     """
 
     text: str
@@ -174,6 +178,7 @@ class Piece:
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     index: int = 0
     made_by: Pass | None = None
+    finish_reason: str | None = None
 
 
 @dataclass(eq=False)
@@ -181,6 +186,7 @@ class Request:
     """The sequences that answer one prompt, and how much of each has been shown."""
 
     sequences: list[Sequence]
+    prompt: str | None = None
     _n_shown: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -196,7 +202,9 @@ class Request:
     @property
     def output(self) -> Output:
         """What became of the prompt, at the end."""
-        first, *others = (Output.of(one, i) for i, one in enumerate(self.sequences))
+        first, *others = (
+            replace(Output.of(one, i), prompt=self.prompt) for i, one in enumerate(self.sequences)
+        )
         return replace(first, others=tuple(others))
 
     def pieces(self) -> list[Piece]:
@@ -214,7 +222,9 @@ class Request:
                     else []
                 )
                 made_by = Pass(*one.stats.last, one.stats.passes[-1][0])
-                found.append(Piece(text, one.tokens[first:], None, logprobs, of_prompt, i, made_by))
+                tokens = one.tokens[first:]
+                end = one.finish_reason
+                found.append(Piece(text, tokens, None, logprobs, of_prompt, i, made_by, end))
                 self._n_shown[i] = one.n_new
         if found and is_done:
             found[-1] = replace(found[-1], output=self.output)

@@ -35,7 +35,7 @@ from offload_rt.system.machine import cache_nbytes, memory_free
 from offload_rt.system.numa import cpus_near, staying_near
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import host_block
+from offload_rt.weights.layout import BlockRecord, host_block
 
 _CACHE = "disk.json"
 _VERSION = 1
@@ -60,9 +60,9 @@ _STALE = 1.3
 _MARGIN = 1.05
 
 
-def read_settings(layers: Sequence[Sequence[TensorRecord]]) -> ReadSettings:
+def read_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
     """The best way to read these blocks, measured once for each disk and remembered."""
-    disk = str(layers[0][0].path.stat().st_dev)
+    disk = str(layers[0].tensors[0].path.stat().st_dev)
     known = read_cached(_CACHE, _VERSION)
     for settings in _CANDIDATES:  # anything else was not measured by this program
         if known.get(disk) == [settings.request_nbytes, settings.n_parallel]:
@@ -95,7 +95,7 @@ def disk_gbps(folder: Path, nbytes: int = 128 << 20) -> float:
         file.write(os.urandom(nbytes))
         os.fsync(file.fileno())
         record = TensorRecord("bytes", "U8", (nbytes,), Path(file.name), 0, nbytes, "bytes")
-        with closing(DiskTier([(record,)])) as tier:
+        with closing(DiskTier([BlockRecord((record,))])) as tier:
             return link_gbps(tier, 1)
 
 
@@ -175,7 +175,7 @@ def pass_profile(
 
     rows  the most rows of a pass and the longest context
     disk  its layers, by which the disk is measured where no layer but keys and values come from
-          there, or far experts
+          there, or experts on disk
     """
     machine = (
         platform.machine(),
@@ -196,14 +196,14 @@ def pass_profile(
         runner.do(_arrival_gbps, max(nbytes for _, nbytes in moved.streamed)) if streamed else 0.0
     )
     beside = {one.tier for one in (moved.rows, moved.experts) if one is not None}
-    is_asked = beside and (not rate or moved.far is not None)
+    is_asked = beside and (not rate or moved.disk_experts is not None)
     of_disk = link_gbps(disk, runner.spec.n_layers) if disk is not None and is_asked else 0.0
     if beside:
         streamed |= beside
         if not rate:
             rate = upload_gbps(runner.device) if runner.device.type == "cuda" else of_disk
     links = dict.fromkeys(sorted(streamed), rate) | (
-        {"disk": of_disk} if moved.far is not None else {}
+        {"disk": of_disk} if moved.disk_experts is not None else {}
     )
     at_rate = moved.computed / compute.seconds[0][0] / 1e9
     return MachineProfile("this machine", True, tuple(links.items()), at_rate, 0.0, compute)
@@ -215,7 +215,7 @@ def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
     """
     key = hashlib.sha256(repr((target, n_slots)).encode()).hexdigest()[:24]
     try:
-        bias = ExpertsBias.of(*read_cached(_EXPERTS, 1)[key])
+        bias = ExpertsBias.restore(*read_cached(_EXPERTS, 1)[key])
     except (KeyError, TypeError, ValueError, OverflowError):
         bias = ExpertsBias()
     closes.callback(
@@ -371,7 +371,7 @@ def _now(runner: Runner) -> float:
     return time.perf_counter()
 
 
-def _measure_settings(layers: Sequence[Sequence[TensorRecord]]) -> ReadSettings:
+def _measure_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
     rates: dict[ReadSettings, list[float]] = {settings: [] for settings in _CANDIDATES}
     with ExitStack() as closes:
         tiers = {

@@ -32,7 +32,7 @@ from offload_rt.kv.split import KVShare
 from offload_rt.models.architecture import Architecture, LayerWeights
 from offload_rt.models.heads import HeadDecoder
 from offload_rt.offload.expert_cache import ExpertCache
-from offload_rt.offload.far_rows import FarRows
+from offload_rt.offload.offloaded_rows import OffloadedRows
 from offload_rt.offload.streamer import LayerView, Streamer
 from offload_rt.parallel.pipeline_model import Stage
 from offload_rt.parallel.tensor_parallel import TensorParallelModel
@@ -70,7 +70,7 @@ class Runner:
     """Compute logits and own the caches. The streamer provides layers; other weights are resident.
 
     kv          cache class for rows on the device
-    far         storage of off-device rows, or None
+    offloaded_rows  storage of off-device rows, or None
     experts     cache for experts loaded on demand; None if experts are part of their layers
     taps        layer counts after which hidden states are kept for a drafter, see `tapped`
     tapped      (n_rows, len(taps), hidden_size) per step, valid until the next pass
@@ -86,7 +86,7 @@ class Runner:
     dtype: torch.dtype
     trace: Trace
     kv: type[ContiguousCache] = ContiguousCache
-    far: FarRows | None = None
+    offloaded_rows: OffloadedRows | None = None
     experts: ExpertCache | None = None
     taps: tuple[int, ...] = ()
     meanwhile: Callable[[], None] = lambda: None
@@ -122,7 +122,9 @@ class Runner:
             keep_tapped(self.taps, tapped, hidden, 0)
             # Without streaming, chunks pass through the pipeline ranks individually.
             goes_by_chunk = (
-                isinstance(self.spec, Stage) and not self.streamer.order and self.far is None
+                isinstance(self.spec, Stage)
+                and not self.streamer.order
+                and self.offloaded_rows is None
             )
             for part in [[chunk] for chunk in chunks] if goes_by_chunk else [chunks]:
                 with self._bring_rows(part), closing(self.streamer.sweep()) as sweep:
@@ -146,12 +148,12 @@ class Runner:
 
     def _bring_rows(self, chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
         """Load off-device cache rows during a pass, in the order of their use."""
-        if self.far is None:
+        if self.offloaded_rows is None:
             return nullcontext()
         segments = [segment for chunk in chunks for segment in chunk.segments]
         layers = range(self.spec.n_layers)
-        return self.far.bring(
-            [rows for i in layers for segment in segments for rows in segment.cache.beyond(i)]
+        return self.offloaded_rows.prefetch(
+            [rows for i in layers for segment in segments for rows in segment.cache.offloaded(i)]
         )
 
     @contextmanager
@@ -191,11 +193,7 @@ class Runner:
         limit    largest captured shape
         seconds  time limit for capturing likely shapes in advance
         """
-        if (
-            self.kv is not ContiguousCache
-            or not self.spec.is_native
-            or isinstance(self.spec, Stage)
-        ):
+        if self.kv is not ContiguousCache or not self.spec.supports_graphs:
             return
         model = ResidentModel(self.spec, self.resident_layers(), self.non_layer, self.taps)
         new_buffer = partial(
@@ -216,8 +214,8 @@ class Runner:
     def close(self) -> None:
         """Stop all transfers and drop CUDA graphs, which reference the weights."""
         self._graphs = None
-        if self.far is not None:
-            self.far.close()
+        if self.offloaded_rows is not None:
+            self.offloaded_rows.close()
         if self.experts is not None:
             self.experts.close()
         self.streamer.close()
@@ -268,7 +266,7 @@ class Runner:
     def _weights(self, block: LayerView) -> LayerWeights:
         weights = self.format.view(block.layout, block.data, self.dtype)
         if self.experts is not None:
-            weights.experts = self.experts.of_layer(block.i, partial(self._following, block.i))
+            weights.experts = self.experts.layer_experts(block.i, partial(self._following, block.i))
         return weights
 
     def _following(self, i: int) -> LayerWeights | None:
@@ -305,8 +303,10 @@ class Runner:
         )
         id = next(self._ids)
         empty = partial(KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device)
-        if self.far is not None and share is not None and share.n_on_device < capacity:
-            self._caches[id] = HostCache(self.spec, empty(share.n_on_device), self.far, share)
+        if self.offloaded_rows is not None and share is not None and share.n_on_device < capacity:
+            self._caches[id] = HostCache(
+                self.spec, empty(share.n_on_device), self.offloaded_rows, share
+            )
         elif buffer:
             self._caches[id] = ContiguousCache(buffer)
         else:

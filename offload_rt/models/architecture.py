@@ -150,7 +150,7 @@ class LayerWeights(Protocol):
         """Apply `linear` for each name; a format may compute a single concatenated product."""
         return tuple(map(self.linear, repeat(x), names))
 
-    def joined(self, names: Sequence[str]) -> Tensor | None:
+    def fused(self, names: Sequence[str]) -> Tensor | None:
         """Return the matrices concatenated by rows without a copy; None if not stored so."""
         return None
 
@@ -225,8 +225,19 @@ class Architecture(ABC):
 
     # Notice for the user about limitations, printed at startup.
     notice: ClassVar[str] = ""
-    # Equal shapes run equal kernels, so CUDA graphs apply; attention has no special features.
-    is_native: ClassVar[bool] = True
+    # Capabilities. Callers query these, never the class.
+    # Passes of equal shape launch equal kernels, so CUDA graphs apply.
+    supports_graphs: ClassVar[bool] = True
+    # EAGLE and Medusa heads can draft for the model.
+    supports_heads: ClassVar[bool] = True
+    # The model can draft for itself, with views of its caches or 4-bit copies of its layers.
+    supports_self_draft: ClassVar[bool] = True
+    # Attention reads cache rows on the host or the disk.
+    supports_far_kv: ClassVar[bool] = True
+    # `speculate.learner` can train the model.
+    supports_training: ClassVar[bool] = True
+    # `embed` computes layer inputs from token ids, so every pipeline stage runs it.
+    embeds_on_all_stages: ClassVar[bool] = False
 
     family: str
     dtype_name: str | None
@@ -281,6 +292,11 @@ class Architecture(ABC):
     def state_layers(self) -> Collection[int]:
         """Layers with a recurrent state, in the order of `state_shapes`."""
         return ()
+
+    @property
+    def supports_mtp(self) -> bool:
+        """Whether the checkpoint's multi-token prediction layer can draft for the model."""
+        return True
 
     @abstractmethod
     def layer_prefix(self, i: int) -> str:
@@ -340,13 +356,3 @@ class Architecture(ABC):
     @abstractmethod
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
         """Return activation bytes for `n_rows` rows per layer call and `n_logits` logit rows."""
-
-
-def of_whole(name: str) -> Any:
-    """Delegate a method or, wrapped in `property`, an attribute to `self.whole`."""
-
-    def ask(self: Any, *args: Any) -> Any:
-        attribute = getattr(self.whole, name)
-        return attribute(*args) if callable(attribute) else attribute
-
-    return ask

@@ -296,7 +296,7 @@ def experts_of(
     names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights, is_card: bool
 ) -> Any:
     """Return a parameter of this shape that contains the named expert matrices."""
-    whole = weights.joined([name for modules in names for name in modules]) if is_card else None
+    whole = weights.fused([name for modules in names for name in modules]) if is_card else None
     return _Experts(names, shape, weights) if whole is None else whole.view(shape)
 
 

@@ -136,7 +136,17 @@ class TransformersModel(Architecture):
     experts: tuple[ExpertNames, ...] = field(default=(), compare=False, repr=False)
     split_tensors: tuple[SplitTensors, ...] = field(default=(), compare=False, repr=False)
 
-    is_native = False
+    supports_graphs = False
+    supports_heads = False
+    supports_self_draft = False
+    supports_far_kv = False
+    supports_training = False
+    embeds_on_all_stages = True
+
+    @property
+    def supports_mtp(self) -> bool:
+        """Whether `traced_mtp` knows the layer: models with recurrent states."""
+        return bool(self.state_shapes)
 
     @property
     def notice(self) -> str:  # type: ignore[override]  # read-only

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload_rt.errors import LinkError
 from offload_rt.offload.tier import Read
 from offload_rt.weights.header import TensorRecord, stamp_of
-from offload_rt.weights.layout import PAGE, Layout, TensorEntry, align_up, host_block, packed_layout
+from offload_rt.weights.layout import PAGE, BlockRecord, Layout, TensorEntry, align_up, host_block
 
 # Ranges with a smaller gap are read as a single range: the gap costs less than a request.
 _JOIN = 64 << 10
@@ -123,14 +123,14 @@ class DiskTier:
 
     def __init__(
         self,
-        layers: Sequence[Sequence[TensorRecord]],
+        layers: Sequence[BlockRecord],
         settings: ReadSettings | None = None,
         packed: bool = False,
     ) -> None:
-        """layers: tensor records per block; packed: always use packed layouts."""
+        """packed: always use packed layouts."""
         self.settings = settings or ReadSettings()
         self.n_parallel = self.settings.n_parallel
-        self._blocks = [_plan(records, self.settings.request_nbytes, packed) for records in layers]
+        self._blocks = [_plan(block, self.settings.request_nbytes, packed) for block in layers]
         self._files = DirectFiles(itertools.chain.from_iterable(layers))
 
     def layout(self, i: int) -> Layout:
@@ -196,23 +196,23 @@ def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
 
 
 def _plan(
-    records: Sequence[TensorRecord], request_nbytes: int, packed: bool
+    block: BlockRecord, request_nbytes: int, packed: bool
 ) -> tuple[Layout, tuple[_Part, ...]]:
     """Plan a block: its layout, and the requests that fill it."""
+    records = block.tensors
     packed = packed or any(record.n_pieces > 1 for record in records)
     runs = _runs(records)
-    layout = _phased_layout(runs)
+    entries, nbytes = _phased_entries(runs)
     # Keep the order of the records in the layout: the order of use.
-    entries = {entry.name: entry for entry in layout.entries}
-    layout = Layout(tuple(entries[record.key] for record in records), layout.nbytes)
+    layout = Layout(tuple(entries[record.key] for record in records), nbytes, block.matrices)
     phased = not packed and not any(entry.offset % entry.dtype.itemsize for entry in layout.entries)
     if not phased:
-        layout = packed_layout(
-            (record.key, record.shape, record.stored_dtype()) for record in records
-        )
+        layout = block.layout
         runs = [_Run(record.path, record.start, record.stop, (record,)) for record in records]
-    offset_of = {entry.name: entry.offset for entry in layout.entries}
-    parts = (_parts(run, offset_of[run.records[0].key], request_nbytes, phased) for run in runs)
+    parts = (
+        _parts(run, layout.by_name[run.records[0].key].offset, request_nbytes, phased)
+        for run in runs
+    )
     return layout, tuple(itertools.chain.from_iterable(parts))
 
 
@@ -228,20 +228,19 @@ def _runs(records: Sequence[TensorRecord]) -> list[_Run]:
     return runs
 
 
-def _phased_layout(runs: Sequence[_Run]) -> Layout:
-    entries = []
+def _phased_entries(runs: Sequence[_Run]) -> tuple[dict[str, TensorEntry], int]:
+    """Place runs at their offsets modulo a page; return entries by name, and bytes."""
+    entries = dict[str, TensorEntry]()
     end = 0
     for run in runs:
         base = align_up(end, PAGE) + run.start % PAGE
-        entries += [
-            TensorEntry(
-                record.key, base + record.start - run.start, record.shape, record.stored_dtype()
-            )
-            for record in run.records
-        ]
+        for record in run.records:
+            offset = base + record.start - run.start
+            entry = TensorEntry(record.key, offset, record.shape, record.stored_dtype())
+            entries[record.key] = entry
         end = base + run.stop - run.start
     # Direct reads write the last page completely.
-    return Layout(tuple(entries), align_up(end, PAGE))
+    return entries, align_up(end, PAGE)
 
 
 def _parts(run: _Run, offset: int, request_nbytes: int, phased: bool) -> list[_Part]:

@@ -29,13 +29,13 @@ from offload_rt.weights.layout import Layout, host_block
 MakeWeights = Callable[[Layout, Tensor], LayerWeights]
 
 # Decay of expert usage per pass, a half-life of about 14 passes. Between 0.9 and 0.99 the fetched
-# bytes differ by less than a tenth, without a trend (`bench/expert_policy.py`).
+# bytes differ by less than a tenth, without a trend (`bench/experts/policy.py`).
 _MEMORY = 0.95
 # Priority of experts of the current layer, which later chunks may need, and of predicted experts.
 _SOON = 2.0
 # Maximum experts prefetched, relative to the experts per row. Further prefetches delay needed
-# experts and evict equally useful ones: without a limit, passes took up to 25 % longer than without
-# any prefetch (`bench/expert_policy.py`).
+# experts and evict equally useful experts: without a limit, passes took up to 25 % longer than
+# without any prefetch (`bench/experts/policy.py`).
 _AHEAD = 0.25
 
 
@@ -68,9 +68,11 @@ class ExpertCache(ABC):
         self._needed: deque[int] = deque()  # needed blocks without a slot
         self._ahead: deque[int] = deque()  # predicted blocks, cached or not
         self._wanted: set[int] = set()  # blocks of the current layer, not computed yet
-        self.n_brought = 0  # blocks fetched, in transfer, or computed by the host
+        self.n_fetched = 0  # blocks fetched, in transfer, or computed by the host
 
-    def of_layer(self, i: int, following: Callable[[], LayerWeights | None]) -> LayerExperts | None:
+    def layer_experts(
+        self, i: int, following: Callable[[], LayerWeights | None]
+    ) -> LayerExperts | None:
         """Return the experts of layer i, or None; see `LayerExperts.following`."""
         layers = self.mixture.layers
         if i not in layers:
@@ -85,7 +87,7 @@ class ExpertCache(ABC):
         """See `LayerExperts.arrive`, for the k-th expert layer. Raises LinkError."""
         first = k * self.mixture.n_experts
         try:
-            host_blocks = self._want(first, n_rows, work)
+            host_blocks = self._request(first, n_rows, work)
             begun = None
             if self.host and work and host_blocks:
                 begun = self.host.begin(first, host_blocks, work)
@@ -99,12 +101,13 @@ class ExpertCache(ABC):
                 yield from zip(numbers, self.host.finish(begun), strict=True)
         finally:
             if self._wanted:
-                self._forget()
+                self._abandon()
 
     def expect(self, k: int, experts: Sequence[int]) -> None:
         """See `LayerExperts.expect`, for the k-th expert layer. Applies to the next `arrive`.
 
-        Without a prediction, the most used experts are prefetched if used more than evicted ones.
+        Without a prediction, prefetch the most used experts if their usage exceeds that of the next
+        evicted expert.
         """
         n = self.mixture.n_experts
         use = self._use
@@ -136,10 +139,10 @@ class ExpertCache(ABC):
 
     @abstractmethod
     def _await(self) -> int:
-        """Return a wanted block that is present, or whose arrival precedes all further compute."""
+        """Return a wanted block that is present, or present before all further compute."""
 
     @abstractmethod
-    def _on_way(self) -> tuple[set[int], int]:
+    def _in_transfer(self) -> tuple[set[int], int]:
         """Return wanted blocks in transfer, and the number of further blocks in transfer."""
 
     @abstractmethod
@@ -151,10 +154,10 @@ class ExpertCache(ABC):
         """Record that all compute on a slot is enqueued."""
 
     @abstractmethod
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Wait for running transfers, free slots of incomplete blocks, clear errors."""
 
-    def _want(
+    def _request(
         self, first: int, n_rows: Mapping[int, int], work: HostWork | None = None
     ) -> list[int]:
         """Start fetching missing blocks; return the blocks for the host to compute instead."""
@@ -171,7 +174,7 @@ class ExpertCache(ABC):
             self._sort()
             host_blocks = []
             if self.host is not None and work is not None:
-                host_blocks = self._leave(self.host, first, n_rows, work)
+                host_blocks = self._select_for_host(self.host, first, n_rows, work)
             self._needed = deque(
                 block for block in sorted(self._wanted) if block not in self._slot_of
             )
@@ -181,13 +184,13 @@ class ExpertCache(ABC):
             self._fill()
             return host_blocks
 
-    def _leave(
+    def _select_for_host(
         self, host: HostExperts, first: int, n_rows: Mapping[int, int], work: HostWork
     ) -> list[int]:
         """Select missing blocks for the host; still prefetch the most used if worth a slot."""
         if host.times is None:
             host.measure(first, self.mixture.n_experts, work.rows(next(iter(n_rows)))[:1], work)
-        coming, n_before = self._on_way()
+        coming, n_before = self._in_transfer()
         missing = {
             block: n_rows[block - first]
             for block in self._wanted
@@ -195,7 +198,7 @@ class ExpertCache(ABC):
         }
         host_blocks = host.select(missing, self._use, coming, n_before)
         self._wanted.difference_update(host_blocks)
-        self.n_brought += len(host_blocks)
+        self.n_fetched += len(host_blocks)
         not_coming = (block for block in host_blocks if block not in coming)
         top = max(not_coming, key=lambda block: self._use[block], default=None)
         if top is not None and self._use[top] > self._least_use():
@@ -209,21 +212,21 @@ class ExpertCache(ABC):
     def _fill(self) -> None:
         """Start fetches while slots are free: needed blocks, then predicted. Lock held."""
         while self._needed and (slot := self._room()) is not None:
-            self._bring(self._needed.popleft(), slot, True)
+            self._start_fetch(self._needed.popleft(), slot, True)
         while not self._needed and self._ahead:
             if self._ahead[0] not in self._slot_of:
                 slot = self._room()
                 if slot is None or (self._held[slot] >= 0 and self._soon[self._held[slot]]):
                     return
-                self._bring(self._ahead[0], slot, False)
+                self._start_fetch(self._ahead[0], slot, False)
             self._ahead.popleft()
 
-    def _bring(self, block: int, slot: int, is_needed: bool) -> None:
+    def _start_fetch(self, block: int, slot: int, is_needed: bool) -> None:
         self._slot_of.pop(int(self._held[slot]), None)
         self._held[slot] = block
         self._slot_of[block] = slot
         self._taken[slot] = True
-        self.n_brought += 1
+        self.n_fetched += 1
         self._fetch(block, slot, is_needed)
 
     def _room(self) -> int | None:
@@ -234,19 +237,19 @@ class ExpertCache(ABC):
         return int(np.where(self._taken, np.inf, missed).argmin())
 
     def _free(self, block: int) -> None:
-        """Free the slot of a block that has not arrived."""
+        """Free the slot of an incomplete block."""
         slot = self._slot_of.pop(block)
-        self.n_brought -= 1
+        self.n_fetched -= 1
         self._held[slot] = -1
         self._taken[slot] = False
 
-    def _forget(self) -> None:
+    def _abandon(self) -> None:
         """Abandon a layer: stop fetching, keep blocks that have arrived."""
         with self._changed:
             self._needed.clear()
             self._ahead.clear()
             self._wanted.clear()
-            self._settle()
+            self._drain()
             self._taken.fill(False)
 
 
@@ -291,7 +294,7 @@ class ThreadExperts(ReadThreads, ExpertCache):
         (self._urgent if is_needed else self._idle).append(self._coming[block])
         self._changed.notify_all()
 
-    def _there(self, blocks: Iterable[int]) -> int | None:
+    def _first_present(self, blocks: Iterable[int]) -> int | None:
         """Return the first block that has arrived, or None."""
         return next(
             (block for block in blocks if block in self._slot_of and block not in self._coming),
@@ -302,19 +305,21 @@ class ThreadExperts(ReadThreads, ExpertCache):
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(
-                lambda: self._error or self._is_closed or self._there(self._wanted) is not None
+                lambda: (
+                    self._error or self._is_closed or self._first_present(self._wanted) is not None
+                )
             )
             if self._is_closed:
                 change = "close the model after the last token"
                 raise LinkError("the weights were released while in use", change=change)
             if self._error is not None:
                 raise self._error
-            block = self._there(self._wanted)
+            block = self._first_present(self._wanted)
         assert block is not None
         self._count_wait(started, span_name(EXPERTS, block))
         return block
 
-    def _on_way(self) -> tuple[set[int], int]:
+    def _in_transfer(self) -> tuple[set[int], int]:
         wanted = self._wanted & self._coming.keys()
         return wanted, len(self._coming) - len(wanted)
 
@@ -345,7 +350,7 @@ class ThreadExperts(ReadThreads, ExpertCache):
         self._taken[fetch.slot] = fetch.i in self._wanted
         self._fill()
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         self._urgent.clear()
         self._idle.clear()
         self._changed.wait_for(lambda: not self._n_reading)
@@ -367,7 +372,7 @@ class CardExperts(ExpertCache):
     def __init__(
         self, sizes: ExpertSizes, n_slots: int, tier: Tier, view: MakeWeights, link: CudaStreamer
     ) -> None:
-        """link: streamer of the layers, whose streams copy the experts."""
+        """link: streamer of the layers; its streams also copy the experts."""
         self._meter = link.meter
         self._device = link.device
         slots = [self._device.allocate(sizes.nbytes) for _ in range(n_slots)]
@@ -423,7 +428,7 @@ class CardExperts(ExpertCache):
         self._device.compute_waits_for(ready_events[block])
         return block
 
-    def _on_way(self) -> tuple[set[int], int]:
+    def _in_transfer(self) -> tuple[set[int], int]:
         self._count_finished()
         ready = {
             block: self._ready[self._slot_of[block]]
@@ -456,5 +461,5 @@ class CardExperts(ExpertCache):
             self._meter.add(nbytes, seconds if nbytes else 0.0)
             self._meter.waited_s += 0.0 if nbytes else max(seconds, 0.0)
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         self._last_use = [self._device.record_compute()] * len(self._slots)

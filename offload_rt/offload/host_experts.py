@@ -86,7 +86,7 @@ class HostExperts:
         return sorted(blocks[int(np.maximum(host_s, copies_s).argmin()) :])
 
     def begin(self, first: int, blocks: Sequence[int], work: HostWork) -> "Future[list[Tensor]]":
-        """Start computing blocks of a layer whose first expert is block `first`; see `finish`."""
+        """Start computing blocks of a layer, counted from block `first`; see `finish`."""
         rows = [work.rows(block - first) for block in blocks]
         return self._thread.submit(self._compute, work, first, blocks, rows)
 

@@ -1,6 +1,4 @@
-"""Layers read from a sidecar, and writing one: a file for each layer, of the whole model or of a
-rank's part of it.
-"""
+"""Sidecars: a file per layer, of a complete model or of a rank's shard."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.tier import Read, read_parallel
 from offload_rt.ops import lossless
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.layout import Layout, PackedLayer, decoded_layout, host_block
+from offload_rt.weights.layout import Layout, PackedLayer, host_block
 from offload_rt.weights.lossless import (
     SidecarLayer,
     chunk_digest,
@@ -29,11 +27,10 @@ from offload_rt.weights.lossless import (
 
 
 class SidecarTier:
-    """Blocks that are decoded by the threads that read them, or that stay encoded for a card to
-    decode.
+    """Tier of sidecar layers, decoded by the reader threads or left encoded for the GPU.
 
-    Requests are of whole chunks, each checked against its digest. Direct reads go through a buffer
-    of the thread, so that a slot holds nothing but the layer.
+    Requests consist of whole chunks, each checked against its digest. Direct reads use a buffer per
+    thread, so a slot contains the layer only.
     """
 
     def __init__(
@@ -43,21 +40,19 @@ class SidecarTier:
         self.n_parallel = settings.n_parallel
         self._layers = layers
         self._decodes = decodes
-        self._files = DirectFiles(one.payload for one in layers)
+        self._files = DirectFiles(layer.payload for layer in layers)
 
     def layout(self, i: int) -> Layout:
-        """How block i lies in memory after it has been read."""
+        """See `Tier.layout`."""
         encoded = self._layers[i].encoded
         return encoded.layout if self._decodes else encoded.block_layout
 
     def nbytes(self, i: int) -> int:
-        """Bytes that reading block i moves."""
+        """Return the bytes read for block i."""
         return self._layers[i].encoded.payload_nbytes
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """One read for each request; each raises LinkError if the file fails, or holds what it did
-        not when it was written.
-        """
+        """See `Tier.reads`. Reads raise LinkError if the file fails or is damaged."""
         encoded = self._layers[i].encoded
         firsts = [0]
         filled = 0
@@ -89,11 +84,11 @@ class SidecarTier:
         content = self._files.bounced(path, at, nbytes).numpy()
         self._files.check(path)
         for chunk, digest in zip(chunks.tolist(), layer.digests[first:stop].tolist(), strict=True):
-            source, to, n, size, kind = chunk
+            source, offset, n, size, kind = chunk
             part = content[source - start : source - start + size]
             is_sound = chunk_digest(part, kind) == digest
             if is_sound and self._decodes:
-                is_sound = lossless.decode(part, kind, n, target[to:])
+                is_sound = lossless.decode(part, kind, n, target[offset:])
             if not is_sound:
                 raise LinkError(
                     f"{path} is damaged",
@@ -105,10 +100,11 @@ class SidecarTier:
 
 
 def open_sidecar(checkpoint: Checkpoint, directory: Path) -> tuple[SidecarLayer, ...]:
-    """The layers of a checkpoint's sidecar. Raises CheckpointError unless all are there and sound,
-    but for their content.
+    """Open all layers of a sidecar; contents are checked when read.
+
+    Raises CheckpointError for missing layers and damaged indices.
     """
-    checkpoint = replace(checkpoint, whole=None)  # a file says which part it holds
+    checkpoint = replace(checkpoint, whole=None)  # the identity of a shard is its own
     return tuple(_open_layer(checkpoint, directory, i) for i in range(checkpoint.spec.n_layers))
 
 
@@ -118,13 +114,11 @@ def write_sidecar(
     progress: Callable[[int, int], None],
     is_raw: bool = False,
 ) -> tuple[int, int]:
-    """Write the layers that are not there yet or damaged; returns the bytes of the layers before
-    and after.
+    """Write missing and damaged layers; return the bytes of all layers, raw and encoded.
 
-    is_raw    as they are, one tensor behind the other
-    progress  told (bytes of layers so far, bytes in all)
-    Raises LinkError or CheckpointError where the checkpoint cannot be read, OSError where nothing
-    can be written.
+    is_raw    without encoding, tensors in order of use
+    progress  receives (bytes of layers so far, total bytes)
+    Raises LinkError or CheckpointError if reading the checkpoint fails, OSError if writing fails.
     """
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint = replace(checkpoint, whole=None)
@@ -151,11 +145,11 @@ def _open_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer
     path = layer_path(directory, i)
     if not path.exists():
         raise refuse(path, "is not there")
-    return read_layer(path, checkpoint.identity, i, decoded_layout(checkpoint.layers[i]))
+    return read_layer(path, checkpoint.identity, i, checkpoint.layers[i].layout)
 
 
 def _whole_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer | None:
-    """Layer i of a sidecar; None where it is not there or its content is damaged."""
+    """Open layer i of a sidecar and check its contents; None if missing or damaged."""
     try:
         layer = _open_layer(checkpoint, directory, i)
         with closing(SidecarTier([layer], ReadSettings(), decodes=False)) as tier:

@@ -1,6 +1,4 @@
-"""The streamer of a CUDA device: copies on a stream of their own, ordered with the compute by
-events alone.
-"""
+"""GPU streamer: copies on separate CUDA streams, ordered with compute by events."""
 
 import time
 from collections import deque
@@ -24,7 +22,7 @@ from offload_rt.system.trace import KV, LINK, Trace, slot_lane, span_name
 
 @dataclass(frozen=True)
 class _Copy:
-    """The copy of a layer into a slot, between two events."""
+    """Copy of a layer into a slot, between two events."""
 
     start: Event
     end: Event
@@ -34,17 +32,16 @@ class _Copy:
 
 
 class CudaStreamer(Streamer):
-    """Slots on the device, refilled in a circle by a feeder thread that enqueues copies ahead of
-    the compute.
+    """Ring of device slots, refilled by a feeder thread that enqueues copies ahead of compute.
 
-    A host block is copied from where it lies. A block from the disk comes through pinned slots on
-    the host, which a `ThreadStreamer` fills, so disk, link and compute overlap as three stages. The
-    copy into a slot waits, on the copy stream, for the event recorded after the slot's last
-    compute; the compute of a layer waits, on its own stream, for the event recorded after its copy.
-    The host waits for neither.
+    Host blocks are copied in place. Disk blocks pass pinned host slots, filled by a
+    `ThreadStreamer`. Therefore disk, link and compute overlap as three stages.
 
-    A layer that comes encoded is decoded on the compute stream, into one buffer for all of them,
-    and its slot is free as soon as that is done.
+    A copy into a slot waits, on the copy stream, for the event after the slot's last compute.
+    Compute of a layer waits, on the compute stream, for the event after its copy. The host waits
+    for neither.
+
+    Encoded layers are decoded on the compute stream, into a shared buffer; this frees the slot.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class CudaStreamer(Streamer):
         super().__init__(sources, trace, meter)
         self.device = device
         self._lane = lane
-        # The lanes of the disk are those of the layers.
+        # Disk lanes of the trace show layers only.
         self._upstream = ThreadStreamer(
             sources.on_host(), trace if lane == LINK else Trace(on=False), pinned=True
         )
@@ -68,10 +65,11 @@ class CudaStreamer(Streamer):
             device.allocate(longest) for _ in range(sources.n_slots if self.order else 0)
         ]
         self._free = [device.event() for _ in self._slots]  # after the last compute of each slot
-        decoded = max((one.layout.nbytes for one in sources.encoded.values()), default=0)
+        layouts = (layer.layout for layer in sources.encoded.values())
+        decoded = max((layout.nbytes for layout in layouts), default=0)
         self._buffer = device.allocate(decoded) if decoded else None
-        self._decoded: Event | None = None  # of the layer at which the sweep stands
-        # of the copies that have been enqueued and not consumed
+        self._decoded: Event | None = None  # after decoding of the current layer
+        # End events of enqueued, not consumed copies.
         self._ready: deque[Event] = deque()
         self._is_feeding = False
         self._timings: deque[_Copy] = deque()
@@ -83,39 +81,37 @@ class CudaStreamer(Streamer):
         self._feeder = Thread(target=self._work, name="copies", daemon=True)  # see ThreadStreamer
         self._feeder.start()
 
-    def beside(self, sources: LayerSources) -> Self:
-        """Its copies take turns with those of this one."""
+    def share_link(self, sources: LayerSources) -> Self:
+        """See `Streamer.share_link`. Copies of both streamers alternate."""
         return type(self)(sources, self._trace, self.device, self.meter, KV)
 
-    def follow(self, sources: LayerSources) -> None:
-        """See `Streamer.follow`."""
+    def set_sources(self, sources: LayerSources) -> None:
+        """See `Streamer.set_sources`."""
         self._park()
-        self._upstream.follow(sources.on_host())
-        super().follow(sources)
+        self._upstream.set_sources(sources.on_host())
+        super().set_sources(sources)
 
     def write(self, moves: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy from the device what is computed so far to the host, ahead of whatever is asked for
-        later.
+        """Copy results of the compute so far from device to host, before all later copies.
 
         moves  targets and sources, (n,) uint8 each
         """
-        # What is copied from is kept until it has been copied: at most twice, the host waits for
-        # the third.
-        while self._writes and (len(self._writes) > 1 or self._has_happened(self._writes[0][0])):
+        # Keep sources until copied, for at most two writes; a third write waits.
+        while self._writes and (len(self._writes) > 1 or self._has_occurred(self._writes[0][0])):
             self.device.wait(self._writes.popleft()[0])
         _, done = self.device.copy(moves, self.device.record_compute())
         self._writes.append((done, moves))
 
-    def _has_happened(self, event: Event) -> bool:
+    def _has_occurred(self, event: Event) -> bool:
         return self.device.seconds_between(event, event) is not None
 
     def finish_writes(self) -> None:
-        """Hold the calling thread until what `write` was given is on the host."""
+        """Wait until all writes have reached the host."""
         while self._writes:
             self.device.wait(self._writes.popleft()[0])
 
     def close(self) -> None:
-        """End the copies, join the threads and release the slots; may be called again."""
+        """See `Streamer.close`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -127,9 +123,7 @@ class CudaStreamer(Streamer):
         self._buffer = None
 
     def _arrive(self, i: int) -> LayerView:
-        """Wait until the copy of layer i has been enqueued, and let the compute wait for its
-        end.
-        """
+        """Wait until the copy of layer i is enqueued; compute waits for its end."""
         idle = self.device.record_compute()
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._is_closed or self._ready)
@@ -171,9 +165,7 @@ class CudaStreamer(Streamer):
         self._decoded = None
 
     def _work(self) -> None:
-        """Enqueue copies whenever there is a slot, until closed; an error is for the caller of
-        `sweep`.
-        """
+        """Enqueue copies into free slots until closed; errors are raised by `sweep`."""
         self.device.select()
         while True:
             with self._changed:
@@ -197,7 +189,7 @@ class CudaStreamer(Streamer):
                 self._changed.notify_all()
 
     def _feed_sweep(self) -> None:
-        """Copy every streamed layer once, unless the streamer is parked or closed meanwhile."""
+        """Copy every streamed layer once, unless parked or closed."""
         with closing(self._upstream.sweep()) as sweep:
             for block in sweep:
                 if self._sources.streamed[block.i] is None:
@@ -209,14 +201,11 @@ class CudaStreamer(Streamer):
                     self._ready.append(done)
                     self._changed.notify_all()
                 if self._sources.is_transient(block.i):
-                    # The pinned slot is refilled at the next step of this loop: its copy must have
-                    # ended.
+                    # The next step refills the pinned slot: finish the copy first.
                     self.device.wait(done)
 
     def _wait_for_slot(self) -> int | None:
-        """The next slot, once its last compute has been enqueued; None when the streamer is parked
-        or closed.
-        """
+        """Return the next slot after its last compute is enqueued; None if parked or closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_parked or self._is_closed or len(self._ready) < len(self._slots)
@@ -235,23 +224,19 @@ class CudaStreamer(Streamer):
         return end
 
     def _moves(self, block: LayerView, target: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Targets and sources: one pair where the block lies on the host as on the device;
-        otherwise one for each tensor.
-        """
+        """Return targets and sources: a single pair for equal layouts, else a pair per tensor."""
         packed = self._sources.packed_layout(block.i)
         if block.layout == packed:
             return [(target[: packed.nbytes], block.data[: packed.nbytes])]
-        source = {
-            at.name: block.data[at.offset : at.offset + at.nbytes] for at in block.layout.entries
-        }
-        return [
-            (target[to.offset : to.offset + to.nbytes], source[to.name]) for to in packed.entries
-        ]
+        moves = []
+        for entry in packed.entries:
+            start = block.layout.by_name[entry.name].offset
+            source = block.data[start : start + entry.nbytes]
+            moves.append((target[entry.offset : entry.offset + entry.nbytes], source))
+        return moves
 
     def _count_finished(self) -> None:
-        """Add up what has ended: copies, and from the end of a layer's compute to the arrival of
-        the next one.
-        """
+        """Record finished copies, and waits from a layer's compute to the next layer's arrival."""
         while self._timings:
             copy = self._timings[0]
             seconds = self.device.seconds_between(copy.start, copy.end)
@@ -274,5 +259,5 @@ class CudaStreamer(Streamer):
 
 
 def open_streamer(sources: LayerSources, trace: Trace, device: torch.device) -> CudaStreamer:
-    """The streamer of a torch CUDA device."""
+    """Create the GPU streamer."""
     return CudaStreamer(sources, trace, CopyDevice(device))

@@ -167,8 +167,8 @@ class ThreadStreamer(ReadThreads, Streamer):
         n_threads = max((sources.source(i).n_parallel for i in self.order), default=0)
         self._start(n_threads)
 
-    def beside(self, sources: LayerSources) -> Self:
-        """Create a streamer with separate trace lanes; see `Streamer.beside`."""
+    def share_link(self, sources: LayerSources) -> Self:
+        """Create a streamer with separate trace lanes; see `Streamer.share_link`."""
         return type(self)(sources, self._trace, meter=self.meter, lane=KV)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.tier import Tier
 from offload_rt.system.numa import Cpus
 from offload_rt.system.trace import Trace
-from offload_rt.weights.layout import Layout, PackedLayer, packed_layout
+from offload_rt.weights.layout import Layout, PackedLayer
 from offload_rt.weights.lossless import EncodedLayer
 
 # Placeholder for a device-resident layer, never read on the host.
@@ -56,9 +56,7 @@ class LayerSources:
 
     def packed_layout(self, i: int) -> Layout:
         """Return the layout of layer i in a GPU slot: equal tensor order, aligned for kernels."""
-        return packed_layout(
-            (entry.name, entry.shape, entry.dtype) for entry in self.source(i).layout(i).entries
-        )
+        return self.source(i).layout(i).packed
 
     def is_transient(self, i: int) -> bool:
         """Return whether layer i passes a host slot: read from disk, or from unpinned memory."""
@@ -137,7 +135,7 @@ class Streamer(ABC):
             if not is_whole and sweep == self._n_sweeps:
                 self._park()
 
-    def follow(self, sources: LayerSources) -> None:
+    def set_sources(self, sources: LayerSources) -> None:
         """Switch to new sources, whose layers must fit the slots; drop prefetched layers."""
         self._park()
         with self._changed:
@@ -147,7 +145,7 @@ class Streamer(ABC):
             self._changed.notify_all()
 
     @abstractmethod
-    def beside(self, sources: LayerSources) -> Self:
+    def share_link(self, sources: LayerSources) -> Self:
         """Create a streamer for further sources on the same link and meter."""
 
     @abstractmethod

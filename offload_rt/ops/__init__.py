@@ -1,6 +1,4 @@
-"""One entry point per op. A kernel of csrc/ serves where it is built and fits, else the plain torch
-reference.
-"""
+"""One entry point per operation: a kernel of csrc/ if built and applicable, else plain torch."""
 
 import torch
 from torch import Tensor
@@ -20,32 +18,30 @@ __all__ = [
 _HALVES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 96, 128)
 _VECTOR_BYTES = 16
-# A block holds a row to be normed in registers.
+# A thread block keeps a normalized row in registers.
 _WIDEST_NORMED = 16384
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension of x (n, d) or (n, heads, d), weight (d,); see
-    the reference.
-    """
+    """Root-mean-square norm over the last dimension of x (n, d) or (n, heads, d), weight (d,)."""
     if layer_cpu.serves(x, weight):
         return layer_cpu.rms_norm(x, weight, eps)
-    is_kernels = _in_vectors(x, weight) and x.shape[-1] <= _WIDEST_NORMED
-    out: Tensor = (extension.kernels() if is_kernels else reference).rms_norm(x, weight, eps)
+    has_kernel = _in_vectors(x, weight) and x.shape[-1] <= _WIDEST_NORMED
+    out: Tensor = (extension.kernels() if has_kernel else reference).rms_norm(x, weight, eps)
     return out
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` of x + delta, which x becomes; x, delta (n, d)."""
+    """Add delta (n, d) to x in place and return `rms_norm` of x."""
     if layer_cpu.serves(x, delta, weight):
         return layer_cpu.rms_norm(x, weight, eps, delta)
-    is_kernels = _in_vectors(x, delta, weight) and x.shape[-1] <= _WIDEST_NORMED
-    out: Tensor = (extension.kernels() if is_kernels else reference).add_rms_norm(x, delta, weight, eps)
+    has_kernel = _in_vectors(x, delta, weight) and x.shape[-1] <= _WIDEST_NORMED
+    out: Tensor = (extension.kernels() if has_kernel else reference).add_rms_norm(x, delta, weight, eps)
     return out
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU of the gate, times up; all (n, d)."""
+    """Multiply SiLU of the gate by up; all (n, d)."""
     if layer_cpu.serves(gate, up):
         return layer_cpu.silu_mul(gate, up)
     out: Tensor = (extension.kernels() if _in_vectors(gate, up) else reference).silu_mul(gate, up)
@@ -56,7 +52,7 @@ def rotate_and_store(
     q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor,
     rows: slice | Tensor,
 ) -> Tensor:  # fmt: skip
-    """Rotate q and k, write k and v to rows of a layer's cache, and return q; see the reference."""
+    """Rotate q and k, store k and v in a layer's cache, return q; see the reference."""
     if rotary is None or q.shape[-1] % 16 or not _in_vectors(q, k, v, *rotary, keys, values):
         return reference.rotate_and_store(q, k, v, rotary, keys, values, rows)
     at = (rows, 0) if isinstance(rows, Tensor) else (None, rows.start)
@@ -65,15 +61,13 @@ def rotate_and_store(
 
 
 def _in_vectors(*tensors: Tensor) -> bool:
-    """Whether kernels that move 16 bytes at a time serve for these; memory itself begins at a
-    multiple of 16 bytes.
-    """
+    """Whether kernels with 16-byte accesses apply; allocations are aligned to 16 bytes."""
     x = tensors[0]
     n = _VECTOR_BYTES // 2
     return extension.serves(x) and x.dtype in _HALVES and all(
-        one.dtype == x.dtype and one.stride(-1) == 1 and not one.requires_grad
-        and not any(size % n for size in (one.shape[-1], one.storage_offset(), *one.stride()[:-1]))
-        for one in tensors
+        t.dtype == x.dtype and t.stride(-1) == 1 and not t.requires_grad
+        and not any(size % n for size in (t.shape[-1], t.storage_offset(), *t.stride()[:-1]))
+        for t in tensors
     )  # fmt: skip
 
 
@@ -81,14 +75,12 @@ def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of the rows of a tree to the keys before it, to their ancestors and to themselves.
+    """Compute attention of tree rows to the prefix, to their ancestors and to themselves.
 
     q      (n, heads, head_dim)
-    k, v   (kv_heads, mask.n_keys, head_dim), heads a multiple of kv_heads; finite numbers where
-           there is no key;
-           those of v may be of another width
-    sinks  (heads,) a score of each head that takes part in the softmax and stands for no value;
-           None: there is none
+    k, v   (kv_heads, mask.n_keys, head_dim), heads a multiple of kv_heads; finite in unused rows;
+           v may have a different width
+    sinks  (heads,) additional softmax score per head without a value; None: no sinks
     Returns (n, heads, head_dim of v).
     """
     if attention_cpu.serves(q, k, v):
@@ -102,9 +94,7 @@ def tree_attention(
 def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`tree_attention` to a part of the keys, and the log-sum-exp (n, heads) by which `merge` joins
-    it with other parts.
-    """
+    """Compute `tree_attention` to a part of the keys, and the log-sum-exp (n, heads) for `merge`."""
     if attention_cpu.serves(q, k, v):
         return attention_cpu.tree_attention(q, k, v, mask, scale, softcap)
     if softcap is not None or not goes_by_extent(q) or q.shape[-1] != v.shape[-1]:
@@ -115,16 +105,12 @@ def partial_attention(
 
 
 def goes_by_extent(x: Tensor) -> bool:
-    """Whether the kernel serves for queries or keys (..., head_dim); its time does not depend on
-    absent keys.
-    """
+    """Whether the kernel applies to (..., head_dim); its time is independent of unused rows."""
     return extension.serves(x) and x.dtype in _HALVES and x.shape[-1] in _HEAD_DIMS
 
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
-    """Move rows `first + rows`, of the host, of a cache to `first` and on, in place; see the
-    reference.
-    """
+    """Move rows `first + rows` of a cache to `first` onwards, in place; rows are on the host."""
     if (
         extension.serves(keys)
         and keys.shape == values.shape

@@ -1,5 +1,6 @@
-"""Tree attention on a CPU, in an order that depends on nothing but what a row sees; see
-csrc/attention_cpu.h.
+"""Tree attention on a CPU. The order of sums depends only on the visible keys of a row.
+
+See csrc/attention_cpu.h.
 """
 
 import ctypes
@@ -27,9 +28,7 @@ class _TreeAttention(ctypes.Structure):
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel computes attention of q (n, heads, dim) to k and v (kv_heads, n_keys,
-    dim).
-    """
+    """Whether the kernel applies to q (n, heads, dim), k and v (kv_heads, n_keys, dim)."""
     return (
         q.device.type == "cpu"
         and q.dtype in cpu.DTYPES
@@ -44,11 +43,12 @@ def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, softcap: float | None = None,
     sinks: Tensor | None = None, level: int | None = None, n_threads: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output (n, heads, head_dim of v) and log-sum-exp (n, heads) float32 without sinks; see
-    `ops.tree_attention`.
+    """Compute `ops.tree_attention`: output (n, heads, head_dim of v), log-sum-exp (n, heads).
+
+    The log-sum-exp is float32 and excludes sinks.
     """
     library = cpu.library()
-    assert library is not None, "`serves` has been asked"
+    assert library is not None, "callers check `serves`"
     n, n_heads, k_dim = q.shape
     out = q.new_empty(n, n_heads, v.shape[2])
     lse = q.new_empty(n, n_heads, dtype=torch.float32)
@@ -72,9 +72,9 @@ def tree_attention(
         n_tree,
         mask.window or 0,
     )
-    asked = _TreeAttention(*pointers, *sizes, scale, softcap or 0.0, cpu.DTYPES[q.dtype])
+    arguments = _TreeAttention(*pointers, *sizes, scale, softcap or 0.0, cpu.DTYPES[q.dtype])
     library.offload_rt_tree_attention(
-        ctypes.byref(asked),
+        ctypes.byref(arguments),
         cpu.level() if level is None else level,
         n_threads or torch.get_num_threads(),
     )

@@ -1,8 +1,7 @@
-"""Builds csrc/ where it is to run, once: the kernels by nvcc, the decoder on a CPU by g++.
+"""Build csrc/ on the target machine: CUDA kernels by nvcc, CPU kernels by g++.
 
-`make kernels` builds both into the package. What is not there is built when it is first needed,
-below ~/.cache/offload_rt. The name of a library is a digest of all sources, the command and torch's
-version: one of others is never taken for it.
+`make kernels` builds both libraries into the package. Missing libraries are built at first use
+below ~/.cache/offload_rt. The library name is a digest of sources, command and torch version.
 """
 
 import fcntl
@@ -23,20 +22,19 @@ from offload_rt.system.files import cache_directory
 
 PACKAGE = Path(__file__).parent
 SOURCES = PACKAGE.parent / "csrc"
-# Compute capabilities that the kernels are compiled for; later cards compile the PTX of the last.
-# 12.0 needs CUDA 12.8.
+# Target compute capabilities; later GPUs compile the PTX of the last. 12.0 needs CUDA 12.8.
 ARCHITECTURES = (80, 86, 89, 90)
 ALL_ARCHITECTURES = (*ARCHITECTURES, 120)
 SYSTEM_CUDA = Path("/usr/local/cuda")
 
 
 class NotBuilt(Exception):
-    """A library that is not there, and why, in a few words."""
+    """A missing library, with the reason."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a library is made, in csrc/."""
+    """Compiler and arguments of a library in csrc/."""
 
     name: str
     compiler: str
@@ -44,19 +42,17 @@ class Recipe:
 
     @property
     def file(self) -> str:
-        """The name of the library."""
-        found = hashlib.sha256(repr((self, torch.__version__)).encode())
+        """Return the file name of the library."""
+        digest = hashlib.sha256(repr((self, torch.__version__)).encode())
         for path in sorted(SOURCES.iterdir()):
-            found.update(path.name.encode() + path.read_bytes())
-        return f"_{self.name}-{found.hexdigest()[:16]}.so"
+            digest.update(path.name.encode() + path.read_bytes())
+        return f"_{self.name}-{digest.hexdigest()[:16]}.so"
 
     def build(self, target: Path) -> None:
-        """Write the library; what the compiler says goes beside it, as a .log. Raises NotBuilt
-        where it fails.
-        """
+        """Write the library, and the compiler's output to a .log file. Raises NotBuilt."""
         compiler = find_compiler(self.compiler)
         if compiler is None:
-            raise NotBuilt(f"there is no {self.compiler}")
+            raise NotBuilt(f"{self.compiler} not found")
         print(
             f"building the {self.name} with {self.compiler}, once for this machine",
             file=sys.stderr,
@@ -70,7 +66,7 @@ class Recipe:
         )
         log.write_bytes(done.stdout)
         if done.returncode:
-            raise NotBuilt(f"{self.compiler} failed, see {log}, and remove it to try again")
+            raise NotBuilt(f"{self.compiler} failed: see {log}, remove it to retry")
         unfinished.replace(target)
 
 
@@ -82,12 +78,10 @@ CPU = Recipe("cpu", "g++", (
 
 
 def kernels(architectures: Iterable[int] = ARCHITECTURES) -> Recipe:
-    """The kernels for such cards. They are linked with what the installed torch has: its CUDA part
-    or none.
-    """
+    """Return the recipe of the CUDA kernels, linked with the libraries of the installed torch."""
     known = sorted(architectures)
     installed = Path(torch.__file__).parent
-    pairs = [*((one, f"sm_{one}") for one in known), (known[-1], f"compute_{known[-1]}")]
+    pairs = [*((arch, f"sm_{arch}") for arch in known), (known[-1], f"compute_{known[-1]}")]
     libraries = (
         name
         for name in ("torch", "torch_cpu", "torch_cuda")
@@ -96,8 +90,8 @@ def kernels(architectures: Iterable[int] = ARCHITECTURES) -> Recipe:
     return Recipe("kernels", "nvcc", (
         "-shared", "-cudart=static", "-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden",
         "-Xptxas=-v",
-        "--threads=0", *(f"-gencode=arch=compute_{one},code={code}" for one, code in pairs),
-        # the stable ABI of torch 2.11, the earliest that setup.py admits
+        "--threads=0", *(f"-gencode=arch=compute_{arch},code={code}" for arch, code in pairs),
+        # stable ABI of torch 2.11, the the oldest admitted version
         "-DTORCH_TARGET_VERSION=0x020b000000000000",
         f"-I{installed}/include", *sorted(path.name for path in SOURCES.glob("*.cu")),
         "library.cpp",
@@ -106,10 +100,8 @@ def kernels(architectures: Iterable[int] = ARCHITECTURES) -> Recipe:
 
 
 def find_compiler(name: str) -> str | None:
-    """Return the path of a compiler, also outside PATH: of CUDA_HOME or CUDA_PATH first, of the
-    system's or pip's CUDA last.
-    """
-    given = [
+    """Find a compiler in CUDA_HOME, CUDA_PATH, PATH, the system's CUDA and pip's CUDA."""
+    from_environment = [
         os.environ[variable] for variable in ("CUDA_HOME", "CUDA_PATH") if variable in os.environ
     ]
     pip = importlib.util.find_spec("nvidia")
@@ -118,29 +110,28 @@ def find_compiler(name: str) -> str | None:
         for place in (pip and pip.submodule_search_locations) or ()
         for folder in Path(place).iterdir()
     )
-    found = [*given, None, SYSTEM_CUDA, *sorted(packages)]
-    paths = (shutil.which(name, path=None if home is None else f"{home}/bin") for home in found)
+    homes = [*from_environment, None, SYSTEM_CUDA, *sorted(packages)]
+    paths = (shutil.which(name, path=None if home is None else f"{home}/bin") for home in homes)
     return next(filter(None, paths), None)
 
 
 def architectures() -> tuple[int, ...]:
-    """Return the compute capabilities that the nvcc at hand compiles for."""
+    """Return the compute capabilities supported by the installed nvcc."""
     nvcc = find_compiler("nvcc")
-    said = (
+    output = (
         subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
         if nvcc
         else ""
     )
-    release = re.search(r"release (\d+)\.(\d+)", said)
+    release = re.search(r"release (\d+)\.(\d+)", output)
     is_new = release is not None and (int(release[1]), int(release[2])) >= (12, 8)
     return ALL_ARCHITECTURES if is_new else ARCHITECTURES
 
 
 def find(*recipes: Recipe) -> Path:
-    """A library that one of the recipes gives, built into the package before, or by the last of
-    them below the cache.
+    """Return the library of any recipe in the package, or build the last recipe in the cache.
 
-    Raises NotBuilt. What failed is not tried again, and what another process builds is waited for.
+    Waits for a concurrent build. Raises NotBuilt, also after a failed earlier build.
     """
     for recipe in recipes:
         if (PACKAGE / recipe.file).exists():
@@ -153,10 +144,8 @@ def find(*recipes: Recipe) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
                 if (log := target.with_suffix(".log")).exists():
-                    raise NotBuilt(
-                        f"{recipes[-1].compiler} failed before, see {log}, and remove it to try"
-                        " again"
-                    )
+                    compiler = recipes[-1].compiler
+                    raise NotBuilt(f"{compiler} failed before: see {log}, remove it to retry")
                 recipes[-1].build(target)
     except (OSError, RuntimeError) as error:
         raise NotBuilt(str(error)) from error

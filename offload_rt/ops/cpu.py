@@ -1,6 +1,4 @@
-"""The CPU library: kernels of csrc/*_cpu.cpp, built by g++ at first use and called through
-ctypes.
-"""
+"""CPU library: kernels of csrc/*_cpu.cpp, built by g++ at first use, called through ctypes."""
 
 import ctypes
 from functools import cache
@@ -46,10 +44,10 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def level() -> int:
-    """The instruction set that kernels use, as LEVEL in csrc/every_isa.h.
+    """Return the instruction set of the kernels, as LEVEL in csrc/every_isa.h.
 
-    0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16. ATEN_CPU_CAPABILITY limits it, as it
-    limits torch.
+    0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16. ATEN_CPU_CAPABILITY limits it, as for
+    torch.
     """
     capability = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():

@@ -1,10 +1,8 @@
-"""The gated delta rule of linear attention (Yang et al. 2024) for the rows of a tree, in plain
-torch.
+"""Gated delta rule of linear attention (Yang et al. 2024) for tree rows, in plain torch.
 
-A row decays the state of its parent, S = exp(g) S, and corrects what it holds for the row's key: S
-+= k u^T with u = beta (v - S^T k). A tree needs no state for each node: with the ancestor mask in
-place of the causal one, the corrections u of all rows are one triangular solve (the chunk form; for
-trees: TreeWY, arXiv 2608.20961).
+A row decays its parent's state, S = exp(g) S, and corrects the value at its key: S += k u^T with
+u = beta (v - S^T k). Trees need no state per node. With the ancestor mask instead of the causal
+mask, a triangular solve yields the corrections u of all rows (TreeWY, arXiv 2608.20961).
 """
 
 from typing import NamedTuple
@@ -13,16 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows of a chain that are solved for together: sums of decays stay small, so that their differences
-# are exact.
+# Rows per triangular solve of a chain. Small sums of decays keep their differences exact.
 BLOCK_ROWS = 64
 
 
 class DeltaRows(NamedTuple):
-    """What layers give for n rows; keys and queries are normed, queries scaled.
+    """Inputs of n rows; keys and queries normalized, queries scaled.
 
-    q, k              (n, n_k_heads, k_dim); each head serves as many heads of v, one behind the
-                      other
+    q, k              (n, n_k_heads, k_dim); each head belongs to consecutive heads of v
     v                 (n, n_v_heads, v_dim)
     log_decays, beta  (n, n_v_heads); log-decays are at most 0
     """
@@ -34,18 +30,17 @@ class DeltaRows(NamedTuple):
     beta: Tensor
 
     def part(self, first: int, stop: int | None = None) -> "DeltaRows":
-        """Some of the rows."""
-        return DeltaRows(*(one[first:stop] for one in self))
+        """Return a slice of the rows."""
+        return DeltaRows(*(tensor[first:stop] for tensor in self))
 
 
 class DeltaTerms(NamedTuple):
-    """What rows add to a state, (..., n, heads, dim) each; those of decays without the last
-    dimension.
+    """State updates of rows.
 
-    k           keys
-    u           corrections of the values
-    log_decays  of each row
-    totals      their sums from the first row below the state down to each row
+    k           (..., n, heads, dim) keys
+    u           (..., n, heads, dim) corrections of the values
+    log_decays  (..., n, heads)
+    totals      (..., n, heads) sums of log-decays from the state to each row
     """
 
     k: Tensor
@@ -55,64 +50,63 @@ class DeltaTerms(NamedTuple):
 
 
 def convolve(taps: list[Tensor], weight: Tensor) -> Tensor:
-    """Convolution of each channel over the row and those above it, then SiLU: (n, channels).
+    """Convolve each channel over a row and its ancestors, then apply SiLU: (n, channels).
 
-    taps    the inputs (n, channels) that rows take, their own first
-    weight  (channels, kernel), in the order of a text
+    taps    inputs (n, channels) per distance, a row's own input first
+    weight  (channels, kernel), in text order
     """
     wide = torch.promote_types(taps[0].dtype, torch.float32)
     out = torch.zeros_like(taps[0], dtype=wide)
-    for tap, one in zip(taps, weight.flip(1).unbind(1), strict=True):
-        out.addcmul_(tap.to(wide), one.to(wide))
+    for tap, column in zip(taps, weight.flip(1).unbind(1), strict=True):
+        out.addcmul_(tap.to(wide), column.to(wide))
     return F.silu(out.to(taps[0].dtype))
 
 
 def normed(x: Tensor) -> Tensor:
-    """Heads (..., dim) of length 1."""
+    """Normalize heads (..., dim) to length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def delta_rule(
     rows: DeltaRows, state: Tensor, sees: Tensor, above: DeltaTerms
 ) -> tuple[Tensor, DeltaTerms]:
-    """Outputs (n, n_v_heads, v_dim) of n rows, and their terms.
+    """Compute the outputs (n, n_v_heads, v_dim) and the terms of n rows.
 
-    state  (n_v_heads, k_dim, v_dim) above all rows
-    sees   (n, m) bool: itself and which of its ancestors a row has among the m rows, the last n of
-           which are these
-    above  of the first m - n rows
+    state  (n_v_heads, k_dim, v_dim) before all rows
+    sees   (n, m) bool: a row and its ancestors among m rows; the last n columns are the rows
+    above  terms of the first m - n rows
     """
     q, k, v, log_decays, beta = rows
     n = len(q)
     heads = (q.shape[1], v.shape[1] // q.shape[1])
     decays = torch.cat((above.log_decays, log_decays))
-    own = sees.to(decays.dtype) @ decays
+    row_totals = sees.to(decays.dtype) @ decays
     keys = torch.cat((above.k, k))
-    totals = torch.cat((above.totals, own))
+    totals = torch.cat((above.totals, row_totals))
     # Heads first from here on: (n_k_heads, heads of v for each, rows, ...).
-    q, k, keys = (one.transpose(0, 1)[:, None] for one in (q, k, keys))
-    v, u_above = (one.transpose(0, 1).reshape(*heads, *one.shape[::2]) for one in (v, above.u))
-    total, all_totals, rate = (one.T.contiguous().view(*heads, -1) for one in (own, totals, beta))
+    q, k, keys = (x.transpose(0, 1)[:, None] for x in (q, k, keys))
+    v, u_above = (x.transpose(0, 1).reshape(*heads, *x.shape[::2]) for x in (v, above.u))
+    total, all_totals, rate = (
+        x.T.contiguous().view(*heads, -1) for x in (row_totals, totals, beta)
+    )
     state = state.view(*heads, *state.shape[1:])
     decay = (total[..., None] - all_totals[..., None, :]).masked_fill_(~sees, -torch.inf).exp_()
     from_state = total.exp()[..., None]
-    # In place where there are pairs of rows, and solved from the right: no copies of them.
+    # In place and solved from the right, to avoid copies of row pairs.
     weights = (decay * (k @ keys.mT)).mul_(rate[..., None])
     wanted = rate[..., None] * (v - from_state * (k @ state)) - weights[..., :-n] @ u_above
     u = torch.linalg.solve_triangular(
         weights[..., -n:].mT, wanted.mT, upper=True, left=False, unitriangular=True
     ).mT
     out = from_state * (q @ state) + decay.mul_(q @ keys.mT) @ torch.cat((u_above, u), 2)
-    rows_first = (one.flatten(0, 1).transpose(0, 1) for one in (out, u))
+    rows_first = (x.flatten(0, 1).transpose(0, 1) for x in (out, u))
     return next(rows_first), DeltaTerms(
-        keys[:, 0].transpose(0, 1)[-n:], next(rows_first), log_decays, own
+        keys[:, 0].transpose(0, 1)[-n:], next(rows_first), log_decays, row_totals
     )
 
 
 def fold(state: Tensor, terms: DeltaTerms) -> None:
-    """Bring states (..., n_v_heads, k_dim, v_dim) behind the last of the rows of a path, in
-    place.
-    """
+    """Advance states (..., n_v_heads, k_dim, v_dim) to the last row of a path, in place."""
     group = state.shape[-3] // terms.k.shape[-2]
     last = terms.totals[..., -1:, :]
     k = terms.k.repeat_interleave(group, -2) * (last - terms.totals).exp()[..., None]

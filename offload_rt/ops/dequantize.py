@@ -1,6 +1,4 @@
-"""Quantised matrices to plain ones: (code - zero) * scale in the dtype of the scales, rounded once,
-then cast.
-"""
+"""Dequantisation: (code - zero) * scale in the dtype of the scales, rounded once, then cast."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,24 +10,24 @@ from torch import Tensor
 from offload_rt.ops import extension
 from offload_rt.packing import BLOCKS, KERNEL_BLOCKS, NF4, ORDERS, REFERENCE_WEIGHTS, Order, Packing
 
-# Column i of eight lies in this nibble of an AWQ word.
+# Nibble of column i in an AWQ word of eight columns.
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 # The values of e2m1, the 4-bit float of MXFP4.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# What a code of IQ4_NL and IQ4_XS stands for.
+# Values of the codes of IQ4_NL and IQ4_XS.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-# Dtypes of scales that are exponents of two.
+# Dtypes of power-of-two scales.
 POWERS_OF_TWO = (torch.uint8, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True)
 class ZeroCodes:
-    """Zero points as codes, in a grid like that of the scales.
+    """Packed zero points, in the grid of the scales.
 
-    plus  added to them, modulo 2^bits
+    plus  added to each zero point, modulo 2^bits
     """
 
     codes: Tensor
@@ -41,11 +39,11 @@ class ZeroCodes:
 class CodedMatrix:
     """A matrix (n_out, n_in) as codes with scales. Orders `columns` and `awq` store its transpose.
 
-    codes    packing.words of the stored shape
+    codes    packing.code_shape of the stored shape
     scales   (rows / block, columns / block) of the stored shape, float, or uint8 and float8_e8m0fnu
              for powers of two
-    groups   (n_in,) int32, the group of each input in place of its position in a block
-    product  dtype of (code - zero) * scale, which is rounded once
+    groups   (n_in,) int32, group of each input; None: position // block
+    product  dtype of (code - zero) * scale, rounded once
     """
 
     shape: tuple[int, int]
@@ -58,17 +56,17 @@ class CodedMatrix:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the codes are those of the transpose."""
-        return self.packing.groups_rows
+        """Whether the codes store the transpose."""
+        return self.packing.is_transposed
 
     def float_scales(self) -> Tensor:
-        """The scales in the dtype of the product."""
+        """Return the scales in the dtype of the product."""
         if self.scales.dtype in POWERS_OF_TWO:
             return torch.exp2(self.scales.view(torch.uint8).float() - 127).to(self.product)
         return self.scales.to(self.product)
 
     def int_zeros(self) -> Tensor | None:
-        """The zero points, int32 in the shape of the scales."""
+        """Unpack the zero points: int32 in the shape of the scales."""
         if self.zeros is None:
             return None
         zeros = (
@@ -83,13 +81,38 @@ class CodedMatrix:
 
 @dataclass(frozen=True)
 class BlockMatrix:
-    """A matrix (n_out, n_in) in blocks of a GGUF type of BLOCKS: blocks (n_out, bytes of a row)
-    uint8.
+    """A matrix (n_out, n_in) in GGUF blocks.
+
+    blocks  (n_out, bytes of a row) uint8
+    type    key of BLOCKS
     """
 
     shape: tuple[int, int]
     blocks: Tensor
     type: str
+
+
+@dataclass(frozen=True)
+class TinygemmMatrix:
+    """4-bit matrix (n_out, n_in) for torch's tinygemm, which sums and rounds in bfloat16.
+
+    codes   interleaved by `aten._convert_weight_to_int4pack`
+    scales  (n_groups, n_out, 2) scales and zero points
+    """
+
+    shape: tuple[int, int]
+    codes: Tensor
+    scales: Tensor
+
+    def product(self, x: Tensor) -> Tensor:
+        """Multiply x (n, n_in) by the transposed matrix: (n, n_out)."""
+        aten = torch.ops.aten
+        multiply = aten._weight_int4pack_mm if x.is_cuda else aten._weight_int4pack_mm_for_cpu
+        out: Tensor = multiply(x, self.codes, x.shape[1] // len(self.scales), self.scales)
+        return out
+
+
+Weight = Tensor | CodedMatrix | BlockMatrix | TinygemmMatrix
 
 
 def dequantize_codes(
@@ -100,15 +123,14 @@ def dequantize_codes(
     packing: Packing,
     out: Tensor,
 ) -> None:
-    """Write the matrix of these codes by the CUDA kernel, or the reference.
+    """Dequantise codes by the CUDA kernel or the reference.
 
-    codes   packing.words(rows, columns)
-    scales  (rows / block, columns / block), of the dtype of the product, float32 for nf4; with
-            `groups` their side is as
-            long as they say
-    zeros   as scales, int32
-    groups  (columns,) int32, or of rows: the scale of each, instead of its place by `block`
-    out     (rows, columns), dense, of any dtype
+    codes   packing.code_shape(rows, columns)
+    scales  (rows / block, columns / block) in the dtype of the product, float32 for nf4; with
+            `groups` (rows / block, n_groups) or the transpose
+    zeros   int32, in the shape of scales
+    groups  (columns,) or (rows,) int32: scale index; None: position // block
+    out     (rows, columns), dense, any dtype
     """
     if extension.serves(out) and scales.dtype in _KERNEL_DTYPES and out.dtype in _KERNEL_DTYPES:
         is_float8 = codes.dtype == torch.float8_e4m3fn
@@ -170,12 +192,11 @@ def multiply_few_rows(
 
 
 def dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
-    """Write the matrix of GGUF blocks by the CUDA kernel, or the reference: computed in float32,
-    rounded once.
+    """Dequantise GGUF blocks by the CUDA kernel or the reference, in float32, rounded once.
 
     blocks  (rows, bytes of a row) uint8
-    name    of their type, in BLOCKS
-    out     (rows, columns), dense, of any dtype
+    name    key of BLOCKS
+    out     (rows, columns), dense, any dtype
     """
     if extension.serves(out) and name in KERNEL_BLOCKS and out.dtype in _KERNEL_DTYPES:
         extension.kernels().dequantize_blocks(blocks, list(KERNEL_BLOCKS).index(name), out)
@@ -184,7 +205,7 @@ def dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
 
 
 def unpack(codes: Tensor, order: Order, bits: int, n_rows: int, n_columns: int) -> Tensor:
-    """The values of codes before zero points and scales: (n_rows, n_columns), int32 or float."""
+    """Unpack codes to (n_rows, n_columns), int32 or float, without zero points and scales."""
     if order == "plain":
         return codes
     if order in ("e2m1", "nf4"):
@@ -199,7 +220,7 @@ def unpack(codes: Tensor, order: Order, bits: int, n_rows: int, n_columns: int) 
     at = bits * torch.arange(n_columns, device=codes.device)
     word = at // 32
     shift = (at % 32).int()
-    # A code may end in the next word; the last word is followed by none.
+    # A code may continue in the next word, so append a word.
     words = torch.cat((codes, codes.new_zeros(n_rows, 1)), 1)
     low = words[:, word] >> shift & ~(-1 << (32 - shift).clamp(max=bits))
     return (
@@ -212,8 +233,9 @@ def unpack(codes: Tensor, order: Order, bits: int, n_rows: int, n_columns: int) 
 
 @cache
 def table(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return constants on a device, int32 or float32, copied once: the copy waits, and a capture
-    refuses it.
+    """Return constants on a device, int32 or float32.
+
+    Cached: the copy synchronizes, and CUDA graph capture rejects it.
     """
     return torch.tensor(
         values, dtype=torch.int32 if isinstance(values[0], int) else None, device=device
@@ -228,7 +250,7 @@ def reference_dequantize(
     packing: Packing,
     out: Tensor,
 ) -> None:
-    """See `dequantize`; some rows at a time, so that what it takes besides stays small."""
+    """Compute `dequantize_codes` in chunks of rows, to bound temporary memory."""
     n_rows, n_columns = out.shape
     row_scale, column_scale = (
         torch.arange(n, device=out.device) // size
@@ -236,7 +258,7 @@ def reference_dequantize(
     )
     if groups is not None:
         row_scale, column_scale = (
-            (groups, column_scale) if packing.groups_rows else (row_scale, groups)
+            (groups, column_scale) if packing.is_transposed else (row_scale, groups)
         )
     step = max(REFERENCE_WEIGHTS // max(n_columns, 1) // 32, 1) * 32
     for first in range(0, n_rows, step):
@@ -251,8 +273,9 @@ def reference_dequantize(
 
 
 def reference_dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
-    """See `dequantize_blocks`; some rows at a time, by transformers' own code, which copies tables
-    to a card each time.
+    """Compute `dequantize_blocks` in chunks of rows by transformers' code.
+
+    That code copies tables to the GPU at each call and therefore cannot be captured.
     """
     if blocks.is_cuda and torch.cuda.is_current_stream_capturing():
         raise extension.NotCapturable
@@ -262,16 +285,14 @@ def reference_dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
         if name in ("Q5_0", "Q5_1"):
             values = _five_bits(part, name)
         else:
-            from transformers.integrations.gguf import dequant  # a third of a second
+            from transformers.integrations.gguf import dequant  # imports in 0.3 s
 
             values = dequant.dequantize(part, BLOCKS[name].number, torch.float32)
         out[first : first + step] = values.view(-1, out.shape[1])
 
 
 def _five_bits(blocks: Tensor, name: str) -> Tensor:
-    """Q5_0 and Q5_1, which transformers' reader does not know: low bits in nibbles, the fifth in 32
-    bits of their own.
-    """
+    """Dequantise Q5_0 and Q5_1, missing in transformers: low bits in nibbles, fifth bits apart."""
     scale = blocks[:, :2].view(torch.float16).float()
     code = blocks[:, -16:]
     fifth = blocks[:, -20:-16, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1

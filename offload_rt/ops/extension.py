@@ -1,4 +1,4 @@
-"""The kernels of csrc/, where they are built and a card can run them."""
+"""CUDA kernels of csrc/: loading, availability, torch registration."""
 
 from collections.abc import Callable
 from functools import cache
@@ -12,37 +12,36 @@ from offload_rt.packing import ORDERS
 
 
 class NotCapturable(RuntimeError):
-    """What is computed cannot be part of a CUDA graph."""
+    """An operation that CUDA graphs cannot capture."""
 
 
 @cache
 def missing() -> str:
-    """Load the kernels, which may build them, and launch one. Return why they cannot serve, or an
-    empty string.
-    """
+    """Load or build the kernels and launch a kernel. Return the reason of a failure, or ""."""
     if not torch.cuda.is_available():
-        return "torch sees no card"
-    cards = filter(_is_able, range(torch.cuda.device_count()))
+        return "torch finds no GPU"
+    devices = filter(_is_supported, range(torch.cuda.device_count()))
     offered = build.architectures()
-    known = {max(one for one in offered if one <= _capability(card)) for card in cards}
-    if not known:
+    targets = {
+        max(target for target in offered if target <= _capability(device)) for device in devices
+    }
+    if not targets:
         return f"they need compute capability {build.ARCHITECTURES[0] / 10}"
     try:
         library = build.find(
-            *map(build.kernels, (build.ALL_ARCHITECTURES, build.ARCHITECTURES, known))
+            *map(build.kernels, (build.ALL_ARCHITECTURES, build.ARCHITECTURES, targets))
         )
-        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # torch gives it no types
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # untyped in torch
     except (build.NotBuilt, OSError) as error:
         return str(error)
     describe("offload_rt")
-    return _launch_failure() if _is_able(torch.cuda.current_device()) else ""
+    return _launch_failure() if _is_supported(torch.cuda.current_device()) else ""
 
 
 def _launch_failure() -> str:
-    """Launch one kernel on the current card. Return why it failed, or an empty string.
+    """Launch a kernel on the current GPU. Return the reason of a failure, or "".
 
-    A loadable library may lack code for the card, or may need a newer driver than the installed
-    one.
+    A loadable library may lack code for the GPU or need a newer driver.
     """
     row = torch.ones(1, 8, dtype=torch.float16, device="cuda")
     try:
@@ -52,7 +51,7 @@ def _launch_failure() -> str:
         reason = str(error).splitlines()[0]
         return (
             f"a first launch failed: {reason}; update the driver, or set CUDA_HOME to a toolkit"
-            " that it supports"
+            " supported by it"
         )
     return ""
 
@@ -63,28 +62,28 @@ def _capability(device: torch.device | int) -> int:
 
 
 @cache
-def _is_able(device: torch.device | int) -> bool:
+def _is_supported(device: torch.device | int) -> bool:
     return _capability(device) >= build.ARCHITECTURES[0]
 
 
 def notice(device: torch.device) -> str:
-    """What is lost where a card computes without the kernels; empty elsewhere."""
+    """Describe the loss if a GPU computes without the kernels; "" otherwise."""
     if device.type == "cpu" or serves(torch.empty(0, device=device)):
         return ""
-    why = missing() or f"they need compute capability {build.ARCHITECTURES[0] / 10}"
+    reason = missing() or f"they need compute capability {build.ARCHITECTURES[0] / 10}"
     return (
-        f"no kernels ({why}): plain torch gives the same tokens more slowly, and layers cross the"
+        f"no kernels ({reason}): plain torch computes the same tokens slowly, and layers cross the"
         " link unencoded"
     )
 
 
 def serves(x: Tensor) -> bool:
     """Whether the kernels run on the device of `x`."""
-    return x.is_cuda and not missing() and _is_able(x.device)
+    return x.is_cuda and not missing() and _is_supported(x.device)
 
 
 def kernels() -> Any:
-    """The ops of the library, by name."""
+    """Return the namespace of the operations."""
     return torch.ops.offload_rt
 
 
@@ -94,7 +93,7 @@ def _few_rows_output(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
 
 
 def describe(library: str) -> None:
-    """Tell torch what the ops of a library return, without computing it."""
+    """Register fake implementations of the operations."""
     like_first = "rms_norm", "add_rms_norm", "rotate_and_store", "silu_mul"
     nothing = "transfer", "commit_rows", "dequantize", "dequantize_blocks", "lossless_decode"
     fakes: dict[str, Callable[..., object]] = {

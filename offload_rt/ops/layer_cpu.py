@@ -1,6 +1,4 @@
-"""RMS norm and gated SiLU on a CPU, whose results for a row do not depend on other rows; see
-csrc/layer_cpu.h.
-"""
+"""RMS norm and gated SiLU on a CPU, independent of further rows; see csrc/layer_cpu.h."""
 
 import ctypes
 
@@ -32,14 +30,14 @@ class _Gate(ctypes.Structure):
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the kernels compute with these tensors."""
+    """Whether the kernels apply to these tensors."""
     x = tensors[0]
     return (
         x.device.type == "cpu"
         and x.dtype in cpu.DTYPES
         and all(
-            one.dtype == x.dtype and one.stride(-1) == 1 and not one.requires_grad
-            for one in tensors
+            tensor.dtype == x.dtype and tensor.stride(-1) == 1 and not tensor.requires_grad
+            for tensor in tensors
         )
         and cpu.library() is not None
     )
@@ -49,33 +47,33 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, level: int | None = None,
     n_threads: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """`ops.rms_norm` of x (n, d) or (n, heads, d); with a delta (n, d), `ops.add_rms_norm`."""
+    """Compute `ops.rms_norm` of x (n, d) or (n, heads, d); with delta, `ops.add_rms_norm`."""
     rows = x if x.dim() == 3 else x[:, None]
     out = x.new_empty(x.shape)
-    pointers = (None if one is None else one.data_ptr() for one in (x, delta, weight, out))
+    pointers = (None if t is None else t.data_ptr() for t in (x, delta, weight, out))
     strides = rows.stride(0), rows.stride(1), 0 if delta is None else delta.stride(0)
-    asked = _Norm(*pointers, *rows.shape, *strides, eps, cpu.DTYPES[x.dtype])
-    _call("offload_rt_rms_norm", asked, level, n_threads)
+    arguments = _Norm(*pointers, *rows.shape, *strides, eps, cpu.DTYPES[x.dtype])
+    _call("offload_rt_rms_norm", arguments, level, n_threads)
     return out
 
 
 def silu_mul(
     gate: Tensor, up: Tensor, level: int | None = None, n_threads: int | None = None
 ) -> Tensor:
-    """`ops.silu_mul` of gate and up (n, d)."""
+    """Compute `ops.silu_mul` of gate and up (n, d)."""
     out = gate.new_empty(gate.shape)
-    pointers = (one.data_ptr() for one in (gate, up, out))
-    asked = _Gate(*pointers, *gate.shape, gate.stride(0), up.stride(0), cpu.DTYPES[gate.dtype])
-    _call("offload_rt_silu_mul", asked, level, n_threads)
+    pointers = (tensor.data_ptr() for tensor in (gate, up, out))
+    arguments = _Gate(*pointers, *gate.shape, gate.stride(0), up.stride(0), cpu.DTYPES[gate.dtype])
+    _call("offload_rt_silu_mul", arguments, level, n_threads)
     return out
 
 
-def _call(name: str, asked: ctypes.Structure, level: int | None, n_threads: int | None) -> None:
+def _call(name: str, arguments: ctypes.Structure, level: int | None, n_threads: int | None) -> None:
     library = cpu.library()
-    assert library is not None, "`serves` has been asked"
+    assert library is not None, "callers check `serves`"
     function = getattr(library, name)
     function(
-        ctypes.byref(asked),
+        ctypes.byref(arguments),
         cpu.level() if level is None else level,
         n_threads or torch.get_num_threads(),
     )

@@ -14,6 +14,8 @@ from offload_rt.ops import build, cpu, extension, linear_cpu
 from offload_rt.ops.dequantize import (
     BlockMatrix,
     CodedMatrix,
+    TinygemmMatrix,
+    Weight,
     dequantize_blocks,
     dequantize_codes,
     multiply_few_rows,
@@ -34,7 +36,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def linear(
     x: Tensor,
-    weight: Tensor | CodedMatrix | BlockMatrix,
+    weight: Weight,
     bias: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
@@ -50,6 +52,9 @@ def linear(
         return linear(x.reshape(-1, x.shape[-1]), weight, bias, is_batch_invariant).view(
             *x.shape[:-1], -1
         )
+    if isinstance(weight, TinygemmMatrix):
+        y = weight.product(x)
+        return y if bias is None else y.add_(bias)
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
     if linear_cpu.serves(x, weight) and not needs_gradient:
         is_torch_possible = not is_batch_invariant and len(x) >= _MANY_ROWS

@@ -1,27 +1,25 @@
-"""Lossless weights: 16 bits in about 11.3, at a fixed rate and the speed of a copy (as TCA-TBE of
-ZipServ, arXiv 2603.17435).
+"""Lossless weights: 16 bits in about 11.3, decoded at the speed of a copy.
 
-A tensor is cut into chunks of CHUNK weights. A word of 16 bits is one byte of sign and kept
-mantissa, and one of the others:
+The format follows TCA-TBE of ZipServ (arXiv 2603.17435). A tensor is divided into chunks of CHUNK
+weights. A word of 16 bits consists of a low byte (sign and kept mantissa) and a high byte:
 
   bfloat16  the exponent
-  float16   the exponent and the last three bits of the mantissa, which are zero where it was
-            converted from bfloat16
-  float32   the upper half as bfloat16; the lower halves are zero, else the tensor is not encoded
+  float16   the exponent and the last three bits of the mantissa, zero after a conversion from
+            bfloat16
+  float32   the upper half as bfloat16; a tensor with a nonzero lower half is not encoded
 
-The others are coded in three bits: 1 to 7 stand for the seven most frequent, 0 for an escape, whose
-byte follows in a stream. A chunk of n weights, little-endian:
+A 3-bit code replaces the high byte. Codes 1 to 7 select the seven most frequent bytes. Code 0 is an
+escape, and the byte follows in a stream. A chunk of n weights, little-endian:
 
-  table      8 bytes: what each code stands for, the first is 0
-  starts     (n / BLOCK + 1,) uint32, rounded up: the escapes before each BLOCK weights, and all of
-             them
-  escapes    bytes in the order of the weights, zeros up to a multiple of 8
+  table      8 bytes: value of each code, the first is 0
+  starts     (n / BLOCK + 1,) uint32, rounded up: number of escapes before each block, and the total
+  escapes    bytes in weight order, zeros up to a multiple of 8
   signs      64 bytes for each 64 weights: sign, and the upper 7 bits of the mantissa
-  planes     3 x uint64 for each 64 weights: bit i of the codes of all of them
+  planes     3 x uint64 for each 64 weights: bit i of all codes
 
-So any BLOCK weights start on their own, and no chunk makes its reader leave it: what follows the
-escapes is longer than there can be escapes. Chunks of tensors that are not encoded hold their
-bytes, zeros up to a multiple of 8.
+Blocks of BLOCK weights are decoded independently. A damaged chunk cannot cause reads outside the
+chunk, because the data after the escapes exceeds the maximum number of escapes. Chunks of tensors
+without encoding contain the raw bytes, zeros up to a multiple of 8.
 """
 
 import numpy as np
@@ -36,21 +34,18 @@ GROUP = 64
 RAW, BFLOAT16, HALF, FLOAT = range(4)
 KIND_OF = {DType.BFLOAT16: BFLOAT16, DType.FLOAT16: HALF, DType.FLOAT32: FLOAT}
 
-# A chunk: where it lies in an encoded block and where its bytes go, in bytes, and how many weights
-# it has (bytes if RAW).
+# A chunk: byte offsets in the encoded and the decoded block, number of weights (bytes if RAW).
 CHUNKS = np.dtype("<i8, <i8, <i4, <i4, <i8")
 CHUNKS.names = ("source", "target", "n", "nbytes", "kind")
 
 
 def chunk_nbytes(n: int, n_escapes: int) -> int:
-    """Bytes of an encoded chunk of n weights."""
+    """Return the bytes of an encoded chunk of n weights."""
     return 8 - (-(4 * (-(-n // BLOCK) + 1) + n_escapes) // 8) * 8 + 88 * -(-n // GROUP)
 
 
 def words_of(part: np.ndarray, kind: int) -> np.ndarray | None:
-    """The words of some bytes of a tensor, of 16 bits each; None if RAW, or where the lower halves
-    of float32 are not zero.
-    """
+    """Return the 16-bit words of tensor bytes; None if RAW or with nonzero float32 low halves."""
     if kind != FLOAT:
         return None if kind == RAW else part.view(np.uint16)
     wide = part.view(np.uint32)
@@ -58,7 +53,7 @@ def words_of(part: np.ndarray, kind: int) -> np.ndarray | None:
 
 
 def count_others(words: np.ndarray, kind: int) -> np.ndarray:
-    """How often each byte of other bits occurs: (256,) int64."""
+    """Count the high bytes: (256,) int64."""
     from offload_rt.ops import lossless_kernels  # numba takes a second to import
 
     counts: np.ndarray = lossless_kernels.count_others(words, kind == HALF)
@@ -66,14 +61,12 @@ def count_others(words: np.ndarray, kind: int) -> np.ndarray:
 
 
 def n_escapes(counts: np.ndarray) -> int:
-    """How many weights are left by the seven others that are most frequent, of such counts."""
+    """Return the number of weights without one of the seven most frequent high bytes."""
     return int(np.sort(counts)[:-7].sum())
 
 
 def encode(words: np.ndarray, kind: int, out: np.ndarray) -> None:
-    """Write the chunk of these words (n,) uint16; out: (chunk_nbytes(n, escapes),) uint8 of
-    zeros.
-    """
+    """Encode words (n,) uint16 into zeroed `out` (chunk_nbytes(n, escapes),) uint8."""
     from offload_rt.ops import lossless_kernels
 
     out[1:8] = np.argsort(count_others(words, kind))[-7:]
@@ -81,7 +74,7 @@ def encode(words: np.ndarray, kind: int, out: np.ndarray) -> None:
 
 
 def digest(part: np.ndarray) -> int:
-    """A checksum of 64 bits of (n,) uint8, dense; any change within four bytes gives another."""
+    """Compute a 64-bit checksum of dense (n,) uint8; detects any change within four bytes."""
     if (library := cpu.library()) is not None:
         return int(library.offload_rt_digest(part.ctypes.data, len(part)))
     from offload_rt.ops import lossless_kernels
@@ -90,7 +83,7 @@ def digest(part: np.ndarray) -> int:
 
 
 def decode(chunk: np.ndarray, kind: int, n: int, out: np.ndarray) -> bool:
-    """Write n weights, or n bytes of a RAW chunk; False where the chunk contradicts itself.
+    """Decode n weights, or n bytes of a RAW chunk. Returns False for an inconsistent chunk.
 
     chunk  (nbytes,) uint8, at least `chunk_nbytes(n, 0)`, or n if RAW
     out    (bytes of the weights,) uint8, both dense
@@ -110,14 +103,14 @@ def decode(chunk: np.ndarray, kind: int, n: int, out: np.ndarray) -> bool:
 
 
 def decode_block(block: Tensor, n_chunks: int, out: Tensor) -> None:
-    """Decode a whole encoded block on a card, behind what its compute stream was given before.
+    """Decode an encoded block on the current CUDA stream.
 
-    block  (nbytes,) uint8, which begins with `n_chunks` of CHUNKS
+    block  (nbytes,) uint8, starts with `n_chunks` records of CHUNKS
     out    (nbytes,) uint8
     """
     extension.kernels().lossless_decode(block, n_chunks, out)
 
 
 def is_compiled() -> bool:
-    """Whether the C++ library decodes on a CPU, not numba."""
+    """Whether the C++ library decodes on a CPU, instead of numba."""
     return cpu.library() is not None

@@ -1,6 +1,4 @@
-"""Lossless weights by numba, see `offload_rt.ops.lossless`: encoding, and decoding where no C++ was
-built.
-"""
+"""Numba kernels of `offload_rt.ops.lossless`: encoding, and decoding without the C++ library."""
 
 from typing import Any
 
@@ -22,7 +20,7 @@ _MASK = ir.VectorType(ir.IntType(1), GROUP)
 
 @compiled(nogil=True)
 def digest(part):  # type: ignore[no-untyped-def]  # numba infers the types
-    """See `lossless.digest`."""
+    """Compute `lossless.digest`."""
     lanes = np.empty(_LANES, np.uint32)
     for i in range(_LANES):
         lanes[i] = _PRIME * np.uint32(i + 1)
@@ -50,7 +48,7 @@ def _mix(words, lanes):  # type: ignore[no-untyped-def]  # numba infers the type
 
 @compiled()
 def _other(word, is_half):  # type: ignore[no-untyped-def]  # numba infers the types
-    """The bits of a word that are neither sign nor kept mantissa."""
+    """Return the high byte of a word."""
     if is_half:
         return (word >> 7 & 0xF8) | (word & 7)
     return word >> 7 & 0xFF
@@ -58,8 +56,8 @@ def _other(word, is_half):  # type: ignore[no-untyped-def]  # numba infers the t
 
 @compiled(nogil=True)
 def count_others(words, is_half):  # type: ignore[no-untyped-def]  # numba infers the types
-    """See `lossless.count_others`."""
-    # four, for neighbours are often equal, and adding to one place takes turns
+    """Compute `lossless.count_others`."""
+    # Four tables: consecutive additions to the same address wait for each other.
     counts = np.zeros((4, 256), np.int64)
     for i in range(len(words)):
         counts[i & 3, _other(np.int64(words[i]), is_half)] += 1
@@ -68,7 +66,7 @@ def count_others(words, is_half):  # type: ignore[no-untyped-def]  # numba infer
 
 @compiled(nogil=True)
 def encode(words, is_half, out):  # type: ignore[no-untyped-def]  # numba infers the types
-    """See `lossless.encode`."""
+    """Compute `lossless.encode`."""
     n = len(words)
     n_groups = -(-len(words) // GROUP)
     n_blocks = -(-n // BLOCK)
@@ -107,7 +105,7 @@ def encode(words, is_half, out):  # type: ignore[no-untyped-def]  # numba infers
 
 @compiled(nogil=True)
 def decode(chunk, kind, n, out):  # type: ignore[no-untyped-def]  # numba infers the types
-    """See `lossless.decode`; kinds but RAW."""
+    """Compute `lossless.decode` for all kinds except RAW."""
     n_groups = -(-n // GROUP)
     n_blocks = -(-n // BLOCK)
     starts = chunk[8 : 12 + 4 * n_blocks].view(np.uint32)
@@ -117,18 +115,17 @@ def decode(chunk, kind, n, out):  # type: ignore[no-untyped-def]  # numba infers
     others = np.empty(BLOCK, np.uint8)
     words = np.empty(BLOCK, np.uint16)
     n_escapes = 0
-    # A block at a time: what views and slices cost is shared by all of it, and loops over it are
-    # vectorised.
+    # Process whole blocks, to amortize slices and to vectorise loops.
     for block in range(n_blocks):
         if starts[block] != n_escapes:
             return False
         first = block * BLOCK
         last = min((block + 1) * BLOCK, n)
-        own = planes[3 * (first // GROUP) : 3 * -(-last // GROUP)]
-        for g in range(len(own) // 3):
-            a = own[3 * g]
-            b = own[3 * g + 1]
-            c = own[3 * g + 2]
+        part = planes[3 * (first // GROUP) : 3 * -(-last // GROUP)]
+        for g in range(len(part) // 3):
+            a = part[3 * g]
+            b = part[3 * g + 1]
+            c = part[3 * g + 2]
             n_escapes += _look_up(a, b, c, chunk, escapes, n_escapes, others, GROUP * g)  # type: ignore[call-arg]
         if kind == FLOAT:
             _assemble(signs[first:last], others, False, words)
@@ -144,11 +141,9 @@ def decode(chunk, kind, n, out):  # type: ignore[no-untyped-def]  # numba infers
 
 @intrinsic
 def _look_up(typing, a, b, c, table, escapes, n_escapes, others, at):  # type: ignore[no-untyped-def]  # numba gives types
-    """What the codes of 64 weights stand for, written to others[at:]; returns how many of them are
-    escapes.
+    """Decode the high bytes of 64 weights to others[at:]; returns the number of escapes.
 
-    By instructions that LLVM has for vectors of any width, but numba has no words for: a plane is a
-    mask.
+    Uses LLVM vector instructions unavailable in numba, with a plane as a mask.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -161,18 +156,18 @@ def _look_up(typing, a, b, c, table, escapes, n_escapes, others, at):  # type: i
         none = ir.Constant(_BYTES, ir.Undefined)
         zeros = ir.Constant(ir.VectorType(ir.IntType(32), GROUP), [0] * GROUP)
         each = [builder.load(builder.gep(table, [ir.Constant(at.type, code)])) for code in range(8)]
-        found = [builder.insert_element(none, one, ir.Constant(at.type, 0)) for one in each]
-        found = [builder.shuffle_vector(one, none, zeros) for one in found]
+        selected = [builder.insert_element(none, byte, ir.Constant(at.type, 0)) for byte in each]
+        selected = [builder.shuffle_vector(vector, none, zeros) for vector in selected]
         for plane in planes:
             mask = builder.bitcast(plane, _MASK)
-            pairs = zip(found[1::2], found[::2], strict=True)
-            found = [builder.select(mask, odd, even) for odd, even in pairs]
+            pairs = zip(selected[1::2], selected[::2], strict=True)
+            selected = [builder.select(mask, odd, even) for odd, even in pairs]
         left = builder.not_(builder.or_(builder.or_(*planes[:2]), planes[2]))
         load = ir.FunctionType(_BYTES, [escapes.type, _MASK, _BYTES])
         name = "llvm.masked.expandload.v64i8"
         load = cgutils.get_or_insert_function(builder.module, load, name)  # type: ignore[no-untyped-call]
         all = builder.call(
-            load, [builder.gep(escapes, [n_escapes]), builder.bitcast(left, _MASK), *found]
+            load, [builder.gep(escapes, [n_escapes]), builder.bitcast(left, _MASK), *selected]
         )
         builder.store(all, builder.bitcast(builder.gep(others, [at]), _BYTES.as_pointer()), align=1)
         return builder.ctpop(left)
@@ -182,7 +177,7 @@ def _look_up(typing, a, b, c, table, escapes, n_escapes, others, at):  # type: i
 
 @compiled()
 def _assemble(kept, others, is_half, words):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Words of signs and mantissas, and of the other bits."""
+    """Combine low and high bytes into words."""
     for i in range(len(kept)):
         sign = np.uint16(kept[i])
         other = np.uint16(others[i])

@@ -1,6 +1,4 @@
-"""Noise that is a function of a seed, a position and a token alone: the same bits on every device,
-and no state.
-"""
+"""Stateless noise as a function of seed, position and token, with equal bits on every device."""
 
 import math
 
@@ -13,19 +11,18 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _N_ROUNDS = 10
-# Values made together: what they take on the way is a dozen times their size. And rows made ahead
-# of their use, where so many values allow it: one row of a small vocabulary takes as long as eight.
+# Values per batch, because temporary tensors need twelve times their size. Rows computed ahead for
+# small vocabularies, where eight rows take as long as a single row.
 _N_VALUES = 1 << 18
 _N_AHEAD = 16
-# sqrt(1/2) as the bits of a float64, where the mantissas of `_minus_log` begin; and the terms of
-# its series.
+# Bits of sqrt(1/2) in float64, the smallest mantissa of `_minus_log`; number of series terms.
 _ROOT_HALF = 0x3FE6A09E667F3BCD
 _MANTISSA_BITS = 52
 _N_TERMS = 8
 
 
 def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
-    """Philox4x32-10 (Salmon et al. 2011), four words of 32 bits from each counter.
+    """Compute Philox4x32-10 (Salmon et al. 2011), four 32-bit words per counter.
 
     counter  (4, ...) int64, each word below 2**32
     key      two words
@@ -44,7 +41,7 @@ def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
     )
     multipliers = multipliers.view(shape)
     for mixed in mixers.view(_N_ROUNDS, *shape):
-        # A product of 64 bits, of which int64 keeps all, if as a negative number.
+        # int64 keeps all 64 bits of the product, possibly as a negative number.
         products = evens * multipliers
         evens = (products >> 32).flip(0).bitwise_xor_(odds).bitwise_xor_(mixed).bitwise_and_(_MASK)
         odds = products.bitwise_and_(_MASK).flip(0)
@@ -52,11 +49,11 @@ def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
 
 
 def exponentials(seed: int, first: int, n: int, n_tokens: int, device: torch.device) -> Tensor:
-    """Noise of the exponential distribution at n positions from `first` on, (n, n_tokens) float32,
-    all of it above 0.
+    """Return positive exponential noise (n, n_tokens) float32 at n positions from `first`.
 
-    seed   below 2**64 The token with the largest probability / noise is a draw from a distribution;
-           minus the logarithm is Gumbel noise.
+    seed  below 2**64
+    The token with the maximum of probability / noise is a sample of the distribution.
+    The negative logarithm of the noise is Gumbel noise.
     """
     n_blocks = -(-n_tokens // 4)
     key = (seed & _MASK, seed >> 32)
@@ -73,8 +70,9 @@ def exponentials(seed: int, first: int, n: int, n_tokens: int, device: torch.dev
 
 
 def _minus_log(x: Tensor) -> Tensor:
-    """-log(x) of float64 in (0, 1), to 1e-10 of itself, by correctly rounded operations alone: no
-    library decides a bit.
+    """Compute -log(x) of float64 in (0, 1) with relative error 1e-10.
+
+    Uses correctly rounded operations only, for equal bits with every library.
     """
     bits = x.view(torch.int64)
     exponent = (bits - _ROOT_HALF) >> _MANTISSA_BITS
@@ -89,15 +87,13 @@ def _minus_log(x: Tensor) -> Tensor:
 
 
 class NoiseRows:
-    """The noise of one sequence. Rows are kept from one call to the next, for the trees of two
-    passes overlap.
-    """
+    """Noise of a sequence. Rows are cached, because trees of consecutive passes overlap."""
 
     def __init__(self, seed: int) -> None:
         self._seed, self._first, self._rows = seed, 0, torch.empty(0, 0)
 
     def at(self, first: int, n: int, n_tokens: int, device: torch.device) -> Tensor:
-        """`exponentials` at n positions from `first` on; rows before them are forgotten."""
+        """Return `exponentials` at n positions from `first`; drop earlier rows."""
         known = self._rows[max(first - self._first, 0) :]
         if first < self._first or known.shape[1] != n_tokens or known.device != device:
             known = torch.empty(0, n_tokens, device=device)

@@ -1,4 +1,4 @@
-"""What each op means, in plain torch."""
+"""Reference implementation of each operation in plain torch."""
 
 from itertools import repeat
 
@@ -6,33 +6,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload_rt.chunks import MOST_SCORES
+from offload_rt.chunks import MAX_SCORES
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in float32 or better as transformers computes
-    it.
+    """Root-mean-square norm over the last dimension, at least in float32 as in transformers.
 
     x (..., d), weight (d,); returns x's shape and dtype.
     """
-    # A copy where gradients flow, which need x as it is now, and `add_rms_norm` adds to it.
+    # Copy for gradients: backward needs this x, and `add_rms_norm` changes it in place.
     wide = x.to(torch.promote_types(x.dtype, torch.float32), copy=torch.is_grad_enabled())
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` of x + delta, which x becomes; x, delta (n, d)."""
+    """Add delta (n, d) to x in place and return `rms_norm` of x."""
     return rms_norm(x.add_(delta), weight, eps)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU of the gate, times up; all (n, d)."""
+    """Multiply SiLU of the gate by up; all (n, d)."""
     return F.silu(gate).mul_(up)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split layout of the Llama family.
+    """Apply rotary embedding in the half-split layout of the Llama family.
 
     x (n, heads, head_dim); cos, sin (n, head_dim); returns x's shape.
     """
@@ -45,14 +44,13 @@ def rotate_and_store(
     values: Tensor,
     rows: slice | Tensor,
 ) -> Tensor:  # fmt: skip
-    """Rotate q and k by the cosines and sines of `rotary`, None: not at all; write k and v to rows
-    of a layer's cache.
+    """Rotate q and k by cosines and sines (None: no rotation); store k and v in a layer's cache.
 
     q             (n, heads, head_dim)
     k, v          (n, kv_heads, head_dim)
     keys, values  (kv_heads, capacity, head_dim), written
-    rows          n rows of them, a tensor being int64
-    Returns q, rotated.
+    rows          n rows of the cache; a tensor is int64
+    Returns the rotated q.
     """
     if rotary is not None:
         q = rotate(q, *rotary)
@@ -63,16 +61,16 @@ def rotate_and_store(
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """Attention under a dense mask; heads of a group share their KV head.
+    """Compute attention with a dense mask; heads of a group share a KV head.
 
     q        (n, heads, head_dim)
     k, v     (kv_heads, n_keys, head_dim), heads a multiple of kv_heads
-    visible  (n, n_keys) bool, True where a row sees a key; None: everywhere
+    visible  (n, n_keys) bool; None: all visible
     Returns (n, heads, head_dim).
     """
     if q.is_cuda and visible is not None and q.shape[1] != k.shape[0]:
         return grouped_attention(q, k, v, visible, scale)
-    # torch copies keys for each head
+    # torch would copy keys for each head
     if q.device.type == "cpu" and visible is None and q.shape[1] != k.shape[0]:
         return partial_attention(q, k, v, None, scale)[0]
     return torch_attention(q, k, v, visible, scale)
@@ -81,7 +79,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scal
 def torch_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
 ) -> Tensor:
-    """The same by torch's own kernels."""
+    """Compute `tree_attention` by torch's kernels."""
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k[None],
@@ -94,8 +92,9 @@ def torch_attention(
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """The same, with the heads of a group as rows of one head: torch's fast CUDA kernels take a
-    mask or groups, not both.
+    """Compute `tree_attention` with the heads of a group as rows of a single head.
+
+    torch's fast CUDA kernels accept a mask or groups, not both.
     """
     n = q.shape[0]
     n_groups = k.shape[0]
@@ -116,24 +115,22 @@ def partial_attention(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to a part of the keys, computed in float32 or better, to be merged with that to the
-    others.
+    """Compute attention to a part of the keys, at least in float32, for `merge`.
 
-    Arguments as of `tree_attention`; a row may see nothing here. Scores s become softcap * tanh(s /
-    softcap).
-    Returns the output (n, heads, head_dim), zeros for a row that sees nothing, and (n, heads)
-    float32 or better: the log-sum-exp of the scaled scores, minus infinity for such a row.
+    Arguments as in `tree_attention`; softcap replaces scores s by softcap * tanh(s / softcap).
+    Returns the output (n, heads, head_dim) and the log-sum-exp (n, heads) of the scaled scores.
+    A row without visible keys has zeros and minus infinity.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     n, heads, head_dim = q.shape
     is_flash = (
         q.device.type == "cpu" and softcap is None and head_dim == v.shape[-1] and k.shape[1] > 0
     )
-    most = max(MOST_SCORES // max(k.shape[1] * (1 if is_flash else heads), 1), 1)
+    most = max(MAX_SCORES // max(k.shape[1] * (1 if is_flash else heads), 1), 1)
     if n > most:
         masks = repeat(None) if visible is None else torch.split(visible, most)
         pairs = zip(torch.split(q, most), masks, strict=False)
-        parts = [partial_attention(one, k, v, mask, scale, softcap) for one, mask in pairs]
+        parts = [partial_attention(rows, k, v, mask, scale, softcap) for rows, mask in pairs]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     if is_flash:
         return _flash_attention(q, k, v, visible, scale)
@@ -155,9 +152,7 @@ def partial_attention(
 def _flash_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`partial_attention` by torch's own kernel for a CPU, where products and a softmax take five
-    to ten times as long.
-    """
+    """Compute `partial_attention` by torch's CPU kernel, 5 to 10 times faster than products."""
     n = q.shape[0]
     n_groups = k.shape[0]
     head_dim = q.shape[2]
@@ -165,19 +160,18 @@ def _flash_attention(
     mask = None
     if visible is not None:
         mask = q.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-    # the heads of a group are rows of one and read its keys together; a mask would have to be there
-    # for each of them
+    # Heads of a group become rows and share the reads of keys; a mask would need a copy per head.
     else:
         rows = rows.transpose(0, 1).reshape(1, n_groups, -1, head_dim)
-    pair = (one.expand(len(rows), *one.shape) for one in (k, v))
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    pair = (x.expand(len(rows), *x.shape) for x in (k, v))
+    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         rows, *pair, attn_mask=mask, scale=scale
     )
-    out = found[0]
-    lse = found[1][..., None]
+    out = result[0]
+    lse = result[1][..., None]
     if visible is None:
-        out, lse = (one.view(n_groups, -1, n, one.shape[-1]).transpose(0, 1) for one in (out, lse))
-    out, lse = (one.permute(2, 1, 0, 3).reshape(n, q.shape[1], -1) for one in (out, lse))
+        out, lse = (x.view(n_groups, -1, n, x.shape[-1]).transpose(0, 1) for x in (out, lse))
+    out, lse = (x.permute(2, 1, 0, 3).reshape(n, q.shape[1], -1) for x in (out, lse))
     if visible is not None:
         is_blind = ~visible.any(1)[:, None, None]
         out = out.masked_fill(is_blind, 0.0)
@@ -186,12 +180,11 @@ def _flash_attention(
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Join attention to two parts of the keys.
+    """Join attention to two disjoint parts of the keys.
 
     out_a, out_b  (n, heads, head_dim)
-    lse_a, lse_b  (n, heads) log-sum-exp of the scores, minus infinity where a row saw nothing of a
-                  part
-    Returns both, joined, in the same shapes and dtypes.
+    lse_a, lse_b  (n, heads) log-sum-exp of the scores, minus infinity without visible keys
+    Returns the joined output and log-sum-exp in the same shapes and dtypes.
     """
     lse = torch.logaddexp(lse_a, lse_b)
     base = lse.clamp_min(torch.finfo(lse.dtype).min)
@@ -200,7 +193,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
-    """Move rows `first + rows` to `first` and on, in place.
+    """Move rows `first + rows` to `first` onwards, in place.
 
     keys, values  (n_layers, n_kv_heads, capacity, head_dim)
     rows          (n,) int64, ascending, rows[i] >= i

@@ -1,9 +1,7 @@
-"""Small tensors between host and card.
+"""Transfers of small tensors between host and GPU.
 
-A card's copy engine serves its copies in the order in which they are ready, and whole layers stand
-in that queue. So small tensors do not go by it: a kernel reads and writes pinned memory of the
-host. Where the kernels are not built, copies that nobody waits for serve. On a CPU nothing is
-copied.
+Layers occupy the queue of the GPU's copy engine. Small tensors bypass it: a kernel reads and writes
+pinned host memory. Without kernels, asynchronous copies are used. On a CPU nothing is copied.
 """
 
 import itertools
@@ -17,42 +15,39 @@ from torch import Tensor
 
 from offload_rt.ops import extension
 
-# Tensors of one transfer begin at multiples of so many bytes, so that whole vectors are moved.
+# Alignment of tensors in a transfer, for vector accesses.
 _ALIGNMENT = 16
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of tensors of the host on a device, by one transfer that nobody waits for; on a CPU
-    the tensors themselves.
-    """
+    """Copy host tensors to a device in one asynchronous transfer; a CPU returns them unchanged."""
     if device.type == "cpu":
         return list(tensors)
     block = _pinned(_starts(tensors)[-1])
     for view, tensor in zip(_views(block, tensors), tensors, strict=True):
         view.copy_(tensor)
-    there = torch.empty(len(block), dtype=torch.uint8, device=device)
-    _send(block, there)
-    return list(_views(there, tensors))
+    target = torch.empty(len(block), dtype=torch.uint8, device=device)
+    _send(block, target)
+    return list(_views(target, tensors))
 
 
-def fill(there: Tensor, block: Tensor) -> None:
-    """Copy a block of the host to one of the same size, (n,) uint8, without waiting; `block` may
-    change at once.
+def fill(target: Tensor, block: Tensor) -> None:
+    """Copy a host block to a target of equal size, (n,) uint8, without waiting.
+
+    The caller may overwrite `block` immediately.
     """
-    if there.device.type == "cpu":
-        there.copy_(block)
+    if target.device.type == "cpu":
+        target.copy_(block)
         return
     pinned = _pinned(len(block))
     pinned.copy_(block)
-    _send(pinned, there)
+    _send(pinned, target)
 
 
 def to_host(tensors: Sequence[Tensor], is_long: bool = False) -> list[Tensor]:
-    """Copies of dense tensors on the host, after one wait for all that the device was given; on a
-    CPU the tensors themselves.
+    """Copy dense tensors to the host and synchronize; a CPU returns them unchanged.
 
-    is_long  the wait is long: the thread sleeps, which costs some microseconds at its end, instead
-             of asking again and again
+    is_long  sleep instead of polling; adds some microseconds at the end
     """
     if not tensors or tensors[0].device.type == "cpu":
         return list(tensors)
@@ -62,45 +57,44 @@ def to_host(tensors: Sequence[Tensor], is_long: bool = False) -> list[Tensor]:
             extension.kernels().transfer(view, tensor)
         else:
             view.copy_(tensor, non_blocking=True)
-    event = torch.cuda.Event(blocking=is_long)  # type: ignore[no-untyped-call]  # torch gives it no types
+    event = torch.cuda.Event(blocking=is_long)  # type: ignore[no-untyped-call]  # untyped in torch
     event.record(torch.cuda.current_stream(tensors[0].device))
     event.synchronize()
     return views
 
 
-def _send(pinned: Tensor, there: Tensor) -> None:
-    if extension.serves(there):
-        extension.kernels().transfer(there, pinned)
-        _reading(there.device).keep(pinned)
+def _send(pinned: Tensor, target: Tensor) -> None:
+    if extension.serves(target):
+        extension.kernels().transfer(target, pinned)
+        _pending_reads(target.device).keep(pinned)
     else:
-        there.copy_(pinned, non_blocking=True)  # torch keeps what it copies from
+        target.copy_(pinned, non_blocking=True)  # torch keeps the source alive
 
 
-class _Reading:
-    """Pinned memory of the host that kernels of a device may still read: torch knows only of those
-    that it copies from.
-    """
+class _PendingReads:
+    """Pinned host memory with pending reads by kernels; torch tracks only its own copies."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._lock = device, Lock()
+        self._device = device
+        self._lock = Lock()
         self._kept: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def keep(self, pinned: Tensor) -> None:
-        """Keep a block until all that the device was given so far has been computed."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
+        """Keep a block until the current stream has completed its work."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
         event.record(torch.cuda.current_stream(self._device))
         with self._lock:
             self._kept.append((event, pinned))
-            while self._kept[0][0].query():  # type: ignore[no-untyped-call]  # as above
+            while self._kept[0][0].query():  # type: ignore[no-untyped-call]  # untyped in torch
                 self._kept.popleft()
                 if not self._kept:
                     break
 
 
 @cache
-def _reading(device: torch.device) -> _Reading:
-    """One for each device, as torch has one allocator of pinned memory."""
-    return _Reading(device)
+def _pending_reads(device: torch.device) -> _PendingReads:
+    """Return the single instance of a device."""
+    return _PendingReads(device)
 
 
 def _pinned(nbytes: int) -> Tensor:
@@ -108,12 +102,12 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 def _starts(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each tensor begins in one block, and where the block ends."""
-    padded = (-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in tensors)
+    """Return the offset of each tensor in a block, and the size of the block."""
+    padded = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
     return [*itertools.accumulate(padded, initial=0)]
 
 
 def _views(block: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Places for tensors of these shapes and dtypes in a block."""
-    for start, one in zip(_starts(tensors), tensors, strict=False):
-        yield block[start : start + one.nbytes].view(one.dtype).view(one.shape)
+    """Yield views of a block with the shapes and dtypes of tensors."""
+    for start, like in zip(_starts(tensors), tensors, strict=False):
+        yield block[start : start + like.nbytes].view(like.dtype).view(like.shape)

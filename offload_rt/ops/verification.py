@@ -1,4 +1,4 @@
-"""Verification of a drafted tree on the device of the target's distributions."""
+"""Verification of a draft tree on the device of the target distributions."""
 
 from typing import NamedTuple
 
@@ -9,23 +9,21 @@ from torch import Tensor
 from offload_rt.ops import extension
 from offload_rt.ops.transfer import to_device, to_host
 
-# A block keeps track of no more.
+# Limit of a thread block.
 _MOST_LEVELS = 1024
 
 
 class Candidates(NamedTuple):
-    """A drafted tree as the kernels read it.
+    """Arrays of a draft tree for the kernels.
 
-    starts, children      the children of node v in the order of their verification, the sampled
-                          ones first:
+    starts, children      children of node v in verification order, sampled children first:
                           children[starts[v] : starts[v + 1]]
     tokens                (n,) int64
     is_sampled            (n,) bool
-    row_of, draft_probs   the draft's distribution after node v is draft_probs[row_of[v]]
-    sums                  (rows,) of each distribution, filled in when first needed, negative until
-                          then
-    independent           sampled siblings were drawn with replacement
-    n_levels              of the tree, the root's included
+    row_of, draft_probs   draft distribution after node v: draft_probs[row_of[v]]
+    sums                  (rows,) sums of the distributions, computed at first use, negative before
+    independent           sampled siblings are drawn with replacement
+    n_levels              levels of the tree including the root
     """
 
     starts: np.ndarray
@@ -40,18 +38,14 @@ class Candidates(NamedTuple):
 
 
 def can_verify(target: Tensor, n_levels: int) -> bool:
-    """Whether `verify` serves for these distributions and so many levels; else the rules' own code
-    does.
-    """
+    """Whether `verify` applies; otherwise the code of the rule runs."""
     return extension.serves(target) and target.dtype == torch.float32 and n_levels <= _MOST_LEVELS
 
 
 def arguments(
     candidates: Candidates, uniforms: Tensor, device: torch.device
 ) -> tuple[list[Tensor], Tensor]:
-    """The tree's arrays and the uniforms on a device, by one transfer: the five arrays;
-    uniforms.
-    """
+    """Copy five tree arrays and the uniforms to a device in one transfer."""
     arrays = [
         candidates.starts,
         candidates.children,
@@ -62,9 +56,9 @@ def arguments(
     arrays = [
         np.asarray(array, dtype=np.int64) for array in (*arrays, uniforms.numpy().view(np.int64))
     ]
-    (there,) = to_device([torch.from_numpy(np.concatenate(arrays))], device)
+    (packed,) = to_device([torch.from_numpy(np.concatenate(arrays))], device)
     starts, children, tokens, is_sampled, row_of, noise = torch.split(
-        there, [len(array) for array in arrays]
+        packed, [len(array) for array in arrays]
     )
     return [starts, children, tokens, is_sampled.bool(), row_of], noise.view(torch.float64)
 
@@ -76,11 +70,11 @@ def verify(
     uniforms: Tensor,
     leaf_to_root: bool,
 ) -> tuple[int, int]:
-    """The last node accepted and the bonus token.
+    """Return the last accepted node and the bonus token.
 
-    draft_probs  (rows, vocabulary) float32: the draft's distributions
+    draft_probs  (rows, vocabulary) float32: draft distributions
     target       (n, vocabulary) float32, on the device of `draft_probs`
-    uniforms     (n + 1,) float64 in [0, 1): one for each node, the last for the bonus
+    uniforms     (n + 1,) float64 in [0, 1): per node, and the last for the bonus
     """
     arrays, noise = arguments(candidates, uniforms, target.device)
     verdict = extension.kernels().verify(

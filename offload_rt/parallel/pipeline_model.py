@@ -18,8 +18,8 @@ from offload_rt.models.architecture import (
     StateContext,
     StateShape,
     TensorShape,
-    of_whole,
 )
+from offload_rt.parallel.model_part import ModelPart
 from offload_rt.system.ranks import Ranks
 
 
@@ -50,18 +50,18 @@ def _of_layer(name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Stage(Architecture):
+class Stage(ModelPart):
     """Layers of a rank. Hidden states pass from rank to rank, and final rows return to rank 0.
 
     Rank 0 owns embedding and head.
-    whole   complete model
     layers  layers of this stage, numbered from 0 within it
     ranks   process group; None to run alone on meaningless hidden states
     """
 
-    whole: Architecture
+    # Hidden states cross ranks within a pass.
+    supports_graphs = False
+
     layers: range
-    rank: int
     ranks: Ranks | None = field(compare=False, repr=False)
 
     @classmethod
@@ -94,8 +94,6 @@ class Stage(Architecture):
         _of_layer, ("layer_prefix", "layer_tensors", "flops", "window")
     )
     expert_names = _of_layer("expert_names")
-    is_unused, row_inputs = map(of_whole, ("is_unused", "row_inputs"))
-    is_native, notice = (property(of_whole(name)) for name in ("is_native", "notice"))
 
     @cached_property
     def _first(self) -> tuple[int, int]:
@@ -111,14 +109,14 @@ class Stage(Architecture):
         return tuple(
             tensor
             for tensor in tensors
-            if self.rank == 0 or not self.is_native or len(tensor.shape) == 1
+            if self.rank == 0 or self.embeds_on_all_stages or len(tensor.shape) == 1
         )
 
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Embed on rank 0; further ranks of a native decoder allocate room for hidden states."""
-        if self.rank == 0 or not self.is_native:
+        if self.rank == 0 or self.embeds_on_all_stages:
             return self.whole.embed(weights, ids, row_inputs)
         return torch.zeros(
             len(ids), self.hidden_size, dtype=weights.dtype, device=ids.device

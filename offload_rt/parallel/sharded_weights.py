@@ -1,6 +1,4 @@
-"""The part of a checkpoint that a rank of several has: of each stored tensor the bytes of its part
-of the matrix.
-"""
+"""A rank's shard of a checkpoint: the bytes of each stored tensor that belong to its submatrix."""
 
 import math
 from contextlib import suppress
@@ -12,89 +10,85 @@ from offload_rt.errors import CheckpointError, UnsupportedModelError
 from offload_rt.models.architecture import TensorShape
 from offload_rt.parallel.tensor_parallel import Cut, TensorParallelModel
 from offload_rt.system.ranks import Ranks
-from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.formats import StoredTensor, WeightFormat
+from offload_rt.weights.checkpoint import Checkpoint, stored_block
+from offload_rt.weights.formats import Matrix, StoredTensor, WeightFormat
 from offload_rt.weights.header import TensorRecord
+from offload_rt.weights.layout import BlockRecord
 from offload_rt.weights.source import Source
 
 
 def divide(checkpoint: Checkpoint, model: TensorParallelModel) -> Checkpoint:
-    """The records of a rank's part of a model.
+    """Return the checkpoint of a rank's shard.
 
-    Where a format has no parts by inputs, as of groups in any order, the styles of the model come
-    to say outputs.
-    Raises UnsupportedModelError where a tensor is stored as one.
+    Matrices that a format cannot divide by inputs, e.g. with groups in any order, are divided by
+    outputs instead; this changes the styles of the model.
+    Raises UnsupportedModelError for an indivisible tensor.
     """
     whole = model.whole
     for i in range(whole.n_layers):
-        source = Source(checkpoint.found, whole.layer_prefix(i))
+        source = Source(checkpoint.tensors, whole.layer_prefix(i))
         for tensor in whole.layer_tensors(i):
             if (cut := model.cut(*tensor)) is not None and cut.dim == 1:
                 try:
-                    parts(checkpoint.format, tensor, cut, source)
+                    shard(checkpoint.format, tensor, cut, source)
                 except CheckpointError:
                     model.cut_by_outputs(tensor.name)
 
-    def records(tensors: tuple[TensorShape, ...], prefix: str = "") -> tuple[TensorRecord, ...]:
-        source = Source(checkpoint.found, prefix)
-        found = list[TensorRecord]()
-        for tensor in tensors:
-            if model.has(tensor.name):
-                try:
-                    found += parts(checkpoint.format, tensor, model.cut(*tensor), source)
-                except CheckpointError as error:
-                    what = f"{prefix}{tensor.name} of format {checkpoint.format.name}"
-                    problem = f"{what} cannot be divided among {model.size} ranks"
-                    raise UnsupportedModelError(problem, change="start fewer ranks") from error
-        return tuple(found)
+    def block(tensors: tuple[TensorShape, ...], prefix: str = "") -> BlockRecord:
+        source = Source(checkpoint.tensors, prefix)
+        shards = list[BlockRecord]()
+        for tensor in filter(lambda tensor: model.has(tensor.name), tensors):
+            try:
+                shards.append(shard(checkpoint.format, tensor, model.cut(*tensor), source))
+            except CheckpointError as error:
+                what = f"{prefix}{tensor.name} of format {checkpoint.format.name}"
+                problem = f"{what} cannot be divided among {model.size} ranks"
+                raise UnsupportedModelError(problem, change="start fewer ranks") from error
+        records = tuple(record for part in shards for record in part)
+        matrices = {name: matrix for part in shards for name, matrix in part.matrices.items()}
+        return BlockRecord(records, matrices)
 
     layers = tuple(
-        records(whole.layer_tensors(i), whole.layer_prefix(i)) for i in range(whole.n_layers)
+        block(whole.layer_tensors(i), whole.layer_prefix(i)) for i in range(whole.n_layers)
     )
-    return replace(
-        checkpoint, spec=model, layers=layers, non_layer=records(whole.non_layer_tensors())
-    )
+    non_layer = block(whole.non_layer_tensors())
+    return replace(checkpoint, spec=model, layers=layers, non_layer=non_layer)
 
 
 def part_of(checkpoint: Checkpoint, rank: int, size: int, is_exact: bool) -> Checkpoint:
-    """The part of a rank that is not there: nothing can be computed with it. Raises
-    UnsupportedModelError as `divide`.
-    """
+    """Return the shard of an absent rank, without compute; raises UnsupportedModelError."""
     ranks = cast(Ranks, SimpleNamespace(rank=rank, size=size))
     return divide(checkpoint, TensorParallelModel.of(checkpoint.spec, ranks, is_exact))
 
 
-def parts(
+def shard(
     format: WeightFormat, tensor: TensorShape, cut: Cut | None, source: Source
-) -> list[TensorRecord]:
-    """The records of a part of a matrix, however a format stores it: what it says of the part's
-    shape tells where to cut.
+) -> BlockRecord:
+    """Return the block of a single tensor's shard, in any format.
 
-    Raises CheckpointError where parts cannot be told apart.
+    The stored shapes of the shard determine the cuts of the stored tensors.
+    Raises CheckpointError if the shard is not separable.
     """
     name, shape = tensor
-    stored = format.stored(name, shape, None, source)
-    records = [source.expect(one) for one in stored]
+    whole = stored_block(format, [tensor], source)
     if cut is None:
-        return records
-    # A rank's part is a checkpoint of its own, in which nothing but this matrix is known.
-    names = (source.prefix + one.name for one in stored)
+        return whole
+    # The shard is a checkpoint of this matrix alone.
+    names = (source.prefix + record.key for record in whole)
+    records = {name: source.records[name] for name in names}
     first = cut.first if cut.dim == 0 else 0
-    own = Source({one: source.records[one] for one in names}, source.prefix, (source, shape, first))
+    own = Source(records, source.prefix, (source, shape, first))
     part = format.stored(name, cut.shape(shape), None, own)
     more: tuple[StoredTensor, ...] | None = None
-    # where parts of such a size cannot be stored, this one is of whole groups
+    # if sizes increase in whole groups, a larger shard is not storable
     with suppress(CheckpointError):
-        more = format.stored(name, cut._replace(n=cut.n + 1).shape(shape), None, own)
-    return [
-        _part(
-            replace(record, key=one.key),
-            one,
-            (cut, shape[cut.dim]),
-            None if more is None else more[i].shape,
-        )
-        for i, (record, one) in enumerate(zip(records, part, strict=True))
-    ]
+        more = format.stored(name, cut._replace(n=cut.n + 1).shape(shape), None, own).tensors
+    tensors = tuple(
+        _part(record, piece, (cut, shape[cut.dim]), None if more is None else more[i].shape)
+        for i, (record, piece) in enumerate(zip(whole, part.tensors, strict=True))
+    )
+    matrices = {name.removesuffix(".weight"): part} if isinstance(part, Matrix) else {}
+    return BlockRecord(tensors, matrices)
 
 
 def _part(

@@ -27,8 +27,8 @@ from offload_rt.models.architecture import (
     Mixture,
     PassContext,
     TensorShape,
-    of_whole,
 )
+from offload_rt.parallel.model_part import ModelPart, of_whole
 from offload_rt.system.ranks import Ranks
 
 _LAYERS = "layers.*."
@@ -76,7 +76,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TensorParallelModel(Architecture):
+class TensorParallelModel(ModelPart):
     """A rank's shard of a model. Raises UnsupportedModelError if sharding is impossible.
 
     is_exact  shard all matrices by outputs, so that sums have the summation order of a single rank
@@ -84,8 +84,6 @@ class TensorParallelModel(Architecture):
     experts   experts of each mixture owned by this rank
     """
 
-    whole: Architecture
-    rank: int
     size: int
     is_exact: bool
     ranks: Ranks = field(compare=False, repr=False)
@@ -249,11 +247,11 @@ class TensorParallelModel(Architecture):
         """Concatenate x (..., width) of all ranks along the last dimension."""
         return self.ranks.all_gather(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
-    is_native, notice, state_shapes = (
-        property(of_whole(name)) for name in ("is_native", "notice", "state_shapes")
-    )
-    layer_prefix, is_unused, row_inputs = map(of_whole, ("layer_prefix", "is_unused", "row_inputs"))
-    window, kv_layers = map(of_whole, ("window", "kv_layers"))
+    supports_graphs = property(of_whole("supports_graphs"))
+    state_shapes = property(of_whole("state_shapes"))
+    layer_prefix = of_whole("layer_prefix")
+    window = of_whole("window")
+    kv_layers = of_whole("kv_layers")
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -351,9 +349,9 @@ class DividedWeights(LayerWeights):
         """See `LayerWeights`."""
         return self._own.dtype
 
-    def joined(self, names: Sequence[str]) -> Tensor | None:
+    def fused(self, names: Sequence[str]) -> Tensor | None:
         """See `LayerWeights`; used for experts."""
-        return self._own.joined(names)
+        return self._own.fused(names)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See `LayerWeights`; gathers a sharded tensor."""

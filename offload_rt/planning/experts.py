@@ -17,8 +17,9 @@ from offload_rt.cost.pass_times import (
     PassBytes,
     TouchedExperts,
     pass_time,
+    transfer_s,
 )
-from offload_rt.cost.roofline import met_weights, n_weights
+from offload_rt.cost.roofline import active_weights, n_weights
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.planning.forecast import Forecast
 
@@ -95,11 +96,11 @@ def touched(forecast: Forecast) -> TouchedForecast | None:
         profile = MachineProfile(
             machine.title, False, machine.links, 1.0, machine.fixed_s + computing_s
         )
-        return pass_time(profile, PassBytes((), 0, experts=of_host, far=of_disk))
+        return pass_time(profile, PassBytes((), 0, experts=of_host, disk_experts=of_disk))
 
-    host_s = experts.nbytes / RAM_GBPS / 1e9
+    host_s = transfer_s(experts.nbytes, RAM_GBPS)
     beside = replace(experts, host=HostTimes((1,), (host_s,)))
-    moved, less = (int(one.of_pass(np.array(1), links["host"])) for one in (experts, beside))
+    moved, less = (int(one.pass_nbytes(np.array(1), links["host"])) for one in (experts, beside))
     of_cpu = share * (moved - less) / (of_each * experts.n_used)
     streamed_s = seconds(experts, forecast.row_s)
     on_cpu_s = seconds(beside, (1 - of_cpu) * forecast.row_s)
@@ -122,7 +123,7 @@ def experts_of(sizes: Sizes) -> tuple[TouchedExperts, float] | None:
         if owners.keys() & {one.name, one.name.rpartition(".")[0]}
     ]
     of_experts = n_weights(tensors)
-    met = met_weights(spec, i)
+    met = active_weights(spec, i)
     rest = n_weights(spec.layer_tensors(i)) - of_experts
     nbytes = (sizes.layer_nbytes[i] - rest * sizes.dtype.itemsize) // mixture.n_experts
     return TouchedExperts("host", len(mixture.layers), *mixture[1:], nbytes), 1 - rest / met

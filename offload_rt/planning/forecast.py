@@ -1,5 +1,5 @@
-"""What a model would do on a machine: the engine's own placement and choice of tree, run on the
-simulator's virtual clock.
+"""Forecasts of a model on a machine: the engine's placement and choice of tree, timed by the cost
+model.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,10 @@ import numpy as np
 
 from offload_rt.config import EngineConfig, format_size
 from offload_rt.cost.card import Card
+from offload_rt.cost.decoding import Decoding, PairTimes, predict_decoding, select_topology
 from offload_rt.cost.estimator import CostEstimator
-from offload_rt.cost.pass_times import ComputeTimes, MachineProfile
-from offload_rt.cost.roofline import Roof, head_share
-from offload_rt.cost.tree_size import choose, sizes_up_to
+from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, transfer_s
+from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import (
     LIBRARIES,
@@ -27,11 +27,8 @@ from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.offload.placement import MemoryBudget, Plan, least_budget
 from offload_rt.planning.acceptance import SELF, Assumed
 from offload_rt.planning.ranks import ALONE, Parallelism
-from offload_rt.planning.simulate import Costs, Generation, StreamSchedule, generate
 from offload_rt.planning.sizes import copies, decoded_nbytes, formats, is_plain
-from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import pick_drafter
-from offload_rt.tree.search import search
 from offload_rt.tree.topology import Topology
 
 # Seconds of a pass on a card besides its layers and its head: embedding, sampling, verification
@@ -51,8 +48,6 @@ _N_POINTS = 12
 _FIRST_RAM = 16 << 30
 # A context of fewer tokens is short.
 _SHORT_CONTEXT = 2048
-# Choosing a tree asks what a level of the draft takes, and that depends on the tree.
-_ROUNDS = 3
 # A pass so much longer than one of a single row is limited by its products, not by reading the
 # weights.
 _OF_PRODUCTS = 1.5
@@ -65,9 +60,8 @@ class Machine:
     budget      bytes that may be used
     links       ("disk", GB/s) and ("host", GB/s)
     roof        what it reaches with numbers of a dtype
-    level_s     see `Costs`
+    level_s     see `PairTimes`
     decode_gbps GB/s of weights that are decoded
-    contention  see `StreamSchedule`
     ranks       of which this is what one has
     sources     where its figures are from, a sentence each
     """
@@ -79,7 +73,6 @@ class Machine:
     fixed_s: float = 0.0
     level_s: float = 0.0
     decode_gbps: float = DECODE_GBPS
-    contention: float = 0.0
     ranks: Parallelism = ALONE
     sources: tuple[str, ...] = ()
 
@@ -105,26 +98,25 @@ class Machine:
             roof=lambda _: Roof.of(card),
             fixed_s=_FIXED_S,
             level_s=LEVEL_S,
-            contention=1.0 / card.memory_gbps,
             sources=(
                 f"card: {card.source}",
                 "its link: given" if link_gbps else f"{card.link.name}: {card.link.source}",
             ),
         )
 
-    def costs(self, target: Sizes, draft: Sizes | None, plan: Plan) -> Costs:
+    def costs(self, target: Sizes, draft: Sizes | None, plan: Plan) -> PairTimes:
         """What computing takes. A draft model is replayed as graphs, and so is a native target that
         is resident as a whole.
         """
         is_encoded = [target.link is not None and tier != "device" for tier in plan.tiers]
-        decode_s = decoded_nbytes(target, is_encoded) / self.decode_gbps / 1e9
+        decode_s = transfer_s(decoded_nbytes(target, is_encoded), self.decode_gbps)
         of_target = self._times(target, plan.is_resident, self.ranks, decode_s=decode_s)
         of_draft = None
         if draft is not None:
             share = draft_nbytes(draft, plan) / decoded_nbytes(draft) if draft.stand_in else 1.0
             ranks = self.ranks if draft.stand_in or self.ranks.split_draft else ALONE
             of_draft = self._times(draft, True, ranks, share)
-        return Costs(of_target, of_draft, head_share(target.spec), self.fixed_s, self.level_s)
+        return PairTimes(of_target, of_draft, self.level_s)
 
     def _times(
         self,
@@ -141,8 +133,8 @@ class Machine:
         itemsize = sizes.dtype.itemsize
         is_quantised = not (sizes.stand_in or is_plain(sizes))
         return self.roof(sizes.dtype).compute_times(
-            spec, sizes.dtype, is_replayed and spec.is_native, share,
-            is_quantised * itemsize / self.decode_gbps / 1e9,
+            spec, sizes.dtype, is_replayed and spec.supports_graphs, share,
+            transfer_s(is_quantised * itemsize, self.decode_gbps),
             lambda n_rows: decode_s + ranks.exchange_s(sizes.spec, itemsize, n_rows),
         )  # fmt: skip
 
@@ -208,8 +200,8 @@ class Forecast:
     """What would happen.
 
     topology   of the trees; one node for plain decoding
-    run        on the virtual clock, with trees
-    plain      on the virtual clock, without
+    run        decoding with trees
+    plain      decoding without trees
     moved      bytes that cross each link in a pass
     draft_s    seconds of drafting a tree, compute_s of layers and head
     row_s      seconds of computing a pass of one row
@@ -220,8 +212,8 @@ class Forecast:
     machine: Machine
     memory_plan: MemoryPlan
     topology: Topology
-    run: Generation
-    plain: Generation
+    run: Decoding
+    plain: Decoding
     moved: dict[str, int]
     draft_s: float
     compute_s: float
@@ -236,15 +228,16 @@ class Forecast:
             return None
         head = draft.spec.vocab_size * draft.spec.hidden_size * draft.dtype.itemsize
         nbytes = draft_nbytes(draft, self.memory_plan.plan) + head
-        rate = self.machine.roof(draft.dtype).bandwidth
+        roof = self.machine.roof(draft.dtype)
         seconds = self.draft_s / (self.topology.n_levels - 1)
-        return DraftLevel(seconds, nbytes, rate / 1e9, seconds / (nbytes / rate))
+        ratio = seconds / roof.seconds(0.0, nbytes)
+        return DraftLevel(seconds, nbytes, roof.bandwidth / 1e9, ratio)
 
     @property
     def link_s(self) -> dict[str, float]:
         """Seconds for which a pass keeps each link busy."""
         return {
-            name: nbytes / dict(self.machine.links)[name] / 1e9
+            name: transfer_s(nbytes, dict(self.machine.links)[name])
             for name, nbytes in self.moved.items()
         }
 
@@ -273,8 +266,9 @@ class Forecast:
 
 
 def predict(request: PlanRequest, machine: Machine) -> Forecast:
-    """Place the model, choose the tree, and run the loop. Raises CapacityError where it does not
-    fit.
+    """Place the model, choose the tree, and predict its speed.
+
+    Raises CapacityError if the model does not fit.
     """
     config = request.config
     target, draft = request.models
@@ -290,15 +284,13 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
     costs = machine.costs(target, draft, fitted.plan)
     itemsize = target.dtype.itemsize
     exchanged = machine.ranks.crossing(target.spec, itemsize) if fitted.plan.streamed_nbytes else 0
-    schedule = replace(
-        StreamSchedule.of(fitted.plan, machine.links, machine.contention), exchanged=exchanged
-    )
     profile = MachineProfile(
         machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target
     )
     moved = replace(fitted.plan.pass_bytes, exchanged=exchanged)
-    topology = _tree(request, fitted.limits, costs, CostEstimator(profile, moved))
+    cost = CostEstimator(profile, moved)
     by_rank = request.acceptance.by_rank
+    topology = select_topology(cost, costs, by_rank, fitted.limits, context)
     draft_s = costs.draft_s(topology, context)
     row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
     return Forecast(
@@ -306,8 +298,8 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
         machine=machine,
         memory_plan=fitted,
         topology=topology,
-        run=generate(schedule, costs, (topology, by_rank), (context, context + request.tokens)),
-        plain=generate(schedule, costs, (Topology.chain(1), by_rank), (context, context + 1)),
+        run=predict_decoding(cost, costs, topology, by_rank, context, request.tokens),
+        plain=predict_decoding(cost, costs, Topology.chain(1), by_rank, context, 1),
         moved=moved.at(context, len(topology)),
         draft_s=draft_s,
         compute_s=compute_s,
@@ -341,28 +333,6 @@ def short_context(forecast: Forecast) -> str:
         f"{short}: --max-model-len {wanted} takes {format_size(nbytes)} more and gives"
         f" {seconds:.3f} s per token"
     )
-
-
-def _tree(request: PlanRequest, limits: DraftLimits, costs: Costs, cost: CostEstimator) -> Topology:
-    """The tree with the least time for a token, by the cost model, as drafters of a chosen shape
-    choose it.
-    """
-    if costs.draft is None or limits.n_nodes == 1:
-        return Topology.chain(1)
-    table = search(request.acceptance.by_rank, limits.n_nodes, limits.n_levels)
-    sizes = np.array([limits.n_nodes]) if limits.fixed_size else sizes_up_to(limits.n_nodes)
-    least_levels = limits.n_levels if limits.fixed_depth else 1 + limits.fixed_size
-    topology = Topology.chain(2)
-    for _ in range(_ROUNDS):
-        level_s = costs.draft_s(topology, request.context) / max(topology.n_levels - 1, 1)
-        seconds = cost.seconds(
-            sizes[:, None], request.context, level_s * np.arange(limits.n_levels)
-        )
-        n_nodes, n_levels, _ = choose(table.values, sizes, seconds, least_levels)
-        topology = table.topology(n_nodes, n_levels)
-        if len(topology) == 1:
-            break
-    return topology
 
 
 @dataclass(frozen=True)
@@ -441,7 +411,7 @@ def alternatives(
         requests = {"none": replace(request, config=plain, models=(sizes, None))}
         if draft is not None and not draft.stand_in:
             requests["draft model"] = replace(request, models=(sizes, draft))
-        if is_plain(sizes) and sizes.spec.is_native:
+        if is_plain(sizes) and sizes.spec.supports_self_draft:
             config = replace(request.config, drafter=SELF, draft_model=None)
             models = (sizes, copies(sizes, on_card))
             requests[SELF] = replace(request, config=config, models=models, acceptance=of_self)

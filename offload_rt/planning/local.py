@@ -10,7 +10,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
-from offload_rt.engine.engine_plan import memory_budget, pick_device
+from offload_rt.engine.device import memory_budget, pick_device
 from offload_rt.errors import SettingsError
 from offload_rt.offload.disk import DiskTier
 from offload_rt.ops.linear import linear

@@ -20,15 +20,10 @@ from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.speculate.select import check_pair
 from offload_rt.weights import gguf, int4
-from offload_rt.weights.checkpoint import (
-    Checkpoint,
-    find_config,
-    locate,
-    open_checkpoint,
-    open_headers,
-)
+from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint, open_headers
 from offload_rt.weights.formats import format_of
-from offload_rt.weights.layout import decoded_layout, packed_layout
+from offload_rt.weights.layout import packed_layout
+from offload_rt.weights.locate import find_config, locate
 
 # Part of their bytes that layers of 16-bit weights take encoded without loss (docs/formats.md: 0.70
 # of two models).
@@ -51,14 +46,14 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
     if config.draft_model is None:
         head = (
             head_of(None, target.spec)
-            if target.spec.is_native and config.drafter == "auto"
+            if target.spec.supports_mtp and config.drafter == "auto"
             else None
         )
         return target, None if head is None else Sizes.of_spec(head, target.dtype)
     raw = KNOWN.get(config.draft_model.lower()) or find_config(
         config.draft_model, None, config.offline
     )
-    head = head_of(raw, target.spec) if target.spec.is_native else None
+    head = head_of(raw, target.spec) if target.spec.supports_heads else None
     if head is not None:
         return target, Sizes.of_spec(head, target.dtype)
     draft = _sizes_of(config.draft_model, None, replace(config, dtype="auto"))
@@ -88,7 +83,7 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
     if checkpoint is not None:
         named = checkpoint.spec.dtype_name or checkpoint.dtype
         dtype = DTYPES[named if config.dtype == "auto" else config.dtype]
-        layers = tuple(decoded_layout(layer).nbytes for layer in checkpoint.layers)
+        layers = tuple(layer.layout.nbytes for layer in checkpoint.layers)
         return replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layers, dtype=dtype)
     stored = raw.pop("quantization_config", None)
     spec = spec_of(raw)

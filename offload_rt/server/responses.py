@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from offload_rt.llm import Output, Piece
+from offload_rt.llm import Piece
 from offload_rt.sampling import Logprob
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
 from offload_rt.server.tools import ToolParser
@@ -25,6 +25,7 @@ class Choice:
     """One answer so far.
 
     text      content without tool calls
+    end       finish reason of the sequence; None before the end
     position  position of the next token in the text; None unless log-probabilities need it
     """
 
@@ -34,15 +35,13 @@ class Choice:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     calls: list[Json] = field(default_factory=list)
-    output: Output | None = None
+    end: str | None = None
     position: TextStream | None = None
 
     @property
     def finish_reason(self) -> str | None:
         """Finish reason as named by OpenAI; None before the end."""
-        if self.output is None:
-            return None
-        return "tool_calls" if self.calls else self.output.finish_reason
+        return "tool_calls" if self.end and self.calls else self.end
 
     def locate(self, tokens: Sequence[int]) -> list[int]:
         """Return the text offset of each token, and advance behind the tokens.
@@ -119,12 +118,14 @@ class Answer:
         if self._request.reads_only:
             piece = replace(piece, text="", token_ids=[], logprobs=[])
         text, calls = choice.tools.feed(piece.text)
-        if piece.output is not None:
-            choice.output = piece.output
+        if piece.finish_reason is not None:
+            choice.end = piece.finish_reason
             rest = choice.tools.end()
             text += rest.text
             calls += rest.calls
         first_call = len(choice.calls)
+        if self._chat and self._chat.max_calls is not None:
+            calls = calls[: self._chat.max_calls - first_call]
         offsets = choice.locate(piece.token_ids) if piece.logprobs else []
         choice.text += text
         choice.calls += calls

@@ -9,7 +9,7 @@ import reprlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fastapi import Request, Response
@@ -29,7 +29,6 @@ from offload_rt.server.protocol import ChatRequest, CompletionRequest, read_body
 from offload_rt.server.responses import Answer, Json
 
 GenerationRequest = CompletionRequest | ChatRequest
-Arrivals = asyncio.Queue[tuple[int, Piece | Exception]]
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=BaseModel)
 _RETRY_S = 5
@@ -127,34 +126,30 @@ class Service:
         """Yield the chunks of a stream. Leaving the iterator aborts the answers."""
         started = time.perf_counter()
         end = "aborted"
-        arrivals: Arrivals = asyncio.Queue()
-        tasks: list[asyncio.Task[None]] = []
-        n_left = len(answer.choices)
         has_begun = False
         echo = isinstance(request, CompletionRequest) and request.echo
         try:
             prompts = await asyncio.to_thread(self._tokenize, request)
             answer.start(prompts)
-            for i in range(n_left):
-                run = self._run(i, prompts[i // params.n], params, arrivals)
-                tasks.append(asyncio.create_task(run))
-            while n_left:
-                left_s = started + self.limits.timeout_s - time.perf_counter()
-                i, piece = await asyncio.wait_for(arrivals.get(), max(left_s, 0))
-                if isinstance(piece, Exception):
-                    raise piece
-                if not has_begun:
-                    has_begun = True
-                    self.metrics.first_token.observe(time.perf_counter() - started)
-                    self.metrics.prompt_tokens.inc(answer.n_prompt)
-                    for chunk in answer.role_chunks():
-                        yield chunk
-                if echo and not answer.choices[i].n_tokens:
-                    prompt = prompts[i // params.n]
-                    yield await asyncio.to_thread(self._echo, answer, i, prompt, piece)
-                self.metrics.tokens.inc(len(piece.token_ids))
-                n_left -= piece.output is not None
-                yield answer.add(i, piece)
+            async with aclosing(self.llm.astream_all(prompts, params)) as pieces:
+                while True:
+                    left_s = started + self.limits.timeout_s - time.perf_counter()
+                    arrival = await asyncio.wait_for(anext(pieces, None), max(left_s, 0))
+                    if arrival is None:
+                        break
+                    i_prompt, piece = arrival
+                    i = i_prompt * params.n + piece.index
+                    if not has_begun:
+                        has_begun = True
+                        self.metrics.first_token.observe(time.perf_counter() - started)
+                        self.metrics.prompt_tokens.inc(answer.n_prompt)
+                        for chunk in answer.role_chunks():
+                            yield chunk
+                    if echo and not answer.choices[i].n_tokens:
+                        prompt = prompts[i_prompt]
+                        yield await asyncio.to_thread(self._echo, answer, i, prompt, piece)
+                    self.metrics.tokens.inc(len(piece.token_ids))
+                    yield answer.add(i, piece)
             end = answer.choices[0].finish_reason or ""
         except TimeoutError as error:
             end = "timeout"
@@ -165,23 +160,8 @@ class Service:
             raise
         finally:
             self.n_open -= len(answer.choices)
-            for task in tasks:
-                task.cancel()
             self.metrics.requests.labels(end).inc()
             self.metrics.request_seconds.observe(time.perf_counter() - started)
-
-    async def _run(
-        self, i: int, prompt: list[int], params: SamplingParams, arrivals: Arrivals
-    ) -> None:
-        """Generate one answer into the queue."""
-        seed = None if params.seed is None else (params.seed + i % params.n) % 2**63
-        try:
-            stream = self.llm.astream(prompt, replace(params, n=1, seed=seed))
-            async with aclosing(stream) as pieces:
-                async for piece in pieces:
-                    arrivals.put_nowait((i, piece))
-        except Exception as error:  # the request raises it
-            arrivals.put_nowait((i, error))
 
     async def _events(
         self, first: Json, chunks: AsyncIterator[Json], answer: Answer, has_usage: bool
@@ -242,10 +222,6 @@ class Service:
             raise SettingsError("continue_final_message", need=need, change="set it to false")
         template = str(self.llm.tokenizer and self.llm.tokenizer.chat_template)
         wanted = request.wanted_format
-        if wanted and "response_format" not in template:
-            need = "a model whose chat template supports it, or text"
-            problem = f"response_format {wanted['type']}"
-            raise SettingsError(problem, need=need, change="ask in the prompt")
         if request.offered_tools and "tools" not in template:
             need = "a model whose chat template supports tools"
             raise SettingsError("tools", need=need, change="describe them in the prompt")
@@ -255,7 +231,7 @@ class Service:
             "tools": request.offered_tools,
             **variables,
         }
-        if wanted:
+        if wanted and "response_format" in template:
             options["response_format"] = wanted
         return self.llm.encode_chat(request.turns(), options)
 

@@ -32,7 +32,7 @@ from offload_rt.offload.streamer import LayerView
 from offload_rt.ops import reference
 from offload_rt.sampling import TopTokens
 from offload_rt.system.files import cache_directory, write_atomically
-from offload_rt.weights.formats import dense
+from offload_rt.weights.view import View
 
 _RANK = 16
 # Minimum labelled tokens of a passage (a pass may add more), and context tokens before them.
@@ -92,7 +92,7 @@ class Adapter:
         self._weight.copy_(self._original.to(self._weight.device) + b @ a)
 
 
-class AdaptedView(dense.View):
+class AdaptedView(View):
     """Draft layer with a share of its trained adapters, independent of merged changes."""
 
     share = 1.0
@@ -152,9 +152,9 @@ class Learner:
         generator = torch.Generator().manual_seed(0)
         self._layers = [AdaptedView(block, draft, generator) for block in draft.streamer.sweep()]
         rest = draft.non_layer
-        assert isinstance(rest, dense.View), "only dense weights are trained"
+        assert isinstance(rest, View), "only dense weights are trained"
         # A separate view: tensors created in inference mode cannot record gradients.
-        self._rest = dense.View(rest.layout, rest.block, draft.dtype)
+        self._rest = View(rest.layout, rest.block, draft.dtype)
         parameters = self._parameters()
         self._optimizer = torch.optim.AdamW(parameters.values(), lr=_RATE, weight_decay=0.0)
         # First labelled token, and the labels per pass.

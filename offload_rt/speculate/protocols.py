@@ -7,9 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.speculate.pair_stats import PairStats
 
 if TYPE_CHECKING:  # a plan asks for limits and types alone
+    from pathlib import Path
+
     from torch import Tensor
 
     from offload_rt.cost.estimator import CostEstimator
@@ -19,28 +22,13 @@ if TYPE_CHECKING:  # a plan asks for limits and types alone
     from offload_rt.speculate.draft_model import DraftModel
     from offload_rt.speculate.learner import Learner
     from offload_rt.tree.topology import DraftTree, Topology, Verdict
+    from offload_rt.weights.checkpoint import Checkpoint
 
 # Rows computed for each node of the final tree: a growing tree drops nodes for better ones.
 ROWS_PER_NODE = 2
 _SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
 # Self-drafting: a level costs about as much as a pass, so trees are small.
 SELF_SIZES = (64, 32, 16, 8)
-
-
-@dataclass(frozen=True)
-class DraftLimits:
-    """Upper bounds of tree sizes.
-
-    n_nodes      nodes of all trees in a pass, including roots and unverified rows
-    n_levels     levels of a single tree, including the root
-    fixed_size   use `n_nodes` wherever memory allows, regardless of the expected time
-    fixed_depth  likewise for `n_levels`
-    """
-
-    n_nodes: int
-    n_levels: int
-    fixed_size: bool = False
-    fixed_depth: bool = False
 
 
 class Drafter(Protocol):
@@ -123,8 +111,8 @@ class DraftParts:
 
     child_sampling  sibling sampling required by the verification rule
     coupled_up_to   see `VerificationRule.coupled_up_to`
-    model           draft model, or None
-    small           second draft model, which drafts for `model` (TriForce)
+    draft_model     draft model, heads or copies; None if not declared
+    self_model      views of the target; None if not declared
     shape           fixed topology in level order; None to select by cost
     learner         trains the draft model; None to keep its weights
     """
@@ -133,61 +121,90 @@ class DraftParts:
     cost: CostEstimator
     child_sampling: str
     coupled_up_to: float = 0.0
-    model: DraftModel | None = None
-    small: DraftModel | None = None
+    draft_model: DraftModel | None = None
+    self_model: DraftModel | None = None
     pair_stats: PairStats = field(default_factory=PairStats)
     shape: Topology | None = None
     learner: Learner | None = None
 
 
-def whole_model(*parts: Any) -> DraftModel:
-    """A draft model with a vocabulary and caches of its own."""
+def open_draft_model(*parts: Any) -> DraftModel:
+    """Open a draft model with a vocabulary and caches of its own."""
     from offload_rt.speculate.draft_model import DraftModel
 
     return DraftModel(*parts)
 
 
 @dataclass(frozen=True)
+class DraftResources:
+    """Models, heads and caches that the engine provides for a drafter.
+
+    needs_model    complete draft model from --draft-model
+    find_heads     (directory, target) -> checkpoint of draft heads, None if the directory has none
+    built_in       search for the heads in the target's checkpoint without --draft-model
+    copies_target  draft with 4-bit copies of the streamed layers, resident on the device
+    open_model     opens model, heads or copies
+    draft_context  context limit of the draft model; None for all its positions
+    view           cache class for views of the target's caches
+    view_rows      default budget of verified tokens in a view
+    """
+
+    needs_model: bool = False
+    find_heads: Callable[[Path, Checkpoint], Checkpoint | None] | None = None
+    built_in: bool = False
+    copies_target: bool = False
+    open_model: Callable[..., DraftModel] = open_draft_model
+    draft_context: int | None = None
+    view: type[SparseCache] | None = None
+    view_rows: int = 512
+
+    @property
+    def uses_checkpoint(self) -> bool:
+        """Whether --draft-model applies."""
+        return self.needs_model or self.find_heads is not None
+
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Whether --draft-model is required."""
+        return self.uses_checkpoint and not self.built_in
+
+    @property
+    def is_self_draft(self) -> bool:
+        """Whether the target drafts with its layers or copies of them."""
+        return self.copies_target or self.view is not None
+
+
+DRAFT_MODEL = DraftResources(needs_model=True)
+
+
+@dataclass(frozen=True)
 class DrafterType:
     """Registry entry of a drafter.
 
-    needs_model        requires a draft model
     gives_draft_probs  children are drawn from known distributions at temperature > 0
     best_rule          default rule, a module name in verify/
     default_sizes      tree sizes, tried in turn until one fits into memory
     n_levels           default depth limit; deeper candidates are rarely reached
-    model              opener of the draft model or heads
-    view               cache class for self-drafting; None if the target does not draft
-    view_rows          default budget of verified tokens in a view
-    draft_context      default context limit of the draft model; None for all its positions
-    drafts_by_copy     draft with 4-bit copies of the streamed layers, resident on the device
     """
 
     open: Callable[[DraftParts], Drafter]
-    needs_model: bool
     gives_draft_probs: bool
     best_rule: str
     default_sizes: tuple[int, ...]
     n_levels: int = 24
-    model: Callable[..., DraftModel] = whole_model
-    view: type[SparseCache] | None = None
-    view_rows: int = 512
-    draft_context: int | None = None
-    drafts_by_copy: bool = False
+    resources: DraftResources = DraftResources()
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether trees may have more than a root."""
+        return self.default_sizes != (1,)
 
 
 def tree_drafter(
-    dynamic_at_zero: bool,
-    dynamic_above: bool,
-    model: Callable[..., DraftModel] = whole_model,
-    needs_model: bool = True,
-    view: type[SparseCache] | None = None,
-    drafts_by_copy: bool = False,
+    dynamic_at_zero: bool, dynamic_above: bool, resources: DraftResources = DRAFT_MODEL
 ) -> DrafterType:
     """Type of a `TreeDrafter`; above temperature 0, the rule decides the sampling of children of
     static trees.
-
-    The other arguments are fields of `DrafterType`.
     """
 
     def opened(parts: DraftParts) -> Drafter:
@@ -197,13 +214,10 @@ def tree_drafter(
 
     return DrafterType(
         open=opened,
-        needs_model=needs_model and view is None and not drafts_by_copy,
         gives_draft_probs=not dynamic_above,
         best_rule="coupled" if dynamic_above else "adaptive" if dynamic_at_zero else "traversal",
-        default_sizes=_SIZES if view is None else SELF_SIZES,
-        model=model,
-        view=view,
-        drafts_by_copy=drafts_by_copy,
+        default_sizes=_SIZES if resources.view is None else SELF_SIZES,
+        resources=resources,
     )
 
 

@@ -6,21 +6,26 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.errors import SettingsError
 from offload_rt.kv.split import LEAST_BUDGET
 from offload_rt.models.architecture import Architecture
-from offload_rt.speculate.protocols import DrafterType, DraftLimits, VerificationRule, whole_model
+from offload_rt.speculate.protocols import DrafterType, VerificationRule
 from offload_rt.system import registry
 from offload_rt.text.detokenize import load_tokenizer
-from offload_rt.weights.checkpoint import Checkpoint, locate, open_checkpoint
+from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
 from offload_rt.weights.heads import find_mtp, open_head
+from offload_rt.weights.locate import locate
 
 if TYPE_CHECKING:  # importing transformers takes a second, and plans need no tokenizer
     from transformers import PreTrainedTokenizerBase
 
 # Share of the memory budget available to default trees.
 _TREE_SHARE = 1 / 8
+# Drafters of `--drafter auto`, without and with a draft model.
+_DEFAULT = "recycle"
+_DEFAULT_WITH_MODEL = "adaptive_tree"
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,12 @@ class Drafting:
     def child_sampling(self) -> str:
         """Sibling sampling for the drafter; any sampling is valid if the rule accepts all trees."""
         return self.rule.child_sampling or "without_replacement"
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether drafting reads the target's layers, caches or hidden states."""
+        has_heads = self.draft is not None and bool(self.draft.spec.taps)
+        return self.type.resources.is_self_draft or has_heads
 
     def draft_dtype(self, dtype: DType) -> DType:
         """Return the compute dtype of the draft. Heads share weights with the target."""
@@ -92,13 +103,14 @@ def pick_drafter(config: EngineConfig) -> Drafting:
     """Select drafter and rule. Raises SettingsError for an invalid combination of settings."""
     name = config.drafter
     if name == "auto":
-        name = "recycle" if config.draft_model is None else "adaptive_tree"
+        name = _DEFAULT if config.draft_model is None else _DEFAULT_WITH_MODEL
     chosen = drafter_type(name)
-    if config.draft_model is not None and not (chosen.needs_model or name == "mtp"):
+    resources = chosen.resources
+    if config.draft_model is not None and not resources.uses_checkpoint:
         users = [
             drafter
             for drafter in registry.names("speculate.draft")
-            if drafter_type(drafter).needs_model
+            if drafter_type(drafter).resources.needs_checkpoint
         ]
         raise SettingsError(
             f"--draft-model with --drafter {name}",
@@ -106,18 +118,20 @@ def pick_drafter(config: EngineConfig) -> Drafting:
             have=name,
             change=f"omit --draft-model, or use --drafter {' or '.join(users)}",
         )
-    if name == "none" and (config.tree_size or config.tree_depth):
+    if not chosen.has_trees and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
         raise SettingsError(
-            f"{flag} with --drafter none", need="a tree drafter", change=f"omit {flag} or --drafter"
+            f"{flag} with --drafter {name}",
+            need="a tree drafter",
+            change=f"omit {flag} or --drafter",
         )
-    if config.draft_model is None and chosen.needs_model:
+    if config.draft_model is None and resources.needs_checkpoint:
         raise SettingsError(
             f"--drafter {name}", need="a draft model", change="add --draft-model PATH"
         )
-    has_draft = chosen.needs_model and chosen.model is whole_model
+    can_limit_context = resources.view is not None or resources.needs_model
     if config.draft_context is not None and (
-        not (chosen.view or has_draft) or config.draft_context < LEAST_BUDGET
+        not can_limit_context or config.draft_context < LEAST_BUDGET
     ):
         problem = f"--draft-context {config.draft_context} with --drafter {name}"
         need = f"at least {LEAST_BUDGET} tokens, and a draft model or a self-drafting drafter"
@@ -136,11 +150,10 @@ def pick_drafter(config: EngineConfig) -> Drafting:
             change="use --rule match",
         )
     learning = config.learn_draft
-    if chosen.view is None:
-        return Drafting(
-            name, replace(chosen, draft_context=config.draft_context), rule, learning=learning
-        )
-    view_rows = config.draft_context or chosen.view_rows
+    if resources.view is None:
+        limited = replace(resources, draft_context=config.draft_context)
+        return Drafting(name, replace(chosen, resources=limited), rule, learning=learning)
+    view_rows = config.draft_context or resources.view_rows
     return Drafting(name, chosen, rule, view_rows=view_rows, learning=learning)
 
 
@@ -157,18 +170,19 @@ def find_draft(
     Raises SettingsError if target and draft, or draft and drafter, are incompatible.
     """
     chosen = drafting or pick_drafter(config)
+    resources = chosen.type.resources
     head = None
     if config.draft_model is not None:
         directory = locate(config.draft_model, None, config.offline)
-        head = (find_mtp if chosen.name == "mtp" else open_head)(directory, target)
-        if head is None and chosen.type.model is whole_model:
+        head = (resources.find_heads or open_head)(directory, target)
+        if head is None and resources.needs_model:
             draft = open_checkpoint(directory)
             check_pair(target.spec, draft.spec, (tokenizer, load_tokenizer(directory)))
             return replace(chosen, draft=draft)
-    elif chosen.name == "mtp" or (config.drafter == "auto" and drafting is None):
-        head = find_mtp(target.path, target)
+    elif resources.built_in or (config.drafter == "auto" and drafting is None):
+        head = (resources.find_heads or find_mtp)(target.path, target)
     if head is None:
-        if chosen.type.model is whole_model:
+        if resources.find_heads is None:
             return chosen
         need = f"a checkpoint with {chosen.name} heads"
         have = "a checkpoint without heads"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import psutil
 
-# Of control groups, by the controller that their line names (none in version 2): folder, files of
-# the limit and the usage.
+# Control groups by controller (none in version 2): folder, limit file and usage file.
 _CGROUPS = {
     "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -15,9 +14,7 @@ _CGROUPS = {
 
 
 def memory_limit() -> int:
-    """Bytes of memory this process may use: the machine's, its container's, or its address-space
-    limit.
-    """
+    """Return the memory limit of this process: machine, container or address space."""
     of_groups = (limit for _, limit, _ in _cgroups())
     of_process = (
         resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
@@ -27,9 +24,7 @@ def memory_limit() -> int:
 
 
 def cache_nbytes() -> int:
-    """Bytes of the largest cache of the first core, as the kernel tells them; 0 where it does
-    not.
-    """
+    """Return the bytes of the largest cache of the first core; 0 if unknown."""
     sizes = (
         _lines(path)[0] for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     )
@@ -37,9 +32,7 @@ def cache_nbytes() -> int:
 
 
 def cards() -> list[str]:
-    """Names of the NVIDIA cards that the driver sees, whether torch can use them or not; none where
-    there is no driver.
-    """
+    """Return the names of NVIDIA GPUs known to the driver; empty without a driver."""
     import pynvml
 
     try:
@@ -53,13 +46,13 @@ def cards() -> list[str]:
 
 
 def memory_free() -> int:
-    """Bytes this process may still take without swapping or being killed by its container."""
+    """Return the bytes this process may allocate without swapping or exceeding its container."""
     free = min(
         psutil.virtual_memory().available, memory_limit() - psutil.Process().memory_info().rss
     )
     for folder, limit, usage in _cgroups():
         stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
-        # Page cache counts as usage and is given back on demand.
+        # Usage includes page cache, which the kernel reclaims on demand.
         free = min(
             free,
             limit - usage + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0)),
@@ -68,13 +61,11 @@ def memory_free() -> int:
 
 
 def _cgroups() -> Iterator[tuple[Path, int, int]]:
-    """Folder, limit and usage in bytes of each control group that limits the memory of this
-    process.
-    """
+    """Yield folder, limit and usage in bytes of the control groups of this process."""
     for line in _lines(Path("/proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
         for root, limit_name, usage_name in (
-            _CGROUPS[one] for one in controllers.split(",") if one in _CGROUPS
+            _CGROUPS[name] for name in controllers.split(",") if name in _CGROUPS
         ):
             folder = root / path.strip("/")
             for group in (folder, *folder.parents):

@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload_rt.errors import CapacityError, CheckpointError, PromptError
+from offload_rt.errors import CapacityError, CheckpointError, PromptError, SettingsError
 
 if TYPE_CHECKING:  # The import takes 0.3 s; `offload-rt plan` needs no tokenizer.
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -140,10 +140,9 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
 
 
 def _type_of_model(path: Path) -> "PreTrainedConfig | None":
-    """A config of the model's type alone, where tokenizer_config.json names the class; None:
-    transformers reads the whole.
+    """Return a minimal config if tokenizer_config.json names the tokenizer class, else None.
 
-    The whole config loads the model's config class, which takes longer than the tokenizer itself.
+    The complete config imports the model's config class, which is slower than the tokenizer.
     """
     about = path / "tokenizer_config.json"
     config = path / "config.json"
@@ -156,10 +155,10 @@ def _type_of_model(path: Path) -> "PreTrainedConfig | None":
         return None
     from transformers import PreTrainedConfig
 
-    found = PreTrainedConfig()
+    minimal = PreTrainedConfig()
     kind = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
-    found.model_type = kind  # type: ignore[misc]  # of this config alone
-    return found
+    minimal.model_type = kind  # type: ignore[misc]  # changes this instance only
+    return minimal
 
 
 def _load_gguf_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
@@ -197,6 +196,20 @@ def encode(
     except Exception as error:  # tokenizers raises bare Exception for gaps in the vocabulary
         problem = f"the model's tokenizer failed: {_brief(error)}"
         raise PromptError(problem, change="use the tokenizer of this model") from error
+
+
+def set_chat_template(tokenizer: "PreTrainedTokenizerBase | None", path: Path) -> None:
+    """Replace the chat template by that of a file.
+
+    Raises SettingsError for an unreadable file, PromptError without a tokenizer.
+    """
+    if tokenizer is None:
+        raise PromptError("--chat-template", need="a tokenizer", have="a checkpoint without one")
+    try:
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"--chat-template {path} cannot be read: {_brief(error)}"
+        raise SettingsError(problem, change="give a text file with a Jinja template") from error
 
 
 def encode_chat(

@@ -1,9 +1,7 @@
-"""GGUF files: their header, every count and length of it bounded, as the config and tensors of a
-transformers checkpoint.
+"""GGUF headers as config and tensors of a transformers checkpoint; all counts are bounded.
 
-Layout: the magic word, counts of tensors and metadata, the metadata, the tensors' names, shapes,
-types and offsets, and behind padding their bytes
-(github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+Layout: magic, counts of tensors and metadata, metadata, tensor entries (name, shape, type, offset),
+padding, tensor bytes (github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 """
 
 import math
@@ -14,7 +12,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError, UnsupportedModelError
@@ -41,8 +39,8 @@ _TEXT = 8
 _ARRAY = 9
 _FLOATS = {0: "F32", 1: "F16", 28: "F64", 30: "BF16"}
 _BLOCKS = {block.number: name for name, block in BLOCKS.items()}
-# A vocabulary has some 2^18 entries, a chat template some kilobytes.
-_MOST_ENTRIES = 1 << 22
+# A vocabulary has about 2^18 entries, a chat template a few kilobytes.
+_MAX_ENTRIES = 1 << 22
 _LONGEST = 1 << 24
 _LONGEST_KEPT = 1 << 10
 _PART = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})\.gguf")
@@ -78,19 +76,17 @@ _END_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "e
 
 @dataclass(frozen=True)
 class Storage:
-    """What stands for a quantization_config.
+    """Replacement for a quantization_config.
 
-    head_dim  where the rows of queries and keys lie in the order of llama.cpp's rotation, pairs
-              together; else None
+    head_dim  if rows of queries and keys have llama.cpp's rotation order (adjacent pairs), else
+              None
     """
 
     head_dim: int | None
 
 
 class _Fields:
-    """The fields of a mapped file, one after the other. Raises ValueError or struct.error for what
-    cannot be one.
-    """
+    """Consecutive fields of a mapped file; raises ValueError or struct.error if invalid."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -101,9 +97,9 @@ class _Fields:
         self.at += struct.calcsize(form)
         return value
 
-    def count(self, most: int = _MOST_ENTRIES) -> int:
+    def count(self, limit: int = _MAX_ENTRIES) -> int:
         n: int = self.number("<Q")
-        if n > most:
+        if n > limit:
             raise ValueError(f"a count or length of {n}")
         return n
 
@@ -113,7 +109,7 @@ class _Fields:
         return self._data[self.at - n : self.at].decode()
 
     def value(self) -> Any:
-        """One of the metadata; None for an array that is text or long."""
+        """Return a metadata value; None for arrays of text and long arrays."""
         kind = self.number("<I")
         if kind == _TEXT:
             return self.text()
@@ -140,22 +136,20 @@ def _form(kind: int) -> str:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
-    """The config of a file, which may be split, as config.json would have it, and its tensors by
-    transformers' names.
+    """Read a file, possibly split: config as in config.json, tensors by transformers' names.
 
-    Raises CheckpointError for a file that is damaged or cut short, UnsupportedModelError for a
-    model that is not understood.
+    Raises CheckpointError for a damaged file, UnsupportedModelError for an unsupported model.
     """
     metadata: dict[str, Any] = {}
     tensors: dict[str, TensorRecord] = {}
     for part in reversed(parts(path)):
-        metadata, found = _read_file(part)  # the first part has all the metadata
-        tensors |= found
+        metadata, part_tensors = _read_file(part)  # the first part has all metadata
+        tensors |= part_tensors
     return _config(metadata, tensors, path.name), tensors
 
 
 def parts(path: Path) -> list[Path]:
-    """The files that a file is split into, the first of them first."""
+    """Return all parts of a split file, in order."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -166,7 +160,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
-    """Metadata and tensors of one file."""
+    """Parse metadata and tensors of a single file."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             stamp = stamp_of(os.fstat(file.fileno()))
@@ -178,12 +172,12 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
             n_tensors = fields.count()
             n_values = fields.count()
             metadata = {fields.text(): fields.value() for _ in range(n_values)}
-            entries = [_entry(fields) for _ in range(n_tensors)]
+            entries = [_Entry.parse(fields) for _ in range(n_tensors)]
             alignment = metadata.get("general.alignment", 32)
             if type(alignment) is not int or not 0 < alignment <= _LONGEST or alignment % 8:
                 raise ValueError(f"general.alignment {alignment}")
             start = align_up(fields.at, alignment)
-            records = [_record(one, start, path, stamp) for one in entries]
+            records = [_record(entry, start, path, stamp) for entry in entries]
         tensors = {record.name: record for record in records}
         if len(tensors) < len(records):
             raise ValueError("two tensors have the same name")
@@ -199,20 +193,27 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
     return metadata, tensors
 
 
-def _entry(fields: _Fields) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, number of the type and offset of a tensor."""
-    name = fields.text()
-    n_dims = fields.number("<I")
-    if not 1 <= n_dims <= 4:
-        raise ValueError(f"tensor {name!r} of {n_dims} dimensions")
-    shape = tuple(fields.number("<Q") for _ in range(n_dims))[::-1]
-    return name, shape, fields.number("<I"), fields.number("<Q")
+class _Entry(NamedTuple):
+    """Entry of a tensor; `kind` is the number of its type."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+    @classmethod
+    def parse(cls, fields: _Fields) -> "_Entry":
+        """Parse the next entry."""
+        name = fields.text()
+        n_dims = fields.number("<I")
+        if not 1 <= n_dims <= 4:
+            raise ValueError(f"tensor {name!r} of {n_dims} dimensions")
+        shape = tuple(fields.number("<Q") for _ in range(n_dims))[::-1]
+        return cls(name, shape, fields.number("<I"), fields.number("<Q"))
 
 
-def _record(
-    entry: tuple[str, tuple[int, ...], int, int], start: int, path: Path, stamp: tuple[int, int]
-) -> TensorRecord:
-    """A tensor whose bytes lie in the file; of blocks the shape is that of their bytes."""
+def _record(entry: _Entry, start: int, path: Path, stamp: tuple[int, int]) -> TensorRecord:
+    """Return the record of a tensor; the shape of blocks counts bytes."""
     name, shape, kind, offset = entry
     dtype = _FLOATS.get(kind) or _BLOCKS.get(kind)
     if dtype is None:
@@ -236,7 +237,7 @@ def _record(
 
 
 def _renamed(name: str) -> str:
-    """The name that transformers has for a tensor; its own where there is none."""
+    """Return transformers' name of a tensor, or the given name if unknown."""
     module, _, kind = name.rpartition(".")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
     if match is not None and match[2] in _IN_LAYER:
@@ -247,114 +248,114 @@ def _renamed(name: str) -> str:
 def _config(
     metadata: dict[str, Any], tensors: dict[str, TensorRecord], name: str
 ) -> dict[str, Any]:
-    """What a config.json of the model would say."""
+    """Convert metadata to the contents of a config.json."""
     family = metadata.get("general.architecture")
     if family not in _ARCHITECTURES:
         have = ", ".join(_ARCHITECTURES)
         raise UnsupportedModelError(
             f"{name}: general.architecture {family!r} is not supported", have=have
         )
-    own = {
+    values = {
         key.removeprefix(f"{family}."): value
         for key, value in metadata.items()
         if key.startswith(f"{family}.")
     }
-    for key, value in own.items():
+    for key, value in values.items():
         if key not in _KNOWN and value:
             raise UnsupportedModelError(
                 f"{name}: {family}.{key} is not understood", have=str(value)
             )
-    own.setdefault("attention.head_count_kv", own.get("attention.head_count"))
-    sizes: dict[str, Any] = {
-        theirs: own.get(theirs) for theirs in _SIZES if theirs != "attention.key_length"
-    }
-    for key, value in sizes.items():
-        if type(value) is not int or not 1 <= value < 1 << 24:
-            raise UnsupportedModelError(
-                f"{name}: {family}.{key} is {value!r}", need="a whole number"
-            )
-    plain = own.get(
-        "rope.dimension_count", sizes["embedding_length"] // sizes["attention.head_count"]
-    )
-    head_dim = sizes["attention.key_length"] = own.get("attention.key_length", plain)
-    for key in ("rope.dimension_count", "attention.value_length"):
-        if own.get(key, head_dim) != head_dim:
-            raise UnsupportedModelError(
-                f"{name}: {family}.{key} is {own[key]!r}", need=f"{head_dim!r}, that of a head"
-            )
+    sizes = _sizes(values, f"{name}: {family}")
+    head_dim = sizes["head_dim"]
     embedding = tensors.get("model.embed_tokens.weight")
-    config = {ours: sizes[theirs] for theirs, ours in _SIZES.items()} | {
-        "model_type": family, "rms_norm_eps": own.get(_EPS),
+    config = sizes | {
+        "model_type": family,
+        "rms_norm_eps": values.get(_EPS),
         "torch_dtype": _dtype(tensors.values()),
-        "vocab_size": own.get("vocab_size") if embedding is None else embedding.shape[0],
+        "vocab_size": values.get("vocab_size") if embedding is None else embedding.shape[0],
         "tie_word_embeddings": "lm_head.weight" not in tensors,
-        "rope_parameters": _rope(own, tensors, head_dim, name),
+        "rope_parameters": _rope(values, tensors, head_dim, name),
         "eos_token_id": sorted(
             {metadata[key] for key in _END_IDS if type(metadata.get(key)) is int}
         ),
         "quantization_config": Storage(head_dim if family == "llama" else None),
-    }  # fmt: skip
+    }
     for key, module in (("attention_bias", "self_attn.q_proj"), ("mlp_bias", "mlp.down_proj")):
-        # which always has the former
+        # qwen2 always has biases of attention
         if f"model.layers.0.{module}.bias" in tensors and family != "qwen2":
             config[key] = True
     return config
 
 
-def _dtype(records: Iterable[TensorRecord]) -> str:
-    """Matrices in 16 bits are computed with in their dtype, quantised ones in bfloat16, which does
-    not overflow.
+def _sizes(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the sizes of a config.json; raises UnsupportedModelError for invalid values.
+
+    prefix  file and family, for errors
     """
-    found = {record.dtype for record in records}
-    if found <= {"F32", "F64"}:
+    values.setdefault("attention.head_count_kv", values.get("attention.head_count"))
+    sizes: dict[str, Any] = {
+        key: values.get(key) for key in _SIZES if key != "attention.key_length"
+    }
+    for key, value in sizes.items():
+        if type(value) is not int or not 1 <= value < 1 << 24:
+            raise UnsupportedModelError(f"{prefix}.{key} is {value!r}", need="a whole number")
+    width = sizes["embedding_length"] // sizes["attention.head_count"]
+    head_dim = values.get("attention.key_length", values.get("rope.dimension_count", width))
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if values.get(key, head_dim) != head_dim:
+            raise UnsupportedModelError(
+                f"{prefix}.{key} is {values[key]!r}", need=f"{head_dim!r}, that of a head"
+            )
+    sizes["attention.key_length"] = head_dim
+    return {config_key: sizes[key] for key, config_key in _SIZES.items()}
+
+
+def _dtype(records: Iterable[TensorRecord]) -> str:
+    """Select the compute dtype: of 16-bit matrices their own, of quantised matrices bfloat16.
+
+    bfloat16 does not overflow.
+    """
+    dtypes = {record.dtype for record in records}
+    if dtypes <= {"F32", "F64"}:
         return "float32"
-    return "float16" if "F16" in found and found.isdisjoint((*BLOCKS, "BF16")) else "bfloat16"
+    return "float16" if "F16" in dtypes and dtypes.isdisjoint((*BLOCKS, "BF16")) else "bfloat16"
 
 
 def _rope(
-    own: dict[str, Any], tensors: dict[str, TensorRecord], head_dim: int, name: str
+    values: dict[str, Any], tensors: dict[str, TensorRecord], head_dim: int, name: str
 ) -> dict[str, Any]:
-    """Rotary embeddings: plain, scaled, or with a divisor for each frequency, as of Llama 3."""
+    """Return rotary parameters: plain, scaled, or with a divisor per frequency as in Llama 3."""
     rope = {
-        "rope_type": own.get(f"{_SCALING}type") or "linear",
-        "rope_theta": own.get("rope.freq_base", 10000.0),
+        "rope_type": values.get(f"{_SCALING}type") or "linear",
+        "rope_theta": values.get("rope.freq_base", 10000.0),
     }
-    factor = own.get(f"{_SCALING}factor", own.get("rope.scale_linear")) or 1.0
+    factor = values.get(f"{_SCALING}factor", values.get("rope.scale_linear")) or 1.0
     if ROPE_FREQS in tensors:
-        record = tensors[ROPE_FREQS]
-        divisors = Source({ROPE_FREQS: record}).read(
-            StoredTensor(ROPE_FREQS, (head_dim // 2,), DType.FLOAT32)
-        )
+        stored = StoredTensor(ROPE_FREQS, (head_dim // 2,), DType.FLOAT32)
+        divisors = Source({ROPE_FREQS: tensors[ROPE_FREQS]}).read(stored)
         if factor != 1.0 or not bool((divisors.isfinite() & (divisors > 0)).all()):
             raise UnsupportedModelError(
                 f"{name}: {ROPE_FREQS} is not understood", need="positive numbers, and no scaling"
             )
-        # Those of a long context and those of a short one are the same.
-        both = dict.fromkeys(("short_factor", "long_factor"), divisors.tolist())
-        original = {"original_max_position_embeddings": own["context_length"]}
         return {
             **rope,
             "rope_type": "longrope",
             "factor": 1.0,
             "attention_factor": 1.0,
-            **both,
-            **original,
+            "short_factor": divisors.tolist(),
+            "long_factor": divisors.tolist(),
+            "original_max_position_embeddings": values["context_length"],
         }
     if factor == 1.0 or rope["rope_type"] == "none":
         return {**rope, "rope_type": "default"}
     if rope["rope_type"] == "yarn":
-        betas = {
-            beta: own[f"{_SCALING}yarn_{beta}"]
-            for beta in _BETAS
-            if f"{_SCALING}yarn_{beta}" in own
-        }
-        rope |= {
-            "original_max_position_embeddings": own.get(f"{_SCALING}original_context_length"),
-            **betas,
-        }
+        rope["original_max_position_embeddings"] = values.get(f"{_SCALING}original_context_length")
+        for beta in _BETAS:
+            if f"{_SCALING}yarn_{beta}" in values:
+                rope[beta] = values[f"{_SCALING}yarn_{beta}"]
     elif rope["rope_type"] != "linear":
-        have = "none, linear, yarn"
         raise UnsupportedModelError(
-            f"{name}: {_SCALING}type {rope['rope_type']!r} is not understood", have=have
+            f"{name}: {_SCALING}type {rope['rope_type']!r} is not understood",
+            have="none, linear, yarn",
         )
     return {**rope, "factor": factor}

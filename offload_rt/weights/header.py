@@ -1,6 +1,4 @@
-"""Where the tensors of a safetensors file lie: the library validates the file, the offsets are read
-from its header.
-"""
+"""Offsets of tensors in safetensors files; the library validates files, the header has offsets."""
 
 import json
 import os
@@ -14,7 +12,7 @@ from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.packing import BLOCKS
 
-# Dtypes that can be computed in.
+# Compute dtypes.
 FLOATS = {"F64": DType.FLOAT64, "F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 _DTYPES = FLOATS | {
     "F8_E4M3": DType.FLOAT8_E4M3FN, "F8_E5M2": DType.FLOAT8_E5M2, "F8_E8M0": DType.FLOAT8_E8M0FNU,
@@ -25,12 +23,11 @@ _DTYPES = FLOATS | {
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Where a tensor lies: bytes [start, stop) of a file, or several pieces of so many bytes, one
-    `stride` after the other.
+    """Bytes [start, stop) of a file, or `n_pieces` pieces of this size at distances of `stride`.
 
-    dtype  the file's own word for it
-    key    its name in a block, without the prefix of its layer
-    stamp  of the file when its header was read, see `stamp_of`; None: of no file
+    dtype  dtype in the notation of the file
+    key    name within a block, without the layer prefix
+    stamp  `stamp_of` the file when its header was read; None without a local file
     """
 
     name: str
@@ -50,9 +47,7 @@ class TensorRecord:
         return (self.stop - self.start) * self.n_pieces
 
     def stored_dtype(self) -> DType:
-        """Of the numbers in the file. Raises CheckpointError for a dtype without tensors in
-        torch.
-        """
+        """Return the dtype of the elements; raises CheckpointError if torch has no such dtype."""
         if self.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{self.path.name}: tensor {self.name!r} has dtype {self.dtype!r}",
@@ -62,14 +57,14 @@ class TensorRecord:
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int]:
-    """What changes when the content of a file does: its size, and the time it was written."""
+    """Return size and modification time of a file, to detect changes."""
     return status.st_size, status.st_mtime_ns
 
 
 def read_header(path: Path) -> dict[str, TensorRecord]:
-    """The tensors of a safetensors file, by name.
+    """Return the tensors of a safetensors file, by name.
 
-    Raises CheckpointError for a file that is damaged, or longer or shorter than its header says.
+    Raises CheckpointError if the file is damaged or its length contradicts the header.
     """
     try:
         with path.open("rb") as file:

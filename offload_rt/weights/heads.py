@@ -1,5 +1,6 @@
-"""Opening the checkpoints of heads that draft for a model by its hidden states."""
+"""Checkpoints of draft heads, which predict from a target's hidden states."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
@@ -16,74 +17,75 @@ from offload_rt.models.heads import (
     of_another_target,
 )
 from offload_rt.models.native import NativeDecoder
-from offload_rt.weights.checkpoint import Checkpoint, assemble, read_config, read_json, tensors_of
+from offload_rt.weights.checkpoint import Checkpoint, assemble, without_quantization
+from offload_rt.weights.files import read_config, tensors_of
 from offload_rt.weights.formats import StoredTensor, format_of
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.source import OTHER_CONFIG, Source
 
 
 def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
-    """The checkpoint of a head; None where it is of a whole model.
+    """Open the checkpoint of a head; return None for a complete model.
 
-    Raises UnsupportedModelError for a config that is not understood, SettingsError for a head of
-    another model, CheckpointError for everything else.
+    Raises UnsupportedModelError for an unsupported config, SettingsError for a head of another
+    model, CheckpointError for other problems.
     """
-    raw = read_config(directory)
-    quantization = raw.pop("quantization_config", None)
-    head = head_of(raw, target.spec)
+    config = read_config(directory)
+    head = head_of(without_quantization(config), target.spec)
     if head is None:
         return None
-    found = tensors_of(directory)
+    stored = tensors_of(directory)
     if isinstance(head, Medusa):
-        head = _as_stored(head, found)
+        head = _with_stored_heads(head, stored)
     elif isinstance(head, Eagle3) and head.n_tokens != head.vocab_size:
         import torch
 
-        tokens = Source(found).read(
-            StoredTensor("d2t", (head.n_tokens,), DType.INT64)
-        ) + torch.arange(head.n_tokens)
+        offsets = Source(stored).read(StoredTensor("d2t", (head.n_tokens,), DType.INT64))
+        tokens = offsets + torch.arange(head.n_tokens)
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < head.vocab_size:
             need = f"tokens below {head.vocab_size}"
             raise CheckpointError(
                 "tensor 'd2t' leads out of the vocabulary", need=need, change=OTHER_CONFIG
             )
         head = replace(head, token_ids=tokens)
-    return assemble(directory, head, format_of(quantization), found)
+    weight_format = format_of(config.get("quantization_config"))
+    return assemble(directory, config, head, weight_format, stored)
 
 
 def find_mtp(directory: Path, target: Checkpoint) -> Checkpoint | None:
-    """The layer for multi-token prediction in a checkpoint of the target; None where there is
-    none.
-    """
+    """Open the multi-token prediction layer in a checkpoint of the target; None without one."""
     if not directory.is_dir():  # no GGUF file has one
         return None
     spec = target.spec
-    found = tensors_of(directory)
-    layout = next(
-        (one for one in MTP_LAYOUTS if f"{one.of(spec.n_layers).hidden_norm}.weight" in found), None
+    stored = tensors_of(directory)
+    present = (
+        layout
+        for layout in MTP_LAYOUTS
+        if f"{layout.of(spec.n_layers).hidden_norm}.weight" in stored
     )
-    if layout is None or not (spec.is_native or spec.state_shapes):
+    layout = next(present, None)
+    if layout is None or not spec.supports_mtp:
         return None
-    weight_format = format_of(read_json(directory / "config.json").get("quantization_config"))
+    config = read_config(directory)
+    weight_format = format_of(config.get("quantization_config"))
     if isinstance(spec, NativeDecoder):
-        return assemble(directory, mtp_of(spec, layout), weight_format, found)
-    # takes a second, for the models that need it
-    from offload_rt.models.traced_mtp import traced_mtp
+        return assemble(directory, config, mtp_of(spec, layout), weight_format, stored)
+    from offload_rt.models.traced_mtp import traced_mtp  # takes a second
 
-    return assemble(directory, traced_mtp(spec, layout), weight_format, found)
+    return assemble(directory, config, traced_mtp(spec, layout), weight_format, stored)
 
 
-def _as_stored(spec: Medusa, found: dict[str, TensorRecord]) -> Medusa:
-    """As many heads as the file has: configs are known to state fewer."""
+def _with_stored_heads(spec: Medusa, stored: Mapping[str, TensorRecord]) -> Medusa:
+    """Use all heads of the file: some published configs state fewer."""
     for prefix in MEDUSA_PREFIXES:
         names = (f"{prefix}{i}.{spec.n_blocks}.weight" for i in count())
-        heads = [found[name] for name in takewhile(found.__contains__, names)]
+        heads = [stored[name] for name in takewhile(stored.__contains__, names)]
         if heads:
             have = heads[0].shape
             need = (spec.vocab_size, spec.hidden_size)
             if have != need:
                 raise of_another_target("matrix", str(list(have)), str(list(need)))
-            has_bias = f"{prefix}0.0.linear.bias" in found
+            has_bias = f"{prefix}0.0.linear.bias" in stored
             return replace(spec, prefix=prefix, has_bias=has_bias, n_layers=len(heads))
     raise CheckpointError(
         "no Medusa heads among the weights", need="0.1.weight or the like", change=OTHER_CONFIG

@@ -1,26 +1,28 @@
-"""A layer is one flat block of bytes: where each tensor lies in it, and how to view it."""
+"""A layer is one flat block of bytes: offsets of its tensors, and its quantised matrices."""
 
 import itertools
 import math
 import mmap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload_rt.dtypes import DType
 from offload_rt.weights.header import TensorRecord
+from offload_rt.weights.matrix import Matrix
+from offload_rt.weights.source import StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ALIGNMENT = 256  # bytes; what device kernels like best
-PAGE = 4096  # bytes; direct I/O wants blocks that begin on a page
+ALIGNMENT = 256  # bytes, preferred by device kernels
+PAGE = 4096  # bytes, alignment of direct I/O
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies in a block: `offset` in bytes, a multiple of the element size."""
+    """Tensor at `offset` bytes of a block, a multiple of the element size."""
 
     name: str
     offset: int
@@ -33,34 +35,44 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, block: "Tensor") -> "Tensor":
-        """The tensor in a block, without copying."""
-        return (
-            block[self.offset : self.offset + self.nbytes].view(self.dtype.torch).view(self.shape)
-        )
+        """Return the tensor of a block, without copying."""
+        content = block[self.offset : self.offset + self.nbytes]
+        return content.view(self.dtype.torch).view(self.shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a block of `nbytes` bytes is divided among named tensors."""
+    """Division of a block of `nbytes` bytes into named tensors.
+
+    matrices  quantised matrices by module; their tensors are among the entries
+    """
 
     entries: tuple[TensorEntry, ...]
     nbytes: int
+    matrices: Mapping[str, Matrix] = field(default_factory=dict, hash=False)
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
-        """The entries."""
+        """Entries by name."""
         return {entry.name: entry for entry in self.entries}
 
+    @cached_property
+    def packed(self) -> "Layout":
+        """The same tensors back to back, each aligned for kernels."""
+        tensors = ((entry.name, entry.shape, entry.dtype) for entry in self.entries)
+        return packed_layout(tensors, self.matrices)
+
     def views(self, block: "Tensor") -> "dict[str, Tensor]":
-        """The tensors of a block, by name, without copying.
+        """Return the tensors of a block by name, without copying.
 
         block  (>= nbytes,) uint8
         """
         return {entry.name: entry.view(block) for entry in self.entries}
 
-    def joined(self, names: Sequence[str]) -> TensorEntry | None:
-        """Tensors that lie back to back in this order, as one along their first dimension; None
-        where there are none such.
+    def fused(self, names: Sequence[str]) -> TensorEntry | None:
+        """Return adjacent tensors, in this order, as one tensor along their first dimension.
+
+        Returns None unless all are adjacent and equal in dtype and further dimensions.
         """
         if not all(name in self.by_name for name in names):
             return None
@@ -72,47 +84,88 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class PackedLayer:
-    """The bytes of one layer.
+class BlockRecord:
+    """Tensors of a block in their files, in order of use; iterates over the tensors.
 
-    block  (layout.nbytes,) uint8
+    matrices  quantised matrices by module
     """
+
+    tensors: tuple[TensorRecord, ...]
+    matrices: Mapping[str, Matrix] = field(default_factory=dict, hash=False)
+
+    def __iter__(self) -> Iterator[TensorRecord]:
+        return iter(self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, without alignment."""
+        return sum(record.nbytes for record in self.tensors)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Layout with aligned tensors, as a decoder writes them."""
+        tensors = ((record.key, record.shape, record.stored_dtype()) for record in self.tensors)
+        return packed_layout(tensors, self.matrices)
+
+    def select(self, keep: Callable[[TensorRecord], bool]) -> "BlockRecord":
+        """Return the block of the tensors that `keep` accepts, with complete matrices only."""
+        tensors = tuple(filter(keep, self.tensors))
+        keys = {record.key for record in tensors}
+        return BlockRecord(
+            tensors,
+            {
+                module: matrix
+                for module, matrix in self.matrices.items()
+                if keys.issuperset(tensor.name for tensor in matrix.tensors)
+            },
+        )
+
+    def scratch_nbytes(self, dtype: DType) -> int:
+        """Return the bytes of the largest temporary copy for compute in `dtype`."""
+        coded = {tensor.name for matrix in self.matrices.values() for tensor in matrix.tensors}
+        plain = (
+            StoredTensor(record.key, record.shape, record.stored_dtype()).scratch_nbytes(dtype)
+            for record in self.tensors
+            if record.key not in coded
+        )
+        quantised = (matrix.scratch_nbytes(dtype) for matrix in self.matrices.values())
+        return max((*plain, *quantised), default=0)
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """Bytes of a layer; `block` is (layout.nbytes,) uint8."""
 
     block: "Tensor"
     layout: Layout
 
 
 def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """The least multiple of `alignment` that is not below `nbytes`."""
+    """Round up to a multiple of `alignment`."""
     return -(-nbytes // alignment) * alignment
 
 
-def packed_layout(tensors: Iterable[tuple[str, tuple[int, ...], DType]]) -> Layout:
-    """Lay tensors one behind the other, each at a multiple of ALIGNMENT.
-
-    tensors  (name, shape, dtype) in order
-    """
+def packed_layout(
+    tensors: Iterable[tuple[str, tuple[int, ...], DType]],
+    matrices: Mapping[str, Matrix] | None = None,
+) -> Layout:
+    """Place tensors (name, shape, dtype) one after another, at multiples of ALIGNMENT."""
     entries = []
     offset = 0
     for name, shape, dtype in tensors:
         entries.append(TensorEntry(name, offset, shape, dtype))
         offset = align_up(offset + entries[-1].nbytes)
-    return Layout(tuple(entries), offset)
-
-
-def decoded_layout(records: Iterable[TensorRecord]) -> Layout:
-    """Lay out a layer of these tensors as a decoder writes it."""
-    return packed_layout((one.key, one.shape, one.stored_dtype()) for one in records)
+    return Layout(tuple(entries), offset, matrices or {})
 
 
 def host_block(nbytes: int) -> "Tensor":
-    """(nbytes,) uint8 in fresh page-aligned memory, in huge pages where the system has them.
+    """Allocate (nbytes,) uint8 of page-aligned memory, in huge pages if available.
 
-    The memory goes back to the system when the tensor and its views are gone.
+    The system regains the memory when the tensor and its views are deleted.
     """
     import torch  # not at the top: a plan lays out blocks without memory
 
-    # Private: shared memory is in huge pages only where the system's owner has said so.
+    # Private: shared memory uses huge pages only if the system's owner enabled them.
     pages = mmap.mmap(
         -1, align_up(max(nbytes, 1), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )

@@ -1,6 +1,4 @@
-"""Layers encoded without loss, see `offload_rt.ops.lossless`, and the files of a sidecar, which
-hold one each.
-"""
+"""Lossless encoding of layers (`offload_rt.ops.lossless`), and sidecar files, one per layer."""
 
 import math
 from collections.abc import Sequence
@@ -22,19 +20,18 @@ from offload_rt.ops.lossless import CHUNK, CHUNKS, KIND_OF, RAW
 from offload_rt.system.files import write_atomically
 from offload_rt.weights.header import TensorRecord, read_header
 from offload_rt.weights.layout import (
+    BlockRecord,
     Layout,
     PackedLayer,
     TensorEntry,
     align_up,
-    decoded_layout,
     host_block,
-    packed_layout,
 )
 
 _VERSION = 2
-# What does not shrink below this stays as it is.
+# Maximum encoded share of a tensor's bytes; above it, the tensor stays raw.
 _WORTH = 0.95
-# Of a sample: pages of each tensor, and how many times the escapes found in it are reckoned with.
+# Size estimates: pages sampled per tensor, weights per page, and safety factor for escapes.
 _PAGES = 16
 _PAGE_WEIGHTS = 2048
 _CAUTION = 2
@@ -42,29 +39,29 @@ _CAUTION = 2
 
 @dataclass(frozen=True)
 class Coding:
-    """How a tensor is encoded: its kind, and the bytes of each chunk."""
+    """Encoding of a tensor: its kind, and the bytes of each chunk."""
 
     kind: int
     sizes: tuple[int, ...]
 
     def admits(self, n: int, nbytes: int) -> bool:
-        """Whether a chunk of n weights can have so many bytes."""
-        least, most = (
+        """Return whether `nbytes` is a possible size of a chunk with n weights."""
+        least, largest = (
             (align_up(n, 8),) * 2
             if self.kind == RAW
             else (lossless.chunk_nbytes(n, m) for m in (0, n))
         )
-        return least <= nbytes <= most and nbytes % 8 == 0
+        return least <= nbytes <= largest and nbytes % 8 == 0
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedLayer:
-    """How a layer lies encoded in a block: a table of its chunks, then the chunks.
+    """Encoded layer in a block: a table of chunks, then the chunks.
 
-    layout   of the layer when it is decoded
-    codings  of its tensors, in order
-    chunks   (n,) of CHUNKS, whose sources count from the beginning of the block
-    nbytes   of the block
+    layout   layout of the decoded layer
+    codings  encoding of each tensor, in order
+    chunks   (n,) of CHUNKS, with sources relative to the start of the block
+    nbytes   bytes of the block
     """
 
     layout: Layout
@@ -73,9 +70,9 @@ class EncodedLayer:
     nbytes: int
 
     @classmethod
-    def of(cls, layout: Layout, codings: Sequence[Coding]) -> "EncodedLayer":
-        """Of the tensors of a layout, which are encoded so."""
-        chunks = np.zeros(sum(len(one.sizes) for one in codings), CHUNKS)
+    def from_codings(cls, layout: Layout, codings: Sequence[Coding]) -> "EncodedLayer":
+        """Place the chunks of all tensors of a layout."""
+        chunks = np.zeros(sum(len(coding.sizes) for coding in codings), CHUNKS)
         k = 0
         source = align_up(chunks.nbytes)
         for entry, coding in zip(layout.entries, codings, strict=True):
@@ -100,47 +97,48 @@ class EncodedLayer:
 
     @property
     def block_layout(self) -> Layout:
-        """Of the encoded block."""
+        """Layout of the encoded block."""
         return Layout((TensorEntry("encoded", 0, (self.nbytes,), DType.UINT8),), self.nbytes)
 
     def write_table(self, block: Tensor) -> None:
-        """Write the table to where the block begins."""
+        """Write the table at the start of a block."""
         block.numpy()[: self.chunks.nbytes] = self.chunks.view(np.uint8)
 
 
 @dataclass(frozen=True)
 class EncodedImage(PackedLayer):
-    """The bytes of one layer, encoded."""
+    """Bytes of an encoded layer."""
 
     encoded: EncodedLayer
 
 
 def cut(entry: TensorEntry, kind: int) -> list[int]:
-    """The weights of each chunk of a tensor; bytes if it is RAW."""
-    total, most = (entry.nbytes, 2 * CHUNK) if kind == RAW else (math.prod(entry.shape), CHUNK)
-    return [min(most, total - at) for at in range(0, total, most)]
+    """Return the number of weights in each chunk of a tensor; bytes for RAW."""
+    total, size = (entry.nbytes, 2 * CHUNK) if kind == RAW else (math.prod(entry.shape), CHUNK)
+    return [min(size, total - at) for at in range(0, total, size)]
 
 
 def encode_layer(image: PackedLayer, n_threads: int, is_raw: bool = False) -> EncodedImage:
-    """Encode a layer in memory of the host, whose tensors are aligned, to fresh memory; is_raw:
-    leave it as it is.
-    """
+    """Encode a layer of aligned tensors to new host memory; is_raw keeps all tensors raw."""
     content = image.block.numpy()
     entries = [
         (entry, content[entry.offset : entry.offset + entry.nbytes])
         for entry in image.layout.entries
     ]
-    layout = packed_layout((entry.name, entry.shape, entry.dtype) for entry, _ in entries)
+    layout = image.layout.packed
     with ThreadPoolExecutor(n_threads, "encodes") as pool:
         codings = []
         for entry, tensor in entries:
             kind = RAW if is_raw else KIND_OF.get(entry.dtype, RAW)
             escapes = pool.map(partial(_n_escapes, kind), _parts(entry, tensor, kind))
             codings.append(_coding(entry, [*escapes]))
-        encoded = EncodedLayer.of(layout, codings)
+        encoded = EncodedLayer.from_codings(layout, codings)
         block = host_block(encoded.nbytes)
         encoded.write_table(block)
-        parts = (_parts(*one, coding.kind) for one, coding in zip(entries, codings, strict=True))
+        parts = (
+            _parts(entry, tensor, coding.kind)
+            for (entry, tensor), coding in zip(entries, codings, strict=True)
+        )
         list(
             pool.map(
                 partial(_encode_chunk, block.numpy()), encoded.chunks, chain.from_iterable(parts)
@@ -150,24 +148,24 @@ def encode_layer(image: PackedLayer, n_threads: int, is_raw: bool = False) -> En
 
 
 def _parts(entry: TensorEntry, tensor: np.ndarray, kind: int) -> list[np.ndarray]:
-    """The bytes (nbytes,) of a tensor, cut into its chunks."""
-    most = 2 * CHUNK if kind == RAW else entry.dtype.itemsize * CHUNK
-    return [tensor[at : at + most] for at in range(0, len(tensor), most)]
+    """Cut the bytes (nbytes,) of a tensor into chunks."""
+    size = 2 * CHUNK if kind == RAW else entry.dtype.itemsize * CHUNK
+    return [tensor[at : at + size] for at in range(0, len(tensor), size)]
 
 
 def _n_escapes(kind: int, part: np.ndarray) -> int | None:
-    """The escapes of a chunk; None where it cannot be encoded."""
+    """Return the number of escapes in a chunk, or None if it has no encoding."""
     words = lossless.words_of(part, kind)
     return None if words is None else lossless.n_escapes(lossless.count_others(words, kind))
 
 
 def _coding(entry: TensorEntry, escapes: Sequence[int | None]) -> Coding:
-    """Of a tensor whose chunks have so many escapes, if that shrinks it."""
+    """Return the encoding of a tensor, given the escapes per chunk; raw if it does not shrink."""
     kind = KIND_OF.get(entry.dtype, RAW)
     if None not in escapes:
         sizes = tuple(
-            lossless.chunk_nbytes(n, one or 0)
-            for n, one in zip(cut(entry, kind), escapes, strict=True)
+            lossless.chunk_nbytes(n, n_escapes or 0)
+            for n, n_escapes in zip(cut(entry, kind), escapes, strict=True)
         )
         if sum(sizes) < _WORTH * entry.nbytes:
             return Coding(kind, sizes)
@@ -175,7 +173,7 @@ def _coding(entry: TensorEntry, escapes: Sequence[int | None]) -> Coding:
 
 
 def _encode_chunk(block: np.ndarray, chunk: np.void, part: np.ndarray) -> None:
-    """Write one chunk to an encoded block of zeros."""
+    """Write a chunk to an encoded block of zeros."""
     out = block[chunk["source"] : chunk["source"] + chunk["nbytes"]]
     kind = int(chunk["kind"])
     words = lossless.words_of(part, kind)
@@ -186,36 +184,30 @@ def _encode_chunk(block: np.ndarray, chunk: np.void, part: np.ndarray) -> None:
 
 
 def chunk_digest(part: np.ndarray, kind: int) -> int:
-    """A checksum of the bytes of a chunk and of how they are to be read."""
+    """Return a checksum of a chunk's bytes and kind."""
     return lossless.digest(part) ^ kind
 
 
-def estimate(records: Sequence[TensorRecord]) -> int:
-    """Bytes that a layer takes encoded, from some pages of each tensor: rather too many.
+def estimate(layer: BlockRecord) -> int:
+    """Estimate the encoded bytes of a layer from pages of each tensor, cautiously.
 
-    Raises CheckpointError where a file cannot be read.
+    Raises CheckpointError if a file cannot be read.
     """
-    layout = decoded_layout(records)
     codings = []
-    for record, entry in zip(records, layout.entries, strict=True):
+    for record, entry in zip(layer, layer.layout.entries, strict=True):
         kind = KIND_OF.get(entry.dtype, RAW)
         sample = _sample(record, entry.dtype.itemsize)
-        found = _n_escapes(kind, sample)
-        share = (
-            None
-            if found is None
-            else min(_CAUTION * found * entry.dtype.itemsize / len(sample), 1.0)
-        )
-        codings.append(
-            _coding(
-                entry, [None if share is None else math.ceil(share * n) for n in cut(entry, kind)]
-            )
-        )
-    return EncodedLayer.of(layout, codings).nbytes
+        n_sampled = _n_escapes(kind, sample)
+        if n_sampled is None:
+            codings.append(_coding(entry, [None]))
+            continue
+        share = min(_CAUTION * n_sampled * entry.dtype.itemsize / len(sample), 1.0)
+        codings.append(_coding(entry, [math.ceil(share * n) for n in cut(entry, kind)]))
+    return EncodedLayer.from_codings(layer.layout, codings).nbytes
 
 
 def _sample(record: TensorRecord, itemsize: int) -> np.ndarray:
-    """Some stretches of a tensor (n,) uint8, spread over it."""
+    """Read evenly spread pages of a tensor: (n,) uint8."""
     n = min(_PAGE_WEIGHTS * itemsize, record.stop - record.start)
     starts = (
         np.linspace(0, record.stop - record.start - n, _PAGES).astype(np.int64)
@@ -235,43 +227,42 @@ def _sample(record: TensorRecord, itemsize: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class SidecarLayer:
-    """A layer in a file of a sidecar: its chunks lie one behind the other in the bytes of
-    `payload`.
+    """Layer in a sidecar file.
 
-    digests  (n,) uint64, of each chunk
+    payload  consecutive chunks
+    digests  (n,) uint64, digest of each chunk
     """
 
     encoded: EncodedLayer
     payload: TensorRecord
     digests: np.ndarray
 
-    def records(self, tensors: Sequence[TensorRecord]) -> tuple[TensorRecord, ...]:
-        """Where these tensors, which lie as they are, lie in the file."""
-        starts = accumulate(
-            (sum(one.sizes) for one in self.encoded.codings), initial=self.payload.start
-        )
-        own = self.payload
-        return tuple(
+    def raw_block(self, layer: BlockRecord) -> BlockRecord:
+        """Return a layer's tensors, stored raw, as records of the sidecar file."""
+        sizes = (sum(coding.sizes) for coding in self.encoded.codings)
+        starts = accumulate(sizes, initial=self.payload.start)
+        tensors = tuple(
             replace(
-                one,
-                path=own.path,
-                stamp=own.stamp,
-                start=at,
-                stop=at + one.nbytes,
+                record,
+                path=self.payload.path,
+                stamp=self.payload.stamp,
+                start=start,
+                stop=start + record.nbytes,
                 n_pieces=1,
                 stride=0,
             )
-            for one, at in zip(tensors, starts, strict=False)
+            for record, start in zip(layer, starts, strict=False)
         )
+        return replace(layer, tensors=tensors)
 
 
 def layer_path(sidecar: Path, i: int) -> Path:
-    """The file of layer i."""
+    """Return the file of layer i."""
     return sidecar / f"layer-{i:05}.safetensors"
 
 
 def write_layer(path: Path, identity: str, i: int, image: EncodedImage) -> None:
-    """Write layer i of the checkpoint of this identity, whole or not at all. Raises OSError."""
+    """Write layer i of a checkpoint atomically. Raises OSError."""
     content = image.block.numpy()
     encoded = image.encoded
     index = np.zeros((len(encoded.chunks), 3), np.uint64)  # kind, bytes and digest of each chunk
@@ -287,9 +278,9 @@ def _label(identity: str, i: int) -> dict[str, str]:
 
 
 def read_layer(path: Path, identity: str, i: int, layout: Layout) -> SidecarLayer:
-    """Layer i of the checkpoint of this identity, whose content is checked as it is read.
+    """Read the index of layer i of a checkpoint; contents are checked when read.
 
-    Raises CheckpointError for a file that is not there, damaged, or of another checkpoint.
+    Raises CheckpointError if the file is missing, damaged, or of another checkpoint.
     """
     records = read_header(path)
     if records.keys() != {"index", "payload"} or records["index"].dtype != "U64":
@@ -299,28 +290,37 @@ def read_layer(path: Path, identity: str, i: int, layout: Layout) -> SidecarLaye
         index = file.get_tensor("index")
     if label != _label(identity, i):
         raise refuse(path, f"is not layer {i} of this checkpoint")
-    if index.shape[1:] != (3,):
+    codings = _codings(index, layout)
+    if codings is None:
         raise refuse(path, "is damaged")
-    codings = []
-    rest = index
+    encoded = EncodedLayer.from_codings(layout, codings)
     payload = records["payload"]
-    for entry in layout.entries:
-        kind = int(rest[0, 0]) if len(rest) else -1
-        cuts = cut(entry, kind) if kind in (RAW, KIND_OF.get(entry.dtype)) else []
-        own = rest[: len(cuts)]
-        rest = rest[len(cuts) :]
-        coding = Coding(kind, tuple(own[:, 1].tolist()))
-        if not cuts or len(own) < len(cuts) or not all(map(coding.admits, cuts, coding.sizes)):
-            raise refuse(path, "is damaged")
-        codings.append(coding)
-    encoded = EncodedLayer.of(layout, codings)
-    if len(rest) or encoded.payload_nbytes != payload.stop - payload.start:
+    if encoded.payload_nbytes != payload.stop - payload.start:
         raise refuse(path, "is damaged")
     return SidecarLayer(encoded, payload, index[:, 2])
 
 
+def _codings(index: np.ndarray, layout: Layout) -> list[Coding] | None:
+    """Return the encoding of each tensor by an index (n, 3), or None if the index is damaged."""
+    if index.shape[1:] != (3,):
+        return None
+    codings = []
+    for entry in layout.entries:
+        kind = int(index[0, 0]) if len(index) else -1
+        n_weights = cut(entry, kind) if kind in (RAW, KIND_OF.get(entry.dtype)) else []
+        rows = index[: len(n_weights)]
+        index = index[len(n_weights) :]
+        coding = Coding(kind, tuple(rows[:, 1].tolist()))
+        if not n_weights or len(rows) < len(n_weights):
+            return None
+        if not all(map(coding.admits, n_weights, coding.sizes)):
+            return None
+        codings.append(coding)
+    return None if len(index) else codings
+
+
 def refuse(path: Path, problem: str) -> CheckpointError:
-    """An error about a file of a sidecar."""
+    """Return an error about a sidecar file."""
     return CheckpointError(
         f"{path} {problem}", change="run offload-rt convert again, or use --link-format raw"
     )

@@ -1,7 +1,6 @@
-"""The tensors of a checkpoint, by name: what a format finds, expects and reads while a checkpoint
-is opened.
-"""
+"""Tensors of a checkpoint by name, as a format searches and reads them when a checkpoint opens."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,35 +16,27 @@ OTHER_CONFIG = "use the config.json that belongs to these weights"
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a file or block. A `dtype` of None stands for any that a computation can be done
-    in.
-
-    alias  its name in a block, where that is another than in the file
-    """
+    """Tensor of a file or block; a `dtype` of None allows every compute dtype."""
 
     name: str
     shape: tuple[int, ...]
     dtype: DType | None
-    alias: str | None = None
 
     @property
-    def key(self) -> str:
-        """Its name in a block."""
-        return self.alias or self.name
+    def tensors(self) -> "tuple[StoredTensor, ...]":
+        """The tensor itself, as `Matrix.tensors`."""
+        return (self,)
 
-    def of(self, module: str) -> "StoredTensor":
-        """The same with the name of a module before its own."""
-        return self._replace(
-            name=f"{module}.{self.name}", alias=self.alias and f"{module}.{self.alias}"
-        )
+    def scratch_nbytes(self, dtype: DType) -> int:
+        """Return the bytes of the converted copy for compute in `dtype`."""
+        return math.prod(self.shape) * dtype.itemsize if self.dtype not in (None, dtype) else 0
 
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors under their names without `prefix`, which is that of a layer.
+    """Records of a checkpoint by name; `prefix` is the layer prefix that `find` prepends.
 
-    whole  where they are those of a part of a matrix: the source of that, its shape, and its output
-           that the part begins with
+    whole  for a slice of a matrix: source and shape of the matrix, and first output of the slice
     """
 
     records: Mapping[str, TensorRecord]
@@ -53,13 +44,11 @@ class Source:
     whole: "tuple[Source, tuple[int, ...], int] | None" = None
 
     def find(self, name: str) -> TensorRecord | None:
-        """The record of a tensor; None where there is none."""
+        """Return the record of a tensor, or None."""
         return self.records.get(self.prefix + name)
 
     def expect(self, stored: StoredTensor) -> TensorRecord:
-        """The record of a stored tensor. Raises CheckpointError if there is none of its shape and
-        dtype.
-        """
+        """Return the record of a tensor; raises CheckpointError for another shape or dtype."""
         name = self.prefix + stored.name
         record = self.find(stored.name)
         if record is None:
@@ -79,20 +68,15 @@ class Source:
                 need="one of " + ", ".join(allowed),
                 change=f"use an unquantised checkpoint, or {OTHER_CONFIG}",
             )
-        return replace(record, key=stored.key)
+        return replace(record, key=stored.name)
 
     def read(self, stored: StoredTensor) -> "Tensor":
-        """The content of a stored tensor, for small ones. Raises CheckpointError where `expect`
-        does or it cannot be read.
-        """
+        """Read a small tensor; raises CheckpointError as `expect`, or if reading fails."""
         import torch  # not at the top: a plan reads sizes alone
 
         record = self.expect(stored)
         if record.stamp is None:  # its header was read on the hub
-            problem = (
-                f"tensor {record.name!r} says how weights are stored, and no weight is fetched for"
-                " a plan"
-            )
+            problem = f"the plan needs tensor {record.name!r}, but only headers were fetched"
             raise CheckpointError(problem, change="download the checkpoint first")
         try:
             with record.path.open("rb", buffering=0) as file:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import speaking_checkpoint
-from test_command_line import surroundings
+from support.command_line import surroundings
 from transformers import AutoTokenizer
 
 from offload_rt import LLM, SamplingParams
@@ -29,6 +29,9 @@ TEMPLATE = (
     " %}<assistant>{{ mood }}{% if enable_thinking is false %}-{% endif %}{% endif %}"
 )
 PATIENCE_S = 60.0
+PROMPT = ">"
+# rich erases the last line when it shows more of an answer.
+ANSWERING = "\x1b[2K"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def llm(model: Path) -> Any:
 
 
 def conversation(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """Turns of the user and the model, one after the other."""
+    """Alternate turns of user and model."""
     turns = [
         {"role": ("user", "assistant")[i % 2], "content": content}
         for i, content in enumerate(contents)
@@ -58,8 +61,8 @@ def conversation(*contents: str, system: str | None = None) -> list[dict[str, st
 # The Python surface.
 
 
-def test_a_conversation_is_rendered_as_transformers_renders_it(llm: LLM, model: Path) -> None:
-    """One, or several with settings of their own."""
+def test_chat_prompt_equals_transformers_template(llm, model):
+    """With and without template settings."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     params = SamplingParams(max_new_tokens=6)
     several = [conversation("the fox"), conversation("the", " dog", "over", system="lazy")]
@@ -78,9 +81,7 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(llm: LLM, model: 
     assert llm.chat([]) == []
 
 
-def test_a_model_without_a_template_is_told_in_one_sentence(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_without_template_is_one_sentence(tmp_path, capfd):
     path = str(speaking_checkpoint(tmp_path))
     with (
         LLM(path, device="cpu", max_model_len=64) as llm,
@@ -119,9 +120,7 @@ def talk(model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
     return call
 
 
-def test_each_line_is_a_turn_and_what_was_computed_is_kept(
-    talk: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_turns_reuse_the_prefix_cache(talk, llm, monkeypatch):
     n_rows = []
     forward = Runner.forward
 
@@ -151,9 +150,20 @@ def test_each_line_is_a_turn_and_what_was_computed_is_kept(
     ]
 
 
-def test_flags_reach_the_template(
-    talk: Any, llm: LLM, model: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_template_is_read_from_a_file(tmp_path, capfd):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    given = ["--model", str(speaking_checkpoint(tmp_path / "model")), "--device", "cpu", "--quiet"]
+    given += ["--max-model-len", "64", "--max-tokens", "4", "--prompt", "the fox"]
+    assert run.main([*given, "--chat", "--chat-template", str(path)]) == 0
+    with_template = capfd.readouterr().out
+    assert run.main(given) == 0
+    assert capfd.readouterr().out == with_template
+    assert run.main([*given, "--chat", "--chat-template", str(tmp_path / "none")]) == 2
+    assert "--chat-template" in capfd.readouterr().err
+
+
+def test_chat_flags_reach_the_template(talk, llm, model, capfd):
     options = {"enable_thinking": False, "mood": "?"}
     expected = llm.chat(
         conversation("fox"), SamplingParams(max_new_tokens=5), chat_template_kwargs=options
@@ -184,15 +194,16 @@ def test_flags_reach_the_template(
         assert talk(["fox"], "--chat-template-kwargs", wrong)[0] == 2
 
 
-def test_a_conversation_that_no_longer_fits_is_told_and_goes_on(talk: Any) -> None:
+def test_chat_reports_a_full_context_and_continues(talk):
     code, out, err = talk(["the " * 300, "fox", "fox", "/reset", "fox"], "--quiet")
     assert code == 0 and len(out.splitlines()) >= 2
-    first, cut, second, again = err.splitlines()
+    first, cut, second, reset, again = err.splitlines()
     assert first.startswith(
         "error: the conversation no longer fits the context: needs at most 199 tokens"
     )
     assert "the answer is cut off: the context is full" in cut and "/reset" in cut
     assert second.startswith("error: the conversation no longer fits") and cut == again
+    assert reset == "new conversation"
 
 
 # In a terminal.
@@ -207,11 +218,11 @@ class Terminal:
         if not self.pid:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             line = [sys.executable, "-m", "offload_rt.chat", *arguments]
-            os.execve(sys.executable, line, surroundings(TERM="xterm"))
+            os.execve(sys.executable, line, surroundings(TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1"))
         self.before = termios.tcgetattr(self.ours)
 
     def until(self, wanted: str) -> str:
-        """What is shown up to these characters."""
+        """Return the output up to these characters."""
         limit = time.monotonic() + PATIENCE_S
         while wanted not in self.seen:
             assert time.monotonic() < limit, self.seen
@@ -228,32 +239,32 @@ class Terminal:
         os.write(self.ours, text.encode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["\x03", "\x04"])
-def test_a_terminal(model: Path, end: str) -> None:
-    """Lines are edited, Ctrl-C stops an answer alone, at the prompt it ends as Ctrl-D does; the
-    terminal is as it was.
+def test_terminal_edits_messages_and_stops_answers(model, end):
+    """Ctrl-C stops an answer; at the prompt it ends the program like Ctrl-D. The terminal is
+    restored.
     """
     flags = ["--device", "cpu", "--max-model-len", "8192", "--drafter", "none"]
     terminal = Terminal("--model", str(model), *flags)
-    terminal.until("> ")
-    terminal.type("the fix\x7f\x7fox\r")  # two characters are taken back
-    terminal.until("ox\r\n")
-    while len(terminal.seen) < 20:
-        terminal.read()
+    terminal.until("Ctrl-D ends")
+    terminal.until(PROMPT)
+    terminal.type("the fix\x7f\x7fox\x1b\rover\r")  # two characters deleted, a second line
+    terminal.until("over")
+    terminal.until(ANSWERING)
     terminal.type("\x03")
     shown = terminal.until("tokens per pass")
     assert "tokens/s, 1.00" in shown and "Traceback" not in shown
-    terminal.until("> ")
+    terminal.until(PROMPT)
+    terminal.type("/sta\t")
+    terminal.until("/stats")
+    terminal.type("\r")
+    terminal.until("the conversation has")
+    terminal.until(PROMPT)
+    terminal.type(end)
     limit = time.monotonic() + PATIENCE_S
-    typed = -1.0
-    # which waits until what it shows is read
     while not (ended := os.waitpid(terminal.pid, os.WNOHANG))[0]:
         assert time.monotonic() < limit, terminal.seen
-        if (
-            time.monotonic() > typed + 5
-        ):  # again: readline waits on where a signal comes between its prompt and its wait
-            terminal.type(end)
-            typed = time.monotonic()
         terminal.read()
     assert os.waitstatus_to_exitcode(ended[1]) == 0
     assert termios.tcgetattr(terminal.ours) == terminal.before

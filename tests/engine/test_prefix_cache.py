@@ -1,24 +1,17 @@
-"""What is kept of sequences that have left: those that begin alike compute the rest alone, and no
-text depends on it.
-"""
-
-from collections.abc import Callable
-from typing import Any
+"""Prefix cache: sequences with a common prefix compute only the rest, and texts stay the same."""
 
 import pytest
 import torch
-from support.recorded import record
-from support.tiny import generate, keep_steady, open_llm, prompt_of, runner_of
-from test_heads import few_tokens, random_head
+from support.heads import HEADS
+from support.tiny import generate, prompt_of, runner_of, say, watch
 
-from offload_rt import LLM, SamplingParams
-from offload_rt.executor.cuda_graphs import GraphShape
+from offload_rt import SamplingParams
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
-from offload_rt.models.families import FAMILIES
 from offload_rt.speculate import tree_drafter
 
-HEADS = ("eagle", "medusa", "qwen")
+pytestmark = pytest.mark.numeric
+
 KINDS = (
     "plain",
     "graphs",
@@ -32,63 +25,8 @@ KINDS = (
 )
 
 
-@pytest.fixture
-def steady(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keep_steady(monkeypatch)
-
-
-@pytest.fixture
-def opened(zoo, steady, tmp_path, monkeypatch) -> Callable[..., tuple[LLM, Any]]:
-    """An LLM of some kind, and transformers' model."""
-
-    def make(kind: str, **settings: Any) -> tuple[LLM, Any]:
-        if kind in HEADS:
-            model = few_tokens()
-            return open_llm(**random_head(tmp_path, kind, model), **settings), model
-        pair = zoo.pair("llama", 0)
-        if kind == "general":
-            monkeypatch.delitem(FAMILIES, "llama")
-        if kind in ("plain", "general"):
-            return open_llm(pair.target, "disk", **settings), pair.model
-        if kind == "graphs":
-            llm = open_llm(pair.target, draft_model=str(pair.draft), **settings)
-            most = llm.engine_plan.cache_rows, llm.engine_plan.limits.n_nodes
-            for runner, n_rows in (
-                (llm.engine.runner, most[0]),
-                (llm.engine.draft, most[0] + most[1]),
-            ):
-                runner.use_graphs(GraphShape(16, n_rows, 32), record)
-            return llm, pair.model
-        return open_llm(pair.target, **pair.settings(kind), **settings), pair.model
-
-    return make
-
-
-def watch(monkeypatch: pytest.MonkeyPatch, *runners: Runner) -> dict[Runner, list[tuple[int, int]]]:
-    """For each pass of each runner, the committed rows of its first sequence and the rows computed
-    of all.
-    """
-    passes: dict[Runner, list[tuple[int, int]]] = {runner: [] for runner in runners}
-    forward = Runner.forward
-
-    def watched(runner: Runner, steps: Any) -> Any:
-        if runner in passes:
-            passes[runner].append(
-                (runner.n_committed(steps[0].cache), sum(step.n_rows for step in steps))
-            )
-        return forward(runner, steps)
-
-    monkeypatch.setattr(Runner, "forward", watched)
-    return passes
-
-
-def say(llm: LLM, prompt: list[int], n: int) -> list[int]:
-    return llm.generate(prompt, SamplingParams(max_new_tokens=n))[0].token_ids
-
-
 @pytest.mark.parametrize("kind", [*KINDS, *HEADS])
-def test_the_next_turn_of_a_conversation_computes_its_new_tokens_alone(opened, monkeypatch, kind):
+def test_next_turn_computes_new_tokens_only(opened, monkeypatch, kind):
     """Of target and draft; each cache is larger than the one before, and the last of them more than
     half of all rows.
     """
@@ -117,8 +55,10 @@ def test_the_next_turn_of_a_conversation_computes_its_new_tokens_alone(opened, m
         assert not runner_of(llm)._caches and not (llm.engine.draft and llm.engine.draft._caches)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *HEADS])
-def test_no_text_depends_on_what_is_kept(opened, kind):
+@pytest.mark.parametrize(
+    "kind", ["graphs", "recycle", "static_tree", "triforce", "general", "eagle"]
+)
+def test_texts_do_not_depend_on_the_prefix_cache(opened, kind):
     """Batches of prompts that begin alike up to anywhere, some aborted, with room for few of
     them.
     """
@@ -145,7 +85,7 @@ def test_no_text_depends_on_what_is_kept(opened, kind):
             stream.close()
 
 
-def test_sampled_texts_do_not_depend_on_it_either(opened):
+def test_sampled_texts_do_not_depend_on_the_prefix_cache(opened):
     llm, _ = opened("plain")
     params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=3, repetition_penalty=1.2)
     with llm:
@@ -153,10 +93,8 @@ def test_sampled_texts_do_not_depend_on_it_either(opened):
         assert llm.generate(prompt_of(0), params)[0].token_ids == first
 
 
-def test_a_prefix_that_a_batch_shares_is_computed_once(opened, monkeypatch):
-    """Also where the pass is made again for want of memory, and by one that joins those that
-    run.
-    """
+def test_shared_prefix_of_a_batch_is_computed_once(opened, monkeypatch):
+    """Also after a repeated pass for lack of memory, and for a sequence that joins later."""
     llm, model = opened("plain")
     shared = prompt_of(0, 24)
     batch = [shared + prompt_of(seed, 3) for seed in (1, 2, 3)]
@@ -191,9 +129,7 @@ def test_a_prefix_that_a_batch_shares_is_computed_once(opened, monkeypatch):
         assert passes == [(0, 27), (27, 1 + 3)]
 
 
-def test_the_oldest_go_first_and_a_text_that_shares_little_leaves_what_there_is(
-    opened, monkeypatch
-):
+def test_prefix_cache_evicts_the_oldest_first(opened, monkeypatch):
     llm, _ = opened("plain")
     with llm:
         passes = watch(monkeypatch, llm.engine.runner)[llm.engine.runner]

@@ -1,25 +1,20 @@
-"""What the tests of faults share: a model that talks without end, and the command line inside this
-process.
-"""
+"""Fixtures for tests of faults: a model without end token, and the command line in this process."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.checkpoints import speaking_checkpoint
-from test_command_line import PROMPT, SMALL
+from support.command_line import PROMPT, SMALL, Line, Speaks
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import run
 
-Line = Callable[..., tuple[int, str, str]]
-Speaks = Callable[..., list[str]]
-
 
 @pytest.fixture(autouse=True)
 def _heed_interrupts() -> Iterator[None]:
-    """Also in the background of a shell, which lets its processes ignore SIGINT."""
+    """Restore SIGINT, which background shells ignore for their processes."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -44,7 +39,7 @@ def begins_with(model: Path) -> str:
 
 @pytest.fixture(scope="session")
 def speaks(model: Path) -> Speaks:
-    """The arguments of a run that says no more than its text."""
+    """Arguments of a run that prints only its text."""
     return lambda *more, model=model: [
         "--model",
         str(model),
@@ -65,10 +60,3 @@ def line(capfd: pytest.CaptureFixture[str]) -> Line:
         return run.main(list(arguments)), *capfd.readouterr()
 
     return call
-
-
-def one_sentence(err: str, *words: str) -> None:
-    """Raises AssertionError unless this is one line that says an error, with these words in it."""
-    lines = err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ") and len(lines[0]) < 2000, err
-    assert all(word in lines[0] for word in words), err

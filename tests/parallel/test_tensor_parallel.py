@@ -1,31 +1,39 @@
-"""Ranks that divide the weights give what one gives alone. Here they are threads, and once the
-processes of torchrun.
+"""Ranks with divided weights give the results of one rank. Ranks are threads here, and processes of
+torchrun once.
 """
 
 import json
-import pickle
 import re
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 from quantize import Choice, config_of, quantized, write
 from safetensors.torch import save_file
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
+from support.gguf_files import build
+from support.heads import few_tokens, random_head
+from support.quantized import id_of
+from support.thread_ranks import (
+    MINE,
+    Alike,
+    Board,
+    ThreadRanks,
+    divided_tokens,
+    together,
+    tokens_of,
+)
 from support.tiny import (
     CASES,
     DRAFTERS,
     Pair,
-    Zoo,
     generate,
     keep_steady,
     measure_little,
@@ -34,9 +42,6 @@ from support.tiny import (
     prompt_of,
     save_pair,
 )
-from test_formats import id_of
-from test_gguf import build
-from test_heads import few_tokens, random_head
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -45,8 +50,10 @@ import offload_rt.llm
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import convert
 from offload_rt.config import EngineConfig
-from offload_rt.engine import builder, draft_place, engine_plan, link, loader, profile, rank_cuts
+from offload_rt.engine import link, loader, profile, ranks_spec
+from offload_rt.engine.draft_spec import DraftSpec
 from offload_rt.engine.link_rates import LinkRates
+from offload_rt.engine.ranks_spec import RanksSpec
 from offload_rt.errors import (
     CapacityError,
     CheckpointError,
@@ -56,159 +63,33 @@ from offload_rt.errors import (
 )
 from offload_rt.executor.cuda_graphs import GraphPass, GraphShape
 from offload_rt.executor.runner import Runner
+from offload_rt.models.architecture import TensorShape
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.placement import Plan
 from offload_rt.ops.lossless import decode
-from offload_rt.parallel.sharded_weights import divide, part_of, parts
+from offload_rt.parallel.sharded_weights import divide, part_of, shard
 from offload_rt.parallel.tensor_parallel import Cut, TensorParallelModel
-from offload_rt.speculate.select import Drafting, drafter_type
+from offload_rt.speculate.select import drafter_type
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.header import read_header
 from offload_rt.weights.layout import PackedLayer, host_block
 from offload_rt.weights.lossless import encode_layer
 
-MINE = threading.local()
 NAME = "mlp.down_proj.weight"
 SHAPE = (384, 256)
-PATIENCE_S = 120.0
-
-
-class Board:
-    """Where the ranks of one run meet."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.barrier = size, threading.Barrier(size, timeout=PATIENCE_S)
-        self.given: list[Any] = [None] * size
-        self.calls: list[SimpleQueue[bytes]] = [SimpleQueue() for _ in range(size)]
-        self.mail = {(a, b): SimpleQueue[Tensor]() for a in range(size) for b in range(size)}
-
-
-class ThreadRanks:
-    """`Ranks` that are threads of this process."""
-
-    def __init__(self, rank: int, board: Board) -> None:
-        self.rank = rank
-        self.size = board.size
-        self.n_local = board.size
-        self._board = board
-        self.n_reduced = self.n_gathered = 0
-
-    def _together(self, given: Any, make: Callable[[list[Any]], Any]) -> Any:
-        self._board.given[self.rank] = given
-        self._board.barrier.wait()
-        found = make(self._board.given)
-        self._board.barrier.wait()
-        return found
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self.n_reduced += 1
-        return self._together(x, lambda given: sum(one.float() for one in given).to(x.dtype))
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        self.n_gathered += 1
-        return self._together(x, lambda given: torch.cat(given, 1))
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        return self._together(x, lambda given: given[0].clone())
-
-    def least(self, *numbers: int) -> list[int]:
-        return self._together(numbers, lambda given: list(map(min, zip(*given, strict=True))))
-
-    def total(self, *numbers: float) -> list[float]:
-        return self._together(numbers, lambda given: [sum(one) for one in zip(*given, strict=True)])
-
-    def send(self, x: Tensor, to: int) -> None:
-        self._board.mail[self.rank, to].put(x.clone())
-
-    def finish_sending(self) -> None:
-        pass
-
-    def receive(self, into: Tensor, source: int) -> None:
-        into.copy_(self._board.mail[source, self.rank].get(timeout=PATIENCE_S))
-
-    def refuse_second(self) -> None:
-        pass
-
-    def telling(self, *call: Any) -> AbstractContextManager[None]:
-        for queue in self._board.calls[1:]:
-            queue.put(pickle.dumps(call))
-        return nullcontext()
-
-    def told(self) -> Iterator[Any]:
-        return map(pickle.loads, iter(self._board.calls[self.rank].get, b""))
-
-    def leave(self) -> None:
-        if self.rank == 0:
-            for queue in self._board.calls[1:]:
-                queue.put(b"")
-
-
-class Alike(ThreadRanks):
-    """One rank of several, whose others give what it gives."""
-
-    def _together(self, given: Any, make: Callable[[list[Any]], Any]) -> Any:
-        return make([given] * self.size)
 
 
 @pytest.fixture(autouse=True)
 def threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (engine_plan, builder, offload_rt.llm):
+    for module in (ranks_spec, offload_rt.llm):
         monkeypatch.setattr(module, "joined", lambda: getattr(MINE, "ranks", None))
 
 
 @pytest.fixture(autouse=True)
 def a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates that favour sidecars, on whatever machine."""
+    """Set rates that favour sidecars on any machine."""
     monkeypatch.setattr(link, "measured_rates", lambda *_: LinkRates(1.0, 100.0))
-
-
-def together(size: int, work: Callable[[], Any]) -> list[Any]:
-    """What each rank's `work` gives; None for one that has served rank 0 until its end. Raises the
-    first error of a rank.
-    """
-    board = Board(size)
-    found = [None] * size
-    errors = list[BaseException]()
-
-    def run(rank: int) -> None:
-        MINE.ranks = ThreadRanks(rank, board)
-        try:
-            found[rank] = work()
-        except SystemExit:
-            pass
-        except BaseException as error:
-            errors.append(error)
-            board.barrier.abort()
-            MINE.ranks.leave()
-
-    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join(PATIENCE_S)
-    causes = [one for one in errors if not isinstance(one, threading.BrokenBarrierError)]
-    if errors:
-        raise (causes or errors)[0]
-    return found
-
-
-def tokens_of(llm: LLM, prompt: list[int], n: int = 16, **params: Any) -> list[int]:
-    return llm.generate([prompt], SamplingParams(max_tokens=n, ignore_eos=True, **params))[
-        0
-    ].token_ids
-
-
-def divided_tokens(
-    size: int, directory: Path, prompt: list[int], n: int = 16, **settings: Any
-) -> list[int]:
-    """The tokens of so many ranks."""
-
-    def work() -> list[int]:
-        with open_llm(directory, **settings) as llm:
-            return tokens_of(llm, prompt, n)
-
-    return together(size, work)[0]
 
 
 @pytest.fixture(scope="module")
@@ -220,8 +101,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def quantised(folder: Path, choice: Choice | str | None, **sizes: Any) -> tuple[Path, Any]:
-    """A checkpoint in a format, of a Llama with rows that all formats divide into blocks; and the
-    model that it stands for.
+    """Write a Llama checkpoint in a format, with rows that every format divides into blocks; return
+    the exact model.
     """
     sizes = {
         "hidden_size": 256,
@@ -244,7 +125,7 @@ def quantised(folder: Path, choice: Choice | str | None, **sizes: Any) -> tuple[
 
 
 def streamed(path: Path, **settings: Any) -> EngineConfig:
-    """Settings with which layers come from the disk, however they are divided."""
+    """Settings that stream layers from disk with any division."""
     config = EngineConfig(
         str(path), device="cpu", drafter="none", max_model_len=64, dtype="float32", **settings
     )
@@ -272,13 +153,10 @@ def streamed(path: Path, **settings: Any) -> EngineConfig:
     ],
     ids=lambda choice: id_of(choice) or "dense",
 )  # fmt: skip
-def test_the_parts_of_a_matrix_are_the_whole(
-    tmp_path: Path, choice: Choice | None, dim: int
-) -> None:
-    """Whatever the format; or by inputs there are none, of act-order, ragged groups, and blocks
-    that run on row by row.
+def test_parts_of_a_matrix_join_to_the_whole(tmp_path, choice, dim):
+    """In every format. By inputs, act-order, ragged groups and continuous blocks are refused.
 
-    The scales of a part may begin within a block of nested ones.
+    The scales of a part may begin within a block of nested scales.
     """
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).bfloat16() / 10
     stored, exact = quantized({NAME: weight}, choice) if choice else ({NAME: weight},) * 2
@@ -296,10 +174,10 @@ def test_the_parts_of_a_matrix_are_the_whole(
         cut = Cut(dim, rank * n, n)
         if is_refused:
             with pytest.raises(CheckpointError):
-                parts(fmt, (NAME, SHAPE), cut, source)
+                shard(fmt, TensorShape(NAME, SHAPE), cut, source)
             return
-        records = parts(fmt, (NAME, SHAPE), cut, source)
-        with closing(DiskTier([records], ReadSettings(8192))) as files:
+        block_record = shard(fmt, TensorShape(NAME, SHAPE), cut, source)
+        with closing(DiskTier([block_record], ReadSettings(8192))) as files:
             block = host_block(files.layout(0).nbytes)
             for read in files.reads(0, block):
                 read()
@@ -310,10 +188,8 @@ def test_the_parts_of_a_matrix_are_the_whole(
 
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3-window"])
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_ranks_have_all_tensors_between_them(zoo: Zoo, name: str, is_exact: bool) -> None:
-    """Each byte once, but for norms and for heads of keys and values of which there are fewer than
-    ranks.
-    """
+def test_ranks_hold_all_tensors_together(zoo, name, is_exact):
+    """Each byte is held once, except norms and, with fewer heads than ranks, keys and values."""
     checkpoint = open_checkpoint(zoo.directory(name, 0))
     size = 4
     boards = [
@@ -345,14 +221,10 @@ def test_ranks_have_all_tensors_between_them(zoo: Zoo, name: str, is_exact: bool
 @pytest.mark.parametrize(
     "choice", ["plain", None, Choice("gptq"), Choice("nf4"), Choice("fp8"), "Q4_K"], ids=str
 )
-def test_a_rank_reads_and_holds_its_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: Choice | str | None
-) -> None:
-    """Of the bytes of all, counted where they are read: at most 1.03 of them over the ranks,
-    whatever the format.
+def test_rank_reads_and_holds_its_share(tmp_path, monkeypatch, choice):
+    """Reads of all ranks sum to at most 1.03 times the bytes of the layers, in every format.
 
-    As they lie in a plain checkpoint if they are divided by outputs, else where convert has put
-    them.
+    Plain checkpoints are divided by outputs; other formats use files of convert.
     """
     is_converted = choice != "plain"
     choice = None if choice == "plain" else choice
@@ -380,16 +252,16 @@ def test_a_rank_reads_and_holds_its_share(
 
     def work() -> tuple[int, int, int]:
         with LLM.open(streamed(path)) as llm:
-            plan = llm.engine_plan
-            disk = llm.engine_plan.disk
-            assert set(plan.plan.tiers) == {"disk"}
+            disk = llm.spec.files.disk
+            assert set(llm.plan.tiers) == {"disk"}
             MINE.n_read, MINE.folders = 0, set()
             for i in range(3):
                 block = host_block(disk.layout(i).nbytes)
                 for read in disk.reads(i, block):
                     read()
             assert not is_converted or MINE.folders == {f"rank-{MINE.ranks.rank}"}
-            return MINE.n_read, plan.checkpoint.nbytes, plan.plan.streamed_nbytes
+            checkpoint = llm.spec.target.checkpoint
+            return MINE.n_read, checkpoint.nbytes, llm.plan.streamed_nbytes
 
     for n_read, n_held, n_streamed in together(2, work):
         assert n_read <= 1.03 * n_layers / 2
@@ -400,11 +272,11 @@ def test_a_rank_reads_and_holds_its_share(
 # What they compute
 
 
-@pytest.mark.parametrize("place", ["resident", "disk"])
 @pytest.mark.parametrize(
-    ("name", "size"), [("llama-biases", 2), ("qwen3-window", 4), ("llama-tied", 8)]
+    ("name", "size", "place"),
+    [("llama-biases", 2, "disk"), ("qwen3-window", 4, "resident"), ("llama-tied", 8, "disk")],
 )
-def test_greedy_tokens_are_transformers(zoo: Zoo, name: str, size: int, place: str) -> None:
+def test_greedy_tokens_equal_transformers(zoo, name, size, place):
     """With fewer heads of keys and values than ranks, too, and with fewer heads."""
     tokens = divided_tokens(
         size, zoo.directory(name, 0), prompt_of(0), 24, place=place, exact_parallel=place == "disk"
@@ -412,12 +284,14 @@ def test_greedy_tokens_are_transformers(zoo: Zoo, name: str, size: int, place: s
     assert tokens == zoo.greedy(name, 0)[:24]
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "olmo2", "phi3", "starcoder2"])
-@pytest.mark.parametrize("is_exact", [False, True])
-def test_models_of_transformers_are_divided_by_their_plan(
-    tmp_path: Path, kind: str, is_exact: bool
-) -> None:
-    """Heads of each rank, or the whole of fused and normed ones gathered; biases are added once."""
+@pytest.mark.parametrize(
+    ("kind", "is_exact"),
+    [("gemma2", False), ("olmo2", True), ("olmo2", False), ("phi3", True), ("starcoder2", False)],
+)
+def test_general_models_are_divided_by_their_plan(tmp_path, kind, is_exact):
+    """Separate heads per rank, or gathered outputs of fused and normed projections; biases are
+    added once.
+    """
     model = general_model(kind)
     model.save_pretrained(tmp_path)
     prompt = prompt_of(1, vocab_size=96)
@@ -446,13 +320,11 @@ def general_model(kind: str) -> Any:
     ("drafter", "is_exact"),
     [*((one, False) for one in DRAFTERS), ("adaptive_tree", True), ("self_window", True)],
 )
-def test_any_drafter_gives_the_targets_tokens(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, drafter: str, is_exact: bool
-) -> None:
+def test_every_drafter_gives_the_targets_tokens(pair, monkeypatch, drafter, is_exact):
     keep_steady(monkeypatch)
     prompt = prompt_of(2, 40)
     settings = pair.settings(drafter) | {"tree_depth": 4, "exact_parallel": is_exact}
-    if drafter_type(drafter).view is not None:
+    if drafter_type(drafter).resources.view is not None:
         settings["draft_context"] = 32
     if drafter == "none":
         settings.pop("tree_depth")
@@ -464,15 +336,13 @@ def test_any_drafter_gives_the_targets_tokens(
 @pytest.mark.parametrize(
     ("split", "is_exact"), [("on", False), ("on", True), ("off", False), ("auto", False)]
 )
-def test_a_draft_model_may_be_divided_too(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, split: str, is_exact: bool
-) -> None:
+def test_draft_model_can_be_divided(pair, monkeypatch, split, is_exact):
     """With auto the levels are timed by all ranks."""
     keep_steady(monkeypatch)
     cut = []
-    divide = engine_plan.divide
+    divide = ranks_spec.divide
     monkeypatch.setattr(
-        engine_plan, "divide", lambda *given: cut.append(given[0].path) or divide(*given)
+        ranks_spec, "divide", lambda *given: cut.append(given[0].path) or divide(*given)
     )
     settings = pair.settings("adaptive_tree") | {
         "tree_depth": 4,
@@ -486,7 +356,7 @@ def test_a_draft_model_may_be_divided_too(
     assert cut.count(draft) == (cut.count(target) if split != "off" else 0)
 
 
-def test_what_cannot_be_done_with_a_divided_draft_is_refused(pair: Pair) -> None:
+def test_divided_draft_refuses_unsupported_settings(pair):
     settings = pair.settings("adaptive_tree") | {"split_draft": "on", "learn_draft": "on"}
     with pytest.raises(
         SettingsError, match="--split-draft on: needs a whole draft model that does not learn"
@@ -500,20 +370,20 @@ def test_what_cannot_be_done_with_a_divided_draft_is_refused(pair: Pair) -> None
 def places(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, whole_s: float, *parts_s: float, **settings: Any
 ) -> list[str]:
-    """Where each rank plans to have the draft, if a level takes so long whole and by the parts of
-    the ranks.
+    """Return the place of the draft on each rank, for given seconds per level of the whole and the
+    divided draft.
     """
 
-    def level_seconds(drafting: Drafting, *_: Any) -> float:
-        if drafting.draft is None:
+    def level_seconds(draft: DraftSpec, *_: Any) -> float:
+        if draft.checkpoint is None:
             return 0.0
         return (
             parts_s[MINE.ranks.rank]
-            if isinstance(drafting.draft.spec, TensorParallelModel)
+            if isinstance(draft.checkpoint.spec, TensorParallelModel)
             else whole_s
         )
 
-    monkeypatch.setattr(draft_place, "level_seconds", level_seconds)
+    monkeypatch.setattr(DraftSpec, "level_seconds", level_seconds)
     settings = {
         "draft_model": str(pair.draft),
         "max_model_len": 64,
@@ -523,7 +393,7 @@ def places(
 
     def work() -> str:
         with LLM.open(EngineConfig(str(pair.target), device="cpu", **settings)) as llm:
-            draft = llm.engine_plan.drafting.draft
+            draft = llm.spec.draft.drafting.draft
             return (
                 "nothing"
                 if draft is None
@@ -543,9 +413,7 @@ def places(
         ((2.0, 1.0, 3.0), ["all", "nothing"]),  # by the slowest rank
     ],
 )
-def test_a_draft_is_where_levels_take_least(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], found: list[str]
-) -> None:
+def test_draft_placement_minimises_the_level_time(pair, monkeypatch, seconds, found):
     assert places(pair, monkeypatch, *seconds) == found
     assert places(pair, monkeypatch, *seconds, split_draft="on") == ["part", "part"]
     assert places(pair, monkeypatch, *seconds, split_draft="off") == ["all", "nothing"]
@@ -553,7 +421,7 @@ def test_a_draft_is_where_levels_take_least(
 
 
 def planned(pair: Pair, split: str, **settings: Any) -> Plan:
-    """What of all lies where on rank 0, with memory for all of it."""
+    """Return the placement of rank 0 with memory for all layers."""
     config = EngineConfig(
         str(pair.target),
         str(pair.draft),
@@ -572,9 +440,7 @@ def planned(pair: Pair, split: str, **settings: Any) -> Plan:
     return together(2, work)[0]
 
 
-def test_what_a_draft_takes_of_the_targets_room_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_placement_counts_the_memory_of_the_target(tmp_path, monkeypatch):
     """Drafted faster by rank 0 alone, which would have no room for slots then, would read some of
     its layers, or read more.
     """
@@ -604,9 +470,7 @@ def test_what_a_draft_takes_of_the_targets_room_counts(
     assert found == [["part", "part"], ["all", "nothing"]]
 
 
-def test_a_draft_that_cannot_be_divided_is_on_rank_0(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_indivisible_draft_is_on_rank_0(pair, tmp_path, monkeypatch):
     odd = save_pair(tmp_path, pair.model, CASES["llama"].build(6, intermediate_size=97))
     assert places(odd, monkeypatch, 2.0, 1.0, 1.0) == ["all", "nothing"]
     with pytest.raises(UnsupportedModelError, match="97 outputs"):
@@ -614,9 +478,7 @@ def test_a_draft_that_cannot_be_divided_is_on_rank_0(
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn"])
-def test_heads_of_rank_0_draft_with_tables_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_heads_of_rank_0_use_the_tables_of_all_ranks(tmp_path, monkeypatch, kind):
     keep_steady(monkeypatch)
     model = few_tokens()
     prompt = [3, 1, 4, 1, 5, 2, 6]
@@ -634,12 +496,8 @@ FORMATS: list[tuple[Choice | str, int, int]] = [
 
 
 @pytest.mark.parametrize(("choice", "o", "down"), FORMATS, ids=lambda one: id_of(one) or str(one))
-def test_formats_give_the_tokens_of_the_whole_and_are_cut_by_outputs_where_they_must_be(
-    tmp_path: Path, choice: Choice | str, o: int, down: int
-) -> None:
-    """Groups in any order, blocks longer than a part, and those that run on from row to row; matrix
-    by matrix.
-    """
+def test_formats_are_cut_by_outputs_where_required(tmp_path, choice, o, down):
+    """With groups in any order, blocks longer than a part, and continuous blocks."""
     path, model = quantised(tmp_path, choice, intermediate_size=256 if choice == "Q4_K" else 512)
     part = part_of(open_checkpoint(path), 0, 2, is_exact=False).spec
     assert isinstance(part, TensorParallelModel)
@@ -658,25 +516,21 @@ def convert_for_ranks(path: Path, *flags: str, size: int = 2) -> None:
 
 
 def prefer(monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
-    """Let one of the ways to divide layers on the disk be the faster one."""
-    monkeypatch.setattr(engine_plan.profile, "memory_gbps", lambda *_: 1.0)
+    """Make one division of disk layers the faster one."""
+    monkeypatch.setattr(profile, "memory_gbps", lambda *_: 1.0)
     monkeypatch.setattr(
-        engine_plan,
+        RanksSpec,
         "token_seconds",
-        lambda plan, *_: float(plan.checkpoint.spec.is_exact != is_exact),
+        lambda ranks, target, *_: float(target.checkpoint.spec.is_exact != is_exact),
     )
 
 
 @pytest.mark.parametrize(
     "flags", [[], ["--link-format", "raw"], ["--exact-parallel"]], ids=" ".join
 )
-def test_ranks_stream_what_convert_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
-) -> None:
-    """In the bytes of `lossless`, and where asked for as they are; the tokens are those of the
-    whole.
-
-    Unless the other way is faster, which is told.
+def test_ranks_stream_converted_weights(tmp_path, monkeypatch, flags):
+    """Lossless or, on request, raw files give the tokens of the whole. A faster division without
+    files has priority and is reported.
     """
     path, model = quantised(tmp_path, None, num_hidden_layers=4)
     convert_for_ranks(path, *flags, "--sidecar", str(tmp_path))
@@ -687,16 +541,16 @@ def test_ranks_stream_what_convert_has_written(
 
     def work() -> list[int]:
         with LLM.open(streamed(path, sidecar=str(tmp_path))) as llm:
-            plan = llm.engine_plan
-            assert (bool(plan.link.sidecar), bool(plan.link.layers)) == (not is_raw, is_raw)
-            assert plan.checkpoint.spec.is_exact == is_exact and "disk" in plan.plan.tiers
+            target = llm.spec.target
+            assert (bool(target.link.sidecar), bool(target.link.layers)) == (not is_raw, is_raw)
+            assert target.checkpoint.spec.is_exact == is_exact and "disk" in llm.plan.tiers
             assert (
-                plan.notice.startswith("weights are read encoded: ")
-                if plan.link.sidecar
-                else not plan.notice
+                llm.spec.notice.startswith("weights are read encoded: ")
+                if target.link.sidecar
+                else not llm.spec.notice
             )
-            files = [one.payload for one in plan.link.sidecar or ()] or [
-                one for of in plan.checkpoint.layers for one in of
+            files = [one.payload for one in target.link.sidecar or ()] or [
+                one for of in target.checkpoint.layers for one in of
             ]
             assert {one.path.parent.name for one in files} == {f"rank-{MINE.ranks.rank}"}
             llm.load()
@@ -704,8 +558,8 @@ def test_ranks_stream_what_convert_has_written(
 
     def look() -> str:
         with LLM.open(streamed(path, sidecar=str(tmp_path))) as llm:
-            assert llm.engine_plan.link.sidecar is None and llm.engine_plan.link.layers is None
-            return llm.engine_plan.notice
+            assert llm.spec.target.link.sidecar is None and llm.spec.target.link.layers is None
+            return llm.spec.notice
 
     assert together(2, work)[0] == generate(model, prompt_of(0), 16)
     prefer(monkeypatch, not is_exact)
@@ -715,12 +569,12 @@ def test_ranks_stream_what_convert_has_written(
     )
 
 
-@pytest.mark.parametrize("flags", [[], ["--link-format", "raw"]], ids=" ".join)
-@pytest.mark.parametrize("where", ["host", "disk"])
-def test_a_rank_with_a_card_streams_what_convert_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], where: str
-) -> None:
-    """The same text as from the checkpoint, of whatever the ranks compute together."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "where"), [([], "disk"), (["--link-format", "raw"], "host")], ids=["disk", "raw-host"]
+)
+def test_cuda_rank_streams_converted_weights(tmp_path, monkeypatch, flags, where):
+    """Texts equal those of the original checkpoint."""
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
     monkeypatch.setattr(MINE, "ranks", Alike(0, Board(2)), raising=False)
     prefer(monkeypatch, is_exact=False)
@@ -743,17 +597,17 @@ def test_a_rank_with_a_card_streams_what_convert_has_written(
         with LLM.open(config) as llm:
             assert where in llm.plan.tiers
             llm.load()
-            link = llm.engine_plan.link
+            link = llm.spec.target.link
             return tokens_of(llm, prompt_of(0)), bool(link.sidecar), bool(link.layers)
 
-    with pretended_card(monkeypatch, has_kernels=True):
+    with fake_gpu(monkeypatch, has_kernels=True):
         expected, *none = run()
         convert_for_ranks(path, *flags)
         found, *has = run()
     assert (found, none, has) == (expected, [False, False], [not flags, bool(flags)])
 
 
-def test_sidecars_of_other_runs_are_told_and_not_used(pair: Pair, tmp_path: Path) -> None:
+def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
     """Of other ranks, of another cut, of a model that has changed, and none at all."""
 
     def notices(path: Path, **settings: Any) -> set[str]:
@@ -762,8 +616,8 @@ def test_sidecars_of_other_runs_are_told_and_not_used(pair: Pair, tmp_path: Path
                 str(path), device="cpu", drafter="none", max_model_len=64, **settings
             )
             with LLM.open(config) as llm:
-                assert llm.engine_plan.link.sidecar is None and llm.engine_plan.link.layers is None
-                return llm.engine_plan.notice
+                assert llm.spec.target.link.sidecar is None and llm.spec.target.link.layers is None
+                return llm.spec.notice
 
         return set(together(2, work))
 
@@ -786,7 +640,7 @@ def test_sidecars_of_other_runs_are_told_and_not_used(pair: Pair, tmp_path: Path
     lossless = EngineConfig(
         str(path), device="cpu", drafter="none", link_format="lossless", exact_parallel=True
     )
-    assert all(together(2, lambda: LLM.open(lossless).engine_plan.link.sidecar))
+    assert all(together(2, lambda: LLM.open(lossless).spec.target.link.sidecar))
     with pytest.raises(
         CheckpointError, match=r"no sidecar in .*raw-2/rank-[01]; run offload-rt convert --ranks 2"
     ):
@@ -805,9 +659,7 @@ def test_sidecars_of_other_runs_are_told_and_not_used(pair: Pair, tmp_path: Path
     )
 
 
-def test_convert_tells_what_it_cannot_write(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_reports_unsupported_formats(tmp_path, capfd):
     path, _ = quantised(tmp_path, "Q8_0")
     for flags, words in (
         ([], "quantised weights do not "
@@ -826,16 +678,11 @@ def test_convert_tells_what_it_cannot_write(
     [(0.6, 1.0, 0.0, True), (0.6, 1.0, 1.0, False), (1.0, 1.0, 1e-3, False)],
     ids=["of the disk", "of the network", "where the disk is alike"],
 )
-def test_layers_on_the_disk_are_divided_in_the_way_that_a_pass_is_faster(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    strided: float,
-    contiguous: float,
-    exchange_s: float,
-    is_exact: bool,
-) -> None:
-    """By what is measured: rates of reading parts of rows and whole ones, and what exchanges take.
-    All ranks agree.
+def test_disk_layers_are_divided_in_the_faster_way(
+    tmp_path, monkeypatch, strided, contiguous, exchange_s, is_exact
+):
+    """By measured rates of strided and contiguous reads and by the exchange time. All
+    ranks agree.
     """
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
 
@@ -845,13 +692,13 @@ def test_layers_on_the_disk_are_divided_in_the_way_that_a_pass_is_faster(
         of_slowest = strided if pieces > 1 else contiguous
         return of_slowest if MINE.ranks.rank else 10 / of_slowest
 
-    monkeypatch.setattr(rank_cuts.profile, "link_gbps", rate)
-    monkeypatch.setattr(rank_cuts.profile, "memory_gbps", lambda *_: 1e6)
-    monkeypatch.setattr(rank_cuts.profile, "timed", lambda device, work: [exchange_s])
+    monkeypatch.setattr(profile, "link_gbps", rate)
+    monkeypatch.setattr(profile, "memory_gbps", lambda *_: 1e6)
+    monkeypatch.setattr(profile, "timed", lambda device, work: [exchange_s])
 
     def work() -> tuple[bool, str]:
         with LLM.open(streamed(path)) as llm:
-            return llm.engine_plan.checkpoint.spec.is_exact, llm.engine_plan.notice
+            return llm.spec.target.checkpoint.spec.is_exact, llm.spec.notice
 
     vain = (
         "read from the disk with what lies between a rank's parts, in 1.3 times their bytes;"
@@ -862,30 +709,26 @@ def test_layers_on_the_disk_are_divided_in_the_way_that_a_pass_is_faster(
         assert (vain in notice) == (not is_exact)
 
 
-def test_weights_that_have_no_parts_by_outputs_are_divided_by_inputs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_without_output_parts_are_divided_by_inputs(tmp_path, monkeypatch):
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
     prefer(monkeypatch, is_exact=True)
-    divide = engine_plan.divide
+    divide = ranks_spec.divide
 
     def by_inputs(checkpoint: Any, model: TensorParallelModel) -> Any:
         if model.is_exact:
             raise UnsupportedModelError("it has no such parts")
         return divide(checkpoint, model)
 
-    monkeypatch.setattr(engine_plan, "divide", by_inputs)
+    monkeypatch.setattr(ranks_spec, "divide", by_inputs)
 
     def work() -> bool:
         with LLM.open(streamed(path)) as llm:
-            return llm.engine_plan.checkpoint.spec.is_exact
+            return llm.spec.target.checkpoint.spec.is_exact
 
     assert together(2, work) == [False] * 2
 
 
-def test_memory_that_is_enough_for_one_way_alone_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_limits_decide_the_way_of_division(tmp_path, monkeypatch):
     """Parts in a file of their own need no pages at both ends of each; where a rank has too little,
     all are told.
     """
@@ -900,7 +743,7 @@ def test_memory_that_is_enough_for_one_way_alone_decides(
         least = plan.reserved.total + 2 * plan.slot_nbytes + more[MINE.ranks.rank]
         try:
             with LLM.open(replace(config, device_memory=least)) as llm:
-                return "outputs" if llm.engine_plan.checkpoint.spec.is_exact else "inputs"
+                return "outputs" if llm.spec.target.checkpoint.spec.is_exact else "inputs"
         except CapacityError as error:
             return str(error)
 
@@ -912,9 +755,7 @@ def test_memory_that_is_enough_for_one_way_alone_decides(
     )
 
 
-def test_samples_batches_and_what_is_read_of_prompts_are_those_of_one_rank(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_batches_and_prompt_logprobs_equal_one_rank(pair, monkeypatch):
     """Prefixes that are shared and taken over, log-probabilities of a prompt, seeds under the
     coupled rule.
     """
@@ -949,7 +790,7 @@ def test_samples_batches_and_what_is_read_of_prompts_are_those_of_one_rank(
             assert logprob.logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
 
 
-def test_sums_of_exact_parallel_are_bit_for_bit_those_of_one_rank(pair: Pair) -> None:
+def test_exact_parallel_sums_equal_one_rank_bit_for_bit(pair):
     settings = {"dtype": "bfloat16", "drafter": "none", "place": "resident"}
     prompt = prompt_of(3, 30)
 
@@ -966,8 +807,8 @@ def test_sums_of_exact_parallel_are_bit_for_bit_those_of_one_rank(pair: Pair) ->
     assert torch.equal(work(), together(2, work)[0])
 
 
-def test_passes_are_timed_by_all_ranks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a drafter is told of the cost of passes, and the baseline."""
+def test_all_ranks_time_passes(pair, monkeypatch):
+    """For the drafter's pass times and the baseline."""
     measure_little(monkeypatch)
 
     def work() -> tuple[list[int], list[float], int]:
@@ -981,10 +822,8 @@ def test_passes_are_timed_by_all_ranks(pair: Pair, monkeypatch: pytest.MonkeyPat
     assert n_widths > 1
 
 
-def test_memory_that_runs_out_on_rank_0_ends_the_run(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others are in the middle of the pass: it cannot be made again."""
+def test_oom_on_rank_0_ends_the_run(pair, monkeypatch):
+    """Other ranks are within the pass, so it cannot be repeated."""
     layer = TensorParallelModel.layer
 
     def fails(self: TensorParallelModel, i: int, *rest: Any) -> Tensor:
@@ -998,9 +837,7 @@ def test_memory_that_runs_out_on_rank_0_ends_the_run(
 
 
 @pytest.mark.parametrize("fails", ["", "at first", "always"])
-def test_ranks_capture_and_replay_the_same_passes(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
+def test_ranks_capture_and_replay_the_same_passes(pair, monkeypatch, fails):
     """Of draft and target; where one rank has no memory for a graph, none has it."""
     keep_steady(monkeypatch)
     logs: list[list[tuple[str, Any]]] = [[], []]
@@ -1050,14 +887,14 @@ def test_ranks_capture_and_replay_the_same_passes(
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_what_is_learned_of_a_pair_is_the_same_for_ranks(pair: Pair, is_exact: bool) -> None:
+def test_pair_identity_is_the_same_for_ranks(pair, is_exact):
     def work(**settings: Any) -> tuple[str, str]:
         config = EngineConfig(
             str(pair.target), str(pair.draft), device="cpu", max_model_len=64, **settings
         )
         with LLM.open(config) as llm:
-            draft = llm.engine_plan.drafting.draft
-            return llm.engine_plan.checkpoint.identity, draft.identity
+            draft = llm.spec.draft.drafting.draft
+            return llm.spec.target.checkpoint.identity, draft.identity
 
     assert together(2, lambda: work(split_draft="on", exact_parallel=is_exact)) == [work()] * 2
 
@@ -1078,9 +915,7 @@ def test_what_is_learned_of_a_pair_is_the_same_for_ranks(pair: Pair, is_exact: b
         ("llama", {"intermediate_size": 97}, 2, "97 outputs"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_in_a_sentence(
-    tmp_path: Path, kind: str, changes: dict[str, Any], size: int, words: str
-) -> None:
+def test_indivisible_models_are_refused(tmp_path, kind, changes, size, words):
     sizes = {
         "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -1097,10 +932,8 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence(
 # Processes
 
 
-def test_lossless_weights_of_ranks_with_cards_are_encoded_at_load(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As far as that goes without a card: the plan, and what is encoded."""
+def test_lossless_weights_of_cuda_ranks_are_encoded_while_loading(monkeypatch):
+    """Without a device: the plan and the encoded layers."""
     monkeypatch.setattr(link.extension, "serves", lambda tensor: True)
     whole = open_checkpoint(Path(__file__).resolve().parents[2] / "models" / "demo-target")
     config = EngineConfig(str(whole.path), link_format="lossless")
@@ -1126,7 +959,8 @@ def test_lossless_weights_of_ranks_with_cards_are_encoded_at_load(
             assert torch.equal(entry.view(decoded), files.layout(0).by_name[name].view(block))
 
 
-def test_torchrun_gives_the_text_of_one_process(pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_torchrun_gives_the_text_of_one_process(pair, tmp_path):
     """Over gloo, in bfloat16, with layers from the disk, and a draft model where that is found to
     be faster.
     """

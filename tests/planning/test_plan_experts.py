@@ -1,16 +1,14 @@
-"""Planning a mixture by the experts that tokens touch: bytes are counted by hand, and what is told
-is what was computed.
+"""Plans of mixtures by touched experts: bytes are computed by hand, and the table shows the
+computed figures.
 """
 
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from test_mxfp4 import published  # noqa: F401  a fixture
-from test_plan_formats import MIXTURE
+from support.plans import MIXTURE
 
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
@@ -46,16 +44,14 @@ def forecast(sizes: Sizes, ram: int = 64 << 30, card: str = "rtx4090") -> Foreca
         ("gpt-oss-120b", 36, 128, 4, GPT_OSS_EXPERT),
     ],
 )
-def test_experts_are_found_in_the_shapes_of_a_model(
-    name: str, n_layers: int, n_experts: int, n_used: int, nbytes: int
-) -> None:
+def test_experts_are_found_in_the_shapes_of_a_model(name, n_layers, n_experts, n_used, nbytes):
     experts, share = experts_of(find_models(EngineConfig(name))[0])
     assert (experts.n_layers, experts.n_experts, experts.n_used) == (n_layers, n_experts, n_used)
     assert experts.nbytes == pytest.approx(nbytes, rel=1e-4) and 0.6 < share < 1
     assert experts_of(find_models(EngineConfig("llama2-7b"))[0]) is None
 
 
-def test_experts_that_are_stored_one_by_one_are_the_same() -> None:
+def test_separately_stored_experts_give_the_same_plan():
     spec = spec_of(MIXTURE)
     shapes = {
         f"model.{name}.weight": shape
@@ -84,20 +80,19 @@ def test_experts_that_are_stored_one_by_one_are_the_same() -> None:
     assert found.nbytes == pytest.approx(2 * 3 * 64 * 128, rel=0.01)
 
 
-def test_a_config_of_gpt_oss_says_what_its_checkpoint_takes(
-    published: Path,
-    tmp_path: Path,
-) -> None:
+def test_gpt_oss_config_gives_the_size_of_its_checkpoint(mxfp4_checkpoint, tmp_path):
     alone = tmp_path / "config.json"
-    alone.write_text((published / "config.json").read_text())
-    by_config, by_headers = (find_models(EngineConfig(str(one)))[0] for one in (alone, published))
+    alone.write_text((mxfp4_checkpoint / "config.json").read_text())
+    by_config, by_headers = (
+        find_models(EngineConfig(str(one)))[0] for one in (alone, mxfp4_checkpoint)
+    )
     padding = 256 * len(by_headers.spec.layer_tensors(0))
     for mine, theirs in zip(by_config.layer_nbytes, by_headers.layer_nbytes, strict=True):
         assert abs(mine - theirs) <= padding < theirs / 2
     assert by_config.view_nbytes == by_headers.view_nbytes
 
 
-def test_what_a_token_needs_and_is_not_there_comes_before_it_is_computed() -> None:
+def test_missing_experts_arrive_before_their_compute():
     whole = forecast(find_models(EngineConfig("qwen3-30b-a3b"))[0])
     found = touched(whole)
     plan_of_all = whole.memory_plan.plan
@@ -118,19 +113,19 @@ def test_what_a_token_needs_and_is_not_there_comes_before_it_is_computed() -> No
     assert found.streamed_s < whole.plain.pass_s / 10
 
 
-def test_as_many_experts_are_missed_as_by_tokens_that_take_any() -> None:
+def test_expert_misses_equal_those_of_random_tokens():
     found = touched(forecast(find_models(EngineConfig("gpt-oss-120b"))[0])).experts
     assert found.nbytes == pytest.approx(GPT_OSS_EXPERT, rel=1e-4)
     found = replace(found, n_resident=32)
     rng = np.random.default_rng(0)
     missed = [len({*rng.choice(128, 4, replace=False)} - {*range(32)}) for _ in range(4000)]
-    expected = float(found.of_pass(np.array(1))) / found.n_layers / found.nbytes
+    expected = float(found.pass_nbytes(np.array(1))) / found.n_layers / found.nbytes
     assert expected == 3.0 and abs(np.mean(missed) - expected) < 5 * np.std(missed) / math.sqrt(
         4000
     )
 
 
-def test_experts_beyond_the_memory_come_from_the_disk() -> None:
+def test_experts_beyond_memory_are_read_from_disk():
     target = find_models(EngineConfig("gpt-oss-120b"))[0]
     seconds = [touched(forecast(target, ram << 30)) for ram in (96, 64, 32, 24)]
     assert (
@@ -147,7 +142,7 @@ def test_experts_beyond_the_memory_come_from_the_disk() -> None:
     )
 
 
-def test_a_processor_multiplies_quantised_experts_by_their_codes() -> None:
+def test_cpu_multiplies_quantised_experts_by_their_codes():
     """It reads them once; nothing is written."""
     found = touched(forecast(find_models(EngineConfig("gpt-oss-120b"))[0]))
     share = 25 / (25 + RAM_GBPS)  # of missing experts, copied over the link
@@ -155,7 +150,7 @@ def test_a_processor_multiplies_quantised_experts_by_their_codes() -> None:
     assert found.on_cpu_s < found.streamed_s
 
 
-def test_where_experts_are_not_brought_one_by_one_nothing_is_told() -> None:
+def test_dense_models_report_no_experts():
     target = find_models(EngineConfig("qwen3-30b-a3b"))[0]
     whole = forecast(target)
     assert touched(forecast(lossless(target, True))) is None
@@ -164,7 +159,7 @@ def test_where_experts_are_not_brought_one_by_one_nothing_is_told() -> None:
     assert touched(replace(whole, machine=replace(whole.machine, budget=budget))) is None
 
 
-def test_of_quantised_experts_those_that_rows_meet_are_decoded() -> None:
+def test_quantised_experts_of_touched_rows_are_decoded():
     """All of a dense layer, of a mixture as many as are met by one row, and more by many."""
     int4 = formats(find_models(EngineConfig("qwen3-30b-a3b"))[0], True)["int4, groups of 128"]
     slow = replace(Machine.with_card(find_card("h200"), 64 << 30, 7.0), decode_gbps=1.0)
@@ -174,9 +169,7 @@ def test_of_quantised_experts_those_that_rows_meet_are_decoded() -> None:
     assert decoding.row_s - fast.row_s == pytest.approx(2 * met / 1e9, rel=0.01)
 
 
-def test_ways_and_published_figures_are_told_side_by_side(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_plan_shows_published_figures_beside_ways(capsys):
     asked = [
         "--model",
         "gpt-oss-120b",

@@ -1,6 +1,4 @@
-"""The page in a real browser, where one is installed: what a person does with it, and what it looks
-like.
-"""
+"""The web page in headless Chromium: conversations, rendering, keyboard and small screens."""
 
 import os
 import shutil
@@ -15,18 +13,19 @@ selenium = pytest.importorskip("selenium")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
     pytest.skip("chromium and chromedriver are not installed", allow_module_level=True)
 
+from selenium.common.exceptions import StaleElementReferenceException  # noqa: E402
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
 __all__ = ["TEMPLATE", "llm", "served"]
-# Where pictures of the page are left to look at; unset: nowhere.
+# Folder for screenshots; unset: none.
 PICTURES = os.environ.get("PAGE_PICTURES")
 
 
 @pytest.fixture
-def page(served: Served) -> Iterator[Chrome]:
+def page(served: Served, tmp_path: Path) -> Iterator[Chrome]:
     options = ChromeOptions()
     for flag in (
         "--headless=new",
@@ -36,13 +35,13 @@ def page(served: Served) -> Iterator[Chrome]:
         "--disable-dev-shm-usage",
     ):
         options.add_argument(flag)
+    options.add_experimental_option("prefs", {"download.default_directory": str(tmp_path)})
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with Chrome(options, ChromeService(shutil.which("chromedriver"))) as driver:
         driver.get(f"http://127.0.0.1:{served.port}/")
         yield driver
-        assert [
-            one for one in driver.get_log("browser") if one["level"] in ("SEVERE", "WARNING")
-        ] == []
+        log = driver.get_log("browser")
+        assert [entry for entry in log if entry["level"] in ("SEVERE", "WARNING")] == []
 
 
 def text_of(driver: Chrome, name: str) -> str:
@@ -61,23 +60,42 @@ def set_limit(driver: Chrome, n: int) -> None:
     driver.find_element(By.ID, "open-settings").click()
     driver.find_element(By.NAME, "max_tokens").send_keys(str(n))
     driver.find_element(By.NAME, "temperature").send_keys("0")
-    driver.find_element(By.CSS_SELECTOR, "#settings button").click()
+    driver.find_element(By.CSS_SELECTOR, "#settings button[type=submit]").click()
+
+
+def branch(driver: Chrome) -> list[dict[str, Any]]:
+    """Read the messages of the displayed branch from the browser's storage."""
+    return driver.execute_script(
+        """
+        const open = JSON.parse(localStorage.open);
+        const conversation = JSON.parse(localStorage.conversations).find(({ id }) => id === open);
+        const messages = [];
+        let id = conversation?.leaf ?? null;
+        for (; id !== null; id = conversation.nodes[id].parent) {
+          messages.unshift(conversation.nodes[id]);
+        }
+        return messages;
+        """
+    )
 
 
 def answers(driver: Chrome) -> list[str]:
-    return [
-        one.get_attribute("textContent") or ""
-        for one in driver.find_elements(By.CSS_SELECTOR, "article.assistant .text")
-    ]
+    """Texts of the finished answers of the displayed branch."""
+    return [message["content"] for message in branch(driver) if message["role"] == "assistant"]
+
+
+def shown(driver: Chrome) -> list[str]:
+    """Rendered texts of the answers, read at once because streaming replaces the elements."""
+    texts: list[str] = driver.execute_script(
+        "return [...document.querySelectorAll('article.assistant > .text')]"
+        ".map((text) => text.textContent);"
+    )
+    return texts
 
 
 def wait_for_end(driver: Chrome, n_answers: int) -> list[str]:
-    wait(
-        driver,
-        lambda: (
-            driver.find_element(By.ID, "send").is_displayed() and len(answers(driver)) == n_answers
-        ),
-    )
+    is_idle = driver.find_element(By.ID, "send").is_displayed
+    wait(driver, lambda: is_idle() and len(shown(driver)) == n_answers)
     return answers(driver)
 
 
@@ -86,7 +104,41 @@ def picture(driver: Chrome, name: str) -> None:
         driver.save_screenshot(str(Path(PICTURES) / name))
 
 
-def test_a_conversation(page: Chrome, served: Served) -> None:
+def click(driver: Chrome, selector: str) -> None:
+    """Click an element. The page may replace elements between finding and clicking."""
+
+    def is_clicked(driver: Chrome) -> bool:
+        driver.find_element(By.CSS_SELECTOR, selector).click()
+        return True
+
+    patience = WebDriverWait(driver, 60, ignored_exceptions=(StaleElementReferenceException,))
+    patience.until(is_clicked)
+
+
+def render(driver: Chrome, text: str, pieces: list[str]) -> dict[str, Any]:
+    """Render a message with the page's own code. Returns text, HTML and the text of each pass."""
+    result: dict[str, Any] = driver.execute_async_script(
+        """
+        const [text, pieces, done] = arguments;
+        import("/page/render.js").then(({ render }) => {
+          const made = document.createElement("div");
+          made.append(render(text, pieces.map((part) => ({ text: part, tokens: 1, seconds: 1 }))));
+          const html = made.innerHTML;
+          made.querySelectorAll("button.copy").forEach((button) => button.remove());
+          const passes = [...made.querySelectorAll(".pass")];
+          done({
+            html, text: made.textContent,
+            passes: passes.map((span) => [span.title.split(":")[0], span.textContent]),
+          });
+        });
+        """,
+        text,
+        pieces,
+    )
+    return result
+
+
+def test_conversation_shows_the_answer_of_the_api_and_survives_a_reload(page, served):
     wait(page, lambda: text_of(page, "model") == "demo")
     set_limit(page, 48)
     text = "def read_lines(path, encoding='utf-8'):"
@@ -98,43 +150,213 @@ def test_a_conversation(page: Chrome, served: Served) -> None:
     )
     assert first == expected.choices[0].message.content
     n_passes = int(text_of(page, "passes"))
-    spans = page.find_elements(By.CSS_SELECTOR, "article.assistant .pass")
-    assert len(spans) == n_passes and "tokens in" in (spans[0].get_attribute("title") or "")
+    assert page.find_elements(By.CSS_SELECTOR, "article.assistant .pass")
     assert float(text_of(page, "per-pass")) == pytest.approx(48 / n_passes, abs=0.01)
     assert "nodes" in (page.find_element(By.ID, "tree").get_attribute("aria-label") or "")
+    assert f"{n_passes} passes" in (
+        page.find_element(By.ID, "link").get_attribute("aria-label") or ""
+    )
     say(page, "class Queue:")
-    assert len(wait_for_end(page, 2)) == 2
+    both = wait_for_end(page, 2)
     picture(page, "light.png")
-    page.find_element(By.ID, "regenerate").click()
-    again = wait_for_end(page, 2)
-    page.refresh()  # conversations are the browser's own
-    assert wait_for_end(page, 2) == again
+    page.refresh()
+    assert wait_for_end(page, 2) == both
     page.execute_cdp_cmd(
         "Emulation.setEmulatedMedia",
         {"features": [{"name": "prefers-color-scheme", "value": "dark"}]},
     )
     picture(page, "dark.png")
-    page.find_element(By.CSS_SELECTOR, "#chats li button:last-child").click()
-    assert answers(page) == []
 
 
-def test_an_answer_is_stopped(page: Chrome, served: Served) -> None:
+def test_edit_and_regenerate_add_versions_that_can_be_displayed(page):
+    set_limit(page, 8)
+    say(page, "import os")
+    (first,) = wait_for_end(page, 1)
+    click(page, ".regenerate")
+    wait(page, lambda: page.find_elements(By.CSS_SELECTOR, ".version"))
+    assert wait_for_end(page, 1) == [first]  # temperature 0
+    assert page.find_element(By.CSS_SELECTOR, ".assistant .version").text == "2/2"
+    page.find_element(By.XPATH, "//article[contains(@class,'user')]//button[.='Edit']").click()
+    page.find_element(By.ID, "edited").send_keys("\nimport sys")
+    page.find_element(By.XPATH, "//button[.='Send' and not(@id)]").click()
+    wait(page, lambda: page.find_elements(By.CSS_SELECTOR, ".user .version"))
+    wait_for_end(page, 1)
+    assert branch(page)[0]["content"] == "import os\nimport sys"
+    page.find_element(By.CSS_SELECTOR, ".user [aria-label='Previous version']").click()
+    assert [message["content"] for message in branch(page)] == ["import os", first]
+
+
+def test_answer_continues_while_another_conversation_is_open(page):
+    set_limit(page, 100)
+    say(page, "def f(x):")
+    wait(page, lambda: any(shown(page)))
+    click(page, "#new")
+    assert page.find_element(By.ID, "send").is_displayed()
+    assert page.find_elements(By.CSS_SELECTOR, "article") == []
+    click(page, "#chats .open")
+    (whole,) = wait_for_end(page, 1)
+    assert whole and text_of(page, "status") == ""
+
+
+def test_conversations_are_renamed_searched_exported_imported_and_deleted(page, tmp_path):
+    set_limit(page, 4)
+    say(page, "import os")
+    wait_for_end(page, 1)
+    click(page, "[aria-label^=Rename]")
+    title = page.find_element(By.ID, "new-title")
+    title.clear()
+    title.send_keys("Paths", Keys.ENTER)
+    wait(page, lambda: page.find_element(By.CSS_SELECTOR, "#chats .open").text == "Paths")
+    search = page.find_element(By.ID, "search")
+    for text, n_expected in (("IMPORT O", 1), ("nowhere", 0)):
+        search.clear()
+        search.send_keys(text)
+        assert len(page.find_elements(By.CSS_SELECTOR, "#chats li")) == n_expected
+    search.clear()
+    search.send_keys("p")
+    before = branch(page)
+    click(page, "#export")
+    wait(page, (tmp_path / "conversations.json").exists)
+    for answer, n_left in ((Keys.ESCAPE, 1), ("", 0)):
+        click(page, "[aria-label^=Delete]")
+        if answer:
+            page.switch_to.active_element.send_keys(answer)
+        else:
+            click(page, "#confirm-yes")
+        wait(page, lambda n=n_left: len(page.find_elements(By.CSS_SELECTOR, "#chats li")) == n)
+    importer = page.find_element(By.ID, "import-file")
+    importer.send_keys(str(tmp_path / "conversations.json"))
+    wait(page, lambda: "Imported 1" in text_of(page, "status"))
+    assert branch(page) == before
+    (tmp_path / "other.json").write_text('{"conversations": [{"title": 1}]}')
+    importer.send_keys(str(tmp_path / "other.json"))
+    wait(page, lambda: "no conversations of this page" in text_of(page, "status"))
+    assert branch(page) == before
+
+
+def test_attached_file_is_sent_with_the_message(page, tmp_path):
+    (tmp_path / "notes.md").write_text("```\ncode\n```\n")
+    (tmp_path / "binary.bin").write_bytes(bytes(range(256)))
+    (tmp_path / "large.txt").write_text("x" * 300_000)
+    set_limit(page, 4)
+    files = page.find_element(By.ID, "attach-files")
+    for name, problem in (("binary.bin", "is no text"), ("large.txt", "at most 262144")):
+        files.send_keys(str(tmp_path / name))
+        wait(page, lambda problem=problem: problem in text_of(page, "status"))
+    files.send_keys(str(tmp_path / "notes.md"))
+    wait(page, lambda: "notes.md" in text_of(page, "attached"))
+    sent = page.execute_script(
+        "window.sent = []; const send = fetch;"
+        "window.fetch = (path, options) => (sent.push(options?.body), send(path, options));"
+    )
+    say(page, "Explain")
+    wait_for_end(page, 1)
+    sent = page.execute_script("return JSON.parse(sent.find(Boolean)).messages[0].content")
+    assert sent == "Explain\n\nnotes.md:\n````\n```\ncode\n```\n\n````"
+    assert page.find_element(By.CSS_SELECTOR, ".file summary").text == "notes.md"
+
+
+def test_settings_and_system_message_belong_to_a_conversation(page):
+    set_limit(page, 4)
+    say(page, "import os")
+    wait_for_end(page, 1)
+    click(page, "#open-settings")
+    page.find_element(By.NAME, "system").send_keys("Be brief.")
+    click(page, "#settings button[type=submit]")
+    stored = "return JSON.parse(localStorage.conversations)[0].settings"
+    wait(page, lambda: page.execute_script(stored).get("system") == "Be brief.")
+    assert page.execute_script("return JSON.parse(localStorage.defaults)") == {
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+
+
+MARKDOWN = """# Title
+
+A *quick* `inline code` [link](http://example.com/a?b=c d) & <b>bold</b> <script>alert(1)</script>
+
+- item one
+- item **two**
+
+| a | b |
+|---|---|
+| x | y |
+
+```python
+def add(first, second):
+    return first + second  # sum
+```
+
+    indented __init__ code
+"""
+
+
+def test_marks_of_passes_never_change_the_rendered_text(page):
+    plain = render(page, MARKDOWN, [])
+    assert "<script" not in plain["html"] and "hljs-keyword" in plain["html"]
+    assert plain["passes"] == []
+    for size in (1, 2, 3, 5, 11):
+        pieces = [MARKDOWN[i : i + size] for i in range(0, len(MARKDOWN), size)]
+        rendered = render(page, MARKDOWN, pieces)
+        assert rendered["text"] == plain["text"]
+        assert not max(rendered["html"]) >= "\U000f0000"
+        numbers = [int(name.split()[1]) for name, _ in rendered["passes"]]
+        assert numbers == sorted(numbers) and max(numbers) <= len(pieces)
+
+
+def test_words_have_the_colour_of_their_pass(page):
+    """A pass that begins between two asterisks is coloured from the next letter on."""
+    rendered = render(page, "one two **three** four", ["one ", "two **", "three** fo", "ur"])
+    assert rendered["passes"] == [
+        ["pass 1", "one "],
+        ["pass 2", "two "],
+        ["pass 2", "t"],
+        ["pass 3", "hree"],
+        ["pass 3", " fo"],
+        ["pass 4", "ur"],
+    ]
+
+
+def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page):
+    page.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True},
+    )
+    page.refresh()
+    set_limit(page, 24)
+    say(page, "def read_lines(path, encoding='utf-8'):")
+    wait_for_end(page, 1)
+    assert "tokens/s" in text_of(page, "rate")
+    widths = "return [document.documentElement.scrollWidth, innerWidth]"
+    scrolled, width = page.execute_script(widths)
+    assert scrolled <= width == 390
+    picture(page, "phone.png")
+    click(page, "#menu")
+    assert page.find_element(By.ID, "new").is_displayed()
+    picture(page, "phone-menu.png")
+    click(page, "#menu")
+    click(page, "#statistics summary")
+    assert page.find_element(By.ID, "tree").is_displayed()
+
+
+def test_answer_is_stopped(page, served):
     set_limit(page, 230)
     say(page, "def f(x):")
-    wait(page, lambda: any(answers(page)))
+    wait(page, lambda: any(shown(page)))
     page.find_element(By.ID, "stop").click()
     wait(page, lambda: text_of(page, "status") == "Stopped")
     assert len(wait_for_end(page, 1)) == 1
     served.wait_until_idle()
 
 
-def test_everything_is_reached_by_the_keyboard(page: Chrome) -> None:
+def test_every_control_is_reached_by_the_keyboard(page):
     reached = set()
-    for _ in range(12):
+    for _ in range(16):
         focused = page.switch_to.active_element
         reached.add(focused.get_attribute("id") or focused.get_attribute("name"))
         focused.send_keys(Keys.TAB)
-    assert {"new", "colours", "open-settings", "prompt", "send"} <= reached
+    controls = {"new", "search", "export", "import", "colours", "open-settings", "prompt"}
+    assert controls | {"attach", "send"} <= reached
 
 
 CONTRAST = """
@@ -154,7 +376,7 @@ return [...document.querySelectorAll("h1, h2, h3, label, dt, dd, button, .note, 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_stand_out_from_their_ground(page: Chrome, scheme: str) -> None:
+def test_texts_have_enough_contrast(page, scheme):
     page.execute_cdp_cmd(
         "Emulation.setEmulatedMedia",
         {"features": [{"name": "prefers-color-scheme", "value": scheme}]},

@@ -1,21 +1,30 @@
-"""Heads that draft by the target's hidden states: what they compute, what becomes of it, and which
-of them are taken.
-"""
+"""Draft heads on the target's hidden states: logits, texts, and selection by checkpoint."""
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from support.pretended_card import pretended_card
-from support.recorded import record
+from support.fake_gpu import fake_gpu, record_graph
+from support.heads import (
+    KEPT,
+    MTP,
+    N_HEADS,
+    PATHS,
+    VOCAB,
+    Probe,
+    Weights,
+    few_tokens,
+    mtp_names,
+    random_head,
+    random_weights,
+    shapes_of,
+    write_head,
+)
 from support.texts import (
-    SMALL,
     VOCABULARY,
     assert_distribution,
     exact_distributions,
@@ -24,7 +33,6 @@ from support.texts import (
 )
 from support.tiny import (
     CASES,
-    SPREAD,
     drafter_of,
     engine_of,
     feed,
@@ -36,11 +44,12 @@ from support.tiny import (
     runner_of,
 )
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import (
     CapacityError,
     CheckpointError,
@@ -51,143 +60,11 @@ from offload_rt.errors import (
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
-from offload_rt.speculate.draft_model import TreeState
-from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import rule_of
 
-VOCAB = 8
-N_HEADS = 3
-# Tokens that the vocabulary of an EAGLE-3 head stands for: token i of it is i + d2t[i].
-KEPT = [0, 2, 3, 5, 6]
-MTP = {
-    "nextn": ("model.layers.{n}.", "{layer}enorm", "{layer}hnorm", "{layer}eh_proj",
-        "{layer}shared_head.norm"),
-    "mimo": (
-        "model.mtp_layers.0.", "{layer}token_layernorm", "{layer}hidden_layernorm",
-        "{layer}input_proj",
-        "{layer}final_layernorm",
-    ),
-    "qwen": ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc",
-        "mtp.norm"),
-}  # fmt: skip
+pytestmark = pytest.mark.numeric
+
 KINDS = ("eagle", "medusa", *MTP)
-Weights = dict[str, Tensor]
-
-
-def mtp_names(kind: str, model: PreTrainedModel) -> list[str]:
-    """Prefix of the layer, norms of embedding and hidden state, projection, last norm."""
-    layer = MTP[kind][0].format(n=model.config.num_hidden_layers)
-    return [name.format(n=model.config.num_hidden_layers, layer=layer) for name in MTP[kind]]
-
-
-def shapes_of(kind: str, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """The published names and shapes of a head's tensors."""
-    d = model.config.hidden_size
-    vocab = model.config.vocab_size
-    if kind == "medusa":
-        shapes = {f"{i}.0.linear.weight": (d, d) for i in range(N_HEADS)}
-        shapes |= {f"{i}.0.linear.bias": (d,) for i in range(N_HEADS)}
-        return shapes | {f"{i}.1.weight": (vocab, d) for i in range(N_HEADS)}
-    first = "model.layers.0."
-    layer = {
-        name.removeprefix(first): tuple(one.shape)
-        for name, one in model.state_dict().items()
-        if first in name
-    }
-    if kind == "eagle":
-        wide = {f"self_attn.{name}_proj.weight" for name in "qkv"}
-        layer = {
-            name: (shape[0], 2 * d) if name in wide else shape
-            for name, shape in layer.items()
-            if "_norm" not in name
-        }
-        shapes = {f"midlayer.{name}": shape for name, shape in layer.items()} | {
-            "midlayer.hidden_norm.weight": (d,)
-        }
-        return shapes | {
-            "fc.weight": (d, 3 * d),
-            "norm.weight": (d,),
-            "lm_head.weight": (len(KEPT), d),
-        }
-    prefix, *norms, project, last = mtp_names(kind, model)
-    shapes = {f"{prefix}{name}": shape for name, shape in layer.items()} | {
-        f"{project}.weight": (d, 2 * d)
-    }
-    return shapes | {f"{name}.weight": (d,) for name in (*norms, last)}
-
-
-def random_weights(kind: str, model: PreTrainedModel, seed: int = 5) -> Weights:
-    """A head that knows nothing; every misplaced weight shows."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = {
-        name: (
-            SPREAD * torch.randn(shape, generator=generator)
-            + float(len(shape) == 1 and not name.endswith("bias"))
-        )
-        for name, shape in shapes_of(kind, model).items()
-    }
-    if kind == "eagle":
-        kept = torch.tensor(KEPT)
-        chosen = torch.isin(torch.arange(model.config.vocab_size), kept)
-        weights |= {"d2t": kept - torch.arange(len(kept)), "t2d": chosen}
-    return weights
-
-
-def write_head(
-    folder: Path, kind: str, model: PreTrainedModel, weights: Weights, **changes: Any
-) -> dict[str, Any]:
-    """A target below a folder, with the head; returns the settings that choose both."""
-    target = folder / "target"
-    head = folder / "head"
-    model.save_pretrained(target)
-    if kind in MTP:
-        save_file(
-            {**load_file(target / "model.safetensors"), **weights}, target / "model.safetensors"
-        )
-        config = json.loads((target / "config.json").read_text())
-        (target / "config.json").write_text(
-            json.dumps(config | {"num_nextn_predict_layers": 1} | changes)
-        )
-        return {"directory": target, "drafter": "mtp"}
-    head.mkdir()
-    if kind == "medusa":
-        config = {
-            "medusa_num_heads": 2,
-            "medusa_num_layers": 1,
-            "base_model_name_or_path": "somewhere",
-        }
-        save_file(weights, head / "medusa_lm_head.safetensors")
-    else:
-        d = model.config
-        sizes = {
-            key: getattr(d, key)
-            for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-        }
-        plain = LlamaConfig(
-            **sizes,
-            num_key_value_heads=d.num_key_value_heads,
-            num_hidden_layers=1,
-            head_dim=d.head_dim,
-        )
-        config = plain.to_dict() | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": len(KEPT),
-        }
-        # published ones are for much shorter texts than their target's
-        config |= {"max_position_embeddings": 8}
-        save_file(weights, head / "model.safetensors")
-    (head / "config.json").write_text(json.dumps(config | changes))
-    return {"directory": target, "drafter": kind, "draft_model": str(head)}
-
-
-def random_head(folder: Path, kind: str, model: PreTrainedModel, **changes: Any) -> dict[str, Any]:
-    """A target with a head of random weights."""
-    return write_head(folder, kind, model, random_weights(kind, model), **changes)
-
-
-def few_tokens(name: str = "llama") -> PreTrainedModel:
-    """A target of so few tokens that a random head is right now and then."""
-    return CASES[name].build(3, **SMALL, vocab_size=VOCAB, num_hidden_layers=5)
 
 
 # The definitions, in plain torch
@@ -246,11 +123,15 @@ def expected_logits(
     model: PreTrainedModel,
     tokens: list[int],
     path: list[int],
-    norm_before: bool = False,
+    config: dict[str, Any] | None = None,
 ) -> Tensor:
-    """What a head says behind the last token and behind each token of a path below it: (1 +
-    len(path), vocabulary).
+    """Logits after the last token and after each token of a path: (1 + len(path), vocabulary).
+
+    config  changes of an EAGLE-3 head's config
     """
+    config = config or {}
+    is_nested = "speculators_model_type" in config
+    prefix = "layers.0." if is_nested else "midlayer."
     states = states_of(model, tokens[:-1])
     embedding = model.model.embed_tokens.weight
     head = model.lm_head.weight
@@ -265,7 +146,15 @@ def expected_logits(
         ]
     if kind == "eagle":
         n = model.config.num_hidden_layers
-        hidden = F.linear(torch.cat([states[i] for i in (2, n // 2, n - 3)], 1), w["fc.weight"])
+        taps = [states[i] for i in (2, n // 2, n - 3)]
+        if config.get("fc_norm"):
+            taps = [rms(tap, w[f"fc_norm.{i}.weight"]) for i, tap in enumerate(taps)]
+        fused = torch.cat(taps, 1)
+        if config.get("norm_before_fc"):
+            fused = rms(fused, w["input_norm.weight"])
+        hidden = F.linear(fused, w["fc.weight"])
+        if config.get("embed_requires_grad"):
+            embedding = w["embed_tokens.weight"]
     else:
         prefix, of_embedding, of_hidden, project, last = mtp_names(kind, model)
         hidden = states[-2] if kind == "mimo" else states[-1]
@@ -274,10 +163,16 @@ def expected_logits(
     for token in [*path, None]:
         embedded = embedding[torch.tensor(inputs)]
         if kind == "eagle":
-            normed = rms(hidden, w["midlayer.hidden_norm.weight"])
-            both = torch.cat((rms(embedded, w["midlayer.input_layernorm.weight"]), normed), 1)
-            given = decoder_layer(w, "midlayer.", model, normed if norm_before else hidden, both)
-            some = F.linear(rms(given, w["norm.weight"]), w["lm_head.weight"])[-1]
+            normed = rms(hidden, w[f"{prefix}hidden_norm.weight"])
+            both = torch.cat((rms(embedded, w[f"{prefix}input_layernorm.weight"]), normed), 1)
+            residual = normed if config.get("norm_before_residual") else hidden
+            given = decoder_layer(w, prefix, model, residual, both)
+            output = rms(given, w["norm.weight"])
+            if is_nested and config.get("norm_output"):
+                given = output
+            elif not is_nested and not config.get("norm_output", True):
+                output = given
+            some = F.linear(output, w["lm_head.weight"])[-1]
             found.append(
                 torch.full((len(embedding),), -torch.inf).index_copy(0, torch.tensor(KEPT), some)
             )
@@ -297,47 +192,46 @@ def expected_logits(
     return torch.stack(found)
 
 
-@dataclass
-class Probe:
-    """A builder of a tree that is fixed, which keeps the logits of its rows.
-
-    rounds  (parents, tokens) of the rows added after each pass
-    """
-
-    state: TreeState
-    rounds: list[tuple[list[int], list[int]]]
-    reduce: None = None
-    logits: list[Tensor] = field(default_factory=list)
-
-    def select(self, out: Tensor) -> Tensor:
-        return out
-
-    def extend(self, selected: Tensor) -> None:
-        self.logits.extend(selected.clone())
-        if self.rounds:
-            self.state.add(*self.rounds.pop(0))
+SPECULATORS = {"speculators_model_type": "eagle3"}
 
 
-PATHS = [[], [4], [6], [4, 1], [6, 1], [4, 7]]
+def eagle_weights(model: PreTrainedModel, config: dict[str, Any]) -> Weights:
+    """Random weights of an EAGLE-3 head with the tensors and names that its config requires."""
+    d = model.config.hidden_size
+    more: dict[str, tuple[int, ...]] = {}
+    if config.get("fc_norm"):
+        more |= {f"fc_norm.{i}.weight": (d,) for i in range(3)}
+    if config.get("norm_before_fc"):
+        more["input_norm.weight"] = (3 * d,)
+    # Most files contain a copy of the target's embedding, which is used only if it was trained.
+    more["embed_tokens.weight"] = (model.config.vocab_size, d)
+    weights = random_weights("eagle", model, more=more)
+    if "speculators_model_type" not in config:
+        return weights
+    return {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "changes"),
     [
         ("eagle", "llama", {}), ("eagle", "qwen3", {"norm_before_residual": True}),
+        # EAGLE-3.1 in the layout of SpecForge
+        ("eagle", "llama", {"fc_norm": True, "norm_output": False}),
+        ("eagle", "llama", SPECULATORS),
+        ("eagle", "llama", {**SPECULATORS, "norm_before_fc": True, "norm_before_residual": True}),
+        ("eagle", "llama", {**SPECULATORS, "fc_norm": True, "norm_output": True}),
+        ("eagle", "llama", {**SPECULATORS, "embed_requires_grad": True}),
         ("medusa", "llama", {}),
         ("nextn", "llama", {}), ("nextn", "qwen3", {}), ("mimo", "qwen2-window", {}),
         ("qwen", "mistral-full", {}),
     ],
 )  # fmt: skip
-def test_a_head_computes_what_its_definition_says(tmp_path, monkeypatch, kind, name, changes):
-    """After prompts that are fed part by part, and after trees of which some nodes were accepted
-    and most were not.
-    """
+def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, changes):
+    """After chunked prompts and after trees with accepted and rejected nodes."""
     monkeypatch.setattr(head_model, "CHUNK_ROWS", 4)
     model = few_tokens(name)
     model.config.head_dim = getattr(model.config, "head_dim", None) or 8
-    weights = random_weights(kind, model)
+    weights = eagle_weights(model, changes) if kind == "eagle" else random_weights(kind, model)
     settings = write_head(tmp_path, kind, model, weights, **changes)
     with open_llm(**settings) as llm:
         drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(24, 5, fixed_size=True))
@@ -357,13 +251,13 @@ def test_a_head_computes_what_its_definition_says(tmp_path, monkeypatch, kind, n
         assert drafter._model.grow(probes) == 3
     for sequence, probe in zip(several, probes, strict=True):
         for path, found in zip(PATHS, probe.logits, strict=True):
-            wanted = expected_logits(kind, weights, model, sequence.tokens, path, bool(changes))[-1]
+            wanted = expected_logits(kind, weights, model, sequence.tokens, path, changes)[-1]
             torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("n", [3, 14, 21])
 @pytest.mark.parametrize("kind", ["eagle", "qwen"])
-def test_a_head_goes_on_in_the_cache_of_a_text_that_begins_alike(tmp_path, kind, n):
+def test_head_continues_in_the_cache_of_a_shared_prefix(tmp_path, kind, n):
     """From within its prompt, or behind it, or behind the last rows of the head: no row and no
     state is of the old text.
     """
@@ -403,7 +297,7 @@ def test_a_head_goes_on_in_the_cache_of_a_text_that_begins_alike(tmp_path, kind,
         ("qwen", "resident"),
     ],
 )
-def test_greedy_tokens_are_transformers(tmp_path, kind, place):
+def test_greedy_tokens_equal_transformers(tmp_path, kind, place):
     model = few_tokens()
     settings = random_head(tmp_path, kind, model)
     prompts = [prompt_of(seed, n, VOCAB) for seed, n in enumerate((9, 1, 30))]
@@ -467,7 +361,7 @@ def counting(folder: Path, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_that_is_right_gives_a_path_to_the_end_of_its_reach(tmp_path, kind, temperature):
+def test_perfect_head_drafts_its_full_reach(tmp_path, kind, temperature):
     settings = counting(tmp_path, kind)
     with open_llm(**settings) as llm:
         drafter = drafter_of(
@@ -485,8 +379,9 @@ def test_a_head_that_is_right_gives_a_path_to_the_end_of_its_reach(tmp_path, kin
     assert found == [1, *([4] * 3 if kind == "medusa" else [5] * 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rule"), [("eagle", "match"), ("medusa", "coupled")])
-def test_the_joint_distribution_is_the_targets(tmp_path, monkeypatch, kind, rule):
+def test_joint_distribution_equals_the_target(tmp_path, monkeypatch, kind, rule):
     monkeypatch.setitem(globals(), "KEPT", [0, 2, 3])
     monkeypatch.setattr("support.texts.N_DRAWS", 400)
     model = small_model(VOCABULARY, n_layers=3, sureness=0.5)
@@ -501,7 +396,7 @@ def test_the_joint_distribution_is_the_targets(tmp_path, monkeypatch, kind, rule
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_sequences_join_and_leave(tmp_path, kind):
-    """Each text is the one it is alone; nothing is held of those that have left."""
+    """Each text equals its solo run, and ended sequences leave no state."""
     model = few_tokens()
     settings = random_head(tmp_path, kind, model)
     with open_llm(**settings) as llm:
@@ -524,7 +419,7 @@ def test_sequences_join_and_leave(tmp_path, kind):
         assert sequence.tokens[n:] == generate(model, sequence.tokens[:n], 20)
 
 
-def test_memory_that_runs_out_leaves_texts_as_they_are(tmp_path, monkeypatch):
+def test_oom_keeps_the_texts(tmp_path, monkeypatch):
     """Wherever it runs out: hidden states that were handed over twice, or not yet, are as if it had
     not.
     """
@@ -556,13 +451,13 @@ def test_memory_that_runs_out_leaves_texts_as_they_are(tmp_path, monkeypatch):
     assert n_failed == 6
 
 
-def test_hidden_states_of_captured_passes_are_those_of_ordinary_ones(tmp_path):
+def test_hidden_states_of_captured_passes_equal_ordinary_passes(tmp_path):
     with open_llm(**random_head(tmp_path, "eagle", few_tokens())) as llm:
         runner = runner_of(llm)
         found: list[Tensor] = []
         for graphs in (False, True):
             if graphs:
-                runner.use_graphs(GraphShape(64, 512, 128), record)
+                runner.use_graphs(GraphShape(64, 512, 128), record_graph)
             cache = prefill(runner, prompt_of(0, 21, VOCAB), 512)
             for seed, n in enumerate((5, 7, 6, 33)):
                 feed(runner, cache, prompt_of(seed, n, VOCAB), random_tree(n, seed))
@@ -575,14 +470,15 @@ def test_hidden_states_of_captured_passes_are_those_of_ordinary_ones(tmp_path):
         torch.testing.assert_close(mine, its, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_heads_draft_on_a_card(tmp_path, monkeypatch, kind):
+def test_heads_draft_on_cuda(tmp_path, monkeypatch, kind):
     model = few_tokens()
     settings = random_head(tmp_path, kind, model)
     directory = str(settings.pop("directory"))
     prompts = [prompt_of(0, 9, VOCAB), prompt_of(1, 20, VOCAB)]
     with (
-        pretended_card(monkeypatch),
+        fake_gpu(monkeypatch),
         LLM(directory, device="cuda", max_model_len=64, tree_size=16, **settings) as llm,
     ):
         alone = llm.generate(prompts[0], SamplingParams(max_new_tokens=6))[0]
@@ -606,40 +502,40 @@ def opened(directory: Path, **settings: Any) -> LLM:
     return LLM.open(EngineConfig(str(directory), device="cpu", max_model_len=64, **settings))
 
 
-def test_heads_pick_their_drafter_and_memory_is_planned_for_them(tmp_path):
+def test_heads_select_their_drafter_and_reserve_memory(tmp_path):
     model = few_tokens()
     for kind in ("eagle", "medusa", "nextn"):
         settings = random_head(tmp_path / kind, kind, model)
         name = settings.pop("drafter")
         with opened(**settings) as llm, opened(settings["directory"], drafter="recycle") as without:
-            drafting = llm.engine_plan.drafting
+            drafting = llm.spec.draft.drafting
             reserved = llm.plan.reserved
             assert (drafting.name, drafting.rule) == (name, rule_of("coupled"))
-            assert without.engine_plan.drafting.draft is None
+            assert without.spec.draft.drafting.draft is None
             nbytes = sum(
                 one.nbytes
                 for one in random_weights(kind, model).values()
                 if one.is_floating_point()
             )
             assert drafting.draft is not None and drafting.draft.nbytes == nbytes < reserved.draft
-            assert drafting.draft.identity != llm.engine_plan.checkpoint.identity
+            assert drafting.draft.identity != llm.spec.target.checkpoint.identity
             n_taps = 3 if kind == "eagle" else 1
-            n_rows = 64 + llm.engine_plan.limits.n_nodes
+            n_rows = 64 + llm.spec.memory.limits.n_nodes
             scratch = reserved.scratch - without.plan.reserved.scratch
             assert scratch >= n_rows * (n_taps + 1) * 16 * 4
 
 
-def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_the_target(tmp_path):
+def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
     model = few_tokens()
     with_mtp = random_head(tmp_path / "with", "nextn", model)["directory"]
     model.save_pretrained(tmp_path / "without")
     with opened(with_mtp, drafter="none") as llm:
-        assert llm.engine_plan.checkpoint.spec.n_layers == 5
+        assert llm.spec.target.checkpoint.spec.n_layers == 5
     with (
         opened(with_mtp, tree_size=2) as llm,
         opened(with_mtp, drafter="recycle", tree_size=2) as plain,
     ):
-        assert (llm.engine_plan.drafting.name, plain.engine_plan.drafting.name) == (
+        assert (llm.spec.draft.drafting.name, plain.spec.draft.drafting.name) == (
             "mtp",
             "recycle",
         )
@@ -648,11 +544,11 @@ def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_t
             "tree_size": 2,
         }
     with opened(with_mtp, **too_little) as llm:
-        assert llm.engine_plan.drafting.name == "recycle"
+        assert llm.spec.draft.drafting.name == "recycle"
     with pytest.raises(CapacityError):
         opened(with_mtp, drafter="mtp", **too_little)
     with opened(tmp_path / "without", drafter="mtp", draft_model=str(with_mtp)) as llm:
-        assert llm.engine_plan.drafting.name == "mtp" and llm.engine_plan.drafting.draft is not None
+        assert llm.spec.draft.drafting.name == "mtp" and llm.spec.draft.drafting.draft is not None
     config = json.loads((with_mtp / "config.json").read_text())
     (with_mtp / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
     with pytest.raises(CheckpointError, match=r"layers\.5"):
@@ -670,6 +566,10 @@ def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_t
             SettingsError, ["41", "5"]),
         ("eagle", {"num_hidden_layers": 2}, {}, UnsupportedModelError, ["1 Llama layer"]),
         ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
+        ("eagle", {**SPECULATORS, "surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
+        ("eagle", {"speculators_model_type": "dflash"}, {}, UnsupportedModelError, ["dflash"]),
+        ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError, ["most "
+                                                                                         "one"]),
         ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),
         ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError, ["--drafter "
                                                                     "adaptive_tree", "--drafter "
@@ -682,9 +582,7 @@ def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_t
         ("nextn", {}, {"drafter": "eagle"}, SettingsError, ["--drafter eagle", "--draft-model"]),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_in_a_sentence(
-    tmp_path, kind, changes, settings, error, words
-):
+def test_unfit_heads_are_refused(tmp_path, kind, changes, settings, error, words):
     chosen = random_head(tmp_path, kind, few_tokens(), **changes)
     chosen.pop("drafter")
     with pytest.raises(OffloadError) as caught:
@@ -695,7 +593,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(
     )
 
 
-def test_a_head_of_another_model_is_refused(tmp_path):
+def test_head_of_another_model_is_refused(tmp_path):
     settings = random_head(tmp_path, "medusa", few_tokens())
     small_model(VOCABULARY, n_layers=3).save_pretrained(tmp_path / "other")
     with pytest.raises(SettingsError, match=r"4, 16.*8, 16"):
@@ -711,7 +609,7 @@ def test_a_head_of_another_model_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn"])
-def test_a_head_is_planned_for_by_its_config(tmp_path, capsys, kind):
+def test_head_is_planned_by_its_config(tmp_path, capsys, kind):
     settings = random_head(tmp_path, kind, few_tokens())
     more = ["--draft-model", settings["draft_model"]] if "draft_model" in settings else []
     arguments = [

@@ -1,6 +1,4 @@
-"""Tiny languages and every tree that can be drawn from them: what the distributions of verification
-are enumerated over.
-"""
+"""Tiny languages and all trees drawn from them, to enumerate the distributions of verification."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +13,7 @@ from offload_rt.speculate.protocols import VerificationRule
 from offload_rt.speculate.residual import Decision, ResidualRule
 from offload_rt.speculate.verify import coupled, match
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
-from support.tiny import sequence_of
+from support.tiny import random_tree, sequence_of
 
 VOCABULARY = 3
 LONGEST = 4
@@ -141,8 +139,8 @@ Outcomes = Callable[[DraftTree, Tensor], Iterator[tuple[Decision, float]]]
 
 
 def outcomes(rule: VerificationRule) -> Outcomes:
-    """Everything a rule can come to: by the acceptance it states, or by the chance of every `draw`
-    it makes.
+    """Enumerate all outcomes of a rule, by its stated acceptance or by the probability of every
+    `draw`.
     """
     if isinstance(rule, ResidualRule):
         return lambda tree, target: decisions(rule.decide, tree, target)
@@ -150,9 +148,7 @@ def outcomes(rule: VerificationRule) -> Outcomes:
 
 
 def decisions(decide: Decide, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
-    """Everything a rule can come to, with its probability: whatever it accepts is in another world
-    rejected.
-    """
+    """Yield all decisions of a rule with their probabilities, branching at every acceptance."""
     n = len(tree.topology)
     worlds: list[tuple[frozenset[int], frozenset[int], float]] = [(frozenset(), frozenset(), 1.0)]
     while worlds:
@@ -231,3 +227,54 @@ def distribution_under(
                 prefix = (*path, bonus)
                 probs[prefix] += p_tree * p * p_bonus * target.continuations(prefix)
     return probs, expected
+
+
+def recipe(parents: list[int], is_sampled: str, independent: bool = False) -> Recipe:
+    """`is_sampled` has a letter for each node below the root: s for sampled, d for
+    deterministic.
+    """
+    return Recipe(
+        Topology(np.array(parents)),
+        np.array([False, *(letter == "s" for letter in is_sampled)]),
+        independent,
+    )
+
+
+def random_recipe(seed: int) -> Recipe:
+    """Of four to six nodes, depth at most three, each node sampled or deterministic."""
+    n = 4 + seed % 3
+    topology = random_tree(n, seed)
+    while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
+        seed += 1000
+        topology = random_tree(n, seed)
+    is_sampled = np.random.default_rng(seed).random(n) < 0.6
+    is_sampled[0] = False
+    return Recipe(topology, is_sampled)
+
+
+RECIPES = {
+    "root alone": recipe([-1], ""),
+    "chain": recipe([-1, 0, 1, 2], "sss"),
+    "given": recipe([-1, 0, 0, 1, 1, 2, 3, 3], "ddddddd"),
+    "siblings": recipe([-1, 0, 0], "ss"),
+    "without replacement": recipe([-1, 0, 0, 1, 1, 3], "sssss"),
+    "larger second child": recipe([-1, 0, 0, 2, 2, 4], "sssss"),
+    "all tokens drawn": recipe([-1, 0, 0, 0, 2, 2], "sssss"),
+    "independent": recipe([-1, 0, 0, 1, 2], "ssss", independent=True),
+    "three independent": recipe([-1, 0, 0, 0, 1], "ssss", independent=True),
+    "hybrid": recipe([-1, 0, 0, 1, 1, 2, 2], "dssdds"),
+    "hybrid of all tokens": recipe([-1, 0, 0, 0, 1, 2, 3], "dsdsss"),
+    "distribution that runs out": recipe([-1, 0, 0, 0, 1, 1], "sssss"),
+    "distribution that runs out on deterministic": recipe([-1, 0, 0, 0, 1, 1], "dssds"),
+    "draft is target": recipe([-1, 0, 0, 1, 1, 3], "ssdss"),
+    **{f"random {seed}": random_recipe(seed) for seed in range(6)},
+}
+
+
+def languages(name: str) -> tuple[Language, Language]:
+    """Target and draft for a recipe."""
+    seed = 10 * list(RECIPES).index(name)
+    target = Language(seed)
+    if name == "draft is target":
+        return target, target
+    return target, Language(seed + 1, p_impossible=0.7 if "runs out" in name else 0.15)

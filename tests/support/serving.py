@@ -132,6 +132,23 @@ def served(llm: LLM) -> Iterator[Served]:
     yield from serve(llm)
 
 
+@contextmanager
+def engine_held(llm: LLM) -> Iterator[None]:
+    """Keep the engine thread between two steps."""
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        may_go_on.wait()
+
+    llm._of_engine._thread.submit(hold)
+    assert is_held.wait(60)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+
+
 def alone(llm: LLM, prompt: str | list[int], **params: Any) -> str:
     """Generate without the server."""
     return llm.generate(prompt, SamplingParams(**params))[0].text

@@ -71,7 +71,12 @@ def run_together(
     """
     batch = list(sequences)
     engine = Engine(
-        runner, drafter, rule, Steady(), Trace(on=False), Scheduler(1_000_000, n_nodes * len(batch))
+        runner=runner,
+        drafter=drafter,
+        scheduler=Scheduler(1_000_000, n_nodes * len(batch)),
+        rule=rule,
+        cost=Steady(),
+        trace=Trace(on=False),
     )
     for one in batch:
         engine.add(one)
@@ -129,7 +134,9 @@ class OverAnswer(LogitsProcessor):
 def modifiers(
     params: SamplingParams, n_prompt: int, end_ids: Sequence[int] = ()
 ) -> LogitsProcessorList:
-    """What changes logits before the temperature, in the order of transformers and vLLM."""
+    """Return transformers' logits processors before the temperature, in the order of transformers
+    and vLLM.
+    """
     found = LogitsProcessorList()
     if params.logit_bias:
         found.append(

@@ -30,6 +30,7 @@ from transformers import (
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.engine import builder, profile
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.scheduler import Scheduler
@@ -39,13 +40,7 @@ from offload_rt.executor.step import Step
 from offload_rt.kv.split import LEAST_BUDGET
 from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.pair_stats import PairStats
-from offload_rt.speculate.protocols import (
-    Drafter,
-    DraftLimits,
-    DraftParts,
-    VerificationRule,
-    whole_model,
-)
+from offload_rt.speculate.protocols import Drafter, DraftParts, VerificationRule
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.system import registry
@@ -67,9 +62,7 @@ SPREAD = 0.25
 
 @dataclass(frozen=True)
 class Case:
-    """A family and what its config says besides the sizes; one shard holds at most `shard`
-    bytes.
-    """
+    """A model family and its config changes; shards hold at most `shard` bytes."""
 
     config: type[PreTrainedConfig]
     model: type[PreTrainedModel]
@@ -136,7 +129,9 @@ CASES = {
 }
 # Drafters that any pair serves; heads are in `test_heads`.
 DRAFTERS = [
-    name for name in registry.names("speculate.draft") if drafter_type(name).model is whole_model
+    name
+    for name in registry.names("speculate.draft")
+    if drafter_type(name).resources.find_heads is None
 ]
 # Each with every rule that takes its trees.
 COMBINATIONS = [
@@ -152,7 +147,7 @@ PLACES = {"resident": {"device"}, "disk": {"disk"}, "mixed": {"device", "disk"}}
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, and a draft whose weights are those of the target, a little off."""
+    """A target, and a draft with slightly different weights."""
 
     model: PreTrainedModel
     target: Path
@@ -160,10 +155,12 @@ class Pair:
     draft: Path
 
     def settings(self, drafter: str, rule: str = "auto") -> dict[str, str]:
-        """What chooses a drafter and a rule, with the draft model if it takes one."""
+        """Settings for a drafter and a rule, with the draft model if required."""
         chosen = {"drafter": drafter, "rule": rule}
         return chosen | (
-            {"draft_model": str(self.draft)} if drafter_type(drafter).needs_model else {}
+            {"draft_model": str(self.draft)}
+            if drafter_type(drafter).resources.needs_checkpoint
+            else {}
         )
 
 
@@ -179,7 +176,7 @@ def nearly(model: PreTrainedModel, off: float) -> PreTrainedModel:
 def save_pair(
     folder: Path, model: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None = None
 ) -> Pair:
-    """Both as checkpoints, with the same tokenizer if one is given."""
+    """Save both models as checkpoints, optionally with a tokenizer."""
     pair = Pair(model, folder / "target", draft, folder / "draft")
     for one, path in ((model, pair.target), (draft, pair.draft)):
         one.save_pretrained(path)
@@ -189,7 +186,7 @@ def save_pair(
 
 
 class Steady:
-    """A pace at which passes always take the same, so that no tree depends on the clock."""
+    """A cost estimator with constant times, so that trees do not depend on the clock."""
 
     def __init__(self, level_s: float = 0.01) -> None:
         self.level_s = level_s
@@ -267,7 +264,7 @@ class Zoo:
         return self._pairs[name, seed]
 
     def greedy(self, name: str, seed: int, n_new: int = 64) -> list[int]:
-        """What transformers' `generate` makes of `prompt_of(seed)` in float32."""
+        """Greedy continuation of `prompt_of(seed)` by transformers in float32."""
         if (name, seed) not in self._texts:
             self._texts[name, seed] = generate(self.model(name, seed), prompt_of(seed), n_new)
         return self._texts[name, seed]
@@ -301,10 +298,10 @@ def logits_of(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
-    """An LLM on the CPU whose layers lie as PLACES says, by a budget that is just right for it.
+    """Open an LLM on the CPU with layers in the tiers of PLACES, by a fitting budget.
 
-    Decodes plainly unless a draft model or a drafter is given; trees have `tree_size` nodes, so
-    that a budget is for one size.
+    Decodes plainly without a draft model or drafter. Trees have `tree_size` nodes, so that one
+    budget fits.
     """
     drafter = "auto" if "draft_model" in settings else "none"
     settings = {
@@ -338,9 +335,7 @@ def drafter_of(
     draft_context: int | None = None,
     **parts: Any,
 ) -> Drafter:  # fmt: skip
-    """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no
-    clock.
-    """
+    """Return another drafter for an LLM, without learned statistics and clock."""
     its_rule = rule_of(rule)
     child_sampling = its_rule.child_sampling or "without_replacement"
     coupled_up_to = its_rule.coupled_up_to
@@ -353,23 +348,34 @@ def drafter_of(
         runner.spec.vocab_size,
         limits.n_levels,
         trace,
-        draft_context or chosen.draft_context,
+        draft_context or chosen.resources.draft_context,
     )
-    model = chosen.model(*parts_of) if draft else None
-    if model is not None and chosen.model is whole_model and chosen.view is None:
+    model = chosen.resources.open_model(*parts_of) if draft else None
+    if model is not None and chosen.resources.needs_model and chosen.resources.view is None:
         model.target = runner
-    if chosen.view is not None:
+    own = None
+    if chosen.resources.view is not None:
         own = SelfDraftModel(
-            runner, limits.n_levels, trace, chosen.view, budget=LEAST_BUDGET, n_rows=1_000_000
+            runner,
+            limits.n_levels,
+            trace,
+            chosen.resources.view,
+            budget=LEAST_BUDGET,
+            n_rows=1_000_000,
         )
-        model, parts = own, {"small": model} | parts
     return chosen.open(
-        DraftParts(limits, Steady(level_s), child_sampling, coupled_up_to, model, **parts)
+        DraftParts(
+            limits,
+            Steady(level_s),
+            child_sampling,
+            coupled_up_to,
+            **({"draft_model": model, "self_model": own} | parts),
+        )
     )
 
 
 def begin(llm: LLM, drafter: Drafter, sequences: Sequence[TokenSequence], n_nodes: int) -> None:
-    """Let sequences begin to run, with caches of the target that hold all but their last tokens."""
+    """Start sequences with target caches of all but their last tokens."""
     for one in sequences:
         before = one.tokens[:-1]
         cache = prefill(runner_of(llm), before, 256) if before else runner_of(llm).new_cache(1)
@@ -384,7 +390,12 @@ def engine_of(
     """
     scheduler = Scheduler(1_000_000, n_nodes)
     return Engine(
-        runner_of(llm), drafter, rule or MatchRule(), Steady(), Trace(on=False), scheduler
+        runner=runner_of(llm),
+        drafter=drafter,
+        scheduler=scheduler,
+        rule=rule or MatchRule(),
+        cost=Steady(),
+        trace=Trace(on=False),
     )
 
 
@@ -429,7 +440,7 @@ def random_tree(n: int, seed: int, reach: int = 1000) -> Topology:
 
 
 def chi_square_p(observed: np.ndarray, expected: np.ndarray) -> float:
-    """The chance that counts stray this far from the expected ones, which sum to the same."""
+    """Return the chance of counts at least this far from the expected counts of equal sum."""
     assert abs(observed.sum() - expected.sum()) < 1e-6 * observed.sum()
     statistic = ((observed - expected) ** 2 / expected).sum()
     return float(
@@ -448,7 +459,7 @@ SPOKEN = [
 
 
 def byte_level(vocab_size: int = 320) -> Tokenizer:
-    """A byte-level BPE tokenizer, as of Llama 3 and Qwen: most characters beyond ASCII take several
+    """A byte-level BPE tokenizer, as in Llama 3 and Qwen: most non-ASCII characters have several
     tokens.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -507,3 +518,51 @@ def least_streaming(directory, **settings) -> int:
         with LLM.open(EngineConfig(str(directory), device_memory=nbytes, **settings)) as unloaded:
             nbytes = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
     return nbytes
+
+
+ATOL = 2e-4
+
+
+def tree_logits(runner, committed, lacking, drafted, tree):
+    """Return logits of every node of a tree below missing tokens, after committed tokens."""
+    cache = prefill(runner, committed, len(committed) + len(lacking) + len(drafted))
+    return feed(
+        runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
+    )
+
+
+def check_tree(runner, model, n=8):
+    """Holds the logits of a tree against transformers' own along each path."""
+    tree = random_tree(n, seed=3, reach=2)
+    committed, lacking, drafted = (
+        prompt_of(seed, size, 150) for seed, size in ((1, 11), (2, 3), (3, n))
+    )
+    got = tree_logits(runner, committed, lacking, drafted, tree)
+    for node in range(n):
+        path = [drafted[one] for one in [0, *tree.path_to(node)]]
+        expected = logits_of(model, committed + lacking + path)[-1]
+        torch.testing.assert_close(
+            got[node], expected, atol=ATOL * float(expected.abs().max()), rtol=0
+        )
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, *runners: Runner) -> dict[Runner, list[tuple[int, int]]]:
+    """For each pass of each runner, the committed rows of its first sequence and the rows computed
+    of all.
+    """
+    passes: dict[Runner, list[tuple[int, int]]] = {runner: [] for runner in runners}
+    forward = Runner.forward
+
+    def watched(runner: Runner, steps: Any) -> Any:
+        if runner in passes:
+            passes[runner].append(
+                (runner.n_committed(steps[0].cache), sum(step.n_rows for step in steps))
+            )
+        return forward(runner, steps)
+
+    monkeypatch.setattr(Runner, "forward", watched)
+    return passes
+
+
+def say(llm: LLM, prompt: list[int], n: int) -> list[int]:
+    return llm.generate(prompt, SamplingParams(max_new_tokens=n))[0].token_ids

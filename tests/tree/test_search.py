@@ -1,6 +1,5 @@
 """The search for the best tree, against all trees there are."""
 
-import itertools
 from functools import cache
 
 import numpy as np
@@ -9,13 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny import random_tree
 
-from offload_rt.cost.tree_size import (
-    ExpectedTokensBias,
-    best_prefix,
-    best_prefixes,
-    choose,
-    sizes_up_to,
-)
 from offload_rt.tree.describe import describe
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
@@ -66,7 +58,7 @@ def nested(topology, node=0):
 
 
 def acceptances():
-    """Random (ranks,), descending, with ties, some of it zero and some one."""
+    """Random descending (ranks,) with ties, zeros and ones."""
 
     def build(ranks, seed):
         random = np.random.default_rng(seed)
@@ -78,7 +70,7 @@ def acceptances():
 
 
 def check_tree(table, acceptance, n, levels):
-    """The tree keeps the limits and the order, and is expected to give what the table says."""
+    """Assert that the tree respects limits and order and has the expected value of the table."""
     topology = table.topology(n, levels)
     tree = nested(topology)
     assert len(topology) <= n and n_levels(tree) <= levels and widest(tree) <= len(acceptance)
@@ -94,9 +86,7 @@ def check_tree(table, acceptance, n, levels):
 
 @settings(max_examples=40)
 @given(acceptances(), st.integers(1, MOST), st.integers(1, MOST))
-def test_one_search_finds_the_best_of_all_trees_for_every_size_and_number_of_levels(
-    acceptance, n_nodes, max_levels
-):
+def test_search_finds_the_best_tree_of_every_size_and_depth(acceptance, n_nodes, max_levels):
     table = search(acceptance, n_nodes, max_levels)
     assert table.values.shape == (n_nodes + 1, max_levels + 1)
     for levels in {1, (max_levels + 1) // 2, max_levels}:
@@ -109,26 +99,26 @@ def test_one_search_finds_the_best_of_all_trees_for_every_size_and_number_of_lev
 
 @settings(max_examples=20)
 @given(acceptances(), st.integers(1, 90), st.integers(1, 12))
-def test_larger_trees_give_what_the_table_says(acceptance, n_nodes, max_levels):
+def test_larger_trees_match_the_table(acceptance, n_nodes, max_levels):
     table = search(acceptance, n_nodes, max_levels)
     check_tree(table, acceptance, n_nodes, max_levels)
     assert (np.diff(table.values[:, -1]) >= 0).all(), "more nodes never hurt"
     assert (np.diff(table.values, axis=1) >= 0).all(), "more levels never hurt"
 
 
-def test_children_that_are_never_taken_are_left_out():
+def test_unused_children_are_left_out():
     assert len(search(np.zeros(4), 9, 5).topology(9, 5)) == 1
     assert search(np.array([0.5, 0.0, 0.0]), 4, 3).topology(4, 3).parents.tolist() == [-1, 0, 1]
 
 
-def test_a_full_tree_is_not_exceeded():
+def test_full_tree_is_not_exceeded():
     table = search(np.array([0.6, 0.3]), 50, 4)
     assert len(table.topology(50, 4)) == 15 and table.values[50, 4] == pytest.approx(
         sum(0.9**i for i in range(4))
     )
 
 
-def test_a_description_names_nodes_levels_and_children():
+def test_description_names_nodes_levels_and_children():
     assert (
         describe(Topology.chain(1)) == "1 node"
         and describe(Topology.chain(5)) == "chain of 5 nodes"
@@ -141,83 +131,9 @@ def test_a_description_names_nodes_levels_and_children():
 
 @given(st.builds(random_tree, st.integers(1, 150), st.integers(0, 2**31)))
 @settings(max_examples=20)
-def test_a_description_is_short_and_says_the_widths(topology):
+def test_description_is_short_and_names_widths(topology):
     lines = describe(topology).splitlines()
     assert all(len(line) <= 120 for line in lines)
     if not topology.is_chain:
         widths = np.bincount(topology.depths).tolist()
         assert [int(line.split()[1]) for line in lines[2 : 2 + len(widths)]] == widths
-
-
-def test_expectations_are_corrected_by_what_came_of_them() -> None:
-    known = ExpectedTokensBias()
-    assert known.corrected(5.0) == 5.0
-    for _ in range(2000):
-        known.observe(5.0, 3)
-    assert known.corrected(5.0) == pytest.approx(3.0, abs=0.2)
-    assert known.corrected(1.0) == 1.0
-
-
-def test_the_newest_text_tells_most() -> None:
-    known = ExpectedTokensBias()
-    for _ in range(2000):
-        known.observe(9.0, 3)
-    known.observe(9.0, 9)
-    assert known.corrected(9.0) < 4.0
-    for _ in range(60):
-        known.observe(9.0, 9)
-    assert known.corrected(9.0) > 7.5
-
-
-@given(st.integers(0, 10**6))
-def test_as_many_nodes_are_taken_as_pay(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    chances = np.sort(random.random(30))[::-1] * random.random()
-    seconds = 1.0 + np.maximum(np.arange(31) - random.integers(31), 0) * random.random() / 10
-    per_token = seconds / (1.0 + np.concatenate(([0.0], np.cumsum(chances))))
-    n = best_prefix(chances, seconds)
-    assert per_token[n] <= 1.01 * per_token.min()
-    assert (per_token[:n] > 1.01 * per_token.min()).all()
-
-
-@given(st.integers(0, 10**6))
-def test_the_nodes_of_several_trees_that_are_taken_cost_a_token_of_any_of_them_least(
-    seed: int,
-) -> None:
-    random = np.random.default_rng(seed)
-    chances = [
-        np.sort(random.random(random.integers(7)) * scale)[::-1] for scale in (1.0, 0.6, 0.2)
-    ]
-    seconds = 1.0 + np.maximum(np.arange(22) - random.integers(22), 0) * random.random() / 10
-
-    def per_token(sizes: tuple[int, ...]) -> float:
-        tokens = sum(1.0 + one[:n].sum() for one, n in zip(chances, sizes, strict=True))
-        return float(seconds[3 + sum(sizes)] / tokens)
-
-    found = best_prefixes(chances, lambda n_rows: seconds[n_rows])
-    every = itertools.product(*(range(len(one) + 1) for one in chances))
-    assert per_token(tuple(found)) <= 1.01 * min(map(per_token, every)) * (1 + 1e-12)
-
-
-@given(st.integers(0, 10**6), st.integers(1, 4))
-def test_the_choice_is_the_smallest_tree_that_is_nearly_the_best(
-    seed: int, least_levels: int
-) -> None:
-    random = np.random.default_rng(seed)
-    expected = 1.0 + np.sort(random.random((21, 6)) * 5, axis=0)
-    sizes = sizes_up_to(20)
-    seconds = 1.0 + np.sort(random.random((len(sizes_up_to(20)), 5)), axis=0)
-    n_nodes, n_levels, per_token = choose(expected, sizes, seconds, least_levels)
-    cost = {
-        (int(n), level): seconds[row, level - 1] / expected[n, level]
-        for row, n in enumerate(sizes)
-        for level in range(least_levels, 6)
-        if n == 1 or level > 1
-    }
-    good = [n for (n, _), value in cost.items() if value <= 1.01 * min(cost.values())]
-    assert n_nodes == min(good)
-    assert (
-        per_token
-        == cost[n_nodes, n_levels]
-        == min(value for (n, _), value in cost.items() if n == n_nodes)
-    )

@@ -17,46 +17,37 @@ from quantize import write_one_file
 from safetensors.torch import load_file, save_file
 from support.checkpoints import llama_config, llama_tensors
 from support.checkpoints import pack as pack_block
+from support.gguf_files import build, stored_tensors
 from support.tiny import CASES, generate, open_llm, prompt_of
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from write_gguf import Stored
 
-from offload_rt import SamplingParams
+from offload_rt import LLM, SamplingParams
 from offload_rt.cli import plan
+from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.models.rope import Rope
 from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.text.detokenize import encode_chat, load_tokenizer
-from offload_rt.weights.checkpoint import end_ids, find_config, locate, open_checkpoint
-from offload_rt.weights.formats import Source, format_of
+from offload_rt.weights import gguf
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.files import end_ids
+from offload_rt.weights.formats import Matrix, Source, format_of
 from offload_rt.weights.gguf import read_gguf
+from offload_rt.weights.locate import find_config, locate
+
+pytestmark = pytest.mark.numeric
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-target"
 N_NEW = 40
 
 
-def build(
-    path: Path, model: PreTrainedModel, type: str, more: dict[str, Any] | None = None
-) -> PreTrainedModel:
-    """Write a model to a file; returns it with the weights that the file stands for."""
-    metadata, stored, exact = write_gguf.model(model.config.to_dict(), _tensors(model), type)
-    path.write_bytes(write_gguf.file_bytes(metadata | (more or {}), stored))
-    model.load_state_dict(exact, strict=False)
-    return model.float()
-
-
-def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-
-
 def wide_llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A Llama whose rows are of 256 weights, as the larger blocks need."""
+    """A Llama with rows of 256 weights, as required by large blocks."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
     model = CASES["llama"].build(3, **sizes)
     for parameter in model.parameters():
@@ -65,7 +56,7 @@ def wide_llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def check_tokens(path: Path, model: PreTrainedModel) -> None:
-    """What transformers makes of a prompt, by plain passes from the disk and by trees."""
+    """Assert that plain passes from disk and trees give transformers' text."""
     prompt = prompt_of(0)
     expected = generate(model, prompt, N_NEW)
     with open_llm(path, "disk", dtype="float32") as llm:
@@ -76,9 +67,7 @@ def check_tokens(path: Path, model: PreTrainedModel) -> None:
     assert len(set(expected)) > 5
 
 
-def test_a_file_is_planned_by_its_header(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gguf_header_gives_the_plan(tmp_path, capsys):
     path = tmp_path / "m.gguf"
     build(path, wide_llama(), "Q4_K")
     flags = [
@@ -106,7 +95,7 @@ def test_a_file_is_planned_by_its_header(
 
 
 @pytest.mark.parametrize("type", write_gguf.TYPES)
-def test_a_matrix_is_what_its_reference_makes_of_it(type: str, tmp_path: Path) -> None:
+def test_matrix_equals_its_reference(type, tmp_path):
     """In float32, one rounding; queries and keys in the order that transformers rotates."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) / 10
     data, exact = write_gguf.blocks(weight, type)
@@ -122,12 +111,12 @@ def test_a_matrix_is_what_its_reference_makes_of_it(type: str, tmp_path: Path) -
     fmt = format_of(replace(config["quantization_config"], head_dim=16))
     source = Source(records, "model.layers.0.")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        parts = fmt.stored(f"{name}.weight", (64, 256), None, source)
+        stored = fmt.stored(f"{name}.weight", (64, 256), None, source)
         content = {
-            one.key: source.read(one._replace(dtype=source.expect(one).stored_dtype()))
-            for one in parts
+            one.name: source.read(one._replace(dtype=source.expect(one).stored_dtype()))
+            for one in stored.tensors
         }
-        packed = pack_block(content)
+        packed = pack_block(content, {name: stored} if isinstance(stored, Matrix) else None)
         view = fmt.view(packed.layout, packed.block, dtype)
         rows = torch.tensor([5, 0, 63])
         expected = exact.to(dtype)
@@ -138,9 +127,7 @@ def test_a_matrix_is_what_its_reference_makes_of_it(type: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K", "BF16"])
-def test_tokens_are_those_of_transformers_with_the_weights_of_the_file(
-    type: str, tmp_path: Path
-) -> None:
+def test_tokens_equal_transformers_with_the_weights_of_the_file(type, tmp_path):
     """Q4_K and Q5_K are mixtures with Q6_K, as files have them."""
     check_tokens(tmp_path / "m.gguf", build(tmp_path / "m.gguf", wide_llama(), type))
 
@@ -155,7 +142,7 @@ def test_tokens_are_those_of_transformers_with_the_weights_of_the_file(
         ("qwen3", "Q8_0"),
     ],
 )
-def test_every_native_family_is_read(name: str, type: str, tmp_path: Path) -> None:
+def test_every_native_family_is_read(name, type, tmp_path):
     """Also tied embeddings, biases, and norms of heads; qwen2 with its own way of scaling
     rotations.
     """
@@ -167,11 +154,13 @@ def test_every_native_family_is_read(name: str, type: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["llama-linear", "llama-llama3"])
-def test_scaled_rotations_are_read(name: str, tmp_path: Path) -> None:
-    """Linear ones by their factor, those of Llama 3 by a divisor of each frequency."""
+def test_scaled_rotations_are_read(name, tmp_path):
+    """Linear scaling by its factor, Llama 3 scaling by a divisor of each frequency."""
     model = CASES[name].build(0)
     path = tmp_path / "m.gguf"
-    metadata, stored, exact = write_gguf.model(model.config.to_dict(), _tensors(model), "Q8_0")
+    metadata, stored, exact = write_gguf.model(
+        model.config.to_dict(), stored_tensors(model), "Q8_0"
+    )
     model.load_state_dict(exact)
     if name == "llama-linear":
         metadata |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0}
@@ -183,7 +172,7 @@ def test_scaled_rotations_are_read(name: str, tmp_path: Path) -> None:
     check_tokens(path, model)
 
 
-def test_transformers_reads_the_same_model(tmp_path: Path) -> None:
+def test_transformers_reads_the_same_model(tmp_path):
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     build(tmp_path / "m.gguf", wide_llama(), "Q4_K")
@@ -193,11 +182,13 @@ def test_transformers_reads_the_same_model(tmp_path: Path) -> None:
     check_tokens(tmp_path / "m.gguf", theirs)
 
 
-def test_layers_may_differ_in_their_types(tmp_path: Path) -> None:
+def test_layers_can_differ_in_types(tmp_path):
     """Of the same module; the memory of the widest is planned."""
     model = wide_llama()
     path = tmp_path / "m.gguf"
-    metadata, stored, exact = write_gguf.model(model.config.to_dict(), _tensors(model), "Q4_K")
+    metadata, stored, exact = write_gguf.model(
+        model.config.to_dict(), stored_tensors(model), "Q4_K"
+    )
     for i, type in enumerate(("Q8_0", "F16")):
         name = f"model.layers.{i}.mlp.up_proj.weight"
         data, values = write_gguf.blocks(model.state_dict()[name], type)
@@ -212,22 +203,27 @@ def test_layers_may_differ_in_their_types(tmp_path: Path) -> None:
         Sizes.of_checkpoint(open_checkpoint(path), DType.FLOAT32).view_nbytes
         == 256 * 256 * 4 + REFERENCE_NBYTES
     )
-    keys = [
-        [one.key for one in layer if "mlp" in one.key] for layer in open_checkpoint(path).layers
+    types = [
+        [matrix.type for module, matrix in layer.matrices.items() if "mlp" in module]
+        for layer in open_checkpoint(path).layers
     ]
-    assert keys == [
-        ["mlp.gate_proj.Q4_K", f"mlp.up_proj.{one}", "mlp.down_proj.Q6_K"]
-        for one in ("Q8_0", "weight", "Q4_K", "Q4_K")
+    assert types == [
+        ["Q4_K", "Q8_0", "Q6_K"],
+        ["Q4_K", "Q6_K"],  # F16 is no quantised matrix
+        ["Q4_K", "Q4_K", "Q6_K"],
+        ["Q4_K", "Q4_K", "Q6_K"],
     ]
 
 
 # Files
 
 
-def test_a_file_in_parts_is_one(tmp_path: Path) -> None:
+def test_split_file_is_read(tmp_path):
     """Given by any of its parts, or by its directory."""
     model = wide_llama()
-    metadata, stored, exact = write_gguf.model(model.config.to_dict(), _tensors(model), "Q8_0")
+    metadata, stored, exact = write_gguf.model(
+        model.config.to_dict(), stored_tensors(model), "Q8_0"
+    )
     paths = write_gguf.split(metadata, stored, 3, tmp_path / "m.gguf")
     model.load_state_dict(exact)
     assert locate(str(paths[2])) == locate(str(tmp_path)) == paths[0]
@@ -238,14 +234,14 @@ def test_a_file_in_parts_is_one(tmp_path: Path) -> None:
         open_checkpoint(locate(str(tmp_path)))
 
 
-def test_a_directory_of_several_files_is_refused_by_their_names(tmp_path: Path) -> None:
+def test_directory_of_several_files_is_refused_by_name(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         build(tmp_path / name, CASES["llama"].build(0), "Q8_0")
     with pytest.raises(CheckpointError, match=r"a\.gguf, b\.gguf; give one of them"):
         locate(str(tmp_path))
 
 
-def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
+def test_metadata_describes_the_model(tmp_path):
     """Its tokenizer, chat template, end tokens, dtype, and an identity that stays the same in a
     copy.
     """
@@ -260,7 +256,8 @@ def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
         text, add_special_tokens=False
     )
     assert mine.decode(mine.encode(text)) == text
-    assert end_ids(path) == end_ids(DEMO) == {0}
+    assert end_ids(path, open_checkpoint(path).config) == {0}
+    assert end_ids(DEMO, open_checkpoint(DEMO).config) == {0}
     assert open_checkpoint(path).dtype == DType.BFLOAT16
     assert find_config(str(path))["num_hidden_layers"] == 6
     assert (
@@ -272,7 +269,18 @@ def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
         assert llm.generate("import numpy", SamplingParams(8)).pop().text
 
 
-def test_llama_cpp_knows_every_metadata_type(tmp_path: Path) -> None:
+def test_opening_a_model_parses_its_header_once(tmp_path, monkeypatch):
+    path = tmp_path / "demo.gguf"
+    write_one_file(DEMO, path, "Q4_K")
+    parsed = []
+    read_file = gguf._read_file
+    monkeypatch.setattr(gguf, "_read_file", lambda path: parsed.append(path) or read_file(path))
+    with LLM.open(EngineConfig(str(path), device="cpu", drafter="none")) as llm:
+        assert len(llm.spec.target.checkpoint.identity) == 24
+    assert parsed == [path]
+
+
+def test_llama_cpp_knows_every_metadata_type(tmp_path):
     """llama.cpp reads token types from an int32 array and refuses another element type; its package
     reads the types.
     """
@@ -287,7 +295,7 @@ def test_llama_cpp_knows_every_metadata_type(tmp_path: Path) -> None:
     assert fields["llama.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
 
 
-def test_a_file_of_several_shards_equals_the_file_of_one(tmp_path: Path) -> None:
+def test_sharded_file_equals_the_single_file(tmp_path):
     tensors = load_file(DEMO / "model.safetensors")
     source = tmp_path / "shards"
     names = list(tensors)
@@ -299,7 +307,7 @@ def test_a_file_of_several_shards_equals_the_file_of_one(tmp_path: Path) -> None
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "several.gguf").read_bytes()
 
 
-def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
+def test_chat_template_is_read_from_the_file(tmp_path):
     path = tmp_path / "m.gguf"
     model = CASES["llama"].build(0)
     template = "{% for turn in messages %}<{{ turn['content'] }}>{% endfor %}"
@@ -314,7 +322,7 @@ def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
 
 
 def small() -> tuple[dict[str, Any], dict[str, Stored]]:
-    """A Llama of a few kilobytes whose matrices are of Q8_0."""
+    """A tiny Llama with Q8_0 matrices."""
     config = llama_config(hidden_size=32, intermediate_size=32, head_dim=8, num_hidden_layers=1)
     metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q8_0")
     return (
@@ -328,7 +336,7 @@ def small() -> tuple[dict[str, Any], dict[str, Stored]]:
 
 
 def opened(path: Path, content: bytes) -> None:
-    """Open a file of this content; whatever is wrong with it is told in one sentence."""
+    """Open a file of this content; errors must be one sentence."""
     path.write_bytes(content)
     try:
         open_checkpoint(path)
@@ -336,7 +344,7 @@ def opened(path: Path, content: bytes) -> None:
         assert "\n" not in str(error)
 
 
-def test_any_header_is_read_or_refused(tmp_path: Path) -> None:
+def test_any_header_is_read_or_refused(tmp_path):
     """Bytes, lengths and counts overwritten anywhere in it."""
     metadata, stored = small()
     whole = write_gguf.file_bytes(metadata, stored)
@@ -361,7 +369,7 @@ def test_any_header_is_read_or_refused(tmp_path: Path) -> None:
         opened(path, bytes(content))
 
 
-def test_a_file_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path):
     metadata, stored = small()
     whole = write_gguf.file_bytes(metadata, stored)
     path = tmp_path / "x.gguf"
@@ -417,9 +425,7 @@ FACTS: list[tuple[Change, str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), FACTS)
-def test_what_is_not_understood_is_refused_by_name(
-    change: Change, message: str, tmp_path: Path
-) -> None:
+def test_unsupported_metadata_is_refused_by_name(change, message, tmp_path):
     metadata, stored = small()
     change(metadata, stored)
     (tmp_path / "m.gguf").write_bytes(write_gguf.file_bytes(metadata, stored))
@@ -430,13 +436,13 @@ def test_what_is_not_understood_is_refused_by_name(
 @pytest.mark.parametrize(
     "content", [b"", b"GGU", b"GGUF", b"\x80\x04." * 20, b"GGUF" + bytes([1, 0, 0, 0]) + bytes(16)]
 )
-def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
+def test_other_files_are_refused(content, tmp_path):
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match="not a GGUF file"):
         open_checkpoint(tmp_path / "m.gguf")
 
 
-def test_rotations_of_one_context_are_those_of_transformers() -> None:
+def test_rotations_of_a_scaled_context_equal_transformers():
     """A config.json may have them, too; two lists that differ depend on the length of the text and
     are refused.
     """

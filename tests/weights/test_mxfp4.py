@@ -1,65 +1,35 @@
-"""gpt-oss in its own MXFP4 layout, by the general architecture: weights and tokens are what
-transformers makes of them.
-"""
+"""gpt-oss in MXFP4 through the general architecture: weights and tokens equal transformers."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import pack
-from support.tiny import generate, open_llm, prompt_of, runner_of
-from test_transformers_models import check_tree
+from support.quantized import MXFP4_CONFIG
+from support.tiny import check_tree, generate, open_llm, prompt_of, runner_of
 from transformers import GptOssForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from bench.models import config_of, random_model
 from offload_rt import SamplingParams
 from offload_rt.errors import CheckpointError
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.header import read_header
 
-QUANTIZATION = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
-}
+pytestmark = pytest.mark.numeric
+
 PROJ = "model.layers.1.mlp.experts.gate_up_proj"
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint as gpt-oss is published."""
-    folder = tmp_path_factory.mktemp("gpt_oss")
-    generator = torch.Generator().manual_seed(0)
-    model = random_model(config_of("gpt_oss"))
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [
-        name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    ]:
-        n, n_in, n_out = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(
-            256, (n, n_out, n_in // 32, 16), generator=generator
-        ).byte()
-        tensors[f"{name}_scales"] = torch.randint(
-            121, 126, (n, n_out, n_in // 32), generator=generator
-        ).byte()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
-    return folder
-
-
-def test_tokens_are_those_of_transformers_with_the_dequantised_weights(published: Path) -> None:
+def test_tokens_equal_transformers_with_dequantised_weights(mxfp4_checkpoint):
     """Streamed from the disk, plain and by trees."""
     options = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.float32}
-    model = GptOssForCausalLM.from_pretrained(published, **options).eval()
+    model = GptOssForCausalLM.from_pretrained(mxfp4_checkpoint, **options).eval()
     prompt = prompt_of(0, 15, 150)
     expected = generate(model, prompt, 24)
     for drafter in ("none", "recycle"):
-        with open_llm(published, "disk", dtype="float32", drafter=drafter) as llm:
+        with open_llm(mxfp4_checkpoint, "disk", dtype="float32", drafter=drafter) as llm:
             check_tree(runner_of(llm), model)
             assert (
                 llm.generate(prompt, SamplingParams(max_new_tokens=24)).pop().token_ids == expected
@@ -68,24 +38,18 @@ def test_tokens_are_those_of_transformers_with_the_dequantised_weights(published
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_code_and_scale_is_what_transformers_makes_of_it(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """Zeros of both signs and powers of two that a dtype does not hold; a scale of 255 is no
-    number.
-    """
+def test_every_code_and_scale_equals_transformers(dtype, tmp_path):
+    """Zeros of both signs and powers of two outside of a dtype's range; a scale of 255 is NaN."""
     blocks = (
         torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
     )
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
     save_file({"e.0.blocks": blocks, "e.0.scales": scales}, tmp_path / "m.safetensors")
-    fmt = format_of(QUANTIZATION)
+    fmt = format_of(MXFP4_CONFIG)
     stored = fmt.stored(
         "e.0.weight", (255, 512), None, Source(read_header(tmp_path / "m.safetensors"))
     )
-    packed = pack(
-        {one.key: {"e.0.blocks": blocks, "e.0.scales": scales}[one.name] for one in stored}
-    )
+    packed = pack({"e.0.blocks": blocks, "e.0.scales": scales}, {"e.0": stored})
     mine = fmt.view(packed.layout, packed.block, dtype).rows(torch.arange(255), "e.0")
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)[0].T
     assert torch.equal(mine, theirs)
@@ -103,21 +67,19 @@ def test_every_code_and_scale_is_what_transformers_makes_of_it(
         ("scales", lambda x: x[:0]),
     ],
 )
-def test_tensors_that_contradict_the_config_are_refused(
-    published: Path, part: str, change, tmp_path: Path
-) -> None:
-    tensors = load_file(published / "model.safetensors")
+def test_contradictory_tensors_are_refused(mxfp4_checkpoint, part, change, tmp_path):
+    tensors = load_file(mxfp4_checkpoint / "model.safetensors")
     tensors[f"{PROJ}_{part}"] = change(tensors[f"{PROJ}_{part}"]).contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((published / "config.json").read_text())
+    (tmp_path / "config.json").write_text((mxfp4_checkpoint / "config.json").read_text())
     with pytest.raises(CheckpointError, match=PROJ):
         open_checkpoint(tmp_path)
 
 
-def test_codes_without_their_config_are_refused(published: Path, tmp_path: Path) -> None:
-    config = json.loads((published / "config.json").read_text())
+def test_codes_without_config_are_refused(mxfp4_checkpoint, tmp_path):
+    config = json.loads((mxfp4_checkpoint / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").symlink_to(published / "model.safetensors")
+    (tmp_path / "model.safetensors").symlink_to(mxfp4_checkpoint / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"mlp\.experts"):
         open_checkpoint(tmp_path)

@@ -1,19 +1,25 @@
-// Web page: conversations in browser storage, and the passes behind each answer.
+// Web page: conversations, their answers, and the passes that produced the answers.
 import { complete, get } from "./api.js";
+import { drawLink } from "./charts.js";
+import { render } from "./render.js";
+import * as store from "./store.js";
 import { drawTree } from "./tree.js";
 
+const MOST_ATTACHED = 256 * 1024;  // bytes of one text file
 const at = (id) => document.getElementById(id);
-const kept = (name, otherwise) => JSON.parse(localStorage.getItem(name) ?? "null") ?? otherwise;
-const keep = (name, value) => localStorage.setItem(name, JSON.stringify(value));
 
-let chats = kept("chats", []);
-let open = kept("open", null);
-let settings = kept("settings", {});
+let conversations = store.loadConversations();
+let openId = store.load("open", null);
+let defaults = store.load("defaults", {});
+let key = store.load("key", "");
 let model = "";
-let running = null;  // AbortController of the running answer
+let attached = [];  // {name, text} of the next message
+let editing = null;  // id of the edited message
 let lastTree = null;  // last pass with more than a root
+const running = new Map();  // conversation id -> AbortController of its answer
+const pending = new Set();  // answers to redraw with the next frame
 
-const chat = () => chats.find((entry) => entry.id === open);
+const open = () => conversations.find((conversation) => conversation.id === openId);
 
 function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -21,170 +27,362 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
+const button = (textContent, onclick, properties = {}) => element("button", { type: "button", textContent, onclick, ...properties });
+
 function save() {
-  keep("chats", chats);
-  keep("open", open);
+  try {
+    store.keep("conversations", conversations);
+    store.keep("open", openId);
+  } catch {
+    report("The browser's storage is full; export conversations and delete some");
+  }
 }
+
+function report(text) {
+  at("status").textContent = text;
+}
+
+// Drawing
 
 function show() {
-  at("chats").replaceChildren(...chats.map((entry) => {
-    const select = element("button", { type: "button", className: "open", textContent: entry.title, onclick: () => choose(entry.id) });
-    select.setAttribute("aria-current", String(entry.id === open));
-    const remove = element("button", { type: "button", textContent: "×", onclick: () => drop(entry.id) });
-    remove.setAttribute("aria-label", `Delete ${entry.title}`);
-    return element("li", {}, select, remove);
-  }));
-  const messages = chat()?.messages ?? [];
-  at("log").replaceChildren(...messages.map((message, n) => article(message, n === messages.length - 1)));
-  at("log").scrollTop = at("log").scrollHeight;
-  at("send").hidden = running !== null;
-  at("stop").hidden = running === null;
+  showList();
+  const messages = open() ? store.branch(open()) : [];
+  const log = at("log");
+  log.replaceChildren(...messages.map(article));
+  log.scrollTop = log.scrollHeight;
+  const isRunning = running.has(openId);
+  at("send").hidden = isRunning;
+  at("stop").hidden = !isRunning;
+  showStatistics(messages.findLast((message) => message.pieces?.length)?.pieces ?? []);
 }
 
-function article(message, isLast) {
-  const text = element("div", { className: "text" });
-  if (message.pieces) text.append(...message.pieces.map(span));
-  else text.textContent = message.content;
-  const whole = element("article", { className: message.role }, element("h3", { textContent: message.role === "user" ? "You" : "Model" }), text);
-  if (message.role === "assistant" && isLast && running === null) {
-    const again = element("button", { type: "button", id: "regenerate", textContent: "Regenerate", onclick: regenerate });
-    whole.append(element("div", { className: "actions" }, again));
+function showList() {
+  const found = conversations.filter((conversation) => store.matches(conversation, at("search").value.trim()));
+  at("chats").replaceChildren(...found.map((conversation) => {
+    const { id, title } = conversation;
+    const select = button(running.has(id) ? `… ${title}` : title, () => choose(id), { className: "open" });
+    select.setAttribute("aria-current", String(id === openId));
+    const rename = button("✎", () => renameConversation(conversation)), remove = button("×", () => drop(conversation));
+    rename.setAttribute("aria-label", `Rename ${title}`);
+    remove.setAttribute("aria-label", `Delete ${title}`);
+    return element("li", {}, select, rename, remove);
+  }));
+}
+
+function article(message) {
+  const whole = element("article", { className: message.role, id: `message-${message.id}` });
+  whole.append(element("h3", { textContent: message.role === "user" ? "You" : "Model" }));
+  if (message.id === editing) return whole.append(editor(message)), whole;
+  if (message.reasoning) {
+    const reasoning = element("details", { className: "reasoning", open: !message.content }, element("summary", { textContent: "Reasoning" }));
+    reasoning.append(element("div", { className: "text" }, render(message.reasoning)));
+    whole.append(reasoning);
   }
+  whole.append(element("div", { className: "text" }, render(message.content, message.pieces)));
+  for (const { name, text } of message.attached ?? []) {
+    whole.append(element("details", { className: "file" }, element("summary", { textContent: name }), element("pre", { textContent: text })));
+  }
+  whole.append(actions(message));
   return whole;
 }
 
-function span(piece, n) {
-  const title = `pass ${n + 1}: ${piece.tokens} ${piece.tokens === 1 ? "token" : "tokens"} in ${piece.seconds.toFixed(2)} s`;
-  return element("span", { className: `pass pass-${n % 4}`, title, textContent: piece.text });
+function actions(message) {
+  const row = element("div", { className: "actions" });
+  const versions = store.siblings(open(), message), n = versions.indexOf(message);
+  const isRunning = running.has(openId);
+  if (versions.length > 1) {
+    const turn = (step) => () => (store.display(open(), versions[n + step]), save(), show());
+    const back = button("‹", turn(-1), { disabled: n === 0 || isRunning }), on = button("›", turn(1), { disabled: n === versions.length - 1 || isRunning });
+    back.setAttribute("aria-label", "Previous version");
+    on.setAttribute("aria-label", "Next version");
+    row.append(back, element("span", { className: "version", textContent: `${n + 1}/${versions.length}` }), on);
+  }
+  row.append(button("Copy", (event) => copy(message.content, event.target)));
+  if (isRunning) return row;
+  if (message.role === "user") row.append(button("Edit", () => edit(message.id)));
+  else row.append(button("Regenerate", () => answer(open(), message.parent), { className: "regenerate" }));
+  return row;
 }
 
+function editor(message) {
+  const area = element("textarea", { value: message.content, rows: 4, id: "edited" });
+  area.setAttribute("aria-label", "Edited message");
+  const done = () => {
+    const content = area.value.trim();
+    if (!content) return;
+    editing = null;
+    const changed = store.append(open(), message.parent, { role: "user", content, attached: message.attached });
+    answer(open(), changed.id);
+  };
+  area.addEventListener("keydown", (event) => event.key === "Escape" && edit(null));
+  return element("div", {}, area, element("div", { className: "actions" }, button("Send", done), button("Cancel", () => edit(null))));
+}
+
+function redraw(message) {
+  pending.add(message);
+  if (pending.size > 1) return;
+  requestAnimationFrame(() => {
+    const log = at("log"), isAtEnd = log.scrollTop + log.clientHeight > log.scrollHeight - 80;
+    for (const changed of pending) document.getElementById(`message-${changed.id}`)?.replaceWith(article(changed));
+    pending.clear();
+    if (isAtEnd) log.scrollTop = log.scrollHeight;
+  });
+}
+
+function showStatistics(pieces) {
+  const passes = pieces.filter((piece) => piece.tokens);
+  const sum = (name) => passes.reduce((total, piece) => total + piece[name], 0);
+  const tokens = sum("tokens"), seconds = sum("seconds"), busy = passes.map((piece) => piece.busy ?? 0);
+  const rate = seconds ? tokens / seconds : 0, number = (value, digits) => (passes.length ? value.toFixed(digits) : "–");
+  at("per-second").textContent = number(rate, rate < 10 ? 2 : 0);
+  at("per-pass").textContent = number(tokens / passes.length, 2);
+  at("passes").textContent = number(passes.length, 0);
+  at("busy").textContent = passes.length ? `${Math.round(100 * busy.at(-1))} %` : "–";
+  at("rate").textContent = passes.length ? `${number(rate, rate < 10 ? 2 : 0)} tokens/s, ${number(tokens / passes.length, 2)} per pass` : "No answer yet";
+  drawLink(at("link"), busy);
+  if (lastTree) drawTree(at("tree"), lastTree.parents, lastTree.path);
+}
+
+// Conversations
+
 function choose(id) {
-  running?.abort();
-  open = id;
+  openId = id;
+  editing = null;
+  toggleMenu(false);
+  report("");
   save();
   show();
   at("prompt").focus();
 }
 
-function drop(id) {
-  chats = chats.filter((entry) => entry.id !== id);
-  choose(open === id ? (chats[0]?.id ?? null) : open);
+function edit(id) {
+  editing = id;
+  show();
+  at("edited")?.focus();
 }
+
+async function drop(conversation) {
+  at("confirm-text").textContent = `Delete “${conversation.title}”? This cannot be undone.`;
+  if ((await closed(at("confirm"))) !== "yes") return;
+  running.get(conversation.id)?.abort();
+  conversations = conversations.filter((other) => other !== conversation);
+  choose(openId === conversation.id ? (conversations[0]?.id ?? null) : openId);
+}
+
+async function renameConversation(conversation) {
+  at("new-title").value = conversation.title;
+  await closed(at("rename"));
+  conversation.title = at("new-title").value.trim() || conversation.title;
+  save();
+  showList();
+}
+
+/** Show a dialog until it is closed. Returns its value, "" after Escape. */
+function closed(dialog) {
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue), { once: true }));
+}
+
+function exportAll() {
+  const text = JSON.stringify({ version: 1, conversations });
+  const link = element("a", { href: URL.createObjectURL(new Blob([text], { type: "application/json" })), download: "conversations.json" });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+async function importFile(event) {
+  const [file] = event.target.files;
+  event.target.value = "";
+  if (!file) return;
+  try {
+    const added = store.imported(await file.text());
+    conversations = [...added, ...conversations];
+    choose(added[0]?.id ?? openId);
+    report(`Imported ${added.length} ${added.length === 1 ? "conversation" : "conversations"}`);
+  } catch (error) {
+    report(error.message);
+  }
+}
+
+// Messages
 
 async function send(event) {
   event?.preventDefault();
   const content = at("prompt").value.trim();
-  if (!content || running) return;
-  if (!chat()) {
-    open = crypto.randomUUID?.() ?? String(Date.now());
-    chats.unshift({ id: open, title: content.slice(0, 60), messages: [] });
+  if ((!content && !attached.length) || running.has(openId)) return;
+  if (!open()) {
+    const conversation = store.newConversation((content || attached[0].name).slice(0, 60), { ...defaults });
+    conversations.unshift(conversation);
+    openId = conversation.id;
   }
-  chat().messages.push({ role: "user", content });
+  const message = store.append(open(), open().leaf, { role: "user", content, ...(attached.length ? { attached } : {}) });
   at("prompt").value = "";
-  await answer();
+  attached = [];
+  showAttached();
+  await answer(open(), message.id);
 }
 
-async function regenerate() {
-  chat().messages.pop();
-  await answer();
-}
-
-async function answer() {
-  const mine = chat(), controller = (running = new AbortController());
-  const { system, key, ...sampling } = settings;
-  const messages = mine.messages.map(({ role, content }) => ({ role, content }));
+/** Stream an answer below a message. The answer continues while another conversation is open. */
+async function answer(conversation, parent) {
+  const controller = new AbortController();
+  const { system, ...sampling } = conversation.settings;
+  const messages = store.branch(conversation, parent).map(({ role, content, attached: files }) => ({ role, content: withFiles(content, files) }));
   if (system) messages.unshift({ role: "system", content: system });
-  const message = { role: "assistant", content: "", pieces: [] };
-  mine.messages.push(message);
-  say("Reading the prompt");
+  const message = store.append(conversation, parent, { role: "assistant", content: "", reasoning: "", pieces: [] });
+  running.set(conversation.id, controller);
+  const isOpen = () => conversation.id === openId;
+  report("Reading the prompt");
   show();
+  let status = "";
   try {
     for await (const chunk of complete({ model, messages, ...sampling }, key, controller.signal)) {
-      for (const choice of chunk.choices) take(message, choice.delta.content ?? "", chunk.pass);
+      for (const choice of chunk.choices) take(message, choice.delta, chunk.pass, isOpen());
+      if (chunk.choices.length && isOpen()) report("");
     }
-    say("");
   } catch (error) {
-    say(error.name === "AbortError" ? "Stopped" : error.message);
+    status = error.name === "AbortError" ? "Stopped" : error.message;
   }
-  if (!message.content) mine.messages.pop();
-  running = null;
+  if (!message.content && !message.reasoning && conversation.leaf === message.id) store.removeLeaf(conversation);
+  running.delete(conversation.id);
   save();
+  if (!isOpen()) return showList();
+  report(status);
   show();
   at("prompt").focus();
 }
 
-function take(message, text, pass) {
-  if (!pass && !text) return;
+function take(message, delta, pass, isOpen) {
+  const text = delta.content ?? "";
+  message.reasoning += delta.reasoning_content ?? "";
   message.content += text;
-  const piece = { text, tokens: pass?.tokens ?? 0, seconds: pass?.seconds ?? 0 };
-  message.pieces.push(piece);
-  if (pass) {
-    say("");
-    if (pass.parents.length > 1 || lastTree === null) {
-      lastTree = pass;
-      drawTree(at("tree"), pass.parents, pass.path);
-    }
-    report(message.pieces, pass);
+  if (pass || text) message.pieces.push({ text, tokens: pass?.tokens ?? 0, seconds: pass?.seconds ?? 0, busy: pass?.link_busy ?? 0 });
+  if (pass && (pass.parents.length > 1 || lastTree === null)) lastTree = pass;
+  if (!isOpen) return;
+  redraw(message);
+  if (pass) showStatistics(message.pieces);
+}
+
+// A fence longer than any in the file keeps the file in one block.
+function withFiles(content, files = []) {
+  const fence = (text) => "`".repeat(Math.max(3, ...(text.match(/`+/g) ?? []).map((run) => run.length + 1)));
+  return [content, ...files.map(({ name, text }) => `${name}:\n${fence(text)}\n${text}\n${fence(text)}`)].filter(Boolean).join("\n\n");
+}
+
+async function attach(files) {
+  for (const file of files) {
+    const text = file.size <= MOST_ATTACHED ? await file.text() : "";
+    if (file.size > MOST_ATTACHED) report(`${file.name} has ${file.size} bytes; at most ${MOST_ATTACHED} can be attached`);
+    else if (text.includes("\0") || text.includes("\uFFFD")) report(`${file.name} is no text in UTF-8`);
+    else attached.push({ name: file.name, text });
   }
-  const log = at("log"), isAtEnd = log.scrollTop + log.clientHeight > log.scrollHeight - 60;
-  log.querySelector("article:last-child .text")?.append(span(piece, message.pieces.length - 1));
-  if (isAtEnd) log.scrollTop = log.scrollHeight;
+  showAttached();
 }
 
-function report(pieces, pass) {
-  const tokens = pieces.reduce((sum, piece) => sum + piece.tokens, 0), seconds = pieces.reduce((sum, piece) => sum + piece.seconds, 0);
-  at("per-pass").textContent = (tokens / pieces.length).toFixed(2);
-  at("per-token").textContent = tokens ? (seconds / tokens).toFixed(3) : "–";
-  at("busy").textContent = `${Math.round(100 * pass.link_busy)} %`;
-  at("passes").textContent = String(pieces.length);
+function showAttached() {
+  at("attached").replaceChildren(...attached.map((file) => {
+    const remove = button("×", () => (attached = attached.filter((other) => other !== file), showAttached()));
+    remove.setAttribute("aria-label", `Remove ${file.name}`);
+    return element("li", {}, file.name, remove);
+  }));
 }
 
-function say(text) {
-  at("status").textContent = text;
+async function copy(text, pressed) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {  // the clipboard is available on secure origins only
+    const area = element("textarea", { value: text });
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  pressed.textContent = "Copied";
+  setTimeout(() => (pressed.textContent = "Copy"), 1500);
 }
 
-function colour() {
-  document.body.classList.toggle("coloured", at("colours").checked);
-  keep("colours", at("colours").checked);
-}
+// Settings
 
-function editSettings() {
-  const form = at("settings").querySelector("form");
-  for (const field of form.querySelectorAll("[name]")) field.value = settings[field.name] ?? "";
-  at("settings").showModal();
-}
-
-function takeSettings() {
-  settings = {};
-  for (const field of at("settings").querySelectorAll("[name]")) {
+async function editSettings() {
+  const fields = at("settings").querySelectorAll("[name]");
+  const values = open()?.settings ?? defaults;
+  at("settings-title").textContent = open() ? "Settings of this conversation" : "Settings of new conversations";
+  for (const field of fields) field.value = values[field.name] ?? "";
+  at("key").value = key;
+  at("as-default").checked = !open();
+  at("as-default").disabled = !open();
+  await closed(at("settings"));
+  const settings = {};
+  for (const field of fields) {
     if (field.value !== "") settings[field.name] = field.type === "number" ? Number(field.value) : field.value;
   }
-  keep("settings", settings);
+  if (open()) open().settings = settings;
+  if (at("as-default").checked) defaults = settings;
+  key = at("key").value;
+  store.keep("defaults", defaults);
+  store.keep("key", key);
+  save();
   findModel();
 }
 
 async function findModel() {
   try {
-    model = (await get("v1/models", settings.key)).data[0].id;
+    model = (await get("v1/models", key)).data[0].id;
     at("model").textContent = model;
-    say("");
+    report("");
   } catch (error) {
-    say(error.message);
+    report(error.message);
   }
 }
+
+function colour() {
+  document.body.classList.toggle("coloured", at("colours").checked);
+  store.keep("colours", at("colours").checked);
+}
+
+function toggleMenu(isOpen) {
+  document.body.classList.toggle("menu-open", isOpen);
+  at("menu").setAttribute("aria-expanded", String(isOpen));
+}
+
+// Statistics stand beside the conversation on wide screens and above it, folded, on narrow ones.
+const wide = matchMedia("(min-width: 60rem)");
+const placeStatistics = () => {
+  at("statistics").open = wide.matches;
+  show();
+};
 
 at("composer").addEventListener("submit", send);
 at("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
 });
-document.addEventListener("keydown", (event) => event.key === "Escape" && !at("settings").open && running?.abort());
-at("stop").addEventListener("click", () => running?.abort());
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || document.querySelector("dialog[open]") || editing) return;
+  if (document.body.classList.contains("menu-open")) toggleMenu(false);
+  else running.get(openId)?.abort();
+});
+document.addEventListener("click", (event) => event.target.matches?.("button.copy") && copy(event.target.dataset.text, event.target));
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => (event.preventDefault(), attach(event.dataTransfer.files)));
+at("prompt").addEventListener("paste", (event) => event.clipboardData.files.length && (event.preventDefault(), attach(event.clipboardData.files)));
+at("attach").addEventListener("click", () => at("attach-files").click());
+at("attach-files").addEventListener("change", async (event) => {
+  await attach(event.target.files);
+  event.target.value = "";
+});
+at("stop").addEventListener("click", () => running.get(openId)?.abort());
 at("new").addEventListener("click", () => choose(null));
+at("menu").addEventListener("click", () => toggleMenu(!document.body.classList.contains("menu-open")));
+at("search").addEventListener("input", showList);
+at("export").addEventListener("click", exportAll);
+at("import").addEventListener("click", () => at("import-file").click());
+at("import-file").addEventListener("change", importFile);
 at("open-settings").addEventListener("click", editSettings);
-at("settings").addEventListener("close", takeSettings);
 at("colours").addEventListener("change", colour);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => lastTree && drawTree(at("tree"), lastTree.parents, lastTree.path));
-at("colours").checked = kept("colours", true);
+at("statistics").addEventListener("toggle", () => show());
+wide.addEventListener("change", placeStatistics);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+at("colours").checked = store.load("colours", true);
 colour();
-show();
+placeStatistics();
 findModel();

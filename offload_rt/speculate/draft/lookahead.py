@@ -205,7 +205,6 @@ def _append_window(parents: list[int], tokens: list[int], rows: list[list[int]])
 
 DRAFTER = DrafterType(
     Lookahead,
-    needs_model=False,
     gives_draft_probs=False,
     best_rule="match",
     default_sizes=_SIZES,

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from offload_rt.speculate.protocols import tree_drafter
+from offload_rt.speculate.protocols import DraftResources, tree_drafter
+from offload_rt.weights.heads import find_mtp
 
 if TYPE_CHECKING:
     from offload_rt.speculate.head_model import HeadModel
@@ -15,5 +16,7 @@ def _head_model(*parts: Any) -> "HeadModel":
 
 
 DRAFTER = tree_drafter(
-    dynamic_at_zero=True, dynamic_above=True, needs_model=False, model=_head_model
+    dynamic_at_zero=True,
+    dynamic_above=True,
+    resources=DraftResources(find_heads=find_mtp, built_in=True, open_model=_head_model),
 )

@@ -69,7 +69,6 @@ class PromptLookup(Drafter):
 
 DRAFTER = DrafterType(
     PromptLookup,
-    needs_model=False,
     gives_draft_probs=False,
     best_rule="match",
     default_sizes=_SIZES,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import abc
 from typing import TYPE_CHECKING
 
-from offload_rt.speculate.protocols import Drafter, DrafterType, DraftLimits, DraftParts
+from offload_rt.cost.tree_size import DraftLimits
+from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
 from offload_rt.tree.topology import DraftTree
 
 if TYPE_CHECKING:
@@ -23,6 +24,4 @@ class PlainDecoding(Drafter):
         return [DraftTree.root_only(sequence.tokens[-1]) for sequence in sequences]
 
 
-DRAFTER = DrafterType(
-    PlainDecoding, needs_model=False, gives_draft_probs=False, best_rule="match", default_sizes=(1,)
-)
+DRAFTER = DrafterType(PlainDecoding, gives_draft_probs=False, best_rule="match", default_sizes=(1,))

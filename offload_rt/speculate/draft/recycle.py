@@ -226,6 +226,4 @@ class Recycling(Drafter):
         return DraftTree(topology, torch.tensor(tree.tokens[:n]), expected=expected)
 
 
-DRAFTER = DrafterType(
-    Recycling, needs_model=False, gives_draft_probs=False, best_rule="match", default_sizes=_SIZES
-)
+DRAFTER = DrafterType(Recycling, gives_draft_probs=False, best_rule="match", default_sizes=_SIZES)

@@ -14,7 +14,12 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.kv.chosen import RetrievalCache
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.guessed_builders import GuessedTreeBuilder, ResampledChainBuilder
-from offload_rt.speculate.protocols import SELF_SIZES, DrafterType, DraftParts
+from offload_rt.speculate.protocols import (
+    SELF_SIZES,
+    DrafterType,
+    DraftParts,
+    DraftResources,
+)
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
 from offload_rt.speculate.tree_drafter import Proposal, TreeDrafter
 from offload_rt.tree.topology import Topology
@@ -37,8 +42,8 @@ class TriForce(TreeDrafter):
 
     def __init__(self, parts: DraftParts) -> None:
         super().__init__(parts, is_dynamic=(True, False))
-        assert parts.small is not None, "TriForce has two draft models"
-        self._small = parts.small
+        assert parts.draft_model is not None, "TriForce declares two draft models"
+        self._small = parts.draft_model
         self._n_trees = 0
         self._level_s = [0.0, 0.0]  # without and with guesses
 
@@ -99,11 +104,10 @@ class TriForce(TreeDrafter):
 
 DRAFTER = DrafterType(
     TriForce,
-    needs_model=True,
     gives_draft_probs=True,
     best_rule="coupled",
     default_sizes=SELF_SIZES,
-    view=RetrievalCache,
-    view_rows=4096,
-    draft_context=_CONTEXT,
+    resources=DraftResources(
+        needs_model=True, draft_context=_CONTEXT, view=RetrievalCache, view_rows=4096
+    ),
 )

@@ -1,14 +1,13 @@
-"""How weights are stored and used: one file for each format.
+"""Weight formats, one file each.
 
-Each file has `matches(quantization_config) -> bool` and a class `Format`, a `WeightFormat` made
-from the same argument: the `quantization_config` of a config.json, None where there is none; of a
-GGUF file its `Storage`.
+A file defines `matches(quantization_config) -> bool` and a class `Format`, a `WeightFormat` created
+from the same argument: `quantization_config` of a config.json, None without one, or the `Storage`
+of a GGUF file.
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
+from abc import ABC
 from typing import TYPE_CHECKING, ClassVar
 
 from offload_rt.dtypes import DType
@@ -16,70 +15,62 @@ from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import LayerWeights
 from offload_rt.system import registry
 from offload_rt.weights.layout import Layout
+from offload_rt.weights.matrix import Matrix
 from offload_rt.weights.source import Source, StoredTensor
+from offload_rt.weights.view import View
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Source", "StoredTensor", "WeightFormat", "format_of"]
+__all__ = ["Matrix", "Source", "StoredTensor", "WeightFormat", "format_of"]
 
 
-class WeightFormat(ABC):
-    """How the tensors of an architecture are stored, and used where their bytes lie; as they are,
-    unless a format says more.
+class WeightFormat(ABC):  # formats override what differs from plain tensors
+    """Storage of an architecture's tensors; by default unchanged.
 
-    notice  what the user should know of how it computes; empty if nothing
+    notice  notice for the user about differences in compute; may be empty
     """
 
     name: ClassVar[str]
-    # Whether products never depend on the number of rows, even where torch's product is faster.
+    # Products are independent of the number of rows, even where torch's product is faster.
     is_batch_invariant = False
 
     def __init__(self, quantization_config: object = None, notice: str = "") -> None:
-        """Raises UnsupportedModelError for a config that is not understood."""
+        """Raises UnsupportedModelError for an unsupported config."""
         self.notice = notice
 
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: DType | None, source: Source
-    ) -> tuple[StoredTensor, ...]:
-        """The stored tensors that hold the tensor `name` of the architecture; those that are no
-        codes are of `dtype`.
+    ) -> StoredTensor | Matrix:
+        """Return the storage of the architecture's tensor `name`; plain tensors have `dtype`.
 
-        Raises CheckpointError where what the source holds of it contradicts the config.
+        Raises CheckpointError if the source contradicts the config.
         """
-        return (StoredTensor(name, shape, dtype),)
+        return StoredTensor(name, shape, dtype)
 
     def is_unused(self, name: str, source: Source) -> bool:
-        """Whether a checkpoint may hold this tensor, none of the stored ones, although nothing is
-        computed with it.
-        """
+        """Return whether compute ignores this checkpoint tensor, which is not stored."""
         return False
 
-    @abstractmethod
     def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> LayerWeights:
-        """The weights of a block, to compute with in `dtype`.
+        """Return the weights of a block, for compute in `dtype`.
 
-        block  (>= layout.nbytes,) uint8, alive and unchanged while the view is used
+        block  (>= layout.nbytes,) uint8, unchanged during use of the view
         """
-
-    def scratch_nbytes(self, stored: StoredTensor, n_rows: int, dtype: DType) -> int:
-        """Bytes taken besides while up to `n_rows` rows go through the matrix in this stored
-        tensor, in `dtype`.
-        """
-        return math.prod(stored.shape) * dtype.itemsize if stored.dtype != dtype else 0
+        return View(layout, block, dtype, self.is_batch_invariant)
 
 
 def format_of(quantization_config: object) -> WeightFormat:
-    """The format of a config.json with this quantization_config; None: without one.
+    """Return the format of a `quantization_config`; None for a config without it.
 
-    Raises UnsupportedModelError if no file of the folder knows it.
+    Raises UnsupportedModelError if no file of the folder matches.
     """
     names = registry.names("weights.formats")
     for module in (registry.find("weights.formats", name) for name in names):
         if module.matches(quantization_config):
-            found: WeightFormat = module.Format(quantization_config)
-            return found
+            weight_format: WeightFormat = module.Format(quantization_config)
+            return weight_format
     method = (
         quantization_config.get("quant_method")
         if isinstance(quantization_config, dict)

@@ -1,6 +1,4 @@
-"""AWQ in the layout of AutoAWQ's `gemm` kernels: 4 bits, packed along the outputs, in an order of
-its own.
-"""
+"""AWQ for AutoAWQ's `gemm` kernels: 4 bits, packed along the outputs in a special order."""
 
 from typing import Any
 
@@ -8,12 +6,12 @@ from offload_rt.dtypes import DType
 from offload_rt.packing import Packing
 from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
-from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, ZeroPoints
+from offload_rt.weights.matrix import QuantizedMatrix, ZeroPoints
 
-matches = quantized.of_method("awq")
+matches = quantized.has_method("awq")
 
 
-class Format(QuantizedFormat):
+class Format(quantized.QuantizedFormat):
     """(code - zero) * scale, in the dtype of the scales, as AutoAWQ's `dequantize_gemm`."""
 
     name = "awq"
@@ -37,10 +35,10 @@ class Format(QuantizedFormat):
         n_out, n_in = shape
         packing = Packing("awq", 4, (n_in if self._size == -1 else self._size, 1), 8)
         n_groups = -(-n_in // packing.block[0])
-        codes = StoredTensor("qweight", packing.words(n_in, n_out), DType.INT32)
-        zeros = ZeroPoints(
-            StoredTensor("qzeros", packing.words(n_groups, n_out), DType.INT32), "awq"
-        )
-        has_zeros = self._has_zeros or source.find(f"{module}.qzeros") is not None
-        scales = StoredTensor("scales", (n_groups, n_out), None)
-        return QuantizedMatrix(shape, codes, packing, scales, zeros if has_zeros else None)
+        codes = StoredTensor(f"{module}.qweight", packing.code_shape(n_in, n_out), DType.INT32)
+        name = f"{module}.qzeros"
+        zeros = StoredTensor(name, packing.code_shape(n_groups, n_out), DType.INT32)
+        has_zeros = self._has_zeros or source.find(name) is not None
+        scales = StoredTensor(f"{module}.scales", (n_groups, n_out), None)
+        points = ZeroPoints(zeros, "awq") if has_zeros else None
+        return QuantizedMatrix(shape, codes, packing, scales, points)

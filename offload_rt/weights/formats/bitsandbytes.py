@@ -1,4 +1,4 @@
-"""bitsandbytes in 4 bits: nf4, whose scales may be quantised as well (double quantisation)."""
+"""bitsandbytes in 4 bits: nf4, with scales optionally quantised (double quantisation)."""
 
 import json
 from typing import Any
@@ -8,20 +8,18 @@ from offload_rt.errors import CheckpointError
 from offload_rt.packing import NF4, Packing
 from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
-from offload_rt.weights.quantized import NestedScales, QuantizedFormat, QuantizedMatrix
+from offload_rt.weights.matrix import NestedScales, QuantizedMatrix
 from offload_rt.weights.source import OTHER_CONFIG
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
-# Bytes of the longest state that is read; real ones have some two hundred.
+# Maximum bytes of a quantisation state; published states have about 200.
 _LONGEST = 1 << 16
 
-matches = quantized.of_method("bitsandbytes")
+matches = quantized.has_method("bitsandbytes")
 
 
-class Format(QuantizedFormat):
-    """Value times scale in float32, then the dtype of the computation, as bitsandbytes' 4-bit
-    products.
-    """
+class Format(quantized.QuantizedFormat):
+    """value * scale in float32, then the compute dtype, as bitsandbytes' 4-bit products."""
 
     name = "bitsandbytes"
     unused = frozenset({"quant_map", "bitsandbytes__nf4"})
@@ -37,53 +35,55 @@ class Format(QuantizedFormat):
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
         """See `QuantizedFormat.matrix`."""
-        record = source.find(f"{module}.weight")
-        if record is None:
+        name = f"{module}.weight"
+        if source.find(name) is None:
             return None
-        import torch  # not at the top: a plan without files reads no table
-
-        origin, full, first = source.whole or (source, shape, 0)
-        if full[1] != shape[1]:
+        origin, full_shape, first_row = source.whole or (source, shape, 0)
+        if full_shape[1] != shape[1]:
             raise CheckpointError(f"{source.prefix}{module}: blocks run on from row to row")
-        state = _state(origin, f"{module}.{_STATE}", full)
-        table = origin.read(StoredTensor(f"{module}.weight.quant_map", (16,), DType.FLOAT32))
-        if not torch.equal(table, torch.tensor(NF4)):
-            raise CheckpointError(
-                f"tensor {source.prefix + module + '.weight.quant_map'!r} is not the table of nf4"
-            )
+        state = _state(origin, f"{module}.{_STATE}", full_shape)
+        _check_table(origin, f"{name}.quant_map")
         size = _number(state, "blocksize", shape[1])
-        codes = StoredTensor("weight", (shape[0] * shape[1] // 2, 1), DType.UINT8)
-        n_scales = shape[0] * shape[1] // size
-        is_nested = state.get("nested_blocksize") is not None
         nested = None
-        offset = state.get("nested_offset")
-        if is_nested:
-            if not isinstance(offset, float | int) or state.get("nested_dtype") != "float32":
-                raise CheckpointError(
-                    f"{source.prefix}{module}: nested scales are not of float32 with an offset"
-                )
-            block = _number(state, "nested_blocksize")
-            # A part has those of the whole, which are few: it may begin within a block. The offset
-            # is another in each layer, the first scale in each part: the name in the block tells
-            # them.
-            name = "weight.nested_absmax"
-            begin = first * shape[1] // size
-            n_all = -(-full[0] * full[1] // size // block)
-            scales = StoredTensor(name, (n_all,), DType.FLOAT32, f"{name}{offset!r} {begin}")
-            codes_of = StoredTensor("weight.nested_quant_map", (256,), DType.FLOAT32)
-            nested = NestedScales(scales, codes_of, block, offset, begin)
-        own = StoredTensor(
-            "weight.absmax", (n_scales,), DType.UINT8 if is_nested else DType.FLOAT32
+        if state.get("nested_blocksize") is not None:
+            n_scales = -(-full_shape[0] * full_shape[1] // size)
+            nested = _nested(source, module, state, n_scales, first_row * shape[1] // size)
+        codes = StoredTensor(name, (shape[0] * shape[1] // 2, 1), DType.UINT8)
+        dtype = DType.FLOAT32 if nested is None else DType.UINT8
+        scales = StoredTensor(f"{name}.absmax", (shape[0] * shape[1] // size,), dtype)
+        packing = Packing("nf4", 4, (1, size))
+        return QuantizedMatrix(shape, codes, packing, scales, product=DType.FLOAT32, nested=nested)
+
+
+def _nested(
+    source: Source, module: str, state: dict[str, Any], n_scales: int, first: int
+) -> NestedScales:
+    """Return the double quantisation of `n_scales` scales; the matrix uses those from `first`.
+
+    A slice of a matrix keeps the few outer scales of the whole: it may start within a block.
+    """
+    offset = state.get("nested_offset")
+    if not isinstance(offset, float | int) or state.get("nested_dtype") != "float32":
+        raise CheckpointError(
+            f"{source.prefix}{module}: nested scales are not of float32 with an offset"
         )
-        return QuantizedMatrix(
-            shape, codes, Packing("nf4", 4, (1, size)), own, product=DType.FLOAT32, nested=nested
-        )
+    block = _number(state, "nested_blocksize")
+    outer = StoredTensor(f"{module}.weight.nested_absmax", (-(-n_scales // block),), DType.FLOAT32)
+    table = StoredTensor(f"{module}.weight.nested_quant_map", (256,), DType.FLOAT32)
+    return NestedScales(outer, table, block, offset, first)
+
+
+def _check_table(source: Source, name: str) -> None:
+    """Raise CheckpointError unless the stored table is the nf4 table."""
+    import torch  # not at the top: a plan without files reads no table
+
+    table = source.read(StoredTensor(name, (16,), DType.FLOAT32))
+    if not torch.equal(table, torch.tensor(NF4)):
+        raise CheckpointError(f"tensor {source.prefix + name!r} is not the table of nf4")
 
 
 def _state(source: Source, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """What bitsandbytes notes of a matrix. Raises CheckpointError where it is damaged or of another
-    matrix.
-    """
+    """Read the quantisation state of a matrix; raises CheckpointError if damaged or mismatched."""
     record = source.find(name)
     length = (
         record.shape
@@ -106,7 +106,7 @@ def _state(source: Source, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _number(state: dict[str, Any], name: str, multiple: int = 0) -> int:
-    """A positive number of which `multiple` is one."""
+    """Return a positive number that divides `multiple`; raises CheckpointError."""
     value = state.get(name)
     if type(value) is not int or not 1 <= value <= 1 << 24 or multiple % value:
         raise CheckpointError(

@@ -1,6 +1,4 @@
-"""compressed-tensors (llm-compressor): packed and plain integers, float8, MXFP4; scales by tensor,
-row, group or block.
-"""
+"""compressed-tensors (llm-compressor): integers, float8 and MXFP4 with several scale strategies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,14 +9,14 @@ from offload_rt.errors import CheckpointError
 from offload_rt.packing import Packing
 from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
-from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix, ZeroPoints
+from offload_rt.weights.matrix import QuantizedMatrix, ZeroPoints
 from offload_rt.weights.source import OTHER_CONFIG
 
 _ANY_BITS = tuple(range(1, 9))
 _ANY_BLOCK = ("tensor", "channel", "group", "block")
 _PACKED = "pack-quantized"
 _MXFP4 = "mxfp4-pack-quantized"
-# Types, numbers of bits and strategies that a format of the config may have.
+# Types, bits and strategies allowed per config format.
 _ALLOWED: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = {
     _PACKED: (("int",), _ANY_BITS, ("channel", "group")),
     "int-quantized": (("int",), _ANY_BITS, _ANY_BLOCK),
@@ -28,15 +26,15 @@ _ALLOWED: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = 
 }
 
 
-matches = quantized.of_method("compressed-tensors")
+matches = quantized.has_method("compressed-tensors")
 
 
 @dataclass(frozen=True)
 class _Scheme:
-    """One of the config's groups.
+    """A group of the config.
 
-    targets  names of modules, regular expressions behind "re:", or classes such as Linear
-    block    rows and columns that share a scale; 0: all
+    targets  module names, regular expressions after "re:", or classes such as Linear
+    block    rows and columns per scale; 0 for all
     """
 
     targets: tuple[str, ...]
@@ -47,21 +45,19 @@ class _Scheme:
     block: tuple[int, int]
 
     def rank(self, module: str) -> int:
-        """How narrowly the targets name a module: 3 its name, 2 a regular expression, 1 a class; 0
-        not at all.
-        """
+        """Return the precision of a match: 3 name, 2 regular expression, 1 class, 0 no match."""
         if module in self.targets:
             return 3
         if any(
-            one.startswith("re:") and quantized.matches_pattern(one[3:], module)
-            for one in self.targets
+            target.startswith("re:") and quantized.matches_pattern(target[3:], module)
+            for target in self.targets
         ):
             return 2
         return int(("Embedding" if module.endswith("embed_tokens") else "Linear") in self.targets)
 
 
-class Format(QuantizedFormat):
-    """The tensors of the package `compressed_tensors`, decompressed as it does."""
+class Format(quantized.QuantizedFormat):
+    """Tensors of the package `compressed_tensors`, decompressed in the same way."""
 
     name = "compressed_tensors"
     unused = frozenset({
@@ -81,17 +77,21 @@ class Format(QuantizedFormat):
         if (
             not isinstance(groups, dict)
             or not groups
-            or not all(isinstance(one, dict) for one in groups.values())
+            or not all(isinstance(group, dict) for group in groups.values())
         ):
             raise quantized.refuse("config_groups is missing or no table of tables")
         overall = quantization_config.get("format")
-        weighed = [one for one in groups.values() if one.get("weights") is not None]
-        self._schemes = [_scheme(one, one.get("format") or overall) for one in weighed]
-        ways = ("input_activations", "output_activations")
-        finer = (
-            ["activations"] if any(one.get(way) for one in groups.values() for way in ways) else []
-        )
-        finer += ["keys and values"] if quantization_config.get("kv_cache_scheme") else []
+        self._schemes = [
+            _scheme(group, group.get("format") or overall)
+            for group in groups.values()
+            if group.get("weights") is not None
+        ]
+        keys = ("input_activations", "output_activations")
+        finer = []
+        if any(group.get(key) for group in groups.values() for key in keys):
+            finer.append("activations")
+        if quantization_config.get("kv_cache_scheme"):
+            finer.append("keys and values")
         super().__init__(notice=quantized.finer_notice(finer))
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
@@ -102,79 +102,83 @@ class Format(QuantizedFormat):
         block = (scheme.block[0] or shape[0], min(scheme.block[1] or shape[1], shape[1]))
         grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
         shapes = {1: (grid, grid[:1])}.get(grid[1], (grid,)) + (((),) if grid == (1, 1) else ())
-        name = "weight_scale"
-        scales = StoredTensor(name, quantized.shape_of(source, f"{module}.{name}", shapes), None)
+        name = f"{module}.weight_scale"
+        scales = StoredTensor(name, quantized.shape_of(source, name, shapes), None)
         if scheme.format == _PACKED:
-            return _packed(scheme.bits, scheme.is_symmetric, block, scales, (module, shape, source))
+            return _packed(scheme, module, shape, block, scales, source)
         if scheme.format == _MXFP4:
             packing = Packing("e2m1", 4, block)
-            codes = StoredTensor("weight_packed", packing.words(*shape), DType.UINT8)
-            return QuantizedMatrix(
-                shape, codes, packing, scales._replace(dtype=DType.UINT8), product=DType.BFLOAT16
-            )
-        codes = StoredTensor(
-            "weight", shape, DType.FLOAT8_E4M3FN if scheme.is_float else DType.INT8
-        )
-        zeros = ZeroPoints(StoredTensor("weight_zero_point", scales.shape, DType.INT8), "plain")
+            codes = StoredTensor(f"{module}.weight_packed", packing.code_shape(*shape), DType.UINT8)
+            scales = scales._replace(dtype=DType.UINT8)
+            return QuantizedMatrix(shape, codes, packing, scales, product=DType.BFLOAT16)
+        dtype = DType.FLOAT8_E4M3FN if scheme.is_float else DType.INT8
+        codes = StoredTensor(f"{module}.weight", shape, dtype)
+        zeros = StoredTensor(f"{module}.weight_zero_point", scales.shape, DType.INT8)
         packing = Packing("plain", 8, block)
         return QuantizedMatrix(
-            shape, codes, packing, scales, None if scheme.is_symmetric else zeros
+            shape,
+            codes,
+            packing,
+            scales,
+            None if scheme.is_symmetric else ZeroPoints(zeros, "plain"),
         )
 
     def _scheme_of(self, module: str) -> _Scheme | None:
-        """The scheme of the group that names a module most narrowly; where there is one group, what
-        it quantises is its own.
-        """
+        """Return the scheme with the most precise match; a single scheme matches every module."""
         if len(self._schemes) < 2:
             return next(iter(self._schemes), None)
-        best = max(self._schemes, key=lambda one: one.rank(module))
+        best = max(self._schemes, key=lambda scheme: scheme.rank(module))
         return best if best.rank(module) else None
 
 
 def _packed(
-    bits: int,
-    is_symmetric: bool,
+    scheme: _Scheme,
+    module: str,
+    shape: tuple[int, int],
     block: tuple[int, int],
     scales: StoredTensor,
-    of: tuple[str, tuple[int, int], Source],
+    source: Source,
 ) -> QuantizedMatrix:
-    """Integers packed along the inputs, zero points along the outputs; of: module, shape and
-    source.
-    """
-    module, shape, source = of
+    """Return a matrix of integers packed along the inputs, zero points along the outputs."""
     _check_shape(source, f"{module}.weight_shape", shape)
-    packing = Packing("rows", bits, block, 1 << bits - 1)
-    codes = StoredTensor("weight_packed", packing.words(*shape), DType.INT32)
-    grid = (shape[0], -(-shape[1] // block[1]))
-    words = Packing("columns", bits, block).words(*grid)
-    zeros = ZeroPoints(StoredTensor("weight_zero_point", words, DType.INT32), "columns")
-    groups = StoredTensor("weight_g_idx", shape[1:], DType.INT32)
-    given = quantized.groups_of(source, module, groups, block[1], grid[1])
-    return QuantizedMatrix(shape, codes, packing, scales, None if is_symmetric else zeros, given)
+    packing = Packing("rows", scheme.bits, block, 1 << scheme.bits - 1)
+    codes = StoredTensor(f"{module}.weight_packed", packing.code_shape(*shape), DType.INT32)
+    n_groups = -(-shape[1] // block[1])
+    words = Packing("columns", scheme.bits, block).code_shape(shape[0], n_groups)
+    zeros = StoredTensor(f"{module}.weight_zero_point", words, DType.INT32)
+    groups = StoredTensor(f"{module}.weight_g_idx", shape[1:], DType.INT32)
+    return QuantizedMatrix(
+        shape,
+        codes,
+        packing,
+        scales,
+        None if scheme.is_symmetric else ZeroPoints(zeros, "columns"),
+        quantized.nontrivial_groups(source, groups, block[1], n_groups),
+    )
 
 
 def _check_shape(source: Source, name: str, shape: tuple[int, int]) -> None:
-    """Raises CheckpointError where `weight_shape` says something else than the config."""
+    """Raise CheckpointError if `weight_shape` contradicts the config."""
     record = source.find(name)
     if record is None or record.stamp is None:
         return
     dtype = DType.INT32 if record.dtype == "I32" else DType.INT64
-    said = source.read(StoredTensor(name, (2,), dtype)).tolist()
-    if said != list(shape):
+    stored = source.read(StoredTensor(name, (2,), dtype)).tolist()
+    if stored != list(shape):
         raise CheckpointError(
             f"{record.path.name}: tensor {source.prefix + name!r} tells of another "
             f"matrix", need=str(list(shape)),
-            have=str(said), change=OTHER_CONFIG,
+            have=str(stored), change=OTHER_CONFIG,
         )  # fmt: skip
 
 
 def _scheme(group: Mapping[str, Any], format: object) -> _Scheme:
-    """A group of the config. Raises UnsupportedModelError for what is not understood."""
+    """Parse a group of the config; raises UnsupportedModelError for unsupported values."""
     weights = group["weights"]
     targets = group.get("targets")
     if not isinstance(weights, dict):
         raise quantized.refuse("weights of a group are no table")
-    if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise quantized.refuse("targets of a group are no list of names")
     if not isinstance(format, str) or format not in _ALLOWED:
         raise quantized.refuse(
@@ -191,7 +195,7 @@ def _scheme(group: Mapping[str, Any], format: object) -> _Scheme:
 
 
 def _block(weights: Mapping[str, Any], strategies: tuple[str, ...]) -> tuple[int, int]:
-    """Rows and columns that share a scale, by the strategy; 0: all."""
+    """Return rows and columns per scale, by the strategy; 0 for all."""
     size = quantized.group_size(weights, ("group_size",), -1)
     default = "group" if size > 0 else "channel" if weights.get("group_size") == -1 else "tensor"
     strategy = quantized.setting(weights, ("strategy",), default, strategies)

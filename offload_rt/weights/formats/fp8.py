@@ -1,6 +1,4 @@
-"""float8 weights with a scale for each block, as DeepSeek and Qwen publish them, or one for the
-whole matrix.
-"""
+"""float8 weights with a scale per block (DeepSeek, Qwen) or per matrix."""
 
 from typing import Any
 
@@ -8,24 +6,21 @@ from offload_rt.dtypes import DType
 from offload_rt.packing import Packing
 from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
-from offload_rt.weights.quantized import QuantizedFormat, QuantizedMatrix
+from offload_rt.weights.matrix import QuantizedMatrix
 
-matches = quantized.of_method("fp8")
+matches = quantized.has_method("fp8")
 
 
-class Format(QuantizedFormat):
-    """Weight times `weight_scale_inv`, in float32, as transformers computes with
-    `dequantize=True`.
-    """
+class Format(quantized.QuantizedFormat):
+    """Weight * `weight_scale_inv` in float32, as transformers with `dequantize=True`."""
 
     name = "fp8"
     unused = frozenset({"input_scale", "activation_scale", "k_scale", "v_scale"})
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
         quantized.setting(quantization_config, ("fmt",), "e4m3", ("e4m3",))
-        quantized.setting(
-            quantization_config, ("activation_scheme",), "dynamic", ("dynamic", "static")
-        )
+        schemes = ("dynamic", "static")
+        quantized.setting(quantization_config, ("activation_scheme",), "dynamic", schemes)
         name = "weight_block_size"
         has_block = quantization_config.get(name) is not None
         self._block = quantized.two_numbers(quantization_config, name) if has_block else None
@@ -35,15 +30,13 @@ class Format(QuantizedFormat):
         """See `QuantizedFormat.matrix`."""
         block = self._block or shape
         grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-        name = "weight_scale_inv"
-        if self._block is None and source.find(f"{module}.{name}") is None:
-            name = "weight_scale"
-        full = f"{module}.{name}"
-        record = source.find(full)
+        name = f"{module}.weight_scale_inv"
+        if self._block is None and source.find(name) is None:
+            name = f"{module}.weight_scale"
+        record = source.find(name)
         dtype = DType.FLOAT8_E8M0FNU if record is not None and record.dtype == "F8_E8M0" else None
         shapes = ((), (1,), grid) if self._block is None else (grid,)
-        scales = StoredTensor(name, quantized.shape_of(source, full, shapes), dtype)
-        codes = StoredTensor("weight", shape, DType.FLOAT8_E4M3FN)
-        return QuantizedMatrix(
-            shape, codes, Packing("plain", 8, block), scales, product=DType.FLOAT32
-        )
+        scales = StoredTensor(name, quantized.shape_of(source, name, shapes), dtype)
+        codes = StoredTensor(f"{module}.weight", shape, DType.FLOAT8_E4M3FN)
+        packing = Packing("plain", 8, block)
+        return QuantizedMatrix(shape, codes, packing, scales, product=DType.FLOAT32)

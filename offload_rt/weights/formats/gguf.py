@@ -1,6 +1,4 @@
-"""The types of GGUF: blocks along the inputs with their scales in them. Each matrix of a file has
-its own.
-"""
+"""GGUF quantisation types: blocks along the inputs with embedded scales; one type per matrix."""
 
 from __future__ import annotations
 
@@ -12,10 +10,11 @@ from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.models.architecture import LayerWeights
 from offload_rt.packing import BLOCKS
-from offload_rt.weights import quantized
-from offload_rt.weights.formats import Source, StoredTensor
+from offload_rt.weights import view
+from offload_rt.weights.formats import Matrix, Source, StoredTensor
 from offload_rt.weights.gguf import ROPE_FREQS, Storage
 from offload_rt.weights.layout import Layout
+from offload_rt.weights.quantized import QuantizedFormat
 from offload_rt.weights.source import OTHER_CONFIG
 
 if TYPE_CHECKING:
@@ -28,32 +27,36 @@ _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 def matches(quantization_config: object) -> bool:
-    """What the reader of GGUF files makes of them."""
+    """Match the result of the GGUF reader."""
     return isinstance(quantization_config, Storage)
 
 
 @dataclass(frozen=True)
-class GgufMatrix(quantized.Matrix):
-    """A matrix in blocks of this type."""
+class GgufMatrix(Matrix):
+    """Matrix in blocks of the GGUF type `type`."""
 
+    codes: StoredTensor
     type: str
 
-    def encoded(self, tensors: Mapping[str, Tensor]) -> BlockMatrix:
-        """See `Matrix.encoded`."""
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """See `Matrix.tensors`."""
+        return (self.codes,)
+
+    def weight(self, tensors: Mapping[str, Tensor]) -> BlockMatrix:
+        """See `Matrix.weight`."""
         from offload_rt.ops.dequantize import BlockMatrix  # not at the top: a plan computes nothing
 
         return BlockMatrix(self.shape, tensors[self.codes.name], self.type)
 
 
-class Format(quantized.QuantizedFormat):
-    """Scale times code, less a minimum, in float32, as llama.cpp and transformers do; then the
-    dtype of the computation.
-    """
+class Format(QuantizedFormat):
+    """code * scale - minimum in float32, as llama.cpp and transformers; then the compute dtype."""
 
     name = "gguf"
 
     def __init__(self, quantization_config: Storage) -> None:
-        self.head_dim = quantization_config.head_dim
+        self._head_dim = quantization_config.head_dim
         super().__init__()
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> GgufMatrix | None:
@@ -69,37 +72,43 @@ class Format(quantized.QuantizedFormat):
             )
             raise CheckpointError(problem, have=f"rows of {shape[1]}", change=OTHER_CONFIG)
         nbytes = shape[1] // block.n * block.size
-        # The type is another in each layer: the name in the block tells it.
-        codes = StoredTensor("weight", (shape[0], nbytes), DType.UINT8, record.dtype)
+        codes = StoredTensor(f"{module}.weight", (shape[0], nbytes), DType.UINT8)
         return GgufMatrix(shape, codes, record.dtype)
 
     def is_unused(self, name: str, source: Source) -> bool:
-        """What has gone into the config."""
+        """Ignore tensors that the reader moved into the config."""
         return name == ROPE_FREQS
 
-    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> View:
+    def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> LayerWeights:
         """See `WeightFormat.view`."""
-        return View(self, layout, block, dtype)
+        if self._head_dim is None:
+            return super().view(layout, block, dtype)
+        return _RotatedView(layout, block, dtype, self.is_batch_invariant, self._head_dim)
 
 
-class View(quantized.View):
-    """The weights of one layer, see `WeightFormat.view`."""
+class _RotatedView(view.View):
+    """View that moves pairs of llama.cpp's rotation half a head apart."""
 
-    def __init__(self, format: Format, layout: Layout, block: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(format, layout, block, dtype)
-        self._head_dim = format.head_dim
+    def __init__(
+        self,
+        layout: Layout,
+        block: Tensor,
+        dtype: torch.dtype,
+        is_batch_invariant: bool,
+        head_dim: int,
+    ) -> None:
+        super().__init__(layout, block, dtype, is_batch_invariant)
+        self._head_dim = head_dim
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.linear`; numbers that llama.cpp rotates as a pair go half a head
-        apart.
-        """
+        """See `LayerWeights.linear`."""
         y = super().linear(x, name)
-        if self._head_dim is None or name not in _ROTATED:
+        if name not in _ROTATED:
             return y
         return y.view(len(y), -1, self._head_dim // 2, 2).transpose(2, 3).reshape(y.shape)
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """One product after the other where one of them needs its numbers put in order."""
-        if self._head_dim is None or set(names).isdisjoint(_ROTATED):
+        """See `LayerWeights.linears`; separate products if an output is reordered."""
+        if set(names).isdisjoint(_ROTATED):
             return super().linears(x, names)
         return LayerWeights.linears(self, x, names)

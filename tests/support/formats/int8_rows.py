@@ -2,14 +2,14 @@
 are.
 """
 
-import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from offload_rt.dtypes import DType
 from offload_rt.models.architecture import LayerWeights
-from offload_rt.weights.formats import StoredTensor
+from offload_rt.weights.formats import Matrix, StoredTensor
 
 CONFIG = {"quant_method": "int8_rows"}
 
@@ -40,6 +40,22 @@ def dequantized(stored):
     }
 
 
+@dataclass(frozen=True)
+class Int8Matrix(Matrix):
+    name: str
+
+    @property
+    def tensors(self):
+        n_rows = self.shape[0]
+        return (
+            StoredTensor(self.name, self.shape, DType.INT8),
+            StoredTensor(f"{self.name}_scale", (n_rows, 1), DType.FLOAT32),
+        )
+
+    def weight(self, tensors):
+        return tensors[self.name] * tensors[f"{self.name}_scale"]
+
+
 class Format:
     name = "int8_rows"
     notice = ""
@@ -48,26 +64,19 @@ class Format:
         pass
 
     def stored(self, name, shape, dtype, source):
-        if len(shape) == 1:
-            return (StoredTensor(name, shape, dtype),)
-        return (
-            StoredTensor(name, shape, DType.INT8),
-            StoredTensor(f"{name}_scale", (shape[0], 1), DType.FLOAT32),
-        )
+        return StoredTensor(name, shape, dtype) if len(shape) == 1 else Int8Matrix(shape, name)
 
     def is_unused(self, name, source):
         return False
 
     def view(self, layout, block, dtype):
-        return View(layout.views(block), dtype)
-
-    def scratch_nbytes(self, stored, n_rows, dtype):
-        return math.prod(stored.shape) * dtype.itemsize if stored.dtype == DType.INT8 else 0
+        return View(layout.views(block), layout.matrices, dtype)
 
 
 class View(LayerWeights):
-    def __init__(self, tensors, dtype):
+    def __init__(self, tensors, matrices, dtype):
         self._tensors = tensors
+        self._matrices = matrices
         self._dtype = dtype
 
     def vector(self, name):
@@ -75,10 +84,8 @@ class View(LayerWeights):
 
     def linear(self, x, name):
         bias = self._tensors.get(f"{name}.bias")
-        weight = self._tensors[f"{name}.weight"] * self._tensors[f"{name}.weight_scale"]
+        weight = self._matrices[name].weight(self._tensors)
         return F.linear(x, weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
 
     def rows(self, ids, name):
-        return (
-            self._tensors[f"{name}.weight"][ids] * self._tensors[f"{name}.weight_scale"][ids]
-        ).to(self._dtype)
+        return self._matrices[name].weight(self._tensors)[ids].to(self._dtype)

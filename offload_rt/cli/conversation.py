@@ -1,0 +1,187 @@
+"""A conversation in the terminal and its commands, independent of input and output."""
+
+import json
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from offload_rt.config import SamplingParams
+from offload_rt.errors import PromptError, SettingsError
+from offload_rt.system.files import write_atomically
+
+COMMANDS = {
+    "/reset": "start a new conversation",
+    "/undo": "remove the last message and its answer",
+    "/regen": "replace the last answer",
+    "/system": "TEXT: set the system message; without TEXT: remove it",
+    "/set": "NAME VALUE: change a sampling parameter; without arguments: show them",
+    "/file": "PATH: add a text file to the next message",
+    "/save": "PATH: write the conversation to a JSON file",
+    "/load": "PATH: replace the conversation by that of a file",
+    "/stats": "show figures of the last answer and the length of the conversation",
+    "/help": "show the commands; Ctrl-C stops an answer and keeps its text",
+    "/exit": "end, like Ctrl-D",
+}
+_VERSION = 1
+_MOST_FILE_NBYTES = 1 << 20
+
+Message = dict[str, str]
+
+
+@dataclass
+class Conversation:
+    """Messages so far and the settings of the next answer.
+
+    messages  turns of user and assistant, oldest first
+    attached  texts of files for the next message
+    """
+
+    params: SamplingParams
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+    attached: list[str] = field(default_factory=list)
+
+    def ask(self, text: str) -> list[Message]:
+        """Return the messages with a new one of the user. `add_answer` makes it permanent."""
+        return [*self.messages, {"role": "user", "content": "\n\n".join([*self.attached, text])}]
+
+    def add_answer(self, asked: list[Message], answer: str) -> None:
+        """Append the user's message and the answer."""
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        self.attached = []
+
+    def regenerate(self) -> list[Message]:
+        """Return the messages without the last answer. Raises PromptError without an answer."""
+        if not self.messages:
+            raise PromptError("there is no answer to replace", change="write a message first")
+        return self.messages[:-1]
+
+    def run(self, line: str) -> str:
+        """Execute a command that needs no model. Returns the text to show.
+
+        Raises SettingsError or PromptError for an unknown command or wrong arguments.
+        """
+        command, _, rest = line.partition(" ")
+        handlers = {
+            "/help": self._help,
+            "/reset": self._reset,
+            "/undo": self._undo,
+            "/system": self._set_system,
+            "/set": self._set,
+            "/file": self._attach,
+            "/save": self._save,
+            "/load": self._load,
+        }
+        if command not in handlers:
+            raise SettingsError(f"{command} is not a command", change="/help lists the commands")
+        return handlers[command](rest.strip())
+
+    def _help(self, _: str) -> str:
+        width = max(map(len, COMMANDS))
+        return "\n".join(f"{name:{width}}  {text}" for name, text in COMMANDS.items())
+
+    def _reset(self, _: str) -> str:
+        self.messages = []
+        self.attached = []
+        return "new conversation"
+
+    def _set_system(self, text: str) -> str:
+        self.system = text or None
+        return f"system message: {text}" if text else "no system message"
+
+    def _undo(self, _: str) -> str:
+        if not self.messages:
+            return "the conversation is empty"
+        del self.messages[-2:]
+        return f"{len(self.messages) // 2} messages left"
+
+    def _set(self, text: str) -> str:
+        changed = {
+            item.name: getattr(self.params, item.name)
+            for item in fields(SamplingParams)
+            if getattr(self.params, item.name) != item.default
+        }
+        if not text:
+            return "\n".join(f"{name} {value}" for name, value in changed.items()) or "defaults"
+        name, _, value = text.partition(" ")
+        name = name.lstrip("-").replace("-", "_")
+        settings = {item.name: item for item in fields(SamplingParams)}
+        if name not in settings or name == "n":
+            raise SettingsError(f"{name} is not a sampling parameter", change="see --help")
+        item = settings[name]
+        try:
+            parsed = _parse(item, value.strip())
+        except (ValueError, KeyError) as error:
+            need = f"a value of {name}"
+            raise SettingsError(f"/set {text}", need=need, change="see --help") from error
+        if isinstance(item.default, tuple):
+            parsed = (parsed,)
+        self.params = replace(self.params, **{name: parsed})
+        return f"{name} {parsed}"
+
+    def _attach(self, argument: str) -> str:
+        path = _path("/file", argument)
+        text = _read(path)
+        fence = "```"
+        while fence in text:
+            fence += "`"
+        self.attached.append(f"{path.name}:\n{fence}\n{text}\n{fence}")
+        return f"{path.name} is part of the next message ({len(text)} characters)"
+
+    def _save(self, argument: str) -> str:
+        path = _path("/save", argument)
+        record = {"version": _VERSION, "system": self.system, "messages": self.messages}
+        try:
+            write_atomically(path, json.dumps(record, ensure_ascii=False, indent=1).encode())
+        except OSError as error:
+            raise SettingsError(f"{path} cannot be written: {error.strerror}") from error
+        return f"saved {len(self.messages)} messages to {path}"
+
+    def _load(self, argument: str) -> str:
+        path = _path("/load", argument)
+        problem = f"{path} is not a saved conversation"
+        try:
+            record = json.loads(_read(path))
+            messages = [
+                {"role": str(turn["role"]), "content": str(turn["content"])}
+                for turn in record["messages"]
+            ]
+            version = record["version"]
+            system = record["system"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise PromptError(problem, change="choose a file of /save") from error
+        if version != _VERSION:
+            raise PromptError(problem, need=f"version {_VERSION}", have=str(version))
+        self.messages = messages
+        self.system = system
+        self.attached = []
+        return f"loaded {len(messages)} messages"
+
+
+def _path(command: str, argument: str) -> Path:
+    if not argument:
+        raise SettingsError(command, need="a path", change=f"write {command} PATH")
+    return Path(argument).expanduser()
+
+
+def _parse(item: Field[Any], value: str) -> Any:
+    """Parse the value of a setting like its flag. Raises ValueError."""
+    if value.lower() == "none":
+        return None
+    if isinstance(item.default, bool):
+        return {"true": True, "false": False}[value.lower()]
+    return (item.metadata["parse"] or str)(value)
+
+
+def _read(path: Path) -> str:
+    """Read a text file. Raises PromptError for a missing, large or binary file."""
+    try:
+        content = path.read_bytes()
+        if len(content) > _MOST_FILE_NBYTES:
+            need = f"at most {_MOST_FILE_NBYTES} bytes"
+            raise PromptError(f"{path} is too large", need=need, have=str(len(content)))
+        return content.decode()
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is no text in UTF-8", change="choose a text file") from error

@@ -1,0 +1,154 @@
+"""`offload-rt doctor`: check this machine and say how to fix each missing part."""
+
+import json
+import os
+import resource
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from platform import python_version
+
+from offload_rt import __version__
+from offload_rt.cli.flags import Parser
+from offload_rt.cli.process import exit_code
+from offload_rt.config import format_size
+from offload_rt.system import machine
+from offload_rt.system.disk_rate import measure_disk_gbps
+from offload_rt.system.files import cache_directory
+
+_LEVELS = ("portable C++", "AVX2", "AVX-512", "AVX-512 with bfloat16")
+# Open files that the server needs for its default number of connections.
+_OPEN_FILES = 1024
+
+
+@dataclass(frozen=True)
+class Check:
+    """A checked part of the machine.
+
+    fix  what to do about a missing part; "" if nothing is missing
+    """
+
+    name: str
+    value: str
+    fix: str = ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Returns its exit code, 0 also when parts are missing."""
+    parser = Parser(
+        "offload-rt doctor", "Check this machine and print how to fix each missing part."
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return exit_code(lambda: _print(parser.parse_args(arguments)))
+
+
+def _print(flags: Namespace) -> None:
+    checks = []
+    for check in _checks():
+        checks.append(check)
+        if not flags.json:
+            print(f"{check.name:<13} {check.value}")
+            if check.fix:
+                print(f"{'':<13} -> {check.fix}")
+            sys.stdout.flush()
+    if flags.json:
+        print(json.dumps({"checks": [asdict(check) for check in checks]}))
+    else:
+        n_missing = sum(bool(check.fix) for check in checks)
+        print(f"{n_missing} to fix" if n_missing else "nothing to fix")
+
+
+def _checks() -> Iterator[Check]:
+    """Check one part after the other. torch loads for seconds, so its checks come last."""
+    yield Check("offload-rt", f"{__version__}, Python {python_version()}")
+    yield _memory()
+    yield _disk()
+    yield _limits()
+    import torch
+
+    from offload_rt.ops import build, cpu
+
+    yield Check("packages", f"torch {torch.__version__}, transformers {version('transformers')}")
+    n_cores = len(os.sched_getaffinity(0))
+    yield Check("CPU", f"{_cpu_name()}, {n_cores} cores")
+    if cpu.library() is None:
+        fix = (
+            "install a C++ compiler: apt install g++"
+            if shutil.which("g++") is None
+            else (f"see the log in {cache_directory() / 'kernels'}")
+        )
+        yield Check("CPU kernels", "missing: torch's products are several times slower", fix)
+    else:
+        yield Check("CPU kernels", f"built, using {_LEVELS[cpu.level()]}")
+    yield from _gpus(build.find_compiler("nvcc"))
+
+
+def _memory() -> Check:
+    limit = machine.memory_limit()
+    free = machine.memory_free()
+    value = f"{format_size(limit)}, {format_size(free)} free"
+    return Check("memory", value, "close other programs" if free < limit // 4 else "")
+
+
+def _disk() -> Check:
+    folder = cache_directory()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return Check("disk", f"{folder}: {error.strerror}", "set XDG_CACHE_HOME to another folder")
+    space = format_size(shutil.disk_usage(folder).free)
+    gbps = measure_disk_gbps(folder)
+    rate = "no direct reads on this file system" if gbps is None else f"reads {gbps:.2f} GB/s"
+    fix = "store models on a faster disk" if gbps is not None and gbps < 0.5 else ""
+    return Check("disk", f"{folder}: {rate}, {space} free", fix)
+
+
+def _limits() -> Check:
+    n_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    fix = f"ulimit -n {_OPEN_FILES}" if n_files < _OPEN_FILES else ""
+    return Check("limits", f"{n_files} open files", fix)
+
+
+def _gpus(nvcc: str | None) -> Iterator[Check]:
+    """Check the GPUs, the driver, torch's CUDA build, nvcc and the kernels."""
+    import torch
+
+    names = machine.cards()
+    if not names:
+        value = "none" if not Path("/dev/nvidia0").exists() else "the driver does not answer"
+        yield Check("GPU", value, "" if value == "none" else "nvidia-smi prints the reason")
+        return
+    yield Check("GPU", ", ".join(names))
+    if not torch.cuda.is_available():
+        fix = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
+        if torch.version.cuda is not None:
+            fix = f"install a driver for CUDA {torch.version.cuda}; nvidia-smi prints its version"
+        yield Check("CUDA", f"torch {torch.__version__} finds no GPU", fix)
+        return
+    from offload_rt.engine import profile
+    from offload_rt.ops import extension
+
+    for i, name in enumerate(names[: torch.cuda.device_count()]):
+        device = torch.device("cuda", i)
+        free, total = torch.cuda.mem_get_info(device)
+        gbps = profile.upload_gbps(device)
+        value = f"{format_size(free)} of {format_size(total)} free, uploads {gbps:.1f} GB/s"
+        yield Check(f"GPU {i}", f"{name}: {value}")
+    yield Check(
+        "nvcc", nvcc or "missing", "" if nvcc else "install the CUDA toolkit, or set CUDA_HOME"
+    )
+    reason = extension.missing()
+    yield Check("CUDA kernels", f"missing: {reason}" if reason else "built", reason and "see above")
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if locked != resource.RLIM_INFINITY:
+        yield Check("pinned memory", f"limit {format_size(locked)}", "ulimit -l unlimited")
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, os.uname().machine)

@@ -1,0 +1,178 @@
+"""Input and output of a conversation: a terminal with line editing, or plain streams."""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from offload_rt.cli.conversation import COMMANDS
+from offload_rt.config import SamplingParams
+from offload_rt.system.files import cache_directory
+from offload_rt.text.reasoning import Part
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from rich.console import Console
+
+_KEYS = "Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer, Ctrl-D ends"
+
+
+def read_messages() -> Iterator[str]:
+    """Yield messages: edited in a terminal until Ctrl-D or Ctrl-C, otherwise lines of stdin."""
+    if not sys.stdin.isatty():
+        if isinstance(sys.stdin, TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+        yield from (line.strip() for line in sys.stdin)
+        return
+    session = _session()
+    print(f"{_KEYS}; /help lists commands", file=sys.stderr)
+    while True:
+        try:
+            text = session.prompt("> ")
+        except (EOFError, KeyboardInterrupt):
+            return
+        yield text.strip()
+
+
+def _session() -> "PromptSession[str]":
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import (
+        CompleteEvent,
+        Completer,
+        Completion,
+        PathCompleter,
+        WordCompleter,
+    )
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    class CommandCompleter(Completer):
+        """Complete commands, and behind a command its paths or names."""
+
+        commands = WordCompleter(list(COMMANDS), WORD=True)
+        paths = PathCompleter(expanduser=True)
+        names = WordCompleter([item.name for item in fields(SamplingParams)])
+
+        def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+            command, space, rest = document.text_before_cursor.partition(" ")
+            if not command.startswith("/"):
+                return
+            if not space:
+                yield from self.commands.get_completions(document, event)
+            elif command in ("/file", "/save", "/load"):
+                yield from self.paths.get_completions(Document(rest), event)
+            elif command == "/set":
+                yield from self.names.get_completions(Document(rest), event)
+
+    return PromptSession(
+        multiline=True,
+        key_bindings=keys,
+        completer=CommandCompleter(),
+        complete_while_typing=False,
+        history=FileHistory(str(_history_file())),
+    )
+
+
+def _history_file() -> Path:
+    """File with earlier messages; the null device when no file can be written."""
+    try:
+        folder = cache_directory()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "chat_history"
+        path.touch(mode=0o600)
+    except OSError:
+        return Path("/dev/null")
+    return path
+
+
+class AnswerView(Protocol):
+    """Shows an answer while it is produced."""
+
+    def add(self, part: Part) -> None:
+        """Show more text."""
+
+    def close(self) -> None:
+        """End the answer with a line break."""
+
+
+class PlainView:
+    """Print the answer to stdout as it is produced."""
+
+    def add(self, part: Part) -> None:
+        """Print the text."""
+        print(part.text, end="", flush=True)
+
+    def close(self) -> None:
+        """Print a line break."""
+        print(flush=True)
+
+
+class MarkdownView:
+    """Print each finished block of an answer as Markdown; the unfinished block follows live."""
+
+    def __init__(self, console: "Console") -> None:
+        from rich.live import Live
+
+        self._console = console
+        self._text = ""
+        self._live = Live(console=console, transient=True, refresh_per_second=10)
+        self._live.start()
+
+    def add(self, part: Part) -> None:
+        """Show more text; reasoning is dimmed."""
+        from rich.markdown import Markdown
+        from rich.text import Text
+
+        if part.is_reasoning:
+            self._live.console.print(Text(part.text, style="dim"), end="")
+            return
+        self._text += part.text
+        done, self._text = split_blocks(self._text)
+        if done.strip():
+            self._console.print(Markdown(done))
+        n_lines = max(self._console.height - 2, 1)
+        self._live.update(Text("\n".join(self._text.splitlines()[-n_lines:])))
+
+    def close(self) -> None:
+        """Print the last block."""
+        from rich.markdown import Markdown
+
+        self._live.stop()
+        if self._text.strip():
+            self._console.print(Markdown(self._text))
+
+
+def split_blocks(text: str) -> tuple[str, str]:
+    """Split Markdown after its last complete block: a blank line or the end of a fenced block."""
+    end = 0
+    offset = 0
+    fence = ""
+    for line in text.splitlines(keepends=True):
+        offset += len(line)
+        if not line.endswith("\n"):
+            break
+        mark = re.match(r" {0,3}(`{3,}|~{3,})", line)
+        if fence:
+            if mark and mark[1].startswith(fence) and not line.strip(" \n").strip(fence[0]):
+                fence = ""
+                end = offset
+        elif mark:
+            fence = mark[1]
+        elif not line.strip():
+            end = offset
+    return text[:end], text[end:]

@@ -1,0 +1,116 @@
+"""Device selection, memory budgets and device-wide settings."""
+
+import os
+import platform
+from contextlib import ExitStack
+
+import torch
+
+from offload_rt.config import EngineConfig, format_size
+from offload_rt.engine.memory_plan import DRIVER, LIBRARIES, READ_BUFFERS, less_margin
+from offload_rt.errors import CapacityError, DeviceError
+from offload_rt.offload.placement import MemoryBudget
+from offload_rt.ops import extension
+from offload_rt.system.machine import cards, memory_free, memory_limit
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of a setting. Raises DeviceError for cuda without a usable device.
+
+    Builds the kernels: nvcc needs memory and all cores, and host memory is pinned later.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        need = "a CUDA device that torch can use"
+        raise DeviceError(
+            "--device cuda", need=need, have=_cuda_problem(), change="use --device cpu"
+        )
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    _expand_segments()
+    extension.missing()
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _expand_segments() -> None:
+    """Enable expandable segments, unless the user has set the allocator or CUDA has started.
+
+    Otherwise fragmentation between blocks of varying sizes counts against a tight memory cap. WSL
+    is excluded: its driver refuses such memory (pytorch/pytorch 192330).
+    """
+    has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types there
+    is_set = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if not (has_begun or is_set or "microsoft" in platform.release().lower()):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def _cuda_problem() -> str:
+    """Return torch's reason for an unusable GPU: no driver, an old driver, a build without CUDA."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch gives it no types
+    except (RuntimeError, AssertionError) as error:
+        return f"none ({str(error).splitlines()[0].split('. ')[0].rstrip('.')})"
+    return "none"
+
+
+def device_notice(asked: str, device: torch.device) -> str:
+    """Return a notice if --device auto selects the CPU although the machine has a GPU."""
+    gpus = cards() if asked == "auto" and device.type == "cpu" else []
+    if not gpus:
+        return ""
+    return (
+        f"computing on the CPU: there is a {gpus[0]}, but torch can use {_cuda_problem()}; --device"
+        " cpu if that is meant"
+    )
+
+
+def memory_budget(config: EngineConfig, device: torch.device, n_local: int = 1) -> MemoryBudget:
+    """Return the budgets of the settings, or the free memory less a margin.
+
+    n_local  ranks that share this machine's memory
+    Raises CapacityError for settings above the available memory.
+    """
+    spare = less_margin(memory_free()) // n_local
+    if device.type == "cpu":
+        return MemoryBudget(
+            _checked(config.device_nbytes, "--device-memory", spare, memory_limit())
+        )
+    torch.cuda.empty_cache()  # memory of closed engines is free as well
+    free_nbytes, _ = torch.cuda.mem_get_info(device)  # excludes the context of this process
+    device_nbytes = _checked(
+        config.device_nbytes,
+        "--device-memory",
+        less_margin(free_nbytes),
+        max(free_nbytes - DRIVER, 0),
+    )
+    host_nbytes = _checked(config.host_nbytes, "--host-memory", spare, memory_limit())
+    return MemoryBudget(device_nbytes, host_nbytes, LIBRARIES, has_card=True, buffers=READ_BUFFERS)
+
+
+def _checked(asked: int | None, flag: str, default: int, limit: int) -> int:
+    if asked is not None and asked > limit:
+        need = format_size(asked)
+        have = format_size(limit)
+        raise CapacityError(
+            f"{flag} is more than there is", need=need, have=have, change=f"lower {flag}"
+        )
+    return default if asked is None else asked
+
+
+def prepare_cuda(nbytes: int, device: torch.device, closes: ExitStack) -> None:
+    """Cap torch's memory at the budget and sum products in float32, until `closes` ends.
+
+    With the cap, a larger GPU behaves like a smaller one. By default cuBLAS may round partial sums
+    to 16 bits.
+    """
+    closes.callback(torch.cuda.empty_cache)
+    _, total_nbytes = torch.cuda.mem_get_info(device)
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    closes.callback(torch.cuda.set_per_process_memory_fraction, before, device)
+    torch.cuda.set_per_process_memory_fraction(min(nbytes / total_nbytes, 1.0), device)
+    products = torch.backends.cuda.matmul
+    for name in (
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+    ):
+        closes.callback(setattr, products, name, getattr(products, name))
+        setattr(products, name, False)

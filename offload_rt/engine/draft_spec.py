@@ -1,0 +1,283 @@
+"""Specification of the drafter: sizes of its model for planning, loading, opening."""
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from offload_rt.cost.estimator import CostEstimator
+from offload_rt.dtypes import DType
+from offload_rt.engine import profile
+from offload_rt.engine.loader import Loader, Meter, open_files
+from offload_rt.engine.memory_plan import MemoryPlan, Sizes
+from offload_rt.engine.target_spec import TargetSpec
+from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.executor.cuda_graphs import Capture, CudaCapture, GraphShape
+from offload_rt.executor.runner import Runner
+from offload_rt.models.architecture import LayerWeights
+from offload_rt.models.heads import Head
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.placement import Plan
+from offload_rt.offload.streamer import LayerSources
+from offload_rt.parallel.tensor_parallel import SharedWeights
+from offload_rt.speculate.draft_model import SelfDraftModel
+from offload_rt.speculate.learner import Learner, learning_nbytes
+from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.speculate.protocols import (
+    ROWS_PER_NODE,
+    Drafter,
+    DraftParts,
+    draft_rows,
+)
+from offload_rt.speculate.select import Drafting
+from offload_rt.system.trace import Trace
+from offload_rt.weights import int4
+from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.layout import PAGE, PackedLayer, align_up
+from offload_rt.weights.lossless import EncodedImage
+
+# Repetitions; the median counts.
+_N_TIMES = 3
+# Acceptance per token in self-drafting by a part of the cache, before any pass: MagicDec published
+# .79 to .84 for 512 rows of 4,000 to 100,000.
+_SELF_ACCEPTANCE = 0.8
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """The drafter and its model, before loading.
+
+    drafting  drafter, verification rule, and checkpoint of a draft model or head
+    target    the model whose tokens are drafted
+    """
+
+    drafting: Drafting
+    target: TargetSpec
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The draft model, heads, or this rank's part; None if not used."""
+        return self.drafting.draft
+
+    @property
+    def dtype(self) -> DType:
+        """Compute dtype of the draft model."""
+        return self.drafting.draft_dtype(self.target.dtype)
+
+    @property
+    def copies_target(self) -> bool:
+        """Whether the draft model consists of quantised copies of the target's layers."""
+        return self.drafting.type.resources.copies_target
+
+    def sizes(self) -> Sizes | None:
+        """Sizes of the draft model or of the target's copies; None without either.
+
+        Raises SettingsError for weights that cannot learn or cannot be copied.
+        """
+        if self.drafting.learning != "off":
+            self._check_learning()
+        draft = self.checkpoint
+        if draft is not None:
+            sizes = Sizes.of_checkpoint(draft, self.dtype)
+            if self.drafting.learning == "off":
+                return sizes
+            nbytes = learning_nbytes(draft.spec, draft.dtype, self.target.device)
+            return replace(sizes, view_nbytes=sizes.view_nbytes + nbytes)
+        if not self.copies_target:
+            return None
+        return self._copies_sizes()
+
+    def _check_learning(self) -> None:
+        draft = self.checkpoint
+        resources = self.drafting.type.resources
+        can_learn = resources.needs_model and resources.view is None
+        if draft is None or not (
+            can_learn and draft.spec.supports_training and draft.format.name == "dense"
+        ):
+            need = (
+                "unquantised weights of a whole draft model, of a native family, and trees by it"
+                " alone"
+            )
+            raise SettingsError(
+                "--learn-draft", need=need, change="leave it out, or give such a --draft-model"
+            )
+
+    def _copies_sizes(self) -> Sizes:
+        target = self.target.checkpoint
+        if target.format.name != "dense":
+            raise SettingsError(
+                f"--drafter {self.drafting.name}",
+                need="unquantised weights",
+                have=f"weights of format {target.format.name}",
+                change="leave it out, or give a draft model",
+            )
+        view_nbytes = Sizes.of_checkpoint(target, int4.DTYPE).view_nbytes
+        is_cuda = self.target.device.type == "cuda"
+        copy_nbytes = max(int4.copy_layout(layer.layout, is_cuda).nbytes for layer in target.layers)
+        n_layers = target.spec.n_layers
+        return Sizes(target.spec, (0,) * n_layers, 0, int4.DTYPE, view_nbytes, copy_nbytes)
+
+    def check_placement(self, plan: Plan) -> None:
+        """Raise CapacityError if a self-drafting target would be streamed for each draft level."""
+        n_streamed = len(plan.tiers) - plan.tiers.count("device")
+        if self.drafting.type.resources.view is not None and n_streamed:
+            raise CapacityError(
+                f"--drafter {self.drafting.name}",
+                need="all layers on the device",
+                have=f"{n_streamed} of {len(plan.tiers)} elsewhere",
+                change="raise --device-memory, or use another drafter",
+            )
+
+    def open(self, settings: ReadSettings) -> DiskTier | None:
+        """Open the files of the draft model for loading."""
+        draft = self.checkpoint
+        return None if draft is None else open_files(draft, settings, self.target.device)
+
+    def loaded_nbytes(self, plan: Plan, files: DiskTier | None, stored: DiskTier) -> int:
+        """Return the bytes that `build` and `build_copies` read.
+
+        files, stored  the opened files of the draft model, and of the target
+        """
+        nbytes = 0
+        if self.checkpoint is not None and files is not None:
+            nbytes += sum(files.nbytes(i) for i in range(self.checkpoint.spec.n_layers + 1))
+        if self.copies_target:
+            # Layers that memory does not hold as in the file are read again.
+            again = ("disk",) if self.target.link.sizes is None else ("disk", "host")
+            nbytes += sum(stored.nbytes(i) for i, tier in enumerate(plan.tiers) if tier in again)
+        return nbytes
+
+    def build(self, loader: Loader, files: DiskTier | None) -> Runner | None:
+        """Load the draft model."""
+        draft = self.checkpoint
+        if draft is None or files is None:
+            return None
+        return self._runner(loader, draft, loader.resident(draft, files))
+
+    def _runner(self, loader: Loader, draft: Checkpoint, sources: LayerSources) -> Runner:
+        # The trace shows draft passes as levels of a tree; layers would flood it.
+        trace = Trace(on=False)
+        return loader.runner(draft.spec, draft.format, self.dtype.torch, sources, trace)
+
+    def build_copies(self, loader: Loader, sources: LayerSources, stored: DiskTier) -> Runner:
+        """Load the draft model of a self-drafting target.
+
+        The model consists of the target's resident layers and small copies of its streamed layers.
+        """
+        resident = loader.new_tier()
+        for i, tier in enumerate((*sources.streamed, None)):
+            if tier is None:
+                resident.put(i, sources.resident.image(i))
+                continue
+            layer = tier.image(i) if isinstance(tier, MemoryTier) else None
+            if layer is None or isinstance(layer, EncodedImage):
+                layer = loader.reader(stored, i)()
+            resident.put(i, int4.packed(layer, loader.device))
+        copies = LayerSources(resident, (None,) * len(sources.streamed), 0)
+        spec = self.target.checkpoint.spec
+        return loader.runner(spec, int4.Format(), int4.DTYPE.torch, copies, Trace(on=False))
+
+    def use_graphs(
+        self, runner: Runner, memory: MemoryPlan, capture: Capture, seconds: float
+    ) -> None:
+        """Capture draft passes as CUDA graphs."""
+        n_nodes = memory.limits.n_nodes
+        n_keys = draft_rows(memory.max_model_len, n_nodes)
+        runner.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, seconds)
+
+    def connect(
+        self, target: Runner, draft: Runner | None, shared: LayerWeights | SharedWeights
+    ) -> None:
+        """Let heads read the target's hidden states, and its weights outside the layers."""
+        if draft is None or not isinstance(draft.spec, Head):
+            return
+        target.taps = draft.spec.taps
+        draft.taps = (1,)
+        draft.non_layer = draft.spec.weights_beside(draft.non_layer, shared, self.target.device)
+
+    def weights_nbytes(self, plan: Plan) -> int:
+        """Return the weight bytes that a draft level reads."""
+        if self.checkpoint is not None:
+            return self.checkpoint.nbytes
+        return self.target.checkpoint.spec.n_layers * plan.reserved.stand_in
+
+    def open_drafter(
+        self, memory: MemoryPlan, runner: Runner, draft: Runner | None, cost: CostEstimator,
+        trace: Trace,
+    ) -> Drafter:  # fmt: skip
+        """Open the drafter with its models and the statistics of earlier runs.
+
+        runner, draft  the target, and the draft model
+        """
+        drafting = self.drafting
+        resources = drafting.type.resources
+        n_levels = memory.limits.n_levels
+        identity = self.target.checkpoint.identity
+        draft_model = None
+        self_model = None
+        pair_stats = PairStats()
+        if draft is not None:
+            draft_model = resources.open_model(
+                draft, runner.spec.vocab_size, n_levels, trace, resources.draft_context
+            )
+            if resources.needs_model and resources.view is None:
+                draft_model.target = runner
+            draft_identity = self.checkpoint.identity if self.checkpoint else int4.Format.name
+            pair_stats = PairStats.load(identity, draft_identity)
+        if resources.view is not None:
+            self_model = SelfDraftModel(
+                runner, n_levels, trace, resources.view, drafting.view_rows, memory.view_rows
+            )
+            view_identity = f"{drafting.name} {drafting.view_rows}"
+            pair_stats = PairStats.load(identity, view_identity, _SELF_ACCEPTANCE)
+        learner = None
+        if draft is not None and drafting.learning != "off":
+            kept = pair_stats.pair if drafting.learning == "keep" else None
+            learner = Learner(draft, runner.streamer.meter, kept)
+            runner.meanwhile = learner.work
+        parts = DraftParts(
+            memory.limits,
+            cost,
+            drafting.child_sampling,
+            drafting.rule.coupled_up_to,
+            draft_model,
+            self_model,
+            pair_stats,
+            learner=learner,
+        )
+        return drafting.type.open(parts)
+
+    def level_seconds(self, n_rows: int) -> float:
+        """Measure a draft level of `n_rows` rows; 0 without a draft model.
+
+        All ranks call this together if the model is sharded. No weight is read: the weights are
+        zeros, and as many as exceed the device's caches.
+        """
+        draft = self.checkpoint
+        if draft is None:
+            return 0.0
+        device = self.target.device
+        with ExitStack() as closes:
+            files = closes.enter_context(closing(open_files(draft, ReadSettings(), device)))
+            resident = closes.enter_context(closing(MemoryTier()))
+            _fill_with_zeros(resident, files, draft.spec.n_layers + 1, device)
+            loader = Loader(device, resident, Meter(0, None), closes, frozenset())
+            sources = LayerSources(resident, (None,) * draft.spec.n_layers, 0)
+            runner = self._runner(loader, draft, sources)
+            if device.type == "cuda":
+                runner.use_graphs(GraphShape(2 * n_rows, 2 * n_rows + 1, n_rows), CudaCapture())
+            return median(profile.seconds_of_passes(runner, [(n_rows, n_rows)] * _N_TIMES))
+
+
+def _fill_with_zeros(
+    tier: MemoryTier, files: DiskTier, n_blocks: int, device: torch.device
+) -> None:
+    """Put zero blocks into a tier, which share as little memory as exceeds the device's caches."""
+    layouts = [files.layout(i) for i in range(n_blocks)]
+    nbytes = align_up(max(layout.nbytes for layout in layouts), PAGE)
+    n_distinct = min(-(-profile.beyond_caches(device) // nbytes), n_blocks)
+    zeros = torch.zeros(n_distinct, nbytes, dtype=torch.uint8, device=device)
+    for i, layout in enumerate(layouts):
+        tier.put(i, PackedLayer(zeros[i % n_distinct, : layout.nbytes], layout))

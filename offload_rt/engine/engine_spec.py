@@ -1,0 +1,185 @@
+"""Specification of an engine: target, draft and ranks, with their memory plan."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload_rt.config import EngineConfig
+from offload_rt.cost.pass_times import PassBytes
+from offload_rt.engine import profile
+from offload_rt.engine.device import device_notice, memory_budget, pick_device
+from offload_rt.engine.draft_spec import DraftSpec
+from offload_rt.engine.link import LinkFormat, as_they_are, choose_link
+from offload_rt.engine.memory_plan import MemoryPlan, plan_touched
+from offload_rt.engine.ranks_spec import RanksSpec
+from offload_rt.engine.target_spec import TargetFiles, TargetSpec, compute_dtype
+from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
+from offload_rt.offload.placement import MemoryBudget, Plan
+from offload_rt.speculate.select import Drafting
+from offload_rt.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """All decisions before loading.
+
+    memory      placement and limits
+    files       the target's opened files
+    pass_bytes  traffic of a pass, over all stages of a pipeline
+    notice      information for the user about device and weights; empty if there is none
+    """
+
+    target: TargetSpec
+    draft: DraftSpec
+    ranks: RanksSpec
+    memory: MemoryPlan
+    files: TargetFiles
+    pass_bytes: PassBytes
+    notice: str
+
+    @property
+    def plan(self) -> Plan:
+        """Placement of all memory."""
+        return self.memory.plan
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all models."""
+        return self.target.device
+
+    def close(self) -> None:
+        """Close the target's files."""
+        self.files.close()
+
+
+def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> EngineSpec:
+    """Plan an engine. Raises CapacityError if the memory budgets are too small.
+
+    For tensor parallelism with weights on disk, choose the faster division: some matrices by
+    inputs, or all by outputs.
+    """
+    ranks = RanksSpec.of(config)
+    spec = _plan(config, checkpoint, drafting, ranks)
+    if config.pipeline > 1 or not ranks.any_reads_disk(spec.plan):
+        return spec
+    # A sidecar may exist for one division only.
+    if not config.exact_parallel and config.link_format != "lossless":
+        spec = _faster(spec, config, checkpoint, drafting)
+    notices = spec.notice, ranks.reading_notice(spec.target, spec.files)
+    return replace(spec, notice="\n".join(filter(None, notices)))
+
+
+def _faster(
+    by_inputs: EngineSpec, config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
+) -> EngineSpec:
+    """Choose between a plan and the plan with weights divided by outputs; close the slower."""
+    ranks = by_inputs.ranks
+    device = by_inputs.device
+    with ExitStack() as closes:
+        closes.callback(by_inputs.close)
+        try:
+            exact = replace(ranks, is_exact=True)
+            by_outputs = _plan(config, checkpoint, drafting, exact)
+        except (CapacityError, UnsupportedModelError):  # on all ranks
+            closes.pop_all()
+            return by_inputs
+        closes.callback(by_outputs.close)
+        dtype = by_inputs.target.dtype.torch
+        gbps = [profile.memory_gbps(dtype, device, n) for n in (1, by_inputs.memory.limits.n_nodes)]
+        slower, faster = sorted(
+            (by_inputs, by_outputs),
+            key=lambda spec: -ranks.token_seconds(spec.target, spec.memory, spec.files.disk, gbps),
+        )
+        closes.pop_all()
+    slower.close()
+    link = faster.target.link
+    other_link = slower.target.link
+    is_read = link.sidecar or link.layers
+    if link.notice and not is_read and (other_link.sidecar or other_link.layers):
+        notice = (
+            "layers are read from the checkpoint: passes are faster so than from what offload-rt"
+            " convert has written"
+        )
+        return replace(faster, notice=faster.notice.replace(link.notice, notice))
+    return faster
+
+
+def _plan(
+    config: EngineConfig, whole: Checkpoint, drafting: Drafting, ranks: RanksSpec
+) -> EngineSpec:
+    """Plan an engine for a given division of weights."""
+    device = pick_device(config.device)
+    if device.type == "cpu" and config.host_memory is not None:
+        problem = "--host-memory is for pinned memory beside a GPU"
+        raise SettingsError(problem, change="on a CPU, set --device-memory alone")
+    dtype = compute_dtype(config.dtype, whole)
+    budget = memory_budget(config, device, ranks.n_local)
+    checkpoint = (
+        ranks.stage(config, whole, drafting, dtype, budget)
+        if config.pipeline > 1
+        else ranks.part(whole)
+    )
+    checkpoint.format.is_batch_invariant = config.batch_invariant
+
+    def plan_for(link: LinkFormat) -> EngineSpec:
+        layers = link.layers or checkpoint.layers
+        target = TargetSpec(replace(checkpoint, layers=layers), dtype, device, link)
+        return _plan_memory(config, DraftSpec(drafting, target), budget, ranks)
+
+    link = choose_link(config, checkpoint, device)
+    try:
+        return plan_for(link)
+    except CapacityError as error:
+        if config.link_format != "auto" or link.sidecar is None or ranks.ranks is not None:
+            raise
+        return plan_for(as_they_are(config, checkpoint, device, str(error)))
+
+
+def _plan_memory(
+    config: EngineConfig, draft: DraftSpec, budget: MemoryBudget, ranks: RanksSpec
+) -> EngineSpec:
+    """Plan memory for a given transfer format, and open the target's files."""
+    target = draft.target
+    budget = target.budget_after_encoding(budget)
+
+    def fit(draft: DraftSpec, config: EngineConfig = config) -> MemoryPlan:
+        models = target.sizes, draft.sizes()
+        return plan_touched(
+            config, draft.drafting, models, target.sizes_by_expert, target.dtype, budget
+        )
+
+    if ranks.ranks is None:
+        memory = fit(draft)
+    else:
+        choice = ranks.choose_draft(ranks.draft_options(draft), fit)
+        draft = choice.draft
+        max_len = choice.max_model_len or config.max_model_len
+        n_nodes = choice.n_nodes or config.tree_size
+        memory = fit(draft, replace(config, max_model_len=max_len, tree_size=n_nodes))
+        if not choice.n_nodes:
+            raise CapacityError(
+                "another rank has too little memory",
+                change="lower --max-model-len or --tree-size",
+            )
+        limits = replace(memory.limits, fixed_size=config.tree_size is not None)
+        memory = replace(memory, limits=limits)
+    plan = memory.plan
+    draft.check_placement(plan)
+    target.check_placement(plan)
+    files = target.open(plan, "disk" in plan.pass_bytes.at(memory.max_model_len))
+    notices = device_notice(config.device, target.device), *target.notices, _kv_notice(plan)
+    return EngineSpec(
+        target, draft, ranks, memory, files, ranks.pass_bytes(plan),
+        "\n".join(filter(None, notices)),
+    )  # fmt: skip
+
+
+def _kv_notice(plan: Plan) -> str:
+    """Return a notice if KV rows are rounded, so the output is not exactly the model's."""
+    if plan.split is None or not plan.split.format.is_fp8:
+        return ""
+    return (
+        f"keys and values on the {plan.kv_tier} are rounded to fp8: the output is not exactly the"
+        " model's"
+    )

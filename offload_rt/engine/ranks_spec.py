@@ -1,0 +1,394 @@
+"""Specification of the ranks: parts of models, draft placement, common plans, remote calls."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload_rt.config import EngineConfig
+from offload_rt.cost.pass_times import (
+    ComputeTimes,
+    MachineProfile,
+    PassBytes,
+    TouchedExperts,
+    pass_time,
+    pass_times,
+    transfer_s,
+)
+from offload_rt.cost.tree_size import Acceptance, select_tree
+from offload_rt.dtypes import DType
+from offload_rt.engine import profile
+from offload_rt.engine.draft_spec import DraftSpec
+from offload_rt.engine.link import convert_flags
+from offload_rt.engine.memory_plan import SHORTEST_CONTEXT, MemoryPlan, Sizes, reserved_memory
+from offload_rt.engine.target_spec import TargetFiles, TargetSpec
+from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
+from offload_rt.executor.runner import Runner
+from offload_rt.offload.disk import DiskTier
+from offload_rt.offload.placement import MemoryBudget, Plan
+from offload_rt.parallel.pipeline_model import Stage, divide_layers, divisible
+from offload_rt.parallel.sharded_weights import divide
+from offload_rt.parallel.tensor_parallel import SharedWeights, TensorParallelModel
+from offload_rt.speculate.select import Drafting
+from offload_rt.system.ranks import Ranks, joined
+from offload_rt.tree.search import search
+from offload_rt.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class DraftChoice:
+    """A draft placement on this rank, and the smallest values of all ranks.
+
+    memory         this rank's memory plan; None if it does not fit
+    max_model_len  0 if it does not fit on some rank; likewise n_nodes
+    is_in_memory   no rank reads from disk
+    """
+
+    draft: DraftSpec
+    memory: MemoryPlan | None
+    max_model_len: int
+    n_nodes: int
+    is_in_memory: bool
+
+
+@dataclass(frozen=True)
+class RanksSpec:
+    """The ranks of a run and their division of the models.
+
+    ranks     process group; None for a single process
+    pipeline  number of stages; 1 for tensor parallelism
+    is_exact  shard all matrices by outputs, for results that equal a single process
+    """
+
+    ranks: Ranks | None
+    pipeline: int
+    is_exact: bool
+    split_draft: str
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "RanksSpec":
+        """Join the process group; all ranks call this together."""
+        return cls(joined(), config.pipeline, config.exact_parallel, config.split_draft)
+
+    @property
+    def n_local(self) -> int:
+        """Ranks on this machine."""
+        return 1 if self.ranks is None else self.ranks.n_local
+
+    # Parts of the models
+
+    def part(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return this rank's shard. Raises UnsupportedModelError for indivisible weights."""
+        if self.ranks is None:
+            return checkpoint
+        model = TensorParallelModel.of(checkpoint.spec, self.ranks, self.is_exact)
+        return replace(divide(checkpoint, model), whole=checkpoint)
+
+    def stage(
+        self, config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting, dtype: DType,
+        budget: MemoryBudget,
+    ) -> Checkpoint:  # fmt: skip
+        """Return this rank's pipeline stage, equalizing the fill level of all ranks.
+
+        Device memory decides if it fits all layers, otherwise device plus host memory.
+        Raises SettingsError if ranks or drafter do not support a pipeline.
+        """
+        ranks = self._pipeline_ranks(checkpoint, drafting)
+        spec = checkpoint.spec
+        parts = divisible(spec)
+        sizes = Sizes.of_checkpoint(checkpoint, dtype)
+        n_rows = config.max_model_len or SHORTEST_CONTEXT
+        stage = _stage(checkpoint, range(spec.n_layers), ranks)
+        draft = (
+            Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype))
+            if drafting.draft
+            else None
+        )
+        stage_sizes = replace(
+            sizes, non_layer_nbytes=Sizes.of_checkpoint(stage, dtype).non_layer_nbytes
+        )
+        reserved = reserved_memory(stage_sizes, draft, dtype, n_rows, config.tree_size or 1)
+        on_device = max(budget.device - reserved.total + reserved.cache - budget.libraries, 1)
+        with_host = on_device + max(budget.host - budget.buffers, 0)
+        rooms = ranks.all_gather(torch.tensor([[on_device, with_host]])).view(-1, 2)
+        held = _held_nbytes(sizes, parts, n_rows, dtype)
+        device_rooms, all_rooms = rooms.T.tolist()
+        rooms_used = device_rooms if sum(device_rooms) >= sum(held) else all_rooms
+        owned = divide_layers(held, rooms_used)[ranks.rank]
+        layers = range(parts[owned.start].start, parts[owned.stop - 1].stop)
+        return replace(_stage(checkpoint, layers, ranks), whole=checkpoint)
+
+    def _pipeline_ranks(self, checkpoint: Checkpoint, drafting: Drafting) -> Ranks:
+        ranks = self.ranks
+        parts = divisible(checkpoint.spec)
+        if ranks is None or ranks.size != self.pipeline or self.pipeline > len(parts):
+            n_ranks = ranks.size if ranks else 1
+            n_layers = checkpoint.spec.n_layers
+            raise SettingsError(
+                f"--pipeline {self.pipeline}",
+                need="as many ranks",
+                have=f"{n_ranks} started, and {n_layers} layers in {len(parts)} parts",
+                change="start it by torchrun, with --nproc-per-node and --nnodes",
+            )
+        if drafting.reads_target:
+            raise SettingsError(
+                f"--drafter {drafting.name} with --pipeline",
+                need="a drafter that uses only the model's logits",
+                change="use another drafter",
+            )
+        return ranks
+
+    def pass_bytes(self, plan: Plan) -> PassBytes:
+        """Return the traffic of a pass, summed over all pipeline stages.
+
+        Raises CapacityError for off-device KV rows in a pipeline.
+        """
+        if self.ranks is None or self.pipeline == 1:
+            return plan.pass_bytes
+        if plan.split is not None:
+            change = "raise --device-memory, or lower --max-model-len"
+            problem = "a pipeline keeps keys and values on its devices, with two slots for layers"
+            raise CapacityError(problem, change=change)
+        return _total_pass_bytes(plan, self.ranks)
+
+    # Placement of the draft model
+
+    def draft_options(self, draft: DraftSpec) -> list[DraftSpec]:
+        """Return the possible drafts of this rank: the whole model on rank 0, or a shard.
+
+        Raises SettingsError or UnsupportedModelError if a required shard is impossible.
+        """
+        ranks = self.ranks
+        drafting = draft.drafting
+        if ranks is None or drafting.draft is None:
+            return [draft]
+        must_be_whole = (
+            bool(drafting.draft.spec.taps) or drafting.learning != "off" or self.pipeline > 1
+        )
+        if must_be_whole and self.split_draft == "on":
+            need = "a whole draft model that does not learn, and no --pipeline"
+            raise SettingsError("--split-draft on", need=need, change="leave it out")
+        nothing = replace(drafting, draft=None, learning="off")
+        whole = replace(draft, drafting=drafting if ranks.rank == 0 else nothing)
+        if must_be_whole or self.split_draft == "off":
+            return [whole]
+        shard = None
+        try:
+            shard = self.part(drafting.draft)
+        except UnsupportedModelError:
+            if self.split_draft == "on":
+                raise
+        if not ranks.least(shard is not None)[0]:
+            return [whole]
+        sharded = replace(draft, drafting=replace(drafting, draft=shard))
+        return [sharded] if self.split_draft == "on" else [whole, sharded]
+
+    def choose_draft(
+        self, options: Sequence[DraftSpec], fit: Callable[[DraftSpec], MemoryPlan]
+    ) -> DraftChoice:
+        """Choose the draft placement with the fastest step on the slowest rank.
+
+        fit  returns this rank's memory plan, or raises CapacityError
+        Options without disk traffic come first. A step drafts the deepest tree with equal levels.
+        """
+        assert self.ranks is not None, "a single process has a single option"
+        choices = self._common_choices(options, fit)
+        fitting = (
+            [choice for choice in choices if choice.is_in_memory]
+            or [choice for choice in choices if choice.n_nodes]
+            or choices[-1:]
+        )
+        if len(fitting) == 1:
+            return fitting[0]
+        steps_s = self.ranks.least(*(-seconds for seconds in _step_seconds(fitting)))
+        return fitting[steps_s.index(max(steps_s))]
+
+    def _common_choices(
+        self, options: Sequence[DraftSpec], fit: Callable[[DraftSpec], MemoryPlan]
+    ) -> list[DraftChoice]:
+        assert self.ranks is not None
+        plans = list[MemoryPlan | None]()
+        values = list[int]()
+        for draft in options:
+            plan = None
+            with suppress(CapacityError):
+                plan = fit(draft)
+            values += (
+                (plan.max_model_len, plan.limits.n_nodes, "disk" not in plan.plan.tiers)
+                if plan
+                else (0, 0, False)
+            )
+            plans.append(plan)
+        least = iter(self.ranks.least(*values))
+        return [
+            DraftChoice(draft, plan, next(least), next(least), bool(next(least)))
+            for draft, plan in zip(options, plans, strict=True)
+        ]
+
+    # Division of weights on disk
+
+    def any_reads_disk(self, plan: Plan) -> bool:
+        """Return whether some rank streams layers from disk."""
+        tiers_in_memory = int("disk" not in plan.tiers)
+        return self.ranks is not None and not self.ranks.least(tiers_in_memory)[0]
+
+    def token_seconds(
+        self, target: TargetSpec, memory: MemoryPlan, disk: Any, product_gbps: Sequence[float]
+    ) -> float:
+        """Return the seconds per token on the slowest rank, with the best tree of a fair draft.
+
+        All ranks call this together. Reading includes gaps between parts of rows, and decoding.
+        product_gbps  rates of products with one row, and with the rows of the largest tree
+        """
+        model = target.checkpoint.spec
+        limits = memory.limits
+        assert isinstance(model, TensorParallelModel), "weights are sharded"
+        times = _compute_times(target, model, limits.n_nodes, product_gbps)
+        links = (("disk", profile.link_gbps(disk, model.n_layers)),)
+        nbytes = sum(disk.nbytes(i) for i, tier in enumerate(memory.plan.tiers) if tier == "disk")
+        machine = MachineProfile("this machine", True, links, product_gbps[0], compute=times)
+        ranks = model.ranks
+
+        def slowest_s(sizes: np.ndarray) -> np.ndarray:
+            seconds = pass_times(machine, PassBytes((("disk", nbytes),), 0), sizes, 0)
+            return -np.array(ranks.least(*(-seconds).tolist()))[:, None]
+
+        trees = search(Acceptance().by_rank(), limits.n_nodes, limits.n_levels)
+        return select_tree(trees.values, limits, slowest_s).token_s
+
+    def reading_notice(self, target: TargetSpec, files: TargetFiles) -> str:
+        """Return a notice if reading the shards from disk wastes much bandwidth."""
+        assert self.ranks is not None
+        disk = files.disk
+        layers = range(target.checkpoint.spec.n_layers)
+        needed = sum(map(disk.nbytes, layers))
+        read = sum(map(disk.read_nbytes, layers)) if isinstance(disk, DiskTier) else needed
+        if read < 1.1 * needed:
+            return ""
+        return (
+            "layers are read from the disk with what lies between a rank's parts, in"
+            f" {read / needed:.1f} times their bytes;"
+            f" offload-rt convert{convert_flags(self.ranks.size, self.is_exact)} writes files"
+            " without it"
+        )
+
+    # Computation
+
+    def shared_weights(self, runner: Runner, device: torch.device) -> Any:
+        """Return the target's weights outside the layers, as a draft head on rank 0 uses them."""
+        if isinstance(runner.spec, TensorParallelModel):
+            return SharedWeights(runner.non_layer, runner.spec, device)
+        return runner.non_layer
+
+    def compute_together(self, objects: Sequence[Any], closes: ExitStack) -> None:
+        """Repeat rank 0's calls on the sharded objects of further ranks, until `closes` ends.
+
+        Further ranks serve these calls here and then exit.
+        """
+        ranks = self.ranks
+        if ranks is None:
+            return
+        ranks.has_begun = True
+        if ranks.rank > 0:
+            for number, method, args, kwargs in ranks.told():
+                getattr(objects[number], method)(*args, **kwargs)
+            raise SystemExit
+        closes.callback(ranks.leave)
+        for number, shared in enumerate(objects):
+            if isinstance(shared, SharedWeights) or (
+                isinstance(shared, Runner) and isinstance(shared.spec, Stage | TensorParallelModel)
+            ):
+                shared.tell = partial(ranks.telling, number)
+
+
+def _stage(checkpoint: Checkpoint, layers: range, ranks: Ranks) -> Checkpoint:
+    """Return the checkpoint of some layers, with this rank's tensors outside the layers."""
+    stage = Stage.of(checkpoint.spec, layers, ranks)
+    is_all = stage.rank == 0 or stage.embeds_on_all_stages
+    non_layer = checkpoint.non_layer.select(lambda tensor: is_all or len(tensor.shape) == 1)
+    return replace(
+        checkpoint,
+        spec=stage,
+        layers=checkpoint.layers[layers.start : layers.stop],
+        non_layer=non_layer,
+    )
+
+
+def _held_nbytes(sizes: Sizes, parts: Sequence[range], n_rows: int, dtype: DType) -> list[int]:
+    """Return the bytes of layers, KV rows and states per indivisible part of a model."""
+    spec = sizes.spec
+    state_nbytes = sum(shape.nbytes(dtype.itemsize) for shape in spec.state_shapes[:1])
+
+    def layer_nbytes(i: int) -> int:
+        n_numbers = sum(spec.kv_shapes[n].n_numbers for n in spec.kv_layers(i))
+        states = state_nbytes if i in spec.state_layers else 0
+        return sizes.layer_nbytes[i] + n_rows * n_numbers * dtype.itemsize + states
+
+    return [sum(map(layer_nbytes, part)) for part in parts]
+
+
+def _total_pass_bytes(plan: Plan, ranks: Ranks) -> PassBytes:
+    """Sum the traffic of all pipeline stages."""
+    own = plan.pass_bytes
+    tiers, nbytes_streamed = zip(*own.streamed, strict=True)
+    *streamed, computed, ahead = map(int, ranks.total(*nbytes_streamed, own.computed, own.ahead))
+    touched = plan.touched
+    tier = "host" if plan.budget.has_card else "disk"
+    per_layer: tuple[float, ...] = (0,) * 5
+    if touched:
+        per_layer = 1, touched.n_experts, touched.n_used, touched.nbytes, touched.n_resident
+    n_layers = touched.n_layers if touched else 0
+    n, *sums = ranks.total(*(value * n_layers for value in per_layer))
+    experts = None
+    if n:
+        n_experts, n_used, nbytes = (round(value / n) for value in sums[:3])
+        experts = TouchedExperts(tier, int(n), n_experts, n_used, nbytes, sums[3] / n)
+    return PassBytes(tuple(zip(tiers, streamed, strict=True)), computed, ahead, experts=experts)
+
+
+def _step_seconds(choices: Sequence[DraftChoice]) -> list[float]:
+    """Measure the seconds of drafting and verifying the deepest tree, per draft placement."""
+    fitting = [(choice, choice.memory) for choice in choices if choice.memory]
+    levels_s = [
+        choice.draft.level_seconds(-(-choice.n_nodes // memory.limits.n_levels))
+        for choice, memory in fitting
+    ]
+    torch.cuda.empty_cache()
+    target = choices[0].draft.target
+    machine = MachineProfile("passes are alike", False, (), 1.0)
+    if any(not memory.plan.is_resident for _, memory in fitting):
+        with closing(DiskTier(target.checkpoint.layers)) as files:
+            machine = profile.profile(files, 1, target.dtype.torch, target.device)
+    return [
+        pass_time(
+            machine,
+            memory.plan.pass_bytes,
+            choice.n_nodes,
+            between_s=(memory.limits.n_levels - 1) * level_s,
+        )
+        for level_s, (choice, memory) in zip(levels_s, fitting, strict=True)
+    ]
+
+
+def _compute_times(
+    target: TargetSpec, model: TensorParallelModel, n_nodes: int, product_gbps: Sequence[float]
+) -> ComputeTimes:
+    """Compute times of a sharded model: products at given rates, and measured exchanges."""
+    exchanges = Counter(one for i in range(model.n_layers) for one in model.exchanges(i))
+    widths = sorted({1, n_nodes})
+    dtype = target.dtype.torch
+    seconds = list[float]()
+    for n_rows, gbps in zip(widths, product_gbps, strict=False):
+        n_weights = sum(model.flops(i, n_rows, 0) for i in range(model.n_layers)) / 2 / n_rows
+        width_s = transfer_s(n_weights * dtype.itemsize, gbps)
+        for (adds, width), n in sorted(exchanges.items()):
+            x = torch.zeros(n_rows, width, dtype=dtype, device=target.device)
+            exchange = model.ranks.all_reduce if adds else model.ranks.all_gather
+            width_s += n * min(profile.timed(target.device, partial(exchange, x)))
+        seconds.append(width_s)
+    return ComputeTimes(tuple(widths), (0,), (tuple(seconds),))

@@ -1,0 +1,160 @@
+"""Waiting, running and kept sequences, and their KV caches."""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+
+from offload_rt.engine.scheduler import RunningSequence, Scheduler
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.sequence import Sequence
+from offload_rt.kv.cache import n_shared
+from offload_rt.speculate.protocols import Drafter
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class SequencePool:
+    """Admit sequences between passes; keep caches of finished sequences for common prefixes.
+
+    prompt_seconds  limit of additional pass time for prompts while other sequences decode, or None
+    is_short        memory ran out, and a sequence waits until a running sequence finishes
+    """
+
+    runner: Runner
+    drafter: Drafter
+    scheduler: Scheduler
+    prompt_seconds: float | None = None
+    is_short: bool = field(default=False, init=False)
+    _n_added: int = field(default=0, init=False)
+    _waiting: deque[tuple[int, Sequence]] = field(default_factory=deque, init=False)
+    _running: list[RunningSequence] = field(default_factory=list, init=False)
+    _kept: list[RunningSequence] = field(default_factory=list, init=False)  # next evicted first
+
+    @property
+    def n_running(self) -> int:
+        """Number of sequences in the next pass."""
+        return len(self._running)
+
+    @property
+    def n_waiting(self) -> int:
+        """Number of sequences that wait for memory."""
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> int:
+        """Queue a sequence; return the id of its events."""
+        self._n_added += 1
+        self._waiting.append((self._n_added, sequence))
+        return self._n_added
+
+    def abort(self, id: int) -> None:
+        """Drop a waiting or running sequence; ignore finished sequences."""
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != id)
+        for running in [running for running in self._running if running.id == id]:
+            running.sequence.finish_reason = "abort"
+            self._finish(running)
+
+    def reset_prefix_cache(self) -> None:
+        """Release the caches of finished sequences."""
+        while self._kept:
+            self._evict(self._kept[0])
+
+    def _admit(self) -> None:
+        """Start waiting sequences in order while memory suffices."""
+        if self.is_short:
+            return
+        admitted = self.scheduler.admit(self._running, self._waiting)
+        split = self.scheduler.split
+        is_alone = len(admitted) == 1 and not self._running
+        n_nodes = self.scheduler.share(max(len(self._running) + len(admitted), 1))
+        for i, (id, sequence) in enumerate(admitted):
+            n_rows = sequence.longest - 1 + n_nodes
+            share = None if split is None else split.share(n_rows, n_nodes, is_alone)
+            running = RunningSequence(id, sequence, -1, n_rows, n_nodes, share)
+            self._open_cache(running, [later for _, later in admitted[i + 1 :]], is_alone)
+            self._running.append(running)
+            self.drafter.begin(sequence, running.cache, n_nodes)
+
+    def _finish(self, running: RunningSequence) -> None:
+        """Stop running a sequence and keep its cache, unless an error may have spoiled the rows."""
+        self._running.remove(running)
+        self._kept.append(running)
+        self.is_short = False
+        self.drafter.leave(running.sequence)
+        if running.sequence.error is not None:
+            self._evict(running)
+
+    def _preempt(self, running: RunningSequence) -> None:
+        """Return a sequence to the queue until another sequence finishes; drop its rows."""
+        self._running.remove(running)
+        self._waiting.appendleft((running.id, running.sequence))
+        self.runner.free_cache(running.cache)
+        self.drafter.end(running.sequence)
+        self.is_short = True
+
+    def _evict(self, kept: RunningSequence) -> None:
+        self._kept.remove(kept)
+        self.runner.free_cache(kept.cache)
+        self.drafter.end(kept.sequence)
+
+    def _open_cache(self, new: RunningSequence, later: list[Sequence], is_alone: bool) -> None:
+        """Create a cache, with the rows of the longest matching prefix.
+
+        later  sequences admitted next, which also need memory
+        """
+        source, n = self._find_prefix(new.sequence)
+        n_rows = new.n_rows
+        tokens = new.sequence.tokens
+        takes_over = (
+            source is not None and source in self._kept and self._takes_over(new, source, n, later)
+        )
+        self._kept.sort(key=lambda kept: kept is source)  # evicted last
+        if takes_over:
+            new.n_rows = max(n_rows, self._kept.pop().n_rows)
+        while self._kept and (self.runner.has_graphs or not self._fits([*self._kept, new], later)):
+            self._evict(self._kept[0])
+        if source is None or not takes_over:
+            new.cache = self.runner.new_cache(n_rows, is_alone, new.share)
+            # A draft head needs the hidden states of all rows, which caches do not store.
+            if source and source in (*self._running, *self._kept) and not self.runner.taps:
+                self.runner.copy_prefix(new.cache, source.cache, tokens[: min(n, len(tokens) - 2)])
+            return
+        self.runner.rewind(source.cache, tokens[:n])
+        # Moved rows exist twice for a moment; rows on a GPU move through host memory.
+        may_move = self.runner.device.type != "cpu" or 2 * n <= self.scheduler.cache_rows
+        new.cache = self.runner.renew_cache(
+            source.cache, n_rows, new.n_nodes, is_alone, new.share, may_move
+        )
+        if new.cache == source.cache:
+            new.share = source.share and replace(source.share, n_rows=new.n_rows)
+        n = self.drafter.transfer(source.sequence, new.sequence, self.runner.n_committed(new.cache))
+        self.drafter.end(source.sequence)
+        self.runner.rewind(new.cache, tokens[:n])
+
+    def _find_prefix(self, sequence: Sequence) -> tuple[RunningSequence | None, int]:
+        """Find the longest prefix match that is cached, or computed in the next pass.
+
+        Log-probabilities of the prompt need all rows computed, so such sequences match nothing.
+        """
+        matches: list[tuple[RunningSequence | None, int]] = [(None, 0)]
+        needs_all_rows = sequence.sampling.prompt_logprobs is not None
+        for running in () if needs_all_rows else (*self._running, *self._kept):
+            is_computed_next = running in self._running and self.prompt_seconds is None
+            n_cached = (
+                len(running.sequence.tokens) - 1
+                if is_computed_next
+                else self.runner.n_committed(running.cache)
+            )
+            n = n_shared(running.sequence.tokens[:n_cached], sequence.tokens[:-1])
+            matches.append((running, n))
+        return max(matches, key=itemgetter(1))
+
+    def _takes_over(
+        self, new: RunningSequence, source: RunningSequence, n: int, later: list[Sequence]
+    ) -> bool:
+        """Return whether to reuse a kept cache of n common rows instead of copying from it."""
+        is_mostly_common = 2 * n >= self.runner.n_committed(source.cache)
+        needs_memory = self.runner.has_graphs or not self._fits([source, new], later)
+        resized = replace(new, n_rows=max(new.n_rows, source.n_rows))
+        return (is_mostly_common or needs_memory) and self._fits([resized], later)
+
+    def _fits(self, more: list[RunningSequence], later: list[Sequence]) -> bool:
+        return self.scheduler.fits([*self._running, *more], later, more[-1].n_nodes)

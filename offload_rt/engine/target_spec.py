@@ -1,0 +1,293 @@
+"""Specification of the target model: sizes for planning, opened files, loading."""
+
+from collections.abc import Callable
+from contextlib import closing
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+
+from offload_rt.config import format_size
+from offload_rt.dtypes import DTYPES, DType
+from offload_rt.engine import profile
+from offload_rt.engine.link import LinkFormat
+from offload_rt.engine.loader import Block, Loader
+from offload_rt.engine.memory_plan import Sizes
+from offload_rt.errors import CapacityError, DeviceError
+from offload_rt.executor.runner import Runner
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
+from offload_rt.offload.host_experts import HostExperts
+from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.offloaded_rows import FileRows, HostRows
+from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan, with_host_slots
+from offload_rt.offload.sidecar import SidecarTier
+from offload_rt.offload.stream_cuda import CudaStreamer
+from offload_rt.offload.streamer import LayerSources
+from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
+from offload_rt.system.trace import Trace
+from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.layout import PAGE, BlockRecord, PackedLayer, align_up
+from offload_rt.weights.lossless import EncodedImage, EncodedLayer, encode_layer
+
+
+@dataclass(frozen=True)
+class ExpertFiles:
+    """Experts of a checkpoint as separate blocks.
+
+    rest     the checkpoint without experts
+    records  tensors of each expert, layer by layer
+    tier     opened files, with the layout of the device that computes the experts, or of a GPU
+    """
+
+    rest: Checkpoint
+    records: tuple[BlockRecord, ...]
+    tier: DiskTier
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """Opened files of the target.
+
+    disk     streamed layers
+    experts  experts loaded on demand; None if experts are part of their layers
+    """
+
+    disk: DiskTier | SidecarTier
+    experts: ExpertFiles | None = None
+
+    def close(self) -> None:
+        """Close the files."""
+        self.disk.close()
+        if self.experts is not None:
+            self.experts.tier.close()
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """The target model, or this rank's part, before loading.
+
+    dtype   compute dtype
+    link    transfer format of streamed layers
+    """
+
+    checkpoint: Checkpoint
+    dtype: DType
+    device: torch.device
+    link: LinkFormat
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the device packs layers, so their sizes differ from the file."""
+        return self.device.type == "cuda" or self.link.sizes is not None
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Notices about format, architecture and link; empty strings if there are none."""
+        return self.checkpoint.format.notice, self.checkpoint.spec.notice, self.link.notice
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Sizes with whole layers."""
+        with closing(DiskTier(self.checkpoint.layers)) as files:
+            layer_nbytes = _layer_nbytes(self.checkpoint, files, self.is_packed)
+        sizes = Sizes.of_checkpoint(self.checkpoint, self.dtype)
+        return replace(sizes, layer_nbytes=layer_nbytes, link=self.link.sizes)
+
+    def sizes_by_expert(self) -> Sizes | None:
+        """Sizes with experts as separate blocks; None for indivisible or encoded layers."""
+        divided = self.checkpoint.by_expert()
+        mixture = self.checkpoint.spec.mixture
+        if divided is None or mixture is None or self.link.sizes is not None:
+            return None
+        rest, records = divided
+        with (
+            closing(DiskTier(records, packed=self.is_packed)) as experts,
+            closing(DiskTier(rest.layers)) as files,
+        ):
+            nbytes = max(experts.layout(i).nbytes for i in range(len(records)))
+            layers = _layer_nbytes(rest, files, self.is_packed)
+        return replace(self.sizes, layer_nbytes=layers, experts=ExpertSizes(mixture, nbytes))
+
+    def budget_after_encoding(self, budget: MemoryBudget) -> MemoryBudget:
+        """Reserve host memory for the unencoded layer if layers are encoded during loading."""
+        if not self.link.encodes:
+            return budget
+        return replace(budget, buffers=budget.buffers + max(_packed_nbytes(self.checkpoint)))
+
+    def check_placement(self, plan: Plan) -> None:
+        """Raise CapacityError if layers on disk would have to be encoded during loading."""
+        n_on_disk = plan.tiers.count("disk")
+        if self.link.encodes and n_on_disk:
+            raise CapacityError(
+                "layers that stay on the disk are not encoded as they are loaded",
+                have=f"{n_on_disk} of them",
+                change=(
+                    "run offload-rt convert first, raise --host-memory, or use --link-format raw"
+                ),
+            )
+
+    def open(self, plan: Plan, reads_disk: bool) -> TargetFiles:
+        """Open the files of a placement. Measures the disk's best read settings once."""
+        layers = self.checkpoint.layers
+        settings = profile.read_settings(layers) if reads_disk else ReadSettings()
+        if plan.experts is not None and (divided := self.checkpoint.by_expert()) is not None:
+            rest, records = divided
+            tier = DiskTier(records, settings, packed=self.device.type == "cuda")
+            return TargetFiles(DiskTier(rest.layers, settings), ExpertFiles(rest, records, tier))
+        if self.link.sidecar:
+            decodes = self.device.type == "cpu"
+            return TargetFiles(SidecarTier(self.link.sidecar, settings, decodes=decodes))
+        return TargetFiles(DiskTier(layers, settings))
+
+    def layers(self, files: TargetFiles) -> Checkpoint:
+        """Return the checkpoint without experts that are separate blocks."""
+        return self.checkpoint if files.experts is None else files.experts.rest
+
+    def loaded_nbytes(self, plan: Plan, files: TargetFiles, stored: DiskTier) -> int:
+        """Return the bytes that `load` and `build` read.
+
+        stored  the weights as stored in the checkpoint
+        """
+        sources = {"device": stored, "host": files.disk if self.link.sidecar else stored}
+        nbytes = sum(
+            sources[tier].nbytes(i)
+            for i, tier in enumerate((*plan.tiers, "device"))
+            if tier != "disk"
+        )
+        experts = files.experts
+        if experts is not None and self.device.type == "cuda" and not plan.pass_bytes.disk_experts:
+            nbytes += sum(experts.tier.nbytes(i) for i in range(len(experts.records)))
+        return nbytes
+
+    def load(
+        self, loader: Loader, plan: Plan, files: TargetFiles, stored: DiskTier
+    ) -> LayerSources:
+        """Load the weights that the placement keeps in memory."""
+        resident = loader.new_tier()
+        checkpoint = self.layers(files)
+        blocks = zip(
+            (*plan.tiers, "device"), (*checkpoint.layers, checkpoint.non_layer), strict=True
+        )
+
+        def work(block: Block) -> Callable[[], PackedLayer]:
+            if block.tier == "host" and self.link.encodes:
+                return partial(_encode, loader, stored, block.i, plan.host_slot_nbytes)
+            is_encoded = block.tier == "host" and self.link.sidecar
+            return loader.reader(files.disk if is_encoded else stored, block.i, block.tier)
+
+        loader.fill(
+            {"device": resident, "host": loader.host},
+            [Block(tier, i, tensors) for i, (tier, tensors) in enumerate(blocks)],
+            work,
+        )
+        return self._sources(loader, plan, files, resident)
+
+    def _sources(
+        self, loader: Loader, plan: Plan, files: TargetFiles, resident: MemoryTier
+    ) -> LayerSources:
+        """Return the tier of each layer. Move host layers to disk if pinning has failed."""
+        current = with_host_slots(plan) if loader.host.is_refused else plan
+        if self.link.encodes and current.tiers != plan.tiers:
+            raise DeviceError(
+                "the driver pins too little memory of the host for layers encoded at load",
+                change="run offload-rt convert first, or use --link-format raw",
+            )
+        for i, (before, after) in enumerate(zip(plan.tiers, current.tiers, strict=True)):
+            if before != after:
+                loader.host.drop(i)
+        tiers = {"device": None, "host": loader.host, "disk": files.disk}
+        streamed = tuple(tiers[name] for name in current.tiers)
+        encoded: dict[int, EncodedLayer] = {}
+        for i, tier in enumerate(streamed):
+            if tier is None or self.device.type != "cuda":
+                continue
+            image = loader.host.image(i) if self.link.encodes else None
+            if isinstance(image, EncodedImage):
+                encoded[i] = image.encoded
+            elif self.link.sidecar:
+                encoded[i] = self.link.sidecar[i].encoded
+        return LayerSources(
+            resident, streamed, current.n_slots, current.n_host_slots, loader.cpus, encoded
+        )
+
+    def build(
+        self, loader: Loader, plan: Plan, files: TargetFiles, sources: LayerSources, trace: Trace
+    ) -> Runner:
+        """Construct the runner with its caches of off-device KV rows and of experts."""
+        checkpoint = self.layers(files)
+        runner = loader.runner(checkpoint.spec, checkpoint.format, self.dtype.torch, sources, trace)
+        n_layers = checkpoint.spec.n_layers
+        if plan.split is not None:
+            if isinstance(runner.streamer, CudaStreamer):
+                runner.offloaded_rows = HostRows(plan.split, n_layers, runner.streamer, loader.cpus)
+            else:
+                settings = files.disk.settings
+                runner.offloaded_rows = FileRows(plan.split, n_layers, runner.streamer, settings)
+        if files.experts is not None and plan.experts is not None:
+            runner.experts = _experts(
+                loader, runner, files.experts, plan.experts, plan.n_expert_slots
+            )
+        return runner
+
+
+def compute_dtype(name: str, checkpoint: Checkpoint) -> DType:
+    """Return the dtype of a setting; auto selects the dtype of the checkpoint."""
+    return DTYPES[(checkpoint.spec.dtype_name or checkpoint.dtype) if name == "auto" else name]
+
+
+def _layer_nbytes(checkpoint: Checkpoint, files: DiskTier, is_packed: bool) -> tuple[int, ...]:
+    """Return the bytes of each layer's block as stored, or the maximum of stored and packed.
+
+    Host slots always hold stored layers.
+    """
+    stored = [files.layout(i).nbytes for i in range(checkpoint.spec.n_layers)]
+    return tuple(map(max, stored, _packed_nbytes(checkpoint))) if is_packed else tuple(stored)
+
+
+def _packed_nbytes(checkpoint: Checkpoint) -> list[int]:
+    return [align_up(layer.layout.nbytes, PAGE) for layer in checkpoint.layers]
+
+
+def _encode(loader: Loader, stored: DiskTier, i: int, planned: int) -> PackedLayer:
+    """Read and encode layer i. Raises CapacityError if it exceeds the planned bytes."""
+    image = encode_layer(loader.reader(stored, i)(), stored.n_parallel)
+    if len(image.block) > planned:
+        raise CapacityError(
+            f"layer {i} shrinks less than a sample of it",
+            need=format_size(len(image.block)),
+            have=f"{format_size(planned)} planned",
+            change="run offload-rt convert first, or use --link-format raw",
+        )
+    return image
+
+
+def _experts(
+    loader: Loader, runner: Runner, files: ExpertFiles, sizes: ExpertSizes, n_slots: int
+) -> ExpertCache:
+    """Create the cache of experts: slots on the device, and on a GPU machine a host tier.
+
+    The host tier holds all experts, or the most used experts if memory is too small.
+    """
+    view = partial(runner.format.view, dtype=runner.dtype)
+    streamer = runner.streamer
+    if not isinstance(streamer, CudaStreamer):
+        return ThreadExperts(sizes, n_slots, files.tier, view, streamer.meter, runner.trace)
+    if sizes.n_on_host < sizes.n_blocks:
+        pinned = PinnedExperts(sizes, files.tier, view, streamer.device, runner.trace, loader.cpus)
+        return TieredExperts(sizes, n_slots, pinned, view, streamer)
+    tier = loader.new_tier(register=True)
+    loader.fill(
+        {"host": tier},
+        [Block("host", i, tensors) for i, tensors in enumerate(files.records)],
+        lambda block: loader.reader(files.tier, block.i),
+    )
+    cache = CardExperts(sizes, n_slots, tier, view, streamer)
+    # The host's thread needs a copy of the format, which owns a scratch buffer. One thread remains
+    # for kernel launches.
+    host_view = partial(copy(runner.format).view, dtype=runner.dtype)
+    n_threads = max(torch.get_num_threads() - 1, 1)
+    host = HostExperts(tier, host_view, cache.copy_s, loader.device, n_threads, loader.cpus)
+    cache.host = loader.closes.enter_context(closing(host))
+    return cache

@@ -1,0 +1,122 @@
+"""Files of a checkpoint directory: configs, the index, and headers of shards."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offload_rt.config import LEFT_TO_THE_MODEL, SamplingParams
+from offload_rt.errors import CheckpointError, SettingsError
+from offload_rt.weights import gguf
+from offload_rt.weights.header import TensorRecord, read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HEADS = "medusa_lm_head.safetensors"
+_DAMAGED = "download it again"
+_WHOLE = "give the directory of a whole checkpoint"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises CheckpointError if the file is missing or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}", change=_WHOLE) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error})", change=_DAMAGED) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object", change=_DAMAGED)
+    return content
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the config of a directory or GGUF file; raises as `read_json` or `read_gguf`."""
+    is_gguf = path.suffix == gguf.SUFFIX
+    return gguf.read_gguf(path)[0] if is_gguf else read_json(path / "config.json")
+
+
+def tensors_of(directory: Path) -> dict[str, TensorRecord]:
+    """Return the tensors of a checkpoint by name, from a single file or all shards of the index.
+
+    Raises CheckpointError if there are none, or a file is damaged.
+    """
+    if (directory / INDEX).exists():
+        return _sharded(directory)
+    for name in (SINGLE, HEADS):
+        if (directory / name).exists():
+            return read_header(directory / name)
+    unsupported = sorted(
+        path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf")
+    )
+    raise CheckpointError(
+        f"{directory} has no safetensors weights",
+        need=f"{SINGLE} or {INDEX}",
+        have=", ".join(unsupported[:3]) or "no weights at all",
+        change=f"{_WHOLE}, or convert this one with transformers' save_pretrained",
+    )
+
+
+def shard_names(directory: Path) -> dict[str, str]:
+    """Return the shard of each tensor by the index; raises CheckpointError if damaged."""
+    shards = read_json(directory / INDEX).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise CheckpointError(f"{INDEX} has no weight_map", change=_DAMAGED)
+    for name, shard in shards.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(
+                f"{INDEX}: {shard!r}, given for {name!r}, is no file name", change=_DAMAGED
+            )
+    return shards
+
+
+def _sharded(directory: Path) -> dict[str, TensorRecord]:
+    shards = shard_names(directory)
+    tensors = dict[str, TensorRecord]()
+    for shard in sorted(set(shards.values())):
+        if not (directory / shard).exists():
+            raise CheckpointError(f"shard {shard} is missing", change=_DAMAGED)
+        tensors |= {
+            name: record
+            for name, record in read_header(directory / shard).items()
+            if shards.get(name) == shard
+        }
+    missing = sorted(set(shards) - set(tensors))
+    if missing:
+        problem = f"the index says {missing[0]!r} is in {shards[missing[0]]}, but it is not"
+        raise CheckpointError(problem, change=_DAMAGED)
+    return tensors
+
+
+def end_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """Return the token ids that end a text.
+
+    generation_config.json takes precedence over the config of the model.
+    """
+    file = path / "generation_config.json"
+    for source in (read_json(file) if file.exists() else {}, config):
+        ids = source.get("eos_token_id")
+        if ids is not None and ids != []:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def sampling_defaults(path: Path) -> SamplingParams:
+    """Return the sampling settings of generation_config.json; None for absent settings.
+
+    As in transformers, sampling is greedy without `do_sample`.
+    Raises CheckpointError for invalid settings.
+    """
+    file = path / "generation_config.json"
+    raw = read_json(file) if file.exists() else {}
+    given = {name: raw[name] for name in LEFT_TO_THE_MODEL if raw.get(name) is not None}
+    if raw.get("do_sample"):
+        given.setdefault("temperature", 1.0)
+    else:
+        given.pop("temperature", None)
+    try:
+        return SamplingParams(**given)
+    except SettingsError as error:
+        raise CheckpointError(
+            f"{file}: {error.problem}", need=error.need, change="mend it"
+        ) from error

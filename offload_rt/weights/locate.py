@@ -1,0 +1,205 @@
+"""Local paths of checkpoints, fetched from the Hugging Face hub if necessary."""
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from offload_rt.config import EngineConfig
+from offload_rt.errors import CheckpointError
+from offload_rt.models.families import spec_of
+from offload_rt.models.heads import head_kind
+from offload_rt.weights import gguf
+from offload_rt.weights.files import (
+    HEADS,
+    INDEX,
+    SINGLE,
+    read_config,
+    read_json,
+    shard_names,
+    tensors_of,
+)
+from offload_rt.weights.formats import format_of
+from offload_rt.weights.header import TensorRecord
+
+# Files fetched from the hub before the weight files are known.
+_ABOUT = (
+    INDEX, "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+
+
+def locate(
+    model: str, revision: str | None = None, offline: bool = False, has_weights: bool = True
+) -> Path:
+    """Return the directory or GGUF file of a checkpoint, after fetching it from the hub if needed.
+
+    has_weights  False to skip the weights
+    Only weights in the index are fetched, after a check of the config.
+    Raises CheckpointError without a checkpoint, UnsupportedModelError for an unsupported config.
+    """
+    path = local_path(model)
+    if path is None:
+        about = _fetch_about(model, revision, offline)
+        if not has_weights:
+            return about
+        return _snapshot(model, about.name, offline, (*_ABOUT, *_weight_files(about)))
+    if path.suffix == gguf.SUFFIX and path.is_file():
+        return gguf.parts(path)[0]
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{model} is a file", change="give the directory of a checkpoint that it lies in"
+        )
+    has_safetensors = (path / INDEX).exists() or (path / SINGLE).exists()
+    return path if has_safetensors else _only_gguf(path) or path
+
+
+def check_paths(config: EngineConfig) -> None:
+    """Raise CheckpointError if a model is a path without a file; ignores hub ids.
+
+    Under torchrun, ranks connect first, so that every rank receives the error.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    for model in filter(None, (config.model, config.draft_model)):
+        local_path(model)
+
+
+def is_here(model: str, revision: str | None = None) -> bool:
+    """Return whether a model is complete without the hub; raises for an unsupported config."""
+    try:
+        return local_path(model) is not None or bool(
+            tensors_of(locate(model, revision, offline=True))
+        )
+    except CheckpointError:
+        return False
+
+
+def find_config(model: str, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
+    """Return a model's config without its weights.
+
+    model  a config.json, a GGUF file, a directory, or a hub id
+    Raises CheckpointError without a config.
+    """
+    path = local_path(model)
+    if path is not None:
+        is_checkpoint = path.is_dir() or path.suffix == gguf.SUFFIX
+        return read_config(locate(model)) if is_checkpoint else read_json(path)
+    if model.endswith(".json") or "/" not in model:
+        raise CheckpointError(
+            f"no model called {model}",
+            need="a config.json, its directory, or a hub id like org/name",
+            change="give one of these, or the name of a shape that is built in",
+        )
+    return read_config(_snapshot(model, revision, offline, ("config.json",)))
+
+
+def hub_headers(model: str, revision: str | None, offline: bool) -> dict[str, TensorRecord]:
+    """Return the tensors of a hub checkpoint by name, from headers only; raises CheckpointError."""
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi()
+    fetch = partial(api.get_safetensors_metadata, model, revision=revision)
+    metadata = _from_hub(model, offline, fetch)
+    return {
+        name: TensorRecord(
+            name,
+            tensor.dtype,
+            tuple(tensor.shape),
+            Path(file),
+            tensor.data_offsets[0],
+            tensor.data_offsets[1],
+            name,
+        )
+        for file, header in metadata.files_metadata.items()
+        for name, tensor in header.tensors.items()
+    }
+
+
+def local_path(model: str) -> Path | None:
+    """Return the file or directory `model`, or None if it may be a hub id.
+
+    Raises CheckpointError for a path without a file.
+    """
+    advice = "give the directory of a checkpoint, or a hub id like org/name"
+    try:
+        path = Path(model).expanduser()
+        if path.exists():
+            return path
+    # a name too long, a folder without permission, an unknown home
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{model}: {error}", change=advice) from error
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise CheckpointError(f"no model called {model}: no such directory", change=advice)
+    return None
+
+
+def _fetch_about(model: str, revision: str | None, offline: bool) -> Path:
+    """Fetch all files except the weights, and check the config."""
+    directory = _snapshot(model, revision, offline, _ABOUT)
+    config = read_config(directory)
+    format_of(config.pop("quantization_config", None))
+    if head_kind(config) is None:
+        spec_of(config)
+    return directory
+
+
+def _snapshot(model: str, revision: str | None, offline: bool, files: Iterable[str]) -> Path:
+    """Fetch missing files from the hub; return their directory, which has a config.json."""
+    import huggingface_hub  # not at the top: checkpoints in directories need none
+
+    fetch = partial(
+        huggingface_hub.snapshot_download,
+        model,
+        allow_patterns=list(files),
+        local_files_only=offline,
+    )
+    directory = Path(_from_hub(model, offline, partial(fetch, revision=revision)))
+    if not (directory / "config.json").exists():
+        change = "take one of safetensors weights, or download a GGUF file of it and give its path"
+        raise CheckpointError(f"{model} has no config.json on the hub", change=change)
+    return directory
+
+
+def _weight_files(directory: Path) -> set[str]:
+    """Return the names of the weight files, by the index if it exists."""
+    if (directory / INDEX).exists():
+        return set(shard_names(directory).values())
+    return {SINGLE, HEADS}
+
+
+def _only_gguf(directory: Path) -> Path | None:
+    """Return the first part of the only GGUF file, or None; raises CheckpointError for several."""
+    files = sorted({gguf.parts(path)[0] for path in directory.glob(f"*{gguf.SUFFIX}")})
+    if len(files) > 1:
+        have = ", ".join(path.name for path in files[:3])
+        raise CheckpointError(
+            f"{directory} has {len(files)} GGUF files", have=have, change="give one of them"
+        )
+    return files[0] if files else None
+
+
+def _from_hub(model: str, offline: bool, fetch: Callable[[], Any]) -> Any:
+    """Return the result of a hub request; raises CheckpointError with a single sentence."""
+    from huggingface_hub.errors import GatedRepoError
+
+    try:
+        return fetch()
+    except GatedRepoError as error:
+        problem = f"{model} is gated on the hub"
+        raise CheckpointError(problem, change="accept its terms there and set HF_TOKEN") from error
+    except Exception as error:  # the client also raises errors of its HTTP library
+        if offline:
+            problem = f"{model} is no directory and not in the hub cache as a whole"
+            change = "leave out --offline"
+            raise CheckpointError(problem, change=change) from error
+        raise CheckpointError(
+            f"{model} is no directory and could not be fetched from the hub"
+            f" ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})",
+            change=(
+                "check the name, or give the directory of a checkpoint; a private one needs"
+                " HF_TOKEN"
+            ),
+        ) from error

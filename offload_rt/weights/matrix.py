@@ -1,0 +1,134 @@
+"""Quantised matrices: stored tensors and parameters, dequantised just before a product."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from offload_rt.dtypes import DType
+from offload_rt.packing import REFERENCE_NBYTES, Order, Packing
+from offload_rt.weights.source import StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from offload_rt.ops.dequantize import CodedMatrix, Weight, ZeroCodes
+
+
+@dataclass(frozen=True)
+class Matrix(ABC):
+    """Matrix of a module, shape (n_out, n_in), in one or several tensors of a block."""
+
+    shape: tuple[int, int]
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """All tensors, named by module and part."""
+
+    @abstractmethod
+    def weight(self, tensors: Mapping[str, Tensor]) -> Weight:
+        """Return the argument of `ops.linear`, given the tensors of a block by name."""
+
+    def scratch_nbytes(self, dtype: DType) -> int:
+        """Return the bytes of the matrix dequantised to `dtype` and of the reference's buffers."""
+        return math.prod(self.shape) * dtype.itemsize + REFERENCE_NBYTES
+
+
+@dataclass(frozen=True)
+class ZeroPoints:
+    """Zero points, packed in `order`, as a matrix of the shape of the scales.
+
+    plus  added to the codes, modulo 2^bits
+    """
+
+    tensor: StoredTensor
+    order: Order
+    plus: int = 0
+
+    def codes(self, tensors: Mapping[str, Tensor]) -> ZeroCodes:
+        """Return the argument of `CodedMatrix`."""
+        from offload_rt.ops.dequantize import ZeroCodes
+
+        return ZeroCodes(tensors[self.tensor.name], self.order, self.plus)
+
+
+@dataclass(frozen=True)
+class NestedScales:
+    """Quantised scales: table[code] * (scale of each `block` of codes) + `offset`, in float32.
+
+    first  for a slice of a matrix, index of its first scale among the scales of the matrix
+    """
+
+    scales: StoredTensor
+    table: StoredTensor
+    block: int
+    offset: float
+    first: int = 0
+
+    def decode(self, codes: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the scales (n,) float32 of codes (n,) uint8."""
+        stop = self.first + codes.numel()
+        outer = tensors[self.scales.name][self.first // self.block : -(-stop // self.block)]
+        spread = outer.repeat_interleave(self.block)[self.first % self.block :][: codes.numel()]
+        return tensors[self.table.name][codes.int()] * spread + self.offset
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix(Matrix):
+    """Codes and scales. Packing orders `columns` and `awq` store the transpose.
+
+    groups   group index of each input, instead of consecutive groups
+    product  dtype of code * scale; None for the dtype of the scales
+    """
+
+    codes: StoredTensor
+    packing: Packing
+    scales: StoredTensor
+    zeros: ZeroPoints | None = None
+    groups: StoredTensor | None = None
+    product: DType | None = None
+    nested: NestedScales | None = None
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """See `Matrix.tensors`."""
+        zeros = None if self.zeros is None else self.zeros.tensor
+        nested = () if self.nested is None else (self.nested.scales, self.nested.table)
+        parts = (self.codes, self.scales, zeros, self.groups, *nested)
+        return tuple(part for part in parts if part is not None)
+
+    @cached_property
+    def _stored_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the codes and of the scales."""
+        shape = self.shape[::-1] if self.packing.is_transposed else self.shape
+        grid = tuple(-(-n // size) for n, size in zip(shape, self.packing.block, strict=True))
+        return self.packing.code_shape(*shape), grid
+
+    def weight(self, tensors: Mapping[str, Tensor]) -> CodedMatrix:
+        """See `Matrix.weight`."""
+        import torch  # not at the top: a plan computes nothing
+
+        from offload_rt.ops.dequantize import POWERS_OF_TWO, CodedMatrix
+
+        words, grid = self._stored_shapes
+        scales = tensors[self.scales.name]
+        if self.nested is not None:
+            scales = self.nested.decode(scales, tensors)
+        if self.product is not None:
+            product = self.product.torch
+        else:
+            product = torch.float32 if scales.dtype in POWERS_OF_TWO else scales.dtype
+        return CodedMatrix(
+            self.shape,
+            self.packing,
+            tensors[self.codes.name].view(words),
+            scales.view(grid),
+            None if self.zeros is None else self.zeros.codes(tensors),
+            None if self.groups is None else tensors[self.groups.name],
+            product,
+        )

@@ -1,0 +1,101 @@
+"""Weights of a block, read in place: plain tensors and quantised matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from offload_rt.models.architecture import LayerWeights
+from offload_rt.weights.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from offload_rt.ops.dequantize import Weight
+
+
+class _Tensors(dict[str, "Tensor"]):
+    """Tensors of a block, created at first use: a mixture has hundreds."""
+
+    def __init__(self, layout: Layout, block: Tensor) -> None:
+        super().__init__()
+        self._entries = layout.by_name
+        self._block = block
+
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = made = self._entries[name].view(self._block)
+        return made
+
+
+class View(LayerWeights):
+    """Weights of a layer, see `WeightFormat.view`; other dtypes are converted at each use."""
+
+    def __init__(
+        self, layout: Layout, block: Tensor, dtype: torch.dtype, is_batch_invariant: bool = False
+    ) -> None:
+        self._tensors = _Tensors(layout, block)
+        self.layout = layout
+        self.block = block
+        self._dtype = dtype
+        self._is_batch_invariant = is_batch_invariant
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `LayerWeights.dtype`."""
+        return self._dtype
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """See `LayerWeights.tensor`."""
+        return self._tensors[name].to(dtype or self._dtype)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """See `LayerWeights.linear`."""
+        from offload_rt.ops.linear import linear  # not at the top: a plan computes nothing
+
+        key = f"{name}.bias"
+        bias = self._tensors[key].to(self._dtype) if key in self.layout.by_name else None
+        return linear(x, self._weight(name), bias, self._is_batch_invariant)
+
+    def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
+        """See `LayerWeights.linears`; a single product on a GPU, to save launches, if possible."""
+        import torch
+        from torch.nn.functional import linear
+
+        weight = self.fused(names) if x.is_cuda else None
+        bias = self.fused(names, "bias") if weight is not None else None
+        if weight is None or (
+            bias is None and any(f"{name}.bias" in self.layout.by_name for name in names)
+        ):
+            return tuple(map(self.linear, repeat(x), names))
+        widths = [len(self._tensors[f"{name}.weight"]) for name in names]
+        return tuple(torch.split(linear(x, weight, bias), widths, dim=1))
+
+    def fused(self, names: Sequence[str], part: str = "weight") -> Tensor | None:
+        """See `LayerWeights.fused`, for the tensors `<name>.<part>` in the compute dtype."""
+        entry = self.layout.fused([f"{name}.{part}" for name in names])
+        if entry is None or entry.dtype.torch != self._dtype:
+            return None
+        return entry.view(self.block)
+
+    def rows(self, ids: Tensor, name: str) -> Tensor:
+        """See `LayerWeights.rows`; dequantises only these rows if the matrix is stored by rows."""
+        import torch
+        from torch.nn.functional import embedding
+
+        from offload_rt.ops.dequantize import TinygemmMatrix
+        from offload_rt.ops.linear import dequantize
+
+        weight = self._weight(name)
+        if isinstance(weight, torch.Tensor):
+            return embedding(ids, weight).to(self._dtype)
+        assert not isinstance(weight, TinygemmMatrix), "copies of layers contain no tables"
+        out = torch.empty(len(ids) * weight.shape[1], dtype=self._dtype, device=ids.device)
+        return dequantize(weight, out, ids)
+
+    def _weight(self, name: str) -> Weight:
+        matrix = self.layout.matrices.get(name)
+        if matrix is None:
+            return self._tensors[f"{name}.weight"]
+        return matrix.weight(self._tensors)

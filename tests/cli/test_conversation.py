@@ -1,0 +1,107 @@
+"""Commands of a conversation and the Markdown blocks of its answers."""
+
+import pytest
+
+from offload_rt.cli.conversation import COMMANDS, Conversation
+from offload_rt.cli.terminal import split_blocks
+from offload_rt.config import SamplingParams
+from offload_rt.errors import OffloadError
+
+
+@pytest.fixture
+def conversation() -> Conversation:
+    started = Conversation(SamplingParams(), "Be brief.")
+    for question, answer in (("a", "1"), ("b", "2")):
+        started.add_answer(started.ask(question), answer)
+    return started
+
+
+def test_undo_and_regenerate_remove_the_last_turn(conversation):
+    assert [turn["content"] for turn in conversation.regenerate()] == ["a", "1", "b"]
+    assert conversation.run("/undo") == "1 messages left"
+    assert [turn["content"] for turn in conversation.messages] == ["a", "1"]
+    conversation.run("/undo")
+    assert conversation.run("/undo") == "the conversation is empty"
+    with pytest.raises(OffloadError, match="no answer"):
+        conversation.regenerate()
+
+
+def test_saved_conversation_is_loaded_again(conversation, tmp_path):
+    path = tmp_path / "my chat.json"
+    assert conversation.run(f"/save {path}") == f"saved 4 messages to {path}"
+    other = Conversation(SamplingParams())
+    assert other.run(f"/load {path}") == "loaded 4 messages"
+    assert (other.messages, other.system) == (conversation.messages, "Be brief.")
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '{"version": 1}', '{"version": 2, "messages": [], "system": null}']
+)
+def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path, content):
+    (tmp_path / "x").write_text(content)
+    before = list(conversation.messages)
+    with pytest.raises(OffloadError, match="not a saved conversation"):
+        conversation.run(f"/load {tmp_path / 'x'}")
+    assert conversation.messages == before
+
+
+def test_attached_file_precedes_the_next_message_only(conversation, tmp_path):
+    (tmp_path / "code.md").write_text("```\nx\n```")
+    conversation.run(f"/file {tmp_path / 'code.md'}")
+    asked = conversation.ask("Explain")
+    assert asked[-1]["content"] == "code.md:\n````\n```\nx\n```\n````\n\nExplain"
+    conversation.add_answer(asked, "3")
+    assert conversation.ask("And?")[-1]["content"] == "And?"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/file", "needs a path"),
+        ("/file /nowhere", "cannot be read"),
+        ("/file .", "cannot be read"),
+        ("/save /nowhere/x", "cannot be written"),
+        ("/set colour 1", "not a sampling parameter"),
+        ("/set temperature warm", "a value of temperature"),
+        ("/set top_p 2", "above 0 and at most 1"),
+        ("/nothing", "not a command"),
+    ],
+)
+def test_wrong_command_is_reported_in_one_sentence(conversation, line, message):
+    with pytest.raises(OffloadError, match=message) as raised:
+        conversation.run(line)
+    assert "\n" not in str(raised.value)
+
+
+def test_parameters_are_set_and_shown(conversation):
+    assert conversation.run("/set") == "defaults"
+    conversation.run("/set temperature 0.7")
+    conversation.run("/set --top-k 5")
+    conversation.run("/set stop END")
+    conversation.run("/set ignore_eos true")
+    assert conversation.params == SamplingParams(
+        temperature=0.7, top_k=5, stop=("END",), ignore_eos=True
+    )
+    assert "temperature 0.7" in conversation.run("/set")
+    conversation.run("/set temperature none")
+    assert conversation.params.temperature is None
+
+
+def test_help_lists_every_command(conversation):
+    text = conversation.run("/help")
+    assert [line.split()[0] for line in text.splitlines()] == list(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "done"),
+    [
+        ("one\ntwo\n", ""),
+        ("one\n\ntwo\n", "one\n\n"),
+        ("```py\na\n\nb\n", ""),
+        ("```py\na\n\nb\n```\nrest", "```py\na\n\nb\n```\n"),
+        ("````\n```\n\n````\n", "````\n```\n\n````\n"),
+        ("one\n\n```\nx\n\n", "one\n\n"),
+    ],
+)
+def test_blocks_end_at_blank_lines_and_fences(text, done):
+    assert split_blocks(text) == (done, text[len(done) :])

@@ -1,0 +1,69 @@
+"""`offload-rt doctor` names each missing part and its fix."""
+
+import json
+
+import pytest
+import torch
+
+from offload_rt.cli import doctor
+from offload_rt.ops import cpu
+from offload_rt.system import machine
+from offload_rt.system.disk_rate import measure_disk_gbps
+
+
+def run(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
+    assert doctor.main(["--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    return {check["name"]: check for check in checks}
+
+
+@pytest.fixture(autouse=True)
+def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "measure_disk_gbps", lambda _: 3.0)
+
+
+def test_complete_machine_needs_no_fix(capsys, monkeypatch):
+    monkeypatch.setattr(machine, "cards", list)
+    monkeypatch.setattr(machine, "memory_free", machine.memory_limit)
+    assert doctor.main([]) == 0
+    out = capsys.readouterr().out
+    assert "disk          " in out and "reads 3.00 GB/s" in out
+    assert "CPU kernels   built" in out and "GPU           none" in out
+    assert out.endswith("nothing to fix\n")
+
+
+def test_missing_compiler_and_slow_disk_have_a_fix(capsys, monkeypatch):
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: None)
+    monkeypatch.setattr(doctor, "measure_disk_gbps", lambda _: 0.1)
+    monkeypatch.setattr(machine, "memory_free", lambda: 1)
+    checks = run(capsys)
+    assert "apt install g++" in checks["CPU kernels"]["fix"]
+    assert "faster disk" in checks["disk"]["fix"]
+    assert "close other programs" in checks["memory"]["fix"]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "fix"), [(None, "--index-url"), ("13.0", "install a driver for CUDA 13.0")]
+)
+def test_gpu_without_working_torch_has_a_fix(cuda, fix, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "cards", lambda: ["NVIDIA GeForce RTX 4090"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    checks = run(capsys)
+    assert checks["GPU"]["value"] == "NVIDIA GeForce RTX 4090"
+    assert fix in checks["CUDA"]["fix"]
+
+
+def test_unwritable_cache_folder_has_a_fix(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "XDG_CACHE_HOME" in run(capsys)["disk"]["fix"]
+
+
+def test_disk_rate_is_none_without_a_writable_folder(tmp_path):
+    assert measure_disk_gbps(tmp_path / "missing") is None
+    assert list(tmp_path.iterdir()) == []
+    rate = measure_disk_gbps(tmp_path)
+    assert rate is None or rate > 0
+    assert list(tmp_path.iterdir()) == []

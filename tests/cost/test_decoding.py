@@ -1,0 +1,98 @@
+"""Predicted decoding speed: draft time of trees, growing contexts, and published measurements."""
+
+import numpy as np
+import pytest
+
+from offload_rt.config import EngineConfig
+from offload_rt.cost.decoding import PairTimes, predict_decoding
+from offload_rt.cost.estimator import CostEstimator
+from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes
+from offload_rt.dtypes import DType
+from offload_rt.engine.memory_plan import Sizes
+from offload_rt.models.families import spec_of
+from offload_rt.planning.acceptance import PRESETS, power_law
+from offload_rt.planning.forecast import Machine, PlanRequest, predict
+from offload_rt.planning.hardware import find_card
+from offload_rt.planning.known_models import KNOWN
+from offload_rt.tree.search import expected_tokens, search
+from offload_rt.tree.topology import Topology
+
+
+def estimator(
+    target: ComputeTimes, moved: PassBytes, links: tuple[tuple[str, float], ...] = ()
+) -> CostEstimator:
+    return CostEstimator(MachineProfile("assumed", False, links, 1.0, 0.01, target), moved)
+
+
+def test_draft_time_is_a_draft_pass_per_level():
+    topology = search(np.array([0.6, 0.2, 0.1]), 24, 6).topology(24, 6)
+    target = ComputeTimes((1,), (0,), ((1.0,),))
+    n_passes = topology.depths.max()
+    for level_s in (0.0, 0.005):
+        times = PairTimes(target, ComputeTimes((1,), (0,), ((0.02,),)), level_s)
+        assert times.draft_s(topology, 100) == pytest.approx((0.02 + level_s) * n_passes)
+        assert times.draft_s(Topology.chain(1), 100) == 0.0
+    # Widths of the levels with children: 1, then 2.
+    by_width = PairTimes(target, ComputeTimes((1, 2), (0,), ((0.1, 0.3),)))
+    parents = np.array([-1, 0, 0, 1, 2])
+    assert by_width.draft_s(Topology(parents), 0) == pytest.approx(0.1 + 0.3)
+    assert PairTimes(target).draft_s(Topology(parents), 0) == 0.0
+
+
+def test_mean_pass_time_follows_the_growing_context():
+    acceptance = np.array([0.6, 0.2, 0.1])
+    topology = search(acceptance, 24, 6).topology(24, 6)
+    target = ComputeTimes((1, 64), (0, 4096), ((0.1, 1.0), (0.2, 2.0)))
+    times = PairTimes(target, ComputeTimes((1,), (0,), ((0.02,),)))
+    cost = estimator(target, PassBytes((), 0))
+    decoding = predict_decoding(cost, times, topology, acceptance, 100, 1000)
+    assert decoding.tokens_per_pass == expected_tokens(topology, acceptance)
+    # Without a link, a pass takes compute, drafting and the fixed time.
+    n_rows = np.array([len(topology)])
+    ends = [float(target.at(n_rows, n)[0]) + times.draft_s(topology, n) + 0.01 for n in (100, 1100)]
+    assert decoding.pass_s == pytest.approx(sum(ends) / 2, rel=0.01)
+    assert ends[1] > 1.1 * ends[0]
+    assert decoding.seconds_per_token == decoding.pass_s / decoding.tokens_per_pass
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
+def test_presets_reproduce_published_tokens_per_pass(preset):
+    table = search(power_law(preset.power), preset.n_nodes, preset.n_levels)
+    assert table.values[preset.n_nodes, preset.n_levels] == pytest.approx(
+        preset.tokens_per_pass, abs=0.005
+    )
+
+
+# Seconds per token on an L40 in Sequoia (Chen et al. 2024): with a tree, and without.
+SEQUOIA = {
+    "llama2-70b-chat": (0.66, 5.65),
+    "llama2-70b-chat-0.6": (0.68, 5.65),
+    "llama3-70b-instruct": (0.60, 5.7),
+}
+
+
+@pytest.mark.parametrize("name", SEQUOIA)
+def test_sequoia_without_prefetch_is_predicted_within_a_fifth(name):
+    """Sequoia streams all layers, starting after drafting.
+
+    The prediction omits seven copies per layer, a device-wide wait after each, and Python time.
+    """
+    preset = next(preset for preset in PRESETS if preset.name == name)
+    card = Machine.with_card(find_card("l40"), 256 * 10**9, 7.0)
+    config = EngineConfig(
+        *preset.pair, drafter="static_tree", tree_size=preset.n_nodes,
+        tree_depth=preset.n_levels, max_model_len=1024,
+    )  # fmt: skip
+    target, draft = (Sizes.of_spec(spec_of(KNOWN[pair]), DType.FLOAT16) for pair in preset.pair)
+    ours = predict(PlanRequest(config, (target, draft), preset.assumed, 128, 128), card)
+    times = card.costs(target, draft, ours.memory_plan.plan)
+    moved = PassBytes((("host", sum(target.layer_nbytes)),), 0, ahead=0)
+    cost = estimator(times.target, moved, card.links)
+    tree, plain = (
+        predict_decoding(cost, times, topology, preset.assumed.by_rank, 128, 128).seconds_per_token
+        for topology in (ours.topology, Topology.chain(1))
+    )
+    published, published_plain = SEQUOIA[name]
+    assert 0.8 * published < tree < published
+    assert plain == pytest.approx(published_plain, rel=0.04)
+    assert ours.run.seconds_per_token < tree

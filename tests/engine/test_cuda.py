@@ -1,0 +1,491 @@
+"""The whole engine on CUDA: on a real device if available, otherwise on `fake_gpu`."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from support.experts import open_touched
+from support.fake_gpu import FakeCopyDevice, FakeCudaTensor, fake_gpu, record_graph
+from support.tiny import (
+    CASES,
+    feed,
+    generate,
+    keep_steady,
+    least_streaming,
+    prefill,
+    prompt_of,
+    random_tree,
+)
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig
+from offload_rt.engine import builder, loader, profile
+from offload_rt.engine import device as engine_device
+from offload_rt.engine.memory_plan import DRIVER, READ_BUFFERS
+from offload_rt.errors import CapacityError, LinkError, NumericsError
+from offload_rt.executor.cuda_graphs import CudaCapture, GraphPass
+from offload_rt.executor.sequence import Sequence
+from offload_rt.offload import memory
+from offload_rt.offload.memory import MemoryTier
+from offload_rt.ops import extension
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch):
+    """Make tree sizes independent of the clock and of earlier tests."""
+    keep_steady(monkeypatch)
+
+
+@pytest.fixture(params=["pretended", pytest.param("real", marks=pytest.mark.cuda)])
+def card(request, monkeypatch) -> Callable[..., AbstractContextManager[None]]:
+    """Return a context manager for a device, which optionally refuses to pin memory."""
+    if request.param == "pretended":
+        yield lambda pins=True: fake_gpu(monkeypatch, pins=pins)
+        return
+
+    def real(pins: bool = True) -> AbstractContextManager[None]:
+        if not pins:
+            monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *_: 1)
+        return nullcontext()
+
+    yield real
+
+
+def on_card(directory, **settings):
+    return LLM(str(directory), **{"device": "cuda", "max_model_len": 128} | settings)
+
+
+def little(directory):
+    """A budget that leaves room for two slots and two layers."""
+    with LLM.open(
+        EngineConfig(str(directory), device="cuda", max_model_len=128, drafter="none")
+    ) as unloaded:
+        return unloaded.plan.reserved.total + 4 * unloaded.plan.slot_nbytes
+
+
+def least_on_host(directory):
+    """A budget of the host that leaves room for one layer on its way from the disk."""
+    with LLM.open(
+        EngineConfig(str(directory), device="cuda", max_model_len=128, drafter="none")
+    ) as unloaded:
+        return READ_BUFFERS + unloaded.plan.slot_nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("llama", "device"), ("qwen2-window", "device"), ("qwen3", "device"), ("llama", "host"),
+        ("mistral", "host"),
+        ("qwen3-window", "disk"), ("qwen2", "disk"), ("llama-dynamic", "unpinned"),
+    ],
+)  # fmt: skip
+def test_greedy_tokens_equal_transformers(zoo, card, name, where):
+    directory = zoo.directory(name, 0)
+    with card(pins=where != "unpinned"):
+        budget = {} if where == "device" else {"device_memory": little(directory)}
+        if where == "disk":
+            budget["host_memory"] = least_on_host(directory)
+        with on_card(directory, drafter="none", **budget) as llm:
+            assert set(llm.plan.tiers) == {"device", {"unpinned": "host"}.get(where, where)}
+            got = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=12))[0].token_ids
+    assert got == zoo.greedy(name, 0)[:12]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [
+        ("none", "match"), ("ngram", "match"), ("dynamic_tree", "match"),
+        ("adaptive_tree", "coupled"),
+        ("static_tree", "traversal"), ("static_tree", "sequoia"), ("static_tree", "specinfer"),
+        ("static_tree", "match"),
+    ],
+)  # fmt: skip
+def test_every_drafter_and_rule_runs_on_cuda(zoo, card, drafter, rule):
+    """Two prompts in turn, since graphs of the first prompt end with it; then both at once."""
+    pair = zoo.pair("llama", 0)
+    size = {} if drafter == "none" else {"tree_size": 24}
+    with card(), on_card(pair.target, **size, **pair.settings(drafter, rule)) as llm:
+        params = SamplingParams(max_new_tokens=6)
+        found = [llm.generate(prompt_of(seed), params)[0].token_ids for seed in (0, 1)]
+        is_sampled = llm.generate(
+            [prompt_of(0), prompt_of(1)], SamplingParams(max_new_tokens=4, temperature=0.8, seed=1)
+        )
+    assert found == [generate(pair.model, prompt_of(seed), 6) for seed in (0, 1)]
+    assert [len(one.token_ids) for one in is_sampled] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "host"),
+    [
+        ("qwen3_moe", {}),
+        ("deepseek_v3", {"host_memory": READ_BUFFERS + (1 << 19)}),
+        ("qwen3_next", {}),
+    ],
+)
+def test_trees_of_general_models_run_on_cuda(mixture_of, card, monkeypatch, kind, host):
+    """Slots for four experts, with and without host experts; states of delta nets."""
+    monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
+    model, folder = mixture_of(kind)
+    settings = {"device": "cuda", "drafter": "recycle", "tree_size": 8, "max_model_len": 128}
+    with card(), open_touched(folder, 4, **settings, **host) as llm:
+        assert (llm.plan.pass_bytes.disk_experts is not None) == bool(host)
+        text = llm.generate(prompt_of(0, 15, 150), SamplingParams(max_new_tokens=8))[0].token_ids
+    assert text == generate(model, prompt_of(0, 15, 150), 8)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
+def test_kernel_logits_differ_only_by_rounding(tmp_path, card, heads):
+    """Prompt, trees and captured passes in bfloat16 with heads of 64 columns."""
+    n_heads, n_kv_heads = heads
+    sizes = {"head_dim": 64, "num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads}
+    model = CASES["llama"].build(0, **sizes)
+    model.save_pretrained(tmp_path)
+    exact, rounded = (
+        [one.cpu().float() for one in logits_on("cpu", tmp_path, dtype)]
+        for dtype in ("float32", "bfloat16")
+    )
+    with card():
+        found = [one.cpu().float() for one in logits_on("cuda", tmp_path, "bfloat16")]
+    for mine, its, probs in zip(found, rounded, exact, strict=True):
+        assert (mine - probs).abs().mean() < 1.5 * (its - probs).abs().mean() + 1e-3
+
+
+def test_draft_levels_are_timed_as_graph_replays(zoo, card, monkeypatch):
+    """Before a run of several ranks is planned; nothing stays on the card."""
+    pair = zoo.pair("llama", 0)
+    made = []
+    settings = {"device": "cuda", "max_model_len": 128, **pair.settings("adaptive_tree")}
+    runner = loader.Loader.runner
+    monkeypatch.setattr(
+        loader.Loader, "runner", lambda *given: made.append(runner(*given)) or made[-1]
+    )
+    replays = []
+    replay = profile._seconds_replayed
+    monkeypatch.setattr(
+        profile, "_seconds_replayed", lambda *given: replays.append(given) or replay(*given)
+    )
+    with card(), LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
+        assert 0 < unloaded.spec.draft.level_seconds(5) < 60
+    assert len(replays) == 3
+    gone = weakref.ref(made.pop())
+    replays.clear()
+    assert gone() is None
+
+
+def test_close_releases_cuda_graphs(zoo, card):
+    """At once, not when Python looks for circles: it holds the weights."""
+    pair = zoo.pair("llama", 0)
+    gc.collect()
+    gc.disable()
+    try:
+        with (
+            card(),
+            on_card(pair.target, tree_size=8, **pair.settings("static_tree", "sequoia")) as llm,
+        ):
+            llm.generate(prompt_of(0), SamplingParams(max_new_tokens=8))
+            held = [weakref.ref(runner) for runner in (llm.engine.runner, llm.engine.draft)]
+        del llm
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_close_releases_host_memory(zoo, card):
+    """Immediately, including streamed layers, which threads have used."""
+    directory = zoo.directory("llama", 0)
+    gc.collect()
+    gc.disable()
+    try:
+        with card(), on_card(directory, drafter="none", device_memory=little(directory)) as llm:
+            llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
+            tiers = {
+                tier
+                for tier in llm.engine.runner.streamer._sources.streamed
+                if isinstance(tier, MemoryTier)
+            }
+            held = [weakref.ref(image.block) for tier in tiers for image in tier._images.values()]
+            del tiers
+        del llm
+        assert held and not any(one() for one in held)
+    finally:
+        gc.enable()
+
+
+def test_memory_cap_ends_with_the_engine(zoo, card):
+    directory = zoo.directory("llama", 0)
+    with card():
+        before = torch.cuda.get_per_process_memory_fraction()
+        with on_card(directory, drafter="none", device_memory=little(directory)):
+            assert torch.cuda.get_per_process_memory_fraction() < before
+        assert torch.cuda.get_per_process_memory_fraction() == before
+
+
+def test_budget_is_compared_with_free_memory(zoo, monkeypatch):
+    """Another process may have most of a card, and the driver loads modules after planning."""
+    directory = zoo.directory("llama", 0)
+    free = 1 << 30
+    with fake_gpu(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 4 << 30))
+        with LLM.open(
+            EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER)
+        ) as unloaded:
+            assert unloaded.plan.budget.device == free - DRIVER
+        with pytest.raises(CapacityError, match="--device-memory is more than there is"):
+            LLM.open(EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER + 1))
+
+
+def test_matrix_products_accumulate_in_float32_while_open(zoo, card):
+    directory = zoo.directory("llama", 0)
+    products = torch.backends.cuda.matmul
+
+    def allowed():
+        return (
+            products.allow_bf16_reduced_precision_reduction,
+            products.allow_fp16_reduced_precision_reduction,
+        )
+
+    with card():
+        before = allowed()
+        with on_card(directory, drafter="none", device_memory=little(directory)):
+            assert allowed() == (False, False)
+        assert allowed() == before == (True, True)
+
+
+def logits_on(device, directory, dtype):
+    """Of trees below a prompt, each pass made often enough to be captured and replayed."""
+    with LLM(
+        str(directory), device=device, dtype=dtype, drafter="ngram", tree_size=32, max_model_len=192
+    ) as llm:
+        runner = llm.engine.runner
+        found = []
+        cache = prefill(runner, prompt_of(0, 40), 180)
+        for seed in (0, 1, 2, 0, 1):
+            found.append(feed(runner, cache, prompt_of(seed, 23), random_tree(23, seed, 6)).clone())
+            runner.discard(cache)
+        return found
+
+
+def test_memory_cap_ends_after_a_load_error(zoo, card, monkeypatch):
+    directory = zoo.directory("llama", 0)
+
+    def failed(*_):
+        raise LinkError("the disk has gone")
+
+    with card():
+        before = torch.cuda.get_per_process_memory_fraction()
+        monkeypatch.setattr(loader, "read_parallel", failed)
+        with pytest.raises(LinkError):
+            on_card(directory, drafter="none", device_memory=little(directory))
+        assert torch.cuda.get_per_process_memory_fraction() == before
+
+
+@pytest.mark.parametrize(
+    ("begun", "variable", "release", "expected"),
+    [
+        (False, "", "6.8.0-generic", ["expandable_segments:True"]),
+        (False, "PYTORCH_ALLOC_CONF", "6.8.0-generic", []),
+        (False, "PYTORCH_CUDA_ALLOC_CONF", "6.8.0-generic", []),
+        (True, "", "6.8.0-generic", []),
+        (False, "", "5.15.90.1-microsoft-standard-WSL2", []),
+    ],
+)
+def test_expandable_segments_unless_configured(monkeypatch, begun, variable, release, expected):
+    found = []
+    with fake_gpu(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+        if variable:
+            monkeypatch.setenv(variable, "max_split_size_mb:64")
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+        monkeypatch.setattr(engine_device.platform, "release", lambda: release)
+        assert engine_device.pick_device("cpu").type == "cpu" and not found
+        assert engine_device.pick_device("auto").type == "cuda"
+    assert found == expected
+
+
+def test_fake_gpu_refuses_to_mix_devices(monkeypatch):
+    with fake_gpu(monkeypatch):
+        on_device = torch.ones(3, device="cuda")
+        assert isinstance(on_device, FakeCudaTensor) and on_device.device.type == "cuda"
+        with pytest.raises(AssertionError, match="two devices"):
+            on_device + torch.ones(3)
+        with pytest.raises((TypeError, RuntimeError)):
+            on_device.numpy()
+        with pytest.raises(AssertionError, match="generator"):
+            torch.rand(3, device="cuda", generator=torch.Generator())
+        assert on_device.cpu().numpy().tolist() == [1, 1, 1]
+
+
+def counted_steps(llm, counts, params):
+    """Return waits, uploads and drafted levels per step, without the first two steps."""
+    draft = llm.engine.draft
+    n_levels = [0]
+    found = []
+    if draft is not None:
+        forward = draft.forward
+
+        def forward_counted(steps):
+            n_levels[0] += 1
+            return forward(steps)
+
+        draft.forward = forward_counted
+    llm.engine.add(Sequence(prompt_of(0), params, 100))
+    while True:
+        before = counts.n_waits, counts.n_uploads, n_levels[0]
+        if not llm.engine.step():
+            break
+        found.append(
+            (counts.n_waits - before[0], counts.n_uploads - before[1], n_levels[0] - before[2])
+        )
+    return found[2:]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule", "temperature", "place"),
+    [
+        ("adaptive_tree", "traversal", 0.0, "device"),
+        ("static_tree", "traversal", 0.8, "host"),
+        ("dynamic_tree", "match", 0.8, "host"),
+        ("adaptive_tree", "coupled", 0.8, "device"),
+        ("ngram", "match", 0.8, "host"),
+    ],
+)
+def test_host_waits_for_each_level_the_pass_and_the_verdict(
+    zoo, monkeypatch, drafter, rule, temperature, place
+):
+    """Only layers pass through the copy engine, neither inputs of a pass nor rows to commit."""
+    pair = zoo.pair("llama", 0)
+    settings = {"tree_size": 24, "tree_depth": 5}
+    with fake_gpu(monkeypatch, has_kernels=True) as counts:
+        settings |= {"max_model_len": 128, "device": "cuda"} | pair.settings(drafter, rule)
+        if place == "host":
+            settings["device_memory"] = least_streaming(pair.target, **settings)
+        with LLM(str(pair.target), **settings) as llm:
+            assert set(llm.plan.tiers) == {place}
+            steps = counted_steps(
+                llm, counts, SamplingParams(max_new_tokens=24, temperature=temperature, seed=1)
+            )
+    assert len(steps) > 4 and (drafter == "ngram" or sum(n_levels for *_, n_levels in steps) > 10)
+    assert all(n_waits <= n_levels + 2 for n_waits, _, n_levels in steps), steps
+    assert not any(n_uploads for _, n_uploads, _ in steps), steps
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_nan_logits_are_detected_on_cuda(tmp_path, monkeypatch, has_kernels):
+    model = CASES["llama"].build(0, num_hidden_layers=2)
+    model.lm_head.weight.data[7] = torch.nan
+    model.save_pretrained(tmp_path)
+    card = fake_gpu(monkeypatch, has_kernels=has_kernels)
+    error = pytest.raises(NumericsError, match="NaN or Inf")
+    with card, on_card(tmp_path, drafter="none") as llm, error:
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
+
+
+def test_draft_is_captured_before_layers_are_copied(zoo, monkeypatch):
+    """A capture beside copies would wait for them."""
+    pair = zoo.pair("llama", 0)
+    order = []
+    copy = FakeCopyDevice.copy
+
+    def capture(compute):
+        order.append("capture")
+        return record_graph(compute)
+
+    settings = {
+        "tree_size": 8,
+        "max_model_len": 128,
+        "device": "cuda",
+        **pair.settings("adaptive_tree"),
+    }
+    with fake_gpu(monkeypatch):
+        monkeypatch.setattr(
+            FakeCopyDevice, "copy", lambda *arguments: order.append("copy") or copy(*arguments)
+        )
+        monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
+        monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
+        settings["device_memory"] = least_streaming(pair.target, **settings)
+        with LLM(str(pair.target), **settings):
+            pass
+    assert order[:4] == ["capture"] * 4 and set(order[4:]) == {"copy"}
+
+
+class BrokenGraph:
+    """A CUDA graph whose capture fails, except the first capture."""
+
+    n_captures = 0
+
+    def capture_begin(self, **_):
+        BrokenGraph.n_captures += 1
+
+    def capture_end(self):
+        if BrokenGraph.n_captures > 1:
+            raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED\nmore")
+
+    replay = None
+
+
+def test_failed_capture_disables_graphs_with_a_notice(zoo, monkeypatch, capfd):
+    monkeypatch.setattr(BrokenGraph, "n_captures", 0)
+    with fake_gpu(monkeypatch):
+        monkeypatch.setattr(builder, "CudaCapture", CudaCapture)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenGraph)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+        monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+        with on_card(zoo.directory("llama", 0), drafter="none") as llm:
+            got = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=12))[0].token_ids
+    assert got == zoo.greedy("llama", 0)[:12] and BrokenGraph.n_captures == 2
+    assert (
+        capfd.readouterr().err.count("CUDA graphs are off, which slows small passes: CUBLAS_STATUS")
+        == 1
+    )
+
+
+def test_threads_with_streams_select_the_device(zoo, monkeypatch):
+    """They would begin with the first card, and leave a context there."""
+    directory = zoo.directory("llama", 0)
+    with fake_gpu(monkeypatch) as counts:
+        with on_card(directory, drafter="none", device_memory=little(directory)) as llm:
+            llm._thread._thread.submit(int).result()
+        assert counts.selected == {"copies", "engine_0"}
+
+
+def test_kernels_are_built_before_memory_is_pinned(zoo, monkeypatch):
+    """The compiler needs memory and all cores."""
+    directory = zoo.directory("llama", 0)
+    order = []
+    with fake_gpu(monkeypatch):
+        monkeypatch.setattr(extension, "missing", lambda: order.append("build") or "pretended")
+        monkeypatch.setattr(memory, "pin", lambda _: order.append("pin") or True)
+        on_card(directory, drafter="none", device_memory=little(directory)).close()
+    assert order[0] == "build" and "pin" in order
+
+
+def test_passes_are_captured_while_loading(zoo, monkeypatch):
+    """Of all widths up to the largest tree; no sequence captures them again."""
+    pair = zoo.pair("llama", 0)
+    captured = []
+
+    def capture(compute):
+        captured.append(compute.__self__)
+        return record_graph(compute)
+
+    with fake_gpu(monkeypatch):
+        monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
+        monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
+        with on_card(pair.target, tree_size=8, **pair.settings("adaptive_tree")) as llm:
+            n_loaded = len(captured)
+            for graphs in (llm.engine.runner._graphs, llm.engine.draft._graphs):
+                assert sorted(shape.n_rows for shape in graphs._passes[graphs._reusable]) == [
+                    1,
+                    2,
+                    4,
+                    8,
+                ]
+            text = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=10))[0].token_ids
+    assert n_loaded == 8 and not any(isinstance(one, GraphPass) for one in captured[n_loaded:])
+    assert text == generate(pair.model, prompt_of(0), 10)

@@ -1,0 +1,202 @@
+"""The engine with emulated kernels in place of the references."""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from support import emulated
+from support.fake_gpu import FakeCudaTensor, fake_gpu, record_graph
+from support.languages import RECIPES, languages, target_probs
+from support.tiny import (
+    CASES,
+    feed,
+    least_streaming,
+    open_llm,
+    prefill,
+    prompt_of,
+    random_tree,
+    runner_of,
+    sequence_of,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offload_rt import LLM
+from offload_rt.executor.cuda_graphs import GraphShape
+from offload_rt.ops import TreeMask, cpu, extension
+from offload_rt.speculate.select import rule_of
+
+
+class Served:
+    """Stands for the ops of the library and counts calls."""
+
+    def __init__(self):
+        self.counts = Counter()
+        self._ops = getattr(torch.ops, emulated.load())
+
+    def __getattr__(self, name):
+        self.counts[name] += 1
+        return getattr(self._ops, name)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """From here on, emulated kernels serve tensors of the CPU."""
+    served = Served()
+    monkeypatch.setattr(extension, "serves", lambda _: True)
+    monkeypatch.setattr(extension, "kernels", lambda: served)
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    return served
+
+
+def logits_of_steps(runner):
+    """Logits of a prompt, a tree below it, and a tree below a path of the first tree."""
+    cache = prefill(runner, prompt_of(0, 20), 96)
+    first = random_tree(24, 1, reach=6)
+    found = [feed(runner, cache, prompt_of(1, 24), first)]
+    runner.commit(cache, [0, *first.path_to(23)])
+    tree = random_tree(9, 2).after_chain(3)
+    return [*found, feed(runner, cache, prompt_of(2, len(tree)), tree)]
+
+
+def logits_of_passes(runner):
+    """Of a prompt, and of trees of almost the same size, one below the other."""
+    cache = prefill(runner, prompt_of(0, 20), 300)
+    found = []
+    for seed, n in enumerate((6, 8, 5, 7, 8)):
+        found.append(feed(runner, cache, prompt_of(seed, n), random_tree(n, seed)).clone())
+        runner.commit(cache, [0, 1])
+    return found
+
+
+def assert_close(mine, plain):
+    for own, other in zip(mine, plain, strict=True):
+        # Rounded to bfloat16 in every layer, twice differently; a row that is missed or added moves
+        # logits by their spread.
+        assert float((own.float() - other.float()).abs().mean()) < 0.03 * float(other.float().std())
+
+
+@pytest.fixture(params=["llama", "mistral", "qwen3-window"])
+def bfloat16_model(request, tmp_path):
+    """With windows shorter than the paths too; with heads of 64."""
+    CASES[request.param].build(0, torch.bfloat16, head_dim=64, num_hidden_layers=3).save_pretrained(
+        tmp_path
+    )
+    return tmp_path
+
+
+def test_kernel_logits_equal_the_reference(served, monkeypatch, bfloat16_model):
+    with open_llm(bfloat16_model) as llm:
+        runner = runner_of(llm)
+        assert runner.dtype == torch.bfloat16
+        mine = logits_of_steps(runner)
+        assert served.counts["tree_attention"] and served.counts["commit_rows"]
+        monkeypatch.undo()
+        before = served.counts.copy()
+        plain = logits_of_steps(runner)
+        assert served.counts == before
+    assert_close(mine, plain)
+
+
+def test_captured_kernel_logits_equal_the_reference(served, monkeypatch, bfloat16_model):
+    """With trees and cache lengths other than at capture, and without a dense mask."""
+    monkeypatch.setattr(TreeMask, "dense", None)
+    with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as graphs:
+        runner_of(graphs).use_graphs(GraphShape(32, 512, 64), record_graph)
+        mine = logits_of_passes(runner_of(graphs))
+        # The prompt; the first of the trees, and the one that is captured.
+        assert served.counts["tree_attention"] == 3 * runner_of(graphs).spec.n_layers
+        monkeypatch.undo()
+        assert_close(mine, logits_of_passes(runner_of(plain)))
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels of torch that a card is given: calls but for views, new memory, and copies
+    of a tensor to itself.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        on_card = [
+            one.inner for one in tree_leaves((args, kwargs, out)) if isinstance(one, FakeCudaTensor)
+        ]
+        is_no_copy = name == "copy_" and len({one.data_ptr() for one in on_card}) == 1
+        if on_card and not (
+            func.is_view or is_no_copy or name in ("_unsafe_view", "empty", "new_empty", "detach")
+        ):
+            self.n += 1
+        return out
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Call counts of a fake GPU with emulated kernels."""
+    with fake_gpu(monkeypatch, has_kernels=True) as counts:
+        yield counts
+
+
+def on_card(directory, place):
+    """Open a model with all layers streamed, or with captured passes."""
+    settings = {"device": "cuda", "max_model_len": 128, "drafter": "none"}
+    streamed = {"device_memory": least_streaming(directory, **settings)}
+    llm = LLM(str(directory), **settings, **(streamed if place == "streamed" else {}))
+    if place == "captured":
+        runner_of(llm).use_graphs(GraphShape(32, 256, 64), record_graph)
+    assert bool(runner_of(llm).streamer.order) == (place == "streamed")
+    return llm
+
+
+@pytest.mark.parametrize("place", ["streamed", "captured"])
+@pytest.mark.parametrize(("name", "n"), [("llama", 11), ("llama-biases", 11), ("qwen3", 13)])
+def test_launches_per_layer(card, tmp_path, name, n, place):
+    """Launches of three more layers; logits equal the CPU."""
+    counts = []
+    for n_layers in (3, 6):
+        sizes = {"head_dim": 64, "intermediate_size": 128, "num_hidden_layers": n_layers}
+        CASES[name].build(0, torch.bfloat16, **sizes).save_pretrained(tmp_path)
+        prompt = prompt_of(0, 20)
+        tokens = prompt_of(1, 7)
+        tree = random_tree(7, 1)
+        with on_card(tmp_path, place) as llm, open_llm(tmp_path) as plain:
+            cache = prefill(runner_of(llm), prompt, 96)
+            before = card.n_kernels
+            with Launches() as launches:
+                mine = feed(runner_of(llm), cache, tokens, tree)
+            counts.append(launches.n + card.n_kernels - before)
+            cache = prefill(runner_of(plain), prompt, 96)
+            assert_close([mine.cpu()], [feed(runner_of(plain), cache, tokens, tree)])
+    assert counts[1] - counts[0] == 3 * n <= 3 * 14
+
+
+def decided_trees(independent):
+    """Yield trees of three tokens with exhausted and tied distributions, and the target's
+    distributions at their nodes.
+    """
+    for name, recipe in RECIPES.items():
+        if recipe.independent == independent:
+            target, draft = languages(name)
+            for tree, _ in itertools.islice(recipe.trees(draft), 0, 200, 4):
+                if tree.sampled is not None:  # others go by `match`
+                    sampled = replace(tree.sampled, draft_probs=tree.sampled.draft_probs.float())
+                    yield replace(tree, sampled=sampled), target_probs(target, tree).float()
+
+
+@pytest.mark.parametrize("rule", ["sequoia", "specinfer", "traversal"])
+def test_kernel_verdicts_equal_the_reference(served, monkeypatch, rule):
+    """By the same noise, with the same bonus."""
+    rule = rule_of(rule)
+    verdicts = []
+    trees = list(decided_trees(rule.child_sampling == "independent"))
+    for _ in range(2):
+        sequence = sequence_of(0)
+        verdicts.append([rule.verify(tree, target, sequence) for tree, target in trees])
+        monkeypatch.undo()
+    assert served.counts["verify"] == len(trees) > 20
+    assert verdicts[0] == verdicts[1]

@@ -1,0 +1,534 @@
+"""Contract of streamers: each layer once, in order, with its bytes, in every pass and after every
+fault.
+"""
+
+import _thread
+import itertools
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.checkpoints import pack
+from support.streams import (
+    N_LAYERS,
+    PATIENCE_S,
+    STREAMERS,
+    FakeGPU,
+    Host,
+    RealGPU,
+    Watched,
+    eventually,
+    stream_layers,
+    wanted,
+)
+from torch import Tensor
+
+from offload_rt.errors import LinkError
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.stream_cuda import CudaStreamer
+from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
+from offload_rt.offload.tier import Read, Tier
+from offload_rt.system.trace import NOTHING_ASKED, SLOTS_FULL, Trace
+from offload_rt.weights.layout import Layout
+
+KINDS = ("device", "host", "unpinned", "disk")
+
+
+# Devices: what a block is computed on, and how a test looks at a block as compute does.
+
+
+_GPUS = {"cuda": (("pretended", FakeGPU, ()), ("real", RealGPU, pytest.mark.cuda))}
+BENCHES = [
+    pytest.param(name, device, id=f"{name}-{which}", marks=marks)
+    for name in STREAMERS
+    for which, device, marks in _GPUS.get(name, (("cpu", Host, ()),))
+]
+every_bench = pytest.mark.parametrize(("name", "make"), BENCHES)
+
+
+# Layers, and tiers that misbehave.
+
+
+class Chosen:
+    """Some layers of a tier, in any order."""
+
+    def __init__(self, source: Tier, order: Sequence[int]) -> None:
+        self.n_parallel = source.n_parallel
+        self._source = source
+        self._order = order
+
+    def layout(self, i: int) -> Layout:
+        return self._source.layout(self._order[i])
+
+    def reads(self, i: int, into: Tensor) -> list[Read]:
+        return self._source.reads(self._order[i], into)
+
+    def close(self) -> None:
+        pass
+
+
+class _Pinned(MemoryTier):
+    """Layers that a pretended device copies by itself."""
+
+    def is_pinned(self, i: int) -> bool:
+        return True
+
+
+def build_sources(
+    device: Host,
+    kinds: Sequence[str],
+    n_slots: int,
+    files: Any,
+    wrap: Callable[[Tier], Tier] = lambda tier: tier,
+) -> tuple[LayerSources, list[Tier]]:
+    """Return sources with layer i in a tier of kind `kinds[i]`, and the streamed tiers."""
+    resident = MemoryTier()
+    host = MemoryTier(register=True) if isinstance(device, RealGPU) else _Pinned()
+    made: dict[str, Tier] = {"host": host, "unpinned": MemoryTier()}
+    for i, kind in enumerate(kinds):
+        if kind == "device":
+            resident.put(i, device.image(pack(stream_layers()[i])))
+        elif kind in made:
+            made[kind].put(i, pack(stream_layers()[i]))
+    if "disk" in kinds:
+        made["disk"] = wrap(DiskTier(files, ReadSettings(4096, 2)))
+    streamed = tuple(made.get(kind) for kind in kinds)
+    return LayerSources(resident, streamed, n_slots, n_host_slots=n_slots), list(made.values())
+
+
+@dataclass
+class Bench:
+    """A streamer on a device, over watched tiers."""
+
+    streamer: Streamer
+    device: Host
+    tiers: list[Watched]
+    kinds: Sequence[str]
+
+    def sweep(self) -> None:
+        """Run one pass and read every layer on arrival and before the next request."""
+        with closing(self.streamer.sweep()) as sweep:
+            for block in sweep:
+                self.device.look(block)
+                self.device.look(block)
+        self.check(range(len(self.kinds)))
+
+    def check(self, order: Sequence[int]) -> None:
+        """Assert that these layers were read twice each since the last check."""
+        seen = self.device.seen()
+        assert [i for i, _ in seen] == [i for i in order for _ in range(2)]
+        for i, got in seen:
+            assert got == wanted(i), (
+                f"layer {i} has the bytes of"
+                f" {[j for j in range(N_LAYERS) if wanted(j) == got] or 'none'}"
+            )
+
+
+@contextmanager
+def bench(
+    name: str,
+    make: type[Host],
+    files: Any,
+    kinds: Sequence[str] = ("disk",) * N_LAYERS,
+    n_slots: int = 3,
+    **how: Any,
+) -> Iterator[Bench]:
+    """A streamer over watched tiers; closed at the end, when none of its threads may be left."""
+    device = make()
+    before = {*threading.enumerate()}
+    watched: list[Watched] = []
+
+    def watch(tier: Tier) -> Tier:
+        watched.append(Watched(tier, **how))
+        return watched[-1]
+
+    sources, tiers = build_sources(device, kinds, n_slots, files, watch)
+    streamer = device.stream(name, sources)
+    try:
+        yield Bench(streamer, device, watched, kinds)
+    finally:
+        for tier in watched:
+            tier.trap = None
+        streamer.close()
+        device.close()
+        left = {*threading.enumerate()} - before
+        for tier in tiers:
+            tier.close()
+    assert not left, f"threads left alive: {left}"
+
+
+# The contract.
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=N_LAYERS),
+    n_slots=st.integers(1, 4),
+    n_parallel=st.integers(1, 4),
+    late_s=st.sampled_from([0.0, 0.002]),
+    seed=st.integers(0, 100),
+)
+@every_bench
+def test_layers_arrive_in_order_with_their_bytes(
+    name, make, kinds, n_slots, n_parallel, late_s, seed, files
+):
+    with bench(
+        name, make, files, kinds, n_slots, n_parallel=n_parallel, late_s=late_s, seed=seed
+    ) as b:
+        for _ in range(4):
+            b.sweep()
+
+
+@pytest.mark.parametrize("n_slots", [1, 2, 3, 4])
+@every_bench
+def test_slot_in_use_is_not_refilled(name, make, n_slots, files):
+    """Reads are fast here and compute is slow, so an early refill would be seen by the second
+    look.
+    """
+    with bench(name, make, files, n_slots=n_slots, n_parallel=4) as b:
+        for _ in range(3):
+            for block in b.streamer.sweep():
+                b.device.look(block)
+                time.sleep(0.003)
+                b.device.look(block)
+            b.check(range(N_LAYERS))
+
+
+@pytest.mark.parametrize("n_slots", [1, 2, 3])
+@every_bench
+def test_next_pass_is_prefetched_up_to_the_slots(name, make, n_slots, files):
+    kinds = ("device", "disk", "device", "disk", "disk", "disk")
+    order = [i for i, kind in enumerate(kinds) if kind != "device"]
+    with bench(name, make, files, kinds, n_slots) as b:
+        tier = b.tiers[0]
+        n_parts = {
+            i: len(tier.reads(i, torch.empty(tier.layout(i).nbytes, dtype=torch.uint8)))
+            for i in order
+        }
+
+        def n_fetched(i: int) -> int:
+            return tier.n_done.get(i, 0) // n_parts[i]
+
+        # A streamer that stages blocks on the host may hold as many again there.
+        most = n_slots if make is Host else 2 * n_slots
+        # Nobody sweeps yet, and nobody sweeps between the passes.
+        for n_passes in range(4):
+            n_before = n_passes * len(order)
+            assert eventually(lambda n=n_passes: all(n_fetched(i) > n for i in order[:n_slots])), (
+                tier.n_done
+            )
+            time.sleep(0.01)
+            assert n_before + n_slots <= sum(map(n_fetched, order)) <= n_before + most
+            b.sweep()
+
+
+@pytest.mark.parametrize("n_slots", [1, 2, 3])
+def test_queued_copies_never_exceed_the_slots(n_slots, files):
+    with bench("cuda", FakeGPU, files, ("host",) * N_LAYERS, n_slots) as b:
+        n_done = 0
+        for _ in range(2):
+            for block in b.streamer.sweep():
+                assert eventually(lambda: b.device.copies.n_copies == n_done + n_slots)  # noqa: B023
+                b.device.look(block)
+                n_done += 1
+
+
+@every_bench
+@pytest.mark.parametrize("at", [(0, 1), (3, 1), (5, 1), (0, 2), (2, 2), (5, 3)])
+def test_failed_read_is_raised_and_the_next_sweep_restarts(name, make, at, files):
+    error = LinkError("the disk has gone")
+    n_raised = 0
+
+    def trap(i: int, n: int) -> None:
+        nonlocal n_raised
+        if (i, n) == at and not n_raised:
+            n_raised += 1
+            raise error
+
+    with bench(name, make, files, late_s=0.001, trap=trap) as b:
+        n_failed = 0
+        for _ in range(6):
+            try:
+                for block in b.streamer.sweep():
+                    b.device.look(block)
+                    b.device.look(block)
+            except LinkError as caught:
+                assert caught is error
+                n_failed += 1
+                done = [i for i, _ in b.device.seen()][::2]
+                assert done == list(range(len(done)))
+            else:
+                b.check(range(N_LAYERS))
+        assert n_failed == n_raised == 1
+        b.sweep()
+
+
+@every_bench
+def test_broken_tier_fails_every_sweep_until_repaired(name, make, files):
+    def trap(i: int, n: int) -> None:
+        if i == 4:
+            raise LinkError(f"layer {i} cannot be read")
+
+    with bench(name, make, files, trap=trap) as b:
+        for _ in range(3):
+            with (
+                pytest.raises(LinkError, match="layer 4 cannot be read"),
+                closing(b.streamer.sweep()) as sweep,
+            ):
+                for _ in sweep:
+                    pass
+        b.tiers[0].trap = None
+        for _ in range(2):
+            b.sweep()
+
+
+@every_bench
+@pytest.mark.parametrize("n_taken", range(N_LAYERS + 1))
+def test_abandoned_sweep_leaves_the_next_complete(name, make, n_taken, files):
+    with bench(name, make, files, late_s=0.002) as b:
+        for _ in range(3):
+            with closing(b.streamer.sweep()) as sweep:
+                for _ in range(n_taken):
+                    block = next(sweep)
+                    b.device.look(block)
+                    b.device.look(block)
+            b.check(range(n_taken))
+            b.sweep()
+
+
+@every_bench
+def test_close_waits_for_a_running_read(name, make, files):
+    going = threading.Event()
+    go_on = threading.Event()
+
+    def trap(i: int, n: int) -> None:
+        if i == 2:
+            going.set()
+            assert go_on.wait(PATIENCE_S)
+
+    with bench(name, make, files, n_slots=4, trap=trap) as b:
+        assert going.wait(PATIENCE_S)
+        closers = [threading.Thread(target=b.streamer.close) for _ in range(2)]
+        for closer in closers:
+            closer.start()
+        time.sleep(0.02)
+        go_on.set()
+        for closer in closers:
+            closer.join(PATIENCE_S)
+            assert not closer.is_alive()
+
+
+@every_bench
+def test_sweep_of_a_closed_streamer_raises(name, make, files):
+    """For example when an LLM is closed while a stream of it is in use."""
+    with bench(name, make, files) as b:
+        held = b.streamer.sweep()
+        next(held)
+        b.streamer.close()
+        for sweep in (held, b.streamer.sweep()):
+            ended: list[BaseException] = []
+
+            def go_on(
+                sweep: Iterator[LayerView] = sweep, ended: list[BaseException] = ended
+            ) -> None:
+                try:
+                    next(sweep)
+                except BaseException as error:
+                    ended.append(error)
+
+            thread = threading.Thread(target=go_on, daemon=True)
+            thread.start()
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "the sweep waits for ever"
+            assert isinstance(ended[0], LinkError)
+
+
+@every_bench
+def test_unfinished_sweep_does_not_disturb_the_next(name, make, files):
+    """For example when a caught interrupt holds its traceback."""
+    with bench(name, make, files) as b:
+        for n in (1, 3, 4):
+            held = b.streamer.sweep()
+            for _ in range(n):
+                next(held)
+            b.sweep()
+            newer = b.streamer.sweep()
+            b.device.look(next(newer))
+            with pytest.raises(LinkError, match="another pass"):
+                list(held)
+            for block in newer:
+                b.device.look(block)
+            b.device.seen()
+            b.sweep()
+
+
+@every_bench
+def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(name, make, files, monkeypatch):
+    is_waited_for = threading.Event()
+    n_parts = itertools.count()
+
+    def trap(i: int, n: int) -> None:
+        if (i, n) == (3, 1) and next(n_parts) == 0:
+            assert is_waited_for.wait(PATIENCE_S)
+            time.sleep(0.02)  # until the sweep is deep in its wait
+            _thread.interrupt_main()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with bench(name, make, files, trap=trap) as b:
+        with pytest.raises(KeyboardInterrupt), closing(b.streamer.sweep()) as sweep:
+            for _ in sweep:
+                is_waited_for.set()
+        b.device.seen()
+        b.sweep()
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" not in bench.id])
+def test_meter_counts_read_bytes(name, make, files):
+    with bench(
+        name,
+        make,
+        files,
+        ("disk", "device", "disk", "disk", "device", "disk"),
+        n_slots=2,
+        late_s=0.001,
+    ) as b:
+        assert eventually(lambda: b.streamer.meter.read()[0] > 0)
+        for _ in range(3):
+            b.sweep()
+        started = time.perf_counter()
+        assert eventually(
+            lambda: b.streamer.meter.read()[0] == sum(tier.nbytes for tier in b.tiers)
+        )
+        nbytes, busy_s = b.streamer.meter.read()
+        assert nbytes >= 3 * sum(len(wanted(i)) for i in (0, 2, 3, 5))
+        assert 0 < busy_s < started  # a share of real time; both count from the same clock
+        b.streamer.close()
+        assert b.streamer.meter.read() == b.streamer.meter.read(), "a closed streamer is not busy"
+
+
+@pytest.mark.parametrize(
+    "kinds", [("host",) * 6, ("disk", "host", "device", "disk", "host", "disk")]
+)
+@pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" in bench.id])
+def test_meter_counts_each_device_copy_once(name, make, kinds, files):
+    n_slots = 2
+    n_sweeps = 6
+    with bench(name, make, files, kinds, n_slots) as b:
+        for _ in range(n_sweeps):
+            b.sweep()
+        order = [i for i, kind in enumerate(kinds) if kind != "device"]
+        packed = {i: pack(stream_layers()[i]).layout for i in order}
+        least = sum(slot.nbytes for i in order for slot in packed[i].entries)
+        most = sum(packed[i].nbytes for i in order)
+        # The copies of the last pass may not have been counted yet, and those of the next may have.
+        assert (n_sweeps - 1) * least - n_slots * most / len(order) <= b.streamer.meter.read()[0]
+        assert b.streamer.meter.read()[0] <= n_sweeps * most + n_slots * max(
+            layout.nbytes for layout in packed.values()
+        )
+
+
+@every_bench
+def test_meter_counts_time_without_a_layer(name, make, files):
+    late_s = 0.01
+
+    def late(i: int, n: int) -> None:
+        time.sleep(late_s)  # every part of a layer, whoever reads it
+
+    with bench(name, make, files, n_slots=2, trap=late) as b:
+        started = time.perf_counter()
+        for _ in range(2):
+            b.sweep()
+        elapsed = time.perf_counter() - started
+        assert eventually(lambda: b.streamer.meter.waited_s > late_s)  # of many times that
+        assert b.streamer.meter.waited_s <= elapsed
+
+
+@every_bench
+def test_set_sources_applies_from_the_next_sweep(name, make, files):
+    """Streamed cache rows change their selection and order while old copies arrive."""
+    with bench(name, make, files, late_s=0.001) as b:
+        for order in ([0, 1, 2, 3, 4, 5], [3, 1], [5], [2, 2, 0, 4, 1]):
+            tier = Chosen(b.tiers[0], order)
+            b.streamer.set_sources(
+                LayerSources(MemoryTier(), (tier,) * len(order), 3, n_host_slots=3)
+            )
+            for _ in range(2):
+                for block in b.streamer.sweep():
+                    b.device.look(block)
+                seen = b.device.seen()
+                assert [got for _, got in seen] == [wanted(i) for i in order]
+
+
+@every_bench
+def test_resident_layers_need_no_copies_and_no_threads(name, make, files):
+    with bench(name, make, files, ("device",) * 4, 0) as b:
+        for _ in range(2):
+            b.sweep()
+        assert b.streamer.meter.read() == (0, 0.0)
+        assert b.streamer.meter.waited_s == 0.0
+
+
+def test_trace_has_a_span_per_layer_and_slot(files, tmp_path):
+    trace = Trace()
+    sources, tiers = build_sources(Host(), ("disk", "device", "disk", "disk"), 2, files)
+    streamer = STREAMERS["threads"].open_streamer(sources, trace, torch.device("cpu"))
+    for _ in streamer.sweep():
+        pass
+    assert eventually(lambda: SLOTS_FULL in lanes_of(trace, tmp_path).get("link, waits", ()))
+    streamer.close()
+    for tier in tiers:
+        tier.close()
+    found = lanes_of(trace, tmp_path)
+    assert found["link, slot 0"][:2] == ["layer 0", "layer 3"]
+    assert found["link, slot 1"][:1] == ["layer 2"]
+    assert found["link, waits"][0] == NOTHING_ASKED and SLOTS_FULL in found["link, waits"]
+    assert {*found.get("wait", [])} <= {"layer 0", "layer 2", "layer 3"}
+
+
+def test_gpu_copies_are_traced_by_events(files, tmp_path):
+    trace = Trace()
+    device = FakeGPU()
+    sources, tiers = build_sources(device, ("host", "device", "host", "disk"), 2, files)
+    streamer = CudaStreamer(sources, trace, device.copies)
+    started = time.perf_counter()
+    for block in streamer.sweep():
+        device.look(block)
+    streamer.close()
+    took = time.perf_counter() - started
+    device.close()
+    for tier in tiers:
+        tier.close()
+    found = lanes_of(trace, tmp_path)
+    copied = [name for lane in ("link, slot 0", "link, slot 1") for name in found[lane]]
+    assert {"layer 0", "layer 2", "layer 3"} <= {*copied} and "layer 1" not in copied
+    assert "layer 3" in found["disk, slot 0"]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (
+        max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+        <= (took + 1) * 1e6
+    )
+
+
+def lanes_of(trace: Trace, folder: Path) -> dict[str, list[str]]:
+    """The names of the spans of each lane, by their start."""
+    trace.write(folder / "trace.json")
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    lanes = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    spans = [event for event in events if event["ph"] == "X"]
+    return {name: [span["name"] for span in spans if span["tid"] == i] for i, name in lanes.items()}

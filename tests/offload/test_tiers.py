@@ -1,0 +1,418 @@
+"""Contract of tiers: reads fill a block completely, in any order and by any threads, or raise
+LinkError.
+"""
+
+import itertools
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.checkpoints import pack, raw_bytes, write_file
+from support.layers import NAMES, Layers, on_disk, some_layers
+from torch import Tensor
+
+from bench.common.pacing import PacedTier
+from offload_rt.errors import LinkError
+from offload_rt.offload import disk, pinning
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.tier import Tier, done_ahead, read_parallel
+from offload_rt.weights.header import read_header
+from offload_rt.weights.layout import BlockRecord, host_block
+
+
+def make_tier(name: str, layers: Layers, directory: Path) -> Tier:
+    """A tier that holds these layers, read from files or put in."""
+    if name == "disk":
+        return DiskTier(on_disk(directory, layers, n_files=2))
+    tier = MemoryTier(register=torch.cuda.is_available())
+    for i, layer in enumerate(layers):
+        tier.put(i, pack(layer))
+    return tier
+
+
+@pytest.fixture(params=["disk", "memory"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+    made = make_tier(request.param, some_layers(), tmp_path)
+    yield made
+    made.close()
+
+
+def read_into(
+    tier: Tier, i: int, poison: int, order: Callable[[list[Any]], list[Any]] = list
+) -> dict[str, Tensor]:
+    """The tensors of block i after reading it over poison."""
+    layout = tier.layout(i)
+    block = host_block(layout.nbytes)
+    block.fill_(poison)
+    for read in order(tier.reads(i, block)):
+        read()
+    return layout.views(block)
+
+
+def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return set(got) == set(wanted) and all(
+        got[name].dtype == tensor.dtype
+        and got[name].shape == tensor.shape
+        and raw_bytes(got[name]) == raw_bytes(tensor)
+        for name, tensor in wanted.items()
+    )
+
+
+def test_slots_are_aligned_and_disjoint(tier):
+    for i, layer in enumerate(some_layers()):
+        layout = tier.layout(i)
+        assert {slot.name: (slot.shape, slot.dtype.torch) for slot in layout.entries} == {
+            name: (tuple(tensor.shape), tensor.dtype) for name, tensor in layer.items()
+        }
+        slots = sorted(layout.entries, key=lambda slot: slot.offset)
+        assert slots[0].offset >= 0
+        assert slots[-1].offset + slots[-1].nbytes <= layout.nbytes
+        assert all(a.offset + a.nbytes <= b.offset for a, b in itertools.pairwise(slots))
+        assert all(slot.offset % slot.dtype.itemsize == 0 for slot in slots)
+
+
+def test_reads_can_run_in_any_order_and_again(tier):
+    layers = some_layers()
+    shuffler = random.Random(0)
+    for _ in range(5):
+        for i in shuffler.sample(range(len(layers)), len(layers)):
+            assert same(
+                read_into(tier, i, 0xA5, lambda reads: shuffler.sample(reads, len(reads))),
+                layers[i],
+            )
+
+
+def test_threads_can_read_concurrently(tier):
+    layers = some_layers()
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda n: (n % 4, read_into(tier, n % 4, 0xA5)), range(64)))
+    assert all(same(views, layers[i]) for i, views in got)
+
+
+def test_threads_can_share_the_reads_of_a_block(tier):
+    for i, layer in enumerate(some_layers()):
+        layout = tier.layout(i)
+        block = host_block(layout.nbytes)
+        block.fill_(0xA5)
+        told: list[int] = []
+        moved = read_parallel(tier.reads(i, block), 8, told.append)
+        assert same(layout.views(block), layer)
+        assert sum(tensor.nbytes for tensor in layer.values()) <= moved <= layout.nbytes
+        assert sum(told) == moved
+
+
+def test_reads_write_nothing_behind_the_block(tier):
+    for i, _ in enumerate(some_layers()):
+        nbytes = tier.layout(i).nbytes
+        block = host_block(nbytes + 3 * 4096)
+        block.fill_(0xA5)
+        read_parallel(tier.reads(i, block), tier.n_parallel)
+        assert bool((block[nbytes:] == 0xA5).all())
+
+
+def test_n_parallel_is_positive_and_close_is_idempotent(tier):
+    assert tier.n_parallel >= 1
+    tier.close()
+    tier.close()
+
+
+def test_read_parallel_raises_the_first_error_and_stops():
+    error = LinkError("gone")
+    done = []
+
+    def fails() -> int:
+        raise error
+
+    def late(n: int) -> Callable[[], int]:
+        return lambda: done.append(n) or 1
+
+    with pytest.raises(LinkError) as caught:
+        read_parallel([late(0), fails, *map(late, range(2, 50))], 1)
+    assert caught.value is error
+    assert done == [0]
+
+
+def test_interrupted_read_parallel_leaves_no_read_running(monkeypatch):
+    monkeypatch.setattr(Future, "result", _interrupted)
+    shutdown = ThreadPoolExecutor.shutdown
+    is_given_up = threading.Event()
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def read() -> int:
+        begun.append(1)
+        assert is_given_up.wait(20)
+        time.sleep(0.02)  # for who would not wait for it
+        ended.append(1)
+        return 1
+
+    def given_up(pool: ThreadPoolExecutor, *arguments: bool, **how: bool) -> None:
+        is_given_up.set()
+        shutdown(pool, *arguments, **how)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", given_up)
+    with pytest.raises(KeyboardInterrupt):
+        read_parallel([read] * 9, 3)
+    assert len(ended) == len(begun) <= 3
+
+
+def _interrupted(task: Future, timeout: float | None = None) -> None:
+    raise KeyboardInterrupt
+
+
+def test_done_ahead_works_one_ahead_in_order():
+    begun: list[int] = []
+
+    def work(i: int) -> int:
+        begun.append(i)
+        return i
+
+    for i, found in enumerate(done_ahead((partial(work, i) for i in range(5)), "works")):
+        until = time.monotonic() + 20
+        while len(begun) < min(i + 2, 5) and time.monotonic() < until:
+            time.sleep(0.001)
+        assert found == i
+        assert len(begun) == min(i + 2, 5)
+    assert list(done_ahead([], "works")) == []
+
+
+class _Held:
+    pass
+
+
+def test_done_ahead_releases_returned_results():
+    """It is a layer of gigabytes."""
+    for found in done_ahead([_Held] * 3, "works"):
+        held = weakref.ref(found)
+        del found
+        assert held() is None
+
+
+def test_done_ahead_raises_errors_in_order_and_stops():
+    begun = []
+
+    def work(i: int) -> int:
+        begun.append(i)
+        if i == 1:
+            raise LinkError("the disk has gone")
+        return i
+
+    results = done_ahead((partial(work, i) for i in range(9)), "works")
+    assert next(results) == 0
+    with pytest.raises(LinkError):
+        next(results)
+    assert begun == [0, 1, 2]
+
+
+# The disk.
+
+
+class _Refusal:
+    """`os` of a file system without direct I/O."""
+
+    def __init__(self) -> None:
+        self.n_refused = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            self.n_refused += 1
+            raise OSError(22, "Invalid argument")
+        return os.open(path, flags)
+
+
+@pytest.fixture(params=["here", "no direct I/O", "/dev/shm"])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A folder on each kind of file system."""
+    if request.param == "/dev/shm":
+        if not os.access("/dev/shm", os.W_OK):
+            pytest.skip("there is no /dev/shm to write to")
+        folder = Path("/dev/shm") / f"tiers-{os.getpid()}"
+        folder.mkdir()
+        yield folder
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        return
+    refusal = _Refusal()
+    if request.param == "no direct I/O":
+        monkeypatch.setattr(disk, "os", refusal)
+    yield tmp_path
+    assert refusal.n_refused or request.param == "here"
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    n_files=st.integers(1, 4),
+    shuffle=st.integers(0, 100),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+    request_nbytes=st.sampled_from([4096, 8192, 1 << 20]),
+    n_parallel=st.integers(1, 8),
+)
+def test_tensors_can_be_anywhere_in_any_file(
+    place, n_files, shuffle, dtype, request_nbytes, n_parallel
+):
+    layers = some_layers(3, dtype, shuffle)
+    tier = DiskTier(
+        on_disk(place, layers, n_files, shuffle), ReadSettings(request_nbytes, n_parallel)
+    )
+    for i, layer in enumerate(layers):
+        block = host_block(tier.layout(i).nbytes)
+        block.fill_(0xA5)
+        read_parallel(tier.reads(i, block), tier.n_parallel)
+        assert same(tier.layout(i).views(block), layer)
+    tier.close()
+
+
+def test_packed_disk_block_equals_a_packed_memory_block(place):
+    layers = some_layers()
+    tier = DiskTier(
+        on_disk(place, layers, n_files=2, shuffle=3), ReadSettings(4096, 3), packed=True
+    )
+    for i, layer in enumerate(layers):
+        wanted = pack(layer)
+        assert tier.layout(i) == wanted.layout
+        assert same(read_into(tier, i, 0xA5), layer)
+    tier.close()
+
+
+def test_adjacent_tensors_are_read_together(tmp_path):
+    layers = some_layers(1)
+    write_file(tmp_path / "one.safetensors", layers[0])
+    records = read_header(tmp_path / "one.safetensors")
+    tier = DiskTier([BlockRecord(tuple(records[name] for name in NAMES))])
+    assert len(tier.reads(0, host_block(tier.layout(0).nbytes))) == 1
+    tier.close()
+
+
+@pytest.mark.parametrize("n_lost", [1, 512, 4096, 4097, 10_000, 10**9])
+def test_file_truncated_after_opening_raises_link_error(place, n_lost):
+    layers = some_layers()
+    records = on_disk(place, layers)
+    tier = DiskTier(records, ReadSettings(4096, 2))
+    path = records[0].tensors[0].path
+    os.truncate(path, max(path.stat().st_size - n_lost, 0))
+    # also those of which nothing is lost: the file is no longer the one that was checked
+    for i in range(len(layers)):
+        with pytest.raises(LinkError, match=path.name):
+            read_parallel(tier.reads(i, host_block(tier.layout(i).nbytes)), 2)
+    tier.close()
+
+
+def test_refused_read_raises_link_error(tmp_path, monkeypatch):
+    def refused(*args: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    tier = DiskTier(on_disk(tmp_path, some_layers()))
+    monkeypatch.setattr(disk.os, "preadv", refused)
+    with pytest.raises(LinkError, match=r"part-0\.safetensors.*Input/output error"):
+        read_into(tier, 0, 0xA5)
+    tier.close()
+
+
+def test_short_reads_are_continued(tmp_path, monkeypatch):
+    """A signal or a busy disk may end a read early."""
+    whole = os.preadv
+    layers = some_layers()
+    tier = DiskTier(on_disk(tmp_path, layers, n_files=2))
+    monkeypatch.setattr(
+        disk.os, "preadv", lambda file, views, at: whole(file, [views[0][:4096]], at)
+    )
+    for i, layer in enumerate(layers):
+        assert same(read_into(tier, i, 0xA5), layer)
+    tier.close()
+
+
+def test_close_releases_the_files(tmp_path):
+    records = on_disk(tmp_path, some_layers(), n_files=3)
+    before = len(os.listdir("/proc/self/fd"))
+    tier = DiskTier(records)
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    tier.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_failed_open_releases_the_files(tmp_path):
+    records = on_disk(tmp_path, some_layers(), n_files=3)
+    (tmp_path / "part-2.safetensors").unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(LinkError, match=r"part-2\.safetensors"):
+        DiskTier(records)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# The paced link.
+
+
+def test_paced_link_never_exceeds_its_rate():
+    layers = some_layers(2)
+    host = MemoryTier()
+    for i, layer in enumerate(layers):
+        host.put(i, pack(layer))
+    nbytes = host.layout(0).nbytes + host.layout(1).nbytes
+    gbps = nbytes / 0.05 / 1e9  # both layers in a twentieth of a second
+    link = PacedTier(host, gbps)
+    blocks = [host_block(link.layout(i).nbytes) for i in range(2)]
+    started = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        moved = sum(pool.map(lambda i: read_parallel(link.reads(i, blocks[i]), 1), range(2)))
+    assert time.perf_counter() - started >= 0.05
+    assert moved == nbytes
+    assert all(same(link.layout(i).views(blocks[i]), layers[i]) for i in range(2))
+
+
+def test_pinning_error_is_not_raised_by_later_calls(monkeypatch):
+    """The driver keeps its last error until the next query, and torch queries at its
+    next launch.
+    """
+    block = host_block(4096)
+    stale = []
+    zeros = torch.zeros
+
+    def launch(*sizes: int, device: str = "cpu") -> torch.Tensor:
+        if stale:
+            raise RuntimeError(f"CUDA error: {stale.pop()}")
+        return zeros(*sizes)
+
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *_: stale.append("operation not supported") or 1
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch, "zeros", launch)
+    assert not pinning.pin(block)
+    launch(1)
+
+
+def test_blocks_request_huge_pages():
+    """Shared memory is in huge pages only where the system's owner has said so."""
+    block = host_block(16 << 20)
+    permissions = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            first, end = (int(one, 16) for one in name.split("-"))
+            permissions = rest[0] if first <= block.data_ptr() < end else ""
+        elif name == "VmFlags:" and permissions:
+            assert permissions == "rw-p" and "hg" in rest
+            return
+    raise AssertionError("the block is not mapped")

@@ -1,0 +1,354 @@
+"""Contract of drafters: valid trees for every matching rule, and draws from the stated
+distributions.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from support.texts import small_model
+from support.tiny import (
+    COMBINATIONS,
+    DRAFTERS,
+    begin,
+    chi_square_p,
+    drafter_of,
+    logits_of,
+    nearly,
+    open_llm,
+    prompt_of,
+    save_pair,
+)
+
+from offload_rt import SamplingParams
+from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import DraftLimits
+from offload_rt.errors import SettingsError
+from offload_rt.executor.sequence import Sequence
+from offload_rt.sampling import top_tokens
+from offload_rt.speculate.select import drafter_type, pick_drafter, rule_of
+from offload_rt.system import registry
+from offload_rt.tree.topology import Verdict
+
+LIMITS = DraftLimits(n_nodes=17, n_levels=6)
+# The fourth goes round in circles, so that there is something to copy.
+PROMPTS = [[3], [7, 8, 9], prompt_of(0, 30), [5, 1, 2, 3, 4] * 5]
+N_NEW = (1, 2, 5, 40)
+MODEL_DRAFTERS = [name for name in DRAFTERS if drafter_type(name).resources.needs_checkpoint]
+
+
+def seen(name, rule):
+    """Return the properties of a combination that a drafter receives, see `drafter_of`."""
+    chosen = rule_of(rule)
+    return name, chosen.child_sampling or "without_replacement", chosen.coupled_up_to
+
+
+every_combination = pytest.mark.parametrize(
+    ("name", "rule"), {seen(*one): one for one in COMBINATIONS}.values()
+)
+
+
+def samples(rule):
+    return rule.child_sampling is not None and rule.coupled_up_to == 0
+
+
+# What samples, with the rules that need it; adaptive_tree samples as static_tree does.
+SAMPLING = [
+    (name, rule) for name, rule in COMBINATIONS if name == "static_tree" and samples(rule_of(rule))
+]
+right = pytest.mark.parametrize(("name", "rule"), SAMPLING)
+
+
+@pytest.fixture(scope="module")
+def pair(zoo):
+    return zoo.pair("llama", 0)
+
+
+@pytest.fixture(scope="module")
+def llm(pair):
+    """Target and draft model of every drafter here."""
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        yield llm
+
+
+def sequences_of(temperature, seed=0, n_new=N_NEW):
+    several = [
+        SamplingParams(max_new_tokens=n, temperature=temperature, seed=seed + i)
+        for i, n in enumerate(n_new)
+    ]
+    return [Sequence(list(prompt), one, 200) for prompt, one in zip(PROMPTS, several, strict=True)]
+
+
+def drafter_with(llm, sequences, name, *arguments, **options):
+    """A drafter, with these sequences running."""
+    drafter = drafter_of(llm, name, *arguments, **options)
+    if drafter_type(name).resources.view is not None:
+        begin(llm, drafter, sequences, 17)
+    return drafter
+
+
+def assert_tree(tree, sequence, n_nodes, vocab_size):
+    topology = tree.topology
+    tokens = tree.tokens
+    assert 1 <= len(topology) == len(tokens) <= n_nodes
+    assert int(topology.depths.max()) + 1 <= min(sequence.n_left, LIMITS.n_levels)
+    assert int(tokens[0]) == sequence.tokens[-1]
+    assert tokens.dtype == torch.int64 and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
+    assert 1.0 <= tree.expected <= len(topology)
+    for node, children in enumerate(tree.candidates().topology.children):
+        siblings = tokens[list(children)].tolist()
+        if tree.sampled is None or not tree.sampled.independent:
+            assert len(set(siblings)) == len(siblings), f"below node {node} the same token twice"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+@every_combination
+def test_one_tree_per_sequence_within_its_limits(llm, name, rule, temperature):
+    for n_nodes in (1, 2, 5, 17):
+        sequences = sequences_of(temperature)
+        drafter = drafter_with(llm, sequences, name, rule, LIMITS)
+        assert (
+            drafter.limits.n_nodes <= LIMITS.n_nodes and drafter.limits.n_levels <= LIMITS.n_levels
+        )
+        before = [list(one.tokens) for one in sequences]
+        trees = drafter.propose(sequences, n_nodes)
+        assert [one.tokens for one in sequences] == before
+        for tree, sequence in zip(trees, sequences, strict=True):
+            assert_tree(tree, sequence, n_nodes, 128)
+        assert len(trees[0].topology) == 1, "only the bonus is left to produce"
+        if n_nodes == 17 and name != "none":
+            assert len(trees[3].topology) > 1
+
+
+@pytest.mark.parametrize("fixed", [{"fixed_size": True}, {"fixed_depth": True}])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_requested_size_or_depth_stays_within_the_limits(llm, name, temperature, fixed):
+    sequences = sequences_of(temperature)
+    drafter = drafter_with(
+        llm, sequences, name, drafter_type(name).best_rule, DraftLimits(17, 6, **fixed)
+    )
+    for tree, sequence in zip(drafter.propose(sequences, 9), sequences, strict=True):
+        assert_tree(tree, sequence, 9, 128)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", MODEL_DRAFTERS)
+def test_requested_size_is_reached_at_any_draft_cost(llm, name, temperature):
+    sequences = sequences_of(temperature)[3:]
+    limits = DraftLimits(9, 6, fixed_size=True)
+    drafter = drafter_with(
+        llm, sequences, name, drafter_type(name).best_rule, limits, level_s=1000.0
+    )
+    (tree,) = drafter.propose(sequences, 9)
+    assert len(tree.topology) == 9
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@every_combination
+def test_same_seed_gives_the_same_trees(llm, name, rule, temperature):
+    both = [sequences_of(temperature, seed=4) for _ in range(2)]
+    several = [
+        drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17)
+        for sequences in both
+    ]
+    for one, other in zip(*several, strict=True):
+        assert one.topology.parents.tolist() == other.topology.parents.tolist()
+        assert torch.equal(one.tokens, other.tokens)
+
+
+@every_combination
+def test_drafter_continues_after_every_verdict_on_every_node(llm, name, rule):
+    """After any verdict on any tree, the next trees are valid."""
+    for temperature in (0.0, 0.8):
+        sequences = sequences_of(temperature)
+        drafter = drafter_with(llm, sequences, name, rule, LIMITS)
+        for node in range(0, 17, 3):
+            trees = drafter.propose(sequences, 17)
+            for tree, sequence in zip(trees, sequences, strict=True):
+                assert_tree(tree, sequence, 17, 128)
+                path = tree.topology.path_to(min(node, len(tree.candidates().topology) - 1))
+                verdict = Verdict(tuple(path), (7 * node + 3) % 128)
+                logits = torch.randn(
+                    len(tree.topology), 128, generator=torch.Generator().manual_seed(node)
+                )
+                drafter.learn(sequence, tree, verdict, top_tokens(logits, drafter.n_predicted))
+                sequence.extend([*tree.tokens[path].tolist(), verdict.bonus])
+            sequences = [one for one in sequences if one.finish_reason is None]
+
+
+def drawn_children(tree, node):
+    """Return the sampled children of a node and the tokens of deterministic children."""
+    children = tree.topology.children[node]
+    given = {int(tree.tokens[child]) for child in children if not tree.sampled.is_sampled[child]}
+    return [child for child in children if tree.sampled.is_sampled[child]], given
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_best_rule_is_a_valid_combination(name):
+    chosen = drafter_type(name)
+    assert (name, chosen.best_rule) in COMBINATIONS
+    assert list(chosen.default_sizes) == sorted(chosen.default_sizes, reverse=True)
+
+
+@every_combination
+def test_only_drafters_with_draft_probs_sample(llm, name, rule):
+    trees, zero = (
+        drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17)
+        for sequences in (sequences_of(0.9), sequences_of(0.0))
+    )
+    # whose noise decides every token
+    gives = drafter_type(name).gives_draft_probs and rule != "coupled"
+    assert any(tree.sampled is not None for tree in trees) == gives
+    assert all(tree.sampled is None or not tree.sampled.is_sampled.any() for tree in zero), (
+        "at temperature 0 nothing is drawn"
+    )
+
+
+@right
+def test_stated_distributions_equal_the_draft_model(llm, pair, name, rule):
+    """The distribution used to verify is the one used to draw: the draft's own after the node's
+    path, by transformers.
+    """
+    temperature = 0.9
+    sequences = sequences_of(temperature)
+    for tree, sequence in zip(
+        drafter_of(llm, name, rule, LIMITS).propose(sequences, 17), sequences, strict=True
+    ):
+        sampled = tree.sampled
+        if sampled is None:
+            continue
+        assert sampled.draft_probs.dtype == torch.float32
+        assert not sampled.independent or rule_of(rule).child_sampling == "independent"
+        assert (
+            sampled.is_sampled.shape == sampled.row_of.shape == (len(tree.topology),)
+            and not sampled.is_sampled[0]
+        )
+        for node in range(len(tree.topology)):
+            is_sampled, given = drawn_children(tree, node)
+            if not is_sampled:
+                continue
+            probs = sampled.draft_probs[sampled.row_of[node]]
+            logits = logits_of(pair.draft_model, sequence.tokens + tree.path_to(node))[-1]
+            torch.testing.assert_close(
+                probs, torch.softmax(logits / temperature, -1), atol=1e-5, rtol=1e-3
+            )
+            assert float(probs.min()) >= 0 and abs(float(probs.sum()) - 1) < 1e-5
+            tokens = [int(tree.tokens[child]) for child in is_sampled]
+            assert sampled.independent or len(set(tokens)) == len(tokens)
+            assert given.isdisjoint(tokens)
+            assert not (sampled.independent and given)
+
+
+# Which tokens are drawn, below the root of the same prompt over and over
+
+VOCABULARY = 6
+N_DRAWS = 750
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    # So little sure of any token that a grown tree leaves much to be drawn.
+    target = small_model(VOCABULARY, n_layers=1, sureness=0.3)
+    return save_pair(tmp_path_factory.mktemp("small"), target, nearly(target, 0.1))
+
+
+def exact_draws(probs, given, n, independent):
+    """The distribution of n sampled children in order: {tokens: probability}."""
+    probs = np.where(np.isin(np.arange(len(probs)), list(given)), 0.0, probs)
+    found = {}
+    for tokens in itertools.product(range(len(probs)), repeat=n):
+        left = probs.copy()
+        p = 1.0
+        for token in tokens:
+            p *= left[token] / left.sum()
+            if not independent:
+                left[token] = 0.0
+        found[tokens] = p
+    return found
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1], [2, 0, 3, 5, 2, 0, 3]], ids=["plain", "with something to copy"]
+)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    {rule_of(rule).child_sampling: (name, rule) for name, rule in SAMPLING}.values(),
+)
+def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
+    """Number and kind of children do not depend on the drawn tokens."""
+    with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
+        drafter = drafter_of(llm, name, rule, DraftLimits(5, 3, fixed_size=True))
+        several = [SamplingParams(4, temperature=TEMPERATURE, seed=seed) for seed in range(N_DRAWS)]
+        sequences = [Sequence(list(prompt), one, 64) for one in several]
+        trees = [
+            tree
+            for k in range(0, N_DRAWS, 250)
+            for tree in drafter.propose(sequences[k : k + 250], 5)
+        ]
+    roots = [drawn_children(tree, 0) for tree in trees]
+    n = len(roots[0][0])
+    given = roots[0][1]
+    assert n >= 1 and all((len(is_sampled), others) == (n, given) for is_sampled, others in roots)
+    probs = torch.softmax(
+        logits_of(small.draft_model, prompt)[-1].double() / TEMPERATURE, -1
+    ).numpy()
+    exact = exact_draws(probs, given, n, trees[0].sampled.independent)
+    at = {tokens: i for i, tokens in enumerate(exact)}
+    counts = np.zeros(len(exact))
+    for tree, (is_sampled, _) in zip(trees, roots, strict=True):
+        counts[at[tuple(tree.tokens[is_sampled].tolist())]] += 1
+    expected = N_DRAWS * np.array(list(exact.values()))
+    assert counts[expected == 0].sum() == 0
+    rare = expected < 8
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    keep = expected > 0
+    assert chi_square_p(counts[keep], expected[keep] * counts.sum() / expected[keep].sum()) > 1e-6
+
+
+# What does not work
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"drafter": "telepathy"}, ["'telepathy'", *registry.names("speculate.draft")]),
+        ({"rule": "anarchy"}, ["'anarchy'", *registry.names("speculate.verify")]),
+        ({"drafter": "none", "draft_model": "somewhere"}, ["--draft-model", "--drafter "
+                                                                            "none", "static_tree"]),
+        ({"drafter": "ngram", "draft_model": "somewhere"}, ["--draft-model", "--drafter "
+                                                                             "ngram",
+                                                                             "static_tree"]),
+        ({"drafter": "static_tree"}, ["--drafter static_tree", "--draft-model"]),
+        ({"drafter": "dynamic_tree"}, ["--drafter dynamic_tree", "--draft-model"]),
+        ({"drafter": "ngram", "rule": "sequoia"}, ["--rule sequoia", "ngram", "--rule match"]),
+        ({"rule": "traversal"}, ["--rule traversal", "recycle", "--rule match"]),
+        ({"drafter": "dynamic_tree", "draft_model": "somewhere", "rule": "specinfer"},
+            ["--rule specinfer"]),
+    ],
+)  # fmt: skip
+def test_unknown_or_unfit_drafter_and_rule_are_refused(settings, words):
+    with pytest.raises(SettingsError) as caught:
+        pick_drafter(EngineConfig("model", **settings))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "drafter", "rule"),
+    [
+        ({}, "recycle", "match"),
+        ({"draft_model": "somewhere"}, "adaptive_tree", "adaptive"),
+        ({"draft_model": "somewhere", "rule": "match"}, "adaptive_tree", "match"),
+        ({"drafter": "dynamic_tree", "draft_model": "somewhere"}, "dynamic_tree", "coupled"),
+    ],
+)
+def test_default_drafter_and_rule(settings, drafter, rule):
+    drafting = pick_drafter(EngineConfig("model", **settings))
+    assert (drafting.name, drafting.type, drafting.rule) == (
+        drafter,
+        drafter_type(drafter),
+        rule_of(rule),
+    )

@@ -1,0 +1,89 @@
+"""Expert caches and models with a small number of expert slots."""
+
+import threading
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+from offload_rt import LLM
+from offload_rt.config import EngineConfig
+from offload_rt.models.architecture import Mixture
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.expert_cache import CardExperts, ThreadExperts
+from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.placement import ExpertSizes
+from offload_rt.offload.streamer import LayerSources, LayerView
+from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
+from offload_rt.system.trace import Trace
+from offload_rt.weights.checkpoint import open_checkpoint
+from support.checkpoints import pack
+from support.streams import FakeGPU, Host, Watched, stream_layers
+
+MIXTURE = Mixture((0, 2), 3, 2)  # six experts
+
+
+class FakeGPUWithDisk(FakeGPU):
+    """A fake GPU whose host has slots for as few as two experts."""
+
+
+@contextmanager
+def cache_on(make, files, n_slots, n_on_host=2, **how):
+    """A cache of experts that are the six layers of the streamers' tests; its tier, and its
+    device.
+    """
+    before = {*threading.enumerate()}
+    device = make()
+    streamer = device.stream("threads", LayerSources(MemoryTier(), (), 0))
+    if make is not FakeGPU:
+        tier = Watched(
+            DiskTier(files, ReadSettings(4096, 2), packed=make is FakeGPUWithDisk), **how
+        )
+    else:
+        tier = MemoryTier()
+        for i, layer in enumerate(stream_layers()):
+            tier.put(i, pack(layer))
+    sizes = ExpertSizes(MIXTURE, max(tier.layout(i).nbytes for i in range(6)), n_on_host)
+    number = iter(range(1 << 30))
+
+    def view(layout, block):
+        return LayerView(next(number), layout, block)
+
+    given = sizes, n_slots, tier, view
+    if make is Host:
+        cache = ThreadExperts(*given, streamer.meter, Trace())
+    elif make is FakeGPUWithDisk:
+        host = PinnedExperts(sizes, tier, view, device.copies, Trace(), frozenset())
+        cache = TieredExperts(sizes, n_slots, host, view, streamer)
+    else:
+        cache = CardExperts(*given, streamer)
+    try:
+        yield cache, tier, device
+    finally:
+        cache.close()
+        streamer.close()
+        device.close()
+        assert {*threading.enumerate()} == before
+        tier.close()
+
+
+def open_touched(folder, n_slots, watch=False, device="cpu", **settings):
+    """An LLM with slots for so many experts, all else on the device."""
+    settings = {"device": device, "max_model_len": 128, "drafter": "none"} | settings
+    with LLM.open(EngineConfig(str(folder), **settings)) as unloaded:
+        reserved = unloaded.plan.reserved.total
+    rest, experts = open_checkpoint(folder).by_expert()
+    with (
+        closing(DiskTier(rest.layers, packed=device == "cuda")) as layers,
+        closing(DiskTier(experts, packed=device == "cuda")) as tier,
+    ):
+        reserved += sum(layers.layout(i).nbytes for i in range(len(rest.layers)))
+        slot = max(tier.layout(i).nbytes for i in range(len(experts)))
+        # blocks of a card end at pages
+        reserved += len(rest.layers) * 8192 if device == "cuda" else 0
+    llm = LLM.open(EngineConfig(str(folder), device_memory=reserved + n_slots * slot, **settings))
+    if watch:
+        files = llm.spec.files
+        experts = replace(files.experts, tier=Watched(files.experts.tier))
+        llm.spec = replace(llm.spec, files=replace(files, experts=experts))
+    llm.load()
+    assert llm.plan.n_expert_slots == n_slots and set(llm.plan.tiers) == {"device"}
+    return llm

@@ -1,0 +1,218 @@
+"""Draft heads of random weights in their published layouts, and a tree of fixed nodes."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from offload_rt.speculate.draft_model import TreeState
+from support.texts import (
+    SMALL,
+)
+from support.tiny import (
+    CASES,
+    SPREAD,
+)
+
+VOCAB = 8
+
+
+N_HEADS = 3
+
+
+# Tokens that the vocabulary of an EAGLE-3 head stands for: token i of it is i + d2t[i].
+KEPT = [0, 2, 3, 5, 6]
+
+
+MTP = {
+    "nextn": ("model.layers.{n}.", "{layer}enorm", "{layer}hnorm", "{layer}eh_proj",
+        "{layer}shared_head.norm"),
+    "mimo": (
+        "model.mtp_layers.0.", "{layer}token_layernorm", "{layer}hidden_layernorm",
+        "{layer}input_proj",
+        "{layer}final_layernorm",
+    ),
+    "qwen": ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc",
+        "mtp.norm"),
+}  # fmt: skip
+
+
+Weights = dict[str, Tensor]
+
+
+def mtp_names(kind: str, model: PreTrainedModel) -> list[str]:
+    """Prefix of the layer, norms of embedding and hidden state, projection, last norm."""
+    layer = MTP[kind][0].format(n=model.config.num_hidden_layers)
+    return [name.format(n=model.config.num_hidden_layers, layer=layer) for name in MTP[kind]]
+
+
+def shapes_of(kind: str, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The published names and shapes of a head's tensors."""
+    d = model.config.hidden_size
+    vocab = model.config.vocab_size
+    if kind == "medusa":
+        shapes = {f"{i}.0.linear.weight": (d, d) for i in range(N_HEADS)}
+        shapes |= {f"{i}.0.linear.bias": (d,) for i in range(N_HEADS)}
+        return shapes | {f"{i}.1.weight": (vocab, d) for i in range(N_HEADS)}
+    first = "model.layers.0."
+    layer = {
+        name.removeprefix(first): tuple(one.shape)
+        for name, one in model.state_dict().items()
+        if first in name
+    }
+    if kind == "eagle":
+        wide = {f"self_attn.{name}_proj.weight" for name in "qkv"}
+        layer = {
+            name: (shape[0], 2 * d) if name in wide else shape
+            for name, shape in layer.items()
+            if "_norm" not in name
+        }
+        shapes = {f"midlayer.{name}": shape for name, shape in layer.items()} | {
+            "midlayer.hidden_norm.weight": (d,)
+        }
+        return shapes | {
+            "fc.weight": (d, 3 * d),
+            "norm.weight": (d,),
+            "lm_head.weight": (len(KEPT), d),
+        }
+    prefix, *norms, project, last = mtp_names(kind, model)
+    shapes = {f"{prefix}{name}": shape for name, shape in layer.items()} | {
+        f"{project}.weight": (d, 2 * d)
+    }
+    return shapes | {f"{name}.weight": (d,) for name in (*norms, last)}
+
+
+def random_weights(
+    kind: str,
+    model: PreTrainedModel,
+    seed: int = 5,
+    more: dict[str, tuple[int, ...]] | None = None,
+) -> Weights:
+    """Random weights of a head, with shapes of further tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: (
+            SPREAD * torch.randn(shape, generator=generator)
+            + float(len(shape) == 1 and not name.endswith("bias"))
+        )
+        for name, shape in (shapes_of(kind, model) | (more or {})).items()
+    }
+    if kind == "eagle":
+        kept = torch.tensor(KEPT)
+        chosen = torch.isin(torch.arange(model.config.vocab_size), kept)
+        weights |= {"d2t": kept - torch.arange(len(kept)), "t2d": chosen}
+    return weights
+
+
+def write_head(
+    folder: Path, kind: str, model: PreTrainedModel, weights: Weights, **changes: Any
+) -> dict[str, Any]:
+    """A target below a folder, with the head; returns the settings that choose both."""
+    target = folder / "target"
+    head = folder / "head"
+    model.save_pretrained(target)
+    if kind in MTP:
+        save_file(
+            {**load_file(target / "model.safetensors"), **weights}, target / "model.safetensors"
+        )
+        config = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(
+            json.dumps(config | {"num_nextn_predict_layers": 1} | changes)
+        )
+        return {"directory": target, "drafter": "mtp"}
+    head.mkdir()
+    if kind == "medusa":
+        config = {
+            "medusa_num_heads": 2,
+            "medusa_num_layers": 1,
+            "base_model_name_or_path": "somewhere",
+        }
+        save_file(weights, head / "medusa_lm_head.safetensors")
+    else:
+        d = model.config
+        sizes = {
+            key: getattr(d, key)
+            for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+        }
+        plain = LlamaConfig(
+            **sizes,
+            num_key_value_heads=d.num_key_value_heads,
+            num_hidden_layers=1,
+            head_dim=d.head_dim,
+        )
+        config = plain.to_dict() | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": len(KEPT),
+        }
+        # published ones are for much shorter texts than their target's
+        config |= {"max_position_embeddings": 8}
+        save_file(weights, head / "model.safetensors")
+    if changes.get("speculators_model_type"):
+        config = nested_config(config)
+    (head / "config.json").write_text(json.dumps(config | changes))
+    return {"directory": target, "drafter": kind, "draft_model": str(head)}
+
+
+def nested_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The layout of speculators: the config of the layer is a part of the head's config."""
+    layer = {
+        key: value
+        for key, value in config.items()
+        if key not in ("architectures", "draft_vocab_size")
+    }
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "draft_vocab_size": config["draft_vocab_size"],
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "somewhere"},
+        },
+        "transformer_layer_config": layer,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+    }
+
+
+def random_head(folder: Path, kind: str, model: PreTrainedModel, **changes: Any) -> dict[str, Any]:
+    """A target with a head of random weights."""
+    return write_head(folder, kind, model, random_weights(kind, model), **changes)
+
+
+def few_tokens(name: str = "llama") -> PreTrainedModel:
+    """A target of so few tokens that a random head is right now and then."""
+    return CASES[name].build(3, **SMALL, vocab_size=VOCAB, num_hidden_layers=5)
+
+
+@dataclass
+class Probe:
+    """A builder of a tree that is fixed, which keeps the logits of its rows.
+
+    rounds  (parents, tokens) of the rows added after each pass
+    """
+
+    state: TreeState
+    rounds: list[tuple[list[int], list[int]]]
+    reduce: None = None
+    logits: list[Tensor] = field(default_factory=list)
+
+    def select(self, out: Tensor) -> Tensor:
+        return out
+
+    def extend(self, selected: Tensor) -> None:
+        self.logits.extend(selected.clone())
+        if self.rounds:
+            self.state.add(*self.rounds.pop(0))
+
+
+PATHS = [[], [4], [6], [4, 1], [6, 1], [4, 7]]
+
+
+HEADS = ("eagle", "medusa", "qwen")

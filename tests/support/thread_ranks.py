@@ -1,0 +1,147 @@
+"""Ranks that are threads of this process."""
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload_rt import LLM, SamplingParams
+from support.tiny import (
+    open_llm,
+)
+
+MINE = threading.local()
+
+
+PATIENCE_S = 120.0
+
+
+class Board:
+    """Where the ranks of one run meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier = size, threading.Barrier(size, timeout=PATIENCE_S)
+        self.given: list[Any] = [None] * size
+        self.calls: list[SimpleQueue[bytes]] = [SimpleQueue() for _ in range(size)]
+        self.mail = {(a, b): SimpleQueue[Tensor]() for a in range(size) for b in range(size)}
+
+
+class ThreadRanks:
+    """`Ranks` that are threads of this process."""
+
+    def __init__(self, rank: int, board: Board) -> None:
+        self.rank = rank
+        self.size = board.size
+        self.n_local = board.size
+        self._board = board
+        self.n_reduced = self.n_gathered = 0
+
+    def _together(self, given: Any, make: Callable[[list[Any]], Any]) -> Any:
+        self._board.given[self.rank] = given
+        self._board.barrier.wait()
+        found = make(self._board.given)
+        self._board.barrier.wait()
+        return found
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.n_reduced += 1
+        return self._together(x, lambda given: sum(one.float() for one in given).to(x.dtype))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.n_gathered += 1
+        return self._together(x, lambda given: torch.cat(given, 1))
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._together(x, lambda given: given[0].clone())
+
+    def least(self, *numbers: int) -> list[int]:
+        return self._together(numbers, lambda given: list(map(min, zip(*given, strict=True))))
+
+    def total(self, *numbers: float) -> list[float]:
+        return self._together(numbers, lambda given: [sum(one) for one in zip(*given, strict=True)])
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._board.mail[self.rank, to].put(x.clone())
+
+    def finish_sending(self) -> None:
+        pass
+
+    def receive(self, into: Tensor, source: int) -> None:
+        into.copy_(self._board.mail[source, self.rank].get(timeout=PATIENCE_S))
+
+    def refuse_second(self) -> None:
+        pass
+
+    def telling(self, *call: Any) -> AbstractContextManager[None]:
+        for queue in self._board.calls[1:]:
+            queue.put(pickle.dumps(call))
+        return nullcontext()
+
+    def told(self) -> Iterator[Any]:
+        return map(pickle.loads, iter(self._board.calls[self.rank].get, b""))
+
+    def leave(self) -> None:
+        if self.rank == 0:
+            for queue in self._board.calls[1:]:
+                queue.put(b"")
+
+
+class Alike(ThreadRanks):
+    """One rank of several whose other ranks contribute equal values."""
+
+    def _together(self, given: Any, make: Callable[[list[Any]], Any]) -> Any:
+        return make([given] * self.size)
+
+
+def together(size: int, work: Callable[[], Any]) -> list[Any]:
+    """Run `work` on each rank and return the results; raise the first error. Ranks serving rank 0
+    return None.
+    """
+    board = Board(size)
+    found = [None] * size
+    errors = list[BaseException]()
+
+    def run(rank: int) -> None:
+        MINE.ranks = ThreadRanks(rank, board)
+        try:
+            found[rank] = work()
+        except SystemExit:
+            pass
+        except BaseException as error:
+            errors.append(error)
+            board.barrier.abort()
+            MINE.ranks.leave()
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(PATIENCE_S)
+    causes = [one for one in errors if not isinstance(one, threading.BrokenBarrierError)]
+    if errors:
+        raise (causes or errors)[0]
+    return found
+
+
+def tokens_of(llm: LLM, prompt: list[int], n: int = 16, **params: Any) -> list[int]:
+    return llm.generate([prompt], SamplingParams(max_tokens=n, ignore_eos=True, **params))[
+        0
+    ].token_ids
+
+
+def divided_tokens(
+    size: int, directory: Path, prompt: list[int], n: int = 16, **settings: Any
+) -> list[int]:
+    """The tokens of so many ranks."""
+
+    def work() -> list[int]:
+        with open_llm(directory, **settings) as llm:
+            return tokens_of(llm, prompt, n)
+
+    return together(size, work)[0]

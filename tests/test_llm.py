@@ -1,0 +1,496 @@
+"""Features of vLLM's API: log-probabilities, n, defaults, prompt types, asyncio."""
+
+import asyncio
+import json
+import shutil
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+import torch
+from support.serving import engine_held, wait_until
+from support.tiny import (
+    CASES,
+    add_tokenizer,
+    byte_level,
+    generate,
+    keep_steady,
+    logits_of,
+    open_llm,
+    prompt_of,
+)
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.errors import CheckpointError, DeviceError, PromptError, SettingsError
+from offload_rt.executor.sequence import Sequence
+from offload_rt.weights.files import sampling_defaults
+
+PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 150))]
+
+
+@pytest.fixture(scope="module")
+def pair(zoo):
+    return zoo.pair("llama", 0)
+
+
+@pytest.fixture(scope="module")
+def llm(pair):
+    """With trees of a fixed size, so that a seed makes a text."""
+    with pytest.MonkeyPatch.context() as patch:
+        keep_steady(patch)
+        settings = {"max_model_len": 256, "tree_size": 16, "rule": "coupled"}
+        with open_llm(pair.target, draft_model=str(pair.draft), **settings) as llm:
+            yield llm
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A checkpoint with a tokenizer."""
+    path = tmp_path_factory.mktemp("speaking")
+    tokenizer = byte_level()
+    CASES["llama"].build(0, vocab_size=tokenizer.get_vocab_size()).save_pretrained(path)
+    add_tokenizer(path, tokenizer)
+    return path
+
+
+def assert_logprobs(found, tokens, rows, k):
+    """Of the model's raw distribution after each of the rows of logits, by transformers."""
+    assert len(found) == len(tokens)
+    for one, token, row in zip(found, tokens, torch.log_softmax(rows.double(), -1), strict=True):
+        assert one[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert one[token].rank == 1 + int((row > row[token] + 1e-6).sum())
+        best = sorted((id for id in one if one[id].rank <= k), key=lambda id: one[id].rank)
+        assert best == row.topk(k).indices.tolist() and len(one) <= k + 1
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logprobs_equal_the_taken_tokens(llm, pair, temperature):
+    """Trees produce several tokens at once, and the last pass more than required."""
+    several = [
+        SamplingParams(max_tokens=11, temperature=temperature, top_k=9, seed=1, logprobs=k)
+        for k in (0, 2, 5)
+    ]
+    outputs = llm.generate(PROMPTS, several)
+    assert any(one.stats.n_passes < 11 for one in outputs)
+    for one, params in zip(outputs, several, strict=True):
+        logits = logits_of(pair.model, one.prompt_token_ids + one.token_ids)[
+            len(one.prompt_token_ids) - 1 : -1
+        ]
+        assert_logprobs(one.logprobs, one.token_ids, logits, params.logprobs)
+        assert one.prompt_logprobs is None
+
+
+@pytest.mark.parametrize("drafter", ["none", "recycle", "dynamic_tree"])
+def test_prompt_logprobs_are_computed_in_chunks_of_the_prefill(pair, drafter, monkeypatch):
+    with open_llm(pair.target, max_model_len=256, **pair.settings(drafter)) as llm:
+        spec = type(llm.engine.runner.spec)
+        widths = []
+        head = spec.head
+        monkeypatch.setattr(
+            spec, "head", lambda self, weights, x: widths.append(len(x)) or head(self, weights, x)
+        )
+        asked = llm.generate(PROMPTS, SamplingParams(max_tokens=3, prompt_logprobs=2))
+        plain = llm.generate(PROMPTS, SamplingParams(max_tokens=3))
+    assert [one.token_ids for one in asked] == [one.token_ids for one in plain]
+    for one in asked:
+        first, *found = one.prompt_logprobs
+        assert first is None
+        assert_logprobs(
+            found, one.prompt_token_ids[1:], logits_of(pair.model, one.prompt_token_ids)[:-1], 2
+        )
+    assert {one.logprobs for one in asked} == {None} == {one.prompt_logprobs for one in plain}
+    assert max(widths) <= 64 and sum(widths) >= sum(len(one) - 1 for one in PROMPTS)
+
+
+def test_pieces_have_the_logprobs_of_their_tokens(llm):
+    params = SamplingParams(max_tokens=9, logprobs=1, prompt_logprobs=1)
+    first, *others = pieces = list(llm.stream(PROMPTS[0], params))
+    assert first.prompt_logprobs == pieces[-1].output.prompt_logprobs and not any(
+        one.prompt_logprobs for one in others
+    )
+    assert [found for one in pieces for found in one.logprobs] == pieces[-1].output.logprobs
+    assert all(len(one.logprobs) == len(one.token_ids) for one in pieces)
+
+
+def test_logprobs_have_the_text_of_their_tokens(speaking):
+    with open_llm(speaking) as llm:
+        output = llm.generate("the fox", SamplingParams(max_tokens=3, logprobs=2))[0]
+    assert all(
+        x.decoded_token == llm.tokenizer.decode([id])
+        for one in output.logprobs
+        for id, x in one.items()
+    )
+
+
+# Ends
+
+
+def test_end_tokens_of_sampling_and_of_the_model(zoo, tmp_path):
+    """A stop token ends a text like an end token, which can be ignored; min_tokens delays both."""
+    text = zoo.greedy("llama", 0)
+    path = tmp_path / "ends"
+    n_stop, n_end = (next(n for n in range(at, 64) if text.index(text[n]) == n) for at in (6, 15))
+    shutil.copytree(zoo.directory("llama", 0), path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": text[n_end]}))
+    with open_llm(path) as llm:
+
+        def run(**settings):
+            output = llm.generate(prompt_of(0), SamplingParams(**settings))[0]
+            return output.token_ids, output.finish_reason
+
+        assert run() == (text[: n_end + 1], "stop")
+        assert run(stop_token_ids=[text[n_stop]]) == (text[: n_stop + 1], "stop")
+        assert run(ignore_eos=True) == (text, "length")
+        assert run(max_tokens=None, ignore_eos=True)[0][:64] == text
+        assert len(run(max_tokens=None, ignore_eos=True)[0]) == llm.max_model_len - len(
+            prompt_of(0)
+        )
+        assert run(min_tokens=n_end)[0] == text[: n_end + 1]
+        later, _ = run(min_tokens=n_end + 1)
+        assert (
+            later[:n_end] == text[:n_end] and later[n_end] != text[n_end] and len(later) > n_end + 1
+        )
+
+
+def test_stop_string_counts_after_min_tokens(speaking):
+    with open_llm(speaking) as llm:
+        plain = llm.generate("the fox", SamplingParams(max_tokens=30))[0]
+        stop = plain.text[0]
+        for n in (0, 5, 30):
+            got = llm.generate("the fox", SamplingParams(max_tokens=30, stop=stop, min_tokens=n))[0]
+            texts = [
+                llm.tokenizer.decode(plain.token_ids[:i], skip_special_tokens=True)
+                for i in range(31)
+            ]
+            ends = [i for i in range(n + 1, 31) if stop in texts[i][len(texts[i - 1]) :]]
+            assert (len(got.token_ids), got.finish_reason) == (
+                (ends[0], "stop") if ends else (30, "length")
+            )
+
+
+# Several answers
+
+
+def test_n_answers_equal_their_seeds(llm):
+    params = {"max_tokens": 8, "temperature": 1.0}
+    whole = llm.generate(PROMPTS[0], SamplingParams(n=3, seed=5, **params))[0]
+    alone = [llm.generate(PROMPTS[0], SamplingParams(seed=seed, **params))[0] for seed in (5, 6, 7)]
+    assert [one.token_ids for one in whole.outputs] == [one.token_ids for one in alone]
+    assert [one.index for one in whole.outputs] == [0, 1, 2] and whole.outputs[0] is whole
+    pieces = list(llm.stream(PROMPTS[0], SamplingParams(n=3, seed=5, **params)))
+    for one in whole.outputs:
+        assert [
+            token for piece in pieces if piece.index == one.index for token in piece.token_ids
+        ] == one.token_ids
+    assert [one.output is not None for one in pieces] == [False] * (len(pieces) - 1) + [True]
+    for answer in whole.outputs:
+        ends = [piece.finish_reason for piece in pieces if piece.index == answer.index]
+        assert ends == [None] * (len(ends) - 1) + [answer.finish_reason]
+    with pytest.raises(SettingsError, match="n is 2"):
+        llm.generate(PROMPTS[0], SamplingParams(n=2))
+
+
+# Defaults of the model
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (None, {}),
+        ({"eos_token_id": 3}, {}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
+        ),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"top_p": 0.9}),
+        ({"temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"do_sample": True, "top_k": None}, {"temperature": 1.0}),
+    ],
+)
+def test_default_params_come_from_generation_config(file, expected, tmp_path):
+    if file is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    assert sampling_defaults(tmp_path) == SamplingParams(**expected)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"top_p": "high"}, {"repetition_penalty": -1}, {"do_sample": True, "temperature": [1]}],
+)
+def test_invalid_defaults_are_one_sentence(wrong, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
+    with pytest.raises(CheckpointError, match=f"generation_config.json: {list(wrong)[-1]}"):
+        sampling_defaults(tmp_path)
+
+
+def test_unset_params_follow_the_model(zoo, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(zoo.directory("llama", 0), path)
+    file = {"do_sample": True, "temperature": 0.9, "top_p": 0.8, "repetition_penalty": 1.5}
+    (path / "generation_config.json").write_text(json.dumps(file))
+    given = {"temperature": 0.9, "top_p": 0.8, "repetition_penalty": 1.5}
+    with open_llm(zoo.directory("llama", 0)) as plain, open_llm(path) as llm:
+
+        def text(llm, **params):
+            return llm.generate(prompt_of(0), SamplingParams(max_tokens=20, seed=3, **params))[
+                0
+            ].token_ids
+
+        assert text(llm) == text(plain, **given)
+        assert text(llm, temperature=0.0) == text(plain, temperature=0.0, repetition_penalty=1.5)
+        assert text(llm, top_p=1.0, repetition_penalty=1.0) == text(plain, temperature=0.9)
+        assert llm.get_default_sampling_params() == SamplingParams(**given)
+
+
+# Prompts
+
+
+def test_prompts_can_be_texts_or_ids(speaking):
+    params = SamplingParams(max_tokens=4)
+    with open_llm(speaking) as llm:
+        ids = llm.encode("the quick fox")
+        expected = llm.generate("the quick fox", params)[0].token_ids
+        one = [
+            ids,
+            tuple(ids),
+            np.array(ids),
+            np.array(ids, dtype=np.int32),
+            torch.tensor(ids),
+            list(np.array(ids)),
+        ]
+        for prompt in one:
+            assert [got.token_ids for got in llm.generate(prompt, params)] == [expected]
+        assert [got.token_ids for got in llm.generate(one, params)] == [expected] * len(one)
+        assert [got.token_ids for got in llm.generate(torch.tensor([ids, ids]), params)] == [
+            expected
+        ] * 2
+        assert llm.generate([], params) == []
+        for wrong in (
+            None,
+            5,
+            1.5,
+            {"prompt": "x"},
+            [1, "x"],
+            [1.5],
+            [[1, 2], None],
+            torch.tensor([1.0]),
+            np.array(3),
+            [[[1]]],
+        ):
+            with pytest.raises(PromptError) as caught:
+                llm.generate(wrong, params)
+            assert "needs a text, or whole numbers" in str(caught.value) and "\n" not in str(
+                caught.value
+            )
+        for params in (
+            SamplingParams(logit_bias={10**6: 1.0}),
+            SamplingParams(stop_token_ids=[10**6]),
+        ):
+            with pytest.raises(SettingsError, match="token id 1000000"):
+                llm.generate("x", params)
+
+
+# Progress
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_bars_appear_on_a_terminal(is_terminal, zoo, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    params = SamplingParams(max_tokens=2)
+    settings = {"device": "cpu", "max_model_len": 64, "drafter": "none"}
+
+    def shown():
+        out, err = capsys.readouterr()
+        assert out == ""
+        return [word for word in ("loaded", "prompts", "2/2") if word in err]
+
+    with LLM(str(zoo.directory("llama", 0)), **settings) as llm:
+        assert shown() == (["loaded"] if is_terminal else [])
+        llm.generate([[1], [2]], params)
+        assert shown() == (["prompts", "2/2"] if is_terminal else [])
+        llm.generate([[1], [2]], params, use_tqdm=False)
+        llm.generate([1], params)
+        assert shown() == []
+    LLM(str(zoo.directory("llama", 0)), use_tqdm_on_load=False, **settings).close()
+    assert shown() == []
+
+
+# Asyncio
+
+
+async def collect(llm, prompt, params):
+    return [piece async for piece in llm.astream(prompt, params)]
+
+
+def threads():
+    return [one for one in threading.enumerate() if one.name.startswith("engine")]
+
+
+def count_steps(llm, monkeypatch, fail_at=None):
+    """Record the number of sequences of each pass; pass `fail_at` fails."""
+    found = []
+    step = llm.engine._pass
+
+    def counted(going):
+        found.append(len(going))
+        if len(found) == fail_at:
+            raise DeviceError("the card is gone")
+        step(going)
+
+    monkeypatch.setattr(llm.engine, "_pass", counted)
+    return found
+
+
+def test_tasks_share_passes_and_equal_generate(llm, monkeypatch):
+    several = [
+        SamplingParams(max_tokens=n, temperature=1.0, seed=n, n=1 + n % 2) for n in (12, 17, 9)
+    ]
+    prompts = [*PROMPTS[:2], prompt_of(3, 20)]
+    expected = llm.generate(prompts, several)
+    passes = count_steps(llm, monkeypatch)
+
+    async def main():
+        return await asyncio.gather(
+            *(collect(llm, *one) for one in zip(prompts, several, strict=True))
+        )
+
+    for pieces, want in zip(asyncio.run(main()), expected, strict=True):
+        assert [one.token_ids for one in pieces[-1].output.outputs] == [
+            one.token_ids for one in want.outputs
+        ]
+        for one in want.outputs:
+            assert [
+                token for piece in pieces if piece.index == one.index for token in piece.token_ids
+            ] == one.token_ids
+    assert max(passes) == 5, "all five answers were in one pass"
+    assert (
+        asyncio.run(collect(llm, PROMPTS[0], several[0]))[-1].output.token_ids
+        == expected[0].token_ids
+    )
+    assert not llm.engine._running and not llm.engine._waiting
+
+
+@pytest.mark.parametrize("way", ["cancel", "close", "loop"])
+def test_cancelled_task_leaves_passes_to_others(llm, monkeypatch, way):
+    """After cancellation, closing, or the end of its event loop, its rows are free for others."""
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=1)
+    expected = llm.generate(PROMPTS[1], params)[0].token_ids
+    passes = count_steps(llm, monkeypatch)
+
+    async def lose_interest(started):
+        async with aclosing(llm.astream(PROMPTS[0], SamplingParams(max_tokens=120))) as pieces:
+            async for _ in pieces:
+                if max(passes) > 1:  # the other has joined
+                    started.set()
+                    if way == "close":
+                        return
+
+    async def main():
+        started = asyncio.Event()
+        gone = asyncio.create_task(lose_interest(started))
+        stays = asyncio.create_task(collect(llm, PROMPTS[1], params))
+        await started.wait()
+        if way == "cancel":
+            gone.cancel()
+        elif way == "loop":
+            return None
+        return (await stays)[-1].output.token_ids
+
+    assert asyncio.run(main()) in (expected, None)
+    # behind all that the tasks have left it to do
+    llm._of_engine._thread.submit(lambda: None).result()
+    assert not llm.engine._running and not llm.engine._waiting
+    assert llm.generate(PROMPTS[1], params)[0].token_ids == expected
+    assert passes[-1] == 1 < max(passes)
+
+
+def test_calls_of_several_threads_share_passes(llm, monkeypatch):
+    params = SamplingParams(max_tokens=20)
+    expected = [llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS[:2]]
+    passes = count_steps(llm, monkeypatch)
+    with ThreadPoolExecutor(2) as pool, engine_held(llm):
+        calls = [pool.submit(llm.generate, prompt, params) for prompt in PROMPTS[:2]]
+        wait_until(lambda: llm._of_engine._thread._work_queue.qsize() == 2)
+    assert [call.result()[0].token_ids for call in calls] == expected
+    assert passes[0] == 2
+
+
+def test_a_stream_that_is_closed_early_leaves_an_idle_engine(llm):
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not llm.engine._running and not llm.engine._waiting
+
+
+def test_error_reaches_all_waiting_tasks(llm, monkeypatch):
+    params = SamplingParams(max_tokens=40)
+    count_steps(llm, monkeypatch, fail_at=3)
+
+    async def main():
+        return await asyncio.gather(
+            *(collect(llm, one, params) for one in PROMPTS), return_exceptions=True
+        )
+
+    assert [type(one) for one in asyncio.run(main())] == [DeviceError] * 3
+    monkeypatch.undo()
+    assert (
+        asyncio.run(collect(llm, PROMPTS[0], params))[-1].output.token_ids
+        == llm.generate(PROMPTS[0], params)[0].token_ids
+    )
+    with pytest.raises(PromptError):
+        asyncio.run(collect(llm, [], params))
+
+
+def test_close_ends_the_thread_and_wakes_waiting_tasks(pair):
+    n_before = len(threads())
+    llm = open_llm(pair.target, max_model_len=256)
+    assert len(threads()) == n_before, "no task, no thread"
+
+    async def main():
+        started = asyncio.Event()
+
+        async def wait():
+            async for _ in llm.astream(
+                PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True)
+            ):
+                started.set()
+
+        tasks = [asyncio.create_task(wait()) for _ in range(3)]
+        late = llm._of_engine.apieces([llm._request(PROMPTS[0], None)])
+        await started.wait()
+        assert len(threads()) == n_before + 1
+        llm.close()
+        assert len(threads()) == n_before
+        return await asyncio.gather(
+            *tasks, anext(late), collect(llm, PROMPTS[0], None), return_exceptions=True
+        )
+
+    assert [str(one) for one in asyncio.run(main())] == ["this LLM is closed; make a new one"] * 5
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_planned_number_of_long_sequences_runs_together(zoo, n):
+    whole = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    with open_llm(
+        zoo.directory("llama", 0), max_model_len=40, max_num_seqs=n, drafter="none"
+    ) as llm:
+        assert llm.max_model_len == 40
+        engine = llm.engine
+        prompts = [prompt_of(seed) for seed in range(4)]
+        sequences = [Sequence([*prompt], whole, 40) for prompt in prompts]
+        for sequence in sequences:
+            engine.add(sequence)
+        engine.step()
+        assert (engine.n_running, engine.n_waiting) == (n, 4 - n)
+        while any(one.finish_reason is None for one in sequences):
+            engine.step()
+    for one, prompt in zip(sequences, prompts, strict=True):
+        assert one.tokens[len(prompt) :] == generate(
+            zoo.model("llama", 0), prompt, 40 - len(prompt)
+        )

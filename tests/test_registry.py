@@ -1,0 +1,186 @@
+"""The folder is the registry: a file is an entry by being there, and fits the contract of its
+folder.
+"""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny import sequence_of
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+import offload_rt.speculate.draft
+from offload_rt.errors import SettingsError
+from offload_rt.models.families import _COMMON as COMMON
+from offload_rt.models.families import FAMILIES, spec_of
+from offload_rt.models.rope import Rope
+from offload_rt.speculate.select import rule_of
+from offload_rt.system import registry
+from offload_rt.tree.topology import DraftTree, Topology, Verdict
+
+FOLDERS = ("speculate.draft", "speculate.verify", "weights.formats")
+PACKAGE = Path(offload_rt.__file__).parent
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_entries_of_a_folder_are_its_files(folder):
+    files = {path.stem for path in (PACKAGE / folder.replace(".", "/")).glob("*.py")}
+    wanted = sorted(files - {"__init__"})
+    assert list(registry.names(folder)) == wanted
+    assert wanted
+    for name in wanted:
+        assert registry.find(folder, name).__name__ == f"offload_rt.{folder}.{name}"
+
+
+@pytest.mark.parametrize(
+    "name", ["_dense", "__init__", "nothing", "", "none.py", "../draft/none", "draft.none"]
+)
+def test_unknown_entry_is_refused_with_the_known_entries(name):
+    with pytest.raises(SettingsError, match="adaptive_tree, ") as caught:
+        registry.find("speculate.draft", name)
+    assert repr(name) in str(caught.value)
+
+
+def test_new_file_is_an_entry(tmp_path, monkeypatch):
+    (tmp_path / "brandnew.py").write_text("ANSWER = 42\n")
+    monkeypatch.setattr(
+        offload_rt.speculate.draft,
+        "__path__",
+        [*offload_rt.speculate.draft.__path__, str(tmp_path)],
+    )
+    assert "brandnew" in registry.names("speculate.draft")
+    assert registry.find("speculate.draft", "brandnew").ANSWER == 42
+
+
+# models/
+
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+SIZES = {
+    "vocab_size": 48, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
+    "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("switch", [None, "attention_bias", "mlp_bias"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_tensors_equal_transformers(name, switch, tied):
+    family = FAMILIES[name]
+    if switch is not None and switch not in family.keys:
+        pytest.skip(f"{name} has no {switch}")
+    peer_config = CONFIGS.get(name, Qwen2Config)  # transformers has no MiMo
+    known = set(inspect.signature(peer_config).parameters) | {"num_key_value_heads"}
+    sizes = {key: value for key, value in SIZES.items() if key in known}
+    raw = {
+        "model_type": name,
+        "architectures": [family.architecture],
+        "tie_word_embeddings": tied,
+        **sizes,
+    }
+    raw |= {switch: True} if switch else {}
+    spec = spec_of(raw)
+    with torch.device("meta"):
+        peer = AutoModelForCausalLM.from_config(
+            peer_config(**{k: v for k, v in raw.items() if k != "model_type"})
+        )
+    # MiMo is a Qwen2 with a layer for multi-token prediction.
+    assert type(peer).__name__ == family.architecture or name == "mimo"
+    wanted = {key: tuple(tensor.shape) for key, tensor in peer.named_parameters()}
+    ours = dict(spec.non_layer_tensors())
+    for i in range(spec.n_layers):
+        ours |= {spec.layer_prefix(i) + key: shape for key, shape in spec.layer_tensors(i)}
+    assert ours == wanted
+
+
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OPTIONS = [
+    {}, {"head_dim": 6}, {"rope_theta": 5e5}, {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_scaling": None},
+    {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 2e4}},
+    {"rope_scaling": ROPE},
+    {"rope_theta": 7.0, "rope_scaling": {**ROPE, "original_max_position_embeddings": 32}},
+    {"tie_word_embeddings": True},
+    {"sliding_window": 5}, {"sliding_window": None}, {"use_sliding_window": True},
+    {"use_sliding_window": True, "max_window_layers": 1},
+    {"use_sliding_window": True, "max_window_layers": 0},
+    {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0},
+    {"torch_dtype": "bfloat16"},
+    {"use_sliding_window": True, "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention"] * 2},
+    {"dtype": "float16"}, {"dtype": "float32", "torch_dtype": "float16"}, {"attention_bias": True},
+    {"mlp_bias": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_config_is_read_like_transformers(name, options):
+    """Including fields that transformers' config class fills in."""
+    family = FAMILIES[name]
+    peer = CONFIGS[name]
+    sizes = SIZES | {"num_hidden_layers": 4, "hidden_size": 32}
+    if name == "llama":
+        del sizes["num_key_value_heads"]
+    if "head_dim" not in family.required:
+        del sizes["head_dim"]
+    raw = {"model_type": name, **sizes, **options}
+    if not {*options} <= family.keys | COMMON:
+        pytest.skip(f"{name} has no {', '.join(options)}")
+    spec = spec_of(raw)
+    config = peer(**raw)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert (spec.head_dim, spec.n_kv_heads, spec.tied) == (
+        head_dim,
+        config.num_key_value_heads,
+        config.tie_word_embeddings,
+    )
+    assert spec.dtype_name == (
+        None if config.dtype is None else str(config.dtype).removeprefix("torch.")
+    )
+    kinds = getattr(config, "layer_types", ["sliding_attention"] * 4)
+    window = getattr(config, "sliding_window", None)
+    assert spec.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    assert {**config.base_model_tp_plan}.items() <= {**spec.tp_plan}.items()
+    config.head_dim = head_dim
+    positions = torch.arange(90)
+    for ours, theirs in zip(
+        *(
+            rope.cos_sin(positions, positions + 1, torch.float32)
+            for rope in (spec.rope, Rope(config))
+        ),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+
+
+# speculate/verify/
+
+
+def _tree() -> DraftTree:
+    """A root with two children, the first of which has one child."""
+    import numpy as np
+
+    return DraftTree(Topology(np.array([-1, 0, 0, 1])), torch.tensor([5, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("name", registry.names("speculate.verify"))
+def test_rule_gives_a_path_and_a_bonus_of_the_distribution(name):
+    rule = rule_of(name)
+    assert rule.child_sampling in (None, "without_replacement", "independent")
+    generator = torch.Generator().manual_seed(0)
+    sequence = sequence_of(0)
+    for _ in range(50):
+        draft_probs = torch.rand(4, 7, generator=generator).pow(4)
+        draft_probs[:, 0] = 0
+        verdict = rule.verify(_tree(), draft_probs / draft_probs.sum(-1, keepdim=True), sequence)
+        assert isinstance(verdict, Verdict)
+        assert verdict.path in ((), (1,), (2,), (1, 3))
+        assert 1 <= verdict.bonus < 7

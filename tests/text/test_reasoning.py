@@ -1,0 +1,43 @@
+"""Reasoning tags: every way to cut a text into pieces gives the same parts."""
+
+from itertools import groupby
+
+import pytest
+
+from offload_rt.text.reasoning import ReasoningSplitter, opens_reasoning
+
+CASES = [
+    ("<think>\nfirst\n</think>\n\nanswer", False, [("first\n", True), ("answer", False)]),
+    ("in the template</think>answer", True, [("in the template", True), ("answer", False)]),
+    ("no tags < think", False, [("no tags < think", False)]),
+    ("a<think>b</think>c<think>d", False, [("a", False), ("b", True), ("c", False), ("d", True)]),
+    ("cut off <thi", False, [("cut off <thi", False)]),
+    ("", False, []),
+]
+
+
+def joined(pieces: list[str], starts_inside: bool) -> list[tuple[str, bool]]:
+    splitter = ReasoningSplitter(starts_inside)
+    parts = [
+        part for i, text in enumerate(pieces) for part in splitter.add(text, i == len(pieces) - 1)
+    ]
+    runs = groupby(parts, key=lambda part: part.is_reasoning)
+    return [("".join(part.text for part in run), kind) for kind, run in runs]
+
+
+@pytest.mark.parametrize(("text", "starts_inside", "expected"), CASES)
+def test_parts_do_not_depend_on_the_pieces(text, starts_inside, expected):
+    for size in range(1, len(text) + 1):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert joined(pieces, starts_inside) == expected
+
+
+def test_text_is_returned_as_soon_as_no_tag_can_follow():
+    splitter = ReasoningSplitter()
+    assert [part.text for part in splitter.add("a <")] == ["a "]
+    assert [part.text for part in splitter.add("b")] == ["<b"]
+
+
+def test_prompt_that_ends_with_the_tag_opens_reasoning():
+    assert opens_reasoning("<|assistant|>\n<think>\n")
+    assert not opens_reasoning("<think>\n\n</think>\n\n")

@@ -1,0 +1,287 @@
+"""What weights/ promises: the numbers of a layer, used out of one flat block, however a format
+stores them.
+"""
+
+import itertools
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantize import Choice, config_of
+from support.checkpoints import llama_config, llama_tensors, pack, raw_bytes, write_checkpoint
+from support.formats import int8_rows
+from support.tiny import open_llm, prompt_of
+from torch import Tensor
+
+from offload_rt.dtypes import DType
+from offload_rt.engine.memory_plan import Sizes
+from offload_rt.errors import CheckpointError, UnsupportedModelError
+from offload_rt.offload.disk import DiskTier
+from offload_rt.packing import REFERENCE_NBYTES
+from offload_rt.system import registry
+from offload_rt.weights import formats
+from offload_rt.weights.checkpoint import open_checkpoint
+from offload_rt.weights.formats import Matrix, Source, StoredTensor, format_of
+from offload_rt.weights.gguf import Storage
+from offload_rt.weights.layout import ALIGNMENT, PAGE, align_up, host_block, packed_layout
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+TENSORS = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), st.sampled_from(DTYPES)
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def _tensors(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    return {f"t{n}": torch.randn(shape).to(dtype) for n, (shape, dtype) in enumerate(shapes)}
+
+
+@given(TENSORS)
+@settings(deadline=None, max_examples=50)
+def test_packed_slots_are_aligned_and_disjoint(shapes):
+    layout = packed_layout(
+        (f"t{n}", shape, DType.from_torch(dtype)) for n, (shape, dtype) in enumerate(shapes)
+    )
+    assert [(slot.shape, slot.dtype.torch) for slot in layout.entries] == shapes
+    assert all(slot.offset % ALIGNMENT == 0 for slot in layout.entries)
+    assert all(a.offset + a.nbytes <= b.offset for a, b in itertools.pairwise(layout.entries))
+    assert layout.entries[-1].offset + layout.entries[-1].nbytes <= layout.nbytes
+
+
+@given(TENSORS)
+@settings(deadline=None, max_examples=50)
+def test_packing_and_repacking_keep_every_byte(shapes):
+    tensors = _tensors(shapes)
+    packed = pack(tensors)
+    for image in (packed, pack(packed.layout.views(packed.block))):
+        views = image.layout.views(image.block)
+        assert list(views) == list(tensors)
+        assert all(raw_bytes(views[name]) == raw_bytes(tensor) for name, tensor in tensors.items())
+        assert all(
+            view.untyped_storage().data_ptr() == image.block.untyped_storage().data_ptr()
+            for view in views.values()
+        )
+
+
+def test_adjacent_tensors_are_merged():
+    """In their order, of one dtype and width, without a gap."""
+    shapes = {"a": (64, 4), "b": (32, 4), "c": (3, 4), "d": (64, 4), "e": (64, 2)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()} | {
+        "f": torch.ones(64, 2).bfloat16()
+    }
+    packed = pack(tensors)
+    for names in ("ab", "abc", "b", "bc"):
+        entry = packed.layout.fused(names)
+        assert entry is not None
+        assert torch.equal(entry.view(packed.block), torch.cat([tensors[name] for name in names]))
+    for names in ("ba", "ac", "cd", "de", "ef", "ax"):
+        assert packed.layout.fused(names) is None
+
+
+def test_disk_block_is_packed_in_order_of_use(tmp_path):
+    """However the file is sorted: matrices of one input touch, and so do their biases."""
+    config = llama_config(
+        model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=64, head_dim=32
+    )
+    tensors = llama_tensors(config)
+    for i, (name, n) in itertools.product(range(3), (("q", 128), ("k", 64), ("v", 64))):
+        tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] = torch.randn(n)
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, config, dict(sorted(tensors.items()))))
+    names = [name for name, _ in checkpoint.spec.layer_tensors(1)]
+    with closing(DiskTier(checkpoint.layers)) as disk:
+        layout = disk.layout(1)
+    assert [entry.name for entry in layout.entries] == names
+    packed = layout.packed
+    for part, shape in (("weight", (256, 64)), ("bias", (256,))):
+        qkv = [f"self_attn.{name}_proj.{part}" for name in "qkv"]
+        assert layout.fused(qkv) is None
+        assert packed.fused(qkv).shape == shape
+    assert packed.fused([f"mlp.{name}_proj.weight" for name in ("gate", "up")]).shape == (48, 64)
+
+
+def test_packing_copies():
+    tensor = torch.ones(4)
+    image = pack({"t": tensor})
+    tensor.zero_()
+    assert image.layout.views(image.block)["t"].tolist() == [1.0] * 4
+
+
+@given(st.integers(0, 2**50), st.sampled_from([1, 2, 256, 4096]))
+def test_align_up_gives_the_least_sufficient_multiple(nbytes, alignment):
+    up = align_up(nbytes, alignment)
+    assert up % alignment == 0
+    assert 0 <= up - nbytes < alignment
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 5 << 20])
+def test_host_block_starts_on_a_page_and_is_writable_to_its_end(nbytes):
+    block = host_block(nbytes)
+    assert block.dtype == torch.uint8
+    assert block.shape == (nbytes,)
+    assert nbytes == 0 or block.data_ptr() % PAGE == 0
+    block.fill_(7)
+    assert int(block.sum()) == 7 * nbytes
+
+
+# weights/formats/
+
+CONFIGS = {
+    "dense": None,
+    "int8_rows": int8_rows.CONFIG,
+    "compressed_tensors": config_of(Choice("pack-quantized", group_size=4)),
+    "fp8": config_of(Choice("fp8", group_size=4)),
+    "awq": config_of(Choice("awq", group_size=4)),
+    "gptq": config_of(Choice("gptq", group_size=4)),
+    "bitsandbytes": config_of(Choice("nf4")),
+    "mxfp4": {"quant_method": "mxfp4"},
+    "gguf": Storage(None),
+}
+
+
+@pytest.fixture(autouse=True)
+def second_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the folder of formats is all that a new format needs."""
+    monkeypatch.setattr(
+        formats, "__path__", [*formats.__path__, str(Path(int8_rows.__file__).parent)]
+    )
+
+
+def _random(tensor: StoredTensor, dtype: DType) -> Tensor:
+    stored_in = (tensor.dtype or dtype).torch
+    numbers = torch.randint(-9, 9, tensor.shape)
+    return (numbers / 8 if stored_in.is_floating_point else numbers).to(stored_in)
+
+
+def test_every_format_matches_its_config():
+    assert set(registry.names("weights.formats")) == set(CONFIGS), (
+        "say here which config a new format matches"
+    )
+    for name, config in CONFIGS.items():
+        matching = [one for one in CONFIGS if registry.find("weights.formats", one).matches(config)]
+        assert matching == [name]
+        assert format_of(config).name == name
+
+
+@pytest.mark.parametrize(
+    "config", [{"quant_method": "exl3"}, {"quant_method": []}, {}, [], "int4", 7]
+)
+def test_unknown_format_is_refused_by_name(config):
+    with pytest.raises(UnsupportedModelError, match="'quantization_config'") as caught:
+        format_of(config)
+    assert "dense" in str(caught.value)
+
+
+@pytest.mark.parametrize("computed_in", DTYPES)
+@pytest.mark.parametrize("stored_in", DTYPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_view_multiplies_with_its_rows(name, stored_in, computed_in):
+    """Rows, products and biases are of the same numbers."""
+    fmt = format_of(CONFIGS[name])
+    bias = torch.randn(7).to(stored_in)
+    norm = torch.randn(5).to(stored_in)
+    tensors = {"first.weight": torch.randn(7, 5), "first.bias": bias, "norm.weight": norm}
+    dtype = DType.from_torch(stored_in)
+    stored = {
+        key: fmt.stored(key, tuple(tensor.shape), dtype, Source({}))
+        for key, tensor in tensors.items()
+    }
+    parts = itertools.chain.from_iterable(part.tensors for part in stored.values())
+    matrix = stored["first.weight"]
+    packed = pack(
+        {part.name: _random(part, dtype) for part in parts},
+        {"first": matrix} if isinstance(matrix, Matrix) else None,
+    )
+    packed.layout.views(packed.block)["first.bias"].copy_(bias)
+    packed.layout.views(packed.block)["norm.weight"].copy_(norm)
+    view = fmt.view(packed.layout, packed.block, computed_in)
+    x = torch.randn(3, 5).to(computed_in)
+    matrix = view.rows(torch.arange(7), "first")
+    assert matrix.dtype == computed_in
+    assert matrix.abs().sum() > 0
+    # A product may use the numbers before they are rounded to the dtype of the computation.
+    exact = F.linear(x.double(), matrix.double(), bias.double())
+    tolerance = {
+        torch.float64: 1e-12,
+        torch.float32: 1e-6,
+        torch.float16: 2e-3,
+        torch.bfloat16: 2e-2,
+    }[computed_in]
+    torch.testing.assert_close(
+        view.linear(x, "first").double(), exact, rtol=tolerance, atol=4 * tolerance
+    )
+    assert all(
+        torch.equal(one, view.linear(x, "first")) for one in view.linears(x, ("first", "first"))
+    )
+    assert torch.equal(view.rows(torch.tensor([3, 0, 3]), "first"), matrix[[3, 0, 3]])
+    assert torch.equal(view.vector("norm"), norm.to(computed_in))
+    assert view.vector("norm").dtype == computed_in
+
+
+@pytest.mark.parametrize("computed_in", DTYPES)
+@pytest.mark.parametrize("stored_in", DTYPES)
+def test_dense_weights_are_the_tensors_of_the_file(stored_in, computed_in):
+    weight = torch.randn(7, 5).to(stored_in)
+    packed = pack({"first.weight": weight})
+    view = format_of(None).view(packed.layout, packed.block, computed_in)
+    assert torch.equal(view.rows(torch.arange(7), "first"), weight.to(computed_in))
+    packed.block.zero_()  # a slot is refilled under its view
+    assert view.linear(torch.ones(1, 5, dtype=computed_in), "first").tolist() == [[0.0] * 7]
+
+
+# A second format, from the disk to the tokens
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """The same weights as int8 rows and as dense dequantised tensors."""
+    config = llama_config(
+        num_hidden_layers=6,
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=16,
+        max_position_embeddings=256,
+    )
+    # wide, so that texts vary
+    tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}
+    stored = int8_rows.quantized(tensors)
+    quantized = write_checkpoint(
+        tmp_path / "int8", {**config, "quantization_config": int8_rows.CONFIG}, stored
+    )
+    return quantized, write_checkpoint(tmp_path / "dense", config, int8_rows.dequantized(stored))
+
+
+@pytest.mark.parametrize("place", ["resident", "disk", "mixed"])
+def test_second_format_generates_like_its_dequantised_weights(pair, place):
+    quantized, dense = pair
+    prompt = prompt_of(0, vocab_size=40)
+    with open_llm(dense) as llm:
+        expected = llm.generate(prompt).pop().token_ids
+    with open_llm(quantized, place, draft_model=str(quantized)) as llm:
+        assert llm.spec.target.checkpoint.format.name == "int8_rows"
+        assert llm.generate(prompt).pop().token_ids == expected
+    assert len(set(expected)) > 5
+
+
+def test_memory_is_planned_by_the_bytes_of_the_format(pair):
+    quantized, dense = (Sizes.of_checkpoint(open_checkpoint(one), DType.FLOAT32) for one in pair)
+    assert quantized.nbytes < 0.5 * dense.nbytes
+    assert (quantized.view_nbytes, dense.view_nbytes) == (64 * 96 * 4 + REFERENCE_NBYTES, 0)
+    assert Sizes.of_checkpoint(open_checkpoint(pair[1]), DType.FLOAT64).view_nbytes == 64 * 96 * 8
+
+
+def test_tensors_of_a_wrong_format_are_refused(pair):
+    quantized, dense = pair
+    configs = [(one / "config.json").read_text() for one in pair]
+    for directory, config in zip(pair, reversed(configs), strict=True):
+        (directory / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match="'I8': needs one of"):
+        open_checkpoint(quantized)
+    with pytest.raises(CheckpointError, match="weight"):
+        open_checkpoint(dense)
