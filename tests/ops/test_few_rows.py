@@ -41,7 +41,7 @@ def random_matrix(kind: str, n_out: int, n_in: int, dtype: torch.dtype) -> Coded
     )
     limits = torch.iinfo(integer)
     codes = torch.randint(
-        limits.min, limits.max + 1, packing.words(*stored), generator=generator
+        limits.min, limits.max + 1, packing.code_shape(*stored), generator=generator
     ).to(integer)
     grid = [-(-n // size) for n, size in zip(stored, block, strict=True)]
     scales = torch.rand(grid, generator=generator).to(dtype)
