@@ -10,7 +10,7 @@ EXPANDED := demo-cache/expanded-$(SIZE)
 ENGINE = --model $(EXPANDED) --draft-model models/demo-draft --device-memory $(BUDGET)
 PROMPT ?= def read_lines(path, encoding="utf-8"):
 
-.PHONY: venv kernels run chat serve test test-isa test-oldest lint bench compare clean
+.PHONY: venv kernels run chat serve test test-fast test-isa test-oldest lint bench compare clean
 
 venv: .venv/installed .venv/kernels
 
@@ -56,17 +56,19 @@ PYTEST = $(PY) -m pytest -n 2 --dist worksteal
 test: venv
 	$(PYTEST)
 
-# Numeric tests with the instructions of CPUs without AVX-512, and without AVX2. MKL obeys its setting on Intel CPUs only.
+# Without tests of more than two CPU seconds.
+test-fast: venv
+	$(PYTEST) -m "not slow"
+
+# Marker "numeric" names the tests whose results depend on the CPU's instructions. Repeat them with AVX2 but without
+# AVX-512, and those of single kernels and passes without AVX2, too. MKL obeys its setting on Intel CPUs only.
 # ONEDNN_MAX_CPU_ISA=AVX2 disables oneDNN's bfloat16 products.
-NUMERIC := $(wildcard $(addprefix tests/*/test_,$(addsuffix .py,models transformers_models mxfp4 gguf heads \
-	generation speculation coupled self_draft learner delta_rule pipeline rank_families cache prefix_cache kv_beyond \
-	long_prompts expert_cache host_experts reference tree linear_cpu attention_cpu)) tests/test_sampling.py)
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 BASELINE := ATEN_CPU_CAPABILITY=default
 
 test-isa: venv
-	$(AVX2) $(PYTEST) $(NUMERIC)
-	$(BASELINE) $(PYTEST) $(NUMERIC)
+	$(AVX2) $(PYTEST) -m "numeric and not slow"
+	$(BASELINE) $(PYTEST) -m "numeric and not slow" tests/executor tests/kv tests/models tests/ops
 
 # The oldest admitted version of every dependency but torch, in a separate environment.
 OLDEST := .venv-oldest
@@ -78,8 +80,7 @@ $(OLDEST)/installed: pyproject.toml scripts/oldest.py | venv
 	touch $@
 
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal tests/models/test_models.py \
-		tests/models/test_transformers_models.py tests/weights/test_formats.py tests/weights/test_gguf.py \
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" tests/models tests/text tests/weights \
 		tests/parallel/test_rank_families.py
 
 lint: venv

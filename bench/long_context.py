@@ -64,7 +64,7 @@ class Passes:
             spec,
             context + 1,
             1,
-            RowFormat(spec.n_kv_heads, spec.head_dim, DType.of(like.dtype)),
+            RowFormat(spec.n_kv_heads, spec.head_dim, DType.from_torch(like.dtype)),
             512,
         )
         split = replace(split, n_on_device=context // _SHARE)
@@ -80,7 +80,7 @@ class Passes:
         self.row_nbytes = sum(
             (one.stop - one.start) * split.format.nbytes
             for i in range(spec.n_layers)
-            for one in self.cache.beyond(i)
+            for one in self.cache.offloaded(i)
         )
         self.weight_nbytes = sum(
             tier.layout(i).nbytes for i in range(spec.n_layers) if i not in resident
@@ -107,7 +107,7 @@ class Passes:
     def floor_s(self, n_passes: int = 3) -> float:
         """Mean seconds of the same reads without computing."""
         moments = []
-        rows = [list(self.cache.beyond(i)) for i in range(self.spec.n_layers)]
+        rows = [list(self.cache.offloaded(i)) for i in range(self.spec.n_layers)]
         for _ in range(n_passes + 2):
             moments.append(time.perf_counter())
             with self.offloaded_rows.prefetch([one for of_layer in rows for one in of_layer]):

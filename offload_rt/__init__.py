@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload_rt.config import SamplingParams
+    from offload_rt.config import SamplingParams, StructuredOutputs
     from offload_rt.llm import LLM, Output, Piece, Stats
 
 # How long the threads of a matrix product spin for each other before they sleep; read when torch
@@ -15,7 +15,7 @@ if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & se
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Output", "Piece", "SamplingParams", "Stats"]
+__all__ = ["LLM", "Output", "Piece", "SamplingParams", "Stats", "StructuredOutputs"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,10 +23,10 @@ def __getattr__(name: str) -> Any:
         raise ImportError("offload_rt needs Linux; on Windows use WSL 2")
     # On demand: `--help` and a wrong flag answer at once instead of after the seconds torch takes
     # to load.
-    if name == "SamplingParams":
-        from offload_rt.config import SamplingParams
+    if name in ("SamplingParams", "StructuredOutputs"):
+        from offload_rt import config
 
-        return SamplingParams
+        return getattr(config, name)
     if name in __all__:
         from offload_rt import llm
 

@@ -233,6 +233,57 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 @dataclass(frozen=True)
+class StructuredOutputs:
+    """Format of an answer, with the names of vLLM. Exactly one format is required.
+
+    json         JSON schema, as an object or as JSON text
+    regex        regular expression in the syntax of Rust
+    choice       texts
+    grammar      Lark or GBNF grammar
+    json_object  any JSON object
+    after        special token before the constrained text, such as </think>; None: no token
+    """
+
+    json: Mapping[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    grammar: str | None = None
+    json_object: bool = False
+    after: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json, str):
+            try:
+                object.__setattr__(self, "json", json.loads(self.json))
+            except ValueError as error:
+                raise SettingsError("json", need="a JSON schema", have=str(error)) from error
+        object.__setattr__(self, "choice", tuple(self.choice or ()))
+        formats = {
+            "json": isinstance(self.json, Mapping | bool) or self.json is None,
+            "regex": isinstance(self.regex, str | None),
+            "choice": all(isinstance(text, str) and text for text in self.choice),
+            "grammar": isinstance(self.grammar, str | None),
+            "json_object": isinstance(self.json_object, bool),
+        }
+        wrong = [name for name, is_right in formats.items() if not is_right]
+        if wrong:
+            raise SettingsError(f"structured_outputs: {wrong[0]} has a wrong type")
+        given = [name for name in formats if getattr(self, name) not in (None, (), False)]
+        if len(given) != 1:
+            need = "exactly one of " + ", ".join(formats)
+            raise SettingsError("structured_outputs", need=need, have=", ".join(given) or "none")
+        if self.json_object:
+            object.__setattr__(self, "json", {"type": "object"})
+            object.__setattr__(self, "json_object", False)
+
+
+# Settings that could exclude each token of a grammar, or continue behind its end.
+_NOT_WITH_GRAMMAR = (
+    "min_tokens", "ignore_eos", "bad_words", "bad_words_ids", "allowed_token_ids",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of a request, with the names of transformers and vLLM.
 
@@ -296,6 +347,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = setting(None, "the same for tokens of the prompt", parse=int)
     max_new_tokens: int | None = setting(None, "transformers' name of --max-tokens", parse=int)
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -321,6 +373,14 @@ class SamplingParams:
                     raise SettingsError(
                         f"{name} is {value!r}", need=need, change=f"change {flag_of(name)}"
                     )
+
+        if self.structured_outputs is not None:
+            wrong = [name for name in _NOT_WITH_GRAMMAR if getattr(self, name)]
+            if -math.inf in (self.logit_bias or {}).values():
+                wrong.append("logit_bias of -inf")
+            if wrong:
+                change = f"leave {wrong[0]} out"
+                raise SettingsError(f"structured_outputs with {wrong[0]}", change=change)
 
     def _items(self, name: str, value: Any = None) -> Sequence[Any]:
         """Return a setting, or a given part of it, as a list. Raises SettingsError."""

@@ -1,4 +1,4 @@
-"""Dtypes as plain values: the sizes of weights and caches follow from them without torch."""
+"""Dtypes without torch, for the sizes of weights and caches."""
 
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class DType(StrEnum):
-    """A dtype by torch's name, and its bytes per number."""
+    """Dtype with torch's name and its bytes per element."""
 
     itemsize: int
 
@@ -27,20 +27,20 @@ class DType(StrEnum):
     BOOL = "bool", 1
 
     def __new__(cls, name: str, itemsize: int) -> "DType":
-        """A member of this name."""
+        """Create the member `name`."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.itemsize = itemsize
         return member
 
     @classmethod
-    def of(cls, dtype: "torch.dtype") -> "DType":
-        """The plain value of torch's dtype."""
+    def from_torch(cls, dtype: "torch.dtype") -> "DType":
+        """Return the member of a torch dtype."""
         return DTYPES[str(dtype).removeprefix("torch.")]
 
     @property
     def torch(self) -> "torch.dtype":
-        """The dtype of tensors."""
+        """The torch dtype."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.value)
@@ -48,4 +48,4 @@ class DType(StrEnum):
 
 
 # By torch's names.
-DTYPES = {one.value: one for one in DType}
+DTYPES = {dtype.value: dtype for dtype in DType}

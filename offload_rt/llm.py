@@ -13,6 +13,7 @@ from itertools import pairwise
 from numbers import Integral
 from operator import index
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn
 from torch import Tensor
 
-from offload_rt.config import EngineConfig, SamplingParams
+from offload_rt.config import EngineConfig, SamplingParams, StructuredOutputs
 from offload_rt.engine.builder import load
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.engine_spec import EngineSpec, plan_engine
@@ -29,6 +30,7 @@ from offload_rt.engine.engine_thread import EngineThread, IndexedPiece, closed
 from offload_rt.engine.loader import Progress
 from offload_rt.engine.outputs import Output, Piece, Request, Stats
 from offload_rt.errors import CapacityError, PromptError, SettingsError
+from offload_rt.executor.grammar import Grammar, GrammarCompiler
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.offload.placement import Plan
@@ -176,6 +178,7 @@ class LLM:
                 raise
             # There is no room for the layer that would draft, which nobody has asked for.
             self.spec = plan_engine(config, checkpoint, pick_drafter(config))
+        self._compiler_lock = Lock()
         self._closes = weakref.finalize(self, self.spec.close)
 
     @property
@@ -427,7 +430,28 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings", need="a tokenizer", have="a checkpoint without one")
         text = TextStream(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None
-        return Sequence(ids, params, self.max_model_len, self._end_ids, text)
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = self._compile(params.structured_outputs)
+        return Sequence(ids, params, self.max_model_len, self._end_ids, text, grammar)
+
+    def _compile(self, outputs: StructuredOutputs) -> Grammar:
+        """Compile a grammar. Raises SettingsError if that fails."""
+        with self._compiler_lock:
+            compiler = self._compiler
+        start_after = None
+        if outputs.after is not None:
+            start_after = self._tokenizer().get_vocab().get(outputs.after)
+            if start_after is None:
+                raise SettingsError(f"after {outputs.after!r}", need="a token of the vocabulary")
+        return compiler.compile(outputs, start_after)
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        vocab_size = self.spec.target.checkpoint.spec.vocab_size
+        compiler = GrammarCompiler(self._tokenizer(), vocab_size, self._end_ids)
+        self.engine.closes.callback(compiler.close)
+        return compiler
 
     def _bad_words_ids(self, bad_words: Several[str]) -> Iterator[tuple[int, ...]]:
         """Encode each bad word as the start of a text, and behind a space where that differs."""

@@ -1,17 +1,16 @@
-"""How the codes of quantised matrices lie in memory, as plain values."""
+"""Memory order of the codes of quantised matrices, without torch."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-# The values of bitsandbytes' nf4: quantiles of the normal distribution.
+# Values of bitsandbytes' nf4: quantiles of the normal distribution.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
     0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-# Rows that the reference computes at a time have about so many weights; each takes some 32 bytes
-# meanwhile.
+# Weights that the reference dequantises at a time, with about 32 temporary bytes each.
 REFERENCE_WEIGHTS = 1 << 19
 REFERENCE_NBYTES = 16 << 20
 ORDERS = ("rows", "columns", "awq", "plain", "e2m1", "nf4")
@@ -21,12 +20,13 @@ Order = Literal["rows", "columns", "awq", "plain", "e2m1", "nf4"]
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of GGUF: rows of blocks, in which codes and their scales lie together.
+    """GGUF type: rows of blocks with codes and scales.
 
-    number   in the files
+    number   number of the type in files
     n, size  weights and bytes of a block
-    group    weights that share a scale; 0: there is no kernel
-    scale    offset in a block of its float16, minimum: of that of its minimum, if there is one
+    group    weights per scale; 0 without a kernel
+    scale    offset of the float16 scale in a block
+    minimum  offset of the float16 minimum in a block, or None
     """
 
     number: int
@@ -37,8 +37,7 @@ class BlockType:
     minimum: int | None = None
 
 
-# Those with a kernel, in the order that the kernels know; transformers' reader decodes all but Q5_0
-# and Q5_1.
+# Types with a kernel, in the order of the kernels; transformers' reader lacks Q5_0 and Q5_1.
 KERNEL_BLOCKS = {
     "Q4_0": BlockType(2, 32, 18, 32), "Q4_1": BlockType(3, 32, 20, 32, 0, 2),
     "Q5_0": BlockType(6, 32, 22, 32),
@@ -59,15 +58,15 @@ BLOCKS = KERNEL_BLOCKS | {
 
 @dataclass(frozen=True)
 class Packing:
-    """How the codes of a matrix lie, and which of them share a scale.
+    """Memory order of a matrix's codes, and size of its groups.
 
-    order   rows, columns: `bits` bits each, densely in the int32 words of a row or column, low bits
-            first
-            awq: 4 bits each, eight columns in an int32 word in the order of AutoAWQ plain: int8 or
-            float8_e4m3fn, each its own value e2m1, nf4: 4 bits each, two columns in a uint8, the
-            first in the low nibble of e2m1, in the high one of nf4
-    block   rows and columns of the matrix that share a scale
-    offset  subtracted from the codes where there are no zero points
+    order   rows, columns: `bits` bits each, dense in int32 words of a row or column, low bits first
+            awq: 4 bits each, eight columns per int32 word in the order of AutoAWQ
+            plain: int8 or float8_e4m3fn, each a value
+            e2m1, nf4: 4 bits each, two columns per uint8; the first column is the low nibble in
+            e2m1, the high nibble in nf4
+    block   rows and columns per scale
+    offset  subtracted from codes without zero points
     """
 
     order: Order
@@ -76,12 +75,12 @@ class Packing:
     offset: int = 0
 
     @property
-    def groups_rows(self) -> bool:
-        """Whether a list of groups is one of rows; else it is one of columns."""
+    def is_transposed(self) -> bool:
+        """Whether the codes are of the transpose, so that group indices refer to rows."""
         return self.order in ("columns", "awq")
 
-    def words(self, n_rows: int, n_columns: int) -> tuple[int, int]:
-        """The shape of the codes of a matrix."""
+    def code_shape(self, n_rows: int, n_columns: int) -> tuple[int, int]:
+        """Return the shape of the codes of a matrix."""
         if self.order == "columns":
             return -(-n_rows * self.bits // 32), n_columns
         if self.order == "plain":

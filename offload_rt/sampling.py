@@ -42,12 +42,14 @@ def probs(
     context: Context,
     paths: Sequence[Sequence[int]],
     out: Tensor | None = None,
+    masks: Tensor | None = None,
 ) -> Tensor:
     """Compute the distribution of the next token at each of n nodes; rows sum to 1.
 
     logits  (n, vocabulary), any float dtype
     paths   tokens after the context for each node; only read if `params.looks_back`
     out     output tensor; None to allocate
+    masks   (n, words) int32 allowed tokens of a grammar, see `Grammar.masks_of`; None for all
     Returns (n, vocabulary) float32, or float64 for float64 logits.
     Raises NumericsError for NaN, +Inf, or a row of -Inf. On CUDA the check would synchronize; see
     `Runner.finish`.
@@ -62,6 +64,8 @@ def probs(
         part = logits[rows].to(wide)
         if change is not None:
             part = change(part, row_paths)
+        if masks is not None:
+            part = part.masked_fill(~_unpacked(masks[rows], part.shape[1]), -torch.inf)
         best[rows] = part.amax(-1)
         result[rows], is_whole[rows] = _probs_of(part, best[rows, None], params, n_first)
 
@@ -77,6 +81,12 @@ def probs(
             )
             compute(left[part], row_paths, logits.shape[-1])
     return result
+
+
+def _unpacked(masks: Tensor, n: int) -> Tensor:
+    """Convert masks (rows, words) int32 to (rows, n) bool."""
+    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
+    return (masks[:, :, None] >> bits).bitwise_and_(1).flatten(1)[:, :n].bool()
 
 
 class TopTokens(NamedTuple):

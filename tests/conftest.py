@@ -25,6 +25,14 @@ settings.register_profile("offload_rt", deadline=None, derandomize=True)
 settings.load_profile("offload_rt")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a CUDA device if none is available."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measurements are written to a folder of this run, and nothing asks the hub."""
@@ -75,8 +83,8 @@ def mxfp4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def mixture_of(tmp_path_factory):
-    """Of a type, with eight experts of which a row takes two: the model in transformers, and its
-    checkpoint.
+    """Return a function from model type to the transformers model and its checkpoint. Each model
+    has eight experts and selects two per row.
     """
     made = {}
 

@@ -44,7 +44,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything a file imports, wherever in it the import stands."""
+    """Yield line and full name of every import of a file, at any depth."""
     package = ("offload_rt", *path.relative_to(ROOT).parts[:-1])
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -81,7 +81,7 @@ def violations(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_to_a_lower_floor_or_stay_at_home(path: Path) -> None:
+def test_imports_point_to_lower_floors(path):
     if path == ROOT / "__init__.py":
         return  # the package's face shows what the upper floors have, on demand
     assert part_of(path) in FLOOR_OF, f"{path.name} lives on no floor: give it one"
@@ -106,9 +106,7 @@ def test_imports_go_to_a_lower_floor_or_stay_at_home(path: Path) -> None:
         ("kv", "def f():\n    from offload_rt.llm import LLM", False),
     ],
 )
-def test_the_reader_of_imports_sees_them(
-    part: str, line: str, is_allowed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_parser_finds_all_imports(part, line, is_allowed, monkeypatch):
     path = ROOT / part / "imagined.py"
     monkeypatch.setitem(globals(), "tree_of", lambda _: ast.parse(line))
     assert (violations(path) == []) == is_allowed
@@ -149,7 +147,7 @@ def cycles(modules: list[Path]) -> list[list[str]]:
     return sorted(map(sorted, groups))
 
 
-def test_modules_of_the_engine_import_each_other_without_cycles() -> None:
+def test_modules_of_the_engine_import_each_other_without_cycles():
     """Imports for type checking and within functions count as well."""
     assert cycles([path for path in MODULES if part_of(path) == "engine"]) == []
 
@@ -164,9 +162,7 @@ def test_modules_of_the_engine_import_each_other_without_cycles() -> None:
         ("from offload_rt.engine.third import f", False),
     ],
 )
-def test_the_search_for_cycles_finds_them(
-    first: str, is_cycle: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_for_cycles_finds_them(first, is_cycle, monkeypatch):
     texts = {"first": first, "second": "from offload_rt.engine.first import g", "third": ""}
     monkeypatch.setitem(globals(), "tree_of", lambda path: ast.parse(texts[path.stem]))
     pair = ["offload_rt.engine.first", "offload_rt.engine.second"]
@@ -174,7 +170,7 @@ def test_the_search_for_cycles_finds_them(
     assert cycles(paths) == ([pair] if is_cycle else [])
 
 
-def test_the_top_imports_only_what_it_shows() -> None:
+def test_package_root_imports_only_its_exports():
     names = {name for _, name in imported(ROOT / "__init__.py") if name.startswith("offload_rt")}
     assert {".".join(name.split(".")[:2]) for name in names} == {
         "offload_rt.llm",
@@ -219,7 +215,7 @@ def dangers(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_is_unpickled_and_no_code_of_a_checkpoint_runs(path: Path) -> None:
+def test_no_unpickling_and_no_remote_code(path):
     assert not dangers(path)
 
 
@@ -232,13 +228,13 @@ def test_nothing_is_unpickled_and_no_code_of_a_checkpoint_runs(path: Path) -> No
         "AutoConfig.from_pretrained(x, trust_remote_code=True)", "try:\n    f()\nexcept:\n    pass",
     ],
 )  # fmt: skip
-def test_the_reader_of_dangers_sees_them(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_danger_parser_finds_all_dangers(line, monkeypatch):
     monkeypatch.setitem(globals(), "tree_of", lambda _: ast.parse(line))
     assert dangers(ROOT / "ops" / "imagined.py")
 
 
-def test_text_files_say_how_they_are_coded() -> None:
-    """What a locale would decide is decided here: every file opened as text names its coding."""
+def test_text_files_name_their_encoding():
+    """Every text file is opened with an encoding, independent of the locale."""
     unnamed = []
     for path in MODULES:
         for node in ast.walk(tree_of(path)):

@@ -23,11 +23,11 @@ def public_names() -> list[str]:
     return sorted(set(names))
 
 
-def test_public_names_equal_the_committed_list() -> None:
+def test_public_names_equal_the_committed_list():
     """A missing name breaks users. Add new names to the list and both kinds to CHANGELOG.md."""
     assert public_names() == LIST.read_text(encoding="utf-8").split("\n")[:-1]
 
 
-def test_arguments_of_llm_are_the_engine_settings() -> None:
+def test_arguments_of_llm_are_the_engine_settings():
     arguments = set(inspect.signature(LLM).parameters) - {"use_tqdm_on_load"}
     assert arguments == {field.name for field in fields(EngineConfig)}

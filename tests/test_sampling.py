@@ -20,6 +20,8 @@ from offload_rt import SamplingParams, sampling
 from offload_rt.errors import NumericsError
 from offload_rt.sampling import Context, draw, probs, token_logprobs, top_tokens
 
+pytestmark = pytest.mark.numeric
+
 VOCABULARY = 60
 WARPERS = {
     "temperature": TemperatureLogitsWarper,
@@ -81,7 +83,7 @@ def random_logits(seed, n=16, scale=3.0):
     "settings", SETTINGS, ids=lambda one: " ".join(f"{name}={value}" for name, value in one.items())
 )
 @pytest.mark.parametrize("seed", range(4))
-def test_probabilities_are_those_of_transformers(settings, seed):
+def test_probabilities_equal_transformers(settings, seed):
     logits, contexts = random_logits(seed, n=70)
     contexts[3] = []
     before = logits.clone()
@@ -94,7 +96,7 @@ def test_probabilities_are_those_of_transformers(settings, seed):
 
 
 @pytest.mark.parametrize("penalty", [0.6, 1.7])
-def test_a_penalty_looks_back_on_the_sequence_and_on_each_nodes_own_path(penalty):
+def test_penalty_counts_the_sequence_and_each_path(penalty):
     logits, contexts = random_logits(5, n=70)
     tokens = contexts[0][:5] * 2
     paths = [context[: i % 7] for i, context in enumerate(contexts)]
@@ -105,7 +107,7 @@ def test_a_penalty_looks_back_on_the_sequence_and_on_each_nodes_own_path(penalty
 
 
 @pytest.mark.parametrize("min_tokens", [0, 4, 7, 40])
-def test_the_answer_alone_is_counted_and_ends_wait_for_the_least_tokens(min_tokens):
+def test_answer_alone_is_counted_and_ends_wait_for_min_tokens(min_tokens):
     """Penalties count the answer and each node's own path, not the prompt; a node may be before the
     least and its child not.
     """
@@ -125,7 +127,7 @@ def test_the_answer_alone_is_counted_and_ends_wait_for_the_least_tokens(min_toke
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_bad_words_may_span_answer_and_path_but_not_the_prompt():
+def test_bad_words_can_span_answer_and_path():
     logits, contexts = random_logits(9, n=70)
     tokens = contexts[0][:9]
     paths = [context[: i % 4] for i, context in enumerate(contexts)]
@@ -140,7 +142,7 @@ def test_bad_words_may_span_answer_and_path_but_not_the_prompt():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", [0, 3, -1])
-def test_logprobs_are_of_the_raw_distribution_with_ranks(dtype, k):
+def test_logprobs_have_ranks_of_the_raw_distribution(dtype, k):
     logits = random_logits(8, n=70)[0].to(dtype)
     chosen = torch.arange(70) % VOCABULARY
     found = token_logprobs(logits, chosen.tolist(), k, "<{}>".format)
@@ -158,7 +160,7 @@ def test_logprobs_are_of_the_raw_distribution_with_ranks(dtype, k):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_top_tokens_are_the_models_most_probable_ones(dtype):
+def test_top_tokens_are_the_most_probable(dtype):
     logits = random_logits(6, n=70)[0].to(dtype)
     best = torch.softmax(logits.double(), -1).topk(5)
     found = top_tokens(logits, 5)
@@ -215,9 +217,7 @@ def plain_top_p(logits, temperature, top_p, top_k):
 
 
 def rows_of_all_kinds(seed, n_tokens):
-    """Smooth rows, rows of few different values, flat ones, flat but for one token, and of one
-    token that is possible.
-    """
+    """Smooth, coarse, flat and nearly flat rows, and a row with one possible token."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(10, n_tokens, generator=generator)
     flat = torch.zeros(1, n_tokens)
@@ -237,7 +237,7 @@ def rows_of_all_kinds(seed, n_tokens):
     st.sampled_from([1, 40, 600, 10**6]),
     st.integers(0, 10**6),
 )
-def test_top_p_is_that_of_ordering_every_token(n_tokens, top_p, temperature, top_k, seed):
+def test_top_p_equals_a_full_sort(n_tokens, top_p, temperature, top_k, seed):
     logits = rows_of_all_kinds(seed, n_tokens)
     got = probs(
         logits, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), Context(), []
@@ -246,7 +246,7 @@ def test_top_p_is_that_of_ordering_every_token(n_tokens, top_p, temperature, top
 
 
 @pytest.mark.parametrize("penalty", [1.0, 2.0])
-def test_only_rows_that_need_it_are_ordered_as_a_whole(monkeypatch, penalty):
+def test_only_required_rows_are_fully_sorted(monkeypatch, penalty):
     """Each with its own path, where a penalty looks back on it."""
     sort = torch.Tensor.sort
     ordered = []
@@ -271,7 +271,7 @@ def test_only_rows_that_need_it_are_ordered_as_a_whole(monkeypatch, penalty):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_narrow_logits_are_widened_before_anything(dtype):
+def test_narrow_logits_are_widened_first(dtype):
     logits, contexts = random_logits(0)
     settings = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
     wide = torch.promote_types(dtype, torch.float32)
@@ -283,7 +283,7 @@ def test_narrow_logits_are_widened_before_anything(dtype):
 
 
 @pytest.mark.parametrize("penalty", [1.0, 2.5])
-def test_temperature_zero_is_one_hot(penalty):
+def test_temperature_0_is_one_hot(penalty):
     logits, contexts = random_logits(1)
     chain = RepetitionPenaltyLogitsProcessor(penalty)
     best = [
@@ -297,8 +297,8 @@ def test_temperature_zero_is_one_hot(penalty):
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-37, 1e-45, 1e-300])
-def test_a_temperature_close_to_zero_is_the_limit(temperature):
-    """No overflow turns the distribution into something that is none."""
+def test_temperature_close_to_zero_is_the_limit(temperature):
+    """Overflow must not destroy the distribution."""
     logits, contexts = random_logits(2, scale=30.0)
     got = probs(logits, SamplingParams(temperature=temperature), Context(), contexts)
     torch.testing.assert_close(got, torch.eye(VOCABULARY)[logits.argmax(-1)], atol=1e-6, rtol=0)
@@ -306,7 +306,7 @@ def test_a_temperature_close_to_zero_is_the_limit(temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_logits_that_are_no_numbers_are_an_error(wrong, temperature):
+def test_nan_logits_raise(wrong, temperature):
     logits, contexts = random_logits(0)
     logits[5, 17] = wrong
     with pytest.raises(NumericsError):
@@ -314,7 +314,7 @@ def test_logits_that_are_no_numbers_are_an_error(wrong, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_place_where_no_token_is_possible_is_an_error(temperature):
+def test_row_without_possible_tokens_raises(temperature):
     logits, contexts = random_logits(0)
     logits[3] = -torch.inf
     with pytest.raises(NumericsError):
@@ -324,7 +324,7 @@ def test_a_place_where_no_token_is_possible_is_an_error(temperature):
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 60, "min_p": 0.001}]
 )
-def test_an_impossible_token_stays_impossible(settings):
+def test_impossible_token_stays_impossible(settings):
     logits, contexts = random_logits(0)
     logits[:, ::3] = -torch.inf
     got = probs(logits, SamplingParams(**settings), Context(), contexts)
@@ -346,7 +346,7 @@ def test_an_impossible_token_stays_impossible(settings):
 )
 @pytest.mark.parametrize("scale", [1.0, 0.9])
 def test_draws_follow_the_distribution(probs, scale):
-    """Only the proportions count: rounding may leave a sum that is not one."""
+    """Only proportions count, since rounding changes the sum."""
     probs = torch.tensor(probs)
     n = 10_000
     generator = torch.Generator().manual_seed(11)
@@ -365,8 +365,8 @@ def test_draws_follow_the_distribution(probs, scale):
         )
 
 
-def test_draws_from_a_distribution_of_many_tokens():
-    """A long tail, as of a real vocabulary, in groups: neither head nor tail is favoured."""
+def test_draws_from_a_large_vocabulary():
+    """A long tail, as in a real vocabulary, compared in groups."""
     probs = torch.softmax(torch.linspace(0, -4, 3000), 0)
     n = 10_000
     generator = torch.Generator().manual_seed(12)
@@ -379,8 +379,8 @@ def test_draws_from_a_distribution_of_many_tokens():
 
 
 @pytest.mark.parametrize(("at", "token"), [(0.0, 2), (1 - 2**-53, 5), (1.0, 5)])
-def test_the_ends_of_the_unit_interval_give_possible_tokens(monkeypatch, at, token):
-    """Also a draw of exactly one, which rounding can make of the number nearest to it."""
+def test_ends_of_the_unit_interval_give_possible_tokens(monkeypatch, at, token):
+    """Including a draw of exactly one, a possible result of rounding."""
     monkeypatch.setattr(
         sampling.torch, "rand", lambda n, **options: torch.full((n,), at, dtype=torch.float64)
     )
@@ -389,7 +389,7 @@ def test_the_ends_of_the_unit_interval_give_possible_tokens(monkeypatch, at, tok
 
 
 @given(st.integers(0, 2**31), st.integers(1, 40))
-def test_a_token_of_probability_zero_is_never_drawn(seed, n):
+def test_token_of_probability_zero_is_never_drawn(seed, n):
     generator = torch.Generator().manual_seed(seed)
     probs = torch.rand(n, generator=generator) * (torch.rand(n, generator=generator) < 0.4)
     probs[int(torch.randint(n, (), generator=generator))] += 1e-6
@@ -397,8 +397,8 @@ def test_a_token_of_probability_zero_is_never_drawn(seed, n):
     assert (probs[draw(probs.expand(20, -1), generator)] > 0).all()
 
 
-def test_a_draw_takes_one_number_of_the_generator():
-    """Which is what makes a seed mean the same whatever the distribution is."""
+def test_draw_takes_one_random_number():
+    """A seed therefore has the same meaning for every distribution."""
     one = torch.Generator().manual_seed(3)
     other = torch.Generator().manual_seed(3)
     draw(torch.tensor([[0.5, 0.5]]), one)

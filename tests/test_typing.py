@@ -24,7 +24,7 @@ def run(llm: LLM) -> int:
 """
 
 
-def test_mypy_checks_programs_that_use_the_package(tmp_path: Path) -> None:
+def test_mypy_checks_programs_that_use_the_package(tmp_path):
     root = Path(offload_rt.__file__).parents[1]
     assert (root / "offload_rt" / "py.typed").exists()
     for name, program in (("right.py", PROGRAM), ("wrong.py", WRONG)):

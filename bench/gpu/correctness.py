@@ -14,13 +14,13 @@ from offload_rt.ops import extension
 
 EXPECTED_S = 180
 _KERNELS = "tests/ops/test_kernels.py"
-# Test files and the tests in them that need a card.
+# Test files with tests that need a card.
 ON_CARD = (
-    (_KERNELS, "card and not emulated"),
-    ("tests/ops/test_dequantize.py", "card and not emulated"),
-    ("tests/offload/test_lossless.py", "card and not emulated"),
-    ("tests/offload/test_contracts_stream.py", "real and not pretended"),
-    ("tests/engine/test_card.py", "real and not pretended"),
+    _KERNELS,
+    "tests/ops/test_dequantize.py",
+    "tests/offload/test_lossless.py",
+    "tests/offload/test_streamers.py",
+    "tests/engine/test_cuda.py",
 )
 _PYTEST = (sys.executable, "-m", "pytest", "-o", "addopts=", "-rfE", "--tb=short")
 
@@ -33,8 +33,8 @@ def measure() -> Iterator[dict[str, object]]:
     """
     found: dict[str, object] = {"kernels": extension.missing() or "built, and one was launched"}
     yield found
-    for path, those in ON_CARD:
-        found[path] = _run([*_PYTEST, path, "-k", those])
+    for path in ON_CARD:
+        found[path] = _run([*_PYTEST, path, "-m", "cuda"])
         yield found
     checker = shutil.which("compute-sanitizer")
     if checker is None:
@@ -43,10 +43,11 @@ def measure() -> Iterator[dict[str, object]]:
     # Without torch's caching allocator, or the checker sees only the ends of its large blocks.
     # Captures need it.
     checks = [checker, "--tool", "memcheck", "--error-exitcode", "1"]
-    those = "card and not emulated and not captured"
     without_cache = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     yield found | {
-        "memory checker": _run([*checks, *_PYTEST, _KERNELS, "-k", those], **without_cache)
+        "memory checker": _run(
+            [*checks, *_PYTEST, _KERNELS, "-m", "cuda", "-k", "not captured"], **without_cache
+        )
     }
 
 

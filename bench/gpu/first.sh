@@ -19,9 +19,9 @@ if has_card 2> /dev/null; then
 reason = extension.missing()
 print(reason or "built, and one was launched")
 raise SystemExit(bool(reason))'
-  step kernels 120 bash -c 'tests tests/test_kernels.py "card and not emulated"'
-  step streams 60 bash -c 'tests tests/test_contracts_stream.py "real and not pretended"'
-  step card 120 bash -c 'tests tests/test_card.py "real and not pretended"'
+  step kernels 120 bash -c 'tests tests/ops/test_kernels.py'
+  step streams 60 bash -c 'tests tests/offload/test_streamers.py'
+  step card 120 bash -c 'tests tests/engine/test_cuda.py'
   step ceilings 60 bash -c 'section ceilings'
   step streamed 240 bash -c 'section streamed'
 else

@@ -61,8 +61,8 @@ environment() {
 }
 
 # Pytest on some tests of a file that need a card. Exit code 5 says that none was selected.
-tests() { # file, expression
-  "$PYTHON" -m pytest -o addopts= -rfEs --tb=short -p no:cacheprovider "$1" -k "$2"
+tests() { # file; its tests that need a CUDA device
+  "$PYTHON" -m pytest -o addopts= -rfEs --tb=short -p no:cacheprovider "$1" -m cuda
 }
 
 # A section of bench.gpu in the step's time. The step's log has the section's log and its result.

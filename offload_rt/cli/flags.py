@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
             item.name: (cls, item)
             for cls in classes
             for item in fields(cls)
-            if item.name not in without
+            if item.metadata and item.name not in without
         }
         self._positionals_by_name = {
             name: item.default is MISSING

@@ -66,7 +66,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
             table.add_row(what, "device", format_size(nbytes))
     if split is not None:
         beyond = split.n_blocks * split.block_nbytes * len(plan.tiers)
-        table.add_row(f"cache of {split.n_beyond} tokens", plan.kv_tier, format_size(beyond))
+        table.add_row(f"cache of {split.n_offloaded} tokens", plan.kv_tier, format_size(beyond))
     for tier in ("device", "host", "disk"):
         if plan.tiers.count(tier):
             table.add_row(

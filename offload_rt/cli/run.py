@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import INTERRUPTED, exit_code, show_any_text
-from offload_rt.config import EngineConfig, SamplingParams, check_folder, setting
+from offload_rt.config import (
+    EngineConfig,
+    SamplingParams,
+    StructuredOutputs,
+    check_folder,
+    setting,
+)
 from offload_rt.errors import PromptError, SettingsError
 
 if TYPE_CHECKING:
@@ -40,6 +46,8 @@ class RunSettings:
     show_tree: bool = setting(False, "print the largest verified tree")
     baseline: bool = setting(False, "afterwards measure plain decoding and print the speedup")
     trace: str | None = setting(None, "file for the timeline, as a Chrome trace")
+    json_schema: str | None = setting(None, "file with a JSON schema that the answer satisfies")
+    regex: str | None = setting(None, "regular expression that the answer matches")
 
     def __post_init__(self) -> None:
         if self.plan:
@@ -49,6 +57,14 @@ class RunSettings:
             raise PromptError(
                 "the prompt", need="--prompt or --prompt-file", have=have, change="pass exactly one"
             )
+
+    @property
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """Format of the answer; None for any text. Raises SettingsError or PromptError."""
+        if self.json_schema is None and self.regex is None:
+            return None
+        schema = None if self.json_schema is None else _read(self.json_schema, "--json-schema")
+        return StructuredOutputs(json=schema, regex=self.regex)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -131,7 +147,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(flags: Namespace, so_far: _Progress) -> None:
     settings = from_flags(RunSettings, flags)
     config = from_flags(EngineConfig, flags)
-    params = from_flags(SamplingParams, flags)
+    params = replace(
+        from_flags(SamplingParams, flags), structured_outputs=settings.structured_outputs
+    )
     template = from_flags(TemplateSettings, flags)
     if template != TemplateSettings() and not settings.chat:
         problem = "--system, --enable-thinking and --chat-template-kwargs need the chat template"
@@ -271,16 +289,20 @@ def _more(output: "Output") -> dict[str, Any]:
 
 def read_prompt(path: str) -> str:
     """Read the text of a file, or of stdin for "-". Raises PromptError."""
+    return _read(path, "--prompt-file")
+
+
+def _read(path: str, flag: str) -> str:
     try:
         with sys.stdin.buffer if path == "-" else Path(path).open("rb") as file:
             return file.read().decode("utf-8")
     except OSError as error:
         raise PromptError(
-            f"--prompt-file {path}: {error.strerror}", change="pass a readable file"
+            f"{flag} {path}: {error.strerror}", change="pass a readable file"
         ) from error
     except UnicodeDecodeError as error:
         raise PromptError(
-            f"--prompt-file {path} is not UTF-8 text", change="convert it to UTF-8"
+            f"{flag} {path} is not UTF-8 text", change="convert it to UTF-8"
         ) from error
 
 

@@ -174,6 +174,8 @@ class Engine(SequencePool):
 
     def _tree_step(self, running: RunningSequence, tree: DraftTree) -> Step:
         """Return the step that computes missing tokens and the tree."""
+        if running.sequence.grammar is not None:
+            running.sequence.grammar.start_masks(tree.candidates())
         missing = self._missing_tokens(running)
         read_logits = self._prompt_reader(running)
         n_read = 0
@@ -270,7 +272,10 @@ class Engine(SequencePool):
         paths = [tree.path_to(node) for node in range(n)] if sequence.sampling.looks_back else []
         context = Context(sequence.tokens, sequence.n_prompt, sequence.end_ids)
         out = self._probs_buffer(logits, n)
-        return probs(logits[:n], sequence.sampling, context, paths, out)
+        masks = None
+        if sequence.grammar is not None:
+            (masks,) = ops.to_device([sequence.grammar.masks()], logits.device)
+        return probs(logits[:n], sequence.sampling, context, paths, out, masks)
 
     def _commit(self, running: RunningSequence, verdict: Verdict, states: Tensor) -> None:
         """Commit the rows of missing tokens and of the accepted path; pass states to the drafter.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from offload_rt.chunks import CHUNK_ROWS, most_captured_rows
+from offload_rt.chunks import CHUNK_ROWS, max_captured_rows
 from offload_rt.config import EngineConfig, format_size
 from offload_rt.cost.roofline import n_weights
 from offload_rt.dtypes import DType
@@ -477,7 +477,7 @@ def _graphs_nbytes(models: Sequence[Sizes], n_nodes: int) -> int:
     """Bytes of the captured passes of models: one pool, as no two passes run at once, and the
     logits of each model.
     """
-    n = most_captured_rows(n_nodes)
+    n = max_captured_rows(n_nodes)
     itemsizes = [model.dtype.itemsize for model in models]
     pools = (
         one.view_nbytes + one.spec.scratch_nbytes(n, n, size)

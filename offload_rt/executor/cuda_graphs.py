@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.chunks import GRAPH_WIDTHS, most_captured_rows
+from offload_rt.chunks import GRAPH_WIDTHS, max_captured_rows
 from offload_rt.dtypes import DType
 from offload_rt.errors import RankError
 from offload_rt.kv.cache import Attention, ContiguousCache, KVBuffer, KVCache
@@ -106,7 +106,7 @@ class GraphInputs(PassRows):
             ("bits", (n, -(-shape.n_tree_rows // 32)), int32),
             ("depths", (n,), int32), ("key_depths", (shape.n_tree_rows,), int32),
             ("extent", (2,), int32),
-            *((f"row_inputs.{i}", (n, *one.shape[1:]), DType.of(one.dtype)) for i,
+            *((f"row_inputs.{i}", (n, *one.shape[1:]), DType.from_torch(one.dtype)) for i,
                 one in enumerate(of_row)),
         ))  # fmt: skip
         block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
@@ -249,7 +249,7 @@ class GraphRunner:
         self._new_buffer = new_buffer
         self._capture = capture
         self._capture_pass = capture if ranks is None else partial(capture_together, capture, ranks)
-        self._most_rows = most_captured_rows(most.n_rows)
+        self._most_rows = max_captured_rows(most.n_rows)
         self._passes: dict[KVBuffer, dict[GraphShape, GraphPass]] = {}
         self._reductions: dict[tuple[int, Reduce], _Reduction] = {}
         self._reusable: KVBuffer | None = None

@@ -153,7 +153,7 @@ class Runner:
         segments = [segment for chunk in chunks for segment in chunk.segments]
         layers = range(self.spec.n_layers)
         return self.offloaded_rows.prefetch(
-            [rows for i in layers for segment in segments for rows in segment.cache.beyond(i)]
+            [rows for i in layers for segment in segments for rows in segment.cache.offloaded(i)]
         )
 
     @contextmanager

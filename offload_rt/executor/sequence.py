@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.config import SamplingParams
+from offload_rt.executor.grammar import Grammar
 from offload_rt.executor.stats import SequenceStats
 from offload_rt.ops.noise import NoiseRows
 from offload_rt.sampling import Logprob, token_logprobs
@@ -22,6 +23,7 @@ class Sequence:
     max_tokens     limit of prompt plus generated tokens
     end_ids        end tokens of the sampling parameters, and of the model unless ignored
     text           detokenizer with stop strings; None without a tokenizer
+    grammar        position in the grammar of structured outputs; None without a grammar
     finish_reason  None while running; "stop" (end token or stop string), "length" or "error"
     error          reason of finish_reason "error"
     generator      random numbers from the sampling seed, or from a random seed
@@ -34,6 +36,7 @@ class Sequence:
     max_tokens: int
     end_ids: frozenset[int] = frozenset()
     text: TextStream | None = None
+    grammar: Grammar | None = None
     finish_reason: str | None = None
     error: Exception | None = None
     generator: torch.Generator = field(default_factory=torch.Generator)
@@ -80,16 +83,19 @@ class Sequence:
 
     def extend(self, tokens: Tokens[int]) -> list[int]:
         """Append tokens until the sequence ends; return the appended tokens."""
-        for n, token in enumerate(tokens, 1):
+        n_before = len(self.tokens)
+        for token in tokens:
             self.tokens.append(token)
             may_stop = self.n_new > self.sampling.min_tokens
             if token in self.end_ids or (self.text is not None and self.text.add(token, may_stop)):
                 self.finish_reason = "stop"
             elif self.n_left <= 0:
                 self.finish_reason = "length"
+            elif self.grammar is not None:
+                self.grammar.advance(token)
             if self.finish_reason:
-                return list(tokens[:n])
-        return list(tokens)
+                break
+        return self.tokens[n_before:]
 
     def read(self, logits: Tensor, k: int) -> None:
         """Record log-probabilities of the next tokens and the top k from logits (n, vocabulary)."""

@@ -96,7 +96,7 @@ class KVCache(ABC):
         Valid until the next operation on the cache.
         """
 
-    def beyond(self, layer: int) -> Iterable[RowRange]:
+    def offloaded(self, layer: int) -> Iterable[RowRange]:
         """Return the off-device rows each `attend` call of a layer reads, in order."""
         return ()
 

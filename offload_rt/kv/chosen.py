@@ -88,8 +88,8 @@ class ChosenCache(SparseCache):
         best = self.select_rows(
             first, q.view(*group, q.shape[-1]), older[0], scale, lse.view(group)
         )
-        for mine, rows in zip(layer_kv, older, strict=True):
-            mine[:, :first] = rows.gather(1, best[..., None].expand(-1, -1, q.shape[-1]))
+        for target, rows in zip(layer_kv, older, strict=True):
+            target[:, :first] = rows.gather(1, best[..., None].expand(-1, -1, q.shape[-1]))
         return out
 
 

@@ -194,11 +194,11 @@ class RecurrentCache(ContiguousCache):
         if path:
             memory, last = self.state
             (at,) = ops.to_device([torch.tensor(path)], last.device)
-            of_layers = (
+            layer_parts = (
                 [held_part.index_select(0, at) for held_part in held]
                 for held in self._held.values()
             )
-            inputs, *added = (torch.stack(parts) for parts in zip(*of_layers, strict=True))
+            inputs, *added = (torch.stack(parts) for parts in zip(*layer_parts, strict=True))
             terms = DeltaTerms(*added)
             fold(memory, terms)
             last.copy_(torch.cat((last, inputs), 1)[:, len(path) :])

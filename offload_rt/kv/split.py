@@ -1,4 +1,4 @@
-"""Sizes of caches: bytes of rows and states, and which rows lie beyond the device."""
+"""Sizes of KV caches: bytes of rows and states, and division between device and host or disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload_rt.chunks import MOST_SCORES
+from offload_rt.chunks import MAX_SCORES
 from offload_rt.cost.pass_times import StreamedRows
 from offload_rt.dtypes import DType
 from offload_rt.models.architecture import Architecture
@@ -14,32 +14,31 @@ from offload_rt.models.architecture import Architecture
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Bytes of a block of one layer: large enough for a link, small enough for a few blocks in any
-# budget. A GPU's link copies 4 MiB in 160 us, less than the host needs to launch the attention to a
-# block (250 us, estimated).
+# Bytes of a block per layer: large enough for a link, small enough for a few blocks in any budget.
+# A GPU's link copies 4 MiB in 160 us, less than the host needs to launch attention to a block
+# (250 us, estimated).
 _BLOCK_NBYTES = 4 << 20
 _CARD_BLOCK_NBYTES = 16 << 20
-# Blocks begin, and are read, at multiples of so many rows: with rows of whole 64 bytes these are
-# pages of any disk.
+# Blocks start, and are read, at multiples of these rows. As rows are multiples of 64 bytes, these
+# offsets are multiples of 4096 bytes.
 PAGE_ROWS = 64
-N_SLOTS = 4  # blocks on the device for rows on their way
-# Committed rows kept on the device until a block of them moves, and sequences with room for a tree.
+N_SLOTS = 4  # device slots for prefetched blocks
+# Committed rows kept on the device before they are offloaded together, and sequences with room for
+# a tree.
 _TAIL_ROWS = 64
 _N_SEQUENCES = 4
 _FP8 = DType.FLOAT8_E4M3FN
-_FP8_MOST = 448.0
+_FP8_MAX = 448.0
 
-# States kept for a rewind, besides the last one.
+# States kept for a rewind, besides the last state.
 N_KEPT = 2
-# The least rows of a view: older ones, recent ones and some to come.
+# Minimum rows of a sparse view: older, recent and new rows.
 LEAST_BUDGET = 32
 
 
 @dataclass(frozen=True)
 class KVBytes:
-    """Bytes that a cache takes on the device and on the host, and moves over the link in each
-    pass.
-    """
+    """Bytes of a cache on the device and on the host, and bytes per pass over the link."""
 
     device: int
     host: int = 0
@@ -48,9 +47,9 @@ class KVBytes:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Bytes of one layer's row beyond the device: keys of all heads, then their values.
+    """Format of an offloaded row of a layer: keys of all heads, then values.
 
-    is_fp8  both in fp8 (e4m3), behind a float32 scale for each head of each; not exact
+    is_fp8  both in fp8 (e4m3), after a float32 scale per head; not exact
     """
 
     n_kv_heads: int
@@ -69,14 +68,14 @@ class RowFormat:
         return -(-n // 64) * 64
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
-        """keys, values (..., n_kv_heads, n, head_dim) as rows (..., n, nbytes) uint8."""
+        """Convert keys, values (..., n_kv_heads, n, head_dim) to rows (..., n, nbytes) uint8."""
         import torch  # not at the top: a plan packs no row
 
         pair = torch.stack((keys, values), -4).movedim(-2, -4)
         parts = [pair]
         if self.is_fp8:
             wide = pair.float()
-            scales = (wide.abs().amax(-1, keepdim=True) / _FP8_MOST).clamp_min(
+            scales = (wide.abs().amax(-1, keepdim=True) / _FP8_MAX).clamp_min(
                 torch.finfo(torch.float32).tiny
             )
             parts = [scales, (wide / scales).to(_FP8.torch)]
@@ -86,8 +85,9 @@ class RowFormat:
         return rows
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """rows (n, nbytes) uint8 as keys and values (n_kv_heads, n, head_dim); without fp8 nothing
-        is copied.
+        """Convert rows (n, nbytes) uint8 to keys and values (n_kv_heads, n, head_dim).
+
+        Copies only with fp8.
         """
         import torch
 
@@ -106,9 +106,7 @@ class RowFormat:
 
 @dataclass(frozen=True)
 class KVShare:
-    """Rows of one cache on the device: the first `n_resident` of `n_rows`; a tree takes up to
-    `n_nodes`.
-    """
+    """Device rows of a cache: the first `n_resident` of `n_rows`, and trees up to `n_nodes`."""
 
     n_rows: int
     n_nodes: int
@@ -120,22 +118,22 @@ class KVShare:
         return min(self.n_resident + _TAIL_ROWS + self.n_nodes, self.n_rows)
 
     @property
-    def n_beyond(self) -> int:
-        """Rows beyond the device in a full cache."""
+    def n_offloaded(self) -> int:
+        """Offloaded rows of a full cache."""
         return self.n_rows - self.n_nodes - self.n_resident if self.n_on_device < self.n_rows else 0
 
 
 @dataclass(frozen=True)
 class KVSplit:
-    """Division of the keys and values of all sequences between the device and memory beyond it.
+    """Division of all sequences' keys and values between the device and off-device memory.
 
-    n_rows       of all sequences
+    n_rows       rows of all sequences
     n_on_device  rows on the device; the first rows are resident
     n_nodes      nodes of the largest tree, all on the device
     block_rows   rows of a block
-    format       of rows beyond the device
-    windows      attention window of each layer; None: all positions
-    chunk_rows   rows of a pass that share one transfer of the rows beyond
+    format       format of offloaded rows
+    windows      attention window of each layer; None for all positions
+    chunk_rows   rows of a pass that share a transfer of the offloaded rows
     """
 
     n_rows: int
@@ -170,55 +168,55 @@ class KVSplit:
         return max(self.n_on_device - self.n_nodes - _TAIL_ROWS, 0)
 
     @property
-    def n_beyond(self) -> int:
-        """Rows beyond the device at the longest context."""
+    def n_offloaded(self) -> int:
+        """Offloaded rows at the longest context."""
         return self.n_rows - self.n_nodes - self.n_resident
 
     @property
     def n_blocks(self) -> int:
-        """Blocks of the rows beyond."""
-        return -(-self.n_beyond // self.block_rows)
+        """Blocks of the offloaded rows."""
+        return -(-self.n_offloaded // self.block_rows)
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of a block of one layer."""
+        """Bytes of a block of a layer."""
         return self.block_rows * self.format.nbytes
 
     def nbytes(self, model: Architecture, longest: int, has_card: bool) -> KVBytes:
-        """Bytes on the device and the host, and over the link in each pass.
+        """Return the bytes on device and host, and over the link in each pass.
 
-        The device holds its rows, the slots, a block under conversion, scores, and one layer's rows
-        of a prompt of `longest` rows with a copy on the way out; beside a card two copies are under
-        way.
+        The device stores its rows, the slots, a block under conversion, scores, and a layer's rows
+        of a prompt of `longest` rows with a copy being written; on a GPU, two copies.
         """
         itemsize = self.format.dtype.itemsize
-        of_layer = model.kv_nbytes(itemsize) // model.n_layers
-        converted = 2 * self.block_rows * of_layer if self.format.is_fp8 else 0
-        passing = longest * (of_layer + (1 + has_card) * self.format.nbytes)
+        row_nbytes = model.kv_nbytes(itemsize) // model.n_layers
+        converted = 2 * self.block_rows * row_nbytes if self.format.is_fp8 else 0
+        staged = longest * (row_nbytes + (1 + has_card) * self.format.nbytes)
         n_heads = model.hidden_size // model.head_dim
-        scores = 3 * 4 * min(MOST_SCORES, min(longest, self.chunk_rows) * n_heads * self.n_rows)
+        scores = 3 * 4 * min(MAX_SCORES, min(longest, self.chunk_rows) * n_heads * self.n_rows)
         slots = N_SLOTS * self.block_nbytes
-        beyond = self.n_blocks * self.block_nbytes * model.n_layers
+        offloaded = self.n_blocks * self.block_nbytes * model.n_layers
         return KVBytes(
             device=self.n_on_device * model.kv_nbytes(itemsize)
             + slots
             + converted
             + scores
-            + passing,
-            # slots there, too, where the driver pins nothing
-            host=beyond + (slots if has_card else 0),
-            link=self.n_beyond * self.format.nbytes * model.n_layers,
+            + staged,
+            # host slots are needed if the driver refuses to pin
+            host=offloaded + (slots if has_card else 0),
+            link=self.n_offloaded * self.format.nbytes * model.n_layers,
         )
 
     def streamed(self, tier: str) -> StreamedRows:
-        """Rows that passes read over the link of a tier."""
+        """Return the rows read per pass over the link of a tier."""
         return StreamedRows(
             tier, self.n_resident, self.format.nbytes, self.windows, self.chunk_rows
         )
 
     def share(self, n_rows: int, n_nodes: int, is_alone: bool = False) -> KVShare:
-        """Share of a cache of so many rows and tree nodes: proportional, or alone all but the room
-        of other sequences.
+        """Return the share of a cache of `n_rows` rows: proportional to its rows.
+
+        is_alone  all rows, except for the minimum of further sequences
         """
         n_near = n_rows * self.n_on_device // self.n_rows
         if is_alone:
@@ -228,13 +226,13 @@ class KVSplit:
         return KVShare(n_rows, n_nodes, max(n_near - _TAIL_ROWS - n_nodes, 0))
 
     def fits(self, shares: Sequence[KVShare]) -> bool:
-        """Whether these caches fit together; a single cache always fits."""
-        n_near = sum(one.n_on_device for one in shares)
-        n_blocks = sum(-(-one.n_beyond // self.block_rows) for one in shares)
+        """Return whether these caches fit together; a single cache always fits."""
+        n_near = sum(share.n_on_device for share in shares)
+        n_blocks = sum(-(-share.n_offloaded // self.block_rows) for share in shares)
         return len(shares) == 1 or (n_near <= self.n_on_device and n_blocks <= self.n_blocks)
 
 
 def state_rows(model: Architecture, itemsize: int) -> int:
-    """Rows of keys and values that take as much memory as the states of a sequence do."""
-    nbytes = (1 + N_KEPT) * sum(one.nbytes(itemsize) for one in model.state_shapes)
+    """Return the rows of keys and values with the memory size of a sequence's states."""
+    nbytes = (1 + N_KEPT) * sum(shape.nbytes(itemsize) for shape in model.state_shapes)
     return -(-nbytes // model.kv_nbytes(itemsize)) if nbytes else 0

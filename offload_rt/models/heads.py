@@ -100,16 +100,27 @@ class HeadDecoder(Head):
 class Eagle3(HeadDecoder, NativeDecoder):
     """EAGLE-3. The layer's input is embedding and residual stream, (n, 2 * hidden_size).
 
-    n_tokens     size of the reduced vocabulary
-    norm_before  use the normed residual stream as residual
+    n_tokens       size of the reduced vocabulary
+    norm_before    use the normed residual stream as residual
+    prefix         prefix of the layer: "midlayer.", "layers.0." in files of speculators
+    state_norm     norm of the tapped states: "" none, "input_norm" of their concatenation,
+                   "fc_norm" of each of them (EAGLE-3.1)
+    feeds_normed   child rows receive the normed output (`norm_output` of speculators, EAGLE-3.1)
+    is_normed      apply the final norm before the output matrix (`norm_output` of SpecForge)
+    has_embedding  the head's embedding differs from the target's
     """
 
     n_tokens: int = 0
     norm_before: bool = False
+    prefix: str = "midlayer."
+    state_norm: str = ""
+    feeds_normed: bool = False
+    is_normed: bool = True
+    has_embedding: bool = False
 
     def layer_prefix(self, i: int) -> str:
         """Return the prefix of the only layer."""
-        return "midlayer."
+        return self.prefix
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
         """Return a Llama layer with a second norm and a doubled attention input."""
@@ -123,15 +134,42 @@ class Eagle3(HeadDecoder, NativeDecoder):
         return (norm("hidden_norm", d), *doubled)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
-        """Return the fusion matrix, the final norm and the head."""
+        """Return norms and matrix of the fusion, the final norm, the embedding and the head."""
         d = self.hidden_size
         n = len(self.taps)
+        norms: list[TensorShape] = []
+        if self.state_norm == "input_norm":
+            norms = [norm("input_norm", n * d)]
+        elif self.state_norm == "fc_norm":
+            norms = [norm(f"fc_norm.{i}", d) for i in range(n)]
+        if self.has_embedding:
+            norms.append(TensorShape(f"{_OWN_EMBED}.weight", (self.vocab_size, d)))
         fusion = TensorShape("fc.weight", (d, n * d))
-        return fusion, norm("norm", d), TensorShape("lm_head.weight", (self.n_tokens, d))
+        head = TensorShape("lm_head.weight", (self.n_tokens, d))
+        return (*norms, fusion, norm("norm", d), head)
+
+    def embed(
+        self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Look up the head's embedding, or the target's."""
+        return weights.rows(ids, _OWN_EMBED if self.has_embedding else EMBED), row_inputs
 
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
-        """Fuse all tapped hidden states by a matrix."""
-        return weights.linear(states.flatten(1), "fc")
+        """Norm the tapped hidden states and fuse them by a matrix."""
+        import torch
+
+        from offload_rt import ops
+
+        flat = states.flatten(1)
+        if self.state_norm == "input_norm":
+            flat = ops.rms_norm(flat, weights.vector("input_norm"), self.eps)
+        elif self.state_norm == "fc_norm":
+            normed = (
+                ops.rms_norm(states[:, i].contiguous(), weights.vector(f"fc_norm.{i}"), self.eps)
+                for i in range(len(self.taps))
+            )
+            flat = torch.cat(tuple(normed), 1)
+        return weights.linear(flat, "fc")
 
     def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
         """Concatenate embeddings and states."""
@@ -156,17 +194,20 @@ class Eagle3(HeadDecoder, NativeDecoder):
         )
 
     def child_inputs(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Return the residual stream."""
-        return x[:, self.hidden_size :]
+        """Return the residual stream, after the final norm if the head feeds it back normed."""
+        return self._output(weights, x) if self.feeds_normed else x[:, self.hidden_size :]
+
+    def _output(self, weights: LayerWeights, x: Tensor) -> Tensor:
+        """Return the residual stream after the final norm, (n, hidden_size)."""
+        from offload_rt import ops
+
+        hidden = x[:, self.hidden_size :].contiguous()
+        return ops.rms_norm(hidden, weights.vector("norm"), self.eps)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Return logits over the target's vocabulary, -inf outside the reduced vocabulary."""
-        from offload_rt import ops
-
-        normed = ops.rms_norm(
-            self.child_inputs(weights, x).contiguous(), weights.vector("norm"), self.eps
-        )
-        logits = weights.linear(normed, "lm_head")
+        output = self._output(weights, x) if self.is_normed else x[:, self.hidden_size :]
+        logits = weights.linear(output, "lm_head")
         assert isinstance(weights, HeadWeights), "created by weights_beside"
         if weights.token_ids is None:
             return logits
@@ -345,26 +386,61 @@ class Medusa(Head, NativeDecoder):
         )
 
 
+# Embedding of a head, beside the target's `EMBED`.
+_OWN_EMBED = "embed_tokens"
 _EAGLE_KEYS = {
     "architectures",
     "draft_vocab_size",
     "eagle_config",
     "eagle_aux_hidden_state_layer_ids",
+    "fc_norm",
+    "norm_before_fc",
     "norm_before_residual",
+    "norm_output",
     "target_hidden_size",
     "target_model_type",
     "has_no_defaults_at_init",
 }
+# Further keys of speculators' configs, which nest the layer's config.
+_SPECULATORS = "speculators_model_type"
+_LAYER_CONFIG = "transformer_layer_config"
+_SPECULATORS_KEYS = {
+    _SPECULATORS,
+    _LAYER_CONFIG,
+    "auto_map",
+    "dtype",
+    "embed_requires_grad",
+    "speculators_config",
+    "speculators_version",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers_version",
+}
+
+
+def _layer_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the decoder layer. Raises UnsupportedModelError for unknown keys."""
+    if _SPECULATORS not in raw:
+        return {key: value for key, value in raw.items() if key not in _EAGLE_KEYS}
+    unknown = sorted(set(raw) - _EAGLE_KEYS - _SPECULATORS_KEYS)
+    if unknown:
+        kind = raw[_SPECULATORS]
+        problem = f"config.json: {unknown[0]!r} is not understood for {_SPECULATORS} {kind!r}"
+        raise UnsupportedModelError(problem)
+    if raw[_SPECULATORS] != "eagle3":
+        problem = f"config.json: {_SPECULATORS} {raw[_SPECULATORS]!r} is not supported"
+        raise UnsupportedModelError(problem, need="'eagle3'")
+    return dict(raw.get(_LAYER_CONFIG) or {})
 
 
 def _eagle_of(raw: dict[str, Any], target: NativeDecoder) -> Eagle3:
-    llama = spec_of({key: value for key, value in raw.items() if key not in _EAGLE_KEYS})
+    llama = spec_of(_layer_config(raw))
     if llama.n_layers != 1 or not isinstance(llama, NativeDecoder):
         kind = f"{llama.n_layers} layers of type {llama.family}"
         problem = f"config.json: an EAGLE-3 head with {kind} is not supported"
         raise UnsupportedModelError(problem, need="1 Llama layer")
     for quantity, have, need in (
-        ("hidden size", raw.get("target_hidden_size", llama.hidden_size), target.hidden_size),
+        ("hidden size", raw.get("target_hidden_size") or llama.hidden_size, target.hidden_size),
         ("hidden size", llama.hidden_size, target.hidden_size),
         ("vocabulary", llama.vocab_size, target.vocab_size),
     ):
@@ -384,8 +460,26 @@ def _eagle_of(raw: dict[str, Any], target: NativeDecoder) -> Eagle3:
         "taps": tuple(taps),
         "n_tokens": raw.get("draft_vocab_size") or llama.vocab_size,
         "norm_before": bool(raw.get("norm_before_residual")),
+        "state_norm": _state_norm(raw),
     }
+    if _SPECULATORS in raw:
+        changes |= {
+            "prefix": "layers.0.",
+            "feeds_normed": bool(raw.get("norm_output")),
+            "has_embedding": bool(raw.get("embed_requires_grad")),
+        }
+    else:
+        changes["is_normed"] = bool(raw.get("norm_output", True))
     return Eagle3(**{**vars(llama), **changes})
+
+
+def _state_norm(raw: dict[str, Any]) -> str:
+    if raw.get("fc_norm") and raw.get("norm_before_fc"):
+        problem = "config.json: both fc_norm and norm_before_fc are true"
+        raise UnsupportedModelError(problem, need="at most one of them")
+    if raw.get("fc_norm"):
+        return "fc_norm"
+    return "input_norm" if raw.get("norm_before_fc") else ""
 
 
 def mtp_of(target: NativeDecoder, layout: MtpLayout) -> NativeMtp:
@@ -419,7 +513,7 @@ def head_kind(raw: dict[str, Any]) -> str | None:
     """Return the drafter name of a head's config.json, or None for a complete model."""
     if raw.get("model_type") == "medusa" or "medusa_num_heads" in raw:
         return "medusa"
-    is_eagle = "draft_vocab_size" in raw or any(
+    is_eagle = not {"draft_vocab_size", _SPECULATORS}.isdisjoint(raw) or any(
         "Eagle3" in str(name) for name in raw.get("architectures") or ()
     )
     return "eagle" if is_eagle else None

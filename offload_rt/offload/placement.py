@@ -38,8 +38,8 @@ class ReservedMemory:
     @property
     def total(self) -> int:
         """Sum of all fixed parts; `stand_in` depends on the number of streamed layers."""
-        of_model = self.non_layer + self.cache + self.scratch + self.experts
-        return of_model + self.draft + self.libraries + self.graphs
+        model = self.non_layer + self.cache + self.scratch + self.experts
+        return model + self.draft + self.libraries + self.graphs
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class LinkSizes:
     buffer: int
 
     @classmethod
-    def of(cls, layer_nbytes: Sequence[int]) -> "LinkSizes":
+    def unchanged(cls, layer_nbytes: Sequence[int]) -> "LinkSizes":
         """Return the sizes of layers streamed unchanged."""
         return cls(tuple(layer_nbytes), max(layer_nbytes), 0)
 
@@ -220,7 +220,7 @@ def least_budget(
     layer_nbytes: Sequence[int], reserved: ReservedMemory, link: LinkSizes | None = None
 ) -> int:
     """Return the minimum device budget: two slots, or all layers if smaller."""
-    link = link or LinkSizes.of(layer_nbytes)
+    link = link or LinkSizes.unchanged(layer_nbytes)
     moving = _LEAST_SLOTS * link.slot_nbytes + link.buffer + len(layer_nbytes) * reserved.stand_in
     return reserved.total + min(sum(layer_nbytes), moving)
 
@@ -236,7 +236,7 @@ def place_layers(
     link  sizes of streamed layers; None for the sizes in compute
     Raises CapacityError with the minimum budget if two slots do not fit.
     """
-    link = link or LinkSizes.of(layer_nbytes)
+    link = link or LinkSizes.unchanged(layer_nbytes)
     n = len(layer_nbytes)
     largest = max(layer_nbytes)
     travelling = max(link.layer_nbytes)

@@ -38,7 +38,7 @@ class ZeroCodes:
 class CodedMatrix:
     """A matrix (n_out, n_in) as codes with scales. Orders `columns` and `awq` store its transpose.
 
-    codes    packing.words of the stored shape
+    codes    packing.code_shape of the stored shape
     scales   (rows / block, columns / block) of the stored shape, float, or uint8 and float8_e8m0fnu
              for powers of two
     groups   (n_in,) int32, group of each input; None: position // block
@@ -56,7 +56,7 @@ class CodedMatrix:
     @property
     def is_transposed(self) -> bool:
         """Whether the codes store the transpose."""
-        return self.packing.groups_rows
+        return self.packing.is_transposed
 
     def float_scales(self) -> Tensor:
         """Return the scales in the dtype of the product."""
@@ -124,7 +124,7 @@ def dequantize_codes(
 ) -> None:
     """Dequantise codes by the CUDA kernel or the reference.
 
-    codes   packing.words(rows, columns)
+    codes   packing.code_shape(rows, columns)
     scales  (rows / block, columns / block) in the dtype of the product, float32 for nf4; with
             `groups` (rows / block, n_groups) or the transpose
     zeros   int32, in the shape of scales
@@ -208,7 +208,7 @@ def reference_dequantize(
     )
     if groups is not None:
         row_scale, column_scale = (
-            (groups, column_scale) if packing.groups_rows else (row_scale, groups)
+            (groups, column_scale) if packing.is_transposed else (row_scale, groups)
         )
     step = max(REFERENCE_WEIGHTS // max(n_columns, 1) // 32, 1) * 32
     for first in range(0, n_rows, step):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload_rt.chunks import MOST_SCORES
+from offload_rt.chunks import MAX_SCORES
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -126,7 +126,7 @@ def partial_attention(
     is_flash = (
         q.device.type == "cpu" and softcap is None and head_dim == v.shape[-1] and k.shape[1] > 0
     )
-    most = max(MOST_SCORES // max(k.shape[1] * (1 if is_flash else heads), 1), 1)
+    most = max(MAX_SCORES // max(k.shape[1] * (1 if is_flash else heads), 1), 1)
     if n > most:
         masks = repeat(None) if visible is None else torch.split(visible, most)
         pairs = zip(torch.split(q, most), masks, strict=False)

@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, PlainValidator, ValidationError
 
-from offload_rt.config import SamplingParams
+from offload_rt.config import SamplingParams, StructuredOutputs
 from offload_rt.errors import PromptError, SettingsError
+from offload_rt.server.tools import call_grammar
 
 Json = dict[str, Any]
 Body = TypeVar("Body", bound=BaseModel)
@@ -30,15 +31,16 @@ _MAX_ENTRIES = {
 }
 # Fields of OpenAI, vLLM and llama.cpp that would change the output.
 _NOT_IMPLEMENTED = (
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
-    "structured_outputs", "grammar", "json_schema", "use_beam_search", "length_penalty",
+    "guided_decoding_backend", "guided_whitespace_pattern", "grammar", "json_schema",
+    "use_beam_search", "length_penalty",
     "functions", "function_call", "chat_template", "documents", "prompt_embeds",
     "logits_processors", "include_stop_str_in_output", "typical_p", "mirostat", "audio",
 )  # fmt: skip
 # SamplingParams has no such fields, or other values.
 _NOT_SAMPLING = frozenset(
     {"model", "stream", "stream_options", "max_tokens", "truncate_prompt_tokens"}
-    | {"add_special_tokens", "skip_special_tokens"}
+    | {"add_special_tokens", "skip_special_tokens", "response_format", "structured_outputs"}
+    | {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 )
 
 
@@ -151,6 +153,12 @@ class GenerationRequest(BaseModel):
     min_tokens: int | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     skip_special_tokens: Literal[True] | None = None
+    response_format: Json | None = None
+    structured_outputs: Json | None = None
+    guided_json: Json | str | None = None
+    guided_regex: str | None = None
+    guided_choice: FailFastList[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def options(self) -> StreamOptions:
@@ -178,7 +186,41 @@ class GenerationRequest(BaseModel):
         if self.seed is not None:
             given["seed"] = self.seed % 2**63
         given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        formats = self.formats()
+        if formats:
+            given["structured_outputs"] = StructuredOutputs(**formats)
         return SamplingParams(max_tokens=max_tokens, **given)
+
+    @property
+    def wanted_format(self) -> Json | None:
+        """Format of the answer; None for text. Raises SettingsError for unknown formats."""
+        kind = (self.response_format or {"type": "text"}).get("type")
+        if kind not in ("text", "json_object", "json_schema"):
+            need = "text, json_object or json_schema"
+            raise SettingsError(f"response_format {reprlib.repr(kind)}", need=need)
+        return None if kind == "text" else self.response_format
+
+    def formats(self) -> Json:
+        """Collect the fields of StructuredOutputs. Raises SettingsError for unknown fields."""
+        formats = {name: value for name, value in (self.structured_outputs or {}).items() if value}
+        unknown = formats.keys() - {"json", "regex", "choice", "grammar", "json_object"}
+        if unknown:
+            problem = f"structured_outputs: {reprlib.repr(min(unknown))} is not implemented"
+            raise SettingsError(problem, change="leave it out")
+        for name in ("json", "regex", "choice", "grammar"):
+            value = getattr(self, f"guided_{name}")
+            if value is not None:
+                formats[name] = value
+        wanted = self.wanted_format
+        if wanted is not None and wanted["type"] == "json_object":
+            formats["json_object"] = True
+        elif wanted is not None:
+            description = wanted.get("json_schema")
+            schema = description.get("schema") if isinstance(description, dict) else None
+            if not isinstance(schema, dict):
+                raise SettingsError("response_format", need="json_schema with a schema")
+            formats["json"] = schema
+        return formats
 
     def truncate(self, prompt: list[int], max_model_len: int) -> list[int]:
         """Keep the last `truncate_prompt_tokens` tokens; -1 leaves room for one new token."""
@@ -252,7 +294,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = None
     tools: FailFastList[Json] | None = None
     tool_choice: Literal["none", "auto", "required"] | Json | None = None
-    response_format: Json | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: Literal[False] | None = None
@@ -263,10 +305,6 @@ class ChatRequest(GenerationRequest):
 
     def params(self, max_n: int) -> SamplingParams:
         """Build SamplingParams. Raises SettingsError for invalid values."""
-        if self.tool_choice not in (None, "none", "auto"):
-            choice = reprlib.repr(self.tool_choice)
-            change = "ask for the call in the prompt; answers are never forced into a format"
-            raise SettingsError(f"tool_choice {choice}", need="none or auto", change=change)
         _check_logprobs("top_logprobs", self.top_logprobs)
         if self.top_logprobs and not self.logprobs:
             raise SettingsError("top_logprobs", need="logprobs to be true", change="set it")
@@ -280,6 +318,31 @@ class ChatRequest(GenerationRequest):
         return None if self.tool_choice == "none" else self.tools
 
     @property
+    def max_calls(self) -> int | None:
+        """Maximum number of tool calls in an answer; None for any number."""
+        return 1 if self.parallel_tool_calls is False else None
+
+    def formats(self) -> Json:
+        """Collect the fields of StructuredOutputs, with a grammar for required tool calls."""
+        formats = super().formats()
+        if self.tool_choice in (None, "none", "auto"):
+            return formats
+        names = self.tool_names
+        if isinstance(self.tool_choice, dict):
+            function = self.tool_choice.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if name not in names:
+                choice = reprlib.repr(self.tool_choice)
+                raise SettingsError(f"tool_choice {choice}", need="the name of a tool")
+            names = frozenset([name])
+        if not names:
+            raise SettingsError("tool_choice required", need="tools", change="send tools")
+        functions = [tool["function"] for tool in self.tools or ()]
+        chosen = [function for function in functions if function["name"] in names]
+        is_single = isinstance(self.tool_choice, dict) or self.max_calls == 1
+        return formats | {"grammar": call_grammar(chosen, is_single)}
+
+    @property
     def tool_names(self) -> frozenset[str]:
         """Names of the offered tools. Raises SettingsError for tools without a name."""
         functions = [tool.get("function") for tool in self.offered_tools or ()]
@@ -287,15 +350,6 @@ class ChatRequest(GenerationRequest):
         if not all(isinstance(name, str) and name for name in names):
             raise SettingsError("tools", need="a function with a name in each tool")
         return frozenset(map(str, names))
-
-    @property
-    def wanted_format(self) -> Json | None:
-        """Format of the answer; None for text. Raises SettingsError for unknown formats."""
-        kind = (self.response_format or {"type": "text"}).get("type")
-        if kind not in ("text", "json_object", "json_schema"):
-            need = "text, json_object or json_schema"
-            raise SettingsError(f"response_format {reprlib.repr(kind)}", need=need)
-        return None if kind == "text" else self.response_format
 
     def turns(self) -> list[Json]:
         """Convert messages for chat templates: content as text, call arguments as objects.

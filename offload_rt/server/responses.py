@@ -124,6 +124,8 @@ class Answer:
             text += rest.text
             calls += rest.calls
         first_call = len(choice.calls)
+        if self._chat and self._chat.max_calls is not None:
+            calls = calls[: self._chat.max_calls - first_call]
         offsets = choice.locate(piece.token_ids) if piece.logprobs else []
         choice.text += text
         choice.calls += calls

@@ -222,10 +222,6 @@ class Service:
             raise SettingsError("continue_final_message", need=need, change="set it to false")
         template = str(self.llm.tokenizer and self.llm.tokenizer.chat_template)
         wanted = request.wanted_format
-        if wanted and "response_format" not in template:
-            need = "a model whose chat template supports it, or text"
-            problem = f"response_format {wanted['type']}"
-            raise SettingsError(problem, need=need, change="ask in the prompt")
         if request.offered_tools and "tools" not in template:
             need = "a model whose chat template supports tools"
             raise SettingsError("tools", need=need, change="describe them in the prompt")
@@ -235,7 +231,7 @@ class Service:
             "tools": request.offered_tools,
             **variables,
         }
-        if wanted:
+        if wanted and "response_format" in template:
             options["response_format"] = wanted
         return self.llm.encode_chat(request.turns(), options)
 

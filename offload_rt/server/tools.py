@@ -2,8 +2,12 @@
 
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from offload_rt.errors import SettingsError
+from offload_rt.executor.grammar import COMPACT_JSON
 
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
@@ -16,6 +20,29 @@ class Parsed(NamedTuple):
 
     text: str
     calls: list[Json]
+
+
+def call_grammar(functions: Sequence[Json], is_single: bool) -> str:
+    """Build the Lark grammar of required calls.
+
+    functions  name and parameters of each function, as in OpenAI's `tools`
+    is_single  whether the answer is exactly one call
+    Raises SettingsError for parameters other than a JSON schema.
+    """
+    rules = []
+    for i, function in enumerate(functions):
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, dict):
+            raise SettingsError("tools", need="a JSON schema as the parameters of each function")
+        schema = {**parameters, "type": "object", "x-guidance": COMPACT_JSON}
+        head = f'{_OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": '
+        rules.append(
+            f"call{i}: {json.dumps(head)} arguments{i} {json.dumps('}' + chr(10) + _CLOSE)}"
+        )
+        rules.append(f"arguments{i}: %json {json.dumps(schema)}")
+    calls = " | ".join(f"call{i}" for i in range(len(functions)))
+    more = "" if is_single else ' ("\\n" call)*'
+    return "\n".join([f"start: call{more}", f"call: {calls}", *rules])
 
 
 @dataclass

@@ -46,13 +46,13 @@ def tensors_of(directory: Path) -> dict[str, TensorRecord]:
     for name in (SINGLE, HEADS):
         if (directory / name).exists():
             return read_header(directory / name)
-    others = sorted(
+    unsupported = sorted(
         path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf")
     )
     raise CheckpointError(
         f"{directory} has no safetensors weights",
         need=f"{SINGLE} or {INDEX}",
-        have=", ".join(others[:3]) or "no weights at all",
+        have=", ".join(unsupported[:3]) or "no weights at all",
         change=f"{_WHOLE}, or convert this one with transformers' save_pretrained",
     )
 

@@ -46,12 +46,12 @@ class Coding:
 
     def admits(self, n: int, nbytes: int) -> bool:
         """Return whether `nbytes` is a possible size of a chunk with n weights."""
-        least, most = (
+        least, largest = (
             (align_up(n, 8),) * 2
             if self.kind == RAW
             else (lossless.chunk_nbytes(n, m) for m in (0, n))
         )
-        return least <= nbytes <= most and nbytes % 8 == 0
+        return least <= nbytes <= largest and nbytes % 8 == 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,9 +105,9 @@ class QuantizedMatrix(Matrix):
     @cached_property
     def _stored_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the codes and of the scales."""
-        shape = self.shape[::-1] if self.packing.groups_rows else self.shape
+        shape = self.shape[::-1] if self.packing.is_transposed else self.shape
         grid = tuple(-(-n // size) for n, size in zip(shape, self.packing.block, strict=True))
-        return self.packing.words(*shape), grid
+        return self.packing.code_shape(*shape), grid
 
     def weight(self, tensors: Mapping[str, Tensor]) -> CodedMatrix:
         """See `Matrix.weight`."""

@@ -1,6 +1,4 @@
-"""The bench for a card, as far as it goes without one: models of a shape, sections, and the table
-made from results.
-"""
+"""GPU benchmarks without a GPU: models of a shape, sections, and the table of results."""
 
 import json
 import subprocess
@@ -14,7 +12,7 @@ from types import SimpleNamespace
 import expand
 import pytest
 import torch
-from support.pretended_card import _Copies, pretended_card
+from support.fake_gpu import FakeCopyDevice, fake_gpu
 from support.processes import is_soon_over, is_written
 from support.tiny import keep_steady
 from transformers import Qwen3MoeConfig
@@ -44,7 +42,7 @@ FEW_A_PASS = {"tree_size": 8, "tree_depth": 3}  # so that passes of a short text
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Expanded checkpoints lie in a folder of this test, at a size that a test can bear."""
+    """Expand checkpoints to a small size in a temporary folder."""
     home = tmp_path_factory.mktemp("shapes")
 
     def written(source, shape, *sizes):
@@ -57,7 +55,7 @@ def small(tmp_path_factory):
     return written
 
 
-def test_a_repeated_layer_changes_nothing(small):
+def test_repeated_layers_keep_the_text(small):
     with LLM(
         str(shapes.TARGET), device="cpu", dtype="float32", drafter="none", max_model_len=64
     ) as llm:
@@ -70,17 +68,18 @@ def test_a_repeated_layer_changes_nothing(small):
         assert llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].token_ids == want
 
 
-def test_a_model_of_as_many_layers_as_it_has_is_as_it_is():
+def test_repeating_no_layer_keeps_the_checkpoint():
     checkpoint = open_checkpoint(shapes.DRAFT)
     assert shapes.repeated(checkpoint, len(checkpoint.layers)).layers == checkpoint.layers
 
 
 def told(measure):
-    """What a section prints, as it grows."""
+    """Return the results that a section yields, as JSON."""
     return [json.loads(json.dumps(found)) for found in measure]
 
 
-def test_the_section_of_experts_runs(monkeypatch):
+@pytest.mark.slow
+def test_experts_section_runs(monkeypatch):
     sizes = {
         "hidden_size": 256,
         "moe_intermediate_size": 128,
@@ -94,14 +93,14 @@ def test_the_section_of_experts_runs(monkeypatch):
     monkeypatch.setattr(experts, "configs", lambda nbytes: {"some": config})
     # grouped products of 16 bits are a card's alone
     monkeypatch.setattr(experts, "WAYS", experts.WAYS[1:])
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         *_, found = told(experts.measure(experts.Shapes(0, "268MiB", ("some",), 4, 1)))
     assert len(found) == 2 and found["some, all moved"]["same"]
     assert all(one["seconds"]["median"] > 0 for one in found.values())
     assert found["some, host computes some"]["host_s"] and found["some, all moved"]["n_slots"]
 
 
-def test_the_section_of_passes_runs(small, monkeypatch):
+def test_streamed_section_measures_the_link_without_layer_copies(small, monkeypatch):
     """The link is measured while no layer crosses it."""
     opened = []
     are_parked = []
@@ -119,27 +118,28 @@ def test_the_section_of_passes_runs(small, monkeypatch):
     monkeypatch.setattr(streamed, "written", small)
     monkeypatch.setattr(streamed, "opened", watched)
     monkeypatch.setattr(streamed, "link_gbps", link_gbps)
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         found = told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1, 8))))
     assert are_parked == [True, True]
     assert found[-1]["plan"]["streamed_layers"] > 0 and found[-1]["plan"]["streamed_bytes"] > 0
     assert [[one["rows"] for one in each["passes"]] for each in found] == [[1], [1, 8]]
 
 
-def test_the_section_of_a_paced_link_says_so(small, monkeypatch):
+def test_paced_section_reports_the_paced_link(small, monkeypatch):
     monkeypatch.setattr(paced, "written", small)
-    monkeypatch.setattr(paced, "PacedDevice", lambda _: _Copies())
+    monkeypatch.setattr(paced, "PacedDevice", lambda _: FakeCopyDevice())
     monkeypatch.setattr(paced, "paced_gbps", lambda device: 25.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         (found,) = told(paced.measure(streamed.Shapes("", 11, "275MiB", (1,))))
     assert (
         found["link"] == "a card, link paced to 25 GB/s" and found["passes"][0]["link_gbps"] == 25.0
     )
 
 
-def test_the_section_of_formats_runs(small, monkeypatch):
-    """A way that fails does not end the others."""
+@pytest.mark.slow
+def test_formats_section_continues_after_a_failure(small, monkeypatch):
+    """A failed format does not end the next format."""
     sizes = streamed.Shapes("", 11, "275MiB", (1,))
     ways = {
         "lossless": (None, replace(sizes, settings=(("link_format", "lossless"),))),
@@ -148,7 +148,7 @@ def test_the_section_of_formats_runs(small, monkeypatch):
     }
     monkeypatch.setattr(formats, "written", small)
     monkeypatch.setattr(formats, "link_gbps", lambda device: 1.0)
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         found = told(formats.measure(ways))[-1]
     assert "no kernel decodes lossless weights" in found["lossless"]["failed"]
     assert "passes" in found["host"] and "passes" in found["int4"], found
@@ -157,8 +157,10 @@ def test_the_section_of_formats_runs(small, monkeypatch):
     assert quantised < 0.5 * plain
 
 
-def test_correctness_keeps_the_whole_output_and_its_end(monkeypatch, capfd):
-    monkeypatch.setattr(correctness, "ON_CARD", (("tests/test_no_such_file.py", "card"),))
+def test_correctness_section_keeps_output_and_exit_code(monkeypatch, capfd):
+    monkeypatch.setattr(correctness, "ON_CARD", ("tests/test_no_such_file.py",))
+    program = "print('no tests ran'); raise SystemExit(4)"
+    monkeypatch.setattr(correctness, "_PYTEST", (sys.executable, "-c", program))
     monkeypatch.setattr(correctness, "shutil", SimpleNamespace(which=lambda _: None))
     monkeypatch.setattr(correctness.extension, "missing", lambda: "no card")
     found = told(correctness.measure())[-1]
@@ -167,7 +169,7 @@ def test_correctness_keeps_the_whole_output_and_its_end(monkeypatch, capfd):
     assert "no tests ran" in capfd.readouterr().err
 
 
-def test_calls_are_timed_in_a_graph(monkeypatch):
+def test_calls_are_timed_in_a_cuda_graph(monkeypatch):
     """Launches of the host do not count: small work would measure nothing else."""
     calls = []
     is_capturing = []
@@ -193,11 +195,12 @@ def test_calls_are_timed_in_a_graph(monkeypatch):
     assert spread.median == pytest.approx(0.002)
 
 
-def test_the_section_of_generation_runs(small, monkeypatch):
+@pytest.mark.slow
+def test_generation_section_runs(small, monkeypatch):
     monkeypatch.setattr(generation, "written", small)
     monkeypatch.setattr(generation, "opened", partial(shapes.opened, **FEW_A_PASS))
     keep_steady(monkeypatch)
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         found = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 8)))
     assert (
         found[-1]["plan"]["streamed_layers"] > 0
@@ -209,15 +212,16 @@ def test_the_section_of_generation_runs(small, monkeypatch):
     assert grown == [[(0.0, 1)], [(0.0, 1), (0.6, 1)]]
 
 
-def test_layers_of_the_disk_are_refused(small, monkeypatch):
+def test_streamed_section_refuses_layers_on_disk(small, monkeypatch):
     monkeypatch.setattr(streamed, "written", small)
     monkeypatch.setattr(shapes, "opened", partial(shapes.opened, host_memory="20MiB"))
     monkeypatch.setattr(streamed, "opened", shapes.opened)
-    with pretended_card(monkeypatch), pytest.raises(RuntimeError, match="lie on the disk"):
+    with fake_gpu(monkeypatch), pytest.raises(RuntimeError, match="lie on the disk"):
         told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1,))))
 
 
-def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
+@pytest.mark.slow
+def test_onchip_section_runs(small, monkeypatch):
     monkeypatch.setattr(onchip, "written", small)
     monkeypatch.setattr(onchip, "device_gbps", lambda: 1.0)
     time_passes = LLM.time_passes
@@ -228,7 +232,7 @@ def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
     monkeypatch.setattr(LLM, "time_plain", lambda llm, context, _: time_plain(llm, context, 1))
     monkeypatch.setattr(onchip, "opened", partial(shapes.opened, **FEW_A_PASS))
     keep_steady(monkeypatch)
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         targets = (("llama-2-7b", 8, 1e9), ("llama-33b", 60, 65e9))
         found = told(onchip.measure(onchip.Shapes(targets, 12, (1, 8))))
     shape, left_out = found[-1]["shapes"]
@@ -236,9 +240,9 @@ def test_the_section_of_models_on_the_card_runs(small, monkeypatch):
     assert shape["floor_s"] > 0 and set(shape["levels"]) == {"1", "8"} and shape["times_faster"] > 0
 
 
-def test_the_section_of_attention_runs(monkeypatch):
-    """Every kernel once; with a clock by which a product and a copy take a second, and each
-    attention two.
+def test_attention_section_runs(monkeypatch):
+    """Run every kernel once. A fake clock measures 1 s per product and copy, and 2 s
+    per attention.
     """
 
     def no_compiler(*_):
@@ -257,7 +261,7 @@ def test_the_section_of_attention_runs(monkeypatch):
     monkeypatch.setattr(attention, "captured", captured)
     monkeypatch.setattr(attention, "in_turn", in_turn)
     monkeypatch.setattr(attention, "_flex", no_compiler)
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         found = told(attention.measure(attention.Shapes((3, 1), 4, 2, 64, 10, 16, 1024)))
     assert [list(each) for each in found] == [["3"], ["3", "1"]]
     three = found[-1]["3"]
@@ -299,11 +303,11 @@ def test_the_section_of_attention_runs(monkeypatch):
         ("", {"failed": "it printed nothing"}),
     ],
 )
-def test_what_a_section_found_is_kept(code, expected, tmp_path):
+def test_section_results_are_kept(code, expected, tmp_path):
     assert run_section([sys.executable, "-c", code], 60, tmp_path / "log") == expected
 
 
-def test_a_section_whose_time_is_over_ends_with_all_it_started(tmp_path, monkeypatch):
+def test_section_timeout_ends_its_processes(tmp_path, monkeypatch):
     """It is over when the section has started another process."""
     pid = tmp_path / "pid"
     wait = subprocess.Popen.wait
@@ -324,7 +328,7 @@ def test_a_section_whose_time_is_over_ends_with_all_it_started(tmp_path, monkeyp
     assert is_soon_over(int(pid.read_text()))
 
 
-def test_what_failed_or_is_of_another_commit_is_measured_again(tmp_path):
+def test_failed_or_outdated_sections_run_again(tmp_path):
     path = tmp_path / "streamed.json"
     assert not _is_measured(path, "abc")
     for entry, now, is_measured in (
@@ -337,7 +341,7 @@ def test_what_failed_or_is_of_another_commit_is_measured_again(tmp_path):
         assert _is_measured(path, now) == is_measured
 
 
-def test_the_commit_can_be_said_where_there_is_no_git(monkeypatch):
+def test_commit_can_be_given_without_git(monkeypatch):
     monkeypatch.delenv("OFFLOAD_RT_COMMIT", raising=False)
     monkeypatch.setenv("PATH", "")
     assert commit() == UNKNOWN
@@ -345,13 +349,13 @@ def test_the_commit_can_be_said_where_there_is_no_git(monkeypatch):
     assert commit() == "abc1234"
 
 
-def test_the_table_says_what_is_missing(tmp_path):
+def test_table_names_missing_results(tmp_path):
     made = table(tmp_path)
     assert made.startswith("Nothing has been measured on a card yet.")
     assert made.count("not measured yet") == made.count("\n") - 3
 
 
-def test_the_table_shows_figures_and_failures(tmp_path):
+def test_table_shows_figures_and_failures(tmp_path):
     about = {"device": "a card", "torch": "2", "commit": "abc"}
     passes = [
         {"rows": 1, "seconds": [2.0, 2.02], "floor_s": 1.99, "link_gbps": 50.0},
@@ -395,13 +399,13 @@ def test_the_table_shows_figures_and_failures(tmp_path):
     assert {line.count("|") for line in made.splitlines()[2:]} == {4}
 
 
-def test_the_readme_has_the_table_of_the_results_that_are_there():
+def test_readme_table_matches_the_results():
     text = (ROOT / "README.md").read_text()
     assert written_into(text, table(ROOT / "bench/results/gpu")) == text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_without_a_card_it_says_so(monkeypatch, capsys):
+def test_bench_gpu_without_cuda_reports_it(monkeypatch, capsys):
     from bench.gpu import __main__
 
     monkeypatch.setattr("sys.argv", ["bench.gpu"])

@@ -1,8 +1,4 @@
-"""The products of bench.compute: the measured matrices are those of the format, and ratios compare
-equal work.
-"""
-
-from pathlib import Path
+"""Products of bench.compute: matrices have the measured format, and ratios compare equal work."""
 
 import pytest
 import torch
@@ -21,10 +17,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_TIMES_CACHE", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_all_formats_multiply_the_same_weights(tmp_path: Path) -> None:
-    """Their products differ from those of float32 by rounding: checkpoints as floats, a quantised
-    one, a GGUF file.
+def test_all_formats_multiply_the_same_weights(tmp_path):
+    """Products of float checkpoints, a quantised checkpoint and a GGUF file differ from float32 by
+    rounding.
     """
     found = products.all_weights(tmp_path, [*products.DENSE, "int4, groups of 128", "Q4_0"])
     for name, (_, n_in) in products.MATRICES.items():
@@ -40,9 +37,7 @@ def test_all_formats_multiply_the_same_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_copies_exceed_the_caches_and_are_used_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_exceed_the_caches_and_rotate(tmp_path, monkeypatch):
     monkeypatch.setattr(products, "_TIMES_CACHE", 4)
     monkeypatch.setattr(products, "cache_nbytes", lambda: 1 << 20)
     weights = products.open_weights(products.write_layer(tmp_path, torch.bfloat16), torch.bfloat16)
@@ -54,7 +49,7 @@ def test_copies_exceed_the_caches_and_are_used_in_turn(
     assert len(starts) == 6
 
 
-def test_ratios_are_of_times() -> None:
+def test_ratios_compare_times():
     def case(gflops: float) -> Case:
         return Case([gflops], [0.0], [0.0])
 

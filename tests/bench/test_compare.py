@@ -1,6 +1,4 @@
-"""The comparison of systems: what its figures are made of, peers that fail, and one run of two real
-ones.
-"""
+"""Comparison of systems: computed figures, failing peers, and one run of two real peers."""
 
 import itertools
 import json
@@ -9,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -40,13 +37,13 @@ def run_of(
     )
 
 
-def test_the_first_pass_is_the_prompts_and_not_counted() -> None:
+def test_decode_rate_excludes_the_prompt_pass():
     run = run_of([1, 2, 3, 4, 5, 6], [(9.0, 2), (10.0, 5), (11.0, 6)])
     assert run.seconds_per_token == pytest.approx(2 / 4)
     assert run.tokens_per_pass == 2
 
 
-def test_an_answer_of_one_pass_has_figures_too() -> None:
+def test_decode_rate_of_a_single_pass():
     run = run_of([1, 2], [(3.0, 2)])
     assert (run.seconds_per_token, run.tokens_per_pass) == (1.5, 2)
 
@@ -61,11 +58,11 @@ def test_an_answer_of_one_pass_has_figures_too() -> None:
         ([1, 2, 3], [1, 2], 2),
     ],
 )
-def test_where_answers_part(one: list[int], other: list[int], where: int | None) -> None:
+def test_first_difference_of_answers(one, other, where):
     assert outcome.parting(one, other) == where
 
 
-def test_rows_have_a_floor_and_are_sorted_by_kind_then_speed() -> None:
+def test_rows_have_a_floor_and_are_sorted_by_kind_and_speed():
     fast = [(1.0, 1), (2.0, 3)]
     slow = [(1.0, 1), (2.0, 2), (3.0, 3)]
     runs = {
@@ -88,7 +85,7 @@ def test_rows_have_a_floor_and_are_sorted_by_kind_then_speed() -> None:
     assert [Row.of(json.loads(json.dumps(row.entry()))) for row in found] == found
 
 
-def test_a_model_that_fits_into_the_budget_has_a_table_and_a_chart(tmp_path: Path) -> None:
+def test_resident_model_has_a_table_and_a_chart(tmp_path):
     """Nothing moves then, and a system that would read the disk has no floor."""
     runs = {"accelerate_disk": [run_of([1, 2], [(1.0, 1), (2.0, 2)], "disk", 0)]}
     found = outcome.rows(list(runs), runs, {}, {"disk": [0.0]})
@@ -109,30 +106,26 @@ def test_a_model_that_fits_into_the_budget_has_a_table_and_a_chart(tmp_path: Pat
         (subprocess.CalledProcessError(2, ["expand"]), 2),
     ],
 )
-def test_what_cannot_be_compared_is_one_sentence(
-    fails: Exception, told: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_errors_are_one_sentence(fails, told, monkeypatch):
     def fail(*_: object) -> None:
         raise fails
 
-    monkeypatch.setattr("sys.argv", ["compare", "--model", str(speaking_checkpoint(tmp_path))])
-    monkeypatch.setattr(compare, "run_all", fail)
+    monkeypatch.setattr("sys.argv", ["compare"])
+    monkeypatch.setattr(compare, "_compare", fail)
     with pytest.raises(SystemExit) as caught:
         compare.main()
     code = caught.value.code
     assert code == told if isinstance(told, int) else code == f"error: too small; set {told}"
 
 
-def test_a_model_without_a_tokenizer_is_not_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_refuses_a_model_without_tokenizer(tmp_path, monkeypatch):
     (speaking_checkpoint(tmp_path) / "tokenizer.json").unlink()
     monkeypatch.setattr("sys.argv", ["compare", "--model", str(tmp_path)])
     with pytest.raises(SystemExit, match="has no tokenizer"):
         compare.main()
 
 
-def test_a_job_and_a_report_survive_the_way_to_another_process(tmp_path: Path) -> None:
+def test_job_and_report_round_trip_as_json(tmp_path):
     job = Job(tmp_path / "m", tmp_path / "p", tmp_path / "d", 7, 3, 256, tmp_path)
     assert Job.of(job.text()) == job
     report = run_of([1, 2], [(0.5, 1), (0.75, 2)]).report
@@ -140,14 +133,14 @@ def test_a_job_and_a_report_survive_the_way_to_another_process(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_every_peer_keeps_the_contract_where_its_packages_are_missing_too(name: str) -> None:
+def test_every_peer_satisfies_the_contract(name):
     peer = contract.find(name)
     assert peer.TITLE and all(isinstance(one, str) for one in peer.PACKAGES)
     assert callable(peer.load)
     assert contract.refusal(peer) is None or len(contract.refusal(peer)) > 10
 
 
-def test_a_missing_package_is_the_reason() -> None:
+def test_missing_package_is_the_reason():
     peer = SimpleNamespace(TITLE="t", PACKAGES=("json", "no_such_package"), unfit=lambda: None)
     assert contract.refusal(peer) == "not installed: no_such_package"
     peer.PACKAGES = ("json",)
@@ -155,9 +148,7 @@ def test_a_missing_package_is_the_reason() -> None:
     assert contract.refusal(peer) == "no card"
 
 
-def test_a_peer_that_fails_is_a_row_that_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_peer_is_a_row_with_its_reason(tmp_path, monkeypatch):
     tried = []
 
     def fail(name: str, *_: object) -> Run:
@@ -175,9 +166,7 @@ def test_a_peer_that_fails_is_a_row_that_says_why(
     assert compare.ratios(found, compare.decode_rate) == {}
 
 
-def test_rounds_begin_with_another_peer_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_start_with_a_different_peer(tmp_path, monkeypatch):
     turns = []
     run = run_of([1, 2], [(1.0, 1), (2.0, 2)])
     monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
@@ -197,7 +186,7 @@ def test_rounds_begin_with_another_peer_each_time(
     assert compare.ratios(found, compare.decode_rate) == of_its_kind
 
 
-def test_systems_that_draft_are_compared_with_their_kind(tmp_path: Path) -> None:
+def test_speculative_peers_are_compared_with_each_other(tmp_path):
     slow = run_of([1, 2], [(1.0, 1), (3.0, 2)])
     fast = run_of([1, 2], [(1.0, 1), (2.0, 2)])
     runs = {
@@ -210,7 +199,7 @@ def test_systems_that_draft_are_compared_with_their_kind(tmp_path: Path) -> None
     }
 
 
-def test_the_recorded_comparison_can_be_drawn_again(tmp_path: Path) -> None:
+def test_recorded_comparison_can_be_drawn(tmp_path):
     told = json.loads((ROOT / "bench/results/compare.jsonl").read_text().splitlines()[-1])
     chart.draw(
         [Row.of(entry) for entry in told["rows"]], chart.caption(told), tmp_path / "chart.png"
@@ -218,7 +207,7 @@ def test_the_recorded_comparison_can_be_drawn_again(tmp_path: Path) -> None:
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_process_joins_the_control_group_it_is_given(tmp_path: Path) -> None:
+def test_process_joins_its_control_group(tmp_path):
     done = run_json(
         ["-c", "import json, os; print(json.dumps({'pid': os.getpid()}))"], cgroup=tmp_path
     )
@@ -226,9 +215,13 @@ def test_a_process_joins_the_control_group_it_is_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["memory.max", "memory.limit_in_bytes"])
-def test_peers_of_a_gguf_file_get_one_file_and_the_limit_of_their_control_group(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_limit_of_control_groups_of_both_versions(name, tmp_path):
+    (tmp_path / name).write_text("4096\n")
+    assert compare.memory_limit(tmp_path) == 4096
+
+
+@pytest.mark.slow
+def test_gguf_peers_share_a_file_and_the_limit_of_the_control_group(tmp_path, monkeypatch):
     """The budget of offload_rt leaves room for its imports; a newer checkpoint replaces the
     file.
     """
@@ -247,7 +240,7 @@ def test_peers_of_a_gguf_file_get_one_file_and_the_limit_of_their_control_group(
         )
         raise RuntimeError("far enough")
 
-    (tmp_path / name).write_text(f"{limit}\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
     flags = ["--model", str(model), "--gguf", "F32", "--cgroup", str(tmp_path), "--avx2"]
     monkeypatch.setattr("sys.argv", ["compare", *flags])
     monkeypatch.setattr(compare, "run_all", fail)
@@ -260,7 +253,8 @@ def test_peers_of_a_gguf_file_get_one_file_and_the_limit_of_their_control_group(
     assert course.cgroup == tmp_path and peers == compare.READ_GGUF and isa == "avx2"
 
 
-def test_a_kept_gguf_file_is_written_again_when_its_checkpoint_is_newer(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_gguf_file_is_rewritten_after_its_checkpoint_changes(tmp_path):
     model = speaking_checkpoint(tmp_path / "model")
     path = gguf_model(model, "F16", tmp_path)
     content = path.read_bytes()
@@ -272,8 +266,8 @@ def test_a_kept_gguf_file_is_written_again_when_its_checkpoint_is_newer(tmp_path
 
 
 class FakeLlama:
-    """Answers as llama_cpp.Llama does: a pass for the prompt, then passes over a token and three
-    drafted ones.
+    """Behaves like llama_cpp.Llama: one pass for the prompt, then passes with one token and three
+    draft tokens.
     """
 
     def reset(self) -> None:
@@ -293,7 +287,7 @@ class FakeLlama:
         return 17
 
 
-def test_tokens_of_one_llama_cpp_pass_arrive_together() -> None:
+def test_llama_cpp_tokens_of_a_pass_arrive_together():
     peer = LlamaCppPeer(FakeLlama(), Supply("memory", 1))
     answer = peer.generate([1, 2], 6)
     assert answer.token_ids == [10, 11, 12, 13, 14, 15]
@@ -301,9 +295,7 @@ def test_tokens_of_one_llama_cpp_pass_arrive_together() -> None:
     assert peer.generate([1, 2], 99).token_ids[-1] == 17  # the end token
 
 
-def test_a_llama_cpp_built_with_avx_512_takes_no_part_in_a_comparison_of_avx2(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_llama_cpp_with_avx512_is_refused_for_avx2(monkeypatch):
     built = {"with": b"AVX2 = 1 | AVX512 = 1 | ", "without": b"AVX2 = 1 | "}
     for environment, kind, is_refused in (
         (AVX2_ENVIRONMENT, "with", True),
@@ -320,7 +312,7 @@ def test_a_llama_cpp_built_with_avx_512_takes_no_part_in_a_comparison_of_avx2(
             assert (contract.find("llama_cpp").unfit() is not None) == is_refused
 
 
-def test_llama_cpp_continues_as_transformers_does(tmp_path: Path) -> None:
+def test_llama_cpp_text_equals_transformers(tmp_path):
     """With and without a draft, in float32; the prompt pass and the passes of one token."""
     pytest.importorskip("llama_cpp")
     AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).save_pretrained(
@@ -336,7 +328,8 @@ def test_llama_cpp_continues_as_transformers_does(tmp_path: Path) -> None:
     assert runs[0].tokens_per_pass == 1 < runs[1].tokens_per_pass
 
 
-def test_two_systems_give_the_same_tokens_in_processes_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_two_peers_give_the_same_tokens_in_their_processes(tmp_path):
     model = speaking_checkpoint(tmp_path / "model")
     job = Job(model, model, model, 1_000_000, 1, 64, tmp_path)
     runs = [
@@ -350,7 +343,7 @@ def test_two_systems_give_the_same_tokens_in_processes_of_their_own(tmp_path: Pa
     assert runs[1].report.supply.source == "disk" and runs[1].report.supply.pass_bytes > 0
 
 
-def test_no_benchmark_imports_the_scripts() -> None:
+def test_benchmarks_do_not_import_scripts():
     sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "bench").rglob("*.py")}
     scripts = "|".join(
         [
@@ -362,6 +355,6 @@ def test_no_benchmark_imports_the_scripts() -> None:
     assert [path.name for path, text in sources.items() if pattern.search(text)] == []
 
 
-def test_a_process_that_fails_says_why() -> None:
+def test_failing_process_reports_its_error():
     with pytest.raises(RuntimeError, match="exit code 1: ValueError: out of luck"):
         run_json(["-c", "raise ValueError('out of luck')"])

@@ -1,6 +1,4 @@
-"""The scripts for the first runs on a GPU, with stand-ins for the GPU, the interpreter and the
-clock.
-"""
+"""Scripts for the first runs on a GPU, with stand-ins for GPU, interpreter and clock."""
 
 import os
 import subprocess
@@ -18,7 +16,7 @@ PYTHON = """#!/bin/bash
 case "$*" in
   *device_count*) echo {n_cards} ;;
   *is_available*) exit {code} ;;
-  *test_contracts_stream*) echo "2 failed"; exit 1 ;;
+  *test_streamers*) echo "2 failed"; exit 1 ;;
   *"--section attention"*) exit 3 ;;
   *--section*) mkdir -p "$work/results"; echo '{{"section": 1}}' > "$work/results/$5.json"
     echo log > "$work/results/$5.log"; echo "$5: done, 5 s" ;;
@@ -57,7 +55,7 @@ def run(
     return done.returncode, {name: result for name, _, result in rows}, folder / "out"
 
 
-def test_a_step_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
+def test_failing_step_does_not_stop_the_next(tmp_path):
     code, found, logs = run(tmp_path, "first")
     assert code == 1
     assert (
@@ -77,13 +75,13 @@ def test_a_step_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["first", "second"])
-def test_without_a_gpu_each_step_says_so(tmp_path: Path, script: str) -> None:
+def test_steps_without_a_gpu_report_it(tmp_path, script):
     code, found, _ = run(tmp_path, script, n_cards=0)
     assert code == 1 and found.pop("environment").startswith("ok")
     assert len(found) > 5 and all("can use no GPU" in result for result in found.values())
 
 
-def test_the_second_run_makes_the_named_steps(tmp_path: Path) -> None:
+def test_second_run_executes_the_named_steps(tmp_path):
     """A section that prints nothing has failed; ranks need two cards."""
     code, found, _ = run(tmp_path, "second", "", "attention", "peers", "ranks")
     assert code == 1 and list(found) == ["environment", "attention", "peers", "ranks"]
@@ -93,10 +91,8 @@ def test_the_second_run_makes_the_named_steps(tmp_path: Path) -> None:
     assert found["ranks"] == "left out: there is one GPU"
 
 
-def test_carried_wheels_replace_packages_that_are_too_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And no others; what stays unmet is named."""
+def test_bundled_wheels_replace_old_packages(tmp_path, monkeypatch, capsys):
+    """Other packages stay installed, and missing packages are named."""
     for name in ("transformers", "numpy"):
         with zipfile.ZipFile(tmp_path / f"{name}-5.99.0-py3-none-any.whl", "w") as wheel:
             about = f"{name}-5.99.0.dist-info"

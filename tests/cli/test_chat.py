@@ -50,7 +50,7 @@ def llm(model: Path) -> Any:
 
 
 def conversation(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """Turns of the user and the model, one after the other."""
+    """Alternate turns of user and model."""
     turns = [
         {"role": ("user", "assistant")[i % 2], "content": content}
         for i, content in enumerate(contents)
@@ -61,8 +61,8 @@ def conversation(*contents: str, system: str | None = None) -> list[dict[str, st
 # The Python surface.
 
 
-def test_a_conversation_is_rendered_as_transformers_renders_it(llm: LLM, model: Path) -> None:
-    """One, or several with settings of their own."""
+def test_chat_prompt_equals_transformers_template(llm, model):
+    """With and without template settings."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     params = SamplingParams(max_new_tokens=6)
     several = [conversation("the fox"), conversation("the", " dog", "over", system="lazy")]
@@ -81,9 +81,7 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(llm: LLM, model: 
     assert llm.chat([]) == []
 
 
-def test_a_model_without_a_template_is_told_in_one_sentence(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_without_template_is_one_sentence(tmp_path, capfd):
     path = str(speaking_checkpoint(tmp_path))
     with (
         LLM(path, device="cpu", max_model_len=64) as llm,
@@ -122,9 +120,7 @@ def talk(model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
     return call
 
 
-def test_each_line_is_a_turn_and_what_was_computed_is_kept(
-    talk: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_turns_reuse_the_prefix_cache(talk, llm, monkeypatch):
     n_rows = []
     forward = Runner.forward
 
@@ -154,9 +150,7 @@ def test_each_line_is_a_turn_and_what_was_computed_is_kept(
     ]
 
 
-def test_chat_template_is_read_from_a_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_template_is_read_from_a_file(tmp_path, capfd):
     path = tmp_path / "chat.jinja"
     path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     given = ["--model", str(speaking_checkpoint(tmp_path / "model")), "--device", "cpu", "--quiet"]
@@ -169,9 +163,7 @@ def test_chat_template_is_read_from_a_file(
     assert "--chat-template" in capfd.readouterr().err
 
 
-def test_flags_reach_the_template(
-    talk: Any, llm: LLM, model: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_flags_reach_the_template(talk, llm, model, capfd):
     options = {"enable_thinking": False, "mood": "?"}
     expected = llm.chat(
         conversation("fox"), SamplingParams(max_new_tokens=5), chat_template_kwargs=options
@@ -202,7 +194,7 @@ def test_flags_reach_the_template(
         assert talk(["fox"], "--chat-template-kwargs", wrong)[0] == 2
 
 
-def test_a_conversation_that_no_longer_fits_is_told_and_goes_on(talk: Any) -> None:
+def test_chat_reports_a_full_context_and_continues(talk):
     code, out, err = talk(["the " * 300, "fox", "fox", "/reset", "fox"], "--quiet")
     assert code == 0 and len(out.splitlines()) >= 2
     first, cut, second, reset, again = err.splitlines()
@@ -230,7 +222,7 @@ class Terminal:
         self.before = termios.tcgetattr(self.ours)
 
     def until(self, wanted: str) -> str:
-        """What is shown up to these characters."""
+        """Return the output up to these characters."""
         limit = time.monotonic() + PATIENCE_S
         while wanted not in self.seen:
             assert time.monotonic() < limit, self.seen
@@ -247,8 +239,9 @@ class Terminal:
         os.write(self.ours, text.encode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["\x03", "\x04"])
-def test_terminal_edits_messages_and_stops_answers(model: Path, end: str) -> None:
+def test_terminal_edits_messages_and_stops_answers(model, end):
     """Ctrl-C stops an answer; at the prompt it ends the program like Ctrl-D. The terminal is
     restored.
     """

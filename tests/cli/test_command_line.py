@@ -1,6 +1,4 @@
-"""The command line: exit codes, what stands on stdout and what on stderr, and one sentence for each
-mistake.
-"""
+"""The command line: exit codes, stdout, stderr, and one sentence for each mistake."""
 
 import json
 import re
@@ -64,7 +62,7 @@ def drafting(model: Path, draft: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def spoken(model: Path) -> Callable[..., Any]:
-    """What the API makes of the prompt."""
+    """The output of the Python API for the prompt."""
 
     def generate(**params: Any) -> Any:
         with LLM(str(model), device="cpu", max_model_len=64) as llm:
@@ -83,9 +81,8 @@ def process(*arguments: str, stdin: str = "", **changes: str) -> subprocess.Comp
     )
 
 
-def test_text_goes_to_stdout_as_far_as_it_can_show_it_and_the_report_to_stderr(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.slow
+def test_run_prints_text_to_stdout_and_report_to_stderr(tmp_path):
     directory = speaking_checkpoint(tmp_path, BYTES)
     arguments = ["--model", str(directory), *SMALL, "--max-new-tokens", "40", "--prompt-file", "-"]
     done = process(*arguments, stdin="é", PYTHONIOENCODING="ascii")
@@ -123,7 +120,7 @@ def _refused(got: tuple[int, str, str], *words: str) -> None:
         assert word in err
 
 
-def test_help_names_every_flag(line: Any) -> None:
+def test_help_names_every_flag(line):
     code, out, _ = line("--help")
     assert code == 0
     assert all(
@@ -131,9 +128,7 @@ def test_help_names_every_flag(line: Any) -> None:
     )
 
 
-def test_a_draft_model_changes_the_speed_and_not_the_text(
-    line: Any, drafting: list[str], spoken: Any
-) -> None:
+def test_draft_model_changes_speed_but_not_text(line, drafting, spoken):
     code, out, report = line(
         *drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--show-tree", "--baseline"
     )
@@ -149,9 +144,7 @@ def test_a_draft_model_changes_the_speed_and_not_the_text(
     assert "GB per pass" in report
 
 
-def test_calibrating_is_one_object_of_what_was_found(
-    drafting: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_calibrate_prints_one_json_object(drafting, capfd):
     assert calibrate.main([*drafting, "--tokens", "10", "--json"]) == 0
     out, report = capfd.readouterr()
     found = json.loads(out)
@@ -180,16 +173,14 @@ def test_calibrating_is_one_object_of_what_was_found(
     assert report.count("adaptive_tree: ") == report.count("static_tree: ") == 4
 
 
-def test_a_spoilt_checkpoint_is_one_sentence_and_exit_code_2(line: Any, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_one_sentence_and_exit_code_2(line, tmp_path):
     config = llama_config(frobnicate=1)
     write_checkpoint(tmp_path, config, llama_tensors(config))
     _refused(line("--model", str(tmp_path), "--prompt", "x"), "frobnicate")
 
 
 @pytest.mark.parametrize("stop", [(), ("e",)])
-def test_json_is_one_object_of_text_ids_reason_and_stats(
-    stop: tuple[str, ...], line: Any, model: Path, spoken: Any
-) -> None:
+def test_json_has_text_ids_reason_and_stats(stop, line, model, spoken):
     flags = [part for text in stop for part in ("--stop", text)]
     code, out, _ = line(
         "--model",
@@ -217,7 +208,7 @@ def test_json_is_one_object_of_text_ids_reason_and_stats(
     assert got["stats"]["link_bytes"] > 0
 
 
-def test_json_tells_of_the_trees(line: Any, drafting: list[str], spoken: Any) -> None:
+def test_json_reports_trees(line, drafting, spoken):
     code, out, err = line(
         *drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--quiet"
     )
@@ -241,7 +232,7 @@ def test_json_tells_of_the_trees(line: Any, drafting: list[str], spoken: Any) ->
     assert min(seconds) > 0 and max(seconds) < stats["seconds"]
 
 
-def test_calibrating_needs_a_draft_model(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_requires_a_draft_model(model, capfd):
     assert calibrate.main(["--model", str(model), "--device", "cpu"]) == 2
     out, err = capfd.readouterr()
     assert (
@@ -260,15 +251,13 @@ def test_calibrating_needs_a_draft_model(model: Path, capfd: pytest.CaptureFixtu
     ],
     ids=" ".join,
 )
-def test_calibrating_refuses_what_cannot_be(
-    flags: list[str], words: list[str], drafting: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_calibrate_refuses_invalid_flags(flags, words, drafting, capfd):
     assert calibrate.main([*drafting, *flags]) == 2
     err = capfd.readouterr().err.splitlines()[-1]
     assert err.startswith("error: ") and all(word in err for word in words)
 
 
-def test_a_stop_string_ends_the_text_before_itself(line: Any, model: Path, spoken: Any) -> None:
+def test_stop_string_ends_the_text_before_itself(line, model, spoken):
     whole = spoken(max_new_tokens=30).text
     stop = whole[9:11]
     flags = ["--prompt", PROMPT, "--max-new-tokens", "30", "--stop", "\x00", "--stop", stop]
@@ -277,7 +266,7 @@ def test_a_stop_string_ends_the_text_before_itself(line: Any, model: Path, spoke
     assert out == whole[: whole.index(stop)] + "\n"
 
 
-def test_sampling_flags_reach_the_sampler(line: Any, model: Path, spoken: Any) -> None:
+def test_sampling_flags_reach_the_sampler(line, model, spoken):
     flags = {
         "temperature": 0.9,
         "top_k": 30,
@@ -302,7 +291,7 @@ def test_sampling_flags_reach_the_sampler(line: Any, model: Path, spoken: Any) -
     )
 
 
-def test_a_prompt_may_come_from_a_file(line: Any, model: Path, spoken: Any, tmp_path: Path) -> None:
+def test_prompt_can_be_read_from_a_file(line, model, spoken, tmp_path):
     (tmp_path / "prompt").write_text(PROMPT)
     code, out, _ = line(
         "--model",
@@ -316,9 +305,7 @@ def test_a_prompt_may_come_from_a_file(line: Any, model: Path, spoken: Any, tmp_
     assert (code, out) == (0, spoken(max_new_tokens=5).text + "\n")
 
 
-def test_a_trace_is_written_with_spans_of_reading_and_computing(
-    line: Any, model: Path, tmp_path: Path
-) -> None:
+def test_trace_has_spans_of_reading_and_computing(line, model, tmp_path):
     path = tmp_path / "trace.json"
     code, _, _ = line(
         "--model",
@@ -368,30 +355,28 @@ def test_a_trace_is_written_with_spans_of_reading_and_computing(
     ],
     ids=lambda value: " ".join(value)[:40].encode("ascii", "replace").decode(),
 )  # fmt: skip
-def test_a_mistake_is_one_sentence_and_exit_code_2(
-    arguments: list[str], words: list[str], line: Any, model: Path
-) -> None:
+def test_mistakes_are_one_sentence_and_exit_code_2(arguments, words, line, model):
     _refused(line("--model", str(model), *SMALL, *arguments), *words)
 
 
-def test_a_prompt_file_that_is_not_text_is_refused(line: Any, model: Path, tmp_path: Path) -> None:
+def test_binary_prompt_file_is_refused(line, model, tmp_path):
     (tmp_path / "prompt").write_bytes(b"caf\xe9")
     _refused(line("--model", str(model), "--prompt-file", str(tmp_path / "prompt")), "not UTF-8")
 
 
 @pytest.mark.parametrize("model_name", ["/no/such/model", "./nothing", "~no-such-user/m"])
-def test_a_model_that_is_not_there_is_refused(model_name: str, line: Any) -> None:
+def test_missing_model_is_refused(model_name, line):
     _refused(line("--model", model_name, "--prompt", "x"), model_name)
 
 
-def test_a_checkpoint_without_a_tokenizer_takes_no_text(line: Any, tmp_path: Path) -> None:
+def test_checkpoint_without_tokenizer_refuses_text(line, tmp_path):
     config = llama_config()
     write_checkpoint(tmp_path, config, llama_tensors(config))
     code, out, err = line("--model", str(tmp_path), "--device", "cpu", "--prompt", "x", "--quiet")
     _refused((code, out, err), "tokenizer")
 
 
-def test_a_damaged_tokenizer_is_refused(line: Any, model: Path, tmp_path: Path) -> None:
+def test_damaged_tokenizer_is_refused(line, model, tmp_path):
     for path in model.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 7}')
@@ -403,14 +388,12 @@ def test_a_damaged_tokenizer_is_refused(line: Any, model: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     "arguments", [["--prompt", "x"], ["--model", "m", "--max-new-tokens", "many"], ["--modle", "m"]]
 )
-def test_flags_that_cannot_be_read_are_exit_code_2(arguments: list[str], line: Any) -> None:
+def test_unreadable_flags_are_exit_code_2(arguments, line):
     _refused(line(*arguments))
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_what_stands_on_stdout_is_not_printed_again_by_an_interrupt(
-    flags: list[str], line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_does_not_print_text_twice(flags, line, model, monkeypatch):
     arguments = [
         "--model",
         str(model),
@@ -437,9 +420,7 @@ def test_what_stands_on_stdout_is_not_printed_again_by_an_interrupt(
         assert json.loads(out)["finish_reason"] == "length"
 
 
-def test_json_is_an_object_also_before_the_first_token(
-    line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_before_the_first_token_prints_json(line, model, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -454,9 +435,7 @@ def test_json_is_an_object_also_before_the_first_token(
     }
 
 
-def test_a_context_is_not_to_be_raised_beyond_the_models_positions(
-    line: Any, tmp_path: Path
-) -> None:
+def test_context_error_never_exceeds_the_model_positions(line, tmp_path):
     directory = speaking_checkpoint(tmp_path, max_position_embeddings=40)
     _, _, err = line(
         "--model", str(directory), "--device", "cpu", "--prompt", "the " * 200, "--quiet"
@@ -478,7 +457,7 @@ def test_a_context_is_not_to_be_raised_beyond_the_models_positions(
 @pytest.mark.parametrize(
     "code", ["import offload_rt.run", "import offload_rt.cli.main", "from offload_rt import LLM"]
 )
-def test_another_system_is_told_what_is_needed(code: str) -> None:
+def test_other_operating_systems_are_refused(code):
     command = [sys.executable, "-c", f"import sys; sys.platform = 'darwin'; {code}"]
     done = subprocess.run(command, capture_output=True, text=True, env=surroundings())
     assert done.returncode and done.stderr.splitlines()[-1].endswith(
@@ -488,9 +467,7 @@ def test_another_system_is_told_what_is_needed(code: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_card_that_torch_cannot_use_is_told(
-    line: Any, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_cuda_device_is_reported(line, model, monkeypatch):
     monkeypatch.setattr("offload_rt.engine.device.cards", lambda: ["NVIDIA GeForce RTX 4090"])
     arguments = [
         "--model",
@@ -511,7 +488,7 @@ def test_a_card_that_torch_cannot_use_is_told(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_exit_code_3(line: Any, model: Path) -> None:
+def test_missing_device_is_exit_code_3(line, model):
     code, out, err = line("--model", str(model), "--device", "cuda", "--prompt", "x")
     assert (code, out) == (3, "")
     assert err.startswith("error: --device cuda")
@@ -520,7 +497,7 @@ def test_a_device_that_is_not_there_is_exit_code_3(line: Any, model: Path) -> No
 # The console script.
 
 
-def test_a_verb_gets_the_flags_behind_it(capfd: pytest.CaptureFixture[str], model: Path) -> None:
+def test_verbs_receive_their_flags(capfd, model):
     assert cli_main.main(["plan", "--model", str(model), "--gpu", "rtx4090", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["machine"] == "GeForce RTX 4090"
     for verb in cli_main.VERBS:
@@ -528,7 +505,7 @@ def test_a_verb_gets_the_flags_behind_it(capfd: pytest.CaptureFixture[str], mode
         assert capfd.readouterr().out.startswith(f"usage: offload-rt {verb} ")
 
 
-def test_the_script_names_its_verbs(capfd: pytest.CaptureFixture[str]) -> None:
+def test_script_lists_its_verbs(capfd):
     assert cli_main.main(["--help"]) == 0
     out = capfd.readouterr().out
     assert all(verb in out for verb in ("run", "plan", "calibrate", "report"))
@@ -538,15 +515,13 @@ def test_the_script_names_its_verbs(capfd: pytest.CaptureFixture[str]) -> None:
     ("arguments", "word"),
     [(["rum"], "'run'"), ([], "VERB"), (["--model", "m", "run"], "VERB"), (["Run"], "'run'")],
 )
-def test_a_wrong_verb_is_one_sentence_and_exit_code_2(
-    arguments: list[str], word: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_verb_is_one_sentence_and_exit_code_2(arguments, word, capfd):
     assert cli_main.main(arguments) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and word in err
 
 
-def test_several_prompts_are_a_batch(line: Any, model: Path, spoken: Any) -> None:
+def test_several_prompts_are_a_batch(line, model, spoken):
     arguments = [
         "--model",
         str(model),

@@ -1,7 +1,5 @@
 """Commands of a conversation and the Markdown blocks of its answers."""
 
-from pathlib import Path
-
 import pytest
 
 from offload_rt.cli.conversation import COMMANDS, Conversation
@@ -18,7 +16,7 @@ def conversation() -> Conversation:
     return started
 
 
-def test_undo_and_regenerate_remove_the_last_turn(conversation: Conversation) -> None:
+def test_undo_and_regenerate_remove_the_last_turn(conversation):
     assert [turn["content"] for turn in conversation.regenerate()] == ["a", "1", "b"]
     assert conversation.run("/undo") == "1 messages left"
     assert [turn["content"] for turn in conversation.messages] == ["a", "1"]
@@ -28,7 +26,7 @@ def test_undo_and_regenerate_remove_the_last_turn(conversation: Conversation) ->
         conversation.regenerate()
 
 
-def test_saved_conversation_is_loaded_again(conversation: Conversation, tmp_path: Path) -> None:
+def test_saved_conversation_is_loaded_again(conversation, tmp_path):
     path = tmp_path / "my chat.json"
     assert conversation.run(f"/save {path}") == f"saved 4 messages to {path}"
     other = Conversation(SamplingParams())
@@ -39,9 +37,7 @@ def test_saved_conversation_is_loaded_again(conversation: Conversation, tmp_path
 @pytest.mark.parametrize(
     "content", ["[]", "{", '{"version": 1}', '{"version": 2, "messages": [], "system": null}']
 )
-def test_wrong_file_leaves_the_conversation_unchanged(
-    conversation: Conversation, tmp_path: Path, content: str
-) -> None:
+def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path, content):
     (tmp_path / "x").write_text(content)
     before = list(conversation.messages)
     with pytest.raises(OffloadError, match="not a saved conversation"):
@@ -49,9 +45,7 @@ def test_wrong_file_leaves_the_conversation_unchanged(
     assert conversation.messages == before
 
 
-def test_attached_file_precedes_the_next_message_only(
-    conversation: Conversation, tmp_path: Path
-) -> None:
+def test_attached_file_precedes_the_next_message_only(conversation, tmp_path):
     (tmp_path / "code.md").write_text("```\nx\n```")
     conversation.run(f"/file {tmp_path / 'code.md'}")
     asked = conversation.ask("Explain")
@@ -73,15 +67,13 @@ def test_attached_file_precedes_the_next_message_only(
         ("/nothing", "not a command"),
     ],
 )
-def test_wrong_command_is_reported_in_one_sentence(
-    conversation: Conversation, line: str, message: str
-) -> None:
+def test_wrong_command_is_reported_in_one_sentence(conversation, line, message):
     with pytest.raises(OffloadError, match=message) as raised:
         conversation.run(line)
     assert "\n" not in str(raised.value)
 
 
-def test_parameters_are_set_and_shown(conversation: Conversation) -> None:
+def test_parameters_are_set_and_shown(conversation):
     assert conversation.run("/set") == "defaults"
     conversation.run("/set temperature 0.7")
     conversation.run("/set --top-k 5")
@@ -95,7 +87,7 @@ def test_parameters_are_set_and_shown(conversation: Conversation) -> None:
     assert conversation.params.temperature is None
 
 
-def test_help_lists_every_command(conversation: Conversation) -> None:
+def test_help_lists_every_command(conversation):
     text = conversation.run("/help")
     assert [line.split()[0] for line in text.splitlines()] == list(COMMANDS)
 
@@ -111,5 +103,5 @@ def test_help_lists_every_command(conversation: Conversation) -> None:
         ("one\n\n```\nx\n\n", "one\n\n"),
     ],
 )
-def test_blocks_end_at_blank_lines_and_fences(text: str, done: str) -> None:
+def test_blocks_end_at_blank_lines_and_fences(text, done):
     assert split_blocks(text) == (done, text[len(done) :])

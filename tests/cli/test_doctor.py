@@ -1,7 +1,6 @@
 """`offload-rt doctor` names each missing part and its fix."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +22,7 @@ def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "measure_disk_gbps", lambda _: 3.0)
 
 
-def test_complete_machine_needs_no_fix(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_complete_machine_needs_no_fix(capsys, monkeypatch):
     monkeypatch.setattr(machine, "cards", list)
     monkeypatch.setattr(machine, "memory_free", machine.memory_limit)
     assert doctor.main([]) == 0
@@ -35,9 +32,7 @@ def test_complete_machine_needs_no_fix(
     assert out.endswith("nothing to fix\n")
 
 
-def test_missing_compiler_and_slow_disk_have_a_fix(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_compiler_and_slow_disk_have_a_fix(capsys, monkeypatch):
     monkeypatch.setattr(cpu, "library", lambda: None)
     monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: None)
     monkeypatch.setattr(doctor, "measure_disk_gbps", lambda _: 0.1)
@@ -51,12 +46,7 @@ def test_missing_compiler_and_slow_disk_have_a_fix(
 @pytest.mark.parametrize(
     ("cuda", "fix"), [(None, "--index-url"), ("13.0", "install a driver for CUDA 13.0")]
 )
-def test_gpu_without_working_torch_has_a_fix(
-    cuda: str | None,
-    fix: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpu_without_working_torch_has_a_fix(cuda, fix, capsys, monkeypatch):
     monkeypatch.setattr(machine, "cards", lambda: ["NVIDIA GeForce RTX 4090"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -65,15 +55,13 @@ def test_gpu_without_working_torch_has_a_fix(
     assert fix in checks["CUDA"]["fix"]
 
 
-def test_unwritable_cache_folder_has_a_fix(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_folder_has_a_fix(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert "XDG_CACHE_HOME" in run(capsys)["disk"]["fix"]
 
 
-def test_disk_rate_is_none_without_a_writable_folder(tmp_path: Path) -> None:
+def test_disk_rate_is_none_without_a_writable_folder(tmp_path):
     assert measure_disk_gbps(tmp_path / "missing") is None
     assert list(tmp_path.iterdir()) == []
     rate = measure_disk_gbps(tmp_path)

@@ -1,4 +1,4 @@
-"""How a program begins and ends: signals, exit codes, and what is said."""
+"""Start and end of programs: signals, exit codes and messages."""
 
 import io
 import os
@@ -17,9 +17,7 @@ from offload_rt.errors import LinkError, PromptError
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """Handlers are put back, and no signal is ignored, as what a shell starts in the background
-    does.
-    """
+    """Restore signal handlers; background shells start programs with ignored signals."""
     before = {number: signal.getsignal(number) for number in process._SIGNALS}
     for number in before:
         signal.signal(
@@ -51,26 +49,24 @@ def _raises(error: BaseException) -> Callable[[], None]:
         (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
     ],
 )
-def test_an_early_end_is_one_sentence_after_what_had_come_out(
-    error: BaseException, code: int, said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_early_end_is_one_sentence_after_the_output(error, code, said, capfd):
     assert exit_code(_raises(error), lambda code: print(f" and the rest, {code}")) == code
     out, err = capfd.readouterr()
     assert out == f"text and the rest, {code}\n"
     assert err.startswith(said) and err.count("\n") == 1
 
 
-def test_a_fault_of_the_program_is_raised() -> None:
+def test_internal_error_is_raised():
     with pytest.raises(AttributeError):
         exit_code(_raises(AttributeError("half made")))
 
 
-def test_a_reader_that_has_gone_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_closed_pipe_is_no_error(capfd):
     assert exit_code(_raises(BrokenPipeError()), lambda code: print("the rest")) == 0
     assert capfd.readouterr() == ("text", "")
 
 
-def test_a_program_ends_though_nobody_reads_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_ends_with_a_closed_stderr(monkeypatch):
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -80,9 +76,7 @@ def test_a_program_ends_though_nobody_reads_why(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("number", process._SIGNALS)
-def test_the_first_signal_interrupts_and_a_later_one_ends_the_process(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_second_signal_ends_the_process(number, monkeypatch, capfd):
     ended = []
     now = [100.0]
     monkeypatch.setattr(os, "_exit", ended.append)
@@ -104,7 +98,7 @@ def test_the_first_signal_interrupts_and_a_later_one_ends_the_process(
     assert signal.getsignal(number) == signal.SIG_DFL
 
 
-def test_an_interrupt_that_was_handled_does_not_end_the_process() -> None:
+def test_handled_interrupt_does_not_end_the_process():
     """An interrupt that passes through C, as in a string that is executed, makes Python end by
     SIGINT.
     """
@@ -121,7 +115,7 @@ assert run_program(lambda: exit_code(work)) == 130
     assert (ended.returncode, ended.stderr) == (0, "interrupted\n")
 
 
-def test_a_signal_that_is_ignored_stays_so() -> None:
+def test_ignored_signal_stays_ignored():
     """As SIGHUP is under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert run_program(lambda: exit_code(lambda: signal.raise_signal(signal.SIGHUP))) == 0

@@ -1,6 +1,4 @@
-"""The timeline of a run and what is read from it: known shares of a hand-made one, a real run, and
-files that are none.
-"""
+"""Reports of timelines: known shares of a handmade timeline, a real run, and invalid files."""
 
 import json
 import time
@@ -50,7 +48,7 @@ def written(path: Path, spans: tuple = STEP) -> Path:
     return path
 
 
-def test_the_shares_of_a_hand_made_timeline_are_known(tmp_path: Path) -> None:
+def test_shares_of_a_handmade_timeline(tmp_path):
     found = report.shares(report.read(written(tmp_path / "t.json")))
     assert found.n_steps == 1
     assert found.seconds == pytest.approx(9.5)
@@ -61,7 +59,7 @@ def test_the_shares_of_a_hand_made_timeline_are_known(tmp_path: Path) -> None:
     assert list(found.idle) == [SLOTS_FULL]
 
 
-def test_what_lies_before_the_first_draft_is_not_counted(tmp_path: Path) -> None:
+def test_time_before_the_first_draft_is_excluded(tmp_path):
     before = (
         (slot_lane(LINK, 0), "layer 0", -5.0, -1.0),
         (waits(LINK), NOTHING_ASKED, -1.0, 0.0),
@@ -79,20 +77,20 @@ def test_what_lies_before_the_first_draft_is_not_counted(tmp_path: Path) -> None
     assert numbers[0] == pytest.approx(numbers[1], abs=1e-6)
 
 
-def test_a_link_that_stands_still_without_a_reason_is_told_too(tmp_path: Path) -> None:
+def test_idle_link_without_reason_is_reported(tmp_path):
     spans = tuple(span for span in STEP if span[0] != waits(LINK))
     found = report.shares(report.read(written(tmp_path / "t.json", spans)))
     assert sum(found.idle["between two reads"].values()) * 9.5 == pytest.approx(2.5, abs=1e-5)
 
 
-def test_resident_layers_are_told_as_such(tmp_path: Path) -> None:
+def test_resident_layers_are_reported(tmp_path):
     spans = tuple(span for span in STEP if not span[0].startswith(LINK))
     found = report.shares(report.read(written(tmp_path / "t.json", spans)))
     assert (found.link, found.idle) == (0, {})
     assert "all layers were resident" in report.text(found)
 
 
-def test_a_state_lasts_until_another_comes_or_the_timeline_is_written(tmp_path: Path) -> None:
+def test_state_lasts_until_the_next_state_or_the_end(tmp_path):
     trace = Trace()
     trace.state("link, waits", "a")
     time.sleep(0.01)
@@ -107,7 +105,7 @@ def test_a_state_lasts_until_another_comes_or_the_timeline_is_written(tmp_path: 
     assert spans[0].end_s <= spans[1].start_s + 1e-6
 
 
-def test_a_trace_that_is_off_keeps_nothing(tmp_path: Path) -> None:
+def test_disabled_trace_is_empty(tmp_path):
     trace = Trace(on=False)
     with trace.span(COMPUTE, "layer 0"):
         trace.add(COMPUTE, "layer 1", 0.0, 1.0)
@@ -119,7 +117,7 @@ def test_a_trace_that_is_off_keeps_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "spans", [(), STEP[:-1], STEP[5:7]], ids=["empty", "no verdict", "compute alone"]
 )
-def test_a_timeline_without_a_whole_pass_is_refused(spans: tuple, tmp_path: Path) -> None:
+def test_timeline_without_a_full_pass_is_refused(spans, tmp_path):
     with pytest.raises(TraceError, match="no pass from draft to verdict"):
         report.shares(report.read(written(tmp_path / "t.json", spans)))
 
@@ -139,9 +137,7 @@ def event(**changes: object) -> str:
         event(ts="x"), event(ts=None), event(tid=5), "\xff",
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_timeline_is_exit_code_2(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_timeline_is_exit_code_2(content, tmp_path, capsys):
     path = tmp_path / "trace.json"
     path.write_text(content, encoding="latin-1")
     assert report.main([str(path)]) == 2
@@ -154,9 +150,7 @@ def assert_one_sentence(capsys: pytest.CaptureFixture[str], *words: str) -> None
     assert all(word in err for word in words)
 
 
-def test_a_timeline_that_was_cut_short_anywhere_is_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_truncated_timeline_is_exit_code_2(tmp_path, capsys):
     whole = written(tmp_path / "whole.json").read_bytes()
     path = tmp_path / "cut.json"
     for n in range(0, len(whole) - 1, 37):
@@ -166,16 +160,12 @@ def test_a_timeline_that_was_cut_short_anywhere_is_exit_code_2(
 
 
 @pytest.mark.parametrize("name", ["nothing.json", "."])
-def test_a_file_that_cannot_be_read_is_exit_code_2(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_timeline_is_exit_code_2(name, tmp_path, capsys):
     assert report.main([str(tmp_path / name)]) == 2
     assert_one_sentence(capsys, str(tmp_path / name))
 
 
-def test_the_report_prints_a_text_or_a_json_object(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_prints_a_text_or_a_json_object(tmp_path, capsys):
     path = written(tmp_path / "t.json")
     assert report.main([str(path)]) == 0
     out = capsys.readouterr().out
@@ -185,9 +175,7 @@ def test_the_report_prints_a_text_or_a_json_object(
 
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
-def test_a_real_run_is_traced_and_read(
-    drafted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_real_run_is_traced_and_reported(drafted, tmp_path, capsys):
     model = speaking_checkpoint(tmp_path / "model")
     flags = [
         "--model",

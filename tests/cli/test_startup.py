@@ -1,6 +1,4 @@
-"""What a program loads before its work: neither torch nor transformers for a plan or a wrong
-flag.
-"""
+"""Imports before the work starts: neither torch nor transformers for a plan or a flag error."""
 
 import json
 import subprocess
@@ -8,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 
 from offload_rt.models.families import FAMILIES
@@ -54,7 +53,8 @@ def plan(model: str | Path, *more: str) -> list[str]:
     return ["plan", "--model", str(model), "--gpu", "rtx4090", *more]
 
 
-def test_a_plan_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_plan_imports_neither_torch_nor_transformers(tmp_path):
     """Of a config.json of every family or its directory, of files with weights, and of a shape of
     each family.
     """
@@ -86,7 +86,7 @@ def test_a_plan_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
         assert outcome == [0, []], command
 
 
-def test_help_and_wrong_flags_and_paths_load_no_large_library(tmp_path: Path) -> None:
+def test_help_and_flag_errors_import_no_large_library(tmp_path):
     more = {"run": ["--prompt", "x"], "calibrate": ["--draft-model", str(tmp_path)]}
     commands = [["--help"]]
     for verb in ("run", "chat", "serve", "plan", "convert", "calibrate"):

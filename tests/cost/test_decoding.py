@@ -24,7 +24,7 @@ def estimator(
     return CostEstimator(MachineProfile("assumed", False, links, 1.0, 0.01, target), moved)
 
 
-def test_draft_time_is_a_draft_pass_per_level() -> None:
+def test_draft_time_is_a_draft_pass_per_level():
     topology = search(np.array([0.6, 0.2, 0.1]), 24, 6).topology(24, 6)
     target = ComputeTimes((1,), (0,), ((1.0,),))
     n_passes = topology.depths.max()
@@ -39,7 +39,7 @@ def test_draft_time_is_a_draft_pass_per_level() -> None:
     assert PairTimes(target).draft_s(Topology(parents), 0) == 0.0
 
 
-def test_mean_pass_time_follows_the_growing_context() -> None:
+def test_mean_pass_time_follows_the_growing_context():
     acceptance = np.array([0.6, 0.2, 0.1])
     topology = search(acceptance, 24, 6).topology(24, 6)
     target = ComputeTimes((1, 64), (0, 4096), ((0.1, 1.0), (0.2, 2.0)))
@@ -56,7 +56,7 @@ def test_mean_pass_time_follows_the_growing_context() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
-def test_presets_reproduce_published_tokens_per_pass(preset) -> None:
+def test_presets_reproduce_published_tokens_per_pass(preset):
     table = search(power_law(preset.power), preset.n_nodes, preset.n_levels)
     assert table.values[preset.n_nodes, preset.n_levels] == pytest.approx(
         preset.tokens_per_pass, abs=0.005
@@ -72,7 +72,7 @@ SEQUOIA = {
 
 
 @pytest.mark.parametrize("name", SEQUOIA)
-def test_sequoia_without_prefetch_is_predicted_within_a_fifth(name: str) -> None:
+def test_sequoia_without_prefetch_is_predicted_within_a_fifth(name):
     """Sequoia streams all layers, starting after drafting.
 
     The prediction omits seven copies per layer, a device-wide wait after each, and Python time.

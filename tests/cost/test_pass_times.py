@@ -95,9 +95,7 @@ PLANS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(PLANS, st.floats(0.05, 20), st.floats(0, 4), st.integers(0, 3 * GB))
-def test_pass_time_equals_an_event_loop(
-    plan: Plan, compute_s: float, draft_s: float, exchanged: int
-) -> None:
+def test_pass_time_equals_an_event_loop(plan, compute_s, draft_s, exchanged):
     """Within 3 % and a few layers, or 10 % where link and device are about equal."""
     n_rows = 64
     exchanged = exchanged if plan.budget.has_card else 0
@@ -120,9 +118,7 @@ def test_pass_time_equals_an_event_loop(
     moved=st.tuples(*[st.integers(0, 10**12)] * 3),
     fixed=st.floats(0, 1),
 )
-def test_pass_time_equals_its_slowest_stage(
-    rates: tuple[float, float, float], moved: tuple[int, int, int], fixed: float
-) -> None:
+def test_pass_time_equals_its_slowest_stage(rates, moved, fixed):
     disk, host, computed = moved
     seconds = pass_time(
         profile_of(*rates, fixed), PassBytes((("disk", disk), ("host", host)), computed)
@@ -135,12 +131,12 @@ def test_pass_time_equals_its_slowest_stage(
         assert seconds == pytest.approx(max(parts) + fixed, rel=1e-3)
 
 
-def test_equal_link_and_compute_times_overlap_incompletely() -> None:
+def test_equal_link_and_compute_times_overlap_incompletely():
     seconds = pass_time(profile_of(1.0, 1.0, 1.0), PassBytes((("disk", GB),), GB))
     assert seconds == pytest.approx(2 ** (1 / 8))
 
 
-def test_unused_tiers_need_no_rate() -> None:
+def test_unused_tiers_need_no_rate():
     profile = MachineProfile("assumed", False, (("disk", 2.0),), 10.0)
     moved = PassBytes((("host", 0), ("disk", 4 * GB)), GB)
     assert pass_time(profile, moved) == pytest.approx(2.0)
@@ -156,14 +152,14 @@ def test_unused_tiers_need_no_rate() -> None:
         (10 * GB, 9.0, 9.5),  # with slots for a whole pass, only the device counts
     ],
 )
-def test_slots_hide_drafting_behind_the_link(ahead: int, between: float, seconds: float) -> None:
+def test_slots_hide_drafting_behind_the_link(ahead, between, seconds):
     moved = PassBytes((("disk", 4 * GB),), GB, ahead)
     drafting = pass_time(profile_of(1.0, 1.0, 2.0), moved, between_s=between)
     assert drafting == pytest.approx(seconds, rel=1e-3)
     assert pass_time(profile_of(1.0, 1.0, 2.0, fixed=between), moved) == drafting
 
 
-def test_draft_times_broadcast_with_row_counts() -> None:
+def test_draft_times_broadcast_with_row_counts():
     compute = ComputeTimes((1, 101), (0, 1), ((1.0, 2.0),) * 2)
     profile = MachineProfile("assumed", False, (), 1.0, 0.0, compute)
     moved = PassBytes((), GB)
@@ -171,7 +167,7 @@ def test_draft_times_broadcast_with_row_counts() -> None:
     assert seconds == pytest.approx(np.array([[1.0, 1.25, 1.5], [1.5, 1.75, 2.0]]))
 
 
-def test_disk_layers_also_cross_the_link_of_a_gpu() -> None:
+def test_disk_layers_also_cross_the_link_of_a_gpu():
     plan = plan_of(16, 3, 11)
     n_disk = plan.tiers.count("disk")
     n_streamed = n_disk + plan.tiers.count("host")
@@ -180,7 +176,7 @@ def test_disk_layers_also_cross_the_link_of_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("n_rows", [1, 40, 200])
-def test_exchanged_rows_share_the_link_with_layers(n_rows: int) -> None:
+def test_exchanged_rows_share_the_link_with_layers(n_rows):
     plan = plan_of(15, 6, 20)
     exchanged = 10**8
     assert plan.tiers.count("host") == 12 and plan.tiers.count("disk") == 0
@@ -192,7 +188,7 @@ def test_exchanged_rows_share_the_link_with_layers(n_rows: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(6, 30), st.integers(0, 28), st.floats(0.1, 20), st.floats(0, 3))
-def test_more_memory_is_never_slower(n: int, host: int, compute_s: float, draft_s: float) -> None:
+def test_more_memory_is_never_slower(n, host, compute_s, draft_s):
     def seconds(device: int, host: int) -> float:
         moved = plan_of(n, device, host).pass_bytes
         return pass_time(constant(compute_s), moved, between_s=draft_s)
@@ -202,7 +198,7 @@ def test_more_memory_is_never_slower(n: int, host: int, compute_s: float, draft_
     assert seconds(4, 3) <= seconds(3, 3) + 1e-6
 
 
-def test_touched_experts_grow_with_the_rows_of_a_pass() -> None:
+def test_touched_experts_grow_with_the_rows_of_a_pass():
     profile = MachineProfile("assumed", False, (("disk", 2.0), ("host", 1.0)), 100.0)
     experts = TouchedExperts("disk", 10, 4, 1, 10**8, n_resident=2)
     moved = PassBytes((("disk", GB), ("host", 0)), 10**6, experts=experts)
@@ -215,7 +211,7 @@ def test_touched_experts_grow_with_the_rows_of_a_pass() -> None:
     )
 
 
-def test_extrapolated_compute_time_stays_above_the_fastest_measured_pass() -> None:
+def test_extrapolated_compute_time_stays_above_the_fastest_measured_pass():
     """Times of a busy machine may fall with the row count; extrapolation would reach zero."""
     falling = ComputeTimes((1, 8), (64, 128), ((2.0, 1.0), (2.5, 1.5)))
     assert falling.at(np.array([4, 100, 10_000]), 64).tolist() == [

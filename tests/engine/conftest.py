@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.fake_gpu import record_graph
 from support.heads import HEADS, few_tokens, random_head
-from support.recorded import record
 from support.tiny import keep_steady, open_llm
 
 from offload_rt import LLM
@@ -39,7 +39,7 @@ def opened(zoo, steady, tmp_path, monkeypatch) -> Callable[..., tuple[LLM, Any]]
                 (llm.engine.runner, most[0]),
                 (llm.engine.draft, most[0] + most[1]),
             ):
-                runner.use_graphs(GraphShape(16, n_rows, 32), record)
+                runner.use_graphs(GraphShape(16, n_rows, 32), record_graph)
             return llm, pair.model
         return open_llm(pair.target, **pair.settings(kind), **settings), pair.model
 

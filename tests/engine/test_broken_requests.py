@@ -1,6 +1,4 @@
-"""A sequence that cannot go on ends alone: those it shared its passes with go on as if it had not
-been there.
-"""
+"""A failing sequence ends alone; sequences in the same passes continue unchanged."""
 
 import asyncio
 import gc
@@ -10,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 from support.tiny import (
     CASES,
     add_tokenizer,
@@ -33,7 +31,7 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0)
 
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
-    """Trees that do not depend on the clock, nor on what another test learned."""
+    """Make tree sizes independent of the clock and of earlier tests."""
     keep_steady(monkeypatch)
 
 
@@ -47,8 +45,8 @@ def speaking(tmp_path):
 
 
 def spoil(llm, monkeypatch, prompt, after):
-    """Let the logits of the sequence of a prompt be no numbers, once it has so many tokens. Returns
-    references to them.
+    """Replace the logits of a prompt's sequence by NaN after some tokens; return weak references to
+    them.
     """
     runner = llm.engine.runner
     forward = llm.engine.runner.forward
@@ -70,7 +68,7 @@ def spoil(llm, monkeypatch, prompt, after):
 
 
 async def gathered(llm, prompts, params):
-    """What becomes of each of several streams at once: its tokens, or its error."""
+    """Return the tokens or the error of each concurrent stream."""
 
     async def collect(prompt, one):
         return [token async for piece in llm.astream(prompt, one) for token in piece.token_ids]
@@ -92,9 +90,7 @@ def run(llm, several):
 
 
 def assert_released(llm):
-    """Nothing runs, and nothing is left of what has ended once what is kept for others is
-    dropped.
-    """
+    """Assert that no sequence runs and that no cache remains after a reset of the prefix cache."""
     llm._of_engine._thread.submit(lambda: None).result()  # behind all that tasks have left it to do
     assert llm.engine.n_running == llm.engine.n_waiting == 0
     llm.engine.reset_prefix_cache()
@@ -107,14 +103,12 @@ def assert_released(llm):
         ("cpu", "adaptive_tree", 3), ("card", "none", 3),
      ("card", "adaptive_tree", 3)],
 )  # fmt: skip
-def test_logits_that_are_no_numbers_end_their_sequence_alone(
-    zoo, monkeypatch, device, drafter, after
-):
+def test_nan_logits_end_their_sequence_alone(zoo, monkeypatch, device, drafter, after):
     pair = zoo.pair("llama", 0)
     expected = [generate(pair.model, prompt, 12) for prompt in PROMPTS]
     settings = {"max_model_len": 128, "max_num_seqs": 3, **pair.settings(drafter)}
     settings |= {} if drafter == "none" else {"tree_size": 24}
-    card = pretended_card(monkeypatch) if device == "card" else nullcontext()
+    card = fake_gpu(monkeypatch) if device == "card" else nullcontext()
     with (
         card,
         LLM(str(pair.target), device="cuda" if device == "card" else device, **settings) as llm,
@@ -153,7 +147,7 @@ def test_logits_that_are_no_numbers_end_their_sequence_alone(
         assert_released(llm)
 
 
-def test_what_fails_for_one_task_is_no_error_of_the_others(speaking, monkeypatch):
+def test_error_of_a_task_does_not_reach_other_tasks(speaking, monkeypatch):
     """Its sampling, its text and the log-probabilities of its prompt."""
 
     def break_for(owner, name, is_wrong):
@@ -182,7 +176,7 @@ def test_what_fails_for_one_task_is_no_error_of_the_others(speaking, monkeypatch
         assert_released(llm)
 
 
-def test_one_that_is_too_much_by_itself_lets_others_be_answered(zoo, monkeypatch):
+def test_sequence_too_large_for_memory_ends_alone(zoo, monkeypatch):
     with open_llm(zoo.directory("llama", 0), max_num_seqs=3) as llm:
         forward = llm.engine.runner.forward
         too_long = prompt_of(3, 60)

@@ -1,6 +1,4 @@
-"""Long prompts beside sequences that are answered: some rows a pass, and every text as it is
-alone.
-"""
+"""Long prompts beside decoding sequences: chunks of the prompt per pass, unchanged texts."""
 
 import pytest
 from support.heads import HEADS
@@ -9,13 +7,15 @@ from support.tiny import generate
 from offload_rt import SamplingParams
 from offload_rt.executor.sequence import Sequence
 
+pytestmark = pytest.mark.numeric
+
 LONG = [3 + (7 * k * k) % 90 for k in range(100)]
 
 
 @pytest.mark.parametrize(
     "kind", ["plain", "recycle", "adaptive_tree", "self_window", "general", *HEADS]
 )
-def test_a_long_prompt_is_computed_in_parts_while_others_are_answered(kind, opened, monkeypatch):
+def test_long_prompt_is_chunked_while_others_decode(kind, opened, monkeypatch):
     llm, model = opened(kind, max_model_len=256, dtype="float32")
     rows = []
     with llm:
@@ -48,7 +48,7 @@ def test_a_long_prompt_is_computed_in_parts_while_others_are_answered(kind, open
     assert len(long.logprobs) - long.n_prompt == 24 or len(long.logprobs) == 24
 
 
-def test_log_probabilities_of_a_prompt_in_parts(opened):
+def test_chunked_prompt_has_the_same_logprobs(opened):
     llm, _ = opened("plain", max_model_len=256, dtype="float32")
     with llm:
         params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
@@ -71,7 +71,7 @@ def test_log_probabilities_of_a_prompt_in_parts(opened):
         )
 
 
-def test_prompts_take_one_pass_where_nobody_is_held_up(opened):
+def test_prompt_takes_one_pass_when_alone(opened):
     llm, _ = opened("plain", max_model_len=256, dtype="float32")
     with llm:
         llm.engine.prompt_seconds = 0.0
@@ -79,7 +79,7 @@ def test_prompts_take_one_pass_where_nobody_is_held_up(opened):
     assert output.stats.n_passes == 4
 
 
-def test_prompts_are_as_long_as_the_time_allows(opened):
+def test_prompt_chunks_fill_the_allowed_time(opened):
     llm, _ = opened("plain", max_model_len=256, dtype="float32")
     with llm:
         engine = llm.engine

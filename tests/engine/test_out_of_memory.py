@@ -13,9 +13,7 @@ from offload_rt.errors import DeviceError
 
 @pytest.fixture
 def full(monkeypatch):
-    """Makes the memory of an LLM run out: at passes of more than so many rows a chunk, or in what
-    follows a pass.
-    """
+    """Raise OutOfMemoryError in passes with more rows per chunk than a limit, or after a pass."""
 
     def fill(llm, most_rows=10**9, most_probs=10**9):
         runner = llm.engine.runner
@@ -40,7 +38,7 @@ def full(monkeypatch):
     return fill
 
 
-def test_a_tree_that_is_too_large_shrinks(zoo, full, capfd):
+def test_oom_shrinks_a_large_tree(zoo, full, capfd):
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft), tree_size=64) as llm:
         seen = full(llm, most_rows=25)
@@ -53,7 +51,7 @@ def test_a_tree_that_is_too_large_shrinks(zoo, full, capfd):
     assert capfd.readouterr().err.count("device memory ran out: trees shrink to 32 nodes") == 1
 
 
-def test_a_batch_goes_on_where_one_sequence_had_been_verified(zoo, full):
+def test_oom_keeps_verified_sequences_of_the_batch(zoo, full):
     pair = zoo.pair("llama", 0)
     prompts = [prompt_of(seed, n) for seed, n in ((0, 21), (1, 9), (2, 30))]
     with open_llm(pair.target, draft_model=str(pair.draft), tree_size=96, max_model_len=120) as llm:
@@ -64,7 +62,7 @@ def test_a_batch_goes_on_where_one_sequence_had_been_verified(zoo, full):
     ]
 
 
-def test_a_long_prompt_goes_through_in_smaller_chunks(zoo, full):
+def test_oom_prefills_in_smaller_chunks(zoo, full):
     with open_llm(zoo.directory("llama", 0)) as llm:
         seen = full(llm, most_rows=40)
         output = llm.generate(prompt_of(0, 100), SamplingParams(max_new_tokens=8))[0]
@@ -72,7 +70,7 @@ def test_a_long_prompt_goes_through_in_smaller_chunks(zoo, full):
     assert max(seen[-6:]) <= 40
 
 
-def test_the_newest_sequence_waits_where_there_is_room_for_one(zoo, monkeypatch):
+def test_oom_pauses_the_newest_sequence(zoo, monkeypatch):
     with open_llm(zoo.directory("llama", 0)) as llm:
         forward = llm.engine.runner.forward
         seen = []
@@ -90,7 +88,7 @@ def test_the_newest_sequence_waits_where_there_is_room_for_one(zoo, monkeypatch)
         assert output.token_ids == generate(zoo.model("llama", 0), prompt_of(k), 6)
 
 
-def test_where_nothing_can_shrink_any_more_it_is_said_and_what_was_produced_is_there(zoo, full):
+def test_oom_without_remedy_keeps_the_tokens(zoo, full):
     with open_llm(zoo.directory("llama", 0)) as llm:
         pieces = llm.stream(prompt_of(0), SamplingParams(max_new_tokens=8))
         first = [next(pieces).token_ids[0] for _ in range(3)]

@@ -23,7 +23,7 @@ def llm(model: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_every_form_of_a_prompt_gives_the_same_answer(llm: LLM) -> None:
+def test_every_form_of_a_prompt_gives_the_same_answer(llm):
     ids = llm.encode("the fox")
     params = SamplingParams(max_tokens=4)
     by_text, by_ids, by_key, by_key_ids = llm.generate(
@@ -36,7 +36,7 @@ def test_every_form_of_a_prompt_gives_the_same_answer(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("prompt", [{}, {"text": "the"}, {"prompt": "the", "image": 1}])
-def test_unknown_keys_of_a_prompt_are_rejected_by_name(llm: LLM, prompt: dict[str, str]) -> None:
+def test_unknown_keys_of_a_prompt_are_rejected_by_name(llm, prompt):
     with pytest.raises(PromptError, match='needs "prompt" or "prompt_token_ids"') as raised:
         llm.generate(prompt)
     assert all(repr(key) in str(raised.value) for key in set(prompt) - {"prompt"})
@@ -46,19 +46,17 @@ def test_unknown_keys_of_a_prompt_are_rejected_by_name(llm: LLM, prompt: dict[st
     "settings",
     [{"stop": 3}, {"stop": ["a", 3]}, {"bad_words": "x"}, {"bad_words_ids": [3]}, {"stop": [""]}],
 )
-def test_sampling_parameter_of_a_wrong_type_is_a_settings_error(
-    settings: dict[str, object],
-) -> None:
+def test_sampling_parameter_of_a_wrong_type_is_a_settings_error(settings):
     with pytest.raises(SettingsError, match=next(iter(settings))):
         SamplingParams(**settings)  # type: ignore[arg-type]
 
 
-def test_representation_of_an_output_fits_on_a_screen(llm: LLM) -> None:
+def test_representation_of_an_output_fits_on_a_screen(llm):
     (output,) = llm.generate("the fox", SamplingParams(max_tokens=4, logprobs=5))
     assert len(repr(output)) < 400 and "the fox" in repr(output)
 
 
-def test_json_lists_all_answers_as_outputs(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lists_all_answers_as_outputs(model, capsys):
     given = [str(model), "the fox", "--device", "cpu", "--max-model-len", "64", "--quiet"]
     assert run.main([*given, "--json", "--n", "3", "--temperature", "1", "--max-tokens", "3"]) == 0
     record = json.loads(capsys.readouterr().out)

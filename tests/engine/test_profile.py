@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 
 from offload_rt.engine import profile
 
 
-def test_memory_rate_is_measured_beyond_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_rate_is_measured_beyond_the_caches(monkeypatch):
     linear = profile.linear
     read = []
     monkeypatch.setattr(
@@ -21,7 +21,7 @@ def test_memory_rate_is_measured_beyond_the_caches(monkeypatch: pytest.MonkeyPat
 
 
 class Clock:
-    """CUDA event of a device on which each piece of work lasts 10 ms."""
+    """CUDA event of a device on which each piece of work takes 10 ms."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -36,8 +36,8 @@ class Clock:
         return 10.0
 
 
-def test_gpu_rates_use_cuda_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended_card(monkeypatch, nbytes=256 << 20):
+def test_gpu_rates_use_cuda_events(monkeypatch):
+    with fake_gpu(monkeypatch, nbytes=256 << 20):
         monkeypatch.setattr(torch.cuda, "Event", Clock)
         card = torch.device("cuda", 0)
         assert profile.memory_gbps(torch.float16, card) == pytest.approx((64 << 20) / 0.01 / 1e9)

@@ -22,12 +22,12 @@ PRINTED = {
 }
 
 
-def test_every_example_has_an_expected_output() -> None:
+def test_every_example_has_an_expected_output():
     assert {path.stem for path in FOLDER.glob("*.py")} - {"demo"} == set(PRINTED)
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_example_prints_its_result(name: str) -> None:
+def test_example_prints_its_result(name):
     environment = os.environ | {"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, FOLDER / f"{name}.py"],

@@ -1,12 +1,12 @@
-"""On a CPU a pass over any tree, part of a prompt or batch gives bit for bit the logits of plain
-decoding, in 16 bits, too.
+"""CPU passes over any tree, chunk or batch give bit for bit the logits of plain decoding, also in
+16 bits.
 """
 
 from collections.abc import Sequence
 
 import pytest
 import torch
-from support.tiny import Zoo, feed, open_llm, prompt_of, random_tree, runner_of
+from support.tiny import feed, open_llm, prompt_of, random_tree, runner_of
 from torch import Tensor
 
 from offload_rt.executor.runner import Runner
@@ -14,10 +14,20 @@ from offload_rt.executor.step import Step
 from offload_rt.ops import cpu
 from offload_rt.tree.topology import Topology
 
-DTYPES = ("bfloat16", "float16", "float32")
-NAMES = ("llama", "llama-dynamic", "mistral", "qwen2", "qwen2-window", "qwen3")
+# Every family in bfloat16; one with full and one with windowed attention in every dtype.
+CASES = [
+    *((name, "bfloat16") for name in ("llama-dynamic", "mistral", "qwen2", "qwen3")),
+    *(
+        (name, dtype)
+        for name in ("llama", "qwen2-window")
+        for dtype in ("bfloat16", "float16", "float32")
+    ),
+]
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
+]
 
 
 def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
@@ -40,12 +50,9 @@ def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_tree_gives_the_logits_of_plain_decoding(zoo: Zoo, name: str, dtype: str) -> None:
-    """Below tokens that the cache lacks, and after a path of an earlier tree was committed, whose
-    rows have moved.
-    """
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_tree_logits_equal_plain_decoding_bit_for_bit(zoo, name, dtype):
+    """Below tokens missing in the cache, and after the commit of a path moved rows."""
     prompt = prompt_of(1, 11)
     with open_llm(zoo.directory(name, 0), dtype=dtype) as llm:
         runner = runner_of(llm)
@@ -73,11 +80,8 @@ def test_a_tree_gives_the_logits_of_plain_decoding(zoo: Zoo, name: str, dtype: s
             text += lacking + [drafted[one] for one in longest]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
-def test_parts_of_a_prompt_and_a_batch_give_the_logits_of_single_rows(
-    zoo: Zoo, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_chunks_and_batches_equal_single_rows_bit_for_bit(zoo, name, dtype, monkeypatch):
     prompts = [prompt_of(seed, n) for seed, n in enumerate((5, 33, 1, 16))]
     with open_llm(zoo.directory(name, 0), dtype=dtype) as llm:
         runner = runner_of(llm)
@@ -99,10 +103,8 @@ def test_parts_of_a_prompt_and_a_batch_give_the_logits_of_single_rows(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_greedy_texts_do_not_depend_on_trees(zoo: Zoo, dtype: str) -> None:
-    """Also where two logits are equal: of these the first counts, whichever rows are computed
-    beside them.
-    """
+def test_greedy_texts_do_not_depend_on_trees(zoo, dtype):
+    """Equal logits resolve to the first token, independent of other rows of the pass."""
     directory = zoo.pair("llama", 0)
     with open_llm(directory.target, dtype=dtype) as llm:
         expected = llm.generate(prompt_of(0)).pop().token_ids

@@ -1,6 +1,4 @@
-"""Captured passes give the logits and the cache rows of ordinary ones, whatever was computed in
-them before.
-"""
+"""Captured passes give the logits and cache rows of ordinary passes, after any earlier pass."""
 
 import random
 from dataclasses import replace
@@ -8,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.recorded import record
+from support.fake_gpu import record_graph
 from support.tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
 from offload_rt import ops
@@ -28,7 +26,7 @@ def passes_of(runner, cache):
 
 
 def fed_alike(llms, caches, tokens, tree):
-    """Give the same rows to both, which make the same logits of them."""
+    """Feed the same rows to both runners and compare the logits."""
     rows = [
         feed(runner_of(llm), cache, tokens, tree).clone()
         for llm, cache in zip(llms, caches, strict=True)
@@ -42,11 +40,11 @@ def commit(llms, caches, path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_rows_are_those_of_an_ordinary_pass(zoo, name):
+def test_captured_pass_equals_ordinary_pass(zoo, name):
     prompt = prompt_of(0)
     capacity = 512
     with open_llm(zoo.directory(name, 0)) as plain, open_llm(zoo.directory(name, 0)) as graphs:
-        runner_of(graphs).use_graphs(GraphShape(64, capacity, 128), record)
+        runner_of(graphs).use_graphs(GraphShape(64, capacity, 128), record_graph)
         caches = [prefill(runner_of(llm), prompt, capacity) for llm in (plain, graphs)]
         assert len(passes_of(runner_of(graphs), caches[1])) == 1
         for n, seed in ((1, 0), (5, 1), (7, 2), (1, 3), (33, 4), (6, 5), (64, 6)):
@@ -62,7 +60,7 @@ def test_logits_and_rows_are_those_of_an_ordinary_pass(zoo, name):
             torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
 
 
-def test_levels_of_a_tree_are_computed_one_after_the_other(zoo):
+def test_tree_levels_are_replayed_in_turn(zoo):
     tree = random_tree(20, 3, reach=6)
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
@@ -70,7 +68,7 @@ def test_levels_of_a_tree_are_computed_one_after_the_other(zoo):
         tokens = prompt_of(1, 20)
         whole = feed(runner, prefill(runner, prompt, 256), tokens, tree)
         cache = prefill(runner, prompt, 256)
-        runner.use_graphs(GraphShape(64, 256, 128), record)
+        runner.use_graphs(GraphShape(64, 256, 128), record_graph)
         parts = []
         for start, stop in ((0, 1), (1, 6), (6, 13), (13, 20)):
             some = Topology(tree.parents[:stop])
@@ -86,11 +84,11 @@ def test_levels_of_a_tree_are_computed_one_after_the_other(zoo):
     torch.testing.assert_close(torch.cat(parts), whole, atol=2e-4, rtol=1e-4)
 
 
-def test_what_does_not_fit_is_computed_as_ever(zoo):
+def test_oversized_pass_runs_without_graph(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
         want = feed(runner, prefill(runner, prompt_of(0), 64), prompt_of(1, 43), random_tree(43, 0))
-        runner.use_graphs(GraphShape(16, 256, 128), record)
+        runner.use_graphs(GraphShape(16, 256, 128), record_graph)
         # more rows than 16, then a cache without a spare row
         cache = prefill(runner, prompt_of(0), 64)
         got = feed(runner, cache, prompt_of(1, 43), random_tree(43, 0))
@@ -98,25 +96,25 @@ def test_what_does_not_fit_is_computed_as_ever(zoo):
         assert buffer_of(runner, cache) not in runner._graphs._passes
 
 
-def test_captures_end_with_their_cache(zoo):
+def test_graphs_end_with_their_cache(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
-        runner.use_graphs(GraphShape(64, 256, 128), record)
+        runner.use_graphs(GraphShape(64, 256, 128), record_graph)
         cache = prefill(runner, prompt_of(0), 256)
         assert len(runner._graphs._passes) == 1
         runner.free_cache(cache)
         assert len(runner._graphs._passes) == 0
 
 
-def test_sequences_that_run_alone_share_what_is_captured(zoo):
-    """Whatever the one before has left in the memory of the cache; one that does not end before the
-    next has its own.
+def test_sequences_in_turn_share_graphs(zoo):
+    """Independent of the previous sequence's cache contents; a concurrent sequence gets its own
+    graphs.
     """
     captured = []
 
     def capture(compute):
         captured.append(compute)
-        return record(compute)
+        return record_graph(compute)
 
     with (
         open_llm(zoo.directory("llama", 0)) as plain,
@@ -150,7 +148,7 @@ def test_sequences_that_run_alone_share_what_is_captured(zoo):
             assert len(runner._graphs._passes) == 0
 
 
-def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, monkeypatch):
+def test_growing_cache_uses_a_few_sizes(zoo, monkeypatch):
     monkeypatch.setattr("offload_rt.executor.cuda_graphs._KEYS", 8)
     monkeypatch.setattr("offload_rt.executor.cuda_graphs._LEAST_KEYS", 16)
     monkeypatch.setattr(ops, "goes_by_extent", lambda keys: True)
@@ -164,7 +162,7 @@ def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, 
         open_llm(zoo.directory("llama", 0)) as graphs,
     ):
         runner = runner_of(graphs)
-        runner.use_graphs(GraphShape(8, 100, 8), record)
+        runner.use_graphs(GraphShape(8, 100, 8), record_graph)
         caches = [runner_of(plain).new_cache(100), runner.new_cache(100)]
         for turn in range(12):
             fed_alike((plain, graphs), caches, prompt_of(turn, 8), random_tree(8, turn))
@@ -177,7 +175,7 @@ def test_where_the_length_costs_nothing_few_sizes_serve_a_cache_that_grows(zoo, 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("no room for a graph"), extension.NotCapturable()]
 )
-def test_where_a_capture_fails_passes_are_computed_as_ever(zoo, error):
+def test_failed_capture_falls_back_to_ordinary_passes(zoo, error):
     """For want of memory or by its nature, at the end, when all has been overwritten; nobody tries
     again.
     """
@@ -201,13 +199,13 @@ def test_where_a_capture_fails_passes_are_computed_as_ever(zoo, error):
 
 
 @pytest.mark.parametrize("reduce", [MostProbable(5, 128), MostProbable(9, 140, 0.7)])
-def test_what_is_made_of_the_logits_is_captured_too(zoo, reduce):
+def test_sampling_probabilities_are_captured(zoo, reduce):
     """Of the rows that are wanted; filled up to a larger vocabulary."""
     with (
         open_llm(zoo.directory("llama", 0)) as plain,
         open_llm(zoo.directory("llama", 0)) as graphs,
     ):
-        runner_of(graphs).use_graphs(GraphShape(8, 256, 64), record)
+        runner_of(graphs).use_graphs(GraphShape(8, 256, 64), record_graph)
         caches = [runner_of(llm).new_cache(256) for llm in (plain, graphs)]
         for turn in range(4):
             found = []
@@ -224,11 +222,11 @@ def test_what_is_made_of_the_logits_is_captured_too(zoo, reduce):
         assert len(runner_of(graphs)._graphs._reductions) == 1
 
 
-def test_of_many_sizes_those_used_last_are_kept(zoo, monkeypatch):
+def test_graph_cache_keeps_the_most_recent_sizes(zoo, monkeypatch):
     monkeypatch.setattr("offload_rt.executor.cuda_graphs._MOST_KEPT", 2)
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
-        runner.use_graphs(GraphShape(64, 256, 128), record)
+        runner.use_graphs(GraphShape(64, 256, 128), record_graph)
         cache = runner.new_cache(256)
         for n in (1, 2, 1, 4):
             feed(runner, cache, prompt_of(0, n), random_tree(n, 0))
@@ -236,8 +234,8 @@ def test_of_many_sizes_those_used_last_are_kept(zoo, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_mask_at_a_fixed_place_is_the_one_it_was_filled_with(seed):
-    """Whatever it was filled with before; what is left over looks where the first row does."""
+def test_fixed_mask_holds_its_latest_tree(seed):
+    """Independent of earlier contents; spare rows see the keys of the first row."""
     draw = random.Random(seed)
     n_rows = draw.choice([1, 8, 40])
     n_keys = draw.choice([135, 256])

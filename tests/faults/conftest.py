@@ -1,6 +1,4 @@
-"""What the tests of faults share: a model that talks without end, and the command line inside this
-process.
-"""
+"""Fixtures for tests of faults: a model without end token, and the command line in this process."""
 
 import signal
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from offload_rt.cli import run
 
 @pytest.fixture(autouse=True)
 def _heed_interrupts() -> Iterator[None]:
-    """Also in the background of a shell, which lets its processes ignore SIGINT."""
+    """Restore SIGINT, which background shells ignore for their processes."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -41,7 +39,7 @@ def begins_with(model: Path) -> str:
 
 @pytest.fixture(scope="session")
 def speaks(model: Path) -> Speaks:
-    """The arguments of a run that says no more than its text."""
+    """Arguments of a run that prints only its text."""
     return lambda *more, model=model: [
         "--model",
         str(model),

@@ -1,6 +1,4 @@
-"""What is kept between runs: folders that cannot be written, full disks, damage, and several
-writers at once.
-"""
+"""Files kept between runs: unwritable folders, full disks, damage and concurrent writers."""
 
 import json
 import os
@@ -58,7 +56,7 @@ def whole(drafted: list[str], line: Line, cache: Path) -> Iterator[tuple[int, st
 
 
 @pytest.mark.parametrize("place", ["/proc/nothing", "/dev/null", "\udcff"])
-def test_a_cache_folder_that_cannot_be_written_ends_no_run(
+def test_unwritable_cache_folder_ends_no_run(
     place: str, drafted: list[str], line: Line, whole: tuple[int, str, str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -67,13 +65,7 @@ def test_a_cache_folder_that_cannot_be_written_ends_no_run(
     assert line(*drafted) == whole
 
 
-def test_a_full_disk_under_the_cache_ends_no_run(
-    drafted: list[str],
-    line: Line,
-    whole: tuple[int, str, str],
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_full_disk_under_the_cache_ends_no_run(drafted, line, whole, cache, monkeypatch):
     before = {path.name: path.read_bytes() for path in cache.iterdir()}
     monkeypatch.setattr(
         os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device"))
@@ -82,7 +74,7 @@ def test_a_full_disk_under_the_cache_ends_no_run(
     assert {path.name: path.read_bytes() for path in cache.iterdir()} == before
 
 
-def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_home_means_no_cache(monkeypatch):
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -93,15 +85,13 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_cache_file_is_empty(damage: bytes, cache: Path) -> None:
+def test_damaged_cache_file_reads_as_empty(damage, cache):
     cache.mkdir()
     (cache / "x.json").write_bytes(damage)
     assert files.read_cached("x.json", 1) == {}
 
 
-def test_damaged_caches_are_rebuilt(
-    drafted: list[str], line: Line, whole: tuple[int, str, str], cache: Path
-) -> None:
+def test_damaged_caches_are_rebuilt(drafted, line, whole, cache):
     for name in NAMES:
         (cache / name).write_bytes(DAMAGE["cut"])
     assert line(*drafted) == whole
@@ -111,7 +101,7 @@ def test_damaged_caches_are_rebuilt(
 
 
 def _spoilt(value: Any, chance: random.Random) -> Any:
-    """A JSON value with something odd somewhere in it."""
+    """Insert an odd value somewhere into a JSON value."""
     if chance.random() < 0.3 or not isinstance(value, dict | list) or not value:
         return chance.choice(ODD)
     if isinstance(value, dict):
@@ -121,9 +111,7 @@ def _spoilt(value: Any, chance: random.Random) -> Any:
     return [*value[:i], _spoilt(value[i], chance), *value[i + 1 :]]
 
 
-def test_entries_that_are_odd_are_measured_again(
-    drafted: list[str], line: Line, whole: tuple[int, str, str], cache: Path
-) -> None:
+def test_invalid_entries_are_measured_again(drafted, line, whole, cache):
     sound = {name: json.loads((cache / name).read_text()) for name in NAMES}
     for seed in range(10):
         chance = random.Random(seed)
@@ -134,12 +122,12 @@ def test_entries_that_are_odd_are_measured_again(
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: repr(odd)[:20])
-def test_an_odd_entry_restores_nothing(odd: Any) -> None:
+def test_invalid_entry_restores_nothing(odd):
     assert profile._restore(odd, (1, 2), (3, 4)) is None
     assert profile._restore([[1, odd], [1, 1]], (1, 2), (3, 4)) is None or odd == 1
 
 
-def test_writers_of_one_file_never_show_half_of_it(cache: Path) -> None:
+def test_concurrent_writers_never_expose_partial_files(cache):
     def write(n: int) -> bool:
         files.write_cached("x.json", 1, {str(n): "x" * 50_000})
         return len(files.read_cached("x.json", 1)) == 1
@@ -149,9 +137,7 @@ def test_writers_of_one_file_never_show_half_of_it(cache: Path) -> None:
     assert os.listdir(cache) == ["x.json"]
 
 
-def test_functions_are_compiled_where_no_folder_can_keep_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_functions_compile_without_a_cache_folder(monkeypatch):
     njit = numba_cache.njit
 
     def without_folder(cache: bool = False, **options: Any) -> Callable[..., Any]:

@@ -1,16 +1,13 @@
-"""A checkpoint that changes while it is used: the run ends after what it had produced, or goes on
-unharmed.
-"""
+"""A checkpoint changes during a run: the run ends after its text so far, or continues unharmed."""
 
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.checkpoints import llama_tensors, write_file
-from support.command_line import PROMPT, Line, Speaks, one_sentence
+from support.command_line import PROMPT, one_sentence
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import LinkError
@@ -55,9 +52,7 @@ GOES_ON = {
 
 
 @pytest.mark.parametrize("name", [*ENDS, *GOES_ON])
-def test_a_checkpoint_that_changes_while_it_is_used(
-    name: str, model: Path, begins_with: str, tmp_path: Path
-) -> None:
+def test_checkpoint_changed_during_a_run(name, model, begins_with, tmp_path):
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
     text = ""
     with LLM(str(copy), device="cpu", max_model_len=128, device_memory=1_000_000) as llm:
@@ -78,9 +73,7 @@ def test_a_checkpoint_that_changes_while_it_is_used(
 @pytest.mark.parametrize(
     "change", [lambda path: _overwrite(path, None), _replace], ids=["overwritten", "replaced"]
 )
-def test_a_file_that_changes_between_its_header_and_its_weights(
-    change: Callable[[Path], None], model: Path, tmp_path: Path
-) -> None:
+def test_file_changed_between_header_and_weights(change, model, tmp_path):
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
     checkpoint = open_checkpoint(copy)
     change(copy / WEIGHTS)
@@ -88,7 +81,7 @@ def test_a_file_that_changes_between_its_header_and_its_weights(
         DiskTier(checkpoint.layers)
 
 
-def test_a_prompt_file_that_is_no_text(speaks: Speaks, model: Path, line: Line) -> None:
+def test_binary_prompt_file(speaks, model, line):
     arguments = [one for one in speaks() if one not in ("--prompt", PROMPT)]
     code, out, err = line(*arguments, "--prompt-file", str(model / WEIGHTS))
     assert (code, out) == (2, "")

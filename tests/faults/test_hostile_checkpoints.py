@@ -8,7 +8,6 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from support.checkpoints import (
     write_checkpoint,
     write_sharded,
 )
-from support.command_line import PROMPT, Line, one_sentence
+from support.command_line import PROMPT, one_sentence
 from support.spoiling import spoil_bytes, spoil_json, spoil_length, spoil_text, spoil_value
 
 from offload_rt.errors import OffloadError
@@ -68,7 +67,9 @@ ROPES = (
 
 @pytest.fixture(scope="module", autouse=True)
 def memory() -> Iterator[None]:
-    """No case makes memory explode: what it takes stays, so the largest of all is seen at the end."""
+    """Assert that no case used excessive memory. Peak memory persists, so one check at the end
+    suffices.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     yield
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < GROWTH
@@ -107,7 +108,7 @@ def _framed(header: bytes, data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-def test_headers(tmp_path: Path) -> None:
+def test_hostile_headers(tmp_path):
     config = llama_config()
     entries, data = entries_of(llama_tensors(config))
     few = {name: entries[name] for name in list(entries)[:4]}
@@ -125,7 +126,7 @@ def test_headers(tmp_path: Path) -> None:
         _survives(call, seed)
 
 
-def test_configs(tmp_path: Path) -> None:
+def test_hostile_configs(tmp_path):
     path = tmp_path / "config.json"
     for seed in range(N_CONFIGS):
         chance = random.Random(seed)
@@ -139,7 +140,7 @@ def test_configs(tmp_path: Path) -> None:
         _survives(lambda: spec_of(read_json(path)), seed)
 
 
-def test_indices(tmp_path: Path) -> None:
+def test_hostile_indices(tmp_path):
     config = llama_config()
     tensors = llama_tensors(config)
     write_sharded(tmp_path, config, tensors, dealt(tensors, 2))
@@ -149,7 +150,7 @@ def test_indices(tmp_path: Path) -> None:
         _survives(lambda: check_bytes(open_checkpoint(tmp_path).layers), seed)
 
 
-def test_tokenizers(tmp_path: Path) -> None:
+def test_hostile_tokenizers(tmp_path):
     speaking_checkpoint(tmp_path, num_hidden_layers=1)
     names = ("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "config.json")
     sound = {name: json.loads((tmp_path / name).read_text()) for name in names}
@@ -169,7 +170,7 @@ def test_tokenizers(tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps(sound[name]))
 
 
-def test_the_same_through_the_command_line(model: Path, tmp_path: Path, line: Line) -> None:
+def test_hostile_checkpoints_through_the_command_line(model, tmp_path, line):
     for seed in range(N_PROCESSES):
         chance = random.Random(seed)
         copy = tmp_path / f"m{seed}"
@@ -199,7 +200,7 @@ def test_the_same_through_the_command_line(model: Path, tmp_path: Path, line: Li
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", INDEX])
-def test_a_folder_in_place_of_a_file(name: str, model: Path, tmp_path: Path, line: Line) -> None:
+def test_folder_in_place_of_a_file(name, model, tmp_path, line):
     copy = tmp_path / "m"
     shutil.copytree(model, copy)
     (copy / name).unlink(missing_ok=True)

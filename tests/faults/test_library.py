@@ -1,6 +1,4 @@
-"""The same inside one process: what a run tells when a read fails, and what an `LLM` is good for
-afterwards.
-"""
+"""Faults inside one process: messages after failed reads, and use of the `LLM` afterwards."""
 
 import _thread
 import contextlib
@@ -25,7 +23,7 @@ from offload_rt.offload.disk import DirectFiles, DiskTier
 
 
 def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Let so many reads of the disk through, then fail each."""
+    """Let a number of disk reads succeed, then fail each."""
     reads = DiskTier.reads
     count = 0
 
@@ -68,7 +66,7 @@ def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseExcep
         (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
     ],
 )
-def test_json_tells_what_came_out_before_the_end(
+def test_json_reports_the_text_before_a_failure(
     error: BaseException, code: int, reason: str, said: str, line: Line, model: Path, begins_with: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -97,9 +95,7 @@ def test_json_tells_what_came_out_before_the_end(
     assert begins_with.startswith(found["text"])
 
 
-def test_a_run_that_fails_before_the_first_token_prints_no_json(
-    line: Line, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_before_the_first_token_prints_no_json(line, model, monkeypatch):
     flags = ["--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet", "--json"]
     assert line(*flags, "--max-new-tokens", "1")[0] == 0
     _spoil_after(0, monkeypatch, LinkError("the disk has gone"))
@@ -115,9 +111,7 @@ def test_a_run_that_fails_before_the_first_token_prints_no_json(
     ],
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_numbers_are_told(
-    name: str, value: float, line: Line, model: Path, tmp_path: Path
-) -> None:
+def test_nan_weights_are_reported(name, value, line, model, tmp_path):
     shutil.copytree(model, tmp_path / "m")
     config = json.loads((model / "config.json").read_text())
     tensors = llama_tensors(config)
@@ -128,9 +122,7 @@ def test_weights_that_are_not_numbers_are_told(
     one_sentence(err, "contain NaN or Inf")
 
 
-def test_an_error_that_is_ours_is_not_taken_for_the_machines(
-    line: Line, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_internal_error_is_not_reported_as_device_error(line, model, monkeypatch):
     def broken(*args: object) -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
@@ -152,7 +144,7 @@ def _streaming(model: Path) -> Iterator[LLM]:
 
 @contextlib.contextmanager
 def _nothing_is_left(model: Path) -> Iterator[None]:
-    """No thread and no file more than before, once what a first run leaves for ever is there."""
+    """Assert that thread and file counts equal those before the body, after one warm-up run."""
     with _streaming(model):
         pass
     threads = {*threading.enumerate()}
@@ -165,9 +157,7 @@ def _nothing_is_left(model: Path) -> Iterator[None]:
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_an_llm_goes_on_after_a_failed_pass(
-    model: Path, begins_with: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llm_continues_after_a_failed_pass(model, begins_with, monkeypatch):
     params = SamplingParams(max_new_tokens=20)
     with _streaming(model) as llm:
         whole = llm.generate(PROMPT, params)[0]
@@ -180,7 +170,7 @@ def test_an_llm_goes_on_after_a_failed_pass(
             assert llm.generate(PROMPT, params)[0].token_ids == whole.token_ids
 
 
-def test_an_llm_goes_on_after_a_stream_that_was_given_up(model: Path, begins_with: str) -> None:
+def test_llm_continues_after_an_abandoned_stream(model, begins_with):
     with _streaming(model) as llm:
         for n in (1, 2, 5):
             pieces = llm.stream(PROMPT, SamplingParams(max_new_tokens=30))
@@ -191,7 +181,7 @@ def test_an_llm_goes_on_after_a_stream_that_was_given_up(model: Path, begins_wit
             assert begins_with.startswith(text)
 
 
-def test_a_stream_held_over_the_end_of_its_llm_is_an_error(model: Path) -> None:
+def test_stream_of_a_closed_llm_is_an_error(model):
     with _streaming(model) as llm:
         pieces = llm.stream(PROMPT, SamplingParams(max_new_tokens=30))
         next(pieces)
@@ -218,7 +208,7 @@ def _one_at_work(model: Path) -> LLM:
     return llm
 
 
-def test_closing_leaves_no_thread_and_no_file(model: Path) -> None:
+def test_close_leaves_no_thread_and_no_file(model):
     with _nothing_is_left(model):
         llm = _one_at_work(model)
         llm.close()
@@ -227,15 +217,13 @@ def test_closing_leaves_no_thread_and_no_file(model: Path) -> None:
         llm.generate(PROMPT)
 
 
-def test_an_llm_that_nobody_holds_leaves_no_thread_and_no_file(model: Path) -> None:
+def test_unreferenced_llm_leaves_no_thread_and_no_file(model):
     with _nothing_is_left(model):
         _one_at_work(model)
         gc.collect()
 
 
-def test_an_interrupt_while_loading_ends_the_run_and_leaves_no_thread(
-    line: Line, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_while_loading_leaves_no_thread(line, model, monkeypatch):
     fill = DirectFiles.fill
     begun = []
 
@@ -254,9 +242,7 @@ def test_an_interrupt_while_loading_ends_the_run_and_leaves_no_thread(
         )
 
 
-def test_a_file_lost_while_loading_leaves_no_thread_and_no_file(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_lost_while_loading_leaves_no_thread_and_no_file(model, monkeypatch):
     with _nothing_is_left(model), monkeypatch.context() as patch:
         _spoil_after(1, patch, LinkError("the disk has gone"))
         with pytest.raises(LinkError):
@@ -264,9 +250,9 @@ def test_a_file_lost_while_loading_leaves_no_thread_and_no_file(
 
 
 @pytest.mark.parametrize("n_reads", [3, 5])
-def test_a_disk_lost_once_the_streamer_runs_leaves_no_thread_and_no_file(
-    n_reads: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_lost_while_streaming_leaves_no_thread_and_no_file(
+    n_reads, model, tmp_path, monkeypatch
+):
     """While the draft is loaded, or while passes are timed."""
     draft = {
         "draft_model": str(speaking_checkpoint(tmp_path / "draft", num_hidden_layers=2)),
@@ -284,9 +270,7 @@ def test_a_disk_lost_once_the_streamer_runs_leaves_no_thread_and_no_file(
     [("static_tree", "coupled", 0.0), ("dynamic_tree", "coupled", 0.8), ("static_tree", "specinfer", 0.8),
      ("static_tree", "traversal", 0.8)],
 )  # fmt: skip
-def test_a_draft_that_computes_no_numbers_is_left_out_of_that_sequence_alone(
-    tmp_path: Path, drafter: str, rule: str, temperature: float
-) -> None:
+def test_draft_with_nan_logits_is_disabled_for_its_sequence(tmp_path, drafter, rule, temperature):
     config = llama_config()
     tensors = llama_tensors(config)
     target = str(write_checkpoint(tmp_path / "target", config, tensors))

@@ -3,11 +3,10 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TextIO
 
 import pytest
-from support.command_line import Line, Speaks, one_sentence
+from support.command_line import one_sentence
 
 from offload_rt.system.trace import Trace
 
@@ -16,7 +15,7 @@ KINDS = {"text": [], "json": ["--json"], "plan": ["--plan"], "help": ["--help"]}
 
 @pytest.fixture
 def stdout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], TextIO]]:
-    """Lets stdout be another file."""
+    """Replace stdout by another file."""
     opened = []
 
     def replace(file: int) -> TextIO:
@@ -30,9 +29,7 @@ def stdout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], TextIO]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reader_that_has_gone_ends_a_run_quietly(
-    kind: str, stdout: Callable, line: Line, speaks: Speaks
-) -> None:
+def test_closed_pipe_ends_a_run_quietly(kind, stdout, line, speaks):
     read, write = os.pipe()
     os.close(read)
     stdout(write)
@@ -40,9 +37,7 @@ def test_a_reader_that_has_gone_ends_a_run_quietly(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk_under_stdout_is_told(
-    kind: str, stdout: Callable, line: Line, speaks: Speaks
-) -> None:
+def test_full_disk_under_stdout_is_reported(kind, stdout, line, speaks):
     stdout(os.open("/dev/full", os.O_WRONLY))
     code, _, err = line(*speaks("--max-new-tokens", "4", *KINDS[kind]))
     assert code == 3
@@ -50,9 +45,7 @@ def test_a_full_disk_under_stdout_is_told(
 
 
 @pytest.mark.parametrize("name", [".", "no/such/folder/t.json", "x" * 300])
-def test_a_trace_that_cannot_be_written_is_told_before_the_work(
-    name: str, line: Line, speaks: Speaks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_trace_is_reported_before_the_run(name, line, speaks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = line(*speaks("--trace", name))
     assert (code, out) == (2 if "/" in name else 3, "")
@@ -60,7 +53,7 @@ def test_a_trace_that_cannot_be_written_is_told_before_the_work(
     assert not list(tmp_path.iterdir())
 
 
-def test_trace_write_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_write_is_atomic(tmp_path, monkeypatch):
     Trace().write(tmp_path / "t.json")
     before = (tmp_path / "t.json").read_text()
     monkeypatch.setattr(

@@ -1,6 +1,4 @@
-"""Signals and readers that go, in processes of their own: a run ends soon, with what it had
-produced.
-"""
+"""Signals and closed readers of separate processes: a run ends soon and keeps its text."""
 
 import os
 import re
@@ -23,7 +21,7 @@ ENOUGH = 20  # characters that show that generation is under way
 
 @pytest.fixture(scope="module")
 def endless(model: Path) -> list[str]:
-    """The command of a run that goes on until it is stopped, with as little memory as will do."""
+    """Command of a run without end, with the smallest sufficient memory."""
     with pytest.raises(CapacityError) as least:
         LLM(str(model), device="cpu", max_model_len=8192, device_memory=1)
     budget = re.search(r"set --device-memory to (\d+)", str(least.value)).group(1)
@@ -64,10 +62,9 @@ def _read(process: subprocess.Popen[bytes], n: int) -> str:
     return b"".join(os.read(process.stdout.fileno(), 1) for _ in range(n)).decode()
 
 
-def test_a_signal_ends_a_run_soon_with_what_it_had_produced(
-    endless: list[str], begins_with: str, tmp_path: Path
-) -> None:
-    """The one that ends a program that does not heed it; test_process.py has all that are heeded."""
+@pytest.mark.slow
+def test_signal_ends_a_run_with_its_text(endless, begins_with, tmp_path):
+    """SIGTERM only; test_process.py covers all handled signals."""
     with _started(endless, tmp_path) as process:
         text = _read(process, ENOUGH)
         process.send_signal(signal.SIGTERM)
@@ -80,9 +77,8 @@ def test_a_signal_ends_a_run_soon_with_what_it_had_produced(
     assert all(path.suffix == ".json" for path in (tmp_path / "cache" / "offload_rt").iterdir())
 
 
-def test_a_reader_that_has_had_enough_ends_a_run_quietly(
-    endless: list[str], begins_with: str, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_closed_reader_ends_a_run_quietly(endless, begins_with, tmp_path):
     with _started(endless, tmp_path) as process:
         assert _read(process, ENOUGH) == begins_with[:ENOUGH]
         process.stdout.close()
@@ -100,9 +96,8 @@ print(len(llm.generate("a", SamplingParams(max_new_tokens=20))[0].token_ids))
 """
 
 
-def test_a_program_that_forgets_to_close_ends_well_and_remembers(
-    model: Path, draft: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_program_without_close_ends_and_saves_statistics(model, draft, tmp_path):
     with _started([sys.executable, "-c", _FORGETFUL, str(model), str(draft)], tmp_path) as process:
         out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out, err) == (0, b"20\n", b"")

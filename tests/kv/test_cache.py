@@ -1,4 +1,4 @@
-"""The cache: what is kept is what a fresh prefill would give, and nothing else is ever read."""
+"""KV cache: kept rows equal a fresh prefill, and no other row is read."""
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.kv.split import KVBytes
 from offload_rt.models.architecture import KVShape
 from offload_rt.tree.topology import Topology
+
+pytestmark = pytest.mark.numeric
 
 CAPACITY = 96
 
@@ -54,7 +56,7 @@ def step(runner, cache, seed, generator):
 
 
 @pytest.mark.parametrize("chunk_rows", [512, 4])
-def test_kept_rows_are_those_of_a_fresh_prefill(runner, chunk_rows, monkeypatch):
+def test_kept_rows_equal_a_fresh_prefill(runner, chunk_rows, monkeypatch):
     """Step after step, with everything that is not committed poisoned; the kept path may skip any
     of the rows.
     """
@@ -77,7 +79,7 @@ def test_kept_rows_are_those_of_a_fresh_prefill(runner, chunk_rows, monkeypatch)
             torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_discarded_pass_leaves_nothing(runner):
+def test_discarded_pass_leaves_no_rows(runner):
     tokens = prompt_of(0, 12)
     tree = random_tree(7, 0)
     id = prefill(runner, tokens, CAPACITY)
@@ -92,7 +94,7 @@ def test_a_discarded_pass_leaves_nothing(runner):
     assert torch.equal(got, feed(runner, prefill(runner, tokens, CAPACITY), prompt_of(2, 7), tree))
 
 
-def test_a_cache_that_is_full_says_so(runner):
+def test_full_cache_raises_capacity_error(runner):
     cache = prefill(runner, prompt_of(0, 10), 12)
     feed(runner, cache, [1, 2], Topology.chain(2))
     runner.discard(cache)
@@ -106,8 +108,8 @@ class _Sizes:
 
 
 def filled(tokens, capacity):
-    """A cache of rows that say where they came from: every value of the row of token t at place p
-    is 100 p + t.
+    """Return a cache whose rows encode their origin: token t at position p has the
+    value 100 p + t.
     """
     cache = ContiguousCache.empty(_Sizes, capacity, torch.float32, torch.device("cpu"))
     write(cache, tokens)
@@ -142,7 +144,7 @@ def test_commit_keeps_exactly_the_given_rows(tokens, pending, data):
 
 
 @given(texts, texts, st.data())
-def test_pending_rows_behind_those_kept_in_place_stay_pending(tokens, pending, data):
+def test_rows_behind_committed_rows_stay_pending(tokens, pending, data):
     n = data.draw(st.integers(0, len(pending)))
     at_once = filled(tokens, 30)
     in_turn = filled(tokens, 30)
@@ -159,7 +161,7 @@ def test_pending_rows_behind_those_kept_in_place_stay_pending(tokens, pending, d
 
 
 @given(texts, texts, st.integers(0, 12))
-def test_rewinding_keeps_the_common_prefix(tokens, other, n_shared):
+def test_rewind_keeps_the_common_prefix(tokens, other, n_shared):
     wanted = tokens[:n_shared] + other
     cache = filled(tokens, 30)
     before = cache.buffer.keys.clone()
@@ -170,7 +172,7 @@ def test_rewinding_keeps_the_common_prefix(tokens, other, n_shared):
     assert cache.rewind_to(wanted) == common, "rewinding again changes nothing"
 
 
-def test_rows_to_commit_ascend():
+def test_committed_rows_must_ascend():
     for rows in ([1, 0], [1, 1]):
         cache = filled([0], 9)
         write(cache, [1, 2, 3])
@@ -248,8 +250,8 @@ class TwoParts(KVCache):
 
 
 @pytest.mark.parametrize("chunk_rows", [512, 4])
-def test_a_cache_in_two_parts_gives_the_same_logits(runner, chunk_rows, monkeypatch):
-    """Through the runner as it is: trees below lacking tokens, paths that skip rows, rewinds into
+def test_cache_in_two_parts_gives_the_same_logits(runner, chunk_rows, monkeypatch):
+    """Through an unchanged runner: trees below missing tokens, paths that skip rows, rewinds into
     both parts.
     """
     monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
@@ -289,7 +291,7 @@ def test_committed_rows_can_be_read(runner, kind, monkeypatch):
                 )
 
 
-def test_a_cache_takes_the_bytes_it_says(runner):
+def test_cache_nbytes_equals_its_allocation(runner):
     buffer = of(runner, runner.new_cache(CAPACITY)).buffer
     itemsize = runner.dtype.itemsize
     assert ContiguousCache.nbytes(runner.spec, CAPACITY, itemsize) == KVBytes(

@@ -1,4 +1,4 @@
-"""Keys and values beyond the device: what a cache gives does not depend on where its rows lie."""
+"""Keys and values beyond the device: results do not depend on the place of the rows."""
 
 import errno
 import json
@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.fake_gpu import fake_gpu
 from support.host_memory import CountingHost
-from support.pretended_card import pretended_card
 from support.tiny import (
     CASES,
     Steady,
@@ -54,6 +54,8 @@ from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.select import pick_drafter
 from offload_rt.system.trace import Trace
 
+pytestmark = pytest.mark.numeric
+
 CAPACITY = 700
 N_NODES = 9
 N_NEW = 8
@@ -61,12 +63,10 @@ N_NEW = 8
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
-    """Rows go often, in small blocks; files and what is learned are the test's own, and no tree
-    depends on the clock.
-    """
+    """Use small blocks, temporary files and fixed tree sizes."""
     monkeypatch.setattr(kv_split, "_TAIL_ROWS", 8)
     monkeypatch.setattr(kv_split, "_BLOCK_NBYTES", 16 << 10)
-    monkeypatch.setattr(kv_split, "MOST_SCORES", 4 << 10)
+    monkeypatch.setattr(kv_split, "MAX_SCORES", 4 << 10)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
@@ -80,11 +80,9 @@ def runner(request, zoo):
 
 @contextmanager
 def beyond(runner, n_on_device, n_rows=CAPACITY, is_fp8=False):
-    """Lets a runner have caches of which so many rows together are on the device, the others in a
-    file.
-    """
+    """Let a runner create caches with `n_on_device` rows on the device and the rest in a file."""
     spec = runner.spec
-    rows = RowFormat(spec.n_kv_heads, spec.head_dim, DType.of(runner.dtype), is_fp8)
+    rows = RowFormat(spec.n_kv_heads, spec.head_dim, DType.from_torch(runner.dtype), is_fp8)
     split = replace(KVSplit.least(spec, n_rows, N_NODES, rows, 512), n_on_device=n_on_device)
     runner.offloaded_rows = FileRows(split, spec.n_layers, runner.streamer)
     try:
@@ -99,7 +97,7 @@ def offloaded_cache(runner, n_rows=CAPACITY, n_nodes=N_NODES):
 
 
 def new_caches(runner):
-    """One on the device, and one that is not as a whole."""
+    """Create a device cache and an offloaded cache."""
     caches = runner.new_cache(CAPACITY), offloaded_cache(runner)
     assert isinstance(runner._caches[caches[1]], HostCache)
     return caches
@@ -108,9 +106,7 @@ def new_caches(runner):
 @pytest.mark.parametrize(
     ("n_on_device", "chunk_rows"), [(N_NODES + 8, 512), (N_NODES + 8, 40), (150, 512), (400, 40)]
 )
-def test_logits_and_rows_are_those_of_a_cache_on_the_device(
-    runner, n_on_device, chunk_rows, monkeypatch
-):
+def test_host_cache_equals_device_cache(runner, n_on_device, chunk_rows, monkeypatch):
     """A prompt longer than the device's rows, trees, paths that skip rows, passes given up, rewinds
     to anywhere.
     """
@@ -152,7 +148,7 @@ def test_logits_and_rows_are_those_of_a_cache_on_the_device(
         )
 
 
-def test_what_came_for_one_sequence_is_not_taken_for_that_of_the_next(zoo):
+def test_fetched_rows_belong_to_their_sequence(zoo):
     """Which is as long, and has its only block, which has been fetched already."""
     tree = random_tree(N_NODES, 0)
     with open_llm(zoo.directory("llama", 0)) as llm, beyond(runner_of(llm), N_NODES + 8):
@@ -168,12 +164,12 @@ def test_what_came_for_one_sequence_is_not_taken_for_that_of_the_next(zoo):
                 runner.free_cache(one)
 
 
-def test_only_blocks_that_a_window_reaches_are_brought(runner):
+def test_window_fetches_only_visible_blocks(runner):
     with beyond(runner, N_NODES + 8):
         cache = offloaded_cache(runner)
         runner.assume_context(cache, 400)
         for layer in range(runner.spec.n_layers):
-            n = sum(one.stop - one.start for one in runner._caches[cache].beyond(layer))
+            n = sum(one.stop - one.start for one in runner._caches[cache].offloaded(layer))
             window = runner.spec.window(layer)
             assert n == 400 if window is None else window - 1 <= n <= window + host.PAGE_ROWS
         runner.free_cache(cache)
@@ -202,9 +198,7 @@ def settings_of(pair, drafter, **more):
 
 
 def little(pair, drafter, n_rows, **more):
-    """A budget of the device for two slots, and of keys and values for so many rows beside what
-    they need at least.
-    """
+    """Return settings with two layer slots and `n_rows` cache rows beyond the minimum."""
     given = settings_of(pair, drafter, **more)
     with LLM.open(EngineConfig(str(pair.target), **given)) as unloaded:
         plan = unloaded.plan
@@ -221,8 +215,8 @@ def little(pair, drafter, n_rows, **more):
 
 
 @pytest.mark.parametrize("drafter", ["none", "static_tree", "recycle"])
-def test_greedy_tokens_are_transformers(pair, drafter):
-    """Long prompts and short ones, alone and together, with layers from the disk as well."""
+def test_greedy_tokens_equal_transformers(pair, drafter):
+    """Long and short prompts, alone and in a batch, with layers on disk."""
     prompts = [prompt_of(0, 250), prompt_of(1, 30), prompt_of(2, 170)]
     expected = [generate(pair.model, prompt, N_NEW) for prompt in prompts]
     with LLM(str(pair.target), **little(pair, drafter, 40)) as llm:
@@ -245,7 +239,7 @@ def test_greedy_tokens_are_transformers(pair, drafter):
     assert least < stats.link_bytes < (stats.n_passes + 3) * (weights + rows.of_pass(320)) * 1.3
 
 
-def test_the_next_turn_of_a_conversation_computes_its_new_tokens_alone(pair):
+def test_next_turn_computes_new_tokens_only(pair):
     with LLM(str(pair.target), **little(pair, "none", 20)) as llm:
         runner = runner_of(llm)
         text = prompt_of(0, 200)
@@ -268,7 +262,7 @@ def test_the_next_turn_of_a_conversation_computes_its_new_tokens_alone(pair):
         )
 
 
-def test_layers_on_the_device_and_keys_and_values_on_the_disk(pair, tmp_path):
+def test_layers_on_device_with_keys_and_values_on_disk(pair, tmp_path):
     """In lanes of their own in the trace."""
     given = little(pair, "none", 0) | {"device_memory": "1GiB"}
     trace = Trace()
@@ -288,12 +282,10 @@ def test_layers_on_the_device_and_keys_and_values_on_the_disk(pair, tmp_path):
 
 
 @pytest.mark.parametrize(("drafter", "pins"), [("recycle", True), ("none", False)])
-def test_on_a_card_rows_come_from_the_host_and_all_is_within_its_budgets(
-    pair, monkeypatch, drafter, pins
-):
+def test_device_and_host_budgets_hold_on_cuda(pair, monkeypatch, drafter, pins):
     prompts = [prompt_of(0, 150), prompt_of(1, 40)]
     expected = [generate(pair.model, prompt, 5) for prompt in prompts]
-    with pretended_card(monkeypatch, pins=pins):
+    with fake_gpu(monkeypatch, pins=pins):
         given = little(pair, drafter, 20, device="cuda", host_memory=1 << 30)
         with LLM.open(EngineConfig(str(pair.target), **given)) as unloaded:
             given["host_memory"] = unloaded.plan.budget.buffers + unloaded.plan.host_nbytes
@@ -312,11 +304,11 @@ def test_on_a_card_rows_come_from_the_host_and_all_is_within_its_budgets(
     assert [one.token_ids for one in found] == expected
 
 
-def test_on_a_card_rows_of_the_host_are_pinned_when_the_model_is_loaded(pair, monkeypatch):
+def test_host_rows_are_pinned_while_loading(pair, monkeypatch):
     """Pinning holds a process for seconds."""
     pinned = []
     pin = offloaded_rows.pin
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(
             offloaded_rows, "pin", lambda block: pinned.append(len(block)) or pin(block)
         )
@@ -329,8 +321,8 @@ def test_on_a_card_rows_of_the_host_are_pinned_when_the_model_is_loaded(pair, mo
     assert loaded == [8 * split.block_nbytes] * split.n_blocks and pinned == loaded
 
 
-def test_blocks_beside_a_card_are_larger():
-    """A block's copy takes longer than the launches of its attention."""
+def test_blocks_are_larger_with_cuda():
+    """Copying a block takes longer than launching its attention."""
     rows = RowFormat(8, 128, torch.float16)
     spec = spec_of(KNOWN["llama2-70b"])
     on_cpu, on_card = (
@@ -346,20 +338,18 @@ def test_blocks_beside_a_card_are_larger():
     st.integers(0, 1000),
     st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 32)), min_size=1, max_size=6),
 )
-def test_caches_that_fit_beside_each_other_are_within_the_split_and_a_single_one_always_fits(
-    more, caches
-):
+def test_caches_fit_the_split_and_a_single_cache_always_fits(more, caches):
     rows = RowFormat(2, 16, DType.FLOAT32)
     split = KVSplit.least(spec_of(KNOWN["llama2-7b"]), 1600, 64, rows, 512)
     split = replace(split, n_on_device=min(split.n_on_device + more, 1600))
     for is_alone in (False, True):
         one = split.share(caches[0][0] + caches[0][1], caches[0][1], is_alone)
         assert split.fits([one]) and one.n_on_device <= split.n_on_device
-        assert -(-one.n_beyond // split.block_rows) <= split.n_blocks
+        assert -(-one.n_offloaded // split.block_rows) <= split.n_blocks
     shares = [split.share(n + nodes, nodes, i == 0) for i, (n, nodes) in enumerate(caches)]
     if split.fits(shares):
         assert sum(one.n_on_device for one in shares) <= split.n_on_device
-        assert sum(-(-one.n_beyond // split.block_rows) for one in shares) <= split.n_blocks
+        assert sum(-(-one.n_offloaded // split.block_rows) for one in shares) <= split.n_blocks
 
 
 # The rows.
@@ -367,7 +357,7 @@ def test_caches_that_fit_beside_each_other_are_within_the_split_and_a_single_one
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n_heads", [1, 3])
-def test_rows_come_back_as_they_went_and_in_fp8_rounded_by_row_and_head(dtype, n_heads):
+def test_rows_round_trip_and_fp8_rounds_by_row_and_head(dtype, n_heads):
     generator = torch.Generator().manual_seed(0)
     shape = (2, n_heads, 5, 24)
     scales = torch.logspace(-6, 6, 10)
@@ -375,7 +365,9 @@ def test_rows_come_back_as_they_went_and_in_fp8_rounded_by_row_and_head(dtype, n
         (torch.randn(shape, generator=generator) * scales.view(2, 1, 5, 1)).to(dtype)
         for _ in range(2)
     ]
-    plain, fp8 = (RowFormat(n_heads, 24, DType.of(dtype), is_fp8) for is_fp8 in (False, True))
+    plain, fp8 = (
+        RowFormat(n_heads, 24, DType.from_torch(dtype), is_fp8) for is_fp8 in (False, True)
+    )
     for i in range(2):
         for one, there in zip(plain.unpack(plain.pack(*pair)[i]), pair, strict=True):
             assert torch.equal(one, there[i])
@@ -394,7 +386,7 @@ def test_rows_come_back_as_they_went_and_in_fp8_rounded_by_row_and_head(dtype, n
     )
 
 
-def test_fp8_is_close_and_said(pair):
+def test_fp8_logits_are_close_and_reported(pair):
     given = little(pair, "none", 0)
     with LLM(str(pair.target), **given, kv_dtype="fp8") as llm:
         assert "fp8" in llm.spec.notice and "not exactly" in llm.spec.notice
@@ -422,9 +414,7 @@ HALF = DType.FLOAT16
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.floats(0, 1), st.integers(2000, 4000), st.integers(1, 64), st.booleans())
-def test_no_other_division_of_the_device_moves_fewer_bytes_at_any_context(
-    share, max_len, n_nodes, is_fp8
-):
+def test_device_split_moves_the_fewest_bytes_at_any_context(share, max_len, n_nodes, is_fp8):
     target = Sizes.of_spec(SPEC, HALF)
     config = EngineConfig(
         "x", max_model_len=max_len, tree_size=n_nodes, kv_dtype="fp8" if is_fp8 else "auto"
@@ -457,7 +447,7 @@ def test_no_other_division_of_the_device_moves_fewer_bytes_at_any_context(
             assert mine <= found.streamed_nbytes + n_fewer * of_layer + other.of_pass(context) + row
 
 
-def test_all_rows_are_on_the_device_where_they_fit_and_kv_memory_allows_it():
+def test_all_rows_are_on_the_device_if_they_fit():
     target = Sizes.of_spec(SPEC, HALF)
 
     def planned(device, **more):
@@ -483,7 +473,7 @@ def test_all_rows_are_on_the_device_where_they_fit_and_kv_memory_allows_it():
     st.integers(0, 900),
     st.lists(st.none() | st.integers(1, 400), min_size=1, max_size=5),
 )
-def test_bytes_of_rows_by_context_are_those_of_rows_that_are_seen(n_resident, context, windows):
+def test_moved_bytes_count_visible_rows_only(n_resident, context, windows):
     rows = StreamedRows("disk", n_resident, 10, tuple(windows), 512)
     seen = [
         [r for r in range(n_resident, context) if not window or r >= context - window]
@@ -499,7 +489,7 @@ def test_bytes_of_rows_by_context_are_those_of_rows_that_are_seen(n_resident, co
         assert rows.of_pass(context, 1, 3) == rows.of_pass(3 * context)
 
 
-def test_a_pass_takes_as_long_as_weights_and_rows_take_over_the_link():
+def test_pass_time_includes_weights_and_rows():
     rows = StreamedRows("disk", 100, 10**6, (None,) * 10, 512)
     moved = PassBytes((("host", 0), ("disk", 2 * 10**9)), 10**6, rows=rows)
     profile = MachineProfile("imagined", False, (("disk", 2.0), ("host", 1.0)), 100.0)
@@ -512,7 +502,7 @@ def test_a_pass_takes_as_long_as_weights_and_rows_take_over_the_link():
     )
 
 
-def test_a_level_of_a_target_that_drafts_itself_waits_for_no_link_and_takes_what_levels_took():
+def test_self_drafting_level_waits_for_no_link():
     rows = StreamedRows("disk", 10, 10**6, (None,) * 10, 512)
     profile = MachineProfile("imagined", False, (("disk", 2.0),), 100.0)
     cost = CostEstimator(profile, PassBytes((), 10**9, rows=rows), draft_context=500)
@@ -527,7 +517,7 @@ def test_a_level_of_a_target_that_drafts_itself_waits_for_no_link_and_takes_what
 # Faults.
 
 
-def test_a_file_that_cannot_be_is_one_sentence(pair, monkeypatch, tmp_path):
+def test_unusable_cache_file_is_one_sentence(pair, monkeypatch, tmp_path):
     given = little(pair, "none", 0)
     (tmp_path / "in_the_way").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "in_the_way"))
@@ -543,7 +533,7 @@ def full(*_):
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
-def test_a_full_disk_is_one_sentence_and_nothing_is_left_behind(pair, monkeypatch, tmp_path, call):
+def test_full_disk_is_one_sentence_and_leaves_no_file(pair, monkeypatch, tmp_path, call):
     given = little(pair, "none", 0)
     descriptors = Path("/proc/self/fd")
     with monkeypatch.context() as patch:
@@ -563,7 +553,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_left_behind(pair, monkeypatc
     assert len(list(descriptors.iterdir())) == before
 
 
-def test_a_read_that_fails_ends_the_pass_and_the_next_one_is_whole(runner, monkeypatch):
+def test_failed_read_ends_the_pass_and_the_next_pass_works(runner, monkeypatch):
     tree = random_tree(N_NODES, 0)
     tokens = prompt_of(0, 300)
     with beyond(runner, N_NODES + 8) as store:
@@ -578,7 +568,9 @@ def test_a_read_that_fails_ends_the_pass_and_the_next_one_is_whole(runner, monke
             raise LinkError("the disk has gone")
 
         monkeypatch.setattr(store, "_request", failing)
-        reads = any(list(runner._caches[caches[1]].beyond(i)) for i in range(runner.spec.n_layers))
+        reads = any(
+            list(runner._caches[caches[1]].offloaded(i)) for i in range(runner.spec.n_layers)
+        )
         with pytest.raises(LinkError, match="gone") if reads else nullcontext():
             feed(runner, caches[1], prompt_of(1, N_NODES), tree)
         runner.discard(caches[1])
@@ -590,7 +582,7 @@ def test_a_read_that_fails_ends_the_pass_and_the_next_one_is_whole(runner, monke
             runner.free_cache(one)
 
 
-def test_a_plan_says_where_keys_and_values_are(capsys):
+def test_plan_shows_the_place_of_keys_and_values(capsys):
     flags = [
         "--model",
         "llama2-7b",

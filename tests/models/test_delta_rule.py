@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 from support.tiny import (
     feed,
     generate,
@@ -35,6 +35,8 @@ from offload_rt.kv.split import state_rows
 from offload_rt.models.families import spec_of
 from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows, DeltaTerms, delta_rule, fold, normed
 
+pytestmark = pytest.mark.numeric
+
 N_K_HEADS = 2
 N_V_HEADS = 4
 K_DIM = 8
@@ -56,7 +58,7 @@ def random_rows(n, generator):
 
 
 def recurrence(rows, state):
-    """Outputs and the last state of rows one after the other, as the rule is written."""
+    """Compute outputs and the last state row by row, as the rule is defined."""
     outs = []
     q, k = (one.repeat_interleave(N_V_HEADS // N_K_HEADS, 1) for one in rows[:2])
     for query, key, v, log_decay, beta in zip(q, k, *rows[2:], strict=True):
@@ -71,7 +73,7 @@ def recurrence(rows, state):
     ("n", "n_above", "reach"),
     [(1, 0, 1), (7, 3, 3), (60, 20, 1000), (200, 64, 4), (300, 0, 1), (500, 200, 1000)],
 )
-def test_each_node_of_a_tree_is_as_if_its_path_were_alone(n, n_above, reach):
+def test_tree_node_state_equals_its_path(n, n_above, reach):
     """In two passes, the first rows in one of their own; the state is then brought along the
     longest path.
     """
@@ -96,7 +98,7 @@ def test_each_node_of_a_tree_is_as_if_its_path_were_alone(n, n_above, reach):
     torch.testing.assert_close(moved, behind, atol=1e-12, rtol=0)
 
 
-def test_a_chain_in_blocks_is_the_chain_in_one():
+def test_chunked_chain_equals_the_whole_chain():
     rows, state = random_rows(150, torch.Generator().manual_seed(0))
     expected, behind = recurrence(rows, state)
     outs = []
@@ -113,9 +115,7 @@ def test_a_chain_in_blocks_is_the_chain_in_one():
 
 
 class Net:
-    """Two nets whose rows are those of a table by token, and what each node of a tree of texts
-    gives, computed one by one.
-    """
+    """Two nets with rows from a table by token, and the expected output of each tree node."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -201,9 +201,9 @@ class Net:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_history_of_a_cache_is_that_of_its_tokens_alone(seed):
-    """Prompts, trees, paths of them, passes that fail anywhere, and turns that go on anywhere: each
-    row as if computed anew.
+def test_any_cache_history_equals_its_tokens(seed):
+    """Prompts, trees, commits, failed passes and rewinds in random order: each row as if computed
+    anew.
     """
     net = Net()
     draw = np.random.default_rng(seed)
@@ -263,8 +263,8 @@ def steady(monkeypatch, tmp_path):
     [{}, {"drafter": "lookahead"}, {"draft_model": True}],
     ids=["plain", "lookahead", "draft"],
 )
-def test_texts_of_a_batch_are_those_of_transformers(saved, steady, monkeypatch, settings):
-    """Prompts that end within, at and behind the border of a block, two of which begin alike."""
+def test_batch_texts_equal_transformers(saved, steady, monkeypatch, settings):
+    """Prompts end within, at and behind a block border; two prompts share a prefix."""
     model, folder = saved
     n = 24
     settings = {name: str(folder) if one is True else one for name, one in settings.items()}
@@ -281,7 +281,7 @@ def test_texts_of_a_batch_are_those_of_transformers(saved, steady, monkeypatch, 
 
 
 @pytest.mark.parametrize("n_chain", [0, 150, 153])
-def test_trees_below_long_prompts_see_all_of_them(saved, n_chain):
+def test_trees_see_long_prompts(saved, n_chain):
     """In parts that end anywhere; rows before the tree, or some of it too, are added to the state
     at once or later.
     """
@@ -311,7 +311,7 @@ def test_trees_below_long_prompts_see_all_of_them(saved, n_chain):
         torch.testing.assert_close(behind[0], expected, atol=2e-3, rtol=0)
 
 
-def test_rows_stay_pending_behind_those_that_are_committed(saved):
+def test_rows_behind_committed_rows_stay_pending(saved):
     (model, folder), tokens = saved, prompt_of(1, 9, 150)
     with open_llm(folder) as llm:
         runner = runner_of(llm)
@@ -323,8 +323,10 @@ def test_rows_stay_pending_behind_those_that_are_committed(saved):
         torch.testing.assert_close(got, logits_of(model, tokens)[-3:], atol=2e-3, rtol=0)
 
 
-def test_a_second_turn_computes_what_is_new_alone(saved, steady, monkeypatch):
-    """Where it goes on; where it differs, from the last border of a block whose state is kept."""
+def test_second_turn_computes_new_tokens_only(saved, steady, monkeypatch):
+    """From the end of the previous turn, or from the last stored block border before the first
+    difference.
+    """
     (model, folder), first = saved, prompt_of(1, 200, 150)
     with open_llm(folder, max_model_len=420) as llm:
         runner = runner_of(llm)
@@ -354,9 +356,9 @@ def test_a_second_turn_computes_what_is_new_alone(saved, steady, monkeypatch):
         )
 
 
-def test_a_sequence_begins_with_a_state_of_another_one(saved, steady, monkeypatch):
-    """Prompts at once that begin as one before: one takes its cache over, others follow it, to
-    where they part or a border.
+def test_sequence_starts_with_the_state_of_a_shared_prefix(saved, steady, monkeypatch):
+    """Concurrent prompts with the prefix of an earlier prompt: one sequence reuses its cache,
+    others copy it up to the difference or a border.
     """
     (model, folder), first = saved, prompt_of(1, 140, 150)
     with open_llm(folder, max_model_len=200, max_num_seqs=3) as llm:
@@ -375,11 +377,9 @@ def test_a_sequence_begins_with_a_state_of_another_one(saved, steady, monkeypatc
 
 
 @pytest.mark.parametrize("chunk_rows", [512, 48])
-def test_samples_of_a_prompt_share_the_pass_that_computes_it(
-    saved, steady, monkeypatch, chunk_rows
-):
-    """As do prompts that go on differently, from each other too; in memory that runs out each
-    computes its own.
+def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_rows):
+    """Also for prompts with different continuations. Without memory, each sequence computes its own
+    prefix.
     """
     (model, folder), first = saved, prompt_of(1, 100, 150)
     batch = [
@@ -417,10 +417,8 @@ def test_samples_of_a_prompt_share_the_pass_that_computes_it(
         assert passes[1] == (0, sum(map(len, batch)))
 
 
-def test_a_pass_that_failed_leaves_the_state_of_a_border(saved, steady, monkeypatch):
-    """Memory runs out in the middle of prompts, when some layers have added them and others have
-    not.
-    """
+def test_failed_pass_keeps_the_last_stored_state(saved, steady, monkeypatch):
+    """Memory runs out within prompts, after a part of the layers."""
     (model, folder), first = saved, prompt_of(1, 70, 150)
     layer = Runner.layer
     fails = iter([False] * 2 + [True] + [False] * 14 + [True])
@@ -450,7 +448,7 @@ def test_rows_move_to_a_larger_cache_with_their_state(saved, steady):
         torch.testing.assert_close(got[-1], logits_of(model, first + more)[-1], atol=2e-3, rtol=0)
 
 
-def test_what_a_text_does_not_need_is_left_out(tmp_path):
+def test_unused_parts_of_a_model_are_not_loaded(tmp_path):
     """A whole multimodal checkpoint with a layer for multi-token prediction."""
     config = tiny_config("qwen3_5")
     model = Qwen3_5ForConditionalGeneration(config).eval()
@@ -467,10 +465,10 @@ def test_what_a_text_does_not_need_is_left_out(tmp_path):
         assert say(llm, prompt, 8) == generate(model, prompt, 8)
 
 
-def test_a_card_computes_without_the_host_waiting(saved, steady, monkeypatch):
+def test_cuda_pass_needs_no_host_wait(saved, steady, monkeypatch):
     (model, folder), tokens = saved, prompt_of(1, 100, 150)
     with (
-        pretended_card(monkeypatch) as counts,
+        fake_gpu(monkeypatch) as counts,
         LLM(str(folder), device="cuda", drafter="none", max_model_len=128) as llm,
     ):
         runner = runner_of(llm)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import second_architecture
 from support.checkpoints import llama_config, write_checkpoint
-from support.recorded import record
+from support.fake_gpu import record_graph
 from support.second_architecture import PostNorm, random_tensors
 from support.tiny import (
     CASES,
@@ -35,12 +35,15 @@ from offload_rt.models.families import FAMILIES, Family
 from offload_rt.models.rope import Rope
 from offload_rt.tree.topology import Topology
 
+pytestmark = pytest.mark.numeric
+
 ATOL = 2e-4
 
 
-@pytest.mark.parametrize("chunk_rows", [512, 7])
-@pytest.mark.parametrize("name", CASES)
-def test_each_node_of_a_tree_sees_its_own_path(zoo, name, chunk_rows, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "chunk_rows"), [*((name, 7) for name in CASES), ("llama", 512), ("mistral", 512)]
+)
+def test_tree_nodes_see_their_path(zoo, name, chunk_rows, monkeypatch):
     """A tree below tokens the cache lacks, below tokens it has, longer than the window in both
     parts.
     """
@@ -62,7 +65,7 @@ def test_each_node_of_a_tree_sees_its_own_path(zoo, name, chunk_rows, monkeypatc
         torch.testing.assert_close(got[node], expected, atol=ATOL, rtol=0)
 
 
-def test_several_sequences_in_one_pass_do_not_see_each_other(zoo, monkeypatch):
+def test_sequences_of_a_pass_do_not_see_each_other(zoo, monkeypatch):
     monkeypatch.setattr(runner_module, "CHUNK_ROWS", 16)
     prompts = [prompt_of(seed, n) for seed, n in enumerate((5, 23, 1, 16))]
     with open_llm(zoo.directory("qwen3-window", 0)) as llm:
@@ -103,7 +106,7 @@ def test_float64_is_computed_in_float64(zoo, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3"])
-def test_bfloat16_differs_only_by_its_rounding(zoo, name):
+def test_bfloat16_differs_only_by_rounding(zoo, name):
     """Compare mean errors of logits in bfloat16: ours and transformers', both against float32 with
     the same weights.
 
@@ -143,7 +146,7 @@ def post_norm(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["resident", "disk", "mixed", "graphs"])
-def test_another_architecture_runs_wherever_its_layers_lie(post_norm, place):
+def test_another_architecture_runs_in_every_tier(post_norm, place):
     """Layers of two kinds, with tensors, windows and scales of their own: a tree behind a prefix,
     and a text.
     """
@@ -158,7 +161,7 @@ def test_another_architecture_runs_wherever_its_layers_lie(post_norm, place):
             model, tensors, committed, 64
         )
         if place == "graphs":
-            runner.use_graphs(GraphShape(32, 64, 64), record)
+            runner.use_graphs(GraphShape(32, 64, 64), record_graph)
         cache = prefill(runner, committed, 64)
         got = feed(
             runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
@@ -169,7 +172,7 @@ def test_another_architecture_runs_wherever_its_layers_lie(post_norm, place):
         torch.testing.assert_close(got[node], expected, atol=ATOL, rtol=0)
 
 
-def test_another_architecture_is_drafted_for_by_itself(post_norm):
+def test_another_architecture_drafts_for_itself(post_norm):
     directory, model, tensors = post_norm
     prompt = prompt_of(5, 9, 40)
     with open_llm(directory, "disk", draft_model=str(directory)) as llm:
@@ -197,7 +200,7 @@ ROPES = {
 
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 700])
-def test_rotations_are_transformers(kind, length):
+def test_rotations_equal_transformers(kind, length):
     """Also past the limit, where dynamic scaling stretches by the length: a prefill computes all
     rows at once.
     """
@@ -209,7 +212,7 @@ def test_rotations_are_transformers(kind, length):
         torch.testing.assert_close(ours, theirs[0], atol=1e-4, rtol=0)
 
 
-def test_dynamic_rows_have_the_frequencies_of_their_own_length():
+def test_dynamic_rope_uses_the_length_of_each_row():
     """Plain decoding computes each row when the sequence is that long; rows of one pass must not
     share a length.
     """

@@ -1,5 +1,5 @@
-"""Layers for multi-token prediction of models with gated delta nets: what they compute, and that no
-text depends on them.
+"""Multi-token prediction layers of models with gated delta nets: their logits, and
+unchanged texts.
 """
 
 import copy
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.fake_gpu import fake_gpu
 from support.heads import PATHS, Probe
-from support.pretended_card import pretended_card
 from support.texts import VOCABULARY, assert_distribution, exact_distributions, sampled_texts
 from support.tiny import (
     drafter_of,
@@ -30,6 +30,8 @@ from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import rule_of
+
+pytestmark = pytest.mark.numeric
 
 # A mixture, one beside pictures, a dense layer beside pictures, and a text model alone.
 KINDS = ["qwen3_next", "qwen3_5_moe", "qwen3_5", "qwen3_5_text"]
@@ -67,7 +69,7 @@ class Target:
 
     @torch.no_grad()
     def expected_logits(self, tokens: list[int], path: Sequence[int]) -> Tensor:
-        """What the layer says behind the last token of a path below tokens, by transformers' own
+        """Logits of the layer after the last token of a path below tokens, by transformers'
         modules.
         """
         embedding = self.model.get_input_embeddings()
@@ -115,10 +117,8 @@ def steady(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_layer_computes_what_its_definition_says(target_of, monkeypatch, kind):
-    """After prompts that are fed part by part, and after trees of which some nodes were accepted
-    and most were not.
-    """
+def test_mtp_layer_equals_its_definition(target_of, monkeypatch, kind):
+    """After chunked prompts and after trees with accepted and rejected nodes."""
     monkeypatch.setattr(head_model, "CHUNK_ROWS", 4)
     target = target_of(kind)
     with open_llm(target.folder, drafter="mtp") as llm:
@@ -147,7 +147,7 @@ def test_the_layer_computes_what_its_definition_says(target_of, monkeypatch, kin
 
 
 @pytest.mark.parametrize(("kind", "place"), [("qwen3_next", "disk"), ("qwen3_5", "resident")])
-def test_greedy_tokens_are_transformers(target_of, kind, place):
+def test_greedy_tokens_equal_transformers(target_of, kind, place):
     """The layer picks its drafter; prompts of a batch that end before and behind borders of blocks
     of the states.
     """
@@ -167,7 +167,7 @@ def test_greedy_tokens_are_transformers(target_of, kind, place):
 
 
 @pytest.mark.parametrize("n", [208, 195, 150, 60])
-def test_a_turn_that_goes_on_somewhere_drafts_as_if_it_were_the_first(target_of, monkeypatch, n):
+def test_continued_turn_drafts_like_a_first_turn(target_of, monkeypatch, n):
     """Before a place states are kept of the target alone, hidden states behind it alone; memory
     runs out in between.
     """
@@ -208,11 +208,11 @@ def test_a_turn_that_goes_on_somewhere_drafts_as_if_it_were_the_first(target_of,
     )
 
 
-def test_the_layer_drafts_on_a_card(target_of, monkeypatch):
+def test_mtp_layer_drafts_on_cuda(target_of, monkeypatch):
     target = target_of("qwen3_5_text")
     prompts = [prompt_of(0, 9, 8), prompt_of(1, 70, 8)]
     settings = {"device": "cuda", "max_model_len": 96, "tree_size": 16, "max_num_seqs": 2}
-    with pretended_card(monkeypatch), LLM(str(target.folder), **settings) as llm:
+    with fake_gpu(monkeypatch), LLM(str(target.folder), **settings) as llm:
         assert llm.spec.draft.drafting.name == "mtp"
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=6))
     assert [one.token_ids for one in outputs] == [
@@ -221,7 +221,8 @@ def test_the_layer_drafts_on_a_card(target_of, monkeypatch):
     assert all(one.stats.nodes_per_tree > 1 for one in outputs)
 
 
-def test_the_joint_distribution_is_the_targets(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_joint_distribution_equals_the_target(tmp_path, monkeypatch):
     monkeypatch.setattr("support.texts.N_DRAWS", 300)
     target = Target("qwen3_5_text", tmp_path, VOCABULARY, sureness=0.5)
     with open_llm(tmp_path, drafter="mtp", max_model_len=64) as llm:

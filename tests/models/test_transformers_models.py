@@ -1,5 +1,5 @@
-"""Models of transformers by their own modules, their layers streamed: logits of trees and texts are
-those of transformers.
+"""General models through transformers' modules with streamed layers: logits of trees and texts
+equal transformers.
 """
 
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 from quantize import Choice, config_of, quantized
 from safetensors.torch import load_file, save_file
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 from support.tiny import (
     ATOL,
     check_tree,
@@ -35,6 +35,8 @@ from offload_rt.models.transformers import TransformersModel
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.files import read_json
+
+pytestmark = pytest.mark.numeric
 
 # What is new in each: softcaps and windows; the text part of a multimodal one; heads that differ by
 # layer; states of several streams, keys of another layer, inputs of each layer; experts one by one;
@@ -66,7 +68,7 @@ def model_of(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_streamed_trees_have_the_logits_of_transformers(model_of, kind):
+def test_streamed_tree_logits_equal_transformers(model_of, kind):
     model, folder = model_of(kind)
     with open_streamed(folder, drafter="none") as llm:
         assert isinstance(runner_of(llm).spec, TransformersModel)
@@ -92,8 +94,8 @@ def test_default_settings_give_the_text_of_transformers(model_of, kind, cold_cac
 
 
 @pytest.mark.parametrize(("kind", "drafts_itself"), [("gpt2", False), ("opt", True)])
-def test_learned_positions_serve_until_their_last(tmp_path, cold_caches, kind, drafts_itself):
-    """Trees and measurements stay within 64 positions, also those of a draft model."""
+def test_learned_positions_are_used_to_the_last(tmp_path, cold_caches, kind, drafts_itself):
+    """Trees and measurements stay within 64 positions, including those of a draft model."""
     config = tiny_config(kind)
     config.max_position_embeddings = 64
     model = random_model(config)
@@ -107,7 +109,7 @@ def test_learned_positions_serve_until_their_last(tmp_path, cold_caches, kind, d
     assert result.stats.tokens_per_pass > 1
 
 
-def test_native_and_general_way_give_the_same_logits(zoo, monkeypatch):
+def test_native_and_general_logits_are_equal(zoo, monkeypatch):
     """The same checkpoint, both ways, to a few rounding errors."""
     given = prompt_of(1, 11), prompt_of(2, 3), prompt_of(3, 20), random_tree(20, seed=3, reach=2)
     with open_llm(zoo.directory("llama-llama3", 0), "mixed") as llm:
@@ -120,10 +122,8 @@ def test_native_and_general_way_give_the_same_logits(zoo, monkeypatch):
         )
 
 
-def test_sequences_of_one_pass_do_not_see_each_other(model_of):
-    """Also where what a layer is told besides its hidden states, and states of other layers, belong
-    to a row.
-    """
+def test_sequences_of_a_pass_do_not_see_each_other(model_of):
+    """Also if extra inputs of a layer and states of other layers belong to rows."""
     model, folder = model_of("gemma3n_text")
     prompts = [prompt_of(seed, n, 150) for seed, n in enumerate((5, 23, 1))]
     with open_llm(folder) as llm:
@@ -146,7 +146,7 @@ def test_sequences_of_one_pass_do_not_see_each_other(model_of):
             )
 
 
-def test_a_draft_model_may_be_one_of_transformers(model_of):
+def test_draft_model_can_be_a_general_model(model_of):
     model, folder = model_of("phi3")
     prompt = prompt_of(5, 9, 150)
     with open_llm(folder, "disk", draft_model=str(folder)) as llm:
@@ -156,7 +156,7 @@ def test_a_draft_model_may_be_one_of_transformers(model_of):
 
 
 @pytest.mark.parametrize("choice", [Choice("gptq", group_size=16), Choice("nf4")])
-def test_quantised_experts_are_dequantised_one_by_one(model_of, tmp_path, choice):
+def test_quantised_experts_are_dequantised_separately(model_of, tmp_path, choice):
     model, folder = model_of("qwen3_moe")
     stored, exact = quantized(load_file(folder / "model.safetensors"), choice)
     assert any("experts.3.up_proj" in name for name in stored.keys() - exact.keys())
@@ -172,8 +172,8 @@ def test_quantised_experts_are_dequantised_one_by_one(model_of, tmp_path, choice
         check_tree(runner_of(llm), type(model).from_pretrained(tmp_path / "exact"))
 
 
-def test_rows_of_one_tensor_may_be_several_matrices(zoo, tmp_path, monkeypatch):
-    """A checkpoint that joins queries, keys and values, as transformers' mapping of names says."""
+def test_rows_of_a_tensor_can_be_several_matrices(zoo, tmp_path, monkeypatch):
+    """A checkpoint with fused queries, keys and values, as in transformers' name mapping."""
     monkeypatch.delitem(FAMILIES, "llama")
     parts = [f"self_attn.{one}_proj.weight" for one in "qkv"]
     conversion_mapping.get_checkpoint_conversion_mapping("llama")  # makes the table
@@ -200,7 +200,7 @@ def test_rows_of_one_tensor_may_be_several_matrices(zoo, tmp_path, monkeypatch):
         open_llm(tmp_path)
 
 
-def test_what_a_text_does_not_need_may_be_stored_in_any_way(model_of, monkeypatch):
+def test_unneeded_tensors_need_no_conversion(model_of, monkeypatch):
     # of the images' part alone
     turned = WeightConverter("mlp.fc1.weight", "mlp.fc1.weight", [Transpose(0, 1)])
     known = tensor_names.get_model_conversion_mapping
@@ -225,13 +225,13 @@ def test_what_a_text_does_not_need_may_be_stored_in_any_way(model_of, monkeypatc
         ("vit", "no causal language model"),
     ],
 )
-def test_what_does_not_run_is_refused_with_its_reason(kind, reason):
+def test_unsupported_models_are_refused_with_a_reason(kind, reason):
     raw = tiny_config(kind).to_dict() | {"is_encoder_decoder": kind == "t5"}
     with pytest.raises(UnsupportedModelError, match=reason):
         spec_of(raw)
 
 
-def test_heads_are_of_native_models(model_of, tmp_path):
+def test_heads_require_native_models(model_of, tmp_path):
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 1}')
     with pytest.raises(
         UnsupportedModelError,
@@ -241,8 +241,8 @@ def test_heads_are_of_native_models(model_of, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_a_card_computes_all_experts_without_the_host_waiting(model_of, monkeypatch, kind):
-    """Stored one by one, and in one tensor with biases."""
+def test_cuda_computes_all_experts_without_host_waits(model_of, monkeypatch, kind):
+    """Experts stored separately, and in one tensor with biases."""
     model, folder = model_of(kind)
     histc = torch.histc  # that of a CPU counts no integers
     monkeypatch.setattr(
@@ -251,7 +251,7 @@ def test_a_card_computes_all_experts_without_the_host_waiting(model_of, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     prompt = prompt_of(0, 15, 150)
     with (
-        pretended_card(monkeypatch) as counts,
+        fake_gpu(monkeypatch) as counts,
         LLM(str(folder), device="cuda", drafter="none", max_model_len=64) as llm,
     ):
         runner = runner_of(llm)
@@ -272,12 +272,12 @@ def test_a_card_computes_all_experts_without_the_host_waiting(model_of, monkeypa
         )
 
 
-def test_code_of_a_checkpoint_is_not_run():
+def test_remote_code_is_not_run():
     with pytest.raises(UnsupportedModelError, match="remote code is not run"):
         spec_of({"model_type": "new", "auto_map": {"AutoModelForCausalLM": "modeling_new.New"}})
 
 
-def test_contexts_end_where_rotations_would_change():
+def test_context_ends_where_longrope_changes():
     """Beyond it the rotations of all positions depend on how long the sequence is."""
     config = tiny_config("phi3")
     factors = [1.0] * (config.hidden_size // config.num_attention_heads // 2)
@@ -293,9 +293,9 @@ def test_contexts_end_where_rotations_would_change():
 
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(None, True), (3.0, False), (3.0, True)])
 @pytest.mark.parametrize("most", [1, 1 << 20])
-def test_scores_are_capped_and_sinks_take_their_share(softcap, has_sinks, most, monkeypatch):
+def test_softcap_and_sinks_equal_the_definition(softcap, has_sinks, most, monkeypatch):
     """Written out head by head; rows at once as many as fit. Values are narrower than keys."""
-    monkeypatch.setattr(reference, "MOST_SCORES", most)
+    monkeypatch.setattr(reference, "MAX_SCORES", most)
     generator = torch.Generator().manual_seed(0)
     n = 6
     n_before = 9

@@ -1,4 +1,4 @@
-"""How long a small copy waits behind layers, on a pretended card with one copy engine and a clock
+"""How long a small copy waits behind layers, on a fake GPU with one copy engine and a clock
 of its own.
 """
 
@@ -22,10 +22,10 @@ N_LAYERS = 3
 
 
 class Engine(TorchFunctionMode):
-    """Copies of all streams, one byte a second.
+    """Simulate copies of all streams at one byte per second.
 
-    By what is published of cards: what became ready first is served first, no stream before
-    another, but a stream that has its next copy ready when one ends goes on.
+    The first ready copy is served first. A stream whose next copy is ready at the end of a copy
+    continues.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Engine(TorchFunctionMode):
         self.current = before
 
     def run(self, until: "Moment | None" = None) -> None:
-        """Go on until a moment has come, or all is done."""
+        """Run until a moment has passed or all work is done."""
         last: Stream | None = None
         while True:
             self._pass_moments()
@@ -64,7 +64,7 @@ class Engine(TorchFunctionMode):
             stream.ready_at = None
 
     def _pass_moments(self) -> None:
-        """Let every stream come to its next copy, as far as it may."""
+        """Advance every stream to its next copy."""
         moved = True
         while moved:
             moved = False
@@ -146,9 +146,7 @@ def wait_of_a_small_copy(engine: Engine, after: Event) -> int:
 
 
 @pytest.mark.parametrize("size", [CHUNK * N_CHUNKS, CHUNK])
-def test_on_one_stream_a_small_copy_waits_for_all_layers_even_in_chunks(
-    engine: Engine, size: int
-) -> None:
+def test_small_copy_waits_for_all_layers_on_one_stream(engine, size):
     """As it was, and why chunks alone do not help."""
     stream = Stream(engine)
     done = Event(engine)
@@ -159,7 +157,7 @@ def test_on_one_stream_a_small_copy_waits_for_all_layers_even_in_chunks(
     assert wait_of_a_small_copy(engine, done) == N_LAYERS * N_CHUNKS * CHUNK + 1
 
 
-def test_a_small_copy_waits_for_one_chunk(engine: Engine) -> None:
+def test_small_copy_waits_for_one_chunk_on_two_streams(engine):
     device = CopyDevice(torch.device("cuda"))
     after = device.event()
     layers = [
@@ -178,10 +176,8 @@ def test_a_small_copy_waits_for_one_chunk(engine: Engine) -> None:
     assert (start.moment.at, after.moment.at) == (engine.now - N_CHUNKS * CHUNK, engine.now)
 
 
-def test_a_paced_link_takes_longer_for_each_chunk(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel spins as long as a copy takes; the next chunk waits for it on the other stream."""
+def test_paced_link_takes_longer_per_chunk(engine, monkeypatch):
+    """A kernel spins during a copy; the next chunk waits for it on the other stream."""
     monkeypatch.setattr(paced, "spin_cycles_per_byte", lambda device: 1.0)
     monkeypatch.setattr(
         torch.cuda, "_sleep", lambda n: engine.current.put("copy", (torch.zeros(n), torch.zeros(n)))
@@ -194,7 +190,7 @@ def test_a_paced_link_takes_longer_for_each_chunk(
     assert torch.equal(target, source) and end.moment.at - start.moment.at == 2 * CHUNK * N_CHUNKS
 
 
-def test_copies_wait_for_the_event_before_them_and_come_in_order(engine: Engine) -> None:
+def test_copies_wait_for_their_event_and_keep_order(engine):
     """Of tensors of any length; a slot that is still computed from is not written to."""
     device = CopyDevice(torch.device("cuda"))
     compute = Stream(engine)

@@ -1,5 +1,5 @@
-"""Experts of mixtures that come as rows need them: none is left out, none is read that is there,
-the output is the same.
+"""Caches of experts: every needed expert arrives, cached experts are not read again, texts stay the
+same.
 """
 
 import random
@@ -10,9 +10,9 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
-from support.experts import FarGPU, cache_on, open_touched
-from support.pretended_card import pretended_card
-from support.streams import Host, PretendedGPU, wanted
+from support.experts import FakeGPUWithDisk, cache_on, open_touched
+from support.fake_gpu import fake_gpu
+from support.streams import PATIENCE_S, FakeGPU, Host, eventually, wanted
 from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
 
 from bench.models import config_of
@@ -31,13 +31,15 @@ from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.tiered_experts import TieredExperts
 from offload_rt.tree.topology import Topology
 
-READING = pytest.mark.parametrize("make", [Host, FarGPU])
-DEVICES = pytest.mark.parametrize("make", [Host, PretendedGPU, FarGPU])
+pytestmark = pytest.mark.numeric
+
+READING = pytest.mark.parametrize("make", [Host, FakeGPUWithDisk])
+DEVICES = pytest.mark.parametrize("make", [Host, FakeGPU, FakeGPUWithDisk])
 
 
 def visit(cache, device, k, experts):
-    """Ask for experts of the k-th layer, and hold each against its bytes when it comes and before
-    the next one comes.
+    """Request experts of the k-th layer and compare the bytes of each on arrival and before the
+    next.
     """
     came = []
     asked = dict.fromkeys(experts, 1)
@@ -51,10 +53,9 @@ def visit(cache, device, k, experts):
 
 
 @DEVICES
-@pytest.mark.parametrize("n_slots", [2, 3, 5, 6])
-@pytest.mark.parametrize("late_s", [0.0, 0.002])
-def test_every_expert_comes_with_its_own_bytes(make, files, n_slots, late_s):
-    """Whatever is asked for and expected, in whatever time it is read, computed and copied."""
+@pytest.mark.parametrize(("n_slots", "late_s"), [(2, 0.002), (3, 0.0), (5, 0.002), (6, 0.0)])
+def test_experts_arrive_with_their_bytes(make, files, n_slots, late_s):
+    """With random requests, predictions and delays."""
     chance = random.Random(n_slots)
     with cache_on(make, files, n_slots, late_s=late_s, seed=n_slots) as (cache, _, device):
         for _ in range(30):
@@ -67,11 +68,11 @@ def n_reads(tier):
     """How often each block was read as a whole, so far."""
     return {
         i: n // len(tier._source.reads(i, torch.empty(tier.layout(i).nbytes, dtype=torch.uint8)))
-        for i, n in tier.n_done.items()
+        for i, n in tier.n_done.copy().items()  # threads that read add blocks
     }
 
 
-def test_what_is_there_is_not_read_and_the_most_used_stay(files):
+def test_cached_experts_are_not_read_and_the_most_used_stay(files):
     with cache_on(Host, files, 3) as (cache, tier, device):
         # experts 0 of both layers are always needed, of the others one after the other
         for _ in range(6):
@@ -83,15 +84,15 @@ def test_what_is_there_is_not_read_and_the_most_used_stay(files):
     assert n_reads(tier) == {0: 1, 3: 1, 1: 2, 2: 2, 4: 2, 5: 2}
 
 
-def test_what_was_used_long_ago_makes_room(files):
+def test_unused_experts_are_evicted(files):
     with cache_on(Host, files, 2) as (cache, tier, device):
         for one in [0] * 60 + [1] * 30 + [2] + [1]:
             visit(cache, device, 0, [one])
     assert n_reads(tier) == {0: 1, 1: 1, 2: 1}
 
 
-def test_expected_experts_are_read_while_others_are_computed(files, monkeypatch):
-    """Behind those that are needed, and what is unlikely by now is given up if it has not begun."""
+def test_expected_experts_are_read_during_compute(files, monkeypatch):
+    """After needed experts; unlikely experts are cancelled if their read has not started."""
     order = []
     with cache_on(Host, files, 4, n_parallel=1, trap=lambda i, n: order.append(i)) as (
         cache,
@@ -102,16 +103,14 @@ def test_expected_experts_are_read_while_others_are_computed(files, monkeypatch)
         cache.expect(1, [2, 0])
         for _, view in cache.arrive(0, {1: 1, 2: 1}):
             device.look(view)
-        deadline = threading.Event()
-        while n_reads(tier).get(3) != 1:
-            assert not deadline.wait(0.001)
+        assert eventually(lambda: n_reads(tier).get(3) == 1)
         device.seen()
         visit(cache, device, 1, [0, 2])
     assert list(dict.fromkeys(order)) == [1, 2, 5, 3] and set(n_reads(tier).values()) == {1}
 
 
 @READING
-def test_a_read_that_fails_raises_in_the_caller_and_leaves_nothing_behind(make, files):
+def test_failed_read_is_raised_and_releases_all_slots(make, files):
     def fail(i, n):
         if i == 2 and n == 1:
             raise LinkError("the disk is gone")
@@ -142,9 +141,9 @@ def test_a_read_that_fails_raises_in_the_caller_and_leaves_nothing_behind(make, 
         visit(cache, device, 1, [0, 1, 2])
 
 
-def test_what_is_on_the_host_is_read_once(files):
+def test_experts_in_host_memory_are_read_once(files):
     """Beside a card that has room for two."""
-    with cache_on(FarGPU, files, 2, n_on_host=6) as (cache, tier, device):
+    with cache_on(FakeGPUWithDisk, files, 2, n_on_host=6) as (cache, tier, device):
         for _ in range(5):
             for k in range(2):
                 visit(cache, device, k, [0, 1, 2])
@@ -152,26 +151,32 @@ def test_what_is_on_the_host_is_read_once(files):
 
 
 @READING
-def test_closing_wakes_who_waits(make, files):
-    waiting = threading.Event()
-    with cache_on(make, files, 2, trap=lambda *_: waiting.wait(0.2)) as (cache, _, device):
-        closing_it = threading.Timer(0.02, cache.close)
-        closing_it.start()
+def test_close_wakes_a_waiting_pass(make, files):
+    is_reading, go_on = threading.Event(), threading.Event()
+
+    def trap(i, n):
+        is_reading.set()
+        assert go_on.wait(PATIENCE_S)
+
+    with cache_on(make, files, 2, trap=trap) as (cache, _, device):
+        closer = threading.Thread(target=lambda: is_reading.wait(PATIENCE_S) and cache.close())
+        closer.start()
         with pytest.raises(LinkError, match="released"):
             visit(cache, device, 0, [0, 1])
-        waiting.set()
-        closing_it.join()
+        go_on.set()
+        closer.join(PATIENCE_S)
+        assert not closer.is_alive()
 
 
 # Whole models. One by one; with shared experts; dense first, with shared experts; in one tensor,
 # transposed, with biases.
-KINDS = ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss"]
+KINDS = ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_are_those_of_transformers(mixture_of, kind, monkeypatch):
-    """Plainly and by trees, one and several, prompts longer than a chunk: with three slots, and
-    with a third of all.
+def test_texts_equal_transformers(mixture_of, kind, monkeypatch):
+    """Plain decoding and trees, single and batched, prompts longer than a chunk, with 3 and 11
+    slots.
     """
     keep_steady(monkeypatch)
     model, folder = mixture_of(kind)
@@ -193,10 +198,8 @@ def test_texts_are_those_of_transformers(mixture_of, kind, monkeypatch):
             assert [one.token_ids for one in together] == texts
 
 
-def test_a_pass_reads_the_experts_that_it_touches_and_no_others(mixture_of, monkeypatch):
-    """By transformers' routers, less what was there; expected ones, which are read besides, are
-    left out here.
-    """
+def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
+    """According to transformers' routers, without cached experts; prefetching is disabled here."""
     model, folder = mixture_of("qwen3_moe")
     monkeypatch.setattr(ExpertCache, "expect", lambda *_: None)
     chosen = []
@@ -238,9 +241,9 @@ def test_a_pass_reads_the_experts_that_it_touches_and_no_others(mixture_of, monk
             assert n_fetched == len(missing)
 
 
-def test_the_next_router_says_what_is_likely(mixture_of, monkeypatch):
-    """What is expected is what the router of the next layer makes of what the experts of this one
-    get.
+def test_next_router_predicts_experts(mixture_of, monkeypatch):
+    """The prediction equals the next layer's router applied to the input of this
+    layer's experts.
     """
     model, folder = mixture_of("deepseek_v3")
     expected = []
@@ -262,11 +265,11 @@ def test_the_next_router_says_what_is_likely(mixture_of, monkeypatch):
     assert expected == [(1, likely[0]), (2, likely[1]), (0, set())]
 
 
-def test_a_card_waits_once_for_each_layer(mixture_of, monkeypatch):
-    """Experts lie on the host; two of three are evicted in each layer."""
+def test_cuda_pass_waits_once_per_layer(mixture_of, monkeypatch):
+    """With experts on the host and two of three experts evicted in each layer."""
     model, folder = mixture_of("deepseek_v3")
     prompt = prompt_of(0, 15, 150)
-    with pretended_card(monkeypatch) as counts, open_touched(folder, 4, device="cuda") as llm:
+    with fake_gpu(monkeypatch) as counts, open_touched(folder, 4, device="cuda") as llm:
         runner = runner_of(llm)
         cache = runner.new_cache(40)
         feed(runner, cache, prompt, Topology.chain(15))  # brings frequencies to the card
@@ -283,12 +286,13 @@ def test_a_card_waits_once_for_each_layer(mixture_of, monkeypatch):
     assert text == generate(model, prompt, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pins", "more"), [(True, {"drafter": "recycle", "tree_size": 8}), (False, {})]
 )
-def test_a_card_computes_with_more_experts_than_its_host_holds(mixture_of, monkeypatch, pins, more):
-    """Of 24 it holds four and the host some eight; a disk brings the others."""
-    monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the pretended card has no clock
+def test_cuda_computes_more_experts_than_the_host_holds(mixture_of, monkeypatch, pins, more):
+    """Of 24 experts the device holds four, the host about eight, and the disk the rest."""
+    monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
     model, folder = mixture_of("deepseek_v3")
     prompts = [prompt_of(seed, 15, 150) for seed in range(2)]
     params = SamplingParams(max_new_tokens=8, temperature=0.0)
@@ -297,7 +301,7 @@ def test_a_card_computes_with_more_experts_than_its_host_holds(mixture_of, monke
     ) as whole:
         layer = max(whole.plan.layer_nbytes)
     with (
-        pretended_card(monkeypatch, pins=pins),
+        fake_gpu(monkeypatch, pins=pins),
         open_touched(folder, 4, device="cuda", host_memory=READ_BUFFERS + 2 * layer, **more) as llm,
     ):
         experts = llm.plan.experts
@@ -310,7 +314,7 @@ def test_a_card_computes_with_more_experts_than_its_host_holds(mixture_of, monke
     assert texts == [generate(model, one, 8) for one in prompts]
 
 
-def test_placement_takes_whole_layers_where_they_fit_and_experts_where_they_move_less(mixture_of):
+def test_placement_prefers_whole_layers_then_experts(mixture_of):
     _, folder = mixture_of("qwen3_moe")
     settings = {"device": "cpu", "max_model_len": 128, "drafter": "none"}
     with LLM.open(EngineConfig(str(folder), **settings)) as llm:
@@ -335,8 +339,8 @@ def test_placement_takes_whole_layers_where_they_fit_and_experts_where_they_move
     assert text == generate(mixture_of("qwen3_moe")[0], prompt, 8)
 
 
-def test_trees_are_small_where_breadth_costs_bytes():
-    """Of 128 experts a row more brings nearly eight more; of whole layers it brings nothing."""
+def test_trees_are_small_where_rows_cost_bytes():
+    """With 128 experts a row adds nearly eight experts; with whole layers it adds no bytes."""
     machine = MachineProfile("some", True, (("disk", 1.0),), 100.0)
     fine = PassBytes((), 10**8, experts=TouchedExperts("disk", 48, 128, 8, 10**7))
     whole = PassBytes((("disk", 48 * 128 * 10**7),), 10**8)
@@ -349,9 +353,9 @@ def test_trees_are_small_where_breadth_costs_bytes():
     assert n_fine <= 2 and n_whole >= 8
 
 
-def test_what_passes_really_bring_is_learned_by_their_rows_and_kept():
-    """Routers that take the same for all rows of a pass; by formula one of 16 rows brings ten times
-    as much as one of 1.
+def test_expert_bytes_are_learned_per_row_count():
+    """Routers select the same experts for all rows, while the formula predicts ten times the bytes
+    for 16 rows.
     """
     machine = MachineProfile("some", True, (("disk", 1.0),), 100.0)
     n = np.array([1, 2, 16, 64])
@@ -392,7 +396,7 @@ def test_what_passes_really_bring_is_learned_by_their_rows_and_kept():
 
 
 def test_layers_of_each_kind_are_timed(mixture_of, monkeypatch):
-    """The first one of deepseek is dense; the others have experts."""
+    """The first layer of deepseek is dense; the others have experts."""
     monkeypatch.setattr(
         profile, "_seconds_of_parts", lambda runner, block, step: [10.0 if block.i else 1.0, 0.5]
     )
@@ -402,7 +406,7 @@ def test_layers_of_each_kind_are_timed(mixture_of, monkeypatch):
         }
 
 
-def test_operations_are_of_the_experts_that_a_row_takes():
+def test_flops_count_the_experts_of_a_row():
     """Also where the config calls their number otherwise."""
     raw = config_of("gemma4_text").to_dict() | {
         "enable_moe_block": True,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from support.checkpoints import pack
 from support.experts import cache_on, open_touched
-from support.pretended_card import pretended_card
-from support.streams import PATIENCE_S, Host, PretendedGPU, stream_layers
+from support.fake_gpu import fake_gpu
+from support.streams import PATIENCE_S, FakeGPU, Host, stream_layers
 from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
 from transformers import GptOssForCausalLM, Mxfp4Config
 
@@ -34,11 +34,13 @@ from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.tree.topology import Topology
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 
 
 def set_rates(host, seconds):
-    """An expert takes so many seconds on the host, and one to be copied."""
+    """Set the host's seconds per expert, relative to a copy of one second."""
     host.copy_s, host.times, host.is_on = 1.0, HostTimes((1,), (seconds,)), True
 
 
@@ -63,7 +65,7 @@ def check_texts(model, folder, monkeypatch, computed, ways, **settings):
     text = generate(model, prompt, 6)
     for seconds, more in ways:
         with (
-            pretended_card(monkeypatch),
+            fake_gpu(monkeypatch),
             open_touched(folder, 4, device="cuda", **settings | more) as llm,
         ):
             runner = runner_of(llm)
@@ -77,14 +79,15 @@ def check_texts(model, folder, monkeypatch, computed, ways, **settings):
         computed.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_texts_on_a_card_are_those_of_transformers(mixture_of, kind, monkeypatch, computed):
+def test_cuda_texts_equal_transformers(mixture_of, kind, monkeypatch, computed):
     """With some experts computed on either side, plainly and by trees."""
     ways = (0.5, {}), (2.0, {"drafter": "recycle", "tree_size": 8})
     check_texts(*mixture_of(kind), monkeypatch, computed, ways)
 
 
-def test_quantised_experts_are_computed_from_what_the_card_would_get(
+def test_host_computes_quantised_experts_from_their_codes(
     mxfp4_checkpoint,
     monkeypatch,
     computed,
@@ -94,11 +97,11 @@ def test_quantised_experts_are_computed_from_what_the_card_would_get(
     check_texts(model, mxfp4_checkpoint, monkeypatch, computed, [(0.3, {})], dtype="float32")
 
 
-def test_a_card_waits_no_more_for_what_the_host_computes(mixture_of, monkeypatch, computed):
-    """Rows come with the router's choice; four layers have experts."""
+def test_host_experts_add_no_waits(mixture_of, monkeypatch, computed):
+    """The routers of four layers are the only waits."""
     prompt = prompt_of(0, 15, 150)
     with (
-        pretended_card(monkeypatch) as counts,
+        fake_gpu(monkeypatch) as counts,
         open_touched(mixture_of("qwen3_moe")[1], 4, device="cuda") as llm,
     ):
         runner = runner_of(llm)
@@ -113,7 +116,7 @@ def test_a_card_waits_no_more_for_what_the_host_computes(mixture_of, monkeypatch
         assert counts.n_waits - before == 4 and len(computed) > 8
 
 
-def test_passes_are_timed_without_the_host_and_trees_chosen_with_it(mixture_of, monkeypatch):
+def test_passes_are_timed_without_the_host(mixture_of, monkeypatch):
     def profile_passes(runner, moved, rows, disk):
         feed(runner, runner.new_cache(40), prompt_of(0, 9, 150), Topology.chain(9))
         assert not runner.experts.host.is_on
@@ -122,7 +125,7 @@ def test_passes_are_timed_without_the_host_and_trees_chosen_with_it(mixture_of, 
     monkeypatch.setattr(profile, "pass_profile", profile_passes)
     folder = mixture_of("qwen3_moe")[1]
     with (
-        pretended_card(monkeypatch),
+        fake_gpu(monkeypatch),
         open_touched(folder, 4, device="cuda", drafter="recycle", tree_size=4) as llm,
     ):
         host = runner_of(llm).experts.host
@@ -131,10 +134,8 @@ def test_passes_are_timed_without_the_host_and_trees_chosen_with_it(mixture_of, 
 
 @contextmanager
 def beside(seconds, n_slots):
-    """Slots of a pretended card, whose host computes experts in so many copies' time; and the
-    device.
-    """
-    with cache_on(PretendedGPU, None, n_slots) as (cache, tier, device):
+    """Yield the expert cache of a fake GPU, with host experts of a given speed, and the device."""
+    with cache_on(FakeGPU, None, n_slots) as (cache, tier, device):
         cache.host = HostExperts(tier, lambda layout, block: block, 1.0, CPU, 1)
         set_rates(cache.host, seconds)
         try:
@@ -144,17 +145,15 @@ def beside(seconds, n_slots):
 
 
 def visit(cache, k, experts, compute):
-    """Which experts came as weights, and the outputs of the others."""
+    """Return the experts that arrived as weights, and all results."""
     work = HostWork(compute, lambda expert: torch.full((1, 1), float(expert)))
     came = dict(cache.arrive(k, dict.fromkeys(experts, 1), work))
     assert came.keys() == set(experts)
     return {one for one in came if not isinstance(came[one], torch.Tensor)}, came
 
 
-def test_host_and_card_compute_at_the_same_time():
-    """What the host computes ends when something that was copied is computed, and is waited for
-    last.
-    """
+def test_host_and_device_compute_concurrently():
+    """Host results are awaited last, after the compute of a copied expert."""
     go = threading.Event()
 
     def compute(x, expert, weights):
@@ -171,21 +170,23 @@ def test_host_and_card_compute_at_the_same_time():
         assert all(torch.equal(out, torch.full((2, 1), 10.0 * one)) for one, out in others.items())
 
 
-def test_what_is_used_often_comes_although_the_host_has_computed_it():
-    """And what is used once does not make room for itself."""
+def test_frequently_used_experts_are_copied_to_the_device():
+    """An expert used once is not copied."""
     with beside(0.01, 2) as (cache, device):
         times = []
         for one in [0] * 20 + [1] * 20:
             times.append(visit(cache, 0, [one], lambda x, *_: x)[0])
-            device.synchronize()
+            device.copies.synchronize()
         assert times == [set(), *[{0}] * 19, set(), *[{1}] * 19]
-        n_copies = device.n_copies
-        assert visit(cache, 1, [2], lambda x, *_: x)[0] == set() and device.n_copies == n_copies
+        n_copies = device.copies.n_copies
+        assert (
+            visit(cache, 1, [2], lambda x, *_: x)[0] == set() and device.copies.n_copies == n_copies
+        )
         assert visit(cache, 0, [0, 1], lambda x, *_: x)[0] == {0, 1}
 
 
-def test_the_host_does_not_wait_for_a_copy_that_has_begun(files):
-    """Where a product ends before it; the copy goes on, and is there for the next pass."""
+def test_host_does_not_wait_for_a_running_copy(files):
+    """The host computes instead if that ends first; the copy continues for the next pass."""
     go = threading.Event()
     images = MemoryTier()
     for i, layer in enumerate(stream_layers()):
@@ -205,7 +206,7 @@ def test_the_host_does_not_wait_for_a_copy_that_has_begun(files):
         cache.host.close()
 
 
-def test_what_fails_on_the_host_raises_in_the_caller():
+def test_host_error_is_raised_in_the_caller():
     def fail(*_):
         raise MemoryError("no room")
 
@@ -215,9 +216,9 @@ def test_what_fails_on_the_host_raises_in_the_caller():
         assert visit(cache, 1, [0, 1, 2], lambda x, *_: x)[1].keys() == {0, 1, 2}
 
 
-def test_host_and_link_end_as_early_as_any_division_lets_them():
-    """Over all divisions of up to seven experts; of those with as many rows the most used are
-    copied.
+def test_division_of_experts_is_optimal():
+    """Compare with all divisions of up to seven experts. Among equal row counts the most used
+    experts are copied.
     """
     rng = np.random.default_rng(0)
     host = HostExperts(None, None, 1.0, CPU, 1)
@@ -246,7 +247,7 @@ def test_host_and_link_end_as_early_as_any_division_lets_them():
     host.close()
 
 
-def test_experts_are_timed_by_rows_with_what_these_take_on_the_link():
+def test_experts_are_timed_per_row_count():
     images = MemoryTier()
     seen = []
     n_threads = torch.get_num_threads()
@@ -268,9 +269,9 @@ def test_experts_are_timed_by_rows_with_what_these_take_on_the_link():
         assert len({expert for n, expert in seen[5:] if n == n_rows}) == 5
 
 
-def test_the_cost_model_divides_experts_as_they_are_divided():
-    """A layer takes as long as it is foretold, or longer by less than the faster side needs for one
-    expert.
+def test_cost_model_divides_experts_like_the_run():
+    """The predicted time differs from the simulated time by less than one expert of the faster
+    side.
     """
     host = HostExperts(None, None, 1.0, CPU, 1)
     link_s = 0.001
@@ -291,7 +292,7 @@ def test_the_cost_model_divides_experts_as_they_are_divided():
     host.close()
 
 
-def test_breadth_costs_less_where_the_host_computes():
+def test_breadth_costs_less_with_host_experts():
     machine = MachineProfile("some", True, (("host", 1.0),), 100.0)
     alone = TouchedExperts("host", 48, 128, 8, 10**7)
     chances = 0.85 ** np.arange(1, 65)

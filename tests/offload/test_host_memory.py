@@ -1,9 +1,10 @@
-"""Memory of the host beside a card: never more than its budget, loading included, whatever the
-driver pins.
+"""Host memory with a device: never above its budget, including loading, with any number of pinned
+blocks.
 """
 
+import pytest
+from support.fake_gpu import fake_gpu
 from support.host_memory import CountingHost, pin_at_most
-from support.pretended_card import pretended_card
 from support.tiny import CASES, generate, keep_steady, prompt_of, save_pair
 
 from offload_rt import LLM, SamplingParams
@@ -16,7 +17,8 @@ from offload_rt.weights.layout import PAGE
 N_NEW = 6
 
 
-def test_the_host_never_holds_more_than_its_budget(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_host_memory_stays_within_its_budget(tmp_path, monkeypatch):
     """From one layer on its way to room for all of them, pinned or not; the draft model is loaded
     when they are there.
     """
@@ -31,7 +33,7 @@ def test_the_host_never_holds_more_than_its_budget(tmp_path, monkeypatch):
         "tree_size": 8,
         **pair.settings("static_tree", "match"),
     }
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         with LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
             nbytes = unloaded.plan.slot_nbytes
             # three slots and a layer
@@ -54,7 +56,7 @@ def test_the_host_never_holds_more_than_its_budget(tmp_path, monkeypatch):
     assert mixes == {("device", "disk"), ("device", "disk", "host"), ("device", "host")}
 
 
-def test_buffers_of_threads_that_read_are_within_what_is_kept_for_them():
-    """Two sets of them: one loads a draft model while the other brings layers from the disk."""
+def test_read_buffers_stay_within_their_reserve():
+    """Two buffer sets: one loads a draft model while the other reads layers."""
     for settings in (*profile._CANDIDATES, ReadSettings()):
         assert 2 * settings.n_parallel * (settings.request_nbytes + 2 * PAGE) <= READ_BUFFERS

@@ -47,9 +47,7 @@ def used(plan: Plan) -> int:
 
 
 @given(layers=LAYERS, need=NEED, share=st.floats(0, 1.5), host=st.integers(0, 10**10))
-def test_a_plan_keeps_to_its_budgets(
-    layers: list[int], need: ReservedMemory, share: float, host: int
-) -> None:
+def test_plan_stays_within_its_budgets(layers, need, share, host):
     budget = int((sum(layers) + need.total) * share)
     assume(budget >= least_budget(layers, need))
     plan = place_layers(layers, need, MemoryBudget(budget, host))
@@ -67,9 +65,7 @@ def test_a_plan_keeps_to_its_budgets(
     host=st.floats(0, 1.2),
     buffers=st.integers(0, 1000),
 )
-def test_layers_on_the_host_and_slots_for_those_of_the_disk_are_within_its_budget(
-    layers: list[int], need: ReservedMemory, share: float, host: float, buffers: int
-) -> None:
+def test_host_layers_and_disk_slots_stay_within_the_host_budget(layers, need, share, host, buffers):
     budget = least_budget(layers, need) + int(share * sum(layers))
     beside = MemoryBudget(budget, int(host * sum(layers)), has_card=True, buffers=buffers)
     try:
@@ -94,9 +90,7 @@ def test_layers_on_the_host_and_slots_for_those_of_the_disk_are_within_its_budge
 
 
 @given(layers=LAYERS, need=NEED)
-def test_the_budget_that_an_error_names_is_the_smallest_that_will_do(
-    layers: list[int], need: ReservedMemory
-) -> None:
+def test_budget_named_by_the_error_is_the_smallest(layers, need):
     with pytest.raises(CapacityError) as caught:
         place_layers(layers, need, MemoryBudget(0 if need.total + max(layers) else -1))
     named = int(re.search(r"\((\d+) bytes\)", caught.value.need).group(1))
@@ -107,9 +101,7 @@ def test_the_budget_that_an_error_names_is_the_smallest_that_will_do(
 
 
 @given(layers=LAYERS, need=NEED, more=st.integers(0, 1000), host=st.integers(0, 10**6))
-def test_all_layers_are_resident_where_they_fit(
-    layers: list[int], need: ReservedMemory, more: int, host: int
-) -> None:
+def test_all_layers_are_resident_if_they_fit(layers, need, more, host):
     plan = place_layers(layers, need, MemoryBudget(sum(layers) + need.total + more, host))
     assert plan.tiers == ("device",) * len(layers)
     assert plan.n_slots == 0
@@ -117,12 +109,8 @@ def test_all_layers_are_resident_where_they_fit(
 
 
 @given(n=st.integers(3, 90), nbytes=st.integers(1, 10**6), need=NEED, fits=st.integers(2, 88))
-def test_what_is_not_needed_for_slots_holds_layers(
-    n: int, nbytes: int, need: ReservedMemory, fits: int
-) -> None:
-    """Of equal layers, `fits` of which fit: two or three are slots, and every other one is
-    resident.
-    """
+def test_spare_memory_holds_layers(n, nbytes, need, fits):
+    """Of equal layers `fits` fit: two or three are slots, and the others are resident."""
     assume(fits < n)
     plan = place_layers([nbytes] * n, need, MemoryBudget(need.total + fits * nbytes + nbytes // 2))
     assert plan.n_slots == min(3, fits)
@@ -130,9 +118,7 @@ def test_what_is_not_needed_for_slots_holds_layers(
 
 
 @given(layers=LAYERS, need=NEED, share=st.floats(0, 1), host=st.floats(0, 1.2))
-def test_a_pass_moves_what_is_not_resident_and_computes_all(
-    layers: list[int], need: ReservedMemory, share: float, host: float
-) -> None:
+def test_pass_moves_streamed_layers_and_computes_all(layers, need, share, host):
     budget = least_budget(layers, need) + int(share * sum(layers))
     card = host > 0
     plan = place_layers(
@@ -148,7 +134,7 @@ def test_a_pass_moves_what_is_not_resident_and_computes_all(
 
 
 @given(n=st.integers(1, 100), k=st.integers(0, 100))
-def test_spread_numbers_are_as_even_as_they_can_be(n: int, k: int) -> None:
+def test_spread_is_as_even_as_possible(n, k):
     assume(k <= n)
     picked = sorted(spread(n, k))
     assert len(picked) == k
@@ -162,9 +148,7 @@ def test_spread_numbers_are_as_even_as_they_can_be(n: int, k: int) -> None:
 
 
 @given(n=st.integers(3, 90), fits=st.integers(2, 88), hosted=st.integers(0, 90))
-def test_resident_layers_and_layers_of_the_host_are_spread_evenly(
-    n: int, fits: int, hosted: int
-) -> None:
+def test_resident_and_host_layers_are_spread_evenly(n, fits, hosted):
     assume(fits < n)
     plan = place_layers([100] * n, ReservedMemory(0, 0, 0), MemoryBudget(fits * 100, hosted * 100))
     for tiers, tier in (
@@ -217,9 +201,7 @@ def _used(plan: dict[str, Any]) -> int:
     return sum(plan["reserved"].values()) + resident + plan["n_slots"] * max(plan["layer_nbytes"])
 
 
-def test_the_command_line_plans_within_the_budget_and_names_the_smallest(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_command_stays_within_the_budget_and_names_the_smallest(checkpoint, capsys):
     code, found, err = _plan(capsys, checkpoint, "--device-memory", "1")
     assert (code, found) == (2, {})
     assert err.startswith("error: ")
@@ -241,9 +223,7 @@ def test_the_command_line_plans_within_the_budget_and_names_the_smallest(
     assert counts == [0, 1, 2, 3, 7]
 
 
-def test_a_plan_for_people_names_every_part(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_table_names_every_part(checkpoint, capsys):
     plain = [
         "--model",
         str(checkpoint),

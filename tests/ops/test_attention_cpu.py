@@ -23,7 +23,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 LEVELS = range(4)
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
+]
 
 
 @pytest.fixture(params=LEVELS)
@@ -75,7 +78,7 @@ class Case:
     def attend(
         self, level: int, n_threads: int = 1, rows: range | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of some nodes, whose attention is computed together."""
+        """Return output and log-sum-exp of some nodes, computed together."""
         rows = rows or range(len(self.q))
         mask = self.tree.mask(rows.start, rows.stop, self.n_before).within(self.window)
         n_keys = self.n_before + rows.stop
@@ -87,14 +90,14 @@ class Case:
     def of(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, level: int, n_threads: int
     ) -> tuple[Tensor, Tensor]:
-        """Attention with these scores' scale and cap."""
+        """Run attention with the scale and cap of this case."""
         scale = self.q.shape[2] ** -0.5
         return attention_cpu.tree_attention(
             q, k, v, mask, scale, self.softcap, None, level, n_threads
         )
 
     def decoded(self, node: int, level: int, n_threads: int) -> tuple[Tensor, Tensor]:
-        """What plain decoding computes at a node: one row, behind the keys of its path in order."""
+        """Compute a node as plain decoding does: one row after the keys of its path in order."""
         path = [0, *self.tree.path_to(node)]
         places = [*range(self.n_before), *(self.n_before + one for one in path)]
         mask = make_tree_mask(np.array([-1]), 0, len(places) - 1).within(self.window)
@@ -129,7 +132,7 @@ def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_is_that_of_float64(level: int, dtype: torch.dtype) -> None:
+def test_attention_equals_float64(level, dtype):
     for seed in range(6):
         case = Case.random(seed, dtype)
         out, lse = case.attend(level, n_threads=1 + seed % 2)
@@ -139,7 +142,7 @@ def test_attention_is_that_of_float64(level: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tree_attends_bit_for_bit_as_plain_decoding(level: int, dtype: torch.dtype) -> None:
+def test_tree_attention_equals_plain_decoding_bit_for_bit(level, dtype):
     for seed in range(6):
         case = Case.random(seed, dtype)
         out, lse = case.attend(level, n_threads=1 + seed % 2)
@@ -150,11 +153,8 @@ def test_a_tree_attends_bit_for_bit_as_plain_decoding(level: int, dtype: torch.d
             )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 40, 129])
-def test_parts_of_a_prompt_attend_bit_for_bit_as_all_of_it(
-    level: int, dtype: torch.dtype, window: int | None
-) -> None:
+@pytest.mark.parametrize(("dtype", "window"), zip(DTYPES, (None, 40, 129), strict=True))
+def test_chunked_prompt_attention_equals_whole_bit_for_bit(level, dtype, window):
     torch.manual_seed(0)
     n = 300
     dim = 32
@@ -177,12 +177,8 @@ def test_parts_of_a_prompt_attend_bit_for_bit_as_all_of_it(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_rows_that_a_node_does_not_see_are_not_read_for_it(
-    level: int, dtype: torch.dtype, poison: float
-) -> None:
-    """All keys and values but those of its path, and of its window, are poisoned for one node after
-    the other.
-    """
+def test_invisible_rows_are_not_read(level, dtype, poison):
+    """Poison all keys and values except those of a node's path and window."""
     for seed in range(4):
         case = Case.random(seed, dtype)
         expected = case.attend(level)
@@ -199,14 +195,14 @@ def test_rows_that_a_node_does_not_see_are_not_read_for_it(
             assert_same((got[0][node], got[1][node]), (expected[0][node], expected[1][node]))
 
 
-def test_what_is_seen_and_is_no_number_is_no_number_in_the_output(level: int) -> None:
+def test_visible_nan_reaches_the_output(level):
     case = Case.random(1, torch.float32)
     case.k[:, 0] = math.nan
     out, _ = case.attend(level)
     assert out.isnan().all()
 
 
-def test_many_keys_of_few_heads_are_divided_among_threads(level: int) -> None:
+def test_threads_share_many_keys_of_a_few_heads(level):
     torch.manual_seed(0)
     for dtype in DTYPES:
         q, k, v = (
@@ -219,7 +215,7 @@ def test_many_keys_of_few_heads_are_divided_among_threads(level: int) -> None:
         assert_same(one, four)
 
 
-def test_sinks_take_their_share(level: int) -> None:
+def test_sinks_equal_the_definition(level):
     case = Case.random(1, torch.float32)
     mask = case.tree.mask(0, len(case.q), case.n_before).within(case.window)
     for sinks in (torch.randn(case.q.shape[1]), torch.full((case.q.shape[1],), 60.0)):
@@ -235,10 +231,8 @@ def test_sinks_take_their_share(level: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 9])
-def test_parts_of_the_keys_are_joined_to_all(dtype: torch.dtype, window: int | None) -> None:
-    """Keys and values lie side by side, as rows beyond the device do; a row may see nothing of a
-    part.
-    """
+def test_parts_of_the_keys_merge_to_all(dtype, window):
+    """Keys and values are interleaved like offloaded rows; a row may see no key of a part."""
     torch.manual_seed(0)
     n = 12
     n_before = 50
@@ -264,9 +258,7 @@ def test_parts_of_the_keys_are_joined_to_all(dtype: torch.dtype, window: int | N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 5, 40, 64, 301])
-def test_norms_and_gates_of_rows_together_are_those_of_each_row(
-    level: int, dtype: torch.dtype, dim: int
-) -> None:
+def test_norms_and_gates_do_not_depend_on_the_batch(level, dtype, dim):
     """In rows of a wider tensor, too, and close to the plain reference."""
     torch.manual_seed(dim)
     n = 300
@@ -306,7 +298,7 @@ def test_norms_and_gates_of_rows_together_are_those_of_each_row(
     assert torch.equal(changed, added)
 
 
-def test_gates_of_extreme_numbers(level: int) -> None:
+def test_gates_of_extreme_numbers(level):
     gate = torch.tensor(
         [[-math.inf, -1e4, -100.0, -88.5, -1e-30, 0.0, 88.5, 1e4, math.inf, math.nan]]
     )

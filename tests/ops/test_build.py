@@ -1,4 +1,4 @@
-"""Building csrc/ where it is to run: once, under a name that tells its sources, and never half."""
+"""Builds of csrc/ at runtime: once, under a name derived from the sources, and never partially."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.pretended_card import pretended_card
+from support.fake_gpu import fake_gpu
 from support.processes import is_soon_over, is_written
 
 from offload_rt.ops import build, extension
@@ -55,9 +55,7 @@ def calls(folder: Path) -> list[int]:
     )
 
 
-def test_a_library_is_built_once_below_the_cache_and_says_so(
-    folders: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_library_is_built_once_in_the_cache(folders, capfd):
     with ThreadPoolExecutor(2) as pool:  # the second waits for the first
         paths = {one.result() for one in [pool.submit(find, TINY) for _ in range(2)]}
     assert len(calls(folders)) == 1
@@ -67,9 +65,7 @@ def test_a_library_is_built_once_below_the_cache_and_says_so(
     assert ctypes.CDLL(str(path)).answer() == 42
 
 
-def test_other_sources_flags_or_another_torch_are_another_library(
-    folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_depends_on_sources_flags_and_torch(folders, monkeypatch):
     names = [TINY.file, replace(TINY, arguments=("-O0", *TINY.arguments)).file]
     (folders / "csrc" / "tiny.h").write_text("// new")
     names.append(TINY.file)
@@ -78,7 +74,7 @@ def test_other_sources_flags_or_another_torch_are_another_library(
     assert len(set(names)) == 4
 
 
-def test_what_was_built_into_the_package_is_taken_first(folders: Path) -> None:
+def test_library_of_the_package_has_priority(folders):
     everywhere = replace(TINY, name="everywhere")
     here = replace(TINY, name="here")
     (folders / "package" / everywhere.file).write_bytes(b"")
@@ -86,7 +82,7 @@ def test_what_was_built_into_the_package_is_taken_first(folders: Path) -> None:
     assert calls(folders) == []
 
 
-def test_a_build_that_fails_is_told_and_not_tried_again(folders: Path) -> None:
+def test_failed_build_is_reported_and_not_repeated(folders):
     compiler(folders, "echo out of luck; exit 1")
     with pytest.raises(NotBuilt, match=r"compiler failed: see (.+\.log)") as caught:
         find(TINY)
@@ -100,10 +96,8 @@ def test_a_build_that_fails_is_told_and_not_tried_again(folders: Path) -> None:
     assert find(TINY).exists()
 
 
-def test_a_compiler_is_found_outside_of_the_path(
-    folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of pip, of the system, on the path, of CUDA_PATH, of CUDA_HOME: the later ones go first."""
+def test_nvcc_is_found_outside_of_path(folders, monkeypatch):
+    """Search order: pip, system, PATH, CUDA_PATH, CUDA_HOME; later places have priority."""
     homes = [
         folders / "nvidia" / "cu13",
         folders / "system",
@@ -125,9 +119,7 @@ def test_a_compiler_is_found_outside_of_the_path(
         assert build.find_compiler("nvcc") == str(home / "bin" / "nvcc")
 
 
-def test_without_a_compiler_or_a_place_there_is_a_reason(
-    folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_compiler_or_folder_has_a_reason(folders, monkeypatch):
     with pytest.raises(NotBuilt, match="no-such-compiler not found"):
         find(replace(TINY, compiler="no-such-compiler"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folders / "csrc" / "tiny.cpp"))
@@ -135,9 +127,7 @@ def test_without_a_compiler_or_a_place_there_is_a_reason(
         find(TINY)
 
 
-def test_an_interrupt_ends_the_compiler_and_leaves_nothing_behind(
-    folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_ends_the_compiler_and_leaves_no_file(folders, monkeypatch):
     def interrupted(*_: object, **__: object) -> None:
         while not is_written(folders / "calls"):
             time.sleep(0.01)
@@ -152,7 +142,7 @@ def test_an_interrupt_ends_the_compiler_and_leaves_nothing_behind(
     assert find(TINY).exists()  # it is no build that failed
 
 
-def test_an_interrupted_compiler_is_a_build_that_failed(folders: Path) -> None:
+def test_interrupted_compiler_is_a_failed_build(folders):
     compiler(folders, "kill -KILL $$")
     with pytest.raises(NotBuilt, match="compiler failed"):
         find(TINY)
@@ -163,7 +153,7 @@ def test_an_interrupted_compiler_is_a_build_that_failed(folders: Path) -> None:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch says that there are cards of 8.9 and 12.0."""
+    """Make torch report devices of compute capability 8.9 and 12.0."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 9), (12, 0)].__getitem__)
@@ -172,9 +162,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("release", [12.7, 12.8])
-def test_kernels_are_built_for_the_cards_that_are_there(
-    card: None, folders: Path, monkeypatch: pytest.MonkeyPatch, release: float
-) -> None:
+def test_kernels_are_built_for_the_present_devices(card, folders, monkeypatch, release):
     """For 12.0 by a compiler that knows it; else the card compiles the PTX of 9.0."""
     compiler(folders, f"echo Cuda compilation tools, release {release}, V{release}.61")
     (folders / "bin" / "compiler").rename(folders / "bin" / "nvcc")
@@ -192,16 +180,14 @@ def test_kernels_are_built_for_the_cards_that_are_there(
     assert codes[2] == {f"-gencode=arch=compute_{a},code={b}" for a, b in pairs}
 
 
-def test_kernels_that_load_and_do_not_run_are_missing(
-    card: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those of a compiler that is newer than the driver."""
+def test_kernels_that_load_but_fail_are_missing(card, monkeypatch):
+    """For example kernels of a compiler newer than the driver."""
 
     def failed(*_: object) -> None:
         raise RuntimeError("launch of a kernel: CUDA driver version is insufficient\nmore")
 
     missing = extension.missing
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(extension, "missing", missing)
         monkeypatch.setattr(extension, "kernels", lambda: SimpleNamespace(silu_mul=failed))
         monkeypatch.setattr(build, "find", lambda *_: Path("library"))
@@ -210,9 +196,7 @@ def test_kernels_that_load_and_do_not_run_are_missing(
         assert "CUDA driver version is insufficient; update the driver" in extension.missing()
 
 
-def test_a_card_without_kernels_says_what_is_lost(
-    card: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_without_kernels_reports_the_loss(card, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert extension.missing() == "nvcc not found"
     monkeypatch.setattr(extension, "serves", lambda x: False)

@@ -21,9 +21,9 @@ from offload_rt.ops.dequantize import (
 )
 
 
-@pytest.fixture(scope="module", params=["emulated", "card"])
+@pytest.fixture(scope="module", params=["emulated", pytest.param("card", marks=pytest.mark.cuda)])
 def library(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """The name of the built kernels in torch.ops, and the device they take."""
+    """Name of the kernel library in torch.ops, and its device."""
     if request.param == "emulated":
         return emulated.load(), "cpu"
     if extension.missing():
@@ -32,7 +32,7 @@ def library(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 def arguments(kind: str, seed: int, dtype: torch.dtype, device: str) -> list:
-    """What the op takes, out last."""
+    """Arguments of the op, `out` last."""
     codes, scales, zeros, groups, packing, shape = case(kind, seed)
     codes = codes.view(torch.uint8) if kind == "float8" else codes
     tensors = [one if one is None else one.to(device) for one in (codes, scales, zeros, groups)]
@@ -41,7 +41,7 @@ def arguments(kind: str, seed: int, dtype: torch.dtype, device: str) -> list:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kernel_gives_the_bits_of_the_reference(library: tuple[str, str], kind: str) -> None:
+def test_kernel_equals_the_reference_bit_for_bit(library, kind):
     op = getattr(torch.ops, library[0]).dequantize
     for seed in range(24):
         *args, packing, shape = case(kind, seed)
@@ -53,7 +53,7 @@ def test_the_kernel_gives_the_bits_of_the_reference(library: tuple[str, str], ki
             assert_equal(given[-1].cpu(), expected)
 
 
-def test_what_torch_knows_of_the_op(library: tuple[str, str]) -> None:
+def test_dequantize_op_passes_opcheck(library):
     args = arguments("columns", 3, torch.bfloat16, library[1])
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(
@@ -77,9 +77,7 @@ def test_what_torch_knows_of_the_op(library: tuple[str, str]) -> None:
         (9, lambda x: x.T, "out must be contiguous"),
     ],
 )
-def test_wrong_arguments_are_refused_with_a_reason(
-    library: tuple[str, str], place, change, message
-) -> None:
+def test_invalid_arguments_are_refused_with_a_reason(library, place, change, message):
     args = arguments("columns", 3, torch.bfloat16, library[1])
     args[place] = change(args[place])
     with pytest.raises(RuntimeError, match=message):
@@ -88,7 +86,7 @@ def test_wrong_arguments_are_refused_with_a_reason(
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_is_the_formula(kind: str, dtype: torch.dtype) -> None:
+def test_reference_equals_the_formula(kind, dtype):
     """One weight after the other, with Python's integers for the codes."""
     codes, scales, zeros, groups, packing, shape = case(kind, 9)
     out = torch.empty(shape, dtype=torch.float64)
@@ -119,8 +117,8 @@ def test_the_reference_is_the_formula(kind: str, dtype: torch.dtype) -> None:
             value = float(torch.tensor(value, dtype=torch.uint8).view(torch.float8_e4m3fn))
         at = [row // packing.block[0], column // packing.block[1]]
         if groups is not None:
-            at[0 if packing.groups_rows else 1] = int(
-                groups[row if packing.groups_rows else column]
+            at[0 if packing.is_transposed else 1] = int(
+                groups[row if packing.is_transposed else column]
             )
         zero = packing.offset if zeros is None else int(zeros[tuple(at)])
         expected = torch.tensor(value - zero, dtype=torch.float64) * scales[tuple(at)].double()
@@ -132,16 +130,14 @@ def test_the_reference_is_the_formula(kind: str, dtype: torch.dtype) -> None:
 # The blocks of GGUF
 
 
-def test_the_types_are_those_that_transformers_reads() -> None:
+def test_supported_types_are_those_of_transformers():
     theirs = {GGML_NAME[number]: (number, *GGML_BLOCK[number]) for number in GGML_BLOCK}
     ours = {name: (block.number, block.n, block.size) for name, block in BLOCKS.items()}
     assert {name: block for name, block in ours.items() if name not in ("Q5_0", "Q5_1")} == theirs
 
 
 @pytest.mark.parametrize("name", KERNEL_BLOCKS)
-def test_the_kernel_gives_the_bits_of_the_reference_for_blocks(
-    library: tuple[str, str], name: str
-) -> None:
+def test_block_kernel_equals_the_reference_bit_for_bit(library, name):
     op = getattr(torch.ops, library[0]).dequantize_blocks
     kind = list(KERNEL_BLOCKS).index(name)
     for seed in range(4):
@@ -167,9 +163,7 @@ def test_the_kernel_gives_the_bits_of_the_reference_for_blocks(
         (2, lambda x: x.double(), "out must be float32"),
     ],
 )
-def test_wrong_blocks_are_refused_with_a_reason(
-    library: tuple[str, str], place, change, message
-) -> None:
+def test_invalid_blocks_are_refused_with_a_reason(library, place, change, message):
     blocks, shape = random_blocks("Q4_K", 1)
     args = [
         blocks.to(library[1]),
@@ -181,7 +175,7 @@ def test_wrong_blocks_are_refused_with_a_reason(
         getattr(torch.ops, library[0]).dequantize_blocks(*args)
 
 
-def test_types_without_a_kernel_are_what_transformers_makes_of_them() -> None:
+def test_types_without_kernel_equal_transformers():
     """In any dtype, some rows at a time."""
     blocks, shape = random_blocks("IQ2_XS", 2)
     for dtype in (*FLOATS, torch.float64):
@@ -192,7 +186,7 @@ def test_types_without_a_kernel_are_what_transformers_makes_of_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["Q5_0", "Q5_1"])
-def test_five_bits_are_those_of_the_formula(name: str) -> None:
+def test_five_bit_types_equal_the_formula(name):
     """y[i] = (x[i] - 16) * d, or x[i] * d + m; the fifth bit of x[i] is bit i of 32, its others are
     nibbles i % 16.
     """
@@ -219,7 +213,7 @@ def test_five_bits_are_those_of_the_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_llama_cpps_own_package_gives_the_same(name: str) -> None:
+def test_gguf_package_gives_the_same_values(name):
     gguf = pytest.importorskip("gguf")
     blocks, shape = random_blocks(name, 3)
     out = torch.empty(shape)

@@ -1,5 +1,5 @@
-"""The kernels against their plain torch references: emulated on a CPU thread by thread, and on a
-card where there is one.
+"""Kernels compared with their torch references: emulated on the CPU thread by thread, and on a
+device if available.
 """
 
 import random
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import emulated
-from support.recorded import record
+from support.fake_gpu import record_graph
 from support.tiny import random_tree
 
 from offload_rt import ops
@@ -24,7 +24,7 @@ from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 @dataclass(frozen=True)
 class Kernels:
-    """Where the kernels are, and the device whose tensors they take."""
+    """A kernel library and its device."""
 
     library: str
     device: str
@@ -33,7 +33,7 @@ class Kernels:
         return getattr(getattr(torch.ops, self.library), name)
 
 
-@pytest.fixture(scope="module", params=["emulated", "card"])
+@pytest.fixture(scope="module", params=["emulated", pytest.param("card", marks=pytest.mark.cuda)])
 def kernels(request):
     if request.param == "card":
         if extension.missing():
@@ -74,10 +74,9 @@ class Case:
 
 
 def inputs(case, device):
-    """q, k, v as views into larger stores in which everything else is NaN, and the parents of the
-    tree.
+    """Return q, k, v as views into larger stores of NaN, and the parents of the tree.
 
-    k and v have n_spare columns for keys that are not there; NaN too.
+    k and v have `n_spare` extra columns of NaN.
     """
     generator = torch.Generator().manual_seed(case.seed)
     n_rows = case.first + case.n
@@ -102,8 +101,8 @@ def inputs(case, device):
 
 
 def mask_of(case, parents, n_most=0):
-    """What the kernel takes of a tree that might have `n_most` keys: masks, depths, those of the
-    keys, extent.
+    """Return the kernel's mask arguments for a tree with up to `n_most` keys: masks, depths, key
+    depths, extent.
     """
     bits, depths = map(torch.from_numpy, packed_ancestors(parents.numpy()))
     rows = slice(case.first, case.first + case.n)
@@ -180,9 +179,7 @@ def test_tree_attention(kernels, case):
 # tests/support/cuda_on_cpu/cuda_runtime.h.
 @pytest.mark.parametrize("card", [0, 1, 2])
 @pytest.mark.parametrize("dim", [64, 96, 128])
-def test_tree_attention_of_many_rows_on_cards_with_more_and_less_shared_memory(
-    kernels, monkeypatch, dim, card
-):
+def test_tree_attention_of_many_rows_with_various_shared_memory(kernels, monkeypatch, dim, card):
     if kernels.device != "cpu":
         pytest.skip("a card has the shared memory it has")
     monkeypatch.setenv("CUDA_ON_CPU_CARD", str(card))
@@ -208,7 +205,7 @@ def assert_attention(found, q, k, v, mask):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_tree_attention_where_more_keys_and_rows_might_be(kernels, seed):
+def test_tree_attention_with_spare_keys_and_rows(kernels, seed):
     """As in a captured pass: the device knows how many keys there are; rows left over look at the
     prefix, or nowhere.
     """
@@ -228,8 +225,8 @@ def test_tree_attention_where_more_keys_and_rows_might_be(kernels, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_captured_call_serves_other_trees(kernels, seed):
-    """With fewer keys before them, and fewer rows above those that look."""
+def test_captured_tree_attention_serves_other_trees(kernels, seed):
+    """With a shorter prefix and a smaller first row."""
     long = replace(random_case(200 + seed), n_before=700, first=40)
     short = replace(long, n_before=31, first=3, n_spare=706, seed=long.seed + 1)
     cases = []
@@ -244,7 +241,7 @@ def test_a_captured_call_serves_other_trees(kernels, seed):
         found.append(kernels.tree_attention(*at_capture, long.window, long.dim**-0.5))
 
     compute()
-    replay = (record if kernels.device == "cpu" else CudaCapture())(compute)
+    replay = (record_graph if kernels.device == "cpu" else CudaCapture())(compute)
     for place, new in zip(at_capture, other, strict=True):
         place.copy_(new)
     replay()
@@ -252,7 +249,7 @@ def test_a_captured_call_serves_other_trees(kernels, seed):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_two_parts_of_the_keys_join_to_the_whole(kernels, seed):
+def test_two_parts_of_the_keys_merge_to_the_whole(kernels, seed):
     """Cut anywhere before the tree; a window may leave a row nothing of a part."""
     draw = random.Random(seed)
     case = replace(random_case(300 + seed), n_before=draw.choice([65, 128, 700]))
@@ -276,7 +273,7 @@ def test_two_parts_of_the_keys_join_to_the_whole(kernels, seed):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_dense_mask(seed):
+def test_dense_mask(seed):
     """The mask of the reference, against the plain definition."""
     case = random_case(seed)
     parents = parents_of(case.first + case.n, seed)
@@ -434,10 +431,8 @@ def test_verify(kernels, kernel):
 @pytest.mark.parametrize(
     "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
 )
-def test_verify_where_next_to_nothing_is_left(kernels, kernel, is_sampled):
-    """Of the draft without its first child's token, or of the target where that is rejected: less
-    than float32 tells from 0.
-    """
+def test_verify_with_almost_no_residual(kernels, kernel, is_sampled):
+    """The residual of the draft or of the target is below float32 resolution."""
     probs, target = torch.zeros(2, 1, 3001)
     if is_sampled:
         # One thread adds these up, to 1.
@@ -457,7 +452,7 @@ def test_verify_where_next_to_nothing_is_left(kernels, kernel, is_sampled):
 
 
 def spread(likely, vocabulary=3001):
-    """A distribution with some tokens' probabilities; the others share the rest."""
+    """Return a distribution with given probabilities of some tokens and a uniform rest."""
     probs = torch.full((vocabulary,), (1 - sum(likely.values())) / (vocabulary - len(likely)))
     for token, prob in likely.items():
         probs[token] = prob
@@ -490,7 +485,7 @@ IN_PARTS = {
 
 
 @pytest.mark.parametrize("case", IN_PARTS.values(), ids=IN_PARTS)
-def test_verify_by_blocks_of_which_one_is_ahead(kernels, case):
+def test_verify_with_blocks_in_any_order(kernels, case):
     kernel, parents, tokens, deterministic, likely, drafted_likely, noise, end = case
     nodes = range(len(parents))
     target, draft = (
@@ -509,7 +504,7 @@ def test_verify_by_blocks_of_which_one_is_ahead(kernels, case):
 @pytest.mark.parametrize(
     "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
 )
-def test_verify_accepts_the_second_of_two_equal_deterministic_siblings_never(kernels, kernel):
+def test_verify_rejects_the_second_of_two_equal_siblings(kernels, kernel):
     target = torch.full((3, 2000), 0.5 / 1999)
     target[:, 7] = 0.5
     nothing = SampledNodes(np.zeros(3, dtype=bool), target[:0], np.full(3, -1))
@@ -523,8 +518,8 @@ def test_verify_accepts_the_second_of_two_equal_deterministic_siblings_never(ker
     assert ends == [0, 1]
 
 
-def test_the_bonus_at_the_ends_of_the_distribution(kernels):
-    """Noise of 0, of almost 1, and distributions whose tokens lie at the ends."""
+def test_bonus_at_the_ends_of_the_distribution(kernels):
+    """Noise of 0 and almost 1, and distributions on the first or last token."""
     root = [torch.tensor(x, device=kernels.device) for x in ([0, 0], [], [7], [False], [-1])]
     root[1], root[3] = root[1].long(), root[3].bool()
     for vocabulary in (1, 33, 2500):
@@ -678,7 +673,7 @@ OPS = (
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_what_torch_knows_of_an_op(kernels, name):
+def test_kernel_ops_pass_opcheck(kernels, name):
     # The schema's check clones pinned memory into unpinned memory, of which a kernel on a card
     # cannot read.
     is_pinned = name == "transfer" and kernels.device == "cuda"
@@ -722,7 +717,7 @@ def test_what_torch_knows_of_an_op(kernels, name):
         ("verify", 6, lambda x: x.double(), "target has the wrong dtype"),
     ],
 )
-def test_wrong_arguments_are_refused_with_a_reason(kernels, name, place, change, message):
+def test_invalid_arguments_are_refused_with_a_reason(kernels, name, place, change, message):
     args = list(samples(kernels.device)[name])
     args[place] = change(args[place])
     with pytest.raises(RuntimeError, match=message):

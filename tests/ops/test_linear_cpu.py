@@ -4,7 +4,6 @@ that this machine has.
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +28,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PREFERS_TORCH = linear_module.prefers_torch
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs a C++ compiler")
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(cpu.library() is None, reason="needs a C++ compiler"),
+]
 
 
 @pytest.fixture(params=range(4), ids=("portable", "avx2", "avx512", "avx512bf16"))
@@ -55,7 +57,7 @@ def coded(kind: str, seed: int) -> tuple[CodedMatrix, Tensor]:
     zero_codes = None
     if zeros is not None:
         zero_codes = ZeroCodes(zeros.to(torch.int8), "plain")
-    values = stored.T if packing.groups_rows else stored
+    values = stored.T if packing.is_transposed else stored
     matrix = CodedMatrix(
         tuple(values.shape), packing, codes, scales, zero_codes, groups, scales.dtype
     )
@@ -81,7 +83,7 @@ def unsigned_zeros_fit(kind: str, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unpacked_codes_equal_the_reference_bit_for_bit(level: int, kind: str) -> None:
+def test_unpacked_codes_equal_the_reference_bit_for_bit(level, kind):
     for seed in range(15):
         if not unsigned_zeros_fit(kind, seed):
             continue
@@ -90,7 +92,7 @@ def test_unpacked_codes_equal_the_reference_bit_for_bit(level: int, kind: str) -
         for dtype in FLOATS:
             expected = torch.empty(shape, dtype=dtype)
             reference_dequantize(codes, scales, zeros, groups, packing, expected)
-            expected = expected.T if packing.groups_rows else expected
+            expected = expected.T if packing.is_transposed else expected
             assert_equal(
                 dequantize(matrix, torch.empty(matrix.shape, dtype=dtype)), expected.contiguous()
             )
@@ -100,7 +102,7 @@ def test_unpacked_codes_equal_the_reference_bit_for_bit(level: int, kind: str) -
 
 
 @pytest.mark.parametrize("name", KERNEL_BLOCKS)
-def test_unpacked_blocks_equal_the_reference_bit_for_bit(level: int, name: str) -> None:
+def test_unpacked_blocks_equal_the_reference_bit_for_bit(level, name):
     for seed in range(6):
         blocks, shape = random_blocks(name, seed)
         matrix = BlockMatrix(shape, blocks, name)
@@ -111,7 +113,7 @@ def test_unpacked_blocks_equal_the_reference_bit_for_bit(level: int, name: str) 
 
 
 @pytest.mark.parametrize("order", ["rows", "columns", "awq"])
-def test_packed_zero_points_equal_unpacked_zero_points(level: int, order: str) -> None:
+def test_packed_zero_points_equal_unpacked_zero_points(level, order):
     """In the stored order of AWQ, GPTQ and compressed-tensors, with a number added modulo
     2^bits.
     """
@@ -125,7 +127,9 @@ def test_packed_zero_points_equal_unpacked_zero_points(level: int, order: str) -
     }
     packing = replace(matrix.packing, bits=4)
     stored = matrix.shape[::-1] if matrix.is_transposed else matrix.shape
-    codes = torch.randint(-(1 << 31), 1 << 31, packing.words(*stored), generator=generator).int()
+    codes = torch.randint(
+        -(1 << 31), 1 << 31, packing.code_shape(*stored), generator=generator
+    ).int()
     zeros = torch.randint(-(1 << 31), 1 << 31, words[order], generator=generator).int()
     for plus in (0, 1):
         packed = replace(
@@ -138,7 +142,7 @@ def test_packed_zero_points_equal_unpacked_zero_points(level: int, order: str) -
         assert_equal(mine, expected)
 
 
-def test_scales_that_are_powers_of_two_cover_all_exponents(level: int) -> None:
+def test_scales_that_are_powers_of_two_cover_all_exponents(level):
     matrix, _ = coded("e2m1", 4)
     scales = (
         torch.arange(matrix.scales.numel())
@@ -161,7 +165,7 @@ def test_scales_that_are_powers_of_two_cover_all_exponents(level: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_products_of_codes_equal_products_of_their_values(level: int, dtype: torch.dtype) -> None:
+def test_products_of_codes_equal_products_of_their_values(level, dtype):
     n_compared = 0
     cases = [
         (coded, kind, seed) for kind in KINDS for seed in range(6) if unsigned_zeros_fit(kind, seed)
@@ -185,9 +189,7 @@ def test_products_of_codes_equal_products_of_their_values(level: int, dtype: tor
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("stored", FLOATS)
-def test_dense_products_equal_float64_products(
-    level: int, dtype: torch.dtype, stored: torch.dtype
-) -> None:
+def test_dense_products_equal_float64_products(level, dtype, stored):
     for n_out, n_in in ((1, 1), (7, 3), (33, 1000), (100, 2048), (257, 1544)):
         weight = torch.randn(n_out, n_in).to(stored)
         x = torch.randn(29, n_in).to(dtype)
@@ -197,10 +199,8 @@ def test_dense_products_equal_float64_products(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_row_has_the_same_bits_in_any_company(level: int, dtype: torch.dtype) -> None:
-    """Whatever the number of rows before and after it, the threads, and the share of the
-    outputs.
-    """
+def test_row_bits_do_not_depend_on_the_batch(level, dtype):
+    """Independent of other rows, of threads and of the division of outputs."""
     weights: list = [
         torch.randn(n_out, n_in).to(dtype) for n_out, n_in in ((7, 3), (50, 1000), (300, 1536))
     ]
@@ -218,7 +218,7 @@ def test_a_row_has_the_same_bits_in_any_company(level: int, dtype: torch.dtype) 
             assert_equal(linear(x[:3], weight[5:9]), full[:3, 5:9].contiguous())
 
 
-def test_inputs_may_be_strided_and_have_more_dimensions(level: int) -> None:
+def test_inputs_can_be_strided_and_have_more_dimensions(level):
     weight = torch.randn(10, 24)
     x = torch.randn(4, 6, 48)
     torch.testing.assert_close(linear(x[..., 24:], weight), x[..., 24:] @ weight.T)
@@ -226,7 +226,7 @@ def test_inputs_may_be_strided_and_have_more_dimensions(level: int) -> None:
     assert linear(x[:0, 0, :24], weight).shape == (0, 10)
 
 
-def test_gradients_flow_where_they_are_asked_for() -> None:
+def test_gradients_flow_if_required():
     weight = torch.randn(10, 24)
     x = torch.randn(4, 24, requires_grad=True)
     linear(x, weight).sum().backward()
@@ -234,9 +234,7 @@ def test_gradients_flow_where_they_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
-def test_without_the_library_products_are_the_same_up_to_rounding(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_without_the_library_differ_only_by_rounding(dtype, monkeypatch):
     monkeypatch.setattr(linear_cpu, "serves", lambda x, weight: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     tolerance = TOLERANCES.get(dtype, 1e-12)
@@ -254,7 +252,7 @@ def test_without_the_library_products_are_the_same_up_to_rounding(
         assert float(((linear(x, matrix, bias).double() - exact).abs() / size).max()) < tolerance
 
 
-def test_torch_multiplies_many_rows_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_multiplies_many_rows_if_faster(monkeypatch):
     rows: list[int] = []
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -271,9 +269,7 @@ def test_torch_multiplies_many_rows_where_it_is_faster(monkeypatch: pytest.Monke
     assert rows == [16, 300]
 
 
-def test_the_faster_product_is_measured_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_prefers_torch_is_measured_once(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured: list[torch.dtype] = []
     monkeypatch.setattr(
@@ -287,7 +283,7 @@ def test_the_faster_product_is_measured_once(
     assert measured == [torch.float32] * 2
 
 
-def test_the_slower_product_is_the_slower_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_prefers_the_faster_product(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(linear_module.time, "perf_counter", lambda: clock[0])
 

@@ -1,4 +1,4 @@
-"""What the plain references do in several ways is the same in all of them."""
+"""Alternative ways of the plain references give equal results."""
 
 import itertools
 
@@ -8,14 +8,14 @@ import torch
 from offload_rt import ops
 from offload_rt.ops import reference
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("heads", "groups", "n_keys"), [(8, 2, 1), (8, 2, 37), (8, 8, 37), (6, 1, 300)]
 )
-def test_one_row_attends_as_many_do(
-    dtype: torch.dtype, heads: int, groups: int, n_keys: int
-) -> None:
+def test_single_row_attention_equals_many_rows(dtype, heads, groups, n_keys):
     generator = torch.Generator().manual_seed(n_keys)
     q = 3 * torch.randn(1, heads, 64, generator=generator).to(dtype)
     k, v = (torch.randn(groups, n_keys, 64, generator=generator).to(dtype) for _ in range(2))
@@ -30,7 +30,7 @@ def test_one_row_attends_as_many_do(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("heads", "groups"), [(8, 2), (4, 4), (6, 1)])
-def test_parts_of_the_keys_join_to_the_whole(dtype: torch.dtype, heads: int, groups: int) -> None:
+def test_parts_of_the_keys_merge_to_the_whole(dtype, heads, groups):
     """Three parts in any order; rows that see nothing of one part, of two, and of all."""
     generator = torch.Generator().manual_seed(heads)
     q = 30 * torch.randn(5, heads, 64, generator=generator).to(dtype)
@@ -62,7 +62,7 @@ def test_parts_of_the_keys_join_to_the_whole(dtype: torch.dtype, heads: int, gro
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
-def test_heads_of_a_group_may_be_rows_of_one(groups: int) -> None:
+def test_grouped_heads_equal_rows_of_a_head(groups):
     generator = torch.Generator().manual_seed(groups)
     q = torch.randn(5, 8, 64, generator=generator)
     k, v = (torch.randn(groups, 23, 64, generator=generator) for _ in range(2))

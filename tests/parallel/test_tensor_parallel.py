@@ -1,5 +1,5 @@
-"""Ranks that divide the weights give what one gives alone. Here they are threads, and once the
-processes of torchrun.
+"""Ranks with divided weights give the results of one rank. Ranks are threads here, and processes of
+torchrun once.
 """
 
 import json
@@ -17,9 +17,9 @@ import pytest
 import torch
 from quantize import Choice, config_of, quantized, write
 from safetensors.torch import save_file
+from support.fake_gpu import fake_gpu
 from support.gguf_files import build
 from support.heads import few_tokens, random_head
-from support.pretended_card import pretended_card
 from support.quantized import id_of
 from support.thread_ranks import (
     MINE,
@@ -34,7 +34,6 @@ from support.tiny import (
     CASES,
     DRAFTERS,
     Pair,
-    Zoo,
     generate,
     keep_steady,
     measure_little,
@@ -89,7 +88,7 @@ def threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates that favour sidecars, on whatever machine."""
+    """Set rates that favour sidecars on any machine."""
     monkeypatch.setattr(link, "measured_rates", lambda *_: LinkRates(1.0, 100.0))
 
 
@@ -102,8 +101,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def quantised(folder: Path, choice: Choice | str | None, **sizes: Any) -> tuple[Path, Any]:
-    """A checkpoint in a format, of a Llama with rows that all formats divide into blocks; and the
-    model that it stands for.
+    """Write a Llama checkpoint in a format, with rows that every format divides into blocks; return
+    the exact model.
     """
     sizes = {
         "hidden_size": 256,
@@ -126,7 +125,7 @@ def quantised(folder: Path, choice: Choice | str | None, **sizes: Any) -> tuple[
 
 
 def streamed(path: Path, **settings: Any) -> EngineConfig:
-    """Settings with which layers come from the disk, however they are divided."""
+    """Settings that stream layers from disk with any division."""
     config = EngineConfig(
         str(path), device="cpu", drafter="none", max_model_len=64, dtype="float32", **settings
     )
@@ -154,13 +153,10 @@ def streamed(path: Path, **settings: Any) -> EngineConfig:
     ],
     ids=lambda choice: id_of(choice) or "dense",
 )  # fmt: skip
-def test_the_parts_of_a_matrix_are_the_whole(
-    tmp_path: Path, choice: Choice | None, dim: int
-) -> None:
-    """Whatever the format; or by inputs there are none, of act-order, ragged groups, and blocks
-    that run on row by row.
+def test_parts_of_a_matrix_join_to_the_whole(tmp_path, choice, dim):
+    """In every format. By inputs, act-order, ragged groups and continuous blocks are refused.
 
-    The scales of a part may begin within a block of nested ones.
+    The scales of a part may begin within a block of nested scales.
     """
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).bfloat16() / 10
     stored, exact = quantized({NAME: weight}, choice) if choice else ({NAME: weight},) * 2
@@ -192,10 +188,8 @@ def test_the_parts_of_a_matrix_are_the_whole(
 
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3-window"])
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_ranks_have_all_tensors_between_them(zoo: Zoo, name: str, is_exact: bool) -> None:
-    """Each byte once, but for norms and for heads of keys and values of which there are fewer than
-    ranks.
-    """
+def test_ranks_hold_all_tensors_together(zoo, name, is_exact):
+    """Each byte is held once, except norms and, with fewer heads than ranks, keys and values."""
     checkpoint = open_checkpoint(zoo.directory(name, 0))
     size = 4
     boards = [
@@ -227,14 +221,10 @@ def test_ranks_have_all_tensors_between_them(zoo: Zoo, name: str, is_exact: bool
 @pytest.mark.parametrize(
     "choice", ["plain", None, Choice("gptq"), Choice("nf4"), Choice("fp8"), "Q4_K"], ids=str
 )
-def test_a_rank_reads_and_holds_its_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: Choice | str | None
-) -> None:
-    """Of the bytes of all, counted where they are read: at most 1.03 of them over the ranks,
-    whatever the format.
+def test_rank_reads_and_holds_its_share(tmp_path, monkeypatch, choice):
+    """Reads of all ranks sum to at most 1.03 times the bytes of the layers, in every format.
 
-    As they lie in a plain checkpoint if they are divided by outputs, else where convert has put
-    them.
+    Plain checkpoints are divided by outputs; other formats use files of convert.
     """
     is_converted = choice != "plain"
     choice = None if choice == "plain" else choice
@@ -282,11 +272,11 @@ def test_a_rank_reads_and_holds_its_share(
 # What they compute
 
 
-@pytest.mark.parametrize("place", ["resident", "disk"])
 @pytest.mark.parametrize(
-    ("name", "size"), [("llama-biases", 2), ("qwen3-window", 4), ("llama-tied", 8)]
+    ("name", "size", "place"),
+    [("llama-biases", 2, "disk"), ("qwen3-window", 4, "resident"), ("llama-tied", 8, "disk")],
 )
-def test_greedy_tokens_are_transformers(zoo: Zoo, name: str, size: int, place: str) -> None:
+def test_greedy_tokens_equal_transformers(zoo, name, size, place):
     """With fewer heads of keys and values than ranks, too, and with fewer heads."""
     tokens = divided_tokens(
         size, zoo.directory(name, 0), prompt_of(0), 24, place=place, exact_parallel=place == "disk"
@@ -294,12 +284,14 @@ def test_greedy_tokens_are_transformers(zoo: Zoo, name: str, size: int, place: s
     assert tokens == zoo.greedy(name, 0)[:24]
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "olmo2", "phi3", "starcoder2"])
-@pytest.mark.parametrize("is_exact", [False, True])
-def test_models_of_transformers_are_divided_by_their_plan(
-    tmp_path: Path, kind: str, is_exact: bool
-) -> None:
-    """Heads of each rank, or the whole of fused and normed ones gathered; biases are added once."""
+@pytest.mark.parametrize(
+    ("kind", "is_exact"),
+    [("gemma2", False), ("olmo2", True), ("olmo2", False), ("phi3", True), ("starcoder2", False)],
+)
+def test_general_models_are_divided_by_their_plan(tmp_path, kind, is_exact):
+    """Separate heads per rank, or gathered outputs of fused and normed projections; biases are
+    added once.
+    """
     model = general_model(kind)
     model.save_pretrained(tmp_path)
     prompt = prompt_of(1, vocab_size=96)
@@ -328,9 +320,7 @@ def general_model(kind: str) -> Any:
     ("drafter", "is_exact"),
     [*((one, False) for one in DRAFTERS), ("adaptive_tree", True), ("self_window", True)],
 )
-def test_any_drafter_gives_the_targets_tokens(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, drafter: str, is_exact: bool
-) -> None:
+def test_every_drafter_gives_the_targets_tokens(pair, monkeypatch, drafter, is_exact):
     keep_steady(monkeypatch)
     prompt = prompt_of(2, 40)
     settings = pair.settings(drafter) | {"tree_depth": 4, "exact_parallel": is_exact}
@@ -346,9 +336,7 @@ def test_any_drafter_gives_the_targets_tokens(
 @pytest.mark.parametrize(
     ("split", "is_exact"), [("on", False), ("on", True), ("off", False), ("auto", False)]
 )
-def test_a_draft_model_may_be_divided_too(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, split: str, is_exact: bool
-) -> None:
+def test_draft_model_can_be_divided(pair, monkeypatch, split, is_exact):
     """With auto the levels are timed by all ranks."""
     keep_steady(monkeypatch)
     cut = []
@@ -368,7 +356,7 @@ def test_a_draft_model_may_be_divided_too(
     assert cut.count(draft) == (cut.count(target) if split != "off" else 0)
 
 
-def test_what_cannot_be_done_with_a_divided_draft_is_refused(pair: Pair) -> None:
+def test_divided_draft_refuses_unsupported_settings(pair):
     settings = pair.settings("adaptive_tree") | {"split_draft": "on", "learn_draft": "on"}
     with pytest.raises(
         SettingsError, match="--split-draft on: needs a whole draft model that does not learn"
@@ -382,8 +370,8 @@ def test_what_cannot_be_done_with_a_divided_draft_is_refused(pair: Pair) -> None
 def places(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, whole_s: float, *parts_s: float, **settings: Any
 ) -> list[str]:
-    """Where each rank plans to have the draft, if a level takes so long whole and by the parts of
-    the ranks.
+    """Return the place of the draft on each rank, for given seconds per level of the whole and the
+    divided draft.
     """
 
     def level_seconds(draft: DraftSpec, *_: Any) -> float:
@@ -425,9 +413,7 @@ def places(
         ((2.0, 1.0, 3.0), ["all", "nothing"]),  # by the slowest rank
     ],
 )
-def test_a_draft_is_where_levels_take_least(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], found: list[str]
-) -> None:
+def test_draft_placement_minimises_the_level_time(pair, monkeypatch, seconds, found):
     assert places(pair, monkeypatch, *seconds) == found
     assert places(pair, monkeypatch, *seconds, split_draft="on") == ["part", "part"]
     assert places(pair, monkeypatch, *seconds, split_draft="off") == ["all", "nothing"]
@@ -435,7 +421,7 @@ def test_a_draft_is_where_levels_take_least(
 
 
 def planned(pair: Pair, split: str, **settings: Any) -> Plan:
-    """What of all lies where on rank 0, with memory for all of it."""
+    """Return the placement of rank 0 with memory for all layers."""
     config = EngineConfig(
         str(pair.target),
         str(pair.draft),
@@ -454,9 +440,7 @@ def planned(pair: Pair, split: str, **settings: Any) -> Plan:
     return together(2, work)[0]
 
 
-def test_what_a_draft_takes_of_the_targets_room_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_placement_counts_the_memory_of_the_target(tmp_path, monkeypatch):
     """Drafted faster by rank 0 alone, which would have no room for slots then, would read some of
     its layers, or read more.
     """
@@ -486,9 +470,7 @@ def test_what_a_draft_takes_of_the_targets_room_counts(
     assert found == [["part", "part"], ["all", "nothing"]]
 
 
-def test_a_draft_that_cannot_be_divided_is_on_rank_0(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_indivisible_draft_is_on_rank_0(pair, tmp_path, monkeypatch):
     odd = save_pair(tmp_path, pair.model, CASES["llama"].build(6, intermediate_size=97))
     assert places(odd, monkeypatch, 2.0, 1.0, 1.0) == ["all", "nothing"]
     with pytest.raises(UnsupportedModelError, match="97 outputs"):
@@ -496,9 +478,7 @@ def test_a_draft_that_cannot_be_divided_is_on_rank_0(
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn"])
-def test_heads_of_rank_0_draft_with_tables_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_heads_of_rank_0_use_the_tables_of_all_ranks(tmp_path, monkeypatch, kind):
     keep_steady(monkeypatch)
     model = few_tokens()
     prompt = [3, 1, 4, 1, 5, 2, 6]
@@ -516,12 +496,8 @@ FORMATS: list[tuple[Choice | str, int, int]] = [
 
 
 @pytest.mark.parametrize(("choice", "o", "down"), FORMATS, ids=lambda one: id_of(one) or str(one))
-def test_formats_give_the_tokens_of_the_whole_and_are_cut_by_outputs_where_they_must_be(
-    tmp_path: Path, choice: Choice | str, o: int, down: int
-) -> None:
-    """Groups in any order, blocks longer than a part, and those that run on from row to row; matrix
-    by matrix.
-    """
+def test_formats_are_cut_by_outputs_where_required(tmp_path, choice, o, down):
+    """With groups in any order, blocks longer than a part, and continuous blocks."""
     path, model = quantised(tmp_path, choice, intermediate_size=256 if choice == "Q4_K" else 512)
     part = part_of(open_checkpoint(path), 0, 2, is_exact=False).spec
     assert isinstance(part, TensorParallelModel)
@@ -540,7 +516,7 @@ def convert_for_ranks(path: Path, *flags: str, size: int = 2) -> None:
 
 
 def prefer(monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
-    """Let one of the ways to divide layers on the disk be the faster one."""
+    """Make one division of disk layers the faster one."""
     monkeypatch.setattr(profile, "memory_gbps", lambda *_: 1.0)
     monkeypatch.setattr(
         RanksSpec,
@@ -552,13 +528,9 @@ def prefer(monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
 @pytest.mark.parametrize(
     "flags", [[], ["--link-format", "raw"], ["--exact-parallel"]], ids=" ".join
 )
-def test_ranks_stream_what_convert_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
-) -> None:
-    """In the bytes of `lossless`, and where asked for as they are; the tokens are those of the
-    whole.
-
-    Unless the other way is faster, which is told.
+def test_ranks_stream_converted_weights(tmp_path, monkeypatch, flags):
+    """Lossless or, on request, raw files give the tokens of the whole. A faster division without
+    files has priority and is reported.
     """
     path, model = quantised(tmp_path, None, num_hidden_layers=4)
     convert_for_ranks(path, *flags, "--sidecar", str(tmp_path))
@@ -597,12 +569,12 @@ def test_ranks_stream_what_convert_has_written(
     )
 
 
-@pytest.mark.parametrize("flags", [[], ["--link-format", "raw"]], ids=" ".join)
-@pytest.mark.parametrize("where", ["host", "disk"])
-def test_a_rank_with_a_card_streams_what_convert_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], where: str
-) -> None:
-    """The same text as from the checkpoint, of whatever the ranks compute together."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "where"), [([], "disk"), (["--link-format", "raw"], "host")], ids=["disk", "raw-host"]
+)
+def test_cuda_rank_streams_converted_weights(tmp_path, monkeypatch, flags, where):
+    """Texts equal those of the original checkpoint."""
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
     monkeypatch.setattr(MINE, "ranks", Alike(0, Board(2)), raising=False)
     prefer(monkeypatch, is_exact=False)
@@ -628,14 +600,14 @@ def test_a_rank_with_a_card_streams_what_convert_has_written(
             link = llm.spec.target.link
             return tokens_of(llm, prompt_of(0)), bool(link.sidecar), bool(link.layers)
 
-    with pretended_card(monkeypatch, has_kernels=True):
+    with fake_gpu(monkeypatch, has_kernels=True):
         expected, *none = run()
         convert_for_ranks(path, *flags)
         found, *has = run()
     assert (found, none, has) == (expected, [False, False], [not flags, bool(flags)])
 
 
-def test_sidecars_of_other_runs_are_told_and_not_used(pair: Pair, tmp_path: Path) -> None:
+def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
     """Of other ranks, of another cut, of a model that has changed, and none at all."""
 
     def notices(path: Path, **settings: Any) -> set[str]:
@@ -687,9 +659,7 @@ def test_sidecars_of_other_runs_are_told_and_not_used(pair: Pair, tmp_path: Path
     )
 
 
-def test_convert_tells_what_it_cannot_write(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_reports_unsupported_formats(tmp_path, capfd):
     path, _ = quantised(tmp_path, "Q8_0")
     for flags, words in (
         ([], "quantised weights do not "
@@ -708,16 +678,11 @@ def test_convert_tells_what_it_cannot_write(
     [(0.6, 1.0, 0.0, True), (0.6, 1.0, 1.0, False), (1.0, 1.0, 1e-3, False)],
     ids=["of the disk", "of the network", "where the disk is alike"],
 )
-def test_layers_on_the_disk_are_divided_in_the_way_that_a_pass_is_faster(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    strided: float,
-    contiguous: float,
-    exchange_s: float,
-    is_exact: bool,
-) -> None:
-    """By what is measured: rates of reading parts of rows and whole ones, and what exchanges take.
-    All ranks agree.
+def test_disk_layers_are_divided_in_the_faster_way(
+    tmp_path, monkeypatch, strided, contiguous, exchange_s, is_exact
+):
+    """By measured rates of strided and contiguous reads and by the exchange time. All
+    ranks agree.
     """
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
 
@@ -744,9 +709,7 @@ def test_layers_on_the_disk_are_divided_in_the_way_that_a_pass_is_faster(
         assert (vain in notice) == (not is_exact)
 
 
-def test_weights_that_have_no_parts_by_outputs_are_divided_by_inputs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_without_output_parts_are_divided_by_inputs(tmp_path, monkeypatch):
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
     prefer(monkeypatch, is_exact=True)
     divide = ranks_spec.divide
@@ -765,9 +728,7 @@ def test_weights_that_have_no_parts_by_outputs_are_divided_by_inputs(
     assert together(2, work) == [False] * 2
 
 
-def test_memory_that_is_enough_for_one_way_alone_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_limits_decide_the_way_of_division(tmp_path, monkeypatch):
     """Parts in a file of their own need no pages at both ends of each; where a rank has too little,
     all are told.
     """
@@ -794,9 +755,7 @@ def test_memory_that_is_enough_for_one_way_alone_decides(
     )
 
 
-def test_samples_batches_and_what_is_read_of_prompts_are_those_of_one_rank(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_batches_and_prompt_logprobs_equal_one_rank(pair, monkeypatch):
     """Prefixes that are shared and taken over, log-probabilities of a prompt, seeds under the
     coupled rule.
     """
@@ -831,7 +790,7 @@ def test_samples_batches_and_what_is_read_of_prompts_are_those_of_one_rank(
             assert logprob.logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
 
 
-def test_sums_of_exact_parallel_are_bit_for_bit_those_of_one_rank(pair: Pair) -> None:
+def test_exact_parallel_sums_equal_one_rank_bit_for_bit(pair):
     settings = {"dtype": "bfloat16", "drafter": "none", "place": "resident"}
     prompt = prompt_of(3, 30)
 
@@ -848,8 +807,8 @@ def test_sums_of_exact_parallel_are_bit_for_bit_those_of_one_rank(pair: Pair) ->
     assert torch.equal(work(), together(2, work)[0])
 
 
-def test_passes_are_timed_by_all_ranks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a drafter is told of the cost of passes, and the baseline."""
+def test_all_ranks_time_passes(pair, monkeypatch):
+    """For the drafter's pass times and the baseline."""
     measure_little(monkeypatch)
 
     def work() -> tuple[list[int], list[float], int]:
@@ -863,10 +822,8 @@ def test_passes_are_timed_by_all_ranks(pair: Pair, monkeypatch: pytest.MonkeyPat
     assert n_widths > 1
 
 
-def test_memory_that_runs_out_on_rank_0_ends_the_run(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others are in the middle of the pass: it cannot be made again."""
+def test_oom_on_rank_0_ends_the_run(pair, monkeypatch):
+    """Other ranks are within the pass, so it cannot be repeated."""
     layer = TensorParallelModel.layer
 
     def fails(self: TensorParallelModel, i: int, *rest: Any) -> Tensor:
@@ -880,9 +837,7 @@ def test_memory_that_runs_out_on_rank_0_ends_the_run(
 
 
 @pytest.mark.parametrize("fails", ["", "at first", "always"])
-def test_ranks_capture_and_replay_the_same_passes(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
+def test_ranks_capture_and_replay_the_same_passes(pair, monkeypatch, fails):
     """Of draft and target; where one rank has no memory for a graph, none has it."""
     keep_steady(monkeypatch)
     logs: list[list[tuple[str, Any]]] = [[], []]
@@ -932,7 +887,7 @@ def test_ranks_capture_and_replay_the_same_passes(
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_what_is_learned_of_a_pair_is_the_same_for_ranks(pair: Pair, is_exact: bool) -> None:
+def test_pair_identity_is_the_same_for_ranks(pair, is_exact):
     def work(**settings: Any) -> tuple[str, str]:
         config = EngineConfig(
             str(pair.target), str(pair.draft), device="cpu", max_model_len=64, **settings
@@ -960,9 +915,7 @@ def test_what_is_learned_of_a_pair_is_the_same_for_ranks(pair: Pair, is_exact: b
         ("llama", {"intermediate_size": 97}, 2, "97 outputs"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_in_a_sentence(
-    tmp_path: Path, kind: str, changes: dict[str, Any], size: int, words: str
-) -> None:
+def test_indivisible_models_are_refused(tmp_path, kind, changes, size, words):
     sizes = {
         "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -979,10 +932,8 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence(
 # Processes
 
 
-def test_lossless_weights_of_ranks_with_cards_are_encoded_at_load(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As far as that goes without a card: the plan, and what is encoded."""
+def test_lossless_weights_of_cuda_ranks_are_encoded_while_loading(monkeypatch):
+    """Without a device: the plan and the encoded layers."""
     monkeypatch.setattr(link.extension, "serves", lambda tensor: True)
     whole = open_checkpoint(Path(__file__).resolve().parents[2] / "models" / "demo-target")
     config = EngineConfig(str(whole.path), link_format="lossless")
@@ -1008,7 +959,8 @@ def test_lossless_weights_of_ranks_with_cards_are_encoded_at_load(
             assert torch.equal(entry.view(decoded), files.layout(0).by_name[name].view(block))
 
 
-def test_torchrun_gives_the_text_of_one_process(pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_torchrun_gives_the_text_of_one_process(pair, tmp_path):
     """Over gloo, in bfloat16, with layers from the disk, and a draft model where that is found to
     be faster.
     """

@@ -1,4 +1,4 @@
-"""Planning from a config alone: what fits is what the loader would say, and every mistake is one
+"""Plans from a config alone: placements equal those of the loader, and mistakes are one
 sentence.
 """
 
@@ -81,7 +81,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
      ("tinyllama-1.1b", 1.10), ("sheared-llama-1.3b", 1.35), ("llama-68m", 0.068),
      ("vicuna-33b", 32.5)],
 )  # fmt: skip
-def test_known_shapes_have_as_many_weights_as_their_papers_say(name: str, billions: float) -> None:
+def test_known_shapes_have_the_published_parameter_counts(name, billions):
     spec = spec_of(KNOWN[name])
     tensors = [
         *spec.non_layer_tensors(),
@@ -93,13 +93,13 @@ def test_known_shapes_have_as_many_weights_as_their_papers_say(name: str, billio
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
-def test_every_card_says_where_its_figures_are_from(card) -> None:
+def test_every_gpu_names_the_source_of_its_figures(card):
     assert "vendor specification" in card.source and card.link.source
     assert card.link.gbps < card.memory_gbps < 1e4 and 10 < card.tflops < 2000
     assert find_card(card.name.upper()) is card
 
 
-def test_the_roofline_is_the_longer_of_reading_and_multiplying() -> None:
+def test_roofline_is_the_longer_of_reading_and_multiplying():
     spec = spec_of(KNOWN["llama2-7b"])
     roof = Roof(flops=1e12, bandwidth=1e11)
     n_weights = sum(int(np.prod(shape)) for _, shape in spec.layer_tensors(0))
@@ -114,9 +114,7 @@ def test_the_roofline_is_the_longer_of_reading_and_multiplying() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama2-70b", "llama-68m"])
-def test_a_layer_waits_for_the_host_only_where_it_launches_more_slowly_than_the_device_computes(
-    name: str,
-) -> None:
+def test_layer_waits_for_the_host_only_if_launches_are_slower_than_compute(name):
     spec = spec_of(KNOWN[name])
     bare = Roof(flops=1e15, bandwidth=1e12)
     roof = replace(bare, gap_s=1e-6, launch_s=5e-6)
@@ -132,9 +130,7 @@ def test_a_layer_waits_for_the_host_only_where_it_launches_more_slowly_than_the_
     assert eager == pytest.approx(by_host if name == "llama-68m" else replayed)
 
 
-def test_products_that_were_timed_are_scaled_by_the_weights_of_a_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_measured_products_scale_with_the_weights(monkeypatch):
     roof = Roof(1e12, 1e11, products=((1, 1e-11), (8, 4e-11), (64, 32e-11)))
     for n_rows, of_a_weight in ((1, 1e-11), (4, 2.2857e-11), (64, 32e-11), (500, 1e-9)):
         assert roof.product_s(10**6, n_rows, 2) == pytest.approx(10**6 * of_a_weight, rel=1e-4)
@@ -147,7 +143,7 @@ def test_products_that_were_timed_are_scaled_by_the_weights_of_a_model(
 # What fits.
 
 
-def test_a_config_alone_is_planned_as_its_checkpoint_is_loaded(tmp_path: Path) -> None:
+def test_plan_of_a_config_equals_the_load_of_its_checkpoint(tmp_path):
     config = llama_config()
     write_checkpoint(tmp_path, config, llama_tensors(config))
     engine = EngineConfig(str(tmp_path), device="cpu", drafter="none", device_memory=1_000_000)
@@ -175,8 +171,8 @@ def test_a_config_alone_is_planned_as_its_checkpoint_is_loaded(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("nbytes", "captures_target"), [(20 << 30, False), (200 << 30, True)])
-def test_captured_passes_are_counted_on_a_card(nbytes: int, captures_target: bool) -> None:
-    """Their activations lie in one pool for target and draft, and cannot serve other passes."""
+def test_captured_passes_are_counted_on_cuda(nbytes, captures_target):
+    """Activations of target and draft share a pool that serves no other pass."""
     engine = EngineConfig("x", tree_size=100, max_model_len=512)
     sizes = [
         Sizes.of_spec(spec_of(KNOWN[name]), torch.float16) for name in ("llama2-70b", "llama2-7b")
@@ -195,7 +191,7 @@ def test_captured_passes_are_counted_on_a_card(nbytes: int, captures_target: boo
     assert graphs(False) == 0
 
 
-def test_a_70b_is_planned_for_a_4090_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_llama2_70b_is_planned_for_a_4090_without_weights(capsys):
     found = planned([*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--offline"], capsys)
     assert found["plan"]["tiers"].count("host") + found["plan"]["tiers"].count("device") == 80
     # Sequoia on this card: 0.57
@@ -203,9 +199,7 @@ def test_a_70b_is_planned_for_a_4090_without_weights(capsys: pytest.CaptureFixtu
     assert found["bound"].startswith("the host-to-card link")
 
 
-def test_the_share_of_the_link_and_the_time_of_a_level_are_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_plan_reports_link_share_and_level_time(capsys):
     arguments = [*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--tree-size", "64"]
     found = planned(arguments, capsys)
     nbytes = found["link_seconds"]["host"] * found["links"]["host"]
@@ -233,8 +227,8 @@ def test_the_share_of_the_link_and_the_time_of_a_level_are_told(
     )
 
 
-def test_a_resident_model_is_forecast_as_replayed() -> None:
-    """One that is streamed is launched kernel by kernel, and its kernels are long."""
+def test_resident_model_is_forecast_as_graph_replay():
+    """Streamed models launch kernel by kernel, but their kernels are long."""
     narrow = request("llama2-7b", "llama-68m", tree_size=16, max_model_len=256)
     card = machine("h200")
     target, draft = narrow.models
@@ -248,9 +242,7 @@ def test_a_resident_model_is_forecast_as_replayed() -> None:
     assert forecast.level.seconds > 22e-6 + card.level_s > card.level_s > 0
 
 
-def test_layers_that_do_not_fit_beside_the_card_come_from_the_disk(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_layers_beyond_host_memory_are_read_from_disk(capsys):
     found = planned([*PAIR, "--gpu", "rtx4090", "--ram", "64GiB", "--disk", "7GB/s"], capsys)
     assert 0 < found["plan"]["tiers"].count("disk") < 80
     assert found["bound"].startswith("the disk")
@@ -263,7 +255,7 @@ def test_layers_that_do_not_fit_beside_the_card_come_from_the_disk(
     assert found["pass_seconds"] == pytest.approx(nbytes / 7e9, rel=0.02)
 
 
-def test_a_faster_link_and_disk_and_card_are_never_slower() -> None:
+def test_faster_hardware_is_never_slower():
     def seconds(**more: Any) -> float:
         return predict(request(), machine(**more)).run.seconds_per_token
 
@@ -271,14 +263,14 @@ def test_a_faster_link_and_disk_and_card_are_never_slower() -> None:
     assert seconds(card="h200") < seconds(card="l40") < seconds()
 
 
-def test_plain_decoding_is_planned_without_a_draft() -> None:
+def test_plain_decoding_is_planned_without_a_draft():
     forecast = predict(request(draft=None), machine())
     assert len(forecast.topology) == 1 and forecast.draft_s == 0
     assert forecast.run.seconds_per_token == pytest.approx(forecast.run.pass_s)
 
 
 @pytest.mark.parametrize("over", ["ram", "memory"])
-def test_more_memory_never_makes_a_token_slower(over: str) -> None:
+def test_more_memory_is_never_slower(over):
     points = sweep(over, request(draft=None, max_model_len=512), machine(ram=64 * 10**9)).points
     seconds = [forecast.run.seconds_per_token for _, forecast in points if forecast is not None]
     if over == "ram":  # 137 GB of layers, until all fit
@@ -291,14 +283,14 @@ def test_more_memory_never_makes_a_token_slower(over: str) -> None:
     assert seconds[-1] < 0.7 * seconds[0]
 
 
-def test_the_tree_that_is_chosen_is_as_good_as_any_that_is_asked_for() -> None:
+def test_chosen_tree_is_as_good_as_any_requested_tree():
     def seconds(**sizes: int) -> float:
         return predict(request(max_model_len=512, **sizes), machine("l40")).run.seconds_per_token
 
     assert seconds() <= 1.02 * min(seconds(tree_size=n) for n in (1, 4, 16, 64, 256, 512, 1024))
 
 
-def test_a_longer_context_takes_memory_and_time() -> None:
+def test_longer_context_takes_memory_and_time():
     def forecast(context: int, card: Machine) -> Forecast:
         return predict(request(context=context, max_model_len=context + 16), card)
 
@@ -315,9 +307,7 @@ def test_a_longer_context_takes_memory_and_time() -> None:
 # Acceptance.
 
 
-def test_what_was_measured_here_comes_before_what_was_published(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_local_statistics_precede_published_figures(monkeypatch):
     names = ("llama2-70b", "llama2-7b")
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
     assert "Sequoia" in assume("auto", NO_CHECKPOINTS, names, 0.0).source
@@ -332,7 +322,7 @@ def test_what_was_measured_here_comes_before_what_was_published(
     )
 
 
-def test_probabilities_may_be_given() -> None:
+def test_acceptance_can_be_given():
     found = assume("0.7,0.1", NO_CHECKPOINTS, ("a", "b"), 0.0)
     assert found.by_rank[:3] == pytest.approx([0.7, 0.1, 0.0]) and len(found.by_rank) == N_RANKS
     for wrong in ("0.7,x", "0.7,0.6", "0.5,nan", "0.1,0.7"):
@@ -343,12 +333,12 @@ def test_probabilities_may_be_given() -> None:
 # The command line.
 
 
-def test_the_shapes_that_are_built_in_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_builtin_shapes_are_listed(capsys):
     assert plan.main(["--list"]) == 0
     assert capsys.readouterr().out.split() == list(KNOWN)
 
 
-def test_a_wrong_flag_is_told_before_torch_is_loaded() -> None:
+def test_flag_errors_precede_the_import_of_torch():
     program = (
         "import sys, offload_rt.cli.plan as plan; code = plan.main(sys.argv[1:]); assert 'torch'"
         " not in sys.modules"
@@ -387,15 +377,11 @@ def test_a_wrong_flag_is_told_before_torch_is_loaded() -> None:
         (["--gpu", "this", "--link", "12GB/s"], "name a card"),
     ],
 )
-def test_a_mistake_is_one_sentence(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_sentence(arguments, told, capsys):
     assert told in refused(["--model", "llama2-70b", *arguments], capsys)
 
 
-def test_a_model_that_is_not_there_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_model_is_one_sentence(tmp_path, capsys):
     damaged = tmp_path / "config.json"
     damaged.write_text("{", encoding="utf-8")
     for model, told in [
@@ -407,9 +393,7 @@ def test_a_model_that_is_not_there_is_one_sentence(
         assert told in refused(["--model", model, "--gpu", "rtx4090", "--offline"], capsys)
 
 
-def test_a_config_file_and_its_directory_are_the_same_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_file_and_its_directory_give_the_same_plan(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(KNOWN["llama2-70b"]), encoding="utf-8")
     card = ["--gpu", "l40", "--ram", "160GB"]
     by_name, by_file, by_directory = (
@@ -419,7 +403,7 @@ def test_a_config_file_and_its_directory_are_the_same_model(
     assert by_name == by_file == by_directory
 
 
-def test_the_table_says_why_and_a_curve_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_table_gives_reasons_and_draws_a_curve(capsys):
     card = ["--gpu", "rtx4090", "--ram", "160GB", "--max-new-tokens", "16"]
     assert plan.main([*PAIR, *card, "--sweep", "ram"]) == 0
     out = capsys.readouterr().out
@@ -434,9 +418,7 @@ def test_the_table_says_why_and_a_curve_is_drawn(capsys: pytest.CaptureFixture[s
     assert sum("#" in line for line in out.splitlines()) == 5
 
 
-def test_this_machine_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_measures_this_machine(capsys, monkeypatch):
     measure_little(monkeypatch)
     models = Path(__file__).resolve().parents[2] / "models"
     arguments = [
@@ -460,7 +442,7 @@ def test_this_machine_is_measured(
     )
 
 
-def test_the_revision_is_the_targets_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_uses_the_revision_of_the_target(monkeypatch):
     asked = []
 
     def find(name: str, revision: str | None, offline: bool) -> dict:

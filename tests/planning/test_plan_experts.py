@@ -69,7 +69,7 @@ def test_experts_are_found_in_the_shapes_of_a_model(
     assert find_models(EngineConfig("llama2-7b"))[0].by_expert() is None
 
 
-def test_experts_that_are_stored_one_by_one_are_the_same() -> None:
+def test_separately_stored_experts_give_the_same_plan() -> None:
     spec = spec_of(MIXTURE)
     shapes = {
         f"model.{name}.weight": shape
@@ -99,7 +99,7 @@ def test_experts_that_are_stored_one_by_one_are_the_same() -> None:
     assert divided.experts.nbytes == pytest.approx(2 * 3 * 64 * 128, rel=0.01)
 
 
-def test_a_config_of_gpt_oss_says_what_its_checkpoint_takes(
+def test_gpt_oss_config_gives_the_size_of_its_checkpoint(
     mxfp4_checkpoint: Path,
     tmp_path: Path,
 ) -> None:
@@ -134,18 +134,18 @@ def test_missing_experts_cross_the_link_in_every_pass() -> None:
     assert whole.plain.pass_s > 10 * ways["touched experts"].plain.pass_s
 
 
-def test_as_many_experts_are_missed_as_by_tokens_that_take_any() -> None:
+def test_expert_misses_equal_those_of_random_tokens() -> None:
     touched = forecast(find_models(EngineConfig("gpt-oss-120b"))[0]).memory_plan.plan.touched
     assert touched.nbytes == pytest.approx(GPT_OSS_EXPERT, rel=1e-4)
     touched = replace(touched, n_resident=32)
     rng = np.random.default_rng(0)
     missed = [len({*rng.choice(128, 4, replace=False)} - {*range(32)}) for _ in range(4000)]
-    expected = float(touched.of_pass(np.array(1))) / touched.n_layers / touched.nbytes
+    expected = float(touched.pass_nbytes(np.array(1))) / touched.n_layers / touched.nbytes
     assert expected == 3.0
     assert abs(np.mean(missed) - expected) < 5 * np.std(missed) / math.sqrt(4000)
 
 
-def test_experts_beyond_the_memory_come_from_the_disk() -> None:
+def test_experts_beyond_memory_are_read_from_disk() -> None:
     target = find_models(EngineConfig("gpt-oss-120b"))[0]
     found = [forecast(target, ram << 30) for ram in (96, 72, 32, 24)]
     seconds = [one.plain.pass_s for one in found]
@@ -157,7 +157,7 @@ def test_experts_beyond_the_memory_come_from_the_disk() -> None:
     assert seconds[3] > of_disk / 7e9
 
 
-def test_layers_that_are_encoded_and_dense_models_are_planned_as_a_whole() -> None:
+def test_encoded_and_dense_layers_are_planned_as_a_whole() -> None:
     for sizes in (
         lossless(find_models(EngineConfig("qwen3-30b-a3b"))[0], True),
         find_models(EngineConfig("llama2-7b"))[0],
@@ -166,7 +166,7 @@ def test_layers_that_are_encoded_and_dense_models_are_planned_as_a_whole() -> No
         assert found.memory_plan.plan.experts is None and expert_ways(found) == {}
 
 
-def test_of_quantised_experts_those_that_rows_meet_are_decoded() -> None:
+def test_quantised_experts_of_touched_rows_are_decoded() -> None:
     """All of a dense layer, of a mixture as many as are met by one row, and more by many."""
     int4 = formats(find_models(EngineConfig("qwen3-30b-a3b"))[0], True)["int4, groups of 128"]
     slow = replace(Machine.with_card(find_card("h200"), 64 << 30, 7.0), decode_gbps=1.0)
@@ -176,7 +176,7 @@ def test_of_quantised_experts_those_that_rows_meet_are_decoded() -> None:
     assert decoding.row_s - fast.row_s == pytest.approx(2 * met / 1e9, rel=0.01)
 
 
-def test_ways_and_published_figures_are_told_side_by_side(
+def test_plan_shows_published_figures_beside_ways(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = [

@@ -4,7 +4,6 @@ of transformers.
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,9 +58,7 @@ def request(
 # Models of transformers
 
 
-def test_a_mixture_is_planned_by_all_its_weights_and_computed_by_those_that_rows_meet(
-    tmp_path: Path,
-) -> None:
+def test_mixture_is_planned_by_all_weights_and_touched_experts(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MIXTURE), encoding="utf-8")
     target = sizes_of(str(path))
@@ -90,7 +87,7 @@ def test_a_mixture_is_planned_by_all_its_weights_and_computed_by_those_that_rows
     assert multiplies.layer_s(target.spec, 100, 0, 2) == pytest.approx(by_hand, rel=0.01)
 
 
-def test_a_draft_of_its_own_is_not_for_models_of_transformers() -> None:
+def test_self_draft_is_refused_for_general_models():
     target = Sizes.of_spec(spec_of(MIXTURE), DType.BFLOAT16)
     with pytest.raises(UnsupportedModelError, match="draft for itself"):
         predict(
@@ -105,9 +102,7 @@ def test_a_draft_of_its_own_is_not_for_models_of_transformers() -> None:
 @pytest.mark.parametrize(
     "choice", [Choice("fp8"), Choice("pack-quantized", symmetric=True), Choice("awq")], ids=str
 )
-def test_a_quantised_checkpoint_is_planned_by_its_headers(
-    choice: Choice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quantised_checkpoint_is_planned_by_its_headers(choice, tmp_path, capsys):
     config = llama_config(**WIDE)
     write_checkpoint(tmp_path / "plain", config, llama_tensors(config))
     quantize.write(tmp_path / "plain", tmp_path / "quantised", choice)
@@ -125,7 +120,7 @@ def test_a_quantised_checkpoint_is_planned_by_its_headers(
     )
 
 
-def test_a_config_alone_says_what_a_quantised_checkpoint_takes(tmp_path: Path) -> None:
+def test_config_gives_the_size_of_a_quantised_checkpoint(tmp_path):
     config = llama_config(**WIDE)
     write_checkpoint(tmp_path / "plain", config, llama_tensors(config))
     for choice in (Choice("fp8"), Choice("pack-quantized", symmetric=True)):
@@ -137,9 +132,7 @@ def test_a_config_alone_says_what_a_quantised_checkpoint_takes(tmp_path: Path) -
         assert not is_plain(by_headers) and not is_plain(by_config)
 
 
-def test_a_gguf_file_is_planned_by_its_header(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gguf_file_is_planned_by_its_header(tmp_path, capsys):
     config = llama_config(**WIDE)
     metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q4_0")
     path = tmp_path / "model.gguf"
@@ -156,7 +149,7 @@ def test_a_gguf_file_is_planned_by_its_header(
 # Formats side by side
 
 
-def test_formats_take_their_bytes() -> None:
+def test_formats_take_their_bytes():
     target = sizes_of("llama2-7b")
     by_name = formats(target, on_card=True)
     plain = sum(target.layer_nbytes)
@@ -175,7 +168,7 @@ def test_formats_take_their_bytes() -> None:
     assert by_name["int4, groups of 128"].view_nbytes >= 2 * 4096 * 11008
 
 
-def test_the_table_lays_them_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_table_shows_formats_side_by_side(capsys):
     pair = ["--model", "llama2-70b", "--draft-model", "llama2-7b", "--max-new-tokens", "16"]
     found = planned([*pair, *CARD], capsys)
     rows = found["formats"]
@@ -200,7 +193,7 @@ def test_the_table_lays_them_side_by_side(capsys: pytest.CaptureFixture[str]) ->
         assert told in out
 
 
-def test_lossless_layers_take_less_memory_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lossless_layers_take_less_host_memory(capsys):
     arguments = ["--model", "llama2-70b", "--gpu", "rtx4090", "--ram", "100GiB", "--disk", "1GB/s"]
     raw, encoded = (
         planned([*arguments, "--link-format", one], capsys) for one in ("raw", "lossless")
@@ -209,7 +202,7 @@ def test_lossless_layers_take_less_memory_of_the_host(capsys: pytest.CaptureFixt
     assert encoded["predicted_seconds_per_token"] < 0.5 * raw["predicted_seconds_per_token"]
 
 
-def test_what_is_decoded_in_a_pass_takes_its_time() -> None:
+def test_decoding_takes_its_time_in_a_pass():
     target = sizes_of("llama2-7b")
     card = replace(Machine.with_card(find_card("rtx4090"), 10**11, 7.0, 6 * 2**30), decode_gbps=1.0)
     plain = predict(request(target), card)
@@ -229,7 +222,7 @@ def test_what_is_decoded_in_a_pass_takes_its_time() -> None:
 # The target as its own draft
 
 
-def test_a_target_that_drafts_itself_is_planned_as_it_is_loaded(tmp_path: Path) -> None:
+def test_self_draft_is_planned_as_loaded(tmp_path):
     config = llama_config(
         num_hidden_layers=4,
         hidden_size=64,
@@ -246,7 +239,7 @@ def test_a_target_that_drafts_itself_is_planned_as_it_is_loaded(tmp_path: Path) 
     assert copies(target, on_card=False).stand_in == loaded.stand_in
 
 
-def test_the_target_drafts_itself_where_its_copies_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_self_draft_is_chosen_if_its_copies_fit(capsys):
     arguments = [
         "--model",
         "qwen3-32b",
@@ -285,9 +278,7 @@ def test_the_target_drafts_itself_where_its_copies_fit(capsys: pytest.CaptureFix
 # A short context
 
 
-def test_a_short_context_is_told_with_what_would_widen_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_short_context_is_reported_with_a_remedy(capsys):
     arguments = ["--model", "llama2-13b", "--gpu", "rtx3060"]
 
     def told(*more: str) -> str:
@@ -311,8 +302,8 @@ def test_a_short_context_is_told_with_what_would_widen_it(
     )
 
 
-def test_every_shape_of_the_general_way_is_one_of_transformers() -> None:
-    """All others are of the native decoder, whose weights are counted in test_plan."""
+def test_every_general_shape_is_known_to_transformers():
+    """Other shapes belong to native families, whose parameters are counted in test_plan."""
     native = {"llama", "qwen3", "mistral"}
     kinds = {raw["model_type"] for raw in KNOWN.values()} - native
     assert kinds == {

@@ -1,5 +1,5 @@
-"""Planning for several cards: what each has and receives is counted by hand, and time follows from
-it.
+"""Plans for several GPUs: shares and exchanged bytes are computed by hand and determine
+the time.
 """
 
 import json
@@ -48,7 +48,7 @@ def forecast(
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 16])
-def test_a_rank_has_its_part_of_every_matrix_and_all_norms(n: int) -> None:
+def test_rank_has_its_part_of_every_matrix_and_all_norms(n):
     part = Parallelism(n).part(sizes())
     keys = 2 * D * max(KV // n, 128)  # of 16 ranks every two have the same head
     by_hand = 2 * (2 * D * D // n + keys + 3 * D * INNER // n + 2 * D)
@@ -60,7 +60,7 @@ def test_a_rank_has_its_part_of_every_matrix_and_all_norms(n: int) -> None:
         assert part.spec.flops(0, 1, 100) == by_hand - 2 * 2 * D * (1 - 1 / n) + 4 * 101 * D // n
 
 
-def test_other_formats_are_divided_as_well() -> None:
+def test_other_formats_are_divided():
     whole = sizes()
     part = FAST.part(sizes())
     assert sum(lossless(part, True).link.layer_nbytes) == pytest.approx(
@@ -73,7 +73,7 @@ def test_other_formats_are_divided_as_well() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
-def test_what_a_rank_receives_is_what_a_ring_of_ranks_sends_it(n: int) -> None:
+def test_exchanged_bytes_equal_a_ring(n):
     def summed(width: int) -> int:
         """Numbers that rank 0 receives until all have the sum of vectors of this width, played
         through.
@@ -102,7 +102,7 @@ def test_what_a_rank_receives_is_what_a_ring_of_ranks_sends_it(n: int) -> None:
     assert 2 * exact / (4 * 2 * LAYERS * summed(D)) == pytest.approx(6.5 * 2 / (4 * 4))
 
 
-def test_a_pass_of_two_ranks_brings_half_the_layers_over_each_link() -> None:
+def test_two_ranks_move_half_the_layers_over_each_link():
     one = forecast(Parallelism(), max_model_len=512)
     two = forecast(FAST, max_model_len=512)
     resident = [found.memory_plan.plan.tiers.count("device") for found in (one, two)]
@@ -117,7 +117,7 @@ def test_a_pass_of_two_ranks_brings_half_the_layers_over_each_link() -> None:
     assert two.row_s - two.exchange_s == pytest.approx(float(alone.at(np.array([1]), 128)[0]))
 
 
-def test_ranks_of_a_machine_share_its_memory_its_disk_and_their_links() -> None:
+def test_ranks_of_a_machine_share_memory_disk_and_links():
     one = Machine.with_card(CARD, 160 * 10**9, 8.0)
     machine = one.of_rank(replace(FAST, n=4, shared_link=True))
     assert machine.budget == replace(one.budget, host=one.budget.host // 4)
@@ -131,7 +131,7 @@ def test_ranks_of_a_machine_share_its_memory_its_disk_and_their_links() -> None:
     assert pipeline.budget.device == 4 * one.budget.device
 
 
-def test_the_memory_of_a_curve_is_that_of_all_ranks() -> None:
+def test_curve_counts_the_memory_of_all_ranks():
     for ranks, n_parts in ((FAST, 2), (Parallelism(2, pipeline=True), 1)):
         found = forecast(ranks, max_model_len=512)
         budgets = [
@@ -141,7 +141,7 @@ def test_the_memory_of_a_curve_is_that_of_all_ranks() -> None:
         assert budgets[:2] == [less_margin(n << 30) // n_parts for n in (16, 32)]
 
 
-def test_a_draft_that_is_whole_exchanges_nothing() -> None:
+def test_whole_draft_exchanges_nothing():
     alone, slow = (
         forecast(replace(ranks, gbps=0.1), "llama2-7b", tree_size=64, tree_depth=8)
         for ranks in (Parallelism(), FAST)
@@ -156,7 +156,7 @@ def test_a_draft_that_is_whole_exchanges_nothing() -> None:
     assert divided.level.seconds > 2 * alone.level.seconds
 
 
-def test_ranks_without_a_path_of_their_own_send_over_the_links_of_the_layers() -> None:
+def test_ranks_without_network_exchange_over_the_layer_links():
     own, across = (
         forecast(Parallelism(2, 12.5, via_link), "llama2-7b", tree_size=512)
         for via_link in (False, True)
@@ -171,7 +171,7 @@ def test_ranks_without_a_path_of_their_own_send_over_the_links_of_the_layers() -
     assert across.run.pass_s - own.run.pass_s == pytest.approx(received / 25e9, rel=0.1)
 
 
-def test_a_slower_network_makes_smaller_trees_and_slower_tokens() -> None:
+def test_slower_network_makes_smaller_trees_and_slower_tokens():
     found = [
         forecast(Parallelism(8, gbps, False, split_draft=True), "llama2-7b")
         for gbps in (300.0, 10.0, 1.0)
@@ -183,7 +183,7 @@ def test_a_slower_network_makes_smaller_trees_and_slower_tokens() -> None:
     )
 
 
-def test_a_divided_draft_leaves_room_for_layers_and_is_drafted_faster() -> None:
+def test_divided_draft_leaves_room_and_is_faster():
     whole, divided = (
         forecast(replace(FAST, split_draft=split), "llama2-7b") for split in (False, True)
     )
@@ -192,7 +192,7 @@ def test_a_divided_draft_leaves_room_for_layers_and_is_drafted_faster() -> None:
     assert divided.run.seconds_per_token < whole.run.seconds_per_token
 
 
-def test_cards_in_a_row_have_room_for_more_layers_and_one_link() -> None:
+def test_pipeline_has_room_for_more_layers_and_one_link():
     one = forecast(Parallelism(), max_model_len=512)
     row = forecast(Parallelism(8, 12.5, True, pipeline=True), max_model_len=512)
     assert one.bound.startswith("the host-to-card link") and row.moved == {}
@@ -202,8 +202,8 @@ def test_cards_in_a_row_have_room_for_more_layers_and_one_link() -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_mixtures_and_models_without_a_plan_are_divided_by_their_experts(exact: bool) -> None:
-    """By hand: of gpt-oss all matrices of attention are gathered, and a row takes four experts."""
+def test_mixtures_and_models_without_a_plan_are_divided_by_experts(exact):
+    """By hand: gpt-oss gathers all attention matrices, and a row uses four experts."""
     whole = sizes("gpt-oss-20b")
     ranks = Parallelism(4, exact=exact)
     part = ranks.part(whole)
@@ -223,7 +223,7 @@ def test_mixtures_and_models_without_a_plan_are_divided_by_their_experts(exact: 
     )
 
 
-def test_a_model_that_cannot_be_divided_is_refused() -> None:
+def test_indivisible_model_is_refused():
     with pytest.raises(UnsupportedModelError, match="cannot be divided among 3 ranks"):
         Parallelism(3).part(sizes())
     for n in (2, 4, 8, 16, 32, 64):
@@ -246,9 +246,7 @@ PAIR = [
 ]
 
 
-def test_the_plan_of_two_ranks_says_what_each_has_and_receives(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_plan_of_two_ranks_reports_share_and_exchange(capsys):
     asked = [*PAIR, "--ranks", "2", "--link-format", "lossless", "--max-new-tokens", "16"]
     assert plan.main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -280,9 +278,7 @@ def test_the_plan_of_two_ranks_says_what_each_has_and_receives(
         (["--model", "llama2-7b", "--draft-model", "llama-68m"], "on the first card"),
     ],
 )
-def test_a_draft_is_planned_where_it_is_faster(
-    more: list[str], place: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_draft_is_planned_where_it_is_faster(more, place, capsys):
     asked = [*PAIR, "--ranks", "2", *more, "--max-new-tokens", "4", "--tree-size", "64"]
     found = {}
     for split in ("auto", "on", "off"):
@@ -313,15 +309,13 @@ def test_a_draft_is_planned_where_it_is_faster(
         (["--ranks", "2", "--gpu", "this"], "name a card"),
     ],
 )
-def test_a_mistake_is_one_sentence(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_sentence(arguments, told, capsys):
     assert plan.main(["--model", "llama2-70b", "--gpu", "rtx4090", *arguments]) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.count("\n") == 1 and told in error
 
 
-def test_one_rank_is_planned_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_one_rank_is_unchanged(capsys):
     texts = []
     for more in (
         [],

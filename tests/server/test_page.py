@@ -138,9 +138,7 @@ def render(driver: Chrome, text: str, pieces: list[str]) -> dict[str, Any]:
     return result
 
 
-def test_conversation_shows_the_answer_of_the_api_and_survives_a_reload(
-    page: Chrome, served: Served
-) -> None:
+def test_conversation_shows_the_answer_of_the_api_and_survives_a_reload(page, served):
     wait(page, lambda: text_of(page, "model") == "demo")
     set_limit(page, 48)
     text = "def read_lines(path, encoding='utf-8'):"
@@ -170,7 +168,7 @@ def test_conversation_shows_the_answer_of_the_api_and_survives_a_reload(
     picture(page, "dark.png")
 
 
-def test_edit_and_regenerate_add_versions_that_can_be_displayed(page: Chrome) -> None:
+def test_edit_and_regenerate_add_versions_that_can_be_displayed(page):
     set_limit(page, 8)
     say(page, "import os")
     (first,) = wait_for_end(page, 1)
@@ -188,7 +186,7 @@ def test_edit_and_regenerate_add_versions_that_can_be_displayed(page: Chrome) ->
     assert [message["content"] for message in branch(page)] == ["import os", first]
 
 
-def test_answer_continues_while_another_conversation_is_open(page: Chrome) -> None:
+def test_answer_continues_while_another_conversation_is_open(page):
     set_limit(page, 100)
     say(page, "def f(x):")
     wait(page, lambda: any(shown(page)))
@@ -200,9 +198,7 @@ def test_answer_continues_while_another_conversation_is_open(page: Chrome) -> No
     assert whole and text_of(page, "status") == ""
 
 
-def test_conversations_are_renamed_searched_exported_imported_and_deleted(
-    page: Chrome, tmp_path: Path
-) -> None:
+def test_conversations_are_renamed_searched_exported_imported_and_deleted(page, tmp_path):
     set_limit(page, 4)
     say(page, "import os")
     wait_for_end(page, 1)
@@ -238,7 +234,7 @@ def test_conversations_are_renamed_searched_exported_imported_and_deleted(
     assert branch(page) == before
 
 
-def test_attached_file_is_sent_with_the_message(page: Chrome, tmp_path: Path) -> None:
+def test_attached_file_is_sent_with_the_message(page, tmp_path):
     (tmp_path / "notes.md").write_text("```\ncode\n```\n")
     (tmp_path / "binary.bin").write_bytes(bytes(range(256)))
     (tmp_path / "large.txt").write_text("x" * 300_000)
@@ -260,7 +256,7 @@ def test_attached_file_is_sent_with_the_message(page: Chrome, tmp_path: Path) ->
     assert page.find_element(By.CSS_SELECTOR, ".file summary").text == "notes.md"
 
 
-def test_settings_and_system_message_belong_to_a_conversation(page: Chrome) -> None:
+def test_settings_and_system_message_belong_to_a_conversation(page):
     set_limit(page, 4)
     say(page, "import os")
     wait_for_end(page, 1)
@@ -295,7 +291,7 @@ def add(first, second):
 """
 
 
-def test_marks_of_passes_never_change_the_rendered_text(page: Chrome) -> None:
+def test_marks_of_passes_never_change_the_rendered_text(page):
     plain = render(page, MARKDOWN, [])
     assert "<script" not in plain["html"] and "hljs-keyword" in plain["html"]
     assert plain["passes"] == []
@@ -308,7 +304,7 @@ def test_marks_of_passes_never_change_the_rendered_text(page: Chrome) -> None:
         assert numbers == sorted(numbers) and max(numbers) <= len(pieces)
 
 
-def test_words_have_the_colour_of_their_pass(page: Chrome) -> None:
+def test_words_have_the_colour_of_their_pass(page):
     """A pass that begins between two asterisks is coloured from the next letter on."""
     rendered = render(page, "one two **three** four", ["one ", "two **", "three** fo", "ur"])
     assert rendered["passes"] == [
@@ -321,7 +317,7 @@ def test_words_have_the_colour_of_their_pass(page: Chrome) -> None:
     ]
 
 
-def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page: Chrome) -> None:
+def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page):
     page.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True},
@@ -343,7 +339,7 @@ def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page: Chrome) 
     assert page.find_element(By.ID, "tree").is_displayed()
 
 
-def test_answer_is_stopped(page: Chrome, served: Served) -> None:
+def test_answer_is_stopped(page, served):
     set_limit(page, 230)
     say(page, "def f(x):")
     wait(page, lambda: any(shown(page)))
@@ -353,7 +349,7 @@ def test_answer_is_stopped(page: Chrome, served: Served) -> None:
     served.wait_until_idle()
 
 
-def test_every_control_is_reached_by_the_keyboard(page: Chrome) -> None:
+def test_every_control_is_reached_by_the_keyboard(page):
     reached = set()
     for _ in range(16):
         focused = page.switch_to.active_element
@@ -380,7 +376,7 @@ return [...document.querySelectorAll("h1, h2, h3, label, dt, dd, button, .note, 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_have_enough_contrast(page: Chrome, scheme: str) -> None:
+def test_texts_have_enough_contrast(page, scheme):
     page.execute_cdp_cmd(
         "Emulation.setEmulatedMedia",
         {"features": [{"name": "prefers-color-scheme", "value": scheme}]},

@@ -34,7 +34,6 @@ from support.serving import (
     wait_until,
 )
 
-from offload_rt import LLM
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.server import connection, protocol, service
 from offload_rt.server.connection import ConnectionLimits, LogRate
@@ -97,7 +96,7 @@ class Recorder(BaseModel):
         ({"tools": [{}] * 1025}, "1025 entries in tools"),
     ],
 )
-def test_entries_are_counted_before_validation(body: Any, message: str) -> None:
+def test_entries_are_counted_before_validation(body, message):
     with pytest.raises(SettingsError, match=message):
         protocol.read_body(Recorder, json.dumps(body).encode(), 32, 256)
 
@@ -113,9 +112,7 @@ def test_entries_are_counted_before_validation(body: Any, message: str) -> None:
     ],
     ids=["lists", "objects", "strings", "values", "fractions"],
 )
-def test_values_are_counted_before_parsing(
-    body: bytes, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_are_counted_before_parsing(body, message, monkeypatch):
     def parse(text: str) -> Any:
         pytest.fail("a body above the limits was parsed")
 
@@ -124,7 +121,7 @@ def test_values_are_counted_before_parsing(
         protocol.read_body(Recorder, body, 32, 256)
 
 
-def test_texts_do_not_count_as_values() -> None:
+def test_texts_do_not_count_as_values():
     text = 'x = [{"a": 1.5}, "\\\\"]\n' * 40_000
     body = json.dumps({"prompt": text}).encode()
     assert protocol.read_body(protocol.CompletionRequest, body, 32, 256).prompt == [text]
@@ -150,7 +147,7 @@ json_values = st.recursive(
 
 
 @given(json_values, st.booleans())
-def test_counts_equal_those_of_the_parsed_value(value: Any, is_ascii: bool) -> None:
+def test_counts_equal_those_of_the_parsed_value(value, is_ascii):
     raw = json.dumps(value, ensure_ascii=is_ascii).encode()
     assert list(protocol.BodyCounts.of_json(raw)[:3]) == count_by_walking(value)
 
@@ -163,9 +160,7 @@ def is_on_event_loop() -> bool:
     return True
 
 
-def test_requests_are_parsed_and_checked_off_the_event_loop(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_are_parsed_and_checked_off_the_event_loop(served, monkeypatch):
     places: list[tuple[str, bool]] = []
 
     def watch(owner: Any, name: str) -> None:
@@ -187,7 +182,7 @@ def test_requests_are_parsed_and_checked_off_the_event_loop(
     assert not any(on_loop for _, on_loop in places)
 
 
-def test_bodies_are_parsed_one_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_are_parsed_one_at_a_time(served, monkeypatch):
     """Parsers hold the interpreter lock; several at once would stall the event loop for longer."""
     original = service.read_body
     entered = threading.Semaphore(0)
@@ -221,7 +216,7 @@ def test_bodies_are_parsed_one_at_a_time(served: Served, monkeypatch: pytest.Mon
     assert results == [200] * 3 and n_inside == [1] * 3
 
 
-def test_the_first_validation_error_is_reported(served: Served) -> None:
+def test_the_first_validation_error_is_reported(served):
     bias = {f"k{i}": 1 for i in range(1000)}
     status, answer = served.post("/v1/completions", {"prompt": "x", "logit_bias": bias})
     message = answer["error"]["message"]
@@ -242,7 +237,7 @@ def large_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("large_events")
-def test_a_client_that_does_not_read_loses_its_place(llm: LLM) -> None:
+def test_client_that_does_not_read_loses_its_place(llm):
     raw = json.dumps(STREAM).encode()
     impatient = replace(CONNECTIONS, write_s=0.3)
     with running(llm, impatient, 4096) as server, closing(connect(server, 4096)) as client:
@@ -254,9 +249,7 @@ def test_a_client_that_does_not_read_loses_its_place(llm: LLM) -> None:
 
 
 @pytest.mark.usefixtures("large_events")
-def test_a_stream_ends_at_its_deadline_although_the_client_does_not_read(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_ends_at_its_deadline_if_the_client_does_not_read(llm, monkeypatch):
     monkeypatch.setattr(service, "_STREAM_GRACE_S", 0.1, raising=False)
     raw = json.dumps(STREAM).encode()
     patient = replace(CONNECTIONS, write_s=600)
@@ -267,7 +260,7 @@ def test_a_stream_ends_at_its_deadline_although_the_client_does_not_read(
         wait_until(lambda: server.service.n_open == 0)
 
 
-def test_a_slow_reader_keeps_its_connection() -> None:
+def test_slow_reader_keeps_its_connection():
     """Any progress within the write timeout suffices."""
     sizes = [1000, 900, 900]
     aborted: list[bool] = []
@@ -300,7 +293,7 @@ def test_a_slow_reader_keeps_its_connection() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
-def test_half_sent_heads_time_out(llm: LLM, sent: bytes) -> None:
+def test_half_sent_heads_time_out(llm, sent):
     with (
         running(llm, replace(CONNECTIONS, header_s=0.2)) as server,
         closing(connect(server)) as client,
@@ -309,7 +302,7 @@ def test_half_sent_heads_time_out(llm: LLM, sent: bytes) -> None:
         assert read_all(client) == b""
 
 
-def test_half_sent_heads_of_later_requests_time_out(llm: LLM) -> None:
+def test_half_sent_heads_of_later_requests_time_out(llm):
     with (
         running(llm, replace(CONNECTIONS, header_s=0.2)) as server,
         closing(connect(server)) as client,
@@ -321,7 +314,7 @@ def test_half_sent_heads_of_later_requests_time_out(llm: LLM) -> None:
         read_all(client)
 
 
-def test_the_header_timeout_ends_with_the_head(llm: LLM) -> None:
+def test_header_timeout_ends_with_the_head(llm):
     with (
         running(llm, replace(CONNECTIONS, header_s=600)) as server,
         closing(connect(server)) as client,
@@ -334,7 +327,7 @@ def test_the_header_timeout_ends_with_the_head(llm: LLM) -> None:
         assert accepted._header_timer is None
 
 
-def test_surplus_connections_are_refused(llm: LLM) -> None:
+def test_surplus_connections_are_refused(llm):
     with running(llm, replace(CONNECTIONS, n_connections=3, header_s=600)) as server:
         idle = [connect(server) for _ in range(3)]
         with closing(connect(server)) as surplus:
@@ -352,13 +345,13 @@ def test_surplus_connections_are_refused(llm: LLM) -> None:
             client.close()
 
 
-def test_the_connection_limit_leaves_files_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_limit_leaves_files_for_the_engine(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     limits = ConnectionLimits.from_ulimit()
     assert 300 < limits.n_connections < 1024 - connection._RESERVED_FILES
 
 
-def test_repeated_log_messages_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_log_messages_are_dropped(monkeypatch):
     now = 60.0
     monkeypatch.setattr(connection.time, "monotonic", lambda: now)
     rate = LogRate(5)
@@ -392,9 +385,8 @@ def program() -> Iterator[tuple[subprocess.Popen[str], int]]:
         child.kill()
 
 
-def test_a_flood_of_connections_and_the_end_of_the_program(
-    program: tuple[subprocess.Popen[str], int],
-) -> None:
+@pytest.mark.slow
+def test_flood_of_connections_and_shutdown(program):
     child, port = program
     clients = []
     for _ in range(600):
@@ -436,7 +428,7 @@ def test_a_flood_of_connections_and_the_end_of_the_program(
 # What an HTTP client relies on
 
 
-def test_head_requests_are_answered_like_get(served: Served) -> None:
+def test_head_requests_are_answered_like_get(served):
     for path in ("/health", "/v1/models", "/v1/models/demo", "/metrics", "/", "/page/app.js"):
         status, headers, body = served.request("HEAD", path)
         assert (status, body) == (200, b"")
@@ -444,7 +436,7 @@ def test_head_requests_are_answered_like_get(served: Served) -> None:
     assert served.request("HEAD", "/v1/completions")[0] == 405
 
 
-def test_nothing_redirects_to_the_host_of_a_request(served: Served) -> None:
+def test_redirects_never_use_the_host_header(served):
     for path in ("/page", "/health/", "/v1/models/", "/tokenize/"):
         status, headers, _ = served.request("GET", path, headers={"Host": "evil.example"})
         assert status in (200, 404, 405) and "Location" not in headers
@@ -458,7 +450,7 @@ def test_nothing_redirects_to_the_host_of_a_request(served: Served) -> None:
         ("evil.com", 403), ("[::1].evil.com", 403), ("127.0.0.1:8000:evil.com", 403),
     ],
 )  # fmt: skip
-def test_host_names_are_parsed(llm: LLM, host: str, status: int) -> None:
+def test_host_names_are_parsed(llm, host, status):
     hosts = frozenset({"127.0.0.1", "localhost", "[::1]"})
     with running(llm, hosts=hosts) as guarded:
         assert guarded.request("GET", "/health", headers={"Host": host})[0] == status
@@ -471,7 +463,7 @@ def test_host_names_are_parsed(llm: LLM, host: str, status: int) -> None:
         ("Bearer wrong", 401), ("Basic secret", 401), ("secret", 401), ("Bearer", 401),
     ],
 )  # fmt: skip
-def test_the_scheme_of_a_key_ignores_case(llm: LLM, authorization: str, status: int) -> None:
+def test_authorization_scheme_ignores_case(llm, authorization, status):
     with running(llm, api_key="secret") as guarded:
         headers = {"Authorization": authorization}
         found, _, body = guarded.request("GET", "/v1/models", headers=headers)
@@ -481,7 +473,7 @@ def test_the_scheme_of_a_key_ignores_case(llm: LLM, authorization: str, status: 
             assert error["type"] == "authentication_error" and error["code"] == "invalid_api_key"
 
 
-def test_bodies_need_the_content_type_of_json(served: Served) -> None:
+def test_bodies_need_the_content_type_of_json(served):
     """Pages of other origins can send text/plain without asking."""
     raw = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
     for content_type, status in (("text/plain", 415), ("application/json; charset=utf-8", 200)):
@@ -505,22 +497,20 @@ def test_bodies_need_the_content_type_of_json(served: Served) -> None:
         ("chat/completions", {"messages": TURNS, "k" * 50_000: 1, "n": "t" * 50_000}),
     ],
 )  # fmt: skip
-def test_messages_are_short_and_name_no_flags(served: Served, path: str, body: Any) -> None:
+def test_messages_are_short_and_name_no_flags(served, path, body):
     status, answer = served.post(f"/v1/{path}", body)
     message = answer["error"]["message"]
     assert 400 <= status < 500 and "--" not in message and len(message) < 400
 
 
-def test_too_long_prompts_name_the_maximum_context_length(served: Served) -> None:
+def test_too_long_prompts_name_the_maximum_context_length(served):
     for prompt in ("x " * 5000, [1] * 5000, "x" * 150_000):
         status, answer = served.post("/v1/completions", {"prompt": prompt})
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
         assert "maximum context length is 256 tokens" in answer["error"]["message"]
 
 
-def test_an_address_for_other_machines_without_a_key_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_public_address_without_a_key_is_warned_of(monkeypatch, capsys):
     from offload_rt.cli import serve as serve_command
 
     class Stopped:
@@ -539,7 +529,7 @@ def test_an_address_for_other_machines_without_a_key_is_warned_of(
         assert ("warning" in capsys.readouterr().err) == is_warned
 
 
-def test_prompts_of_other_types_are_one_sentence() -> None:
+def test_prompts_of_other_types_are_one_sentence():
     for prompt in (5, [1, "x"], [1.5], [[1], "x"], [[1], [True]], {"text": "x"}, []):
         with pytest.raises((SettingsError, PromptError), match=r"prompt: .* needs a text"):
             raw = json.dumps({"prompt": prompt}).encode()

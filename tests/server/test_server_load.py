@@ -1,6 +1,4 @@
-"""The server under more than it can take: many clients at once, clients that vanish, and what is
-sent to do harm.
-"""
+"""The server under overload: many clients, disconnecting clients and hostile requests."""
 
 import http.client
 import json
@@ -26,7 +24,7 @@ from support.serving import (
     wait_until,
 )
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import SamplingParams
 from offload_rt.engine import engine as engine_module
 
 __all__ = ["llm", "served"]
@@ -34,8 +32,8 @@ __all__ = ["llm", "served"]
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(served: Served) -> Iterator[None]:
-    """After each test nothing runs, all is answered again, and all caches are free once those kept
-    for others are dropped.
+    """Assert after each test that the server is idle, answers, and has no cache beside the prefix
+    cache.
     """
     yield
     served.wait_until_idle()
@@ -58,7 +56,7 @@ def get(served: Served, path: str, method: str = "GET") -> tuple[int, bytes]:
 
 @contextmanager
 def sent(served: Served, **body: Any) -> Iterator[socket.socket]:
-    """A request whose answer nobody has read yet; its client goes at the end."""
+    """Send a request without reading its response; disconnect at the end."""
     raw = json.dumps(
         {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0, **body}
     ).encode()
@@ -71,7 +69,7 @@ def sent(served: Served, **body: Any) -> Iterator[socket.socket]:
         yield connection
 
 
-def test_two_hundred_at_once_are_answered_or_sent_away(served: Served) -> None:
+def test_two_hundred_concurrent_requests_are_answered_or_rejected(served):
     prompts = [f"def f{k % 8}(x):\n    return " for k in range(200)]
     expected = {one: alone(served.llm, one, max_tokens=4) for one in set(prompts)}
     with ThreadPoolExecutor(200) as pool:
@@ -98,7 +96,7 @@ def test_two_hundred_at_once_are_answered_or_sent_away(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_clients_that_go_while_they_wait_give_their_room_back(served: Served, stream: bool) -> None:
+def test_waiting_clients_that_disconnect_free_their_place(served, stream):
     with engine_held(served.llm):
         for _ in range(2):
             with sent(served, stream=stream, prompt=["x"] * LIMITS.n_waiting):
@@ -109,9 +107,7 @@ def test_clients_that_go_while_they_wait_give_their_room_back(served: Served, st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_clients_that_go_while_their_prompt_is_computed(
-    served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_disconnect_during_prefill(served, stream, monkeypatch):
     forward = served.llm.engine.runner.forward
     may_go_on = threading.Event()
     widths = []
@@ -130,7 +126,7 @@ def test_clients_that_go_while_their_prompt_is_computed(
     assert len(widths) <= 2, "the pass under way, and one with those that had come since"
 
 
-def test_clients_that_go_while_they_are_answered(served: Served) -> None:
+def test_clients_disconnect_during_decoding(served):
     for _ in range(3):
         with sent(served, stream=True, prompt=[PROMPT, "class "], max_tokens=200) as connection:
             assert connection.recv(100)
@@ -141,10 +137,8 @@ def test_clients_that_go_while_they_are_answered(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_breaks_in_the_middle_breaks_alone(
-    served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logits that are no numbers are told; what is a fault of the server is, but not how."""
+def test_failing_request_fails_alone(served, stream, monkeypatch):
+    """NaN logits are reported to the client; internal errors are reported without details."""
     probs = engine_module.probs
     expected = alone(served.llm, PROMPT, max_tokens=40)
 
@@ -220,7 +214,7 @@ DEEP = b"[" * 90_000 + b"]" * 90_000
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_sent_to_do_harm_is_refused(served: Served, body: Any, word: str) -> None:
+def test_hostile_bodies_are_refused(served, body, word):
     n_passes = served.llm.engine.n_passes
     status, found = served.post("/v1/completions", body)
     assert (
@@ -247,12 +241,12 @@ def test_what_is_sent_to_do_harm_is_refused(served: Served, body: Any, word: str
         {"messages": TURNS, "max_completion_tokens": 0},
     ],
 )
-def test_chats_that_are_sent_to_do_harm_are_refused(served: Served, body: Any) -> None:
+def test_hostile_chats_are_refused(served, body):
     status, found = served.post("/v1/chat/completions", body)
     assert status == 400 and found["error"]["type"] == "invalid_request_error"
 
 
-def test_tokens_and_texts_that_are_sent_to_do_harm_are_refused(served: Served) -> None:
+def test_hostile_tokenize_requests_are_refused(served):
     assert (
         served.post("/detokenize", {"tokens": [-1]})[0]
         == served.post("/detokenize", {"tokens": [2**70]})[0]
@@ -262,7 +256,7 @@ def test_tokens_and_texts_that_are_sent_to_do_harm_are_refused(served: Served) -
     assert served.post("/detokenize", {"tokens": [2**31]}) == (200, {"prompt": ""})
 
 
-def test_more_tokens_than_there_is_room_for_end_with_the_room(served: Served) -> None:
+def test_answers_beyond_the_context_end_with_length(served):
     n = len(served.llm.encode(PROMPT))
     body = {
         "prompt": PROMPT,
@@ -288,14 +282,12 @@ def test_more_tokens_than_there_is_room_for_end_with_the_room(served: Served) ->
         ("BREW", "/v1/models", 405), ("GET", "/" + "x" * 9000, 404),
     ],
 )  # fmt: skip
-def test_routes_and_methods_that_are_not_known_are_told(
-    served: Served, method: str, path: str, status: int
-) -> None:
+def test_unknown_routes_and_methods_are_reported(served, method, path, status):
     found, text = get(served, path, method)
     assert found == status and json.loads(text)["error"]["type"] == "invalid_request_error"
 
 
-def test_what_is_no_http_hurts_nobody(served: Served) -> None:
+def test_invalid_http_is_refused(served):
     post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
     several = [
         b"\x00\xff "
@@ -315,7 +307,7 @@ def test_what_is_no_http_hurts_nobody(served: Served) -> None:
     assert found["choices"][0]["text"] == alone(served.llm, PROMPT, max_tokens=4)
 
 
-def test_the_end_of_a_server_leaves_no_thread(llm: LLM) -> None:
+def test_server_shutdown_leaves_no_thread(llm):
     llm.generate("x", SamplingParams(max_tokens=1))
     before = {one for one in threading.enumerate() if not one.name.startswith("engine")}
     with running(llm, limits=replace(LIMITS, n_waiting=2)) as short:

@@ -48,7 +48,7 @@ def greedy_under(llm: LLM, params: dict[str, Any], n: int) -> list[int]:
     return answer
 
 
-def test_bad_words_and_allowed_tokens_hold_at_every_node_of_a_tree(llm: LLM) -> None:
+def test_bad_words_and_allowed_tokens_hold_at_every_node_of_a_tree(llm):
     """Greedy decoding with trees equals brute force, token by token."""
     plain = llm.generate(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))[0]
     first = plain.token_ids
@@ -67,14 +67,14 @@ def test_bad_words_and_allowed_tokens_hold_at_every_node_of_a_tree(llm: LLM) -> 
         assert llm.generate(PROMPT, settings)[0].token_ids == greedy_under(llm, params, 12)
 
 
-def test_a_bad_word_does_not_occur(served: Served) -> None:
+def test_a_bad_word_does_not_occur(served):
     text = complete(served)["text"]
     word = text.split()[0]
     found = complete(served, bad_words=[word])["text"]
     assert word in text and word not in found
 
 
-def test_only_allowed_tokens_occur(served: Served) -> None:
+def test_only_allowed_tokens_occur(served):
     allowed = served.llm.encode("abc", add_special_tokens=False)
     choice = complete(served, allowed_token_ids=allowed, logprobs=0)
     texts = {served.service.decode([token]) for token in allowed}
@@ -89,7 +89,7 @@ def test_only_allowed_tokens_occur(served: Served) -> None:
         {"allowed_token_ids": [5], "min_tokens": 2, "stop_token_ids": [5]},
     ],
 )
-def test_rules_that_exclude_every_token_are_refused(llm: LLM, params: Any) -> None:
+def test_rules_that_exclude_every_token_are_refused(llm, params):
     with pytest.raises(SettingsError, match="allowed_token_ids: needs a token"):
         llm.generate(PROMPT, SamplingParams(**params))
 
@@ -105,9 +105,8 @@ def test_rules_that_exclude_every_token_are_refused(llm: LLM, params: Any) -> No
         ({"repetition_penalty": 1e300}, "repetition_penalty"),
         ({"logit_bias": {"5": 1e39}}, "logit_bias"),
         ({"logit_bias": {"5": -1e39}}, "logit_bias"),
-        ({"guided_json": {"type": "object"}}, "guided_json"),
-        ({"guided_regex": "a+"}, "guided_regex"),
-        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
@@ -115,16 +114,14 @@ def test_rules_that_exclude_every_token_are_refused(llm: LLM, params: Any) -> No
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ],
 )
-def test_fields_without_effect_and_wrong_values_are_refused(
-    served: Served, fields: Any, word: str
-) -> None:
+def test_fields_without_effect_and_wrong_values_are_refused(served, fields, word):
     for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": TURNS})):
         status, answer = served.post(f"/v1/{path}", body | fields)
         assert status == 400 and word in answer["error"]["message"]
         assert answer["error"]["type"] == "invalid_request_error"
 
 
-def test_neutral_values_of_missing_features_are_accepted(served: Served) -> None:
+def test_neutral_values_of_missing_features_are_accepted(served):
     neutral = {
         "guided_json": None,
         "use_beam_search": False,
@@ -135,7 +132,7 @@ def test_neutral_values_of_missing_features_are_accepted(served: Served) -> None
     assert served.post("/v1/chat/completions", body | neutral)[0] == 200
 
 
-def test_prompts_are_truncated_from_the_left(served: Served) -> None:
+def test_prompts_are_truncated_from_the_left(served):
     tokens = served.llm.encode(PROMPT)
     status, answer = served.post("/v1/completions", GREEDY | {"truncate_prompt_tokens": 4})
     expected = served.llm.generate(tokens[-4:], SamplingParams(max_tokens=8))[0].text
@@ -145,7 +142,7 @@ def test_prompts_are_truncated_from_the_left(served: Served) -> None:
     assert served.post("/v1/completions", long)[1]["usage"]["prompt_tokens"] == 255
 
 
-def test_special_tokens_of_a_prompt_are_optional(served: Served) -> None:
+def test_special_tokens_of_a_prompt_are_optional(served):
     with_special = served.llm.encode(PROMPT)
     without = served.llm.encode(PROMPT, add_special_tokens=False)
     assert len(without) == len(with_special) - 1, "the tokenizer adds a token"
@@ -159,7 +156,7 @@ def test_special_tokens_of_a_prompt_are_optional(served: Served) -> None:
 
 @pytest.mark.parametrize("prompt", [PROMPT, "x = '🙂 語' # é\n"])
 @pytest.mark.parametrize("special", [True, False])
-def test_offsets_of_an_echo_point_into_its_text(served: Served, prompt: str, special: bool) -> None:
+def test_offsets_of_an_echo_point_into_its_text(served, prompt, special):
     choice = complete(served, prompt=prompt, echo=True, logprobs=0, add_special_tokens=special)
     logprobs = choice["logprobs"]
     offsets = logprobs["text_offset"]
@@ -170,7 +167,7 @@ def test_offsets_of_an_echo_point_into_its_text(served: Served, prompt: str, spe
     assert offsets[:2] == [0, 0] if special else offsets[0] == 0
 
 
-def test_offsets_of_a_stream_with_stop_strings_point_into_its_text(served: Served) -> None:
+def test_offsets_of_a_stream_with_stop_strings_point_into_its_text(served):
     """Text that could begin a stop string follows its tokens later."""
     fields = {"logprobs": 0, "stop": ["never occurs in this text"], "stream": True}
     text = served.asked("/v1/completions", GREEDY | fields)[2]
@@ -183,7 +180,7 @@ def test_offsets_of_a_stream_with_stop_strings_point_into_its_text(served: Serve
             assert whole[offset:].startswith(token)
 
 
-def test_bytes_of_partial_characters_are_raw(served: Served) -> None:
+def test_bytes_of_partial_characters_are_raw(served):
     """Forced to write a smile, the model's tokens hold its bytes in parts."""
     tokenizer = served.llm.tokenizer
     parts = served.llm.encode("🙂", add_special_tokens=False)
@@ -197,7 +194,7 @@ def test_bytes_of_partial_characters_are_raw(served: Served) -> None:
         assert entry["bytes"] in raw_tokens and len(entry["top_logprobs"]) == 2
 
 
-def test_a_final_message_is_continued(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_final_message_is_continued(served, monkeypatch):
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -215,9 +212,7 @@ def test_a_final_message_is_continued(served: Served, monkeypatch: pytest.Monkey
     assert served.post("/v1/chat/completions", both)[0] == 400
 
 
-def test_control_tokens_in_messages_are_text(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_tokens_in_messages_are_text(served, monkeypatch):
     template = "{% for m in messages %}<|endoftext|>{{ m.content }}{% endfor %}"
     monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
     (control,) = served.llm.encode(CONTROL, add_special_tokens=False)
@@ -229,7 +224,7 @@ def test_control_tokens_in_messages_are_text(
     assert text == "".join(CONTROL + content for content in contents)
 
 
-def test_tools_need_a_template_with_tools(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_need_a_template_with_tools(served, monkeypatch):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     body = {"messages": TURNS, "max_tokens": 1, "tools": tools}
     assert served.post("/v1/chat/completions", body)[0] == 200
@@ -271,9 +266,7 @@ def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
         ("<tool_call></tool_call>", "<tool_call></tool_call>", []),
     ],
 )
-def test_tool_parser_keeps_text_and_finds_calls(
-    text: str, content: str, arguments: list[Any]
-) -> None:
+def test_tool_parser_keeps_text_and_finds_calls(text, content, arguments):
     sizes = (1, 7, len(text)) if len(text) < 1000 else (1000, len(text))
     for size in sizes:
         parser = ToolParser(frozenset({"add"}))
@@ -286,13 +279,13 @@ def test_tool_parser_keeps_text_and_finds_calls(
             entry["function"]["arguments"].encode()  # responses are UTF-8
 
 
-def test_tool_parser_reports_each_call_when_it_is_complete() -> None:
+def test_tool_parser_reports_each_call_when_it_is_complete():
     parser = ToolParser(frozenset({"add"}))
     assert len(parser.feed("Yes. " + call("{}")).calls) == 1
     assert parser.feed(" More.").text == "More."
 
 
-def test_tool_parser_scans_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_parser_scans_text_once(monkeypatch):
     """White space and closing tags inside strings do not restart the scan."""
     from offload_rt.server import tools
 
@@ -313,7 +306,7 @@ def test_tool_parser_scans_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parser.feed('"}}</tool_call>').calls and n_decoded == 2
 
 
-def test_a_full_queue_is_a_rate_limit(served: Served) -> None:
+def test_full_queue_is_a_rate_limit(served):
     with engine_held(served.llm):
         served.service.n_open += LIMITS.n_waiting
         try:
@@ -324,13 +317,13 @@ def test_a_full_queue_is_a_rate_limit(served: Served) -> None:
     assert json.loads(text)["error"]["type"] == "rate_limit_error"
 
 
-def test_several_greedy_answers_are_equal(served: Served) -> None:
+def test_several_greedy_answers_are_equal(served):
     status, body = served.post("/v1/completions", {**GREEDY, "n": 2})
     texts = [choice["text"] for choice in body["choices"]]
     assert status == 200 and texts == [complete(served)["text"]] * 2
 
 
-def test_prompts_with_several_answers_each_keep_their_order(served: Served) -> None:
+def test_prompts_with_several_answers_each_keep_their_order(served):
     fields = {"temperature": 1.0, "max_tokens": 6, "seed": 3}
     prompts = [PROMPT, "import os\n"]
     _, body = served.post("/v1/completions", {"prompt": prompts, "n": 2, **fields})

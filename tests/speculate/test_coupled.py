@@ -1,6 +1,4 @@
-"""Coupled sampling: the noise, what is drawn by it, and that a text is a function of prompt, model
-and seed alone.
-"""
+"""Coupled sampling: noise, draws, and texts as a function of prompt, model and seed."""
 
 import itertools
 import math
@@ -31,6 +29,8 @@ from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify import coupled
 from offload_rt.tree.topology import DraftTree, Topology
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 
 # The noise
@@ -60,7 +60,7 @@ def plain_philox(counter, key):
 
 
 @pytest.mark.parametrize("line", KNOWN.strip().splitlines())
-def test_the_generator_gives_the_published_words(line):
+def test_philox_equals_the_published_words(line):
     words = [int(word, 16) for word in line.split()]
     assert plain_philox(words[:4], words[4:6]) == words[6:]
     several = torch.tensor(words[:4]).view(4, 1, 1).expand(4, 2, 3)
@@ -68,7 +68,7 @@ def test_the_generator_gives_the_published_words(line):
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1, 2**64 - 1])
-def test_noise_is_a_function_of_seed_position_and_token(monkeypatch, seed):
+def test_noise_depends_on_seed_position_and_token(monkeypatch, seed):
     """However many positions and tokens are made together."""
     monkeypatch.setattr(noise, "_N_VALUES", 25)  # two rows at a time
     rows = exponentials(seed, 40, 5, 11, CPU)
@@ -81,7 +81,7 @@ def test_noise_is_a_function_of_seed_position_and_token(monkeypatch, seed):
     assert torch.equal(exponentials(seed, 40, 5, 6, CPU), rows[:, :6])
 
 
-def test_the_logarithm_is_right_to_the_ends_of_the_range():
+def test_logarithm_is_exact_over_the_whole_range():
     words = torch.cat(
         [torch.arange(5000), torch.randint(2**32, (5000,)), 2**32 - 1 - torch.arange(5000)]
     )
@@ -91,7 +91,7 @@ def test_the_logarithm_is_right_to_the_ends_of_the_range():
     assert 0 < float(found.min()) < 2**-32 and float(found.max()) < 23
 
 
-def test_noise_is_spread_as_it_should_be():
+def test_noise_is_uniform_and_independent():
     """Of fixed seeds: each value, and the next one's beside it, in position, token and seed."""
     first, other = (exponentials(seed, 0, 150, 150, CPU).double() for seed in (3, 4))
     tenth = {
@@ -112,7 +112,7 @@ def test_noise_is_spread_as_it_should_be():
         assert chi_square_p(counts, np.full(100, counts.sum() / 100)) > 1e-6, name
 
 
-def test_rows_are_made_once_and_forgotten_behind(monkeypatch):
+def test_noise_rows_are_generated_once_and_released(monkeypatch):
     made = []
     plain = exponentials
 
@@ -134,10 +134,8 @@ def test_rows_are_made_once_and_forgotten_behind(monkeypatch):
 
 
 @pytest.mark.parametrize("p", [[0.7, 0.3], [0.02, 0.98], [0.5, 0.1, 0.4], [0.25, 0.0, 0.75]])
-def test_a_token_is_drawn_on_a_part_of_all_noise_that_is_its_probability(p):
-    """Every noise of a grid over the unit cube: the midpoints of its cells, as those of 2**32 are
-    in use.
-    """
+def test_share_of_noise_that_draws_a_token_is_its_probability(p):
+    """Integrate over a grid of the unit cube, at the midpoints of its cells."""
     n = 150 if len(p) == 2 else 26
     cells = noise._minus_log((torch.arange(n).double() + 0.5) / n).float()
     counts = np.zeros(len(p))
@@ -147,8 +145,8 @@ def test_a_token_is_drawn_on_a_part_of_all_noise_that_is_its_probability(p):
     assert all(count == 0 for count, chance in zip(counts, p, strict=True) if chance == 0)
 
 
-def test_what_is_impossible_is_never_drawn():
-    """Nor what cannot be told from it, and at temperature 0 only the most probable token is."""
+def test_impossible_tokens_are_never_drawn():
+    """Including denormal probabilities; at temperature 0 only the most probable token is drawn."""
     tiny = torch.tensor([0.0, 1e-45, 1.0, 0.0])
     largest = float(noise._minus_log(torch.tensor([2.0**-33]).double()))
     for one in (torch.full((4,), largest), torch.tensor([2.0**-33, largest, largest, 2.0**-33])):
@@ -219,9 +217,7 @@ def test_plain_decoding_draws_by_the_noise(pair, plain_texts):
     ("drafter", "tree_size"),
     [*((name, 24) for name in DRAFTERS), ("recycle", 3), ("static_tree", 3)],
 )
-def test_texts_are_those_of_plain_decoding_whatever_drafts_them(
-    pair, plain_texts, drafter, tree_size
-):
+def test_texts_equal_plain_decoding_with_any_drafter(pair, plain_texts, drafter, tree_size):
     """Token for token; together and alone."""
     settings = {"max_model_len": 64, "tree_size": tree_size, **pair.settings(drafter, "coupled")}
     with open_llm(pair.target, **settings) as llm:
@@ -236,7 +232,7 @@ def test_texts_are_those_of_plain_decoding_whatever_drafts_them(
                 assert all(one.stats.n_passes < N_NEW for one in outputs), "nothing was accepted"
 
 
-def test_without_a_seed_every_text_is_another(pair):
+def test_texts_without_seed_differ(pair):
     with open_llm(pair.target, max_model_len=64, rule="coupled") as llm:
         outputs = llm.generate(
             [PROMPTS[0]] * 3, SamplingParams(max_new_tokens=N_NEW, temperature=1.0)
@@ -255,7 +251,7 @@ def twin(tmp_path_factory):
 
 
 @pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree"])
-def test_a_draft_that_is_the_target_knows_what_will_be_drawn(twin, drafter):
+def test_draft_equal_to_the_target_predicts_the_draws(twin, drafter):
     """The most probable path after the noise is the text, to the last level, at any temperature and
     place.
     """
@@ -275,7 +271,7 @@ def test_a_draft_that_is_the_target_knows_what_will_be_drawn(twin, drafter):
     assert found == [5] * 16 if drafter == "static_tree" else sum(found) > 72
 
 
-def test_what_is_learned_of_perturbed_trees_is_kept_apart(pair):
+def test_statistics_of_perturbed_trees_are_separate(pair):
     with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
         for name, kinds in (
             ("dynamic_tree", {"coupled-dynamic 0.8"}),
@@ -289,7 +285,7 @@ def test_what_is_learned_of_perturbed_trees_is_kept_apart(pair):
             assert tree.sampled is None and len(tree.topology) > 1
 
 
-def test_a_verdict_depends_on_the_place_in_the_text():
+def test_verdict_depends_on_the_position():
     """The noise of the tokens that are there already is not used again."""
     target = torch.full((1, 50), 0.02)
     tree = Topology.chain(1)

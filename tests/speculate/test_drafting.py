@@ -1,6 +1,4 @@
-"""The parts of drafting: what is copied, what is drawn, what is grown, what is planned, learned,
-kept and refused.
-"""
+"""Parts of drafters: copying, sampling, growing, planning, learning, storing and refusing."""
 
 import heapq
 import itertools
@@ -45,7 +43,7 @@ few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 
 
 @given(few_tokens, st.integers(0, 6))
-def test_matches_are_the_longest_places_before(tokens, n_next):
+def test_ngram_matches_are_the_longest_earlier_places(tokens, n_next):
     """Compared with looking at every place."""
     n = len(tokens)
     places = []
@@ -58,7 +56,7 @@ def test_matches_are_the_longest_places_before(tokens, n_next):
     assert [(match.n_equal, match.tokens) for match in find_matches(tokens, n_next)] == wanted
 
 
-def test_the_rate_of_a_copied_token_is_what_was_seen():
+def test_copy_rate_equals_the_observed_rate():
     rates = MatchRates()
     (match,) = find_matches([1, 2, 3, 4, 1], 3)
     assert (match.n_equal, match.tokens) == (1, (2, 3, 4))
@@ -79,7 +77,7 @@ def paths_of(tree):
     st.lists(st.integers(0, 2), max_size=6),
     st.integers(1, 14),
 )
-def test_a_copied_continuation_adds_exactly_what_is_not_there(n, seed, copied, n_nodes):
+def test_copied_continuation_adds_only_missing_nodes(n, seed, copied, n_nodes):
     generator = np.random.default_rng(seed)
     parents = [-1]
     tokens = [0]
@@ -104,7 +102,7 @@ def test_a_copied_continuation_adds_exactly_what_is_not_there(n, seed, copied, n
     assert paths_of(appended) == whole or len(appended.topology) == max(n, n_nodes)
 
 
-def test_a_copied_continuation_beside_sampled_children_is_deterministic():
+def test_copied_continuation_beside_sampled_children_is_deterministic():
     sampled = SampledNodes(
         np.array([False, True, True]), torch.full((1, 4), 0.25), np.array([0, -1, -1])
     )
@@ -123,8 +121,8 @@ N_DRAWS = 20_000
 
 
 def in_order(probs, n, struck=()):
-    """The distribution of n tokens drawn without replacement: what is used up gives way to all that
-    is left alike.
+    """Return the distribution of n tokens drawn without replacement; an exhausted distribution
+    becomes uniform.
     """
     found = {}
     for tokens in itertools.permutations(set(range(len(probs))) - set(struck), n):
@@ -188,8 +186,8 @@ def best_nodes(model, tokens, n, n_levels, temperature):
 
 
 @pytest.mark.parametrize(("temperature", "n_levels"), [(0.0, 3), (0.0, 9), (0.8, 4), (0.3, 9)])
-def test_a_grown_tree_is_the_most_probable_one(zoo, temperature, n_levels):
-    """Its nodes are those of the highest chances, the most probable first; of no random numbers."""
+def test_dynamic_tree_is_the_most_probable_tree(zoo, temperature, n_levels):
+    """Nodes have the highest path probabilities, in descending order, independent of the seed."""
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         drafter = drafter_of(
@@ -226,7 +224,7 @@ def counts_of(pair_stats):
 
 
 @pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "adaptive_tree"])
-def test_what_was_learned_of_a_pair_is_there_again(zoo, cache, drafter):
+def test_pair_statistics_are_restored(zoo, cache, drafter):
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, **pair.settings(drafter)) as llm:
         for temperature in (0.0, 0.8):
@@ -248,7 +246,7 @@ def test_what_was_learned_of_a_pair_is_there_again(zoo, cache, drafter):
 
 
 def test_checkpoints_of_the_same_shapes_share_no_statistics(zoo, cache, tmp_path):
-    """A model and its fine-tune, say."""
+    """For example a model and its fine-tune."""
     pair = zoo.pair("llama", 0)
     tuned = nearly(pair.model, 0.001)
     tuned.save_pretrained(tmp_path / "tuned")
@@ -282,7 +280,7 @@ def spoil(path, entry):
 
 
 @pytest.mark.parametrize("whole", ["", "{", "[]", '{"version": 1}', '{"version": 1, "entries": 3}'])
-def test_damaged_files_are_as_none(zoo, cache, whole):
+def test_damaged_statistics_are_ignored(zoo, cache, whole):
     pair = zoo.pair("llama", 0)
     cache.mkdir()
     for name in ("pairs.json", "passes.json"):
@@ -294,7 +292,7 @@ def test_damaged_files_are_as_none(zoo, cache, whole):
 
 
 @pytest.mark.parametrize("entry", NONSENSE, ids=lambda entry: str(entry)[:40])
-def test_nonsense_about_a_pair_is_as_nothing(cache, entry):
+def test_invalid_pair_statistics_are_ignored(cache, entry):
     stats = PairStats.load("target", "draft")
     stats.at("dynamic", 0.0)
     stats.save()
@@ -310,8 +308,8 @@ NO_TIMES = [
 ]  # fmt: skip
 
 
-def test_nonsense_about_passes_is_measured_anew(zoo, cache, monkeypatch):
-    """What was measured is read again; what cannot have been measured is not believed."""
+def test_invalid_pass_times_are_measured_again(zoo, cache, monkeypatch):
+    """Valid stored times are used; impossible times are ignored."""
     monkeypatch.setattr(profile, "_still_holds", lambda runner, compute: True)
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
@@ -330,7 +328,7 @@ def test_nonsense_about_passes_is_measured_anew(zoo, cache, monkeypatch):
             assert compute.seconds != tuple(map(tuple, TIMES)), entry
 
 
-def test_times_grow_with_rows_and_context(zoo):
+def test_measured_times_grow_with_rows_and_context(zoo):
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         times = compute_times(llm.engine.runner, 100, 128)
@@ -338,7 +336,7 @@ def test_times_grow_with_rows_and_context(zoo):
     assert (np.diff(times.seconds, axis=0) >= 0).all() and np.min(times.seconds) > 0
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(zoo, tmp_path, monkeypatch):
+def test_unwritable_cache_is_no_error(zoo, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("where a folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     pair = zoo.pair("llama", 0)
@@ -346,8 +344,8 @@ def test_a_cache_that_cannot_be_written_is_no_error(zoo, tmp_path, monkeypatch):
         assert len(llm.generate(prompt_of(0), SamplingParams(max_new_tokens=9))[0].token_ids) == 9
 
 
-def test_acceptance_of_nodes_counts_what_became_of_them(zoo):
-    """Verdicts that always take the second child make the second rank the best there is."""
+def test_acceptance_counts_the_outcome_of_nodes(zoo):
+    """Verdicts that always accept the second child make the second rank the best."""
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         shape = Topology(np.array([-1, 0, 0, 1, 2]))
@@ -371,7 +369,7 @@ def engine_plan(pair, **settings):
         return llm.spec
 
 
-def test_the_draft_is_part_of_the_plan(zoo):
+def test_plan_includes_the_draft(zoo):
     pair = zoo.pair("llama", 0)
     plain = engine_plan(pair, drafter="none")
     copying = engine_plan(pair, tree_size=32)
@@ -391,8 +389,8 @@ def test_the_draft_is_part_of_the_plan(zoo):
     ("drafter", "tree_size"),
     [("none", None), ("ngram", None), ("ngram", 16), ("static_tree", None), ("static_tree", 16)],
 )
-def test_a_budget_too_small_names_the_flag(zoo, drafter, tree_size):
-    """The budget it names is enough, and so is any larger one; one byte less is not."""
+def test_too_small_budget_names_the_flag(zoo, drafter, tree_size):
+    """The named budget and larger budgets suffice; one byte less fails."""
     pair = zoo.pair("llama", 0)
     settings = {"tree_size": tree_size, **pair.settings(drafter)}
     with pytest.raises(CapacityError, match="--device-memory") as caught:
@@ -405,7 +403,7 @@ def test_a_budget_too_small_names_the_flag(zoo, drafter, tree_size):
         engine_plan(pair, device_memory=least - 1, **settings)
 
 
-def test_trees_shrink_where_memory_is_short(zoo):
+def test_trees_shrink_with_little_memory(zoo):
     pair = zoo.pair("llama", 0)
     sizes = []
     for budget in (450_000, 1_000_000, 4_000_000, 1_000_000_000):
@@ -435,7 +433,7 @@ def first_difference(one, other):
     return next(i for i in range(999) if ours.get(i) != theirs.get(i))
 
 
-def test_another_tokenizer_is_refused_naming_the_first_token(zoo, tmp_path):
+def test_different_tokenizer_is_refused_with_the_first_token(zoo, tmp_path):
     pair = zoo.pair("llama", 0)
     ours = byte_level()
     target = copy_of(pair.target, tmp_path / "target", ours)
@@ -453,7 +451,7 @@ def test_another_tokenizer_is_refused_naming_the_first_token(zoo, tmp_path):
     ).close()
 
 
-def test_without_tokenizers_the_vocabularies_have_to_be_as_large(zoo, tmp_path):
+def test_vocabularies_without_tokenizers_must_have_equal_sizes(zoo, tmp_path):
     pair = zoo.pair("llama", 0)
     other = CASES["llama"].build(0, vocab_size=96, num_hidden_layers=1)
     other.save_pretrained(tmp_path)
@@ -461,7 +459,7 @@ def test_without_tokenizers_the_vocabularies_have_to_be_as_large(zoo, tmp_path):
         LLM(str(pair.target), draft_model=str(tmp_path), device="cpu")
 
 
-def test_no_file_is_left_open_after_a_refusal(zoo, tmp_path):
+def test_refusal_leaves_no_open_file(zoo, tmp_path):
     pair = zoo.pair("llama", 0)
     for _ in range(2):
         before = len(os.listdir("/proc/self/fd"))

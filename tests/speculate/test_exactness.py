@@ -56,7 +56,7 @@ def result(rule: str, name: str) -> tuple[float, float]:
 
 
 class Changed(Language):
-    """A language whose distributions are changed by the tokens of the text so far."""
+    """A language whose distributions depend on the tokens of the text so far."""
 
     def __init__(self, plain: Language, params: SamplingParams) -> None:
         self._plain, self._change, self._continuations = plain, modifiers(params, 0, ENDS), {}
@@ -88,11 +88,9 @@ CHANGES = {
     ("rule", "change"),
     [*((rule, "all") for rule in RULES), *(("match", one) for one in CHANGES if one != "all")],
 )
-def test_the_output_has_the_distribution_of_plain_sampling_whatever_changes_it_along_the_text(
-    rule, change
-):
-    """A rule gets what `probs` makes of the tree; the law is that of changing each distribution by
-    the text before it.
+def test_output_distribution_equals_plain_sampling_with_logit_changes(rule, change):
+    """Rules receive the output of `probs`; the law changes each distribution by its
+    preceding text.
     """
     params = SamplingParams(temperature=1.0, **CHANGES[change])
     plain, draft = languages_of_controls()
@@ -112,7 +110,7 @@ def test_the_output_has_the_distribution_of_plain_sampling_whatever_changes_it_a
 
 @cache
 def languages_of_controls() -> tuple[Language, Language]:
-    """Target and draft in which every token is possible, so that every fault has its chance."""
+    """Target and draft without impossible tokens, so that every fault can occur."""
     return Language(1, p_impossible=0.0), Language(2, p_impossible=0.0)
 
 
@@ -123,11 +121,11 @@ def error(outcomes: Outcomes, trees: Trees, target: Language) -> float:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("rule", RULES)
-def test_the_output_has_the_distribution_of_plain_sampling(rule, name):
+def test_output_distribution_equals_plain_sampling(rule, name):
     assert result(rule, name)[0] < 1e-12
 
 
-def test_the_recipes_hold_what_they_are_named_for():
+def test_recipes_have_their_named_properties():
     def trees(name):
         return [tree for tree, _ in RECIPES[name].trees(languages(name)[1])]
 
@@ -165,11 +163,11 @@ def larger_first(recipe: Recipe) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if larger_first(recipe)])
-def test_bottom_up_accepts_no_less_than_top_down_where_larger_children_come_first(name):
+def test_bottom_up_accepts_at_least_top_down_if_larger_children_come_first(name):
     assert result("traversal", name)[1] >= result("sequoia", name)[1] - 1e-12
 
 
-def test_bottom_up_can_accept_less_where_a_later_child_is_larger():
+def test_bottom_up_can_accept_less_if_a_later_child_is_larger():
     """The probability that saves the small first child is missing at the second, which has more to
     follow.
     """
@@ -180,7 +178,7 @@ def test_bottom_up_can_accept_less_where_a_later_child_is_larger():
     )
 
 
-def test_bottom_up_accepts_more_where_there_is_something_to_gain():
+def test_bottom_up_accepts_more_on_a_chain():
     assert result("traversal", "chain")[1] > result("sequoia", "chain")[1] + 1e-3
 
 
@@ -202,7 +200,7 @@ def block_verification(target: list[Tensor], draft: list[Tensor], tokens: list[i
     return expected
 
 
-def test_on_a_chain_bottom_up_is_block_verification():
+def test_bottom_up_on_a_chain_is_block_verification():
     target, draft = languages("chain")
     expected = 0.0
     for tree, p in RECIPES["chain"].trees(draft):
@@ -213,7 +211,7 @@ def test_on_a_chain_bottom_up_is_block_verification():
     assert abs(result("traversal", "chain")[1] - expected) < 1e-12
 
 
-def test_the_published_example_of_block_verification():
+def test_published_example_of_block_verification():
     """Two drafted tokens of a language without memory: 10/9 accepted token by token, 11/9 as a
     block (Sun et al. 2025).
     """
@@ -237,7 +235,7 @@ def test_the_published_example_of_block_verification():
 
 
 def kept(tree: DraftTree, nodes: list[int]) -> DraftTree:
-    """The tree without the nodes that are not named, and without what hangs on them."""
+    """Return the tree without the other nodes and their descendants."""
     place: dict[int, int] = {-1: -1}
     for node in nodes:
         if int(tree.topology.parents[node]) in place:
@@ -251,7 +249,7 @@ def kept(tree: DraftTree, nodes: list[int]) -> DraftTree:
 
 
 def chance_of(tree: DraftTree, node: int) -> float:
-    """What the draft gave the token of a sampled node."""
+    """Probability of a sampled node's token in the draft."""
     return float(
         tree.sampled.draft_probs[
             tree.sampled.row_of[tree.topology.parents[node]], tree.tokens[node]
@@ -279,7 +277,7 @@ def merge_the_equal(tree: DraftTree) -> DraftTree:
 
 
 def probable_first(tree: DraftTree) -> DraftTree:
-    """Siblings without children are put in the order of what was drawn."""
+    """Sort leaf siblings by probability."""
     tokens = tree.tokens.clone()
     for siblings in tree.topology.children:
         leaves = [node for node in siblings if not tree.topology.children[node]]
@@ -289,7 +287,7 @@ def probable_first(tree: DraftTree) -> DraftTree:
 
 
 def name_other_probs(tree: DraftTree) -> DraftTree:
-    """The distribution that is stated is sharper than the one that was drawn from."""
+    """State a sharper distribution than the drawn one."""
     sharper = tree.sampled.draft_probs**2
     return replace(
         tree, sampled=replace(tree.sampled, draft_probs=sharper / sharper.sum(-1, keepdim=True))
@@ -310,7 +308,7 @@ WRONG_TREES = [
 
 @pytest.mark.parametrize("rule", RESIDUAL)
 @pytest.mark.parametrize(("change", "name"), WRONG_TREES)
-def test_the_enumeration_finds_a_wrong_tree(rule, change, name):
+def test_enumeration_detects_a_wrong_tree(rule, change, name):
     target, draft = languages_of_controls()
     trees = ((change(tree), p) for tree, p in RECIPES[name].trees(draft))
     assert error(outcomes(rule_of(rule)), trees, target) > 1e-3
@@ -344,9 +342,7 @@ def one_number(rule) -> Outcomes:
 def by_number(
     rule, tree: DraftTree, target: Tensor, start: float = 0.0, stop: float = 1.0
 ) -> Iterator[tuple[Decision, float, float]]:
-    """What comes of each random number that all nodes share, as stretches of numbers with the same
-    outcome.
-    """
+    """Yield the outcome for each interval of a random number shared by all nodes."""
     while start < stop:
         found = rule.decide(
             tree, target, torch.full((len(tree.topology),), start, dtype=torch.float64)
@@ -359,13 +355,13 @@ def by_number(
 @pytest.mark.parametrize("rule", RESIDUAL)
 @pytest.mark.parametrize("name", ["siblings", "without replacement", "hybrid"])
 @pytest.mark.parametrize("wrong", [bonus_of_the_target, probs_before, one_number])
-def test_the_enumeration_finds_a_wrong_rule(rule, name, wrong):
+def test_enumeration_detects_a_wrong_rule(rule, name, wrong):
     target, draft = languages_of_controls()
     assert error(wrong(rule_of(rule)), RECIPES[name].trees(draft), target) > 1e-3
 
 
 @pytest.mark.parametrize("rule", RESIDUAL)
-def test_the_enumeration_finds_the_noise_of_the_pass_before(rule):
+def test_enumeration_detects_reused_noise(rule):
     """Two passes over a child each. Noise that is reused leaves the first pass right and spoils the
     distribution of both.
     """
@@ -421,14 +417,14 @@ def careless_tree(n: int, seed: int) -> DraftTree:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (2, 4, 7, 10) for seed in range(4)])
-def test_a_deterministic_tree_may_carry_any_tokens(rule, n, seed):
+def test_deterministic_tree_can_have_any_tokens(rule, n, seed):
     tree = careless_tree(n, seed)
     target = Language(seed)
     assert error(outcomes(rule_of(rule)), [(tree, 1.0)], target) < 1e-12
 
 
 @pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (4, 10) for seed in range(4)])
-def test_match_goes_on_while_a_child_carries_the_token(n, seed):
+def test_match_continues_while_a_child_has_the_token(n, seed):
     """Of siblings with the same token, whichever of them has the child."""
     tree = careless_tree(n, seed)
     texts = {tuple(tree.path_to(node)) for node in range(n)}
@@ -465,7 +461,7 @@ def probs_of_the_wrong_node(tree, target, sequence):
 @pytest.mark.parametrize(
     "wrong", [bonus_of_the_root, bonus_drawn_again, always_the_first_child, probs_of_the_wrong_node]
 )
-def test_the_enumeration_finds_a_wrong_match(wrong):
+def test_enumeration_detects_a_wrong_match(wrong):
     tree = DraftTree(Topology(np.array([-1, 0, 0, 1, 1, 3])), torch.tensor([0, 1, 2, 0, 2, 1]))
     target = Language(2)
     assert error(outcomes(match.RULE), [(tree, 1.0)], target) < 1e-12
@@ -550,7 +546,7 @@ def grow(
     seed: int,
     independent: bool = False,
 ) -> DraftTree:
-    """A tree as a drafter with these distributions, (n, vocabulary), would draw it."""
+    """Draw a tree from these distributions (n, vocabulary), as a drafter would."""
     rng = np.random.default_rng(seed)
     tokens = torch.zeros(len(topology), dtype=torch.int64)
     n = len(topology)
@@ -598,7 +594,7 @@ def random_case(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("rule", PLAIN)
-def test_a_kernel_decides_as_the_plain_rule(rule, dtype):
+def test_kernel_decides_like_the_plain_rule(rule, dtype):
     ends = set()
     for seed in range(60):
         tree, target, uniforms = random_case(seed, dtype)
@@ -614,7 +610,7 @@ def test_a_kernel_decides_as_the_plain_rule(rule, dtype):
 
 
 @pytest.mark.parametrize("rule", RESIDUAL)
-def test_sampled_siblings_are_verified_before_deterministic_ones(rule):
+def test_sampled_siblings_are_verified_first(rule):
     """Exact in either order, but the deterministic child is more probable: first, it would leave
     the sampled one little.
     """
@@ -628,7 +624,7 @@ def test_sampled_siblings_are_verified_before_deterministic_ones(rule):
 
 
 def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
-    """The path goes from child to child, and the target may say the bonus after it."""
+    """Assert that the path follows children and that the target allows the bonus."""
     assert isinstance(verdict, Verdict) and type(verdict.bonus) is int
     before = [0, *verdict.path]
     assert tree.topology.parents[list(verdict.path)].tolist() == before[:-1]
@@ -638,7 +634,7 @@ def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_verdict_is_a_path_the_target_allows_and_follows_from_the_seed(rule):
+def test_verdict_is_an_allowed_path_and_follows_from_the_seed(rule):
     module = rule_of(rule)
     for seed in range(24):
         tree, target, _ = random_case(seed, torch.float32)
@@ -655,7 +651,7 @@ def test_a_verdict_is_a_path_the_target_allows_and_follows_from_the_seed(rule):
     ("temperature", "rule"),
     [(0.0, "traversal"), (0.1, "coupled"), (0.8, "coupled"), (0.9, "traversal")],
 )
-def test_the_adaptive_rule_is_the_one_that_suits_the_temperature(temperature, rule):
+def test_adaptive_rule_depends_on_the_temperature(temperature, rule):
     sampling = SamplingParams(temperature=temperature, seed=5)
     for seed in range(8):
         tree, target, _ = random_case(seed, torch.float32)
@@ -667,7 +663,7 @@ def test_the_adaptive_rule_is_the_one_that_suits_the_temperature(temperature, ru
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_two_verdicts_in_a_row_are_independent_and_have_the_acceptance_stated(rule):
+def test_consecutive_verdicts_are_independent(rule):
     module = rule_of(rule)
     target, draft = languages("hybrid")
     tree = next(iter(RECIPES["hybrid"].trees(draft)))[0]
@@ -720,7 +716,7 @@ def large_case(sharpness: float, seed: int = 0, n: int = 14) -> tuple[DraftTree,
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 8.0, 1000.0])
-def test_a_large_vocabulary_in_float32(sharpness):
+def test_large_vocabulary_in_float32(sharpness):
     for seed in range(3):
         tree, target, uniforms = large_case(sharpness, seed)
         # Numbers close to 1 reject everything, which is the longest way through the residuals.
@@ -740,7 +736,7 @@ def test_a_large_vocabulary_in_float32(sharpness):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_at_temperature_zero_the_right_path_is_taken(rule):
+def test_temperature_0_takes_the_argmax_path(rule):
     module = rule_of(rule)
     depths = set()
     for seed in range(24):
@@ -765,8 +761,8 @@ def test_at_temperature_zero_the_right_path_is_taken(rule):
 
 
 @pytest.mark.parametrize("rule", PLAIN)
-def test_a_small_remainder_of_the_draft_keeps_its_digits(rule):
-    """Subtracting what was drawn from a sum of one would leave the rounding of that sum."""
+def test_small_residual_keeps_its_digits(rule):
+    """Subtraction from a sum of one would leave only its rounding."""
     draft_probs = torch.tensor([[0.6, 0.4, 3e-9, 1e-9, 0.0]])
     sampled = SampledNodes(
         np.array([False, True, True, True]), draft_probs, np.array([0, -1, -1, -1])
@@ -784,9 +780,9 @@ SIBLINGS = Topology(np.array([-1, 0, 0]))
 
 
 @pytest.mark.parametrize("rule", RESIDUAL)
-def test_a_remainder_of_the_draft_below_the_normal_numbers_is_used_up(rule):
-    """No distribution of a drafter has such numbers; whoever hands one over gets the uniform
-    fallback, not an overflow.
+def test_subnormal_residual_is_used_up(rule):
+    """Drafters never produce such numbers; if given, they yield the uniform fallback without
+    overflow.
     """
     sampled = SampledNodes(
         np.array([False, True, True]), torch.tensor([[1.0, 1e-40, 0.0, 0.0]]), np.array([0, -1, -1])
@@ -797,16 +793,16 @@ def test_a_remainder_of_the_draft_below_the_normal_numbers_is_used_up(rule):
     torch.testing.assert_close(found.probs, torch.tensor([0.0, 0.0, 1.0, 0.0]))
 
 
-def test_a_drafters_distribution_has_no_denormal_numbers():
+def test_draft_distribution_has_no_subnormal_numbers():
     probs = child_sampling.probs_of(torch.tensor([[0.0, -92.0, -80.0, -200.0]]), 1.0)
     assert torch.softmax(torch.tensor([0.0, -92.0]), 0)[1] > 0
     assert probs[0, 1] == probs[0, 3] == 0 < probs[0, 2]
 
 
 @pytest.mark.parametrize("rule", RESIDUAL)
-def test_deterministic_children_that_carry_all_the_probability(rule):
-    """A distribution filtered down to two tokens sums to a little less than one, and the largest
-    numbers reject both.
+def test_deterministic_children_with_all_the_probability(rule):
+    """A filtered distribution sums to slightly less than one, and the largest noise rejects both
+    children.
     """
     probs = torch.tensor([0.6145196, 0.38548037, 0.0])
     assert probs.double().sum() < 1

@@ -1,6 +1,4 @@
-"""Heads that draft by the target's hidden states: what they compute, what becomes of it, and which
-of them are taken.
-"""
+"""Draft heads on the target's hidden states: logits, texts, and selection by checkpoint."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.fake_gpu import fake_gpu, record_graph
 from support.heads import (
     KEPT,
     MTP,
@@ -25,8 +24,6 @@ from support.heads import (
     shapes_of,
     write_head,
 )
-from support.pretended_card import pretended_card
-from support.recorded import record
 from support.texts import (
     VOCABULARY,
     assert_distribution,
@@ -64,6 +61,8 @@ from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
 from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import rule_of
+
+pytestmark = pytest.mark.numeric
 
 KINDS = ("eagle", "medusa", *MTP)
 
@@ -124,11 +123,15 @@ def expected_logits(
     model: PreTrainedModel,
     tokens: list[int],
     path: list[int],
-    norm_before: bool = False,
+    config: dict[str, Any] | None = None,
 ) -> Tensor:
-    """What a head says behind the last token and behind each token of a path below it: (1 +
-    len(path), vocabulary).
+    """Logits after the last token and after each token of a path: (1 + len(path), vocabulary).
+
+    config  changes of an EAGLE-3 head's config
     """
+    config = config or {}
+    is_nested = "speculators_model_type" in config
+    prefix = "layers.0." if is_nested else "midlayer."
     states = states_of(model, tokens[:-1])
     embedding = model.model.embed_tokens.weight
     head = model.lm_head.weight
@@ -143,7 +146,15 @@ def expected_logits(
         ]
     if kind == "eagle":
         n = model.config.num_hidden_layers
-        hidden = F.linear(torch.cat([states[i] for i in (2, n // 2, n - 3)], 1), w["fc.weight"])
+        taps = [states[i] for i in (2, n // 2, n - 3)]
+        if config.get("fc_norm"):
+            taps = [rms(tap, w[f"fc_norm.{i}.weight"]) for i, tap in enumerate(taps)]
+        fused = torch.cat(taps, 1)
+        if config.get("norm_before_fc"):
+            fused = rms(fused, w["input_norm.weight"])
+        hidden = F.linear(fused, w["fc.weight"])
+        if config.get("embed_requires_grad"):
+            embedding = w["embed_tokens.weight"]
     else:
         prefix, of_embedding, of_hidden, project, last = mtp_names(kind, model)
         hidden = states[-2] if kind == "mimo" else states[-1]
@@ -152,10 +163,16 @@ def expected_logits(
     for token in [*path, None]:
         embedded = embedding[torch.tensor(inputs)]
         if kind == "eagle":
-            normed = rms(hidden, w["midlayer.hidden_norm.weight"])
-            both = torch.cat((rms(embedded, w["midlayer.input_layernorm.weight"]), normed), 1)
-            given = decoder_layer(w, "midlayer.", model, normed if norm_before else hidden, both)
-            some = F.linear(rms(given, w["norm.weight"]), w["lm_head.weight"])[-1]
+            normed = rms(hidden, w[f"{prefix}hidden_norm.weight"])
+            both = torch.cat((rms(embedded, w[f"{prefix}input_layernorm.weight"]), normed), 1)
+            residual = normed if config.get("norm_before_residual") else hidden
+            given = decoder_layer(w, prefix, model, residual, both)
+            output = rms(given, w["norm.weight"])
+            if is_nested and config.get("norm_output"):
+                given = output
+            elif not is_nested and not config.get("norm_output", True):
+                output = given
+            some = F.linear(output, w["lm_head.weight"])[-1]
             found.append(
                 torch.full((len(embedding),), -torch.inf).index_copy(0, torch.tensor(KEPT), some)
             )
@@ -175,23 +192,46 @@ def expected_logits(
     return torch.stack(found)
 
 
+SPECULATORS = {"speculators_model_type": "eagle3"}
+
+
+def eagle_weights(model: PreTrainedModel, config: dict[str, Any]) -> Weights:
+    """Random weights of an EAGLE-3 head with the tensors and names that its config requires."""
+    d = model.config.hidden_size
+    more: dict[str, tuple[int, ...]] = {}
+    if config.get("fc_norm"):
+        more |= {f"fc_norm.{i}.weight": (d,) for i in range(3)}
+    if config.get("norm_before_fc"):
+        more["input_norm.weight"] = (3 * d,)
+    # Most files contain a copy of the target's embedding, which is used only if it was trained.
+    more["embed_tokens.weight"] = (model.config.vocab_size, d)
+    weights = random_weights("eagle", model, more=more)
+    if "speculators_model_type" not in config:
+        return weights
+    return {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "changes"),
     [
         ("eagle", "llama", {}), ("eagle", "qwen3", {"norm_before_residual": True}),
+        # EAGLE-3.1 in the layout of SpecForge
+        ("eagle", "llama", {"fc_norm": True, "norm_output": False}),
+        ("eagle", "llama", SPECULATORS),
+        ("eagle", "llama", {**SPECULATORS, "norm_before_fc": True, "norm_before_residual": True}),
+        ("eagle", "llama", {**SPECULATORS, "fc_norm": True, "norm_output": True}),
+        ("eagle", "llama", {**SPECULATORS, "embed_requires_grad": True}),
         ("medusa", "llama", {}),
         ("nextn", "llama", {}), ("nextn", "qwen3", {}), ("mimo", "qwen2-window", {}),
         ("qwen", "mistral-full", {}),
     ],
 )  # fmt: skip
-def test_a_head_computes_what_its_definition_says(tmp_path, monkeypatch, kind, name, changes):
-    """After prompts that are fed part by part, and after trees of which some nodes were accepted
-    and most were not.
-    """
+def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, changes):
+    """After chunked prompts and after trees with accepted and rejected nodes."""
     monkeypatch.setattr(head_model, "CHUNK_ROWS", 4)
     model = few_tokens(name)
     model.config.head_dim = getattr(model.config, "head_dim", None) or 8
-    weights = random_weights(kind, model)
+    weights = eagle_weights(model, changes) if kind == "eagle" else random_weights(kind, model)
     settings = write_head(tmp_path, kind, model, weights, **changes)
     with open_llm(**settings) as llm:
         drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(24, 5, fixed_size=True))
@@ -211,13 +251,13 @@ def test_a_head_computes_what_its_definition_says(tmp_path, monkeypatch, kind, n
         assert drafter._model.grow(probes) == 3
     for sequence, probe in zip(several, probes, strict=True):
         for path, found in zip(PATHS, probe.logits, strict=True):
-            wanted = expected_logits(kind, weights, model, sequence.tokens, path, bool(changes))[-1]
+            wanted = expected_logits(kind, weights, model, sequence.tokens, path, changes)[-1]
             torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("n", [3, 14, 21])
 @pytest.mark.parametrize("kind", ["eagle", "qwen"])
-def test_a_head_goes_on_in_the_cache_of_a_text_that_begins_alike(tmp_path, kind, n):
+def test_head_continues_in_the_cache_of_a_shared_prefix(tmp_path, kind, n):
     """From within its prompt, or behind it, or behind the last rows of the head: no row and no
     state is of the old text.
     """
@@ -257,7 +297,7 @@ def test_a_head_goes_on_in_the_cache_of_a_text_that_begins_alike(tmp_path, kind,
         ("qwen", "resident"),
     ],
 )
-def test_greedy_tokens_are_transformers(tmp_path, kind, place):
+def test_greedy_tokens_equal_transformers(tmp_path, kind, place):
     model = few_tokens()
     settings = random_head(tmp_path, kind, model)
     prompts = [prompt_of(seed, n, VOCAB) for seed, n in enumerate((9, 1, 30))]
@@ -321,7 +361,7 @@ def counting(folder: Path, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_that_is_right_gives_a_path_to_the_end_of_its_reach(tmp_path, kind, temperature):
+def test_perfect_head_drafts_its_full_reach(tmp_path, kind, temperature):
     settings = counting(tmp_path, kind)
     with open_llm(**settings) as llm:
         drafter = drafter_of(
@@ -339,8 +379,9 @@ def test_a_head_that_is_right_gives_a_path_to_the_end_of_its_reach(tmp_path, kin
     assert found == [1, *([4] * 3 if kind == "medusa" else [5] * 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rule"), [("eagle", "match"), ("medusa", "coupled")])
-def test_the_joint_distribution_is_the_targets(tmp_path, monkeypatch, kind, rule):
+def test_joint_distribution_equals_the_target(tmp_path, monkeypatch, kind, rule):
     monkeypatch.setitem(globals(), "KEPT", [0, 2, 3])
     monkeypatch.setattr("support.texts.N_DRAWS", 400)
     model = small_model(VOCABULARY, n_layers=3, sureness=0.5)
@@ -355,7 +396,7 @@ def test_the_joint_distribution_is_the_targets(tmp_path, monkeypatch, kind, rule
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_sequences_join_and_leave(tmp_path, kind):
-    """Each text is the one it is alone; nothing is held of those that have left."""
+    """Each text equals its solo run, and ended sequences leave no state."""
     model = few_tokens()
     settings = random_head(tmp_path, kind, model)
     with open_llm(**settings) as llm:
@@ -378,7 +419,7 @@ def test_sequences_join_and_leave(tmp_path, kind):
         assert sequence.tokens[n:] == generate(model, sequence.tokens[:n], 20)
 
 
-def test_memory_that_runs_out_leaves_texts_as_they_are(tmp_path, monkeypatch):
+def test_oom_keeps_the_texts(tmp_path, monkeypatch):
     """Wherever it runs out: hidden states that were handed over twice, or not yet, are as if it had
     not.
     """
@@ -410,13 +451,13 @@ def test_memory_that_runs_out_leaves_texts_as_they_are(tmp_path, monkeypatch):
     assert n_failed == 6
 
 
-def test_hidden_states_of_captured_passes_are_those_of_ordinary_ones(tmp_path):
+def test_hidden_states_of_captured_passes_equal_ordinary_passes(tmp_path):
     with open_llm(**random_head(tmp_path, "eagle", few_tokens())) as llm:
         runner = runner_of(llm)
         found: list[Tensor] = []
         for graphs in (False, True):
             if graphs:
-                runner.use_graphs(GraphShape(64, 512, 128), record)
+                runner.use_graphs(GraphShape(64, 512, 128), record_graph)
             cache = prefill(runner, prompt_of(0, 21, VOCAB), 512)
             for seed, n in enumerate((5, 7, 6, 33)):
                 feed(runner, cache, prompt_of(seed, n, VOCAB), random_tree(n, seed))
@@ -429,14 +470,15 @@ def test_hidden_states_of_captured_passes_are_those_of_ordinary_ones(tmp_path):
         torch.testing.assert_close(mine, its, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_heads_draft_on_a_card(tmp_path, monkeypatch, kind):
+def test_heads_draft_on_cuda(tmp_path, monkeypatch, kind):
     model = few_tokens()
     settings = random_head(tmp_path, kind, model)
     directory = str(settings.pop("directory"))
     prompts = [prompt_of(0, 9, VOCAB), prompt_of(1, 20, VOCAB)]
     with (
-        pretended_card(monkeypatch),
+        fake_gpu(monkeypatch),
         LLM(directory, device="cuda", max_model_len=64, tree_size=16, **settings) as llm,
     ):
         alone = llm.generate(prompts[0], SamplingParams(max_new_tokens=6))[0]
@@ -460,7 +502,7 @@ def opened(directory: Path, **settings: Any) -> LLM:
     return LLM.open(EngineConfig(str(directory), device="cpu", max_model_len=64, **settings))
 
 
-def test_heads_pick_their_drafter_and_memory_is_planned_for_them(tmp_path):
+def test_heads_select_their_drafter_and_reserve_memory(tmp_path):
     model = few_tokens()
     for kind in ("eagle", "medusa", "nextn"):
         settings = random_head(tmp_path / kind, kind, model)
@@ -483,7 +525,7 @@ def test_heads_pick_their_drafter_and_memory_is_planned_for_them(tmp_path):
             assert scratch >= n_rows * (n_taps + 1) * 16 * 4
 
 
-def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_the_target(tmp_path):
+def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
     model = few_tokens()
     with_mtp = random_head(tmp_path / "with", "nextn", model)["directory"]
     model.save_pretrained(tmp_path / "without")
@@ -524,6 +566,10 @@ def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_t
             SettingsError, ["41", "5"]),
         ("eagle", {"num_hidden_layers": 2}, {}, UnsupportedModelError, ["1 Llama layer"]),
         ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
+        ("eagle", {**SPECULATORS, "surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
+        ("eagle", {"speculators_model_type": "dflash"}, {}, UnsupportedModelError, ["dflash"]),
+        ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError, ["most "
+                                                                                         "one"]),
         ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),
         ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError, ["--drafter "
                                                                     "adaptive_tree", "--drafter "
@@ -536,9 +582,7 @@ def test_layers_that_only_draft_are_ignored_by_other_drafters_and_found_beside_t
         ("nextn", {}, {"drafter": "eagle"}, SettingsError, ["--drafter eagle", "--draft-model"]),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_in_a_sentence(
-    tmp_path, kind, changes, settings, error, words
-):
+def test_unfit_heads_are_refused(tmp_path, kind, changes, settings, error, words):
     chosen = random_head(tmp_path, kind, few_tokens(), **changes)
     chosen.pop("drafter")
     with pytest.raises(OffloadError) as caught:
@@ -549,7 +593,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(
     )
 
 
-def test_a_head_of_another_model_is_refused(tmp_path):
+def test_head_of_another_model_is_refused(tmp_path):
     settings = random_head(tmp_path, "medusa", few_tokens())
     small_model(VOCABULARY, n_layers=3).save_pretrained(tmp_path / "other")
     with pytest.raises(SettingsError, match=r"4, 16.*8, 16"):
@@ -565,7 +609,7 @@ def test_a_head_of_another_model_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn"])
-def test_a_head_is_planned_for_by_its_config(tmp_path, capsys, kind):
+def test_head_is_planned_by_its_config(tmp_path, capsys, kind):
     settings = random_head(tmp_path, kind, few_tokens())
     more = ["--draft-model", settings["draft_model"]] if "draft_model" in settings else []
     arguments = [

@@ -1,6 +1,4 @@
-"""A draft that learns what the target says: what it minimises, what it changes and when, and that
-texts stay exact.
-"""
+"""A draft that learns the target's predictions: loss, updates, timing and exact texts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +7,6 @@ import pytest
 import torch
 from support.texts import assert_distribution, exact_distributions, sampled_texts, small_pair
 from support.tiny import (
-    Zoo,
     drafter_of,
     engine_of,
     feed,
@@ -36,6 +33,8 @@ from offload_rt.speculate.select import rule_of
 from offload_rt.system.files import cache_directory
 from offload_rt.tree.topology import Topology
 
+pytestmark = pytest.mark.numeric
+
 CHANGED = 0.1
 
 
@@ -45,7 +44,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def passage_of(model: PreTrainedModel, seed: int, n: int = 40, n_labelled: int = 25) -> Passage:
-    """A random text, and what a model predicts after the last of its tokens."""
+    """Return a random text with a model's predictions after its last tokens."""
     tokens = prompt_of(seed, n, model.config.vocab_size)
     predicted = top_tokens(logits_of(model, tokens)[-n_labelled:], 8)
     assert predicted is not None
@@ -58,7 +57,7 @@ def weights_of(llm: LLM) -> Tensor:
 
 
 def change(one: Learner, seed: int = 0) -> None:
-    """As if it had learned something."""
+    """Set random values, as after learning."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in one._parameters().items():
         if name.endswith(".b"):
@@ -66,7 +65,7 @@ def change(one: Learner, seed: int = 0) -> None:
 
 
 def read(one: Learner, passages: list[Passage], waited_s: float = 1e9) -> None:
-    """Let it learn from passages, where the link is waited for so long behind every layer."""
+    """Feed passages to a learner, with a given link wait after every layer."""
     for passage in passages:
         n = len(passage.labels.tokens)
         sequence = Sequence(
@@ -89,7 +88,7 @@ def learner_of(llm: LLM) -> Learner:
 
 
 def learns_at_every_layer(llm: LLM) -> Learner:
-    """From now on whatever comes is learned and served at once, whether it gains or not."""
+    """Make a learner learn and serve at every layer, with or without gain."""
     one = learner_of(llm)
 
     def meanwhile() -> None:
@@ -109,7 +108,7 @@ def adapted(one: Learner, model: PreTrainedModel) -> Iterator[tuple[Tensor, Tens
 
 
 def cross_entropy(model: PreTrainedModel, passage: Passage) -> Tensor:
-    """(m,) in float64, of the target's best tokens and of all others as one class."""
+    """Return (m,) float64 cross-entropies over the best tokens and one class for the rest."""
     tokens, probs = passage.labels
     q = torch.softmax(model(passage.tokens[None]).logits[0, -len(tokens) :].double(), -1).gather(
         1, tokens
@@ -118,11 +117,9 @@ def cross_entropy(model: PreTrainedModel, passage: Passage) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "qwen2-window", "llama-tied"])
-def test_it_minimises_the_cross_entropy_of_classes_that_transformers_gives(
-    zoo: Zoo, name: str
-) -> None:
-    """With a change and without, whatever is served; the gradient of b is that of b @ a by the
-    whole matrix.
+def test_loss_and_gradients_equal_cross_entropy_of_transformers(zoo, name):
+    """With and without changes served; the gradient of b equals that of b @ a through the whole
+    matrix.
     """
     pair = zoo.pair(name, 0)
     passage = passage_of(pair.model, 7)
@@ -147,7 +144,7 @@ def test_it_minimises_the_cross_entropy_of_classes_that_transformers_gives(
             torch.testing.assert_close(a.grad, b.detach().T @ weight.grad, rtol=1e-3, atol=1e-3)
 
 
-def test_what_is_served_is_what_drafts_are_computed_with(zoo: Zoo) -> None:
+def test_served_weights_are_used_by_drafts(zoo):
     """Matrix and change, and the matrix again bit for bit."""
     pair = zoo.pair("llama", 0)
     prompt = prompt_of(3, 12)
@@ -166,10 +163,9 @@ def test_what_is_served_is_what_drafts_are_computed_with(zoo: Zoo) -> None:
         assert torch.equal(weights_of(llm), before)
 
 
-def test_learning_lowers_the_loss_on_texts_that_were_not_seen(zoo: Zoo, tmp_path: Path) -> None:
-    """Of a target that is the draft with a change of rank two, by as much each time; what gains is
-    served.
-    """
+@pytest.mark.slow
+def test_learning_lowers_the_loss_on_unseen_texts(zoo, tmp_path):
+    """The target is the draft with a change of rank two. Two runs give equal losses."""
     draft = zoo.pair("llama", 0).model
     found = []
     target = nearly(draft, 0.0)
@@ -198,8 +194,10 @@ def test_learning_lowers_the_loss_on_texts_that_were_not_seen(zoo: Zoo, tmp_path
     assert found[0][1] < found[0][0] - 0.1
 
 
-def test_a_passage_is_what_was_accepted_with_what_the_target_predicts_there(zoo: Zoo) -> None:
-    """Rows of several passes, the text before them, and nothing behind what ended the sequence."""
+def test_passage_has_accepted_tokens_and_predictions(zoo):
+    """Rows of several passes with the preceding text, and no token after the end of the
+    sequence.
+    """
     pair = zoo.pair("llama", 0)
     text = prompt_of(1, 120)
     predicted = TopTokens(torch.arange(120 * 8).view(120, 8) % 128, torch.full((120, 8), 0.1))
@@ -220,10 +218,8 @@ def test_a_passage_is_what_was_accepted_with_what_the_target_predicts_there(zoo:
             assert torch.equal(found, all_of_it[last - len(found) : last])
 
 
-def test_it_ends_where_nothing_can_be_gained(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft is the target: nothing is ever served for long, its weights stay, the target is no
-    longer asked.
-    """
+def test_learning_ends_without_gain(zoo, monkeypatch):
+    """Draft and target are equal: weights stay, and requests for predictions end."""
     pair = zoo.pair("llama", 0)
     monkeypatch.setattr(learner, "_PATIENCE", 12)
     with open_llm(pair.target, draft_model=str(pair.target)) as llm:
@@ -243,9 +239,9 @@ def test_it_ends_where_nothing_can_be_gained(zoo: Zoo, monkeypatch: pytest.Monke
         assert drafter.n_predicted == 0
 
 
-def test_it_uses_time_that_the_link_leaves_and_no_other(zoo: Zoo) -> None:
-    """Nothing is learned where no layer is waited for, nor where a slice takes longer than that; in
-    the end it tries again.
+def test_learning_uses_only_idle_link_time(zoo):
+    """No learning without link waits, nor during waits shorter than a slice; the slice estimate
+    decays.
     """
     pair = zoo.pair("llama", 0)
     passages = [passage_of(pair.model, seed) for seed in range(3)]
@@ -260,7 +256,7 @@ def test_it_uses_time_that_the_link_leaves_and_no_other(zoo: Zoo) -> None:
         assert one._n_slices == 1 and one._slice_s < 99.0
 
 
-def test_it_ends_where_there_is_no_memory_for_it(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_ends_without_memory(zoo, monkeypatch):
     def no_memory(*_: object) -> Tensor:
         raise torch.OutOfMemoryError
 
@@ -278,9 +274,7 @@ def test_it_ends_where_there_is_no_memory_for_it(zoo: Zoo, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("drafter", "place"), [("adaptive_tree", "disk"), ("static_tree", "resident")]
 )
-def test_greedy_tokens_are_transformers_while_the_draft_learns(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, drafter: str, place: str
-) -> None:
+def test_greedy_tokens_equal_transformers_while_learning(zoo, monkeypatch, drafter, place):
     keep_steady(monkeypatch)
     monkeypatch.setattr(learner, "_RATE", CHANGED)
     pair = zoo.pair("llama", 0)
@@ -297,13 +291,9 @@ def test_greedy_tokens_are_transformers_while_the_draft_learns(
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"), [("static_tree", "traversal"), ("adaptive_tree", "coupled")]
-)
-def test_the_joint_distribution_while_the_draft_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rule: str
-) -> None:
-    """Its weights change between the layers of the pass that verifies what it has drawn."""
+@pytest.mark.slow
+def test_joint_distribution_while_learning(tmp_path, monkeypatch):
+    """Weights change between the layers of the verifying pass."""
     monkeypatch.setattr(learner, "_RATE", CHANGED)
     monkeypatch.setattr(learner, "_N_USES", 1)
     pair = small_pair(tmp_path)
@@ -312,14 +302,14 @@ def test_the_joint_distribution_while_the_draft_learns(
     ) as llm:
         one = learns_at_every_layer(llm)
         before = weights_of(llm)
-        drafter = drafter_of(llm, name, rule, DraftLimits(10, 4), learner=one)
-        texts = sampled_texts(llm.engine.runner, drafter, rule_of(rule), 10)
+        drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(10, 4), learner=one)
+        texts = sampled_texts(llm.engine.runner, drafter, rule_of("traversal"), 10)
         assert one._n_slices > 10 and not torch.equal(weights_of(llm), before)
     for found, probs in zip(texts, exact_distributions(pair.model), strict=True):
         assert_distribution(found, probs)
 
 
-def test_what_gains_is_kept_for_the_pair(zoo: Zoo, tmp_path: Path) -> None:
+def test_learned_weights_are_kept_for_the_pair(zoo, tmp_path):
     """It is served from the first draft of the next run on, until it gains no more; another draft
     does not get it.
     """
@@ -359,7 +349,7 @@ def test_what_gains_is_kept_for_the_pair(zoo: Zoo, tmp_path: Path) -> None:
     "settings",
     [{"drafter": "recycle"}, {"drafter": "self"}, {"drafter": "triforce", "draft_model": ""}],
 )
-def test_what_cannot_learn_is_refused(zoo: Zoo, settings: dict[str, str]) -> None:
+def test_unsupported_drafters_refuse_learning(zoo, settings):
     pair = zoo.pair("llama", 0)
     if "draft_model" in settings:
         settings = settings | {"draft_model": str(pair.draft)}
@@ -367,7 +357,7 @@ def test_what_cannot_learn_is_refused(zoo: Zoo, settings: dict[str, str]) -> Non
         open_llm(pair.target, learn_draft="on", **settings)
 
 
-def test_memory_is_planned_for(zoo: Zoo) -> None:
+def test_learning_reserves_memory(zoo):
     pair = zoo.pair("llama", 0)
     reserved = []
     for learn in ("off", "on"):

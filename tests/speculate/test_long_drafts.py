@@ -1,6 +1,4 @@
-"""Drafts of long texts by the target itself: what its views hold and see, and that no text depends
-on them.
-"""
+"""Self-drafting on long texts: contents of the views, and unchanged texts."""
 
 import numpy as np
 import pytest
@@ -71,7 +69,7 @@ def peer_cache(model, tokens):
 
 @torch.no_grad()
 def peer_logits(model, token, position, keys, values):
-    """After one more token at a position, with these keys and values before it."""
+    """Return logits of one more token at a position, after these keys and values."""
     cache = DynamicCache()
     for i, (k, v) in enumerate(zip(keys, values, strict=True)):
         cache.update(k[None], v[None], i)
@@ -118,7 +116,7 @@ def view_of(runner, tokens, kind):
 
 
 def step_of(runner, id, tokens, n_known):
-    """The logits after the last token; the others beyond those known are committed."""
+    """Return logits of the last token and commit the tokens before it."""
     lacking = tokens[n_known:]
     logits = runner.forward(
         [Step(id, torch.tensor(lacking), Topology.chain(len(lacking)), 1, len(tokens))]
@@ -128,7 +126,7 @@ def step_of(runner, id, tokens, n_known):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "llama-tied"])
-def test_a_window_is_streamingllms(zoo, name):
+def test_window_view_equals_streamingllm(zoo, name):
     """Sinks and recent rows, at positions inside the cache, as if no token had ever been between
     them.
     """
@@ -154,7 +152,7 @@ def test_a_window_is_streamingllms(zoo, name):
 @pytest.mark.parametrize(
     ("kind", "published"), [(SnapKVCache, snapkv_rows), (RetrievalCache, retrieval_rows)]
 )
-def test_rows_are_chosen_as_published_and_seen_where_they_stood(zoo, kind, published, n):
+def test_selected_rows_equal_the_published_algorithms(zoo, kind, published, n):
     model = zoo.model("llama", 0)
     tokens = prompt_of(0, n)
     with open_llm(zoo.directory("llama", 0)) as llm:
@@ -195,13 +193,12 @@ def pair(zoo):
 PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 90, 40, 61))]
 
 
-@pytest.mark.parametrize("drafter", LONG)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_greedy_tokens_of_texts_beyond_the_budget_are_transformers(
-    zoo, monkeypatch, family, drafter
-):
-    """In a batch; whenever a tree begins, a view holds exact copies of what was verified, and
-    nothing else is read.
+@pytest.mark.parametrize(
+    ("family", "drafter"), [*(("llama", one) for one in LONG), ("mistral", "self_window")]
+)
+def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, family, drafter):
+    """In a batch. At the start of a tree, a view holds exact copies of committed rows and reads
+    nothing else.
     """
     pair = zoo.pair(family, 0)
     seen = []
@@ -245,8 +242,8 @@ def test_greedy_tokens_of_texts_beyond_the_budget_are_transformers(
     )
 
 
-def test_a_view_begins_anew_where_a_choice_was_not_finished(zoo, pair):
-    """As after a pass for which memory ran out."""
+def test_view_restarts_after_an_unfinished_selection(zoo, pair):
+    """For example after a pass without memory."""
     tokens = prompt_of(0, N)
     with open_llm(pair.target) as llm:
         runner = llm.engine.runner
@@ -265,12 +262,7 @@ def test_a_view_begins_anew_where_a_choice_was_not_finished(zoo, pair):
 N_NEW = 4
 N_DRAWS = 400
 # That the texts of coupled do not depend on the drafter is shown in test_coupled.py.
-RULES = [
-    ("self_window", "traversal"),
-    ("self_snapkv", "sequoia"),
-    ("self_retrieval", "specinfer"),
-    ("triforce", "traversal"),
-]
+RULES = [("self_retrieval", "specinfer"), ("triforce", "traversal")]
 
 
 @pytest.fixture(scope="module")
@@ -282,14 +274,15 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exact(small):
-    """A text beyond the budget, how it goes on, and the probability of each continuation."""
+    """A text beyond the budget and the probability of each continuation."""
     prompt = prompt_of(3, 45, 3)
     params = {"temperature": 0.8, "top_p": 0.95}
     return prompt, params, exact_distribution(small.model, prompt, SamplingParams(**params), N_NEW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rule"), RULES)
-def test_the_joint_distribution_of_sampled_tokens(small, exact, name, rule):
+def test_joint_distribution_of_sampled_tokens(small, exact, name, rule):
     prompt, params, probs = exact
     with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
         drafter = drafter_of(llm, name, rule, DraftLimits(6, 4, fixed_size=True, fixed_depth=True))
@@ -329,7 +322,7 @@ def twin(tmp_path_factory):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("models", "n_prompt"), [("pair", 70), ("twin", 20)])
-def test_guesses_save_passes_and_change_no_tree(
+def test_triforce_guesses_save_passes_and_keep_the_trees(
     request, monkeypatch, models, n_prompt, temperature
 ):
     """Whether they are right now and then, or always, since the view of a short text is the
@@ -358,10 +351,8 @@ def test_guesses_save_passes_and_change_no_tree(
     assert n_passes < n_plain or models == "pair"
 
 
-def test_what_is_drawn_is_stated_as_the_middle_models(pair):
-    """A chain, whose tokens have the distributions of the target with its view; the small draft
-    leaves no trace.
-    """
+def test_triforce_states_the_middle_models_distribution(pair):
+    """A chain with the distributions of the target on its view, unaffected by the small draft."""
     sequence = Sequence(prompt_of(0, 70), SamplingParams(30, temperature=0.9, seed=1), 200)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         drafter = drafter_of(
@@ -390,9 +381,9 @@ def test_what_is_drawn_is_stated_as_the_middle_models(pair):
     )
 
 
-def test_drawn_tokens_have_the_distribution_that_is_stated(small):
-    """Those that the small draft guessed and those drawn in their place; five standard deviations
-    are a chance of 1e-6.
+def test_triforce_draws_from_the_stated_distribution(small):
+    """Guesses of the small draft and replacement draws together; five standard deviations have a
+    chance of 1e-6.
     """
     sequence = Sequence(prompt_of(3, 45, 3), SamplingParams(30, temperature=0.8, seed=1), 200)
     surplus = np.zeros(3)
@@ -428,9 +419,7 @@ def chunks_by_hand(model, tokens, n_tokens, n, size):
 @pytest.mark.parametrize(
     ("family", "drafter"), [("llama", "dynamic_tree"), ("llama-yarn", "static_tree")]
 )
-def test_a_draft_sees_what_the_target_attends_to_and_changes_no_text(
-    zoo, monkeypatch, family, drafter
-):
+def test_draft_sees_the_chunks_that_the_target_attends_to(zoo, monkeypatch, family, drafter):
     monkeypatch.setattr(draft_model, "_CHUNK", 4)
     pair = zoo.pair(family, 0)
     asked = []
@@ -519,7 +508,7 @@ def looking_back():
     return model
 
 
-def test_what_stands_far_back_is_drafted_better_where_the_target_chooses(tmp_path, monkeypatch):
+def test_selected_chunks_improve_the_draft(tmp_path, monkeypatch):
     """Answers that a window of 160 tokens has left behind, and that the draft, which is the target,
     finds if it sees them.
     """
@@ -550,7 +539,7 @@ def test_what_stands_far_back_is_drafted_better_where_the_target_chooses(tmp_pat
 # Where it pays, and what is refused
 
 
-def test_attention_of_each_sequence_counts():
+def test_attention_time_counts_each_sequence():
     """Rows of several sequences share the weights, and each sequence has a context of its own to
     read.
     """
@@ -562,8 +551,8 @@ def test_attention_of_each_sequence_counts():
 
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize(("far_s", "pays"), [(1.01, False), (6.0, True)])
-def test_nothing_is_drafted_where_a_level_costs_a_pass(pair, name, far_s, pays):
-    """The cost model knows what a pass over few rows takes, and over all."""
+def test_no_tree_if_a_level_costs_a_pass(pair, name, far_s, pays):
+    """The cost model knows pass times of few and many rows."""
     compute = ComputeTimes((1, 64), (64, 150), ((1.0, 1.1), (far_s, 1.1 * far_s)))
     cost = CostEstimator(
         MachineProfile("a test", True, (), 1e-9, 0.0, compute), PassBytes((), 1), 0, 32
@@ -577,7 +566,7 @@ def test_nothing_is_drafted_where_a_level_costs_a_pass(pair, name, far_s, pays):
     assert all((len(tree.tokens) > 1) == pays for tree in trees)
 
 
-def test_sequences_beyond_the_room_for_views_are_decoded_plainly(pair):
+def test_sequences_beyond_the_views_decode_plainly(pair):
     settings = {"drafter": "self_window", "draft_context": 32, "max_model_len": 64, "tree_size": 8}
     with open_llm(pair.target, **settings) as llm:
         llm.engine.scheduler = type(llm.engine.scheduler)(10_000, 24)
@@ -603,7 +592,7 @@ def test_streamed_layers_are_refused(zoo, pair):
 @pytest.mark.parametrize(
     "settings", [{"drafter": "self_window", "draft_context": 31}, {"draft_context": 64}]
 )
-def test_a_context_that_cannot_be_is_refused(settings):
+def test_invalid_draft_context_is_refused(settings):
     with pytest.raises(SettingsError, match="--draft-context"):
         pick_drafter(EngineConfig("model", **settings))
     assert (

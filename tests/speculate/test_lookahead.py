@@ -49,7 +49,7 @@ def published(
         known.append(rest)
 
     def greedy(path: tuple[int, ...]) -> list[int]:
-        """What the model says after the text, and after each token of a path behind it."""
+        """Return the model's predictions after the text and after each token of a path."""
         found: list[int] = logits_of(model, [*text, *path])[len(text) - 1 :].argmax(-1).tolist()
         return found
 
@@ -95,8 +95,8 @@ def step_of(tree: DraftTree, n_columns: int) -> Step:
 
 @pytest.fixture(scope="module")
 def tame(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
-    """A model whose next token follows mostly from the last few, so that what was predicted
-    elsewhere is often right.
+    """A model whose next token depends on the last few tokens, so that old predictions are often
+    right.
     """
     model = CASES["llama"].build(3, num_hidden_layers=2, vocab_size=64)
     for layer in model.model.layers:
@@ -107,9 +107,7 @@ def tame(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pat
     return model, folder
 
 
-def test_trees_and_steps_are_those_of_the_published_algorithm(
-    tame: tuple[PreTrainedModel, Path],
-) -> None:
+def test_trees_and_steps_equal_the_published_algorithm(tame):
     model, folder = tame
     prompt = prompt_of(0, 24, 64)
     trees = []
@@ -138,13 +136,13 @@ def test_trees_and_steps_are_those_of_the_published_algorithm(
 
 
 def drafter_of_size(n_rows: int) -> Lookahead:
-    """One whose trees have so many rows, whatever they cost."""
+    """Return a drafter with a fixed tree size."""
     return Lookahead(
         DraftParts(DraftLimits(n_rows, 64, fixed_size=True), Steady(), "without_replacement")
     )
 
 
-def test_sequences_join_and_leave(tame: tuple[PreTrainedModel, Path]) -> None:
+def test_sequences_join_and_leave(tame):
     """Windows shrink and grow with the share of rows; each text is the one it is alone, and all is
     released.
     """
@@ -171,7 +169,7 @@ ngrams = st.lists(st.tuples(*[st.integers(0, 3)] * 3), max_size=40)
 
 
 @given(ngrams, st.integers(1, 9))
-def test_the_pool_gives_the_newest_first(several: list[tuple[int, ...]], n: int) -> None:
+def test_pool_returns_the_newest_first(several, n):
     pool = NgramPool()
     pool.add(several)
     newest = list(dict.fromkeys(several[::-1]))
@@ -180,7 +178,7 @@ def test_the_pool_gives_the_newest_first(several: list[tuple[int, ...]], n: int)
 
 
 @given(ngrams, st.integers(1, 9))
-def test_the_pool_has_a_bound(several: list[tuple[int, ...]], n_most: int) -> None:
+def test_pool_is_bounded(several, n_most):
     """The last n-gram stays where its first token has no more than there is room for."""
     pool = NgramPool(n_most)
     for ngram in several:

@@ -1,6 +1,4 @@
-"""Recycled distributions: what is kept of the target's predictions, and the trees that are grown of
-them.
-"""
+"""Recycled distributions: the table of the target's predictions, and trees from them."""
 
 import heapq
 from collections import OrderedDict
@@ -34,9 +32,7 @@ Prediction = tuple[tuple[int, ...], list[int], int]
 def kept(
     table: PredictionTable, several: list[Prediction]
 ) -> OrderedDict[tuple[int, ...], dict[int, float]]:
-    """The predictions, kept in the table; what is to be found under each key, the one confirmed
-    last at the end.
-    """
+    """Return the predictions and the expected entries of each key, latest last."""
     wanted: OrderedDict[tuple[int, ...], dict[int, float]] = OrderedDict()
     for context, tokens, n in several:
         probs = [0.5**k for k in range(1, n + 1)]
@@ -48,9 +44,7 @@ def kept(
 
 
 @given(predictions, contexts)
-def test_the_newest_prediction_of_the_longest_known_context_is_found(
-    several: list[Prediction], context: tuple[int, ...]
-) -> None:
+def test_table_finds_the_newest_prediction_of_the_longest_context(several, context):
     table = PredictionTable()
     wanted = kept(table, several)
     keys = [context[k:] for k in range(len(context)) if context[k:] in wanted]
@@ -58,9 +52,7 @@ def test_the_newest_prediction_of_the_longest_known_context_is_found(
 
 
 @given(predictions, st.integers(1, 8))
-def test_the_table_has_a_bound_and_keeps_what_was_confirmed_last(
-    several: list[Prediction], n_most: int
-) -> None:
+def test_table_is_bounded_and_keeps_recent_entries(several, n_most):
     table = PredictionTable(n_most)
     wanted = list(kept(table, several).items())
     assert len(table) == min(len(wanted), n_most)
@@ -84,7 +76,7 @@ def best_paths(
 
 
 @pytest.mark.parametrize("n_levels", [2, 4, 30])
-def test_a_tree_has_the_most_probable_nodes(n_levels: int) -> None:
+def test_tree_has_the_most_probable_nodes(n_levels):
     table = PredictionTable()
     random = np.random.default_rng(0)
     for _ in range(40):
@@ -107,9 +99,9 @@ def test_a_tree_has_the_most_probable_nodes(n_levels: int) -> None:
             assert tree.contexts == [(*tokens, *path)[-3:] for path in paths]
 
 
-def test_a_copied_continuation_competes_with_predictions() -> None:
-    """Its chance counts below the node it goes on from, and the higher of two chances of a token
-    holds.
+def test_copied_continuation_competes_with_predictions():
+    """Its probability counts below its starting node, and a token keeps the higher of two
+    probabilities.
     """
     table = PredictionTable()
     table.keep((7,), [1, 2], [0.6, 0.3])
@@ -128,7 +120,7 @@ def llm(zoo: Zoo) -> Iterator[LLM]:
         yield llm
 
 
-def test_it_reads_what_the_target_predicts_in_a_prompt(zoo: Zoo, llm: LLM) -> None:
+def test_prompt_predictions_are_recorded(zoo, llm):
     """Of the last rows, as many as there is room for the logits of beside the tree of one node."""
     model = zoo.pair("llama", 0).model
     drafter = Recycling(PARTS)
@@ -146,10 +138,8 @@ def test_it_reads_what_the_target_predicts_in_a_prompt(zoo: Zoo, llm: LLM) -> No
             np.testing.assert_allclose(list(found.values()), best.values[end - 1], rtol=1e-3)
 
 
-def test_sequences_join_and_leave(zoo: Zoo, llm: LLM) -> None:
-    """Each text is the one it is alone, although all share a table; nothing is held of those that
-    have left.
-    """
+def test_sequences_join_and_leave(zoo, llm):
+    """Each text equals its solo run with a shared table, and ended sequences leave no state."""
     model = zoo.pair("llama", 0).model
     drafter = Recycling(PARTS)
     engine = engine_of(llm, drafter, n_nodes=3 * N_NODES)
@@ -173,15 +163,15 @@ def test_sequences_join_and_leave(zoo: Zoo, llm: LLM) -> None:
 
 
 class Dear(Steady):
-    """Every row takes as long as the first."""
+    """A cost model in which every row costs as much as the first."""
 
     def seconds(self, n_rows: np.ndarray, *_: object) -> np.ndarray:
         return 1.0 * n_rows
 
 
 @pytest.mark.parametrize("name", ["lookahead", "ngram", "recycle"])
-def test_nothing_is_drafted_where_rows_are_dear(llm: LLM, name: str) -> None:
-    """Not even of a text that repeats itself; where rows are cheap, something is."""
+def test_no_tree_if_rows_are_expensive(llm, name):
+    """Also for a repetitive text; with cheap rows a tree is drafted."""
     for cost, is_off in ((Dear(), True), (Steady(), False)):
         drafter = drafter_type(name).open(replace(PARTS, cost=cost))
         sequences = [Sequence(prompt_of(0, 12) * 3, SamplingParams(8), 128) for _ in range(2)]
@@ -203,10 +193,8 @@ class Steep(Steady):
         return 1.0 + np.maximum(n_rows - 10, 0)
 
 
-def test_the_rows_of_a_pass_go_to_the_sequence_that_is_predicted_best() -> None:
-    """One that is predicted badly does not take part of what is cheap only because there are two of
-    them.
-    """
+def test_rows_of_a_pass_go_to_the_best_predicted_sequence():
+    """A badly predicted sequence gets no rows that are cheap only because of the batch."""
     drafter = Recycling(replace(PARTS, cost=Steep()))
     for before, p in (
         (1, 0.9),

@@ -1,7 +1,5 @@
 """The target that drafts itself with copies of its streamed layers at four bits."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from support.tiny import Zoo, generate, prompt_of
@@ -16,12 +14,14 @@ from offload_rt.weights import int4
 from offload_rt.weights.formats.dense import Format as Dense
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 SETTINGS = {"device": "cpu", "drafter": "self", "tree_size": 12, "max_model_len": 96}
 
 
 def open_self(zoo: Zoo, name: str, n_resident: int) -> LLM:
-    """With room for so many layers beside three slots and the copies of the others."""
+    """Open a model with a number of resident layers beside three slots and the copies."""
     with pytest.raises(CapacityError) as refused:
         LLM(str(zoo.directory(name, 0)), device_memory=1, **SETTINGS)
     least = int(str(refused.value).split("(")[1].split()[0])
@@ -37,7 +37,7 @@ def open_self(zoo: Zoo, name: str, n_resident: int) -> LLM:
 
 
 @pytest.mark.parametrize(("name", "n_resident"), [("llama", 0), ("qwen2", 0), ("llama", 1)])
-def test_the_text_is_that_of_plain_decoding(zoo: Zoo, name: str, n_resident: int) -> None:
+def test_text_equals_plain_decoding(zoo, name, n_resident):
     prompts = [prompt_of(0, 12), prompt_of(1, 20)]
     with open_self(zoo, name, n_resident) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=16))
@@ -45,7 +45,7 @@ def test_the_text_is_that_of_plain_decoding(zoo: Zoo, name: str, n_resident: int
         assert output.token_ids == generate(zoo.model(name, 0), prompt, 16)
 
 
-def test_a_copy_takes_a_third_and_is_off_by_half_a_step() -> None:
+def test_copy_takes_a_third_and_rounds_to_half_a_step():
     tensors = [
         ("up.weight", (96, 128), DType.BFLOAT16),
         ("up.bias", (96,), DType.BFLOAT16),
@@ -73,7 +73,7 @@ def test_a_copy_takes_a_third_and_is_off_by_half_a_step() -> None:
     assert torch.equal(ours.linear(x[:, :30], "odd"), theirs.linear(x[:, :30], "odd"))
 
 
-def test_what_is_read_for_the_copies_is_counted_as_loaded(zoo: Zoo) -> None:
+def test_reads_for_copies_count_as_loaded(zoo):
     with open_self(zoo, "llama", 0) as llm:
         budget = llm.plan.budget.device
         told = []
@@ -84,13 +84,13 @@ def test_what_is_read_for_the_copies_is_counted_as_loaded(zoo: Zoo) -> None:
     assert max(done for done, _ in told) == told[0][1]
 
 
-def test_the_plan_shows_the_copies(zoo: Zoo) -> None:
+def test_plan_shows_the_copies(zoo):
     with open_self(zoo, "llama", 1) as llm:
         table = placement_table("", llm.plan, llm.spec.memory.cache_rows)
     assert "copies of the other layers at four bits" in list(table.columns[0].cells)
 
 
-def test_layers_of_transformers_own_have_no_copies(tmp_path: Path) -> None:
+def test_general_models_have_no_copies(tmp_path):
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 32,

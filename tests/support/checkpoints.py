@@ -30,7 +30,7 @@ Entries = dict[str, dict[str, Any]]
 
 
 def llama_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a Llama of a few kilobytes; None takes a key out."""
+    """Return the config.json of a tiny Llama; None removes a key."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -55,9 +55,7 @@ def llama_config(**changes: Any) -> dict[str, Any]:
 def llama_tensors(
     config: Mapping[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Random weights under the names that transformers gives them; the scale keeps activations near
-    one.
-    """
+    """Random weights under transformers' names; their scale keeps activations near one."""
     d = config["hidden_size"]
     m = config["intermediate_size"]
     head = config["head_dim"]
@@ -87,7 +85,7 @@ def llama_tensors(
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
-    """The bytes of a tensor as a file holds them."""
+    """Bytes of a tensor in file order."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -118,7 +116,7 @@ def file_bytes(header: Any, data: bytes, odd: int = 0) -> bytes:
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], odd: int = 0) -> None:
-    """A safetensors file of these tensors, in this order."""
+    """Write a safetensors file of these tensors in this order."""
     entries, data = entries_of(tensors)
     path.write_bytes(file_bytes({"__metadata__": {"format": "pt"}, **entries}, data, odd))
 
@@ -139,9 +137,9 @@ def write_sharded(
     tensors: Mapping[str, Tensor],
     parts: Sequence[Iterable[str]],
 ) -> Path:
-    """A checkpoint of several shards.
+    """Write a checkpoint of several shards.
 
-    parts  per shard the names of its tensors, in the order in which they lie in it
+    parts  names of the tensors of each shard, in order
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -158,7 +156,7 @@ def write_sharded(
 
 
 def dealt(names: Iterable[str], n_parts: int) -> list[list[str]]:
-    """Names dealt out like cards, so that every layer lies in every part."""
+    """Deal names in turn, so that every layer is in every part."""
     names = list(names)
     return [names[i::n_parts] for i in range(n_parts)]
 
@@ -184,9 +182,7 @@ def add_tokenizer(directory: Path, alphabet: str = ASCII) -> int:
 
 
 def speaking_checkpoint(directory: Path, alphabet: str = ASCII, **changes: Any) -> Path:
-    """A checkpoint whose every token is text, and without an end token, so that it goes on until it
-    is stopped.
-    """
+    """Write a checkpoint without end token, whose every token is text."""
     directory.mkdir(parents=True, exist_ok=True)
     wanted = {
         "vocab_size": add_tokenizer(directory, alphabet), "hidden_size": 64,
@@ -202,7 +198,10 @@ def pack(
 ) -> PackedLayer:
     """Copy tensors, some of them of quantised matrices, into a new block."""
     layout = packed_layout(
-        ((name, tuple(tensor.shape), DType.of(tensor.dtype)) for name, tensor in tensors.items()),
+        (
+            (name, tuple(tensor.shape), DType.from_torch(tensor.dtype))
+            for name, tensor in tensors.items()
+        ),
         matrices,
     )
     image = PackedLayer(host_block(layout.nbytes), layout)
@@ -212,7 +211,7 @@ def pack(
 
 
 def check_bytes(layers: Any, settings: ReadSettings | None = None, backwards: bool = False) -> None:
-    """What the disk tier reads is what lies in the files, in whatever order it is read."""
+    """Assert that the disk tier reads the bytes of the files, in any order."""
     tier = DiskTier(layers, settings)
     for i, records in enumerate(layers):
         layout = tier.layout(i)

@@ -55,7 +55,7 @@ def case(
     codes = torch.randint(
         torch.iinfo(dtype).min,
         torch.iinfo(dtype).max + 1,
-        packing.words(*shape),
+        packing.code_shape(*shape),
         generator=generator,
     )
     codes = codes.to(dtype).view(torch.float8_e4m3fn) if kind == "float8" else codes.to(dtype)

@@ -32,7 +32,7 @@ Speaks = Callable[..., list[str]]
 
 
 def one_sentence(err: str, *words: str) -> None:
-    """Raises AssertionError unless this is one line that says an error, with these words in it."""
+    """Assert that stderr is one error line with these words."""
     lines = err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and len(lines[0]) < 2000, err
     assert all(word in lines[0] for word in words), err

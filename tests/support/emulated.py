@@ -48,9 +48,7 @@ def _command(target: Path) -> list[str]:
 
 @cache
 def load() -> str:
-    """Build, unless these very sources were built before, and load. Returns the name of the library
-    in torch.ops.
-    """
+    """Build if the sources are new, load, and return the name of the library in torch.ops."""
     if shutil.which("g++") is None:
         pytest.skip("the emulated kernels need g++")
     text = torch.__version__.encode() + b"".join(path.read_bytes() for path in _sources())

@@ -16,13 +16,13 @@ from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import open_checkpoint
 from support.checkpoints import pack
-from support.streams import Host, PretendedGPU, Watched, stream_layers
+from support.streams import FakeGPU, Host, Watched, stream_layers
 
 MIXTURE = Mixture((0, 2), 3, 2)  # six experts
 
 
-class FarGPU(PretendedGPU):
-    """Beside a card, whose host has slots for as few as two experts."""
+class FakeGPUWithDisk(FakeGPU):
+    """A fake GPU whose host has slots for as few as two experts."""
 
 
 @contextmanager
@@ -33,8 +33,10 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):
     before = {*threading.enumerate()}
     device = make()
     streamer = device.stream("threads", LayerSources(MemoryTier(), (), 0))
-    if make is not PretendedGPU:
-        tier = Watched(DiskTier(files, ReadSettings(4096, 2), packed=make is FarGPU), **how)
+    if make is not FakeGPU:
+        tier = Watched(
+            DiskTier(files, ReadSettings(4096, 2), packed=make is FakeGPUWithDisk), **how
+        )
     else:
         tier = MemoryTier()
         for i, layer in enumerate(stream_layers()):
@@ -48,8 +50,8 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):
     given = sizes, n_slots, tier, view
     if make is Host:
         cache = ThreadExperts(*given, streamer.meter, Trace())
-    elif make is FarGPU:
-        host = PinnedExperts(sizes, tier, view, device, Trace(), frozenset())
+    elif make is FakeGPUWithDisk:
+        host = PinnedExperts(sizes, tier, view, device.copies, Trace(), frozenset())
         cache = TieredExperts(sizes, n_slots, host, view, streamer)
     else:
         cache = CardExperts(*given, streamer)

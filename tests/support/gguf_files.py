@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 def build(
     path: Path, model: PreTrainedModel, type: str, more: dict[str, Any] | None = None
 ) -> PreTrainedModel:
-    """Write a model to a file; returns it with the weights that the file stands for."""
+    """Write a model to a GGUF file and return it with the weights of the file."""
     metadata, stored, exact = write_gguf.model(model.config.to_dict(), stored_tensors(model), type)
     path.write_bytes(write_gguf.file_bytes(metadata | (more or {}), stored))
     model.load_state_dict(exact, strict=False)

@@ -87,15 +87,20 @@ def shapes_of(kind: str, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     return shapes | {f"{name}.weight": (d,) for name in (*norms, last)}
 
 
-def random_weights(kind: str, model: PreTrainedModel, seed: int = 5) -> Weights:
-    """A head that knows nothing; every misplaced weight shows."""
+def random_weights(
+    kind: str,
+    model: PreTrainedModel,
+    seed: int = 5,
+    more: dict[str, tuple[int, ...]] | None = None,
+) -> Weights:
+    """Random weights of a head, with shapes of further tensors."""
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: (
             SPREAD * torch.randn(shape, generator=generator)
             + float(len(shape) == 1 and not name.endswith("bias"))
         )
-        for name, shape in shapes_of(kind, model).items()
+        for name, shape in (shapes_of(kind, model) | (more or {})).items()
     }
     if kind == "eagle":
         kept = torch.tensor(KEPT)
@@ -147,8 +152,33 @@ def write_head(
         # published ones are for much shorter texts than their target's
         config |= {"max_position_embeddings": 8}
         save_file(weights, head / "model.safetensors")
+    if changes.get("speculators_model_type"):
+        config = nested_config(config)
     (head / "config.json").write_text(json.dumps(config | changes))
     return {"directory": target, "drafter": kind, "draft_model": str(head)}
+
+
+def nested_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The layout of speculators: the config of the layer is a part of the head's config."""
+    layer = {
+        key: value
+        for key, value in config.items()
+        if key not in ("architectures", "draft_vocab_size")
+    }
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "draft_vocab_size": config["draft_vocab_size"],
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "somewhere"},
+        },
+        "transformer_layer_config": layer,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+    }
 
 
 def random_head(folder: Path, kind: str, model: PreTrainedModel, **changes: Any) -> dict[str, Any]:

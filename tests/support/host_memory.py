@@ -11,9 +11,7 @@ import torch
 
 
 class CountingHost:
-    """Bytes of blocks of the host, in use and at most: those of layers, and the buffers of threads
-    that read.
-    """
+    """Count bytes of host blocks, current and peak, for layers and for read buffers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = {"layers": 0, "buffers": 0}

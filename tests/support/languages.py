@@ -1,6 +1,4 @@
-"""Tiny languages and every tree that can be drawn from them: what the distributions of verification
-are enumerated over.
-"""
+"""Tiny languages and all trees drawn from them, to enumerate the distributions of verification."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -141,8 +139,8 @@ Outcomes = Callable[[DraftTree, Tensor], Iterator[tuple[Decision, float]]]
 
 
 def outcomes(rule: VerificationRule) -> Outcomes:
-    """Everything a rule can come to: by the acceptance it states, or by the chance of every `draw`
-    it makes.
+    """Enumerate all outcomes of a rule, by its stated acceptance or by the probability of every
+    `draw`.
     """
     if isinstance(rule, ResidualRule):
         return lambda tree, target: decisions(rule.decide, tree, target)
@@ -150,9 +148,7 @@ def outcomes(rule: VerificationRule) -> Outcomes:
 
 
 def decisions(decide: Decide, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
-    """Everything a rule can come to, with its probability: whatever it accepts is in another world
-    rejected.
-    """
+    """Yield all decisions of a rule with their probabilities, branching at every acceptance."""
     n = len(tree.topology)
     worlds: list[tuple[frozenset[int], frozenset[int], float]] = [(frozenset(), frozenset(), 1.0)]
     while worlds:

@@ -21,7 +21,7 @@ SHAPES = ((48,), (96, 48), (3,), (48, 96))
 
 
 def some_layers(n: int = 4, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Layers:
-    """Layers whose every byte is random, so that no two pages are alike."""
+    """Layers of random bytes, so that all pages differ."""
     generator = torch.Generator().manual_seed(seed)
 
     def tensor(shape: tuple[int, ...]) -> Tensor:
@@ -38,7 +38,7 @@ def some_layers(n: int = 4, dtype: torch.dtype = torch.bfloat16, seed: int = 0) 
 def on_disk(
     directory: Path, layers: Layers, n_files: int = 1, shuffle: int = 0
 ) -> list[BlockRecord]:
-    """Write layers to files, their tensors shuffled, and return where each tensor came to lie."""
+    """Write layers to files with shuffled tensors and return the block records."""
     where = [(i, name) for i, layer in enumerate(layers) for name in layer]
     random.Random(shuffle).shuffle(where)
     records: dict[str, TensorRecord] = {}

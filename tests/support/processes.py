@@ -7,7 +7,7 @@ import psutil
 
 
 def is_soon_over(pid: int) -> bool:
-    """Whether it ends before patience does: a signal takes a moment."""
+    """Return whether a process ends within 20 s; signals need a moment."""
     until = time.monotonic() + 20
     while _is_running(pid) and time.monotonic() < until:
         time.sleep(0.02)
@@ -20,7 +20,7 @@ def is_written(path: Path) -> bool:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether it has not ended; where nobody takes its end, it stays as a zombie."""
+    """Return whether a process runs; a zombie has ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,6 +1,4 @@
-"""Runs of several ranks, whose processes begin with torch loaded: what torchrun makes of them,
-without its own process.
-"""
+"""Runs of several ranks from preloaded processes, with the environment of torchrun."""
 
 import atexit
 import multiprocessing
@@ -17,7 +15,7 @@ from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["run_ranks", "offload_rt.llm", "offload_rt.cli.run", "transformers"]
+    ["support.run_ranks", "offload_rt.llm", "offload_rt.cli.run", "transformers"]
 )
 PATIENCE_S = 120.0  # what takes so long, even on a busy machine, has hung
 
@@ -31,12 +29,12 @@ class Rank:
 
     @property
     def out(self) -> str:
-        """What it has written to stdout so far."""
+        """Contents of stdout so far."""
         return (self.folder / "out").read_text()
 
     @property
     def err(self) -> str:
-        """What it has written to stderr so far."""
+        """Contents of stderr so far."""
         return (self.folder / "err").read_text()
 
     def code(self, seconds: float = PATIENCE_S) -> int | None:
@@ -49,10 +47,9 @@ class Rank:
 def started(
     program: str, arguments: Sequence[str], folder: Path, n: int = 2, given: str = ""
 ) -> Iterator[list[Rank]]:
-    """The ranks of a module of this package, or of a script that ends in .py, until the body of a
-    `with` ends.
+    """Start the ranks of a module or script and kill them at the end of the body.
 
-    given  what rank 0 reads from stdin
+    given  stdin of rank 0
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -79,7 +76,7 @@ def started(
 
 
 def _run(program: str, arguments: list[str], folder: Path, env: dict[str, str]) -> None:
-    """What an interpreter does with a program, from where modules are loaded to its end."""
+    """Run a program like an interpreter, from imported modules to its exit."""
     os.environ |= env
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_APPEND), number)

@@ -1,4 +1,4 @@
-"""Spoiling what is sound: bytes, JSON text and JSON values, each in one of many ways."""
+"""Damage valid bytes, JSON texts and JSON values in many ways."""
 
 import json
 import random
@@ -56,7 +56,7 @@ def spoil_value(value: Any, chance: random.Random) -> Any:
 
 
 def spoil_text(text: str, chance: random.Random) -> str:
-    """JSON text with something in it that is not, or a key twice."""
+    """Insert invalid text or a duplicate key into JSON text."""
     if chance.random() < 0.2 and text.startswith("{"):
         return f"{text[:-1]}, {text[1:]}"
     marks = [i for i, letter in enumerate(text) if letter in ":,[{"]
@@ -85,7 +85,7 @@ def spoil_bytes(raw: bytes, chance: random.Random) -> bytes:
 
 
 def spoil_length(raw: bytes, chance: random.Random) -> bytes:
-    """A safetensors file whose header's length is another: off by one, or beyond all reason."""
+    """Change the header length of a safetensors file slightly or extremely."""
     length = struct.unpack("<Q", raw[:8])[0]
     others = (
         length - 1,

@@ -1,11 +1,10 @@
 """Devices, layers and tiers for tests of streamers."""
 
 import functools
-import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from offload_rt.offload.tier import Read, Tier
 from offload_rt.system.trace import Trace
 from offload_rt.weights.layout import Layout, PackedLayer
 from support.checkpoints import raw_bytes
+from support.fake_gpu import PATIENCE_S, FakeCopyDevice
 from support.layers import NAMES, some_layers
 
 STREAMERS = {"cuda": stream_cuda, "threads": stream_threads}
@@ -46,7 +46,7 @@ class Host:
         self._looks.append((block.i, content(block.layout, block.data)))
 
     def seen(self) -> list[tuple[int, bytes]]:
-        """What was looked at, in order, once all compute has ended."""
+        """Return the read blocks in order, after all compute."""
         looks = self._looks
         self._looks = []
         return looks
@@ -55,117 +55,29 @@ class Host:
         pass
 
 
-PATIENCE_S = 30.0  # what takes so long has hung
-
-
-class _Event:
-    def __init__(self) -> None:
-        self.is_recorded, self.happened, self.at = False, threading.Event(), 0.0
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-        self.happened.set()
-
-
-class _Lane:
-    """Work done in order by a thread of its own, as on a stream of a GPU."""
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="pretended", daemon=True)
-        self._thread.start()
-
-    def put(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
-
-    def flush(self) -> None:
-        done = threading.Event()
-        self._work.put(done.set)
-        assert done.wait(PATIENCE_S), "a lane of the pretended device has hung"
-
-    def close(self) -> None:
-        self._work.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-
-
-class PretendedGPU(Host):
-    """A `CopyDevice` in this process: a lane for copies and one for compute, both late, ordered by
-    nothing but events.
-    """
+class FakeGPU(Host):
+    """An asynchronous fake GPU: copies and compute run on threads, ordered by events alone."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._copies, self._compute, self._late = _Lane(), _Lane(), random.Random(0)
-        self.n_copies = 0
+        self.copies = FakeCopyDevice(is_asynchronous=True, wrap=lambda tensor: tensor)
 
     def stream(self, name: str, sources: LayerSources) -> Streamer:
-        return CudaStreamer(sources, Trace(on=False), self)
+        return CudaStreamer(sources, Trace(on=False), self.copies)
 
     def look(self, block: LayerView) -> None:
-        def late() -> None:
-            time.sleep(self._late.choice((0.0, 0.0, 0.002)))
+        def look_late() -> None:
+            self.copies.delay()
             Host.look(self, block)
 
-        self._compute.put(late)
+        self.copies.compute.put(look_late)
 
     def seen(self) -> list[tuple[int, bytes]]:
-        self._compute.flush()
+        self.copies.compute.flush()
         return super().seen()
 
     def close(self) -> None:
-        self._compute.close()
-        self._copies.close()
-
-    def select(self) -> None:
-        pass
-
-    def allocate(self, nbytes: int) -> Tensor:
-        return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
-
-    def event(self) -> _Event:
-        return _Event()
-
-    def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: _Event) -> tuple[_Event, _Event]:
-        start = _Event()
-        end = _Event()
-        start.is_recorded = end.is_recorded = True
-        self.n_copies += 1
-        is_ordered = after.is_recorded
-
-        def move() -> None:
-            if is_ordered:
-                assert after.happened.wait(PATIENCE_S)
-            start.record()
-            time.sleep(self._late.choice((0.0, 0.0, 0.002)))
-            for target, source in moves:
-                target.copy_(source)
-            end.record()
-
-        self._copies.put(move)
-        return start, end
-
-    def compute_waits_for(self, event: _Event) -> None:
-        if event.is_recorded:
-            self._compute.put(lambda: event.happened.wait(PATIENCE_S) and None)
-
-    def record_compute(self) -> _Event:
-        event = _Event()
-        event.is_recorded = True
-        self._compute.put(event.record)
-        return event
-
-    def wait(self, event: _Event) -> None:
-        assert event.happened.wait(PATIENCE_S)
-
-    def seconds_between(self, start: _Event, end: _Event) -> float | None:
-        return end.at - start.at if start.happened.is_set() and end.happened.is_set() else None
-
-    def synchronize(self) -> None:
-        self._copies.flush()
+        self.copies.close()
 
 
 class RealGPU(Host):
@@ -211,9 +123,7 @@ def wanted(i: int) -> bytes:
 
 
 class Watched:
-    """A tier that records its reads, may delay each at random, and does to one of them what a test
-    asks.
-    """
+    """A tier that records reads, delays them at random, and applies a test's trap."""
 
     def __init__(
         self,
@@ -256,3 +166,11 @@ class Watched:
             return nbytes
 
         return watched
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Return whether a condition becomes true in time."""
+    end = time.perf_counter() + PATIENCE_S
+    while not holds() and time.perf_counter() < end:
+        time.sleep(0.001)
+    return holds()

@@ -134,7 +134,9 @@ class OverAnswer(LogitsProcessor):
 def modifiers(
     params: SamplingParams, n_prompt: int, end_ids: Sequence[int] = ()
 ) -> LogitsProcessorList:
-    """What changes logits before the temperature, in the order of transformers and vLLM."""
+    """Return transformers' logits processors before the temperature, in the order of transformers
+    and vLLM.
+    """
     found = LogitsProcessorList()
     if params.logit_bias:
         found.append(

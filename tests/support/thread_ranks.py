@@ -93,15 +93,15 @@ class ThreadRanks:
 
 
 class Alike(ThreadRanks):
-    """One rank of several, whose others give what it gives."""
+    """One rank of several whose other ranks contribute equal values."""
 
     def _together(self, given: Any, make: Callable[[list[Any]], Any]) -> Any:
         return make([given] * self.size)
 
 
 def together(size: int, work: Callable[[], Any]) -> list[Any]:
-    """What each rank's `work` gives; None for one that has served rank 0 until its end. Raises the
-    first error of a rank.
+    """Run `work` on each rank and return the results; raise the first error. Ranks serving rank 0
+    return None.
     """
     board = Board(size)
     found = [None] * size

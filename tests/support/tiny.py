@@ -66,9 +66,7 @@ SPREAD = 0.25
 
 @dataclass(frozen=True)
 class Case:
-    """A family and what its config says besides the sizes; one shard holds at most `shard`
-    bytes.
-    """
+    """A model family and its config changes; shards hold at most `shard` bytes."""
 
     config: type[PreTrainedConfig]
     model: type[PreTrainedModel]
@@ -153,7 +151,7 @@ PLACES = {"resident": {"device"}, "disk": {"disk"}, "mixed": {"device", "disk"}}
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, and a draft whose weights are those of the target, a little off."""
+    """A target, and a draft with slightly different weights."""
 
     model: PreTrainedModel
     target: Path
@@ -161,7 +159,7 @@ class Pair:
     draft: Path
 
     def settings(self, drafter: str, rule: str = "auto") -> dict[str, str]:
-        """What chooses a drafter and a rule, with the draft model if it takes one."""
+        """Settings for a drafter and a rule, with the draft model if required."""
         chosen = {"drafter": drafter, "rule": rule}
         return chosen | (
             {"draft_model": str(self.draft)}
@@ -182,7 +180,7 @@ def nearly(model: PreTrainedModel, off: float) -> PreTrainedModel:
 def save_pair(
     folder: Path, model: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None = None
 ) -> Pair:
-    """Both as checkpoints, with the same tokenizer if one is given."""
+    """Save both models as checkpoints, optionally with a tokenizer."""
     pair = Pair(model, folder / "target", draft, folder / "draft")
     for one, path in ((model, pair.target), (draft, pair.draft)):
         one.save_pretrained(path)
@@ -192,7 +190,7 @@ def save_pair(
 
 
 class Steady:
-    """A pace at which passes always take the same, so that no tree depends on the clock."""
+    """A cost estimator with constant times, so that trees do not depend on the clock."""
 
     def __init__(self, level_s: float = 0.01) -> None:
         self.level_s = level_s
@@ -270,7 +268,7 @@ class Zoo:
         return self._pairs[name, seed]
 
     def greedy(self, name: str, seed: int, n_new: int = 64) -> list[int]:
-        """What transformers' `generate` makes of `prompt_of(seed)` in float32."""
+        """Greedy continuation of `prompt_of(seed)` by transformers in float32."""
         if (name, seed) not in self._texts:
             self._texts[name, seed] = generate(self.model(name, seed), prompt_of(seed), n_new)
         return self._texts[name, seed]
@@ -304,10 +302,10 @@ def logits_of(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
-    """An LLM on the CPU whose layers lie as PLACES says, by a budget that is just right for it.
+    """Open an LLM on the CPU with layers in the tiers of PLACES, by a fitting budget.
 
-    Decodes plainly unless a draft model or a drafter is given; trees have `tree_size` nodes, so
-    that a budget is for one size.
+    Decodes plainly without a draft model or drafter. Trees have `tree_size` nodes, so that one
+    budget fits.
     """
     drafter = "auto" if "draft_model" in settings else "none"
     settings = {
@@ -341,9 +339,7 @@ def drafter_of(
     draft_context: int | None = None,
     **parts: Any,
 ) -> Drafter:  # fmt: skip
-    """Another drafter for an LLM with a draft model: one that has learned nothing yet and knows no
-    clock.
-    """
+    """Return another drafter for an LLM, without learned statistics and clock."""
     its_rule = rule_of(rule)
     child_sampling = its_rule.child_sampling or "without_replacement"
     coupled_up_to = its_rule.coupled_up_to
@@ -383,7 +379,7 @@ def drafter_of(
 
 
 def begin(llm: LLM, drafter: Drafter, sequences: Sequence[TokenSequence], n_nodes: int) -> None:
-    """Let sequences begin to run, with caches of the target that hold all but their last tokens."""
+    """Start sequences with target caches of all but their last tokens."""
     for one in sequences:
         before = one.tokens[:-1]
         cache = prefill(runner_of(llm), before, 256) if before else runner_of(llm).new_cache(1)
@@ -448,7 +444,7 @@ def random_tree(n: int, seed: int, reach: int = 1000) -> Topology:
 
 
 def chi_square_p(observed: np.ndarray, expected: np.ndarray) -> float:
-    """The chance that counts stray this far from the expected ones, which sum to the same."""
+    """Return the chance of counts at least this far from the expected counts of equal sum."""
     assert abs(observed.sum() - expected.sum()) < 1e-6 * observed.sum()
     statistic = ((observed - expected) ** 2 / expected).sum()
     return float(
@@ -467,7 +463,7 @@ SPOKEN = [
 
 
 def byte_level(vocab_size: int = 320) -> Tokenizer:
-    """A byte-level BPE tokenizer, as of Llama 3 and Qwen: most characters beyond ASCII take several
+    """A byte-level BPE tokenizer, as in Llama 3 and Qwen: most non-ASCII characters have several
     tokens.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -532,7 +528,7 @@ ATOL = 2e-4
 
 
 def tree_logits(runner, committed, lacking, drafted, tree):
-    """Of every node of a tree below lacking tokens, behind committed ones."""
+    """Return logits of every node of a tree below missing tokens, after committed tokens."""
     cache = prefill(runner, committed, len(committed) + len(lacking) + len(drafted))
     return feed(
         runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)

@@ -55,12 +55,12 @@ def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cgroups
     yield Cgroups(tmp_path, monkeypatch)
 
 
-def test_machine_memory_is_the_limit_without_control_groups(cgroups: Cgroups) -> None:
+def test_machine_memory_is_the_limit_without_control_groups(cgroups):
     assert memory_limit() == TOTAL
     assert memory_free() == AVAILABLE
 
 
-def test_v2_group_limits_memory_and_its_page_cache_is_free(cgroups: Cgroups) -> None:
+def test_v2_group_limits_memory_and_its_page_cache_is_free(cgroups):
     cgroups.belong_to("0::/box")
     cgroups.write(
         cgroups.v2 / "box",
@@ -77,7 +77,7 @@ def _stat(inactive: int, active: int) -> str:
 
 
 @pytest.mark.parametrize("tight", ["outer", "inner", "root"])
-def test_tightest_enclosing_group_is_the_limit(tight: str, cgroups: Cgroups) -> None:
+def test_tightest_enclosing_group_is_the_limit(tight, cgroups):
     cgroups.belong_to("0::/outer/inner")
     folders = {
         "root": cgroups.v2,
@@ -91,7 +91,7 @@ def test_tightest_enclosing_group_is_the_limit(tight: str, cgroups: Cgroups) -> 
     assert memory_free() == GIB
 
 
-def test_v1_group_limits_memory(cgroups: Cgroups) -> None:
+def test_v1_group_limits_memory(cgroups):
     cgroups.belong_to("11:cpu,cpuacct:/a", "9:memory:/docker/x", "1:name=systemd:/a")
     cgroups.write(
         cgroups.v1 / "docker" / "x",
@@ -101,7 +101,7 @@ def test_v1_group_limits_memory(cgroups: Cgroups) -> None:
     assert memory_free() == min(6 * GIB - RSS, 6 * GIB - 4 * GIB + GIB)
 
 
-def test_group_inside_a_container_limits_at_the_root(cgroups: Cgroups) -> None:
+def test_group_inside_a_container_limits_at_the_root(cgroups):
     """The path in /proc names host folders, which the container cannot see."""
     cgroups.belong_to("0::/host/only/path")
     cgroups.write(cgroups.v2, memory__max=5 * GIB, memory__current=GIB, memory__stat=_stat(0, 0))
@@ -109,7 +109,7 @@ def test_group_inside_a_container_limits_at_the_root(cgroups: Cgroups) -> None:
 
 
 @pytest.mark.parametrize("text", ["max", "", "garbage"])
-def test_unlimited_v2_group_is_ignored(text: str, cgroups: Cgroups) -> None:
+def test_unlimited_v2_group_is_ignored(text, cgroups):
     cgroups.belong_to("0::/box")
     cgroups.write(
         cgroups.v2 / "box", memory__max=text, memory__current=GIB, memory__stat=_stat(0, 0)
@@ -118,7 +118,7 @@ def test_unlimited_v2_group_is_ignored(text: str, cgroups: Cgroups) -> None:
     assert memory_free() == AVAILABLE
 
 
-def test_huge_limit_of_a_v1_group_means_unlimited(cgroups: Cgroups) -> None:
+def test_huge_limit_of_a_v1_group_means_unlimited(cgroups):
     cgroups.belong_to("9:memory:/")
     cgroups.write(
         cgroups.v1, memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=GIB
@@ -128,13 +128,13 @@ def test_huge_limit_of_a_v1_group_means_unlimited(cgroups: Cgroups) -> None:
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
-def test_resource_limit_of_the_process_is_the_limit(kind: int, cgroups: Cgroups) -> None:
+def test_resource_limit_of_the_process_is_the_limit(kind, cgroups):
     cgroups.limits[kind] = (7 * GIB, resource.RLIM_INFINITY)
     assert memory_limit() == 7 * GIB
     assert memory_free() <= 7 * GIB - RSS
 
 
-def test_free_memory_is_not_negative(cgroups: Cgroups) -> None:
+def test_free_memory_is_not_negative(cgroups):
     cgroups.belong_to("0::/box")
     cgroups.write(
         cgroups.v2 / "box", memory__max=GIB, memory__current=2 * GIB, memory__stat=_stat(0, 0)
@@ -142,5 +142,5 @@ def test_free_memory_is_not_negative(cgroups: Cgroups) -> None:
     assert memory_free() == 0
 
 
-def test_free_memory_is_at_most_the_limit() -> None:
+def test_free_memory_is_at_most_the_limit():
     assert 0 <= memory_free() <= memory_limit()

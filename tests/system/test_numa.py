@@ -24,7 +24,7 @@ ALL = {0, 1, 2, 3, 8, 9, 10, 11}
 
 
 class TwoSockets:
-    """A pretended machine with a card; notes which processors each thread is let run on."""
+    """A simulated machine with a GPU; records the CPUs of each thread."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._card = folder / "0001:c1:00.0"
@@ -56,9 +56,7 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoSockets:
         (None, set()),  # no sysfs
     ],
 )
-def test_the_processors_near_a_card(
-    sockets: TwoSockets, local: str | None, expected: set[int]
-) -> None:
+def test_cpus_near_a_device(sockets, local, expected):
     if local is not None:
         sockets.local(local)
     assert cpus_near(CARD) == expected
@@ -66,9 +64,9 @@ def test_the_processors_near_a_card(
 
 
 @pytest.mark.parametrize("cpus", [Cpus({8, 9}), Cpus()])
-def test_readers_stay_near_the_card_and_slots_are_touched_there(
-    sockets: TwoSockets, cpus: Cpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_stay_near_the_device_and_slots_are_touched_there(
+    sockets, cpus, tmp_path, monkeypatch
+):
     near = [set(cpus)] if cpus else []
     tier = DiskTier(on_disk(tmp_path, some_layers(2)))
     read_parallel(tier.reads(0, torch.empty(1 << 20, dtype=torch.uint8)), 1, cpus=cpus)
@@ -85,9 +83,7 @@ def test_readers_stay_near_the_card_and_slots_are_touched_there(
     assert sockets.seen == near + ["pinned"] + back + near * tier.n_parallel
 
 
-def test_the_rate_of_the_link_is_measured_from_memory_near_the_card(
-    sockets: TwoSockets, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_link_rate_is_measured_from_memory_near_the_device(sockets, monkeypatch):
     sockets.local("8-11")
     empty = torch.empty
     monkeypatch.setattr(

@@ -26,20 +26,18 @@ def joined(pieces: list[str], starts_inside: bool) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize(("text", "starts_inside", "expected"), CASES)
-def test_parts_do_not_depend_on_the_pieces(
-    text: str, starts_inside: bool, expected: list[tuple[str, bool]]
-) -> None:
+def test_parts_do_not_depend_on_the_pieces(text, starts_inside, expected):
     for size in range(1, len(text) + 1):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         assert joined(pieces, starts_inside) == expected
 
 
-def test_text_is_returned_as_soon_as_no_tag_can_follow() -> None:
+def test_text_is_returned_as_soon_as_no_tag_can_follow():
     splitter = ReasoningSplitter()
     assert [part.text for part in splitter.add("a <")] == ["a "]
     assert [part.text for part in splitter.add("b")] == ["<b"]
 
 
-def test_prompt_that_ends_with_the_tag_opens_reasoning() -> None:
+def test_prompt_that_ends_with_the_tag_opens_reasoning():
     assert opens_reasoning("<|assistant|>\n<think>\n")
     assert not opens_reasoning("<think>\n\n</think>\n\n")

@@ -33,7 +33,7 @@ def decode(tokenizer, ids):
 
 
 def answer_of(tokenizer, prompt, ids):
-    """What the ids add to the text of the prompt, without half a character at its end."""
+    """Return the text that ids add to the prompt, without a partial character at the end."""
     before = decode(tokenizer, prompt)
     whole = decode(tokenizer, prompt + ids)
     assert whole.startswith(before)
@@ -58,7 +58,7 @@ def encoded(tokenizer, text):
 
 
 @given(tokenizers, texts, st.integers(1, 12))
-def test_pieces_are_whole_characters_and_add_up(tokenizer, text, n_prompt):
+def test_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text, n_prompt):
     ids = encoded(tokenizer, SPOKEN[0] + " " + text)
     prompt = ids[:n_prompt]
     ids = ids[n_prompt:]
@@ -71,7 +71,7 @@ def test_pieces_are_whole_characters_and_add_up(tokenizer, text, n_prompt):
 
 
 @given(texts)
-def test_every_character_comes_out_as_soon_as_its_last_byte_is_there(text):
+def test_character_is_released_with_its_last_byte(text):
     ids = encoded(BYTE_LEVEL, text)
     stream = TextStream(BYTE_LEVEL, prompt_of(0), ())
     for n, token in enumerate(ids, 1):
@@ -81,8 +81,8 @@ def test_every_character_comes_out_as_soon_as_its_last_byte_is_there(text):
 
 
 @given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), min_size=1, max_size=30))
-def test_bytes_that_are_no_characters_do_not_lose_any_that_are(ids):
-    """A random model writes such; only what is cut off at the very end is left out."""
+def test_invalid_bytes_lose_no_valid_characters(ids):
+    """Random models produce such bytes; only a partial character at the very end is dropped."""
     prompt = encoded(BYTE_LEVEL, "the end ")
     stream = TextStream(BYTE_LEVEL, prompt, ())
     pieces, _ = pieces_of(stream, ids)
@@ -90,14 +90,14 @@ def test_bytes_that_are_no_characters_do_not_lose_any_that_are(ids):
 
 
 @given(st.lists(st.integers(0, METASPACE.get_vocab_size() - 1), min_size=1, max_size=30))
-def test_bytes_that_are_no_characters_end_no_stream_of_a_byte_fallback_tokenizer(ids):
-    """`tokenizers.decoders.DecodeStream` raises at most of these."""
+def test_invalid_bytes_of_a_byte_fallback_tokenizer_end_no_stream(ids):
+    """`tokenizers.decoders.DecodeStream` raises at most of these ids."""
     stream = TextStream(METASPACE, encoded(METASPACE, "the end "), ())
     pieces, n = pieces_of(stream, ids)
     assert n == len(ids) and "".join(pieces) == stream.text
 
 
-def test_a_token_that_ends_within_a_character_gives_its_whole_ones_at_once():
+def test_token_that_ends_within_a_character_releases_whole_characters():
     """As the token of a space and the first bytes of a smile, which byte-level tokenizers have."""
     ids = encoded(BYTE_LEVEL, "smiles 🙂")
     cut = next(n for n in range(len(ids)) if HALF in decode(BYTE_LEVEL, ids[: n + 1]))
@@ -109,7 +109,7 @@ def test_a_token_that_ends_within_a_character_gives_its_whole_ones_at_once():
     assert stream.take(final=True) == "smiles"
 
 
-def test_a_prompt_that_ends_within_a_character_is_completed():
+def test_prompt_that_ends_within_a_character_is_completed():
     ids = encoded(BYTE_LEVEL, "smiles 🙂 waves")
     whole = [n for n in range(1, len(ids)) if not decode(BYTE_LEVEL, ids[:n]).endswith(HALF)]
     for n in set(range(1, len(ids))) - set(whole):
@@ -119,8 +119,8 @@ def test_a_prompt_that_ends_within_a_character_is_completed():
 
 
 def expected_stop(tokenizer, prompt, ids, stops):
-    """Brute force: after how many tokens the first stop string is there, and the text before the
-    leftmost one.
+    """Brute force: the number of tokens before the first stop string, and the text before the
+    leftmost stop.
     """
     for n in range(1, len(ids) + 1):
         text = answer_of(tokenizer, prompt, ids[:n])
@@ -131,10 +131,8 @@ def expected_stop(tokenizer, prompt, ids, stops):
 
 
 @given(tokenizers, texts, st.data())
-def test_the_first_stop_string_ends_the_text(tokenizer, text, data):
-    """Several stops, within tokens and across their borders, some that never come and some that
-    nearly do.
-    """
+def test_first_stop_string_ends_the_text(tokenizer, text, data):
+    """Several stops, within tokens and across borders, some absent and some nearly present."""
     prompt = encoded(tokenizer, SPOKEN[0])
     ids = encoded(tokenizer, SPOKEN[0] + " " + text * 2)[len(prompt) :]
     starts = data.draw(st.lists(st.integers(0, 2 * len(text)), max_size=3))
@@ -152,7 +150,7 @@ def test_the_first_stop_string_ends_the_text(tokenizer, text, data):
 
 
 @given(texts, st.text(characters, min_size=1, max_size=6))
-def test_only_what_could_begin_a_stop_is_held_back(text, stop):
+def test_only_possible_stop_prefixes_are_held_back(text, stop):
     ids = encoded(BYTE_LEVEL, text)
     stream = TextStream(BYTE_LEVEL, [0], (stop,))
     taken = ""
@@ -166,7 +164,7 @@ def test_only_what_could_begin_a_stop_is_held_back(text, stop):
     assert stream.take(final=True) == ""
 
 
-def test_spaces_between_words_of_a_metaspace_tokenizer_stay():
+def test_metaspace_tokenizer_keeps_spaces():
     """Decoded alone, each of these tokens would lose its space."""
     ids = encoded(METASPACE, "the fox jumps")
     stream = TextStream(METASPACE, encoded(METASPACE, "over"), ())
@@ -186,7 +184,7 @@ def test_special_tokens_have_no_text():
     assert "".join(pieces) == "the fox"
 
 
-def test_a_sequence_ends_with_its_stop_string():
+def test_stop_string_ends_a_sequence():
     ids = encoded(BYTE_LEVEL, "the quick brown fox")
     stream = TextStream(BYTE_LEVEL, [0], ("k b",))
     sequence = Sequence([0], SamplingParams(max_new_tokens=99), 999, frozenset(), stream)
@@ -195,7 +193,7 @@ def test_a_sequence_ends_with_its_stop_string():
     assert 0 < len(taken) < len(ids) and taken == ids[: len(taken)] == sequence.tokens[1:]
 
 
-def test_an_end_token_ends_a_sequence_and_has_no_text():
+def test_end_token_ends_a_sequence_and_has_no_text():
     ids = encoded(BYTE_LEVEL, "the fox")
     stream = TextStream(BYTE_LEVEL, [0], ())
     sequence = Sequence([0], SamplingParams(max_new_tokens=99), 999, frozenset({ids[-1]}), stream)
@@ -204,7 +202,7 @@ def test_an_end_token_ends_a_sequence_and_has_no_text():
 
 
 @given(texts)
-def test_bytes_of_tokens_add_up_to_the_text(text):
+def test_bytes_of_tokens_join_to_the_text(text):
     """Also where a token holds a part of a character."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=BYTE_LEVEL)
     ids = encoded(BYTE_LEVEL, text)
@@ -219,7 +217,9 @@ def test_bytes_of_byte_fallback_tokens_are_raw():
 
 @pytest.mark.parametrize("backend", TOKENIZERS)
 def test_special_tokens_in_messages_are_encoded_as_text(backend, tmp_path):
-    """The template's stay special; markers such as <think> stay tokens everywhere."""
+    """Special tokens of the template stay special; markers such as <think> stay tokens
+    everywhere.
+    """
     raw = Tokenizer.from_str(TOKENIZERS[backend].to_str())
     raw.add_special_tokens(["</s>"])
     raw.add_tokens(["<think>"])
@@ -258,7 +258,7 @@ def unstopped(llm):
     return llm.generate("the quick fox", sampled()).pop()
 
 
-def test_a_texts_prompt_is_encoded_and_its_answer_decoded(llm, unstopped):
+def test_prompt_text_is_encoded_and_the_answer_decoded(llm, unstopped):
     prompt = llm.tokenizer.encode("the quick fox")
     assert unstopped.prompt_token_ids == prompt
     assert unstopped.text
@@ -280,8 +280,8 @@ def test_generation_ends_before_a_stop_string(llm, unstopped, n_characters):
         assert pieces[-1].output.token_ids == output.token_ids
 
 
-def test_text_held_back_is_released_at_the_end(llm, unstopped):
-    """The answer ends in what could have begun a stop string."""
+def test_held_text_is_released_at_the_end(llm, unstopped):
+    """The answer ends in a possible prefix of a stop string."""
     stop = unstopped.text[-4:] + "#"
     pieces = list(llm.stream("the quick fox", sampled(stop=(stop,))))
     assert "".join(piece.text for piece in pieces) == unstopped.text
@@ -292,12 +292,12 @@ def test_text_held_back_is_released_at_the_end(llm, unstopped):
 # Tokenizers of checkpoints
 
 
-def test_a_checkpoint_without_tokenizer_has_none(tmp_path):
+def test_checkpoint_without_tokenizer_has_none(tmp_path):
     assert load_tokenizer(tmp_path) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"model": 3}'])
-def test_a_damaged_tokenizer_is_an_error(tmp_path, content):
+def test_damaged_tokenizer_is_an_error(tmp_path, content):
     add_tokenizer(tmp_path, BYTE_LEVEL)
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match="tokenizer"):
@@ -327,8 +327,8 @@ def test_prompts_get_the_special_tokens_of_the_tokenizer(tmp_path):
         None,
     ],
 )
-def test_a_tokenizer_is_the_one_that_transformers_takes_by_the_whole_config(tmp_path, kind, named):
-    """Whatever class its config names, with the model's type alone."""
+def test_tokenizer_class_equals_transformers(tmp_path, kind, named):
+    """For every tokenizer class of the config and every model type."""
     add_tokenizer(tmp_path, BYTE_LEVEL)
     (tmp_path / "config.json").write_text(json.dumps(llama_config(model_type=kind)))
     about = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -341,7 +341,7 @@ def test_a_tokenizer_is_the_one_that_transformers_takes_by_the_whole_config(tmp_
     assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
 
 
-def test_a_chat_goes_through_the_template(tmp_path):
+def test_chat_uses_the_template(tmp_path):
     add_tokenizer(tmp_path, BYTE_LEVEL)
     tokenizer = load_tokenizer(tmp_path)
     with pytest.raises(PromptError, match="template"):
@@ -368,7 +368,7 @@ def test_a_chat_goes_through_the_template(tmp_path):
         ("{% include '/etc/passwd' %}", "no loader"),
     ],
 )
-def test_a_template_that_fails_or_reaches_out_is_one_sentence(tmp_path, template, said):
+def test_failing_or_unsafe_template_is_one_sentence(tmp_path, template, said):
     add_tokenizer(tmp_path, BYTE_LEVEL)
     tokenizer = load_tokenizer(tmp_path)
     tokenizer.chat_template = template

@@ -66,7 +66,7 @@ def nested(topology, node=0):
 
 
 def acceptances():
-    """Random (ranks,), descending, with ties, some of it zero and some one."""
+    """Random descending (ranks,) with ties, zeros and ones."""
 
     def build(ranks, seed):
         random = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ def acceptances():
 
 
 def check_tree(table, acceptance, n, levels):
-    """The tree keeps the limits and the order, and is expected to give what the table says."""
+    """Assert that the tree respects limits and order and has the expected value of the table."""
     topology = table.topology(n, levels)
     tree = nested(topology)
     assert len(topology) <= n and n_levels(tree) <= levels and widest(tree) <= len(acceptance)
@@ -94,9 +94,7 @@ def check_tree(table, acceptance, n, levels):
 
 @settings(max_examples=40)
 @given(acceptances(), st.integers(1, MOST), st.integers(1, MOST))
-def test_one_search_finds_the_best_of_all_trees_for_every_size_and_number_of_levels(
-    acceptance, n_nodes, max_levels
-):
+def test_search_finds_the_best_tree_of_every_size_and_depth(acceptance, n_nodes, max_levels):
     table = search(acceptance, n_nodes, max_levels)
     assert table.values.shape == (n_nodes + 1, max_levels + 1)
     for levels in {1, (max_levels + 1) // 2, max_levels}:
@@ -109,26 +107,26 @@ def test_one_search_finds_the_best_of_all_trees_for_every_size_and_number_of_lev
 
 @settings(max_examples=20)
 @given(acceptances(), st.integers(1, 90), st.integers(1, 12))
-def test_larger_trees_give_what_the_table_says(acceptance, n_nodes, max_levels):
+def test_larger_trees_match_the_table(acceptance, n_nodes, max_levels):
     table = search(acceptance, n_nodes, max_levels)
     check_tree(table, acceptance, n_nodes, max_levels)
     assert (np.diff(table.values[:, -1]) >= 0).all(), "more nodes never hurt"
     assert (np.diff(table.values, axis=1) >= 0).all(), "more levels never hurt"
 
 
-def test_children_that_are_never_taken_are_left_out():
+def test_unused_children_are_left_out():
     assert len(search(np.zeros(4), 9, 5).topology(9, 5)) == 1
     assert search(np.array([0.5, 0.0, 0.0]), 4, 3).topology(4, 3).parents.tolist() == [-1, 0, 1]
 
 
-def test_a_full_tree_is_not_exceeded():
+def test_full_tree_is_not_exceeded():
     table = search(np.array([0.6, 0.3]), 50, 4)
     assert len(table.topology(50, 4)) == 15 and table.values[50, 4] == pytest.approx(
         sum(0.9**i for i in range(4))
     )
 
 
-def test_a_description_names_nodes_levels_and_children():
+def test_description_names_nodes_levels_and_children():
     assert (
         describe(Topology.chain(1)) == "1 node"
         and describe(Topology.chain(5)) == "chain of 5 nodes"
@@ -141,7 +139,7 @@ def test_a_description_names_nodes_levels_and_children():
 
 @given(st.builds(random_tree, st.integers(1, 150), st.integers(0, 2**31)))
 @settings(max_examples=20)
-def test_a_description_is_short_and_says_the_widths(topology):
+def test_description_is_short_and_names_widths(topology):
     lines = describe(topology).splitlines()
     assert all(len(line) <= 120 for line in lines)
     if not topology.is_chain:
@@ -149,7 +147,7 @@ def test_a_description_is_short_and_says_the_widths(topology):
         assert [int(line.split()[1]) for line in lines[2 : 2 + len(widths)]] == widths
 
 
-def test_expectations_are_corrected_by_what_came_of_them() -> None:
+def test_expectations_are_corrected_by_outcomes():
     known = ExpectedTokensBias()
     assert known.corrected(5.0) == 5.0
     for _ in range(2000):
@@ -158,7 +156,7 @@ def test_expectations_are_corrected_by_what_came_of_them() -> None:
     assert known.corrected(1.0) == 1.0
 
 
-def test_the_newest_text_tells_most() -> None:
+def test_recent_outcomes_count_most():
     known = ExpectedTokensBias()
     for _ in range(2000):
         known.observe(9.0, 3)
@@ -170,7 +168,7 @@ def test_the_newest_text_tells_most() -> None:
 
 
 @given(st.integers(0, 10**6))
-def test_as_many_nodes_are_taken_as_pay(seed: int) -> None:
+def test_nodes_are_added_while_they_pay(seed):
     random = np.random.default_rng(seed)
     chances = np.sort(random.random(30))[::-1] * random.random()
     seconds = 1.0 + np.maximum(np.arange(31) - random.integers(31), 0) * random.random() / 10
@@ -181,9 +179,7 @@ def test_as_many_nodes_are_taken_as_pay(seed: int) -> None:
 
 
 @given(st.integers(0, 10**6))
-def test_the_nodes_of_several_trees_that_are_taken_cost_a_token_of_any_of_them_least(
-    seed: int,
-) -> None:
+def test_nodes_of_several_trees_minimise_the_cost_per_token(seed):
     random = np.random.default_rng(seed)
     chances = [
         np.sort(random.random(random.integers(7)) * scale)[::-1] for scale in (1.0, 0.6, 0.2)
@@ -200,9 +196,7 @@ def test_the_nodes_of_several_trees_that_are_taken_cost_a_token_of_any_of_them_l
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4))
-def test_the_choice_is_the_smallest_tree_that_is_nearly_the_best(
-    seed: int, least_levels: int
-) -> None:
+def test_choice_is_the_smallest_nearly_optimal_tree(seed, least_levels):
     random = np.random.default_rng(seed)
     expected = 1.0 + np.sort(random.random((21, 6)) * 5, axis=0)
     sizes = sizes_up_to(20)

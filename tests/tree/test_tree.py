@@ -9,6 +9,8 @@ from support.tiny import random_tree
 
 from offload_rt.tree.topology import DraftTree, GrowingTree, SampledNodes, Topology
 
+pytestmark = pytest.mark.numeric
+
 trees = st.builds(random_tree, st.integers(1, 24), st.integers(0, 2**31))
 chains = st.builds(Topology.chain, st.integers(1, 24))
 
@@ -29,7 +31,7 @@ def ancestors(topology, node):
 
 
 @given(trees | chains, st.data())
-def test_a_row_sees_itself_and_its_ancestors(topology, data):
+def test_row_sees_itself_and_its_ancestors(topology, data):
     start = data.draw(st.integers(0, len(topology) - 1))
     stop = data.draw(st.integers(start + 1, len(topology)))
     seen = visible(topology, start, stop)
@@ -52,7 +54,7 @@ def test_depths_and_children(topology):
 
 
 @given(trees | chains, st.integers(0, 9))
-def test_a_tree_below_a_chain(topology, n):
+def test_tree_below_a_chain(topology, n):
     longer = topology.after_chain(n)
     assert len(longer) == n + len(topology)
     assert longer.parents[:n].tolist() == list(range(-1, n - 1))
@@ -61,7 +63,7 @@ def test_a_tree_below_a_chain(topology, n):
         assert ancestors(longer, n + node) == set(range(n)) | above
 
 
-def test_a_long_prompt_above_a_tree_makes_no_mask_of_its_length_squared():
+def test_long_prompt_above_a_tree_needs_no_square_mask():
     n = 1_000_000  # squared: a terabyte
     seen = visible(Topology(np.array([-1, 0, 0, 1])).after_chain(n), n + 1, n + 4)
     assert seen[:, : n + 1].all()
@@ -73,8 +75,8 @@ def test_a_long_prompt_above_a_tree_makes_no_mask_of_its_length_squared():
 
 
 @given(trees | chains, st.data())
-def test_a_tree_that_grows_sees_what_the_whole_one_does(topology, data):
-    """A level or a part of one at a time, also after another tree at the same place."""
+def test_growing_tree_sees_like_the_whole_tree(topology, data):
+    """Levels or parts of levels at a time, also after another tree in the same memory."""
     order = np.argsort(topology.depths, kind="stable")
     place = np.argsort(order)
     tree = Topology(np.array([-1, *place[topology.parents[order[1:]]]]))
@@ -100,7 +102,7 @@ def test_a_tree_that_grows_sees_what_the_whole_one_does(topology, data):
 
 
 @given(trees)
-def test_the_tokens_of_a_path_leave_out_the_root(topology):
+def test_path_tokens_exclude_the_root(topology):
     tokens = torch.arange(len(topology)) + 100
     tree = DraftTree(topology, tokens)
     for node in range(len(topology)):
@@ -108,7 +110,7 @@ def test_the_tokens_of_a_path_leave_out_the_root(topology):
 
 
 @given(trees, st.data())
-def test_the_candidates_are_the_first_nodes(topology, data):
+def test_candidates_are_the_first_nodes(topology, data):
     n = len(topology)
     n_unverified = data.draw(st.integers(0, len(topology) - 1))
     sampled = SampledNodes(np.arange(n) > 0, torch.rand(n, 3), np.arange(n))
@@ -121,17 +123,17 @@ def test_the_candidates_are_the_first_nodes(topology, data):
     assert cut.expected == tree.expected
 
 
-def test_the_root_is_always_a_candidate():
+def test_root_is_always_a_candidate():
     with pytest.raises(AssertionError):
         DraftTree(Topology.chain(3), torch.arange(3), n_unverified=3)
 
 
 @pytest.mark.parametrize("parents", [[], [0], [-1, 1], [-1, -1], [-1, 0, 2], [-1, 0, 3, 2], [[-1]]])
-def test_what_is_no_tree_is_refused(parents):
+def test_invalid_trees_are_refused(parents):
     with pytest.raises(AssertionError):
         Topology(np.array(parents, dtype=np.int64))
 
 
-def test_a_tree_has_one_token_a_node():
+def test_tree_has_one_token_per_node():
     with pytest.raises(AssertionError):
         DraftTree(Topology.chain(3), torch.arange(2))

@@ -79,9 +79,7 @@ def _refused(directory: Path, kind: type[OffloadError], *words: str) -> None:
 
 
 @pytest.mark.parametrize("make", [_single, _sharded])
-def test_a_sound_checkpoint_opens_with_every_tensor_in_its_place(
-    make: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_valid_checkpoint_opens_with_every_tensor(make, tmp_path):
     checkpoint = open_checkpoint(make(tmp_path))
     _, tensors = _sound()
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in tensors.values())
@@ -103,7 +101,7 @@ def test_a_sound_checkpoint_opens_with_every_tensor_in_its_place(
         ), record.name
 
 
-def test_rotary_frequencies_of_old_checkpoints_are_tolerated(tmp_path: Path) -> None:
+def test_rotary_frequencies_of_old_checkpoints_are_ignored(tmp_path):
     config, tensors = _sound()
     old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)}
     assert (
@@ -112,7 +110,7 @@ def test_rotary_frequencies_of_old_checkpoints_are_tolerated(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_a_tied_checkpoint_may_store_its_head(stored: bool, tmp_path: Path) -> None:
+def test_tied_checkpoint_can_store_its_head(stored, tmp_path):
     config, tensors = _sound()
     kept = {name: tensor for name, tensor in tensors.items() if stored or name != "lm_head.weight"}
     checkpoint = open_checkpoint(
@@ -124,7 +122,7 @@ def test_a_tied_checkpoint_may_store_its_head(stored: bool, tmp_path: Path) -> N
     ]
 
 
-def test_auto_map_is_ignored_and_its_code_not_run(tmp_path: Path) -> None:
+def test_auto_map_is_ignored_and_not_run(tmp_path):
     _single(tmp_path, auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with LLM(str(tmp_path), device="cpu") as llm:
@@ -132,7 +130,7 @@ def test_auto_map_is_ignored_and_its_code_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_safetensors_are_taken_where_pickles_lie_beside_them(tmp_path: Path) -> None:
+def test_safetensors_precede_pickles(tmp_path):
     _single(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"not looked at")
     assert open_checkpoint(tmp_path).spec.n_layers == 3
@@ -159,9 +157,7 @@ def _config_text(text: str) -> Callable[[Path], None]:
     ],
     ids=["missing", "cut", "deep", "list", "binary"],
 )
-def test_a_config_that_cannot_be_read_is_refused(
-    spoil: Callable[[Path], None], words: list[str], tmp_path: Path
-) -> None:
+def test_unreadable_config_is_refused(spoil, words, tmp_path):
     _single(tmp_path)
     spoil(tmp_path)
     _refused(tmp_path, CheckpointError, *words)
@@ -199,9 +195,7 @@ def test_a_config_that_cannot_be_read_is_refused(
         "-".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else ""
     ),
 )
-def test_a_config_that_is_not_understood_is_refused(
-    changes: dict[str, Any], words: list[str], tmp_path: Path
-) -> None:
+def test_unsupported_config_is_refused(changes, words, tmp_path):
     _single(tmp_path, **changes)
     _refused(tmp_path, UnsupportedModelError, *words)
 
@@ -217,9 +211,7 @@ def test_a_config_that_is_not_understood_is_refused(
         (("x.gguf",), ["x.gguf"]),
     ],
 )
-def test_a_directory_without_safetensors_is_refused(
-    names: tuple[str, ...], words: list[str], tmp_path: Path
-) -> None:
+def test_directory_without_safetensors_is_refused(names, words, tmp_path):
     _single(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     for name in names:
@@ -264,9 +256,7 @@ def _swap(index: dict[str, Any]) -> None:
             []) for shard in ("..", "", "w.bin")),
     ],
 )  # fmt: skip
-def test_an_index_that_lies_is_refused(
-    edit: Callable[[dict[str, Any]], Any], words: list[str], tmp_path: Path
-) -> None:
+def test_invalid_index_is_refused(edit, words, tmp_path):
     _sharded(tmp_path / "model")
     for place in (tmp_path, tmp_path / "model"):
         (place / "sub").mkdir(exist_ok=True)
@@ -276,13 +266,7 @@ def test_an_index_that_lies_is_refused(
     _refused(tmp_path / "model", CheckpointError, *words)
 
 
-def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
-    _sharded(tmp_path)
-    (tmp_path / SHARD_2).unlink()
-    _refused(tmp_path, CheckpointError, f"shard {SHARD_2} is missing")
-
-
-def test_a_shard_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+def test_shard_that_is_a_directory_is_refused(tmp_path):
     _sharded(tmp_path)
     (tmp_path / SHARD_2).unlink()
     (tmp_path / SHARD_2).mkdir()
@@ -325,9 +309,7 @@ def test_a_shard_that_is_a_directory_is_refused(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("n_shards", [1, 2])
-def test_tensors_that_do_not_belong_to_the_config_are_refused(
-    n_shards: int, edit: Callable[[dict[str, Tensor]], Any], words: list[str], tmp_path: Path
-) -> None:
+def test_unexpected_or_missing_tensors_are_refused(n_shards, edit, words, tmp_path):
     config, tensors = _sound()
     tensors = dict(tensors)
     edit(tensors)
@@ -342,7 +324,7 @@ def test_tensors_that_do_not_belong_to_the_config_are_refused(
 
 
 def _spoilt(directory: Path, edit: Callable[[Entries], Any], tail: bytes = b"") -> Path:
-    """A checkpoint whose header went through `edit`, which returns a new one or None."""
+    """Write a checkpoint with a header changed by `edit`, which returns a new header or None."""
     config, tensors = _sound()
     entries, data = entries_of(tensors)
     header = edit(entries) or entries
@@ -387,33 +369,27 @@ def _set(name: str, **values: Any) -> Callable[[Entries], None]:
         "deep", "cut", "longer",
     ],
 )  # fmt: skip
-def test_a_header_that_is_damaged_is_refused(
-    edit: Callable[[Entries], Any], tail: bytes, tmp_path: Path
-) -> None:
+def test_damaged_header_is_refused(edit, tail, tmp_path):
     _refused(_spoilt(tmp_path, edit, tail), CheckpointError, "model.safetensors is damaged")
 
 
-@pytest.mark.parametrize("n_lost", [1, 4, 4096, 10**9])
+@pytest.mark.parametrize("n_lost", [1, 10**9])
 @pytest.mark.parametrize("make", [_single, _sharded])
-def test_a_file_that_is_cut_short_is_refused(
-    make: Callable[[Path], Path], n_lost: int, tmp_path: Path
-) -> None:
+def test_truncated_file_is_refused(make, n_lost, tmp_path):
     path = max(make(tmp_path).glob("*.safetensors"))
     os.truncate(path, max(path.stat().st_size - n_lost, 0))
     _refused(tmp_path, CheckpointError, path.name)
 
 
 @pytest.mark.parametrize("length", [0, 10**8, 10**8 + 1, 2**63, 2**64 - 1])
-def test_a_header_of_an_impossible_length_is_refused_without_reading_it(
-    length: int, tmp_path: Path
-) -> None:
+def test_header_of_impossible_length_is_refused_unread(length, tmp_path):
     path = _single(tmp_path) / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
     _refused(tmp_path, CheckpointError, path.name)
 
 
-def test_opening_reads_no_weights(tmp_path: Path) -> None:
-    """Four gigabytes that lie nowhere: a sparse file whose header is sound."""
+def test_open_reads_no_weights(tmp_path):
+    """A sparse file of four gigabytes with a valid header."""
     config = llama_config(vocab_size=2**24, hidden_size=32)
     model = spec_of(config)
     shapes = {
@@ -445,7 +421,7 @@ def test_opening_reads_no_weights(tmp_path: Path) -> None:
 # Which weights they are.
 
 
-def test_copies_and_other_shards_are_the_same_checkpoint(tmp_path: Path) -> None:
+def test_copies_and_other_shards_have_the_same_identity(tmp_path):
     single = _single(tmp_path / "single")
     sharded = _sharded(tmp_path / "sharded")
     copy = Path(shutil.copytree(single, tmp_path / "copy", copy_function=shutil.copyfile))
@@ -454,7 +430,7 @@ def test_copies_and_other_shards_are_the_same_checkpoint(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", [DOWN, "model.norm.weight", "lm_head.weight"])
-def test_a_fine_tune_is_another_checkpoint(name: str, tmp_path: Path) -> None:
+def test_fine_tune_has_another_identity(name, tmp_path):
     """Of the same config, shapes and sizes; one tensor is a little off."""
     config, tensors = _sound()
     tuned = {**tensors, name: tensors[name] * 1.001}
@@ -463,7 +439,7 @@ def test_a_fine_tune_is_another_checkpoint(name: str, tmp_path: Path) -> None:
     assert open_checkpoint(base).identity != open_checkpoint(other).identity
 
 
-def test_another_config_is_another_checkpoint(tmp_path: Path) -> None:
+def test_other_config_has_another_identity(tmp_path):
     one = _single(tmp_path / "one")
     other = _single(tmp_path / "other", rope_theta=5e5)
     assert open_checkpoint(one).identity != open_checkpoint(other).identity
@@ -473,9 +449,7 @@ def test_another_config_is_another_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.down_proj.weight", "lm_head.weight"])
-def test_no_weight_is_read_from_a_faulty_checkpoint(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faulty_checkpoint_reads_no_weight(name, tmp_path, monkeypatch):
     config, tensors = _sound()
     write_checkpoint(
         tmp_path, config, {key: tensor for key, tensor in tensors.items() if key != name}
@@ -489,7 +463,7 @@ def test_no_weight_is_read_from_a_faulty_checkpoint(
         LLM(str(tmp_path), device="cpu")
 
 
-def test_a_file_lost_between_check_and_load_is_an_error_of_the_link(tmp_path: Path) -> None:
+def test_file_lost_between_open_and_load_raises_link_error(tmp_path):
     checkpoint = open_checkpoint(_single(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(LinkError, match=r"model\.safetensors"):
@@ -502,9 +476,7 @@ def test_a_file_lost_between_check_and_load_is_an_error_of_the_link(tmp_path: Pa
 @pytest.mark.parametrize("request_nbytes", [4096, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("odd", range(8))
-def test_data_at_odd_offsets_is_read_right(
-    odd: int, dtype: torch.dtype, request_nbytes: int, tmp_path: Path
-) -> None:
+def test_data_at_odd_offsets_is_read_exactly(odd, dtype, request_nbytes, tmp_path):
     config = llama_config(hidden_size=32, intermediate_size=160)
     checkpoint = open_checkpoint(
         write_checkpoint(tmp_path, config, llama_tensors(config, dtype), odd)
@@ -515,11 +487,9 @@ def test_data_at_odd_offsets_is_read_right(
 
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("phase", [256, 2304, 3840])
-def test_a_packed_tensor_that_happens_to_lie_in_phase_spoils_no_other(
-    phase: int, backwards: bool, tmp_path: Path
-) -> None:
-    """Read by whole pages, a tensor that lies at the same place of a page in file and block would
-    spoil its neighbours.
+def test_tensor_in_phase_with_a_page_overwrites_no_other(phase, backwards, tmp_path):
+    """Page reads of a tensor at the same page offset in file and block would overwrite its
+    neighbours.
     """
     before = 4096 + 2
     between = (phase - 4096 - 2 - phase) % 4096
@@ -555,18 +525,14 @@ def test_a_packed_tensor_that_happens_to_lie_in_phase_spoils_no_other(
         "x" * 5000,
     ],
 )
-def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_path_is_refused_without_the_hub(model, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CheckpointError):
         locate(model)
 
 
 @pytest.mark.parametrize("model", ["org/name", "name", "not a hub id!"])
-def test_a_hub_id_that_is_not_cached_is_refused_offline(
-    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_uncached_hub_id_is_refused_offline(model, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=model):
@@ -583,9 +549,7 @@ def test_a_hub_id_that_is_not_cached_is_refused_offline(
         (None, None, set()),
     ],
 )
-def test_every_end_id_counts_and_the_generation_config_goes_first(
-    generation: Any, config: Any, wanted: set[int], tmp_path: Path
-) -> None:
+def test_every_end_id_counts_and_generation_config_precedes(generation, config, wanted, tmp_path):
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     assert end_ids(tmp_path, {"eos_token_id": config}) == wanted

@@ -40,12 +40,14 @@ from offload_rt.weights.formats import Matrix, Source, format_of
 from offload_rt.weights.gguf import read_gguf
 from offload_rt.weights.locate import find_config, locate
 
+pytestmark = pytest.mark.numeric
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-target"
 N_NEW = 40
 
 
 def wide_llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A Llama whose rows are of 256 weights, as the larger blocks need."""
+    """A Llama with rows of 256 weights, as required by large blocks."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
     model = CASES["llama"].build(3, **sizes)
     for parameter in model.parameters():
@@ -54,7 +56,7 @@ def wide_llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def check_tokens(path: Path, model: PreTrainedModel) -> None:
-    """What transformers makes of a prompt, by plain passes from the disk and by trees."""
+    """Assert that plain passes from disk and trees give transformers' text."""
     prompt = prompt_of(0)
     expected = generate(model, prompt, N_NEW)
     with open_llm(path, "disk", dtype="float32") as llm:
@@ -65,9 +67,7 @@ def check_tokens(path: Path, model: PreTrainedModel) -> None:
     assert len(set(expected)) > 5
 
 
-def test_a_file_is_planned_by_its_header(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gguf_header_gives_the_plan(tmp_path, capsys):
     path = tmp_path / "m.gguf"
     build(path, wide_llama(), "Q4_K")
     flags = [
@@ -95,7 +95,7 @@ def test_a_file_is_planned_by_its_header(
 
 
 @pytest.mark.parametrize("type", write_gguf.TYPES)
-def test_a_matrix_is_what_its_reference_makes_of_it(type: str, tmp_path: Path) -> None:
+def test_matrix_equals_its_reference(type, tmp_path):
     """In float32, one rounding; queries and keys in the order that transformers rotates."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) / 10
     data, exact = write_gguf.blocks(weight, type)
@@ -127,9 +127,7 @@ def test_a_matrix_is_what_its_reference_makes_of_it(type: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K", "BF16"])
-def test_tokens_are_those_of_transformers_with_the_weights_of_the_file(
-    type: str, tmp_path: Path
-) -> None:
+def test_tokens_equal_transformers_with_the_weights_of_the_file(type, tmp_path):
     """Q4_K and Q5_K are mixtures with Q6_K, as files have them."""
     check_tokens(tmp_path / "m.gguf", build(tmp_path / "m.gguf", wide_llama(), type))
 
@@ -144,7 +142,7 @@ def test_tokens_are_those_of_transformers_with_the_weights_of_the_file(
         ("qwen3", "Q8_0"),
     ],
 )
-def test_every_native_family_is_read(name: str, type: str, tmp_path: Path) -> None:
+def test_every_native_family_is_read(name, type, tmp_path):
     """Also tied embeddings, biases, and norms of heads; qwen2 with its own way of scaling
     rotations.
     """
@@ -156,8 +154,8 @@ def test_every_native_family_is_read(name: str, type: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["llama-linear", "llama-llama3"])
-def test_scaled_rotations_are_read(name: str, tmp_path: Path) -> None:
-    """Linear ones by their factor, those of Llama 3 by a divisor of each frequency."""
+def test_scaled_rotations_are_read(name, tmp_path):
+    """Linear scaling by its factor, Llama 3 scaling by a divisor of each frequency."""
     model = CASES[name].build(0)
     path = tmp_path / "m.gguf"
     metadata, stored, exact = write_gguf.model(
@@ -174,7 +172,7 @@ def test_scaled_rotations_are_read(name: str, tmp_path: Path) -> None:
     check_tokens(path, model)
 
 
-def test_transformers_reads_the_same_model(tmp_path: Path) -> None:
+def test_transformers_reads_the_same_model(tmp_path):
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     build(tmp_path / "m.gguf", wide_llama(), "Q4_K")
@@ -184,7 +182,7 @@ def test_transformers_reads_the_same_model(tmp_path: Path) -> None:
     check_tokens(tmp_path / "m.gguf", theirs)
 
 
-def test_layers_may_differ_in_their_types(tmp_path: Path) -> None:
+def test_layers_can_differ_in_types(tmp_path):
     """Of the same module; the memory of the widest is planned."""
     model = wide_llama()
     path = tmp_path / "m.gguf"
@@ -220,7 +218,7 @@ def test_layers_may_differ_in_their_types(tmp_path: Path) -> None:
 # Files
 
 
-def test_a_file_in_parts_is_one(tmp_path: Path) -> None:
+def test_split_file_is_read(tmp_path):
     """Given by any of its parts, or by its directory."""
     model = wide_llama()
     metadata, stored, exact = write_gguf.model(
@@ -236,14 +234,14 @@ def test_a_file_in_parts_is_one(tmp_path: Path) -> None:
         open_checkpoint(locate(str(tmp_path)))
 
 
-def test_a_directory_of_several_files_is_refused_by_their_names(tmp_path: Path) -> None:
+def test_directory_of_several_files_is_refused_by_name(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         build(tmp_path / name, CASES["llama"].build(0), "Q8_0")
     with pytest.raises(CheckpointError, match=r"a\.gguf, b\.gguf; give one of them"):
         locate(str(tmp_path))
 
 
-def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
+def test_metadata_describes_the_model(tmp_path):
     """Its tokenizer, chat template, end tokens, dtype, and an identity that stays the same in a
     copy.
     """
@@ -271,9 +269,7 @@ def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
         assert llm.generate("import numpy", SamplingParams(8)).pop().text
 
 
-def test_opening_a_model_parses_its_header_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_opening_a_model_parses_its_header_once(tmp_path, monkeypatch):
     path = tmp_path / "demo.gguf"
     write_one_file(DEMO, path, "Q4_K")
     parsed = []
@@ -284,7 +280,7 @@ def test_opening_a_model_parses_its_header_once(
     assert parsed == [path]
 
 
-def test_llama_cpp_knows_every_metadata_type(tmp_path: Path) -> None:
+def test_llama_cpp_knows_every_metadata_type(tmp_path):
     """llama.cpp reads token types from an int32 array and refuses another element type; its package
     reads the types.
     """
@@ -299,7 +295,7 @@ def test_llama_cpp_knows_every_metadata_type(tmp_path: Path) -> None:
     assert fields["llama.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
 
 
-def test_a_file_of_several_shards_equals_the_file_of_one(tmp_path: Path) -> None:
+def test_sharded_file_equals_the_single_file(tmp_path):
     tensors = load_file(DEMO / "model.safetensors")
     source = tmp_path / "shards"
     names = list(tensors)
@@ -311,7 +307,7 @@ def test_a_file_of_several_shards_equals_the_file_of_one(tmp_path: Path) -> None
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "several.gguf").read_bytes()
 
 
-def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
+def test_chat_template_is_read_from_the_file(tmp_path):
     path = tmp_path / "m.gguf"
     model = CASES["llama"].build(0)
     template = "{% for turn in messages %}<{{ turn['content'] }}>{% endfor %}"
@@ -326,7 +322,7 @@ def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
 
 
 def small() -> tuple[dict[str, Any], dict[str, Stored]]:
-    """A Llama of a few kilobytes whose matrices are of Q8_0."""
+    """A tiny Llama with Q8_0 matrices."""
     config = llama_config(hidden_size=32, intermediate_size=32, head_dim=8, num_hidden_layers=1)
     metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q8_0")
     return (
@@ -340,7 +336,7 @@ def small() -> tuple[dict[str, Any], dict[str, Stored]]:
 
 
 def opened(path: Path, content: bytes) -> None:
-    """Open a file of this content; whatever is wrong with it is told in one sentence."""
+    """Open a file of this content; errors must be one sentence."""
     path.write_bytes(content)
     try:
         open_checkpoint(path)
@@ -348,7 +344,7 @@ def opened(path: Path, content: bytes) -> None:
         assert "\n" not in str(error)
 
 
-def test_any_header_is_read_or_refused(tmp_path: Path) -> None:
+def test_any_header_is_read_or_refused(tmp_path):
     """Bytes, lengths and counts overwritten anywhere in it."""
     metadata, stored = small()
     whole = write_gguf.file_bytes(metadata, stored)
@@ -373,7 +369,7 @@ def test_any_header_is_read_or_refused(tmp_path: Path) -> None:
         opened(path, bytes(content))
 
 
-def test_a_file_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path):
     metadata, stored = small()
     whole = write_gguf.file_bytes(metadata, stored)
     path = tmp_path / "x.gguf"
@@ -429,9 +425,7 @@ FACTS: list[tuple[Change, str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), FACTS)
-def test_what_is_not_understood_is_refused_by_name(
-    change: Change, message: str, tmp_path: Path
-) -> None:
+def test_unsupported_metadata_is_refused_by_name(change, message, tmp_path):
     metadata, stored = small()
     change(metadata, stored)
     (tmp_path / "m.gguf").write_bytes(write_gguf.file_bytes(metadata, stored))
@@ -442,13 +436,13 @@ def test_what_is_not_understood_is_refused_by_name(
 @pytest.mark.parametrize(
     "content", [b"", b"GGU", b"GGUF", b"\x80\x04." * 20, b"GGUF" + bytes([1, 0, 0, 0]) + bytes(16)]
 )
-def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
+def test_other_files_are_refused(content, tmp_path):
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match="not a GGUF file"):
         open_checkpoint(tmp_path / "m.gguf")
 
 
-def test_rotations_of_one_context_are_those_of_transformers() -> None:
+def test_rotations_of_a_scaled_context_equal_transformers():
     """A config.json may have them, too; two lists that differ depend on the length of the text and
     are refused.
     """

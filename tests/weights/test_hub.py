@@ -1,4 +1,4 @@
-"""Models of a hub: a server here plays it, and tells what it was asked for."""
+"""Models of a hub, simulated by a local server that records requests."""
 
 import hashlib
 import json
@@ -52,9 +52,7 @@ SMALL = [
 
 @dataclass
 class Hub:
-    """What the server has, by name, and what was asked of it: the bytes of each file that were
-    sent, by its path.
-    """
+    """Repositories of the server, and the sent bytes of each file by path."""
 
     repositories: dict[str, Path] = field(default_factory=dict)
     n_requests: int = 0
@@ -141,7 +139,7 @@ def handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub in place of the real one, and a cache that is empty."""
+    """A simulated hub and an empty cache."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(hub))
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -186,9 +184,7 @@ def sharded(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def test_of_a_repository_only_what_is_read_is_fetched_and_once(
-    hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_only_required_files_are_fetched_once(hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     code, out, _ = line(run.main, "--model", NAME, *SMALL)
     assert code == 0 and out
@@ -215,18 +211,14 @@ def test_of_a_repository_only_what_is_read_is_fetched_and_once(
         ({"quantization_config": {"quant_method": "magic"}}, "magic"),
     ],
 )
-def test_a_config_is_refused_before_a_weight_comes(
-    changes: dict[str, Any], told: str, hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_config_is_refused_before_a_weight_download(changes, told, hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model", **changes)
     code, out, err = line(run.main, "--model", NAME, *SMALL)
     assert (code, out) == (2, "") and told in err.splitlines()[-1]
     assert "config.json" in hub.sent and not hub.sent_weights()
 
 
-def test_a_drafts_config_is_refused_before_the_targets_weights_come(
-    hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_draft_config_is_refused_before_target_weights(hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     hub.repositories["someone/draft"] = sharded(
         tmp_path / "draft", model_type="telepathy", architectures=None
@@ -236,9 +228,7 @@ def test_a_drafts_config_is_refused_before_the_targets_weights_come(
     assert not hub.sent_weights()
 
 
-def test_a_plan_fetches_configs_alone(
-    hub: Hub, tmp_path: Path, line: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_fetches_configs_only(hub, tmp_path, line, monkeypatch):
     measure_little(monkeypatch)
     monkeypatch.setattr(profile, "disk_gbps", lambda folder: 2.5)
     hub.repositories[NAME] = sharded(tmp_path / "model", max_position_embeddings=512)
@@ -261,9 +251,7 @@ def test_a_plan_fetches_configs_alone(
 
 
 @pytest.mark.parametrize("kind", ["fp8", "gptq", "pack-quantized"])
-def test_a_quantised_model_is_planned_by_its_headers(
-    kind: str, hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_quantised_model_is_planned_by_its_headers(kind, hub, tmp_path, line):
     config = llama_config(
         hidden_size=512, intermediate_size=768, head_dim=128, torch_dtype="bfloat16"
     )
@@ -289,9 +277,7 @@ def test_a_quantised_model_is_planned_by_its_headers(
     assert json.loads(out)["plan"] == json.loads(local)["plan"]
 
 
-def test_a_format_that_keeps_sizes_among_the_weights_is_not_planned_from_afar(
-    hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_format_with_sizes_in_weights_is_not_planned_remotely(hub, tmp_path, line):
     config = llama_config(hidden_size=64, intermediate_size=128, head_dim=16)
     write(
         write_checkpoint(tmp_path / "source", config, llama_tensors(config)),
@@ -304,9 +290,7 @@ def test_a_format_that_keeps_sizes_among_the_weights_is_not_planned_from_afar(
 
 
 @pytest.mark.parametrize("main", [run.main, plan.main])
-def test_offline_asks_nothing_and_says_so_in_one_sentence(
-    main: Any, hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_offline_sends_no_request_and_is_one_sentence(main, hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     more = SMALL if main is run.main else ["--gpu", "rtx4090"]
     code, out, err = line(main, "--model", NAME, "--offline", *more)
@@ -314,9 +298,7 @@ def test_offline_asks_nothing_and_says_so_in_one_sentence(
     assert hub.n_requests == 0
 
 
-def test_weights_that_a_plan_left_on_the_hub_are_missed_offline(
-    hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_weights_missing_after_a_plan_are_reported_offline(hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     assert (
         line(
@@ -336,7 +318,7 @@ def test_weights_that_a_plan_left_on_the_hub_are_missed_offline(
     assert code == 2 and "not in the hub cache" in err
 
 
-def test_a_repository_without_a_config_is_told(hub: Hub, tmp_path: Path, line: Any) -> None:
+def test_repository_without_config_is_reported(hub, tmp_path, line):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model-Q4_K_M.gguf").write_bytes(b"x" * 1000)
     hub.repositories[NAME] = tmp_path / "model"
@@ -345,9 +327,7 @@ def test_a_repository_without_a_config_is_told(hub: Hub, tmp_path: Path, line: A
     assert not hub.sent_weights()
 
 
-def test_a_hub_that_is_down_is_told_at_once_and_missed_by_nobody_who_has_the_model(
-    hub: Hub, tmp_path: Path, line: Any
-) -> None:
+def test_unreachable_hub_is_reported_and_cached_models_work(hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     assert line(run.main, "--model", NAME, *SMALL)[0] == 0
     hub.is_down = True
@@ -359,11 +339,11 @@ def test_a_hub_that_is_down_is_told_at_once_and_missed_by_nobody_who_has_the_mod
     assert hub.n_requests < 6  # it was not asked again and again
 
 
-def test_a_name_that_the_hub_does_not_know_is_one_sentence(hub: Hub, line: Any) -> None:
+def test_unknown_hub_id_is_one_sentence(hub, line):
     code, out, err = line(run.main, "--model", "someone/nothing", *SMALL)
     assert (code, out, err.count("\n")) == (2, "", 1) and "someone/nothing" in err
 
 
-def test_the_checkpoint_of_the_hub_is_the_one_that_was_put_there(hub: Hub, tmp_path: Path) -> None:
+def test_hub_checkpoint_equals_the_uploaded_one(hub, tmp_path):
     hub.repositories[NAME] = speaking_checkpoint(tmp_path / "model", num_hidden_layers=2)
     assert open_checkpoint(locate(NAME)).identity == open_checkpoint(tmp_path / "model").identity

@@ -1,9 +1,6 @@
-"""gpt-oss in its own MXFP4 layout, by the general architecture: weights and tokens are what
-transformers makes of them.
-"""
+"""gpt-oss in MXFP4 through the general architecture: weights and tokens equal transformers."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +17,12 @@ from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.header import read_header
 
+pytestmark = pytest.mark.numeric
+
 PROJ = "model.layers.1.mlp.experts.gate_up_proj"
 
 
-def test_tokens_are_those_of_transformers_with_the_dequantised_weights(
-    mxfp4_checkpoint: Path,
-) -> None:
+def test_tokens_equal_transformers_with_dequantised_weights(mxfp4_checkpoint):
     """Streamed from the disk, plain and by trees."""
     options = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.float32}
     model = GptOssForCausalLM.from_pretrained(mxfp4_checkpoint, **options).eval()
@@ -41,12 +38,8 @@ def test_tokens_are_those_of_transformers_with_the_dequantised_weights(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_code_and_scale_is_what_transformers_makes_of_it(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """Zeros of both signs and powers of two that a dtype does not hold; a scale of 255 is no
-    number.
-    """
+def test_every_code_and_scale_equals_transformers(dtype, tmp_path):
+    """Zeros of both signs and powers of two outside of a dtype's range; a scale of 255 is NaN."""
     blocks = (
         torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
     )
@@ -74,9 +67,7 @@ def test_every_code_and_scale_is_what_transformers_makes_of_it(
         ("scales", lambda x: x[:0]),
     ],
 )
-def test_tensors_that_contradict_the_config_are_refused(
-    mxfp4_checkpoint: Path, part: str, change, tmp_path: Path
-) -> None:
+def test_contradictory_tensors_are_refused(mxfp4_checkpoint, part, change, tmp_path):
     tensors = load_file(mxfp4_checkpoint / "model.safetensors")
     tensors[f"{PROJ}_{part}"] = change(tensors[f"{PROJ}_{part}"]).contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
@@ -85,7 +76,7 @@ def test_tensors_that_contradict_the_config_are_refused(
         open_checkpoint(tmp_path)
 
 
-def test_codes_without_their_config_are_refused(mxfp4_checkpoint: Path, tmp_path: Path) -> None:
+def test_codes_without_config_are_refused(mxfp4_checkpoint, tmp_path):
     config = json.loads((mxfp4_checkpoint / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -35,9 +35,10 @@ class Format(quantized.QuantizedFormat):
         n_out, n_in = shape
         packing = Packing("awq", 4, (n_in if self._size == -1 else self._size, 1), 8)
         n_groups = -(-n_in // packing.block[0])
-        codes = StoredTensor(f"{module}.qweight", packing.words(n_in, n_out), DType.INT32)
+        codes = StoredTensor(f"{module}.qweight", packing.code_shape(n_in, n_out), DType.INT32)
         name = f"{module}.qzeros"
-        zeros = ZeroPoints(StoredTensor(name, packing.words(n_groups, n_out), DType.INT32), "awq")
+        zeros = StoredTensor(name, packing.code_shape(n_groups, n_out), DType.INT32)
         has_zeros = self._has_zeros or source.find(name) is not None
         scales = StoredTensor(f"{module}.scales", (n_groups, n_out), None)
-        return QuantizedMatrix(shape, codes, packing, scales, zeros if has_zeros else None)
+        points = ZeroPoints(zeros, "awq") if has_zeros else None
+        return QuantizedMatrix(shape, codes, packing, scales, points)

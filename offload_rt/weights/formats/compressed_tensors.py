@@ -108,7 +108,7 @@ class Format(quantized.QuantizedFormat):
             return _packed(scheme, module, shape, block, scales, source)
         if scheme.format == _MXFP4:
             packing = Packing("e2m1", 4, block)
-            codes = StoredTensor(f"{module}.weight_packed", packing.words(*shape), DType.UINT8)
+            codes = StoredTensor(f"{module}.weight_packed", packing.code_shape(*shape), DType.UINT8)
             scales = scales._replace(dtype=DType.UINT8)
             return QuantizedMatrix(shape, codes, packing, scales, product=DType.BFLOAT16)
         dtype = DType.FLOAT8_E4M3FN if scheme.is_float else DType.INT8
@@ -142,9 +142,9 @@ def _packed(
     """Return a matrix of integers packed along the inputs, zero points along the outputs."""
     _check_shape(source, f"{module}.weight_shape", shape)
     packing = Packing("rows", scheme.bits, block, 1 << scheme.bits - 1)
-    codes = StoredTensor(f"{module}.weight_packed", packing.words(*shape), DType.INT32)
+    codes = StoredTensor(f"{module}.weight_packed", packing.code_shape(*shape), DType.INT32)
     n_groups = -(-shape[1] // block[1])
-    words = Packing("columns", scheme.bits, block).words(shape[0], n_groups)
+    words = Packing("columns", scheme.bits, block).code_shape(shape[0], n_groups)
     zeros = StoredTensor(f"{module}.weight_zero_point", words, DType.INT32)
     groups = StoredTensor(f"{module}.weight_g_idx", shape[1:], DType.INT32)
     return QuantizedMatrix(

@@ -51,8 +51,8 @@ class Format(quantized.QuantizedFormat):
         n_out, n_in = shape
         packing = Packing("columns", bits, (n_in if size == -1 else size, 1))
         n_groups = -(-n_in // packing.block[0])
-        codes = StoredTensor(f"{module}.qweight", packing.words(n_in, n_out), DType.INT32)
-        words = Packing("rows", bits, (1, 1)).words(n_groups, n_out)
+        codes = StoredTensor(f"{module}.qweight", packing.code_shape(n_in, n_out), DType.INT32)
+        words = Packing("rows", bits, (1, 1)).code_shape(n_groups, n_out)
         zeros = StoredTensor(f"{module}.qzeros", words, DType.INT32)
         groups = StoredTensor(f"{module}.g_idx", (n_in,), DType.INT32)
         return QuantizedMatrix(

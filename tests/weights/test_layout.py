@@ -45,9 +45,9 @@ def _tensors(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Ten
 
 @given(TENSORS)
 @settings(deadline=None, max_examples=50)
-def test_packed_slots_are_aligned_and_lie_apart_in_their_block(shapes: list) -> None:
+def test_packed_slots_are_aligned_and_disjoint(shapes):
     layout = packed_layout(
-        (f"t{n}", shape, DType.of(dtype)) for n, (shape, dtype) in enumerate(shapes)
+        (f"t{n}", shape, DType.from_torch(dtype)) for n, (shape, dtype) in enumerate(shapes)
     )
     assert [(slot.shape, slot.dtype.torch) for slot in layout.entries] == shapes
     assert all(slot.offset % ALIGNMENT == 0 for slot in layout.entries)
@@ -57,7 +57,7 @@ def test_packed_slots_are_aligned_and_lie_apart_in_their_block(shapes: list) -> 
 
 @given(TENSORS)
 @settings(deadline=None, max_examples=50)
-def test_packing_and_repacking_keep_every_byte(shapes: list) -> None:
+def test_packing_and_repacking_keep_every_byte(shapes):
     tensors = _tensors(shapes)
     packed = pack(tensors)
     for image in (packed, pack(packed.layout.views(packed.block))):
@@ -70,7 +70,7 @@ def test_packing_and_repacking_keep_every_byte(shapes: list) -> None:
         )
 
 
-def test_tensors_that_touch_are_one() -> None:
+def test_adjacent_tensors_are_merged():
     """In their order, of one dtype and width, without a gap."""
     shapes = {"a": (64, 4), "b": (32, 4), "c": (3, 4), "d": (64, 4), "e": (64, 2)}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()} | {
@@ -85,7 +85,7 @@ def test_tensors_that_touch_are_one() -> None:
         assert packed.layout.fused(names) is None
 
 
-def test_a_block_from_the_disk_is_packed_in_the_order_of_use(tmp_path: Path) -> None:
+def test_disk_block_is_packed_in_order_of_use(tmp_path):
     """However the file is sorted: matrices of one input touch, and so do their biases."""
     config = llama_config(
         model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=64, head_dim=32
@@ -106,7 +106,7 @@ def test_a_block_from_the_disk_is_packed_in_the_order_of_use(tmp_path: Path) -> 
     assert packed.fused([f"mlp.{name}_proj.weight" for name in ("gate", "up")]).shape == (48, 64)
 
 
-def test_packing_copies() -> None:
+def test_packing_copies():
     tensor = torch.ones(4)
     image = pack({"t": tensor})
     tensor.zero_()
@@ -114,14 +114,14 @@ def test_packing_copies() -> None:
 
 
 @given(st.integers(0, 2**50), st.sampled_from([1, 2, 256, 4096]))
-def test_aligning_up_gives_the_least_multiple_that_is_enough(nbytes: int, alignment: int) -> None:
+def test_align_up_gives_the_least_sufficient_multiple(nbytes, alignment):
     up = align_up(nbytes, alignment)
     assert up % alignment == 0
     assert 0 <= up - nbytes < alignment
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 5 << 20])
-def test_a_host_block_begins_on_a_page_and_can_be_written_to_its_end(nbytes: int) -> None:
+def test_host_block_starts_on_a_page_and_is_writable_to_its_end(nbytes):
     block = host_block(nbytes)
     assert block.dtype == torch.uint8
     assert block.shape == (nbytes,)
@@ -159,7 +159,7 @@ def _random(tensor: StoredTensor, dtype: DType) -> Tensor:
     return (numbers / 8 if stored_in.is_floating_point else numbers).to(stored_in)
 
 
-def test_every_format_is_found_by_the_config_it_matches() -> None:
+def test_every_format_matches_its_config():
     assert set(registry.names("weights.formats")) == set(CONFIGS), (
         "say here which config a new format matches"
     )
@@ -172,7 +172,7 @@ def test_every_format_is_found_by_the_config_it_matches() -> None:
 @pytest.mark.parametrize(
     "config", [{"quant_method": "exl3"}, {"quant_method": []}, {}, [], "int4", 7]
 )
-def test_a_config_that_no_format_matches_is_refused_by_name(config: object) -> None:
+def test_unknown_format_is_refused_by_name(config):
     with pytest.raises(UnsupportedModelError, match="'quantization_config'") as caught:
         format_of(config)
     assert "dense" in str(caught.value)
@@ -181,15 +181,13 @@ def test_a_config_that_no_format_matches_is_refused_by_name(config: object) -> N
 @pytest.mark.parametrize("computed_in", DTYPES)
 @pytest.mark.parametrize("stored_in", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_view_multiplies_with_the_rows_it_shows(
-    name: str, stored_in: torch.dtype, computed_in: torch.dtype
-) -> None:
+def test_view_multiplies_with_its_rows(name, stored_in, computed_in):
     """Rows, products and biases are of the same numbers."""
     fmt = format_of(CONFIGS[name])
     bias = torch.randn(7).to(stored_in)
     norm = torch.randn(5).to(stored_in)
     tensors = {"first.weight": torch.randn(7, 5), "first.bias": bias, "norm.weight": norm}
-    dtype = DType.of(stored_in)
+    dtype = DType.from_torch(stored_in)
     stored = {
         key: fmt.stored(key, tuple(tensor.shape), dtype, Source({}))
         for key, tensor in tensors.items()
@@ -228,9 +226,7 @@ def test_a_view_multiplies_with_the_rows_it_shows(
 
 @pytest.mark.parametrize("computed_in", DTYPES)
 @pytest.mark.parametrize("stored_in", DTYPES)
-def test_dense_weights_are_the_tensors_of_the_file(
-    stored_in: torch.dtype, computed_in: torch.dtype
-) -> None:
+def test_dense_weights_are_the_tensors_of_the_file(stored_in, computed_in):
     weight = torch.randn(7, 5).to(stored_in)
     packed = pack({"first.weight": weight})
     view = format_of(None).view(packed.layout, packed.block, computed_in)
@@ -244,7 +240,7 @@ def test_dense_weights_are_the_tensors_of_the_file(
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """The same weights twice: as int8 rows, and dense as those are computed with."""
+    """The same weights as int8 rows and as dense dequantised tensors."""
     config = llama_config(
         num_hidden_layers=6,
         hidden_size=64,
@@ -262,9 +258,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("place", ["resident", "disk", "mixed"])
-def test_a_second_format_generates_what_its_dequantised_weights_do(
-    pair: tuple[Path, Path], place: str
-) -> None:
+def test_second_format_generates_like_its_dequantised_weights(pair, place):
     quantized, dense = pair
     prompt = prompt_of(0, vocab_size=40)
     with open_llm(dense) as llm:
@@ -275,16 +269,14 @@ def test_a_second_format_generates_what_its_dequantised_weights_do(
     assert len(set(expected)) > 5
 
 
-def test_memory_is_planned_by_the_bytes_of_the_format(pair: tuple[Path, Path]) -> None:
+def test_memory_is_planned_by_the_bytes_of_the_format(pair):
     quantized, dense = (Sizes.of_checkpoint(open_checkpoint(one), DType.FLOAT32) for one in pair)
     assert quantized.nbytes < 0.5 * dense.nbytes
     assert (quantized.view_nbytes, dense.view_nbytes) == (64 * 96 * 4 + REFERENCE_NBYTES, 0)
     assert Sizes.of_checkpoint(open_checkpoint(pair[1]), DType.FLOAT64).view_nbytes == 64 * 96 * 8
 
 
-def test_tensors_of_another_format_than_the_config_says_are_refused(
-    pair: tuple[Path, Path],
-) -> None:
+def test_tensors_of_a_wrong_format_are_refused(pair):
     quantized, dense = pair
     configs = [(one / "config.json").read_text() for one in pair]
     for directory, config in zip(pair, reversed(configs), strict=True):

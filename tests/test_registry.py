@@ -4,7 +4,6 @@ folder.
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ PACKAGE = Path(offload_rt.__file__).parent
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_the_entries_of_a_folder_are_its_files(folder: str) -> None:
+def test_entries_of_a_folder_are_its_files(folder):
     files = {path.stem for path in (PACKAGE / folder.replace(".", "/")).glob("*.py")}
     wanted = sorted(files - {"__init__"})
     assert list(registry.names(folder)) == wanted
@@ -37,15 +36,13 @@ def test_the_entries_of_a_folder_are_its_files(folder: str) -> None:
 @pytest.mark.parametrize(
     "name", ["_dense", "__init__", "nothing", "", "none.py", "../draft/none", "draft.none"]
 )
-def test_what_is_no_entry_is_refused_with_those_there_are(name: str) -> None:
+def test_unknown_entry_is_refused_with_the_known_entries(name):
     with pytest.raises(SettingsError, match="adaptive_tree, ") as caught:
         registry.find("speculate.draft", name)
     assert repr(name) in str(caught.value)
 
 
-def test_a_new_file_is_an_entry_by_being_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_file_is_an_entry(tmp_path, monkeypatch):
     (tmp_path / "brandnew.py").write_text("ANSWER = 42\n")
     monkeypatch.setattr(
         offload_rt.speculate.draft,
@@ -75,9 +72,7 @@ SIZES = {
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("switch", [None, "attention_bias", "mlp_bias"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_familys_tensors_are_those_of_transformers(
-    name: str, switch: str | None, tied: bool
-) -> None:
+def test_family_tensors_equal_transformers(name, switch, tied):
     family = FAMILIES[name]
     if switch is not None and switch not in family.keys:
         pytest.skip(f"{name} has no {switch}")
@@ -127,8 +122,8 @@ OPTIONS = [
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_config_is_read_as_transformers_reads_it(name: str, options: dict[str, Any]) -> None:
-    """Also what it leaves out, which transformers' class of the family decides."""
+def test_config_is_read_like_transformers(name, options):
+    """Including fields that transformers' config class fills in."""
     family = FAMILIES[name]
     peer = CONFIGS[name]
     sizes = SIZES | {"num_hidden_layers": 4, "hidden_size": 32}
@@ -170,14 +165,14 @@ def test_a_config_is_read_as_transformers_reads_it(name: str, options: dict[str,
 
 
 def _tree() -> DraftTree:
-    """A root with two children, the first of which has one."""
+    """A root with two children, the first of which has one child."""
     import numpy as np
 
     return DraftTree(Topology(np.array([-1, 0, 0, 1])), torch.tensor([5, 1, 2, 3]))
 
 
 @pytest.mark.parametrize("name", registry.names("speculate.verify"))
-def test_a_rule_gives_a_path_from_the_root_down_and_a_token_of_the_distribution(name: str) -> None:
+def test_rule_gives_a_path_and_a_bonus_of_the_distribution(name):
     rule = rule_of(name)
     assert rule.child_sampling in (None, "without_replacement", "independent")
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,4 @@
-"""What users of vLLM ask for beside text: log-probabilities, several answers, defaults, all kinds
-of prompts, asyncio.
-"""
+"""Features of vLLM's API: log-probabilities, n, defaults, prompt types, asyncio."""
 
 import asyncio
 import json
@@ -72,8 +70,8 @@ def assert_logprobs(found, tokens, rows, k):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logprobs_are_of_each_token_that_was_taken(llm, pair, temperature):
-    """Trees give several tokens at once, and the last pass more than are taken."""
+def test_logprobs_equal_the_taken_tokens(llm, pair, temperature):
+    """Trees produce several tokens at once, and the last pass more than required."""
     several = [
         SamplingParams(max_tokens=11, temperature=temperature, top_k=9, seed=1, logprobs=k)
         for k in (0, 2, 5)
@@ -89,7 +87,7 @@ def test_logprobs_are_of_each_token_that_was_taken(llm, pair, temperature):
 
 
 @pytest.mark.parametrize("drafter", ["none", "recycle", "dynamic_tree"])
-def test_prompt_logprobs_come_with_the_prefill_a_few_rows_at_a_time(pair, drafter, monkeypatch):
+def test_prompt_logprobs_are_computed_in_chunks_of_the_prefill(pair, drafter, monkeypatch):
     with open_llm(pair.target, max_model_len=256, **pair.settings(drafter)) as llm:
         spec = type(llm.engine.runner.spec)
         widths = []
@@ -133,10 +131,8 @@ def test_logprobs_have_the_text_of_their_tokens(speaking):
 # Ends
 
 
-def test_ends_of_the_sampling_and_of_the_model(zoo, tmp_path):
-    """A stop token ends a text as an end token does, which may be ignored, and neither comes before
-    the least tokens.
-    """
+def test_end_tokens_of_sampling_and_of_the_model(zoo, tmp_path):
+    """A stop token ends a text like an end token, which can be ignored; min_tokens delays both."""
     text = zoo.greedy("llama", 0)
     path = tmp_path / "ends"
     n_stop, n_end = (next(n for n in range(at, 64) if text.index(text[n]) == n) for at in (6, 15))
@@ -162,7 +158,7 @@ def test_ends_of_the_sampling_and_of_the_model(zoo, tmp_path):
         )
 
 
-def test_a_stop_string_counts_after_the_least_tokens(speaking):
+def test_stop_string_counts_after_min_tokens(speaking):
     with open_llm(speaking) as llm:
         plain = llm.generate("the fox", SamplingParams(max_tokens=30))[0]
         stop = plain.text[0]
@@ -181,7 +177,7 @@ def test_a_stop_string_counts_after_the_least_tokens(speaking):
 # Several answers
 
 
-def test_each_of_n_answers_is_that_of_its_own_seed(llm):
+def test_n_answers_equal_their_seeds(llm):
     params = {"max_tokens": 8, "temperature": 1.0}
     whole = llm.generate(PROMPTS[0], SamplingParams(n=3, seed=5, **params))[0]
     alone = [llm.generate(PROMPTS[0], SamplingParams(seed=seed, **params))[0] for seed in (5, 6, 7)]
@@ -217,7 +213,7 @@ def test_each_of_n_answers_is_that_of_its_own_seed(llm):
         ({"do_sample": True, "top_k": None}, {"temperature": 1.0}),
     ],
 )
-def test_defaults_are_what_generation_config_says(file, expected, tmp_path):
+def test_default_params_come_from_generation_config(file, expected, tmp_path):
     if file is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(file))
     assert sampling_defaults(tmp_path) == SamplingParams(**expected)
@@ -227,13 +223,13 @@ def test_defaults_are_what_generation_config_says(file, expected, tmp_path):
     "wrong",
     [{"top_p": "high"}, {"repetition_penalty": -1}, {"do_sample": True, "temperature": [1]}],
 )
-def test_defaults_that_cannot_be_are_one_sentence(wrong, tmp_path):
+def test_invalid_defaults_are_one_sentence(wrong, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
     with pytest.raises(CheckpointError, match=f"generation_config.json: {list(wrong)[-1]}"):
         sampling_defaults(tmp_path)
 
 
-def test_what_is_left_open_is_as_the_model_says(zoo, tmp_path):
+def test_unset_params_follow_the_model(zoo, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(zoo.directory("llama", 0), path)
     file = {"do_sample": True, "temperature": 0.9, "top_p": 0.8, "repetition_penalty": 1.5}
@@ -255,7 +251,7 @@ def test_what_is_left_open_is_as_the_model_says(zoo, tmp_path):
 # Prompts
 
 
-def test_prompts_are_texts_or_ids_of_any_kind(speaking):
+def test_prompts_can_be_texts_or_ids(speaking):
     params = SamplingParams(max_tokens=4)
     with open_llm(speaking) as llm:
         ids = llm.encode("the quick fox")
@@ -304,9 +300,7 @@ def test_prompts_are_texts_or_ids_of_any_kind(speaking):
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_bars_are_shown_on_a_terminal_unless_they_are_not_wanted(
-    is_terminal, zoo, monkeypatch, capsys
-):
+def test_progress_bars_appear_on_a_terminal(is_terminal, zoo, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     params = SamplingParams(max_tokens=2)
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none"}
@@ -339,7 +333,7 @@ def threads():
 
 
 def count_steps(llm, monkeypatch, fail_at=None):
-    """The number of sequences in each pass from now on; the one with number `fail_at` fails."""
+    """Record the number of sequences of each pass; pass `fail_at` fails."""
     found = []
     step = llm.engine._pass
 
@@ -353,7 +347,7 @@ def count_steps(llm, monkeypatch, fail_at=None):
     return found
 
 
-def test_tasks_share_passes_and_have_the_texts_of_generate(llm, monkeypatch):
+def test_tasks_share_passes_and_equal_generate(llm, monkeypatch):
     several = [
         SamplingParams(max_tokens=n, temperature=1.0, seed=n, n=1 + n % 2) for n in (12, 17, 9)
     ]
@@ -383,8 +377,8 @@ def test_tasks_share_passes_and_have_the_texts_of_generate(llm, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["cancel", "close", "loop"])
-def test_a_task_that_goes_leaves_the_passes_to_others(llm, monkeypatch, way):
-    """It is cancelled, or lost interest, or its event loop ended; its rows are free for others."""
+def test_cancelled_task_leaves_passes_to_others(llm, monkeypatch, way):
+    """After cancellation, closing, or the end of its event loop, its rows are free for others."""
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=1)
     expected = llm.generate(PROMPTS[1], params)[0].token_ids
     passes = count_steps(llm, monkeypatch)
@@ -434,7 +428,7 @@ def test_a_stream_that_is_closed_early_leaves_an_idle_engine(llm):
     assert not llm.engine._running and not llm.engine._waiting
 
 
-def test_an_error_reaches_all_who_wait_and_the_next_may_try(llm, monkeypatch):
+def test_error_reaches_all_waiting_tasks(llm, monkeypatch):
     params = SamplingParams(max_tokens=40)
     count_steps(llm, monkeypatch, fail_at=3)
 
@@ -453,7 +447,7 @@ def test_an_error_reaches_all_who_wait_and_the_next_may_try(llm, monkeypatch):
         asyncio.run(collect(llm, [], params))
 
 
-def test_closing_ends_the_thread_and_tells_who_waits(pair):
+def test_close_ends_the_thread_and_wakes_waiting_tasks(pair):
     n_before = len(threads())
     llm = open_llm(pair.target, max_model_len=256)
     assert len(threads()) == n_before, "no task, no thread"
@@ -481,7 +475,7 @@ def test_closing_ends_the_thread_and_tells_who_waits(pair):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_as_many_long_sequences_run_together_as_were_planned_for(zoo, n):
+def test_planned_number_of_long_sequences_runs_together(zoo, n):
     whole = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     with open_llm(
         zoo.directory("llama", 0), max_model_len=40, max_num_seqs=n, drafter="none"

@@ -1,6 +1,4 @@
-"""The whole engine on a card where there is one, and as far as that can be tested without one: see
-`pretended_card`.
-"""
+"""The whole engine on CUDA: on a real device if available, otherwise on `fake_gpu`."""
 
 import gc
 import weakref
@@ -10,8 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from support.experts import open_touched
-from support.pretended_card import CardTensor, _Copies, pretended_card
-from support.recorded import record
+from support.fake_gpu import FakeCopyDevice, FakeCudaTensor, fake_gpu, record_graph
 from support.tiny import (
     CASES,
     feed,
@@ -38,18 +35,16 @@ from offload_rt.ops import extension
 
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
-    """Trees that do not depend on the clock, nor on what another test learned."""
+    """Make tree sizes independent of the clock and of earlier tests."""
     keep_steady(monkeypatch)
 
 
-@pytest.fixture(params=["pretended", "real"])
+@pytest.fixture(params=["pretended", pytest.param("real", marks=pytest.mark.cuda)])
 def card(request, monkeypatch) -> Callable[..., AbstractContextManager[None]]:
-    """Sees to it that there is a card, and one that refuses to pin memory if it is to."""
+    """Return a context manager for a device, which optionally refuses to pin memory."""
     if request.param == "pretended":
-        yield lambda pins=True: pretended_card(monkeypatch, pins=pins)
+        yield lambda pins=True: fake_gpu(monkeypatch, pins=pins)
         return
-    if not torch.cuda.is_available():
-        pytest.skip("there is no card")
 
     def real(pins: bool = True) -> AbstractContextManager[None]:
         if not pins:
@@ -87,7 +82,7 @@ def least_on_host(directory):
         ("qwen3-window", "disk"), ("qwen2", "disk"), ("llama-dynamic", "unpinned"),
     ],
 )  # fmt: skip
-def test_greedy_tokens_are_transformers(zoo, card, name, where):
+def test_greedy_tokens_equal_transformers(zoo, card, name, where):
     directory = zoo.directory(name, 0)
     with card(pins=where != "unpinned"):
         budget = {} if where == "device" else {"device_memory": little(directory)}
@@ -108,8 +103,8 @@ def test_greedy_tokens_are_transformers(zoo, card, name, where):
         ("static_tree", "match"),
     ],
 )  # fmt: skip
-def test_every_drafter_and_rule(zoo, card, drafter, rule):
-    """One prompt after the other, for what is captured for one ends with it; then two at once."""
+def test_every_drafter_and_rule_runs_on_cuda(zoo, card, drafter, rule):
+    """Two prompts in turn, since graphs of the first prompt end with it; then both at once."""
     pair = zoo.pair("llama", 0)
     size = {} if drafter == "none" else {"tree_size": 24}
     with card(), on_card(pair.target, **size, **pair.settings(drafter, rule)) as llm:
@@ -130,11 +125,9 @@ def test_every_drafter_and_rule(zoo, card, drafter, rule):
         ("qwen3_next", {}),
     ],
 )
-def test_trees_of_models_of_transformers(mixture_of, card, monkeypatch, kind, host):
-    """With slots for four experts, of which the host computes some, or for which it has no room;
-    states of delta nets.
-    """
-    monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the pretended card has no clock
+def test_trees_of_general_models_run_on_cuda(mixture_of, card, monkeypatch, kind, host):
+    """Slots for four experts, with and without host experts; states of delta nets."""
+    monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
     model, folder = mixture_of(kind)
     settings = {"device": "cuda", "drafter": "recycle", "tree_size": 8, "max_model_len": 128}
     with card(), open_touched(folder, 4, **settings, **host) as llm:
@@ -144,8 +137,8 @@ def test_trees_of_models_of_transformers(mixture_of, card, monkeypatch, kind, ho
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
-def test_a_model_that_the_kernels_serve_strays_no_further_than_rounding_does(tmp_path, card, heads):
-    """Prompt, trees and what is captured of them, in bfloat16 with heads of 64 columns."""
+def test_kernel_logits_differ_only_by_rounding(tmp_path, card, heads):
+    """Prompt, trees and captured passes in bfloat16 with heads of 64 columns."""
     n_heads, n_kv_heads = heads
     sizes = {"head_dim": 64, "num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads}
     model = CASES["llama"].build(0, **sizes)
@@ -160,7 +153,7 @@ def test_a_model_that_the_kernels_serve_strays_no_further_than_rounding_does(tmp
         assert (mine - probs).abs().mean() < 1.5 * (its - probs).abs().mean() + 1e-3
 
 
-def test_levels_of_a_draft_are_timed_as_they_are_replayed(zoo, card, monkeypatch):
+def test_draft_levels_are_timed_as_graph_replays(zoo, card, monkeypatch):
     """Before a run of several ranks is planned; nothing stays on the card."""
     pair = zoo.pair("llama", 0)
     made = []
@@ -182,7 +175,7 @@ def test_levels_of_a_draft_are_timed_as_they_are_replayed(zoo, card, monkeypatch
     assert gone() is None
 
 
-def test_closing_lets_go_of_what_was_captured(zoo, card):
+def test_close_releases_cuda_graphs(zoo, card):
     """At once, not when Python looks for circles: it holds the weights."""
     pair = zoo.pair("llama", 0)
     gc.collect()
@@ -200,8 +193,8 @@ def test_closing_lets_go_of_what_was_captured(zoo, card):
         gc.enable()
 
 
-def test_closing_lets_go_of_the_memory_of_the_host(zoo, card):
-    """At once as well, and also of what was streamed: threads had to do with it."""
+def test_close_releases_host_memory(zoo, card):
+    """Immediately, including streamed layers, which threads have used."""
     directory = zoo.directory("llama", 0)
     gc.collect()
     gc.disable()
@@ -221,7 +214,7 @@ def test_closing_lets_go_of_the_memory_of_the_host(zoo, card):
         gc.enable()
 
 
-def test_the_cap_on_the_cards_memory_ends_with_the_engine(zoo, card):
+def test_memory_cap_ends_with_the_engine(zoo, card):
     directory = zoo.directory("llama", 0)
     with card():
         before = torch.cuda.get_per_process_memory_fraction()
@@ -230,11 +223,11 @@ def test_the_cap_on_the_cards_memory_ends_with_the_engine(zoo, card):
         assert torch.cuda.get_per_process_memory_fraction() == before
 
 
-def test_a_budget_is_compared_with_what_is_free(zoo, monkeypatch):
+def test_budget_is_compared_with_free_memory(zoo, monkeypatch):
     """Another process may have most of a card, and the driver loads modules after planning."""
     directory = zoo.directory("llama", 0)
     free = 1 << 30
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 4 << 30))
         with LLM.open(
             EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER)
@@ -244,7 +237,7 @@ def test_a_budget_is_compared_with_what_is_free(zoo, monkeypatch):
             LLM.open(EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER + 1))
 
 
-def test_products_are_summed_in_float32_as_long_as_an_engine_is_open(zoo, card):
+def test_matrix_products_accumulate_in_float32_while_open(zoo, card):
     directory = zoo.directory("llama", 0)
     products = torch.backends.cuda.matmul
 
@@ -275,7 +268,7 @@ def logits_on(device, directory, dtype):
         return found
 
 
-def test_the_cap_ends_where_loading_fails(zoo, card, monkeypatch):
+def test_memory_cap_ends_after_a_load_error(zoo, card, monkeypatch):
     directory = zoo.directory("llama", 0)
 
     def failed(*_):
@@ -299,11 +292,9 @@ def test_the_cap_ends_where_loading_fails(zoo, card, monkeypatch):
         (False, "", "5.15.90.1-microsoft-standard-WSL2", []),
     ],
 )
-def test_blocks_on_the_card_grow_unless_the_user_says_otherwise(
-    monkeypatch, begun, variable, release, expected
-):
+def test_expandable_segments_unless_configured(monkeypatch, begun, variable, release, expected):
     found = []
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
@@ -316,11 +307,10 @@ def test_blocks_on_the_card_grow_unless_the_user_says_otherwise(
     assert found == expected
 
 
-def test_a_tensor_of_the_host_does_not_mix(monkeypatch):
-    """The pretended card notices what a card would."""
-    with pretended_card(monkeypatch):
+def test_fake_gpu_refuses_to_mix_devices(monkeypatch):
+    with fake_gpu(monkeypatch):
         on_device = torch.ones(3, device="cuda")
-        assert isinstance(on_device, CardTensor) and on_device.device.type == "cuda"
+        assert isinstance(on_device, FakeCudaTensor) and on_device.device.type == "cuda"
         with pytest.raises(AssertionError, match="two devices"):
             on_device + torch.ones(3)
         with pytest.raises((TypeError, RuntimeError)):
@@ -331,9 +321,7 @@ def test_a_tensor_of_the_host_does_not_mix(monkeypatch):
 
 
 def counted_steps(llm, counts, params):
-    """Per step what was counted, and the levels that were drafted; the first two steps are left
-    out.
-    """
+    """Return waits, uploads and drafted levels per step, without the first two steps."""
     draft = llm.engine.draft
     n_levels = [0]
     found = []
@@ -366,15 +354,13 @@ def counted_steps(llm, counts, params):
         ("ngram", "match", 0.8, "host"),
     ],
 )
-def test_the_host_waits_once_a_level_once_for_the_pass_and_once_for_the_verdict(
+def test_host_waits_for_each_level_the_pass_and_the_verdict(
     zoo, monkeypatch, drafter, rule, temperature, place
 ):
-    """And nothing but layers goes through the copy engine: not what a pass needs of its rows, nor
-    rows to commit.
-    """
+    """Only layers pass through the copy engine, neither inputs of a pass nor rows to commit."""
     pair = zoo.pair("llama", 0)
     settings = {"tree_size": 24, "tree_depth": 5}
-    with pretended_card(monkeypatch, has_kernels=True) as counts:
+    with fake_gpu(monkeypatch, has_kernels=True) as counts:
         settings |= {"max_model_len": 128, "device": "cuda"} | pair.settings(drafter, rule)
         if place == "host":
             settings["device_memory"] = least_streaming(pair.target, **settings)
@@ -389,25 +375,25 @@ def test_the_host_waits_once_a_level_once_for_the_pass_and_once_for_the_verdict(
 
 
 @pytest.mark.parametrize("has_kernels", [False, True])
-def test_logits_that_are_no_numbers_are_noticed_on_a_card(tmp_path, monkeypatch, has_kernels):
+def test_nan_logits_are_detected_on_cuda(tmp_path, monkeypatch, has_kernels):
     model = CASES["llama"].build(0, num_hidden_layers=2)
     model.lm_head.weight.data[7] = torch.nan
     model.save_pretrained(tmp_path)
-    card = pretended_card(monkeypatch, has_kernels=has_kernels)
+    card = fake_gpu(monkeypatch, has_kernels=has_kernels)
     error = pytest.raises(NumericsError, match="NaN or Inf")
     with card, on_card(tmp_path, drafter="none") as llm, error:
         llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
 
 
-def test_a_draft_is_captured_before_layers_are_copied(zoo, monkeypatch):
+def test_draft_is_captured_before_layers_are_copied(zoo, monkeypatch):
     """A capture beside copies would wait for them."""
     pair = zoo.pair("llama", 0)
     order = []
-    copy = _Copies.copy
+    copy = FakeCopyDevice.copy
 
     def capture(compute):
         order.append("capture")
-        return record(compute)
+        return record_graph(compute)
 
     settings = {
         "tree_size": 8,
@@ -415,9 +401,9 @@ def test_a_draft_is_captured_before_layers_are_copied(zoo, monkeypatch):
         "device": "cuda",
         **pair.settings("adaptive_tree"),
     }
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(
-            _Copies, "copy", lambda *arguments: order.append("copy") or copy(*arguments)
+            FakeCopyDevice, "copy", lambda *arguments: order.append("copy") or copy(*arguments)
         )
         monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
         monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
@@ -428,7 +414,7 @@ def test_a_draft_is_captured_before_layers_are_copied(zoo, monkeypatch):
 
 
 class BrokenGraph:
-    """A CUDA graph that cannot be captured, but for the first one."""
+    """A CUDA graph whose capture fails, except the first capture."""
 
     n_captures = 0
 
@@ -442,9 +428,9 @@ class BrokenGraph:
     replay = None
 
 
-def test_a_capture_that_fails_unexpectedly_ends_captures_with_one_notice(zoo, monkeypatch, capfd):
+def test_failed_capture_disables_graphs_with_a_notice(zoo, monkeypatch, capfd):
     monkeypatch.setattr(BrokenGraph, "n_captures", 0)
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(builder, "CudaCapture", CudaCapture)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenGraph)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -459,36 +445,36 @@ def test_a_capture_that_fails_unexpectedly_ends_captures_with_one_notice(zoo, mo
     )
 
 
-def test_threads_that_use_streams_select_the_card(zoo, monkeypatch):
+def test_threads_with_streams_select_the_device(zoo, monkeypatch):
     """They would begin with the first card, and leave a context there."""
     directory = zoo.directory("llama", 0)
-    with pretended_card(monkeypatch) as counts:
+    with fake_gpu(monkeypatch) as counts:
         with on_card(directory, drafter="none", device_memory=little(directory)) as llm:
             llm._thread._thread.submit(int).result()
         assert counts.selected == {"copies", "engine_0"}
 
 
 def test_kernels_are_built_before_memory_is_pinned(zoo, monkeypatch):
-    """The compiler takes memory and all cores."""
+    """The compiler needs memory and all cores."""
     directory = zoo.directory("llama", 0)
     order = []
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(extension, "missing", lambda: order.append("build") or "pretended")
         monkeypatch.setattr(memory, "pin", lambda _: order.append("pin") or True)
         on_card(directory, drafter="none", device_memory=little(directory)).close()
     assert order[0] == "build" and "pin" in order
 
 
-def test_passes_are_captured_when_a_model_is_loaded(zoo, monkeypatch):
+def test_passes_are_captured_while_loading(zoo, monkeypatch):
     """Of all widths up to the largest tree; no sequence captures them again."""
     pair = zoo.pair("llama", 0)
     captured = []
 
     def capture(compute):
         captured.append(compute.__self__)
-        return record(compute)
+        return record_graph(compute)
 
-    with pretended_card(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(builder, "CudaCapture", lambda: capture)
         monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
         with on_card(pair.target, tree_size=8, **pair.settings("adaptive_tree")) as llm:

@@ -1,5 +1,5 @@
-"""Every drafter: the trees it may propose, for every rule that takes them, and that its draws are
-what they say they are.
+"""Contract of drafters: valid trees for every matching rule, and draws from the stated
+distributions.
 """
 
 import itertools
@@ -67,7 +67,7 @@ def pair(zoo):
 
 @pytest.fixture(scope="module")
 def llm(pair):
-    """Whose models every drafter here is built from."""
+    """Target and draft model of every drafter here."""
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         yield llm
 
@@ -104,7 +104,7 @@ def assert_tree(tree, sequence, n_nodes, vocab_size):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
 @every_combination
-def test_there_is_one_tree_for_each_sequence_within_its_limits(llm, name, rule, temperature):
+def test_one_tree_per_sequence_within_its_limits(llm, name, rule, temperature):
     for n_nodes in (1, 2, 5, 17):
         sequences = sequences_of(temperature)
         drafter = drafter_with(llm, sequences, name, rule, LIMITS)
@@ -124,7 +124,7 @@ def test_there_is_one_tree_for_each_sequence_within_its_limits(llm, name, rule, 
 @pytest.mark.parametrize("fixed", [{"fixed_size": True}, {"fixed_depth": True}])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_size_or_depth_that_was_asked_for_stays_within_the_limits(llm, name, temperature, fixed):
+def test_requested_size_or_depth_stays_within_the_limits(llm, name, temperature, fixed):
     sequences = sequences_of(temperature)
     drafter = drafter_with(
         llm, sequences, name, drafter_type(name).best_rule, DraftLimits(17, 6, **fixed)
@@ -135,7 +135,7 @@ def test_a_size_or_depth_that_was_asked_for_stays_within_the_limits(llm, name, t
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", MODEL_DRAFTERS)
-def test_a_size_that_was_asked_for_is_met_whatever_drafting_costs(llm, name, temperature):
+def test_requested_size_is_reached_at_any_draft_cost(llm, name, temperature):
     sequences = sequences_of(temperature)[3:]
     limits = DraftLimits(9, 6, fixed_size=True)
     drafter = drafter_with(
@@ -147,7 +147,7 @@ def test_a_size_that_was_asked_for_is_met_whatever_drafting_costs(llm, name, tem
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @every_combination
-def test_the_same_seed_gives_the_same_trees(llm, name, rule, temperature):
+def test_same_seed_gives_the_same_trees(llm, name, rule, temperature):
     both = [sequences_of(temperature, seed=4) for _ in range(2)]
     several = [
         drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17)
@@ -159,10 +159,8 @@ def test_the_same_seed_gives_the_same_trees(llm, name, rule, temperature):
 
 
 @every_combination
-def test_a_drafter_goes_on_after_every_verdict_on_every_node(llm, name, rule):
-    """Whatever was accepted, of whatever tree, with whatever bonus; the next trees are as good as
-    the first.
-    """
+def test_drafter_continues_after_every_verdict_on_every_node(llm, name, rule):
+    """After any verdict on any tree, the next trees are valid."""
     for temperature in (0.0, 0.8):
         sequences = sequences_of(temperature)
         drafter = drafter_with(llm, sequences, name, rule, LIMITS)
@@ -181,21 +179,21 @@ def test_a_drafter_goes_on_after_every_verdict_on_every_node(llm, name, rule):
 
 
 def drawn_children(tree, node):
-    """The sampled children of a node and the tokens of the deterministic ones."""
+    """Return the sampled children of a node and the tokens of deterministic children."""
     children = tree.topology.children[node]
     given = {int(tree.tokens[child]) for child in children if not tree.sampled.is_sampled[child]}
     return [child for child in children if tree.sampled.is_sampled[child]], given
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_says_what_it_needs_and_works_with_its_rule(name):
+def test_best_rule_is_a_valid_combination(name):
     chosen = drafter_type(name)
     assert (name, chosen.best_rule) in COMBINATIONS
     assert list(chosen.default_sizes) == sorted(chosen.default_sizes, reverse=True)
 
 
 @every_combination
-def test_only_a_drafter_that_gives_draft_probs_samples(llm, name, rule):
+def test_only_drafters_with_draft_probs_sample(llm, name, rule):
     trees, zero = (
         drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17)
         for sequences in (sequences_of(0.9), sequences_of(0.0))
@@ -209,7 +207,7 @@ def test_only_a_drafter_that_gives_draft_probs_samples(llm, name, rule):
 
 
 @right
-def test_the_distributions_it_states_are_the_drafts_own(llm, pair, name, rule):
+def test_stated_distributions_equal_the_draft_model(llm, pair, name, rule):
     """The distribution used to verify is the one used to draw: the draft's own after the node's
     path, by transformers.
     """
@@ -280,7 +278,7 @@ def exact_draws(probs, given, n, independent):
     {rule_of(rule).child_sampling: (name, rule) for name, rule in SAMPLING}.values(),
 )
 def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
-    """How many there are, and which are deterministic, is the same whatever is drawn."""
+    """Number and kind of children do not depend on the drawn tokens."""
     with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
         drafter = drafter_of(llm, name, rule, DraftLimits(5, 3, fixed_size=True))
         several = [SamplingParams(4, temperature=TEMPERATURE, seed=seed) for seed in range(N_DRAWS)]
@@ -332,7 +330,7 @@ def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
             ["--rule specinfer"]),
     ],
 )  # fmt: skip
-def test_a_drafter_or_rule_that_cannot_be_is_refused(settings, words):
+def test_unknown_or_unfit_drafter_and_rule_are_refused(settings, words):
     with pytest.raises(SettingsError) as caught:
         pick_drafter(EngineConfig("model", **settings))
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -347,7 +345,7 @@ def test_a_drafter_or_rule_that_cannot_be_is_refused(settings, words):
         ({"drafter": "dynamic_tree", "draft_model": "somewhere"}, "dynamic_tree", "coupled"),
     ],
 )
-def test_the_default_is_the_best_there_is(settings, drafter, rule):
+def test_default_drafter_and_rule(settings, drafter, rule):
     drafting = pick_drafter(EngineConfig("model", **settings))
     assert (drafting.name, drafting.type, drafting.rule) == (
         drafter,

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support import emulated
+from support.fake_gpu import FakeCudaTensor, fake_gpu, record_graph
 from support.languages import RECIPES, languages, target_probs
-from support.pretended_card import CardTensor, pretended_card
-from support.recorded import record
 from support.tiny import (
     CASES,
     feed,
@@ -31,7 +30,7 @@ from offload_rt.speculate.select import rule_of
 
 
 class Served:
-    """Stands for the ops of the library, and counts what is asked of it."""
+    """Stands for the ops of the library and counts calls."""
 
     def __init__(self):
         self.counts = Counter()
@@ -53,7 +52,7 @@ def served(monkeypatch):
 
 
 def logits_of_steps(runner):
-    """Of a prompt, a tree below it, and a tree below a path of that one."""
+    """Logits of a prompt, a tree below it, and a tree below a path of the first tree."""
     cache = prefill(runner, prompt_of(0, 20), 96)
     first = random_tree(24, 1, reach=6)
     found = [feed(runner, cache, prompt_of(1, 24), first)]
@@ -88,7 +87,7 @@ def bfloat16_model(request, tmp_path):
     return tmp_path
 
 
-def test_a_model_computes_the_same(served, monkeypatch, bfloat16_model):
+def test_kernel_logits_equal_the_reference(served, monkeypatch, bfloat16_model):
     with open_llm(bfloat16_model) as llm:
         runner = runner_of(llm)
         assert runner.dtype == torch.bfloat16
@@ -101,11 +100,11 @@ def test_a_model_computes_the_same(served, monkeypatch, bfloat16_model):
     assert_close(mine, plain)
 
 
-def test_a_captured_pass_computes_the_same(served, monkeypatch, bfloat16_model):
-    """For other trees and longer caches than those it was captured for, without a dense mask."""
+def test_captured_kernel_logits_equal_the_reference(served, monkeypatch, bfloat16_model):
+    """With trees and cache lengths other than at capture, and without a dense mask."""
     monkeypatch.setattr(TreeMask, "dense", None)
     with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as graphs:
-        runner_of(graphs).use_graphs(GraphShape(32, 512, 64), record)
+        runner_of(graphs).use_graphs(GraphShape(32, 512, 64), record_graph)
         mine = logits_of_passes(runner_of(graphs))
         # The prompt; the first of the trees, and the one that is captured.
         assert served.counts["tree_attention"] == 3 * runner_of(graphs).spec.n_layers
@@ -126,7 +125,7 @@ class Launches(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         on_card = [
-            one.inner for one in tree_leaves((args, kwargs, out)) if isinstance(one, CardTensor)
+            one.inner for one in tree_leaves((args, kwargs, out)) if isinstance(one, FakeCudaTensor)
         ]
         is_no_copy = name == "copy_" and len({one.data_ptr() for one in on_card}) == 1
         if on_card and not (
@@ -138,26 +137,26 @@ class Launches(TorchDispatchMode):
 
 @pytest.fixture
 def card(monkeypatch):
-    """Counts of a pretended card on which emulated kernels serve."""
-    with pretended_card(monkeypatch, has_kernels=True) as counts:
+    """Call counts of a fake GPU with emulated kernels."""
+    with fake_gpu(monkeypatch, has_kernels=True) as counts:
         yield counts
 
 
 def on_card(directory, place):
-    """A model whose layers are all streamed, or all computed by captured passes."""
+    """Open a model with all layers streamed, or with captured passes."""
     settings = {"device": "cuda", "max_model_len": 128, "drafter": "none"}
     streamed = {"device_memory": least_streaming(directory, **settings)}
     llm = LLM(str(directory), **settings, **(streamed if place == "streamed" else {}))
     if place == "captured":
-        runner_of(llm).use_graphs(GraphShape(32, 256, 64), record)
+        runner_of(llm).use_graphs(GraphShape(32, 256, 64), record_graph)
     assert bool(runner_of(llm).streamer.order) == (place == "streamed")
     return llm
 
 
 @pytest.mark.parametrize("place", ["streamed", "captured"])
 @pytest.mark.parametrize(("name", "n"), [("llama", 11), ("llama-biases", 11), ("qwen3", 13)])
-def test_launches_of_a_layer(card, tmp_path, name, n, place):
-    """By what three more layers take; with the logits of a CPU."""
+def test_launches_per_layer(card, tmp_path, name, n, place):
+    """Launches of three more layers; logits equal the CPU."""
     counts = []
     for n_layers in (3, 6):
         sizes = {"head_dim": 64, "intermediate_size": 128, "num_hidden_layers": n_layers}
@@ -177,8 +176,8 @@ def test_launches_of_a_layer(card, tmp_path, name, n, place):
 
 
 def decided_trees(independent):
-    """Trees of three tokens, in which distributions run out and tie, and the target's distributions
-    after their nodes.
+    """Yield trees of three tokens with exhausted and tied distributions, and the target's
+    distributions at their nodes.
     """
     for name, recipe in RECIPES.items():
         if recipe.independent == independent:
@@ -190,7 +189,7 @@ def decided_trees(independent):
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "traversal"])
-def test_a_rule_decides_the_same(served, monkeypatch, rule):
+def test_kernel_verdicts_equal_the_reference(served, monkeypatch, rule):
     """By the same noise, with the same bonus."""
     rule = rule_of(rule)
     verdicts = []

@@ -1,0 +1,183 @@
+"""Grammars of structured outputs, as token masks for the nodes of draft trees.
+
+llguidance compiles JSON schemas, regular expressions and Lark grammars, and computes masks.
+xgrammar masks draft trees in one call (`traverse_draft_tree`), but requires triton and a compiler
+of CUDA kernels; llguidance is one wheel of 3 MB without dependencies.
+"""
+
+import json
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from offload_rt.config import StructuredOutputs
+from offload_rt.errors import SettingsError
+from offload_rt.tree.topology import DraftTree
+
+if TYPE_CHECKING:  # optional packages
+    from llguidance import LLMatcher
+    from transformers import PreTrainedTokenizerBase
+
+
+# Options of llguidance. Optional white space would let a model pad its answer forever.
+COMPACT_JSON: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+
+
+class GrammarCompiler:
+    """Compiles structured outputs for a tokenizer, and owns the threads that compute masks."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", vocab_size: int, end_ids: Collection[int]
+    ) -> None:
+        """Raises SettingsError without llguidance, a fast tokenizer, or an end token."""
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError as error:
+            change = "run `pip install offload-rt[server]`"
+            raise SettingsError(
+                "structured outputs", need="the package llguidance", change=change
+            ) from error
+        if not end_ids:
+            raise SettingsError("structured outputs", need="a model with an end token")
+        n_vocab = max(vocab_size, len(tokenizer))  # models pad their vocabulary
+        ends = sorted(end_ids)
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab, ends)  # type: ignore[arg-type]  # checked there
+        except ValueError as error:
+            reason = str(error)[:200]
+            raise SettingsError(
+                "structured outputs", need="a fast tokenizer", have=reason
+            ) from error
+        self._matcher = llguidance.LLMatcher
+        self._n_words = -(-n_vocab // 32)
+        self._ends = frozenset(end_ids)
+        self._threads = ThreadPoolExecutor(2, "grammar")
+
+    def compile(self, outputs: StructuredOutputs, start_after: int | None = None) -> "Grammar":
+        """Compile a grammar. Raises SettingsError for unsupported and unsatisfiable grammars.
+
+        start_after  token that precedes the constrained text, such as </think>; None: no token
+        """
+        try:
+            source = self._source(outputs)
+        except ValueError as error:
+            raise SettingsError(f"structured outputs: {str(error)[:300]}") from error
+        matcher = self._matcher(self._tokenizer, source, log_level=0)
+        _check(matcher)
+        return Grammar(matcher, self._n_words, self._ends, self._threads, start_after)
+
+    def _source(self, outputs: StructuredOutputs) -> str:
+        if outputs.json is not None:
+            schema = json.dumps(outputs.json)
+            return str(self._matcher.grammar_from_json_schema(schema, COMPACT_JSON))
+        if outputs.regex is not None:
+            return str(self._matcher.grammar_from_regex(outputs.regex))
+        from llguidance import grammar_from
+
+        if outputs.choice:
+            return str(grammar_from("choice", json.dumps(outputs.choice)))
+        return str(grammar_from("grammar", outputs.grammar or ""))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
+
+
+class Grammar:
+    """Position of an answer in a grammar.
+
+    matcher      state behind the generated tokens
+    n_words      words of 32 tokens in a mask
+    ends         end tokens; text behind an end token is not constrained
+    start_after  token that precedes the constrained text; None once it occurred
+    """
+
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        n_words: int,
+        ends: frozenset[int],
+        threads: ThreadPoolExecutor,
+        start_after: int | None,
+    ) -> None:
+        self._matcher = matcher
+        self._n_words = n_words
+        self._ends = ends
+        self._threads = threads
+        self._start_after = start_after
+        self._masks: Future[Tensor] | None = None
+
+    def start_masks(self, tree: DraftTree) -> None:
+        """Start to compute the masks of a tree in a thread, during the forward pass."""
+        self._masks = self._threads.submit(self.masks_of, tree)
+
+    def masks(self) -> Tensor:
+        """Wait for the masks of the last tree; see `masks_of`."""
+        assert self._masks is not None, "masks were started"
+        return self._masks.result()
+
+    def masks_of(self, tree: DraftTree) -> Tensor:
+        """Compute the allowed tokens after each node: (n, words) int32, bit t of a row for token t.
+
+        All tokens are allowed after nodes outside the grammar, which no rule accepts.
+        Raises SettingsError if the grammar becomes too complex.
+        """
+        tokens = tree.tokens.tolist()
+        parents = tree.topology.parents
+        masks = torch.full((len(tokens), self._n_words), -1, dtype=torch.int32)
+        matcher = self._matcher
+        # Reachable nodes, and whether the grammar constrains the token after them.
+        is_inside = {0: self._start_after is None}
+        path = [(0, 0)]  # nodes above, and the number of tokens that the matcher consumed for them
+        for node in _preorder(tree):
+            parent = int(parents[node])
+            if node > 0:
+                if parent not in is_inside:
+                    continue
+                while path[-1][0] != parent:
+                    matcher.rollback(path.pop()[1])
+                is_constrained = is_inside[parent]
+                if is_constrained and not self._accepts(tokens[node]):
+                    continue
+                is_inside[node] = is_constrained or tokens[node] == self._start_after
+                path.append((node, int(is_constrained)))
+                if is_constrained:
+                    matcher.consume_token(tokens[node])
+            if is_inside[node]:
+                matcher.unsafe_compute_mask_ptr(masks[node].data_ptr(), 4 * self._n_words)
+        matcher.rollback(sum(n for _, n in path))
+        _check(matcher)
+        return masks
+
+    def _accepts(self, token: int) -> bool:
+        return token not in self._ends and self._matcher.validate_tokens([token]) == 1
+
+    def advance(self, token: int) -> None:
+        """Append a generated token. Raises SettingsError if the grammar becomes too complex."""
+        if self._start_after is None:
+            self._matcher.consume_token(token)
+            _check(self._matcher)
+        elif token == self._start_after:
+            self._start_after = None
+
+
+def _preorder(tree: DraftTree) -> Iterator[int]:
+    nodes = [0]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        nodes += reversed(tree.topology.children[node])
+
+
+def _check(matcher: "LLMatcher") -> None:
+    if matcher.is_error():
+        reason = " ".join(matcher.get_error().split())[:300]
+        raise SettingsError(f"structured outputs: {reason}")

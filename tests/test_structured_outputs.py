@@ -1,0 +1,299 @@
+"""Structured outputs: masks of draft trees, and answers of every drafter and rule."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import (
+    CASES,
+    COMBINATIONS,
+    SMALLER,
+    byte_level,
+    chi_square_p,
+    keep_steady,
+    logits_of,
+    nearly,
+    open_llm,
+    random_tree,
+    save_pair,
+)
+
+from offload_rt import SamplingParams, StructuredOutputs
+from offload_rt.errors import SettingsError
+from offload_rt.executor.grammar import GrammarCompiler
+from offload_rt.text.detokenize import token_bytes
+from offload_rt.tree.topology import DraftTree
+
+VOCAB = 336  # more tokens than the tokenizer has
+END, THINK_END = 320, 321
+CHOICES = ["the fox", "the dog", "the", "quick", "quick fox jumps", "a", "ab"]
+PROMPT = "the quick brown"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["fox", "dog"]},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+        "name": {"type": "string", "maxLength": 4},
+        "is_lazy": {"type": "boolean"},
+    },
+    "required": ["kind", "is_lazy"],
+    "additionalProperties": False,
+}
+
+
+def tokenizer_with_end():
+    tokenizer = byte_level()
+    assert tokenizer.add_special_tokens(["<|end|>", "</think>"]) == 2
+    assert tokenizer.token_to_id("</think>") == THINK_END
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    model = CASES["llama"].build(0, vocab_size=VOCAB, **SMALLER)
+    model.generation_config.eos_token_id = END
+    folder = tmp_path_factory.mktemp("structured")
+    return save_pair(folder, model, nearly(model, 0.03), tokenizer_with_end())
+
+
+@pytest.fixture(scope="module")
+def llm(pair):
+    with open_llm(pair.target) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def compiler(llm):
+    compiler = GrammarCompiler(llm.tokenizer, VOCAB, {END})
+    yield compiler
+    compiler.close()
+
+
+def random_schema(seed):
+    """A random schema of finite depth."""
+    rng = random.Random(seed)
+
+    def schema(depth):
+        kinds = ["integer", "boolean", "enum", "string", "null"] + ["object", "array"] * (depth < 2)
+        kind = rng.choice(kinds) if depth else "object"
+        if kind == "enum":
+            return {"enum": rng.sample(["fox", "dog", 1, None, "the"], 2)}
+        if kind == "string":
+            return {"type": "string", "maxLength": rng.randint(1, 6)}
+        if kind == "array":
+            return {"type": "array", "items": schema(depth + 1), "maxItems": 2}
+        if kind == "object":
+            names = rng.sample(["a", "the", "fox", "dog"], rng.randint(1, 3))
+            properties = {name: schema(depth + 1) for name in names}
+            required = rng.sample(names, rng.randint(0, len(names)))
+            shape = {"type": "object", "properties": properties, "required": required}
+            return shape | {"additionalProperties": False}
+        return {"type": kind}
+
+    return schema(0)
+
+
+def bits(masks):
+    """(n, vocabulary) bool"""
+    return np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little").astype(bool)
+
+
+def allowed_after(llm, tokens):
+    """Tokens that keep a text within CHOICES, by comparing bytes; None outside CHOICES."""
+    text = b"".join(token_bytes(llm.tokenizer, token) for token in tokens)
+    choices = [choice.encode() for choice in CHOICES]
+    if END in tokens or not any(choice.startswith(text) for choice in choices):
+        return None
+    longer = {
+        token
+        for token in range(END)
+        if any(choice.startswith(text + token_bytes(llm.tokenizer, token)) for choice in choices)
+    }
+    return longer | ({END} if text in choices else set())
+
+
+def mask_after(compiler, tokens):
+    """Allowed tokens of plain decoding; None if it cannot produce these tokens."""
+    grammar = compiler.compile(StructuredOutputs(choice=CHOICES))
+    for token in tokens:
+        if not bits(grammar.masks_of(DraftTree.root_only(0)))[0, token]:
+            return None
+        grammar.advance(token)
+    return set(np.flatnonzero(bits(grammar.masks_of(DraftTree.root_only(0)))[0]).tolist())
+
+
+def test_masks_of_random_trees_equal_masks_of_plain_decoding(llm, compiler):
+    """They also stay within the texts. Where bytes are forced, llguidance allows one token only."""
+    n_checked = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        topology = random_tree(24, seed)
+        grammar = compiler.compile(StructuredOutputs(choice=CHOICES))
+        committed = []
+        if seed % 2:
+            committed.append(rng.choice(sorted(mask_after(compiler, []))))
+            grammar.advance(committed[0])
+        tokens = [0]
+        for node in range(1, 24):
+            path = [tokens[above] for above in topology.path_to(int(topology.parents[node]))]
+            allowed = allowed_after(llm, committed + path) or set(range(END))
+            tokens.append(rng.choice(sorted(allowed)) if rng.random() < 0.8 else rng.randrange(END))
+        grammar.start_masks(DraftTree(topology, torch.tensor(tokens)))
+        for node, row in enumerate(bits(grammar.masks())):
+            path = [tokens[above] for above in topology.path_to(node)]
+            allowed = allowed_after(llm, committed + path)
+            plain = None if allowed is None else mask_after(compiler, committed + path)
+            if plain is not None:
+                n_checked += 1
+                assert set(np.flatnonzero(row)) == plain <= allowed
+    assert n_checked > 200
+
+
+def formats():
+    return [
+        StructuredOutputs(json=SCHEMA),
+        *(StructuredOutputs(json=random_schema(seed)) for seed in range(1)),
+        StructuredOutputs(regex="[a-f]{2,5}(-[0-9]{1,3})*"),
+        StructuredOutputs(choice=CHOICES),
+        StructuredOutputs(grammar='start: "the " animal+\nanimal: "fox" | "dog" | "[" animal "]"'),
+    ]
+
+
+def answers(llm, temperature):
+    params = [
+        SamplingParams(max_tokens=14, temperature=temperature, seed=i, structured_outputs=outputs)
+        for i, outputs in enumerate(formats())
+    ]
+    return llm.generate([PROMPT] * len(params), params)
+
+
+@pytest.fixture(scope="module")
+def plain_answers(pair):
+    with open_llm(pair.target, rule="coupled") as llm:
+        return {
+            temperature: [output.token_ids for output in answers(llm, temperature)]
+            for temperature in (0.0, 1.0)
+        }
+
+
+@pytest.mark.parametrize(("drafter", "rule"), COMBINATIONS)
+def test_answers_of_every_drafter_and_rule_stay_in_the_grammar(
+    pair, compiler, plain_answers, monkeypatch, drafter, rule
+):
+    keep_steady(monkeypatch)
+    with open_llm(pair.target, **pair.settings(drafter, rule)) as llm:
+        greedy, sampled = answers(llm, 0.0), answers(llm, 1.0)
+    assert [output.token_ids for output in greedy] == plain_answers[0.0]
+    if rule == "coupled":
+        assert [output.token_ids for output in sampled] == plain_answers[1.0]
+    for output, outputs in zip([*greedy, *sampled], formats() * 2, strict=True):
+        grammar = compiler.compile(outputs)
+        for token in output.token_ids:
+            allowed = bits(grammar.masks_of(DraftTree.root_only(0)))[0]
+            assert allowed[token]
+            if token != END:
+                grammar.advance(token)
+        if output.finish_reason == "stop" and outputs.json is not None:
+            assert isinstance(json.loads(output.text), dict)
+
+
+def law(compiler, model, prompt):
+    """Probability of each answer under masked plain sampling, by enumeration with transformers."""
+    law = {}
+    paths = [((), 1.0)]
+    while paths:
+        path, chance = paths.pop()
+        if path and path[-1] == END:
+            law[path] = chance
+            continue
+        allowed = sorted(mask_after(compiler, path))
+        row = logits_of(model, [*prompt, *path])[-1, allowed].double().softmax(-1)
+        paths += [((*path, t), chance * p) for t, p in zip(allowed, row.tolist(), strict=True)]
+    return law
+
+
+@pytest.mark.parametrize("rule", ["match", "specinfer", "sequoia", "traversal", "coupled"])
+def test_sampled_answers_have_the_law_of_masked_plain_sampling(
+    llm, compiler, pair, monkeypatch, rule
+):
+    n = 300
+    prompt = llm.encode(PROMPT)
+    expected = law(compiler, pair.model, prompt)
+    assert sum(expected.values()) == pytest.approx(1)
+    keep_steady(monkeypatch)
+    with open_llm(
+        pair.target, drafter="static_tree", draft_model=str(pair.draft), rule=rule, max_num_seqs=8
+    ) as sampling:
+        params = [
+            SamplingParams(temperature=1.0, seed=seed, structured_outputs=formats()[3])
+            for seed in range(n)
+        ]
+        outputs = sampling.generate([prompt] * n, params)
+    assert {tuple(output.token_ids) for output in outputs} <= expected.keys()
+    likely = [path for path, chance in expected.items() if n * chance >= 5]
+    counts = [sum(tuple(output.token_ids) == path for output in outputs) for path in likely]
+    chances = [expected[path] for path in likely]
+    observed = np.array([*counts, n - sum(counts)])
+    assert chi_square_p(observed, n * np.array([*chances, 1 - sum(chances)])) > 1e-3
+
+
+def test_text_before_the_start_token_is_free(llm, compiler):
+    grammar = compiler.compile(StructuredOutputs(choice=["a"]), start_after=THINK_END)
+    a, b = (llm.encode(letter)[0] for letter in "ab")
+    # Root, free text, the start token behind it, and the constrained text.
+    tree = DraftTree(random_tree(1, 0).after_chain(5), torch.tensor([b, b, THINK_END, a, b, b]))
+    free, still_free, start, end, *_ = map(set, map(np.flatnonzero, bits(grammar.masks_of(tree))))
+    assert len(free) == len(still_free) >= VOCAB
+    assert (start, end) == ({a}, {END})
+    grammar.advance(THINK_END)
+    assert set(np.flatnonzero(bits(grammar.masks_of(DraftTree.root_only(b)))[0])) == {a}
+    params = SamplingParams(
+        max_tokens=4, structured_outputs=StructuredOutputs(choice=["a"], after="</think>")
+    )
+    assert llm.generate("x", params)[0].finish_reason == "length"
+    with pytest.raises(SettingsError, match="<no>"):
+        llm.generate(
+            "x", SamplingParams(structured_outputs=StructuredOutputs(regex="a", after="<no>"))
+        )
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"json": {"type": "foo"}}, "Invalid type"),
+        ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
+        ({"json": {"not": {}}}, "Unimplemented"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"grammar": "start: missing"}, "missing"),
+    ],
+)  # fmt: skip
+def test_an_unsupported_grammar_is_refused(llm, outputs, message):
+    with pytest.raises(SettingsError, match=message):
+        llm.generate("x", SamplingParams(structured_outputs=StructuredOutputs(**outputs)))
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [{}, {"json": {}, "regex": "a"}, {"json": "{"}, {"json": 3}, {"regex": 3}, {"choice": [""]}],
+)  # fmt: skip
+def test_formats_are_checked(outputs):
+    with pytest.raises(SettingsError):
+        StructuredOutputs(**outputs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_tokens": 2},
+        {"ignore_eos": True},
+        {"bad_words": ["a"]},
+        {"bad_words_ids": [[1]]},
+        {"allowed_token_ids": [1]},
+        {"logit_bias": {1: -float("inf")}},
+    ],
+)  # fmt: skip
+def test_settings_that_could_exclude_every_token_are_refused(settings):
+    with pytest.raises(SettingsError, match=f"structured_outputs with {next(iter(settings))}"):
+        SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **settings)
