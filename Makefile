@@ -10,7 +10,7 @@ EXPANDED := demo-cache/expanded-$(SIZE)
 ENGINE = --model $(EXPANDED) --draft-model models/demo-draft --device-memory $(BUDGET)
 PROMPT ?= def read_lines(path, encoding="utf-8"):
 
-.PHONY: venv kernels run chat serve test test-fast test-isa test-oldest lint bench compare clean
+.PHONY: venv kernels run chat serve docs test test-fast test-isa test-oldest lint bench compare clean
 
 venv: .venv/installed .venv/kernels
 
@@ -87,6 +87,12 @@ lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy offload_rt
+
+# The documentation as a site in site/.
+docs: venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	$(PY) scripts/settings_page.py
+	$(PY) -m mkdocs build --strict --quiet
 
 compare: .venv/compared
 	$(PY) -m scripts.compare --chart docs/compare.png

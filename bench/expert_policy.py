@@ -268,7 +268,7 @@ def replay(
     n = len(passes) - len(passes) // 2
     seconds = (cache.now - started) / (n * n_layers * n_used)
     model = TouchedExperts("host", n_layers, choices.n_experts, n_used, 1, n_slots / n_layers)
-    by_model = cache.n_fetched / (n * float(model.of_pass(np.array(n_rows))))
+    by_model = cache.n_fetched / (n * float(model.pass_nbytes(np.array(n_rows))))
     return Found(
         cache.n_there / cache.n_needed, cache.n_fetched / cache.n_needed, seconds, by_model
     )

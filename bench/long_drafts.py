@@ -35,10 +35,11 @@ from bench.measure import ROOT, Spread, commit, flag_parser, machine, print_resu
 from bench.methods import DRAFT, TARGET
 from bench.paced import PacedLink, PacedRows
 from offload_rt import LLM, SamplingParams
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.engine.engine import Engine
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate.draft.none import DRAFTER as NONE
-from offload_rt.speculate.protocols import DraftLimits, DraftParts
+from offload_rt.speculate.protocols import DraftParts
 from offload_rt.speculate.select import drafter_type
 from offload_rt.tree.topology import DraftTree
 

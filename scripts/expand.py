@@ -1,9 +1,9 @@
-"""Write a checkpoint of a larger Llama shape that computes the same function as a small one.
+"""Write a checkpoint of a larger Llama shape with the same function as a small checkpoint.
 
-The large weights contain the small ones. Values that cannot change the output are random and of
-ordinary size, so that bytes, work and compressibility are those of a real model of that shape. If
-the large width is a multiple of the small one and the large head has 1, 4 or 16 times its
-dimensions, weights are only copied and scaled by powers of two.
+The large weights contain the small weights. Values without effect on the output are random and of
+ordinary size. Therefore bytes, work and compressibility equal a real model's of this shape.
+Weights are only copied and scaled by powers of two under two conditions: the large width is a
+multiple of the small width, and head dimensions grow by a factor of 1, 4 or 16.
 """
 
 import argparse
@@ -54,7 +54,7 @@ COMPANIONS = (
 def target_config(
     source: Checkpoint, shape: Shape, dtype: str, max_positions: int | None
 ) -> dict[str, Any]:
-    """The target's config.json."""
+    """Return the target's config.json."""
     raw = read_json(source.path / "config.json")
     raw.pop("torch_dtype", None)
     raw |= asdict(shape) | {"tie_word_embeddings": False, "dtype": dtype}
@@ -66,7 +66,7 @@ def target_config(
 
 
 def fingerprint(source: Checkpoint) -> str:
-    """SHA-256 of all files of the source that the target is made from."""
+    """Return the SHA-256 of the source: config, weights and companions."""
     digest = hashlib.sha256()
     weights = {record.path for records in (*source.layers, source.non_layer) for record in records}
     for path in sorted({source.path / "config.json", *weights, *companions(source.path)}):
@@ -78,17 +78,16 @@ def fingerprint(source: Checkpoint) -> str:
 
 
 def companions(directory: Path) -> list[Path]:
-    """The files beside the weights that a checkpoint of the same vocabulary needs too."""
+    """Return files of the vocabulary and of generation settings, to copy."""
     return sorted(
         {path for pattern in COMPANIONS for path in directory.glob(pattern) if path.is_file()}
     )
 
 
-def is_there(out: Path, recipe: dict[str, Any], source: Path) -> bool:
-    """Whether `out` holds this expansion completely; an older one of the same recipe may be
-    replaced.
+def is_complete(out: Path, recipe: dict[str, Any], source: Path) -> bool:
+    """Return whether `out` contains this expansion; an outdated expansion is replaced.
 
-    Raises SettingsError if it holds anything else.
+    Raises SettingsError if `out` has other contents.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
@@ -96,10 +95,10 @@ def is_there(out: Path, recipe: dict[str, Any], source: Path) -> bool:
         old = read_json(out / RECIPE)
     except CheckpointError:
         old = {}
-    renewed = {key: recipe[key] for key in ("version", "source")}
-    if out == source.resolve() or old | renewed != recipe:
+    replaceable = {key: recipe[key] for key in ("version", "source")}
+    if out == source.resolve() or old | replaceable != recipe:
         raise SettingsError(
-            f"{out} already holds something else", change="delete it or give another --out"
+            f"{out} already has other contents", change="delete it or give another --out"
         )
     try:
         open_checkpoint(out)
@@ -115,7 +114,7 @@ def write(
     recipe: dict[str, Any],
     out: Path,
 ) -> None:
-    """Write all files to a directory beside `out` and rename it; a failure leaves nothing."""
+    """Write all files to a temporary directory and rename it to `out`."""
     target = spec_of(config)
     itemsize = DTYPES[recipe["dtype"]].itemsize
     files = shards(target, itemsize, recipe["shard_nbytes"])
@@ -150,7 +149,7 @@ def _check_disk(directory: Path, nbytes: int) -> None:
 def _write_weights(
     expansion: Expansion, files: list[list[Piece]], itemsize: int, directory: Path
 ) -> None:
-    where = {}
+    shard_of = {}
     begun = time.monotonic()
     for i, file in enumerate(files):
         name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
@@ -163,7 +162,7 @@ def _write_weights(
             ) from error
         del tensors  # before the next shard is made
         _sync(directory / name)
-        where |= dict.fromkeys((piece.name for piece in file), name)
+        shard_of |= dict.fromkeys((piece.name for piece in file), name)
         elapsed_s = time.monotonic() - begun
         print(
             f"expand: {i + 1} of {len(files)} shards written, {elapsed_s:.1f} s",
@@ -173,7 +172,7 @@ def _write_weights(
     total = sum(math.prod(piece.shape) * itemsize for file in files for piece in file)
     _write_json(
         directory / "model.safetensors.index.json",
-        {"metadata": {"total_size": total}, "weight_map": where},
+        {"metadata": {"total_size": total}, "weight_map": shard_of},
     )
 
 
@@ -188,9 +187,7 @@ def _sync(path: Path) -> None:
 
 
 def chosen_shape(args: argparse.Namespace, source: NativeDecoder, itemsize: int) -> Shape:
-    """The shape that the flags ask for; single sizes change the one of --like, or the source's
-    own.
-    """
+    """Return the shape of the flags; single sizes override --like or the source."""
     given = {
         item.name: getattr(args, item.name)
         for item in fields(Shape)
@@ -203,14 +200,14 @@ def chosen_shape(args: argparse.Namespace, source: NativeDecoder, itemsize: int)
             )
         return shape_for(parse_size(args.size), source, itemsize)
     names = ("hidden_size", "n_layers", "n_heads", "n_kv_heads", "head_dim", "intermediate_size")
-    own = Shape(*(getattr(source, name) for name in names))
-    return replace(LLAMAS[args.like] if args.like else own, **given)
+    source_shape = Shape(*(getattr(source, name) for name in names))
+    return replace(LLAMAS[args.like] if args.like else source_shape, **given)
 
 
 def expand(args: argparse.Namespace) -> None:
-    """Do what the flags ask for. Raises OffloadError, with nothing left behind."""
+    """Write the checkpoint of the flags. Raises OffloadError and deletes partial files."""
     source = open_checkpoint(locate(args.source, offline=True))
-    dtype = args.dtype or source.non_layer[0].stored_dtype().value
+    dtype = args.dtype or source.non_layer.tensors[0].stored_dtype().value
     if dtype not in DTYPES:
         raise SettingsError(
             f"the source's dtype {dtype} is not written",
@@ -228,17 +225,17 @@ def expand(args: argparse.Namespace) -> None:
         "max_position_embeddings": target.max_positions,
         "shard_nbytes": parse_size(args.shard_size),
     }  # fmt: skip
-    if is_there(out, recipe, source.path):
+    if is_complete(out, recipe, source.path):
         print(f"expand: {out} is already there", file=sys.stderr)
         return
     residual = residual_of(source.spec, target)
-    _tell(shape, source.spec, residual)
+    _report(shape, source.spec, residual)
     write(
         Expansion(source, target, residual, DTYPES[dtype], args.seed), source, config, recipe, out
     )
 
 
-def _tell(shape: Shape, source: NativeDecoder, residual: Residual) -> None:
+def _report(shape: Shape, source: NativeDecoder, residual: Residual) -> None:
     factors = (math.sqrt(residual.mean_square), math.sqrt(shape.head_dim / source.head_dim))
     is_exact = all(math.frexp(factor)[0] == 0.5 for factor in factors)
     sizes = ", ".join(f"{name} {value}" for name, value in asdict(shape).items())
@@ -247,17 +244,15 @@ def _tell(shape: Shape, source: NativeDecoder, residual: Residual) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    flags = argparse.ArgumentParser(
-        description="Write a larger checkpoint that computes the same function."
-    )
+    """Return the parser of the command line."""
+    flags = argparse.ArgumentParser(description="Write a larger checkpoint of the same function.")
     flags.add_argument(
         "--source", default="models/demo-target", help="directory of a Llama checkpoint"
     )
     flags.add_argument("--out", required=True, help="directory to write")
     shape = flags.add_mutually_exclusive_group()
-    shape.add_argument("--like", choices=LLAMAS, help="take the shape of this model")
-    shape.add_argument("--size", help='choose a shape of about this size, like "1.5GB"')
+    shape.add_argument("--like", choices=LLAMAS, help="use the shape of this model")
+    shape.add_argument("--size", help='select a shape of about this size, like "1.5GB"')
     sizes = (
         "--hidden-size",
         "--layers",
@@ -272,26 +267,27 @@ def parser() -> argparse.ArgumentParser:
             dest=item.name,
             type=int,
             metavar="N",
-            help="default: that of --like, or the source's",
+            help="default: of --like, or of the source",
         )
     flags.add_argument(
-        "--max-position-embeddings", type=int, metavar="N", help="default: the source's"
+        "--max-position-embeddings", type=int, metavar="N", help="default: of the source"
     )
     flags.add_argument(
         "--shard-size",
         default="1GiB",
-        help="most bytes of one file, and about what is held in memory",
+        help="maximum bytes of a file, which determine the memory use",
     )
-    flags.add_argument("--seed", type=int, default=0, help="of the values that cannot matter")
+    flags.add_argument("--seed", type=int, default=0, help="seed of the values without effect")
     flags.add_argument(
-        "--dtype", choices=DTYPES, help="of the written weights; default: the source's"
+        "--dtype", choices=DTYPES, help="dtype of the written weights; default: of the source"
     )
     return flags
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; the exit code is 2 for a user's error, 3 for the machine's, 130 for an
-    interrupt.
+    """Run the command.
+
+    Exit codes: 2 for user errors, 3 for system errors, 130 for an interrupt.
     """
     try:
         expand(parser().parse_args(argv))

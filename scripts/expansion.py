@@ -1,8 +1,7 @@
-"""Where a small Llama's weights stand in a large one of the same function, and what fills the rest.
+"""Placement of a small Llama's weights in a larger Llama with the same function.
 
-The wide residual holds the narrow one, copies of it where that makes the norms exact, and zeros.
-Heads and neurons that the small model has not read nothing of the live residual, so they write
-nothing, whatever they are made of.
+The wide residual contains the narrow residual, copies that make the norms exact, and zeros. Added
+heads and neurons read only zeros. Therefore they write zeros, for arbitrary weights.
 """
 
 import hashlib
@@ -21,13 +20,13 @@ from offload_rt.weights.header import TensorRecord
 
 CHUNK = 2**20
 POOL = 2**25
-# Upper bound of what one tensor adds to the header of a safetensors file.
+# Upper bound of a tensor's bytes in the header of a safetensors file.
 HEADER_ENTRY = 512
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama that may grow, under the names that config.json gives them."""
+    """Expandable sizes of a Llama, named as in config.json."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -48,9 +47,7 @@ LLAMAS = {
 
 @dataclass(frozen=True)
 class Residual:
-    """How the wide residual holds the narrow: `width` values for each of `scales`, the first of
-    them 1; then zeros.
-    """
+    """Wide residual: `width` narrow values times each scale, then zeros; scales[0] is 1."""
 
     width: int
     scales: tuple[float, ...]
@@ -58,27 +55,27 @@ class Residual:
 
     @property
     def live(self) -> int:
-        """Dimensions that may be other than zero."""
+        """Dimensions that may be nonzero."""
         return self.width * len(self.scales)
 
     @property
     def mean_square(self) -> float:
-        """The wide residual's mean square over the narrow one's."""
+        """Mean square of the wide residual relative to the narrow residual."""
         return sum(scale**2 for scale in self.scales) * self.width / self.wide
 
     def spread(self, values: Tensor, dim: int) -> Tensor:
-        """Repeat the narrow residual's values along `dim`, scaled, as the wide one holds them."""
+        """Repeat narrow values along `dim`, scaled, as in the wide residual."""
         return torch.cat([values * scale for scale in self.scales], dim)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the rows of a weight that reads the residual, or the columns of one that writes it,
-    come to stand.
+    """Placement of a weight's rows, or of its columns if the weight writes the residual.
 
-    rows    (n,) int64, in the target; origin  (n,) int64, in the source; scale  what they are
-            multiplied by
-    silent  (s,) int64, in the target: what must read or write nothing, `rows` included
+    rows    (n,) int64 indices in the target
+    origin  (n,) int64 indices in the source
+    silent  (s,) int64 indices in the target without reads or writes, including `rows`
+    scale   factor
     """
 
     rows: Tensor
@@ -89,7 +86,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor to write: of decoder layer `layer`, or of none, called `kind` there."""
+    """Tensor to write, with the name `kind` in decoder layer `layer`, or outside the layers."""
 
     layer: int | None
     kind: str
@@ -102,7 +99,7 @@ class Piece:
 
 
 class Noise:
-    """Random values of ordinary size, the same for the same seed and tensor name."""
+    """Random values of ordinary size, determined by seed and tensor name."""
 
     def __init__(self, seed: int, n_values: int) -> None:
         self._seed = seed
@@ -111,7 +108,7 @@ class Noise:
         )
 
     def fill(self, name: str, shape: tuple[int, ...], sigma: float, dtype: torch.dtype) -> Tensor:
-        """A normal tensor of mean zero and deviation `sigma`."""
+        """Return a normal tensor with mean zero and standard deviation `sigma`."""
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         out = torch.empty(shape, dtype=dtype)
@@ -119,9 +116,8 @@ class Noise:
         starts = torch.randint(
             len(self._pool) - CHUNK, (len(chunks), 2), generator=generator
         ).tolist()
-        # Drawing each value anew takes several times as long; the sum of two stretches of one pool
-        # is as normal, and a compressor finds no stretch of it twice, since the same two would have
-        # to meet at the same distance again.
+        # Drawing every value is several times slower. The sum of two stretches of a pool is normal
+        # as well, and not compressible: a repetition needs two stretches at an equal distance.
         for chunk, (first, second) in zip(chunks, starts, strict=True):
             total = (
                 self._pool[first : first + len(chunk)] + self._pool[second : second + len(chunk)]
@@ -131,7 +127,7 @@ class Noise:
 
 
 class Expansion:
-    """The target's tensors, made one at a time from the source's."""
+    """Tensors of the target, computed from the source on request."""
 
     def __init__(
         self,
@@ -152,7 +148,7 @@ class Expansion:
         )
 
     def tensor(self, piece: Piece) -> Tensor:
-        """The tensor of the given shape, in the target's dtype."""
+        """Return a tensor of the target, in its dtype."""
         if piece.layer is None:
             return self._load_non_layer(piece)
         nearest = max(i for i in self._origin if i <= piece.layer)
@@ -170,7 +166,7 @@ class Expansion:
         return out
 
     def _load_non_layer(self, piece: Piece) -> Tensor:
-        """Embedding, last norm or head; a tied source's head is its embedding."""
+        """Return embedding, last norm or head; the head of a tied source is its embedding."""
         embed, norm, *head = self._source.non_layer
         if len(piece.shape) == 1:
             return self._norm(piece, _read(norm))
@@ -196,14 +192,12 @@ class Expansion:
         return out.to(self._dtype)
 
     def _place_reader(self, out: Tensor, weight: Tensor, place: Placement) -> None:
-        """Put source rows into `out` (rows, wide residual); what they would read of copies is
-        zeroed.
-        """
+        """Copy source rows into `out` (rows, wide residual); zero their weights for copies."""
         out[place.silent, : self._residual.live] = 0
         out[place.rows, : self._residual.width] = (weight[place.origin] * place.scale).to(out.dtype)
 
     def _place_writer(self, out: Tensor, weight: Tensor, place: Placement) -> None:
-        """Put source columns into `out` (wide residual, columns), once for each copy."""
+        """Copy source columns into `out` (wide residual, columns), once per copy."""
         out[:, place.silent] = 0
         out[: self._residual.live, place.rows] = self._residual.spread(
             weight[:, place.origin], dim=0
@@ -211,8 +205,9 @@ class Expansion:
 
 
 def _idle(place: Placement, part: str) -> Placement:
-    """The same part of an added layer: values and up projection read nothing, hence the layer adds
-    exactly zero.
+    """Return the placement in an added layer, which adds zero.
+
+    Its value and up projections read nothing.
     """
     none = place.rows[:0]
     return Placement(none, none, place.silent if part in ("v_proj", "up_proj") else none)
@@ -224,11 +219,10 @@ def _read(record: TensorRecord) -> Tensor:
 
 
 def residual_of(source: NativeDecoder, target: NativeDecoder) -> Residual:
-    """Copies that make the ratio of mean squares a power of a quarter, so that the norms are scaled
-    by a power of two.
+    """Select copies such that norms are scaled by a power of two.
 
-    A width ratio n 4^k with 1 <= n < 4 needs squared scales that sum to n: the base-4 digits of the
-    ratio count them.
+    The ratio of mean squares must be a power of 1/4. A width ratio n 4^k with 1 <= n < 4 needs
+    squared scales with sum n; the base-4 digits of the ratio are their counts.
     """
     ratio, rest = divmod(target.hidden_size, source.hidden_size)
     if rest or not ratio:
@@ -243,22 +237,21 @@ def residual_of(source: NativeDecoder, target: NativeDecoder) -> Residual:
 
 
 def kv_copies(source: NativeDecoder, n_heads: int, n_kv_heads: int) -> int:
-    """In how many of the target's key-value heads one of the source's must stand, for its queries
-    to find a place.
-    """
+    """Return the copies of a source key-value head that its query heads need in the target."""
     return math.ceil(source.n_heads // source.n_kv_heads / (n_heads // n_kv_heads))
 
 
 def rotary_dims(source: NativeDecoder, target: NativeDecoder) -> Tensor:
-    """(narrow head_dim,) int64: the wide head's dimensions that turn at the same frequencies as the
-    narrow head's.
+    """Return the wide head's dimensions with the narrow head's frequencies.
+
+    (narrow head_dim,) int64
     """
     pairs = torch.arange(source.head_dim // 2) * (target.head_dim // source.head_dim)
     return torch.cat((pairs, pairs + target.head_dim // 2))
 
 
 def placements(source: NativeDecoder, target: NativeDecoder) -> dict[str, Placement]:
-    """Where the weights of a source layer stand in a target layer."""
+    """Return the placement of each matrix of a source layer in a target layer."""
     group, wide_group = (spec.n_heads // spec.n_kv_heads for spec in (source, target))
     copies = kv_copies(source, target.n_heads, target.n_kv_heads)
     heads = torch.arange(source.n_heads)
@@ -266,8 +259,7 @@ def placements(source: NativeDecoder, target: NativeDecoder) -> dict[str, Placem
         heads // group * copies + heads % group // wide_group
     ) * wide_group + heads % group % wide_group
     kv_slots = torch.arange(source.n_kv_heads * copies)
-    # A free query slot of a used key-value head attends to real values: nothing may be written from
-    # it.
+    # A free query slot of a used key-value head attends to real values: its output must be unused.
     readable = torch.arange(len(kv_slots) * wide_group)
     plain = torch.arange(source.head_dim)
     rotary = rotary_dims(source, target)
@@ -297,9 +289,7 @@ def placements(source: NativeDecoder, target: NativeDecoder) -> dict[str, Placem
 
 
 def pieces(target: NativeDecoder) -> list[list[Piece]]:
-    """The target's tensors in the order of their use; those of one list stay in one file where they
-    fit.
-    """
+    """Return the target's tensors in order of use, grouped by preferred file."""
     embed, *last = (Piece(None, name, name, shape) for name, shape in target.non_layer_tensors())
     layers = (
         [
@@ -312,7 +302,7 @@ def pieces(target: NativeDecoder) -> list[list[Piece]]:
 
 
 def shards(target: NativeDecoder, itemsize: int, limit: int) -> list[list[Piece]]:
-    """The tensors of each file. Raises CapacityError for a tensor larger than a file may be."""
+    """Return the tensors of each file; raises CapacityError for a tensor above the limit."""
     files: list[list[Piece]] = [[]]
     room = limit
     for group in pieces(target):
@@ -336,8 +326,9 @@ def shards(target: NativeDecoder, itemsize: int, limit: int) -> list[list[Piece]
 
 
 def shape_for(nbytes: int, source: NativeDecoder, itemsize: int) -> Shape:
-    """The widest Llama of about `nbytes` that is as deep as real ones. Raises CapacityError if none
-    is that small.
+    """Return the widest Llama of about `nbytes` with a common depth.
+
+    Raises CapacityError if `nbytes` is too small.
     """
     widths = sorted(
         {source.hidden_size * factor * 2**j for factor in (1, 3) for j in range(8)}, reverse=True
@@ -351,9 +342,7 @@ def shape_for(nbytes: int, source: NativeDecoder, itemsize: int) -> Shape:
 
 
 def _shape_of_width(width: int, n_weights: int, source: NativeDecoder) -> Shape | None:
-    """A shape of `n_weights` in its layers, or None where the layers would be too few or of odd
-    proportions.
-    """
+    """Return a shape with `n_weights` in its layers, or None for uncommon proportions."""
     heads = _heads_of_width(width, source)
     if heads is None:
         return None
@@ -369,8 +358,9 @@ def _shape_of_width(width: int, n_weights: int, source: NativeDecoder) -> Shape 
 
 
 def _heads_of_width(width: int, source: NativeDecoder) -> tuple[int, int, int] | None:
-    """(heads, key-value heads, head_dim) to hold the source's: the widest exact heads up to 128, in
-    large groups.
+    """Return (heads, key-value heads, head_dim) for the source's heads, or None.
+
+    Prefers the widest exact heads up to 128, then large groups.
     """
     head_dims = [
         source.head_dim * 4**j for j in range(4) if j == 0 or source.head_dim * 4**j <= 128
@@ -386,9 +376,7 @@ def _heads_of_width(width: int, source: NativeDecoder) -> tuple[int, int, int] |
 
 
 def check(source: NativeDecoder, target: NativeDecoder) -> None:
-    """Raises UnsupportedModelError for a source that cannot be expanded, SettingsError for a target
-    too small.
-    """
+    """Raise UnsupportedModelError for an unsupported source, SettingsError for a small target."""
     has_biases = source.qkv_bias or source.o_bias or source.mlp_bias
     if source.family != "llama" or has_biases:
         have = f"a {source.family}" + " with biases" * has_biases
@@ -425,7 +413,7 @@ def check(source: NativeDecoder, target: NativeDecoder) -> None:
 
 
 def _check_rope(source: NativeDecoder, target: NativeDecoder) -> None:
-    # The last two lengths are past the limit, where the frequencies of some ropes begin to change.
+    # Beyond the limit, at the last two lengths, the frequencies of some ropes change.
     lengths = torch.tensor(
         [2, source.max_positions, 2 * target.max_positions, 8 * target.max_positions]
     )

@@ -1,11 +1,9 @@
-"""Write a small checkpoint quantised as others publish them, for tests and demonstrations: weights
-are rounded to nearest.
+"""Write a small quantised checkpoint, for tests and demonstrations; rounds to nearest.
 
-    python scripts/quantize.py models/demo-target build/demo-gptq --format gptq --bits 4
-    --group-size 64 python scripts/quantize.py models/demo-target build/demo.gguf --format gguf
-    --type Q4_K
+    python scripts/quantize.py models/demo-target build/demo-gptq --format gptq --group-size 64
+    python scripts/quantize.py models/demo-target build/demo.gguf --format gguf --type Q4_K
 
-The formats are written by their specifications, bit by bit, and not by the code that reads them.
+Formats follow their specifications bit by bit, independently of the code that reads them.
 """
 
 import argparse
@@ -24,7 +22,7 @@ import write_gguf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-# Nibble p of a word of AutoAWQ holds this column of eight.
+# Column, of eight, in each nibble of AutoAWQ's words.
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NORMAL4 = torch.tensor([
@@ -38,7 +36,7 @@ _MATRIX = re.compile(r".*_proj\.weight")
 
 @dataclass(frozen=True)
 class Choice:
-    """A format and its settings. A group_size of -1: one scale for a row."""
+    """Format and settings; a group_size of -1 means a scale per row."""
 
     format: str
     bits: int = 4
@@ -49,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Integers:
-    """A matrix (n_out, n_in) as scale * (code - zero).
+    """Matrix (n_out, n_in) as scale * (code - zero).
 
     codes          (n_out, n_in) int64, 0 to 2^bits - 1
     scales, zeros  (n_out, n_groups); zeros int64
@@ -62,15 +60,13 @@ class Integers:
     groups: Tensor
 
     def weight(self) -> Tensor:
-        """The matrix, computed in the dtype of the scales."""
+        """Return the matrix, computed in the dtype of the scales."""
         steps = (self.codes - self.zeros[:, self.groups]).to(self.scales.dtype)
         return steps * self.scales[:, self.groups]
 
 
 def integers(weight: Tensor, choice: Choice, dtype: torch.dtype) -> Integers:
-    """Round a matrix to the nearest steps of its groups; with desc_act the inputs of a group lie
-    anywhere.
-    """
+    """Round a matrix to the nearest steps of its groups; desc_act shuffles the inputs."""
     n_in = weight.shape[1]
     size = choice.group_size if choice.group_size > 0 else weight.shape[1]
     order = (
@@ -80,30 +76,34 @@ def integers(weight: Tensor, choice: Choice, dtype: torch.dtype) -> Integers:
     )
     groups = torch.empty(n_in, dtype=torch.int64)
     groups[order] = torch.arange(n_in) // size
-    most = 2**choice.bits - 1
+    largest = 2**choice.bits - 1
     middle = 2 ** (choice.bits - 1)
     parts = [weight[:, groups == g].float() for g in range(int(groups.max()) + 1)]
     high = torch.stack([part.amax(1).clamp(min=0) for part in parts], 1)
     low = torch.stack([part.amin(1).clamp(max=0) for part in parts], 1)
     scales = (
-        torch.maximum(high, -low) / max(middle - 1, 1) if choice.symmetric else (high - low) / most
+        torch.maximum(high, -low) / max(middle - 1, 1)
+        if choice.symmetric
+        else (high - low) / largest
     ).clamp(min=1e-6)
     zeros = torch.full_like(scales, middle) if choice.symmetric else (-low / scales).round()
     scales = scales.to(dtype)
-    codes = (weight.float() / scales.float()[:, groups] + zeros[:, groups]).round().clamp(0, most)
+    codes = (
+        (weight.float() / scales.float()[:, groups] + zeros[:, groups]).round().clamp(0, largest)
+    )
     return Integers(codes.long(), scales, zeros.long(), groups)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Numbers below 2^bits (rows, n) densely in int32 (rows, words), low bits first."""
-    each = (codes.numpy()[:, :, None] >> np.arange(bits)) & 1
-    flat = each.reshape(len(codes), -1).astype(np.uint8)
+    """Pack numbers (rows, n) below 2^bits into dense int32 (rows, words), low bits first."""
+    digits = (codes.numpy()[:, :, None] >> np.arange(bits)) & 1
+    flat = digits.reshape(len(codes), -1).astype(np.uint8)
     flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 32)))
     return torch.from_numpy(np.packbits(flat, axis=1, bitorder="little").view(np.int32).copy())
 
 
 def pack_awq(codes: Tensor) -> Tensor:
-    """(rows, n) in words of eight, in the order of AutoAWQ."""
+    """Pack numbers (rows, n) into words of eight, in the order of AutoAWQ."""
     return pack(codes.view(len(codes), -1, 8)[:, :, AWQ_ORDER].reshape(len(codes), -1), 4)
 
 
@@ -111,32 +111,32 @@ Quantized = tuple[dict[str, Tensor], Tensor]
 
 
 def packed(weight: Tensor, choice: Choice) -> Quantized:
-    """compressed-tensors, pack-quantized."""
-    own = integers(weight, choice, weight.dtype)
-    tensors = {"weight_packed": pack(own.codes, choice.bits), "weight_scale": own.scales}
+    """Quantise as compressed-tensors, pack-quantized."""
+    matrix = integers(weight, choice, weight.dtype)
+    tensors = {"weight_packed": pack(matrix.codes, choice.bits), "weight_scale": matrix.scales}
     tensors["weight_shape"] = torch.tensor(weight.shape)
     if not choice.symmetric:
-        tensors["weight_zero_point"] = pack(own.zeros.T, choice.bits).T.contiguous()
+        tensors["weight_zero_point"] = pack(matrix.zeros.T, choice.bits).T.contiguous()
     if choice.desc_act:
-        tensors["weight_g_idx"] = own.groups.int()
-    return tensors, own.weight()
+        tensors["weight_g_idx"] = matrix.groups.int()
+    return tensors, matrix.weight()
 
 
 def plain_int8(weight: Tensor, choice: Choice) -> Quantized:
-    """compressed-tensors, int-quantized."""
-    own = integers(
+    """Quantise as compressed-tensors, int-quantized."""
+    matrix = integers(
         weight, Choice(choice.format, 8, choice.group_size, choice.symmetric), weight.dtype
     )
-    tensors = {"weight": (own.codes - 128).to(torch.int8), "weight_scale": own.scales}
+    tensors = {"weight": (matrix.codes - 128).to(torch.int8), "weight_scale": matrix.scales}
     if not choice.symmetric:
-        tensors["weight_zero_point"] = (own.zeros - 128).to(torch.int8)
-    return tensors, own.weight()
+        tensors["weight_zero_point"] = (matrix.zeros - 128).to(torch.int8)
+    return tensors, matrix.weight()
 
 
 def float8(
     weight: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The codes for these scales, and what they stand for, computed in `dtype`."""
+    """Return codes for these scales, and their values in `dtype`."""
     spread = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[
         : weight.shape[0], : weight.shape[1]
     ]
@@ -145,16 +145,14 @@ def float8(
 
 
 def row_float8(weight: Tensor, choice: Choice) -> Quantized:
-    """compressed-tensors, float-quantized, a scale for each row."""
+    """Quantise as compressed-tensors, float-quantized, with a scale per row."""
     scales = (weight.float().abs().amax(1, keepdim=True) / 448).to(weight.dtype)
     codes, exact = float8(weight, scales, (1, weight.shape[1]), weight.dtype)
     return {"weight": codes, "weight_scale": scales}, exact
 
 
 def block_float8(weight: Tensor, choice: Choice) -> Quantized:
-    """A float32 scale for each block of group_size rows and columns, the last of which may be
-    cut.
-    """
+    """Quantise as fp8: a float32 scale per block of group_size rows and columns."""
     size = choice.group_size
     n_rows, n_columns = (-(-n // size) for n in weight.shape)
     whole = torch.zeros(n_rows * size, n_columns * size)
@@ -165,7 +163,7 @@ def block_float8(weight: Tensor, choice: Choice) -> Quantized:
 
 
 def mxfp4(weight: Tensor, choice: Choice) -> Quantized:
-    """compressed-tensors, mxfp4-pack-quantized: groups of 32 with a power of two each."""
+    """Quantise as compressed-tensors, mxfp4-pack-quantized: a power of two per 32 weights."""
     parts = weight.float().view(len(weight), -1, 32)
     exponents = parts.abs().amax(2).clamp(min=1e-30).log2().floor() - 2
     steps = parts / exponents.exp2()[:, :, None]
@@ -180,41 +178,39 @@ def mxfp4(weight: Tensor, choice: Choice) -> Quantized:
 
 
 def awq(weight: Tensor, choice: Choice) -> Quantized:
-    """AutoAWQ, gemm."""
-    own = integers(weight, choice, torch.float16)
+    """Quantise as AutoAWQ, gemm."""
+    matrix = integers(weight, choice, torch.float16)
     tensors = {
-        "qweight": pack_awq(own.codes.T),
-        "qzeros": pack_awq(own.zeros.T),
-        "scales": own.scales.T.contiguous(),
+        "qweight": pack_awq(matrix.codes.T),
+        "qzeros": pack_awq(matrix.zeros.T),
+        "scales": matrix.scales.T.contiguous(),
     }
-    return tensors, own.weight()
+    return tensors, matrix.weight()
 
 
 def gptq(weight: Tensor, choice: Choice) -> Quantized:
-    """AutoGPTQ and GPTQModel; the first version stores zero points less one."""
-    own = integers(weight, choice, torch.float16)
+    """Quantise as AutoGPTQ and GPTQModel; the first version stores zero points minus 1."""
+    matrix = integers(weight, choice, torch.float16)
     bits = choice.bits
-    zeros = own.zeros if choice.format == "gptq_v2" else (own.zeros - 1) % 2**bits
+    zeros = matrix.zeros if choice.format == "gptq_v2" else (matrix.zeros - 1) % 2**bits
     tensors = {
-        "qweight": pack(own.codes, bits).T.contiguous(), "qzeros": pack(zeros.T, bits),
-        "scales": own.scales.T.contiguous(), "g_idx": own.groups.int(),
+        "qweight": pack(matrix.codes, bits).T.contiguous(), "qzeros": pack(zeros.T, bits),
+        "scales": matrix.scales.T.contiguous(), "g_idx": matrix.groups.int(),
     }  # fmt: skip
-    return tensors, own.weight()
+    return tensors, matrix.weight()
 
 
 def nf4(weight: Tensor, choice: Choice) -> Quantized:
-    """bitsandbytes in 4 bits, blocks of group_size; their scales are of 8 bits, unless the choice
-    is symmetric.
-    """
+    """Quantise as bitsandbytes nf4 in blocks of group_size, with 8-bit scales unless symmetric."""
     blocks = weight.float().view(-1, choice.group_size)
     scales = blocks.abs().amax(1).clamp(min=1e-12)
     extra = {}
-    note: dict[str, Any] = {
+    state: dict[str, Any] = {
         "quant_type": "nf4",
         "blocksize": choice.group_size,
         "shape": list(weight.shape),
     }
-    note["dtype"] = str(weight.dtype).removeprefix("torch.")
+    state["dtype"] = str(weight.dtype).removeprefix("torch.")
     if not choice.symmetric:
         offset = float(scales.mean())
         table = torch.linspace(-1, 1, 256) ** 3
@@ -230,13 +226,13 @@ def nf4(weight: Tensor, choice: Choice) -> Quantized:
             "weight.nested_absmax": steps,
             "weight.nested_quant_map": table,
         }
-        note |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
     codes = (blocks / scales[:, None])[..., None].sub(NORMAL4).abs().argmin(-1)
     pairs = codes.view(-1, 2)
     tensors = {
         "weight": (pairs[:, :1] << 4 | pairs[:, 1:]).byte(), "weight.absmax": scales,
         "weight.quant_map": NORMAL4.clone(),
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(note).encode()),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()),
             dtype=torch.uint8), **extra,
     }  # fmt: skip
     return tensors, (NORMAL4[codes] * scales[:, None]).view(weight.shape)
@@ -250,7 +246,7 @@ FORMATS: dict[str, Callable[[Tensor, Choice], Quantized]] = {
 
 
 def config_of(choice: Choice) -> dict[str, Any]:
-    """The quantization_config."""
+    """Return the quantization_config."""
     bits = choice.bits
     size = choice.group_size
     symmetric = choice.symmetric
@@ -302,7 +298,7 @@ def config_of(choice: Choice) -> dict[str, Any]:
             "group_size": 32,
         },
     }.get(choice.format, integer | ({"actorder": "group"} if choice.desc_act else {}))
-    one = {
+    config_group = {
         "targets": ["Linear"],
         "weights": weights,
         "input_activations": None,
@@ -311,14 +307,14 @@ def config_of(choice: Choice) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors", "format": choice.format,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": one}, "ignore": ["lm_head"],
+        "config_groups": {"group_0": config_group}, "ignore": ["lm_head"],
     }  # fmt: skip
 
 
 def quantized(
     tensors: dict[str, Tensor], choice: Choice
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of a quantised checkpoint, and those of a plain one that computes the same."""
+    """Return the tensors of a quantised checkpoint, and of an equivalent plain checkpoint."""
     stored = {}
     exact = {}
     for name, tensor in tensors.items():
@@ -331,9 +327,9 @@ def quantized(
 
 
 def write(source: Path, target: Path, choice: Choice, exact: Path | None = None) -> None:
-    """Quantise a checkpoint into a new folder, with all that lies beside its weights.
+    """Quantise a checkpoint into a new folder; copy all further files.
 
-    exact  a folder for a plain checkpoint that computes the same
+    exact  folder for an equivalent plain checkpoint
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     folders = {target: {"quantization_config": config_of(choice)}} | (
@@ -342,20 +338,20 @@ def write(source: Path, target: Path, choice: Choice, exact: Path | None = None)
     for folder, more in folders.items():
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
         (folder / "config.json").write_text(json.dumps(config | more, indent=2), encoding="utf-8")
-    where: dict[Path, dict[str, str]] = {folder: {} for folder in folders}
+    shards: dict[Path, dict[str, str]] = {folder: {} for folder in folders}
     for path in sorted(source.glob("*.safetensors")):
         for folder, tensors in zip(folders, quantized(load_file(path), choice), strict=False):
             save_file(tensors, folder / path.name, {"format": "pt"})
-            where[folder] |= dict.fromkeys(tensors, path.name)
+            shards[folder] |= dict.fromkeys(tensors, path.name)
     if (source / _INDEX).exists():
-        for folder, names in where.items():
+        for folder, names in shards.items():
             (folder / _INDEX).write_text(
                 json.dumps({"metadata": {}, "weight_map": names}), encoding="utf-8"
             )
 
 
 def write_one_file(source: Path, target: Path, type: str) -> None:
-    """Write a checkpoint as one GGUF file, with its tokenizer if that is byte-level."""
+    """Write a checkpoint as a GGUF file, with its tokenizer if byte-level."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     metadata = write_gguf.metadata_of(config)
     stored = {}
@@ -370,25 +366,21 @@ def write_one_file(source: Path, target: Path, type: str) -> None:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path, help="folder of a checkpoint")
-    parser.add_argument("target", type=Path, help="folder or GGUF file to make")
+    parser.add_argument("target", type=Path, help="folder or GGUF file to write")
     parser.add_argument("--format", choices=[*FORMATS, "gguf"], default="pack-quantized")
     parser.add_argument("--bits", type=int, choices=range(2, 9), default=4)
-    parser.add_argument(
-        "--group-size", type=int, default=32, help="inputs that share a scale; -1: all"
-    )
+    parser.add_argument("--group-size", type=int, default=32, help="inputs per scale; -1 for all")
     parser.add_argument(
         "--symmetric", action="store_true", help="without zero points; nf4: plain scales"
     )
     parser.add_argument(
-        "--type", choices=write_gguf.TYPES, default="Q4_K", help="of a GGUF file's matrices"
+        "--type", choices=write_gguf.TYPES, default="Q4_K", help="type of a GGUF file's matrices"
     )
-    parser.add_argument("--desc-act", action="store_true", help="inputs of a group lie anywhere")
-    parser.add_argument(
-        "--exact", type=Path, help="folder to make of a plain checkpoint of the same weights"
-    )
+    parser.add_argument("--desc-act", action="store_true", help="groups of arbitrary inputs")
+    parser.add_argument("--exact", type=Path, help="folder for an equivalent plain checkpoint")
     args = parser.parse_args()
     if args.target.exists() or not any(args.source.glob("*.safetensors")):
         print(f"{args.target} exists, or {args.source} has no safetensors", file=sys.stderr)

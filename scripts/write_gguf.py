@@ -35,12 +35,12 @@ _KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "vocab_size": "vocab_size",
 }  # fmt: skip
-# What llama.cpp stores in more bits in its mixtures called M.
+# Modules with more bits in llama.cpp's mixtures called M.
 _FINER = ("attn_v", "ffn_down", "output")
 
 
 class Stored(NamedTuple):
-    """A tensor as a file has it: the number of its type, its shape, its bytes."""
+    """Tensor of a file: number of its type, shape, bytes."""
 
     type: int
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Stored(NamedTuple):
 
 
 def text(words: str) -> bytes:
-    """A string."""
+    """Encode a string."""
     return struct.pack("<Q", len(words.encode())) + words.encode()
 
 
@@ -94,66 +94,69 @@ def file_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, Stored]) -> by
 
 
 def blocks(weight: Tensor, type: str) -> tuple[np.ndarray, Tensor]:
-    """The bytes of a matrix (rows, columns) in this type, and what they stand for, in float32."""
+    """Encode a matrix (rows, columns); return its bytes, and its values in float32."""
     if type in _FLOATS:
         stored = weight.to(_FLOATS[type]).contiguous()
         return stored.view(torch.uint8).numpy(), stored.float()
-    make = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}[type]
-    parts, exact = make(weight.float().numpy().reshape(-1, 32 if type in ("Q8_0", "Q4_0") else 256))
+    encode = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}[type]
+    parts, exact = encode(
+        weight.float().numpy().reshape(-1, 32 if type in ("Q8_0", "Q4_0") else 256)
+    )
     return np.concatenate(parts, 1).reshape(len(weight), -1), torch.from_numpy(exact).view(
         weight.shape
     )
 
 
-_Made = tuple[list[np.ndarray], np.ndarray]
+_Encoded = tuple[list[np.ndarray], np.ndarray]
 
 
 def _half(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float16 as bytes and as float32, away from zero so that it divides."""
+    """Return float16 as bytes and as float32, away from zero for divisions."""
     half = np.where(np.abs(x) < 1e-7, 1e-7, x).astype(np.float16)
     return half.view(np.uint8), half.astype(np.float32)
 
 
-def _q8_0(x: np.ndarray) -> _Made:
+def _q8_0(x: np.ndarray) -> _Encoded:
     stored, scale = _half(np.abs(x).max(1, keepdims=True) / 127)
     codes = np.clip(np.rint(x / scale), -127, 127).astype(np.int8)
     return [stored, codes.view(np.uint8)], scale * codes
 
 
-def _q4_0(x: np.ndarray) -> _Made:
+def _q4_0(x: np.ndarray) -> _Encoded:
     stored, scale = _half(np.take_along_axis(x, np.abs(x).argmax(1)[:, None], 1) / -8)
     codes = np.clip(np.rint(x / scale) + 8, 0, 15).astype(np.uint8)
     return [stored, codes[:, :16] | codes[:, 16:] << 4], scale * (codes.astype(np.float32) - 8)
 
 
-def _q4_k(x: np.ndarray) -> _Made:
+def _q4_k(x: np.ndarray) -> _Encoded:
     heads, codes, exact = _with_minima(x, 15)
     pairs = codes.reshape(-1, 4, 2, 32)
     return [*heads, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)], exact
 
 
-def _q5_k(x: np.ndarray) -> _Made:
+def _q5_k(x: np.ndarray) -> _Encoded:
     heads, codes, exact = _with_minima(x, 31)
     pairs = (codes & 15).reshape(-1, 4, 2, 32)
     fifth = np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0]
     return [*heads, fifth, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)], exact
 
 
-def _with_minima(x: np.ndarray, most: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """The first 16 bytes of blocks of eight groups with a scale and a minimum in 6 bits each; codes
-    (n, 8, 32); weights.
+def _with_minima(x: np.ndarray, largest: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Encode blocks of eight groups, with a scale and a minimum of 6 bits per group.
+
+    Returns the first 16 bytes of the blocks in parts, codes (n, 8, 32), and values.
     """
     groups = x.reshape(-1, 8, 32)
     low = -np.minimum(groups.min(2), 0)
     (scale_bytes, scale), (low_bytes, minimum) = (
         _half(part.max(1, keepdims=True) / 63)
-        for part in ((groups.max(2).clip(0) + low) / most, low)
+        for part in ((groups.max(2).clip(0) + low) / largest, low)
     )
-    s = np.clip(np.rint((groups.max(2).clip(0) + low) / most / scale), 1, 63).astype(np.uint8)
+    s = np.clip(np.rint((groups.max(2).clip(0) + low) / largest / scale), 1, 63).astype(np.uint8)
     m = np.clip(np.rint(low / minimum), 0, 63).astype(np.uint8)
     step = (scale * s)[:, :, None]
     offset = (minimum * m)[:, :, None]
-    codes = np.clip(np.rint((groups + offset) / step), 0, most).astype(np.uint8)
+    codes = np.clip(np.rint((groups + offset) / step), 0, largest).astype(np.uint8)
     sixes = [
         s[:, :4] | s[:, 4:] >> 4 << 6,
         m[:, :4] | m[:, 4:] >> 4 << 6,
@@ -162,7 +165,7 @@ def _with_minima(x: np.ndarray, most: int) -> tuple[list[np.ndarray], np.ndarray
     return [scale_bytes, low_bytes, *sixes], codes, step * codes - offset
 
 
-def _q6_k(x: np.ndarray) -> _Made:
+def _q6_k(x: np.ndarray) -> _Encoded:
     groups = x.reshape(-1, 16, 16)
     stored, scale = _half(np.abs(groups).max(2).max(1, keepdims=True) / 31 / 127)
     s = np.clip(np.rint(np.abs(groups).max(2) / 31 / scale), 1, 127).astype(np.int8)
@@ -177,8 +180,9 @@ def _q6_k(x: np.ndarray) -> _Made:
 
 
 def stored_as(name: str, tensor: Tensor, wanted: str) -> str:
-    """The type of a tensor of a file in which matrices are of the wanted one, or of others that fit
-    and M has.
+    """Return the type of a tensor: F32 for vectors, `wanted` for matrices.
+
+    Modules of _FINER have Q6_K in K mixtures. Rows that blocks do not divide have Q8_0 or F16.
     """
     if tensor.dim() == 1:
         return "F32"
@@ -190,7 +194,7 @@ def stored_as(name: str, tensor: Tensor, wanted: str) -> str:
 
 
 def renamed(name: str) -> str:
-    """The name of a tensor of transformers in a file."""
+    """Return the name in a file of a transformers tensor."""
     module, _, kind = name.rpartition(".")
     if module in _MODULES:
         return f"{_MODULES[module]}.{kind}"
@@ -199,7 +203,7 @@ def renamed(name: str) -> str:
 
 
 def head_dim_of(config: Mapping[str, Any]) -> int:
-    """Columns of an attention head."""
+    """Return the dimension of an attention head."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
@@ -209,7 +213,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     head_dim = head_dim_of(config)
     theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000.0)
     metadata: dict[str, Any] = {"general.architecture": family, "general.name": "small"}
-    metadata |= {f"{family}.{theirs}": config[ours] for ours, theirs in _KEYS.items()}
+    metadata |= {f"{family}.{key}": config[name] for name, key in _KEYS.items()}
     metadata |= {
         f"{family}.rope.dimension_count": head_dim,
         f"{family}.rope.freq_base": float(theta),
@@ -262,31 +266,34 @@ def model(
 
 
 def tokenizer(path: Path) -> dict[str, Any]:
-    """The metadata of the byte-level tokenizer in a tokenizer.json."""
+    """Return the metadata of the byte-level tokenizer in a tokenizer.json."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    added = {one["content"]: one["id"] for one in content["added_tokens"]}
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
     ids = {**content["model"]["vocab"], **added}
-    tokens = sorted(ids, key=lambda one: ids[one])
-    merges = [one if isinstance(one, str) else " ".join(one) for one in content["model"]["merges"]]
-    found = {
+    tokens = sorted(ids, key=lambda token: ids[token])
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]
+    ]
+    metadata = {
         "model": "gpt2",
         "pre": "gpt-2",
         "tokens": tokens,
-        "token_type": [3 if one in added else 1 for one in tokens],
+        "token_type": [3 if token in added else 1 for token in tokens],
+        "merges": merges,
     }
-    return {f"tokenizer.ggml.{key}": one for key, one in {**found, "merges": merges}.items()}
+    return {f"tokenizer.ggml.{key}": entry for key, entry in metadata.items()}
 
 
 def split(
     metadata: Mapping[str, Any], tensors: Mapping[str, Stored], n: int, path: Path
 ) -> list[Path]:
-    """Write a file in n parts, the first of which has the metadata."""
-    made = []
+    """Write a file in n parts; the first part has the metadata."""
+    paths = []
     names = list(tensors)
     step = -(-len(tensors) // n)
     for i, first in zip(range(n), itertools.count(0, step), strict=False):
-        of_part = {"split.no": i, "split.count": n, "split.tensors.count": len(tensors)}
+        part_metadata = {"split.no": i, "split.count": n, "split.tensors.count": len(tensors)}
         part = {name: tensors[name] for name in names[first : first + step]}
-        made.append(path.with_name(f"{path.stem}-{i + 1:05}-of-{n:05}.gguf"))
-        made[-1].write_bytes(file_bytes({**(metadata if i == 0 else {}), **of_part}, part))
-    return made
+        paths.append(path.with_name(f"{path.stem}-{i + 1:05}-of-{n:05}.gguf"))
+        paths[-1].write_bytes(file_bytes({**(metadata if i == 0 else {}), **part_metadata}, part))
+    return paths

@@ -45,11 +45,11 @@ def main() -> int:
     parser.add_argument(
         "--table",
         action="store_true",
-        help="only write the README's table from the results there are",
+        help="only write the table of docs/measurements.md from the results there are",
     )
     flags = parser.parse_args()
     if flags.table:
-        readme = ROOT / "README.md"
+        readme = ROOT / "docs" / "measurements.md"
         readme.write_text(written_into(readme.read_text(), table(flags.results)))
         return 0
     if flags.here:

@@ -21,7 +21,8 @@ from offload_rt.cli.picture import check_picture, panels, save
 from offload_rt.cli.process import exit_code
 from offload_rt.cli.run import read_prompt
 from offload_rt.config import EngineConfig, SamplingParams, check_positive, setting
-from offload_rt.cost.tree_size import choose, sizes_up_to
+from offload_rt.cost.pass_times import transfer_s
+from offload_rt.cost.tree_size import DraftLimits, sizes_up_to
 from offload_rt.errors import PromptError, SettingsError
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     batches = [n for n in _BATCHES if n <= limits.n_nodes]
     cells = ((batch, n) for batch in batches for n in contexts if batch * (n + 1) <= n_rows)
     streamed = [
-        nbytes / cost.profile.link(tier) / 1e9
+        transfer_s(nbytes, cost.profile.link(tier))
         for tier, nbytes in llm.plan.pass_bytes.at(context).items()
     ]
     return Findings(
@@ -234,12 +235,13 @@ def _best(
     n_rows  of the cache, which holds all contexts and trees A level of a draft model is taken to
             cost as much for all of them as it did for one: it reads the same weights.
     """
-    sizes = sizes_up_to(min((len(table) - 1) // batch, n_rows // batch - context))
-    draft_s = cost.level(batch) * np.arange(table.shape[1] - 1)
-    pass_s = cost.seconds(batch * sizes[:, None], context, draft_s, batch)
-    n_nodes, n_levels, seconds = choose(table, sizes, pass_s)
+    n_nodes = min((len(table) - 1) // batch, n_rows // batch - context)
+    limits = DraftLimits(n_nodes, table.shape[1] - 1)
+    tree = cost.best_tree(table, limits, context, batch)
     plain_s = float(cost.seconds(np.array([batch]), context, n_sequences=batch)[0])
-    return Optimum(batch, context, n_nodes, n_levels, seconds / batch, plain_s / batch)
+    return Optimum(
+        batch, context, tree.n_nodes, tree.n_levels, tree.token_s / batch, plain_s / batch
+    )
 
 
 def _print_table(findings: Findings) -> None:

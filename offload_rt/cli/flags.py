@@ -36,12 +36,13 @@ _ENGINE_GROUPS = {
         "rule",
         "tree_size",
         "tree_depth",
+        "draft_context",
         "learn_draft",
         "batch_invariant",
     ),
     "ranks": ("exact_parallel", "split_draft", "pipeline"),
 }
-_GROUP_OF_FIELD = {name: group for group, names in _ENGINE_GROUPS.items() for name in names}
+GROUP_OF_FIELD = {name: group for group, names in _ENGINE_GROUPS.items() for name in names}
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,7 +89,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("positionals", nargs="*", metavar=names, help="instead of the flags")
         groups: dict[str, argparse._ArgumentGroup] = {}
         for name, (cls, item) in items.items():
-            title = _GROUP_OF_FIELD.get(name) or _group_of(cls)
+            title = GROUP_OF_FIELD.get(name) or _group_of(cls)
             if title not in groups:
                 groups[title] = self.add_argument_group(title)
             _add_flag(groups[title], item)

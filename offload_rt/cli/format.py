@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offload_rt.config import EngineConfig, SamplingParams, format_size
-from offload_rt.cost.pass_times import PassBytes
+from offload_rt.cost.pass_times import PassBytes, transfer_s
 from offload_rt.offload.placement import Plan
 from offload_rt.system.progress import loading_bar
 
@@ -137,7 +137,7 @@ def _link_line(stats: "Stats", moved: PassBytes) -> str:
         streamed = stats.link_bytes // stats.n_passes
     if not streamed or not stats.link_gbps:
         return "all weights resident: nothing crossed a link"
-    floor = streamed / (stats.link_gbps * 1e9) / stats.tokens_per_pass
+    floor = transfer_s(streamed, stats.link_gbps) / stats.tokens_per_pass
     return (
         f"{streamed / 1e9:.2f} GB per pass at {stats.link_gbps:.2f} GB/s, link busy"
         f" {stats.link_busy:.0%} of the time; floor at this rate {floor:.3f} s per token"

@@ -415,7 +415,7 @@ def _print(
     if rows is not None:
         context = fitted.max_model_len - 1
         what = f"of it KV cache, after {context} tokens"
-        table.add_row(what, f"{rows.tier} link", format_size(rows.of_pass(context)))
+        table.add_row(what, f"{rows.tier} link", format_size(rows.pass_nbytes(context)))
     table.add_row("predicted", machine.title, f"{forecast.run.seconds_per_token:.3f} s per token")
     print_table(table)
     plain_s = forecast.plain.seconds_per_token

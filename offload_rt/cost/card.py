@@ -1,4 +1,4 @@
-"""Figures of a graphics card that its pass times follow from."""
+"""Specification of a GPU, from which pass times are predicted."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class HostLink:
-    """What a card hangs on.
+    """Link between host and GPU.
 
-    gbps    GB/s at which pinned memory is copied to the card
-    source  of that rate
+    gbps    GB/s of copies from pinned memory
+    source  origin of the rate
     """
 
     name: str
@@ -20,14 +20,13 @@ class HostLink:
 
 @dataclass(frozen=True)
 class Card:
-    """A graphics card.
+    """A GPU.
 
-    memory_nbytes  nominal, without the share of error correction
-    tflops         10^12 operations a second in matrix products
-    memory_gbps    GB/s of its memory
-    source         of these figures
-    nvlink_gbps    GB/s at which others of it are heard by NVLink; 0: it has none, or one that is
-                   bought besides
+    memory_nbytes  nominal memory, without error correction
+    tflops         10^12 operations per second in matrix products
+    memory_gbps    GB/s of device memory
+    source         origin of these figures
+    nvlink_gbps    GB/s received over NVLink; 0 without NVLink, or if it is an optional accessory
     """
 
     name: str
@@ -41,8 +40,7 @@ class Card:
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that a program may allocate: without 1.5 % for the driver and 0.5 GiB for the
-        program's context.
+        """Bytes available to a program: without 1.5 % for the driver and 0.5 GiB of CUDA context.
 
         An RTX 4090 of 24 GiB reports 23.65 GiB.
         """

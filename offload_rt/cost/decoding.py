@@ -1,4 +1,4 @@
-"""Predicted decoding: drafting time of a tree, and mean pass time over a growing context."""
+"""Predicted decoding: draft time of a tree, its selection, and mean pass time."""
 
 import math
 from dataclasses import dataclass
@@ -7,11 +7,14 @@ import numpy as np
 
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import ComputeTimes
-from offload_rt.tree.search import expected_tokens
+from offload_rt.cost.tree_size import DraftLimits
+from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
 
 # Pass times vary evenly with the context, so these contexts represent a whole generation.
 _N_CONTEXTS = 12
+# Selecting a tree requires the time of a draft level, which depends on the tree.
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,31 @@ class PairTimes:
             return 0.0
         inner = topology.depths[np.unique(topology.parents[1:])]
         return float((self.draft.at(np.bincount(inner), context) + self.level_s).sum())
+
+
+def select_topology(
+    cost: CostEstimator,
+    times: PairTimes,
+    acceptance: np.ndarray,
+    limits: DraftLimits,
+    context: int,
+) -> Topology:
+    """Select the tree with the least predicted time per token.
+
+    acceptance  (ranks,) acceptance probability by sibling rank
+    Returns a single node if nothing can be drafted.
+    """
+    if times.draft is None or limits.n_nodes == 1:
+        return Topology.chain(1)
+    table = search(acceptance, limits.n_nodes, limits.n_levels)
+    topology = Topology.chain(2)
+    for _ in range(_ROUNDS):
+        level_s = times.draft_s(topology, context) / max(topology.n_levels - 1, 1)
+        choice = cost.best_tree(table.values, limits, context, level_s=level_s)
+        topology = table.topology(choice.n_nodes, choice.n_levels)
+        if len(topology) == 1:
+            break
+    return topology
 
 
 @dataclass(frozen=True)

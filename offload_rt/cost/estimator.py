@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from offload_rt.cost.pass_times import MachineProfile, PassBytes, pass_times
-from offload_rt.cost.tree_size import ExpertsBias
+from offload_rt.cost.pass_times import MachineProfile, PassBytes, pass_times, transfer_s
+from offload_rt.cost.tree_size import DraftLimits, ExpertsBias, TreeChoice, select_tree
 
 # Weight of the newest pass in the running estimates.
 _NEWEST = 0.25
@@ -39,7 +39,7 @@ class CostEstimator:
         self._slack = 1.0
         self._level_slack = 1.0
         self._learns = True
-        self.level_s = draft_nbytes / (profile.memory_gbps * 1e9)
+        self.level_s = transfer_s(draft_nbytes, profile.memory_gbps)
 
     def fixed(self, level_s: float) -> "CostEstimator":
         """Return a copy that learns nothing and predicts `level_s` seconds per draft level."""
@@ -75,6 +75,29 @@ class CostEstimator:
         times = pass_times(self.profile, moved, rows, self._draft_context, n_sequences=n_sequences)
         return self._level_slack * float(times[0])
 
+    def best_tree(
+        self,
+        expected: np.ndarray,
+        limits: DraftLimits,
+        context: int,
+        n_sequences: int = 1,
+        level_s: float | None = None,
+    ) -> TreeChoice:
+        """Select the tree size with the least time per token; see `select_tree`.
+
+        context      tokens per sequence
+        n_sequences  sequences in the pass, each with a tree of the selected size
+        level_s      seconds per draft level; None for `level`
+        """
+        level_s = self.level(n_sequences) if level_s is None else level_s
+        # The last level needs no draft pass.
+        draft_s = level_s * np.arange(limits.n_levels)
+
+        def step_s(sizes: np.ndarray) -> np.ndarray:
+            return self.seconds(n_sequences * sizes[:, None], context, draft_s, n_sequences)
+
+        return select_tree(expected, limits, step_s)
+
     def passed(
         self,
         n_rows: int,
@@ -95,7 +118,7 @@ class CostEstimator:
         if not self._learns:
             return
         if (experts := self._moved.experts) is not None and self._experts is not None:
-            expected_nbytes = float(replace(experts, bias=None).of_pass(np.array(n_rows)))
+            expected_nbytes = float(replace(experts, bias=None).pass_nbytes(np.array(n_rows)))
             actual = n_experts * experts.nbytes
             self._experts.observe(n_rows, actual / expected_nbytes if expected_nbytes else 1.0)
         if link_gbps:

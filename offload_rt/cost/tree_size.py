@@ -1,63 +1,99 @@
-"""Which tree takes least time for a token on this machine: what is known of acceptance, weighed
-against what passes cost.
-"""
+"""Tree size selection: expected tokens per tree against pass times, and acceptance statistics."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
 
-# An estimate starts from the prior, which weighs as much as so many observations, and forgets old
-# ones at this rate.
+# An estimate starts from the prior with the weight of `_PRIOR_WEIGHT` observations. Each
+# observation multiplies the weight of earlier observations by `_MEMORY`.
 _PRIOR_WEIGHT = 4.0
 _MEMORY = 0.998
-# More of anything than the observations that are remembered, each of a tree of a thousand nodes,
-# can add up to.
-_MOST_COUNTED = 1e9
-# Tokens that the expectations of trees are trusted for, and how fast old ratios are forgotten.
-# Texts differ by as much as a factor of two, so the newest passes tell more of the next one than
-# all before (`bench/predictions.py`).
+# Upper bound of saved counts: more than all remembered observations of trees of a thousand nodes.
+_MAX_COUNT = 1e9
+# Weight of the predicted tokens of trees, in tokens, and memory of the observed ratio. Texts differ
+# by up to a factor of two, so the newest passes predict the next pass better than the mean
+# (`bench/predictions.py`).
 _BIAS_WEIGHT = 10.0
 _BIAS_MEMORY = 0.97
-# The smallest tree within this factor of the best one is taken: a larger one gains less than its
-# cost is known to.
+# Select the smallest tree within this factor of the best: the estimates are not more precise.
 _NEARLY = 1.01
-# The prior by rank: a fair draft, falling off as ranks do in language.
+# Prior acceptance by rank: a fair draft, falling with rank as in natural language.
 _FIRST = 0.6
 _SECOND = 0.12
 _DECAY = 1.2
-# Ranks that are told apart; a tree has no children beyond them.
+# Distinguished sibling ranks; a node has no children of higher rank.
 N_RANKS = 32
 
 
-def choose(
-    expected: np.ndarray, sizes: np.ndarray, seconds: np.ndarray, least_levels: int = 1
-) -> tuple[int, int, float]:
-    """Number of nodes, number of levels and seconds for a token of the fastest tree, or the
-    smallest nearly as fast.
+@dataclass(frozen=True)
+class DraftLimits:
+    """Upper bounds of tree sizes.
 
-    expected  (n + 1, levels + 1): expected tokens of the best tree of so many nodes and levels, the
-              root's included
-    sizes     (m,) the sizes to choose from
-    seconds   (m, levels) of drafting and verifying a tree of each size and number of levels
-    least_levels  of the tree
-    Source: Chen et al. 2024.
+    n_nodes      nodes of all trees in a pass, including roots and unverified rows
+    n_levels     levels of a single tree, including the root
+    fixed_size   use `n_nodes` wherever memory allows, regardless of the expected time
+    fixed_depth  likewise for `n_levels`
     """
-    per_token = seconds / expected[sizes, 1:]
-    per_token[:, : least_levels - 1] = np.inf
-    per_token[sizes > 1, 0] = np.inf  # the root is alone on its level
-    size = _first_good(per_token.min(1))
-    level = int(per_token[size].argmin())
-    return int(sizes[size]), level + 1, float(per_token[size, level])
+
+    n_nodes: int
+    n_levels: int
+    fixed_size: bool = False
+    fixed_depth: bool = False
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Node counts to compare, ascending."""
+        return np.array([self.n_nodes]) if self.fixed_size else sizes_up_to(self.n_nodes)
+
+    @property
+    def min_levels(self) -> int:
+        """Minimum levels to compare."""
+        return self.n_levels if self.fixed_depth else 1 + self.fixed_size
+
+
+@dataclass(frozen=True)
+class TreeChoice:
+    """Selected tree size.
+
+    n_tokens  expected tokens per pass, including the bonus token
+    token_s   expected seconds per token
+    """
+
+    n_nodes: int
+    n_levels: int
+    n_tokens: float
+    token_s: float
+
+
+def select_tree(
+    expected: np.ndarray, limits: DraftLimits, step_s: Callable[[np.ndarray], np.ndarray]
+) -> TreeChoice:
+    """Select the tree size with the least expected time per token (Chen et al. 2024).
+
+    expected  (>= n_nodes + 1, >= n_levels + 1) expected tokens of the best tree of at most so many
+              nodes and levels, including the root; see `tree.search.search`
+    step_s    seconds of drafting and verifying trees: sizes (m,) -> (m, n_levels) or (m, 1)
+    Returns the smallest size within 1 % of the best, with its best number of levels.
+    """
+    sizes = limits.sizes
+    per_token = step_s(sizes) / expected[sizes, 1 : limits.n_levels + 1]
+    per_token[:, : limits.min_levels - 1] = np.inf
+    per_token[sizes > 1, 0] = np.inf  # the first level holds only the root
+    row = _first_good(per_token.min(1))
+    column = int(per_token[row].argmin())
+    n_nodes, n_levels = int(sizes[row]), column + 1
+    n_tokens = float(expected[n_nodes, n_levels])
+    return TreeChoice(n_nodes, n_levels, n_tokens, float(per_token[row, column]))
 
 
 def best_prefix(chances: np.ndarray, pass_s: np.ndarray, n_trees: int = 1) -> int:
-    """How many of some nodes to verify: the number with the least time for a token, or fewer that
-    are nearly as good.
+    """Select how many nodes to verify: the smallest number within 1 % of the least time per token.
 
-    chances  (m,) descending: probability that each node is accepted
+    chances  (m,) acceptance probability per node, descending
     pass_s   (m + 1,) seconds of a pass with the roots and the first 0, 1, ... m nodes
-    n_trees  that the nodes are of; each gives one token in any case
+    n_trees  number of trees; each produces a bonus token
     """
     return _first_good(pass_s / np.concatenate(([n_trees], n_trees + np.cumsum(chances))))
 
@@ -65,27 +101,26 @@ def best_prefix(chances: np.ndarray, pass_s: np.ndarray, n_trees: int = 1) -> in
 def best_prefixes(
     chances: Sequence[np.ndarray], pass_s: Callable[[np.ndarray], np.ndarray]
 ) -> list[int]:
-    """How many nodes of each of some trees to verify together, so that a token of any of them takes
-    the least time.
+    """Select how many nodes of each tree to verify in a shared pass, as in `best_prefix`.
 
-    chances  of each tree, as in `best_prefix`
-    pass_s   seconds of passes of some numbers of rows (m,), roots included
+    chances  acceptance probabilities per tree, each descending
+    pass_s   seconds of passes: row counts (m,), including roots -> (m,)
     """
     pooled = np.concatenate(chances)
-    owners = np.repeat(np.arange(len(chances)), [len(one) for one in chances])
+    owners = np.repeat(np.arange(len(chances)), [len(nodes) for nodes in chances])
     order = np.argsort(-pooled, kind="stable")
     n = best_prefix(pooled[order], pass_s(len(chances) + np.arange(len(pooled) + 1)), len(chances))
-    taken: list[int] = np.bincount(owners[order[:n]], minlength=len(chances)).tolist()
-    return taken
+    n_selected: list[int] = np.bincount(owners[order[:n]], minlength=len(chances)).tolist()
+    return n_selected
 
 
 def _first_good(per_token: np.ndarray) -> int:
-    """The first of some sizes, ascending, that is within `_NEARLY` of the best."""
+    """Return the first index within `_NEARLY` of the minimum; sizes ascend."""
     return int((per_token <= _NEARLY * per_token.min()).argmax())
 
 
 def sizes_up_to(n_nodes: int) -> np.ndarray:
-    """Tree sizes to compare: all up to 16, then in steps of an eighth or so."""
+    """Return tree sizes to compare: all up to 16, then in steps of about an eighth."""
     sizes = [*range(1, min(n_nodes, 16) + 1)]
     while sizes[-1] < n_nodes:
         sizes.append(min(sizes[-1] + max(sizes[-1] // 8, 1), n_nodes))
@@ -93,25 +128,26 @@ def sizes_up_to(n_nodes: int) -> np.ndarray:
 
 
 class _Ratios:
-    """Ratios of `hits` to `tries`, each (N,), of which old ones fade."""
+    """Exponentially averaged ratios of `hits` to `tries`, each (N,)."""
 
     N: ClassVar[int]
 
     def __init__(self) -> None:
-        self.hits, self.tries = np.zeros(self.N), np.zeros(self.N)
+        self.hits = np.zeros(self.N)
+        self.tries = np.zeros(self.N)
 
     @classmethod
-    def of(cls, hits: list[float], tries: list[float]) -> Self:
-        """From what `counts` gave. Raises ValueError for anything else."""
-        found = cls()
+    def restore(cls, hits: list[float], tries: list[float]) -> Self:
+        """Restore saved `counts`. Raises ValueError for invalid counts."""
+        ratios = cls()
         counts = np.array((hits, tries), dtype=np.float64)
-        if counts.shape != (2, cls.N) or not ((counts >= 0) & (counts < _MOST_COUNTED)).all():
+        if counts.shape != (2, cls.N) or not ((counts >= 0) & (counts < _MAX_COUNT)).all():
             raise ValueError("not the counts of this version")
-        found.hits, found.tries = counts
-        return found
+        ratios.hits, ratios.tries = counts
+        return ratios
 
     def counts(self) -> tuple[list[float], list[float]]:
-        """All it knows, in numbers."""
+        """Return hits and tries for saving."""
         return self.hits.tolist(), self.tries.tolist()
 
     def _fade(self, memory: float = _MEMORY) -> None:
@@ -120,17 +156,20 @@ class _Ratios:
 
 
 class Acceptance(_Ratios):
-    """How often the k-th child is accepted when its parent was: a prior at first, then a running
-    estimate.
+    """Acceptance rate of a node's k-th child, given that the node is accepted.
+
+    n_seen  number of observations
+    first   prior acceptance of the first child
     """
 
     N = N_RANKS
     n_seen = 0
-    first = _FIRST  # of the prior
+    first = _FIRST
 
     def observe(self, n_children: int, rank: int | None) -> None:
-        """At a node that was reached with so many children, the one of this rank was accepted, or
-        none.
+        """Record an accepted node with `n_children` children.
+
+        rank  rank of the accepted child; None if all children were rejected
         """
         self._fade()
         self.tries[:n_children] += 1
@@ -139,9 +178,9 @@ class Acceptance(_Ratios):
         self.n_seen += 1
 
     def by_rank(self) -> np.ndarray:
-        """(N_RANKS,) descending, summing to less than 1.
+        """Return acceptance by rank (N_RANKS,), descending, with a sum below 1.
 
-        A rank that was hardly tried follows the last one that was, in the prior's proportions.
+        A rank with few observations follows the preceding rank in the prior's proportion.
         """
         second = _SECOND * (1 - self.first) / (1 - _FIRST)
         prior = np.append(self.first, second * np.arange(1, N_RANKS) ** -_DECAY)
@@ -158,8 +197,9 @@ class Acceptance(_Ratios):
 
 
 class Calibration(_Ratios):
-    """How often tokens of about a probability by the draft are the target's choice; `tries` sums
-    the probabilities.
+    """Calibration of draft probabilities: target choices per bin of probability.
+
+    `tries` sums the draft probabilities of a bin; `hits` counts the target's choices.
     """
 
     _EDGES = np.exp(
@@ -168,8 +208,10 @@ class Calibration(_Ratios):
     N = len(_EDGES) + 1
 
     def observe(self, probabilities: np.ndarray, hit: int | None) -> None:
-        """The draft's probabilities of a node's candidates, of which number `hit` was the target's
-        choice, or none.
+        """Record the candidates of a node.
+
+        probabilities  (n,) draft probability per candidate
+        hit            index of the target's choice; None if it is not a candidate
         """
         bins = np.searchsorted(self._EDGES, probabilities)
         self._fade()
@@ -178,7 +220,7 @@ class Calibration(_Ratios):
             self.hits[bins[hit]] += 1
 
     def chances(self, probabilities: np.ndarray) -> np.ndarray:
-        """The chance of being the target's choice, of the same shape."""
+        """Return the probability of being the target's choice, in the shape of `probabilities`."""
         ratio = (self.hits + _PRIOR_WEIGHT / 4) / (self.tries + _PRIOR_WEIGHT / 4)
         return np.minimum(probabilities * ratio[np.searchsorted(self._EDGES, probabilities)], 1.0)
 
@@ -186,8 +228,8 @@ class Calibration(_Ratios):
 class ExpectedTokensBias(_Ratios):
     """Ratio of accepted to predicted draft tokens, exponentially averaged.
 
-    weight  tokens that a prediction is trusted for before anything was accepted
-    memory  factor by which older passes count less after each new one
+    weight  weight of the prediction, in tokens
+    memory  factor applied to older passes after each new pass
     """
 
     N = 1
@@ -197,41 +239,39 @@ class ExpectedTokensBias(_Ratios):
         self._weight = weight
         self._memory = memory
 
-    def observe(self, expected: float, got: int) -> None:
-        """A tree of which so many tokens were expected gave so many; the first, the bonus, is
-        sure.
-        """
+    def observe(self, expected: float, n_tokens: int) -> None:
+        """Record expected and actual tokens of a pass; the bonus token is certain."""
         self._fade(self._memory)
-        self.hits += got - 1
+        self.hits += n_tokens - 1
         self.tries += expected - 1
 
     def corrected(self, expected: float) -> float:
-        """The tokens to expect of a tree that is predicted to give `expected`."""
+        """Correct the expected tokens of a tree."""
         return 1 + (expected - 1) * float(
             (self.hits[0] + self._weight) / (self.tries[0] + self._weight)
         )
 
 
 class ExpertsBias(_Ratios):
-    """Ratio of the experts that passes bring to those of the cost model, which takes each for
-    equally likely, by rows.
+    """Ratio of actual to predicted streamed experts, indexed by the logarithm of the row count.
 
-    Routers prefer some, rows that belong together take the same, and what is kept is what is taken
-    most.
+    The cost model assumes equally likely experts. Routers prefer some experts, related rows share
+    experts, and the cache keeps the most used experts.
     """
 
     N = 10  # passes of 1, 2, 4, ... rows, each to the nearest
 
     def observe(self, n_rows: int, ratio: float) -> None:
-        """A pass brought so many times what was predicted."""
+        """Record the ratio of actual to predicted experts of a pass."""
         self._fade()
         at = min(round(np.log2(n_rows)), self.N - 1)
         self.hits[at] += ratio
         self.tries[at] += 1
 
     def at(self, n_rows: np.ndarray) -> np.ndarray:
-        """For passes of so many rows: by those of about as many, of others and, as if it were one,
-        the prediction.
+        """Return the correction factor per row count.
+
+        The weight of observations falls with distance; the prediction counts as one observation.
         """
         near = 4.0 ** -np.abs(np.subtract.outer(np.log2(np.maximum(n_rows, 1)), np.arange(self.N)))
         return np.asarray((near @ self.hits + 1) / (near @ self.tries + 1))

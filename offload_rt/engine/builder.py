@@ -158,5 +158,5 @@ def _machine(spec: EngineSpec, runner: Runner) -> MachineProfile:
     ranks = runner.spec.ranks if isinstance(runner.spec, Stage) else None
     if ranks and machine.compute and not machine.link_gbps:
         runner.follow_each_other(machine.compute)
-        return replace(machine, compute=machine.compute.of_stages(ranks.size))
+        return replace(machine, compute=machine.compute.pipelined(ranks.size))
     return machine

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from offload_rt.config import EngineConfig
+from offload_rt.cost.pass_times import transfer_s
 from offload_rt.engine.link_rates import measured_rates
 from offload_rt.errors import CheckpointError, DeviceError, SettingsError
 from offload_rt.offload.placement import LinkSizes
@@ -99,10 +100,10 @@ def _faster(
     assert found.sidecar is not None and found.sizes is not None, "the link reads a sidecar"
     rates = measured_rates(checkpoint, found.sidecar, device)
     nbytes = sum(one.encoded.layout.nbytes for one in found.sidecar)
-    raw_s = 1 / rates.link_gbps
+    raw_s = transfer_s(10**9, rates.link_gbps)
     share = sum(found.sizes.layer_nbytes) / nbytes
     link_s = share * raw_s
-    decode_s = 1 / rates.decode_gbps
+    decode_s = transfer_s(10**9, rates.decode_gbps)
     figures = (
         f"1 GB of weights takes {link_s:.2f} s on a link of {rates.link_gbps:.2f} GB/s and"
         f" {decode_s:.2f} s to decode, as it is {raw_s:.2f} s"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from offload_rt.chunks import CHUNK_ROWS, max_captured_rows
 from offload_rt.config import EngineConfig, format_size
 from offload_rt.cost.roofline import n_weights
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.errors import CapacityError, UnsupportedModelError
 from offload_rt.kv.split import KVBytes, KVSplit, RowFormat, state_rows
@@ -28,7 +29,7 @@ from offload_rt.offload.placement import (
     place_layers,
     with_expert_slots,
 )
-from offload_rt.speculate.protocols import ROWS_PER_NODE, DraftLimits, draft_rows, view_rows
+from offload_rt.speculate.protocols import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import Source, WeightFormat, dense

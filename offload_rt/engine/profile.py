@@ -215,7 +215,7 @@ def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
     """
     key = hashlib.sha256(repr((target, n_slots)).encode()).hexdigest()[:24]
     try:
-        bias = ExpertsBias.of(*read_cached(_EXPERTS, 1)[key])
+        bias = ExpertsBias.restore(*read_cached(_EXPERTS, 1)[key])
     except (KeyError, TypeError, ValueError, OverflowError):
         bias = ExpertsBias()
     closes.callback(

@@ -18,8 +18,9 @@ from offload_rt.cost.pass_times import (
     TouchedExperts,
     pass_time,
     pass_times,
+    transfer_s,
 )
-from offload_rt.cost.tree_size import Acceptance, sizes_up_to
+from offload_rt.cost.tree_size import Acceptance, select_tree
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.draft_spec import DraftSpec
@@ -251,11 +252,14 @@ class RanksSpec:
         links = (("disk", profile.link_gbps(disk, model.n_layers)),)
         nbytes = sum(disk.nbytes(i) for i, tier in enumerate(memory.plan.tiers) if tier == "disk")
         machine = MachineProfile("this machine", True, links, product_gbps[0], compute=times)
-        sizes = np.array([limits.n_nodes]) if limits.fixed_size else sizes_up_to(limits.n_nodes)
-        seconds = pass_times(machine, PassBytes((("disk", nbytes),), 0), sizes, 0)
-        seconds = -np.array(model.ranks.least(*(-seconds).tolist()))
+        ranks = model.ranks
+
+        def slowest_s(sizes: np.ndarray) -> np.ndarray:
+            seconds = pass_times(machine, PassBytes((("disk", nbytes),), 0), sizes, 0)
+            return -np.array(ranks.least(*(-seconds).tolist()))[:, None]
+
         trees = search(Acceptance().by_rank(), limits.n_nodes, limits.n_levels)
-        return float((seconds / trees.values[sizes].max(1)).min())
+        return select_tree(trees.values, limits, slowest_s).token_s
 
     def reading_notice(self, target: TargetSpec, files: TargetFiles) -> str:
         """Return a notice if reading the shards from disk wastes much bandwidth."""
@@ -381,7 +385,7 @@ def _compute_times(
     seconds = list[float]()
     for n_rows, gbps in zip(widths, product_gbps, strict=False):
         n_weights = sum(model.flops(i, n_rows, 0) for i in range(model.n_layers)) / 2 / n_rows
-        width_s = n_weights * dtype.itemsize / gbps / 1e9
+        width_s = transfer_s(n_weights * dtype.itemsize, gbps)
         for (adds, width), n in sorted(exchanges.items()):
             x = torch.zeros(n_rows, width, dtype=dtype, device=target.device)
             exchange = model.ranks.all_reduce if adds else model.ranks.all_gather

@@ -10,11 +10,16 @@ import numpy as np
 
 from offload_rt.config import EngineConfig, format_size
 from offload_rt.cost.card import Card
-from offload_rt.cost.decoding import Decoding, PairTimes, predict_decoding
+from offload_rt.cost.decoding import Decoding, PairTimes, predict_decoding, select_topology
 from offload_rt.cost.estimator import CostEstimator
-from offload_rt.cost.pass_times import ComputeTimes, HostTimes, MachineProfile, PassBytes
+from offload_rt.cost.pass_times import (
+    ComputeTimes,
+    HostTimes,
+    MachineProfile,
+    PassBytes,
+    transfer_s,
+)
 from offload_rt.cost.roofline import Roof
-from offload_rt.cost.tree_size import choose, sizes_up_to
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import (
     LIBRARIES,
@@ -29,9 +34,7 @@ from offload_rt.offload.placement import MemoryBudget, Plan, least_budget
 from offload_rt.planning.acceptance import SELF, Assumed
 from offload_rt.planning.ranks import ALONE, Parallelism
 from offload_rt.planning.sizes import copies, decoded_nbytes, formats, is_plain
-from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import pick_drafter
-from offload_rt.tree.search import search
 from offload_rt.tree.topology import Topology
 
 # Seconds of a pass on a card besides its layers and its head: embedding, sampling, verification
@@ -72,8 +75,6 @@ _N_POINTS = 12
 _FIRST_RAM = 16 << 30
 # A context of fewer tokens is short.
 _SHORT_CONTEXT = 2048
-# Choosing a tree asks what a level of the draft takes, and that depends on the tree.
-_ROUNDS = 3
 # A pass so much longer than one of a single row is limited by its products, not by reading the
 # weights.
 _OF_PRODUCTS = 1.5
@@ -137,7 +138,7 @@ class Machine:
         is resident as a whole.
         """
         is_encoded = [target.link is not None and tier != "device" for tier in plan.tiers]
-        decode_s = decoded_nbytes(target, is_encoded) / self.decode_gbps / 1e9
+        decode_s = transfer_s(decoded_nbytes(target, is_encoded), self.decode_gbps)
         of_target = self._times(target, plan.is_resident, self.ranks, decode_s=decode_s)
         of_draft = None
         if draft is not None:
@@ -152,7 +153,7 @@ class Machine:
         is_host = experts is not None and experts.tier == "host" and moved.disk_experts is None
         if experts is None or not is_host or not self.ram_gbps:
             return moved
-        times = HostTimes((1,), (experts.nbytes / self.ram_gbps / 1e9,))
+        times = HostTimes((1,), (transfer_s(experts.nbytes, self.ram_gbps),))
         return replace(moved, experts=replace(experts, host=times))
 
     def _times(
@@ -171,7 +172,7 @@ class Machine:
         is_quantised = not (sizes.stand_in or is_plain(sizes))
         return self.roof(sizes.dtype).compute_times(
             spec, sizes.dtype, is_replayed and spec.supports_graphs, share,
-            is_quantised * itemsize / self.decode_gbps / 1e9,
+            transfer_s(is_quantised * itemsize, self.decode_gbps),
             lambda n_rows: decode_s + ranks.exchange_s(sizes.spec, itemsize, n_rows),
         )  # fmt: skip
 
@@ -265,15 +266,16 @@ class Forecast:
             return None
         head = draft.spec.vocab_size * draft.spec.hidden_size * draft.dtype.itemsize
         nbytes = draft_nbytes(draft, self.memory_plan.plan) + head
-        rate = self.machine.roof(draft.dtype).bandwidth
+        roof = self.machine.roof(draft.dtype)
         seconds = self.draft_s / (self.topology.n_levels - 1)
-        return DraftLevel(seconds, nbytes, rate / 1e9, seconds / (nbytes / rate))
+        ratio = seconds / roof.seconds(0.0, nbytes)
+        return DraftLevel(seconds, nbytes, roof.bandwidth / 1e9, ratio)
 
     @property
     def link_s(self) -> dict[str, float]:
         """Seconds for which a pass keeps each link busy."""
         return {
-            name: nbytes / dict(self.machine.links)[name] / 1e9
+            name: transfer_s(nbytes, dict(self.machine.links)[name])
             for name, nbytes in self.moved.items()
         }
 
@@ -332,8 +334,8 @@ def predict(
     )
     moved = replace(machine.with_host_experts(moved), exchanged=exchanged)
     cost = CostEstimator(profile, moved)
-    topology = _tree(request, fitted.limits, costs, cost)
     by_rank = request.acceptance.by_rank
+    topology = select_topology(cost, costs, by_rank, fitted.limits, context)
     draft_s = costs.draft_s(topology, context)
     row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
     return Forecast(
@@ -359,7 +361,7 @@ def _link_nbytes(
     experts = moved.experts
     if experts is not None and experts.host is not None:
         rows = np.array(n_rows)
-        alone = experts.of_pass(rows) - experts.of_pass(rows, links[experts.tier])
+        alone = experts.pass_nbytes(rows) - experts.pass_nbytes(rows, links[experts.tier])
         nbytes[experts.tier] -= int(alone)
     return {name: n for name, n in nbytes.items() if n}
 
@@ -412,30 +414,6 @@ def short_context(forecast: Forecast) -> str:
         f"{short}: --max-model-len {wanted} takes {format_size(nbytes)} more and gives"
         f" {seconds:.3f} s per token"
     )
-
-
-def _tree(
-    request: PlanRequest, limits: DraftLimits, costs: PairTimes, cost: CostEstimator
-) -> Topology:
-    """The tree with the least time for a token, by the cost model, as drafters of a chosen shape
-    choose it.
-    """
-    if costs.draft is None or limits.n_nodes == 1:
-        return Topology.chain(1)
-    table = search(request.acceptance.by_rank, limits.n_nodes, limits.n_levels)
-    sizes = np.array([limits.n_nodes]) if limits.fixed_size else sizes_up_to(limits.n_nodes)
-    least_levels = limits.n_levels if limits.fixed_depth else 1 + limits.fixed_size
-    topology = Topology.chain(2)
-    for _ in range(_ROUNDS):
-        level_s = costs.draft_s(topology, request.context) / max(topology.n_levels - 1, 1)
-        seconds = cost.seconds(
-            sizes[:, None], request.context, level_s * np.arange(limits.n_levels)
-        )
-        n_nodes, n_levels, _ = choose(table.values, sizes, seconds, least_levels)
-        topology = table.topology(n_nodes, n_levels)
-        if len(topology) == 1:
-            break
-    return topology
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from offload_rt.cost.card import Card
+from offload_rt.cost.pass_times import transfer_s
 from offload_rt.cost.roofline import layer_weights, n_weights
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import UnsupportedModelError
@@ -122,7 +123,8 @@ class Parallelism:
     def exchange_s(self, spec: Architecture, itemsize: int, n_rows: int) -> float:
         """Seconds of a pass in which ranks exchange and compute nothing."""
         n_times = self.n - 1 if self.n_parts == 1 else len(_collectives(spec, itemsize))
-        return n_times * _LATENCY_S + n_rows * self.received(spec, itemsize) / self.gbps / 1e9
+        received_s = transfer_s(n_rows * self.received(spec, itemsize), self.gbps)
+        return n_times * _LATENCY_S + received_s
 
     def crossing(self, spec: Architecture, itemsize: int) -> int:
         """What of `received` crosses the link of the layers; of a pipeline's hand-overs one does,

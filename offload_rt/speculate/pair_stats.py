@@ -44,9 +44,9 @@ class PairStats:
         try:
             kinds = {
                 key: Estimates(
-                    Acceptance.of(*acceptance),
-                    Calibration.of(*calibration),
-                    ExpectedTokensBias.of(*bias),
+                    Acceptance.restore(*acceptance),
+                    Calibration.restore(*calibration),
+                    ExpectedTokensBias.restore(*bias),
                 )
                 for key, (acceptance, calibration, bias) in entry.items()
             }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.speculate.pair_stats import PairStats
 
 if TYPE_CHECKING:  # a plan asks for limits and types alone
@@ -28,22 +29,6 @@ ROWS_PER_NODE = 2
 _SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
 # Self-drafting: a level costs about as much as a pass, so trees are small.
 SELF_SIZES = (64, 32, 16, 8)
-
-
-@dataclass(frozen=True)
-class DraftLimits:
-    """Upper bounds of tree sizes.
-
-    n_nodes      nodes of all trees in a pass, including roots and unverified rows
-    n_levels     levels of a single tree, including the root
-    fixed_size   use `n_nodes` wherever memory allows, regardless of the expected time
-    fixed_depth  likewise for `n_levels`
-    """
-
-    n_nodes: int
-    n_levels: int
-    fixed_size: bool = False
-    fixed_depth: bool = False
 
 
 class Drafter(Protocol):

@@ -6,11 +6,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.errors import SettingsError
 from offload_rt.kv.split import LEAST_BUDGET
 from offload_rt.models.architecture import Architecture
-from offload_rt.speculate.protocols import DrafterType, DraftLimits, VerificationRule
+from offload_rt.speculate.protocols import DrafterType, VerificationRule
 from offload_rt.system import registry
 from offload_rt.text.detokenize import load_tokenizer
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from offload_rt.cost.tree_size import N_RANKS, best_prefixes, choose, sizes_up_to
+from offload_rt.cost.tree_size import N_RANKS, best_prefixes
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
@@ -232,14 +232,9 @@ class TreeDrafter(Drafter):
             depths = self._shape.depths[:n_nodes]
             return Topology(parents[depths < n_levels]), 1.0
         trees = self._trees(sequence.temperature)
-        sizes = np.array([n_nodes]) if self.limits.fixed_size else sizes_up_to(n_nodes)
-        # The last level needs no draft pass.
-        draft_s = self._cost.level(n_sequences) * np.arange(n_levels)
-        rows = n_sequences * sizes[:, None]
-        seconds = self._cost.seconds(rows, len(sequence.tokens), draft_s, n_sequences)
-        least_levels = n_levels if self.limits.fixed_depth else 1 + self.limits.fixed_size
-        n_nodes, n_levels, _ = choose(trees.values[:, : n_levels + 1], sizes, seconds, least_levels)
-        return trees.topology(n_nodes, n_levels), float(trees.values[n_nodes, n_levels])
+        limits = replace(self.limits, n_nodes=n_nodes, n_levels=n_levels)
+        choice = self._cost.best_tree(trees.values, limits, len(sequence.tokens), n_sequences)
+        return trees.topology(choice.n_nodes, choice.n_levels), choice.n_tokens
 
     def _trees(self, temperature: float) -> TreeTable:
         """Return optimal trees for the current acceptance; search again at 4, 8, 16 ... samples."""

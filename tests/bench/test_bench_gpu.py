@@ -399,8 +399,8 @@ def test_table_shows_figures_and_failures(tmp_path):
     assert {line.count("|") for line in made.splitlines()[2:]} == {4}
 
 
-def test_readme_table_matches_the_results():
-    text = (ROOT / "README.md").read_text()
+def test_table_of_measurements_matches_the_results():
+    text = (ROOT / "docs" / "measurements.md").read_text()
     assert written_into(text, table(ROOT / "bench/results/gpu")) == text
 
 

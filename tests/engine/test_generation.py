@@ -29,9 +29,10 @@ import offload_rt
 import offload_rt.ops.linear
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.sequence import Sequence
-from offload_rt.speculate.protocols import Drafter, DraftLimits
+from offload_rt.speculate.protocols import Drafter
 from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.tree.topology import DraftTree, Topology
 

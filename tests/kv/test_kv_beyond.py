@@ -234,9 +234,9 @@ def test_greedy_tokens_equal_transformers(pair, drafter):
     assert [first.token_ids, *(one.token_ids for one in together)] == [expected[0], *expected]
     # What came is the layers and the rows of each pass, and what the slots took in besides.
     least = (stats.n_passes - 1) * (
-        0.9 * weights + rows.of_pass(250) - 8 * rows.of_layer(0, rows.n_resident + 1) * 3
+        0.9 * weights + rows.pass_nbytes(250) - 8 * rows.layer_nbytes(0, rows.n_resident + 1) * 3
     )
-    assert least < stats.link_bytes < (stats.n_passes + 3) * (weights + rows.of_pass(320)) * 1.3
+    assert least < stats.link_bytes < (stats.n_passes + 3) * (weights + rows.pass_nbytes(320)) * 1.3
 
 
 def test_next_turn_computes_new_tokens_only(pair):
@@ -444,7 +444,10 @@ def test_device_split_moves_the_fewest_bytes_at_any_context(share, max_len, n_no
         ).streamed("disk")
         for context in (0, 100, max_len // 2, max_len - 1):
             mine = found.pass_bytes.at(context).get("disk", 0)
-            assert mine <= found.streamed_nbytes + n_fewer * of_layer + other.of_pass(context) + row
+            assert (
+                mine
+                <= found.streamed_nbytes + n_fewer * of_layer + other.pass_nbytes(context) + row
+            )
 
 
 def test_all_rows_are_on_the_device_if_they_fit():
@@ -479,14 +482,14 @@ def test_moved_bytes_count_visible_rows_only(n_resident, context, windows):
         [r for r in range(n_resident, context) if not window or r >= context - window]
         for window in windows
     ]
-    assert rows.of_pass(context) == 10 * sum(map(len, seen))
-    assert rows.of_pass(context, 513) == 2 * rows.of_pass(context)
-    assert rows.of_pass(context, 1, n_sequences=3) >= rows.of_pass(context)
-    assert replace(rows, n_resident=0).of_pass(context, 1, 3) == 3 * replace(
+    assert rows.pass_nbytes(context) == 10 * sum(map(len, seen))
+    assert rows.pass_nbytes(context, 513) == 2 * rows.pass_nbytes(context)
+    assert rows.pass_nbytes(context, 1, n_sequences=3) >= rows.pass_nbytes(context)
+    assert replace(rows, n_resident=0).pass_nbytes(context, 1, 3) == 3 * replace(
         rows, n_resident=0
-    ).of_pass(context)
+    ).pass_nbytes(context)
     if not any(windows):
-        assert rows.of_pass(context, 1, 3) == rows.of_pass(3 * context)
+        assert rows.pass_nbytes(context, 1, 3) == rows.pass_nbytes(3 * context)
 
 
 def test_pass_time_includes_weights_and_rows():

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from bench.models import config_of, random_model
 from offload_rt import LLM, SamplingParams
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
-from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import rule_of
 
 pytestmark = pytest.mark.numeric

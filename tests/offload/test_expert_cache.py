@@ -372,7 +372,7 @@ def test_expert_bytes_are_learned_per_row_count():
         return one.fixed(0.0).seconds(n, 100) / one._slack
 
     before = seconds(cost)
-    np.testing.assert_allclose(before, formula.of_pass(n) / 1e9, rtol=0.01)
+    np.testing.assert_allclose(before, formula.pass_nbytes(n) / 1e9, rtol=0.01)
     cost.passed(16, 100, 0.0, 1.0, 0.0, n_experts=48 * 6)
     # one pass says little
     assert 0.5 < seconds(cost)[2] / before[2] < 0.6 and seconds(cost)[0] > 0.85 * before[0]

@@ -163,7 +163,7 @@ def test_pipeline_parts_minimise_the_pass_time(n_stages):
                 )
         return ends[-1]
 
-    of_stages = times.of_stages(n_stages)
+    pipelined = times.pipelined(n_stages)
     falling = ComputeTimes((1, 8), (64, 128), ((2.0, 1.0), (2.0, 1.0)))
     assert falling.n_parts(500, n_stages) >= 1  # as a line through noise may
     for n_rows in (1, 16, 64, 512):
@@ -171,7 +171,7 @@ def test_pipeline_parts_minimise_the_pass_time(n_stages):
         chosen = seconds(n_rows, times.n_parts(n_rows, n_stages))
         assert best <= chosen <= 1.05 * best
         if n_rows in times.widths:
-            assert of_stages.at(np.array([n_rows]), 64)[0] == pytest.approx(chosen)
+            assert pipelined.at(np.array([n_rows]), 64)[0] == pytest.approx(chosen)
     assert times.n_parts(1, n_stages) == 1 < times.n_parts(512, n_stages)
 
 

@@ -330,7 +330,7 @@ def test_foreign_output_folder_is_refused(expand, source, tmp_path, capsys):
     before = (out / "expansion.json").read_bytes()
     run(expand, source, out, *flags_of(EXACT["2 D, 4 head_dim"]), rc=2)
     run(expand, source, source, *flags_of(EXACT["4 D"]), rc=2)
-    assert capsys.readouterr().err.count("already holds something else") == 2
+    assert capsys.readouterr().err.count("already has other contents") == 2
     assert (out / "expansion.json").read_bytes() == before
     (tmp_path / "empty").mkdir()
     run(expand, source, tmp_path / "empty", *flags_of(EXACT["4 D"]))

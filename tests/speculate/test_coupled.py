@@ -20,11 +20,11 @@ from support.tiny import (
 )
 
 from offload_rt import SamplingParams
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.sequence import Sequence
 from offload_rt.ops import noise
 from offload_rt.ops.noise import NoiseRows, exponentials, philox
 from offload_rt.sampling import Context, probs
-from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify import coupled
 from offload_rt.tree.topology import DraftTree, Topology

@@ -23,10 +23,10 @@ from support.tiny import (
 
 from offload_rt import SamplingParams
 from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import top_tokens
-from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import drafter_type, pick_drafter, rule_of
 from offload_rt.system import registry
 from offload_rt.tree.topology import Verdict

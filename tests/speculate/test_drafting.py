@@ -26,7 +26,7 @@ from support.tiny import (
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
-from offload_rt.cost.tree_size import Acceptance, Calibration
+from offload_rt.cost.tree_size import Acceptance, Calibration, DraftLimits
 from offload_rt.engine import profile
 from offload_rt.engine.profile import compute_times, pass_profile
 from offload_rt.errors import CapacityError, SettingsError
@@ -34,7 +34,6 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.ngrams import MatchRates, append_ngram, find_matches
 from offload_rt.speculate.pair_stats import PairStats
-from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
 
 # Copying

@@ -49,6 +49,7 @@ from transformers import PreTrainedModel
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import (
     CapacityError,
     CheckpointError,
@@ -59,7 +60,6 @@ from offload_rt.errors import (
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
-from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import rule_of
 
 pytestmark = pytest.mark.numeric

@@ -22,13 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.sampling import TopTokens, top_tokens
 from offload_rt.speculate import learner
 from offload_rt.speculate.learner import Learner, Passage
-from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import rule_of
 from offload_rt.system.files import cache_directory
 from offload_rt.tree.topology import Topology

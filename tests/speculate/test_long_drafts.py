@@ -25,6 +25,7 @@ from offload_rt import SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
@@ -35,7 +36,6 @@ from offload_rt.speculate import draft_model
 from offload_rt.speculate.draft.triforce import TriForce
 from offload_rt.speculate.draft_model import DraftState
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
-from offload_rt.speculate.protocols import DraftLimits
 from offload_rt.speculate.select import drafter_type, pick_drafter, rule_of
 from offload_rt.tree.topology import Topology
 

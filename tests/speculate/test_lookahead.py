@@ -12,9 +12,10 @@ from support.tiny import CASES, Steady, engine_of, generate, logits_of, open_llm
 from transformers import PreTrainedModel
 
 from offload_rt import SamplingParams
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.draft.lookahead import Lookahead, NgramPool
-from offload_rt.speculate.protocols import DraftLimits, DraftParts
+from offload_rt.speculate.protocols import DraftParts
 from offload_rt.tree.topology import DraftTree
 
 N_NEW = 90

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from support.tiny import Steady, Zoo, engine_of, generate, logits_of, open_llm, prompt_of
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.draft.recycle import PredictedTree, PredictionTable, Recycling
-from offload_rt.speculate.protocols import DraftLimits, DraftParts
+from offload_rt.speculate.protocols import DraftParts
 from offload_rt.speculate.select import drafter_type
 
 N_NODES = 24

@@ -36,12 +36,13 @@ from support.tiny import (
 )
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import tree_drafter
 from offload_rt.speculate.draft_model import DraftState
-from offload_rt.speculate.protocols import DraftLimits, draft_rows
+from offload_rt.speculate.protocols import draft_rows
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.system import registry
 

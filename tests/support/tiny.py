@@ -30,6 +30,7 @@ from transformers import (
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.engine import builder, profile
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.scheduler import Scheduler
@@ -39,12 +40,7 @@ from offload_rt.executor.step import Step
 from offload_rt.kv.split import LEAST_BUDGET
 from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.pair_stats import PairStats
-from offload_rt.speculate.protocols import (
-    Drafter,
-    DraftLimits,
-    DraftParts,
-    VerificationRule,
-)
+from offload_rt.speculate.protocols import Drafter, DraftParts, VerificationRule
 from offload_rt.speculate.select import drafter_type, rule_of
 from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.system import registry

@@ -1,6 +1,5 @@
 """The search for the best tree, against all trees there are."""
 
-import itertools
 from functools import cache
 
 import numpy as np
@@ -9,13 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny import random_tree
 
-from offload_rt.cost.tree_size import (
-    ExpectedTokensBias,
-    best_prefix,
-    best_prefixes,
-    choose,
-    sizes_up_to,
-)
 from offload_rt.tree.describe import describe
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
@@ -145,73 +137,3 @@ def test_description_is_short_and_names_widths(topology):
     if not topology.is_chain:
         widths = np.bincount(topology.depths).tolist()
         assert [int(line.split()[1]) for line in lines[2 : 2 + len(widths)]] == widths
-
-
-def test_expectations_are_corrected_by_outcomes():
-    known = ExpectedTokensBias()
-    assert known.corrected(5.0) == 5.0
-    for _ in range(2000):
-        known.observe(5.0, 3)
-    assert known.corrected(5.0) == pytest.approx(3.0, abs=0.2)
-    assert known.corrected(1.0) == 1.0
-
-
-def test_recent_outcomes_count_most():
-    known = ExpectedTokensBias()
-    for _ in range(2000):
-        known.observe(9.0, 3)
-    known.observe(9.0, 9)
-    assert known.corrected(9.0) < 4.0
-    for _ in range(60):
-        known.observe(9.0, 9)
-    assert known.corrected(9.0) > 7.5
-
-
-@given(st.integers(0, 10**6))
-def test_nodes_are_added_while_they_pay(seed):
-    random = np.random.default_rng(seed)
-    chances = np.sort(random.random(30))[::-1] * random.random()
-    seconds = 1.0 + np.maximum(np.arange(31) - random.integers(31), 0) * random.random() / 10
-    per_token = seconds / (1.0 + np.concatenate(([0.0], np.cumsum(chances))))
-    n = best_prefix(chances, seconds)
-    assert per_token[n] <= 1.01 * per_token.min()
-    assert (per_token[:n] > 1.01 * per_token.min()).all()
-
-
-@given(st.integers(0, 10**6))
-def test_nodes_of_several_trees_minimise_the_cost_per_token(seed):
-    random = np.random.default_rng(seed)
-    chances = [
-        np.sort(random.random(random.integers(7)) * scale)[::-1] for scale in (1.0, 0.6, 0.2)
-    ]
-    seconds = 1.0 + np.maximum(np.arange(22) - random.integers(22), 0) * random.random() / 10
-
-    def per_token(sizes: tuple[int, ...]) -> float:
-        tokens = sum(1.0 + one[:n].sum() for one, n in zip(chances, sizes, strict=True))
-        return float(seconds[3 + sum(sizes)] / tokens)
-
-    found = best_prefixes(chances, lambda n_rows: seconds[n_rows])
-    every = itertools.product(*(range(len(one) + 1) for one in chances))
-    assert per_token(tuple(found)) <= 1.01 * min(map(per_token, every)) * (1 + 1e-12)
-
-
-@given(st.integers(0, 10**6), st.integers(1, 4))
-def test_choice_is_the_smallest_nearly_optimal_tree(seed, least_levels):
-    random = np.random.default_rng(seed)
-    expected = 1.0 + np.sort(random.random((21, 6)) * 5, axis=0)
-    sizes = sizes_up_to(20)
-    seconds = 1.0 + np.sort(random.random((len(sizes_up_to(20)), 5)), axis=0)
-    n_nodes, n_levels, per_token = choose(expected, sizes, seconds, least_levels)
-    cost = {
-        (int(n), level): seconds[row, level - 1] / expected[n, level]
-        for row, n in enumerate(sizes)
-        for level in range(least_levels, 6)
-        if n == 1 or level > 1
-    }
-    good = [n for (n, _), value in cost.items() if value <= 1.01 * min(cost.values())]
-    assert n_nodes == min(good)
-    assert (
-        per_token
-        == cost[n_nodes, n_levels]
-        == min(value for (n, _), value in cost.items() if n == n_nodes)
-    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import abc
 from typing import TYPE_CHECKING
 
-from offload_rt.speculate.protocols import Drafter, DrafterType, DraftLimits, DraftParts
+from offload_rt.cost.tree_size import DraftLimits
+from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
 from offload_rt.tree.topology import DraftTree
 
 if TYPE_CHECKING:
