@@ -102,11 +102,11 @@ compare: .venv/compared
 
 bench: venv
 	$(PY) -m bench.stream
-	$(PY) -m bench.verify
+	$(PY) -m bench.speculate.verify
 	$(PY) -m bench.speculate
-	$(PY) -m bench.trace
+	$(PY) -m bench.stream.trace
 	$(PY) -m bench.compute
-	$(PY) -m bench.predictions
+	$(PY) -m bench.speculate.predictions
 
 clean:
 	rm -rf .venv $(OLDEST) demo-cache build *.egg-info offload_rt/ops/_*.so offload_rt/ops/_*.log

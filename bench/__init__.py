@@ -1,1 +1,1 @@
-"""Benchmarks: one file per question, each with the physical floor measured in the same run."""
+"""Benchmarks by topic. Each prints question, machine, physical floor and a JSON line."""

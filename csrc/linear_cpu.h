@@ -288,89 +288,6 @@ inline void split_nibbles(const uint8_t* bytes, int n, bool is_low_first, uint8_
   }
 }
 
-// A table of 16 numbers, each exact in bfloat16 or float16, that codes of 4 bits are looked up in: 32 at a time by bytes
-// where a vector holds 8 floats.
-template <int dtype>
-struct ShortTable {
-#if LEVEL == 1
-  __m256i low, high;
-  explicit ShortTable(const float* numbers) {
-    __m256i all;
-    if constexpr (dtype == kBFloat16) {
-      const __m256i a = _mm256_srli_epi32((__m256i)load(numbers), 16), b = _mm256_srli_epi32((__m256i)load(numbers + 8), 16);
-      all = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
-    } else {
-      all = _mm256_set_m128i(_mm256_cvtps_ph((__m256)load(numbers + 8), 0), _mm256_cvtps_ph((__m256)load(numbers), 0));
-    }
-    const __m256i lows = _mm256_and_si256(all, _mm256_set1_epi16(0xff)), highs = _mm256_srli_epi16(all, 8);
-    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(lows, highs), 0xd8);  // 16 lows, 16 highs
-    low = _mm256_permute2x128_si256(bytes, bytes, 0x00);
-    high = _mm256_permute2x128_si256(bytes, bytes, 0x11);
-  }
-  // 32 codes in 16 bytes, the low nibble of each first.
-  template <typename P>
-  inline void expand(const uint8_t* packed, V scale, bool is_scaled, P* out) const {
-    const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed)), mask = _mm_set1_epi8(15);
-    const __m128i even = _mm_and_si128(both, mask), odd = _mm_and_si128(_mm_srli_epi16(both, 4), mask);
-    const __m256i codes = _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
-    __m256i parts[4];
-    if constexpr (dtype == kBFloat16) {
-      // Half-vectors are interleaved twice: eight codes end up in one vector when their halves start four bytes apart.
-      const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7), none = _mm256_setzero_si256();
-      const __m256i ordered = _mm256_permutevar8x32_epi32(codes, order);
-      const __m256i a = _mm256_shuffle_epi8(low, ordered), b = _mm256_shuffle_epi8(high, ordered);
-      const __m256i first = _mm256_unpacklo_epi8(a, b), second = _mm256_unpackhi_epi8(a, b);
-      parts[0] = _mm256_unpacklo_epi16(none, first), parts[1] = _mm256_unpackhi_epi16(none, first);
-      parts[2] = _mm256_unpacklo_epi16(none, second), parts[3] = _mm256_unpackhi_epi16(none, second);
-    } else {
-      const __m256i ordered = _mm256_permute4x64_epi64(codes, 0xd8);
-      const __m256i a = _mm256_shuffle_epi8(low, ordered), b = _mm256_shuffle_epi8(high, ordered);
-      const __m256i first = _mm256_unpacklo_epi8(a, b), second = _mm256_unpackhi_epi8(a, b);
-      parts[0] = (__m256i)_mm256_cvtph_ps(_mm256_castsi256_si128(first));
-      parts[1] = (__m256i)_mm256_cvtph_ps(_mm256_extracti128_si256(first, 1));
-      parts[2] = (__m256i)_mm256_cvtph_ps(_mm256_castsi256_si128(second));
-      parts[3] = (__m256i)_mm256_cvtph_ps(_mm256_extracti128_si256(second, 1));
-    }
-    for (int i = 0; i < 4; ++i) store(out + 8 * i, is_scaled ? (V)parts[i] * scale : (V)parts[i]);
-  }
-#else
-  const float* numbers;
-  explicit ShortTable(const float* numbers) : numbers(numbers) {}
-  template <typename P>
-  inline void expand(const uint8_t* packed, V scale, bool is_scaled, P* out) const {
-    uint8_t codes[32];
-    split_nibbles(packed, 32, true, codes);
-    for (int k = 0; k < 32; k += kLanes) {
-      const V x = Table{numbers}(codes + k);
-      store(out + k, is_scaled ? x * scale : x);
-    }
-  }
-#endif
-};
-
-// n codes of 4 bits, packed with the low nibble first, in groups of a multiple of 32 that begin at `first`.
-template <int dtype, typename P>
-inline void expand_groups(const Matrix& m, int64_t row, int64_t first, int n, const uint8_t* packed, P* out) {
-  const int group = static_cast<int>(smaller<int64_t>(m.block_in, n));
-  float scales[kLongestBlock / 64], zeros[kLongestBlock / 64], numbers[16];
-  groups_of(m, row, first / m.block_in, (n + group - 1) / group, scales, zeros);
-  for (int k = 0, g = 0; k < n; k += group, ++g) {
-    constexpr float kCodes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int i = 0; i < 16; i += kLanes)
-      store(numbers + i, rounded<dtype>((load(kCodes + i) - set1(zeros[g])) * set1(scales[g])));
-    const ShortTable<dtype> table(numbers);
-    for (int i = 0; i < smaller(group, n - k); i += 32) table.expand(packed + (k + i) / 2, V{}, false, out + k + i);
-  }
-}
-
-// Codes of MXFP4 with powers of two as scales, whose products are exact in bfloat16.
-template <typename P>
-inline void expand_mxfp4(const Matrix& m, int64_t row, int64_t first, int n, const uint8_t* packed, P* out) {
-  const ShortTable<kBFloat16> table(kE2m1Values);
-  const uint8_t* scales = static_cast<const uint8_t*>(m.scales) + row * m.grid_columns + first / 32;
-  for (int k = 0; k < n; k += 32) table.expand(packed + k / 2, set1(number(scales, kExponent8, k / 32)), true, out + k);
-}
-
 // Replaces codes by what a table of 16 numbers has in their place.
 inline void look_up(const int8_t* table, int n, uint8_t* codes) {
 #if LEVEL >= 1
@@ -485,39 +402,90 @@ inline void unpack_blocks(const uint8_t* blocks, int n, P* out) {
 
 inline bool is_gathered(const Matrix& m) { return m.bits == 4 && (m.kind == kColumns || m.kind == kAwq); }
 
-// Copies the codes of 4 bits of n inputs of a transposed matrix into words of eight inputs: words (n_outs, stride).
-inline void gather(const Matrix& m, int64_t first_out, int n_outs, int64_t first, int n, int64_t stride, uint32_t* words) {
-  if (m.kind == kColumns) {
-    for (int w = 0; w < (n + 7) / 8; ++w) {
-      const uint8_t* from = m.codes + ((first / 8 + w) * m.n_out + first_out) * 4;
-      for (int j = 0; j < n_outs; ++j) words[j * stride + w] = word_at(from, j);
-    }
-    return;
+typedef uint32_t Words __attribute__((vector_size(32)));
+
+// Transpose 8 x 8 words.
+inline void transpose(Words* rows) {
+  Words pairs[8], quads[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = __builtin_shuffle(rows[i], rows[i + 1], Words{0, 8, 1, 9, 4, 12, 5, 13});
+    pairs[i + 1] = __builtin_shuffle(rows[i], rows[i + 1], Words{2, 10, 3, 11, 6, 14, 7, 15});
   }
-  typedef uint32_t Words __attribute__((vector_size(32)));
-  for (int w = 0; w < (n + 7) / 8; ++w)
-    for (int part = 0; part < (n_outs + 7) / 8; part += 8) {
-      // Eight words of eight outputs for each of eight inputs, whose nibbles are transposed.
-      const int n_words = smaller<int>(8, (n_outs + 7) / 8 - part);
-      Words rows[8] = {};
-      for (int i = 0; i < 8 && 8 * w + i < n; ++i)
-        memcpy(&rows[i], m.codes + (first + 8 * w + i) * m.row_nbytes + (first_out / 8 + part) * 4, 4 * n_words);
-      for (int i = 0; i < 4; ++i) {
-        const Words swapped = (rows[i] >> 16 ^ rows[i + 4]) & 0xffff;
-        rows[i + 4] ^= swapped, rows[i] ^= swapped << 16;
-      }
-      for (int j = 0; j < 4; ++j) {
-        const int i = j / 2 * 4 + j % 2;
-        const Words swapped = (rows[i] >> 8 ^ rows[i + 2]) & 0xff00ff;
-        rows[i + 2] ^= swapped, rows[i] ^= swapped << 8;
-      }
-      for (int i = 0; i < 8; i += 2) {
-        const Words swapped = (rows[i] >> 4 ^ rows[i + 1]) & 0xf0f0f0f;
-        rows[i + 1] ^= swapped, rows[i] ^= swapped << 4;
-      }
-      for (int j = 0; j < 8 * n_words && 8 * part + j < n_outs; ++j)
-        words[(8 * part + j) * stride + w] = rows[kAwqNibbles[j % 8]][j / 8];
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      quads[i + 2 * j] = __builtin_shuffle(pairs[i + j], pairs[i + j + 2], Words{0, 1, 8, 9, 4, 5, 12, 13});
+      quads[i + 2 * j + 1] = __builtin_shuffle(pairs[i + j], pairs[i + j + 2], Words{2, 3, 10, 11, 6, 7, 14, 15});
     }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = __builtin_shuffle(quads[i], quads[i + 4], Words{0, 1, 2, 3, 8, 9, 10, 11});
+    rows[i + 4] = __builtin_shuffle(quads[i], quads[i + 4], Words{4, 5, 6, 7, 12, 13, 14, 15});
+  }
+}
+
+// Input rows of a transposed matrix between the codes in use and the prefetched codes.
+constexpr int kRowsAhead = 64;
+
+// Read up to 64 inputs from input `first` on of up to 64 outputs in AWQ order. words[i][j] holds, in lane l, inputs
+// [8 j, 8 j + 8) of output 8 l + i.
+inline void gather_awq(const Matrix& m, int64_t first_out, int n_outs, int64_t first, int n, Words (*words)[8]) {
+  const int n_words = (n_outs + 7) / 8;
+  for (int j = 0; j < (n + 7) / 8; ++j) {
+    Words rows[8] = {};
+    for (int i = 0; i < smaller(8, n - 8 * j); ++i) {
+      const uint8_t* from = m.codes + (first + 8 * j + i) * m.row_nbytes + first_out / 2;
+      __builtin_prefetch(from + kRowsAhead * m.row_nbytes);
+      if (n_words == 8) memcpy(&rows[i], from, 32);
+      else memcpy(&rows[i], from, 4 * n_words);
+    }
+    // Transpose 8 x 8 nibbles in every lane.
+    for (int i = 0; i < 4; ++i) {
+      const Words swapped = (rows[i] >> 16 ^ rows[i + 4]) & 0xffff;
+      rows[i + 4] ^= swapped, rows[i] ^= swapped << 16;
+    }
+    for (int pair = 0; pair < 4; ++pair) {
+      const int i = pair / 2 * 4 + pair % 2;
+      const Words swapped = (rows[i] >> 8 ^ rows[i + 2]) & 0xff00ff;
+      rows[i + 2] ^= swapped, rows[i] ^= swapped << 8;
+    }
+    for (int i = 0; i < 8; i += 2) {
+      const Words swapped = (rows[i] >> 4 ^ rows[i + 1]) & 0xf0f0f0f;
+      rows[i + 1] ^= swapped, rows[i] ^= swapped << 4;
+    }
+    for (int i = 0; i < 8; ++i) words[i][j] = rows[kAwqNibbles[i]];
+  }
+}
+
+// Copy the 4-bit codes of n inputs of a transposed matrix into words of eight inputs: words (n_outs, stride).
+inline void gather(const Matrix& m, int64_t first_out, int n_outs, int64_t first, int n, int64_t stride, uint32_t* words) {
+  const int n_words = (n + 7) / 8;
+  for (int w = 0; w < n_words; w += 8) {
+    const int n_here = smaller(8, n_words - w);
+    for (int out = 0; out < n_outs; out += 64) {
+      const int n_outs_here = smaller(64, n_outs - out);
+      Words parts[8][8] = {};
+      if (m.kind == kAwq) {
+        gather_awq(m, first_out + out, n_outs_here, first + 8 * w, smaller(64, n - 8 * w), parts);
+      } else {
+        for (int i = 0; i < n_here; ++i) {
+          const uint8_t* from = m.codes + ((first / 8 + w + i) * m.n_out + first_out + out) * 4;
+          for (int k = 0; k < 4 * n_outs_here; k += 64) __builtin_prefetch(from + kRowsAhead / 8 * 4 * m.n_out + k);
+          for (int j = 0; j < (n_outs_here + 7) / 8; ++j)
+            memcpy(&parts[j][i], from + 32 * j, n_outs_here - 8 * j >= 8 ? 32 : 4 * (n_outs_here - 8 * j));
+        }
+      }
+      for (int i = 0; i < 8; ++i) {
+        transpose(parts[i]);
+        for (int j = 0; j < 8; ++j) {
+          const int k = m.kind == kAwq ? 8 * j + i : 8 * i + j;
+          if (k < n_outs_here) memcpy(words + (out + k) * stride + w, &parts[i][j], n_here == 8 ? 32 : 4 * n_here);
+        }
+      }
+    }
+  }
 }
 
 // bytes: the codes of the output from its first input on; of a gathered matrix from input `first` on.
@@ -535,13 +503,6 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
       if (k < n) store_first(out + k, load_first(from + k, n - k), n - k);
     }
   };
-  // Codes of 4 bits in long groups, whose numbers are rounded once for each group.
-  const bool is_table = m.product_dtype != kFloat32 && m.bits == 4 && m.groups == nullptr && n % 32 == 0 &&
-                        m.block_in % 64 == 0 && (m.block_in % kLongestBlock == 0 || kLongestBlock % m.block_in == 0);
-  const auto expand = [&](const uint8_t* packed) {
-    if (m.product_dtype == kBFloat16) return expand_groups<kBFloat16>(m, row, first, n, packed, out);
-    expand_groups<kFloat16>(m, row, first, n, packed, out);
-  };
   // 16 more, because codes are read and written by whole vectors.
   uint8_t codes[kLongestBlock + 16];
   switch (m.kind) {
@@ -549,7 +510,6 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
     case kDenseBFloat16: return dense(BFloat16{});
     case kDenseFloat16: return dense(Half{});
     case kRows:
-      if (is_table) return expand(bytes + first / 2);
       if (m.bits == 4) {
         split_nibbles(bytes + first / 2, n, true, codes);
       } else if (m.bits == 8) {
@@ -559,7 +519,6 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
       }
       return scale_row(Unsigned(), m, row, first, n, codes, out);
     case kColumns: case kAwq:
-      if (is_table) return expand(bytes);
       if (m.bits == 4) {
         split_nibbles(bytes, n, true, codes);
       } else {
@@ -570,8 +529,6 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
     case kInt8: return scale_row(Signed(), m, row, first, n, bytes + first, out);
     case kFloat8: return scale_row(Float8(), m, row, first, n, bytes + first, out);
     case kE2m1:
-      if (m.scale_dtype == kExponent8 && m.block_in == 32 && n % 32 == 0)
-        return expand_mxfp4(m, row, first, n, bytes + first / 2, out);
       split_nibbles(bytes + first / 2, n, true, codes);
       return scale_row(Table{kE2m1Values}, m, row, first, n, codes, out);
     case kNf4:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 # How long the threads of a matrix product spin for each other before they sleep; read when torch
 # loads. By default it is milliseconds: beside a busy process they then take the cores from each
-# other (`python -m bench.waiting`).
+# other (`python -m bench.stream.waiting`).
 if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
     os.environ["GOMP_SPINCOUNT"] = "1000"
 

@@ -4,9 +4,9 @@ python -m scripts.compare [--size 2100MB] [--quantize FORMAT] [--rounds 4] [--to
 docs/compare.png] python -m scripts.compare --gguf Q4_0 [--budget 6GB | --cgroup DIR] [--avx2]
 [--prompt-tokens 192]
 
-Every peer (a file of `bench/peers`) runs in a process of its own with expert settings and answers
-one prompt a round. The order of the peers rotates, so that a slow disk or core slows all of them.
-Warming up is not counted. Weights from the disk are cold in every pass. The floor is the bytes of a
+Every peer (a file of `bench/compare/peers`) runs in a separate process with expert settings and
+answers one prompt a round. The order of the peers rotates, so that a slow disk or core affects all.
+Warm-up is not counted. Weights from the disk are cold in every pass. The floor is the bytes of a
 pass at the best rate measured between the rounds. Greedy tokens are compared with the tokens of the
 resident model. Drafting systems are compared with drafting systems. With --quantize offload_rt runs
 the checkpoint in that format; its peers run the same weights as floats. The last line is one JSON
@@ -44,23 +44,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from bench.common.checkpoints import (
+    drop_from_page_cache,
+    expanded_model,
+    gguf_model,
+    quantized_model,
+)
+from bench.common.measure import AVX2_ENVIRONMENT, ROOT, Spread, commit, machine
+from bench.common.processes import run_json
+from bench.common.prompts import held_out_prompts
 from bench.compare import contract, outcome
 from bench.compare.chart import caption, draw
 from bench.compare.contract import Job
 from bench.compare.outcome import Row, Run, run_peer
-from bench.measure import (
-    AVX2_ENVIRONMENT,
-    ROOT,
-    Spread,
-    commit,
-    drop_from_page_cache,
-    expanded_model,
-    gguf_model,
-    machine,
-    quantized_model,
-    run_json,
-)  # fmt: skip
-from bench.prompts import held_out_prompts
 from offload_rt.config import format_size, parse_size
 from offload_rt.errors import OffloadError, PromptError
 from offload_rt.text.detokenize import load_tokenizer

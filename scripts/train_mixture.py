@@ -1,4 +1,4 @@
-"""Train a small mixture of experts whose routers have specialised, for `bench/expert_policy.py`.
+"""Train a small mixture of experts whose routers have specialised, for `bench/experts/policy.py`.
 
 A Mixtral of the demo target's attention, embedding and norms; each expert of a layer begins as some
 neurons of its MLP, drawn at random (sparse upcycling, Komatsuzaki et al. 2023, of finer experts),

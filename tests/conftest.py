@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.quantized import MXFP4_CONFIG
 from support.tiny import Zoo
 
-from bench.models import config_of, random_model
+from bench.models.tiny import config_of, random_model
 from offload_rt.ops import linear
 
 # A busy machine is no failure, and every run tries the same examples.

@@ -112,6 +112,32 @@ def test_import_parser_finds_all_imports(part, line, is_allowed, monkeypatch):
     assert (violations(path) == []) == is_allowed
 
 
+def divisions_by_rate(tree: ast.Module) -> list[int]:
+    """Lines that divide by a name ending in `gbps`, i.e. convert bytes to seconds."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Div)
+        and any(
+            getattr(part, "attr", getattr(part, "id", "")).endswith("gbps")
+            for part in ast.walk(node.right)
+        )
+    ]
+
+
+def test_only_cost_converts_bytes_to_seconds():
+    modules = (path for path in MODULES if part_of(path) != "cost")
+    lines = {str(path): found for path in modules if (found := divisions_by_rate(tree_of(path)))}
+    assert lines == {}
+
+
+@pytest.mark.parametrize("line", ["n / gbps / 1e9", "n / (plan.link_gbps * 1e9)", "n / 2 / gbps"])
+def test_divisions_by_rates_are_found(line):
+    assert divisions_by_rate(ast.parse(line)) == [1]
+    assert divisions_by_rate(ast.parse("nbytes / seconds / 1e9; gbps / 2")) == []
+
+
 def module_of(path: Path) -> str:
     return ".".join(("offload_rt", *path.relative_to(ROOT).with_suffix("").parts))
 

@@ -1,1 +1,1 @@
-"""What all peers of a comparison share."""
+"""Comparison with other systems: contract, floors, result tables, chart."""

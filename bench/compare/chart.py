@@ -4,13 +4,14 @@
 bench/results/compare.jsonl again.
 """
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.common.measure import ROOT
 from bench.compare.outcome import Row, table
-from bench.measure import ROOT, flag_parser
 from offload_rt.config import format_size
 
 _RESULTS = ROOT / "bench/results/compare.jsonl"
@@ -136,8 +137,8 @@ def _kind(row: Row) -> str:
 
 
 def main() -> None:
-    """Print and draw what was recorded last."""
-    parser = flag_parser(__doc__)
+    """Print and draw the last record."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("picture", type=Path, help="PNG to write")
     parser.add_argument(
         "--results", type=Path, default=_RESULTS, help="lines of JSON; the last one is drawn"

@@ -4,6 +4,7 @@
 layers fit the budget.
 """
 
+import argparse
 import json
 import time
 from contextlib import closing
@@ -11,9 +12,8 @@ from statistics import median
 
 import torch
 
+from bench.common.peaks import read_gbps
 from bench.compare.contract import Job
-from bench.measure import flag_parser
-from bench.peaks import read_gbps
 from offload_rt import LLM
 from offload_rt.engine.profile import memory_gbps
 
@@ -22,7 +22,7 @@ _SWEEPS = 3
 
 def main() -> None:
     """Print one JSON object."""
-    parser = flag_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", type=Job.of, required=True)
     job = parser.parse_args().job
     with LLM(

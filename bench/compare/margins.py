@@ -4,18 +4,17 @@
 an answer, the distance of the best two logits of the resident model in float32.
 """
 
+import argparse
 import json
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.measure import flag_parser
-
 
 def main() -> None:
     """Print one JSON object."""
-    parser = flag_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompt", type=json.loads, required=True)
     parser.add_argument("--tokens", type=json.loads, required=True)

@@ -8,9 +8,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from bench.common.measure import Spread
+from bench.common.processes import run_json
 from bench.compare import contract
 from bench.compare.contract import Job, Report
-from bench.measure import Spread, run_json
 from offload_rt.config import format_size
 
 REFERENCE = "transformers_resident"
@@ -26,7 +27,7 @@ class Run:
 
     @property
     def token_ids(self) -> list[int]:
-        """What it generated."""
+        """Generated tokens."""
         return self.report.answers[0].token_ids
 
     @property
@@ -65,7 +66,9 @@ def run_peer(
     """
     asked = {"prompts": prompts, "warm-up": warm_up, "tokens": n_tokens}
     flags = [part for flag, value in asked.items() for part in (f"--{flag}", json.dumps(value))]
-    done = run_json(["-m", "bench.peers", name, "--job", job.text(), *flags], timeout_s, cgroup)
+    done = run_json(
+        ["-m", "bench.compare.peers", name, "--job", job.text(), *flags], timeout_s, cgroup
+    )
     return Run(Report.of(done.result), done.peak_rss)
 
 
@@ -124,7 +127,7 @@ class Row:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Row":
-        """Read what `entry` made."""
+        """Convert the output of `entry`."""
         spreads = {
             name: Spread(**entry[name])
             for name in ("seconds_per_token", "first_token_s")

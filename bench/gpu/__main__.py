@@ -2,8 +2,8 @@
 [--again]`.
 
 Each section is a process of its own and writes `bench/results/gpu/<section>.json`, with device,
-driver and commit. The section's stderr goes to `<section>.log` beside the result. A section whose
-result exists for this commit is skipped, so the same command resumes a run that ended early. If a
+driver and commit. The section's stderr is written to `<section>.log` beside the result. Sections
+with a result for this commit are skipped, so the same command resumes an interrupted run. If a
 section fails or its time is over, its results up to then are kept with the reason. Without a .git
 folder, set OFFLOAD_RT_COMMIT.
 """
@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from bench.common.measure import ROOT, UNKNOWN, commit
+from bench.common.processes import family, lines_of
 from bench.gpu.table import table, written_into
-from bench.measure import ROOT, UNKNOWN, commit, family, flag_parser, lines_of
 from offload_rt.ops import extension
 
 SECTIONS = (
@@ -30,7 +31,7 @@ RESULTS = ROOT / "bench/results/gpu"
 
 def main() -> int:
     """Run the sections without results while there is time."""
-    parser = flag_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--minutes", type=float, default=9, help="no section begins that would not end in this time"
     )

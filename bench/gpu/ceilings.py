@@ -1,4 +1,4 @@
-"""What the machine can do at most: a copy from pinned memory, a copy on the card, a matrix product.
+"""Ceilings of the machine: a copy from pinned memory, a copy on the GPU, a matrix product.
 
 Layers are copied in chunks that alternate two streams. Their rates by chunk size are measured
 beside one copy on one stream.
@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
+from bench.common.measure import Spread
 from bench.gpu.timing import CARD, device_gbps, seconds
-from bench.measure import Spread
 from offload_rt.engine.profile import upload_gbps
 from offload_rt.offload import copy_device
 from offload_rt.offload.pinning import pin, unpin

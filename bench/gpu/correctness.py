@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 
-from bench.measure import ROOT
+from bench.common.measure import ROOT
 from offload_rt.ops import extension
 
 EXPECTED_S = 180

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.experts import configs
-from bench.measure import Spread
+from bench.common.measure import Spread
+from bench.experts.mixtures import configs
 from offload_rt import LLM, SamplingParams
 from offload_rt.weights.checkpoint import Checkpoint
 

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.common.measure import ROOT
 from bench.gpu.shapes import TARGET, written
 from bench.gpu.streamed import Shapes, link_gbps, measure_passes
-from bench.measure import ROOT
 
 EXPECTED_S = 400
 _N_NODES = (1, 256)

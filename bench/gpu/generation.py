@@ -11,8 +11,8 @@ from statistics import median
 
 from transformers import AutoTokenizer
 
+from bench.common.prompts import held_out_prompts
 from bench.gpu.shapes import BUDGET, DRAFT, TARGET, opened, plan_of, written
-from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
 
 EXPECTED_S = 200

@@ -9,9 +9,9 @@ from statistics import median
 import torch
 from transformers import AutoTokenizer
 
+from bench.common.prompts import held_out_prompts
 from bench.gpu.shapes import DRAFT, TARGET, opened, random_tree, written
 from bench.gpu.timing import device_gbps
-from bench.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
 
 EXPECTED_S = 150

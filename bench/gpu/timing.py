@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from bench.measure import Spread
+from bench.common.measure import Spread
 
 CARD = torch.device("cuda", 0)
 

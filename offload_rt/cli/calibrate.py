@@ -1,9 +1,8 @@
-"""`offload-rt calibrate`: measure what a pair of models does on this machine, and keep it for later
-runs.
+"""`offload-rt calibrate`: measure a pair of models on this machine, for later runs.
 
-It generates from a few prompts to learn how often the draft is right, times passes of several
-widths, and prints what a token would cost with trees of each size and depth, and which tree is best
-at each length of the context and for each number of sequences that share a pass.
+The command continues a few prompts to learn acceptance, times passes of several row counts, and
+prints the predicted seconds per token by tree size and depth, and the best tree by context and
+number of sequences.
 """
 
 import json
@@ -43,14 +42,14 @@ _PROMPTS = (
 
 @dataclass(frozen=True)
 class CalibrateSettings:
-    """What to learn from, and how to show it."""
+    """Prompts to learn from, and output formats."""
 
     prompt_file: str | None = setting(
-        None, "text whose paragraphs are continued; default: a few lines of program text"
+        None, "file of prompts, separated by empty lines; default: a few lines of code"
     )
-    temperature: float = setting(0.0, "at which acceptance is learned", parse=float)
-    tokens: int = setting(96, "tokens that each prompt is continued by", parse=int)
-    plot: str | None = setting(None, "file for a picture of it all, PNG; needs matplotlib")
+    temperature: float = setting(0.0, "sampling temperature", parse=float)
+    tokens: int = setting(96, "tokens generated per prompt", parse=int)
+    plot: str | None = setting(None, "PNG file for plots; needs matplotlib")
     json: bool = setting(False, "print one JSON object instead of the table")
 
     def __post_init__(self) -> None:
@@ -60,11 +59,10 @@ class CalibrateSettings:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The tree with the least time for a token, one for each of `batch` sequences of `context`
-    tokens in a pass.
+    """Tree with the least time per token, for `batch` sequences of `context` tokens in a pass.
 
-    token_s  seconds of the pass for each token of all sequences together
-    plain_s  the same without trees
+    token_s  seconds per token of all sequences together
+    plain_s  seconds per token without trees
     """
 
     batch: int
@@ -77,15 +75,17 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was measured, and what follows from it.
+    """Measurements and the predictions derived from them.
 
-    acceptance  (ranks,)
-    widths      (m,) rows of a pass; pass_s (m,) its seconds, link and compute together; compute_s
-                those of computing alone
-    cost        (len(sizes), len(depths)) seconds per token of the best tree of each size and depth,
-                NaN where there is none
-    best        size and levels of the cheapest, and its seconds per token
-    optima      by number of sequences, and in that by context
+    acceptance  (ranks,) acceptance probability by sibling rank
+    widths      (m,) rows of a pass
+    pass_s      (m,) seconds of a pass, predicted from link and compute
+    compute_s   (m,) seconds of compute, measured
+    link_s      seconds of the slowest link per pass
+    level_s     seconds per draft level
+    cost        (sizes, depths) seconds per token of the best tree, NaN for impossible trees
+    best        size, levels and seconds per token of the best tree
+    optima      best trees, by number of sequences and context
     """
 
     acceptance: NDArray[np.float64]
@@ -102,8 +102,8 @@ class Findings:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns its exit code."""
-    text = "Measure what a pair of models does on this machine, and keep it for later runs."
+    """Run the command line; return the exit code."""
+    text = "Measure a pair of models on this machine, and save the results for later runs."
     parser = Parser(
         "offload-rt calibrate",
         text,
@@ -121,7 +121,7 @@ def _calibrate(flags: Namespace) -> None:
     settings = from_flags(CalibrateSettings, flags)
     config = from_flags(EngineConfig, flags)
     if config.draft_model is None:
-        raise SettingsError("calibrate", need="a draft model", change="give one by --draft-model")
+        raise SettingsError("calibrate", need="a draft model", change="set --draft-model")
     if config.tree_size == 1:
         raise SettingsError(
             "calibrate", need="trees of several nodes", change="raise --tree-size above 1"
@@ -139,15 +139,14 @@ def _calibrate(flags: Namespace) -> None:
     if config.drafter != "static_tree":
         with LLM.from_config(config) as llm:
             _generate(llm, settings, prompts)
-    # The table is of trees of one shape: only of these is the expected number of tokens known
-    # beforehand.
+    # Only static trees have an expected number of tokens before drafting.
     with LLM.from_config(replace(config, drafter="static_tree", rule="auto")) as llm:
         _generate(llm, settings, prompts)
         findings = _find(llm, settings.temperature, min(settings.tokens, llm.max_model_len - 1))
     if settings.json:
         text = json.dumps(
             vars(findings),
-            default=lambda one: vars(one) if isinstance(one, Optimum) else one.tolist(),
+            default=lambda value: vars(value) if isinstance(value, Optimum) else value.tolist(),
         )
         print(text.replace("NaN", "null"))
     else:
@@ -157,9 +156,7 @@ def _calibrate(flags: Namespace) -> None:
 
 
 def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> None:
-    """Continue every prompt, which teaches the drafter; what it learned is kept when the model is
-    closed.
-    """
+    """Continue every prompt to train the drafter, which saves its statistics on close."""
     params = SamplingParams(max_new_tokens=settings.tokens, temperature=settings.temperature)
     drafter = llm.spec.draft.drafting.name
     for prompt in prompts:
@@ -176,7 +173,7 @@ def _prompts(path: str | None) -> list[str]:
         return list(_PROMPTS)
     paragraphs = [part for part in read_prompt(path).split("\n\n") if part.strip()]
     if not paragraphs:
-        raise PromptError(f"--prompt-file {path} is empty", change="give it some text")
+        raise PromptError(f"--prompt-file {path} is empty", change="write a prompt into it")
     return paragraphs
 
 
@@ -203,7 +200,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     )
     n_rows = llm.spec.memory.cache_rows
     longest = llm.max_model_len - 1
-    at_once = _best(table, cost, 1, context, n_rows)
+    single = _best(table, cost, 1, context, n_rows)
     contexts = sorted({*(n for n in _CONTEXTS if n < longest), longest})
     batches = [n for n in _BATCHES if n <= limits.n_nodes]
     cells = ((batch, n) for batch in batches for n in contexts if batch * (n + 1) <= n_rows)
@@ -221,7 +218,7 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
         sizes=sizes,
         depths=depths,
         cost=np.where(exists, seconds / table[np.ix_(sizes, depths)], np.nan),
-        best=(at_once.n_nodes, at_once.n_levels, at_once.token_s),
+        best=(single.n_nodes, single.n_levels, single.token_s),
         optima=tuple(_best(table, cost, batch, n, n_rows) for batch, n in cells),
     )
 
@@ -229,11 +226,13 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
 def _best(
     table: NDArray[np.float64], cost: "CostEstimator", batch: int, context: int, n_rows: int
 ) -> Optimum:
-    """The best tree for each of some sequences, where `table` has the expected tokens by nodes and
-    levels.
+    """Select the best tree for each of `batch` sequences.
 
-    n_rows  of the cache, which holds all contexts and trees A level of a draft model is taken to
-            cost as much for all of them as it did for one: it reads the same weights.
+    table   (nodes + 1, levels + 1) expected tokens
+    n_rows  cache rows for all contexts and trees
+
+    A draft level is assumed to cost the same for all sequences as for a single sequence,
+    since it reads the same weights.
     """
     n_nodes = min((len(table) - 1) // batch, n_rows // batch - context)
     limits = DraftLimits(n_nodes, table.shape[1] - 1)
@@ -245,7 +244,7 @@ def _best(
 
 
 def _print_table(findings: Findings) -> None:
-    rows = ((n, *("" if np.isnan(one) else f"{one:.4f}" for one in costs)) for n, costs in
+    rows = ((n, *("" if np.isnan(cost) else f"{cost:.4f}" for cost in costs)) for n, costs in
             zip(findings.sizes, findings.cost, strict=True))  # fmt: skip
     _print_rows(
         "seconds per token by size (rows) and levels (columns) of the tree",
@@ -253,22 +252,22 @@ def _print_table(findings: Findings) -> None:
         rows,
     )
     trees: dict[int, list[object]] = {}
-    for one in findings.optima:
-        tree = f"{one.n_nodes}, {one.n_levels}, {one.plain_s / one.token_s:.2f}"
-        trees.setdefault(one.batch, [one.batch]).append(tree)
+    for best in findings.optima:
+        tree = f"{best.n_nodes}, {best.n_levels}, {best.plain_s / best.token_s:.2f}"
+        trees.setdefault(best.batch, [best.batch]).append(tree)
     title = (
         "best tree by sequences in a pass (rows) and tokens before it (columns): nodes, levels,"
         " times plain"
     )
     _print_rows(
-        title, ("sequences", *sorted({one.context for one in findings.optima})), trees.values()
+        title, ("sequences", *sorted({best.context for best in findings.optima})), trees.values()
     )
     ranks = ", ".join(f"{p:.3f}" for p in findings.acceptance[:8])
     n_nodes, n_levels, seconds = findings.best
     print(f"acceptance by rank: {ranks} ...")
     print(
         f"best: {n_nodes} nodes on {n_levels} levels, {seconds:.4f} s per token; plain"
-        f" {findings.pass_s[0]:.4f} s; link {findings.link_s:.4f} s a pass, a level of the draft"
+        f" {findings.pass_s[0]:.4f} s; link {findings.link_s:.4f} s per pass, draft level"
         f" {findings.level_s:.4f} s"
     )
 
@@ -324,13 +323,13 @@ def _draw(findings: Findings, path: str) -> None:
         ylim=(0, None),
     )
     cost.legend(fontsize="small")
-    for batch in sorted({one.batch for one in findings.optima}):
-        of_batch = [one for one in findings.optima if one.batch == batch]
-        places = [(one.context, one.n_nodes) for one in of_batch]
+    for batch in sorted({best.batch for best in findings.optima}):
+        row = [best for best in findings.optima if best.batch == batch]
+        places = [(best.context, best.n_nodes) for best in row]
         (drawn,) = optima.loglog(*zip(*places, strict=True), marker=".", label=str(batch), base=2)
-        for place, one in zip(places, of_batch, strict=True):
+        for place, best in zip(places, row, strict=True):
             optima.annotate(
-                str(one.n_levels),
+                str(best.n_levels),
                 place,
                 (0, 4),
                 textcoords="offset points",

@@ -31,7 +31,7 @@ class PairTimes:
     level_s: float = 0.0
 
     def draft_s(self, topology: Topology, context: int) -> float:
-        """Seconds of drafting a tree: one draft pass per level, over the nodes with children."""
+        """Seconds of drafting a tree: a draft pass per level, over the nodes with children."""
         if self.draft is None or len(topology) == 1:
             return 0.0
         inner = topology.depths[np.unique(topology.parents[1:])]

@@ -14,7 +14,7 @@ _MEMORY = 0.998
 _MAX_COUNT = 1e9
 # Weight of the predicted tokens of trees, in tokens, and memory of the observed ratio. Texts differ
 # by up to a factor of two, so the newest passes predict the next pass better than the mean
-# (`bench/predictions.py`).
+# (`bench/speculate/predictions.py`).
 _BIAS_WEIGHT = 10.0
 _BIAS_MEMORY = 0.97
 # Select the smallest tree within this factor of the best: the estimates are not more precise.

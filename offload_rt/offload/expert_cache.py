@@ -29,13 +29,13 @@ from offload_rt.weights.layout import Layout, host_block
 MakeWeights = Callable[[Layout, Tensor], LayerWeights]
 
 # Decay of expert usage per pass, a half-life of about 14 passes. Between 0.9 and 0.99 the fetched
-# bytes differ by less than a tenth, without a trend (`bench/expert_policy.py`).
+# bytes differ by less than a tenth, without a trend (`bench/experts/policy.py`).
 _MEMORY = 0.95
 # Priority of experts of the current layer, which later chunks may need, and of predicted experts.
 _SOON = 2.0
 # Maximum experts prefetched, relative to the experts per row. Further prefetches delay needed
 # experts and evict equally useful experts: without a limit, passes took up to 25 % longer than
-# without any prefetch (`bench/expert_policy.py`).
+# without any prefetch (`bench/experts/policy.py`).
 _AHEAD = 0.25
 
 

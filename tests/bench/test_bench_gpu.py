@@ -17,6 +17,7 @@ from support.processes import is_soon_over, is_written
 from support.tiny import keep_steady
 from transformers import Qwen3MoeConfig
 
+from bench.common.measure import UNKNOWN, Spread, commit
 from bench.gpu import (
     attention,
     correctness,
@@ -31,7 +32,6 @@ from bench.gpu import (
 )
 from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
-from bench.measure import UNKNOWN, Spread, commit
 from offload_rt import LLM, SamplingParams
 from offload_rt.weights.checkpoint import open_checkpoint
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench import products
-from bench.products import Case
+from bench.compute import products
+from bench.compute.products import Case
 
 
 @pytest.fixture

@@ -14,11 +14,13 @@ import torch
 from support.checkpoints import speaking_checkpoint
 from transformers import AutoModelForCausalLM
 
+from bench.common.checkpoints import gguf_model
+from bench.common.measure import AVX2_ENVIRONMENT, ROOT
+from bench.common.processes import run_json
 from bench.compare import chart, contract, outcome
 from bench.compare.contract import Answer, Job, Report, Supply
-from bench.compare.llama_cpp import LlamaCppPeer
 from bench.compare.outcome import Parting, Row, Run
-from bench.measure import AVX2_ENVIRONMENT, ROOT, gguf_model, run_json
+from bench.compare.peers._llama_cpp import LlamaCppPeer
 from offload_rt.weights.checkpoint import open_checkpoint
 from scripts import compare
 

@@ -25,8 +25,8 @@ from support.tiny import (
 )
 from transformers import Qwen3_5ForConditionalGeneration
 
-from bench.models import config_of as tiny_config
-from bench.models import open_streamed, random_model
+from bench.models.tiny import config_of as tiny_config
+from bench.models.tiny import open_streamed, random_model
 from offload_rt import LLM, SamplingParams
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Segment, Step

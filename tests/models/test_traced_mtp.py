@@ -23,7 +23,7 @@ from support.tiny import (
 )
 from torch import Tensor
 
-from bench.models import config_of, random_model
+from bench.models.tiny import config_of, random_model
 from offload_rt import LLM, SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.runner import Runner

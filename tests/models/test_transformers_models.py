@@ -24,8 +24,8 @@ from support.tiny import (
 from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
-from bench.models import config_of as tiny_config
-from bench.models import open_streamed, random_model
+from bench.models.tiny import config_of as tiny_config
+from bench.models.tiny import open_streamed, random_model
 from offload_rt import LLM, SamplingParams, ops
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.executor.step import Step

@@ -15,7 +15,7 @@ from support.fake_gpu import fake_gpu
 from support.streams import PATIENCE_S, FakeGPU, Host, eventually, wanted
 from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
 
-from bench.models import config_of
+from bench.models.tiny import config_of
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator

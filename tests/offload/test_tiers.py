@@ -23,7 +23,7 @@ from support.checkpoints import pack, raw_bytes, write_file
 from support.layers import NAMES, Layers, on_disk, some_layers
 from torch import Tensor
 
-from bench.paced import PacedTier
+from bench.common.pacing import PacedTier
 from offload_rt.errors import LinkError
 from offload_rt.offload import disk, pinning
 from offload_rt.offload.disk import DiskTier, ReadSettings

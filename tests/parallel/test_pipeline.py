@@ -9,7 +9,7 @@ import pytest
 from support.run_ranks import started
 from support.tiny import generate, prompt_of
 
-from bench.models import config_of, random_model
+from bench.models.tiny import config_of, random_model
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.cost.pass_times import ComputeTimes
@@ -57,7 +57,8 @@ def _said(
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(_SCRIPT)
-    settings = settings | ({"pipeline": n} if n > 1 else {})
+    # Without the flag, each process measures which product is faster.
+    settings = settings | {"batch_invariant": True} | ({"pipeline": n} if n > 1 else {})
     with started(
         str(script), [json.dumps([settings, prompts, params, n_parts])], folder, n
     ) as ranks:

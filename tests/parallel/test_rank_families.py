@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import bench.models
+import bench.models.tiny
 import offload_rt.llm
-from bench.models import config_of, random_model
+from bench.models.tiny import config_of, random_model
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import ranks_spec
 from offload_rt.models import stand_ins
@@ -59,9 +59,9 @@ def model_of(
             folder = tmp_path_factory.mktemp(kind)
             with pytest.MonkeyPatch.context() as patch:
                 for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-                    patch.setitem(bench.models.SIZES, name, 8)
+                    patch.setitem(bench.models.tiny.SIZES, name, 8)
                 # whose sum has an order
-                patch.setitem(bench.models.SIZES, "num_experts_per_tok", 4)
+                patch.setitem(bench.models.tiny.SIZES, "num_experts_per_tok", 4)
                 model = random_model(config_of(kind))
             model.save_pretrained(folder)
             made[kind] = model, folder, generate(model, prompt_of(0, 15, 150), 24)
@@ -196,9 +196,9 @@ BUDGETS = {"qwen3_next": 3_300_000, "gemma3n_text": 3_850_000, "qwen3_moe": 1_90
 def test_pipeline_stages_equal_one_rank(monkeypatch, tmp_path, kind, drafter):
     """With states per layer, shared keys and values of other layers, and streamed experts."""
     measure_little(monkeypatch)
-    monkeypatch.setitem(bench.models.SIZES, "num_hidden_layers", PARTS[kind][-1].stop)
+    monkeypatch.setitem(bench.models.tiny.SIZES, "num_hidden_layers", PARTS[kind][-1].stop)
     monkeypatch.setitem(
-        bench.models.SIZES, "num_kv_shared_layers", 3
+        bench.models.tiny.SIZES, "num_kv_shared_layers", 3
     )  # of which two attend to what the fourth layer keeps
     model = random_model(config_of(kind))
     model.save_pretrained(tmp_path / kind)
@@ -261,7 +261,7 @@ def test_rank_holds_its_share_of_the_bytes(kind):
 
     for size, is_exact in ((2, True), (4, False)):
         ranks = [
-            TensorParallelModel.of(spec, ThreadRanks(rank, Board(size)), is_exact)
+            TensorParallelModel.for_rank(spec, ThreadRanks(rank, Board(size)), is_exact)
             for rank in range(size)
         ]
         shares = [numbers(one) for one in ranks]
@@ -276,7 +276,8 @@ def test_ranks_hold_every_expert_once_and_all_routers(model_of, kind):
     checkpoint = open_checkpoint(model_of(kind)[1])
     ranks = [
         divide(
-            checkpoint, TensorParallelModel.of(checkpoint.spec, ThreadRanks(rank, Board(4)), False)
+            checkpoint,
+            TensorParallelModel.for_rank(checkpoint.spec, ThreadRanks(rank, Board(4)), False),
         )
         for rank in range(4)
     ]

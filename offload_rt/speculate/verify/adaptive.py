@@ -1,6 +1,6 @@
 """Select `coupled` at temperatures in (0, 0.8], otherwise `traversal`.
 
-Each rule accepts more tokens per pass in its range (`python -m bench.systems`).
+Each rule accepts more tokens per pass in its range (`python -m bench.speculate.systems`).
 """
 
 from torch import Tensor

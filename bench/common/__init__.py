@@ -1,0 +1,1 @@
+"""Shared parts of all benchmarks: measuring, recording, pacing, processes, checkpoints."""

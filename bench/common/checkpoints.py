@@ -1,0 +1,77 @@
+"""Demonstration models in any size and format, statistics of model pairs, resident layers."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from bench.common.measure import ROOT
+from bench.common.processes import run_python
+
+if TYPE_CHECKING:  # imports in seconds
+    from offload_rt import LLM
+    from offload_rt.offload.memory import MemoryTier
+
+TARGET = str(ROOT / "models/demo-target")
+DRAFT = str(ROOT / "models/demo-draft")
+
+
+def expanded_model(size: str, source: Path = Path(TARGET)) -> Path:
+    """Return the source model expanded to a size, written at first use."""
+    name = "expanded" if source == Path(TARGET) else source.name
+    out = ROOT / "demo-cache" / f"{name}-{size}"
+    flags = ("--source", str(source), "--out", str(out), "--size", size)
+    run_python("scripts/expand.py", *flags)
+    return out
+
+
+def quantized_model(model: Path, format: str, folder: Path) -> tuple[Path, Path]:
+    """Write a checkpoint in a format of `scripts/quantize.py`, and the same weights as floats."""
+    out = folder / f"{model.name}-{format}"
+    plain = folder / f"{model.name}-plain"
+    flags = ("--exact", str(plain), "--format", format, "--group-size", "128")
+    run_python("scripts/quantize.py", str(model), str(out), *flags)
+    return out, plain
+
+
+def gguf_model(model: Path, type: str, folder: Path) -> Path:
+    """Write a checkpoint as a GGUF file with matrices of this type, unless up to date."""
+    out = folder / f"{model.name}-{type}.gguf"
+    if not out.exists() or out.stat().st_mtime < (model / "config.json").stat().st_mtime:
+        partial = out.with_suffix(f".{os.getpid()}.partial")
+        flags = ("--format", "gguf", "--type", type)
+        run_python("scripts/quantize.py", str(model), str(partial), *flags)
+        partial.rename(out)
+    return out
+
+
+def resident_layers(llm: "LLM") -> "MemoryTier":
+    """Return the layers of a resident model as a tier."""
+    from offload_rt.offload.memory import MemoryTier
+    from offload_rt.weights.layout import PackedLayer
+
+    tier = MemoryTier()
+    for view in llm.engine.runner.streamer.sweep():
+        tier.put(view.i, PackedLayer(view.data, view.layout))
+    return tier
+
+
+def drop_from_page_cache(checkpoint: Path) -> None:
+    """Evict the weights of a directory or a GGUF file from the page cache."""
+    for path in [checkpoint] if checkpoint.is_file() else checkpoint.glob("*.safetensors"):
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+@contextmanager
+def no_pair_stats() -> Iterator[None]:
+    """Use an empty cache folder, without statistics of earlier runs."""
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": empty}),
+    ):
+        yield

@@ -1,0 +1,90 @@
+"""Child processes with a JSON result, wall time and peak memory."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+import psutil
+
+from bench.common.measure import ROOT
+
+
+@dataclass(frozen=True)
+class ProcessRun:
+    """A successful process: last stdout line as JSON, wall time, peak resident bytes."""
+
+    result: dict[str, Any]
+    seconds: float
+    peak_rss: int
+
+
+def run_python(*arguments: str) -> None:
+    """Run `python <arguments>` in the repository. Raises CalledProcessError."""
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True)
+
+
+def run_json(
+    arguments: Sequence[str], timeout_s: float = math.inf, cgroup: Path | None = None
+) -> ProcessRun:
+    """Run `python <arguments>` in the repository. Raises RuntimeError with its last error line.
+
+    cgroup  directory of a control group for the process
+    """
+    started = time.perf_counter()
+    peak = 0
+    join = (
+        ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(cgroup / "cgroup.procs")] if cgroup else []
+    )
+    # Files instead of pipes, because a full pipe blocks the process.
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+        command = [*join, sys.executable, *arguments]
+        with family(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)) as process:
+            while process.poll() is None:
+                peak = max(peak, _high_water(process.pid))
+                if time.perf_counter() - started > timeout_s:
+                    raise RuntimeError(f"took longer than {timeout_s:.0f} s")
+                time.sleep(0.005)
+        printed, complaints = (lines_of(file) for file in (out, errors))
+    if process.returncode:
+        reason = complaints[-1] if complaints else "nothing on stderr"
+        raise RuntimeError(
+            f"{' '.join(arguments[:3])} failed with exit code {process.returncode}: {reason}"
+        )
+    return ProcessRun(
+        json.loads(printed[-1]) if printed else {}, time.perf_counter() - started, peak
+    )
+
+
+@contextmanager
+def family(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """Kill a running process and its children at the end of the block."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for member in (*psutil.Process(process.pid).children(recursive=True), process):
+                member.kill()
+            process.wait()
+
+
+def lines_of(file: IO[str]) -> list[str]:
+    """Return the lines of a file that are not blank."""
+    file.seek(0)
+    return [line.strip() for line in file if line.strip()]
+
+
+def _high_water(pid: int) -> int:
+    """Return the peak resident bytes so far. (wait4 includes the parent before exec.)"""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

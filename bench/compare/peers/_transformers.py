@@ -1,0 +1,94 @@
+"""Shared parts of the peers with a transformers model: the clock stops while caches are made
+cold.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from bench.common.checkpoints import drop_from_page_cache
+from bench.compare.contract import Answer, Supply
+
+
+class _Arrivals(BaseStreamer):
+    """Records when tokens arrive.
+
+    cold  a checkpoint to be made cold after each pass, outside the time measured; None where no
+          pass reads a disk
+    """
+
+    def __init__(self, cold: Path | None) -> None:
+        self._cold = cold
+        self._n = 0
+        self._has_prompt = False
+        self.arrivals: list[tuple[float, int]] = []
+        self._started = time.perf_counter()
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt first, then what each pass adds."""
+        if self._has_prompt:
+            self._n += value.numel()
+            self.arrivals.append((time.perf_counter() - self._started, self._n))
+        self._has_prompt = True
+        if self._cold is not None:
+            dropping = time.perf_counter()
+            drop_from_page_cache(self._cold)
+            self._started += time.perf_counter() - dropping
+
+    def end(self) -> None:
+        """Nothing more comes."""
+
+
+class TransformersPeer:
+    """A transformers model, whatever brings its weights.
+
+    cold       a checkpoint that its passes read from the disk
+    assistant  a draft model for assisted generation
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        supply: Supply,
+        cold: Path | None = None,
+        assistant: PreTrainedModel | None = None,
+    ) -> None:
+        self.supply = supply
+        self._model = model
+        self._cold = cold
+        self._options: dict[str, Any] = (
+            {"assistant_model": assistant} if assistant is not None else {}
+        )
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], n: int) -> Answer:
+        """Continue a prompt greedily; see `Peer`."""
+        ids = torch.tensor([prompt], device="cuda" if torch.cuda.is_available() else "cpu")
+        arrivals = _Arrivals(self._cold)
+        out = self._model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False,
+            streamer=arrivals,
+            pad_token_id=0, **self._options,
+        )  # fmt: skip
+        return Answer(out[0, len(prompt) :].tolist(), arrivals.arrivals)
+
+    def close(self) -> None:
+        """There is nothing to stop."""
+
+
+def nbytes(model: PreTrainedModel) -> int:
+    """Bytes of all weights a pass reads; of the embedding it reads a row for each token only."""
+    embedding = model.get_input_embeddings().weight
+    tied = model.config.tie_word_embeddings
+    return sum(one.numel() * one.element_size() for one in model.parameters()) - (
+        0 if tied else embedding.numel() * embedding.element_size()
+    )
+
+
+def layer_nbytes(model: PreTrainedModel) -> int:
+    """Bytes of one decoder layer."""
+    return sum(one.numel() * one.element_size() for one in model.model.layers[0].parameters())

@@ -1,0 +1,1 @@
+"""Products and attention of a CPU against its measured ceilings."""

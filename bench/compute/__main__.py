@@ -1,0 +1,187 @@
+"""How close to the ceilings of a CPU are products of stored weights and attention?
+
+    python -m bench.compute [--parts products pass attention] [--size 2100MB] [--rows 176]
+    [--context 300]
+
+products: every weight format, and torch's product, against the multiply-add peak and the memory
+bandwidth of the same round. pass: shares of the CPU kernels in a resident tree pass. attention:
+implementations of attention, interleaved. --avx2 restricts torch, MKL and oneDNN to AVX2.
+"""
+
+import argparse
+import ctypes
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from bench.common.checkpoints import expanded_model
+from bench.common.measure import AVX2_ENVIRONMENT, Benchmark, Spread, interleaved, timed
+from bench.compute import products
+from bench.compute.products import DENSE, QUANTIZED
+from bench.gpu.shapes import random_tree
+from offload_rt import LLM, ops
+from offload_rt.ops import cpu, reference
+from offload_rt.tree.topology import Topology
+from offload_rt.weights.checkpoint import open_checkpoint
+
+PARTS = ("products", "pass", "attention")
+# Kernels of the CPU library by kind.
+_KINDS = {
+    "offload_rt_linear": "products",
+    "offload_rt_tree_attention": "attention",
+    "offload_rt_rms_norm": "norms",
+    "offload_rt_silu_mul": "gates",
+}
+_ELSE = "else"
+_N_PASSES = 3
+_N_ROUNDS = 15
+_ONE_ROW_KEYS = (256, 1024)
+# Query heads, KV heads and head dimension, in addition to the model's.
+_OTHER_HEADS = ((32, 8, 64), (32, 32, 64))
+
+
+class TimedLibrary:
+    """CPU library wrapper that measures each kind of kernel."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._library = library
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        kernel = getattr(self._library, name)
+
+        def timed(*arguments: object) -> object:
+            started = time.perf_counter()
+            result = kernel(*arguments)
+            self.seconds[_KINDS.get(name, _ELSE)] += time.perf_counter() - started
+            return result
+
+        return timed
+
+
+def shares(llm: LLM, topology: Topology, context: int) -> dict[str, float]:
+    """Return the share of each kind of kernel in passes. Needs the CPU library."""
+    llm.time_passes(topology, context, 1)
+    library = cpu.library()
+    assert library is not None, "a C++ compiler builds it"
+    timed = TimedLibrary(library)
+    with patch.object(cpu, "library", lambda: timed):
+        passes = llm.time_passes(topology, context, _N_PASSES)
+    whole = sum(passes)
+    timed.seconds[_ELSE] = whole - sum(
+        part for kind, part in timed.seconds.items() if kind != _ELSE
+    )
+    return {kind: part / whole for kind, part in timed.seconds.items()}
+
+
+def by_products(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Compute attention by two products and a softmax, with scores in the dtype of `q`."""
+    n = q.shape[0]
+    n_groups = k.shape[0]
+    head_dim = q.shape[2]
+    rows = q.view(n, n_groups, -1, head_dim).permute(1, 2, 0, 3).reshape(n_groups, -1, head_dim)
+    scores = torch.bmm(rows * scale, k.transpose(1, 2)).view(n_groups, -1, n, k.shape[1])
+    weights = scores.float().masked_fill_(~visible, float("-inf")).softmax(-1).to(q.dtype)
+    out = torch.bmm(weights.view(n_groups, -1, k.shape[1]), v)
+    return out.view(n_groups, -1, n, head_dim).permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def interleaved_ms(ways: dict[str, Callable[[], Tensor]]) -> dict[str, Spread]:
+    """Measure the milliseconds of each implementation."""
+    works = {name: partial(timed, attend) for name, attend in ways.items()}
+    seconds = interleaved(works, _N_ROUNDS)
+    return {name: Spread.of([1e3 * time for time in times]) for name, times in seconds.items()}
+
+
+def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[str, Spread]:
+    """Measure implementations of bfloat16 attention of a random tree.
+
+    heads  query heads, KV heads, head dimension
+    """
+    n_heads, n_kv_heads, head_dim = heads
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(n_rows, n_heads, head_dim, generator=generator).bfloat16()
+    k, v = (
+        torch.randn(n_kv_heads, n_keys, head_dim, generator=generator).bfloat16() for _ in range(2)
+    )
+    scale = head_dim**-0.5
+    tree = random_tree(n_rows)
+    mask = tree.mask(0, n_rows, n_keys - n_rows)
+    visible = mask.dense()
+    ways = {"torch": partial(reference.torch_attention, q, k, v, visible, scale)}
+    if visible is not None:
+        ways["torch, grouped"] = partial(reference.grouped_attention, q, k, v, visible, scale)
+        ways["products"] = partial(by_products, q, k, v, visible, scale)
+    return interleaved_ms(ways | {"as used": partial(ops.tree_attention, q, k, v, mask, scale)})
+
+
+def shares_of_pass(flags: argparse.Namespace) -> dict[str, float]:
+    """Print the shares of kernels in a pass over a random tree."""
+    limits = {
+        "tree_size": flags.rows,
+        "max_model_len": flags.context + flags.rows + 36,
+        "device_memory": "6GB",
+    }
+    with LLM(str(expanded_model(flags.size)), device="cpu", drafter="ngram", **limits) as llm:
+        result = shares(llm, random_tree(flags.rows), flags.context)
+    print(
+        f"a pass of {flags.rows} rows: "
+        + ", ".join(f"{kind} {share:.0%}" for kind, share in result.items())
+    )
+    return result
+
+
+def compare_attention(flags: argparse.Namespace) -> dict[str, object]:
+    """Print attention times with the heads of the model and of `_OTHER_HEADS`."""
+    spec = open_checkpoint(expanded_model(flags.size)).spec
+    results: dict[str, object] = {}
+    for heads in ((spec.n_heads, spec.n_kv_heads, spec.head_dim), *_OTHER_HEADS):
+        for n_rows, n_keys in (
+            (flags.rows, flags.context + flags.rows),
+            *((1, n) for n in _ONE_ROW_KEYS),
+        ):
+            case = "{} rows to {} keys, {}/{} heads of {}".format(n_rows, n_keys, *heads)
+            times = attention_ms(heads, n_rows, n_keys)
+            results[case] = times
+            print(f"{case}, ms: " + "; ".join(f"{name} {spread}" for name, spread in times.items()))
+    return results
+
+
+def main() -> None:
+    """Run the selected parts."""
+    bench = Benchmark("compute", __doc__)
+    bench.add("--parts", nargs="+", choices=PARTS, default=PARTS)
+    bench.add("--formats", nargs="+", choices=[*DENSE, *QUANTIZED], default=[*DENSE, *QUANTIZED])
+    bench.add("--rounds", type=int, default=5, help="of products")
+    bench.add("--avx2", action="store_true")
+    bench.add("--size", default="2100MB")
+    bench.add("--rows", type=int, default=176)
+    bench.add("--context", type=int, default=300)
+    flags = bench.parse()
+    # Libraries read the variables while they are loaded.
+    if flags.avx2 and not os.environ.keys() >= AVX2_ENVIRONMENT.keys():
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "bench.compute", *sys.argv[1:]],
+            os.environ | AVX2_ENVIRONMENT,
+        )
+    bench.print_header()
+    results: dict[str, object] = {}
+    if "products" in flags.parts:
+        results |= products.report(flags.formats, flags.rounds)
+    if "pass" in flags.parts:
+        results["shares"] = shares_of_pass(flags)
+    if "attention" in flags.parts:
+        results["attention_ms"] = compare_attention(flags)
+    bench.finish(**results)
+
+
+if __name__ == "__main__":
+    main()

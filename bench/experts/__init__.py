@@ -1,0 +1,1 @@
+"""Mixtures: streamed experts, host experts, eviction and prefetching."""

@@ -1,0 +1,1 @@
+"""Model types of transformers: equality with `generate`, and cost against native decoders."""

@@ -1,9 +1,0 @@
-"""llama.cpp on the job's GGUF file, one pass over the weights for each token."""
-
-from bench.compare import llama_cpp
-
-TITLE = "llama.cpp"
-PACKAGES = llama_cpp.PACKAGES
-DRAFTS = False
-unfit = llama_cpp.unfit
-load = llama_cpp.load

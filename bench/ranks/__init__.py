@@ -1,0 +1,1 @@
+"""Several ranks: tensor parallelism, pipelines, forecasts for several GPUs."""

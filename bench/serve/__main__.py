@@ -1,0 +1,207 @@
+"""How much throughput does the server gain with several clients, and what does HTTP cost?
+
+    python -m bench.serve [--size 600MB] [--gbps 0.5] [--clients 1 4 16]
+    python -m bench.serve --peer
+
+Serve the expanded demo target with half its size as budget and a paced disk. A client process
+sends held-out prompts sequentially, then at random moments, n times as often, with at most n
+concurrent requests. Throughput counts all tokens from the first request to the last token. The time
+to the first token starts at the intended request. Then a single client alternates between HTTP and
+`LLM.stream`.
+
+With --peer, `offload-rt serve` and `transformers serve` (with its extra dependencies) serve the
+resident demo target in turn. Greedy answers to equal prompts are compared.
+"""
+
+import argparse
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from socket import create_connection, create_server
+from statistics import median
+
+import uvicorn
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from bench.common.checkpoints import TARGET, expanded_model
+from bench.common.measure import ROOT, Benchmark, Spread
+from bench.common.pacing import pace
+from bench.common.processes import family
+from bench.common.prompts import held_out_prompts
+from bench.serve.client import Client, Round, Server, client_process
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig, parse_size
+from offload_rt.server.app import make_app
+from offload_rt.server.service import ServerLimits
+
+
+@contextmanager
+def served(llm: LLM) -> Iterator[Server]:
+    """Serve a model in a thread."""
+    app = make_app(llm, "demo", ServerLimits(1 << 20, 4, 256, 3600))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    with create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        yield Server(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def started(*command: str) -> Iterator[str]:
+    """Start a server process and yield its address once it listens."""
+    with create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = str(Path(sys.executable).with_name(command[0]))
+    arguments = [program, *command[1:], "--port", str(port)]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with family(subprocess.Popen(arguments, cwd=ROOT, **silent)) as process:
+        while process.poll() is None:
+            try:
+                create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+
+
+def http_ratios(
+    client: Client, llm: LLM, server: Server, prompts: Sequence[list[int]], n_new: int
+) -> list[float]:
+    """Return seconds per pass of HTTP / `LLM.stream` after the first pass, prompt by prompt."""
+    params = SamplingParams(max_tokens=n_new, temperature=0, ignore_eos=True)
+    ratios = []
+    for i, prompt in enumerate(prompts):
+        times = {}
+        for way in ("http", "stream") if i % 2 else ("stream", "http"):
+            llm.engine.reset_prefix_cache()
+            if way == "http":
+                answer = client.send(server, [prompt], n_new).answers[0]
+                # a chunk per pass
+                times[way] = answer.seconds - answer.first_s, answer.n_chunks - 1
+            else:
+                moments = [time.perf_counter() for _ in llm.stream(prompt, params)]
+                times[way] = moments[-1] - moments[0], len(moments) - 1
+        if all(n for _, n in times.values()):  # skip answers of a single pass
+            http, stream = (seconds / n for seconds, n in (times["http"], times["stream"]))
+            ratios.append(http / stream)
+    return ratios
+
+
+def rounds_of_clients(
+    client: Client, prompts: list[list[int]], flags: argparse.Namespace
+) -> tuple[dict[str, list[Round]], list[float]]:
+    """Return rounds by number of clients, and `http_ratios`."""
+    config = EngineConfig(
+        str(expanded_model(flags.size)),
+        drafter=flags.drafter,
+        device_memory=parse_size(flags.size) // 2,
+        max_model_len=128,
+        max_num_seqs=max(flags.clients),
+        device="cpu",
+    )
+    rounds: dict[str, list[Round]] = {}
+    with LLM.open(config) as llm:
+        pace(llm, flags.gbps)
+        llm.load()
+        with served(llm) as server:
+            client.send(server, prompts, flags.tokens, len(prompts))  # drafters learn
+            for _ in range(flags.rounds):
+                llm.engine.reset_prefix_cache()
+                alone = client.send(server, prompts, flags.tokens)
+                rounds.setdefault("sequential", []).append(alone)
+                for n in flags.clients:
+                    draw = random.Random(0)
+                    rate = n * len(prompts) / alone.seconds
+                    gaps = (draw.expovariate(rate) for _ in prompts[1:])
+                    moments = list(accumulate(gaps, initial=0.0))
+                    llm.engine.reset_prefix_cache()
+                    answers = client.send(server, prompts, flags.tokens, n, moments)
+                    rounds.setdefault(f"{n} clients", []).append(answers)
+            return rounds, http_ratios(client, llm, server, prompts[:4], flags.tokens)
+
+
+def rounds_of_peer(
+    client: Client, texts: list[str], flags: argparse.Namespace
+) -> dict[str, list[Round]]:
+    """Return rounds of both servers, by number of clients. No prompt is repeated."""
+    rounds: dict[str, list[Round]] = {}
+    shared = ["--device", "cpu", "--dtype", "float32"]
+    ours = ["offload-rt", "serve", "--model", TARGET, "--served-model-name", TARGET, *shared]
+    ours += ["--max-num-seqs", str(max(flags.clients)), "--drafter", flags.drafter]
+    theirs = ["transformers", "serve", TARGET, "--host", "127.0.0.1", *shared]
+    parts = [texts[i : i + flags.prompts] for i in range(0, len(texts), flags.prompts)]
+    with started(*ours) as our_url, started(*theirs) as their_url:
+        servers = {
+            "transformers": Server(their_url, TARGET, extra=False),
+            "offload-rt": Server(our_url, TARGET),
+        }
+        for server in servers.values():
+            client.send(server, parts[0], flags.tokens)
+        for part, n in zip(parts[1:], flags.clients * flags.rounds, strict=True):
+            for name, server in servers.items():
+                answers = client.send(server, part, flags.tokens, n)
+                rounds.setdefault(f"{name}, {n}", []).append(answers)
+    return rounds
+
+
+def table(rounds: dict[str, list[Round]], base: str) -> Table:
+    """Show throughput, relative to the base in the same round, latencies and equal texts."""
+    shown = Table(
+        "requests", "tokens/s", f"/ {base}", "first token s", "s per later token", "equal texts"
+    )
+    for name, ours in rounds.items():
+        others = rounds.get(f"{base}, {name.split(', ')[-1]}") or rounds[base]
+        answers = [answer for round in ours for answer in round.answers]
+        base_answers = [answer for round in others for answer in round.answers]
+        rates = [round.tokens_per_second for round in ours]
+        n_equal = sum(a.text == b.text for a, b in zip(answers, base_answers, strict=True))
+        shown.add_row(
+            name,
+            f"{median(rates):.2f}",
+            str(Spread.of_ratios(rates, [round.tokens_per_second for round in others])),
+            str(Spread.of([answer.first_s for answer in answers])),
+            f"{median(answer.per_token_s for answer in answers):.4f}",
+            f"{n_equal} of {len(answers)}",
+        )
+    return shown
+
+
+def main() -> None:
+    """Print a table and the cost of HTTP."""
+    bench = Benchmark("serve", __doc__)
+    bench.add("--size", default="600MB", help="of the expanded target")
+    bench.add("--gbps", type=float, default=0.5, help="rate of its disk")
+    bench.add("--drafter", default="recycle", help="a drafter without a draft model, or none")
+    bench.add("--clients", type=int, nargs="+", default=[1, 4, 16])
+    bench.add("--prompts", type=int, default=16)
+    bench.add("--tokens", type=int, default=32, help="of each answer")
+    bench.add("--rounds", type=int, default=2)
+    bench.add("--peer", action="store_true", help="compare with `transformers serve`")
+    flags = bench.start()
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    n_parts = 1 + flags.peer * flags.rounds * len(flags.clients)
+    prompts = held_out_prompts(tokenizer, flags.prompts * n_parts)
+    console = Console(width=160)
+    with client_process() as client:
+        if flags.peer:
+            rounds = rounds_of_peer(client, [tokenizer.decode(ids) for ids in prompts], flags)
+            console.print(table(rounds, "transformers"))
+            return bench.finish(rounds=rounds)
+        rounds, ratios = rounds_of_clients(client, prompts, flags)
+    console.print(table(rounds, "sequential"))
+    print(f"seconds per pass, HTTP / LLM.stream, interleaved: {Spread.of(ratios)}")
+    bench.finish(rounds=rounds, http=ratios)
+
+
+if __name__ == "__main__":
+    main()

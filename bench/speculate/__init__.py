@@ -1,0 +1,1 @@
+"""Speculation: speedup, systems, verification, predictions, learning, long texts."""

@@ -1,0 +1,1 @@
+"""Streamed passes: floors, memory, overlap, lossless weights, long contexts, tracing."""
