@@ -101,6 +101,7 @@ class Parallelism:
             sizes,
             spec=part,
             layer_nbytes=layers,
+            divided=None,
             non_layer_nbytes=sizes.non_layer_nbytes * of_part // of_all,
         )
 
