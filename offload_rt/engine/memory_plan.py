@@ -314,7 +314,7 @@ class _Memory:
         most = self.config.kv_nbytes
         may = most is None or whole.cache <= most
         # caches beyond the device, and views of a cache, know its attention alone
-        if not self.target.spec.supports_offloaded_kv:
+        if not self.target.spec.supports_far_kv:
             return True
         return (may and self._least(whole) <= self.budget.device) or (
             whole.cache <= self.divided(max_len, n_nodes).cache

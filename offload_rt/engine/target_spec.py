@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import closing
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -284,10 +283,8 @@ def _experts(
         lambda block: loader.reader(files.tier, block.i),
     )
     cache = CardExperts(sizes, n_slots, tier, view, streamer)
-    # The host's thread needs a copy of the format, which owns a scratch buffer. One thread remains
-    # for kernel launches.
-    host_view = partial(copy(runner.format).view, dtype=runner.dtype)
+    # One thread remains for kernel launches.
     n_threads = max(torch.get_num_threads() - 1, 1)
-    host = HostExperts(tier, host_view, cache.copy_s, loader.device, n_threads, loader.cpus)
+    host = HostExperts(tier, view, cache.copy_s, loader.device, n_threads, loader.cpus)
     cache.host = loader.closes.enter_context(closing(host))
     return cache
