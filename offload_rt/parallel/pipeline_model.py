@@ -24,7 +24,7 @@ from offload_rt.system.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class _OfStage:
+class _StageContext:
     """Pass context for layers that index caches and states by the complete model."""
 
     context: PassContext
@@ -44,7 +44,7 @@ class _OfStage:
         return cast("StateContext", self.context).recur(layer - self.first_state, shape, *rows)
 
 
-def _of_layer(name: str) -> Any:
+def _layer_method(name: str) -> Any:
     """Delegate a method with a layer index to the complete model."""
     return lambda self, i, *args: getattr(self.whole, name)(self.layers[i], *args)
 
@@ -91,9 +91,9 @@ class Stage(ModelPart):
         return whole._replace(layers=layers) if whole and layers else None
 
     layer_prefix, layer_tensors, flops, window = map(
-        _of_layer, ("layer_prefix", "layer_tensors", "flops", "window")
+        _layer_method, ("layer_prefix", "layer_tensors", "flops", "window")
     )
-    expert_names = _of_layer("expert_names")
+    expert_names = _layer_method("expert_names")
 
     @cached_property
     def _first(self) -> tuple[int, int]:
@@ -126,7 +126,7 @@ class Stage(ModelPart):
         """Apply a layer; receive input from the previous rank, send output to the next rank."""
         if self.ranks is not None and i == 0 and self.rank > 0:
             self.ranks.receive(x, self.rank - 1)
-        x = self.whole.layer(self.layers[i], weights, x, _OfStage(context, *self._first))
+        x = self.whole.layer(self.layers[i], weights, x, _StageContext(context, *self._first))
         if self.ranks is not None and i == self.n_layers - 1 and self.rank < self.ranks.size - 1:
             self.ranks.send(x, self.rank + 1)
         return x
