@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -159,6 +160,43 @@ def formats():
         StructuredOutputs(choice=CHOICES),
         StructuredOutputs(grammar='start: "the " animal+\nanimal: "fox" | "dog" | "[" animal "]"'),
     ]
+
+
+def test_forced_tokens_are_the_only_allowed_tokens(llm, compiler):
+    n_forced = 0
+    for seed, outputs in enumerate([*formats(), *(random_json(seed) for seed in range(8))]):
+        rng = random.Random(seed)
+        grammar = compiler.compile(outputs)
+        for _ in range(12):
+            for token in grammar.forced():
+                n_forced += 1
+                allowed = np.flatnonzero(bits(grammar.masks_of(DraftTree.root_only(0)))[0])
+                assert allowed.tolist() == [token]
+                if token == END:
+                    break
+                grammar.advance(token)
+            allowed = np.flatnonzero(bits(grammar.masks_of(DraftTree.root_only(0)))[0]).tolist()
+            token = rng.choice(allowed)
+            if token == END:
+                break
+            grammar.advance(token)
+    assert n_forced > 50
+
+
+def random_json(seed):
+    return StructuredOutputs(json=random_schema(seed))
+
+
+def test_forced_tokens_need_no_pass(pair):
+    """An answer of one text takes a pass for its first token only."""
+    outputs = StructuredOutputs(choice=["the fox jumps over the lazy dog"])
+    with open_llm(pair.target) as llm:
+        params = SamplingParams(structured_outputs=outputs)
+        forced = llm.generate(PROMPT, params)[0]
+        plain = llm.generate(PROMPT, replace(params, logprobs=0))[0]
+    assert forced.text == outputs.choice[0] and forced.finish_reason == "stop"
+    assert forced.token_ids == plain.token_ids
+    assert (forced.stats.n_passes, plain.stats.n_passes) == (1, len(plain.token_ids))
 
 
 def answers(llm, temperature):

@@ -27,7 +27,7 @@ class Run:
 
     @property
     def token_ids(self) -> list[int]:
-        """Generated tokens."""
+        """What it generated."""
         return self.report.answers[0].token_ids
 
     @property
@@ -127,7 +127,7 @@ class Row:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Row":
-        """Convert the output of `entry`."""
+        """Read what `entry` made."""
         spreads = {
             name: Spread(**entry[name])
             for name in ("seconds_per_token", "first_token_s")

@@ -1,4 +1,5 @@
-"""How fast is tree attention compared with a dense mask, no mask, FlexAttention, and the floor?
+"""How long does tree attention take, beside a dense mask, no mask, FlexAttention, and the least
+that a card needs for it?
 
 All are captured as CUDA graphs: the passes of the package replay them, and small trees would
 measure launches otherwise.

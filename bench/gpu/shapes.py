@@ -1,4 +1,6 @@
-"""Models of any Llama shape with the functions of the demo pair: a few layers, and a filler."""
+"""Models of any Llama's shape that compute the demo pair's functions: a few layers of their own,
+and one that repeats.
+"""
 
 import shutil
 import subprocess
@@ -101,7 +103,9 @@ def park(streamer: Streamer) -> None:
 
 
 def plan_of(llm: LLM) -> dict[str, object]:
-    """Describe the placement. Raises RuntimeError for disk layers, which hide the GPU link."""
+    """Where its layers lie. Raises RuntimeError if some come from the disk, as the figures are for
+    the link to the card.
+    """
     plan = llm.plan
     if plan.tiers.count("disk"):
         raise RuntimeError(f"{plan.tiers.count('disk')} layers lie on the disk")

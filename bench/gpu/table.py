@@ -1,4 +1,4 @@
-"""Table of GPU measurements, created from the result files."""
+"""The README's table of what was measured on a card, made from the result files alone."""
 
 import json
 from collections.abc import Callable

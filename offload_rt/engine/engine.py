@@ -257,6 +257,8 @@ class Engine(SequencePool):
             self._commit(running, verdict, states)
             last = verdict.path[-1] if verdict.path else 0
             sequence.extend([*tree.path_to(last), verdict.bonus])
+            if not self.runner.taps:  # drafters of hidden states need those of every token
+                sequence.extend_forced()
             if (k := sequence.sampling.logprobs) is not None:
                 rows = ops.to_device([torch.tensor([0, *verdict.path])], logits.device)
                 sequence.read(node_logits.index_select(0, *rows), k)

@@ -1,4 +1,6 @@
-"""Measurements of the machine: disk settings, link rates, memory rates, pass times."""
+"""Measures what the machine can do: how its disk likes to be read, and how fast the device reads
+weights.
+"""
 
 import hashlib
 import os
@@ -8,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,7 +22,6 @@ import torch
 
 from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes
 from offload_rt.cost.tree_size import ExpertsBias
-from offload_rt.executor.rank_runner import PipelineRunner
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
 from offload_rt.offload.disk import DiskTier, ReadSettings
@@ -27,7 +29,7 @@ from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerView
 from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.ops.linear import linear
-from offload_rt.parallel.model_part import ModelPart
+from offload_rt.parallel.pipeline_model import Stage
 from offload_rt.system.files import read_cached, write_cached
 from offload_rt.system.machine import cache_nbytes, memory_free
 from offload_rt.system.numa import cpus_near, staying_near
@@ -59,7 +61,7 @@ _MARGIN = 1.05
 
 
 def read_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
-    """Return the fastest read settings, measured once per disk and cached."""
+    """The best way to read these blocks, measured once for each disk and remembered."""
     disk = str(layers[0].tensors[0].path.stat().st_dev)
     known = read_cached(_CACHE, _VERSION)
     for settings in _CANDIDATES:  # anything else was not measured by this program
@@ -71,7 +73,7 @@ def read_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
 
 
 def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
-    """Measure the GB/s of a tier by reading whole blocks for about `seconds`."""
+    """GB/s at which a tier delivers, reading whole blocks one after the other for about so long."""
     block = host_block(max(tier.layout(i).nbytes for i in range(n_layers)))
     started = time.perf_counter()
     nbytes = 0
@@ -85,7 +87,9 @@ def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
 
 
 def disk_gbps(folder: Path, nbytes: int = 128 << 20) -> float:
-    """Measure the GB/s of a folder's disk with a temporary file. Raises OSError."""
+    """GB/s of the disk that a folder is on, by a file that is written there and read. Raises
+    OSError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile(dir=folder) as file:
         file.write(os.urandom(nbytes))
@@ -96,7 +100,7 @@ def disk_gbps(folder: Path, nbytes: int = 128 << 20) -> float:
 
 
 def beyond_caches(device: torch.device) -> int:
-    """Return a size that exceeds the device's caches, at most a quarter of free memory."""
+    """Bytes of which the device's caches hold little, and at most a quarter of what is free."""
     if device.type == "cuda":
         # the cache of a 4090 holds 72 MB
         return min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)
@@ -104,7 +108,7 @@ def beyond_caches(device: torch.device) -> int:
 
 
 def memory_gbps(dtype: torch.dtype, device: torch.device, n_rows: int = 1) -> float:
-    """Measure the GB/s at which a product with `n_rows` vectors reads a matrix."""
+    """GB/s at which the device reads a matrix in a product with one vector, or several."""
     width = 4096
     matrix = torch.ones(
         beyond_caches(device) // dtype.itemsize // width // n_rows,
@@ -129,7 +133,7 @@ def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device)
 
 
 def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
-    """Measure the GB/s of copies from pinned host memory to a GPU."""
+    """GB/s at which a GPU copies pinned memory of the host."""
     source = host_block(nbytes)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     with staying_near(cpus_near(device)):
@@ -143,7 +147,9 @@ def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
 
 
 def timed(device: torch.device, work: Callable[[], object], n_times: int = 3) -> list[float]:
-    """Measure the seconds of `work` per run after a warm-up, by CUDA events on a GPU."""
+    """Seconds of some work each time, by the device's own clock where it is a card, after a first
+    time that is not counted.
+    """
     seconds = []
     for _ in range(1 + n_times):
         if device.type == "cuda":
@@ -204,9 +210,8 @@ def pass_profile(
 
 
 def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
-    """Load the learned expert correction of a checkpoint; `closes` saves it.
-
-    n_slots  expert slots; each number has its own correction
+    """What earlier runs learned of the experts of a checkpoint in so many slots; what this one
+    learns is kept with `closes`.
     """
     key = hashlib.sha256(repr((target, n_slots)).encode()).hexdigest()[:24]
     try:
@@ -243,12 +248,15 @@ def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:
 
 
 def _of_all(runner: Runner, seconds: float) -> float:
-    """Return the sum over all stages of a pipeline; otherwise `seconds`."""
-    return runner.ranks.total(seconds)[0] if isinstance(runner, PipelineRunner) else seconds
+    """Seconds of all stages of a model, one after the other, where this is one of them."""
+    ranks = runner.spec.ranks if isinstance(runner.spec, Stage) else None
+    return seconds if ranks is None else ranks.total(seconds)[0]
 
 
 def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> ComputeTimes | None:
-    """Return the times of a cache entry; None if absent or invalid."""
+    """The times of a cache entry; None if there is none, or it cannot be times of these widths and
+    contexts.
+    """
     try:
         seconds = np.array(entry, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -262,13 +270,15 @@ def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> 
 
 
 def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the measured widths and contexts."""
+    """The widths and contexts that are timed."""
     widths = {1, *(n for n in (8, 32, 64, 128, 256, 512, 1024) if n < n_rows), n_rows}
     return tuple(sorted(widths)), (min(64, max_context), max(min(max_context, 2048), 65))
 
 
 def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
-    """Measure a single width again; earlier times may stem from a busy machine."""
+    """Whether one width takes about as long as it did; the times may be of an hour in which others
+    used the machine.
+    """
     width = compute.widths[len(compute.widths) // 2]
     context = compute.contexts[0]
     (now,) = seconds_of_passes(runner, [(width, context)])
@@ -276,9 +286,10 @@ def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
 
 
 def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes:
-    """Measure passes of several widths, at a short and a long context.
+    """Time passes of several widths, at a short and a long context.
 
-    Attention is linear in both, so the long context needs the smallest and largest width only.
+    Attention's share is linear in both, so the long context is timed at the least and the largest
+    width only.
     """
     widths, contexts = _grid(n_rows, max_context)
     passes = [
@@ -339,11 +350,11 @@ def _seconds_replayed(runner: Runner, step: Step) -> float:
 
 @torch.inference_mode()
 def _seconds_of_parts(runner: Runner, block: LayerView, step: Step) -> list[float]:
-    """Return the seconds of a layer and of the head."""
+    """Seconds of a layer, and of the head."""
     best = [float("inf"), float("inf")]
     alone = copy(runner)
-    if isinstance(runner.spec, ModelPart):
-        alone.spec = runner.spec.alone()
+    if isinstance(runner.spec, Stage):
+        alone.spec = replace(runner.spec, ranks=None)
     for _ in range(_REPEATS):
         hidden, chunks = alone.embed(*alone.upload([step]))
         moments = [_now(runner)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import closing
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -93,15 +92,13 @@ class TargetSpec:
         with closing(DiskTier(self.checkpoint.layers)) as files:
             layer_nbytes = _layer_nbytes(self.checkpoint, files, self.is_packed)
         sizes = Sizes.of_checkpoint(self.checkpoint, self.dtype)
-        return replace(
-            sizes, layer_nbytes=layer_nbytes, link=self.link.sizes, divided=self._sizes_by_expert
-        )
+        return replace(sizes, layer_nbytes=layer_nbytes, link=self.link.sizes)
 
-    def _sizes_by_expert(self) -> Sizes | None:
-        """Sizes with experts as separate blocks; None for indivisible files."""
+    def sizes_by_expert(self) -> Sizes | None:
+        """Sizes with experts as separate blocks; None for indivisible or encoded layers."""
         divided = self.checkpoint.by_expert()
         mixture = self.checkpoint.spec.mixture
-        if divided is None or mixture is None:
+        if divided is None or mixture is None or self.link.sizes is not None:
             return None
         rest, records = divided
         with (
@@ -286,10 +283,8 @@ def _experts(
         lambda block: loader.reader(files.tier, block.i),
     )
     cache = CardExperts(sizes, n_slots, tier, view, streamer)
-    # The host's thread needs a copy of the format, which owns a scratch buffer. One thread remains
-    # for kernel launches.
-    host_view = partial(copy(runner.format).view, dtype=runner.dtype)
+    # One thread remains for kernel launches.
     n_threads = max(torch.get_num_threads() - 1, 1)
-    host = HostExperts(tier, host_view, cache.copy_s, loader.device, n_threads, loader.cpus)
+    host = HostExperts(tier, view, cache.copy_s, loader.device, n_threads, loader.cpus)
     cache.host = loader.closes.enter_context(closing(host))
     return cache

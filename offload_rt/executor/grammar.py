@@ -160,6 +160,14 @@ class Grammar:
     def _accepts(self, token: int) -> bool:
         return token not in self._ends and self._matcher.validate_tokens([token]) == 1
 
+    def forced(self) -> list[int]:
+        """Return the next tokens as far as each is the only allowed token."""
+        if self._start_after is not None:
+            return []
+        if self._matcher.is_stopped():
+            return list(self._ends) if len(self._ends) == 1 else []
+        return list(self._matcher.compute_ff_tokens())
+
     def advance(self, token: int) -> None:
         """Append a generated token. Raises SettingsError if the grammar becomes too complex."""
         if self._start_after is None:

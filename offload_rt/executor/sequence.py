@@ -97,6 +97,16 @@ class Sequence:
                 break
         return self.tokens[n_before:]
 
+    def extend_forced(self) -> None:
+        """Append the tokens that the grammar forces, unless log-probabilities are requested.
+
+        The target's distribution is one-hot there, so that a forward pass decides nothing.
+        """
+        if self.grammar is None or self.sampling.logprobs is not None:
+            return
+        while not self.finish_reason and (tokens := self.grammar.forced()):
+            self.extend(tokens)
+
     def read(self, logits: Tensor, k: int) -> None:
         """Record log-probabilities of the next tokens and the top k from logits (n, vocabulary)."""
         first = len(self.logprobs)

@@ -154,10 +154,12 @@ class Chunk:
             rows = segment.rows
             turn = None if rotary is None else (rotary[0][rows], rotary[1][rows])
             qkv = q[rows], None if k is None else k[rows], None if v is None else v[rows]
-            request = Attention(
+            asked = Attention(
                 layer, segment.start, *qkv, mask.within(window), scale, turn, softcap, sinks
             )
-            outs.append(segment.cache.attend(request))
+            # Each layer overwrites the request, so the last layer's request remains.
+            segment.cache.asked = asked if segment.cache.keeps_query else None
+            outs.append(segment.cache.attend(asked))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def recur(
@@ -173,10 +175,10 @@ class Chunk:
         outs = []
         for segment, mask, inputs in zip(self.segments, self.masks, self.inputs, strict=True):
             assert isinstance(segment.cache, RecurrentCache), "models with states use this cache"
-            rows = x[segment.rows], weight, log_decays[segment.rows], beta[segment.rows]
+            given = x[segment.rows], weight, log_decays[segment.rows], beta[segment.rows]
             n_chain = segment.step.n_chain
-            request = Recurrence(layer, segment.start, n_chain, *rows, inputs, mask)
-            outs.append(segment.cache.recur(request))
+            asked = Recurrence(layer, segment.start, n_chain, *given, inputs, mask)
+            outs.append(segment.cache.recur(asked))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     @property

@@ -1,7 +1,7 @@
 """Pipeline stage: a range of a model's layers (GPipe, Huang et al. 2019, arXiv 1811.06965)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
@@ -24,7 +24,7 @@ from offload_rt.system.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class _OfStage:
+class _StageContext:
     """Pass context for layers that index caches and states by the complete model."""
 
     context: PassContext
@@ -44,7 +44,7 @@ class _OfStage:
         return cast("StateContext", self.context).recur(layer - self.first_state, shape, *rows)
 
 
-def _of_layer(name: str) -> Any:
+def _layer_method(name: str) -> Any:
     """Delegate a method with a layer index to the complete model."""
     return lambda self, i, *args: getattr(self.whole, name)(self.layers[i], *args)
 
@@ -55,23 +55,21 @@ class Stage(ModelPart):
 
     Rank 0 owns embedding and head.
     layers  layers of this stage, numbered from 0 within it
+    ranks   process group; None to run alone on meaningless hidden states
     """
 
     # Hidden states cross ranks within a pass.
     supports_graphs = False
 
     layers: range
+    ranks: Ranks | None = field(compare=False, repr=False)
 
     @classmethod
-    def for_rank(cls, whole: Architecture, layers: range, ranks: Ranks) -> "Stage":
+    def of(cls, whole: Architecture, layers: range, ranks: Ranks) -> "Stage":
         """Create the stage of `ranks.rank`; `layers` are a union of `divisible(whole)` parts."""
         sizes = {item.name: getattr(whole, item.name) for item in fields(Architecture)}
         sizes["n_layers"] = len(layers)
         return cls(**sizes, whole=whole, layers=layers, rank=ranks.rank, ranks=ranks)
-
-    def alone(self) -> "Stage":
-        """Return the stage without messages, computing on meaningless hidden states."""
-        return replace(self, ranks=None)
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -93,9 +91,9 @@ class Stage(ModelPart):
         return whole._replace(layers=layers) if whole and layers else None
 
     layer_prefix, layer_tensors, flops, window = map(
-        _of_layer, ("layer_prefix", "layer_tensors", "flops", "window")
+        _layer_method, ("layer_prefix", "layer_tensors", "flops", "window")
     )
-    expert_names = _of_layer("expert_names")
+    expert_names = _layer_method("expert_names")
 
     @cached_property
     def _first(self) -> tuple[int, int]:
@@ -128,7 +126,7 @@ class Stage(ModelPart):
         """Apply a layer; receive input from the previous rank, send output to the next rank."""
         if self.ranks is not None and i == 0 and self.rank > 0:
             self.ranks.receive(x, self.rank - 1)
-        x = self.whole.layer(self.layers[i], weights, x, _OfStage(context, *self._first))
+        x = self.whole.layer(self.layers[i], weights, x, _StageContext(context, *self._first))
         if self.ranks is not None and i == self.n_layers - 1 and self.rank < self.ranks.size - 1:
             self.ranks.send(x, self.rank + 1)
         return x

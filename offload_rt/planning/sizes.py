@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelError
 from offload_rt.models.families import spec_of
 from offload_rt.models.heads import head_of
-from offload_rt.offload.placement import ExpertSizes, LinkSizes
+from offload_rt.offload.placement import LinkSizes
 from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.speculate.select import check_pair
@@ -83,8 +82,7 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
         named = checkpoint.spec.dtype_name or checkpoint.dtype
         dtype = DTYPES[named if config.dtype == "auto" else config.dtype]
         layers = tuple(layer.layout.nbytes for layer in checkpoint.layers)
-        sizes = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layers, dtype=dtype)
-        return replace(sizes, divided=partial(_divided, sizes, checkpoint))
+        return replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layers, dtype=dtype)
     stored = raw.pop("quantization_config", None)
     spec = spec_of(raw)
     dtype = DTYPES[spec.dtype_name or "float16" if config.dtype == "auto" else config.dtype]
@@ -97,18 +95,6 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
             problem, change="download it, or plan for its unquantised original"
         )
     return sizes
-
-
-def _divided(sizes: Sizes, checkpoint: Checkpoint) -> Sizes | None:
-    """Return the sizes with experts as separate blocks; None for indivisible files."""
-    divided = checkpoint.by_expert()
-    mixture = sizes.spec.mixture
-    if divided is None or mixture is None:
-        return None
-    rest, experts = divided
-    nbytes = max(expert.layout.nbytes for expert in experts)
-    layers = tuple(layer.layout.nbytes for layer in rest.layers)
-    return replace(sizes, layer_nbytes=layers, experts=ExpertSizes(mixture, nbytes))
 
 
 def _mxfp4(sizes: Sizes) -> Sizes:

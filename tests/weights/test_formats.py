@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
+from offload_rt.offload.disk import DiskTier
 from offload_rt.ops import extension, linear_cpu
 from offload_rt.ops.linear import dequantize
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -477,6 +479,22 @@ def test_float_matrices_are_used_unchanged(tmp_path):
         with open_llm(one, dtype="float32") as llm:
             texts.append(llm.generate(prompt).pop().token_ids)
     assert texts[0] == texts[1]
+
+
+def test_quantised_matrices_follow_their_tensors(tmp_path: Path) -> None:
+    """Into the layouts of tiers and of slots, and into parts with all tensors of a matrix."""
+    directory, _, _ = tiny_model(tmp_path, Choice("gptq", desc_act=True))
+    layers = open_checkpoint(directory).layers
+    modules = [f"self_attn.{name}_proj" for name in "qkvo"]
+    modules += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    for is_packed in (True, False):
+        with closing(DiskTier(layers, packed=is_packed)) as tier:
+            for i, layer in enumerate(layers):
+                assert sorted(layer.matrices) == sorted(modules)
+                assert tier.layout(i).matrices == tier.layout(i).packed.matrices == layer.matrices
+    mlp = layers[0].select(lambda record: record.key.startswith("mlp."))
+    assert mlp.matrices == {name: layers[0].matrices[name] for name in modules[4:]}
+    assert not layers[0].select(lambda record: not record.key.endswith("scales")).matrices
 
 
 def test_trivial_groups_are_not_loaded(tmp_path):

@@ -1,4 +1,4 @@
-"""Shared parts of DeepSpeed's two offloads: ZeRO stage 3 in one process, layers fetched ahead."""
+"""What DeepSpeed's two offloads share: ZeRO stage 3 in one process, whole layers fetched ahead."""
 
 import os
 
@@ -19,7 +19,7 @@ _ALONE = {
 
 
 class DeepSpeedPeer(TransformersPeer):
-    """A transformers model with parameters gathered by an engine of DeepSpeed.
+    """A transformers model whose parameters an engine of DeepSpeed gathers.
 
     settings  the `HfDeepSpeedConfig`, which must stay alive for transformers to use ZeRO-3
     """
@@ -34,10 +34,10 @@ class DeepSpeedPeer(TransformersPeer):
 
 
 def open_engine(job: Job, offload: dict[str, object], source: str) -> DeepSpeedPeer:
-    """Open the model with stage 3.
+    """The model as stage 3 holds it.
 
     offload  the `offload_param` section
-    source   source of the weights; see `Supply`
+    source   where the weights come from in each pass; see `Supply`
     """
     os.environ.update(_ALONE)
     if not torch.cuda.is_available():
@@ -51,7 +51,7 @@ def open_engine(job: Job, offload: dict[str, object], source: str) -> DeepSpeedP
     kept = HfDeepSpeedConfig(settings)
     deepspeed.init_distributed()
     model = AutoModelForCausalLM.from_pretrained(job.plain, dtype="auto").eval()
-    # Fetch complete layers instead of their nine tensors one by one.
+    # A whole layer is fetched at a time, instead of each of its nine tensors when its turn comes.
     deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
     n_moved = (
         sum(one.ds_numel for one in model.parameters())

@@ -20,7 +20,7 @@ DRAFTS = False
 
 
 def load(job: Job) -> TransformersPeer:
-    """Keep as many layers resident as all other peers."""
+    """As many layers resident as the others have."""
     return offloaded(job, job.n_resident)
 
 
