@@ -1,4 +1,4 @@
-"""A plan as a table, and the closing report of a run."""
+"""Placement tables and the closing report of a run."""
 
 import os
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ def plan_table(spec: "EngineSpec", profile: MachineProfile) -> Table:
 
 
 def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
-    """What lies where."""
+    """Return the placement as a table."""
     table = Table(title=title.replace("torch.", ""))
     table.add_column("what")
     table.add_column("where")
@@ -112,17 +112,13 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
 
 
 def quiet_libraries() -> None:
-    """Let transformers report errors only: its warnings quote whatever a config holds, and no run
-    depends on them.
-    """
+    """Restrict transformers' log to errors; its warnings quote arbitrary config contents."""
     # it is read when transformers is loaded
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def print_table(table: Table) -> None:
-    """Print to stdout; rich itself would end the program where nobody reads any more. Raises
-    OSError.
-    """
+    """Print to stdout. Raises OSError for a closed pipe, where rich would exit."""
     console = Console()
     with console.capture() as captured:
         console.print(table)

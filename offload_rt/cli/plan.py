@@ -52,7 +52,7 @@ _OF_MODELS = ("adaptive_tree", "dynamic_tree", "static_tree")
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What to plan for, beside the engine."""
+    """Settings of a plan besides the engine's."""
 
     gpu: str = setting(
         "this",
@@ -88,7 +88,7 @@ class PlanSettings:
             check_positive(name, getattr(self, name))
 
     def check(self, config: EngineConfig) -> None:
-        """Raises SettingsError for what cannot be planned together."""
+        """Raise SettingsError for contradictory settings."""
         asked = {"--link": self.link, "--ranks": self.ranks > 1, "--pipeline": config.pipeline > 1}
         flags = [flag for flag, value in asked.items() if value]
         if flags and self.gpu == "this":
@@ -102,7 +102,7 @@ class PlanSettings:
 
 
 def parse_rate(text: str, flag: str) -> float:
-    """GB/s from `"7GB/s"`. Raises SettingsError."""
+    """Parse a rate like "7GB/s" to GB/s. Raises SettingsError."""
     amount, _, per = text.partition("/")
     try:
         rate = parse_size(amount) / 1e9 if per.strip().lower() == "s" else 0.0
@@ -265,8 +265,9 @@ def _request(settings: PlanSettings, config: EngineConfig, machine: "Machine") -
 
 
 def _by_place(split: str, request: "PlanRequest", machine: "Machine") -> "dict[str, Forecast]":
-    """What a draft model gives on the first of several cards and divided among all, the faster
-    first, where both can be.
+    """Predict a draft model on the first GPU and sharded over all GPUs, fastest first.
+
+    Empty if the setting or the models leave a single placement.
     """
     from offload_rt.planning.forecast import predict_if_it_fits
 
@@ -292,9 +293,7 @@ def _assumed(name: str, temperature: float, config: EngineConfig, drafter: str) 
 
 
 def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
-    """Of the checkpoints of both, where they lie on this machine; empty where they do not, or
-    nothing computes drafts.
-    """
+    """Return the identities of local checkpoints; empty without local files or a draft."""
     if {config.model.lower(), (config.draft_model or "").lower()} & KNOWN.keys():
         return "", ""
     from offload_rt.speculate.select import find_draft
@@ -370,9 +369,7 @@ def _print(
 
 
 def _print_others(others: "Alternatives", decode_gbps: float) -> None:
-    """A row for each format; and which drafter is expected to be the fastest, by what
-    acceptance.
-    """
+    """Print a row per weight format, and the drafter with the fastest forecast."""
     from offload_rt.planning.sizes import LOSSLESS_SHARE
 
     first, drafters = next(iter(others.items()))
@@ -431,9 +428,7 @@ def _line(name: str, cells: Iterable[str]) -> str:
 
 
 def _print_curve(curve: "Sweep") -> None:
-    """A line for each point: x, seconds per token, a bar as long as these, and what the pass waits
-    for.
-    """
+    """Print a line per point: x, seconds per token as number and bar, bottleneck."""
     print(f"\nseconds per token by {curve.what}")
     longest = max(
         (one.run.seconds_per_token for _, one in curve.points if one is not None), default=1.0

@@ -1,7 +1,6 @@
-"""How much of what fits: the bytes beside the layers, how large trees and how long contexts may be,
-and the placement.
+"""Memory plan: bytes besides the layers, limits of trees and contexts, placement.
 
-It needs only the sizes of a model, so a machine can be planned for from a config.json alone.
+Only the sizes of a model are needed, so a config.json is sufficient.
 """
 
 import math
@@ -84,7 +83,7 @@ class Sizes:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, dtype: DType) -> "Sizes":
-        """Of the tensors as they are stored, computed with in `dtype`."""
+        """Return the sizes of stored tensors, for compute in `dtype`."""
         return cls(
             spec=checkpoint.spec,
             layer_nbytes=tuple(layer.nbytes for layer in checkpoint.layers),
@@ -97,8 +96,9 @@ class Sizes:
     def of_spec(
         cls, spec: Architecture, dtype: DType, layer_format: WeightFormat | None = None
     ) -> "Sizes":
-        """Of a model whose weights are of `dtype`, its layers as a format stores them, laid out as
-        they are on a device.
+        """Return the sizes of an architecture with weights of `dtype`, in device layout.
+
+        layer_format  format of the layers; None for plain weights
         """
         stores: WeightFormat = layer_format or dense.Format(None)
         nbytes: dict[tuple[TensorShape, ...], int] = {}
@@ -121,9 +121,7 @@ class Sizes:
 
 
 def _matrices(tensor: TensorShape) -> list[TensorShape]:
-    """A tensor, or of one that holds the experts of a mixture the matrix of each, as checkpoints
-    have them.
-    """
+    """Split a tensor of all experts into the matrices that checkpoints store."""
     name, shape = tensor
     if len(shape) != 3 or shape[1] == 1:  # of a convolution
         return [tensor]
@@ -132,12 +130,12 @@ def _matrices(tensor: TensorShape) -> list[TensorShape]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What fits.
+    """Placement and limits.
 
-    max_model_len  most tokens of a sequence
-    cache_rows     rows of keys and values that the plan has room for
-    view_rows      and of views of them, by which the target drafts itself
-    n_sequences    of that length together
+    max_model_len  maximum tokens of a sequence
+    cache_rows     KV rows that fit
+    view_rows      KV rows of the views of a self-drafting target
+    n_sequences    concurrent sequences of maximum length
     """
 
     plan: Plan
@@ -149,7 +147,7 @@ class MemoryPlan:
 
 
 def less_margin(free: int) -> int:
-    """Free bytes without those that are left to others."""
+    """Return the free bytes minus the margin for other programs."""
     return max(free - max(int(free * _MARGIN), _LEAST_MARGIN), 0)
 
 
@@ -224,7 +222,7 @@ def plan_memory(
     n = config.max_num_seqs
 
     def together(max_len: int) -> int:
-        """Tokens of all sequences; each but the first may need a row more, of its tree."""
+        """Tokens of all sequences; all but the first may need an additional row for the tree."""
         return n * (max_len + 1) - 1
 
     fits = memory.fits_whole(together(shortest), config.tree_size or 1)
@@ -239,7 +237,7 @@ def plan_memory(
     )
 
     def least(max_len: int) -> int:
-        """The smallest budget that holds a context, which takes no more of it than its share."""
+        """Smallest budget for a context that does not exceed its share of the budget."""
         n_rows = together(max_len) + n * state_rows(target.spec, dtype.itemsize)
         cache = n_rows * target.spec.kv_nbytes(dtype.itemsize)
         reserved = needed(together(max_len), limits.n_nodes)
@@ -276,7 +274,7 @@ class _Memory:
     view_rows: int
 
     def whole(self, max_len: int, n_nodes: int) -> ReservedMemory:
-        """Bytes beside layers, with all keys and values on the device."""
+        """Return the bytes besides layers, with all KV rows on the device."""
         spec = self.target.spec
         n = self.config.max_num_seqs
         reserved = reserved_memory(self.target, self.draft, self.dtype, max_len, n_nodes, n)
@@ -291,9 +289,7 @@ class _Memory:
         )
 
     def _graphs(self, others: int, n_nodes: int) -> int:
-        """Bytes of captured passes beside `others`: of the draft, and of the target if all of its
-        layers fit as well.
-        """
+        """Return the bytes of captured passes: draft passes, and target passes if resident."""
         draft = self.draft
         target = replace(self.target, dtype=self.dtype)
         drafts = (draft,) if draft and draft.spec.supports_graphs else ()
@@ -303,12 +299,13 @@ class _Memory:
         return both if is_captured and fits else _graphs_nbytes(drafts, n_nodes)
 
     def divided(self, max_len: int, n_nodes: int) -> ReservedMemory:
-        """The same with as few of them on the device as will do."""
+        """Return the bytes besides layers, with the minimum of KV rows on the device."""
         return self._reserved(max_len, self._split(max_len, n_nodes))
 
     def fits_whole(self, max_len: int, n_nodes: int) -> bool:
-        """Whether all keys and values are on the device: where they may and can, or where nothing
-        would take less.
+        """Return whether all KV rows stay on the device.
+
+        They do if they fit, or if offloading saves nothing.
         """
         whole = self.whole(max_len, n_nodes)
         most = self.config.kv_nbytes
@@ -321,7 +318,7 @@ class _Memory:
         )
 
     def place(self, max_len: int, n_nodes: int) -> Plan:
-        """What lies where. Raises CapacityError if it cannot lie anywhere."""
+        """Return the placement. Raises CapacityError if the budgets are too small."""
         is_whole = self.fits_whole(max_len, n_nodes)
         most = self.config.kv_nbytes
         needed = (self.whole if is_whole else self.divided)(max_len, n_nodes)
@@ -380,8 +377,10 @@ class _Memory:
 def reserved_memory(
     target: Sizes, draft: Sizes | None, dtype: DType, max_len: int, n_nodes: int, n: int = 1
 ) -> ReservedMemory:
-    """Bytes on the device besides layers, for n sequences of `max_len` tokens together and trees of
-    up to `n_nodes`.
+    """Return the device bytes besides layers.
+
+    max_len  tokens of all n sequences
+    n_nodes  maximum nodes of a tree
     """
     spec = target.spec
     hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
@@ -402,17 +401,13 @@ def reserved_memory(
 
 
 def _cache_nbytes(spec: Architecture, n_rows: int, n_nodes: int, itemsize: int, n: int) -> int:
-    """Of n sequences: so many rows, their states, and what so many rows of trees would add to
-    these.
-    """
+    """Return the bytes of KV rows and recurrent states of n sequences, including tree rows."""
     of_nodes = n_nodes * sum(one.row_nbytes(itemsize) for one in spec.state_shapes)
     return (n_rows + n * state_rows(spec, itemsize)) * spec.kv_nbytes(itemsize) + of_nodes
 
 
 def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int, n: int) -> int:
-    """Bytes a draft model takes on the device: weights, cache, activations, and the distributions
-    its trees were drawn from.
-    """
+    """Return the bytes of a draft model: weights, cache, activations, draft distributions."""
     itemsize = draft.dtype.itemsize
     cache = _cache_nbytes(
         draft.spec, draft_rows(max_len, n_nodes), ROWS_PER_NODE * n_nodes, itemsize, n
@@ -431,9 +426,7 @@ def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int, n: 
 
 
 def _graphs_nbytes(models: Sequence[Sizes], n_nodes: int) -> int:
-    """Bytes of the captured passes of models: one pool, as no two passes run at once, and the
-    logits of each model.
-    """
+    """Return the bytes of captured passes: a common pool, and the logits of each model."""
     n = max_captured_rows(n_nodes)
     itemsizes = [model.dtype.itemsize for model in models]
     pools = (
@@ -445,12 +438,10 @@ def _graphs_nbytes(models: Sequence[Sizes], n_nodes: int) -> int:
 
 
 def _cache_rows(max_len: int, max_nodes: int) -> int:
-    """Rows of one sequence of the longest kind: all its tokens but the last, and a tree."""
+    """Return the KV rows of the longest sequence: all tokens but the last, and a tree."""
     return max_len - 1 + max_nodes
 
 
 def _view_rows(budget: int, max_len: int, max_nodes: int) -> int:
-    """Rows for the views of a few sequences together, which take an eighth of the cache beyond the
-    first one's.
-    """
+    """Return the KV rows of all views; views of further sequences use an eighth of the cache."""
     return view_rows(min(budget, max_len), max_nodes) + max_len // 8 if budget else 0

@@ -105,9 +105,7 @@ class Machine:
         )
 
     def costs(self, target: Sizes, draft: Sizes | None, plan: Plan) -> PairTimes:
-        """What computing takes. A draft model is replayed as graphs, and so is a native target that
-        is resident as a whole.
-        """
+        """Return the compute times. CUDA graphs replay draft models and resident native targets."""
         is_encoded = [target.link is not None and tier != "device" for tier in plan.tiers]
         decode_s = transfer_s(decoded_nbytes(target, is_encoded), self.decode_gbps)
         of_target = self._times(target, plan.is_resident, self.ranks, decode_s=decode_s)
@@ -139,9 +137,7 @@ class Machine:
         )  # fmt: skip
 
     def of_rank(self, ranks: Parallelism) -> "Machine":
-        """What each of several cards has of the machine; in a pipeline, the memory of all and the
-        link of one.
-        """
+        """Return the share of each GPU; for a pipeline the memory of all and the link of one."""
         if ranks.n == 1:
             return self
         n = ranks.n_parts
@@ -162,19 +158,17 @@ class Machine:
 
 
 def draft_nbytes(draft: Sizes, plan: Plan) -> int:
-    """Bytes of the layers that a level of a draft reads: of a target that drafts itself the
-    resident ones and the copies.
-    """
+    """Return the layer bytes of a draft level; self-drafting reads resident layers and copies."""
     return plan.on("device") + plan.copies_nbytes if draft.stand_in else sum(draft.layer_nbytes)
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be predicted.
+    """Input of a forecast.
 
     models   the target and the draft model
     context  tokens before the first pass
-    tokens   that are generated
+    tokens   generated tokens
     """
 
     config: EngineConfig
@@ -197,9 +191,9 @@ class DraftLevel(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What would happen.
+    """Predicted placement, tree and speed.
 
-    topology   of the trees; one node for plain decoding
+    topology   draft tree; a single node for plain decoding
     run        decoding with trees
     plain      decoding without trees
     moved      bytes that cross each link in a pass
@@ -222,7 +216,7 @@ class Forecast:
 
     @property
     def level(self) -> DraftLevel | None:
-        """The mean level of a tree; None where no model drafts."""
+        """Mean draft level; None without a draft model."""
         draft = self.request.models[1]
         if draft is None or len(self.topology) == 1:
             return None
@@ -235,7 +229,7 @@ class Forecast:
 
     @property
     def link_s(self) -> dict[str, float]:
-        """Seconds for which a pass keeps each link busy."""
+        """Busy seconds of each link per pass."""
         return {
             name: transfer_s(nbytes, dict(self.machine.links)[name])
             for name, nbytes in self.moved.items()
@@ -243,12 +237,12 @@ class Forecast:
 
     @property
     def busy(self) -> dict[str, float]:
-        """Part of a pass in which each link is busy."""
+        """Busy share of each link per pass."""
         return {name: seconds / self.run.pass_s for name, seconds in self.link_s.items()}
 
     @property
     def bound(self) -> str:
-        """What a pass waits for, and by how much."""
+        """Bottleneck of a pass, with the busy seconds of all resources."""
         of_device = (
             "matrix products" if self.compute_s > _OF_PRODUCTS * self.row_s else "memory bandwidth"
         )
@@ -309,9 +303,7 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
 
 
 def short_context(forecast: Forecast) -> str:
-    """What would give a context that is not short, and what it costs; empty where it is long
-    enough, or as it was asked for.
-    """
+    """Return advice for a short context, with the cost of a longer one; else empty."""
     request = forecast.request
     spec = forecast.request.models[0].spec
     asked = request.config.max_model_len
@@ -383,7 +375,7 @@ def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
 
 
 def predict_if_it_fits(request: PlanRequest, machine: Machine) -> Forecast | None:
-    """The forecast; None where the model does not fit."""
+    """Return the forecast; None if the model does not fit."""
     try:
         return predict(request, machine)
     except CapacityError:

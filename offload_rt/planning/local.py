@@ -1,4 +1,4 @@
-"""The machine that this runs on, measured, as one to plan for."""
+"""Description of this machine by measurements."""
 
 import time
 from contextlib import closing
@@ -56,9 +56,7 @@ def this_machine(config: EngineConfig, disk_gbps: float | None, else_gbps: float
 
 @torch.inference_mode()
 def measure_roof(dtype: DType, device: torch.device) -> Roof:
-    """Time products of one matrix with more and more rows; takes a second or two, whatever the
-    model.
-    """
+    """Measure products of a matrix with increasing rows, for a second or two."""
     of_tensors = dtype.torch
     shape = profile.beyond_caches(device) // dtype.itemsize // _N_COLUMNS, _N_COLUMNS
     # One row again and again: to make so many random numbers takes longer than all products.

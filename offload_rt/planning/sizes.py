@@ -1,6 +1,4 @@
-"""What planning has to know of models: of files that lie here or a config alone, and what they
-would take in other formats.
-"""
+"""Sizes of models from local files or configs, and in other weight formats."""
 
 import math
 from collections.abc import Iterable
@@ -119,7 +117,7 @@ def _mxfp4(sizes: Sizes) -> Sizes:
 
 
 def find_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
-    """The checkpoint whose weights lie here; None where they do not."""
+    """Return the local checkpoint; None without local weights."""
     try:
         path = locate(name, revision, offline=True)
     except CheckpointError:
@@ -129,7 +127,7 @@ def find_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
 
 
 def is_plain(sizes: Sizes) -> bool:
-    """Whether products take the weights of layers as they are stored."""
+    """Return whether layers are stored unquantised."""
     decoded = decoded_nbytes(sizes)
     # vectors in other dtypes, and padding
     return abs(sum(sizes.layer_nbytes) - decoded) <= 0.1 * decoded
@@ -177,7 +175,7 @@ def copies(sizes: Sizes, on_card: bool) -> Sizes:
 
 
 def formats(sizes: Sizes, on_card: bool) -> dict[str, Sizes]:
-    """A model of 16-bit weights as it is and in other formats, by name."""
+    """Return the sizes of a 16-bit model in several formats, by name."""
     name = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}[sizes.dtype]
     plain = replace(sizes, link=None)
     quantised = {"fp8, blocks 128x128": _FP8, "int4, groups of 128": _INT4}
