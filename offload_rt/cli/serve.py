@@ -31,6 +31,9 @@ class ServeSettings:
     served_model_name: str | None = setting(
         None, "model name for clients; default: the last part of --model"
     )
+    any_model_name: bool = setting(
+        False, "answer requests for other model names, as llama.cpp does, instead of status 404"
+    )
     max_body: str = setting("4MiB", "maximum size of a request body")
     max_n: int = setting(16, "maximum answers per request", parse=int)
     max_waiting: int = setting(
@@ -93,7 +96,11 @@ def _serve(flags: Namespace) -> None:
     key = settings.api_key or os.environ.get("OFFLOAD_RT_API_KEY") or None
     name = settings.served_model_name or Path(config.model.rstrip("/")).name
     limits = ServerLimits(
-        parse_size(settings.max_body), settings.max_n, settings.max_waiting, settings.timeout
+        parse_size(settings.max_body),
+        settings.max_n,
+        settings.max_waiting,
+        settings.timeout,
+        settings.any_model_name,
     )
     with _listen(settings.host, settings.port) as listening, LLM.open(config) as llm:
         console = Console(stderr=True)

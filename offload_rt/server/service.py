@@ -44,12 +44,14 @@ class ServerLimits:
     n_answers    `n` of a request
     n_waiting    answers in the queue, beside running answers
     timeout_s    duration of a request
+    is_any_name  whether requests may name other models
     """
 
     body_nbytes: int
     n_answers: int
     n_waiting: int
     timeout_s: float
+    is_any_name: bool = False
 
 
 class Refused(Exception):
@@ -237,7 +239,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raises Refused for the name of another model."""
-        if name and name != self.name:
+        if name and name != self.name and not self.limits.is_any_name:
             reason = f"there is no model {reprlib.repr(name)} here, but {self.name!r}"
             raise Refused(404, reason, "model_not_found")
 

@@ -1,10 +1,11 @@
 """Fields of requests and responses: sampling, prompts, tools, log-probabilities."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.serving import LIMITS, PROMPT, TURNS, Served, engine_held, llm, served
+from support.serving import LIMITS, PROMPT, TURNS, Served, engine_held, llm, running, served
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import SettingsError
@@ -334,3 +335,11 @@ def test_prompts_with_several_answers_each_keep_their_order(served):
     ]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert [choice["text"] for choice in body["choices"]] == expected
+
+
+def test_other_model_names_are_refused_unless_allowed(llm: LLM) -> None:
+    for is_any_name, status in ((False, 404), (True, 200)):
+        limits = replace(LIMITS, is_any_name=is_any_name)
+        with running(llm, limits=limits) as server:
+            body = {"prompt": PROMPT, "max_tokens": 1, "model": "gpt-4o"}
+            assert server.post("/v1/completions", body)[0] == status
