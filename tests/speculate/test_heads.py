@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import heads
 from support.fake_gpu import fake_gpu, record_graph
 from support.heads import (
-    KEPT,
     MTP,
     N_HEADS,
     PATHS,
@@ -174,7 +174,7 @@ def expected_logits(
                 output = given
             some = F.linear(output, w["lm_head.weight"])[-1]
             found.append(
-                torch.full((len(embedding),), -torch.inf).index_copy(0, torch.tensor(KEPT), some)
+                torch.full((len(embedding),), -torch.inf).index_copy(0, torch.tensor(heads.KEPT), some)
             )
         else:
             parts = (
@@ -382,7 +382,7 @@ def test_perfect_head_drafts_its_full_reach(tmp_path, kind, temperature):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rule"), [("eagle", "match"), ("medusa", "coupled")])
 def test_joint_distribution_equals_the_target(tmp_path, monkeypatch, kind, rule):
-    monkeypatch.setitem(globals(), "KEPT", [0, 2, 3])
+    monkeypatch.setattr(heads, "KEPT", [0, 2, 3])
     monkeypatch.setattr("support.texts.N_DRAWS", 400)
     model = small_model(VOCABULARY, n_layers=3, sureness=0.5)
     settings = random_head(tmp_path, kind, model)
