@@ -48,12 +48,11 @@ struct Cutter {
   }
 };
 
-#define BODY "attention_cpu.h"
-#include "every_isa.h"
-#undef BODY
+#include "vectors_cpu.h"
+#include "attention_cpu.h"
 
 }  // namespace
 
-EXPORT void offload_rt_tree_attention(const TreeAttention* attention, int level, int n_threads) {
-  AT_LEVEL(level, attend(*attention, n_threads));
+EXPORT void offload_rt_tree_attention(const TreeAttention* attention, int n_threads) {
+  attend(*attention, n_threads);
 }

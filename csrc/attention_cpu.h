@@ -1,4 +1,4 @@
-// Tree attention for one instruction set, in an order that depends on nothing but what a row sees; included by every_isa.h.
+// Tree attention for one instruction set, in an order that depends on nothing but what a row sees; the compiler defines LEVEL (ops/build.py).
 //
 // A row sees slots: slot i < n_before is key i, and slot n_before + r is its ancestor at depth r, itself included; a window hides
 // the first ones. Slots [kBlock * b, kBlock * (b + 1)) are a block, wherever their keys lie. For each row

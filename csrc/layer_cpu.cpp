@@ -24,16 +24,15 @@ struct Gate {
 // Numbers that one thread computes sooner than several are woken.
 constexpr int64_t kSerial = 1 << 14;
 
-#define BODY "layer_cpu.h"
-#include "every_isa.h"
-#undef BODY
+#include "vectors_cpu.h"
+#include "layer_cpu.h"
 
 }  // namespace
 
-EXPORT void offload_rt_rms_norm(const Norm* norm, int level, int n_threads) {
-  AT_LEVEL(level, rms_norm(*norm, n_threads));
+EXPORT void offload_rt_rms_norm(const Norm* norm, int n_threads) {
+  rms_norm(*norm, n_threads);
 }
 
-EXPORT void offload_rt_silu_mul(const Gate* gate, int level, int n_threads) {
-  AT_LEVEL(level, silu_mul(*gate, n_threads));
+EXPORT void offload_rt_silu_mul(const Gate* gate, int n_threads) {
+  silu_mul(*gate, n_threads);
 }

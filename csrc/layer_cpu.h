@@ -1,4 +1,4 @@
-// Norms and activations between the products of a layer, for one instruction set; included by every_isa.h. Each number depends
+// Norms and activations between the products of a layer, for one instruction set; the compiler defines LEVEL (ops/build.py). Each number depends
 // on its row alone: the same operations serve whole vectors and the last numbers of a row.
 
 template <typename T>

@@ -80,25 +80,23 @@ inline float zero_at(const Matrix& m, int64_t row, int64_t column) {
   return static_cast<float>(m.zero_plus ? (code + m.zero_plus) & ((1 << m.bits) - 1) : code);
 }
 
-#define BODY "linear_cpu.h"
-#include "every_isa.h"
-#undef BODY
+#include "vectors_cpu.h"
+#include "linear_cpu.h"
 
 }  // namespace
 
 // y = x w^T + bias. x, y (n_rows, n_in or n_out) of one dtype, rows ldx and ldy numbers apart.
 EXPORT void offload_rt_linear(const Matrix* m, const void* x, int64_t n_rows, int64_t ldx, void* y, int64_t ldy,
-                              int dtype, int n_threads, int level) {
-  AT_LEVEL(level, linear(*m, x, n_rows, ldx, y, ldy, dtype, n_threads));
+                              int dtype, int n_threads) {
+  linear(*m, x, n_rows, ldx, y, ldy, dtype, n_threads);
 }
 
 // Rows of a matrix as numbers: rows (n_rows,), or null for all of them; out (n_rows, n_in) dense.
-EXPORT void offload_rt_unpack(const Matrix* m, const int64_t* rows, int64_t n_rows, void* out, int dtype, int n_threads,
-                              int level) {
-  AT_LEVEL(level, unpack_rows(*m, rows, n_rows, out, dtype, n_threads));
+EXPORT void offload_rt_unpack(const Matrix* m, const int64_t* rows, int64_t n_rows, void* out, int dtype, int n_threads) {
+  unpack_rows(*m, rows, n_rows, out, dtype, n_threads);
 }
 
 // FLOP/s of fused multiply-adds in registers, one thread, for benchmarks.
-EXPORT double offload_rt_fma_rate(int64_t n_times, double* sink, int level) {
-  return AT_LEVEL(level, fma_chains(n_times, sink));
+EXPORT double offload_rt_fma_rate(int64_t n_times, double* sink) {
+  return fma_chains(n_times, sink);
 }

@@ -1,4 +1,4 @@
-// Products y = x w^T for one instruction set; included by every_isa.h.
+// Products y = x w^T for one instruction set; the compiler defines LEVEL (ops/build.py).
 //
 // Lanes run along the inputs, for x and w alike, so a checkpoint's rows are read as they lie. Each output is
 //   sum over blocks of kDepth inputs, in order, of the lanes' sum (`add_sums`) of fused multiply-adds in order

@@ -1,4 +1,4 @@
-// Vectors of kLanes floats for one LEVEL, by GCC's vector extensions; included by every_isa.h inside a namespace.
+// Vectors of kLanes floats for one LEVEL, by GCC's vector extensions; the compiler defines LEVEL (ops/build.py).
 // Multiplications and additions are fused by `fma` alone (the compiler contracts nothing), so results do not depend on how
 // loops are unrolled.
 #if LEVEL >= 2

@@ -8,22 +8,31 @@ with. What ptxas said stays beside the kernels for scripts/check_kernels.py. Whe
 done, offload_rt builds what it needs when it first runs.
 """
 
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
-from offload_rt.ops import build
+from offload_rt.ops import build, cpu
 
 
 def main() -> None:
     """Build what can be built here, in place of what was there."""
-    for recipe in (build.CPU, build.kernels(build.architectures())):
-        start = time.perf_counter()
-        for path in build.PACKAGE.glob(f"_{recipe.name}-*"):
-            path.unlink()
-        try:
-            recipe.build(build.PACKAGE / recipe.file)
-        except build.NotBuilt as error:
-            print(f"{recipe.name}: not built, {error}")
-            continue
+    # Tests use every instruction set of this machine.
+    levels = range(cpu.level() + 1)
+    recipes = [*map(build.cpu, levels), build.kernels(build.architectures())]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(_build, recipes))
+
+
+def _build(recipe: build.Recipe) -> None:
+    start = time.perf_counter()
+    for path in build.PACKAGE.glob(f"_{recipe.name}-*"):
+        path.unlink()
+    try:
+        recipe.build(build.PACKAGE / recipe.file)
+    except build.NotBuilt as error:
+        print(f"{recipe.name}: not built, {error}")
+    else:
         print(f"{recipe.name}: built in {time.perf_counter() - start:.0f} s")
 
 

@@ -22,9 +22,7 @@ def fma_gflops() -> float:
     n_flops = [0.0] * n_threads
 
     def run(i: int) -> None:
-        n_flops[i] = library.offload_rt_fma_rate(
-            _N_FMA, ctypes.byref(ctypes.c_double()), cpu.level()
-        )
+        n_flops[i] = library.offload_rt_fma_rate(_N_FMA, ctypes.byref(ctypes.c_double()))
 
     with ThreadPoolExecutor(n_threads) as pool:
         seconds = _least_s(lambda: list(pool.map(run, range(n_threads))))

@@ -72,7 +72,7 @@ def shares(llm: LLM, topology: Topology, context: int) -> dict[str, float]:
     library = cpu.library()
     assert library is not None, "a C++ compiler builds it"
     timed = TimedLibrary(library)
-    with patch.object(cpu, "library", lambda: timed):
+    with patch.object(cpu, "library", lambda isa=None: timed):
         passes = llm.time_passes(topology, context, _N_PASSES)
     whole = sum(passes)
     timed.seconds[_ELSE] = whole - sum(

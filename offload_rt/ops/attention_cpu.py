@@ -47,7 +47,7 @@ def tree_attention(
 
     The log-sum-exp is float32 and excludes sinks.
     """
-    library = cpu.library()
+    library = cpu.library(level)
     assert library is not None, "callers check `serves`"
     n, n_heads, k_dim = q.shape
     out = q.new_empty(n, n_heads, v.shape[2])
@@ -74,8 +74,6 @@ def tree_attention(
     )
     arguments = _TreeAttention(*pointers, *sizes, scale, softcap or 0.0, cpu.DTYPES[q.dtype])
     library.offload_rt_tree_attention(
-        ctypes.byref(arguments),
-        cpu.level() if level is None else level,
-        n_threads or torch.get_num_threads(),
+        ctypes.byref(arguments), n_threads or torch.get_num_threads()
     )
     return out, lse

@@ -69,11 +69,6 @@ def silu_mul(
 
 
 def _call(name: str, arguments: ctypes.Structure, level: int | None, n_threads: int | None) -> None:
-    library = cpu.library()
+    library = cpu.library(level)
     assert library is not None, "callers check `serves`"
-    function = getattr(library, name)
-    function(
-        ctypes.byref(arguments),
-        cpu.level() if level is None else level,
-        n_threads or torch.get_num_threads(),
-    )
+    getattr(library, name)(ctypes.byref(arguments), n_threads or torch.get_num_threads())

@@ -90,7 +90,7 @@ def prefers_torch(dtype: torch.dtype) -> bool:
         cpu.level(),
         torch.get_num_threads(),
         torch.__version__,
-        build.CPU.file,
+        build.cpu(cpu.level()).file,
         str(dtype),
     )
     key = repr(machine)

@@ -74,7 +74,7 @@ def linear(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor |
     library.offload_rt_linear(
         ctypes.byref(matrix), x.data_ptr(), len(x), x.stride(0), y.data_ptr(), matrix.n_out,
         cpu.DTYPES[x.dtype],
-        torch.get_num_threads(), cpu.level(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return y
 
@@ -86,7 +86,7 @@ def unpack(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None) 
     address = None if rows is None else rows.contiguous().data_ptr()
     library.offload_rt_unpack(
         ctypes.byref(_describe(weight)), address, len(out), out.data_ptr(), cpu.DTYPES[out.dtype],
-        torch.get_num_threads(), cpu.level(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return out
 

@@ -47,7 +47,7 @@ def served(monkeypatch):
     served = Served()
     monkeypatch.setattr(extension, "serves", lambda _: True)
     monkeypatch.setattr(extension, "kernels", lambda: served)
-    monkeypatch.setattr(cpu, "library", lambda: None)
+    monkeypatch.setattr(cpu, "library", lambda isa=None: None)
     return served
 
 
