@@ -150,6 +150,24 @@ struct Dequantize {
 
 void dequantize(const Dequantize& args, cudaStream_t stream);
 
+// x w^T + bias for few rows and a quantised w (n_out, n_in) of any kind but kAwq and kNormal4; kColumns stores its transpose.
+// Eight neighbouring inputs share a scale, n_in is a multiple of kFewInputs, codes have 4 or 8 bits by their kind.
+constexpr int kMostFewRows = 32, kFewInputs = 32;
+struct FewRows {
+  const void* x;         // (n_rows, n_in) of kind_of_x, rows at multiples of 16 bytes
+  const void* codes;     // dense
+  const void* scales;    // (n_out / block_out, n_scales) of scale_kind; (n_in / block_in, n_scales) of kColumns
+  const int32_t* zeros;  // as scales, or null: `offset` is subtracted
+  const void* bias;      // (n_out,) of kind_of_x, or null
+  void* y;               // (n_rows, n_out) of kind_of_x, dense
+  int64_t x_row;
+  int n_rows, n_out, n_in, n_scales, block_out, block_in, offset;
+  CodeKind kind;
+  FloatKind kind_of_x, scale_kind;
+};
+
+void few_rows(const FewRows& args, cudaStream_t stream);
+
 // A layer encoded without loss; see offload_rt/ops/lossless.py. `block` begins with the chunks.
 struct LosslessChunk {
   int64_t source, target;  // bytes in `block` and `out`

@@ -290,6 +290,46 @@ void dequantize(Tensor codes, Tensor scales, std::optional<Tensor> zeros, std::o
   offload_rt::dequantize(args, device.stream);
 }
 
+Tensor few_rows(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor> zeros, std::optional<Tensor> bias, int64_t kind,
+                int64_t block_out, int64_t block_in, int64_t offset) {
+  using offload_rt::CodeKind;
+  STD_TORCH_CHECK(kind >= 0 && kind <= static_cast<int64_t>(CodeKind::kFloat8), "unknown kind of codes: ", kind);
+  offload_rt::FewRows args{};
+  args.kind = static_cast<CodeKind>(kind);
+  STD_TORCH_CHECK(args.kind != CodeKind::kAwq && args.kind != CodeKind::kNormal4, "few_rows has no kernel for these codes");
+  check_half(x, "x");
+  check_rows(x, "x", x.scalar_type(), 2);
+  const bool is_transposed = args.kind == CodeKind::kColumns;
+  const int64_t n = x.size(0), n_in = x.size(1), n_out = codes.size(is_transposed ? 1 : 0);
+  STD_TORCH_CHECK(n <= offload_rt::kMostFewRows, "x may have ", offload_rt::kMostFewRows, " rows, has ", n);
+  STD_TORCH_CHECK(n_in % offload_rt::kFewInputs == 0, "x must have a multiple of ", offload_rt::kFewInputs, " columns, has ", n_in);
+  check_codes(codes, args.kind, 4, is_transposed ? n_in : n_out, is_transposed ? n_out : n_in);
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(codes.data_ptr()) % 8 == 0, "codes must begin at a multiple of 8 bytes");
+  STD_TORCH_CHECK(block_out > 0 && block_in > 0 && (block_in % 8 == 0 || block_in >= n_in), "blocks must have a multiple of 8 inputs");
+  check_dense(scales, "scales", scales.scalar_type(), 2);
+  check_size(scales, "scales", is_transposed ? 1 : 0, (n_out + block_out - 1) / block_out);
+  check_size(scales, "scales", is_transposed ? 0 : 1, (n_in + block_in - 1) / block_in);
+  if (zeros) {
+    check_dense(*zeros, "zeros", ScalarType::Int, 2);
+    for (int64_t dim = 0; dim < 2; ++dim) check_size(*zeros, "zeros", dim, scales.size(dim));
+    args.zeros = data<int32_t>(*zeros);
+  }
+  if (bias) {
+    check_dense(*bias, "bias", x.scalar_type(), 1);
+    check_size(*bias, "bias", 0, n_out);
+    args.bias = bias->data_ptr();
+  }
+  const Device device(x);
+  const Tensor y = torch::stable::new_empty(x, {n, n_out});
+  args.kind_of_x = float_kind(x, "x"), args.scale_kind = float_kind(scales, "scales");
+  args.x = x.data_ptr(), args.codes = codes.data_ptr(), args.scales = scales.data_ptr(), args.y = y.data_ptr();
+  args.x_row = x.stride(0), args.n_rows = count(n, "rows"), args.n_out = count(n_out, "outputs");
+  args.n_in = count(n_in, "inputs"), args.n_scales = count(scales.size(1), "scales"), args.offset = count(offset, "offset");
+  args.block_out = count(block_out, "outputs of a block"), args.block_in = count(block_in, "inputs of a block");
+  if (y.numel() > 0) offload_rt::few_rows(args, device.stream);
+  return y;
+}
+
 void lossless_decode(Tensor block, int64_t n_chunks, Tensor out) {
   check_dense(block, "block", ScalarType::Byte, 1);
   check_dense(out, "out", ScalarType::Byte, 1);
@@ -442,6 +482,8 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
         "Tensor uniforms, int n_levels, bool independent, bool leaf_to_root) -> Tensor");
   m.def("dequantize(Tensor codes, Tensor scales, Tensor? zeros, Tensor? groups, int kind, int bits, int block_rows, "
         "int block_columns, int offset, Tensor(a!) out) -> ()");
+  m.def("few_rows(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int kind, int block_out, int block_in, "
+        "int offset) -> Tensor");
   m.def("lossless_decode(Tensor block, int n_chunks, Tensor(a!) out) -> ()");
   m.def("dequantize_blocks(Tensor blocks, int kind, Tensor(a!) out) -> ()");
 }
@@ -456,6 +498,7 @@ OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
   m.impl("silu_mul", TORCH_BOX(&silu_mul));
   m.impl("verify", TORCH_BOX(&verify));
   m.impl("dequantize", TORCH_BOX(&dequantize));
+  m.impl("few_rows", TORCH_BOX(&few_rows));
   m.impl("lossless_decode", TORCH_BOX(&lossless_decode));
   m.impl("dequantize_blocks", TORCH_BOX(&dequantize_blocks));
 }

@@ -13,6 +13,8 @@ constexpr int kTileRows = 4, kTileOuts = 3;
 #endif
 // Outputs of a panel of few and of many rows, and most outputs of any; rows that are multiplied at a time.
 constexpr int kFewOuts = 24, kManyOuts = 96, kPanelOuts = 128, kMostRows = 384;
+// Most rows whose weights are decoded in registers, and the outputs that a thread multiplies at a time.
+constexpr int kDecodedRows = 4, kDecodedOuts = 32;
 constexpr int64_t kBlockNbytes = 2048;
 // Bytes between the codes that are unpacked and the codes that are prefetched.
 constexpr int kAhead = 2048;
@@ -90,6 +92,9 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
   if constexpr (M == 1) {
     for (int k = 0; k < n; k += kLanes) {
       const V a = load(x + k);
+      if (k * sizeof(W) % 64 == 0)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; ++j) __builtin_prefetch(w + (N + j) * ldw + k);
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) sums[j] = fma(load(w + j * ldw + k), a, sums[j]);
     }
@@ -549,6 +554,8 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
   }
 }
 
+#include "nibbles_cpu.h"
+
 // ---- The product.
 
 template <typename X>
@@ -570,10 +577,28 @@ inline uint8_t* scratch(int64_t nbytes) {
   return block.bytes;
 }
 
+constexpr int64_t kGatheredNbytes = kPanelOuts * (kLongestBlock / 2 + 2 * 4 * kMostTables);
+
+// The places of a panel of a transposed matrix in memory of kGatheredNbytes.
+inline Gathered gathered_in(uint8_t* memory, int64_t first_out, int depth) {
+  float* scales = reinterpret_cast<float*>(memory + kPanelOuts * kLongestBlock / 2);
+  return {reinterpret_cast<uint32_t*>(memory), depth / 8, scales, scales + kPanelOuts * kMostTables, first_out};
+}
+
 // Prefetches as many bytes as n inputs have, some distance ahead of them: processors alone read ahead too little.
 inline void prefetch_codes(const Matrix& m, const uint8_t* bytes, int64_t first, int n) {
   const uint8_t* from = bytes + first * m.row_nbytes / m.n_in + kAhead;
   for (int64_t i = 0, nbytes = n * m.row_nbytes / m.n_in; i < nbytes; i += 64) __builtin_prefetch(from + i);
+}
+
+// Add the bias to a row of outputs and write it. line: n_outs, readable by whole vectors.
+template <typename T>
+void write_line(const Matrix& m, float* line, int64_t first_out, int n_outs, T* to) {
+  if (m.bias != nullptr)
+    for (int j = 0; j < n_outs; ++j) line[j] += number(m.bias, m.bias_dtype, first_out + j);
+  int j = 0;
+  for (; j + kLanes <= n_outs; j += kLanes) store(to + j, load(line + j));
+  if (j < n_outs) store_first(to + j, load(line + j), n_outs - j);
 }
 
 // Writes n_rows x n_outs outputs, whose tiles lie as `add_block` leaves them, to y.
@@ -587,38 +612,42 @@ void write_tiles(const Matrix& m, const float* tiles, int n_rows, int64_t first_
     for (; j + width <= n_outs; j += width)
       for (int i = 0; i < width; ++i) line[j + i] = from[j * n_tile + (row - top) * width + i];
     for (; j < n_outs; ++j) line[j] = from[j * n_tile + row - top];
-    if (m.bias != nullptr)
-      for (j = 0; j < n_outs; ++j) line[j] += number(m.bias, m.bias_dtype, first_out + j);
-    T* to = y + row * ldy + first_out;
-    for (j = 0; j + kLanes <= n_outs; j += kLanes) store(to + j, load(line + j));
-    if (j < n_outs) store_first(to + j, load(line + j), n_outs - j);
+    write_line(m, line, first_out, n_outs, y + row * ldy + first_out);
   }
 }
 
 // A panel of outputs for all rows. x: blocks of kDepth<X> inputs of all rows, one behind the other.
 template <typename X, typename W, typename T>
-void multiply_panel(const Matrix& m, const X* x, int n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
+void multiply_panel(const Matrix& m, const Order& order, const X* x, int n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
   constexpr int depth = kDepth<X>;
   constexpr bool is_direct = !__is_same(W, void);
-  uint8_t* memory = scratch(kPanelOuts * (kBlockNbytes + kLongestBlock / 2 + kMostRows * 4));
+  uint8_t* memory = scratch(kPanelOuts * (kBlockNbytes + kMostRows * 4) + kGatheredNbytes);
   X* panel = reinterpret_cast<X*>(memory);
-  uint32_t* words = reinterpret_cast<uint32_t*>(memory + kPanelOuts * kBlockNbytes);
-  float* tiles = reinterpret_cast<float*>(memory + kPanelOuts * (kBlockNbytes + kLongestBlock / 2));
+  float* tiles = reinterpret_cast<float*>(memory + kPanelOuts * kBlockNbytes);
+  const Gathered gathered = gathered_in(memory + kPanelOuts * (kBlockNbytes + kMostRows * 4), first_out, depth);
   // Fewer outputs are unpacked for more inputs, so that longer pieces of memory are read.
-  const int64_t n_fill = n_outs <= 8 ? 4 : kPanelOuts / n_outs;
+  const int64_t n_fill = is_gathered(m) ? 1 : n_outs <= 8 ? 4 : kPanelOuts / n_outs;
   for (int64_t begin = 0; begin < m.n_in; begin += n_fill * depth) {
     const int64_t end = smaller(begin + n_fill * depth, m.n_in);
     const auto padded = [](int64_t n) { return static_cast<int>((n + kStep<X> - 1) / kStep<X> * kStep<X>); };
     if constexpr (!is_direct) {
-      constexpr int64_t n_words = depth / 8;
-      if (is_gathered(m)) gather(m, first_out, n_outs, begin, static_cast<int>(end - begin), n_words * n_fill, words);
+      if (is_gathered(m)) gather_panel(m, n_outs, begin, static_cast<int>(end - begin), gathered);
       for (int j = 0; j < n_outs; ++j) {
         for (int64_t first = begin; first < end; first += depth) {
           const int n = static_cast<int>(smaller<int64_t>(depth, end - first));
           const uint8_t* bytes = m.codes + (first_out + j) * m.row_nbytes;
           if (!is_gathered(m)) prefetch_codes(m, bytes, first, n);
-          if (is_gathered(m)) bytes = reinterpret_cast<uint8_t*>(words + j * n_words * n_fill + (first - begin) / 8);
-          unpack(m, bytes, first_out + j, first, n, padded(n), panel + (first - begin) * n_outs + j * depth);
+          else bytes = reinterpret_cast<uint8_t*>(gathered.words + j * gathered.stride);
+          X* to = panel + (first - begin) * n_outs + j * depth;
+          switch (order.method) {
+            case kNoMethod: unpack(m, bytes, first_out + j, first, n, padded(n), to); break;
+            case kFloatTables: unpack_chunks<kFloatTables>(m, order, gathered, first_out + j, first, n, to); break;
+#if LEVEL == 1
+            case kShortTables: unpack_chunks<kShortTables>(m, order, gathered, first_out + j, first, n, to); break;
+#endif
+            case kScaled: unpack_chunks<kScaled>(m, order, gathered, first_out + j, first, n, to); break;
+            default: unpack_chunks<kShifted>(m, order, gathered, first_out + j, first, n, to);
+          }
         }
       }
     }
@@ -636,6 +665,66 @@ void multiply_panel(const Matrix& m, const X* x, int n_rows, int64_t first_out, 
   write_tiles(m, tiles, n_rows, first_out, n_outs, y, ldy);
 }
 
+// Outputs for few rows, whose weights are decoded in registers. The sums are those of `multiply_panel`.
+template <int M, Method method, typename T>
+void multiply_decoded(const Matrix& m, const Order& order, const float* x, int n_rows, int64_t first_out, int n_outs, T* y,
+                      int64_t ldy) {
+  constexpr int depth = kDepth<float>;
+  // As many sums as hide the latency of an addition.
+  constexpr int N = M > 2 ? 2 : 4;
+  float totals[kPanelOuts * M];
+  const Gathered gathered = gathered_in(scratch(kGatheredNbytes), first_out, depth);
+  Nibbles nibbles[N];
+  const auto add = [&](int64_t first, int out) {
+    const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
+    const float* rows[M];
+    for (int row = 0; row < M; ++row) rows[row] = x + first * n_rows + smaller(row, n_rows - 1) * depth;
+    for (int j = 0; j < N; ++j) {
+      const int64_t row = first_out + smaller(out + j, n_outs - 1);
+      prepare<method>(m, gathered, row, first, n, nibbles[j]);
+      // The next outputs follow in memory.
+      if (!is_gathered(m))
+        for (int k = 0; k < n * 9 / 16; k += 64) __builtin_prefetch(nibbles[j].bytes + N * m.row_nbytes + k);
+    }
+    V sums[N * M];
+#pragma GCC unroll 8
+    for (int i = 0; i < N * M; ++i) sums[i] = V{};
+    for (int chunk = 0; chunk < n / kChunk; ++chunk)
+#pragma GCC unroll 4
+      for (int pair = 0; pair < N; pair += 2)
+        decode<method, 2>(nibbles + pair, order, chunk, [&](int j, int i, V values) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+          for (int row = 0; row < M; ++row) {
+            V& sum = sums[(pair + j) * M + row];
+            sum = fma(values, load(rows[row] + chunk * kChunk + i * kLanes), sum);
+          }
+        });
+    add_sums(sums, N * M, totals + out * M, first == 0);
+  };
+  if (is_gathered(m)) {
+    for (int64_t first = 0; first < m.n_in; first += depth) {
+      gather_panel(m, n_outs, first, static_cast<int>(smaller<int64_t>(depth, m.n_in - first)), gathered);
+      for (int out = 0; out < n_outs; out += N) add(first, out);
+    }
+  } else {
+    for (int out = 0; out < n_outs; out += N)
+      for (int64_t first = 0; first < m.n_in; first += depth) add(first, out);
+  }
+  float line[kPanelOuts + kLanes];
+  for (int row = 0; row < n_rows; ++row) {
+    for (int out = 0; out < n_outs; ++out) line[out] = totals[out * M + row];
+    write_line(m, line, first_out, n_outs, y + row * ldy + first_out);
+  }
+}
+
+template <Method method, typename T>
+void multiply_decoded(const Matrix& m, const Order& order, const float* x, int n_rows, int64_t first_out, int n_outs, T* y,
+                      int64_t ldy) {
+  if (n_rows == 1) return multiply_decoded<1, method>(m, order, x, n_rows, first_out, n_outs, y, ldy);
+  if (n_rows == 2) return multiply_decoded<2, method>(m, order, x, n_rows, first_out, n_outs, y, ldy);
+  multiply_decoded<4, method>(m, order, x, n_rows, first_out, n_outs, y, ldy);
+}
+
 template <typename X, typename T>
 void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_t ldy, int n_threads) {
   constexpr int depth = kDepth<X>;
@@ -643,7 +732,9 @@ void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_
   X* blocks = static_cast<X*>(aligned_alloc(64, n_blocks * n_rows * kBlockNbytes));
   // Few rows read a dense matrix as it lies; for more of them a panel is unpacked once.
   const bool is_few = n_rows <= 4 * kTileRows, is_direct = is_few && m.n_in % kStep<X> == 0;
-  int64_t n_outs = is_gathered(m) ? kPanelOuts : is_direct ? kFewOuts : is_few ? 8 : kManyOuts;
+  const Order order(m);
+  const bool is_decoded = sizeof(X) == 4 && n_rows <= kDecodedRows && order.method != kNoMethod;
+  int64_t n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_direct ? (n_rows == 1 ? 8 : kFewOuts) : is_few ? 8 : kManyOuts;
   while (n_outs > 2 * kFewOuts && !is_gathered(m) && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
   if (m.n_in * m.n_out * n_rows < 1 << 17) n_threads = 1;
 #pragma omp parallel num_threads(n_threads)
@@ -654,6 +745,11 @@ void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_
         const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
         const T* from = x + row * ldx + first;
         X* to = blocks + first * n_rows + row * depth;
+        if (order.method != kNoMethod) {
+          for (int k = 0; k < n; k += kChunk)
+            for (int i = 0; i < kChunk; i += kLanes) store(to + k + i, load_at(from + k, order.inputs + i));
+          continue;
+        }
         int k = 0;
         for (; k + kLanes <= n; k += kLanes) store(to + k, load(from + k));
         if (k < n) store_first(to + k, load_first(from + k, n - k), n - k);
@@ -663,20 +759,31 @@ void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_
     for (int64_t out = 0; out < m.n_out; out += n_outs) {
       const int n = static_cast<int>(smaller<int64_t>(n_outs, m.n_out - out));
       if (is_direct && m.kind == kDenseBFloat16) {
-        multiply_panel<X, BFloat16>(m, blocks, n_rows, out, n, y, ldy);
+        multiply_panel<X, BFloat16>(m, order, blocks, n_rows, out, n, y, ldy);
         continue;
       }
       if constexpr (sizeof(X) == 4) {
+        if (is_decoded) {
+          switch (order.method) {
+            case kFloatTables: multiply_decoded<kFloatTables>(m, order, blocks, n_rows, out, n, y, ldy); break;
+#if LEVEL == 1
+            case kShortTables: multiply_decoded<kShortTables>(m, order, blocks, n_rows, out, n, y, ldy); break;
+#endif
+            case kScaled: multiply_decoded<kScaled>(m, order, blocks, n_rows, out, n, y, ldy); break;
+            default: multiply_decoded<kShifted>(m, order, blocks, n_rows, out, n, y, ldy);
+          }
+          continue;
+        }
         if (is_direct && m.kind == kDenseFloat16) {
-          multiply_panel<X, Half>(m, blocks, n_rows, out, n, y, ldy);
+          multiply_panel<X, Half>(m, order, blocks, n_rows, out, n, y, ldy);
           continue;
         }
         if (is_direct && m.kind == kDenseFloat32) {
-          multiply_panel<X, float>(m, blocks, n_rows, out, n, y, ldy);
+          multiply_panel<X, float>(m, order, blocks, n_rows, out, n, y, ldy);
           continue;
         }
       }
-      multiply_panel<X, void>(m, blocks, n_rows, out, n, y, ldy);
+      multiply_panel<X, void>(m, order, blocks, n_rows, out, n, y, ldy);
     }
   }
   free(blocks);

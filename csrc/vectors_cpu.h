@@ -93,6 +93,13 @@ inline V load_first(const T* from, int n) {
   for (int i = 0; i < n; ++i) padded[i] = from[i];
   return load(padded);
 }
+// Numbers at kLanes places.
+template <typename T>
+inline V load_at(const T* from, const int* places) {
+  T lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = from[places[i]];
+  return load(lanes);
+}
 template <typename T>
 inline void store_first(T* to, V value, int n) {
   T padded[kLanes];

@@ -114,7 +114,7 @@ class EngineConfig:
     )
     draft_context: int | None = setting(
         None,
-        "tokens visible to a draft model or a drafter of long texts; default: set by the drafter",
+        "tokens in a drafter's view of the target's cache; default: set by the drafter",
         parse=int,
     )
     learn_draft: str = setting(

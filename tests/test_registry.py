@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny import sequence_of
+from support.tiny import generate, open_llm, prompt_of, sequence_of
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import offload_rt.speculate.draft
+from offload_rt import SamplingParams
 from offload_rt.errors import SettingsError
 from offload_rt.models.families import _COMMON as COMMON
 from offload_rt.models.families import FAMILIES, spec_of
 from offload_rt.models.rope import Rope
+from offload_rt.speculate.draft_model import DraftModel, SelfDraftModel
 from offload_rt.speculate.select import rule_of
 from offload_rt.system import registry
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
@@ -51,6 +53,29 @@ def test_new_file_is_an_entry(tmp_path, monkeypatch):
     )
     assert "brandnew" in registry.names("speculate.draft")
     assert registry.find("speculate.draft", "brandnew").ANSWER == 42
+
+
+def test_drafter_in_a_single_new_file_gets_the_resources_it_declares(zoo, tmp_path, monkeypatch):
+    (tmp_path / "windowed_triforce.py").write_text(
+        "from offload_rt.kv.window import WindowCache\n"
+        "from offload_rt.speculate.draft.triforce import TriForce\n"
+        "from offload_rt.speculate.protocols import DrafterType, DraftResources\n"
+        "DRAFTER = DrafterType(\n"
+        "    TriForce, gives_draft_probs=True, best_rule='coupled', default_sizes=(8,),\n"
+        "    resources=DraftResources(needs_model=True, view=WindowCache, view_rows=48),\n"
+        ")\n"
+    )
+    folder = offload_rt.speculate.draft
+    monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
+    pair = zoo.pair("llama", 0)
+    settings = pair.settings("windowed_triforce") | {"tree_size": 8}
+    with open_llm(pair.target, **settings) as llm:
+        drafter = llm.engine.drafter
+        output = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=12))[0]
+    assert output.token_ids == generate(pair.model, prompt_of(0), 12)
+    assert output.stats.nodes_per_tree > 1
+    models = [drafter._model, drafter._small]
+    assert [type(model) for model in models] == [SelfDraftModel, DraftModel]
 
 
 # models/

@@ -137,7 +137,7 @@ def _kind(row: Row) -> str:
 
 
 def main() -> None:
-    """Print and draw what was recorded last."""
+    """Print and draw the last record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("picture", type=Path, help="PNG to write")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""What a peer is asked, and what it answers."""
+"""Job and report of a peer."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -12,11 +12,11 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Job:
-    """What all peers are given alike.
+    """Input of all peers.
 
     plain       the checkpoint for systems that do not read the model's format: its weights as
                 floats; else the model
-    budget      bytes of device memory for those that offload; on a CPU, of memory
+    budget      bytes of device memory for offloading peers; on a CPU, of memory
     n_resident  layers that fit into the budget beside everything else, for peers that do not decide
                 it themselves
     max_len     most tokens of prompt and answer together
@@ -44,7 +44,7 @@ class Job:
 
     @classmethod
     def of(cls, text: str) -> "Job":
-        """Read what `text` wrote."""
+        """Parse the output of `text`."""
         raw = json.loads(text)
         return cls(
             **raw | {name: Path(raw[name]) for name in ("model", "plain", "draft", "scratch")}
@@ -53,11 +53,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Supply:
-    """What a pass over the weights has to move.
+    """Traffic of a pass over the weights.
 
     source      "disk", "host" (over the link from CPU memory to the device) or "memory" (read where
                 it is computed)
-    pass_bytes  that come from there in each pass
+    pass_bytes  bytes from this source per pass
     """
 
     source: str
@@ -90,7 +90,7 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class Report:
-    """What a peer's process prints as its last line.
+    """Last line of a peer's process.
 
     read_bytes     that storage delivered during each answer
     device_bytes   peak of the device's memory; 0 on a CPU
@@ -110,7 +110,7 @@ class Report:
 
     @classmethod
     def of(cls, raw: dict) -> "Report":
-        """What `text` wrote, parsed."""
+        """Convert the parsed output of `text`."""
         answers = [
             Answer(one["token_ids"], [(s, n) for s, n in one["arrivals"]]) for one in raw["answers"]
         ]

@@ -27,7 +27,7 @@ class Run:
 
     @property
     def token_ids(self) -> list[int]:
-        """What it generated."""
+        """Generated tokens."""
         return self.report.answers[0].token_ids
 
     @property
@@ -127,7 +127,7 @@ class Row:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Row":
-        """Read what `entry` made."""
+        """Convert the output of `entry`."""
         spreads = {
             name: Spread(**entry[name])
             for name in ("seconds_per_token", "first_token_s")

@@ -2,8 +2,8 @@
 [--again]`.
 
 Each section is a process of its own and writes `bench/results/gpu/<section>.json`, with device,
-driver and commit. The section's stderr goes to `<section>.log` beside the result. A section whose
-result exists for this commit is skipped, so the same command resumes a run that ended early. If a
+driver and commit. The section's stderr is written to `<section>.log` beside the result. Sections
+with a result for this commit are skipped, so the same command resumes an interrupted run. If a
 section fails or its time is over, its results up to then are kept with the reason. Without a .git
 folder, set OFFLOAD_RT_COMMIT.
 """

@@ -1,5 +1,4 @@
-"""How long does tree attention take, beside a dense mask, no mask, FlexAttention, and the least
-that a card needs for it?
+"""How fast is tree attention compared with a dense mask, no mask, FlexAttention, and the floor?
 
 All are captured as CUDA graphs: the passes of the package replay them, and small trees would
 measure launches otherwise.

@@ -1,4 +1,4 @@
-"""What the machine can do at most: a copy from pinned memory, a copy on the card, a matrix product.
+"""Ceilings of the machine: a copy from pinned memory, a copy on the GPU, a matrix product.
 
 Layers are copied in chunks that alternate two streams. Their rates by chunk size are measured
 beside one copy on one stream.

@@ -1,6 +1,4 @@
-"""Models of any Llama's shape that compute the demo pair's functions: a few layers of their own,
-and one that repeats.
-"""
+"""Models of any Llama shape with the functions of the demo pair: a few layers, and a filler."""
 
 import shutil
 import subprocess
@@ -103,9 +101,7 @@ def park(streamer: Streamer) -> None:
 
 
 def plan_of(llm: LLM) -> dict[str, object]:
-    """Where its layers lie. Raises RuntimeError if some come from the disk, as the figures are for
-    the link to the card.
-    """
+    """Describe the placement. Raises RuntimeError for disk layers, which hide the GPU link."""
     plan = llm.plan
     if plan.tiers.count("disk"):
         raise RuntimeError(f"{plan.tiers.count('disk')} layers lie on the disk")

@@ -35,7 +35,7 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
 
 
 def link_gbps(device: torch.device) -> float:
-    """Measure GB/s at which the card copies pinned memory."""
+    """Measure GB/s of copies of pinned memory."""
     return upload_gbps(device, _NBYTES)
 
 

@@ -1,4 +1,4 @@
-"""The README's table of what was measured on a card, made from the result files alone."""
+"""Table of GPU measurements, created from the result files."""
 
 import json
 from collections.abc import Callable

@@ -32,8 +32,7 @@ class Method:
     """A decoding method.
 
     shape          tree of a size, for drafters with a fixed shape
-    draft_context  tokens visible to the drafter
-    chooses        the target's attention selects the visible tokens of a draft model
+    draft_context  tokens in the drafter's view of the target's cache
     """
 
     name: str
@@ -41,7 +40,6 @@ class Method:
     rule: str = "auto"
     shape: Callable[[int], Topology] | None = None
     draft_context: int | None = None
-    chooses: bool = True
 
     def open(
         self, model: str, n_nodes: int, dtype: str, device_memory: str | int, max_model_len: int
@@ -75,8 +73,6 @@ class Method:
             )
             llm = LLM.open(replace(config, device_memory=least), drafting)
         llm.load()
-        if not self.chooses:
-            llm.engine.drafter._model.target = None  # type: ignore[attr-defined]  # a TreeDrafter
         return llm
 
 
@@ -100,10 +96,6 @@ SYSTEMS = (
 LONG = (
     Method("ngram", "ngram"),
     Method("recycle", "recycle"),
-    Method(
-        "draft model, first and last tokens", "adaptive_tree", draft_context=_CONTEXT, chooses=False
-    ),
-    Method("draft model, SpecExtend", "adaptive_tree", draft_context=_CONTEXT),
     *(
         Method(name, name, draft_context=_CONTEXT)
         for name in ("self_window", "self_snapkv", "self_retrieval", "triforce")

@@ -7,12 +7,11 @@ from rich.console import Console
 from rich.table import Table
 
 from offload_rt.config import EngineConfig, SamplingParams, format_size
-from offload_rt.cost.pass_times import MachineProfile, PassBytes, pass_time, transfer_s
+from offload_rt.cost.pass_times import PassBytes, transfer_s
 from offload_rt.offload.placement import Plan
 from offload_rt.system.progress import loading_bar
 
 if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
-    from offload_rt.engine.engine_spec import EngineSpec
     from offload_rt.llm import LLM, Stats
     from offload_rt.system.trace import Trace
 
@@ -37,31 +36,6 @@ def follow(config: EngineConfig) -> None:
 
     with LLM.open(config) as llm:
         llm.load()
-
-
-def plan_table(spec: "EngineSpec", profile: MachineProfile) -> Table:
-    """What lies where, what a pass moves, and what it should cost."""
-    plan = spec.plan
-    memory = spec.memory
-    target = spec.target
-    title = f"{target.checkpoint.path} on {spec.device.type}, {target.dtype}"
-    table = placement_table(title, plan, memory.cache_rows)
-    for tier, nbytes in plan.pass_bytes.at(0).items():
-        rate = f"bytes per pass at {profile.link(tier):.2f} GB/s (measured)"
-        table.add_row(rate, f"{tier} to device", format_size(nbytes))
-    if plan.pass_bytes.rows is not None:
-        context = memory.max_model_len - 1
-        nbytes = plan.pass_bytes.rows.pass_nbytes(context)
-        table.add_row(
-            f"and of the cache after {context} tokens",
-            f"{plan.kv_tier} to device",
-            format_size(nbytes),
-        )
-    seconds = pass_time(profile, spec.pass_bytes)
-    per = "token" if memory.limits.n_nodes == 1 else "pass of a token"
-    what = f"predicted, weights read at {profile.memory_gbps:.1f} GB/s"
-    table.add_row(what, profile.source, f"{seconds:.3f} s per {per}")
-    return table
 
 
 def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:

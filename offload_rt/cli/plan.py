@@ -8,10 +8,12 @@ to draft itself.
 
 import gc
 import json
+import sys
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.cli.flags import Parser, from_flags
@@ -27,11 +29,10 @@ from offload_rt.config import (
 from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN
-from offload_rt.weights.locate import check_paths
+from offload_rt.weights.locate import check_paths, is_here
 
 if TYPE_CHECKING:
     from offload_rt.planning.acceptance import Assumed
-    from offload_rt.planning.experts import TouchedForecast
     from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, Sweep
 
     Alternatives = dict[str, dict[str, Forecast | None]]
@@ -153,11 +154,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_plan(flags: Namespace) -> None:
-    """What the flags of this verb ask for, of which those not given have their defaults."""
+    """Plan for the flags of this verb; flags that are not given have their defaults."""
     settings = from_flags(PlanSettings, flags)
     config = from_flags(EngineConfig, flags)
     settings.check(config)
     check_paths(config)
+    if settings.gpu == "this" and _is_here(config):
+        _show(settings, _of_run(settings, config), {})
+        return
     machine = None if settings.gpu == "this" else _with_card(settings, config)
     if config.drafter not in (
         _DRAFTERS if config.draft_model is None else _DRAFTERS[:1] + _OF_MODELS
@@ -169,36 +173,110 @@ def print_plan(flags: Namespace) -> None:
         )
         change = f"use {' or '.join(_DRAFTERS)} without a draft model, with one leave it out"
         raise SettingsError(f"--drafter {config.drafter}", need=need, change=change)
-    # Not at the top: a wrong flag is told before the seconds that torch takes to load.
-    from offload_rt.planning.experts import touched
-    from offload_rt.planning.forecast import alternatives, predict, sweep
+    # Not at the top: wrong flags are reported before torch loads.
+    from offload_rt.planning.forecast import predict
 
     if machine is None:
         from offload_rt.planning.local import this_machine
 
-        disk_gbps = None if settings.disk is None else parse_rate(settings.disk, "--disk")
+        source = "the disk: given"
+        if settings.disk is None:
+            source = f"--disk was not given: {parse_rate(_DISK, '--disk'):g} GB/s are assumed"
         machine = this_machine(
-            replace(config, host_memory=settings.ram), disk_gbps, parse_rate(_DISK, "--disk")
+            replace(config, host_memory=settings.ram),
+            parse_rate(settings.disk or _DISK, "--disk"),
+            source,
         )
     request = _request(settings, config, machine)
     places = _by_place(config.split_draft, request, machine)
-    forecast = next(iter(places.values()), None) or predict(request, machine)
+    _show(settings, next(iter(places.values()), None) or predict(request, machine), places)
+
+
+def print_run_plan(config: EngineConfig, flags: Namespace) -> None:
+    """Print the plan of a run with these flags, for `offload-rt run --plan`."""
+    if config.offline or _is_here(config):  # an offline run reports missing weights
+        settings = from_flags(PlanSettings, flags)
+        _show(settings, _of_run(settings, config, is_clipped=True), {})
+        return
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from offload_rt.engine import profile
+
+    print(
+        "some weights are not downloaded: planning from configs and the rate of the disk",
+        file=sys.stderr,
+    )
+    rate = profile.disk_gbps(Path(HF_HUB_CACHE))
+    print_plan(Namespace(**vars(flags), disk=f"{rate:.2f}GB/s"))
+
+
+def _is_here(config: EngineConfig) -> bool:
+    """Return whether all weights are on this machine."""
+    if {config.model.lower(), (config.draft_model or "").lower()} & KNOWN.keys():
+        return False
+    models = [(config.model, config.revision)]
+    if config.draft_model is not None:
+        models.append((config.draft_model, None))
+    return all(is_here(*model) for model in models)
+
+
+def _of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = False) -> "Forecast":
+    """Predict a run on this machine, by the memory plan of the run itself.
+
+    is_clipped  shorten context and answer to the room of the plan
+    """
+    from offload_rt.engine import profile
+    from offload_rt.llm import LLM
+    from offload_rt.planning.forecast import PlanRequest, predict
+    from offload_rt.planning.local import this_machine
+
+    config = replace(config, host_memory=settings.ram or config.host_memory)
+    with LLM.open(config) as llm:
+        spec = llm.spec
+        disk = "the disk: given"
+        if settings.disk is not None:
+            disk_gbps = parse_rate(settings.disk, "--disk")
+        else:
+            disk = "the disk: measured with the model's own files"
+            n_layers = spec.target.checkpoint.spec.n_layers
+            disk_gbps = profile.link_gbps(spec.files.disk, n_layers)
+    machine = this_machine(config, disk_gbps, disk)
+    draft = spec.draft.sizes()
+    config = replace(config, drafter=spec.draft.drafting.name)
+    drafter = "none" if draft is None else _SELF if draft.stand_in else config.drafter
+    acceptance = _assumed(settings.acceptance, settings.temperature, config, drafter)
+    context = settings.context
+    tokens = settings.max_new_tokens
+    if is_clipped:
+        tokens = min(tokens, max(spec.memory.max_model_len // 2, 1))
+        context = min(context, spec.memory.max_model_len - tokens)
+    request = PlanRequest(config, (spec.target.sizes, draft), acceptance, context, tokens)
+    return predict(request, machine, (spec.memory, spec.pass_bytes))
+
+
+def _show(settings: PlanSettings, forecast: "Forecast", places: "Mapping[str, Forecast]") -> None:
+    """Print a forecast with its alternatives, as tables or as JSON.
+
+    places  forecasts by placement of the draft model, fastest first
+    """
+    from offload_rt.planning.forecast import alternatives, expert_ways, sweep
+
     request = forecast.request
-    machine = forecast.machine
-    of_self = (
+    config = request.config
+    self_acceptance = (
         request.acceptance
         if config.drafter == _SELF
         else _assumed("auto", settings.temperature, config, _SELF)
     )
-    others = alternatives(request, of_self, machine)
-    curve = None if settings.sweep is None else sweep(settings.sweep, request, machine)
-    experts = touched(forecast)
+    others = alternatives(request, self_acceptance, forecast.machine)
+    curve = None if settings.sweep is None else sweep(settings.sweep, request, forecast.machine)
+    experts = expert_ways(forecast)
     if settings.json:
         print(json.dumps(_as_json(forecast, others, experts, curve), default=str))  # of a dtype
-    else:
-        _print(forecast, others, experts, curve)
-        for place, one in places.items():
-            print(f"with the draft model {place}: {one.run.seconds_per_token:.3f} s per token")
+        return
+    _print(forecast, others, experts, curve)
+    for place, placed in places.items():
+        print(f"with the draft model {place}: {placed.run.seconds_per_token:.3f} s per token")
 
 
 def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
@@ -314,7 +392,7 @@ def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
 def _print(
     forecast: "Forecast",
     others: "Alternatives",
-    experts: "TouchedForecast | None",
+    experts: "dict[str, Forecast | None]",
     curve: "Sweep | None",
 ) -> None:
     from offload_rt.cli.format import placement_table, print_table
@@ -332,6 +410,11 @@ def _print(
         if name in forecast.moved:
             nbytes = format_size(forecast.moved[name])
             table.add_row(f"bytes per pass at {rate:.2f} GB/s", f"{name} link", nbytes)
+    rows = fitted.plan.pass_bytes.rows
+    if rows is not None:
+        context = fitted.max_model_len - 1
+        what = f"of it KV cache, after {context} tokens"
+        table.add_row(what, f"{rows.tier} link", format_size(rows.pass_nbytes(context)))
     table.add_row("predicted", machine.title, f"{forecast.run.seconds_per_token:.3f} s per token")
     print_table(table)
     plain_s = forecast.plain.seconds_per_token
@@ -342,6 +425,11 @@ def _print(
             f" {forecast.run.tokens_per_pass:.2f} tokens a pass of {forecast.run.pass_s:.3f} s,"
             f" {forecast.draft_s:.3f} s of it drafting\nplain decoding takes {plain_s:.3f} s per"
             f" token: {plain_s / forecast.run.seconds_per_token:.2f} times faster"
+        )
+    elif fitted.limits.n_nodes > 1 and forecast.request.models[1] is None:
+        print(
+            f"the acceptance of --drafter {config.drafter} depends on the text: the forecast is of"
+            " plain decoding"
         )
     print(f"a pass waits for {forecast.bound}")
     for name, share in forecast.busy.items():
@@ -395,31 +483,32 @@ def _print_others(others: "Alternatives", decode_gbps: float) -> None:
         print(f"acceptance of --drafter self: {itself.request.acceptance.source}")
 
 
-def _print_experts(forecast: "Forecast", experts: "TouchedForecast") -> None:
-    """A row for each way to compute the experts of a mixture, and what others publish."""
-    from offload_rt.planning.experts import PUBLISHED, RAM_GBPS
+def _print_experts(forecast: "Forecast", ways: "dict[str, Forecast | None]") -> None:
+    """Print plain decoding of a mixture per way to compute its experts, and published rates."""
+    from offload_rt.planning.forecast import PUBLISHED_RATES
 
-    one = experts.experts
-    of_model = forecast.request.config.model.lower().rpartition("/")[2]
-    nbytes = format_size(experts.nbytes)
     print(
         "\nforecast of plain decoding by what a pass brings\n"
         + _line("", ("bytes a pass", "tokens a second"))
     )
-    whole = format_size(max(forecast.moved.values(), default=0)), f"{1 / forecast.plain.pass_s:.2f}"
-    print(_line("whole layers", whole))
-    print(_line("touched experts", (nbytes, f"{1 / experts.streamed_s:.2f}")))
-    print(
-        _line(
-            "and the CPU beside", (format_size(experts.host_nbytes), f"{1 / experts.on_cpu_s:.2f}")
+    for name, way in ways.items():
+        cells = (
+            (format_size(sum(way.moved.values())), f"{1 / way.plain.pass_s:.2f}")
+            if way
+            else ("", "does not fit")
         )
-    )
-    print("".join(f"published: {line}\n" for line in PUBLISHED.get(of_model, ())), end="")
+        print(_line(name, cells))
+    model = forecast.request.config.model.lower().rpartition("/")[2]
+    print("".join(f"published: {line}\n" for line in PUBLISHED_RATES.get(model, ())), end="")
+    plan = forecast.memory_plan.plan
+    touched = plan.touched
+    assert touched is not None and plan.experts is not None
+    n_on_host = plan.experts.n_on_host / touched.n_layers
     print(
-        f"of {one.n_experts} experts a layer {one.n_resident:.0f} are taken to be on the card,"
-        f" {experts.n_on_host:.0f} in memory; a token needs {one.n_used},\neach as often as any"
-        f" other; a CPU is taken to move {RAM_GBPS:g} GB/s of weights, quantised ones as what is"
-        " decoded of them, too"
+        f"of {touched.n_experts} experts a layer {touched.n_resident:.0f} are on the device,"
+        f" {n_on_host:.0f} in host memory; a token needs {touched.n_used},\neach as often as any"
+        f" other: assumed; a CPU beside a GPU is taken to move {forecast.machine.ram_gbps:g} GB/s"
+        " of weights"
     )
 
 
@@ -447,7 +536,7 @@ def _print_curve(curve: "Sweep") -> None:
 def _as_json(
     forecast: "Forecast",
     others: "Alternatives",
-    experts: "TouchedForecast | None",
+    experts: "dict[str, Forecast | None]",
     curve: "Sweep | None",
 ) -> dict[str, Any]:
     request = forecast.request
@@ -465,12 +554,13 @@ def _as_json(
         },
         "plan": asdict(fitted.plan),
         "max_model_len": fitted.max_model_len,
+        "max_tree_nodes": fitted.limits.n_nodes,
         **_figures(forecast),
         "formats": {
             name: {key: _figures(one) for key, one in row.items()} for name, row in others.items()
         },
         "ranks": asdict(machine.ranks),
-        "experts": experts and asdict(experts),
+        "experts": {name: _figures(way) for name, way in experts.items()},
         "sweep": (
             curve
             and {

@@ -163,6 +163,7 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
     check_paths(config)
 
     from offload_rt.cli.format import follow, load, quiet_libraries, report
+    from offload_rt.cli.plan import print_run_plan
     from offload_rt.llm import LLM
     from offload_rt.system.ranks import is_first
     from offload_rt.system.trace import Trace
@@ -170,7 +171,7 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
 
     quiet_libraries()
     if settings.plan:
-        return _print_plan(config, flags)
+        return print_run_plan(config, flags)
     if not is_first():
         return follow(config)
     if settings.trace is not None:
@@ -303,42 +304,6 @@ def _read(path: str, flag: str) -> str:
         raise PromptError(
             f"{flag} {path} is not UTF-8 text", change="convert it to UTF-8"
         ) from error
-
-
-def _print_plan(config: EngineConfig, flags: Namespace) -> None:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    from offload_rt.cli import plan
-    from offload_rt.cli.format import plan_table, print_table
-    from offload_rt.cost.pass_times import pass_time
-    from offload_rt.engine import profile
-    from offload_rt.llm import LLM
-    from offload_rt.weights.locate import is_here
-
-    models = [
-        (config.model, config.revision),
-        *([(config.draft_model, None)] if config.draft_model else []),
-    ]
-    if not config.offline and not all(is_here(*model) for model in models):
-        print(
-            "some weights are not downloaded: planning from configs and the rate of the disk",
-            file=sys.stderr,
-        )
-        rate = profile.disk_gbps(Path(HF_HUB_CACHE))
-        return plan.print_plan(Namespace(**vars(flags), disk=f"{rate:.2f}GB/s"))
-    with LLM.open(config) as llm:
-        spec = llm.spec
-        n_layers = spec.target.checkpoint.spec.n_layers
-        measured = profile.profile(spec.files.disk, n_layers, spec.target.dtype.torch, spec.device)
-    if not flags.json:
-        return print_table(plan_table(spec, measured))
-    seconds = pass_time(measured, spec.pass_bytes)
-    found = {
-        "plan": asdict(spec.plan),
-        "profile": asdict(measured),
-        "predicted_seconds_per_token": seconds,
-    }
-    print(json.dumps(found, default=str))  # of a dtype
 
 
 def _as_json(

@@ -12,11 +12,11 @@ from offload_rt.engine.engine_spec import EngineSpec
 from offload_rt.engine.loader import Loader, Meter, Progress, open_files
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.cuda_graphs import Capture, CudaCapture, GraphShape
+from offload_rt.executor.rank_runner import PipelineRunner
 from offload_rt.executor.runner import Runner
 from offload_rt.kv.split import state_rows
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.ops import extension
-from offload_rt.parallel.pipeline_model import Stage
 from offload_rt.speculate.protocols import ROWS_PER_NODE
 from offload_rt.system.numa import cpus_near
 from offload_rt.system.trace import Trace
@@ -60,7 +60,7 @@ def load(spec: EngineSpec, trace: Trace, progress: Progress | None = None) -> En
             memory.n_sequences,
             state_rows(runner.spec, spec.target.dtype.itemsize),
         )
-        is_captured = spec.device.type == "cpu" or not isinstance(runner.spec, Stage)
+        is_captured = spec.device.type == "cpu" or not isinstance(runner, PipelineRunner)
         notices = (
             _REFUSED if host.is_refused else "",
             "" if is_captured else "passes of a pipeline are not captured as CUDA graphs",
@@ -155,8 +155,7 @@ def _machine(spec: EngineSpec, runner: Runner) -> MachineProfile:
     if moved.disk_experts is not None and spec.files.experts is not None:
         disk = spec.files.experts.tier
     machine = profile.pass_profile(runner, moved, (memory.limits.n_nodes, longest), disk)
-    ranks = runner.spec.ranks if isinstance(runner.spec, Stage) else None
-    if ranks and machine.compute and not machine.link_gbps:
-        runner.follow_each_other(machine.compute)
-        return replace(machine, compute=machine.compute.pipelined(ranks.size))
+    if isinstance(runner, PipelineRunner) and machine.compute and not machine.link_gbps:
+        runner.overlap(machine.compute)
+        return replace(machine, compute=machine.compute.pipelined(runner.ranks.size))
     return machine

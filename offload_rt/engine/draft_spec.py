@@ -222,8 +222,6 @@ class DraftSpec:
             draft_model = resources.open_model(
                 draft, runner.spec.vocab_size, n_levels, trace, resources.draft_context
             )
-            if resources.needs_model and resources.view is None:
-                draft_model.target = runner
             draft_identity = self.checkpoint.identity if self.checkpoint else int4.Format.name
             pair_stats = PairStats.load(identity, draft_identity)
         if resources.view is not None:

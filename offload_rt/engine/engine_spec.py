@@ -11,7 +11,7 @@ from offload_rt.engine import profile
 from offload_rt.engine.device import device_notice, memory_budget, pick_device
 from offload_rt.engine.draft_spec import DraftSpec
 from offload_rt.engine.link import LinkFormat, as_they_are, choose_link
-from offload_rt.engine.memory_plan import MemoryPlan, plan_touched
+from offload_rt.engine.memory_plan import MemoryPlan, plan_memory
 from offload_rt.engine.ranks_spec import RanksSpec
 from offload_rt.engine.target_spec import TargetFiles, TargetSpec, compute_dtype
 from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
@@ -125,7 +125,7 @@ def _plan(
     def plan_for(link: LinkFormat) -> EngineSpec:
         layers = link.layers or checkpoint.layers
         target = TargetSpec(replace(checkpoint, layers=layers), dtype, device, link)
-        return _plan_memory(config, DraftSpec(drafting, target), budget, ranks)
+        return _planned(config, DraftSpec(drafting, target), budget, ranks)
 
     link = choose_link(config, checkpoint, device)
     try:
@@ -136,7 +136,7 @@ def _plan(
         return plan_for(as_they_are(config, checkpoint, device, str(error)))
 
 
-def _plan_memory(
+def _planned(
     config: EngineConfig, draft: DraftSpec, budget: MemoryBudget, ranks: RanksSpec
 ) -> EngineSpec:
     """Plan memory for a given transfer format, and open the target's files."""
@@ -145,9 +145,7 @@ def _plan_memory(
 
     def fit(draft: DraftSpec, config: EngineConfig = config) -> MemoryPlan:
         models = target.sizes, draft.sizes()
-        return plan_touched(
-            config, draft.drafting, models, target.sizes_by_expert, target.dtype, budget
-        )
+        return plan_memory(config, draft.drafting, models, target.dtype, budget)
 
     if ranks.ranks is None:
         memory = fit(draft)

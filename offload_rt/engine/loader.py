@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from offload_rt.executor.rank_runner import runner_type
 from offload_rt.executor.runner import Runner
 from offload_rt.models.architecture import Architecture
 from offload_rt.offload import stream_cuda, stream_threads
@@ -146,6 +147,6 @@ class Loader:
         streams = stream_cuda if self.device.type == "cuda" else stream_threads
         streamer = streams.open_streamer(sources, trace, self.device)
         weights = format.view(rest.layout, rest.block, dtype)
-        runner = Runner(spec, streamer, weights, format, self.device, dtype, trace)
+        runner = runner_type(spec)(spec, streamer, weights, format, self.device, dtype, trace)
         self.closes.enter_context(closing(runner))
         return runner

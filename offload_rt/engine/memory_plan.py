@@ -7,10 +7,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from offload_rt.chunks import CHUNK_ROWS, max_captured_rows
 from offload_rt.config import EngineConfig, format_size
+from offload_rt.cost.roofline import n_weights
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.errors import CapacityError, UnsupportedModelError
@@ -53,18 +54,17 @@ SHORTEST_CONTEXT = 256
 
 @dataclass(frozen=True)
 class Sizes:
-    """What planning has to know of a model.
+    """Sizes of a model in memory.
 
     layer_nbytes      bytes of each layer's block
     non_layer_nbytes  bytes of the weights outside the layers
     dtype             of the weights
-    view_nbytes       bytes that using the weights where they lie takes besides, such as a copy of a
-                      converted matrix
-    stand_in          bytes of the copy of a layer, where these are the copies by which a target
-                      drafts itself
-    link              sizes of the layers on their way; None: as where they are computed
-    experts           that are no part of the layers but blocks of their own; None: there are no
-                      such
+    view_nbytes       scratch bytes of products, e.g. a dequantised matrix
+    stand_in          bytes of a layer's copy, if these are the copies of a self-drafting target
+    link              sizes of the layers in transfer; None if equal
+    experts           experts as separate blocks; None if experts are part of their layers
+    divided           returns the sizes with experts as separate blocks; None to compute them from
+                      the shapes of the architecture
     """
 
     spec: Architecture
@@ -75,11 +75,30 @@ class Sizes:
     stand_in: int = 0
     link: LinkSizes | None = None
     experts: ExpertSizes | None = None
+    divided: "Callable[[], Sizes | None] | None" = field(default=None, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
         return sum(self.layer_nbytes) + self.non_layer_nbytes
+
+    def by_expert(self) -> "Sizes | None":
+        """Return the sizes with experts as separate blocks.
+
+        None without experts, for encoded layers, and for indivisible files.
+        """
+        mixture = self.spec.mixture
+        if mixture is None or self.link is not None:
+            return None
+        if self.divided is not None:
+            return self.divided()
+        nbytes = {i: _expert_nbytes(self, i) for i in mixture.layers}
+        layers = tuple(
+            layer - nbytes.get(i, 0) * mixture.n_experts
+            for i, layer in enumerate(self.layer_nbytes)
+        )
+        experts = ExpertSizes(mixture, max(nbytes.values()))
+        return replace(self, layer_nbytes=layers, experts=experts)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, dtype: DType) -> "Sizes":
@@ -120,6 +139,21 @@ class Sizes:
         return cls(spec, layers, non_layer, dtype, view_nbytes)
 
 
+def _expert_nbytes(sizes: Sizes, i: int) -> int:
+    """Return the bytes of an expert of layer i; other tensors are not quantised."""
+    spec = sizes.spec
+    assert spec.mixture is not None
+    owners = spec.expert_names(i)
+    tensors = spec.layer_tensors(i)
+    rest = [
+        tensor
+        for tensor in tensors
+        if not owners.keys() & {tensor.name, tensor.name.rpartition(".")[0]}
+    ]
+    rest_nbytes = n_weights(rest) * sizes.dtype.itemsize
+    return (sizes.layer_nbytes[i] - rest_nbytes) // spec.mixture.n_experts
+
+
 def _matrices(tensor: TensorShape) -> list[TensorShape]:
     """Split a tensor of all experts into the matrices that checkpoints store."""
     name, shape = tensor
@@ -151,47 +185,6 @@ def less_margin(free: int) -> int:
     return max(free - max(int(free * _MARGIN), _LEAST_MARGIN), 0)
 
 
-def plan_touched(
-    config: EngineConfig, drafting: Drafting, models: tuple[Sizes, Sizes | None],
-    divide: Callable[[], Sizes | None], dtype: DType, budget: MemoryBudget,
-) -> MemoryPlan:  # fmt: skip
-    """`plan_memory`, by whole layers or with the experts of the target as blocks of their own,
-    whichever moves less.
-
-    divide  gives the target so divided; None: it cannot be Beside a card the host has as many
-            experts as fit, with slots for what is left of layers where these are not all. Raises
-            CapacityError as `plan_memory` where neither can lie anywhere.
-    """
-    whole = None
-    besides = budget
-    with suppress(CapacityError):
-        whole = plan_memory(config, drafting, models, dtype, budget)
-    divided = None if whole is not None and whole.plan.is_resident else divide()
-    if divided is not None and divided.experts is not None:
-        experts = divided.experts
-        n_on_host = 0
-        if budget.has_card:
-            # where the host computes some
-            besides = replace(budget, buffers=budget.buffers + divided.view_nbytes)
-            n_on_host = min(besides.host_room(experts.nbytes), experts.n_blocks)
-            if n_on_host < experts.n_blocks:
-                n_on_host -= -(-BEST_SLOTS * max(divided.layer_nbytes) // experts.nbytes)
-            besides = replace(besides, buffers=besides.buffers + n_on_host * experts.nbytes)
-            divided = replace(divided, experts=replace(experts, n_on_host=n_on_host))
-        if n_on_host > experts.mixture.n_used or not budget.has_card:
-            with suppress(CapacityError):
-                touched = plan_memory(config, drafting, (divided, models[1]), dtype, besides)
-                if whole is None or _moved(touched, config) < _moved(whole, config):
-                    return touched
-    # which says what is lacking
-    return whole or plan_memory(config, drafting, models, dtype, budget)
-
-
-def _moved(memory: MemoryPlan, config: EngineConfig) -> int:
-    """Bytes that plain decoding brings to the device in a pass."""
-    return sum(memory.plan.pass_bytes.at(0, config.max_num_seqs).values())
-
-
 def plan_memory(
     config: EngineConfig,
     drafting: Drafting,
@@ -199,11 +192,62 @@ def plan_memory(
     dtype: DType,
     budget: MemoryBudget,
 ) -> MemoryPlan:
-    """How large trees and contexts may be, and what lies where.
+    """Plan placement, context length and tree limits for memory budgets.
 
     models  the target and the draft model
-    Raises CapacityError if it cannot lie anywhere.
+    A mixture is planned with whole layers or with experts as separate blocks, whichever moves fewer
+    bytes in plain decoding.
+    Raises CapacityError if the budgets are too small, UnsupportedModelError if the target cannot
+    draft for itself.
     """
+    target, draft = models
+    whole = None
+    with suppress(CapacityError):
+        whole = _plan_layers(config, drafting, models, dtype, budget)
+    divided = None if whole is not None and whole.plan.is_resident else target.by_expert()
+    if divided is not None and divided.experts is not None:
+        fitted, besides = _with_host_experts(divided, divided.experts, budget)
+        n_on_host = fitted.experts.n_on_host if fitted.experts else 0
+        if n_on_host > divided.experts.mixture.n_used or not budget.has_card:
+            with suppress(CapacityError):
+                by_expert = _plan_layers(config, drafting, (fitted, draft), dtype, besides)
+                if whole is None or _moved(by_expert, config) < _moved(whole, config):
+                    return by_expert
+    # The error of whole layers names the missing bytes.
+    return whole or _plan_layers(config, drafting, models, dtype, budget)
+
+
+def _with_host_experts(
+    divided: Sizes, experts: ExpertSizes, budget: MemoryBudget
+) -> tuple[Sizes, MemoryBudget]:
+    """Reserve host memory for experts, on a GPU machine.
+
+    If not all experts fit, host slots for layers from disk remain free.
+    """
+    if not budget.has_card:
+        return divided, budget
+    # The host also computes some experts.
+    budget = replace(budget, buffers=budget.buffers + divided.view_nbytes)
+    n_on_host = min(budget.host_room(experts.nbytes), experts.n_blocks)
+    if n_on_host < experts.n_blocks:
+        n_on_host -= -(-BEST_SLOTS * max(divided.layer_nbytes) // experts.nbytes)
+    budget = replace(budget, buffers=budget.buffers + n_on_host * experts.nbytes)
+    return replace(divided, experts=replace(experts, n_on_host=n_on_host)), budget
+
+
+def _moved(memory: MemoryPlan, config: EngineConfig) -> int:
+    """Return the bytes that plain decoding copies to the device per pass."""
+    return sum(memory.plan.pass_bytes.at(0, config.max_num_seqs).values())
+
+
+def _plan_layers(
+    config: EngineConfig,
+    drafting: Drafting,
+    models: tuple[Sizes, Sizes | None],
+    dtype: DType,
+    budget: MemoryBudget,
+) -> MemoryPlan:
+    """Plan for the given division into blocks."""
     memory = _Memory(config, *models, dtype, budget, drafting.view_rows)
     target = memory.target
     limit = memory.target.spec.max_positions
@@ -311,7 +355,7 @@ class _Memory:
         most = self.config.kv_nbytes
         may = most is None or whole.cache <= most
         # caches beyond the device, and views of a cache, know its attention alone
-        if not self.target.spec.supports_far_kv:
+        if not self.target.spec.supports_offloaded_kv:
             return True
         return (may and self._least(whole) <= self.budget.device) or (
             whole.cache <= self.divided(max_len, n_nodes).cache

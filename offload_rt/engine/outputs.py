@@ -1,4 +1,4 @@
-"""What an engine has made of a prompt, as its user sees it, and what it has of it so far."""
+"""Outputs, statistics and streamed pieces of requests."""
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
@@ -14,18 +14,16 @@ from offload_rt.tree.topology import Topology
 
 @dataclass(frozen=True)
 class Stats:
-    """How a sequence was generated. It may have shared passes with others; seconds and bytes are
-    those of whole passes.
+    """Statistics of a sequence. Seconds and bytes are those of complete passes, shared or not.
 
-    seconds                  from the start of its first pass to the end of its last
-    wait_seconds             in which no layer was there to compute
-    link_busy                share of the seconds in which the link moved bytes
-    nodes_per_tree           mean size of the verified trees, roots included; and so levels_per_tree
-    acceptance_by_rank       how often the k-th child was accepted, of the times it was there and
-                             its parent reached
-    predicted_*, measured_*  of the passes that computed no prompt, predicted before each; None
-                             where there was none
-    tree_widths              nodes on each level of the largest tree
+    seconds                  from the start of the first pass to the end of the last pass
+    wait_seconds             waiting for layers
+    link_busy                share of the seconds with link transfers
+    nodes_per_tree           mean size of verified trees, including roots
+    levels_per_tree          mean number of levels, including roots
+    acceptance_by_rank       acceptance rate of the k-th child of reached nodes
+    predicted_*, measured_*  passes without prompt rows, predicted before each; None without any
+    tree_widths              nodes per level of the largest tree
     """
 
     n_tokens: int
@@ -50,20 +48,21 @@ class Stats:
     tree_widths: list[int]
 
     @classmethod
-    def of(cls, sequence: Sequence) -> "Stats":
-        """Of a sequence that has ended."""
+    def from_sequence(cls, sequence: Sequence) -> "Stats":
+        """Summarize a finished sequence."""
         sums = sequence.stats
         n_new = sequence.n_new
-        times = [one for one, _, _ in sums.passes]
+        times = [pass_times for pass_times, _, _ in sums.passes]
         n_passes = sums.n_passes
         seconds = times[-1].ended - times[0].started
-        link_nbytes = sum(one.link_nbytes for one in times)
-        link_s = sum(one.link_busy_s for one in times)
-        measured = [one for one in sums.passes if one[0].predicted_s is not None]
-        n_measured = len(measured)
-        expected = sum(one[1] for one in measured)
-        produced = sum(one[2] for one in measured)
-        predicted_s = sum(one.predicted_s or 0.0 for one, _, _ in measured)
+        link_nbytes = sum(pass_times.link_nbytes for pass_times in times)
+        link_s = sum(pass_times.link_busy_s for pass_times in times)
+        decoding = [entry for entry in sums.passes if entry[0].predicted_s is not None]
+        n_decoding = len(decoding)
+        expected = sum(n for _, n, _ in decoding)
+        produced = sum(n for _, _, n in decoding)
+        predicted_s = sum(pass_times.predicted_s or 0.0 for pass_times, _, _ in decoding)
+        measured_s = sum(pass_times.ended - pass_times.started for pass_times, _, _ in decoding)
         return cls(
             n_tokens=n_new,
             n_passes=n_passes,
@@ -71,9 +70,9 @@ class Stats:
             seconds=seconds,
             seconds_per_token=seconds / n_new,
             prefill_seconds=times[0].computed - times[0].started,
-            draft_seconds=sum(one.drafted - one.started for one in times),
-            verify_seconds=sum(one.ended - one.computed for one in times),
-            wait_seconds=sum(one.waited_s for one in times),
+            draft_seconds=sum(pass_times.drafted - pass_times.started for pass_times in times),
+            verify_seconds=sum(pass_times.ended - pass_times.computed for pass_times in times),
+            wait_seconds=sum(pass_times.waited_s for pass_times in times),
             link_bytes=link_nbytes,
             link_gbps=link_nbytes / link_s / 1e9 if link_s else 0.0,
             link_busy=link_s / seconds,
@@ -82,28 +81,26 @@ class Stats:
             acceptance_by_rank=[
                 taken / tried for taken, tried in zip(sums.taken, sums.tried, strict=True) if tried
             ],
-            predicted_seconds_per_token=predicted_s / expected if measured else None,
-            measured_seconds_per_token=sum(one.ended - one.started for one, _, _ in measured)
-            / produced
-            if measured
-            else None,
-            predicted_tokens_per_pass=expected / n_measured if measured else None,
-            measured_tokens_per_pass=produced / n_measured if measured else None,
+            predicted_seconds_per_token=predicted_s / expected if decoding else None,
+            measured_seconds_per_token=measured_s / produced if decoding else None,
+            predicted_tokens_per_pass=expected / n_decoding if decoding else None,
+            measured_tokens_per_pass=produced / n_decoding if decoding else None,
             tree_widths=np.bincount(sums.topology.depths).tolist(),
         )
 
 
 @dataclass(frozen=True)
 class Output:
-    """Result of one prompt.
+    """Answer to a prompt.
 
     prompt           text of the prompt; None for token ids
     text             text of the answer; empty without a tokenizer
     topology         largest verified tree
-    logprobs         for each token its own log-probability and those of the most probable ones, by
-                     token id; None: not asked
-    prompt_logprobs  the same for the prompt, whose first token has none
-    index, others    of several answers to the prompt, those after the first
+    logprobs         per token, log-probabilities of the token and of the top tokens, by token id;
+                     None if not requested
+    prompt_logprobs  likewise for the prompt; the first entry is None
+    index            position among all answers to the prompt
+    others           further answers to the prompt
     """
 
     prompt_token_ids: list[int]
@@ -124,36 +121,27 @@ class Output:
         return [self, *self.others]
 
     @classmethod
-    def of(cls, sequence: Sequence, index: int = 0) -> "Output":
-        """Of a sequence that has ended."""
+    def from_sequence(cls, sequence: Sequence, index: int = 0) -> "Output":
+        """Create the output of a finished sequence."""
         ids = sequence.tokens
         n = sequence.n_prompt
-        text = sequence.text.text if sequence.text else ""
-        stats = Stats.of(sequence)
-        topology = sequence.stats.topology
-        of_answer = (
-            None
-            if sequence.sampling.logprobs is None
-            else [one for one in sequence.logprobs[n:] if one]
-        )
-        of_prompt = None if sequence.sampling.prompt_logprobs is None else sequence.logprobs[:n]
+        sampling = sequence.sampling
+        logprobs = [entry for entry in sequence.logprobs[n:] if entry]
         return cls(
-            ids[:n],
-            ids[n:],
-            text,
-            sequence.finish_reason or "",
-            stats,
-            topology,
-            of_answer,
-            of_prompt,
-            index,
+            prompt_token_ids=ids[:n],
+            token_ids=ids[n:],
+            text=sequence.text.text if sequence.text else "",
+            finish_reason=sequence.finish_reason or "",
+            stats=Stats.from_sequence(sequence),
+            topology=sequence.stats.topology,
+            logprobs=None if sampling.logprobs is None else logprobs,
+            prompt_logprobs=None if sampling.prompt_logprobs is None else sequence.logprobs[:n],
+            index=index,
         )
 
 
 class Pass(NamedTuple):
-    """The tree of a pass, the nodes of it that were accepted, without the root, and what the pass
-    took.
-    """
+    """Verified tree, its accepted nodes without the root, and times of the pass."""
 
     topology: Topology
     path: Tokens[int]
@@ -162,13 +150,14 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one pass added to an answer; `output` is there with the last piece of all answers to the
-    prompt.
+    """Part of an answer, produced by a pass.
 
-    logprobs, prompt_logprobs, index  see `Output`; empty where not asked; those of the prompt come
-                                      with the first piece
-    made_by  the pass that did
-    finish_reason  with the last piece of an answer
+    output           answers to the prompt, only in the last piece
+    logprobs         see `Output`; empty if not requested
+    prompt_logprobs  see `Output`; only in the first piece
+    index            see `Output`
+    made_by          pass of the piece
+    finish_reason    only in the last piece of an answer
     """
 
     text: str
@@ -183,49 +172,61 @@ class Piece:
 
 @dataclass(eq=False)
 class Request:
-    """The sequences that answer one prompt, and how much of each has been shown."""
+    """Sequences that answer a prompt, and the number of tokens already returned of each."""
 
     sequences: list[Sequence]
     prompt: str | None = None
-    _n_shown: list[int] = field(init=False)
+    _n_returned: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._n_shown = [0] * len(self.sequences)
+        self._n_returned = [0] * len(self.sequences)
 
     @property
     def is_done(self) -> bool:
-        """Whether all have ended. Raises the error that ended one of them."""
-        for error in [one.error for one in self.sequences if one.error is not None]:
-            raise error
-        return all(one.finish_reason is not None for one in self.sequences)
+        """Whether all sequences have finished. Raises the error of a failed sequence."""
+        for sequence in self.sequences:
+            if sequence.error is not None:
+                raise sequence.error
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
     def output(self) -> Output:
-        """What became of the prompt, at the end."""
+        """All answers, after the end."""
         first, *others = (
-            replace(Output.of(one, i), prompt=self.prompt) for i, one in enumerate(self.sequences)
+            replace(Output.from_sequence(sequence, i), prompt=self.prompt)
+            for i, sequence in enumerate(self.sequences)
         )
         return replace(first, others=tuple(others))
 
     def pieces(self) -> list[Piece]:
-        """What there is now and was not shown before. Raises as `is_done` does."""
-        found = []
+        """Return the new tokens of each sequence since the last call. Raises as `is_done` does."""
+        pieces = []
         is_done = self.is_done
-        for i, (one, n) in enumerate(zip(self.sequences, self._n_shown, strict=True)):
-            if one.n_new > n:
-                text = one.text.take(final=one.finish_reason is not None) if one.text else ""
-                first = one.n_prompt + n
-                logprobs = [of_token for of_token in one.logprobs[first:] if of_token]
-                of_prompt = (
-                    one.logprobs[:first]
-                    if n == 0 and one.sampling.prompt_logprobs is not None
-                    else []
-                )
-                made_by = Pass(*one.stats.last, one.stats.passes[-1][0])
-                tokens = one.tokens[first:]
-                end = one.finish_reason
-                found.append(Piece(text, tokens, None, logprobs, of_prompt, i, made_by, end))
-                self._n_shown[i] = one.n_new
-        if found and is_done:
-            found[-1] = replace(found[-1], output=self.output)
-        return found
+        for i, (sequence, n) in enumerate(zip(self.sequences, self._n_returned, strict=True)):
+            if sequence.n_new > n:
+                pieces.append(_new_piece(sequence, n, i))
+                self._n_returned[i] = sequence.n_new
+        if pieces and is_done:
+            pieces[-1] = replace(pieces[-1], output=self.output)
+        return pieces
+
+
+def _new_piece(sequence: Sequence, n_returned: int, index: int) -> Piece:
+    """Return the piece after the first `n_returned` tokens of a sequence's answer."""
+    stream = sequence.text
+    text = stream.take(final=sequence.finish_reason is not None) if stream else ""
+    first = sequence.n_prompt + n_returned
+    logprobs = [entry for entry in sequence.logprobs[first:] if entry]
+    has_prompt = n_returned == 0 and sequence.sampling.prompt_logprobs is not None
+    prompt_logprobs = sequence.logprobs[:first] if has_prompt else []
+    made_by = Pass(*sequence.stats.last, sequence.stats.passes[-1][0])
+    tokens = sequence.tokens[first:]
+    return Piece(
+        text,
+        tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        index=index,
+        made_by=made_by,
+        finish_reason=sequence.finish_reason,
+    )

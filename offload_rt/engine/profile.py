@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from copy import copy
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,6 +21,7 @@ import torch
 
 from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes
 from offload_rt.cost.tree_size import ExpertsBias
+from offload_rt.executor.rank_runner import PipelineRunner
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
 from offload_rt.offload.disk import DiskTier, ReadSettings
@@ -29,7 +29,7 @@ from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerView
 from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.ops.linear import linear
-from offload_rt.parallel.pipeline_model import Stage
+from offload_rt.parallel.model_part import ModelPart
 from offload_rt.system.files import read_cached, write_cached
 from offload_rt.system.machine import cache_nbytes, memory_free
 from offload_rt.system.numa import cpus_near, staying_near
@@ -249,8 +249,7 @@ def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:
 
 def _of_all(runner: Runner, seconds: float) -> float:
     """Seconds of all stages of a model, one after the other, where this is one of them."""
-    ranks = runner.spec.ranks if isinstance(runner.spec, Stage) else None
-    return seconds if ranks is None else ranks.total(seconds)[0]
+    return runner.ranks.total(seconds)[0] if isinstance(runner, PipelineRunner) else seconds
 
 
 def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> ComputeTimes | None:
@@ -353,8 +352,8 @@ def _seconds_of_parts(runner: Runner, block: LayerView, step: Step) -> list[floa
     """Seconds of a layer, and of the head."""
     best = [float("inf"), float("inf")]
     alone = copy(runner)
-    if isinstance(runner.spec, Stage):
-        alone.spec = replace(runner.spec, ranks=None)
+    if isinstance(runner.spec, ModelPart):
+        alone.spec = runner.spec.alone()
     for _ in range(_REPEATS):
         hidden, chunks = alone.embed(*alone.upload([step]))
         moments = [_now(runner)]

@@ -28,6 +28,7 @@ from offload_rt.engine.link import convert_flags
 from offload_rt.engine.memory_plan import SHORTEST_CONTEXT, MemoryPlan, Sizes, reserved_memory
 from offload_rt.engine.target_spec import TargetFiles, TargetSpec
 from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
+from offload_rt.executor.rank_runner import RankRunner
 from offload_rt.executor.runner import Runner
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.placement import MemoryBudget, Plan
@@ -86,7 +87,7 @@ class RanksSpec:
         """Return this rank's shard. Raises UnsupportedModelError for indivisible weights."""
         if self.ranks is None:
             return checkpoint
-        model = TensorParallelModel.of(checkpoint.spec, self.ranks, self.is_exact)
+        model = TensorParallelModel.for_rank(checkpoint.spec, self.ranks, self.is_exact)
         return replace(divide(checkpoint, model), whole=checkpoint)
 
     def stage(
@@ -300,15 +301,13 @@ class RanksSpec:
             raise SystemExit
         closes.callback(ranks.leave)
         for number, shared in enumerate(objects):
-            if isinstance(shared, SharedWeights) or (
-                isinstance(shared, Runner) and isinstance(shared.spec, Stage | TensorParallelModel)
-            ):
-                shared.tell = partial(ranks.telling, number)
+            if isinstance(shared, SharedWeights | RankRunner):
+                shared.send = partial(ranks.telling, number)
 
 
 def _stage(checkpoint: Checkpoint, layers: range, ranks: Ranks) -> Checkpoint:
     """Return the checkpoint of some layers, with this rank's tensors outside the layers."""
-    stage = Stage.of(checkpoint.spec, layers, ranks)
+    stage = Stage.for_rank(checkpoint.spec, layers, ranks)
     is_all = stage.rank == 0 or stage.embeds_on_all_stages
     non_layer = checkpoint.non_layer.select(lambda tensor: is_all or len(tensor.shape) == 1)
     return replace(

@@ -1,4 +1,4 @@
-"""Which sequences run together: those there are rows of keys and values for, oldest first."""
+"""Admission of waiting sequences, in order of arrival, while KV rows suffice."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -9,10 +9,12 @@ from offload_rt.kv.split import KVShare, KVSplit
 
 @dataclass(eq=False)
 class RunningSequence:
-    """A sequence that takes part in every step, its cache of `n_rows` rows, and the most nodes that
-    its trees may have.
+    """A sequence in every pass.
 
-    share  of the cache's rows on the device; None: all of them
+    cache    cache id
+    n_rows   capacity of the cache
+    n_nodes  largest tree
+    share    rows of the cache on the device; None for all rows
     """
 
     id: int
@@ -25,13 +27,13 @@ class RunningSequence:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Admits waiting sequences in their order, as long as the caches of all fit.
+    """Admit waiting sequences while the caches of all sequences fit.
 
-    cache_rows  rows of keys and values that there is memory for
-    n_nodes     nodes of all trees of a pass together, roots included
-    split       of these rows, where some are beyond the device
-    n_states    sequences whose states there is memory for besides
-    state_rows  rows that take as much as the states of a sequence
+    cache_rows  KV rows in memory
+    n_nodes     nodes of all trees of a pass, including roots
+    split       split of the rows between device and host or disk, or None
+    n_states    number of sequences with a reserved recurrent state
+    state_rows  recurrent state of a sequence, in KV rows
     """
 
     cache_rows: int
@@ -41,37 +43,32 @@ class Scheduler:
     state_rows: int = 0
 
     def share(self, n_sequences: int) -> int:
-        """Nodes of each tree when so many sequences run together."""
+        """Return the nodes per tree for `n_sequences` running sequences."""
         return max(self.n_nodes // n_sequences, 1)
 
     def admit(
         self, running: list[RunningSequence], waiting: deque[tuple[int, Sequence]]
     ) -> list[tuple[int, Sequence]]:
-        """Take from the waiting sequences those that may run from now on, each with `share` nodes
-        of all that run then.
-        """
+        """Pop the sequences that fit beside the running sequences."""
         n = 0
         while n < len(waiting):
-            joining = [waiting[i][1] for i in range(n + 1)]
-            if not self.fits(running, joining, self.share(len(running) + len(joining))):
+            candidates = [waiting[i][1] for i in range(n + 1)]
+            if not self.fits(running, candidates, self.share(len(running) + len(candidates))):
                 break
             n += 1
         return [waiting.popleft() for _ in range(n)]
 
-    def fits(self, there: list[RunningSequence], joining: list[Sequence], n_nodes: int) -> bool:
-        """Whether there is room for sequences with trees of `n_nodes` beside the caches that are
-        there.
-        """
+    def fits(self, present: list[RunningSequence], new: list[Sequence], n_nodes: int) -> bool:
+        """Return whether new sequences with trees of `n_nodes` fit beside present caches."""
+        rows = [sequence.longest - 1 + n_nodes for sequence in new]
         if self.split is not None:
-            shares = [one.share for one in there if one.share is not None]
-            shares += [self.split.share(one.longest - 1 + n_nodes, n_nodes) for one in joining]
+            shares = [running.share for running in present if running.share is not None]
+            shares += [self.split.share(n, n_nodes) for n in rows]
             if not self.split.fits(shares):
                 return False
-        n_rows = sum(one.n_rows for one in there) + sum(
-            one.longest - 1 + n_nodes for one in joining
-        )
-        n_rows += self.state_rows * (len(there) + len(joining) - self.n_states)
-        n_more = sum(one.n_nodes for one in there) + n_nodes * len(joining)
-        # A draft model's cache takes two rows a node, and is planned for the longest sequence with
-        # the largest tree.
-        return n_rows <= self.cache_rows and n_rows + n_more <= self.cache_rows + self.n_nodes
+        n_rows = sum(running.n_rows for running in present) + sum(rows)
+        n_rows += self.state_rows * (len(present) + len(new) - self.n_states)
+        n_tree_rows = sum(running.n_nodes for running in present) + n_nodes * len(new)
+        # A draft model's cache needs two rows per node; its plan assumes a single largest tree.
+        has_draft_rows = n_rows + n_tree_rows <= self.cache_rows + self.n_nodes
+        return n_rows <= self.cache_rows and has_draft_rows

@@ -92,13 +92,15 @@ class TargetSpec:
         with closing(DiskTier(self.checkpoint.layers)) as files:
             layer_nbytes = _layer_nbytes(self.checkpoint, files, self.is_packed)
         sizes = Sizes.of_checkpoint(self.checkpoint, self.dtype)
-        return replace(sizes, layer_nbytes=layer_nbytes, link=self.link.sizes)
+        return replace(
+            sizes, layer_nbytes=layer_nbytes, link=self.link.sizes, divided=self._sizes_by_expert
+        )
 
-    def sizes_by_expert(self) -> Sizes | None:
-        """Sizes with experts as separate blocks; None for indivisible or encoded layers."""
+    def _sizes_by_expert(self) -> Sizes | None:
+        """Sizes with experts as separate blocks; None for indivisible files."""
         divided = self.checkpoint.by_expert()
         mixture = self.checkpoint.spec.mixture
-        if divided is None or mixture is None or self.link.sizes is not None:
+        if divided is None or mixture is None:
             return None
         rest, records = divided
         with (

@@ -1,11 +1,10 @@
-"""Passes of a resident model at a few fixed shapes, captured as CUDA graphs and replayed."""
+"""CUDA graphs of a resident model: passes of a few fixed shapes, captured and replayed."""
 
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,25 +21,25 @@ from offload_rt.system.ranks import Ranks
 from offload_rt.weights.layout import packed_layout
 
 _KEYS = 256
-# Where keys that are not there cost nothing, a pass has room for so many at least.
+# Minimum keys of a shape if attention skips absent keys.
 _LEAST_KEYS = 1024
-# Captured shapes of one buffer. Each takes some megabytes of the driver's; a tree seldom needs more
-# than twenty.
+# Captured shapes per buffer. Each needs some megabytes of driver memory; trees rarely need more
+# than twenty shapes.
 _MOST_KEPT = 40
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 Replay = Callable[[], None]
-# What is made of logits (rows, vocabulary) on the device: one row for each. Of equal ones the first
-# is captured for all.
+# Reduction of logits (rows, vocabulary) on the device to a row each. Equal functions share graphs.
 Reduce = Callable[[Tensor], Tensor]
 Capture = Callable[[Callable[[], None]], Replay]
 
 
 @dataclass(frozen=True)
 class ResidentModel:
-    """A model whose layers are all on the device, and after which of them a drafter takes hidden
-    states.
+    """A model with all layers on the device.
+
+    taps  layer counts after which hidden states are kept for a drafter
     """
 
     spec: Architecture
@@ -50,8 +49,9 @@ class ResidentModel:
 
 
 def keep_tapped(taps: Sequence[int], tapped: Tensor, hidden: Tensor, n_layers: int) -> None:
-    """Copy hidden states (n, hidden_size) behind `n_layers` layers to their places in tapped (n,
-    len(taps), hidden_size).
+    """Copy hidden states (n, hidden_size) after `n_layers` layers to tapped, if a tap matches.
+
+    tapped  (n, len(taps), hidden_size)
     """
     for place, tap in enumerate(taps):
         if tap == n_layers:
@@ -60,9 +60,7 @@ def keep_tapped(taps: Sequence[int], tapped: Tensor, hidden: Tensor, n_layers: i
 
 @dataclass(frozen=True)
 class GraphShape:
-    """The most a pass may have: rows computed, cache rows attended to, and those of them that
-    belong to the tree.
-    """
+    """Upper bounds of a pass: computed rows, attended cache rows, and cache rows of the tree."""
 
     n_rows: int
     n_keys: int
@@ -71,11 +69,12 @@ class GraphShape:
 
 @dataclass(frozen=True)
 class PassRows:
-    """The n rows of one sequence in a pass.
+    """Rows of a sequence in a pass.
 
-    ids, rows   (n,) int64: tokens, and the rows of the cache that they are written to
+    ids         (n,) int64 tokens
+    rows        (n,) int64 cache rows to write
     row_inputs  (n, ...) each, see `Architecture.row_inputs`
-    mask        what the rows look at, without a window
+    mask        visibility, without a window
     """
 
     ids: Tensor
@@ -86,19 +85,21 @@ class PassRows:
 
 @dataclass(frozen=True)
 class GraphInputs(PassRows):
-    """Rows at fixed addresses, for passes of at most so many; what the mask's tensors hold changes
-    from pass to pass.
+    """Inputs at fixed addresses for passes up to a shape. The mask's tensors change per pass.
 
-    block  uint8, of which all these are views
+    block  uint8 memory of all inputs
     """
 
     block: Tensor
 
     @classmethod
     def empty(
-        cls, shape: GraphShape, of_row: Sequence[Tensor], device: torch.device
+        cls, shape: GraphShape, example_row: Sequence[Tensor], device: torch.device
     ) -> "GraphInputs":
-        """Inputs of a model whose `row_inputs` of one row are `of_row`."""
+        """Allocate inputs.
+
+        example_row  `row_inputs` of the model for a row
+        """
         n = shape.n_rows
         int32 = DType.INT32
         layout = packed_layout((
@@ -106,8 +107,8 @@ class GraphInputs(PassRows):
             ("bits", (n, -(-shape.n_tree_rows // 32)), int32),
             ("depths", (n,), int32), ("key_depths", (shape.n_tree_rows,), int32),
             ("extent", (2,), int32),
-            *((f"row_inputs.{i}", (n, *one.shape[1:]), DType.from_torch(one.dtype)) for i,
-                one in enumerate(of_row)),
+            *((f"row_inputs.{i}", (n, *inputs.shape[1:]), DType.from_torch(inputs.dtype)) for i,
+                inputs in enumerate(example_row)),
         ))  # fmt: skip
         block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         ids, rows, bits, depths, key_depths, extent, *row_inputs = layout.views(block).values()
@@ -115,10 +116,10 @@ class GraphInputs(PassRows):
         return cls(ids, rows, tuple(row_inputs), mask, block)
 
     def fill(self, rows: PassRows, spare: int) -> None:
-        """Copy the rows of a pass into these inputs, which are on the host.
+        """Copy the rows of a pass into these inputs on the host.
 
-        Rows left over write to cache row `spare` and see what the first row sees: attention to
-        nothing may give NaN.
+        Unused rows write to cache row `spare`, with the visibility of the first row: attention
+        without keys may result in NaN.
         """
         n = len(rows.ids)
         mask = self.mask
@@ -127,28 +128,25 @@ class GraphInputs(PassRows):
         self.ids[:n] = rows.ids
         self.rows[:n] = rows.rows
         self.rows[n:] = spare
-        for mine, one in zip(self.row_inputs, rows.row_inputs, strict=True):
-            mine[:n] = one
+        for target, inputs in zip(self.row_inputs, rows.row_inputs, strict=True):
+            target[:n] = inputs
         mask.bits[:n, : source.bits.shape[1]] = source.bits
         mask.bits[n:] = mask.bits[0]
-        mask.depths[:n], mask.depths[n:] = source.depths, source.depths[0]
+        mask.depths[:n] = source.depths
+        mask.depths[n:] = source.depths[0]
         mask.key_depths[: len(source.key_depths)] = source.key_depths
         mask.extent[:] = source.extent
 
 
 class _Captured:
-    """A computation that runs as it is the first time, is captured the second time, and replayed
-    from then on.
-    """
+    """A computation that runs directly first, is captured second, and is replayed afterwards."""
 
     def __init__(self) -> None:
         self._n_runs = 0
         self._replay: Replay | None = None
 
     def run(self, compute: Callable[[], None], capture: Capture) -> None:
-        """Compute. Where memory runs out while it is captured, or it cannot be captured, it goes on
-        running as it is.
-        """
+        """Compute. After a failed capture, e.g. without memory, later calls run directly."""
         if self._n_runs == 1:
             with suppress(torch.OutOfMemoryError, extension.NotCapturable):
                 self._replay = capture(compute)
@@ -157,9 +155,9 @@ class _Captured:
 
 
 class GraphPass:
-    """One pass of a fixed shape over one KV buffer; to the layers it is the `PassContext`.
+    """Pass of a fixed shape over a KV buffer; implements `PassContext`.
 
-    logits, tapped  (>= shape.n_rows, ...), written; at fixed addresses as the inputs are
+    logits, tapped  (>= shape.n_rows, ...) outputs, at fixed addresses like the inputs
     """
 
     def __init__(
@@ -172,13 +170,14 @@ class GraphPass:
     ) -> None:
         self._model = model
         self._buffer = buffer
-        one = torch.ones(1, dtype=torch.int64)
-        of_row = model.spec.row_inputs(one, one, buffer.keys.dtype)
-        self._host = GraphInputs.empty(shape, of_row, torch.device("cpu"))
-        self._inputs = GraphInputs.empty(shape, of_row, buffer.keys.device)
+        position = torch.ones(1, dtype=torch.int64)
+        example_row = model.spec.row_inputs(position, position, buffer.keys.dtype)
+        self._host = GraphInputs.empty(shape, example_row, torch.device("cpu"))
+        self._inputs = GraphInputs.empty(shape, example_row, buffer.keys.device)
         self.row_inputs = self._inputs.row_inputs
         self._mask = self._inputs.mask
-        self._logits, self._tapped = logits[: shape.n_rows], tapped[: shape.n_rows]
+        self._logits = logits[: shape.n_rows]
+        self._tapped = tapped[: shape.n_rows]
         self._captured = _Captured()
 
     def run(self, rows: PassRows, capture: Capture) -> None:
@@ -189,10 +188,10 @@ class GraphPass:
 
     @torch.inference_mode()
     def compute(self) -> None:
-        """Embedding, layers and head; writes the rows of the cache and the logits."""
+        """Compute embedding, layers and head; write cache rows and logits."""
         model = self._model.spec
         non_layer = self._model.non_layer
-        # what the reference makes of a mask is part of what is captured
+        # A copy without cached results: the conversion of the mask must be captured as well.
         self._mask = replace(self._inputs.mask)
         hidden, _ = model.embed(non_layer, self._inputs.ids, self.row_inputs)
         keep_tapped(self._model.taps, self._tapped, hidden, 0)
@@ -207,21 +206,23 @@ class GraphPass:
         softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PassContext.attend`."""
-        asked = Attention(
+        request = Attention(
             layer, 0, q, k, v, self._mask.within(window), scale, rotary, softcap, sinks
         )
-        return self._buffer.attend(layer, self._inputs.rows, asked)
+        return self._buffer.attend(layer, self._inputs.rows, request)
 
 
 class _Reduction:
-    """What is made of the first logits of a pass."""
+    """Reduction of a pass's first logits."""
 
     def __init__(self, reduce: Reduce, logits: Tensor) -> None:
-        self._reduce, self._logits, self._captured = reduce, logits, _Captured()
+        self._reduce = reduce
+        self._logits = logits
+        self._captured = _Captured()
         self.out = logits[:0]
 
     def run(self, capture: Capture) -> None:
-        """Reduce the logits that the pass has written."""
+        """Reduce the logits of the latest pass."""
         self._captured.run(self._compute, capture)
 
     @torch.inference_mode()
@@ -230,26 +231,26 @@ class _Reduction:
 
 
 class GraphRunner:
-    """The captured passes of a resident model, by KV buffer and shape.
+    """Captured passes of a resident model, by KV buffer and shape.
 
-    most        the largest pass
-    new_buffer  makes one of so many rows
-    capture     turns a computation into one that replays it; a CUDA graph on a card
-    ranks       among which the model is divided; None: it is whole
+    limit       largest pass
+    new_buffer  allocates a buffer of n rows
+    capture     returns the replay of a computation, e.g. a CUDA graph
+    capture_pass  `capture` for complete passes, which ranks capture together
     tapped      (rows, len(taps), hidden_size) of the last pass
     """
 
     def __init__(
-        self, model: ResidentModel, most: GraphShape, new_buffer: Callable[[int], KVBuffer],
+        self, model: ResidentModel, limit: GraphShape, new_buffer: Callable[[int], KVBuffer],
         capture: Capture,
-        ranks: Ranks | None = None,
+        capture_pass: Capture,
     ) -> None:  # fmt: skip
         self._model = model
-        self._most = most
+        self._limit = limit
         self._new_buffer = new_buffer
         self._capture = capture
-        self._capture_pass = capture if ranks is None else partial(capture_together, capture, ranks)
-        self._most_rows = max_captured_rows(most.n_rows)
+        self._capture_pass = capture_pass
+        self._limit_rows = max_captured_rows(limit.n_rows)
         self._passes: dict[KVBuffer, dict[GraphShape, GraphPass]] = {}
         self._reductions: dict[tuple[int, Reduce], _Reduction] = {}
         self._reusable: KVBuffer | None = None
@@ -257,15 +258,14 @@ class GraphRunner:
         self.tapped = torch.empty(0)
 
     def prepare(self, seconds: float) -> None:
-        """Capture passes of all widths, each at the shortest length, for as long as `seconds`
-        allow.
+        """Capture passes of all widths at the shortest length, within `seconds`.
 
-        The largest comes first: the others find room in the memory that it took.
+        The largest pass is captured first, because smaller passes reuse its memory.
         """
-        buffer = self.reuse(self._most.n_keys, is_alone=True)
-        assert buffer is not None, "it is as large as the largest"
+        buffer = self.reuse(self._limit.n_keys, is_alone=True)
+        assert buffer is not None, "the capacity is the limit"
         widths = [
-            width for width in GRAPH_WIDTHS if width <= self._most_rows and width < buffer.capacity
+            width for width in GRAPH_WIDTHS if width <= self._limit_rows and width < buffer.capacity
         ]
         started = time.perf_counter()
         for width in (*widths[-1:], *widths[:-1]):
@@ -280,40 +280,38 @@ class GraphRunner:
                 self.forward(buffer, rows)
 
     def reuse(self, capacity: int, is_alone: bool) -> KVBuffer | None:
-        """The buffer that sequences use which run alone, one after the other, with its passes; None
-        if it is too small.
+        """Return the shared buffer of sequences that run alone, in turn; None if too small.
 
-        For any other cache it is dropped, since that one needs the memory.
+        Any other cache needs its memory, so the shared buffer is dropped.
         """
-        if not is_alone or capacity > self._most.n_keys:
+        if not is_alone or capacity > self._limit.n_keys:
             dropped = self._reusable
             self._reusable = None
             if dropped is not None:
                 self.free(dropped)
             return None
-        self._reusable = self._reusable or self._new_buffer(self._most.n_keys)
+        self._reusable = self._reusable or self._new_buffer(self._limit.n_keys)
         self._reusable.clear()
         return self._reusable
 
     def free(self, buffer: KVBuffer) -> None:
-        """Drop the passes of a buffer that is not kept for reuse."""
+        """Drop the passes of a buffer, unless it is the shared buffer."""
         if buffer is not self._reusable:
             self._passes.pop(buffer, None)
 
     def fits(self, cache: KVCache, shape: GraphShape) -> bool:
-        """Whether such a pass can be served; the cache needs one spare row behind its keys."""
-        has_rows = shape.n_rows <= self._most_rows and shape.n_tree_rows <= self._most.n_tree_rows
+        """Return whether a graph can serve a pass. The cache needs a spare row after its keys."""
+        has_rows = shape.n_rows <= self._limit_rows and shape.n_tree_rows <= self._limit.n_tree_rows
         return isinstance(cache, ContiguousCache) and has_rows and shape.n_keys < cache.capacity
 
     def forward(self, buffer: KVBuffer, rows: PassRows, reduce: Reduce | None = None) -> Tensor:
-        """Logits (n, vocabulary) of the rows, or what `reduce` makes of them, one row for each;
-        valid until the next pass.
+        """Compute n rows and write their keys and values to the buffer.
 
-        Writes their keys and values to the buffer.
+        Returns logits (n, vocabulary), or n rows of `reduce` output, valid until the next pass.
         """
         n = len(rows.ids)
         if self._logits is None:
-            size = (self._most_rows, self._model.spec.vocab_size)
+            size = (self._limit_rows, self._model.spec.vocab_size)
             self._logits = torch.empty(size, dtype=buffer.keys.dtype, device=buffer.keys.device)
             self.tapped = self._logits.new_empty(
                 size[0], len(self._model.taps), self._model.spec.hidden_size
@@ -321,7 +319,7 @@ class GraphRunner:
         logits = self._logits
         if buffer not in self._passes:
             self._passes[buffer] = {}
-            buffer.clear(rows.mask.n_keys - n)  # 0 times what an uninitialised row holds may be NaN
+            buffer.clear(rows.mask.n_keys - n)  # 0 times an uninitialised value may be NaN
         shape = self._rounded(n, rows.mask.n_keys, buffer)
         _most_recent(
             self._passes[buffer],
@@ -339,20 +337,18 @@ class GraphRunner:
         return reduction.out[:n]
 
     def _rounded(self, n_rows: int, n_keys: int, buffer: KVBuffer) -> GraphShape:
-        """The shape that serves a pass."""
+        """Return the captured shape for a pass."""
         steps = -(-n_keys // _KEYS)
-        # Where absent keys cost nothing, few shapes serve a growing cache.
+        # If attention skips absent keys, few shapes serve a growing cache.
         if ops.goes_by_extent(buffer.keys):
             steps = max(1 << (steps - 1).bit_length(), _LEAST_KEYS // _KEYS)
         n_keys = min(steps * _KEYS, buffer.capacity)
         width = next(width for width in GRAPH_WIDTHS if width >= n_rows)
-        return GraphShape(width, n_keys, min(n_keys, self._most.n_tree_rows))
+        return GraphShape(width, n_keys, min(n_keys, self._limit.n_tree_rows))
 
 
 def _most_recent(kept: dict[_Key, _Value], key: _Key, make: Callable[[], _Value]) -> _Value:
-    """The value of a key, which becomes the most recently used one; of too many the least recently
-    used one goes.
-    """
+    """Return the value of a key and mark it most recently used; evict the least recently used."""
     kept[key] = kept.pop(key) if key in kept else make()
     if len(kept) > _MOST_KEPT:
         del kept[next(iter(kept))]
@@ -360,41 +356,39 @@ def _most_recent(kept: dict[_Key, _Value], key: _Key, make: Callable[[], _Value]
 
 
 def capture_together(capture: Capture, ranks: Ranks, compute: Callable[[], None]) -> Replay:
-    """Capture what ranks exchange between their products on all of them, or, as NCCL asks, on none.
+    """Capture a pass with collectives on all ranks, or on none, as NCCL requires.
 
-    Raises OutOfMemoryError where one of them could not.
+    Raises OutOfMemoryError if a rank failed.
     """
     replay = None
     with suppress(torch.OutOfMemoryError, extension.NotCapturable, RankError):
         replay = capture(compute)
     if not ranks.least(replay is not None)[0] or replay is None:
-        raise torch.OutOfMemoryError("not all ranks could capture it")
+        raise torch.OutOfMemoryError("a rank failed to capture the pass")
     return replay
 
 
 class CudaCapture:
-    """Capture CUDA graphs that share one memory pool: no two of them run at once.
+    """Capture CUDA graphs with a shared memory pool; no two graphs run concurrently.
 
-    After the first unexpected failure nothing is captured, and passes launch each kernel.
+    After an unexpected failure, all further passes launch each kernel.
     """
 
     def __init__(self) -> None:
         self._is_broken = False
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        # This graph stays for ever. A pool that its last graph has left cannot be captured into
-        # again while anything still lies in it, and cuBLAS keeps there what it took in the first
-        # capture (vllm-project/vllm issue 28426). It also keeps that memory mapped where a graph
-        # that is dropped gives up cuBLAS's workspace, which others were captured with.
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # A graph that is never dropped. A pool without graphs refuses captures while it contains
+        # allocations, and cuBLAS keeps a workspace there (vllm-project/vllm issue 28426). The graph
+        # also keeps the workspace mapped, which later graphs use.
         self._flag = torch.zeros(1, device="cuda")
         with suppress(extension.NotCapturable):
             self._anchor = self(self._flag.zero_)
 
     def __call__(self, compute: Callable[[], object]) -> Replay:
-        """Capture what `compute` launches; it has run before, so that nothing is set up for the
-        first time.
+        """Capture the kernels of `compute`, which must have run before.
 
-        Raises OutOfMemoryError without room for the graph, and NotCapturable after any other
-        failure.
+        Raises OutOfMemoryError without memory for the graph, NotCapturable after other failures.
         """
         if self._is_broken:
             raise extension.NotCapturable
@@ -417,22 +411,20 @@ class CudaCapture:
             raise extension.NotCapturable from error
 
     def _capture(self, compute: Callable[[], object]) -> Replay:
-        """By the graph's own methods: `torch.cuda.graph` waits for the device, copies included, and
-        empties the cache.
-        """
+        """Capture without `torch.cuda.graph`, which waits for all copies and empties the cache."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            # Other threads go on enqueueing copies during the capture.
+            # Further threads enqueue copies during the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 compute()
             except BaseException:
-                with suppress(RuntimeError):  # the capture may have become invalid
+                with suppress(RuntimeError):  # the capture may be invalid
                     graph.capture_end()
                 raise
             try:
                 graph.capture_end()
-            except RuntimeError as error:  # the driver has no room for the graph
+            except RuntimeError as error:  # the driver lacks memory for the graph
                 if "out of memory" not in str(error):
                     raise
                 raise torch.OutOfMemoryError(str(error)) from error

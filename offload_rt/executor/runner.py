@@ -1,10 +1,10 @@
 """Forward passes of a model: each pass visits every layer once, for all sequences of the batch."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +12,6 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.chunks import CHUNK_ROWS
-from offload_rt.cost.pass_times import ComputeTimes
-from offload_rt.errors import machine_error
 from offload_rt.executor.cuda_graphs import (
     Capture,
     GraphRunner,
@@ -24,7 +22,6 @@ from offload_rt.executor.cuda_graphs import (
 )
 from offload_rt.executor.step import Chunk, Segment, Step
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
-from offload_rt.kv.chosen import best_chunks
 from offload_rt.kv.host import HostCache
 from offload_rt.kv.recurrent import RecurrentCache
 from offload_rt.kv.sparse import SparseCache
@@ -34,8 +31,6 @@ from offload_rt.models.heads import HeadDecoder
 from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.offloaded_rows import OffloadedRows
 from offload_rt.offload.streamer import LayerView, Streamer
-from offload_rt.parallel.pipeline_model import Stage
-from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.weights.formats import WeightFormat
 
@@ -45,24 +40,7 @@ _LEAST_CHUNK_ROWS = 16
 _READ_ROWS = 64
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 Result = TypeVar("Result")
-
-
-def _everywhere(method: Method) -> Method:
-    """Repeat a method on the runners of all ranks; only the outermost call is broadcast."""
-
-    @wraps(method)
-    def call(self: "Runner", *args: Any, **kwargs: Any) -> Any:
-        with self.everywhere(method.__name__, args, kwargs):
-            return method(self, *args, **kwargs)
-
-    return call  # type: ignore[return-value]  # same signature
-
-
-def _tell_nobody(*call: Any) -> AbstractContextManager[None]:
-    """Do nothing: there is a single rank."""
-    return nullcontext()
 
 
 @dataclass(eq=False, repr=False)
@@ -75,7 +53,6 @@ class Runner:
     taps        layer counts after which hidden states are kept for a drafter, see `tapped`
     tapped      (n_rows, len(taps), hidden_size) per step, valid until the next pass
     meanwhile   called after each layer, while the next layer may be in transfer
-    tell        broadcasts (method, args, kwargs) to the runners of further ranks
     """
 
     spec: Architecture
@@ -90,7 +67,6 @@ class Runner:
     experts: ExpertCache | None = None
     taps: tuple[int, ...] = ()
     meanwhile: Callable[[], None] = lambda: None
-    tell: Callable[..., AbstractContextManager[None]] = _tell_nobody
     tapped: Sequence[Tensor] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +74,6 @@ class Runner:
         self._ids = itertools.count()
         self._caches: dict[int, KVCache] = {}
         self._graphs: GraphRunner | None = None
-        self._times: ComputeTimes | None = None
         self.kv = RecurrentCache if self.spec.state_shapes else self.kv
 
     @torch.inference_mode()
@@ -109,35 +84,28 @@ class Runner:
         its `reduce`.
         Raises CapacityError if a cache is too small, LinkError if a layer fails to arrive.
         """
-        with self.everywhere("forward", (steps,)):  # not a decorator, which would add a frame
-            self.tapped = ()
-            for step in steps:
-                self._caches[step.cache].begin(step.tokens.tolist())
-            if len(steps) == 1 and self.replays(steps[0]):
-                return [self._replay(steps[0])]
-            ids, chunks = self.upload(steps)
-            hidden, chunks = self.embed(ids, chunks)
-            hidden = self._add_states(hidden, steps)
-            tapped = hidden.new_empty(len(hidden), len(self.taps), hidden.shape[1])
-            keep_tapped(self.taps, tapped, hidden, 0)
-            # Without streaming, chunks pass through the pipeline ranks individually.
-            goes_by_chunk = (
-                isinstance(self.spec, Stage)
-                and not self.streamer.order
-                and self.offloaded_rows is None
-            )
-            for part in [[chunk] for chunk in chunks] if goes_by_chunk else [chunks]:
-                with self._bring_rows(part), closing(self.streamer.sweep()) as sweep:
-                    for block in sweep:
-                        with self.trace.span(COMPUTE, f"layer {block.i}"):
-                            self.layer(block, hidden, part)
-                        keep_tapped(self.taps, tapped, hidden, block.i + 1)
-                        self.meanwhile()
-            self.tapped = torch.split(tapped, [step.n_rows for step in steps])
-            with self.trace.span(COMPUTE, "head"):
-                logits = self.logits(hidden, steps)
-            steps_rows = zip(steps, logits, strict=True)
-            return [step.reduce(rows) if step.reduce else rows for step, rows in steps_rows]
+        self.tapped = ()
+        for step in steps:
+            self._caches[step.cache].begin(step.tokens.tolist())
+        if len(steps) == 1 and self.replays(steps[0]):
+            return [self._replay(steps[0])]
+        ids, chunks = self.upload(steps)
+        hidden, chunks = self.embed(ids, chunks)
+        hidden = self._add_states(hidden, steps)
+        tapped = hidden.new_empty(len(hidden), len(self.taps), hidden.shape[1])
+        keep_tapped(self.taps, tapped, hidden, 0)
+        for group in self._groups(chunks):
+            with self._load_rows(group), closing(self.streamer.sweep()) as sweep:
+                for block in sweep:
+                    with self.trace.span(COMPUTE, f"layer {block.i}"):
+                        self.layer(block, hidden, group)
+                    keep_tapped(self.taps, tapped, hidden, block.i + 1)
+                    self.meanwhile()
+        self.tapped = torch.split(tapped, [step.n_rows for step in steps])
+        with self.trace.span(COMPUTE, "head"):
+            logits = self.logits(hidden, steps)
+        steps_rows = zip(steps, logits, strict=True)
+        return [step.reduce(rows) if step.reduce else rows for step, rows in steps_rows]
 
     def _add_states(self, x: Tensor, steps: Sequence[Step]) -> Tensor:
         states = [step.states for step in steps if step.states is not None]
@@ -146,7 +114,7 @@ class Runner:
         assert isinstance(self.spec, HeadDecoder), "only draft heads have additional inputs"
         return self.spec.combine(self.non_layer, x, torch.cat(states))
 
-    def _bring_rows(self, chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
+    def _load_rows(self, chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
         """Load off-device cache rows during a pass, in the order of their use."""
         if self.offloaded_rows is None:
             return nullcontext()
@@ -155,23 +123,6 @@ class Runner:
         return self.offloaded_rows.prefetch(
             [rows for i in layers for segment in segments for rows in segment.cache.offloaded(i)]
         )
-
-    @contextmanager
-    def everywhere(
-        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
-    ) -> Iterator[None]:
-        """Broadcast a method call to the runners of further ranks; nested calls stay local."""
-        tell = self.tell
-        self.tell = _tell_nobody
-        try:
-            with tell(method, args, kwargs or {}):
-                yield
-        except torch.OutOfMemoryError as error:
-            if tell is _tell_nobody:
-                raise
-            raise machine_error(error) from error  # further ranks cannot roll back and retry
-        finally:
-            self.tell = tell
 
     def finish(self, logits: Sequence[Tensor] = ()) -> list[bool]:
         """Wait until the device has finished all queued work; copies continue.
@@ -187,11 +138,18 @@ class Runner:
         )
         return [bool(flag) for flag in flags]
 
-    def use_graphs(self, limit: GraphShape, capture: Capture, seconds: float = 0.0) -> None:
+    def use_graphs(
+        self,
+        limit: GraphShape,
+        capture: Capture,
+        seconds: float = 0.0,
+        capture_pass: Capture | None = None,
+    ) -> None:
         """Use CUDA graphs for passes of a single sequence. All layers must be resident.
 
-        limit    largest captured shape
-        seconds  time limit for capturing likely shapes in advance
+        limit         largest captured shape
+        seconds       time limit for capturing likely shapes in advance
+        capture_pass  captures a complete pass; None for `capture`
         """
         if self.kv is not ContiguousCache or not self.spec.supports_graphs:
             return
@@ -199,9 +157,8 @@ class Runner:
         new_buffer = partial(
             KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device
         )
-        ranks = self.spec.ranks if isinstance(self.spec, TensorParallelModel) else None
-        self._graphs = GraphRunner(model, limit, new_buffer, capture, ranks)
-        if seconds and ranks is None:  # ranks must capture equal shapes, but have separate clocks
+        self._graphs = GraphRunner(model, limit, new_buffer, capture, capture_pass or capture)
+        if seconds:
             self._graphs.prepare(seconds)
 
     def resident_layers(self) -> list[LayerWeights]:
@@ -230,17 +187,19 @@ class Runner:
         cache = self._caches[step.cache]
         n_tokens = len(step.tokens)
         shape = GraphShape(step.n_rows, cache.n_held + n_tokens, n_tokens)
-        is_whole = cache.n_seen == cache.n_held and step.read is None and cache.leader is None
-        return self._graphs is not None and is_whole and self._graphs.fits(cache, shape)
+        has_all_rows = cache.n_seen == cache.n_held and step.read is None and cache.leader is None
+        return self._graphs is not None and has_all_rows and self._graphs.fits(cache, shape)
 
     def _replay(self, step: Step) -> Tensor:
         """Execute a step by a CUDA graph; returns the same as `forward`."""
         cache = self._caches[step.cache]
         n_tokens = len(step.tokens)
         assert self._graphs is not None and isinstance(cache, ContiguousCache), "see replays"
-        whole = Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
+        segment = Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
         rows = torch.arange(step.n_done, n_tokens) + cache.n_held
-        inputs = PassRows(step.tokens[step.n_done :], rows, self._row_inputs([whole]), whole.mask())
+        inputs = PassRows(
+            step.tokens[step.n_done :], rows, self._row_inputs([segment]), segment.mask()
+        )
         with self.trace.span(COMPUTE, "all layers"):
             out = self._graphs.forward(cache.buffer, inputs, step.reduce)[
                 step.n_rows - step.n_wanted :
@@ -276,19 +235,12 @@ class Runner:
         block = next((self.streamer.resident(j) for j in later), None)
         return None if block is None else self._weights(block)
 
-    @_everywhere
     def shrink_chunks(self) -> bool:
         """Halve the rows per layer call; return whether that was possible."""
         could = self._chunk_rows > _LEAST_CHUNK_ROWS
         self._chunk_rows = max(self._chunk_rows // 2, _LEAST_CHUNK_ROWS)
         return could
 
-    @_everywhere
-    def follow_each_other(self, times: ComputeTimes) -> None:
-        """Split the rows of a pass into overlapping pipeline parts, sized by measured times."""
-        self._times = times
-
-    @_everywhere
     def new_cache(self, capacity: int, is_alone: bool = False, share: KVShare | None = None) -> int:
         """Create an empty cache for a sequence with `capacity` rows; return its id.
 
@@ -313,7 +265,6 @@ class Runner:
             self._caches[id] = self.kv.empty(self.spec, capacity, self.dtype, self.device)
         return id
 
-    @_everywhere
     def renew_cache(
         self,
         old: int,
@@ -332,7 +283,6 @@ class Runner:
         if (is_alone or not self.has_graphs) and cache.extend(capacity, n_nodes):
             if self.has_graphs and isinstance(cache, ContiguousCache):
                 cache.buffer.clear(cache.n_committed)
-            cache.query = None
             return old
         # Copy through host memory: the device may not have memory for both caches.
         moved = cache.to_host() if may_move and isinstance(cache, ContiguousCache) else None
@@ -344,7 +294,6 @@ class Runner:
             new.load(moved)
         return id
 
-    @_everywhere
     def copy_prefix(self, id: int, source: int, tokens: list[int]) -> None:
         """Start an empty cache with tokens of a source cache, present or computed in this pass.
 
@@ -355,7 +304,6 @@ class Runner:
         if isinstance(cache, ContiguousCache) and isinstance(leader, ContiguousCache):
             cache.copy_prefix(leader, tokens)
 
-    @_everywhere
     def new_view(self, source: int, kind: type[SparseCache], budget: int, n_pending: int) -> int:
         """Create a sparse view of a cache for drafts with a budget of verified rows; return its id.
 
@@ -367,7 +315,6 @@ class Runner:
         self._caches[id] = kind(self._caches[source], buffer, budget, self.spec)
         return id
 
-    @_everywhere
     def free_cache(self, id: int) -> None:
         """Free the memory of a cache."""
         cache = self._caches.pop(id)
@@ -379,31 +326,22 @@ class Runner:
         """Return the number of committed tokens of a cache."""
         return self._caches[id].n_committed
 
-    @_everywhere
     def rewind(self, id: int, tokens: Sequence[int]) -> int:
         """Keep the rows of the longest common prefix with `tokens`; return its length."""
         return self._caches[id].rewind_to(tokens)
 
-    @_everywhere
     def commit(self, id: int, rows: Sequence[int]) -> None:
         """Commit pending rows in ascending order; see `KVCache.commit`."""
         self._caches[id].commit(rows)
 
-    @_everywhere
     def discard(self, id: int) -> None:
         """Drop the pending rows of a cache."""
         self._caches[id].discard()
 
-    def best_chunks(self, id: int, n_tokens: int, n: int, size: int) -> list[int]:
-        """See `chosen.best_chunks`. Captured passes record no queries: the result is empty."""
-        return best_chunks(self._caches[id], n_tokens, n, size)
-
-    @_everywhere
     def do(self, work: Callable[..., Result], *args: Any) -> Result:
-        """Call a function with this runner on all ranks, as a single broadcast."""
+        """Call a function with this runner; ranks call it together, as a single broadcast."""
         return work(self, *args)
 
-    @_everywhere
     def assume_context(self, id: int, n: int) -> None:
         """Mark n rows of a cache as committed, with arbitrary content, to time passes."""
         self._caches[id].assume(n)
@@ -423,7 +361,7 @@ class Runner:
         """Cut the concatenated rows of all steps into chunks, on the host."""
         parts: list[list[Segment]] = []
         n_rows = 0
-        chunk_rows = self._rows_together(sum(step.n_rows for step in steps))
+        chunk_rows = self._chunk_size(sum(step.n_rows for step in steps))
         for step in steps:
             start = step.n_done
             cache = self._caches[step.cache]
@@ -447,13 +385,13 @@ class Runner:
             chunks.append(Chunk(rows, tuple(segments), masks, self._row_inputs(segments), inputs))
         return chunks
 
-    def _rows_together(self, n_rows: int) -> int:
-        """Return the chunk size for a pass of `n_rows` rows."""
-        if self._times is None:
-            return self._chunk_rows
-        assert isinstance(self.spec, Stage) and self.spec.ranks is not None, "pipeline stages"
-        n_parts = self._times.n_parts(n_rows, self.spec.ranks.size)
-        return min(self._chunk_rows, -(-n_rows // n_parts))
+    def _chunk_size(self, n_rows: int) -> int:
+        """Return the rows per layer call for a pass of `n_rows` rows."""
+        return self._chunk_rows
+
+    def _groups(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
+        """Group the chunks of a pass; a group visits all layers before the next group starts."""
+        return [chunks]
 
     def _row_inputs(self, segments: list[Segment]) -> tuple[Tensor, ...]:
         """Return the inputs that layers need per row, on the host."""

@@ -154,12 +154,10 @@ class Chunk:
             rows = segment.rows
             turn = None if rotary is None else (rotary[0][rows], rotary[1][rows])
             qkv = q[rows], None if k is None else k[rows], None if v is None else v[rows]
-            asked = Attention(
+            request = Attention(
                 layer, segment.start, *qkv, mask.within(window), scale, turn, softcap, sinks
             )
-            # Each layer overwrites the request, so the last layer's request remains.
-            segment.cache.asked = asked if segment.cache.keeps_query else None
-            outs.append(segment.cache.attend(asked))
+            outs.append(segment.cache.attend(request))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def recur(
@@ -175,10 +173,10 @@ class Chunk:
         outs = []
         for segment, mask, inputs in zip(self.segments, self.masks, self.inputs, strict=True):
             assert isinstance(segment.cache, RecurrentCache), "models with states use this cache"
-            given = x[segment.rows], weight, log_decays[segment.rows], beta[segment.rows]
+            rows = x[segment.rows], weight, log_decays[segment.rows], beta[segment.rows]
             n_chain = segment.step.n_chain
-            asked = Recurrence(layer, segment.start, n_chain, *given, inputs, mask)
-            outs.append(segment.cache.recur(asked))
+            request = Recurrence(layer, segment.start, n_chain, *rows, inputs, mask)
+            outs.append(segment.cache.recur(request))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     @property

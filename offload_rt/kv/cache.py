@@ -3,7 +3,7 @@
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -13,7 +13,6 @@ from offload_rt import ops
 from offload_rt.errors import CapacityError
 from offload_rt.kv.split import KVBytes
 from offload_rt.models.architecture import Architecture, KVShape
-from offload_rt.ops.reference import rotate
 
 
 class RowRange(NamedTuple):
@@ -47,33 +46,15 @@ class Attention:
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def query(self, row: int) -> "Attention | None":
-        """Return the rotated query of a pending row, or None for a row outside this request."""
-        at = slice(row - self.start, row - self.start + 1)
-        q = (
-            self.q[at]
-            if self.rotary is None
-            else rotate(self.q[at], *(turn[at] for turn in self.rotary))
-        )
-        return (
-            replace(self, q=q, k=None, v=None, rotary=None) if 0 <= at.start < len(self.q) else None
-        )
-
 
 class KVCache(ABC):
     """Rows [0, n_committed) store the tokens `committed`; later rows are pending or unused.
 
     Subclasses decide on storage and attention; this class tracks tokens.
 
-    keeps_query  record queries of the last layer
-    asked        last layer's request for pending rows; None in captured passes
-    query        its part for the last committed token
-    leader       cache to copy committed rows from in the next pass; None if rows are present
+    leader  cache to copy committed rows from in the next pass; None if rows are present
     """
 
-    keeps_query = False
-    asked: Attention | None = None
-    query: Attention | None = None
     leader: "KVCache | None" = None
 
     def __init__(self, capacity: int) -> None:
@@ -152,15 +133,11 @@ class KVCache(ABC):
         if moved:
             self.move(moved, self.n_held + n_in_place)
         self.committed += [self._pending[row] for row in rows]
-        if self.asked is not None and rows:
-            self.query = self.asked.query(rows[-1])
-            self.asked = None
         self._pending = [] if moved else self._pending[len(rows) :]
 
     def discard(self) -> None:
         """Drop all pending rows, e.g. after a failed pass."""
         self._pending = []
-        self.asked = None
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
         """Keep the longest common prefix of committed tokens and `tokens`; return its length."""

@@ -132,20 +132,3 @@ def _shares(q: Tensor, keys: Tensor, scale: float, size: int) -> Tensor:
     shares = torch.einsum("hgd,hcd->hgc", q.float() * scale, means).softmax(-1).sum(1)
     shares[:, 0] = torch.inf
     return shares
-
-
-def best_chunks(cache: KVCache, n_tokens: int, n: int, size: int) -> list[int]:
-    """Return the n chunks of `size` tokens with the most attention from the cache's last token.
-
-    Candidates are chunks within the first `n_tokens`. Attention is taken from the last layer
-    (SpecExtend, Cha et al. 2025). The first chunk is always included. Indices are ascending.
-    The first call enables recording of queries; the result is empty until the next pass.
-    """
-    cache.keeps_query = True
-    asked = cache.query
-    if asked is None:
-        return []
-    keys, _ = cache.rows(asked.layer, range(n_tokens // size * size))
-    shares = _shares(asked.q.view(len(keys), -1, keys.shape[-1]), keys, asked.scale, size)
-    (best,) = ops.to_host([shares.sum(0).topk(n).indices])
-    return sorted(best.tolist())

@@ -233,7 +233,7 @@ class Architecture(ABC):
     # The model can draft for itself, with views of its caches or 4-bit copies of its layers.
     supports_self_draft: ClassVar[bool] = True
     # Attention reads cache rows on the host or the disk.
-    supports_far_kv: ClassVar[bool] = True
+    supports_offloaded_kv: ClassVar[bool] = True
     # `speculate.learner` can train the model.
     supports_training: ClassVar[bool] = True
     # `embed` computes layer inputs from token ids, so every pipeline stage runs it.

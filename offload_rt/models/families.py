@@ -151,7 +151,7 @@ def _native(raw: dict[str, Any], **changes: Any) -> NativeDecoder:
         eps=eps,
         tied=raw.get("tie_word_embeddings", False),
         windows=(None,) * n_layers,
-        rope=Rope(RopeConfig.of(raw, head_dim)),
+        rope=Rope(RopeConfig.from_config(raw, head_dim)),
         n_mtp=n_mtp,
         tp_plan=_TP_PLAN,
     )

@@ -126,10 +126,10 @@ class Eagle3(HeadDecoder, NativeDecoder):
         """Return a Llama layer with a second norm and a doubled attention input."""
         d = self.hidden_size
         wide = tuple(f"{name}.weight" for name in QKV)
-        of_llama = super().layer_tensors(i)
+        llama_tensors = super().layer_tensors(i)
         doubled = (
             TensorShape(name, (shape[0], 2 * d) if name in wide else shape)
-            for name, shape in of_llama
+            for name, shape in llama_tensors
         )
         return (norm("hidden_norm", d), *doubled)
 
@@ -178,17 +178,17 @@ class Eagle3(HeadDecoder, NativeDecoder):
         return torch.cat((x, states), 1)
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
-        """Apply attention to both normed inputs; update the residual stream."""
+        """Apply attention to inputs normed inputs; update the residual stream."""
         import torch
 
         from offload_rt import ops
 
         embedded, hidden = (part.contiguous() for part in x.chunk(2, 1))
         normed = ops.rms_norm(hidden, weights.vector("hidden_norm"), self.eps)
-        both = torch.cat(
+        inputs = torch.cat(
             (ops.rms_norm(embedded, weights.vector("input_layernorm"), self.eps), normed), 1
         )
-        out = self.attention(i, weights, both, context)
+        out = self.attention(i, weights, inputs, context)
         return torch.cat(
             (embedded, self.mlp(weights, normed if self.norm_before else hidden, out)), 1
         )
@@ -232,7 +232,7 @@ class MtpLayout(NamedTuple):
     embed_first: bool = True
     is_normed: bool = True
 
-    def of(self, n: int) -> MtpLayout:
+    def for_target(self, n: int) -> MtpLayout:
         """Return the layout for a target of n layers."""
         parts = (part.format(n=n) if isinstance(part, str) else part for part in self)
         return MtpLayout(*parts)  # type: ignore[arg-type]
@@ -300,7 +300,7 @@ class Mtp(HeadDecoder):
         )
 
     def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
-        """Norm both inputs and project their concatenation."""
+        """Norm inputs inputs and project their concatenation."""
         import torch
 
         names = self.layout
@@ -445,7 +445,7 @@ def _eagle_of(raw: dict[str, Any], target: NativeDecoder) -> Eagle3:
         ("vocabulary", llama.vocab_size, target.vocab_size),
     ):
         if have != need:
-            raise of_another_target(quantity, str(have), str(need))
+            raise target_mismatch(quantity, str(have), str(need))
     n = target.n_layers
     nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     # Nested ids name the layers whose outputs are read, from 0. Top-level ids name the layers whose
@@ -453,7 +453,7 @@ def _eagle_of(raw: dict[str, Any], target: NativeDecoder) -> Eagle3:
     top = raw.get("eagle_aux_hidden_state_layer_ids") or [2, n // 2, n - 3]
     taps = [i + 1 for i in nested] if nested else top
     if not all(isinstance(tap, int) and 0 <= tap <= n for tap in taps):
-        raise of_another_target("hidden states", f"those after {taps} layers", f"at most {n}")
+        raise target_mismatch("hidden states", f"those after {taps} layers", f"at most {n}")
     changes = {
         "family": "eagle",
         "max_positions": target.max_positions,
@@ -491,7 +491,7 @@ def mtp_of(target: NativeDecoder, layout: MtpLayout) -> NativeMtp:
         "windows": (None,),
         "taps": (n,),
         "n_mtp": 0,
-        "layout": layout.of(n),
+        "layout": layout.for_target(n),
     }
     return NativeMtp(**{**vars(target), **changes})
 
@@ -541,7 +541,7 @@ def head_of(raw: dict[str, Any] | None, target: Architecture) -> Head | None:
     return _medusa_of(raw, target) if kind == "medusa" else _eagle_of(raw, target)
 
 
-def of_another_target(quantity: str, have: str, need: str) -> SettingsError:
+def target_mismatch(quantity: str, have: str, need: str) -> SettingsError:
     """Return the error for a head that does not fit the target."""
     return SettingsError(
         f"the head's {quantity} differs from the model's",

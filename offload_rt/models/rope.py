@@ -46,7 +46,7 @@ class RopeConfig:
     num_attention_heads: int = 1
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    def from_config(cls, raw: Mapping[str, Any], head_dim: int) -> RopeConfig:
         """Read a config.json of any age: `rope_scaling` and `rope_theta`, or `rope_parameters`.
 
         Raises UnsupportedModelError for settings that are not understood.
@@ -98,8 +98,10 @@ class Rope:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         compute = ROPE_INIT_FUNCTIONS[self._config.rope_parameters["rope_type"]]
-        found: tuple[Tensor, float] = compute(self._config, torch.device("cpu"), seq_len=length)
-        return found
+        frequencies: tuple[Tensor, float] = compute(
+            self._config, torch.device("cpu"), seq_len=length
+        )
+        return frequencies
 
     @cached_property
     def _plain(self) -> tuple[Tensor, float]:

@@ -36,11 +36,11 @@ class TensorNames:
         self._converters = [name for name in transforms if isinstance(name, WeightConverter)]
         self._of_experts: dict[str, dict[str, dict[str, None]]] = {}
         self._split: dict[str, dict[str, TensorShape]] = {}
-        of_layers = (
+        layer_names = (
             {f"{model.prefix}{i}.{name}" for name in names}
             for i, names in enumerate(model.shapes[:-1])
         )
-        self._needed = set(model.shapes[-1]).union(*of_layers)
+        self._needed = set(model.shapes[-1]).union(*layer_names)
         for stored in sorted(shapes, key=dot_natural_key):
             self._add(stored, shapes[stored])
 

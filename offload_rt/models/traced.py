@@ -252,8 +252,8 @@ class TracedModel:
             if len(args) + len(kwargs) == 1 and isinstance(out, tuple):
                 outputs.append((module, out))
 
-        of_layers = (module for layer in self.layers for module in layer.modules())
-        hooks += [module.register_forward_hook(note, with_kwargs=True) for module in of_layers]
+        modules = (module for layer in self.layers for module in layer.modules())
+        hooks += [module.register_forward_hook(note, with_kwargs=True) for module in modules]
         config = self.model.config
         trace = _Trace(self)
         config._experts_implementation = NAME
@@ -281,9 +281,9 @@ class TracedModel:
         """Describe the experts of layers; routers are modules whose outputs the experts receive."""
         mixtures: dict[int, LayerMixture] = {}
         parts = [(module, n, part) for module, out in outputs for n, part in enumerate(out)]
-        for i, ((module, given), *more) in self._cache.chosen.items():
+        for i, ((module, given), *later) in self._cache.chosen.items():
             if (
-                more
+                later
                 or len(given) != 3
                 or len(given[0].shape) != 2
                 or given[1].shape != given[2].shape

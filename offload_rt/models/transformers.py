@@ -139,7 +139,7 @@ class TransformersModel(Architecture):
     supports_graphs = False
     supports_heads = False
     supports_self_draft = False
-    supports_far_kv = False
+    supports_offloaded_kv = False
     supports_training = False
     embeds_on_all_stages = True
 
@@ -268,10 +268,10 @@ class TransformersModel(Architecture):
         # A row reads a state twice and updates it; rows of a block interact with each other.
         if i in self.model.has_state:
             state = self.state_shapes[0]
-            of_head = 3 * state.k_dim * state.v_dim + min(n_rows, BLOCK_ROWS) * (
+            n_head_products = 3 * state.k_dim * state.v_dim + min(n_rows, BLOCK_ROWS) * (
                 state.k_dim + state.v_dim
             )
-            return 2.0 * n_rows * float(n_weights + state.n_v_heads * of_head)
+            return 2.0 * n_rows * float(n_weights + state.n_v_heads * n_head_products)
         shape = self.kv_shapes[min(i, len(self.kv_shapes) - 1)]
         n_met = self.model.text.num_attention_heads * (shape.k_dim + shape.v_dim)
         return 2.0 * n_rows * float(n_weights + (context + n_rows) * n_met)
@@ -288,12 +288,12 @@ class TransformersModel(Architecture):
         logits = n_logits * self.vocab_size * (itemsize + 8)
         # State layers hold float32 channels (convolved, split, normed) and pairs of rows.
         n_pairs = min(n_rows, n_logits) * n_logits + BLOCK_ROWS**2
-        of_states = (
+        state_sizes = (
             5 * n_rows * sum(state.widths) + 4 * state.n_v_heads * n_pairs
             for state in self.state_shapes
         )
         n_activations = n_rows * (widest + 4 * self.hidden_size)
-        return n_activations * itemsize + 4 * max(of_states, default=0) + logits
+        return n_activations * itemsize + 4 * max(state_sizes, default=0) + logits
 
     def _n_met(self, shape: tuple[int, ...]) -> int:
         """Return the number of matrices of a tensor that a row uses; fewer than all for experts."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,6 +140,55 @@ def dequantize_codes(
         extension.kernels().dequantize(codes, scales, zeros, groups, *numbers, out)
     else:
         reference_dequantize(codes, scales, zeros, groups, packing, out)
+
+
+# Most rows of `multiply_few_rows` and the divisor of their inputs, as in csrc/kernels.h.
+_MOST_ROWS = 32
+_INPUTS = 32
+
+
+def serves_few_rows(x: Tensor, weight: CodedMatrix) -> bool:
+    """Whether the CUDA kernel multiplies the rows x (n, n_in) by these codes directly."""
+    packing = weight.packing
+    block_in = packing.block[0 if weight.is_transposed else 1]
+    return (
+        0 < len(x) <= _MOST_ROWS
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and packing.order not in ("awq", "nf4")
+        and packing.bits == (8 if packing.order == "plain" else 4)
+        and weight.groups is None
+        and weight.shape[1] % _INPUTS == 0
+        and (block_in % 8 == 0 or block_in >= weight.shape[1])
+        and weight.product in _KERNEL_DTYPES
+        and weight.codes.is_contiguous()
+        and weight.codes.data_ptr() % 8 == 0
+    )
+
+
+def multiply_few_rows(
+    x: Tensor, weight: CodedMatrix, bias: Tensor | None, library: Any = None
+) -> Tensor:
+    """Multiply x (n, n_in) by the transposed weight and add bias: (n, n_out).
+
+    library  ops of the kernels, by name; None: those of the GPU
+    """
+    packing = weight.packing
+    block_out, block_in = packing.block[::-1] if weight.is_transposed else packing.block
+    is_float8 = weight.codes.dtype == torch.float8_e4m3fn
+    kind = len(ORDERS) if is_float8 else ORDERS.index(packing.order)
+    is_aligned = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    product: Tensor = (library or extension.kernels()).few_rows(
+        x if is_aligned else x.clone(memory_format=torch.contiguous_format),
+        weight.codes.view(torch.uint8) if is_float8 else weight.codes,
+        weight.float_scales().contiguous(),
+        weight.int_zeros(),
+        bias,
+        kind,
+        block_out,
+        block_in,
+        packing.offset,
+    )
+    return product
 
 
 def dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:

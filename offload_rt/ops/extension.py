@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.ops import build
+from offload_rt.packing import ORDERS
 
 
 class NotCapturable(RuntimeError):
@@ -86,6 +87,11 @@ def kernels() -> Any:
     return torch.ops.offload_rt
 
 
+def _few_rows_output(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
+    kind = rest[3]  # behind scales, zero points and bias
+    return x.new_empty(len(x), codes.shape[1 if ORDERS[kind : kind + 1] == ("columns",) else 0])
+
+
 def describe(library: str) -> None:
     """Register fake implementations of the operations."""
     like_first = "rms_norm", "add_rms_norm", "rotate_and_store", "silu_mul"
@@ -98,6 +104,7 @@ def describe(library: str) -> None:
             q.new_empty(q.shape[:2], dtype=torch.float32),
         ),
         "verify": lambda starts, *_: starts.new_empty((2,)),
+        "few_rows": _few_rows_output,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"{library}::{name}", fake)

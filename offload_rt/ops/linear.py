@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload_rt.ops import build, cpu, linear_cpu
+from offload_rt.ops import build, cpu, extension, linear_cpu
 from offload_rt.ops.dequantize import (
     BlockMatrix,
     CodedMatrix,
@@ -18,6 +18,8 @@ from offload_rt.ops.dequantize import (
     Weight,
     dequantize_blocks,
     dequantize_codes,
+    multiply_few_rows,
+    serves_few_rows,
 )
 from offload_rt.system.files import read_cached, write_cached
 
@@ -61,6 +63,13 @@ def linear(
             return linear_cpu.linear(x, weight, bias)
     if x.device.type == "cpu" and not needs_gradient and not _has_fast_product(x, weight):
         return _linear_by_parts(x, weight, bias)
+    if (
+        isinstance(weight, CodedMatrix)
+        and not needs_gradient
+        and extension.serves(x)
+        and serves_few_rows(x, weight)
+    ):
+        return multiply_few_rows(x, weight, bias)
     if not isinstance(weight, Tensor):
         weight = dequantize(
             weight, torch.empty(math.prod(weight.shape), dtype=x.dtype, device=x.device)

@@ -1,9 +1,10 @@
 """Part of a model on a rank: attributes shared with the complete model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from offload_rt.models.architecture import Architecture
+from offload_rt.system.ranks import Ranks
 
 
 def of_whole(name: str) -> Any:
@@ -21,16 +22,22 @@ class ModelPart(Architecture):
     """Layers or shards of a model on one of several ranks.
 
     whole  complete model
+    ranks  process group, or None, see `alone`
     """
 
     whole: Architecture
     rank: int
+    ranks: Ranks | None = field(compare=False, repr=False)
+
+    def alone(self) -> "ModelPart":
+        """Return the part as it is timed: with the exchanges that belong to a layer."""
+        return self
 
     notice = property(of_whole("notice"))
     supports_heads = property(of_whole("supports_heads"))
     supports_mtp = property(of_whole("supports_mtp"))
     supports_self_draft = property(of_whole("supports_self_draft"))
-    supports_far_kv = property(of_whole("supports_far_kv"))
+    supports_offloaded_kv = property(of_whole("supports_offloaded_kv"))
     supports_training = property(of_whole("supports_training"))
     embeds_on_all_stages = property(of_whole("embeds_on_all_stages"))
     is_unused = of_whole("is_unused")

@@ -1,7 +1,7 @@
 """Pipeline stage: a range of a model's layers (GPipe, Huang et al. 2019, arXiv 1811.06965)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
@@ -55,21 +55,23 @@ class Stage(ModelPart):
 
     Rank 0 owns embedding and head.
     layers  layers of this stage, numbered from 0 within it
-    ranks   process group; None to run alone on meaningless hidden states
     """
 
     # Hidden states cross ranks within a pass.
     supports_graphs = False
 
     layers: range
-    ranks: Ranks | None = field(compare=False, repr=False)
 
     @classmethod
-    def of(cls, whole: Architecture, layers: range, ranks: Ranks) -> "Stage":
+    def for_rank(cls, whole: Architecture, layers: range, ranks: Ranks) -> "Stage":
         """Create the stage of `ranks.rank`; `layers` are a union of `divisible(whole)` parts."""
         sizes = {item.name: getattr(whole, item.name) for item in fields(Architecture)}
         sizes["n_layers"] = len(layers)
         return cls(**sizes, whole=whole, layers=layers, rank=ranks.rank, ranks=ranks)
+
+    def alone(self) -> "Stage":
+        """Return the stage without messages, computing on meaningless hidden states."""
+        return replace(self, ranks=None)
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:

@@ -4,7 +4,7 @@ import math
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import NamedTuple, cast
 
 from offload_rt.errors import CheckpointError, UnsupportedModelError
 from offload_rt.models.architecture import TensorShape
@@ -58,7 +58,7 @@ def divide(checkpoint: Checkpoint, model: TensorParallelModel) -> Checkpoint:
 def part_of(checkpoint: Checkpoint, rank: int, size: int, is_exact: bool) -> Checkpoint:
     """Return the shard of an absent rank, without compute; raises UnsupportedModelError."""
     ranks = cast(Ranks, SimpleNamespace(rank=rank, size=size))
-    return divide(checkpoint, TensorParallelModel.of(checkpoint.spec, ranks, is_exact))
+    return divide(checkpoint, TensorParallelModel.for_rank(checkpoint.spec, ranks, is_exact))
 
 
 def shard(
@@ -77,41 +77,62 @@ def shard(
     names = (source.prefix + record.key for record in whole)
     records = {name: source.records[name] for name in names}
     first = cut.first if cut.dim == 0 else 0
-    own = Source(records, source.prefix, (source, shape, first))
-    part = format.stored(name, cut.shape(shape), None, own)
-    more: tuple[StoredTensor, ...] | None = None
-    # if sizes increase in whole groups, a larger shard is not storable
+    shard_source = Source(records, source.prefix, (source, shape, first))
+    part = format.stored(name, cut.shape(shape), None, shard_source)
+    larger: tuple[StoredTensor, ...] | None = None
+    # If sizes increase in whole groups, a larger shard is not storable.
     with suppress(CheckpointError):
-        more = format.stored(name, cut._replace(n=cut.n + 1).shape(shape), None, own).tensors
+        larger_cut = cut._replace(n=cut.n + 1)
+        larger = format.stored(name, larger_cut.shape(shape), None, shard_source).tensors
     tensors = tuple(
-        _part(record, piece, (cut, shape[cut.dim]), None if more is None else more[i].shape)
+        _cut_record(
+            record,
+            piece,
+            _Slice(cut.first, cut.n, shape[cut.dim]),
+            None if larger is None else larger[i].shape,
+        )
         for i, (record, piece) in enumerate(zip(whole, part.tensors, strict=True))
     )
     matrices = {name.removesuffix(".weight"): part} if isinstance(part, Matrix) else {}
     return BlockRecord(tensors, matrices)
 
 
-def _part(
-    record: TensorRecord, part: StoredTensor, of: tuple[Cut, int], more: tuple[int, ...] | None
-) -> TensorRecord:
-    """The bytes of a stored tensor that are of a part of its matrix.
+class _Slice(NamedTuple):
+    """Rows or columns [first, first + n) of `total`."""
 
-    of    the part, and the rows or columns of the whole
-    more  shape where the part has one row or column more, which begins another group of weights
+    first: int
+    n: int
+    total: int
+
+
+def _cut_record(
+    record: TensorRecord, part: StoredTensor, cut: _Slice, larger: tuple[int, ...] | None
+) -> TensorRecord:
+    """Return the bytes of a stored tensor that belong to a slice of its matrix.
+
+    part    stored tensor of the slice
+    larger  shape for a slice with an additional row or column. An equal shape means that the slice
+            ends within a group of weights, which is an error
+    Raises CheckpointError if the bytes are not separable.
     """
-    (cut, whole), shape = of, record.shape + (1,) * (len(part.shape) - len(record.shape))
+    shape = record.shape + (1,) * (len(part.shape) - len(record.shape))
     dims = [i for i, (a, b) in enumerate(zip(shape, part.shape, strict=True)) if a != b]
     if not dims:
         return replace(record, shape=part.shape)
-    at = dims[0]
-    n = part.shape[dims[0]]
-    is_even = cut.first * shape[at] % whole == 0 and n * whole == cut.n * shape[at]
-    if len(dims) > 1 or not is_even or (more is not None and more[at] == n):
-        raise CheckpointError(f"{record.name} has no part")
-    row = record.nbytes // math.prod(shape[:at])
-    nbytes = row // shape[at] * n
-    start = record.start + cut.first * shape[at] // whole * (row // shape[at])
-    n_pieces = math.prod(shape[:at])
+    dim = dims[0]
+    n = part.shape[dim]
+    is_even = cut.first * shape[dim] % cut.total == 0 and n * cut.total == cut.n * shape[dim]
+    if len(dims) > 1 or not is_even or (larger is not None and larger[dim] == n):
+        raise CheckpointError(f"{record.name} is not divisible")
+    n_pieces = math.prod(shape[:dim])
+    stride = record.nbytes // n_pieces
+    unit = stride // shape[dim]
+    start = record.start + cut.first * shape[dim] // cut.total * unit
     return replace(
-        record, shape=part.shape, start=start, stop=start + nbytes, n_pieces=n_pieces, stride=row
+        record,
+        shape=part.shape,
+        start=start,
+        stop=start + unit * n,
+        n_pieces=n_pieces,
+        stride=stride,
     )

@@ -91,10 +91,10 @@ class TensorParallelModel(ModelPart):
     experts: range = field(default=range(0), compare=False, repr=False)
     _owners: dict[str, int | None] = field(default_factory=dict, compare=False, repr=False)
     _heights: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
-    _joined: set[str] = field(default_factory=set, compare=False, repr=False)
+    _gathered_tensors: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
-    def of(cls, whole: Architecture, ranks: Ranks, is_exact: bool) -> "TensorParallelModel":
+    def for_rank(cls, whole: Architecture, ranks: Ranks, is_exact: bool) -> "TensorParallelModel":
         """Create the shard of `ranks.rank`."""
         sizes = {item.name: getattr(whole, item.name) for item in fields(Architecture)}
         n_experts = whole.mixture.n_experts if whole.mixture else 0
@@ -140,7 +140,7 @@ class TensorParallelModel(ModelPart):
                 least = _LEAST_SHARE if shape[0] % self.size == 0 else _UNEVEN_SHARE
                 if math.prod(shape) > least * n_weights:
                     style = _GATHERED
-                    self._joined.update({_module(name)} - plan.keys())
+                    self._gathered_tensors.update({_module(name)} - plan.keys())
             if style is not None:
                 self.styles[_module(name)] = style
         for name, shape in self.whole.non_layer_tensors():
@@ -297,7 +297,7 @@ class TensorParallelModel(ModelPart):
             exchanged.append((True, self.hidden_size * (mixture.n_used if self.is_exact else 1)))
         for name, shape in self.whole.layer_tensors(i):
             style = self.styles.get(_module(name))
-            if style is None or len(shape) == 1 or _module(name) in self._joined:
+            if style is None or len(shape) == 1 or _module(name) in self._gathered_tensors:
                 continue
             if style.dim:
                 exchanged.append((True, shape[0]))
@@ -327,11 +327,13 @@ class TensorParallelModel(ModelPart):
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
         """Return the complete model's activation bytes, plus gathered tensors."""
         layers = (self.whole.layer_tensors(i) for i in range(self.n_layers))
-        joined = max(
-            sum(math.prod(shape) for name, shape in layer if _module(name) in self._joined)
+        gathered = max(
+            sum(
+                math.prod(shape) for name, shape in layer if _module(name) in self._gathered_tensors
+            )
             for layer in layers
         )
-        return self.whole.scratch_nbytes(n_rows, n_logits, itemsize) + joined * itemsize
+        return self.whole.scratch_nbytes(n_rows, n_logits, itemsize) + gathered * itemsize
 
 
 class DividedWeights(LayerWeights):
@@ -412,7 +414,7 @@ class DividedWeights(LayerWeights):
 class SharedWeights(DividedWeights):
     """Target weights outside the layers, for a draft head on rank 0 that all ranks serve.
 
-    tell  broadcasts (method, args, kwargs) to the same weights on further ranks
+    send  sends (method, args, kwargs) to the same weights on further ranks
     """
 
     def __init__(
@@ -420,7 +422,7 @@ class SharedWeights(DividedWeights):
     ) -> None:
         super().__init__(weights, model)
         self._device = device
-        self.tell: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
+        self.send: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See `LayerWeights`."""
@@ -431,7 +433,7 @@ class SharedWeights(DividedWeights):
         return self._together("rows", ids, name)
 
     def _together(self, method: str, x: Tensor, name: str) -> Tensor:
-        with self.tell("take_part", (method, name, tuple(x.shape), x.dtype), {}):
+        with self.send("take_part", (method, name, tuple(x.shape), x.dtype), {}):
             compute = getattr(DividedWeights, method)
             result: Tensor = compute(self, self._model.ranks.broadcast(x), name)
         return result

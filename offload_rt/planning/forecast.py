@@ -12,7 +12,13 @@ from offload_rt.config import EngineConfig, format_size
 from offload_rt.cost.card import Card
 from offload_rt.cost.decoding import Decoding, PairTimes, predict_decoding, select_topology
 from offload_rt.cost.estimator import CostEstimator
-from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, transfer_s
+from offload_rt.cost.pass_times import (
+    ComputeTimes,
+    HostTimes,
+    MachineProfile,
+    PassBytes,
+    transfer_s,
+)
 from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import (
@@ -43,6 +49,27 @@ LEVEL_S = 5e-4
 # layers 2.8 to 5.4 on one thread.
 DECODE_GBPS = 300.0
 CPU_DECODE_GBPS = 3.0
+# GB/s at which a processor computes experts from its memory (assumed): two channels of DDR5-5600
+# have 89.6. Sixteen threads multiply MXFP4 and 4-bit integers at that rate, about 7 billion weights
+# per second each (`python -m bench.compute`).
+RAM_GBPS = 60.0
+# Published tokens per second of other programs, by model.
+PUBLISHED_RATES = {
+    "gpt-oss-120b": (
+        "33.1 by llama.cpp, --n-cpu-moe 25, RTX 3090 (r/LocalLLaMA, by ai-maestro.online)",
+        (
+            "25.6 by llama.cpp, --n-cpu-moe 36, i9-14900K (r/LocalLLaMA, by"
+            " gokawiil.com/article/74814)"
+        ),
+    ),
+    "qwen3-30b-a3b": (
+        (
+            "44 to 52 by ktransformers, bf16, RTX 5090, EPYC 9355 (kvcache-ai/ktransformers, issue"
+            " 1914)"
+        ),
+        "36.7 by llama.cpp, Q4_K_M, --n-cpu-moe 36, RTX 2080 (AlexsJones/llmfit, pull request 755)",
+    ),
+}
 # Points of a curve over the device's memory, and the first of one over the memory beside it.
 _N_POINTS = 12
 _FIRST_RAM = 16 << 30
@@ -62,6 +89,7 @@ class Machine:
     roof        what it reaches with numbers of a dtype
     level_s     see `PairTimes`
     decode_gbps GB/s of weights that are decoded
+    ram_gbps    GB/s at which a GPU machine's processor computes experts; 0: it computes none
     ranks       of which this is what one has
     sources     where its figures are from, a sentence each
     """
@@ -73,6 +101,7 @@ class Machine:
     fixed_s: float = 0.0
     level_s: float = 0.0
     decode_gbps: float = DECODE_GBPS
+    ram_gbps: float = RAM_GBPS
     ranks: Parallelism = ALONE
     sources: tuple[str, ...] = ()
 
@@ -115,6 +144,15 @@ class Machine:
             ranks = self.ranks if draft.stand_in or self.ranks.split_draft else ALONE
             of_draft = self._times(draft, True, ranks, share)
         return PairTimes(of_target, of_draft, self.level_s)
+
+    def with_host_experts(self, moved: PassBytes) -> PassBytes:
+        """Let the processor of a GPU machine compute experts if host memory holds all of them."""
+        experts = moved.experts
+        is_host = experts is not None and experts.tier == "host" and moved.disk_experts is None
+        if experts is None or not is_host or not self.ram_gbps:
+            return moved
+        times = HostTimes((1,), (transfer_s(experts.nbytes, self.ram_gbps),))
+        return replace(moved, experts=replace(experts, host=times))
 
     def _times(
         self,
@@ -259,15 +297,22 @@ class Forecast:
         return f"{first}: busy {shares[first]:.2f} s a pass" + (f" ({rest})" if rest else "")
 
 
-def predict(request: PlanRequest, machine: Machine) -> Forecast:
-    """Place the model, choose the tree, and predict its speed.
+def predict(
+    request: PlanRequest, machine: Machine, run: tuple[MemoryPlan, PassBytes] | None = None
+) -> Forecast:
+    """Plan memory, choose the tree, and predict the speed.
 
+    run  memory plan and traffic of a run on this machine; None to plan memory here
     Raises CapacityError if the model does not fit.
     """
     config = request.config
     target, draft = request.models
     context = request.context
-    fitted = plan_memory(config, pick_drafter(config), request.models, target.dtype, machine.budget)
+    if run is None:
+        drafting = pick_drafter(config)
+        fitted = plan_memory(config, drafting, request.models, target.dtype, machine.budget)
+        run = fitted, fitted.plan.pass_bytes
+    fitted, moved = run
     if context + request.tokens > fitted.max_model_len:
         raise CapacityError(
             "the context is too long", need=f"{context} tokens and {request.tokens} more",
@@ -281,7 +326,7 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
     profile = MachineProfile(
         machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target
     )
-    moved = replace(fitted.plan.pass_bytes, exchanged=exchanged)
+    moved = replace(machine.with_host_experts(moved), exchanged=exchanged)
     cost = CostEstimator(profile, moved)
     by_rank = request.acceptance.by_rank
     topology = select_topology(cost, costs, by_rank, fitted.limits, context)
@@ -294,12 +339,48 @@ def predict(request: PlanRequest, machine: Machine) -> Forecast:
         topology=topology,
         run=predict_decoding(cost, costs, topology, by_rank, context, request.tokens),
         plain=predict_decoding(cost, costs, Topology.chain(1), by_rank, context, 1),
-        moved=moved.at(context, len(topology)),
+        moved=_link_nbytes(moved, dict(machine.links), context, len(topology)),
         draft_s=draft_s,
         compute_s=compute_s,
         row_s=row_s,
         exchange_s=machine.ranks.exchange_s(target.spec, itemsize, len(topology)),
     )
+
+
+def _link_nbytes(
+    moved: PassBytes, links: dict[str, float], context: int, n_rows: int
+) -> dict[str, int]:
+    """Return the bytes per link; experts that the processor computes cross no link."""
+    nbytes = moved.at(context, n_rows)
+    experts = moved.experts
+    if experts is not None and experts.host is not None:
+        rows = np.array(n_rows)
+        alone = experts.pass_nbytes(rows) - experts.pass_nbytes(rows, links[experts.tier])
+        nbytes[experts.tier] -= int(alone)
+    return {name: n for name, n in nbytes.items() if n}
+
+
+def expert_ways(forecast: Forecast) -> dict[str, Forecast | None]:
+    """Predict plain decoding of a mixture by whole layers, by experts, and with the processor.
+
+    Empty unless experts are separate blocks in the plan.
+    """
+    if forecast.memory_plan.plan.experts is None:
+        return {}
+    config = replace(
+        forecast.request.config, drafter="none", draft_model=None, tree_size=None, tree_depth=None
+    )
+    target, _ = forecast.request.models
+    request = replace(forecast.request, config=config, models=(target, None))
+    machine = forecast.machine
+    whole = replace(request, models=(replace(target, divided=lambda: None), None))
+    ways = {
+        "whole layers": predict_if_it_fits(whole, machine),
+        "touched experts": predict_if_it_fits(request, replace(machine, ram_gbps=0.0)),
+    }
+    if machine.budget.has_card and machine.ram_gbps:
+        ways["and the CPU beside"] = predict_if_it_fits(request, machine)
+    return ways
 
 
 def short_context(forecast: Forecast) -> str:

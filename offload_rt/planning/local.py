@@ -1,7 +1,6 @@
 """Description of this machine by measurements."""
 
 import time
-from contextlib import closing
 from functools import cache
 
 import torch
@@ -12,10 +11,8 @@ from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.device import memory_budget, pick_device
 from offload_rt.errors import SettingsError
-from offload_rt.offload.disk import DiskTier
 from offload_rt.ops.linear import linear
 from offload_rt.planning.forecast import CPU_DECODE_GBPS, DECODE_GBPS, LEVEL_S, Machine
-from offload_rt.planning.sizes import find_checkpoint
 
 # A matrix of so many columns is multiplied with so many rows, until that has taken so long.
 _N_COLUMNS = 4096
@@ -23,24 +20,16 @@ _WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _PATIENCE_S = 0.5
 
 
-def this_machine(config: EngineConfig, disk_gbps: float | None, else_gbps: float) -> Machine:
-    """What this machine does, by products of a matrix of random numbers in the dtype of each model.
+def this_machine(config: EngineConfig, disk_gbps: float, disk_source: str) -> Machine:
+    """Describe this machine; products of a random matrix are timed per dtype, when needed.
 
-    disk_gbps  GB/s of the disk; None: measured, where the model's weights are here to be read
-    else_gbps  what is assumed where they are not
+    disk_source  origin of the disk's rate, in words
     """
     device = pick_device(config.device)
     if device.type == "cpu" and config.host_memory is not None:
         raise SettingsError(
             "--ram is for memory beside a GPU", change="on a CPU, set --device-memory alone"
         )
-    source = "the disk: given"
-    if disk_gbps is None:
-        source = "the disk: measured with the model's own files"
-        disk_gbps = _disk_gbps(config)
-    if disk_gbps is None:
-        source = f"--disk was not given: {else_gbps:g} GB/s are assumed"
-        disk_gbps = else_gbps
     host_gbps = profile.upload_gbps(device) if device.type == "cuda" else 1.0
     roof = cache(lambda dtype: measure_roof(dtype, device))
     return Machine(
@@ -50,7 +39,7 @@ def this_machine(config: EngineConfig, disk_gbps: float | None, else_gbps: float
         roof=roof,
         level_s=LEVEL_S if device.type == "cuda" else 0.0,
         decode_gbps=DECODE_GBPS if device.type == "cuda" else CPU_DECODE_GBPS,
-        sources=("computing: from products of a matrix of random numbers, timed", source),
+        sources=("computing: from products of a matrix of random numbers, timed", disk_source),
     )
 
 
@@ -82,11 +71,3 @@ def _timed_product(rows: torch.Tensor, matrix: torch.Tensor) -> float:
     if matrix.is_cuda:
         torch.cuda.synchronize(matrix.device)
     return time.perf_counter() - started
-
-
-def _disk_gbps(config: EngineConfig) -> float | None:
-    checkpoint = find_checkpoint(config.model, config.revision)
-    if checkpoint is None:
-        return None
-    with closing(DiskTier(checkpoint.layers)) as tier:
-        return profile.link_gbps(tier, checkpoint.spec.n_layers)

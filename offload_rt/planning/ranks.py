@@ -90,7 +90,7 @@ class Parallelism:
         from offload_rt.parallel.tensor_parallel import TensorParallelModel
 
         first: Any = SimpleNamespace(rank=0, size=n)
-        part = TensorParallelModel.of(spec, first, self.exact)
+        part = TensorParallelModel.for_rank(spec, first, self.exact)
         shares = [(layer_weights(part, i), layer_weights(spec, i)) for i in range(spec.n_layers)]
         layers = tuple(
             nbytes * own // whole
@@ -101,6 +101,7 @@ class Parallelism:
             sizes,
             spec=part,
             layer_nbytes=layers,
+            divided=None,
             non_layer_nbytes=sizes.non_layer_nbytes * of_part // of_all,
         )
 

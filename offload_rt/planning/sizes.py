@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelError
 from offload_rt.models.families import spec_of
 from offload_rt.models.heads import head_of
-from offload_rt.offload.placement import LinkSizes
+from offload_rt.offload.placement import ExpertSizes, LinkSizes
 from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.speculate.select import check_pair
@@ -82,7 +83,8 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
         named = checkpoint.spec.dtype_name or checkpoint.dtype
         dtype = DTYPES[named if config.dtype == "auto" else config.dtype]
         layers = tuple(layer.layout.nbytes for layer in checkpoint.layers)
-        return replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layers, dtype=dtype)
+        sizes = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layers, dtype=dtype)
+        return replace(sizes, divided=partial(_divided, sizes, checkpoint))
     stored = raw.pop("quantization_config", None)
     spec = spec_of(raw)
     dtype = DTYPES[spec.dtype_name or "float16" if config.dtype == "auto" else config.dtype]
@@ -95,6 +97,18 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
             problem, change="download it, or plan for its unquantised original"
         )
     return sizes
+
+
+def _divided(sizes: Sizes, checkpoint: Checkpoint) -> Sizes | None:
+    """Return the sizes with experts as separate blocks; None for indivisible files."""
+    divided = checkpoint.by_expert()
+    mixture = sizes.spec.mixture
+    if divided is None or mixture is None:
+        return None
+    rest, experts = divided
+    nbytes = max(expert.layout.nbytes for expert in experts)
+    layers = tuple(layer.layout.nbytes for layer in rest.layers)
+    return replace(sizes, layer_nbytes=layers, experts=ExpertSizes(mixture, nbytes))
 
 
 def _mxfp4(sizes: Sizes) -> Sizes:

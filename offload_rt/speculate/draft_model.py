@@ -21,9 +21,8 @@ from offload_rt.speculate.protocols import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.system.trace import DRAFT, Trace
 from offload_rt.tree.topology import GrowingTree, Topology
 
-# First tokens kept visible by a short-context draft without retrieval; tokens per retrieved chunk.
+# First tokens that stay visible to a draft with a short context.
 _N_SINKS = 16
-_CHUNK = 32
 # Divisor of logits with noise before the softmax: the size of a draft's errors, at any temperature.
 _ERROR = 0.75
 
@@ -195,11 +194,9 @@ class DraftModel:
     max_levels  maximum tree levels; the draft's context reserves as many tokens
     trace       receives a span per pass
     context     context limit in tokens; None for all positions of the draft
-    target      selects visible older tokens by its attention; None to keep the first tokens
     """
 
     state_type: type[DraftState] = DraftState
-    target: Runner | None = None
 
     def __init__(
         self,
@@ -216,13 +213,9 @@ class DraftModel:
         n_positions = runner.spec.max_positions
         self._limit = max(min(context or n_positions, n_positions) - max_levels, 1)
         self._states: dict[Sequence, DraftState] = {}
-        self._sources: dict[Sequence, int] = {}  # target caches
-        # Start of the window, and older tokens visible before it.
-        self._older: dict[Sequence, tuple[int, list[int]]] = {}
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
-        """Register a sequence with its target cache and maximum tree size."""
-        self._sources[sequence] = cache
+        """Register a sequence with its target cache and maximum tree size, see `SelfDraftModel`."""
 
     def can_draft(self, sequence: Sequence) -> bool:
         """Return whether a tree can be drafted for a sequence."""
@@ -286,25 +279,17 @@ class DraftModel:
         )
 
     def _seen(self, sequence: Sequence) -> list[int]:
-        """Return all tokens, or older tokens and a window of recent tokens, at positions from 0.
+        """Return all tokens, or the first tokens and a window of recent tokens (StreamingLLM).
 
-        Older tokens are chunks with the most attention from the target's last token at the latest
-        window shift (SpecExtend), or the first tokens (StreamingLLM).
+        Positions start at 0. The window shifts by half of its length.
         """
         tokens = sequence.tokens
-        n_chunks = self._limit // 2 // _CHUNK if self.target is not None else 0
         if len(tokens) <= self._limit:
             return tokens
-        n_older = n_chunks * _CHUNK or min(_N_SINKS, self._limit // 8)
-        stride = max((self._limit - n_older) // 2, 1)  # the window shifts by half of its length
-        start = n_older + -(-(len(tokens) - self._limit) // stride) * stride
-        first, older = self._older.get(sequence, (0, tokens[:n_older]))
-        if self.target is not None and n_chunks > 1 and first != start:
-            best = self.target.best_chunks(self._sources[sequence], start, n_chunks, _CHUNK)
-            if best:
-                older = [token for i in best for token in tokens[i * _CHUNK : (i + 1) * _CHUNK]]
-                self._older[sequence] = start, older
-        return older + tokens[start:]
+        n_first = min(_N_SINKS, self._limit // 8)
+        stride = max((self._limit - n_first) // 2, 1)
+        start = n_first + -(-(len(tokens) - self._limit) // stride) * stride
+        return tokens[:n_first] + tokens[start:]
 
     def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
         """See `Drafter.transfer`. The draft's cache is rewound when the next tree starts."""
@@ -317,8 +302,6 @@ class DraftModel:
 
     def end(self, sequence: Sequence) -> None:
         """Release the draft cache of a sequence."""
-        self._sources.pop(sequence, None)
-        self._older.pop(sequence, None)
         state = self._states.pop(sequence, None)
         if state is not None:
             self._runner.free_cache(state.cache)

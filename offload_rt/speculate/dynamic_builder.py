@@ -40,14 +40,14 @@ class _Nodes:
 
     def merged(self, new: "_Nodes", n: int) -> "_Nodes":
         """Return the n most probable nodes of both sets; parents of `new` index into `self`."""
-        both = [
+        columns = [
             np.concatenate(pair)
             for pair in zip(vars(self).values(), vars(new).values(), strict=True)
         ]
         # A child never exceeds its parent's probability; stable sorting keeps it behind its parent.
-        order = np.argsort(-both[0], kind="stable")[:n]
-        chances, parents, tokens, depths, rows = (part[order] for part in both)
-        place = np.full(len(both[0]) + 1, -1)
+        order = np.argsort(-columns[0], kind="stable")[:n]
+        chances, parents, tokens, depths, rows = (part[order] for part in columns)
+        place = np.full(len(columns[0]) + 1, -1)
         place[order] = np.arange(len(order))
         return _Nodes(chances, place[parents], tokens, depths, rows)
 

@@ -129,12 +129,11 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         raise SettingsError(
             f"--drafter {name}", need="a draft model", change="add --draft-model PATH"
         )
-    can_limit_context = resources.view is not None or resources.needs_model
     if config.draft_context is not None and (
-        not can_limit_context or config.draft_context < LEAST_BUDGET
+        resources.view is None or config.draft_context < LEAST_BUDGET
     ):
         problem = f"--draft-context {config.draft_context} with --drafter {name}"
-        need = f"at least {LEAST_BUDGET} tokens, and a draft model or a self-drafting drafter"
+        need = f"at least {LEAST_BUDGET} tokens, and a drafter with views of the target's cache"
         change = f"use --draft-context {LEAST_BUDGET} or more, or omit it"
         raise SettingsError(problem, need=need, change=change)
     rule = chosen.best_rule if config.rule == "auto" else config.rule
@@ -149,12 +148,10 @@ def pick_drafter(config: EngineConfig) -> Drafting:
             have=name,
             change="use --rule match",
         )
-    learning = config.learn_draft
-    if resources.view is None:
-        limited = replace(resources, draft_context=config.draft_context)
-        return Drafting(name, replace(chosen, resources=limited), rule, learning=learning)
-    view_rows = config.draft_context or resources.view_rows
-    return Drafting(name, chosen, rule, view_rows=view_rows, learning=learning)
+    view_rows = 0
+    if resources.view is not None:
+        view_rows = config.draft_context or resources.view_rows
+    return Drafting(name, chosen, rule, view_rows=view_rows, learning=config.learn_draft)
 
 
 def find_draft(

@@ -14,7 +14,7 @@ from offload_rt.models.heads import (
     Medusa,
     head_of,
     mtp_of,
-    of_another_target,
+    target_mismatch,
 )
 from offload_rt.models.native import NativeDecoder
 from offload_rt.weights.checkpoint import Checkpoint, assemble, without_quantization
@@ -61,7 +61,7 @@ def find_mtp(directory: Path, target: Checkpoint) -> Checkpoint | None:
     present = (
         layout
         for layout in MTP_LAYOUTS
-        if f"{layout.of(spec.n_layers).hidden_norm}.weight" in stored
+        if f"{layout.for_target(spec.n_layers).hidden_norm}.weight" in stored
     )
     layout = next(present, None)
     if layout is None or not spec.supports_mtp:
@@ -84,7 +84,7 @@ def _with_stored_heads(spec: Medusa, stored: Mapping[str, TensorRecord]) -> Medu
             have = heads[0].shape
             need = (spec.vocab_size, spec.hidden_size)
             if have != need:
-                raise of_another_target("matrix", str(list(have)), str(list(need)))
+                raise target_mismatch("matrix", str(list(have)), str(list(need)))
             has_bias = f"{prefix}0.0.linear.bias" in stored
             return replace(spec, prefix=prefix, has_bias=has_bias, n_layers=len(heads))
     raise CheckpointError(

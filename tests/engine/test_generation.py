@@ -66,7 +66,7 @@ def test_greedy_tokens_equal_transformers(zoo, name, place):
     assert (output.stats.n_tokens, output.stats.n_passes) == (64, 64)
 
 
-def test_at_most_eight_frames_between_generate_and_the_matrix_product(zoo, monkeypatch):
+def test_at_most_eight_frames_between_engine_thread_and_matrix_product(zoo, monkeypatch):
     """No file is entered twice on the way down."""
     deepest = []
     linear = offload_rt.ops.linear.linear
@@ -80,8 +80,8 @@ def test_at_most_eight_frames_between_generate_and_the_matrix_product(zoo, monke
     monkeypatch.setattr(offload_rt.ops.linear, "linear", watched)
     with open_llm(zoo.directory("qwen3", 0), "mixed") as llm:
         llm.generate(prompt_of(0), SamplingParams(max_new_tokens=2))
-    generate, *between = deepest
-    assert generate.name == "llm.py" and 1 < len(between) <= 8, deepest
+    entry, *between = deepest
+    assert entry.name == "engine_thread.py" and 1 < len(between) <= 8, deepest
     files = [file for file, _ in groupby(deepest)]
     assert len(files) == len(set(files)), files
 

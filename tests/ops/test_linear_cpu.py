@@ -17,6 +17,7 @@ from offload_rt.ops.dequantize import (
     KERNEL_BLOCKS,
     BlockMatrix,
     CodedMatrix,
+    Packing,
     ZeroCodes,
     reference_dequantize,
     reference_dequantize_blocks,
@@ -74,6 +75,64 @@ def block_matrix(name: str, seed: int) -> tuple[BlockMatrix, Tensor]:
     values = torch.empty(shape)
     reference_dequantize_blocks(blocks, name, values)
     return BlockMatrix(shape, blocks, name), values
+
+
+def random_codes(*shape: int) -> Tensor:
+    return torch.randint(-(1 << 31), (1 << 31) - 1, shape).int()
+
+
+def large_matrix(name: str, n_out: int, n_in: int, dtype: torch.dtype) -> tuple:
+    """Random 4-bit codes in groups that the library decodes in registers, and their values by the
+    reference.
+
+    n_in   a multiple of 256
+    dtype  of the scales, where the format leaves a choice
+    """
+    if name in KERNEL_BLOCKS:
+        kind = KERNEL_BLOCKS[name]
+        blocks = torch.randint(0, 256, (n_out, n_in // kind.n, kind.size)).byte()
+        for offset in (kind.scale, kind.minimum):
+            if offset is not None:
+                blocks[:, :, offset + 1] &= 0x3B  # the upper byte of a float16: below 1
+        values = torch.empty(n_out, n_in)
+        reference_dequantize_blocks(blocks.view(n_out, -1), name, values)
+        return BlockMatrix((n_out, n_in), blocks.view(n_out, -1), name), values
+    order, group = name.split("-")
+    size = int(group)
+    bytes_ = torch.randint(0, 256, (n_out, n_in // 2)).byte()
+    zeros = None
+    product = dtype
+    if order == "e2m1":
+        packing = Packing(order, 4, (1, size))
+        codes, product = bytes_, torch.float32
+        scales = torch.randint(0, 250, (n_out, n_in // size)).byte()
+    elif order == "nf4":
+        packing = Packing(order, 4, (1, size))
+        codes, product = bytes_, torch.float32
+        scales = torch.randn(n_out, n_in // size)
+    elif order == "rows":
+        packing = Packing(order, 4, (1, size), 8)
+        codes = random_codes(n_out, n_in // 8)
+        scales = torch.randn(n_out, n_in // size).to(dtype)
+    else:
+        packing = Packing(order, 4, (size, 1))
+        is_awq = order == "awq"
+        codes = random_codes(n_in, n_out // 8) if is_awq else random_codes(n_in // 8, n_out)
+        scales = torch.randn(n_in // size, n_out).to(dtype)
+        codes_of_zeros = random_codes(n_in // size, n_out // 8)
+        zeros = ZeroCodes(codes_of_zeros, "awq" if is_awq else "rows", 0 if is_awq else 1)
+    matrix = CodedMatrix((n_out, n_in), packing, codes, scales, zeros, None, product)
+    stored = torch.empty((n_in, n_out) if matrix.is_transposed else (n_out, n_in))
+    arguments = codes, matrix.float_scales(), matrix.int_zeros(), None, packing
+    reference_dequantize(*arguments, stored)
+    return matrix, stored.T if matrix.is_transposed else stored
+
+
+# Orders with group sizes, and types of GGUF.
+LARGE = (
+    *("rows-64", "rows-128", "columns-128", "columns-64", "awq-128", "awq-256"),
+    *("nf4-64", "nf4-256", "e2m1-32", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS", "Q8_0"),
+)
 
 
 def unsigned_zeros_fit(kind: str, seed: int) -> bool:
@@ -185,6 +244,30 @@ def test_products_of_codes_equal_products_of_their_values(level, dtype):
         assert float(error.max()) < TOLERANCES[dtype]
         n_compared += 1
     assert n_compared > 50
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_products_with_unit_vectors_equal_the_reference(level: int, name: str) -> None:
+    """Decoding in registers and into a panel gives the exact weights, for few and for many rows."""
+    for n_out, n_in, dtype in ((200, 1536, torch.bfloat16), (136, 256, torch.float16)):
+        matrix, values = large_matrix(name, n_out, n_in, dtype)
+        x = torch.eye(n_in)
+        expected = values.T.contiguous()
+        for n_rows in (1, 2, 3, 5, n_in):
+            rows = slice(n_in - n_rows, n_in)
+            assert torch.equal(linear(x[rows], matrix), expected[rows])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", LARGE)
+def test_a_row_of_a_large_matrix_has_the_same_bits_in_any_company(
+    level: int, name: str, dtype: torch.dtype
+) -> None:
+    matrix, _ = large_matrix(name, 168, 1280, torch.bfloat16)
+    x = torch.randn(9, 1280).to(dtype)
+    full = linear(x, matrix)
+    for first, last in ((0, 1), (3, 5), (2, 5), (1, 5), (4, 9), (8, 9)):
+        assert_equal(linear(x[first:last], matrix), full[first:last])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

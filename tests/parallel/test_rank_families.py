@@ -261,7 +261,7 @@ def test_rank_holds_its_share_of_the_bytes(kind):
 
     for size, is_exact in ((2, True), (4, False)):
         ranks = [
-            TensorParallelModel.of(spec, ThreadRanks(rank, Board(size)), is_exact)
+            TensorParallelModel.for_rank(spec, ThreadRanks(rank, Board(size)), is_exact)
             for rank in range(size)
         ]
         shares = [numbers(one) for one in ranks]
@@ -276,7 +276,8 @@ def test_ranks_hold_every_expert_once_and_all_routers(model_of, kind):
     checkpoint = open_checkpoint(model_of(kind)[1])
     ranks = [
         divide(
-            checkpoint, TensorParallelModel.of(checkpoint.spec, ThreadRanks(rank, Board(4)), False)
+            checkpoint,
+            TensorParallelModel.for_rank(checkpoint.spec, ThreadRanks(rank, Board(4)), False),
         )
         for rank in range(4)
     ]

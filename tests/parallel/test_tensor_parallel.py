@@ -193,7 +193,7 @@ def test_ranks_hold_all_tensors_together(zoo, name, is_exact):
     checkpoint = open_checkpoint(zoo.directory(name, 0))
     size = 4
     boards = [
-        TensorParallelModel.of(checkpoint.spec, ThreadRanks(rank, Board(size)), is_exact)
+        TensorParallelModel.for_rank(checkpoint.spec, ThreadRanks(rank, Board(size)), is_exact)
         for rank in range(size)
     ]
     ranks = [divide(checkpoint, one) for one in boards]
@@ -926,7 +926,7 @@ def test_indivisible_models_are_refused(tmp_path, kind, changes, size, words):
     )
     spec = open_checkpoint(tmp_path).spec
     with pytest.raises(UnsupportedModelError, match=words):
-        TensorParallelModel.of(spec, ThreadRanks(0, Board(size)), False)
+        TensorParallelModel.for_rank(spec, ThreadRanks(0, Board(size)), False)
 
 
 # Processes
@@ -939,7 +939,7 @@ def test_lossless_weights_of_cuda_ranks_are_encoded_while_loading(monkeypatch):
     config = EngineConfig(str(whole.path), link_format="lossless")
     for rank in range(2):
         ranks = ThreadRanks(rank, Board(2))
-        checkpoint = divide(whole, TensorParallelModel.of(whole.spec, ranks, is_exact=False))  # type: ignore[arg-type]
+        checkpoint = divide(whole, TensorParallelModel.for_rank(whole.spec, ranks, is_exact=False))  # type: ignore[arg-type]
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", lambda *_, **__: None)  # on a card that is not here
             chosen = link.choose_link(config, checkpoint, torch.device("cuda", 0))

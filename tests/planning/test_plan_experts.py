@@ -1,23 +1,36 @@
-"""Plans of mixtures by touched experts: bytes are computed by hand, and the table shows the
-computed figures.
+"""Planning a mixture by the experts that tokens touch: bytes are counted by hand, and what is told
+is what was computed.
 """
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.plans import MIXTURE
+from support.tiny import measure_little
+from transformers import MixtralConfig, MixtralForCausalLM
 
-from offload_rt.cli import plan
+from offload_rt import LLM
+from offload_rt.cli import plan, run
 from offload_rt.config import EngineConfig
+from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.models.families import spec_of
 from offload_rt.planning.acceptance import assume
-from offload_rt.planning.experts import RAM_GBPS, experts_of, touched
-from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
+from offload_rt.planning.forecast import (
+    RAM_GBPS,
+    Forecast,
+    Machine,
+    PlanRequest,
+    expert_ways,
+    predict,
+)
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.sizes import find_models, formats, lossless
 
@@ -44,14 +57,20 @@ def forecast(sizes: Sizes, ram: int = 64 << 30, card: str = "rtx4090") -> Foreca
         ("gpt-oss-120b", 36, 128, 4, GPT_OSS_EXPERT),
     ],
 )
-def test_experts_are_found_in_the_shapes_of_a_model(name, n_layers, n_experts, n_used, nbytes):
-    experts, share = experts_of(find_models(EngineConfig(name))[0])
-    assert (experts.n_layers, experts.n_experts, experts.n_used) == (n_layers, n_experts, n_used)
-    assert experts.nbytes == pytest.approx(nbytes, rel=1e-4) and 0.6 < share < 1
-    assert experts_of(find_models(EngineConfig("llama2-7b"))[0]) is None
+def test_experts_are_found_in_the_shapes_of_a_model(
+    name: str, n_layers: int, n_experts: int, n_used: int, nbytes: int
+) -> None:
+    sizes = find_models(EngineConfig(name))[0]
+    divided = sizes.by_expert()
+    mixture = divided.experts.mixture
+    assert (len(mixture.layers), *mixture[1:]) == (n_layers, n_experts, n_used)
+    assert divided.experts.nbytes == pytest.approx(nbytes, rel=1e-4)
+    experts_nbytes = n_layers * n_experts * divided.experts.nbytes
+    assert sum(divided.layer_nbytes) + experts_nbytes == pytest.approx(sum(sizes.layer_nbytes))
+    assert find_models(EngineConfig("llama2-7b"))[0].by_expert() is None
 
 
-def test_separately_stored_experts_give_the_same_plan():
+def test_separately_stored_experts_give_the_same_plan() -> None:
     spec = spec_of(MIXTURE)
     shapes = {
         f"model.{name}.weight": shape
@@ -72,15 +91,19 @@ def test_separately_stored_experts_give_the_same_plan():
         }
     one_by_one, _ = spec.of_checkpoint(shapes)
     assert all(len(one.shape) < 3 for one in one_by_one.layer_tensors(0))
-    (found, share), (expected, of_all) = (
-        experts_of(Sizes.of_spec(one, DType.BFLOAT16)) for one in (one_by_one, spec)
+    divided, expected = (
+        Sizes.of_spec(architecture, DType.BFLOAT16).by_expert()
+        for architecture in (one_by_one, spec)
     )
-    assert replace(found, nbytes=0) == replace(expected, nbytes=0) and share == of_all
+    assert divided.experts.mixture == expected.experts.mixture
     # and some norms that begin at 256 bytes
-    assert found.nbytes == pytest.approx(2 * 3 * 64 * 128, rel=0.01)
+    assert divided.experts.nbytes == pytest.approx(2 * 3 * 64 * 128, rel=0.01)
 
 
-def test_gpt_oss_config_gives_the_size_of_its_checkpoint(mxfp4_checkpoint, tmp_path):
+def test_gpt_oss_config_gives_the_size_of_its_checkpoint(
+    mxfp4_checkpoint: Path,
+    tmp_path: Path,
+) -> None:
     alone = tmp_path / "config.json"
     alone.write_text((mxfp4_checkpoint / "config.json").read_text())
     by_config, by_headers = (
@@ -92,74 +115,59 @@ def test_gpt_oss_config_gives_the_size_of_its_checkpoint(mxfp4_checkpoint, tmp_p
     assert by_config.view_nbytes == by_headers.view_nbytes
 
 
-def test_missing_experts_arrive_before_their_compute():
-    whole = forecast(find_models(EngineConfig("qwen3-30b-a3b"))[0])
-    found = touched(whole)
-    plan_of_all = whole.memory_plan.plan
-    expert = 2 * 3 * 2048 * 768
-    layers = 48
-    rest = sum(plan_of_all.layer_nbytes) - layers * 128 * expert
-    room = whole.machine.budget.device - plan_of_all.reserved.total - rest - 2 * 8 * expert
-    assert found.experts.n_resident == pytest.approx(room / (layers * expert), rel=1e-3)
-    assert found.experts.n_resident + found.n_on_host == 128  # all others are in 64 GiB
-    nbytes = layers * expert * 8 * (1 - found.experts.n_resident / 128)
-    assert found.streamed_s == pytest.approx(
-        nbytes / 25e9 + whole.row_s + whole.machine.fixed_s, rel=1e-3
-    )
-    # Processor and link end together, and the card computes what has come.
-    together_s = nbytes / (25 + RAM_GBPS) / 1e9
-    assert together_s < found.on_cpu_s < together_s + whole.row_s + whole.machine.fixed_s
-    assert found.host_nbytes == pytest.approx(25e9 * together_s, rel=1e-3)
-    assert found.streamed_s < whole.plain.pass_s / 10
+def test_missing_experts_cross_the_link_in_every_pass() -> None:
+    found = forecast(find_models(EngineConfig("qwen3-30b-a3b"))[0])
+    plan = found.memory_plan.plan
+    expert = plan.experts.nbytes
+    room = plan.budget.device - plan.reserved.total + plan.reserved.experts
+    assert plan.n_expert_slots == (room - sum(plan.layer_nbytes)) // expert
+    assert plan.tiers == ("device",) * 48 and plan.experts.n_on_host == 48 * 128
+    missing = 48 * expert * 8 * (1 - plan.n_expert_slots / 48 / 128)
+    assert sum(plan.pass_bytes.at(0).values()) == pytest.approx(missing, rel=1e-6)
+    # Processor and link share the missing experts and end together.
+    assert found.moved["host"] == pytest.approx(missing * 25 / (25 + RAM_GBPS), rel=1e-3)
+    ways = expert_ways(found)
+    assert ways["and the CPU beside"].plain == found.plain
+    assert ways["touched experts"].moved["host"] == pytest.approx(missing, rel=1e-6)
+    assert ways["touched experts"].plain.pass_s > missing / 25e9
+    whole = ways["whole layers"]
+    assert whole.memory_plan.plan.experts is None
+    assert whole.plain.pass_s > 10 * ways["touched experts"].plain.pass_s
 
 
-def test_expert_misses_equal_those_of_random_tokens():
-    found = touched(forecast(find_models(EngineConfig("gpt-oss-120b"))[0])).experts
-    assert found.nbytes == pytest.approx(GPT_OSS_EXPERT, rel=1e-4)
-    found = replace(found, n_resident=32)
+def test_expert_misses_equal_those_of_random_tokens() -> None:
+    touched = forecast(find_models(EngineConfig("gpt-oss-120b"))[0]).memory_plan.plan.touched
+    assert touched.nbytes == pytest.approx(GPT_OSS_EXPERT, rel=1e-4)
+    touched = replace(touched, n_resident=32)
     rng = np.random.default_rng(0)
     missed = [len({*rng.choice(128, 4, replace=False)} - {*range(32)}) for _ in range(4000)]
-    expected = float(found.pass_nbytes(np.array(1))) / found.n_layers / found.nbytes
-    assert expected == 3.0 and abs(np.mean(missed) - expected) < 5 * np.std(missed) / math.sqrt(
-        4000
-    )
+    expected = float(touched.pass_nbytes(np.array(1))) / touched.n_layers / touched.nbytes
+    assert expected == 3.0
+    assert abs(np.mean(missed) - expected) < 5 * np.std(missed) / math.sqrt(4000)
 
 
-def test_experts_beyond_memory_are_read_from_disk():
+def test_experts_beyond_memory_are_read_from_disk() -> None:
     target = find_models(EngineConfig("gpt-oss-120b"))[0]
-    seconds = [touched(forecast(target, ram << 30)) for ram in (96, 64, 32, 24)]
-    assert (
-        seconds[0].streamed_s
-        == seconds[1].streamed_s
-        <= seconds[2].streamed_s
-        < seconds[3].streamed_s
-    )
-    last = seconds[3]
-    n_on_disk = 128 - last.experts.n_resident - last.n_on_host
-    of_disk = 36 * last.experts.nbytes * 4 * n_on_disk / 128
-    assert n_on_disk > 30 and last.streamed_s == pytest.approx(
-        of_disk / 7e9 + forecast(target).row_s + 0.01, rel=1e-3
-    )
+    found = [forecast(target, ram << 30) for ram in (96, 72, 32, 24)]
+    seconds = [one.plain.pass_s for one in found]
+    assert seconds[0] == seconds[1] < seconds[2] < seconds[3]
+    plan = found[3].memory_plan.plan
+    n_there = (plan.n_expert_slots + plan.experts.n_on_host) / 36
+    of_disk = 36 * plan.experts.nbytes * 4 * (1 - n_there / 128)
+    assert n_there < 100 and found[3].moved["disk"] == pytest.approx(of_disk, rel=1e-6)
+    assert seconds[3] > of_disk / 7e9
 
 
-def test_cpu_multiplies_quantised_experts_by_their_codes():
-    """It reads them once; nothing is written."""
-    found = touched(forecast(find_models(EngineConfig("gpt-oss-120b"))[0]))
-    share = 25 / (25 + RAM_GBPS)  # of missing experts, copied over the link
-    assert found.host_nbytes / found.nbytes == pytest.approx(share, rel=0.01)
-    assert found.on_cpu_s < found.streamed_s
+def test_encoded_and_dense_layers_are_planned_as_a_whole() -> None:
+    for sizes in (
+        lossless(find_models(EngineConfig("qwen3-30b-a3b"))[0], True),
+        find_models(EngineConfig("llama2-7b"))[0],
+    ):
+        found = forecast(sizes)
+        assert found.memory_plan.plan.experts is None and expert_ways(found) == {}
 
 
-def test_dense_models_report_no_experts():
-    target = find_models(EngineConfig("qwen3-30b-a3b"))[0]
-    whole = forecast(target)
-    assert touched(forecast(lossless(target, True))) is None
-    assert touched(forecast(find_models(EngineConfig("llama2-7b"))[0])) is None
-    budget = replace(whole.machine.budget, has_card=False)
-    assert touched(replace(whole, machine=replace(whole.machine, budget=budget))) is None
-
-
-def test_quantised_experts_of_touched_rows_are_decoded():
+def test_quantised_experts_of_touched_rows_are_decoded() -> None:
     """All of a dense layer, of a mixture as many as are met by one row, and more by many."""
     int4 = formats(find_models(EngineConfig("qwen3-30b-a3b"))[0], True)["int4, groups of 128"]
     slow = replace(Machine.with_card(find_card("h200"), 64 << 30, 7.0), decode_gbps=1.0)
@@ -169,7 +177,9 @@ def test_quantised_experts_of_touched_rows_are_decoded():
     assert decoding.row_s - fast.row_s == pytest.approx(2 * met / 1e9, rel=0.01)
 
 
-def test_plan_shows_published_figures_beside_ways(capsys):
+def test_plan_shows_published_figures_beside_ways(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     asked = [
         "--model",
         "gpt-oss-120b",
@@ -182,15 +192,77 @@ def test_plan_shows_published_figures_beside_ways(capsys):
     ]
     assert plan.main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["formats"] == {} and found["experts"]["experts"]["n_experts"] == 128
+    assert found["formats"] == {} and found["plan"]["experts"]["n_on_host"] == 36 * 128
     assert plan.main(asked) == 0
     out = capsys.readouterr().out
-    rates = [f"{1 / found['experts'][key]:.2f}" for key in ("streamed_s", "on_cpu_s")]
-    for told in (
-        "whole layers",
-        *rates,
-        "and the CPU beside",
-        "published: 33.1 by llama.cpp",
-        "as often as any other",
-    ):
+    ways = ("whole layers", "touched experts", "and the CPU beside")
+    rates = [f"{1 / found['experts'][way]['pass_seconds']:.2f}" for way in ways]
+    for told in (*ways, *rates, "published: 33.1 by llama.cpp", "as often as any other"):
         assert told in out
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a mixture with experts that are much larger than the rest of its layers."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 256, "head_dim": 16}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 96}
+    config = MixtralConfig(**sizes, **experts, num_attention_heads=4, num_key_value_heads=2)
+    folder = tmp_path_factory.mktemp("mixture")
+    MixtralForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def with_slots(mixture: Path, n_slots: int, **settings: Any) -> EngineConfig:
+    """Settings with room for so many experts, all other weights on the device."""
+    config = EngineConfig(str(mixture), device="cpu", max_model_len=64, **settings)
+    with LLM.open(config) as llm:
+        divided = llm.spec.target.sizes.by_expert()
+        reserved = llm.plan.reserved.total
+    nbytes = reserved + sum(divided.layer_nbytes) + n_slots * divided.experts.nbytes
+    return replace(config, device_memory=nbytes)
+
+
+@pytest.mark.parametrize("drafter", ["none", "recycle"])
+def test_plan_and_run_agree_for_a_mixture(
+    mixture: Path,
+    drafter: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`offload-rt plan`, `run --plan` and the run have the same placement and limits."""
+    measure_little(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = with_slots(mixture, 5, drafter=drafter)
+    flags = ["--model", str(mixture), "--max-model-len", "64", "--json"]
+    flags += ["--device-memory", str(config.device_memory), "--drafter", drafter]
+    with LLM.open(config) as llm:
+        llm.load()
+        loaded = llm.spec.memory
+        assert llm.engine.runner.experts is not None
+        assert llm.engine.drafter.limits == loaded.limits
+    assert 5 <= loaded.plan.n_expert_slots < 32
+    expected = json.loads(json.dumps(asdict(loaded.plan)))
+    moved = loaded.plan.pass_bytes.at(16)
+    for main, more in ((plan.main, ["--context", "16", "--max-new-tokens", "8"]), (run.main, [])):
+        assert main([*flags, *more, *(["--plan"] if main is run.main else [])]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["plan"] == expected
+        assert printed["max_tree_nodes"] == loaded.limits.n_nodes
+        assert printed["link_bytes"] == moved
+
+
+def test_plan_by_headers_and_run_agree_for_a_mixture(mixture: Path) -> None:
+    """For a machine that is described, not measured, the same function plans; headers are read."""
+    config = with_slots(mixture, 5, drafter="none")
+    with LLM.open(config) as llm:
+        loaded = llm.spec.memory
+    machine = Machine("described", loaded.plan.budget, (("disk", 1.0),), lambda _: Roof(1e9, 1e9))
+    sizes, _ = find_models(config)
+    acceptance = assume("1", ("", ""), ("", ""), 0.0)
+    planned = predict(PlanRequest(config, (sizes, None), acceptance, 16, 8), machine)
+    memory = planned.memory_plan
+    assert memory.limits == loaded.limits and memory.cache_rows == loaded.cache_rows
+    assert memory.plan.tiers == loaded.plan.tiers
+    assert memory.plan.n_expert_slots == loaded.plan.n_expert_slots == 5
+    # Blocks of files begin at other places of a page than packed blocks.
+    assert planned.moved == pytest.approx(loaded.plan.pass_bytes.at(16), rel=0.1)

@@ -373,7 +373,7 @@ def test_plan_includes_the_draft(zoo):
     plain = engine_plan(pair, drafter="none")
     copying = engine_plan(pair, tree_size=32)
     drafted = engine_plan(pair, draft_model=str(pair.draft), tree_size=32)
-    assert (plain.plan.reserved.draft, plain.limits) == (0, DraftLimits(1, 1))
+    assert (plain.plan.reserved.draft, plain.memory.limits) == (0, DraftLimits(1, 1))
     assert (
         copying.plan.reserved.draft == 0 < copying.plan.reserved.cache - plain.plan.reserved.cache
     )

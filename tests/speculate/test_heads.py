@@ -174,7 +174,9 @@ def expected_logits(
                 output = given
             some = F.linear(output, w["lm_head.weight"])[-1]
             found.append(
-                torch.full((len(embedding),), -torch.inf).index_copy(0, torch.tensor(heads.KEPT), some)
+                torch.full((len(embedding),), -torch.inf).index_copy(
+                    0, torch.tensor(heads.KEPT), some
+                )
             )
         else:
             parts = (

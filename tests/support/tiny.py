@@ -332,7 +332,6 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
 
 def drafter_of(
     llm: LLM, name: str, rule: str, limits: DraftLimits, level_s: float = 0.01,
-    draft_context: int | None = None,
     **parts: Any,
 ) -> Drafter:  # fmt: skip
     """Return another drafter for an LLM, without learned statistics and clock."""
@@ -348,11 +347,9 @@ def drafter_of(
         runner.spec.vocab_size,
         limits.n_levels,
         trace,
-        draft_context or chosen.resources.draft_context,
+        chosen.resources.draft_context,
     )
     model = chosen.resources.open_model(*parts_of) if draft else None
-    if model is not None and chosen.resources.needs_model and chosen.resources.view is None:
-        model.target = runner
     own = None
     if chosen.resources.view is not None:
         own = SelfDraftModel(

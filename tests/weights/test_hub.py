@@ -245,7 +245,9 @@ def test_plan_fetches_configs_only(hub, tmp_path, line, monkeypatch):
     # Once the weights are here, the plan is that of the run.
     assert line(run.main, "--model", NAME, *SMALL)[0] == 0
     code, out, err = line(run.main, *flags)
-    assert "profile" in json.loads(out) and "planning from configs" not in err
+    sources = json.loads(out)["sources"]
+    assert "the disk: measured with the model's own files" in sources
+    assert "planning from configs" not in err
 
 
 @pytest.mark.parametrize("kind", ["fp8", "gptq", "pack-quantized"])

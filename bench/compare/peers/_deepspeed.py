@@ -1,4 +1,4 @@
-"""What DeepSpeed's two offloads share: ZeRO stage 3 in one process, whole layers fetched ahead."""
+"""Shared parts of DeepSpeed's two offloads: ZeRO stage 3 in one process, layers fetched ahead."""
 
 import os
 
@@ -19,7 +19,7 @@ _ALONE = {
 
 
 class DeepSpeedPeer(TransformersPeer):
-    """A transformers model whose parameters an engine of DeepSpeed gathers.
+    """A transformers model with parameters gathered by an engine of DeepSpeed.
 
     settings  the `HfDeepSpeedConfig`, which must stay alive for transformers to use ZeRO-3
     """
@@ -34,10 +34,10 @@ class DeepSpeedPeer(TransformersPeer):
 
 
 def open_engine(job: Job, offload: dict[str, object], source: str) -> DeepSpeedPeer:
-    """The model as stage 3 holds it.
+    """Open the model with stage 3.
 
     offload  the `offload_param` section
-    source   where the weights come from in each pass; see `Supply`
+    source   source of the weights; see `Supply`
     """
     os.environ.update(_ALONE)
     if not torch.cuda.is_available():
@@ -51,7 +51,7 @@ def open_engine(job: Job, offload: dict[str, object], source: str) -> DeepSpeedP
     kept = HfDeepSpeedConfig(settings)
     deepspeed.init_distributed()
     model = AutoModelForCausalLM.from_pretrained(job.plain, dtype="auto").eval()
-    # A whole layer is fetched at a time, instead of each of its nine tensors when its turn comes.
+    # Fetch complete layers instead of their nine tensors one by one.
     deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
     n_moved = (
         sum(one.ds_numel for one in model.parameters())

@@ -1,4 +1,4 @@
-"""What the two ways of running offload_rt share."""
+"""Shared parts of the two offload_rt peers."""
 
 import time
 
@@ -27,5 +27,5 @@ class OffloadPeer:
         return Answer(token_ids, arrivals)
 
     def close(self) -> None:
-        """Join the threads, and keep what was learned of the pair."""
+        """Join the threads and store statistics of the pair."""
         self._llm.close()

@@ -1,4 +1,4 @@
-"""What the peers that run a transformers model share: the clock stops while caches are made
+"""Shared parts of the peers with a transformers model: the clock stops while caches are made
 cold.
 """
 

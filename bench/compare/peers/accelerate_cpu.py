@@ -1,6 +1,6 @@
 """Accelerate's CPU offload: weights in CPU memory, brought to the device layer by layer.
 
-On a machine without a GPU both are the same memory, so what is measured is what its hooks cost.
+Without a GPU both are the same memory, so the result is the cost of its hooks.
 """
 
 import torch

@@ -20,7 +20,7 @@ DRAFTS = False
 
 
 def load(job: Job) -> TransformersPeer:
-    """As many layers resident as the others have."""
+    """Keep as many layers resident as all other peers."""
     return offloaded(job, job.n_resident)
 
 

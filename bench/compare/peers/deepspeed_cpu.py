@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO-Inference with the weights in CPU memory.
 
-On a machine without a GPU both memories are the same: what is measured is what stage 3 costs.
+Without a GPU both memories are the same, so the result is the cost of stage 3.
 """
 
 import torch

@@ -14,7 +14,7 @@ DRAFTS = False
 
 
 def load(job: Job) -> TransformersPeer:
-    """All weights on the device, whatever the budget."""
+    """Load all weights to the device, independent of the budget."""
     model = AutoModelForCausalLM.from_pretrained(job.plain, dtype="auto")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return TransformersPeer(model, Supply("memory", nbytes(model)))

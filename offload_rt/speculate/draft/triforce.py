@@ -61,18 +61,18 @@ class TriForce(TreeDrafter):
         return super()._start_tree(sequence, n_nodes, n_sequences)
 
     def _grow(self, builders: abc.Sequence[StaticTreeBuilder | DynamicTreeBuilder]) -> int:
-        mine = [
+        guessing = [
             builder
             for builder in builders
             if isinstance(builder, GuessedTreeBuilder | ResampledChainBuilder)
         ]
-        if not mine:
+        if not guessing:
             return 0
         self._n_trees += 1
         guesses = (self._level_s[True] <= self._level_s[False]) != (self._n_trees % _TRIAL == 0)
         started = time.perf_counter()
-        self._model.grow(mine, self._guess if guesses else None)
-        n_levels = max(builder.n_grown for builder in mine)  # at least the number of passes
+        self._model.grow(guessing, self._guess if guesses else None)
+        n_levels = max(builder.n_grown for builder in guessing)  # at least the number of passes
         level_s = (time.perf_counter() - started) / n_levels
         self._level_s[guesses] += _NEWEST * (level_s - self._level_s[guesses])
         return n_levels

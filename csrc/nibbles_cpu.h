@@ -1,0 +1,412 @@
+// Decoding of 4-bit codes in registers for one instruction set; included by linear_cpu.h.
+//
+// A chunk is one vector of codes. Its values are eight vectors in the order of decoding, not in the order of inputs, which
+// avoids shuffles. `chunk_order` states the input of each value, and products permute x likewise. Every value equals that
+// of `unpack`.
+
+// Codes of a chunk, and inputs with the codes of 16 bytes.
+constexpr int kChunk = 8 * kLanes, kPart = 32;
+constexpr int kMostParts = kLongestBlock / kPart, kMostTables = kLongestBlock / 64;
+
+// How a matrix is decoded.
+enum Method {
+  kNoMethod,     // by `unpack`, in the order of inputs
+  kFloatTables,  // table of 16 products per group, float32
+  kShortTables,  // the same in bfloat16, looked up by bytes: AVX2 only
+  kScaled,       // a fixed table, then a scale for each kPart inputs
+  kShifted,      // the same and a minimum; both differ for low and high nibbles
+};
+
+// Codes of an output for at most kLongestBlock inputs, and the numbers that decode them.
+struct Nibbles {
+  const uint8_t* bytes;
+  int tables_shift;                      // log2 of the 64s of inputs that share a table
+  alignas(64) float scales[2][kMostParts];  // of low and high nibbles
+  float minima[2][kMostParts];              // added
+  uint8_t tables[kMostTables][64];
+};
+
+// Codes, scales and zero points of some outputs and inputs of a transposed matrix.
+struct Gathered {
+  uint32_t* words;  // (kPanelOuts, stride), eight inputs each
+  int stride;
+  float *scales, *zeros;  // (groups, kPanelOuts)
+  int64_t first_out;
+};
+
+inline Method method_of(const Matrix& m) {
+  if (m.n_in % kChunk != 0) return kNoMethod;
+  switch (m.kind) {
+    case kQ4_0: case kIq4Nl: case kIq4Xs: return kScaled;
+    case kQ4_1: case kQ4_K: return kShifted;
+    case kE2m1: return m.scale_dtype == kExponent8 && m.block_in == kPart && m.block_out == 1 ? kScaled : kNoMethod;
+    case kRows: case kColumns: case kAwq: case kNf4: break;
+    default: return kNoMethod;
+  }
+  const bool is_even = m.block_in % 64 == 0 && (m.block_in % kLongestBlock == 0 || kLongestBlock % m.block_in == 0);
+  if (m.bits != 4 || m.groups != nullptr || !is_even || m.block_out != 1) return kNoMethod;
+#if LEVEL == 1
+  if (m.product_dtype == kBFloat16 && m.kind != kNf4) return kShortTables;
+#endif
+  return kFloatTables;
+}
+
+// The input of each value of a chunk.
+inline void chunk_order(const Matrix& m, Method method, int* inputs) {
+  for (int k = 0; k < kChunk; ++k) {
+    const int vector = k / kLanes % 4, lane = k % kLanes, half = k / kLanes / 4;
+    int byte = 4 * lane + vector;
+#if LEVEL == 1
+    if (method != kFloatTables) byte = lane / 4 * 16 + vector / 2 * 8 + lane % 4 * 2 + vector % 2;
+#endif
+    const int width = m.kind == kQ4_K ? 32 : 16;
+    if (m.kind == kNf4) inputs[k] = 2 * byte + 1 - half;
+    else if (method == kFloatTables || method == kShortTables || m.kind == kE2m1) inputs[k] = 2 * byte + half;
+    else inputs[k] = byte / width * 2 * width + half * width + byte % width;
+  }
+}
+
+// Offsets of the codes of every kPart inputs in a block.
+inline void part_offsets(const Matrix& m, int* offsets) {
+  for (int i = 0; i < kMostParts; ++i) {
+    switch (m.kind) {
+      case kQ4_0: case kIq4Nl: offsets[i] = 18 * i + 2; break;
+      case kQ4_1: offsets[i] = 20 * i + 4; break;
+      case kQ4_K: offsets[i] = i / 8 * 144 + 16 + i % 8 * 16; break;
+      case kIq4Xs: offsets[i] = i / 8 * 136 + 8 + i % 8 * 16; break;
+      default: offsets[i] = 16 * i;
+    }
+  }
+}
+
+// Bytes before the block of input `first`.
+inline int64_t block_offset(const Matrix& m, int64_t first) {
+  switch (m.kind) {
+    case kColumns: case kAwq: return 0;  // gathered
+    case kQ4_0: case kIq4Nl: return first / 32 * 18;
+    case kQ4_1: return first / 32 * 20;
+    case kQ4_K: return first / 256 * 144;
+    case kIq4Xs: return first / 256 * 136;
+    default: return first / 2;
+  }
+}
+
+// The bytes of 16 numbers that are exact in bfloat16, as `look_up` of AVX2 reads them.
+#if LEVEL == 1
+inline void write_table(V first, V second, uint8_t* table) {
+  const __m256i a = _mm256_srli_epi32((__m256i)first, 16), b = _mm256_srli_epi32((__m256i)second, 16);
+  const __m256i split = _mm256_shuffle_epi8(_mm256_packus_epi32(a, b),
+                                            _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15,  //
+                                                             0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(table), _mm256_permutevar8x32_epi32(split, order));
+}
+#endif
+
+constexpr float kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr float kSignedCodes[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+constexpr float kUnsignedCodes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+inline const float* table_of(const Matrix& m) {
+  if (m.kind == kE2m1) return kE2m1Values;
+  if (m.kind == kNf4) return kNf4Values;
+  if (m.kind == kQ4_0) return kSignedCodes;
+  return m.kind == kIq4Nl || m.kind == kIq4Xs ? kIq4Values : kUnsignedCodes;
+}
+
+// How a matrix is decoded.
+struct Order {
+  Method method;
+  int inputs[kChunk];
+  int offsets[kMostParts];
+  alignas(64) uint8_t table[64];
+
+  explicit Order(const Matrix& m) : method(method_of(m)) {
+    if (method == kNoMethod) return;
+    chunk_order(m, method, inputs);
+    part_offsets(m, offsets);
+    const float* numbers = table_of(m);
+#if LEVEL == 1
+    if (method != kFloatTables) {
+      write_table(load(numbers), load(numbers + 8), table);
+      return;
+    }
+#endif
+    memcpy(table, numbers, 64);
+  }
+};
+
+// Convert n numbers from place `first` on. out: writable by whole vectors.
+inline void read_numbers(const void* from, int dtype, int64_t first, int n, float* out) {
+  int i = 0;
+  if (dtype == kBFloat16)
+    for (; i + kLanes <= n; i += kLanes) store(out + i, load(static_cast<const BFloat16*>(from) + first + i));
+  if (dtype == kFloat16)
+    for (; i + kLanes <= n; i += kLanes) store(out + i, load(static_cast<const Half*>(from) + first + i));
+  for (; i < n; ++i) out[i] = number(from, dtype, first + i);
+}
+
+template <Method method, int dtype>
+inline void write_group_tables(const Matrix& m, const Gathered& gathered, int64_t row, int64_t first, int n, Nibbles& to) {
+  const int group = static_cast<int>(smaller<int64_t>(m.block_in, kLongestBlock)), n_groups = (n + group - 1) / group;
+  float own_scales[kMostTables + kLanes], own_zeros[kMostTables + kLanes];
+  const float *scales = own_scales, *zeros = own_zeros;
+  int stride = 1;
+  if (m.kind == kColumns || m.kind == kAwq) {
+    scales = gathered.scales + row - gathered.first_out, zeros = gathered.zeros + row - gathered.first_out;
+    stride = kPanelOuts;
+  } else {
+    const int64_t place = row * m.grid_columns + first / m.block_in;
+    read_numbers(m.scales, m.scale_dtype, place, n_groups, own_scales);
+    for (int g = 0; g < n_groups; ++g) own_zeros[g] = zero_at(m, row, first / m.block_in + g);
+  }
+  const float* codes = table_of(m);
+  for (int g = 0; g < n_groups; ++g) {
+    const V scale = set1(scales[g * stride]), zero = set1(zeros[g * stride]);
+    const auto values = [&](int k) { return rounded<dtype>((load(codes + k) - zero) * scale); };
+#if LEVEL == 1
+    if constexpr (method == kShortTables) {
+      write_table(values(0), values(8), to.tables[g]);
+      continue;
+    }
+#endif
+    float* table = reinterpret_cast<float*>(to.tables[g]);
+    for (int k = 0; k < 16; k += kLanes) store(table + k, values(k));
+  }
+  to.tables_shift = __builtin_ctz(group / 64);
+}
+
+// The scales and minima of a superblock of Q4_K.
+inline void scales_of_superblock(const uint8_t* b, float* scales, float* minima) {
+  const uint32_t low = word_at(b + 4, 0), middle = word_at(b + 4, 1), high = word_at(b + 4, 2);
+  const uint32_t words[4] = {low & 0x3f3f3f3f, (high & 0x0f0f0f0f) | (low >> 2 & 0x30303030), middle & 0x3f3f3f3f,
+                             (high >> 4 & 0x0f0f0f0f) | (middle >> 2 & 0x30303030)};
+  uint8_t codes[16];
+  memcpy(codes, words, 16);
+  float numbers[16];
+  for (int i = 0; i < 16; i += kLanes) store(numbers + i, Unsigned()(codes + i));
+  const float scale = half_at(b), minimum = half_at(b + 2);
+  for (int i = 0; i < 8; ++i) scales[i] = numbers[i] * scale, minima[i] = numbers[i + 8] * minimum;
+}
+
+// Convert the float16 numbers at the start of n blocks, eight at a time.
+template <int nbytes>
+inline void read_halves(const uint8_t* blocks, int n, float* out) {
+  const auto read = [&](int i, bool is_full) __attribute__((always_inline)) {
+    const auto bits = [&](int j) {
+      uint16_t half = 0;
+      if (is_full || i + j < n) memcpy(&half, blocks + nbytes * j, 2);
+      return static_cast<int16_t>(half);
+    };
+#if LEVEL >= 1
+    const __m128i halves = _mm_setr_epi16(bits(0), bits(1), bits(2), bits(3), bits(4), bits(5), bits(6), bits(7));
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(halves));
+#else
+    for (int j = 0; j < 8; ++j) out[i + j] = to_float(Half{static_cast<uint16_t>(bits(j))});
+#endif
+  };
+  for (int i = 0; i < n; i += 8, blocks += 8 * nbytes) n - i >= 8 ? read(i, true) : read(i, false);
+}
+
+inline void write_scales(const Matrix& m, int64_t row, int64_t first, int n, Nibbles& to) {
+  const int n_parts = n / kPart;
+  switch (m.kind) {
+    case kE2m1: {
+      const uint8_t* exponents = static_cast<const uint8_t*>(m.scales) + row * m.grid_columns + first / kPart;
+      for (int i = 0; i < n_parts; ++i) to.scales[0][i] = number(exponents, kExponent8, i);
+      return;
+    }
+    case kQ4_0: case kIq4Nl: return read_halves<18>(to.bytes, n_parts, to.scales[0]);
+    case kQ4_1:
+      read_halves<20>(to.bytes, n_parts, to.scales[0]);
+      read_halves<20>(to.bytes + 2, n_parts, to.minima[0]);
+      memcpy(to.scales[1], to.scales[0], sizeof(to.scales[0]));
+      memcpy(to.minima[1], to.minima[0], sizeof(to.minima[0]));
+      return;
+    case kQ4_K:
+      for (int i = 0; i < n_parts; i += 8) {
+        float scales[8], minima[8];
+        scales_of_superblock(to.bytes + i / 8 * 144, scales, minima);
+        for (int j = 0; j < 8; ++j)
+          for (int half = 0; half < 2; ++half) {
+            to.scales[half][i + j] = scales[j / 2 * 2 + half];
+            to.minima[half][i + j] = -minima[j / 2 * 2 + half];
+          }
+      }
+      return;
+    case kIq4Xs:
+      for (int i = 0; i < n_parts; i += 8) {
+        float minima[16];
+        block_scales<kIq4Xs>(to.bytes + i / 8 * 136, to.scales[0] + i, minima);
+      }
+      return;
+  }
+}
+
+// Read the scales and zero points of n_groups groups of n_outs outputs of a transposed matrix.
+inline void gather_groups(const Matrix& m, int64_t group, int n_groups, int n_outs, const Gathered& to) {
+  typedef float Floats __attribute__((vector_size(32)));
+  typedef int32_t Ints __attribute__((vector_size(32)));
+  for (int g = 0; g < n_groups; ++g) {
+    const int64_t place = (group + g) * m.grid_columns + to.first_out;
+    read_numbers(m.scales, m.scale_dtype, place, n_outs, to.scales + g * kPanelOuts);
+    float* zeros = to.zeros + g * kPanelOuts;
+    const bool is_packed = m.zeros != nullptr && m.bits == 4 && (m.zero_order == kRows || m.zero_order == kAwq);
+    if (!is_packed) {
+      for (int i = 0; i < n_outs; ++i) zeros[i] = zero_at(m, group + g, to.first_out + i);
+      continue;
+    }
+    const Words shifts = m.zero_order == kAwq ? Words{0, 16, 4, 20, 8, 24, 12, 28} : Words{0, 4, 8, 12, 16, 20, 24, 28};
+    const int64_t first = (group + g) * ((m.grid_columns + 7) / 8) + to.first_out / 8;
+    for (int i = 0; i < n_outs; i += 8) {
+      const Words word = word_at(m.zeros, first + i / 8) - Words{};
+      const Words codes = ((word >> shifts) + static_cast<uint32_t>(m.zero_plus)) & 15;
+      const Floats numbers = __builtin_convertvector((Ints)codes, Floats);
+      memcpy(zeros + i, &numbers, 32);
+    }
+  }
+}
+
+inline void gather_panel(const Matrix& m, int n_outs, int64_t first, int n, const Gathered& to) {
+  gather(m, to.first_out, n_outs, first, n, to.stride, to.words);
+  const int64_t group = first / m.block_in;
+  if (method_of(m) != kNoMethod) gather_groups(m, group, static_cast<int>((first + n - 1) / m.block_in - group + 1), n_outs, to);
+}
+
+// Prepare the codes of n inputs of an output from input `first` on.
+template <Method method>
+inline void prepare(const Matrix& m, const Gathered& gathered, int64_t row, int64_t first, int n, Nibbles& to) {
+  if (m.kind == kColumns || m.kind == kAwq)
+    to.bytes = reinterpret_cast<uint8_t*>(gathered.words + (row - gathered.first_out) * gathered.stride);
+  else
+    to.bytes = m.codes + row * m.row_nbytes + block_offset(m, first);
+  if constexpr (method == kScaled || method == kShifted) {
+    write_scales(m, row, first, n, to);
+  } else {
+    if (m.product_dtype == kBFloat16) return write_group_tables<method, kBFloat16>(m, gathered, row, first, n, to);
+    if constexpr (method == kFloatTables) {
+      if (m.product_dtype == kFloat16) return write_group_tables<method, kFloat16>(m, gathered, row, first, n, to);
+      write_group_tables<method, kFloat32>(m, gathered, row, first, n, to);
+    }
+  }
+}
+
+// The words of a chunk: as many 16-byte parts as a vector holds.
+inline auto load_words(const uint8_t* bytes, const int* offsets) {
+#if LEVEL >= 1
+  const auto part = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + offsets[i])); };
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(1), 1);
+#if LEVEL >= 2
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(part(2)), part(3), 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+#else
+  return low;
+#endif
+#else
+  Words words;
+  for (int i = 0; i < 2; ++i) memcpy(reinterpret_cast<uint8_t*>(&words) + 16 * i, bytes + offsets[i], 16);
+  return words;
+#endif
+}
+
+// One number for each of the parts of a chunk.
+inline V widen_parts(const float* parts) {
+#if LEVEL >= 2
+  const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  return (V)_mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(_mm_loadu_ps(parts)));
+#elif LEVEL == 1
+  return (V)_mm256_blend_ps(_mm256_broadcast_ss(parts), _mm256_broadcast_ss(parts + 1), 0xf0);
+#else
+  V wide;
+  for (int i = 0; i < kLanes; ++i) wide[i] = parts[i / 4];
+  return wide;
+#endif
+}
+
+// Pass the vectors of values of a chunk of N outputs to use(j, i, values), i in order for every output j. Outputs take
+// turns: the sums of an output wait for each other.
+template <Method method, int N, typename Use>
+inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const Order& order, int chunk, Use use) {
+  constexpr bool is_scaled = method == kScaled || method == kShifted;
+  const int part = chunk * (kChunk / kPart), *offsets = order.offsets + part;
+  decltype(load_words(nullptr, nullptr)) words[N];
+  V scales[N], minima[N];
+  const uint8_t* tables[N];
+#pragma GCC unroll 4
+  for (int j = 0; j < N; ++j) {
+    words[j] = load_words(nibbles[j].bytes, offsets);
+    tables[j] = is_scaled ? order.table : nibbles[j].tables[chunk * (kChunk / 64) >> nibbles[j].tables_shift];
+  }
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) {
+      if (method == kShifted || (method == kScaled && half == 0)) scales[j] = widen_parts(nibbles[j].scales[half] + part);
+      if (method == kShifted) minima[j] = widen_parts(nibbles[j].minima[half] + part);
+    }
+    const auto pass = [&](int j, int i, V value) __attribute__((always_inline)) {
+      if constexpr (method == kScaled) value *= scales[j];
+      if constexpr (method == kShifted) value = fma(value, scales[j], minima[j]);
+      use(j, 4 * half + i, value);
+    };
+#if LEVEL == 1
+    if constexpr (method != kFloatTables) {
+      const __m256i mask = _mm256_set1_epi8(15), upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+      __m256i halves[N][2];
+#pragma GCC unroll 4
+      for (int j = 0; j < N; ++j) {
+        const __m128i* table = reinterpret_cast<const __m128i*>(tables[j]);
+        const __m256i nibble = _mm256_and_si256(half ? _mm256_srli_epi16(words[j], 4) : words[j], mask);
+        const __m256i a = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(table)), nibble);
+        const __m256i b = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(table + 1)), nibble);
+        halves[j][0] = _mm256_unpacklo_epi8(a, b), halves[j][1] = _mm256_unpackhi_epi8(a, b);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) {
+          const __m256i both = halves[j][i / 2];
+          pass(j, i, (V)(i % 2 ? _mm256_and_si256(both, upper) : _mm256_slli_epi32(both, 16)));
+        }
+      continue;
+    }
+#endif
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; ++j) {
+        const float* numbers = reinterpret_cast<const float*>(tables[j]);
+        const int shift = 8 * i + 4 * half;
+#if LEVEL >= 2
+        const __m512i index = _mm512_srli_epi32(words[j], shift);
+        __m512 value = _mm512_permutexvar_ps(index, _mm512_loadu_ps(numbers));
+        if constexpr (!is_scaled) {  // the upper eight lanes may be of the next group
+          const uint8_t* next = nibbles[j].tables[(chunk * 2 + 1) >> nibbles[j].tables_shift];
+          value = _mm512_mask_permutexvar_ps(value, 0xff00, index, _mm512_loadu_ps(next));
+        }
+        pass(j, i, (V)value);
+#elif LEVEL == 1
+        const __m256i index = _mm256_srli_epi32(words[j], shift);
+        const __m256 low = _mm256_permutevar8x32_ps((__m256)load(numbers), index);
+        const __m256 high = _mm256_permutevar8x32_ps((__m256)load(numbers + 8), index);
+        pass(j, i, (V)_mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(words[j], 28 - shift)));
+#else
+        V value;
+        for (int lane = 0; lane < kLanes; ++lane) value[lane] = numbers[words[j][lane] >> shift & 15];
+        pass(j, i, value);
+#endif
+      }
+  }
+}
+
+// Unpack n inputs of an output in the order of decoding.
+template <Method method, typename P>
+inline void unpack_chunks(const Matrix& m, const Order& order, const Gathered& gathered, int64_t row, int64_t first, int n,
+                          P* out) {
+  Nibbles nibbles;
+  prepare<method>(m, gathered, row, first, n, nibbles);
+  for (int chunk = 0; chunk < n / kChunk; ++chunk)
+    decode<method, 1>(&nibbles, order, chunk, [&](int, int i, V values) __attribute__((always_inline)) {
+      store(out + chunk * kChunk + i * kLanes, values);
+    });
+}

@@ -1,0 +1,136 @@
+"""Runners of a model's parts: rank 0 repeats its calls on all ranks."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from offload_rt.cost.pass_times import ComputeTimes
+from offload_rt.errors import machine_error
+from offload_rt.executor.cuda_graphs import Capture, GraphShape, capture_together
+from offload_rt.executor.runner import Runner
+from offload_rt.executor.step import Chunk, Step
+from offload_rt.models.architecture import Architecture
+from offload_rt.parallel.model_part import ModelPart
+from offload_rt.parallel.pipeline_model import Stage
+from offload_rt.system.ranks import Ranks
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def runner_type(spec: Architecture) -> type[Runner]:
+    """Return the runner class of a model, or of a part of a model."""
+    if isinstance(spec, Stage):
+        return PipelineRunner
+    return RankRunner if isinstance(spec, ModelPart) else Runner
+
+
+def _on_all_ranks(method: Method) -> Method:
+    """Broadcast a method call to the runners of further ranks before it runs on this rank."""
+
+    @wraps(method)
+    def call(self: "RankRunner", *args: Any, **kwargs: Any) -> Any:
+        with self.broadcast(method.__name__, args, kwargs):
+            return method(self, *args, **kwargs)
+
+    return call  # type: ignore[return-value]  # same signature
+
+
+def _send_nothing(*call: Any) -> AbstractContextManager[None]:
+    """Do nothing: further ranks only receive calls."""
+    return nullcontext()
+
+
+@dataclass(eq=False, repr=False)
+class RankRunner(Runner):
+    """Runner of a tensor-parallel shard. All ranks own equal caches.
+
+    send  sends (method, args, kwargs) to the runners of further ranks; set on rank 0
+    """
+
+    send: Callable[..., AbstractContextManager[None]] = _send_nothing
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks."""
+        assert isinstance(self.spec, ModelPart), "see runner_type"
+        assert self.spec.ranks is not None, "only timing runs a stage alone"
+        return self.spec.ranks
+
+    @contextmanager
+    def broadcast(
+        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> Iterator[None]:
+        """Repeat a method call on further ranks; calls within it stay local."""
+        send = self.send
+        self.send = _send_nothing
+        try:
+            with send(method, args, kwargs or {}):
+                yield
+        except torch.OutOfMemoryError as error:
+            if send is _send_nothing:
+                raise
+            raise machine_error(error) from error  # further ranks cannot roll back and retry
+        finally:
+            self.send = send
+
+    def forward(self, steps: Sequence[Step]) -> list[Tensor]:
+        """See `Runner.forward`."""
+        with self.broadcast("forward", (steps,)):
+            return super().forward(steps)
+
+    shrink_chunks = _on_all_ranks(Runner.shrink_chunks)
+    new_cache = _on_all_ranks(Runner.new_cache)
+    renew_cache = _on_all_ranks(Runner.renew_cache)
+    copy_prefix = _on_all_ranks(Runner.copy_prefix)
+    new_view = _on_all_ranks(Runner.new_view)
+    free_cache = _on_all_ranks(Runner.free_cache)
+    rewind = _on_all_ranks(Runner.rewind)
+    commit = _on_all_ranks(Runner.commit)
+    discard = _on_all_ranks(Runner.discard)
+    do = _on_all_ranks(Runner.do)
+    assume_context = _on_all_ranks(Runner.assume_context)
+
+    def use_graphs(
+        self,
+        limit: GraphShape,
+        capture: Capture,
+        seconds: float = 0.0,
+        capture_pass: Capture | None = None,
+    ) -> None:
+        """See `Runner.use_graphs`.
+
+        Nothing is captured in advance: ranks have separate clocks but must capture equal shapes.
+        """
+        super().use_graphs(limit, capture, 0.0, partial(capture_together, capture, self.ranks))
+
+
+class PipelineRunner(RankRunner):
+    """Runner of a pipeline stage."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._times: ComputeTimes | None = None
+
+    @_on_all_ranks
+    def overlap(self, times: ComputeTimes) -> None:
+        """Split the rows of a pass into parts that overlap on all ranks.
+
+        times  measured times of a pass, which decide the number of parts
+        """
+        self._times = times
+
+    def _chunk_size(self, n_rows: int) -> int:
+        if self._times is None:
+            return self._chunk_rows
+        n_parts = self._times.n_parts(n_rows, self.ranks.size)
+        return min(self._chunk_rows, -(-n_rows // n_parts))
+
+    def _groups(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
+        """Send chunks through the stages separately, unless they share a sweep over the link."""
+        is_resident = not self.streamer.order and self.offloaded_rows is None
+        return [[chunk] for chunk in chunks] if is_resident else [chunks]
