@@ -11,27 +11,25 @@ from offload_rt.cost.pass_times import PassBytes, transfer_s
 from offload_rt.offload.placement import Plan
 from offload_rt.system.progress import loading_bar
 
-if TYPE_CHECKING:  # these take seconds to load, and a plan needs none of them
+if TYPE_CHECKING:  # A plan does not need them, and importing them lasts seconds.
     from offload_rt.llm import LLM, Stats
     from offload_rt.system.trace import Trace
 
 
 def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -> None:
-    """Load a model with a bar, and print what its user should know of how it runs."""
+    """Load a model with a progress bar, and print its notices."""
     with loading_bar(console) as bar:
         llm.load(trace, bar)
-    taken = ", ".join(
+    defaults = ", ".join(
         f"{name} {x}" for name, x in params.left_to(llm.get_default_sampling_params()).items()
     )
-    by_model = f"from generation_config.json: {taken}" if taken else ""
-    for notice in filter(None, (llm.spec.notice, llm.engine.notice, by_model)):
+    sampling = f"from generation_config.json: {defaults}" if defaults else ""
+    for notice in filter(None, (llm.spec.notice, llm.engine.notice, sampling)):
         console.print(notice, highlight=False, soft_wrap=True)
 
 
 def follow(config: EngineConfig) -> None:
-    """What a rank does that is not the first: it computes with that one, which alone reads, listens
-    and prints.
-    """
+    """Worker loop for ranks > 0; the first rank alone reads prompts, serves and prints."""
     from offload_rt.llm import LLM
 
     with LLM.open(config) as llm:
@@ -41,7 +39,7 @@ def follow(config: EngineConfig) -> None:
 def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     """Return the placement as a table."""
     table = Table(title=title.replace("torch.", ""))
-    table.add_column("what")
+    table.add_column("item")
     table.add_column("where")
     table.add_column("size", justify="right")
     reserved = plan.reserved
@@ -52,21 +50,21 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         f"cache of {n_rows} tokens{'' if split is None else ', its slots'}": reserved.cache,
         "activations": reserved.scratch,
         "draft model, its cache and distributions": reserved.draft,
-        "copies of the other layers at four bits": plan.copies_nbytes,
-        "left to libraries": reserved.libraries,
-        "captured passes": reserved.graphs,
+        "4-bit copies of the other layers": plan.copies_nbytes,
+        "reserved for libraries": reserved.libraries,
+        "CUDA graphs": reserved.graphs,
         f"{plan.n_slots} slots": plan.n_slots * plan.slot_nbytes,
         f"{plan.n_expert_slots} experts of {plan.experts.n_blocks if plan.experts else 0}": (
             reserved.experts
         ),
         "buffers of lossless weights": plan.link.buffer if plan.n_slots else 0,
     }
-    for what, nbytes in on_device.items():
+    for item, nbytes in on_device.items():
         if nbytes:
-            table.add_row(what, "device", format_size(nbytes))
+            table.add_row(item, "device", format_size(nbytes))
     if split is not None:
-        beyond = split.n_blocks * split.block_nbytes * len(plan.tiers)
-        table.add_row(f"cache of {split.n_offloaded} tokens", plan.kv_tier, format_size(beyond))
+        offloaded = split.n_blocks * split.block_nbytes * len(plan.tiers)
+        table.add_row(f"cache of {split.n_offloaded} tokens", plan.kv_tier, format_size(offloaded))
     for tier in ("device", "host", "disk"):
         if plan.tiers.count(tier):
             table.add_row(
@@ -87,7 +85,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
 
 def quiet_libraries() -> None:
     """Restrict transformers' log to errors; its warnings quote arbitrary config contents."""
-    # it is read when transformers is loaded
+    # transformers reads the variable when it loads.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
@@ -100,9 +98,9 @@ def print_table(table: Table) -> None:
 
 
 def report(stats: "Stats", moved: PassBytes, plain_s: float | None = None) -> str:
-    """The closing report.
+    """Return the closing report.
 
-    plain_s  seconds of a pass of plain decoding, where they were measured
+    plain_s  measured seconds of a pass of plain decoding; None if not measured
     """
     lines = [
         f"{stats.n_tokens} tokens in {stats.seconds:.2f} s ({stats.prefill_seconds:.2f} s of it the"
@@ -129,7 +127,7 @@ def report(stats: "Stats", moved: PassBytes, plain_s: float | None = None) -> st
 
 def _link_line(stats: "Stats", moved: PassBytes) -> str:
     streamed = sum(nbytes for _, nbytes in moved.streamed)
-    if moved.rows is not None:  # as many as the contexts were long
+    if moved.rows is not None:  # The number of KV rows depends on the context lengths.
         streamed = stats.link_bytes // stats.n_passes
     if not streamed or not stats.link_gbps:
         return "all weights resident: nothing crossed a link"

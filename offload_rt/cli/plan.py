@@ -1,9 +1,8 @@
-"""`offload-rt plan`: what a model would take on a machine, from its config alone.
+"""`offload-rt plan`: forecast placement and speed of a model on a machine, from its config.
 
-The forecast uses the engine's placement, choice of tree and cost model. Of weights that are here
-headers are read, and nothing else, except that with `--gpu this` a few layers give the rate of the
-disk where `--disk` does not. Without a draft model plain decoding is planned, unless the target is
-to draft itself.
+The forecast uses the engine's placement, tree choice and cost model. Only the headers of local
+weights are read. With `--gpu this` and without `--disk`, a few layers are also read, to measure the
+disk. Without a draft model or self-drafting, the forecast is of plain decoding.
 """
 
 import gc
@@ -38,17 +37,16 @@ if TYPE_CHECKING:
     Alternatives = dict[str, dict[str, Forecast | None]]
 
 _SWEEPS = ("ram", "memory")
-# Of a machine of which nothing else was said.
+# Defaults of the machine.
 _RAM = "64GiB"
 _DISK = "7GB/s"
 _BAR = 40
-# Settings of an engine that a plan decides itself.
+# Engine settings without a flag here: the plan chooses them.
 _NO_FLAGS = ("device", "host_memory", "rule")
-# Drafters of which a forecast can be made, and with a draft model those that are forecast by trees
-# of a fixed shape.
+# Drafters with a forecast; with a draft model, trees of a fixed shape stand for all tree drafters.
 _SELF = "self"
 _DRAFTERS = ("auto", "none", _SELF)
-_OF_MODELS = ("adaptive_tree", "dynamic_tree", "static_tree")
+_MODEL_DRAFTERS = ("adaptive_tree", "dynamic_tree", "static_tree")
 
 
 @dataclass(frozen=True)
@@ -57,30 +55,32 @@ class PlanSettings:
 
     gpu: str = setting(
         "this",
-        "the card, " + ", ".join(card.name for card in CARDS) + "; this: this machine, measured",
+        "GPU: " + ", ".join(card.name for card in CARDS) + "; this: this machine, measured",
     )
     ram: str | None = setting(
-        None, f"memory beside the card, default {_RAM}; with --gpu this: what is free"
+        None, f"host memory, default {_RAM}; with --gpu this: the free memory"
     )
     disk: str | None = setting(
-        None, f"rate of the disk, default {_DISK}; with --gpu this: measured"
+        None, f"read rate of the disk, default {_DISK}; with --gpu this: measured"
     )
-    link: str | None = setting(None, "rate of the link to the card, default: what its PCIe reaches")
-    temperature: float = setting(0.0, "at which tokens are sampled", parse=float)
+    link: str | None = setting(
+        None, "rate of the host-to-card link, default: measured rate of its PCIe version"
+    )
+    temperature: float = setting(0.0, "sampling temperature", parse=float)
     acceptance: str = setting(
-        "auto", "how often the draft is right: a preset's name, or probabilities by rank; "
-        "auto: as measured on this machine, else a preset of this pair, else a guess",
+        "auto", "acceptance of drafted tokens: name of a preset, or probabilities by rank; "
+        "auto: measured on this machine, else a preset of this pair, else a guess",
     )  # fmt: skip
     context: int = setting(128, "tokens before the first pass", parse=int)
-    max_new_tokens: int = setting(128, "tokens that are generated", parse=int)
-    ranks: int = setting(
-        1, "cards of a machine of which each computes its part of every layer", parse=int
-    )
-    shared_link: bool = setting(False, "every two ranks hang on one link")
+    max_new_tokens: int = setting(128, "generated tokens", parse=int)
+    ranks: int = setting(1, "cards of the machine; each computes a shard of every layer", parse=int)
+    shared_link: bool = setting(False, "each pair of ranks shares a host-to-card link")
     network: str | None = setting(
-        None, "rate between ranks, default: by NVLink, without it through the host's memory"
+        None, "rate between ranks, default: NVLink, else through host memory"
     )
-    sweep: str | None = setting(None, "print the curve over this", choices=_SWEEPS)
+    sweep: str | None = setting(
+        None, "print the forecast over a range of host or device memory", choices=_SWEEPS
+    )
     json: bool = setting(False, "print one JSON object instead of tables")
 
     def __post_init__(self) -> None:
@@ -90,15 +90,19 @@ class PlanSettings:
 
     def check(self, config: EngineConfig) -> None:
         """Raise SettingsError for contradictory settings."""
-        asked = {"--link": self.link, "--ranks": self.ranks > 1, "--pipeline": config.pipeline > 1}
-        flags = [flag for flag, value in asked.items() if value]
+        card_settings = {
+            "--link": self.link,
+            "--ranks": self.ranks > 1,
+            "--pipeline": config.pipeline > 1,
+        }
+        flags = [flag for flag, value in card_settings.items() if value]
         if flags and self.gpu == "this":
             raise SettingsError(
-                flags[0], need="a card that is not here", have="--gpu this", change="name a card"
+                flags[0], need="a card by name", have="--gpu this", change="name a card with --gpu"
             )
         if {"--ranks", "--pipeline"} <= {*flags}:
             raise SettingsError(
-                "--ranks", need="no --pipeline", have="both", change="leave one of them out"
+                "--ranks", need="no --pipeline", have="both", change="omit --ranks or --pipeline"
             )
 
 
@@ -118,7 +122,7 @@ def parse_rate(text: str, flag: str) -> float:
 
 class _List(Action):
     def __call__(
-        self, parser: ArgumentParser, settings: object, given: object, flag: str | None = None
+        self, parser: ArgumentParser, settings: object, values: object, flag: str | None = None
     ) -> None:
         print("\n".join(KNOWN))
         parser.exit()
@@ -127,8 +131,8 @@ class _List(Action):
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
     text = (
-        "What a model would take on a machine, by its config.json, its files, or as a shape that is"
-        " built in."
+        "Forecast memory placement and speed of a model from its config.json, its files, or a"
+        " built-in shape."
     )
     parser = Parser(
         "offload-rt plan",
@@ -141,11 +145,9 @@ def main(arguments: list[str] | None = None) -> int:
             "offload-rt plan DIR --gpu this --device-memory 10GiB",
         ),
     )
-    parser.add_argument(
-        "--list", action=_List, nargs=0, help="print the shapes that are built in, and end"
-    )
-    # Nearly all that torch and transformers make while they load stays: looking for garbage among
-    # it is an eighth of loading.
+    parser.add_argument("--list", action=_List, nargs=0, help="print the built-in shapes and exit")
+    # Garbage collection is an eighth of the import time of torch and transformers, and finds nearly
+    # no garbage.
     gc.disable()
     try:
         return exit_code(lambda: print_plan(parser.parse_args(arguments)))
@@ -154,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_plan(flags: Namespace) -> None:
-    """Plan for the flags of this verb; flags that are not given have their defaults."""
+    """Print the plan for the flags of this command; absent flags have their defaults."""
     settings = from_flags(PlanSettings, flags)
     config = from_flags(EngineConfig, flags)
     settings.check(config)
@@ -164,24 +166,24 @@ def print_plan(flags: Namespace) -> None:
         return
     machine = None if settings.gpu == "this" else _with_card(settings, config)
     if config.drafter not in (
-        _DRAFTERS if config.draft_model is None else _DRAFTERS[:1] + _OF_MODELS
+        _DRAFTERS if config.draft_model is None else _DRAFTERS[:1] + _MODEL_DRAFTERS
     ):
         need = (
             "a draft model"
-            if config.drafter in _OF_MODELS
-            else "a drafter whose tokens per pass can be foreseen"
+            if config.drafter in _MODEL_DRAFTERS
+            else "a drafter with a forecast of tokens per pass"
         )
-        change = f"use {' or '.join(_DRAFTERS)} without a draft model, with one leave it out"
+        change = f"use {' or '.join(_DRAFTERS)} without --draft-model, or omit --drafter"
         raise SettingsError(f"--drafter {config.drafter}", need=need, change=change)
-    # Not at the top: wrong flags are reported before torch loads.
+    # Imported here: wrong flags are reported before torch loads.
     from offload_rt.planning.forecast import predict
 
     if machine is None:
         from offload_rt.planning.local import this_machine
 
-        source = "the disk: given"
+        source = "disk: set by --disk"
         if settings.disk is None:
-            source = f"--disk was not given: {parse_rate(_DISK, '--disk'):g} GB/s are assumed"
+            source = f"--disk: {parse_rate(_DISK, '--disk'):g} GB/s assumed"
         machine = this_machine(
             replace(config, host_memory=settings.ram),
             parse_rate(settings.disk or _DISK, "--disk"),
@@ -203,7 +205,7 @@ def print_run_plan(config: EngineConfig, flags: Namespace) -> None:
     from offload_rt.engine import profile
 
     print(
-        "some weights are not downloaded: planning from configs and the rate of the disk",
+        "some weights are not downloaded: planning from configs and the measured disk rate",
         file=sys.stderr,
     )
     rate = profile.disk_gbps(Path(HF_HUB_CACHE))
@@ -223,7 +225,7 @@ def _is_here(config: EngineConfig) -> bool:
 def _of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = False) -> "Forecast":
     """Predict a run on this machine, by the memory plan of the run itself.
 
-    is_clipped  shorten context and answer to the room of the plan
+    is_clipped  shorten context and answer to the maximum length of the plan
     """
     from offload_rt.engine import profile
     from offload_rt.llm import LLM
@@ -233,11 +235,11 @@ def _of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = Fal
     config = replace(config, host_memory=settings.ram or config.host_memory)
     with LLM.open(config) as llm:
         spec = llm.spec
-        disk = "the disk: given"
+        disk = "disk: set by --disk"
         if settings.disk is not None:
             disk_gbps = parse_rate(settings.disk, "--disk")
         else:
-            disk = "the disk: measured with the model's own files"
+            disk = "disk: measured with the model's files"
             n_layers = spec.target.checkpoint.spec.n_layers
             disk_gbps = profile.link_gbps(spec.files.disk, n_layers)
     machine = this_machine(config, disk_gbps, disk)
@@ -268,13 +270,13 @@ def _show(settings: PlanSettings, forecast: "Forecast", places: "Mapping[str, Fo
         if config.drafter == _SELF
         else _assumed("auto", settings.temperature, config, _SELF)
     )
-    others = alternatives(request, self_acceptance, forecast.machine)
+    by_format = alternatives(request, self_acceptance, forecast.machine)
     curve = None if settings.sweep is None else sweep(settings.sweep, request, forecast.machine)
     experts = expert_ways(forecast)
     if settings.json:
-        print(json.dumps(_as_json(forecast, others, experts, curve), default=str))  # of a dtype
+        print(json.dumps(_as_json(forecast, by_format, experts, curve), default=str))  # dtypes
         return
-    _print(forecast, others, experts, curve)
+    _print(forecast, by_format, experts, curve)
     for place, placed in places.items():
         print(f"with the draft model {place}: {placed.run.seconds_per_token:.3f} s per token")
 
@@ -286,9 +288,9 @@ def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
     link = None if settings.link is None else parse_rate(settings.link, "--link")
     from offload_rt.engine.memory_plan import DRIVER
 
-    most = card.free_nbytes - DRIVER
-    if config.device_nbytes is not None and config.device_nbytes > most:
-        need = f"at most {format_size(most)}, which a program may allocate on this card"
+    available = card.free_nbytes - DRIVER
+    if config.device_nbytes is not None and config.device_nbytes > available:
+        need = f"at most {format_size(available)}, the available memory of this card"
         raise SettingsError(
             f"--device-memory {config.device_memory}", need=need, change="lower --device-memory"
         )
@@ -298,9 +300,7 @@ def _with_card(settings: PlanSettings, config: EngineConfig) -> "Machine":
     machine = Machine.with_card(card, ram, disk, config.device_nbytes, link)
     defaults = (("--ram", settings.ram, _RAM), ("--disk", settings.disk, _DISK))
     assumed = tuple(
-        f"{flag} was not given: {default} is assumed"
-        for flag, given, default in defaults
-        if given is None
+        f"{flag}: {default} assumed" for flag, value, default in defaults if value is None
     )
     ranks = Parallelism.of(
         max(settings.ranks, config.pipeline), card, link or card.link.gbps,
@@ -332,9 +332,7 @@ def _request(settings: PlanSettings, config: EngineConfig, machine: "Machine") -
         )
     if draft is None and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
-        raise SettingsError(
-            flag, need="something to draft", change="give a --draft-model, or --drafter self"
-        )
+        raise SettingsError(flag, need="a drafter", change="set --draft-model, or --drafter self")
     acceptance = _assumed(settings.acceptance, settings.temperature, config, drafter)
     config = replace(config, drafter=drafter)
     return PlanRequest(
@@ -352,14 +350,14 @@ def _by_place(split: str, request: "PlanRequest", machine: "Machine") -> "dict[s
     (target, draft), ranks = request.models, replace(machine.ranks, split_draft=True)
     if split != "auto" or ranks.n_parts == 1 or draft is None or draft.stand_in:
         return {}
-    both = {"on the first card": predict_if_it_fits(request, machine)}
-    with suppress(OffloadError):  # it cannot be divided
-        divided = replace(request, models=(target, ranks.part(draft)))
-        both["divided among all"] = predict_if_it_fits(divided, replace(machine, ranks=ranks))
-    found = [
-        (one.run.seconds_per_token, place, one) for place, one in both.items() if one is not None
-    ]
-    return {place: one for _, place, one in sorted(found, key=lambda one: one[0])}
+    by_place = {"on the first card": predict_if_it_fits(request, machine)}
+    with suppress(OffloadError):  # The draft model cannot be sharded.
+        sharded = replace(request, models=(target, ranks.part(draft)))
+        by_place["sharded over all cards"] = predict_if_it_fits(
+            sharded, replace(machine, ranks=ranks)
+        )
+    fitting = {place: forecast for place, forecast in by_place.items() if forecast is not None}
+    return dict(sorted(fitting.items(), key=lambda item: item[1].run.seconds_per_token))
 
 
 def _assumed(name: str, temperature: float, config: EngineConfig, drafter: str) -> "Assumed":
@@ -371,7 +369,7 @@ def _assumed(name: str, temperature: float, config: EngineConfig, drafter: str) 
 
 
 def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
-    """Return the identities of local checkpoints; empty without local files or a draft."""
+    """Return the identities of local checkpoints; empty strings without local files or a draft."""
     if {config.model.lower(), (config.draft_model or "").lower()} & KNOWN.keys():
         return "", ""
     from offload_rt.speculate.select import find_draft
@@ -391,7 +389,7 @@ def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
 
 def _print(
     forecast: "Forecast",
-    others: "Alternatives",
+    by_format: "Alternatives",
     experts: "dict[str, Forecast | None]",
     curve: "Sweep | None",
 ) -> None:
@@ -413,70 +411,75 @@ def _print(
     rows = fitted.plan.pass_bytes.rows
     if rows is not None:
         context = fitted.max_model_len - 1
-        what = f"of it KV cache, after {context} tokens"
-        table.add_row(what, f"{rows.tier} link", format_size(rows.pass_nbytes(context)))
+        item = f"KV cache part, after {context} tokens"
+        table.add_row(item, f"{rows.tier} link", format_size(rows.pass_nbytes(context)))
     table.add_row("predicted", machine.title, f"{forecast.run.seconds_per_token:.3f} s per token")
     print_table(table)
     plain_s = forecast.plain.seconds_per_token
     topology = forecast.topology
     if len(topology) > 1:
         print(
-            f"trees of {len(topology)} nodes on {topology.n_levels} levels give"
-            f" {forecast.run.tokens_per_pass:.2f} tokens a pass of {forecast.run.pass_s:.3f} s,"
-            f" {forecast.draft_s:.3f} s of it drafting\nplain decoding takes {plain_s:.3f} s per"
-            f" token: {plain_s / forecast.run.seconds_per_token:.2f} times faster"
+            f"trees: {len(topology)} nodes on {topology.n_levels} levels,"
+            f" {forecast.run.tokens_per_pass:.2f} tokens per pass of {forecast.run.pass_s:.3f} s,"
+            f" including {forecast.draft_s:.3f} s of drafting\nplain decoding: {plain_s:.3f} s per"
+            f" token; trees are {plain_s / forecast.run.seconds_per_token:.2f} times faster"
         )
     elif fitted.limits.n_nodes > 1 and forecast.request.models[1] is None:
         print(
-            f"the acceptance of --drafter {config.drafter} depends on the text: the forecast is of"
-            " plain decoding"
+            f"the acceptance of --drafter {config.drafter} depends on the text: this is a forecast"
+            " of plain decoding"
         )
-    print(f"a pass waits for {forecast.bound}")
+    print(f"the bottleneck is {forecast.bound}")
     for name, share in forecast.busy.items():
         link = "host-to-card link" if name == "host" else "disk"
         print(
-            f"the {link} is busy for {share:.1%} of a pass, which takes {1 / share:.3f} times its"
-            " bytes over its rate"
+            f"the {link} is busy for {share:.1%} of a pass; a pass is {1 / share:.3f} times as long"
+            " as its transfers"
         )
     if (level := forecast.level) is not None:
         print(
-            f"a level of the draft takes {1e3 * level.seconds:.2f} ms: {level.ratio:.2f} times as"
-            f" long as reading its {level.nbytes / 1e9:.2f} GB at {level.gbps:.0f} GB/s"
+            f"draft level: {1e3 * level.seconds:.2f} ms, {level.ratio:.2f} times as long as"
+            f" reading its {level.nbytes / 1e9:.2f} GB at {level.gbps:.0f} GB/s"
         )
     if len(topology) > 1:
         print(f"acceptance: {forecast.request.acceptance.source}")
     print("\n".join(machine.sources))
     if short := short_context(forecast):
         print(short)
-    if others:
-        _print_others(others, machine.decode_gbps)
+    if by_format:
+        _print_formats(by_format, machine.decode_gbps)
     if experts:
         _print_experts(forecast, experts)
     if curve is not None:
         _print_curve(curve)
 
 
-def _print_others(others: "Alternatives", decode_gbps: float) -> None:
+def _print_formats(by_format: "Alternatives", decode_gbps: float) -> None:
     """Print a row per weight format, and the drafter with the fastest forecast."""
     from offload_rt.planning.sizes import LOSSLESS_SHARE
 
-    first, drafters = next(iter(others.items()))
-    columns = "bytes a pass", "plain", *(f"with {name}" for name in list(drafters)[1:])
-    print("\nforecast by the format of the weights, seconds per token\n" + _line("", columns))
-    for name, row in others.items():
+    first, drafters = next(iter(by_format.items()))
+    columns = "bytes per pass", "plain", *(f"with {name}" for name in list(drafters)[1:])
+    print("\nforecast by weight format, seconds per token\n" + _line("", columns))
+    for name, row in by_format.items():
         nbytes = format_size(max(row["none"].moved.values(), default=0)) if row["none"] else ""
         seconds = (
-            f"{one.run.seconds_per_token:.3f}" if one else "does not fit" for one in row.values()
+            f"{variant.run.seconds_per_token:.3f}" if variant else "does not fit"
+            for variant in row.values()
         )
         print(_line(name, (nbytes, *seconds)))
     print(
-        f"lossless layers are taken to have {LOSSLESS_SHARE:.2f} of their bytes, and decoding to"
-        f" give {decode_gbps:g} GB/s: both are assumed"
+        f"assumed: lossless layers have {LOSSLESS_SHARE:.2f} of their bytes, decoding writes"
+        f" {decode_gbps:g} GB/s"
     )
-    fitting = {one.run.seconds_per_token: name for name, one in drafters.items() if one is not None}
+    fitting = {
+        variant.run.seconds_per_token: name
+        for name, variant in drafters.items()
+        if variant is not None
+    }
     if len(fitting) > 1:
         print(
-            f"expected to be the fastest with {first} weights: {fitting[min(fitting)]},"
+            f"fastest forecast with {first} weights: {fitting[min(fitting)]},"
             f" {min(fitting):.3f} s per token"
         )
     if (itself := drafters.get(_SELF)) is not None:
@@ -484,12 +487,12 @@ def _print_others(others: "Alternatives", decode_gbps: float) -> None:
 
 
 def _print_experts(forecast: "Forecast", ways: "dict[str, Forecast | None]") -> None:
-    """Print plain decoding of a mixture per way to compute its experts, and published rates."""
+    """Print plain decoding of a mixture by expert placement, and published rates."""
     from offload_rt.planning.forecast import PUBLISHED_RATES
 
     print(
-        "\nforecast of plain decoding by what a pass brings\n"
-        + _line("", ("bytes a pass", "tokens a second"))
+        "\nforecast of plain decoding by transferred weights\n"
+        + _line("", ("bytes per pass", "tokens per second"))
     )
     for name, way in ways.items():
         cells = (
@@ -505,10 +508,10 @@ def _print_experts(forecast: "Forecast", ways: "dict[str, Forecast | None]") -> 
     assert touched is not None and plan.experts is not None
     n_on_host = plan.experts.n_on_host / touched.n_layers
     print(
-        f"of {touched.n_experts} experts a layer {touched.n_resident:.0f} are on the device,"
-        f" {n_on_host:.0f} in host memory; a token needs {touched.n_used},\neach as often as any"
-        f" other: assumed; a CPU beside a GPU is taken to move {forecast.machine.ram_gbps:g} GB/s"
-        " of weights"
+        f"experts per layer: {touched.n_experts}, {touched.n_resident:.0f} on the device,"
+        f" {n_on_host:.0f} in host memory; a token needs {touched.n_used}\nassumed: all experts are"
+        f" equally frequent; the CPU of a GPU machine reads {forecast.machine.ram_gbps:g} GB/s of"
+        " weights"
     )
 
 
@@ -518,24 +521,25 @@ def _line(name: str, cells: Iterable[str]) -> str:
 
 def _print_curve(curve: "Sweep") -> None:
     """Print a line per point: x, seconds per token as number and bar, bottleneck."""
-    print(f"\nseconds per token by {curve.what}")
+    print(f"\nseconds per token by {curve.over}")
     longest = max(
-        (one.run.seconds_per_token for _, one in curve.points if one is not None), default=1.0
+        (point.run.seconds_per_token for _, point in curve.points if point is not None),
+        default=1.0,
     )
-    for x, one in curve.points:
-        if one is None:
+    for x, point in curve.points:
+        if point is None:
             print(f"{x:10.6g}  does not fit")
         else:
-            bar = "#" * max(round(_BAR * one.run.seconds_per_token / longest), 1)
+            bar = "#" * max(round(_BAR * point.run.seconds_per_token / longest), 1)
             print(
-                f"{x:10.6g}  {one.run.seconds_per_token:8.4f} s  {bar:{_BAR}} "
-                f" {one.bound.split(':')[0]}"
+                f"{x:10.6g}  {point.run.seconds_per_token:8.4f} s  {bar:{_BAR}} "
+                f" {point.bound.split(':')[0]}"
             )
 
 
 def _as_json(
     forecast: "Forecast",
-    others: "Alternatives",
+    by_format: "Alternatives",
     experts: "dict[str, Forecast | None]",
     curve: "Sweep | None",
 ) -> dict[str, Any]:
@@ -557,15 +561,16 @@ def _as_json(
         "max_tree_nodes": fitted.limits.n_nodes,
         **_figures(forecast),
         "formats": {
-            name: {key: _figures(one) for key, one in row.items()} for name, row in others.items()
+            name: {drafter: _figures(variant) for drafter, variant in row.items()}
+            for name, row in by_format.items()
         },
         "ranks": asdict(machine.ranks),
         "experts": {name: _figures(way) for name, way in experts.items()},
         "sweep": (
             curve
             and {
-                "over": curve.what,
-                "points": [{"x": x, **_figures(one)} for x, one in curve.points],
+                "over": curve.over,
+                "points": [{"x": x, **_figures(point)} for x, point in curve.points],
             }
         ),
     }

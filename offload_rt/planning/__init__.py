@@ -1,1 +1,1 @@
-"""What a model would do on a machine that is not at hand."""
+"""Forecasts of models on machines that may be absent."""

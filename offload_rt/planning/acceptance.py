@@ -1,10 +1,9 @@
-"""How often a draft is right, for pairs of models that are not at hand: what was published, learned
-here, or given.
+"""Acceptance of drafts by rank: published, measured on this machine, or set by the user.
 
-Published are tokens per pass of trees of some size, not the probabilities by rank that a tree is
-searched for. So these are of one parameter: of what the first k children of a node leave over, the
-power law of Sequoia's analysis (Chen et al. 2024, section 3.1) says (k + 1)^-b, and b is such that
-the best tree of the published size and depth gives the published tokens.
+Papers publish tokens per pass for a tree size, but the tree search needs probabilities by rank.
+Presets therefore use the power law of Sequoia's analysis (Chen et al. 2024, section 3.1): the first
+k children of a node are all rejected with probability (k + 1)^-b. The exponent b is fitted. With
+it, the best tree of the published size and depth reaches the published tokens per pass.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ _SEQUOIA = "Sequoia (arXiv 2402.12374)"
 
 @dataclass(frozen=True)
 class Assumed:
-    """An acceptance by rank, (N_RANKS,), and where it is from."""
+    """Acceptance by rank, (N_RANKS,), and its source in words."""
 
     by_rank: np.ndarray
     source: str
@@ -28,12 +27,11 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Preset:
-    """Published tokens per pass, and the power law that gives them.
+    """Published tokens per pass and the fitted power law.
 
-    pair             target and draft, by their names; SELF for a target that drafts itself with
-                     copies at four bits
-    tokens_per_pass  of trees of `n_nodes` nodes on `n_levels` levels
-    power            b, see above; a test searches the tree and compares
+    pair             names of target and draft; the draft is SELF for 4-bit copies of the target
+    tokens_per_pass  published for trees of `n_nodes` nodes on `n_levels` levels
+    power            exponent b of the module docstring; a test repeats the tree search
     """
 
     name: str
@@ -47,7 +45,7 @@ class Preset:
 
     @property
     def assumed(self) -> Assumed:
-        """Its acceptance, and where it is from in words."""
+        """Return the acceptance by rank with its source."""
         return Assumed(
             power_law(self.power),
             f"a power law (b = {self.power}) fitted to {self.tokens_per_pass} tokens per pass of"
@@ -70,8 +68,7 @@ PRESETS = (
     Preset(
         "llama2-7b-68m", ("llama2-7b", "llama-68m"), 0.0, 5.08, 128, 10, 1.534, f"{_SEQUOIA}, A100"
     ),
-    # Six nodes on each of 48 levels below the root (github.com/NYCU-EDgeAi/subspec, README and
-    # configs).
+    # 48 levels of six nodes below the root (github.com/NYCU-EDgeAi/subspec, README and configs).
     Preset(
         "qwen2.5-7b-self",
         ("qwen2.5-7b", SELF),
@@ -86,23 +83,22 @@ PRESETS = (
 
 
 def power_law(b: float) -> np.ndarray:
-    """(N_RANKS,) such that (k + 1)^-b is left over after k children."""
-    left = np.arange(1, N_RANKS + 2, dtype=np.float64) ** -b
-    return left[:-1] - left[1:]
+    """Return acceptance by rank, (N_RANKS,); k children are all rejected with (k + 1)^-b."""
+    rejected = np.arange(1, N_RANKS + 2, dtype=np.float64) ** -b
+    return rejected[:-1] - rejected[1:]
 
 
 def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature: float) -> Assumed:
-    """The acceptance of a pair of models.
+    """Return the acceptance of a pair of models.
 
-    name   a preset's, probabilities by rank like "0.8,0.1,0.05", or "auto": what was measured here,
-           else a preset of this
-           pair, else a guess
-    pair   identities of the checkpoints; empty where there is none
-    names  by which the user calls the models; SELF for a target that drafts itself
-    Raises SettingsError for a name that is none of these.
+    name   name of a preset, probabilities by rank like "0.8,0.1,0.05", or "auto";
+           auto: measured on this machine, else a preset of the pair, else a guess
+    pair   identities of the checkpoints; empty without local files
+    names  model names in the user's words; the draft is SELF for self-drafting
+    Raises SettingsError for an unknown name.
     """
     if name[:1].isdigit() or name[:1] == ".":
-        return Assumed(_parsed(name), "given by --acceptance")
+        return Assumed(_parsed(name), "set by --acceptance")
     presets = {preset.name: preset for preset in PRESETS}
     if name in presets:
         return presets[name].assumed
@@ -112,27 +108,34 @@ def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature
             change='use one of these, or probabilities by rank like "0.8,0.1,0.05"',
         )  # fmt: skip
     learned = _learned(PairStats.load(*pair), temperature)
-    fitting = [
-        one.assumed for one in PRESETS if (one.pair, one.temperature) == (names, temperature)
+    matching = [
+        preset.assumed
+        for preset in PRESETS
+        if (preset.pair, preset.temperature) == (names, temperature)
     ]
     guess = Assumed(
         Acceptance().by_rank(),
         "a guess: neither published nor measured for this pair and temperature",
     )
-    # what is published of another model, whose copies were made with more care
+    # Optimistic for self-drafting: the published copies were quantised more carefully than ours.
     if names[1] == SELF:
-        of_other = presets["qwen2.5-7b-self"].assumed
-        guess = replace(of_other, source=f"a guess: for qwen2.5-7b {of_other.source}")
-    return learned or (fitting[0] if fitting else guess)
+        published = presets["qwen2.5-7b-self"].assumed
+        guess = replace(published, source=f"a guess: for qwen2.5-7b {published.source}")
+    return learned or (matching[0] if matching else guess)
 
 
 def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
-    """What was learned of trees of a chosen shape, or of grown ones; None where nothing was at this
-    temperature.
+    """Return the measured acceptance of the tree kind with the most samples.
+
+    None without samples at this temperature.
     """
-    known = [(key.split(), one.acceptance) for key, one in pair_stats.estimates.items()]
-    found = [(acceptance, kind) for (kind, at), acceptance in known if at == f"{temperature:.1f}"]
-    acceptance, kind = max(found, key=lambda one: one[0].tries[0], default=(Acceptance(), ""))
+    suffix = f" {temperature:.1f}"
+    measured = [
+        (estimates.acceptance, key.removesuffix(suffix))
+        for key, estimates in pair_stats.estimates.items()
+        if key.endswith(suffix)
+    ]
+    acceptance, kind = max(measured, key=lambda pair: pair[0].tries[0], default=(Acceptance(), ""))
     if acceptance.tries[0] < 1:
         return None
     return Assumed(acceptance.by_rank(), f"measured on this machine, of {kind} trees")
@@ -140,15 +143,15 @@ def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
 
 def _parsed(text: str) -> np.ndarray:
     try:
-        given = np.array([float(part) for part in text.split(",")])
+        by_rank = np.array([float(part) for part in text.split(",")])
     except ValueError:
-        given = np.array([np.nan])
-    # Written so that a number that is none fails too.
-    if len(given) > N_RANKS or not (
-        (given >= 0).all() and given.sum() <= 1 and (np.diff(given) <= 0).all()
+        by_rank = np.array([np.nan])
+    # Every comparison with NaN is false, so NaN is refused too.
+    if len(by_rank) > N_RANKS or not (
+        (by_rank >= 0).all() and by_rank.sum() <= 1 and (np.diff(by_rank) <= 0).all()
     ):
-        need = f"up to {N_RANKS} probabilities, descending, that sum to 1 at most"
+        need = f"up to {N_RANKS} descending probabilities with a sum of at most 1"
         raise SettingsError(
             f"--acceptance {text!r}", need=need, change='write them like "0.8,0.1,0.05"'
         )
-    return np.pad(given, (0, N_RANKS - len(given)))
+    return np.pad(by_rank, (0, N_RANKS - len(by_rank)))

@@ -1,6 +1,4 @@
-"""Forecasts of a model on a machine: the engine's placement and choice of tree, timed by the cost
-model.
-"""
+"""Forecasts of a model on a machine, with the engine's placement, tree choice and cost model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,21 +35,19 @@ from offload_rt.planning.sizes import copies, decoded_nbytes, formats, is_plain
 from offload_rt.speculate.select import pick_drafter
 from offload_rt.tree.topology import Topology
 
-# Seconds of a pass on a card besides its layers and its head: embedding, sampling, verification
-# (assumed).
+# Seconds of a GPU pass outside layers and head: embedding, sampling, verification (assumed).
 _FIXED_S = 0.01
-# Seconds between two levels of a draft on a card (assumed): the host wakes up, chooses nodes, and
-# launches the next level. Of trees of 256 nodes 1.25 ms of CPU time were counted, on busy cores and
-# with products and sorting that a card does.
+# Seconds between two levels of a draft on a GPU (assumed): the host wakes up, chooses nodes, and
+# launches the next level. Trees of 256 nodes needed 1.25 ms of CPU time per level on busy cores,
+# including products and sorting that a GPU computes itself.
 LEVEL_S = 5e-4
-# GB/s of weights that are written where encoded or quantised ones are decoded (assumed): bytes of a
-# card's memory are read and written several times as fast; on a CPU int4 gives 1.4 to 2.2, lossless
-# layers 2.8 to 5.4 on one thread.
+# GB/s of weights written by decoding encoded or quantised weights (assumed). GPU memory is several
+# times as fast. A CPU thread decodes int4 at 1.4 to 2.2, and lossless layers at 2.8 to 5.4.
 DECODE_GBPS = 300.0
 CPU_DECODE_GBPS = 3.0
-# GB/s at which a processor computes experts from its memory (assumed): two channels of DDR5-5600
-# have 89.6. Sixteen threads multiply MXFP4 and 4-bit integers at that rate, about 7 billion weights
-# per second each (`python -m bench.compute`).
+# GB/s at which a CPU computes experts from its memory (assumed): two channels of DDR5-5600 have
+# 89.6. Sixteen threads multiply MXFP4 and 4-bit integers at that rate, about 7 billion weights per
+# second each (`python -m bench.compute`).
 RAM_GBPS = 60.0
 # Published tokens per second of other programs, by model.
 PUBLISHED_RATES = {
@@ -70,28 +66,28 @@ PUBLISHED_RATES = {
         "36.7 by llama.cpp, Q4_K_M, --n-cpu-moe 36, RTX 2080 (AlexsJones/llmfit, pull request 755)",
     ),
 }
-# Points of a curve over the device's memory, and the first of one over the memory beside it.
+# Number of points of a curve over device memory; first point of a curve over host memory.
 _N_POINTS = 12
 _FIRST_RAM = 16 << 30
-# A context of fewer tokens is short.
+# Tokens below which a context is called short.
 _SHORT_CONTEXT = 2048
-# A pass so much longer than one of a single row is limited by its products, not by reading the
+# Ratio to the time of a single row above which a pass is limited by matrix products, not by reading
 # weights.
-_OF_PRODUCTS = 1.5
+_PRODUCTS_RATIO = 1.5
 
 
 @dataclass(frozen=True)
 class Machine:
     """A machine to plan for.
 
-    budget      bytes that may be used
-    links       ("disk", GB/s) and ("host", GB/s)
-    roof        what it reaches with numbers of a dtype
-    level_s     see `PairTimes`
-    decode_gbps GB/s of weights that are decoded
-    ram_gbps    GB/s at which a GPU machine's processor computes experts; 0: it computes none
-    ranks       of which this is what one has
-    sources     where its figures are from, a sentence each
+    budget       usable bytes
+    links        ("disk", GB/s) and ("host", GB/s)
+    roof         compute and memory rates by dtype
+    level_s      see `PairTimes`
+    decode_gbps  GB/s of decoded weights
+    ram_gbps     GB/s at which a GPU machine's CPU computes experts; 0: the GPU computes all
+    ranks        division of the model; all figures are for a single rank
+    sources      origin of the figures, a sentence each
     """
 
     title: str
@@ -114,10 +110,10 @@ class Machine:
         device_memory: int | None = None,
         link_gbps: float | None = None,
     ) -> "Machine":
-        """A card in a machine with so much memory and such a disk.
+        """Describe a machine with a GPU, by host memory in bytes and disk rate.
 
-        device_memory  budget on the card; None: all of it, less a margin
-        link_gbps      GB/s of its link; None: what such a link reaches
+        device_memory  budget on the GPU; None: its memory less a margin
+        link_gbps      GB/s of its link; None: the published rate of the link type
         """
         device = less_margin(card.free_nbytes) if device_memory is None else device_memory
         return cls(
@@ -129,7 +125,9 @@ class Machine:
             level_s=LEVEL_S,
             sources=(
                 f"card: {card.source}",
-                "its link: given" if link_gbps else f"{card.link.name}: {card.link.source}",
+                "host link: set by --link"
+                if link_gbps
+                else f"{card.link.name}: {card.link.source}",
             ),
         )
 
@@ -137,16 +135,16 @@ class Machine:
         """Return the compute times. CUDA graphs replay draft models and resident native targets."""
         is_encoded = [target.link is not None and tier != "device" for tier in plan.tiers]
         decode_s = transfer_s(decoded_nbytes(target, is_encoded), self.decode_gbps)
-        of_target = self._times(target, plan.is_resident, self.ranks, decode_s=decode_s)
-        of_draft = None
+        target_times = self._times(target, plan.is_resident, self.ranks, decode_s=decode_s)
+        draft_times = None
         if draft is not None:
             share = draft_nbytes(draft, plan) / decoded_nbytes(draft) if draft.stand_in else 1.0
             ranks = self.ranks if draft.stand_in or self.ranks.split_draft else ALONE
-            of_draft = self._times(draft, True, ranks, share)
-        return PairTimes(of_target, of_draft, self.level_s)
+            draft_times = self._times(draft, True, ranks, share)
+        return PairTimes(target_times, draft_times, self.level_s)
 
     def with_host_experts(self, moved: PassBytes) -> PassBytes:
-        """Let the processor of a GPU machine compute experts if host memory holds all of them."""
+        """Compute experts on the CPU of a GPU machine if all are in host memory."""
         experts = moved.experts
         is_host = experts is not None and experts.tier == "host" and moved.disk_experts is None
         if experts is None or not is_host or not self.ram_gbps:
@@ -162,8 +160,10 @@ class Machine:
         share: float = 1.0,
         decode_s: float = 0.0,
     ) -> ComputeTimes:
-        """Of a rank's part; quantised layers are decoded as they are read, others in `decode_s`;
-        see `Roof.product_s`.
+        """Return the compute times of a rank's shard.
+
+        Quantised layers are decoded while they are read, see `Roof.product_s`; lossless layers
+        need `decode_s` more.
         """
         spec = ranks.with_part_of_head(sizes.spec)
         itemsize = sizes.dtype.itemsize
@@ -175,16 +175,17 @@ class Machine:
         )  # fmt: skip
 
     def of_rank(self, ranks: Parallelism) -> "Machine":
-        """Return the share of each GPU; for a pipeline the memory of all and the link of one."""
+        """Return the share of each GPU; for a pipeline, total memory and a single link."""
         if ranks.n == 1:
             return self
         n = ranks.n_parts
         n_cards = ranks.n // ranks.n_parts
         links = dict(self.links)
-        own = self.budget
-        host = own.host // n
         budget = replace(
-            own, device=n_cards * own.device, libraries=n_cards * own.libraries, host=host
+            self.budget,
+            device=n_cards * self.budget.device,
+            libraries=n_cards * self.budget.libraries,
+            host=self.budget.host // n,
         )
         rates = (
             ("disk", links["disk"] / n),
@@ -217,8 +218,10 @@ class PlanRequest:
 
 
 class DraftLevel(NamedTuple):
-    """A level of the draft: its seconds, bytes of weights that it reads, GB/s of the device; ratio
-    of its time to reading.
+    """Time and weight bytes of a draft level.
+
+    gbps   memory bandwidth of the device
+    ratio  time relative to reading the weights
     """
 
     seconds: float
@@ -235,9 +238,10 @@ class Forecast:
     run        decoding with trees
     plain      decoding without trees
     moved      bytes that cross each link in a pass
-    draft_s    seconds of drafting a tree, compute_s of layers and head
-    row_s      seconds of computing a pass of one row
-    exchange_s of `compute_s`, those in which ranks exchange
+    draft_s    seconds of drafting a tree
+    compute_s  seconds of layers and head per pass
+    row_s      the same for a single row
+    exchange_s seconds of `compute_s` spent in exchanges between ranks
     """
 
     request: PlanRequest
@@ -281,20 +285,19 @@ class Forecast:
     @property
     def bound(self) -> str:
         """Bottleneck of a pass, with the busy seconds of all resources."""
-        of_device = (
-            "matrix products" if self.compute_s > _OF_PRODUCTS * self.row_s else "memory bandwidth"
-        )
+        is_compute_bound = self.compute_s > _PRODUCTS_RATIO * self.row_s
+        resource = "matrix products" if is_compute_bound else "memory bandwidth"
         drafting = "drafting and " if self.draft_s > self.compute_s / 4 else ""
         names = {"host": "the host-to-card link", "disk": "the disk"}
         shares = {names[name]: seconds for name, seconds in self.link_s.items()}
-        shares[f"{drafting}the device's {of_device}"] = (
+        shares[f"{drafting}the device's {resource}"] = (
             self.draft_s + self.compute_s - self.exchange_s
         )
         if self.exchange_s:
             shares["the exchange between ranks"] = self.exchange_s
-        first, *others = sorted(shares, key=lambda name: shares[name], reverse=True)
-        rest = ", ".join(f"{name} {shares[name]:.2f} s" for name in others)
-        return f"{first}: busy {shares[first]:.2f} s a pass" + (f" ({rest})" if rest else "")
+        slowest, *faster = sorted(shares, key=lambda name: shares[name], reverse=True)
+        rest = ", ".join(f"{name} {shares[name]:.2f} s" for name in faster)
+        return f"{slowest}: busy {shares[slowest]:.2f} s per pass" + (f" ({rest})" if rest else "")
 
 
 def predict(
@@ -316,9 +319,8 @@ def predict(
     if context + request.tokens > fitted.max_model_len:
         raise CapacityError(
             "the context is too long", need=f"{context} tokens and {request.tokens} more",
-            have=f"room for "
-                 f"{fitted.max_model_len}", change="lower --context or --max-new-tokens, or raise "
-                                                   "--max-model-len",
+            have=f"room for {fitted.max_model_len}",
+            change="lower --context or --max-new-tokens, or raise --max-model-len",
         )  # fmt: skip
     costs = machine.costs(target, draft, fitted.plan)
     itemsize = target.dtype.itemsize
@@ -355,13 +357,13 @@ def _link_nbytes(
     experts = moved.experts
     if experts is not None and experts.host is not None:
         rows = np.array(n_rows)
-        alone = experts.pass_nbytes(rows) - experts.pass_nbytes(rows, links[experts.tier])
-        nbytes[experts.tier] -= int(alone)
+        on_cpu = experts.pass_nbytes(rows) - experts.pass_nbytes(rows, links[experts.tier])
+        nbytes[experts.tier] -= int(on_cpu)
     return {name: n for name, n in nbytes.items() if n}
 
 
 def expert_ways(forecast: Forecast) -> dict[str, Forecast | None]:
-    """Predict plain decoding of a mixture by whole layers, by experts, and with the processor.
+    """Predict plain decoding of a mixture by streamed layers, by experts, and with the CPU.
 
     Empty unless experts are separate blocks in the plan.
     """
@@ -379,7 +381,7 @@ def expert_ways(forecast: Forecast) -> dict[str, Forecast | None]:
         "touched experts": predict_if_it_fits(request, replace(machine, ram_gbps=0.0)),
     }
     if machine.budget.has_card and machine.ram_gbps:
-        ways["and the CPU beside"] = predict_if_it_fits(request, machine)
+        ways["experts and CPU"] = predict_if_it_fits(request, machine)
     return ways
 
 
@@ -387,51 +389,50 @@ def short_context(forecast: Forecast) -> str:
     """Return advice for a short context, with the cost of a longer one; else empty."""
     request = forecast.request
     spec = forecast.request.models[0].spec
-    asked = request.config.max_model_len
-    wanted = min(_SHORT_CONTEXT, spec.max_positions)
-    if asked is not None or forecast.memory_plan.max_model_len >= wanted:
+    required = min(_SHORT_CONTEXT, spec.max_positions)
+    current = forecast.memory_plan.max_model_len
+    if request.config.max_model_len is not None or current >= required:
         return ""
-    short = f"the context is short, {forecast.memory_plan.max_model_len} tokens"
+    short = f"the context is short, {current} tokens"
     try:
-        wide = predict(
-            replace(request, config=replace(request.config, max_model_len=wanted)), forecast.machine
-        )
+        config = replace(request.config, max_model_len=required)
+        longer = predict(replace(request, config=config), forecast.machine)
     except CapacityError as error:
-        return f"{short}; with --max-model-len {wanted} {error}"
-    nbytes = (wanted - forecast.memory_plan.max_model_len) * spec.kv_nbytes(
-        request.models[0].dtype.itemsize
-    )
-    seconds = wide.run.seconds_per_token
+        return f"{short}; with --max-model-len {required} {error}"
+    nbytes = (required - current) * spec.kv_nbytes(request.models[0].dtype.itemsize)
+    seconds = longer.run.seconds_per_token
     return (
-        f"{short}: --max-model-len {wanted} takes {format_size(nbytes)} more and gives"
+        f"{short}: --max-model-len {required} needs {format_size(nbytes)} more, at"
         f" {seconds:.3f} s per token"
     )
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A curve: what x is, and for each x, ascending, what would happen; None where the model does
-    not fit.
+    """A curve of forecasts.
+
+    over    name and unit of x
+    points  ascending x with its forecast; None if the model does not fit
     """
 
-    what: str
+    over: str
     points: tuple[tuple[float, Forecast | None], ...]
 
 
 def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
-    """Predict along "ram" or "memory". Raises SettingsError for "ram" where there is no card beside
-    it.
+    """Predict over host memory, "ram", or device memory, "memory".
+
+    Raises SettingsError for "ram" on a machine without a GPU.
     """
     target, draft = request.models
     config = request.config
     budget = machine.budget
     if over == "ram":
         if not budget.has_card:
-            need = "a card beside that memory"
             raise SettingsError(
-                "--sweep ram", need=need, have=machine.title, change="use --sweep memory"
+                "--sweep ram", need="a GPU", have=machine.title, change="use --sweep memory"
             )
-        what = "GiB of memory beside the card"
+        unit = "GiB of host memory"
         ram = _FIRST_RAM
         needed = sum((target.link or target).layer_nbytes)
         while less_margin(ram) < needed:
@@ -447,12 +448,13 @@ def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
             target, draft, target.dtype, context, config.tree_size or 8, config.max_num_seqs
         )
         least = least_budget(target.layer_nbytes, fixed)
-        most = fixed.total + sum(target.layer_nbytes)
-        what = "GiB of memory on the device"
-        sizes = np.linspace(1.02 * least, 1.1 * most, _N_POINTS)
+        resident = fixed.total + sum(target.layer_nbytes)
+        unit = "GiB of device memory"
+        sizes = np.linspace(1.02 * least, 1.1 * resident, _N_POINTS)
         budgets = [replace(budget, device=int(nbytes)) for nbytes in sizes]
-    forecasts = (predict_if_it_fits(request, replace(machine, budget=one)) for one in budgets)
-    return Sweep(what, tuple(zip((sizes / 2**30).tolist(), forecasts, strict=True)))
+    machines = (replace(machine, budget=point) for point in budgets)
+    forecasts = (predict_if_it_fits(request, point) for point in machines)
+    return Sweep(unit, tuple(zip((sizes / 2**30).tolist(), forecasts, strict=True)))
 
 
 def predict_if_it_fits(request: PlanRequest, machine: Machine) -> Forecast | None:
@@ -464,19 +466,20 @@ def predict_if_it_fits(request: PlanRequest, machine: Machine) -> Forecast | Non
 
 
 def alternatives(
-    request: PlanRequest, of_self: Assumed, machine: Machine
+    request: PlanRequest, self_acceptance: Assumed, machine: Machine
 ) -> dict[str, dict[str, Forecast | None]]:
-    """What others would give, by format of the weights and by drafter, its own and "none" first;
-    None where it does not fit.
+    """Predict other weight formats and drafters, the request's format and "none" first.
 
-    of_self  acceptance where the target drafts itself, which takes weights that are not quantised
-             and a native decoder Nothing where the weights are not of 16 bits.
+    self_acceptance  acceptance of self-drafting, which needs unquantised weights and a native
+                     decoder
+    Returns forecasts by format and drafter, None if the model does not fit. Empty unless the
+    weights have 16 bits.
     """
     target, draft = request.models
     if target.dtype not in (DType.BFLOAT16, DType.FLOAT16) or not is_plain(target):
         return {}
     on_card = machine.budget.has_card
-    found: dict[str, dict[str, Forecast | None]] = {}
+    forecasts: dict[str, dict[str, Forecast | None]] = {}
     plain = replace(
         request.config, drafter="none", draft_model=None, tree_size=None, tree_depth=None
     )
@@ -487,6 +490,10 @@ def alternatives(
         if is_plain(sizes) and sizes.spec.supports_self_draft:
             config = replace(request.config, drafter=SELF, draft_model=None)
             models = (sizes, copies(sizes, on_card))
-            requests[SELF] = replace(request, config=config, models=models, acceptance=of_self)
-        found[name] = {key: predict_if_it_fits(one, machine) for key, one in requests.items()}
-    return found
+            requests[SELF] = replace(
+                request, config=config, models=models, acceptance=self_acceptance
+            )
+        forecasts[name] = {
+            drafter: predict_if_it_fits(variant, machine) for drafter, variant in requests.items()
+        }
+    return forecasts

@@ -1,10 +1,9 @@
-"""Graphics cards by what their vendor says of them, and the links they hang on by what is really
-reached.
+"""GPU specifications of the vendors, and measured rates of PCIe links.
 
-Rates of matrix products are dense, of fp16 or bf16, summed in fp32, which is what exact inference
-uses: on GeForce cards that is half of the rate with sums in fp16, and a quarter of the figure with
-sparsity that is advertised. The vendor's documents were not at hand: "as cited" are figures that
-resellers and reviews give from the named document, "remembered" those that nobody looked up.
+Matrix product rates are dense, in fp16 or bf16 with fp32 sums, as exact inference uses. On GeForce
+cards this is half of the rate with fp16 sums, and a quarter of the advertised sparse rate.
+The vendor's documents were not available. "As cited" marks figures quoted from the named document
+by resellers and reviews. "Remembered" marks figures without a look-up.
 """
 
 from offload_rt.cost.card import Card, HostLink
@@ -31,11 +30,10 @@ _SHEET = "vendor specification: NVIDIA {} data sheet"
 _CITED = ", as cited"
 _CACHED = ", remembered"
 _DERIVED = (
-    "; rate of matrix products from its tensor cores, 64 products a clock each, and its boost clock"
+    "; matrix product rate computed from tensor cores, 64 products per clock each, and boost clock"
 )
-# Of its 141 GB an H200 shows 143771 MiB. GDDR6 cards for data centres check and correct their
-# memory, which takes a sixteenth of it: nvidia-smi shows 23034 MiB of an L4 and 46068 MiB of an L40
-# (all remembered).
+# An H200 of 141 GB shows 143771 MiB. Error correction uses a sixteenth of the GDDR6 memory of data
+# centre cards: nvidia-smi shows 23034 MiB on an L4 and 46068 MiB on an L40 (all remembered).
 CARDS = (
     Card(
         "rtx3060",
@@ -95,9 +93,9 @@ CARDS = (
 
 
 def find_card(name: str) -> Card:
-    """The card of a name like `rtx4090`, in whatever case and with or without blanks and hyphens.
+    """Find a card by a name like `rtx4090`, ignoring case, blanks and hyphens.
 
-    Raises SettingsError for one that is not known.
+    Raises SettingsError for an unknown name.
     """
     plain = "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("geforce")
     for card in CARDS:

@@ -1,7 +1,7 @@
-"""The shapes of well-known models, for planning where no hub is at hand.
+"""Shapes of well-known models, for planning without access to a hub.
 
-What their published config.json says of sizes, of multimodal models that of the text model. A test
-compares the weights that follow with what their authors count.
+Sizes are from the published config.json; for multimodal models, from the text model's. A test
+compares the resulting weight counts with the published counts.
 """
 
 import json

@@ -14,7 +14,7 @@ from offload_rt.errors import SettingsError
 from offload_rt.ops.linear import linear
 from offload_rt.planning.forecast import CPU_DECODE_GBPS, DECODE_GBPS, LEVEL_S, Machine
 
-# A matrix of so many columns is multiplied with so many rows, until that has taken so long.
+# Columns of the timed matrix, row counts, and seconds after which larger row counts are skipped.
 _N_COLUMNS = 4096
 _WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _PATIENCE_S = 0.5
@@ -28,7 +28,7 @@ def this_machine(config: EngineConfig, disk_gbps: float, disk_source: str) -> Ma
     device = pick_device(config.device)
     if device.type == "cpu" and config.host_memory is not None:
         raise SettingsError(
-            "--ram is for memory beside a GPU", change="on a CPU, set --device-memory alone"
+            "--ram is the host memory of a GPU machine", change="on a CPU, set --device-memory only"
         )
     host_gbps = profile.upload_gbps(device) if device.type == "cuda" else 1.0
     roof = cache(lambda dtype: measure_roof(dtype, device))
@@ -39,21 +39,21 @@ def this_machine(config: EngineConfig, disk_gbps: float, disk_source: str) -> Ma
         roof=roof,
         level_s=LEVEL_S if device.type == "cuda" else 0.0,
         decode_gbps=DECODE_GBPS if device.type == "cuda" else CPU_DECODE_GBPS,
-        sources=("computing: from products of a matrix of random numbers, timed", disk_source),
+        sources=("compute: timed products of a random matrix", disk_source),
     )
 
 
 @torch.inference_mode()
 def measure_roof(dtype: DType, device: torch.device) -> Roof:
     """Measure products of a matrix with increasing rows, for a second or two."""
-    of_tensors = dtype.torch
+    torch_dtype = dtype.torch
     shape = profile.beyond_caches(device) // dtype.itemsize // _N_COLUMNS, _N_COLUMNS
-    # One row again and again: to make so many random numbers takes longer than all products.
-    matrix = torch.randn(1, _N_COLUMNS, device=device).to(of_tensors).expand(shape).contiguous()
+    # Repeat a single row: generating a random matrix is slower than all products.
+    matrix = torch.randn(1, _N_COLUMNS, device=device).to(torch_dtype).expand(shape).contiguous()
     products: list[tuple[int, float]] = []
     started = time.perf_counter()
     for n_rows in _WIDTHS:
-        rows = torch.randn(n_rows, _N_COLUMNS, device=device).to(of_tensors)
+        rows = torch.randn(n_rows, _N_COLUMNS, device=device).to(torch_dtype)
         seconds = min(_timed_product(rows, matrix) for _ in range(3))
         products.append(
             (n_rows, max(seconds / matrix.numel(), products[-1][1] if products else 0.0))

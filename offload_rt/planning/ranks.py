@@ -1,8 +1,8 @@
-"""Several cards for one model: what each holds, what they exchange, and how long that takes.
+"""Memory, traffic and exchange times of a model on several GPUs.
 
-In tensor parallelism a rank has what `TensorParallelModel` gives it: its part of each matrix, of
-the keys and values by heads, and of embedding and head, some experts of each mixture. In a pipeline
-each card has layers of its own; one is at work at a time, and only its link is busy.
+Tensor parallelism: each rank stores its shard of every matrix, of the KV heads, of embedding and
+head, and some experts of each mixture, as `TensorParallelModel` shards them. Pipeline: each GPU
+stores different layers; a single GPU computes at a time, and only its link is busy.
 """
 
 from dataclasses import dataclass, replace
@@ -17,24 +17,25 @@ from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import Architecture
 
-# Seconds of a collective of few bytes: NCCL among four V100 on one PCIe switch, in a graph, took 19
-# to 24 us for up to 32 KB (github.com/haohervchb/sglang-V100, pull request 2). It is assumed for
-# other paths, too.
+# Seconds of a small collective: NCCL on four V100 behind a PCIe switch, in a graph, needed 19 to
+# 24 us for up to 32 KB (github.com/haohervchb/sglang-V100, pull request 2). Assumed for all paths.
 _LATENCY_S = 20e-6
-# Part of a link's rate at which ranks without NVLink exchange: by the host's memory, where one
-# writes and another reads (assumed). And the part of NVLink's rate that is reached (assumed).
-_OF_LINK = 0.5
-_OF_NVLINK = 0.8
+# Share of the link's rate for an exchange without NVLink: the sender writes to host memory and the
+# receiver reads from it (assumed).
+_LINK_SHARE = 0.5
+# Reached share of NVLink's rate (assumed).
+_NVLINK_SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How many cards compute one model, and how.
+    """Number of GPUs, and division of the model among them.
 
-    gbps         GB/s at which each receives what others send
-    via_link     whether that crosses the link of the layers as well
-    shared_link  whether every two of them hang on one link
-    split_draft  whether the draft model is divided as well; else it is on the first
+    gbps         GB/s received by each rank in an exchange
+    via_link     whether exchanges cross the host-to-card link of the layers
+    exact        whether sharded sums keep the summation order of a single rank
+    shared_link  whether each pair of GPUs shares a host-to-card link
+    split_draft  whether the draft model is sharded; else the first rank computes it
     """
 
     n: int = 1
@@ -47,88 +48,93 @@ class Parallelism:
 
     @classmethod
     def of(
-        cls, n: int, card: Card, link_gbps: float, gbps: float | None, **how: bool
+        cls, n: int, card: Card, link_gbps: float, gbps: float | None, **division: bool
     ) -> "Parallelism":
-        """So many of a card, by its NVLink or through the host's memory; gbps: of another
-        network.
+        """Describe n GPUs of a kind, connected by NVLink or through host memory.
+
+        gbps      GB/s of another network; None: NVLink or host memory
+        division  the boolean fields, except `via_link`
         """
-        through_host = _OF_LINK * link_gbps / (2 if how.get("shared_link") else 1)
+        through_host = _LINK_SHARE * link_gbps / (2 if division.get("shared_link") else 1)
         return cls(
             n,
-            gbps or _OF_NVLINK * card.nvlink_gbps or through_host,
+            gbps or _NVLINK_SHARE * card.nvlink_gbps or through_host,
             not (gbps or card.nvlink_gbps),
-            **how,
+            **division,
         )
 
     @property
     def source(self) -> str:
-        """Where its figures are from, in words."""
-        whose = "all cards are shown as one" if self.pipeline else "the first rank is shown"
-        path = "through the host's memory" if self.via_link else "not over their links"
+        """Return the assumptions in words."""
+        scope = "the table adds up all cards" if self.pipeline else "the table shows the first rank"
+        path = "through host memory" if self.via_link else "without their host links"
         return (
-            f"{whose}; ranks exchange at {self.gbps:g} GB/s {path}, and {1e6 * _LATENCY_S:.0f} us"
-            " each time: assumed"
+            f"{scope}; assumed: ranks exchange at {self.gbps:g} GB/s {path}, plus"
+            f" {1e6 * _LATENCY_S:.0f} us per exchange"
         )
 
     @property
     def n_parts(self) -> int:
-        """Of each layer."""
+        """Number of shards of each layer."""
         return 1 if self.pipeline else self.n
 
     def part(self, sizes: Sizes) -> Sizes:
-        """Of the first rank's part of a model. Raises UnsupportedModelError where it cannot be
-        divided so.
+        """Return the sizes of the first rank's shard of a model.
+
+        Raises UnsupportedModelError if the model cannot be sharded.
         """
         n = self.n_parts
         spec = sizes.spec
         if n == 1:
             return sizes
         if spec.taps:
-            problem = f"a head of type {spec.family} is not divided among ranks"
-            raise UnsupportedModelError(problem, change="leave --split-draft out")
-        # needs torch; one rank does not
+            problem = f"a draft head of type {spec.family} cannot be sharded"
+            raise UnsupportedModelError(problem, change="omit --split-draft")
+        # Imported here: a plan for a single rank does not need torch.
         from offload_rt.parallel.tensor_parallel import TensorParallelModel
 
         first: Any = SimpleNamespace(rank=0, size=n)
         part = TensorParallelModel.for_rank(spec, first, self.exact)
         shares = [(layer_weights(part, i), layer_weights(spec, i)) for i in range(spec.n_layers)]
         layers = tuple(
-            nbytes * own // whole
-            for nbytes, (own, whole) in zip(sizes.layer_nbytes, shares, strict=True)
+            nbytes * n_part // n_whole
+            for nbytes, (n_part, n_whole) in zip(sizes.layer_nbytes, shares, strict=True)
         )
-        of_part, of_all = (n_weights(one.non_layer_tensors()) for one in (part, spec))
+        n_part = n_weights(part.non_layer_tensors())
+        n_whole = n_weights(spec.non_layer_tensors())
         return replace(
             sizes,
             spec=part,
             layer_nbytes=layers,
             divided=None,
-            non_layer_nbytes=sizes.non_layer_nbytes * of_part // of_all,
+            non_layer_nbytes=sizes.non_layer_nbytes * n_part // n_whole,
         )
 
     def with_part_of_head(self, spec: Architecture) -> Architecture:
-        """The same with a rank's part of embedding and head."""
+        """Return the architecture with a rank's shard of embedding and head."""
         return replace(spec, vocab_size=-(-spec.vocab_size // self.n_parts))
 
     def received(self, spec: Architecture, itemsize: int) -> int:
-        """Bytes that a rank whose part this is receives for each row of a pass; in a pipeline those
-        of all hand-overs.
+        """Return the bytes that a rank receives per row; in a pipeline, of all hand-overs.
 
-        In a sum each receives the others' addends of its part, and their parts of the sum; in a
-        gathering their parts.
+        spec  a rank's shard of the model
+        All-reduce: a rank receives the addends of its shard, then the summed shards of all ranks.
+        All-gather: a rank receives the shards of all ranks.
         """
         if self.n_parts == 1:
             return (self.n - 1) * spec.hidden_size * itemsize
         return (self.n - 1) * sum(_collectives(spec, itemsize)) // self.n
 
     def exchange_s(self, spec: Architecture, itemsize: int, n_rows: int) -> float:
-        """Seconds of a pass in which ranks exchange and compute nothing."""
+        """Return the seconds of a pass spent in exchanges, without computing."""
         n_times = self.n - 1 if self.n_parts == 1 else len(_collectives(spec, itemsize))
         received_s = transfer_s(n_rows * self.received(spec, itemsize), self.gbps)
         return n_times * _LATENCY_S + received_s
 
     def crossing(self, spec: Architecture, itemsize: int) -> int:
-        """What of `received` crosses the link of the layers; of a pipeline's hand-overs one does,
-        and is left out.
+        """Return the part of `received` that crosses the link of the layers.
+
+        The single crossing hand-over of a pipeline is neglected.
         """
         return self.received(spec, itemsize) if self.via_link and not self.pipeline else 0
 
@@ -138,9 +144,10 @@ ALONE = Parallelism()
 
 @cache
 def _collectives(spec: Any, itemsize: int) -> list[int]:
-    """Of each exchange of a pass of a `TensorParallelModel` the bytes of a row, those of sums,
-    which are in float32, twice.
+    """Return the bytes per row of each collective in a pass of a `TensorParallelModel`.
+
+    All-reduces are in float32 and count twice.
     """
-    exchanges = [one for i in range(spec.n_layers) for one in spec.exchanges(i)]
-    found = [2 * width * 4 if adds else width * spec.size * itemsize for adds, width in exchanges]
-    return [2 * spec.hidden_size * 4, spec.vocab_size * itemsize, *found]
+    exchanges = [exchange for i in range(spec.n_layers) for exchange in spec.exchanges(i)]
+    layers = [2 * width * 4 if adds else width * spec.size * itemsize for adds, width in exchanges]
+    return [2 * spec.hidden_size * 4, spec.vocab_size * itemsize, *layers]

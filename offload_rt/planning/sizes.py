@@ -24,10 +24,9 @@ from offload_rt.weights.formats import format_of
 from offload_rt.weights.layout import packed_layout
 from offload_rt.weights.locate import find_config, locate
 
-# Part of their bytes that layers of 16-bit weights take encoded without loss (docs/formats.md: 0.70
-# of two models).
+# Remaining share of 16-bit layers after lossless encoding (docs/formats.md: 0.70 for two models).
 LOSSLESS_SHARE = 0.70
-# As DeepSeek and Qwen publish float8, and llm-compressor makes W4A16.
+# float8 as published by DeepSeek and Qwen, and W4A16 as written by llm-compressor.
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 _WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 _INT4 = {
@@ -37,9 +36,10 @@ _INT4 = {
 
 
 def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
-    """The target and what computes drafts for it, a model or heads; None where nothing does.
+    """Return the sizes of the target and of its draft model or draft heads; None without a draft.
 
-    Raises as reading configs and headers does, and where the two do not belong together.
+    Raises CheckpointError for missing files, UnsupportedModelError for unsupported configs, and
+    SettingsError for a draft that does not match the target.
     """
     target = _sizes_of(config.model, config.revision, config)
     if config.draft_model is None:
@@ -61,27 +61,27 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
 
 
 def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
-    """Of the headers of its files where they lie here, else of its config."""
+    """Return the sizes of a model from local file headers, else from its config."""
     raw = dict(KNOWN.get(name.lower(), {}))
     checkpoint = None if raw else find_checkpoint(name, revision)
     if checkpoint is None and not raw:
         if "/" not in name and not Path(name).exists():
             need = (
-                "a config.json, its directory, a GGUF file, a hub id like org/name, or a shape that"
-                " is built in"
+                "a config.json, its directory, a GGUF file, a hub id like org/name, or a built-in"
+                " shape"
             )
             raise CheckpointError(
                 f"no model called {name}",
                 need=need,
                 have=", ".join(KNOWN),
-                change="give one of these",
+                change="use one of them",
             )
         raw = find_config(name, revision, config.offline)
         if "quantization_config" in raw and not Path(name).exists():
             checkpoint = open_headers(name, revision, config.offline)
     if checkpoint is not None:
-        named = checkpoint.spec.dtype_name or checkpoint.dtype
-        dtype = DTYPES[named if config.dtype == "auto" else config.dtype]
+        stored_dtype = checkpoint.spec.dtype_name or checkpoint.dtype
+        dtype = DTYPES[stored_dtype if config.dtype == "auto" else config.dtype]
         layers = tuple(layer.layout.nbytes for layer in checkpoint.layers)
         sizes = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layers, dtype=dtype)
         return replace(sizes, divided=partial(_divided, sizes, checkpoint))
@@ -92,9 +92,9 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
     if stored is not None and stored.get("quant_method") == "mxfp4":
         return _mxfp4(sizes)
     if stored is not None and is_plain(sizes):
-        problem = f"{name}: which of its weights are quantised is said by their headers"
+        problem = f"{name}: the config does not list the quantised weights"
         raise UnsupportedModelError(
-            problem, change="download it, or plan for its unquantised original"
+            problem, change="download the model, or plan for the unquantised original"
         )
     return sizes
 
@@ -112,11 +112,13 @@ def _divided(sizes: Sizes, checkpoint: Checkpoint) -> Sizes | None:
 
 
 def _mxfp4(sizes: Sizes) -> Sizes:
-    """The same as gpt-oss is published: of its experts 32 numbers are 16 bytes and a scale. Only
-    headers have their names.
+    """Return the sizes with MXFP4 experts as published for gpt-oss: 17 bytes per 32 weights.
+
+    Only file headers contain the names of the quantised tensors, so experts are recognised by
+    their three dimensions.
     """
     layers = [
-        [one.shape for one in sizes.spec.layer_tensors(i) if len(one.shape) == 3]
+        [tensor.shape for tensor in sizes.spec.layer_tensors(i) if len(tensor.shape) == 3]
         for i in range(sizes.spec.n_layers)
     ]
     saved = [
@@ -126,7 +128,9 @@ def _mxfp4(sizes: Sizes) -> Sizes:
         max((math.prod(shape[1:]) for shapes in layers for shape in shapes), default=0)
         * sizes.dtype.itemsize
     )
-    layer_nbytes = tuple(n - less for n, less in zip(sizes.layer_nbytes, saved, strict=True))
+    layer_nbytes = tuple(
+        nbytes - n_saved for nbytes, n_saved in zip(sizes.layer_nbytes, saved, strict=True)
+    )
     return replace(sizes, layer_nbytes=layer_nbytes, view_nbytes=largest + REFERENCE_NBYTES)
 
 
@@ -143,18 +147,19 @@ def find_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
 def is_plain(sizes: Sizes) -> bool:
     """Return whether layers are stored unquantised."""
     decoded = decoded_nbytes(sizes)
-    # vectors in other dtypes, and padding
+    # The tolerance covers vectors in other dtypes, and padding.
     return abs(sum(sizes.layer_nbytes) - decoded) <= 0.1 * decoded
 
 
 def _check_plain(sizes: Sizes, flag: str) -> None:
     if not is_plain(sizes):
-        raise SettingsError(flag, need="unquantised weights", change="leave it out")
+        raise SettingsError(flag, need="unquantised weights", change=f"omit {flag}")
 
 
 def decoded_nbytes(sizes: Sizes, layers: Iterable[bool] = repeat(True)) -> int:
-    """Bytes of the numbers in layers, in those of which it is true, in the dtype of the
-    computation.
+    """Return the bytes of the selected layers in the dtype of the computation.
+
+    layers  whether each layer is selected
     """
     chosen = zip(range(sizes.spec.n_layers), layers, strict=False)
     return (
@@ -164,8 +169,9 @@ def decoded_nbytes(sizes: Sizes, layers: Iterable[bool] = repeat(True)) -> int:
 
 
 def lossless(sizes: Sizes, on_card: bool) -> Sizes:
-    """The same whose streamed layers are encoded on their way. Raises SettingsError for weights
-    that are quantised.
+    """Return the sizes with lossless encoding of streamed layers.
+
+    Raises SettingsError for quantised weights.
     """
     _check_plain(sizes, "--link-format lossless")
     encoded = tuple(int(LOSSLESS_SHARE * n) for n in sizes.layer_nbytes)
@@ -175,8 +181,9 @@ def lossless(sizes: Sizes, on_card: bool) -> Sizes:
 
 
 def copies(sizes: Sizes, on_card: bool) -> Sizes:
-    """The copies of layers by which a target drafts itself. Raises SettingsError for weights that
-    are quantised.
+    """Return the sizes of the 4-bit layer copies of a self-drafting target.
+
+    Raises SettingsError for quantised weights.
     """
     _check_plain(sizes, "--drafter self")
     spec = sizes.spec
@@ -193,12 +200,12 @@ def formats(sizes: Sizes, on_card: bool) -> dict[str, Sizes]:
     name = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}[sizes.dtype]
     plain = replace(sizes, link=None)
     quantised = {"fp8, blocks 128x128": _FP8, "int4, groups of 128": _INT4}
-    others = {
-        one: Sizes.of_spec(sizes.spec, sizes.dtype, format_of(config))
-        for one, config in quantised.items()
+    # Only layers are quantised. Embedding and head may be a rank's shard.
+    by_format = {
+        key: replace(
+            Sizes.of_spec(sizes.spec, sizes.dtype, format_of(config)),
+            non_layer_nbytes=sizes.non_layer_nbytes,
+        )
+        for key, config in quantised.items()
     }
-    # Quantised are layers alone, and of embedding and head a rank may have a part.
-    others = {
-        key: replace(one, non_layer_nbytes=sizes.non_layer_nbytes) for key, one in others.items()
-    }
-    return {name: plain, "lossless": lossless(plain, on_card), **others}
+    return {name: plain, "lossless": lossless(plain, on_card), **by_format}

@@ -127,7 +127,7 @@ def test_missing_experts_cross_the_link_in_every_pass() -> None:
     # Processor and link share the missing experts and end together.
     assert found.moved["host"] == pytest.approx(missing * 25 / (25 + RAM_GBPS), rel=1e-3)
     ways = expert_ways(found)
-    assert ways["and the CPU beside"].plain == found.plain
+    assert ways["experts and CPU"].plain == found.plain
     assert ways["touched experts"].moved["host"] == pytest.approx(missing, rel=1e-6)
     assert ways["touched experts"].plain.pass_s > missing / 25e9
     whole = ways["whole layers"]
@@ -195,9 +195,9 @@ def test_plan_shows_published_figures_beside_ways(
     assert found["formats"] == {} and found["plan"]["experts"]["n_on_host"] == 36 * 128
     assert plan.main(asked) == 0
     out = capsys.readouterr().out
-    ways = ("whole layers", "touched experts", "and the CPU beside")
+    ways = ("whole layers", "touched experts", "experts and CPU")
     rates = [f"{1 / found['experts'][way]['pass_seconds']:.2f}" for way in ways]
-    for told in (*ways, *rates, "published: 33.1 by llama.cpp", "as often as any other"):
+    for told in (*ways, *rates, "published: 33.1 by llama.cpp", "experts are equally frequent"):
         assert told in out
 
 

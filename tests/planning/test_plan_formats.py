@@ -184,9 +184,9 @@ def test_plan_table_shows_formats_side_by_side(capsys):
     assert plan.main([*pair, *CARD]) == 0
     out = capsys.readouterr().out
     for told in (
-        "bytes a pass",
+        "bytes per pass",
         "int4, groups of 128",
-        "both are assumed",
+        "assumed: lossless layers have",
         "does not fit",
         "weights: draft model, ",
     ):
@@ -272,7 +272,7 @@ def test_self_draft_is_chosen_if_its_copies_fit(capsys):
     )
     # Beside a draft model the faster of the two is named.
     assert plan.main([*arguments, "--draft-model", "qwen3-0.6b"]) == 0
-    assert "expected to be the fastest with bf16 weights: self, " in capsys.readouterr().out
+    assert "fastest forecast with bf16 weights: self, " in capsys.readouterr().out
 
 
 # A short context

@@ -264,7 +264,7 @@ def test_plan_of_two_ranks_reports_share_and_exchange(capsys):
     out = capsys.readouterr().out
     for told in (
         "on 2 x GeForce RTX 4090",
-        "the first rank is shown; ranks exchange at 1 GB/s",
+        "the table shows the first rank; assumed: ranks exchange at 1 GB/s",
         "the exchange between ranks",
     ):
         assert told in out
@@ -273,7 +273,7 @@ def test_plan_of_two_ranks_reports_share_and_exchange(capsys):
 @pytest.mark.parametrize(
     ("more", "place"),
     [
-        ([], "divided among all"),  # room for layers
+        ([], "sharded over all cards"),  # room for layers
         # nothing to exchange
         (["--model", "llama2-7b", "--draft-model", "llama-68m"], "on the first card"),
     ],

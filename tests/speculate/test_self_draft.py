@@ -87,7 +87,7 @@ def test_reads_for_copies_count_as_loaded(zoo):
 def test_plan_shows_the_copies(zoo):
     with open_self(zoo, "llama", 1) as llm:
         table = placement_table("", llm.plan, llm.spec.memory.cache_rows)
-    assert "copies of the other layers at four bits" in list(table.columns[0].cells)
+    assert "4-bit copies of the other layers" in list(table.columns[0].cells)
 
 
 def test_general_models_have_no_copies(tmp_path):

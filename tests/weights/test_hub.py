@@ -246,7 +246,7 @@ def test_plan_fetches_configs_only(hub, tmp_path, line, monkeypatch):
     assert line(run.main, "--model", NAME, *SMALL)[0] == 0
     code, out, err = line(run.main, *flags)
     sources = json.loads(out)["sources"]
-    assert "the disk: measured with the model's own files" in sources
+    assert "disk: measured with the model's files" in sources
     assert "planning from configs" not in err
 
 
