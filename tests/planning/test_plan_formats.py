@@ -287,7 +287,7 @@ def test_short_context_is_reported_with_a_remedy(capsys):
         return next((line for line in lines if line.startswith("the context is short")), "")
 
     # 983 tokens fit into an eighth of 6 GiB, each with 40 layers of 20 KiB of keys and values.
-    assert "983 tokens: --max-model-len 2048 takes 832.03 MiB more" in told(
+    assert "983 tokens: --max-model-len 2048 needs 832.03 MiB more" in told(
         "--device-memory", "6GiB"
     )
     assert told("--device-memory", "6GiB", "--max-model-len", "1000") == ""

@@ -304,7 +304,7 @@ def test_draft_is_planned_where_it_is_faster(more, place, capsys):
     [
         (["--ranks", "3"], "cannot be divided among 3 ranks"),
         (["--ranks", "0"], "raise --ranks"),
-        (["--ranks", "2", "--pipeline", "2"], "leave one of them out"),
+        (["--ranks", "2", "--pipeline", "2"], "omit --ranks or --pipeline"),
         (["--ranks", "2", "--network", "10"], "7GB/s"),
         (["--ranks", "2", "--gpu", "this"], "name a card"),
     ],
