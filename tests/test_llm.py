@@ -275,7 +275,6 @@ def test_prompts_can_be_texts_or_ids(speaking):
             None,
             5,
             1.5,
-            {"prompt": "x"},
             [1, "x"],
             [1.5],
             [[1, 2], None],
