@@ -4,8 +4,8 @@ import asyncio
 import sys
 import time
 import weakref
+from collections import abc
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from collections.abc import Sequence as Several
 from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
@@ -51,21 +51,21 @@ from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import end_ids, sampling_defaults
 from offload_rt.weights.locate import locate
 
-if TYPE_CHECKING:  # it takes a second to load, together with a tokenizer
+if TYPE_CHECKING:  # importing transformers costs a second
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LLM", "Output", "Piece", "Stats"]
 
 # A text, token ids, or a mapping with "prompt" or "prompt_token_ids".
-Prompt = str | Several[int] | np.ndarray | Tensor | Mapping[str, Any]
+Prompt = str | abc.Sequence[int] | np.ndarray | Tensor | Mapping[str, Any]
 
 
 class LLM:
     """A model larger than its memory budget, ready to generate.
 
-    A context manager; `close()` releases everything, and so does losing the last reference, or the
-    end of the program. Where torchrun has started several processes, rank 0 goes on with its
-    program; the others compute with it from when they load the model until it is closed, and end.
+    A context manager. `close()`, the loss of the last reference and the end of the program release
+    everything. Under torchrun, only rank 0 returns from loading. Further ranks compute with rank 0
+    until the model is closed, and then exit.
     """
 
     spec: EngineSpec
@@ -102,11 +102,10 @@ class LLM:
         pipeline: int = 1,
         use_tqdm_on_load: bool = True,
     ) -> None:
-        """The arguments are the fields of `EngineConfig`. Raises an OffloadError if the model
-        cannot be served.
+        """Load a model; the arguments are the fields of `EngineConfig`.
 
-        use_tqdm_on_load  show a progress bar, if stderr is a terminal; it is rich's, the name is
-                          vLLM's
+        use_tqdm_on_load  show a progress bar of rich if stderr is a terminal; vLLM's name
+        Raises an OffloadError if the model cannot be served.
         """
         self._prepare(
             EngineConfig(
@@ -126,40 +125,38 @@ class LLM:
     def from_config(
         cls, config: EngineConfig, trace: Trace | None = None, progress: Progress | None = None
     ) -> "LLM":
-        """`open` and `load`."""
+        """Call `open` and `load`."""
         llm = cls.open(config)
         llm.load(trace, progress)
         return llm
 
     @classmethod
     def open(cls, config: EngineConfig, drafting: Drafting | None = None) -> "LLM":
-        """Check settings and checkpoint and decide what lies where, before a weight moves; `load`
-        has to follow.
+        """Check settings and checkpoint and plan the placement; `load` must follow.
 
-        drafting  a drafter and rule instead of those of the settings
+        drafting  drafter and rule that replace the settings
         """
         llm = cls.__new__(cls)
         llm._prepare(config, drafting)
         return llm
 
     def load(self, trace: Trace | None = None, progress: Progress | None = None) -> None:
-        """Load what the plan keeps in memory and start the streamer.
+        """Load resident layers and start the streamer.
 
         trace     collects the timeline
-        progress  is told (bytes so far, bytes in all)
+        progress  called with (bytes so far, total bytes)
         """
-        self._closes.detach()  # `load` closes what the plan has opened
+        self._closes.detach()  # `load` closes the files of the plan
         self._thread = EngineThread(load(self.spec, trace or Trace(on=False), progress))
-        # At the latest when the program ends: threads that still read would be torn down with the
-        # interpreter.
+        # Close before the interpreter shuts down: it would tear down threads while they read.
         self._closes = weakref.finalize(self, self._thread.close)
 
     def _prepare(self, config: EngineConfig, drafting: Drafting | None = None) -> None:
         if (ranks := joined()) is not None:
             ranks.refuse_second()
         if drafting is None:
-            pick_drafter(config)  # what cannot be is refused before anything is fetched
-        if config.draft_model is not None:  # before the weights of the target are fetched
+            pick_drafter(config)  # refuse invalid settings before the download
+        if config.draft_model is not None:  # before the download of the target
             locate(config.draft_model, None, config.offline, has_weights=False)
         directory = locate(config.model, config.revision, config.offline)
         checkpoint = open_checkpoint(directory)
@@ -167,39 +164,39 @@ class LLM:
         self._defaults, self.tokenizer = sampling_defaults(directory), load_tokenizer(directory)
         if config.chat_template is not None:
             set_chat_template(self.tokenizer, Path(config.chat_template))
-        found = find_draft(config, drafting, checkpoint, self.tokenizer)
+        selected = find_draft(config, drafting, checkpoint, self.tokenizer)
         try:
-            self.spec = plan_engine(config, checkpoint, found)
+            self.spec = plan_engine(config, checkpoint, selected)
         except CapacityError:
             is_asked = (
                 drafting is not None or config.drafter != "auto" or config.draft_model is not None
             )
-            if is_asked or found.draft is None:
+            if is_asked or selected.draft is None:
                 raise
-            # There is no room for the layer that would draft, which nobody has asked for.
+            # The optional draft layer does not fit.
             self.spec = plan_engine(config, checkpoint, pick_drafter(config))
         self._compiler_lock = Lock()
         self._closes = weakref.finalize(self, self.spec.close)
 
     @property
     def plan(self) -> Plan:
-        """What lies where."""
+        """Placement of the layers."""
         return self.spec.plan
 
     @property
     def engine(self) -> Engine:
-        """The loaded parts. Raises SettingsError once closed."""
-        return self._of_engine.engine
+        """The loaded engine. Raises SettingsError after `close`."""
+        return self._open_thread.engine
 
     @property
-    def _of_engine(self) -> EngineThread:
+    def _open_thread(self) -> EngineThread:
         if self._thread is None:
             raise closed()
         return self._thread
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Maximum tokens of prompt and answer together."""
         return self.spec.memory.max_model_len
 
     def __enter__(self) -> "LLM":
@@ -209,38 +206,41 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End all transfers, join the threads, release the memory; may be called again."""
+        """End all transfers, join the threads, release the memory. Further calls do nothing."""
         self._thread = None
         self._closes()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json says, for what is left None."""
+        """Return the defaults for None fields, from the model's generation_config.json."""
         return self._defaults
 
     def generate(
         self,
-        prompts: Prompt | Several[Prompt],
-        sampling_params: SamplingParams | Several[SamplingParams] | None = None,
+        prompts: Prompt | abc.Sequence[Prompt],
+        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[Output]:
-        """Continue one prompt or several: texts, or token ids as a list, an array or a tensor.
+        """Continue prompts: texts, or token ids as a list, an array or a tensor.
 
-        sampling_params  for all prompts, or one for each
-        use_tqdm         show a progress bar for several prompts, if stderr is a terminal; it is
-                         rich's, the name is vLLM's
-        Raises PromptError or CapacityError for a prompt that cannot be continued, SettingsError
-        where there are not as many params as prompts, before anything runs.
+        sampling_params  for all prompts, or a list with an entry per prompt
+        use_tqdm         show a progress bar of rich for multiple prompts if stderr is a terminal;
+                         vLLM's name
+        Raises PromptError or CapacityError for a prompt that cannot be continued. Raises
+        SettingsError if the numbers of params and prompts differ. Checks precede all passes.
         """
-        several = _several(prompts)
+        prompt_list = _as_list(prompts)
         params = sampling_params
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(several)
-        if len(params) != len(several):
+            params = [params or SamplingParams()] * len(prompt_list)
+        if len(params) != len(prompt_list):
             raise SettingsError(
-                "generate", need=f"one SamplingParams or {len(several)}", have=str(len(params))
+                "generate", need=f"one SamplingParams or {len(prompt_list)}", have=str(len(params))
             )
-        requests = [self._request(prompt, one) for prompt, one in zip(several, params, strict=True)]
-        thread = self._of_engine
+        requests = [
+            self._request(prompt, prompt_params)
+            for prompt, prompt_params in zip(prompt_list, params, strict=True)
+        ]
+        thread = self._open_thread
         console = Console(stderr=True, quiet=not use_tqdm or len(requests) == 1)
         n_done = 0
         with progress_bar(console, "prompts", MofNCompleteColumn()) as bar:
@@ -251,61 +251,63 @@ class LLM:
 
     def chat(
         self,
-        messages: Several[Message] | Several[Several[Message]],
-        sampling_params: SamplingParams | Several[SamplingParams] | None = None,
+        messages: abc.Sequence[Message] | abc.Sequence[abc.Sequence[Message]],
+        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Several[Mapping[str, Any]] | None = None,
+        tools: abc.Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Output]:
-        """Answer a conversation or several, each a list of {"role": ..., "content": ...}; see
-        `generate`.
+        """Answer conversations, each a list of {"role": ..., "content": ...}; see `generate`.
 
-        chat_template           instead of the model's
-        add_generation_prompt   end with what begins an answer
-        continue_final_message  go on with the last message instead
-        tools                   JSON schemas of functions that the template tells the model of
-        chat_template_kwargs    variables of the template, such as {"enable_thinking": False}
-        Raises PromptError where the model has no template, or it fails.
+        chat_template           replaces the model's template
+        add_generation_prompt   append the start of an answer
+        continue_final_message  continue the last message instead
+        tools                   JSON schemas of functions, for the template
+        chat_template_kwargs    variables of the template, e.g. {"enable_thinking": False}
+        Raises PromptError if the template is missing or fails.
         """
         options = {
             "chat_template": chat_template, "tools": tools,
             "continue_final_message": continue_final_message,
             "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {}),
         }  # fmt: skip
-        one = [message for message in messages if isinstance(message, Mapping)]
-        several = [one] if one else [turns for turns in messages if not isinstance(turns, Mapping)]
+        single = [message for message in messages if isinstance(message, Mapping)]
+        conversations = (
+            [single] if single else [turns for turns in messages if not isinstance(turns, Mapping)]
+        )
         return self.generate(
-            [self.encode_chat(turns, options) for turns in several], sampling_params
+            [self.encode_chat(turns, options) for turns in conversations], sampling_params
         )
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[Piece]:
-        """Continue one prompt and give what each pass adds; see `generate`."""
-        with closing(self._of_engine.pieces([self._request(prompt, sampling_params)])) as pieces:
+        """Continue a prompt and yield the piece of each pass; see `generate`."""
+        with closing(self._open_thread.pieces([self._request(prompt, sampling_params)])) as pieces:
             for _, piece in pieces:
                 yield piece
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """`stream` for asyncio. Concurrent streams share passes; a cancelled stream leaves before
-        the next pass.
+        """`stream` for asyncio.
+
+        Concurrent streams share passes. A cancelled stream leaves before the next pass.
         """
         request = await asyncio.to_thread(self._request, prompt, sampling_params)
-        async with aclosing(self._of_engine.apieces([request])) as pieces:
+        async with aclosing(self._open_thread.apieces([request])) as pieces:
             async for _, piece in pieces:
                 yield piece
 
     async def astream_all(
-        self, prompts: Several[Prompt], sampling_params: SamplingParams
+        self, prompts: abc.Sequence[Prompt], sampling_params: SamplingParams
     ) -> AsyncGenerator[IndexedPiece, None]:
-        """`astream` for several prompts: yield the index of a prompt and a piece of its answers.
+        """`astream` for multiple prompts: yield a prompt's index and a piece of its answers.
 
-        Several greedy answers to a prompt are allowed, and equal.
+        Multiple greedy answers to a prompt are allowed, and equal.
         """
 
         def requests() -> list[Request]:
@@ -313,19 +315,21 @@ class LLM:
 
         # In a worker thread: tokenization of long prompts would block other tasks.
         checked = await asyncio.to_thread(requests)
-        async with aclosing(self._of_engine.apieces(checked)) as pieces:
+        async with aclosing(self._open_thread.apieces(checked)) as pieces:
             async for piece in pieces:
                 yield piece
 
     def time_plain(self, context: int, n_passes: int = 3) -> list[float]:
-        """Seconds of each of some passes of one token after `context` others, or as many as there
-        is room for.
+        """Return the seconds of passes of one token after `context` tokens.
+
+        `max_model_len` limits the context.
         """
         return self.time_passes(Topology.chain(1), min(context, self.max_model_len - 1), n_passes)
 
     def time_passes(self, topology: Topology, context: int, n_passes: int = 3) -> list[float]:
-        """Seconds of each of some passes over a tree after `context` tokens, with logits for all of
-        its nodes.
+        """Return the seconds of passes over a tree after `context` tokens.
+
+        Logits are computed for all nodes.
         """
         self.engine.reset_prefix_cache()
         runner = self.engine.runner
@@ -341,8 +345,8 @@ class LLM:
             cache, torch.zeros(n, dtype=torch.int64), topology, n_wanted=n, n_prompt=context
         )
         moments = []
-        # The first begins with layers that have come in already, in time that nobody counted; the
-        # last ends the one before.
+        # The first pass uses layers prefetched before the clock started, so it does not count.
+        # The last pass only ends its predecessor.
         for _ in range(n_passes + 2):
             moments.append(time.perf_counter())
             runner.forward([step])
@@ -352,35 +356,35 @@ class LLM:
         return [after - before for before, after in pairwise(moments[1:])]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises PromptError without a tokenizer, CapacityError for a text
-        that cannot fit.
+        """Return the token ids of a text.
+
+        Raises PromptError without a tokenizer, CapacityError for a text that cannot fit.
         """
         return encode(self._tokenizer(), text, self._n_characters, add_special_tokens)
 
-    def encode_chat(self, messages: Several[Message], options: Mapping[str, Any]) -> list[int]:
-        """Token ids of a conversation, with options of transformers' `apply_chat_template` and
-        variables of the template.
+    def encode_chat(self, messages: abc.Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of a conversation.
+
+        options  of transformers' `apply_chat_template`, and variables of the template
         """
         return encode_chat(self._tokenizer(), messages, options, self._n_characters)
 
     @cached_property
     def _n_characters(self) -> int:
-        """More than any prompt has that fits: tokenizers take long over endless ones."""
+        """Upper bound of a prompt's characters; longer texts only slow down the tokenizer."""
         return max(self.max_model_len * max(map(len, self._tokenizer().get_vocab())), 1 << 16)
 
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
         if self.tokenizer is None:
             raise PromptError(
-                "the checkpoint has no tokenizer", change="give the prompt as a list of token ids"
+                "the checkpoint has no tokenizer", change="pass the prompt as a list of token ids"
             )
         return self.tokenizer
 
-    def check_prompt(self, ids: Several[int]) -> None:
-        """Raises PromptError or CapacityError for token ids that cannot be continued."""
+    def check_prompt(self, ids: abc.Sequence[int]) -> None:
+        """Raise PromptError or CapacityError for token ids that cannot be continued."""
         if not ids:
-            raise PromptError(
-                "the prompt is empty", need="at least one token", change="give it some text"
-            )
+            raise PromptError("the prompt is empty", need="at least one token", change="add text")
         if len(ids) >= self.max_model_len:
             can_grow = self.max_model_len < self.spec.target.checkpoint.spec.max_positions
             limit = "--max-model-len" if can_grow else "the model's positions"
@@ -398,11 +402,11 @@ class LLM:
             raise PromptError(f"token id {wrong} in the prompt", need=need, change=change)
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        """Build the request of a prompt. Raises SettingsError for several greedy answers."""
+        """Build the request of a prompt. Raises SettingsError for multiple greedy answers."""
         params = self._completed(params or SamplingParams())
         if params.n > 1 and not params.temperature:
             need = "a temperature above 0"
-            have = "greedy decoding, of one answer"
+            have = "greedy decoding, which has one answer"
             raise SettingsError(f"n is {params.n}", need=need, have=have)
         return self._answers(prompt, params)
 
@@ -410,19 +414,19 @@ class LLM:
         return replace(params, **params.left_to(self._defaults))
 
     def _answers(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Build the sequences of a prompt. Each has a seed one above that of the previous one."""
+        """Build the sequences of a prompt, with consecutive seeds."""
         params = self._completed(params)
         bad_words_ids = (*params.bad_words_ids, *self._bad_words_ids(params.bad_words))
         params = replace(params, bad_words=(), bad_words_ids=bad_words_ids)
         self._check_token_ids(params)
         seed = params.seed
-        several = (
+        answer_params = (
             replace(params, n=1, seed=None if seed is None else (seed + i) % 2**63)
             for i in range(params.n)
         )
         content = _content(prompt)
         text = content if isinstance(content, str) else None
-        return Request([self._sequence(content, one) for one in several], text)
+        return Request([self._sequence(content, answer) for answer in answer_params], text)
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         ids = self.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
@@ -453,8 +457,8 @@ class LLM:
         self.engine.closes.callback(compiler.close)
         return compiler
 
-    def _bad_words_ids(self, bad_words: Several[str]) -> Iterator[tuple[int, ...]]:
-        """Encode each bad word as the start of a text, and behind a space where that differs."""
+    def _bad_words_ids(self, bad_words: abc.Sequence[str]) -> Iterator[tuple[int, ...]]:
+        """Encode each bad word at the start of a text, and after a space if that differs."""
         for word in bad_words:
             tokenizer = self._tokenizer()
             plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
@@ -462,14 +466,12 @@ class LLM:
             if not plain:
                 raise SettingsError(f"bad word {word!r}", need="a token", have="none")
             yield tuple(plain)
-            # vLLM's rule: a space token of its own would exclude the word only after that token.
+            # vLLM's rule: a separate space token would exclude the word only after that token.
             if spaced[0] != plain[0] and len(spaced) == len(plain):
                 yield tuple(spaced)
 
     def _check_token_ids(self, params: SamplingParams) -> None:
-        """Raises SettingsError for ids outside the vocabulary, and if no token could be
-        produced.
-        """
+        """Raise SettingsError for ids outside the vocabulary, and if no token is possible."""
         vocab_size = self.spec.target.checkpoint.spec.vocab_size
         ids_by_name = {
             "logit_bias": params.logit_bias or (),
@@ -490,19 +492,19 @@ class LLM:
             raise SettingsError("allowed_token_ids", need=need, change="allow more tokens")
 
 
-def _several(prompts: Prompt | Several[Prompt]) -> list[Prompt]:
-    """A list of prompts, whether one was given or several."""
+def _as_list(prompts: Prompt | abc.Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts from a single prompt or a sequence."""
     if isinstance(prompts, Mapping):
         return [prompts]
     if isinstance(prompts, list | tuple):
-        is_one = bool(prompts) and isinstance(prompts[0], Integral)
+        is_single = bool(prompts) and isinstance(prompts[0], Integral)
     else:
-        is_one = getattr(prompts, "ndim", 1) < 2
-    return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]  # as it has just been seen
+        is_single = getattr(prompts, "ndim", 1) < 2
+    return [prompts] if is_single else list(prompts)  # type: ignore[list-item, arg-type]  # checked above
 
 
 def _content(prompt: Prompt) -> Any:
-    """Text or token ids of a prompt, also of vLLM's dictionaries."""
+    """Return the text or token ids of a prompt or of vLLM's dictionary."""
     if not isinstance(prompt, Mapping):
         return prompt
     names = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
@@ -510,13 +512,13 @@ def _content(prompt: Prompt) -> Any:
     if not names or unknown:
         raise PromptError(
             "the prompt", need='"prompt" or "prompt_token_ids"',
-            have=", ".join(map(repr, unknown)) or "neither", change="give one of these keys",
+            have=", ".join(map(repr, unknown)) or "neither", change="use one of these keys",
         )  # fmt: skip
     return prompt[names[0]]
 
 
 def _ids(prompt: Any) -> list[int]:
-    """Token ids from a list, array or tensor. Raises PromptError for anything else."""
+    """Return the token ids of a list, array or tensor. Raises PromptError for other types."""
     try:
         return [
             index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)
@@ -524,4 +526,4 @@ def _ids(prompt: Any) -> list[int]:
     except TypeError as error:
         need = "a text, or whole numbers as a list, an array or a tensor"
         have = f"{type(prompt).__name__} ({error})"
-        raise PromptError("the prompt", need=need, have=have, change="give token ids") from error
+        raise PromptError("the prompt", need=need, have=have, change="pass token ids") from error

@@ -256,17 +256,19 @@ def test_prompts_can_be_texts_or_ids(speaking):
     with open_llm(speaking) as llm:
         ids = llm.encode("the quick fox")
         expected = llm.generate("the quick fox", params)[0].token_ids
-        one = [
+        prompts = [
             ids,
+            {"prompt": "the quick fox"},
+            {"prompt_token_ids": ids},
             tuple(ids),
             np.array(ids),
             np.array(ids, dtype=np.int32),
             torch.tensor(ids),
             list(np.array(ids)),
         ]
-        for prompt in one:
+        for prompt in prompts:
             assert [got.token_ids for got in llm.generate(prompt, params)] == [expected]
-        assert [got.token_ids for got in llm.generate(one, params)] == [expected] * len(one)
+        assert [got.token_ids for got in llm.generate(prompts, params)] == [expected] * len(prompts)
         assert [got.token_ids for got in llm.generate(torch.tensor([ids, ids]), params)] == [
             expected
         ] * 2
@@ -275,7 +277,6 @@ def test_prompts_can_be_texts_or_ids(speaking):
             None,
             5,
             1.5,
-            {"prompt": "x"},
             [1, "x"],
             [1.5],
             [[1, 2], None],
@@ -288,6 +289,9 @@ def test_prompts_can_be_texts_or_ids(speaking):
             assert "needs a text, or whole numbers" in str(caught.value) and "\n" not in str(
                 caught.value
             )
+        for wrong in ({}, {"text": "x"}, {"prompt": "x", "text": "x"}):
+            with pytest.raises(PromptError, match='needs "prompt" or "prompt_token_ids"'):
+                llm.generate(wrong, params)
         for params in (
             SamplingParams(logit_bias={10**6: 1.0}),
             SamplingParams(stop_token_ids=[10**6]),
@@ -404,7 +408,7 @@ def test_cancelled_task_leaves_passes_to_others(llm, monkeypatch, way):
 
     assert asyncio.run(main()) in (expected, None)
     # behind all that the tasks have left it to do
-    llm._of_engine._thread.submit(lambda: None).result()
+    llm._open_thread._thread.submit(lambda: None).result()
     assert not llm.engine._running and not llm.engine._waiting
     assert llm.generate(PROMPTS[1], params)[0].token_ids == expected
     assert passes[-1] == 1 < max(passes)
@@ -416,7 +420,7 @@ def test_calls_of_several_threads_share_passes(llm, monkeypatch):
     passes = count_steps(llm, monkeypatch)
     with ThreadPoolExecutor(2) as pool, engine_held(llm):
         calls = [pool.submit(llm.generate, prompt, params) for prompt in PROMPTS[:2]]
-        wait_until(lambda: llm._of_engine._thread._work_queue.qsize() == 2)
+        wait_until(lambda: llm._open_thread._thread._work_queue.qsize() == 2)
     assert [call.result()[0].token_ids for call in calls] == expected
     assert passes[0] == 2
 
@@ -462,7 +466,7 @@ def test_close_ends_the_thread_and_wakes_waiting_tasks(pair):
                 started.set()
 
         tasks = [asyncio.create_task(wait()) for _ in range(3)]
-        late = llm._of_engine.apieces([llm._request(PROMPTS[0], None)])
+        late = llm._open_thread.apieces([llm._request(PROMPTS[0], None)])
         await started.wait()
         assert len(threads()) == n_before + 1
         llm.close()
@@ -471,7 +475,9 @@ def test_close_ends_the_thread_and_wakes_waiting_tasks(pair):
             *tasks, anext(late), collect(llm, PROMPTS[0], None), return_exceptions=True
         )
 
-    assert [str(one) for one in asyncio.run(main())] == ["this LLM is closed; make a new one"] * 5
+    assert [str(one) for one in asyncio.run(main())] == [
+        "this LLM is closed; create another LLM"
+    ] * 5
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -1,5 +1,6 @@
 """The package is typed for its users: mypy accepts correct programs and rejects wrong ones."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,11 @@ def test_mypy_checks_programs_that_use_the_package(tmp_path):
         (tmp_path / name).write_text(program, encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--cache-dir", str(root / ".mypy_cache")]
     command += ["--config-file", str(root / "pyproject.toml"), "right.py", "wrong.py"]
-    errors = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    # mypy does not see editable installs.
+    environment = os.environ | {"MYPYPATH": str(root)}
+    errors = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert "right.py" not in errors.stdout
     assert 'incompatible type "str"' in errors.stdout
     assert 'got "str", expected "int"' in errors.stdout

@@ -46,7 +46,7 @@ def _expand_segments() -> None:
 def _cuda_problem() -> str:
     """Return torch's reason for an unusable GPU: no driver, an old driver, a build without CUDA."""
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch gives it no types
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # untyped in torch
     except (RuntimeError, AssertionError) as error:
         return f"none ({str(error).splitlines()[0].split('. ')[0].rstrip('.')})"
     return "none"

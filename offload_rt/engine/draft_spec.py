@@ -50,7 +50,7 @@ class DraftSpec:
     """The drafter and its model, before loading.
 
     drafting  drafter, verification rule, and checkpoint of a draft model or head
-    target    the model whose tokens are drafted
+    target    the verifying model
     """
 
     drafting: Drafting
@@ -101,7 +101,7 @@ class DraftSpec:
                 " alone"
             )
             raise SettingsError(
-                "--learn-draft", need=need, change="leave it out, or give such a --draft-model"
+                "--learn-draft", need=need, change="leave it out, or set such a --draft-model"
             )
 
     def _copies_sizes(self) -> Sizes:
@@ -111,7 +111,7 @@ class DraftSpec:
                 f"--drafter {self.drafting.name}",
                 need="unquantised weights",
                 have=f"weights of format {target.format.name}",
-                change="leave it out, or give a draft model",
+                change="leave it out, or set a draft model",
             )
         view_nbytes = Sizes.of_checkpoint(target, int4.DTYPE).view_nbytes
         is_cuda = self.target.device.type == "cuda"
@@ -190,7 +190,7 @@ class DraftSpec:
     def connect(
         self, target: Runner, draft: Runner | None, shared: LayerWeights | SharedWeights
     ) -> None:
-        """Let heads read the target's hidden states, and its weights outside the layers."""
+        """Connect heads to the target's hidden states and to its weights outside the layers."""
         if draft is None or not isinstance(draft.spec, Head):
             return
         target.taps = draft.spec.taps
@@ -250,8 +250,8 @@ class DraftSpec:
     def level_seconds(self, n_rows: int) -> float:
         """Measure a draft level of `n_rows` rows; 0 without a draft model.
 
-        All ranks call this together if the model is sharded. No weight is read: the weights are
-        zeros, and as many as exceed the device's caches.
+        All ranks call this together if the model is sharded. No weight is read: all weights
+        are zeros that exceed the device's caches.
         """
         draft = self.checkpoint
         if draft is None:
@@ -272,7 +272,7 @@ class DraftSpec:
 def _fill_with_zeros(
     tier: MemoryTier, files: DiskTier, n_blocks: int, device: torch.device
 ) -> None:
-    """Put zero blocks into a tier, which share as little memory as exceeds the device's caches."""
+    """Put zero blocks into a tier. They share memory just above the size of the device's caches."""
     layouts = [files.layout(i) for i in range(n_blocks)]
     nbytes = align_up(max(layout.nbytes for layout in layouts), PAGE)
     n_distinct = min(-(-profile.beyond_caches(device) // nbytes), n_blocks)

@@ -29,7 +29,7 @@ class _Member(NamedTuple):
 
 def closed() -> SettingsError:
     """Return the error for the use of a closed model."""
-    return SettingsError("this LLM is closed", change="make a new one")
+    return SettingsError("this LLM is closed", change="create another LLM")
 
 
 class EngineThread:

@@ -1,4 +1,4 @@
-"""How streamed layers cross the link: as they are, or encoded without loss."""
+"""Transfer format of streamed layers: raw, or losslessly encoded."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,22 +17,20 @@ from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import PAGE, BlockRecord, align_up
 from offload_rt.weights.lossless import SidecarLayer, estimate
 
-# Threads that read encoded layers have so many bytes of buffers at most, and there are so many of
-# them.
+# Maximum buffer bytes of all threads that read encoded layers, and the number of these threads.
 _BUFFERS = 9 << 20
 _N_THREADS = 8
 
 
 @dataclass(frozen=True)
 class LinkFormat:
-    """The way of the streamed layers.
+    """Transfer format of the streamed layers.
 
-    sidecar  the encoded layers; None: there are none
-    layers   where a rank's parts lie one behind the other as they are; None: there are no such
-             files
-    encodes  layers are encoded while they are loaded into memory of the host
-    sizes    None: those of the layers as they are
-    notice   what the user should know; empty if nothing
+    sidecar  encoded layers; None without a sidecar
+    layers   a rank's shards in contiguous raw files; None without such files
+    encodes  layers are encoded during loading into host memory
+    sizes    sizes of the encoded layers; None for raw layers
+    notice   notice for the user; may be empty
     """
 
     sidecar: tuple[SidecarLayer, ...] | None = None
@@ -43,7 +41,10 @@ class LinkFormat:
 
 
 def sidecar_of(checkpoint: Checkpoint, directory: str | None, kind: str = "lossless") -> Path:
-    """The directory of the sidecar of a checkpoint or of a rank's part; None: beside it."""
+    """Return the sidecar's directory for a checkpoint or a rank's shard.
+
+    directory  base directory; None for beside the checkpoint
+    """
     beside = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.with_suffix("")
     base = beside if directory is None else Path(directory).expanduser()
     spec = checkpoint.spec
@@ -53,13 +54,13 @@ def sidecar_of(checkpoint: Checkpoint, directory: str | None, kind: str = "lossl
 
 
 def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> LinkFormat:
-    """By the setting and by what there is.
+    """Choose the transfer format by the setting and the existing sidecars.
 
-    `auto` uses a sidecar where that is faster by measured rates. Encoding at load takes about a
-    second of all cores for every 4 GB, in each run, and the plan then rests on a sample of the
-    weights; so it is done where it is asked for. Quantised weights cross the link as they are. Of
-    weights divided among ranks each part has a sidecar of its own, encoded or as it is.
-    Raises an OffloadError where what was asked for cannot be had.
+    `auto` uses a sidecar if it is faster by measured rates. Only `lossless` encodes during loading:
+    that costs about a second of all cores per 4 GB in each run. The plan then relies on a sample of
+    the weights. Quantised weights are transferred raw. Each shard of a rank has a separate sidecar,
+    encoded or raw.
+    Raises an OffloadError if the requested format is impossible.
     """
     is_asked = config.link_format == "lossless"
     is_auto = config.link_format == "auto"
@@ -74,73 +75,80 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
         return LinkFormat()
     if is_raw:
         directory = sidecar_of(checkpoint, config.sidecar, "raw")
-    others = _others(directory) if is_divided and not directory.is_dir() else ""
-    if not (is_asked or directory.is_dir() or (is_auto and (config.sidecar or others))):
+    elsewhere = _sidecars_elsewhere(directory) if is_divided and not directory.is_dir() else ""
+    if not (is_asked or directory.is_dir() or (is_auto and (config.sidecar or elsewhere))):
         return LinkFormat()
     try:
         if is_raw:
-            layers = zip(_opened(checkpoint, directory, others), checkpoint.layers, strict=True)
+            layers = zip(_opened(checkpoint, directory, elsewhere), checkpoint.layers, strict=True)
             return LinkFormat(layers=tuple(sidecar.raw_block(layer) for sidecar, layer in layers))
-        found = _encoded(config, checkpoint, directory, device, others)
-        return _faster(found, config, checkpoint, device) if is_auto and found.sidecar else found
+        link = _encoded(config, checkpoint, directory, device, elsewhere)
+        return _faster(link, config, checkpoint, device) if is_auto and link.sidecar else link
     except (CheckpointError, DeviceError, SettingsError) as problem:
-        if is_asked or not (directory.is_dir() or others):
+        if is_asked or not (directory.is_dir() or elsewhere):
             raise
-        return LinkFormat(notice=f"weights cross the link as they are: {problem}")
+        return LinkFormat(notice=f"weights are transferred raw: {problem}")
 
 
 def _faster(
-    found: LinkFormat, config: EngineConfig, checkpoint: Checkpoint, device: torch.device
+    link: LinkFormat, config: EngineConfig, checkpoint: Checkpoint, device: torch.device
 ) -> LinkFormat:
-    """Choose between the sidecar and the raw weights by measured rates, and give the reason in the
-    notice.
+    """Choose between the sidecar and the raw weights by measured rates; explain in the notice.
 
-    Decoding counts in full: the same processor or card computes the passes.
+    Decoding counts in full: the same processor or GPU computes the passes.
     """
-    assert found.sidecar is not None and found.sizes is not None, "the link reads a sidecar"
-    rates = measured_rates(checkpoint, found.sidecar, device)
-    nbytes = sum(one.encoded.layout.nbytes for one in found.sidecar)
+    assert link.sidecar is not None and link.sizes is not None, "the link reads a sidecar"
+    rates = measured_rates(checkpoint, link.sidecar, device)
+    nbytes = sum(layer.encoded.layout.nbytes for layer in link.sidecar)
     raw_s = transfer_s(10**9, rates.link_gbps)
-    share = sum(found.sizes.layer_nbytes) / nbytes
+    share = sum(link.sizes.layer_nbytes) / nbytes
     link_s = share * raw_s
     decode_s = transfer_s(10**9, rates.decode_gbps)
     figures = (
-        f"1 GB of weights takes {link_s:.2f} s on a link of {rates.link_gbps:.2f} GB/s and"
-        f" {decode_s:.2f} s to decode, as it is {raw_s:.2f} s"
+        f"1 GB of weights needs {link_s:.2f} s on a link of {rates.link_gbps:.2f} GB/s and"
+        f" {decode_s:.2f} s to decode; raw weights need {raw_s:.2f} s"
     )
     if link_s + decode_s < raw_s:
-        return replace(found, notice=f"weights are read encoded: {figures}")
+        return replace(link, notice=f"weights are read encoded: {figures}")
     return as_they_are(config, checkpoint, device, figures)
 
 
 def as_they_are(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, reason: str
 ) -> LinkFormat:
-    """Link of raw weights in spite of a sidecar; its notice gives the reason."""
+    """Return the link of raw weights despite a sidecar, with the reason in its notice."""
     raw = choose_link(replace(config, link_format="raw"), checkpoint, device)
-    return replace(raw, notice=f"weights are read as they are, not from the sidecar: {reason}")
+    return replace(raw, notice=f"weights are read raw, not from the sidecar: {reason}")
 
 
 def _encoded(
-    config: EngineConfig, checkpoint: Checkpoint, directory: Path, device: torch.device, others: str
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    directory: Path,
+    device: torch.device,
+    elsewhere: str,
 ) -> LinkFormat:
     is_asked = config.link_format == "lossless"
     on_card = device.type == "cuda"
     if checkpoint.format.name != "dense":
-        problem = "--link-format lossless is for weights that are not quantised"
-        raise SettingsError(problem, have=checkpoint.format.name, change="leave it out")
+        problem = "--link-format lossless"
+        raise SettingsError(
+            problem, need="unquantised weights", have=checkpoint.format.name, change="leave it out"
+        )
     if on_card and not extension.serves(torch.empty(0, device=device)):
         problem = f"no kernel decodes lossless weights: {extension.missing()}"
         raise DeviceError(problem, change="use --link-format raw")
     if is_asked and on_card and not (config.sidecar or directory.is_dir()):
         encoded = tuple(estimate(layer) for layer in checkpoint.layers)
         return LinkFormat(encodes=True, sizes=_sizes(checkpoint, encoded, on_card))
-    sidecar = _opened(checkpoint, directory, others)
-    nbytes = (one.encoded.nbytes if on_card else one.encoded.payload_nbytes for one in sidecar)
+    sidecar = _opened(checkpoint, directory, elsewhere)
+    nbytes = (
+        layer.encoded.nbytes if on_card else layer.encoded.payload_nbytes for layer in sidecar
+    )
     return LinkFormat(sidecar, sizes=_sizes(checkpoint, tuple(nbytes), on_card))
 
 
-def _opened(checkpoint: Checkpoint, directory: Path, others: str) -> tuple[SidecarLayer, ...]:
+def _opened(checkpoint: Checkpoint, directory: Path, elsewhere: str) -> tuple[SidecarLayer, ...]:
     if not directory.is_dir():
         flags = (
             convert_flags(s.size, s.is_exact)
@@ -148,24 +156,29 @@ def _opened(checkpoint: Checkpoint, directory: Path, others: str) -> tuple[Sidec
             else ""
         )
         change = f"run offload-rt convert{flags} first, or use --link-format raw"
-        raise CheckpointError(f"no sidecar in {directory}", have=others, change=change)
+        raise CheckpointError(f"no sidecar in {directory}", have=elsewhere, change=change)
     return open_sidecar(checkpoint, directory)
 
 
 def convert_flags(size: int, is_exact: bool) -> str:
-    """Of `offload-rt convert` for so many ranks; is_exact: for runs with --exact-parallel."""
+    """Return the flags of `offload-rt convert` for the shards of `size` ranks.
+
+    is_exact  for runs with --exact-parallel
+    """
     return f" --ranks {size}{' --exact-parallel' if is_exact else ''}"
 
 
-def _others(directory: Path) -> str:
-    """The sidecars beside that of a rank: of other numbers of ranks, or cut in another way."""
-    names = (one.name for one in directory.parent.parent.glob("*"))
+def _sidecars_elsewhere(directory: Path) -> str:
+    """Return the names of sidecars for a different number of ranks or sharding."""
+    names = (path.name for path in directory.parent.parent.glob("*"))
     return ", ".join(sorted(name for name in names if name.startswith(("lossless", "raw-"))))
 
 
 def _sizes(checkpoint: Checkpoint, encoded: tuple[int, ...], on_card: bool) -> LinkSizes:
-    """A card's slots hold encoded layers, and a buffer the decoded one; slots of a CPU hold layers
-    that were decoded.
+    """Return the transfer sizes.
+
+    GPU slots hold encoded layers, and a buffer holds the decoded layer. CPU slots hold decoded
+    layers.
     """
     decoded = max(align_up(layer.layout.nbytes, PAGE) for layer in checkpoint.layers)
     if on_card:

@@ -1,4 +1,4 @@
-"""Rates of the link and of the decoder of lossless weights, measured once and remembered."""
+"""Rates of the link and of the decoder of lossless weights, measured once and cached."""
 
 import os
 import platform
@@ -24,13 +24,13 @@ _VERSION = 1
 # GB/s; a cache with another number is damaged.
 _SLOWEST = 1e-3
 _FASTEST = 1e5
-# Encoded bytes that are decoded to measure the decoder: beyond caches, and some 20 ms.
+# Encoded bytes of a decoder measurement: more than caches hold, about 20 ms.
 _SAMPLE_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """GB/s of the link, and of the decoder in decoded bytes, by all cores or by the card."""
+    """GB/s of the link, and of the decoder (decoded bytes) on all cores or the GPU."""
 
     link_gbps: float
     decode_gbps: float
@@ -39,9 +39,9 @@ class LinkRates:
 def measured_rates(
     checkpoint: Checkpoint, sidecar: Sequence[SidecarLayer], device: torch.device
 ) -> LinkRates:
-    """Rates of this machine for layers on their way to a device.
+    """Return the rates of this machine for the transfer of layers to a device.
 
-    The link is that of the disk; beside a card it is the card's, which is faster.
+    The link is the disk, or on a GPU machine the faster link of the GPU.
     """
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     disk = str(checkpoint.layers[0].tensors[0].path.stat().st_dev)
@@ -75,11 +75,11 @@ def _link_gbps(checkpoint: Checkpoint, device: torch.device) -> float:
 
 
 def decode_gbps(layer: SidecarLayer, device: torch.device) -> float:
-    """GB/s at which the first chunks of a layer are decoded, in decoded bytes. Raises OSError."""
+    """Measure the decoding of a layer's first chunks, in GB/s of decoded bytes. Raises OSError."""
     encoded = layer.encoded
     n = max(int(np.searchsorted(np.cumsum(encoded.chunks["nbytes"]), _SAMPLE_NBYTES)), 1)
     chunks = encoded.chunks[:n].tolist()
-    # where the last one begins, and its bytes
+    # start of the last chunk, and its bytes
     block = host_block(sum(chunks[-1][i] for i in (0, 3)))
     encoded.write_table(block)
     content = block.numpy()

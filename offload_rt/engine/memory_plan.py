@@ -34,21 +34,19 @@ from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import Source, WeightFormat, dense
 from offload_rt.weights.layout import packed_layout
 
-# Part of the free memory that is left to others, and at least so many bytes of it.
+# Share of the free memory, and its minimum in bytes, for other programs.
 _MARGIN = 0.05
 _LEAST_MARGIN = 256 << 20
-# What libraries of a GPU take of the budget for their own work, and what is lost between blocks of
-# different sizes.
+# Part of the budget for workspaces of GPU libraries and for fragmentation.
 LIBRARIES = 256 << 20
-# Bytes that the driver takes of a card after planning: modules of kernels, instances of graphs.
+# GPU memory of the driver after planning: kernel modules, graph instances.
 DRIVER = 256 << 20
-# What threads that read take of the host's budget: buffers of at most 8 MiB and some pages in all,
-# while loading a draft model and while layers come from the disk.
+# Host memory of reader threads, while loading a draft model and while streaming from disk: buffers
+# of at most 8 MiB and some pages in all.
 READ_BUFFERS = 17 << 20
-# Part of the budget that the default context may take.
+# Maximum share of the budget for the default context.
 _CACHE_SHARE = 1 / 8
-# The default context is never shorter, however small the budget: a refusal is better than a model
-# that forgets at once.
+# Minimum of the default context: an error is better than a context too short to be useful.
 SHORTEST_CONTEXT = 256
 
 
@@ -60,7 +58,7 @@ class Sizes:
     non_layer_nbytes  bytes of the weights outside the layers
     dtype             of the weights
     view_nbytes       scratch bytes of products, e.g. a dequantised matrix
-    stand_in          bytes of a layer's copy, if these are the copies of a self-drafting target
+    stand_in          bytes of a layer's copy, for the copies of a self-drafting target
     link              sizes of the layers in transfer; None if equal
     experts           experts as separate blocks; None if experts are part of their layers
     divided           returns the sizes with experts as separate blocks; None to compute them from
@@ -133,7 +131,7 @@ class Sizes:
                 for tensor in stored
                 for part in tensor.tensors
             ).nbytes
-            view_nbytes = max(view_nbytes, *(one.scratch_nbytes(dtype) for one in stored))
+            view_nbytes = max(view_nbytes, *(matrix.scratch_nbytes(dtype) for matrix in stored))
         non_layer = sum(math.prod(shape) for _, shape in spec.non_layer_tensors()) * dtype.itemsize
         layers = tuple(nbytes[spec.layer_tensors(i)] for i in range(spec.n_layers))
         return cls(spec, layers, non_layer, dtype, view_nbytes)
@@ -157,7 +155,7 @@ def _expert_nbytes(sizes: Sizes, i: int) -> int:
 def _matrices(tensor: TensorShape) -> list[TensorShape]:
     """Split a tensor of all experts into the matrices that checkpoints store."""
     name, shape = tensor
-    if len(shape) != 3 or shape[1] == 1:  # of a convolution
+    if len(shape) != 3 or shape[1] == 1:  # a convolution
         return [tensor]
     return [TensorShape(f"{name}.{i}.weight", shape[1:]) for i in range(shape[0])]
 
@@ -194,9 +192,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan placement, context length and tree limits for memory budgets.
 
-    models  the target and the draft model
-    A mixture is planned with whole layers or with experts as separate blocks, whichever moves fewer
-    bytes in plain decoding.
+    models  target and draft model
+
+    A mixture has whole layers, or experts as separate blocks. The division with fewer bytes per
+    plain decoding pass is used.
     Raises CapacityError if the budgets are too small, UnsupportedModelError if the target cannot
     draft for itself.
     """
@@ -254,7 +253,7 @@ def _plan_layers(
     asked = config.max_model_len
     if drafting.type.resources.is_self_draft and not target.spec.supports_self_draft:
         problem = f"a model of type {target.spec.family} cannot draft for itself"
-        raise UnsupportedModelError(problem, change="take another --drafter")
+        raise UnsupportedModelError(problem, change="use another --drafter")
     if asked is not None and asked > limit:
         raise CapacityError(
             "--max-model-len",
@@ -300,14 +299,13 @@ def _plan_layers(
 
 @dataclass(frozen=True)
 class _Memory:
-    """Divides a budget between the layers of a target and its keys and values, by `max_len` tokens
-    of all sequences together.
+    """Divide a budget between the layers of a target and its keys and values.
 
-    A resident layer saves its bytes in every pass. A row of keys and values that is resident in all
-    layers saves its bytes in passes whose context has come that far, so byte for byte never more,
-    and less where rows beyond are in fp8 or out of a window. So as many layers as fit come first;
-    rows get what they leave, which is less than a layer, or all there is where no layer is
-    streamed. But where all rows fit beside the slots for layers, all are on the device.
+    `max_len` counts the tokens of all sequences together. A resident layer saves its bytes in every
+    pass. A resident KV row saves its bytes only after the context reaches it. The row saves less if
+    offloaded rows are in fp8 or outside a window. Layers therefore have priority. KV rows use the
+    rest, less than a layer if layers are streamed. If all KV rows fit beside the slots for layers,
+    all stay on the device.
     """
 
     config: EngineConfig
@@ -322,7 +320,7 @@ class _Memory:
         spec = self.target.spec
         n = self.config.max_num_seqs
         reserved = reserved_memory(self.target, self.draft, self.dtype, max_len, n_nodes, n)
-        # Besides the views a layer's rows, and about as much again, while some of them are chosen.
+        # Selecting rows for a view needs a layer's rows, and about as many bytes again.
         n_rows = _view_rows(self.view_rows, max_len, n_nodes) + 2 * max_len // spec.n_layers
         views = n_rows * spec.kv_nbytes(self.dtype.itemsize) if self.view_rows else 0
         reserved = replace(reserved, draft=reserved.draft + views, libraries=self.budget.libraries)
@@ -332,14 +330,14 @@ class _Memory:
             else reserved
         )
 
-    def _graphs(self, others: int, n_nodes: int) -> int:
+    def _graphs(self, reserved_nbytes: int, n_nodes: int) -> int:
         """Return the bytes of captured passes: draft passes, and target passes if resident."""
         draft = self.draft
         target = replace(self.target, dtype=self.dtype)
         drafts = (draft,) if draft and draft.spec.supports_graphs else ()
         both = _graphs_nbytes((*drafts, target), n_nodes)
         is_captured = target.spec.supports_graphs and self.config.pipeline == 1
-        fits = others + both + sum(target.layer_nbytes) <= self.budget.device
+        fits = reserved_nbytes + both + sum(target.layer_nbytes) <= self.budget.device
         return both if is_captured and fits else _graphs_nbytes(drafts, n_nodes)
 
     def divided(self, max_len: int, n_nodes: int) -> ReservedMemory:
@@ -352,25 +350,25 @@ class _Memory:
         They do if they fit, or if offloading saves nothing.
         """
         whole = self.whole(max_len, n_nodes)
-        most = self.config.kv_nbytes
-        may = most is None or whole.cache <= most
-        # caches beyond the device, and views of a cache, know its attention alone
+        kv_limit = self.config.kv_nbytes
+        may_fit = kv_limit is None or whole.cache <= kv_limit
+        # Attention inside transformers' code reads neither offloaded rows nor views.
         if not self.target.spec.supports_offloaded_kv:
             return True
-        return (may and self._least(whole) <= self.budget.device) or (
+        return (may_fit and self._least(whole) <= self.budget.device) or (
             whole.cache <= self.divided(max_len, n_nodes).cache
         )
 
     def place(self, max_len: int, n_nodes: int) -> Plan:
         """Return the placement. Raises CapacityError if the budgets are too small."""
         is_whole = self.fits_whole(max_len, n_nodes)
-        most = self.config.kv_nbytes
+        kv_limit = self.config.kv_nbytes
         needed = (self.whole if is_whole else self.divided)(max_len, n_nodes)
-        if most is not None and most < needed.cache:
+        if kv_limit is not None and kv_limit < needed.cache:
             need = f"{format_size(needed.cache)} ({needed.cache} bytes) at least"
             change = "raise it, or lower --max-model-len or --tree-size"
             raise CapacityError(
-                "--kv-memory is too small", need=need, have=format_size(most), change=change
+                "--kv-memory is too small", need=need, have=format_size(kv_limit), change=change
             )
         if is_whole:
             plan = place_layers(self.target.layer_nbytes, needed, self.budget, self.target.link)
@@ -380,10 +378,10 @@ class _Memory:
                 else with_expert_slots(plan, self.target.experts)
             )
         split = self._split(max_len, n_nodes)
-        if most is None:
+        if kv_limit is None:
             spare = self.budget.device - self._place(max_len, split).device_nbytes
-        else:  # rows before layers, as they were asked for
-            spare = max(min(most - needed.cache, self.budget.device - self._least(needed)), 0)
+        else:  # an explicit KV budget has priority over layers
+            spare = max(min(kv_limit - needed.cache, self.budget.device - self._least(needed)), 0)
         n_on_device = split.n_on_device + spare // self.target.spec.kv_nbytes(self.dtype.itemsize)
         return self._place(max_len, replace(split, n_on_device=min(n_on_device, split.n_rows)))
 
@@ -429,7 +427,7 @@ def reserved_memory(
     spec = target.spec
     hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
     rows = min(CHUNK_ROWS, max_len + n_nodes)
-    # Hidden states that a head takes, what it makes of them, and a copy of that in its first pass.
+    # Input of a head, its output, and a copy of the output in its first pass.
     tapped = hidden // 2 * (len(draft.spec.taps) + 2) if draft and draft.spec.taps else 0
     return ReservedMemory(
         non_layer=target.non_layer_nbytes,
@@ -446,8 +444,8 @@ def reserved_memory(
 
 def _cache_nbytes(spec: Architecture, n_rows: int, n_nodes: int, itemsize: int, n: int) -> int:
     """Return the bytes of KV rows and recurrent states of n sequences, including tree rows."""
-    of_nodes = n_nodes * sum(one.row_nbytes(itemsize) for one in spec.state_shapes)
-    return (n_rows + n * state_rows(spec, itemsize)) * spec.kv_nbytes(itemsize) + of_nodes
+    tree_nbytes = n_nodes * sum(shape.row_nbytes(itemsize) for shape in spec.state_shapes)
+    return (n_rows + n * state_rows(spec, itemsize)) * spec.kv_nbytes(itemsize) + tree_nbytes
 
 
 def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int, n: int) -> int:
@@ -456,11 +454,10 @@ def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int, n: 
     cache = _cache_nbytes(
         draft.spec, draft_rows(max_len, n_nodes), ROWS_PER_NODE * n_nodes, itemsize, n
     )
-    # Noise, its order and a copy of the distribution, of float32, for one level; and the
-    # distributions of all nodes.
+    # float32 noise, its order and a copy of the distribution for a level; all nodes' distributions.
     draft_probs = n_nodes * vocab_size * 4 * 4
     scratch = draft.view_nbytes + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize)
-    if draft.spec.taps:  # a part of a prompt, and what all rows of a tree take of their parents
+    if draft.spec.taps:  # a chunk of a prompt, and the parent states of all tree rows
         rows = CHUNK_ROWS + ROWS_PER_NODE * n_nodes
         scratch += (
             draft.spec.scratch_nbytes(rows, 0, itemsize)
@@ -474,10 +471,12 @@ def _graphs_nbytes(models: Sequence[Sizes], n_nodes: int) -> int:
     n = max_captured_rows(n_nodes)
     itemsizes = [model.dtype.itemsize for model in models]
     pools = (
-        one.view_nbytes + one.spec.scratch_nbytes(n, n, size)
-        for one, size in zip(models, itemsizes, strict=True)
+        model.view_nbytes + model.spec.scratch_nbytes(n, n, size)
+        for model, size in zip(models, itemsizes, strict=True)
     )
-    logits = (n * one.spec.vocab_size * size for one, size in zip(models, itemsizes, strict=True))
+    logits = (
+        n * model.spec.vocab_size * size for model, size in zip(models, itemsizes, strict=True)
+    )
     return max(pools, default=0) + sum(logits)
 
 

@@ -1,6 +1,4 @@
-"""Measures what the machine can do: how its disk likes to be read, and how fast the device reads
-weights.
-"""
+"""Measurements of the machine: disk read settings, transfer rates, compute times."""
 
 import hashlib
 import os
@@ -50,21 +48,20 @@ _PASSES = "passes.json"
 _PASSES_VERSION = 2
 _REPEATS = 2
 _EXPERTS = "experts.json"
-# Of a pass; a cache that says anything else is damaged, and numbers of other sizes overflow in what
-# follows from them.
+# Valid seconds of a pass. Cached values outside are damage and would overflow later arithmetic.
 _SHORTEST_S = 1e-9
 _LONGEST_S = 1e6
-# Remembered times are measured anew when they are off by this much.
+# Cached times are measured again if they differ from the current time by this factor.
 _STALE = 1.3
-# A setting must win by this much before it displaces the first: less is noise on a shared disk.
+# A setting replaces the first only if faster by this factor: less is noise on a shared disk.
 _MARGIN = 1.05
 
 
 def read_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
-    """The best way to read these blocks, measured once for each disk and remembered."""
+    """Return the fastest read settings for these blocks, measured once per disk and cached."""
     disk = str(layers[0].tensors[0].path.stat().st_dev)
     known = read_cached(_CACHE, _VERSION)
-    for settings in _CANDIDATES:  # anything else was not measured by this program
+    for settings in _CANDIDATES:  # ignore cached settings of other versions
         if known.get(disk) == [settings.request_nbytes, settings.n_parallel]:
             return settings
     best = _measure_settings(layers[:2])
@@ -73,7 +70,7 @@ def read_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
 
 
 def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
-    """GB/s at which a tier delivers, reading whole blocks one after the other for about so long."""
+    """Measure the GB/s of a tier by reading whole blocks in turn for about `seconds`."""
     block = host_block(max(tier.layout(i).nbytes for i in range(n_layers)))
     started = time.perf_counter()
     nbytes = 0
@@ -87,9 +84,7 @@ def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
 
 
 def disk_gbps(folder: Path, nbytes: int = 128 << 20) -> float:
-    """GB/s of the disk that a folder is on, by a file that is written there and read. Raises
-    OSError.
-    """
+    """Measure the GB/s of a folder's disk by writing and reading a file. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile(dir=folder) as file:
         file.write(os.urandom(nbytes))
@@ -100,15 +95,15 @@ def disk_gbps(folder: Path, nbytes: int = 128 << 20) -> float:
 
 
 def beyond_caches(device: torch.device) -> int:
-    """Bytes of which the device's caches hold little, and at most a quarter of what is free."""
+    """Return a size far above the device's caches, at most a quarter of the free memory."""
     if device.type == "cuda":
-        # the cache of a 4090 holds 72 MB
+        # the L2 cache of an RTX 4090 has 72 MB
         return min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)
     return min(max(256 << 20, 4 * cache_nbytes()), memory_free() // 4)
 
 
 def memory_gbps(dtype: torch.dtype, device: torch.device, n_rows: int = 1) -> float:
-    """GB/s at which the device reads a matrix in a product with one vector, or several."""
+    """Measure the GB/s of reading a matrix in a product with `n_rows` vectors."""
     width = 4096
     matrix = torch.ones(
         beyond_caches(device) // dtype.itemsize // width // n_rows,
@@ -133,7 +128,7 @@ def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device)
 
 
 def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
-    """GB/s at which a GPU copies pinned memory of the host."""
+    """Measure the GB/s of copies from pinned host memory to a GPU."""
     source = host_block(nbytes)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     with staying_near(cpus_near(device)):
@@ -147,13 +142,14 @@ def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
 
 
 def timed(device: torch.device, work: Callable[[], object], n_times: int = 3) -> list[float]:
-    """Seconds of some work each time, by the device's own clock where it is a card, after a first
-    time that is not counted.
+    """Measure the seconds of each repetition, after a warm-up.
+
+    On a GPU, events measure the time.
     """
     seconds = []
     for _ in range(1 + n_times):
         if device.type == "cuda":
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch gives it no types
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record()
             work()
@@ -170,12 +166,11 @@ def timed(device: torch.device, work: Callable[[], object], n_times: int = 3) ->
 def pass_profile(
     runner: Runner, moved: PassBytes, rows: tuple[int, int], disk: Tier | None = None
 ) -> MachineProfile:
-    """What passes of a loaded model cost: computing is remembered for each machine, model and
-    dtype, the link measured.
+    """Measure the cost of passes of a loaded model.
 
-    rows  the most rows of a pass and the longest context
-    disk  its layers, by which the disk is measured where no layer but keys and values come from
-          there, or experts on disk
+    Compute times are cached per machine, model and dtype. The link is measured in each run.
+    rows  maximum rows of a pass, and maximum context
+    disk  files of the layers, to measure a disk that holds only KV rows or experts
     """
     machine = (
         platform.machine(),
@@ -195,23 +190,26 @@ def pass_profile(
     rate = (
         runner.do(_arrival_gbps, max(nbytes for _, nbytes in moved.streamed)) if streamed else 0.0
     )
-    beside = {one.tier for one in (moved.rows, moved.experts) if one is not None}
-    is_asked = beside and (not rate or moved.disk_experts is not None)
-    of_disk = link_gbps(disk, runner.spec.n_layers) if disk is not None and is_asked else 0.0
-    if beside:
-        streamed |= beside
+    other_tiers = {part.tier for part in (moved.rows, moved.experts) if part is not None}
+    needs_disk_rate = other_tiers and (not rate or moved.disk_experts is not None)
+    disk_rate = 0.0
+    if disk is not None and needs_disk_rate:
+        disk_rate = link_gbps(disk, runner.spec.n_layers)
+    if other_tiers:
+        streamed |= other_tiers
         if not rate:
-            rate = upload_gbps(runner.device) if runner.device.type == "cuda" else of_disk
+            rate = upload_gbps(runner.device) if runner.device.type == "cuda" else disk_rate
     links = dict.fromkeys(sorted(streamed), rate) | (
-        {"disk": of_disk} if moved.disk_experts is not None else {}
+        {"disk": disk_rate} if moved.disk_experts is not None else {}
     )
-    at_rate = moved.computed / compute.seconds[0][0] / 1e9
-    return MachineProfile("this machine", True, tuple(links.items()), at_rate, 0.0, compute)
+    compute_gbps = moved.computed / compute.seconds[0][0] / 1e9
+    return MachineProfile("this machine", True, tuple(links.items()), compute_gbps, 0.0, compute)
 
 
 def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
-    """What earlier runs learned of the experts of a checkpoint in so many slots; what this one
-    learns is kept with `closes`.
+    """Read the cached expert statistics of a checkpoint for `n_slots` slots.
+
+    `closes` saves the statistics of this run.
     """
     key = hashlib.sha256(repr((target, n_slots)).encode()).hexdigest()[:24]
     try:
@@ -225,37 +223,37 @@ def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
 
 
 def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:
-    """GB/s at which layers come in while nothing is computed, all links together.
+    """Measure the GB/s of streaming without computation, all links together.
 
-    nbytes  of all that are streamed, as they cross the link By the clock, for a meter of events
-            lags behind on a card. The first few layers may have come in already.
+    nbytes  transferred bytes of all streamed layers
+
+    The host clock measures, because a meter of events lags behind on a GPU. The first layers may
+    have been prefetched, so they do not count.
     """
     order = runner.streamer.order
     arrived = []
     seconds = 0.0
-    n_there = min(3, len(order) - 1)
+    n_prefetched = min(3, len(order) - 1)
     started = _now(runner)
     with closing(runner.streamer.sweep()) as sweep:
         for block in sweep if order else ():
             if block.i in order:
                 arrived.append(_now(runner))
-            if len(arrived) == n_there + n_layers:
+            if len(arrived) == n_prefetched + n_layers:
                 break
     if order:
-        begun = arrived[n_there - 1] if n_there else started
-        seconds = max(arrived[-1] - begun, 1e-9) * len(order) / (len(arrived) - n_there)
-    return nbytes / _of_all(runner, seconds) / 1e9
+        begun = arrived[n_prefetched - 1] if n_prefetched else started
+        seconds = max(arrived[-1] - begun, 1e-9) * len(order) / (len(arrived) - n_prefetched)
+    return nbytes / _all_stages_s(runner, seconds) / 1e9
 
 
-def _of_all(runner: Runner, seconds: float) -> float:
-    """Seconds of all stages of a model, one after the other, where this is one of them."""
+def _all_stages_s(runner: Runner, seconds: float) -> float:
+    """Return the sum over all pipeline stages; without a pipeline, the value itself."""
     return runner.ranks.total(seconds)[0] if isinstance(runner, PipelineRunner) else seconds
 
 
 def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> ComputeTimes | None:
-    """The times of a cache entry; None if there is none, or it cannot be times of these widths and
-    contexts.
-    """
+    """Read the times of a cache entry; None if missing or invalid for these widths and contexts."""
     try:
         seconds = np.array(entry, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -269,14 +267,15 @@ def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> 
 
 
 def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The widths and contexts that are timed."""
+    """Return the widths and contexts to measure."""
     widths = {1, *(n for n in (8, 32, 64, 128, 256, 512, 1024) if n < n_rows), n_rows}
     return tuple(sorted(widths)), (min(64, max_context), max(min(max_context, 2048), 65))
 
 
 def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
-    """Whether one width takes about as long as it did; the times may be of an hour in which others
-    used the machine.
+    """Return whether the current time of one width is close to the cached time.
+
+    The machine may have been busy during the cached measurement.
     """
     width = compute.widths[len(compute.widths) // 2]
     context = compute.contexts[0]
@@ -287,13 +286,13 @@ def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
 def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes:
     """Time passes of several widths, at a short and a long context.
 
-    Attention's share is linear in both, so the long context is timed at the least and the largest
-    width only.
+    The time of attention is linear in width and context. The long context therefore needs only the
+    smallest and the largest width.
     """
     widths, contexts = _grid(n_rows, max_context)
     passes = [
-        *((one, contexts[0]) for one in widths),
-        *((one, contexts[1]) for one in (widths[0], widths[-1])),
+        *((width, contexts[0]) for width in widths),
+        *((width, contexts[1]) for width in (widths[0], widths[-1])),
     ]
     seconds = seconds_of_passes(runner, passes)
     short = seconds[:-2]
@@ -305,16 +304,16 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
 
 
 def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list[float]:
-    """Seconds of passes for which no layer is waited: replayed ones, or all layers, each as slow as
-    the first of its kind.
+    """Measure the seconds of passes without waits for layers.
 
-    passes  rows of each, and the context before
+    Captured passes are replayed. Otherwise the first layer of each kind is measured and multiplied.
+    passes  rows and previous context of each pass
     """
     seconds = [0.0] * len(passes)
     spec = runner.spec
     cache = runner.new_cache(max(map(sum, passes)) + 1, is_alone=True)
-    # Layers with experts and without; others may need what layers before them leave behind, and
-    # cannot be timed alone.
+    # Two kinds: layers with and without experts. Later layers may depend on state of earlier
+    # layers, and cannot run alone.
     mixed = spec.mixture.layers if spec.mixture else ()
     n_left = Counter(i in mixed for i in range(spec.n_layers))
     with closing(runner.streamer.sweep()) as sweep:
@@ -324,23 +323,23 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
                 # Room for the root and one level: learned position tables end at max_positions.
                 n_before = min(context, spec.max_positions - 2)
                 runner.assume_context(cache, n_before)
-                # Different tokens, which a mixture sends to different experts.
+                # Different tokens, because a mixture routes them to different experts.
                 tokens = torch.arange(width) % spec.vocab_size
                 step = Step(cache, tokens, Topology.star(width), width, n_before)
                 if not runner.replays(step):
-                    of_layer, of_head = _seconds_of_parts(runner, block, step)
-                    seconds[at] += n_alike * of_layer + (0.0 if n_left else of_head)
+                    layer_s, head_s = _seconds_of_parts(runner, block, step)
+                    seconds[at] += n_alike * layer_s + (0.0 if n_left else head_s)
                 elif not n_left:
                     seconds[at] = _seconds_replayed(runner, step)
             if not n_left:
                 break
     runner.free_cache(cache)
-    return [_of_all(runner, one) for one in seconds]
+    return [_all_stages_s(runner, pass_s) for pass_s in seconds]
 
 
 def _seconds_replayed(runner: Runner, step: Step) -> float:
     moments = []
-    for _ in range(_REPEATS + 3):  # the first runs as it is, the second is captured
+    for _ in range(_REPEATS + 3):  # the first pass is eager, the second is captured
         moments.append(_now(runner))
         runner.forward([step])
         runner.discard(step.cache)
@@ -349,7 +348,7 @@ def _seconds_replayed(runner: Runner, step: Step) -> float:
 
 @torch.inference_mode()
 def _seconds_of_parts(runner: Runner, block: LayerView, step: Step) -> list[float]:
-    """Seconds of a layer, and of the head."""
+    """Measure the seconds of a layer, and of the head."""
     best = [float("inf"), float("inf")]
     alone = copy(runner)
     if isinstance(runner.spec, ModelPart):

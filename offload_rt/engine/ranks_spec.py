@@ -195,7 +195,9 @@ class RanksSpec:
         """Choose the draft placement with the fastest step on the slowest rank.
 
         fit  returns this rank's memory plan, or raises CapacityError
-        Options without disk traffic come first. A step drafts the deepest tree with equal levels.
+
+        Options without disk traffic have priority. A step drafts the deepest tree, with equal
+        levels.
         """
         assert self.ranks is not None, "a single process has a single option"
         choices = self._common_choices(options, fit)
@@ -272,7 +274,7 @@ class RanksSpec:
         if read < 1.1 * needed:
             return ""
         return (
-            "layers are read from the disk with what lies between a rank's parts, in"
+            "layers are read from the disk with gaps between a rank's parts, in"
             f" {read / needed:.1f} times their bytes;"
             f" offload-rt convert{convert_flags(self.ranks.size, self.is_exact)} writes files"
             " without it"
@@ -289,7 +291,7 @@ class RanksSpec:
     def compute_together(self, objects: Sequence[Any], closes: ExitStack) -> None:
         """Repeat rank 0's calls on the sharded objects of further ranks, until `closes` ends.
 
-        Further ranks serve these calls here and then exit.
+        Further ranks serve these calls until then, and exit.
         """
         ranks = self.ranks
         if ranks is None:
@@ -333,9 +335,11 @@ def _held_nbytes(sizes: Sizes, parts: Sequence[range], n_rows: int, dtype: DType
 
 def _total_pass_bytes(plan: Plan, ranks: Ranks) -> PassBytes:
     """Sum the traffic of all pipeline stages."""
-    own = plan.pass_bytes
-    tiers, nbytes_streamed = zip(*own.streamed, strict=True)
-    *streamed, computed, ahead = map(int, ranks.total(*nbytes_streamed, own.computed, own.ahead))
+    stage = plan.pass_bytes
+    tiers, nbytes_streamed = zip(*stage.streamed, strict=True)
+    *streamed, computed, ahead = map(
+        int, ranks.total(*nbytes_streamed, stage.computed, stage.ahead)
+    )
     touched = plan.touched
     tier = "host" if plan.budget.has_card else "disk"
     per_layer: tuple[float, ...] = (0,) * 5
@@ -378,7 +382,7 @@ def _compute_times(
     target: TargetSpec, model: TensorParallelModel, n_nodes: int, product_gbps: Sequence[float]
 ) -> ComputeTimes:
     """Compute times of a sharded model: products at given rates, and measured exchanges."""
-    exchanges = Counter(one for i in range(model.n_layers) for one in model.exchanges(i))
+    exchanges = Counter(exchange for i in range(model.n_layers) for exchange in model.exchanges(i))
     widths = sorted({1, n_nodes})
     dtype = target.dtype.torch
     seconds = list[float]()
@@ -387,7 +391,7 @@ def _compute_times(
         width_s = transfer_s(n_weights * dtype.itemsize, gbps)
         for (adds, width), n in sorted(exchanges.items()):
             x = torch.zeros(n_rows, width, dtype=dtype, device=target.device)
-            exchange = model.ranks.all_reduce if adds else model.ranks.all_gather
-            width_s += n * min(profile.timed(target.device, partial(exchange, x)))
+            collective = model.ranks.all_reduce if adds else model.ranks.all_gather
+            width_s += n * min(profile.timed(target.device, partial(collective, x)))
         seconds.append(width_s)
     return ComputeTimes(tuple(widths), (0,), (tuple(seconds),))

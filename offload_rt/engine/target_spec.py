@@ -122,8 +122,9 @@ class TargetSpec:
         n_on_disk = plan.tiers.count("disk")
         if self.link.encodes and n_on_disk:
             raise CapacityError(
-                "layers that stay on the disk are not encoded as they are loaded",
-                have=f"{n_on_disk} of them",
+                "--link-format lossless without a sidecar",
+                need="all layers in memory",
+                have=f"{n_on_disk} of {len(plan.tiers)} on disk",
                 change=(
                     "run offload-rt convert first, raise --host-memory, or use --link-format raw"
                 ),
@@ -256,7 +257,7 @@ def _encode(loader: Loader, stored: DiskTier, i: int, planned: int) -> PackedLay
     image = encode_layer(loader.reader(stored, i)(), stored.n_parallel)
     if len(image.block) > planned:
         raise CapacityError(
-            f"layer {i} shrinks less than a sample of it",
+            f"layer {i} shrinks less than its sample",
             need=format_size(len(image.block)),
             have=f"{format_size(planned)} planned",
             change="run offload-rt convert first, or use --link-format raw",

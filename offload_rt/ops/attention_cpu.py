@@ -73,7 +73,5 @@ def tree_attention(
         mask.window or 0,
     )
     arguments = _TreeAttention(*pointers, *sizes, scale, softcap or 0.0, cpu.DTYPES[q.dtype])
-    library.offload_rt_tree_attention(
-        ctypes.byref(arguments), n_threads or torch.get_num_threads()
-    )
+    library.offload_rt_tree_attention(ctypes.byref(arguments), n_threads or torch.get_num_threads())
     return out, lse

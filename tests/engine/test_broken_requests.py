@@ -91,7 +91,7 @@ def run(llm, several):
 
 def assert_released(llm):
     """Assert that no sequence runs and that no cache remains after a reset of the prefix cache."""
-    llm._of_engine._thread.submit(lambda: None).result()  # behind all that tasks have left it to do
+    llm._open_thread._thread.submit(lambda: None).result()  # after all queued tasks
     assert llm.engine.n_running == llm.engine.n_waiting == 0
     llm.engine.reset_prefix_cache()
     assert not llm.engine.runner._caches and not (llm.engine.draft and llm.engine.draft._caches)

@@ -560,21 +560,25 @@ def test_damaged_sidecar_is_reported_and_ignored(model, converted, tmp_path):
 @pytest.mark.parametrize(
     ("rates", "is_encoded", "figures"),
     [
-        (LinkRates(0.5, 5.0), True, "on a link of 0.50 GB/s and 0.20 s to decode, as it is 2.00 s"),
+        (
+            LinkRates(0.5, 5.0),
+            True,
+            "on a link of 0.50 GB/s and 0.20 s to decode; raw weights need 2.00 s",
+        ),
         (
             LinkRates(2.0, 2.0),
             False,
-            "on a link of 2.00 GB/s and 0.50 s to decode, as it is 0.50 s",
+            "on a link of 2.00 GB/s and 0.50 s to decode; raw weights need 0.50 s",
         ),
         (
             LinkRates(25.0, 300.0),
             True,
-            "on a link of 25.00 GB/s and 0.00 s to decode, as it is 0.04 s",
+            "on a link of 25.00 GB/s and 0.00 s to decode; raw weights need 0.04 s",
         ),
         (
             LinkRates(1.0, 3.0),
             False,
-            "on a link of 1.00 GB/s and 0.33 s to decode, as it is 1.00 s",
+            "on a link of 1.00 GB/s and 0.33 s to decode; raw weights need 1.00 s",
         ),
     ],
 )
@@ -588,7 +592,7 @@ def test_auto_uses_a_sidecar_if_measured_faster(
         assert (
             bool(spec.target.link.sidecar) == isinstance(spec.files.disk, SidecarTier) == is_encoded
         )
-        how = "read encoded" if is_encoded else "read as they are, not from the sidecar"
+        how = "read encoded" if is_encoded else "read raw, not from the sidecar"
         (line,) = spec.notice.splitlines()
         assert how in line and figures in line
     with LLM.open(EngineConfig(str(model), link_format="lossless", **settings)) as unloaded:

@@ -627,7 +627,7 @@ def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
     convert_for_ranks(path, size=4)
     said, other = sorted(notices(path))
     assert (
-        said == f"weights cross the link as they are: no sidecar in {path}/raw-2/rank-0: has"
+        said == f"weights are transferred raw: no sidecar in {path}/raw-2/rank-0: has"
         " lossless-2-exact, lossless-4; run offload-rt convert --ranks 2 first, or use"
         " --link-format raw"
     )
@@ -701,7 +701,7 @@ def test_disk_layers_are_divided_in_the_faster_way(
             return llm.spec.target.checkpoint.spec.is_exact, llm.spec.notice
 
     vain = (
-        "read from the disk with what lies between a rank's parts, in 1.3 times their bytes;"
+        "read from the disk with gaps between a rank's parts, in 1.3 times their bytes;"
         " offload-rt convert --ranks 2"
     )
     for chosen, notice in together(2, work):

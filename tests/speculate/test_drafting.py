@@ -407,10 +407,10 @@ def test_trees_shrink_with_little_memory(zoo):
     sizes = []
     for budget in (450_000, 1_000_000, 4_000_000, 1_000_000_000):
         drawn_up = engine_plan(pair, draft_model=str(pair.draft), device_memory=budget)
-        sizes.append(drawn_up.limits.n_nodes)
+        sizes.append(drawn_up.memory.limits.n_nodes)
         assert drawn_up.plan.device_nbytes <= budget
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1] == 1024
-    assert engine_plan(pair, draft_model=str(pair.draft), tree_depth=3).limits.n_levels == 3
+    assert engine_plan(pair, draft_model=str(pair.draft), tree_depth=3).memory.limits.n_levels == 3
 
 
 # What is refused

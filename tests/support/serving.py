@@ -141,7 +141,7 @@ def engine_held(llm: LLM) -> Iterator[None]:
         is_held.set()
         may_go_on.wait()
 
-    llm._of_engine._thread.submit(hold)
+    llm._open_thread._thread.submit(hold)
     assert is_held.wait(60)
     try:
         yield
