@@ -16,7 +16,7 @@ from offload_rt.errors import SettingsError
 
 # A request by its index within its call, and its next piece.
 IndexedPiece = tuple[int, Piece]
-_Put = Callable[[IndexedPiece | Exception], None]
+_Put = Callable[[IndexedPiece | BaseException], None]
 
 
 class _Member(NamedTuple):
@@ -50,7 +50,7 @@ class EngineThread:
 
     def pieces(self, requests: Sequence[Request]) -> Generator[IndexedPiece, None, None]:
         """Run requests and yield their pieces. Closing the iterator aborts them."""
-        arrivals: SimpleQueue[IndexedPiece | Exception] = SimpleQueue()
+        arrivals: SimpleQueue[IndexedPiece | BaseException] = SimpleQueue()
         n_left = len(requests)
         self._submit(partial(self._join, requests, arrivals.put))
         try:
@@ -66,11 +66,11 @@ class EngineThread:
 
     async def apieces(self, requests: Sequence[Request]) -> AsyncGenerator[IndexedPiece, None]:
         """`pieces` for asyncio. Leaving does not wait for the step in progress."""
-        arrivals: asyncio.Queue[IndexedPiece | Exception] = asyncio.Queue()
+        arrivals: asyncio.Queue[IndexedPiece | BaseException] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         n_left = len(requests)
 
-        def put(arrival: IndexedPiece | Exception) -> None:
+        def put(arrival: IndexedPiece | BaseException) -> None:
             loop.call_soon_threadsafe(arrivals.put_nowait, arrival)
 
         self._submit(partial(self._join, requests, put))
@@ -120,35 +120,37 @@ class EngineThread:
             return
         try:
             self.engine.step()
-        except Exception as error:  # callers raise it
+        except BaseException as error:  # callers raise it
             self._fail(error)
         for request in list(self._running):
             try:
                 for piece in request.pieces():
                     self._put(request, piece)
-            except Exception as error:  # the caller raises it
+            except BaseException as error:  # the caller raises it
                 self._put(request, error)
         self._submit(self._step)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         for request in list(self._running):
             self._put(request, error)
 
-    def _put(self, request: Request, arrival: Piece | Exception) -> None:
+    def _put(self, request: Request, arrival: Piece | BaseException) -> None:
         """Queue a piece or an error. The last piece and an error end the request."""
         member = self._running.get(request)
         if member is None:  # an earlier piece has ended it
             return
-        is_last = isinstance(arrival, Exception) or arrival.output is not None
+        is_last = isinstance(arrival, BaseException) or arrival.output is not None
         try:
-            member.put(arrival if isinstance(arrival, Exception) else (member.position, arrival))
+            member.put(
+                arrival if isinstance(arrival, BaseException) else (member.position, arrival)
+            )
         except RuntimeError:  # the event loop of the call is closed
             is_last = True
         if is_last:
             self._leave([request])
 
 
-def _raised(arrival: IndexedPiece | Exception) -> IndexedPiece:
-    if isinstance(arrival, Exception):
+def _raised(arrival: IndexedPiece | BaseException) -> IndexedPiece:
+    if isinstance(arrival, BaseException):
         raise arrival
     return arrival

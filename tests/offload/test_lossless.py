@@ -748,7 +748,7 @@ def test_unsupported_lossless_settings_are_reported(model, converted, monkeypatc
     with fake_gpu(monkeypatch, has_kernels=True):
         place = settings | {"link_format": "lossless"}
         place["device_memory"] = budget(model, device="cuda", link_format="lossless")
-        with pytest.raises(OffloadError, match="stay on the disk"):
+        with pytest.raises(OffloadError, match="of 6 on disk"):
             LLM.open(EngineConfig(str(model), host_memory="18MB", **place))
     quantised = SimpleNamespace(name="awq", notice="")
     monkeypatch.setattr(

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -662,13 +663,12 @@ def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
 def test_convert_reports_unsupported_formats(tmp_path, capfd):
     path, _ = quantised(tmp_path, "Q8_0")
     for flags, words in (
-        ([], "quantised weights do not "
-             "shrink"), (["--ranks", "2", "--link-format", "lossless"], "do not shrink"),
-        (["--link-format", "raw"], "give "
-                                   "--ranks"), (["--ranks", "1"], "two "
-                                                                  "ranks"),
-                                                                  (["--ranks", "3"], "128 outputs"),
-    ):  # fmt: skip
+        ([], "quantised weights do not shrink"),
+        (["--ranks", "2", "--link-format", "lossless"], "do not shrink"),
+        (["--link-format", "raw"], "add --ranks"),
+        (["--ranks", "1"], "at least 2"),
+        (["--ranks", "3"], "128 outputs"),
+    ):
         assert convert.main(["--model", str(path), *flags]) == 2
         assert words in capfd.readouterr().err
 
@@ -844,14 +844,14 @@ def test_ranks_capture_and_replay_the_same_passes(pair, monkeypatch, fails):
     refuses = {"": (), "at first": range(3), "always": range(10**6)}[fails]
     make = loader.Loader.runner
 
-    def capture(compute: Callable[[], None]) -> Callable[[], None]:
-        log, of = logs[MINE.ranks.rank], compute.__self__  # type: ignore[attr-defined]
+    def capture(rank: int, compute: Callable[[], None]) -> Callable[[], None]:
+        log, of = logs[rank], compute.__self__  # type: ignore[attr-defined]
         if not isinstance(of, GraphPass):  # what rank 0 makes of logits
             return compute
         what = len(of._logits)
         n = [one for one, _ in log].count("capture")
         log.append(("capture", what))
-        if MINE.ranks.rank == 1 and n in refuses:
+        if rank == 1 and n in refuses:
             raise torch.OutOfMemoryError
 
         def replay() -> None:
@@ -862,7 +862,8 @@ def test_ranks_capture_and_replay_the_same_passes(pair, monkeypatch, fails):
 
     def runner(*given: Any) -> Runner:
         found = make(*given)
-        found.use_graphs(GraphShape(64, 512, 128), capture, 1.0)
+        # Rank 0 captures in its engine thread.
+        found.use_graphs(GraphShape(64, 512, 128), partial(capture, MINE.ranks.rank), 1.0)
         return found
 
     monkeypatch.setattr(loader.Loader, "runner", runner)
