@@ -6,7 +6,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 python=$root/.venv/bin/python
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"$python" -m build --outdir "$work/dist" "$root"
+"$python" -m build --outdir "$work/dist" "$root" > "$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$work/site" "$work"/dist/*.whl
 # PYTHONPATH precedes the editable install of the repository.
 cd "$work"
