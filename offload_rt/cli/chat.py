@@ -121,7 +121,7 @@ class _Chat:
             else:
                 self._answer(self.conversation.ask(line))
         except OffloadError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error.for_command_line}", file=sys.stderr)
 
     def _answer(self, messages: list[Message]) -> None:
         """Print the answer to messages whose last one is the user's.

@@ -82,9 +82,8 @@ def _convert(flags: Namespace) -> None:
         else (part_of(checkpoint, i, n, settings.exact_parallel) for i in range(n))
     ):
         directory = sidecar_of(part, settings.sidecar, kind)
-        with loading_bar(
-            Console(stderr=True), "encoded" if kind == "lossless" else "written"
-        ) as bar:
+        verb = "encoded" if kind == "lossless" else "written"
+        with loading_bar(Console(stderr=True), verb, next_phase=None) as bar:
             raw, encoded = write_sidecar(part, directory, bar, kind == "raw")
         print(
             f"{directory}: {encoded / 1e9:.2f} GB for {raw / 1e9:.2f} GB of layers,"
