@@ -96,6 +96,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "plan": ([], True),
     "json": ([], True),
     "quiet": ([], True),
+    "verbose": ([], True),
     "show_tree": ([], True),
     "baseline": ([], True),
     "trace": (["out.json"], "out.json"),

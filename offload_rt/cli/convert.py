@@ -33,14 +33,19 @@ class ConvertSettings:
     offline: bool = setting(False, "use only files in the hub cache")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    parser = Parser(
+def new_parser() -> Parser:
+    """Return the parser of the command."""
+    return Parser(
         "offload-rt convert",
         "Write losslessly encoded weights for later runs.",
         ConvertSettings,
         examples=("offload-rt convert DIR", "offload-rt convert DIR --ranks 2"),
     )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = new_parser()
     return exit_code(lambda: _convert(parser.parse_args(arguments)))
 
 

@@ -144,14 +144,11 @@ class _Progress:
             )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    show_any_text()
-    so_far = _Progress()
-    text = "Generate from a model larger than device memory."
-    parser = Parser(
+def new_parser() -> Parser:
+    """Return the parser of the command."""
+    return Parser(
         "offload-rt run",
-        text,
+        "Generate from a model larger than device memory.",
         EngineConfig,
         RunSettings,
         TemplateSettings,
@@ -162,6 +159,13 @@ def main(arguments: list[str] | None = None) -> int:
             " --prompt-file prompt.txt --chat",
         ),
     )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    show_any_text()
+    so_far = _Progress()
+    parser = new_parser()
     return exit_code(lambda: _run(parser.parse_args(arguments), so_far), so_far.tell_rest)
 
 

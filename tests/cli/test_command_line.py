@@ -518,6 +518,24 @@ def test_script_lists_its_verbs(capfd):
     assert all(verb in out for verb in ("run", "plan", "calibrate", "report"))
 
 
+def test_bash_completes_verbs_flags_and_choices(capfd, tmp_path):
+    assert cli_main.main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capfd.readouterr().out)
+    typed = ["ca", "run --device-m", "plan DIR --sweep ", "chat --hide"]
+    for line, expected in zip(
+        typed, ["calibrate", "--device-memory", "ram memory", "--hide-thinking"], strict=True
+    ):
+        words = line.split(" ")
+        program = (
+            f"source {tmp_path / 'script'}; COMP_WORDS=(offload-rt {line});"
+            f" COMP_CWORD={len(words)};"
+            ' COMP_WORDS[COMP_CWORD]="${COMP_WORDS[COMP_CWORD]-}"; _shtab_offload_rt;'
+            ' echo "${COMPREPLY[*]}"'
+        )
+        done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+        assert done.stdout.split() == expected.split(), line
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [(["rum"], "'run'"), ([], "VERB"), (["--model", "m", "run"], "VERB"), (["Run"], "'run'")],

@@ -655,7 +655,7 @@ def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
     content[record.start : record.stop] = bytes(record.stop - record.start)
     weights.write_bytes(content)
     assert all(
-        "is not layer 0 of this checkpoint; run offload-rt convert again" in one
+        "is not layer 0 of this checkpoint; run `offload-rt convert` again" in one
         for one in notices(path)
     )
 
