@@ -18,9 +18,8 @@ from offload_rt.ops.dequantize import (
     Weight,
     dequantize_blocks,
     dequantize_codes,
-    multiply_few_rows,
-    serves_few_rows,
 )
+from offload_rt.ops.few_rows import multiply_few_rows, serves_few_rows
 from offload_rt.system.files import read_cached, write_cached
 
 # Outputs that are widened to float32 at a time on a CPU without the library.
