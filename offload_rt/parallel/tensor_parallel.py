@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -327,7 +328,7 @@ class TensorParallelModel(ModelPart):
 
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
         """Return the complete model's activation bytes, plus gathered tensors."""
-        layers = (self.whole.layer_tensors(i) for i in range(self.n_layers))
+        layers = {self.whole.layer_tensors(i) for i in range(self.n_layers)}
         gathered = max(
             sum(
                 math.prod(shape) for name, shape in layer if _module(name) in self._gathered_tensors
@@ -454,6 +455,7 @@ def _is_attention(name: str) -> bool:
     return "attn" in name or "attention" in name
 
 
+@cache
 def _module(name: str) -> str:
     """Return a tensor's module name in the notation of plans."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name.rpartition(".")[0])

@@ -132,15 +132,17 @@ class BlockRecord:
             },
         )
 
-    def scratch_nbytes(self, dtype: DType) -> int:
+    def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
         """Return the bytes of the largest temporary copy for compute in `dtype`."""
         coded = {tensor.name for matrix in self.matrices.values() for tensor in matrix.tensors}
         plain = (
-            StoredTensor(record.key, record.shape, record.stored_dtype()).scratch_nbytes(dtype)
+            StoredTensor(record.key, record.shape, record.stored_dtype()).scratch_nbytes(
+                dtype, has_card
+            )
             for record in self.tensors
             if record.key not in coded
         )
-        quantised = (matrix.scratch_nbytes(dtype) for matrix in self.matrices.values())
+        quantised = (matrix.scratch_nbytes(dtype, has_card) for matrix in self.matrices.values())
         return max((*plain, *quantised), default=0)
 
 
