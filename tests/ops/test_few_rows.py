@@ -22,7 +22,7 @@ from offload_rt.packing import Packing
 KINDS = ("rows", "columns", "plain", "e2m1", "float8")
 
 
-@pytest.fixture(scope="module", params=["emulated", "card"])
+@pytest.fixture(scope="module", params=["emulated", pytest.param("card", marks=pytest.mark.cuda)])
 def kernels(request: pytest.FixtureRequest) -> tuple[Any, str]:
     """The ops by name, and the device of their tensors."""
     if request.param == "emulated":
