@@ -211,11 +211,16 @@ struct Float8 {
   }
 };
 
+// A number whose upper half is x in bfloat16, rounded to even.
+inline V rounding_to_bfloat16(V x) {
+  const VI bits = (VI)x;
+  return (V)(bits + 0x7fff + ((bits >> 16) & 1));
+}
+
 template <int dtype>
 inline V rounded(V x) {
   if constexpr (dtype == kBFloat16) {
-    const VI bits = (VI)x;
-    return (V)((bits + 0x7fff + ((bits >> 16) & 1)) & ~0xffff);
+    return (V)((VI)rounding_to_bfloat16(x) & ~0xffff);
   } else if constexpr (dtype == kFloat16) {
     Half halves[kLanes];
     store(halves, x);
@@ -680,8 +685,9 @@ void multiply_panel(const Matrix& m, const Order<X>& order, const X* x, int n_ro
 template <int M, Method method, typename X>
 void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
   constexpr int depth = kDepth<X>;
-  // As many sums as hide the latency of an addition, two outputs in turn.
-  constexpr int N = M == 1 ? 8 : M == 2 ? 4 : 2;
+  // As many sums as hide the latency of an addition, two outputs in turn; 64 tables at most stay in the L1 cache.
+  constexpr bool has_tables = method == kFloatTables || method == kShortTables;
+  constexpr int N = M == 1 ? (has_tables ? 4 : 8) : M == 2 ? 4 : 2;
   float totals[kPanelOuts * M];
   const Gathered gathered = gathered_in(scratch(kGatheredNbytes), first_out, depth);
   // The next outputs follow in memory.

@@ -95,7 +95,7 @@ inline int64_t block_offset(const Matrix& m, int64_t first) {
   }
 }
 
-// The bytes of 16 numbers that are exact in bfloat16, as `look_up` of AVX2 reads them.
+// The upper halves of 16 numbers, as `decode` of AVX2 reads them.
 #if LEVEL == 1
 inline void write_table(V first, V second, uint8_t* table) {
   const __m256i a = _mm256_srli_epi32((__m256i)first, 16), b = _mm256_srli_epi32((__m256i)second, 16);
@@ -157,7 +157,10 @@ inline void read_numbers(const void* from, int dtype, int64_t first, int n, floa
 
 template <Method method, int dtype>
 void write_group_tables(const Matrix& m, const Gathered& gathered, int64_t row, int64_t first, int n, Nibbles& to) {
-  const int group = static_cast<int>(smaller<int64_t>(m.block_in, kLongestBlock)), n_groups = (n + group - 1) / group;
+  // A power of two, or several kLongestBlock. Divisions take as long as a table.
+  const int group = static_cast<int>(smaller<int64_t>(m.block_in, kLongestBlock)), shift = __builtin_ctz(group);
+  const int n_groups = (n + group - 1) >> shift;
+  const int64_t first_group = m.block_in == group ? first >> shift : first / m.block_in;
   float own_scales[kMostTables + kLanes], own_zeros[kMostTables + kLanes];
   const float *scales = own_scales, *zeros = own_zeros;
   int stride = 1;
@@ -165,44 +168,58 @@ void write_group_tables(const Matrix& m, const Gathered& gathered, int64_t row, 
     scales = gathered.scales + row - gathered.first_out, zeros = gathered.zeros + row - gathered.first_out;
     stride = kPanelOuts;
   } else {
-    const int64_t place = row * m.grid_columns + first / m.block_in;
-    read_numbers(m.scales, m.scale_dtype, place, n_groups, own_scales);
-    for (int g = 0; g < n_groups; ++g) own_zeros[g] = zero_at(m, row, first / m.block_in + g);
+    read_numbers(m.scales, m.scale_dtype, row * m.grid_columns + first_group, n_groups, own_scales);
+    const float offset = static_cast<float>(m.offset);
+    for (int g = 0; g < n_groups; ++g)
+      own_zeros[g] = m.zeros == nullptr ? offset : zero_at(m, row, first_group + g);
   }
   const float* codes = table_of(m);
   for (int g = 0; g < n_groups; ++g) {
     const V scale = set1(scales[g * stride]), zero = set1(zeros[g * stride]);
-    const auto values = [&](int k) { return rounded<dtype>((load(codes + k) - zero) * scale); };
+    const auto values = [&](int k) { return (load(codes + k) - zero) * scale; };
 #if LEVEL == 1
     if constexpr (method == kShortTables) {
-      write_table(values(0), values(8), to.tables[g]);
+      write_table(rounding_to_bfloat16(values(0)), rounding_to_bfloat16(values(8)), to.tables[g]);
       continue;
     }
 #elif LEVEL >= 3
     if constexpr (method == kShortTables) {  // twice: the fifth bit of a place is another code's
-      BFloat16* table = reinterpret_cast<BFloat16*>(to.tables[g]);
-      store(table, values(0));
-      memcpy(table + 16, table, 32);
+      const V numbers = dtype == kFloat16 ? rounded<dtype>(values(0)) : values(0);
+      // Subnormal values become 0, as in `_mm512_dpbf16_ps`.
+      const __m512bh table = _mm512_cvtne2ps_pbh((__m512)numbers, (__m512)numbers);
+      memcpy(to.tables[g], &table, 64);
       continue;
     }
 #endif
     float* table = reinterpret_cast<float*>(to.tables[g]);
-    for (int k = 0; k < 16; k += kLanes) store(table + k, values(k));
+    for (int k = 0; k < 16; k += kLanes) store(table + k, rounded<dtype>(values(k)));
   }
-  to.tables_shift = __builtin_ctz(group / 64);
+  to.tables_shift = shift - 6;
 }
 
-// The scales and minima of a superblock of Q4_K.
-inline void scales_of_superblock(const uint8_t* b, float* scales, float* minima) {
+typedef float Floats __attribute__((vector_size(32)));
+
+// Write the scales and minima of the eight parts of a superblock of Q4_K from part i on.
+inline void write_superblock(const uint8_t* b, int i, Nibbles& to) {
   const uint32_t low = word_at(b + 4, 0), middle = word_at(b + 4, 1), high = word_at(b + 4, 2);
   const uint32_t words[4] = {low & 0x3f3f3f3f, (high & 0x0f0f0f0f) | (low >> 2 & 0x30303030), middle & 0x3f3f3f3f,
                              (high >> 4 & 0x0f0f0f0f) | (middle >> 2 & 0x30303030)};
   uint8_t codes[16];
   memcpy(codes, words, 16);
   float numbers[16];
-  for (int i = 0; i < 16; i += kLanes) store(numbers + i, Unsigned()(codes + i));
-  const float scale = half_at(b), minimum = half_at(b + 2);
-  for (int i = 0; i < 8; ++i) scales[i] = numbers[i] * scale, minima[i] = numbers[i + 8] * minimum;
+  for (int k = 0; k < 16; k += kLanes) store(numbers + k, Unsigned()(codes + k));
+  const float factors[2] = {half_at(b), -half_at(b + 2)};
+#pragma GCC unroll 2
+  for (int k = 0; k < 2; ++k) {
+    Floats all;
+    memcpy(&all, numbers + 8 * k, 32);
+    all *= factors[k];
+    // Two parts have the codes of 64 inputs: low nibbles of the first 32, high nibbles of the others.
+    const Floats of_low = __builtin_shuffle(all, Words{0, 0, 2, 2, 4, 4, 6, 6});
+    const Floats of_high = __builtin_shuffle(all, Words{1, 1, 3, 3, 5, 5, 7, 7});
+    memcpy((k ? to.minima : to.scales)[0] + i, &of_low, 32);
+    memcpy((k ? to.minima : to.scales)[1] + i, &of_high, 32);
+  }
 }
 
 // Convert the float16 numbers at the start of n blocks, eight at a time.
@@ -242,15 +259,7 @@ inline void write_scales(const Matrix& m, int64_t row, int64_t first, int n, Nib
       memcpy(to.minima[1], to.minima[0], 4 * n_parts);
       return;
     case kQ4_K:
-      for (int i = 0; i < n_parts; i += 8) {
-        float scales[8], minima[8];
-        scales_of_superblock(to.bytes + i / 8 * 144, scales, minima);
-        for (int j = 0; j < 8; ++j)
-          for (int half = 0; half < 2; ++half) {
-            to.scales[half][i + j] = scales[j / 2 * 2 + half];
-            to.minima[half][i + j] = -minima[j / 2 * 2 + half];
-          }
-      }
+      for (int i = 0; i < n_parts; i += 8) write_superblock(to.bytes + i / 8 * 144, i, to);
       return;
     case kIq4Xs:
       for (int i = 0; i < n_parts; i += 8) {
@@ -263,7 +272,6 @@ inline void write_scales(const Matrix& m, int64_t row, int64_t first, int n, Nib
 
 // Read the scales and zero points of n_groups groups of n_outs outputs of a transposed matrix.
 inline void gather_groups(const Matrix& m, int64_t group, int n_groups, int n_outs, const Gathered& to) {
-  typedef float Floats __attribute__((vector_size(32)));
   typedef int32_t Ints __attribute__((vector_size(32)));
   for (int g = 0; g < n_groups; ++g) {
     const int64_t place = (group + g) * m.grid_columns + to.first_out;
