@@ -120,19 +120,27 @@ class View(LayerWeights):
         return first.as_strided((len(names), *first.shape), strides)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.rows`; dequantises only these rows if the matrix is stored by rows."""
+        """See `LayerWeights.rows`; dequantises only these rows, and the rows of their AWQ words."""
         import torch
         from torch.nn.functional import embedding
 
-        from offload_rt.ops.dequantize import TinygemmMatrix
+        from offload_rt.ops.dequantize import CodedMatrix, TinygemmMatrix
         from offload_rt.ops.linear import dequantize
 
         weight = self._weight(name)
         if isinstance(weight, torch.Tensor):
             return embedding(ids, weight).to(self._dtype)
         assert not isinstance(weight, TinygemmMatrix), "copies of layers contain no tables"
-        out = torch.empty(len(ids) * weight.shape[1], dtype=self._dtype, device=ids.device)
-        return dequantize(weight, out, ids)
+        rows = ids
+        is_awq = isinstance(weight, CodedMatrix) and weight.packing.order == "awq"
+        if is_awq:
+            words = ids[:, None] // 8 * 8 + torch.arange(8, device=ids.device)
+            rows = words.flatten().clamp(max=weight.shape[0] - 1)
+        out = torch.empty(len(rows) * weight.shape[1], dtype=self._dtype, device=ids.device)
+        values = dequantize(weight, out, rows)
+        return (
+            values[torch.arange(0, len(rows), 8, device=ids.device) + ids % 8] if is_awq else values
+        )
 
     def _weight(self, name: str) -> Weight:
         matrix = self.layout.matrices.get(name)
