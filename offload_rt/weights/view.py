@@ -120,10 +120,14 @@ class View(LayerWeights):
         return first.as_strided((len(names), *first.shape), strides)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.rows`; dequantises only these rows, and the rows of their AWQ words."""
+        """See `LayerWeights.rows`; dequantises only these rows.
+
+        Without the CPU library, also the further rows of their AWQ words.
+        """
         import torch
         from torch.nn.functional import embedding
 
+        from offload_rt.ops import linear_cpu
         from offload_rt.ops.dequantize import CodedMatrix, TinygemmMatrix
         from offload_rt.ops.linear import dequantize
 
@@ -131,16 +135,14 @@ class View(LayerWeights):
         if isinstance(weight, torch.Tensor):
             return embedding(ids, weight).to(self._dtype)
         assert not isinstance(weight, TinygemmMatrix), "copies of layers contain no tables"
-        rows = ids
+        out = torch.empty(len(ids) * weight.shape[1], dtype=self._dtype, device=ids.device)
         is_awq = isinstance(weight, CodedMatrix) and weight.packing.order == "awq"
-        if is_awq:
-            words = ids[:, None] // 8 * 8 + torch.arange(8, device=ids.device)
-            rows = words.flatten().clamp(max=weight.shape[0] - 1)
-        out = torch.empty(len(rows) * weight.shape[1], dtype=self._dtype, device=ids.device)
-        values = dequantize(weight, out, rows)
-        return (
-            values[torch.arange(0, len(rows), 8, device=ids.device) + ids % 8] if is_awq else values
-        )
+        if not is_awq or linear_cpu.serves(out, weight):
+            return dequantize(weight, out, ids)
+        words = ids[:, None] // 8 * 8 + torch.arange(8, device=ids.device)
+        rows = words.flatten().clamp(max=weight.shape[0] - 1)
+        values = dequantize(weight, out.new_empty(8 * len(out)), rows)
+        return values[torch.arange(0, len(rows), 8, device=ids.device) + ids % 8]
 
     def _weight(self, name: str) -> Weight:
         matrix = self.layout.matrices.get(name)
