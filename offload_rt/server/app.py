@@ -10,7 +10,11 @@ from starlette.exceptions import HTTPException
 
 from offload_rt.errors import OffloadError
 from offload_rt.llm import LLM
+from offload_rt.server.bodies import Json
+from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.completions import ChatWriter, CompletionWriter
 from offload_rt.server.limits import Limits
+from offload_rt.server.messages import CountRequest, MessagesRequest, MessagesWriter
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.protocol import (
     ChatRequest,
@@ -18,7 +22,7 @@ from offload_rt.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from offload_rt.server.responses import Json
+from offload_rt.server.responses import ResponsesRequest, ResponsesWriter
 from offload_rt.server.service import Refused, ServerLimits, Service
 
 _PAGE = Path(__file__).with_name("page")
@@ -35,14 +39,17 @@ def make_app(
     limits: ServerLimits,
     api_key: str | None = None,
     hosts: frozenset[str] = frozenset(),
+    chat_format: ChatFormat | None = None,
 ) -> FastAPI:
     """Build the app of a model.
 
     name     name of the model for clients
     api_key  required from clients; None: no key
     hosts    accepted host names in lower case; empty: all
+    chat_format  format of answers; None: by the chat template
     """
-    service = Service(llm, name, limits, Metrics(llm))
+    chat_format = chat_format or ChatFormat.select(llm.tokenizer, "auto", "auto")
+    service = Service(llm, name, limits, chat_format, Metrics(llm))
     # A redirect to the path with a slash would name the host of the client's choice.
     app = FastAPI(
         title="offload_rt", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
@@ -52,6 +59,7 @@ def make_app(
     for kind in (HTTPException, OffloadError, Refused, Exception):
         app.add_exception_handler(kind, service.error_response)
     _add_openai_routes(app, service)
+    _add_agent_routes(app, service)
     _add_extra_routes(app, service)
     return app
 
@@ -68,11 +76,40 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
-        return await service.answer(http, await service.read(http, CompletionRequest))
+        request = await service.read(http, CompletionRequest)
+        return await service.answer(
+            http, request, lambda answer: CompletionWriter(answer, request, service.name)
+        )
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
-        return await service.answer(http, await service.read(http, ChatRequest))
+        request = await service.read(http, ChatRequest)
+        return await service.answer(
+            http, request, lambda answer: ChatWriter(answer, request, service.name)
+        )
+
+
+def _add_agent_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/responses")
+    async def responses(http: Request) -> Response:
+        request = await service.read(http, ResponsesRequest)
+        chat = await asyncio.to_thread(request.chat)
+        return await service.answer(
+            http, chat, lambda answer: ResponsesWriter(answer, request, service.name)
+        )
+
+    @app.post("/v1/messages")
+    async def messages(http: Request) -> Response:
+        request = await service.read(http, MessagesRequest)
+        chat = await asyncio.to_thread(request.chat)
+        return await service.answer(http, chat, lambda answer: MessagesWriter(answer, service.name))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(http: Request) -> Json:
+        request = await service.read(http, CountRequest)
+        service.check_model(request.model)
+        chat = await asyncio.to_thread(request.chat)
+        return {"input_tokens": len(await asyncio.to_thread(service.render, chat))}
 
 
 def _add_extra_routes(app: FastAPI, service: Service) -> None:

@@ -18,13 +18,16 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 def error_response(
     status: int, message: str, code: str | None = None, retry_after_s: int | None = None
 ) -> JSONResponse:
-    """Build an error in the format of OpenAI. Clients retry only with `retry_after_s`."""
+    """Build an error in the format of OpenAI and Anthropic.
+
+    Clients retry only with `retry_after_s`.
+    """
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     headers = {"x-should-retry": "false"}
     if retry_after_s is not None:
         headers = {"Retry-After": str(retry_after_s)}
     error = {"message": message[:1000], "type": kind, "param": None, "code": code}
-    return JSONResponse({"error": error}, status, headers)
+    return JSONResponse({"type": "error", "error": error}, status, headers)
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,10 @@ class Limits:
         if self.api_key is None or path == "/" or path.startswith(_OPEN_PATHS):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":  # Anthropic's clients
+            key = headers.get("x-api-key", "")
         given = key.strip().encode("utf-8", "replace")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given, self.api_key.encode()):
+        if hmac.compare_digest(given, self.api_key.encode()):
             return None
         return error_response(401, "the API key is missing or wrong", "invalid_api_key")
 

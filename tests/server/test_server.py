@@ -28,9 +28,11 @@ from support.serving import (
 from offload_rt import LLM, SamplingParams, StructuredOutputs
 from offload_rt.cli.serve import main
 from offload_rt.llm import Piece
+from offload_rt.server.answer import Answer
+from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.completions import ChatWriter
 from offload_rt.server.protocol import ChatRequest
-from offload_rt.server.responses import Answer
-from offload_rt.server.tools import ToolParser
+from offload_rt.server.tool_formats.hermes import HermesParser
 
 __all__ = ["llm", "served"]
 
@@ -527,7 +529,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 )  # fmt: skip
 def test_tool_parser_separates_calls_from_content(text, said, names):
     for n in (1, 4, len(text)):
-        parser = ToolParser(frozenset({"add", "sub"}))
+        parser = HermesParser({"add": {}, "sub": {}})
         parts = [parser.feed(text[k : k + n]) for k in range(0, len(text), n)] + [parser.end()]
         content = "".join(part.text for part in parts)
         called = [call["function"]["name"] for part in parts for call in part.calls]
@@ -536,15 +538,17 @@ def test_tool_parser_separates_calls_from_content(text, said, names):
 
 def test_chat_returns_tool_calls(llm):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    answer = Answer(ChatRequest(messages=TURNS, tools=tools), "demo", 1, llm.tokenizer)
-    output = llm.generate("x", SamplingParams(max_tokens=1))[0]
+    request = ChatRequest(messages=TURNS, tools=tools)
+    answer = Answer(request, 1, llm.tokenizer)
+    writer = ChatWriter(answer, request, "demo")
+    answer.start([[1]], ChatFormat.select(llm.tokenizer, "hermes", "none"))
     answer.add(0, Piece(CALL[:30], [1, 2]))
-    chunk = answer.add(0, Piece(CALL[30:], [3], output, finish_reason="stop"))
-    (choice,) = chunk["choices"]
+    (event,) = writer.add(answer.add(0, Piece(CALL[30:], [3], finish_reason="stop")))
+    (choice,) = json.loads(event[6:])["choices"]
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["delta"]["tool_calls"]
     assert call["index"] == 0 and json.loads(call["function"]["arguments"]) == {"a": 1}
-    message = answer.whole()["choices"][0]["message"]
+    message = writer.whole()["choices"][0]["message"]
     assert message["content"] is None and message["tool_calls"][0]["id"] == call["id"]
 
 
