@@ -113,7 +113,9 @@ class RanksSpec:
         stage_sizes = replace(
             sizes, non_layer_nbytes=Sizes.of_checkpoint(stage, dtype).non_layer_nbytes
         )
-        reserved = reserved_memory(stage_sizes, draft, dtype, n_rows, config.tree_size or 1)
+        reserved = reserved_memory(
+            stage_sizes, draft, dtype, budget.has_card, n_rows, config.tree_size or 1
+        )
         on_device = max(budget.device - reserved.total + reserved.cache - budget.libraries, 1)
         with_host = on_device + max(budget.host - budget.buffers, 0)
         rooms = ranks.all_gather(torch.tensor([[on_device, with_host]])).view(-1, 2)

@@ -445,7 +445,13 @@ def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
     else:
         context = config.max_model_len or request.context + request.tokens
         fixed = reserved_memory(
-            target, draft, target.dtype, context, config.tree_size or 8, config.max_num_seqs
+            target,
+            draft,
+            target.dtype,
+            budget.has_card,
+            context,
+            config.tree_size or 8,
+            config.max_num_seqs,
         )
         least = least_budget(target.layer_nbytes, fixed)
         resident = fixed.total + sum(target.layer_nbytes)

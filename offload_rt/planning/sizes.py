@@ -15,7 +15,7 @@ from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelEr
 from offload_rt.models.families import spec_of
 from offload_rt.models.heads import head_of
 from offload_rt.offload.placement import ExpertSizes, LinkSizes
-from offload_rt.packing import REFERENCE_NBYTES
+from offload_rt.packing import product_nbytes
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.speculate.select import check_pair
 from offload_rt.weights import gguf, int4
@@ -124,14 +124,18 @@ def _mxfp4(sizes: Sizes) -> Sizes:
     saved = [
         sum(map(math.prod, shapes)) * (32 * sizes.dtype.itemsize - 17) // 32 for shapes in layers
     ]
-    largest = (
-        max((math.prod(shape[1:]) for shapes in layers for shape in shapes), default=0)
-        * sizes.dtype.itemsize
+    on_card, on_host = (
+        max(
+            product_nbytes(shape[1], shape[2], sizes.dtype.itemsize, has_card)
+            for shapes in layers
+            for shape in shapes
+        )
+        for has_card in (True, False)
     )
     layer_nbytes = tuple(
         nbytes - n_saved for nbytes, n_saved in zip(sizes.layer_nbytes, saved, strict=True)
     )
-    return replace(sizes, layer_nbytes=layer_nbytes, view_nbytes=largest + REFERENCE_NBYTES)
+    return replace(sizes, layer_nbytes=layer_nbytes, view_nbytes=on_card, host_view_nbytes=on_host)
 
 
 def find_checkpoint(name: str, revision: str | None) -> Checkpoint | None:

@@ -151,19 +151,22 @@ def test_experts_in_host_memory_are_read_once(files):
 
 
 @READING
-def test_close_wakes_a_waiting_pass(make, files):
-    is_reading, go_on = threading.Event(), threading.Event()
+def test_close_wakes_a_waiting_pass(make, files, monkeypatch):
+    is_reading = threading.Event()
+    go_on = threading.Event()
 
     def trap(i, n):
         is_reading.set()
         assert go_on.wait(PATIENCE_S)
 
     with cache_on(make, files, 2, trap=trap) as (cache, _, device):
+        drain = cache._drain
+        # The pass has left its wait before the read ends.
+        monkeypatch.setattr(cache, "_drain", lambda: (go_on.set(), drain()))
         closer = threading.Thread(target=lambda: is_reading.wait(PATIENCE_S) and cache.close())
         closer.start()
         with pytest.raises(LinkError, match="released"):
             visit(cache, device, 0, [0, 1])
-        go_on.set()
         closer.join(PATIENCE_S)
         assert not closer.is_alive()
 

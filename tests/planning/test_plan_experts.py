@@ -113,6 +113,7 @@ def test_gpt_oss_config_gives_the_size_of_its_checkpoint(
     for mine, theirs in zip(by_config.layer_nbytes, by_headers.layer_nbytes, strict=True):
         assert abs(mine - theirs) <= padding < theirs / 2
     assert by_config.view_nbytes == by_headers.view_nbytes
+    assert by_config.host_view_nbytes == by_headers.host_view_nbytes
 
 
 def test_missing_experts_cross_the_link_in_every_pass() -> None:

@@ -20,7 +20,7 @@ from offload_rt.cli import plan
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.memory_plan import Sizes, reserved_memory
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.families import spec_of
 from offload_rt.planning.acceptance import assume
@@ -118,6 +118,16 @@ def test_quantised_checkpoint_is_planned_by_its_headers(choice, tmp_path, capsys
     assert 2 * sum(found["plan"]["layer_nbytes"]) < sum(
         Sizes.of_spec(spec_of(config), DType.FLOAT32).layer_nbytes
     )
+
+
+def test_cpu_reserves_no_memory_for_a_dequantised_matrix():
+    target = Sizes.of_spec(spec_of(KNOWN["llama2-70b"]), DType.FLOAT16)
+    target = formats(target, on_card=False)["int4, groups of 128"]
+    on_card, on_host = (
+        reserved_memory(target, None, DType.FLOAT16, has_card, 256, 1).scratch
+        for has_card in (True, False)
+    )
+    assert on_card - on_host == 2 * 28672 * 8192 - 4 * (384 + 256) * 28672
 
 
 def test_config_gives_the_size_of_a_quantised_checkpoint(tmp_path):
