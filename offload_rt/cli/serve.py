@@ -31,6 +31,10 @@ class ServeSettings:
     served_model_name: str | None = setting(
         None, "model name for clients; default: the last part of --model"
     )
+    cors_origin: tuple[str, ...] = setting(
+        (),
+        "origin of web pages that may use the API, like https://example.org; *: all (repeatable)",
+    )
     any_model_name: bool = setting(
         False, "answer requests for other model names, as llama.cpp does, instead of status 404"
     )
@@ -88,6 +92,7 @@ def _serve(flags: Namespace) -> None:
         from offload_rt.server.app import make_app
         from offload_rt.server.chat_format import ChatFormat
         from offload_rt.server.connection import ConnectionLimits, make_server
+        from offload_rt.server.limits import Access
         from offload_rt.server.service import ServerLimits
     except ImportError as error:
         need = "FastAPI, uvicorn and prometheus-client"
@@ -122,7 +127,7 @@ def _serve(flags: Namespace) -> None:
         llm.engine.prompt_seconds = settings.prompt_wait
         is_local = settings.host.lower() in _LOOPBACK
         hosts = _LOOPBACK if is_local else frozenset()
-        app = make_app(llm, name, limits, key, hosts, chat_format)
+        app = make_app(llm, name, limits, Access(key, hosts, settings.cors_origin), chat_format)
         server = make_server(app, settings.drain, ConnectionLimits.from_ulimit())
         if not is_local and key is None:
             warning = "every machine that reaches this address can use the model; set --api-key"

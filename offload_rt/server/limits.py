@@ -31,17 +31,28 @@ def error_response(
 
 
 @dataclass(frozen=True)
+class Access:
+    """Accepted clients.
+
+    api_key  required except for the page and /health; None: no key
+    hosts    accepted host names in lower case, against DNS rebinding; empty: all
+    origins  origins of web pages that may read answers; "*": all
+    """
+
+    api_key: str | None = None
+    hosts: frozenset[str] = frozenset()
+    origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Limits:
     """ASGI middleware that refuses requests before routing.
 
-    api_key      required except for the page and /health; None: no key
-    hosts        accepted host names in lower case, against DNS rebinding; empty: all
     body_nbytes  maximum size of a body
     """
 
     app: ASGIApp
-    api_key: str | None
-    hosts: frozenset[str]
+    access: Access
     body_nbytes: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,15 +95,17 @@ class Limits:
 
     def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
         host = _HOST.fullmatch(headers.get("host", ""))
-        if self.hosts and (host is None or host[1].lower() not in self.hosts):
+        hosts = self.access.hosts
+        if hosts and (host is None or host[1].lower() not in hosts):
             return error_response(403, "this host name is not accepted")
-        if self.api_key is None or path == "/" or path.startswith(_OPEN_PATHS):
+        api_key = self.access.api_key
+        if api_key is None or path == "/" or path.startswith(_OPEN_PATHS):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":  # Anthropic's clients
             key = headers.get("x-api-key", "")
         given = key.strip().encode("utf-8", "replace")
-        if hmac.compare_digest(given, self.api_key.encode()):
+        if hmac.compare_digest(given, api_key.encode()):
             return None
         return error_response(401, "the API key is missing or wrong", "invalid_api_key")
 

@@ -270,7 +270,7 @@ class ChatRequest(GenerationRequest):
         for tool in self.offered_tools or ():
             function = tool.get("function")
             name = function.get("name") if isinstance(function, dict) else None
-            if not isinstance(name, str) or not name:
+            if function is None or not isinstance(name, str) or not name:
                 raise SettingsError("tools", need="a function with a name in each tool")
             functions[name] = function
         return functions

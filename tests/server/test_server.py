@@ -20,6 +20,7 @@ from support.serving import (
     TEMPLATE,
     TURNS,
     alone,
+    engine_held,
     llm,
     running,
     served,
@@ -31,6 +32,7 @@ from offload_rt.llm import Piece
 from offload_rt.server.answer import Answer
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.completions import ChatWriter
+from offload_rt.server.limits import Access
 from offload_rt.server.protocol import ChatRequest
 from offload_rt.server.tool_formats.hermes import HermesParser
 
@@ -464,16 +466,17 @@ def test_oversized_bodies_are_refused(served):
 
 
 def test_api_key_model_names_and_timeouts_are_respected(llm):
-    limits = replace(LIMITS, n_waiting=2, timeout_s=0.2)
-    with running(llm, api_key="secret", hosts=frozenset({"127.0.0.1"}), limits=limits) as guarded:
+    limits = replace(LIMITS, n_waiting=2)
+    access = Access("secret", frozenset({"127.0.0.1"}))
+    with running(llm, access=access, limits=limits) as guarded:
         ask = {"prompt": "x", "max_tokens": 1}
         assert guarded.post("/v1/completions", ask)[0] == 401
         key = {"Authorization": "Bearer secret"}
         assert guarded.post("/v1/completions", ask, key)[0] == 200
         assert guarded.post("/v1/completions", ask, {**key, "Host": "evil.example"})[0] == 403
-        status, found = guarded.post(
-            "/v1/completions", {"prompt": ["x"] * 2, "max_tokens": 250, "ignore_eos": True}, key
-        )
+        guarded.service.limits = replace(limits, timeout_s=0.2)
+        with engine_held(llm):
+            status, found = guarded.post("/v1/completions", ask, key)
         assert status == 504 and "took more than" in found["error"]["message"]
         guarded.wait_until_idle()
         with ThreadPoolExecutor(24) as pool:

@@ -1,13 +1,16 @@
 """The APIs of agents, through their official clients: reasoning, content and tool calls."""
 
 import json
+import re
 from typing import Any
 
 import anthropic
 import pytest
-from support.serving import TURNS, Served, llm, script, served
+from fastapi.routing import APIRoute
+from support.serving import TURNS, Served, llm, running, script, served
 
 from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.limits import Access
 
 __all__ = ["llm", "served"]
 
@@ -305,3 +308,43 @@ def test_errors_in_the_middle_of_a_stream_reach_the_clients(
     turns: Any = TURNS
     with pytest.raises(anthropic.APIStatusError, match="internal server error"):
         list(client.messages.create(model="demo", max_tokens=9, messages=turns, stream=True))
+
+
+def test_keys_of_both_clients_and_other_origins_are_accepted(served: Served) -> None:
+    access = Access("secret", frozenset({"127.0.0.1"}), ("https://a.example",))
+    with running(served.llm, access=access) as guarded:
+        headers = {"Host": "127.0.0.1", "Origin": "https://a.example"}
+        bearer = {"Authorization": "Bearer secret"}
+        keys = ({"x-api-key": "secret"}, 200), ({"x-api-key": "x"}, 401), (bearer, 200), ({}, 401)
+        for key, status in keys:
+            for path in ("/openapi.json", "/docs", "/v1/models"):
+                found = guarded.request("GET", path, headers={**headers, **key})
+                assert found[0] == status
+                assert found[1]["Access-Control-Allow-Origin"] == "https://a.example"
+        preflight = {"Access-Control-Request-Method": "POST",
+                     "Access-Control-Request-Headers": "authorization"}  # fmt: skip
+        for origin, status in (("https://a.example", 200), ("https://b.example", 400)):
+            asked = {**headers, **preflight, "Origin": origin}
+            assert guarded.request("OPTIONS", "/v1/messages", headers=asked)[0] == status
+    headers = {"Origin": "https://a.example"}
+    assert "Access-Control-Allow-Origin" not in served.request("GET", "/health", b"", headers)[1]
+
+
+def test_routes_are_described(served: Served) -> None:
+    description = json.loads(served.request("GET", "/openapi.json")[2])
+    page = served.request("GET", "/docs")[2].decode()
+    routes = [route for route in served.app.routes if isinstance(route, APIRoute)]
+    shown = [route for route in routes if route.include_in_schema]
+    assert {route.path for route in shown} == {
+        path.replace("{name}", "{name:path}") for path in description["paths"]
+    }
+    for path, methods in description["paths"].items():
+        for operation in methods.values():
+            assert operation["description"] in page and path in page
+    schemas = description["components"]["schemas"]
+    names = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(description))
+    assert names and set(names) <= schemas.keys()
+    # Neither scripts nor other hosts.
+    assert "<script" not in page and "//" not in re.sub(r"https?://[\w.]*example", "", page)
+    body = description["paths"]["/v1/messages"]["post"]["requestBody"]["content"]
+    assert body["application/json"]["schema"]["required"] == ["messages", "max_tokens"]
