@@ -98,7 +98,7 @@ class ChatFormat:
             reasoning_parser = next(used, "harmony" if has_channel else "none")
         elif reasoning_parser not in known:
             need = ", ".join(("auto", *known))
-            problem = f"--reasoning-parser {reasoning_parser} with tool calls of {name}"
+            problem = f"--reasoning-parser={reasoning_parser} with tool calls of {name}"
             raise SettingsError(problem, need=f"one of {need}")
         tags = _TAGS.get(reasoning_parser)
         return cls(tokenizer, tool_format, tags, reasoning_parser == "harmony")
