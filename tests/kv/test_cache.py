@@ -172,14 +172,6 @@ def test_rewind_keeps_the_common_prefix(tokens, other, n_shared):
     assert cache.rewind_to(wanted) == common, "rewinding again changes nothing"
 
 
-def test_committed_rows_must_ascend():
-    for rows in ([1, 0], [1, 1]):
-        cache = filled([0], 9)
-        write(cache, [1, 2, 3])
-        with pytest.raises(AssertionError):
-            cache.commit(rows)
-
-
 class TwoParts(KVCache):
     """Committed rows, all but the last few, are moved to a buffer of their own, as to another
     device.

@@ -27,7 +27,7 @@ from offload_rt.weights import formats
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Matrix, Source, StoredTensor, format_of
 from offload_rt.weights.gguf import Storage
-from offload_rt.weights.layout import ALIGNMENT, PAGE, align_up, host_block, packed_layout
+from offload_rt.weights.layout import ALIGNMENT, PAGE, host_block, packed_layout
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TENSORS = st.lists(
@@ -104,20 +104,6 @@ def test_disk_block_is_packed_in_order_of_use(tmp_path):
         assert layout.fused(qkv) is None
         assert packed.fused(qkv).shape == shape
     assert packed.fused([f"mlp.{name}_proj.weight" for name in ("gate", "up")]).shape == (48, 64)
-
-
-def test_packing_copies():
-    tensor = torch.ones(4)
-    image = pack({"t": tensor})
-    tensor.zero_()
-    assert image.layout.views(image.block)["t"].tolist() == [1.0] * 4
-
-
-@given(st.integers(0, 2**50), st.sampled_from([1, 2, 256, 4096]))
-def test_align_up_gives_the_least_sufficient_multiple(nbytes, alignment):
-    up = align_up(nbytes, alignment)
-    assert up % alignment == 0
-    assert 0 <= up - nbytes < alignment
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 5 << 20])
