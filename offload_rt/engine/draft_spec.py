@@ -117,9 +117,7 @@ class DraftSpec:
         is_cuda = self.target.device.type == "cuda"
         copy_nbytes = max(int4.copy_layout(layer.layout, is_cuda).nbytes for layer in target.layers)
         n_layers = target.spec.n_layers
-        return Sizes(
-            target.spec, (0,) * n_layers, 0, int4.DTYPE, view_nbytes, stand_in=copy_nbytes
-        )
+        return Sizes(target.spec, (0,) * n_layers, 0, int4.DTYPE, view_nbytes, stand_in=copy_nbytes)
 
     def check_placement(self, plan: Plan) -> None:
         """Raise CapacityError if a self-drafting target would be streamed for each draft level."""

@@ -18,9 +18,8 @@ from offload_rt.ops.dequantize import (
     Weight,
     dequantize_blocks,
     dequantize_codes,
-    multiply_few_rows,
-    serves_few_rows,
 )
+from offload_rt.ops.few_rows import multiply_few_rows, serves_few_rows
 from offload_rt.packing import PRODUCT_OUTPUTS
 from offload_rt.system.files import read_cached, write_cached
 

@@ -29,6 +29,7 @@ from offload_rt.models.architecture import (
     PassContext,
     TensorShape,
 )
+from offload_rt.ops.few_rows import Stack
 from offload_rt.parallel.model_part import ModelPart, of_whole
 from offload_rt.system.ranks import Ranks
 
@@ -355,6 +356,10 @@ class DividedWeights(LayerWeights):
     def fused(self, names: Sequence[str]) -> Tensor | None:
         """See `LayerWeights`; used for experts."""
         return self._own.fused(names)
+
+    def stacked(self, names: Sequence[str]) -> Stack | None:
+        """See `LayerWeights`; used for experts."""
+        return self._own.stacked(names)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See `LayerWeights`; gathers a sharded tensor."""

@@ -82,6 +82,18 @@ class Layout:
                 return None
         return replace(parts[0], shape=(sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
 
+    def distance(self, names: Sequence[str]) -> int | None:
+        """Return the bytes from each of these tensors to the next.
+
+        Returns None unless the distance is constant and all are equal in dtype and shape.
+        """
+        if not all(name in self.by_name for name in names):
+            return None
+        entries = [self.by_name[name] for name in names]
+        distances = {b.offset - a.offset for a, b in itertools.pairwise(entries)}
+        is_uniform = len({(entry.dtype, entry.shape) for entry in entries}) == 1
+        return max(distances, default=0) if is_uniform and len(distances) < 2 else None
+
 
 @dataclass(frozen=True)
 class BlockRecord:
