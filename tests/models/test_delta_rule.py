@@ -369,24 +369,6 @@ def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_ro
         assert passes[1] == (0, sum(map(len, batch)))
 
 
-def test_failed_pass_keeps_the_last_stored_state(saved, steady, monkeypatch):
-    """Memory runs out within prompts, after a part of the layers."""
-    (model, folder), first = saved, prompt_of(1, 70, 150)
-    layer = Runner.layer
-    fails = iter([False] * 2 + [True] + [False] * 14 + [True])
-
-    def failing(runner, block, *args):
-        if next(fails, False):
-            raise torch.OutOfMemoryError
-        layer(runner, block, *args)
-
-    with open_llm(folder, max_model_len=320) as llm:
-        monkeypatch.setattr(Runner, "layer", failing)
-        for prompt in (first, first + generate(model, first, 3) + prompt_of(2, 4, 150)):
-            assert say(llm, prompt, 3) == generate(model, prompt, 3)
-        assert next(fails, None) is None
-
-
 def test_rows_move_to_a_larger_cache_with_their_state(saved, steady):
     (model, folder), first = saved, prompt_of(1, 100, 150)
     with open_llm(folder, max_model_len=420) as llm:

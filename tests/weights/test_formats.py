@@ -22,6 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.dtypes import DType
+from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.ops import extension, linear_cpu
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -502,6 +504,14 @@ def test_quantised_activations_are_ignored_with_a_notice(tmp_path):
     directory, _, _ = tiny_model(tmp_path, Choice("fp8"))
     with LLM(str(directory), device="cpu") as llm:
         assert "quantised activations" in llm.spec.notice
+
+
+def test_memory_is_planned_by_packed_bytes_and_one_matrix(tmp_path):
+    directory, _, _ = tiny_model(tmp_path, Choice("awq"))
+    quantised, plain = (open_checkpoint(one) for one in (directory, tmp_path / "plain"))
+    sizes = [Sizes.of_checkpoint(one, DType.FLOAT32) for one in (quantised, plain)]
+    assert max(sizes[0].layer_nbytes) < 0.3 * max(sizes[1].layer_nbytes)
+    assert 64 * 96 * 4 <= sizes[0].view_nbytes - sizes[1].view_nbytes < 64 * 96 * 4 + (32 << 20)
 
 
 # scripts/quantize.py
