@@ -440,6 +440,12 @@ def test_verbs_receive_their_flags(capfd, model):
         assert capfd.readouterr().out.startswith(f"usage: offload-rt {verb} ")
 
 
+def test_script_lists_its_verbs(capfd):
+    assert cli_main.main(["--help"]) == 0
+    out = capfd.readouterr().out
+    assert all(verb in out for verb in ("run", "plan", "calibrate", "report"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [(["rum"], "'run'"), ([], "VERB"), (["--model", "m", "run"], "VERB"), (["Run"], "'run'")],
