@@ -108,7 +108,7 @@ class DraftSpec:
         target = self.target.checkpoint
         if target.format.name != "dense":
             raise SettingsError(
-                f"--drafter {self.drafting.name}",
+                f"--drafter={self.drafting.name}",
                 need="unquantised weights",
                 have=f"weights of format {target.format.name}",
                 change="leave it out, or set a draft model",
@@ -124,7 +124,7 @@ class DraftSpec:
         n_streamed = len(plan.tiers) - plan.tiers.count("device")
         if self.drafting.type.resources.view is not None and n_streamed:
             raise CapacityError(
-                f"--drafter {self.drafting.name}",
+                f"--drafter={self.drafting.name}",
                 need="all layers on the device",
                 have=f"{n_streamed} of {len(plan.tiers)} elsewhere",
                 change="raise --device-memory, or use another drafter",

@@ -215,9 +215,12 @@ def plan_memory(
         fitted, besides = _with_host_experts(divided, divided.experts, budget)
         n_on_host = fitted.experts.n_on_host if fitted.experts else 0
         if n_on_host > divided.experts.mixture.n_used or not budget.has_card:
+            # Experts on demand need less than whole layers: this error names the least budget.
+            if whole is None:
+                return _plan_layers(config, drafting, (fitted, draft), dtype, besides)
             with suppress(CapacityError):
                 by_expert = _plan_layers(config, drafting, (fitted, draft), dtype, besides)
-                if whole is None or _moved(by_expert, config) < _moved(whole, config):
+                if _moved(by_expert, config) < _moved(whole, config):
                     return by_expert
     # The error of whole layers names the missing bytes.
     return whole or _plan_layers(config, drafting, models, dtype, budget)

@@ -234,7 +234,7 @@ def test_budget_is_compared_with_free_memory(zoo, monkeypatch):
             EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER)
         ) as unloaded:
             assert unloaded.plan.budget.device == free - DRIVER
-        with pytest.raises(CapacityError, match="--device-memory is more than there is"):
+        with pytest.raises(CapacityError, match="device_memory is more than there is"):
             LLM.open(EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER + 1))
 
 

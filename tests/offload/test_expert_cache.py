@@ -3,6 +3,7 @@ same.
 """
 
 import random
+import re
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -333,9 +334,13 @@ def test_placement_prefers_whole_layers_then_experts(mixture_of):
         )
         assert plan.pass_bytes.at(0, 1)["disk"] < sum(whole.layer_nbytes) - plan.reserved.experts
     # Less than two whole layers: rests are streamed as well, and three experts are the least.
-    with pytest.raises(CapacityError, match="set --device-memory to"):
+    with pytest.raises(CapacityError) as refused:
         LLM.open(EngineConfig(str(folder), device_memory=whole.reserved.total, **settings))
-    with LLM(str(folder), device_memory=least - whole.slot_nbytes, **settings) as llm:
+    named = int(re.search(r"set device_memory to (\d+)", str(refused.value))[1])
+    with pytest.raises(CapacityError):
+        LLM.open(EngineConfig(str(folder), device_memory=named - 1, **settings))
+    assert named < least - whole.slot_nbytes
+    with LLM(str(folder), device_memory=named, **settings) as llm:
         assert "disk" in llm.plan.tiers
         prompt = prompt_of(0, 15, 150)
         text = llm.generate(prompt, SamplingParams(max_new_tokens=8, temperature=0.0))[0].token_ids

@@ -276,9 +276,10 @@ def test_self_draft_is_chosen_if_its_copies_fit(capsys):
     assert level["nbytes"] == resident + copied + 2 * 151936 * 5120
     assert 1 < level["ratio"] < 1.3
     assert "a guess" in found["acceptance"]["source"] and "SubSpec" in found["acceptance"]["source"]
-    # SubSpec: 12.5 times as fast as plain decoding, of a 32B on 24 GB.
+    # SubSpec: 12.5 times as fast as plain decoding, of a 32B on 24 GB. Without copies, our plain
+    # decoding keeps more layers resident.
     assert (
-        6 < found["predicted_plain_seconds_per_token"] / found["predicted_seconds_per_token"] < 20
+        4 < found["predicted_plain_seconds_per_token"] / found["predicted_seconds_per_token"] < 20
     )
     # Beside a draft model the faster of the two is named.
     assert plan.main([*arguments, "--draft-model", "qwen3-0.6b"]) == 0
