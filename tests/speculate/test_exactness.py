@@ -490,6 +490,31 @@ def test_large_vocabulary_in_float32(sharpness):
             check_verdict(verdict, tree, target)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_temperature_0_takes_the_argmax_path(rule):
+    module = rule_of(rule)
+    depths = set()
+    for seed in range(24):
+        tree, target, _ = random_case(seed, torch.float32)
+        right = torch.nn.functional.one_hot(target.argmax(-1), target.shape[1]).float()
+        # Independent draws may carry the right token twice: match and coupled follow both, the
+        # others the first.
+        nodes = [0]
+        path = []
+        while True:
+            children = [child for node in nodes for child in tree.topology.children[node]]
+            nodes = [child for child in children if right[nodes[0], tree.tokens[child]] == 1]
+            if not nodes:
+                break
+            nodes = nodes if rule in ("match", "coupled") else nodes[:1]
+            path = tree.topology.path_to(nodes[0])
+        found = module.verify(tree, right, sequence_of(seed))
+        assert tree.tokens[list(found.path)].tolist() == tree.tokens[path].tolist()
+        assert found.bonus == int(right[(0, *path)[-1]].argmax())
+        depths.add(len(path))
+    assert depths >= {0, 1, 2}
+
+
 @pytest.mark.parametrize("rule", PLAIN)
 def test_small_residual_keeps_its_digits(rule):
     """Subtraction from a sum of one would leave only its rounding."""
