@@ -102,7 +102,14 @@ class View(LayerWeights):
         scales = self._stack(weight.scales, [matrix.scales.name for matrix in coded])
         if len(coded) < len(names) or codes is None or scales is None:
             return None
-        return replace(weight, codes=codes, scales=scales)
+        zeros = weight.zeros
+        if zeros is not None:
+            points = [matrix.zeros for matrix in coded if matrix.zeros is not None]
+            packed = self._stack(zeros.codes, [one.tensor.name for one in points])
+            if len(points) < len(names) or packed is None:
+                return None
+            zeros = replace(zeros, codes=packed)
+        return replace(weight, codes=codes, scales=scales, zeros=zeros)
 
     def _stack(self, first: Tensor, names: Sequence[str]) -> Tensor | None:
         """Return the named tensors as one, each with shape and strides of `first`."""
