@@ -100,6 +100,7 @@ class LLM:
         offline: bool = False,
         chat_template: str | None = None,
         pipeline: int = 1,
+        mirror: str | None = None,
         use_tqdm_on_load: bool = True,
     ) -> None:
         """Load a model; the arguments are the fields of `EngineConfig`.
@@ -114,7 +115,7 @@ class LLM:
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
                 draft_context, learn_draft,
                 batch_invariant, exact_parallel, split_draft, revision, offline,
-                chat_template, pipeline,
+                chat_template, pipeline, mirror,
             )
         )  # fmt: skip
         is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()
@@ -433,7 +434,9 @@ class LLM:
         self.check_prompt(ids)
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings", need="a tokenizer", have="a checkpoint without one")
-        text = TextStream(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None
+        text = None
+        if self.tokenizer is not None:
+            text = TextStream(self.tokenizer, ids, params.stop, params.skip_special_tokens)
         grammar = None
         if params.structured_outputs is not None:
             grammar = self._compile(params.structured_outputs)
@@ -443,12 +446,7 @@ class LLM:
         """Compile a grammar. Raises SettingsError if that fails."""
         with self._compiler_lock:
             compiler = self._compiler
-        start_after = None
-        if outputs.after is not None:
-            start_after = self._tokenizer().get_vocab().get(outputs.after)
-            if start_after is None:
-                raise SettingsError(f"after {outputs.after!r}", need="a token of the vocabulary")
-        return compiler.compile(outputs, start_after)
+        return compiler.compile(outputs)
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:

@@ -19,7 +19,7 @@ from offload_rt.models.rope import Rope
 from offload_rt.speculate.draft_model import DraftModel, SelfDraftModel
 from offload_rt.system import registry
 
-FOLDERS = ("speculate.draft", "speculate.verify", "weights.formats")
+FOLDERS = ("speculate.draft", "speculate.verify", "weights.formats", "server.tool_formats")
 PACKAGE = Path(offload_rt.__file__).parent
 
 

@@ -120,11 +120,15 @@ class View(LayerWeights):
         return first.as_strided((len(names), *first.shape), strides)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.rows`; dequantises only these rows if the matrix is stored by rows."""
+        """See `LayerWeights.rows`; dequantises only these rows.
+
+        Without the CPU library, also the further rows of their AWQ words.
+        """
         import torch
         from torch.nn.functional import embedding
 
-        from offload_rt.ops.dequantize import TinygemmMatrix
+        from offload_rt.ops import linear_cpu
+        from offload_rt.ops.dequantize import CodedMatrix, TinygemmMatrix
         from offload_rt.ops.linear import dequantize
 
         weight = self._weight(name)
@@ -132,7 +136,13 @@ class View(LayerWeights):
             return embedding(ids, weight).to(self._dtype)
         assert not isinstance(weight, TinygemmMatrix), "copies of layers contain no tables"
         out = torch.empty(len(ids) * weight.shape[1], dtype=self._dtype, device=ids.device)
-        return dequantize(weight, out, ids)
+        is_awq = isinstance(weight, CodedMatrix) and weight.packing.order == "awq"
+        if not is_awq or linear_cpu.serves(out, weight):
+            return dequantize(weight, out, ids)
+        words = ids[:, None] // 8 * 8 + torch.arange(8, device=ids.device)
+        rows = words.flatten().clamp(max=weight.shape[0] - 1)
+        values = dequantize(weight, out.new_empty(8 * len(out)), rows)
+        return values[torch.arange(0, len(rows), 8, device=ids.device) + ids % 8]
 
     def _weight(self, name: str) -> Weight:
         matrix = self.layout.matrices.get(name)
