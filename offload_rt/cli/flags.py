@@ -37,6 +37,7 @@ _ENGINE_GROUPS = {
         "tree_size",
         "tree_depth",
         "draft_context",
+        "draft_quantize",
         "learn_draft",
         "batch_invariant",
     ),

@@ -46,7 +46,8 @@ _NO_FLAGS = ("device", "host_memory", "rule")
 # Drafters with a forecast; with a draft model, trees of a fixed shape stand for all tree drafters.
 _SELF = "self"
 _DRAFTERS = ("auto", "none", _SELF)
-_MODEL_DRAFTERS = ("adaptive_tree", "dynamic_tree", "static_tree")
+_DYNAMIC_DRAFTERS = ("adaptive_tree", "dynamic_tree")
+_MODEL_DRAFTERS = (*_DYNAMIC_DRAFTERS, "static_tree")
 
 
 @dataclass(frozen=True)
@@ -327,9 +328,8 @@ def _request(settings: PlanSettings, config: EngineConfig, machine: "Machine") -
         draft = copies(target, on_card)
         drafter = _SELF
     else:
-        drafter = (
-            "none" if draft is None else "mtp" if config.draft_model is None else "static_tree"
-        )
+        trees = "adaptive_tree" if config.drafter == "auto" else config.drafter
+        drafter = "none" if draft is None else "mtp" if config.draft_model is None else trees
     if draft is None and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
         raise SettingsError(flag, need="a drafter", change="set --draft-model, or --drafter self")
@@ -365,7 +365,9 @@ def _assumed(name: str, temperature: float, config: EngineConfig, drafter: str) 
 
     draft = _SELF if drafter == _SELF else (config.draft_model or "").lower()
     pair = _identities(config, drafter) if name == "auto" and drafter != "none" else ("", "")
-    return assume(name, pair, (config.model.lower(), draft), temperature)
+    assumed = assume(name, pair, (config.model.lower(), draft), temperature)
+    is_dynamic = temperature == 0 and drafter in _DYNAMIC_DRAFTERS
+    return assumed.with_dynamic_trees() if is_dynamic else assumed
 
 
 def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
@@ -436,13 +438,9 @@ def _print(
             f"the {link} is busy for {share:.1%} of a pass; a pass is {1 / share:.3f} times as long"
             " as its transfers"
         )
-    if (level := forecast.level) is not None:
-        print(
-            f"draft level: {1e3 * level.seconds:.2f} ms, {level.ratio:.2f} times as long as"
-            f" reading its {level.nbytes / 1e9:.2f} GB at {level.gbps:.0f} GB/s"
-        )
+    _print_draft(forecast)
     if len(topology) > 1:
-        print(f"acceptance: {forecast.request.acceptance.source}")
+        print(f"acceptance: {forecast.acceptance_source}")
     print("\n".join(machine.sources))
     if short := short_context(forecast):
         print(short)
@@ -452,6 +450,18 @@ def _print(
         _print_experts(forecast, experts)
     if curve is not None:
         _print_curve(curve)
+
+
+def _print_draft(forecast: "Forecast") -> None:
+    """Print the size of a quantised draft model, and the time of a draft level."""
+    draft = forecast.request.models[1]
+    if draft is not None and draft.rounding != "none":
+        print(f"draft model quantised to {draft.rounding}: {format_size(draft.nbytes)}")
+    if (level := forecast.level) is not None:
+        print(
+            f"draft level: {1e3 * level.seconds:.2f} ms, {level.ratio:.2f} times as long as"
+            f" reading its {level.nbytes / 1e9:.2f} GB at {level.gbps:.0f} GB/s"
+        )
 
 
 def _print_formats(by_format: "Alternatives", decode_gbps: float) -> None:
@@ -549,12 +559,13 @@ def _as_json(
     return {
         "model": request.config.model,
         "draft_model": request.config.draft_model,
+        "draft_quantize": request.models[1].rounding if request.models[1] else None,
         "machine": machine.title,
         "links": dict(machine.links),
         "sources": machine.sources,
         "acceptance": {
             "by_rank": request.acceptance.by_rank.tolist(),
-            "source": request.acceptance.source,
+            "source": forecast.acceptance_source,
         },
         "plan": asdict(fitted.plan),
         "max_model_len": fitted.max_model_len,
