@@ -87,7 +87,7 @@ test-oldest: $(OLDEST)/installed
 lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy offload_rt
+	$(PY) -m mypy offload_rt tests/typing
 
 # The documentation as a site in site/.
 docs: venv

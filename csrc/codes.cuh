@@ -25,7 +25,11 @@ __device__ __forceinline__ float widen(uint16_t bits, FloatKind kind) {
   return float_from(size << 13 | sign | (size >= 0x7c00 ? 0x7f800000u : 0u)) * 5192296858534827628530496329220096.f;
 }
 
+// 2^(code - 127); 2^-127 is below the normal numbers, 2^128 is infinite.
+__device__ __forceinline__ float power_of_two(uint8_t code) { return float_from(code ? static_cast<uint32_t>(code) << 23 : 1u << 22); }
+
 __device__ __forceinline__ float load(const void* from, int64_t i, FloatKind kind) {
+  if (kind == FloatKind::kPowerOfTwo) return power_of_two(static_cast<const uint8_t*>(from)[i]);
   return kind == FloatKind::kFloat ? static_cast<const float*>(from)[i] : widen(static_cast<const uint16_t*>(from)[i], kind);
 }
 

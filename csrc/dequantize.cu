@@ -10,7 +10,7 @@
 namespace offload_rt {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kColumns = 8;
 
 // The `bits` bits from bit `at` on of words that lie `stride` apart.
@@ -22,26 +22,24 @@ __device__ __forceinline__ uint32_t dense_code(const uint32_t* words, int64_t st
   return code & ((1u << bits) - 1);
 }
 
+template <CodeKind kind>
 __device__ __forceinline__ float value_of(const Dequantize& args, int64_t row, int column) {
   const uint32_t* words = static_cast<const uint32_t*>(args.codes);
   const uint8_t* bytes = static_cast<const uint8_t*>(args.codes) + row * args.row_size;
-  switch (args.kind) {
-    case CodeKind::kRows:
-      return static_cast<float>(
-          dense_code(words + row * args.row_size, 1, static_cast<int64_t>(column) * args.bits, args.bits));
-    case CodeKind::kColumns:
-      return static_cast<float>(dense_code(words + column, args.n_columns, row * args.bits, args.bits));
-    case CodeKind::kAwq:  // columns 0 to 7 are in nibbles 0, 4, 1, 5, 2, 6, 3, 7
-      return static_cast<float>(words[row * args.row_size + column / 8] >> (column % 2 * 16 + column % 8 / 2 * 4) & 15u);
-    case CodeKind::kInt8:
-      return static_cast<float>(static_cast<int8_t>(bytes[column]));
-    case CodeKind::kFloat4:
-      return float4_value(bytes[column / 2] >> (4 * (column % 2)) & 15u);
-    case CodeKind::kNormal4:
-      return normal4_value(bytes[column / 2] >> (4 - 4 * (column % 2)) & 15u);
-    default:
-      return float8_value(bytes[column]);
-  }
+  if constexpr (kind == CodeKind::kRows)
+    return static_cast<float>(dense_code(words + row * args.row_size, 1, static_cast<int64_t>(column) * args.bits, args.bits));
+  else if constexpr (kind == CodeKind::kColumns)
+    return static_cast<float>(dense_code(words + column, args.n_columns, row * args.bits, args.bits));
+  else if constexpr (kind == CodeKind::kAwq)  // columns 0 to 7 are in nibbles 0, 4, 1, 5, 2, 6, 3, 7
+    return static_cast<float>(words[row * args.row_size + column / 8] >> (column % 2 * 16 + column % 8 / 2 * 4) & 15u);
+  else if constexpr (kind == CodeKind::kInt8)
+    return static_cast<float>(static_cast<int8_t>(bytes[column]));
+  else if constexpr (kind == CodeKind::kFloat4)
+    return float4_value(bytes[column / 2] >> (4 * (column % 2)) & 15u);
+  else if constexpr (kind == CodeKind::kNormal4)
+    return normal4_value(bytes[column / 2] >> (4 - 4 * (column % 2)) & 15u);
+  else
+    return float8_value(bytes[column]);
 }
 
 template <class Args>
@@ -64,13 +62,12 @@ __device__ __forceinline__ void store(const Args& args, int64_t at, int n, const
   for (int i = 0; i < n; ++i) static_cast<uint16_t*>(args.out)[at + i] = narrow(values[i], args.out_kind);
 }
 
+template <CodeKind kind>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(Dequantize args) {
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int n_parts = (args.n_columns + kColumns - 1) / kColumns;
-  const int64_t row = thread / n_parts;
-  if (row >= args.n_rows) return;
-  const int column = static_cast<int>(thread % n_parts) * kColumns, n = min(kColumns, args.n_columns - column);
-  const bool groups_rows = args.kind == CodeKind::kColumns || args.kind == CodeKind::kAwq;
+  constexpr bool groups_rows = kind == CodeKind::kColumns || kind == CodeKind::kAwq;
+  const int row = blockIdx.x, column = (blockIdx.y * kThreads + threadIdx.x) * kColumns;
+  if (column >= args.n_columns) return;
+  const int n = min(kColumns, args.n_columns - column);
   const int64_t scale_row = args.groups && groups_rows ? args.groups[row] : row / args.block_rows;
   int block = column / args.block_columns, left = args.block_columns - column % args.block_columns;
   float values[kColumns];
@@ -79,12 +76,12 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(Dequantize args) {
     if (i >= n) break;
     const int64_t at = scale_row * args.n_scales + (args.groups && !groups_rows ? args.groups[column + i] : block);
     const float zero = static_cast<float>(args.zeros ? args.zeros[at] : args.offset);
-    float value = (value_of(args, row, column + i) - zero) * load(args.scales, at, args.scale_kind);
+    float value = (value_of<kind>(args, row, column + i) - zero) * load(args.scales, at, args.scale_kind);
     if (args.scale_kind != FloatKind::kFloat) value = widen(narrow(value, args.scale_kind), args.scale_kind);
     values[i] = value;
     if (--left == 0) ++block, left = args.block_columns;
   }
-  store(args, row * args.n_columns + column, n, values);
+  store(args, static_cast<int64_t>(row) * args.n_columns + column, n, values);
 }
 
 __device__ __forceinline__ float half_at(const uint8_t* bytes) {
@@ -151,11 +148,9 @@ __device__ __forceinline__ float2 block_scale(const DequantizeBlocks& args, cons
 
 // Eight neighbouring columns share a scale. Codes times scales are exact in float32, so it is the difference that is rounded.
 __global__ void __launch_bounds__(kThreads) dequantize_blocks_kernel(DequantizeBlocks args) {
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int n_parts = args.n_columns / kColumns;
-  const int64_t row = thread / n_parts;
-  if (row >= args.n_rows) return;
-  const int column = static_cast<int>(thread % n_parts) * kColumns, n = args.layout.n, first = column % n;
+  const int64_t row = blockIdx.x;
+  const int column = (blockIdx.y * kThreads + threadIdx.x) * kColumns, n = args.layout.n, first = column % n;
+  if (column >= args.n_columns) return;
   const uint8_t* block = args.blocks + (row * (args.n_columns / n) + column / n) * args.layout.size;
   const float2 scale = block_scale(args, block, first);
   float values[kColumns];
@@ -164,17 +159,33 @@ __global__ void __launch_bounds__(kThreads) dequantize_blocks_kernel(DequantizeB
   store(args, row * args.n_columns + column, kColumns, values);
 }
 
+// A block of threads for a part of a row.
+dim3 grid_of(int64_t n_rows, int n_columns) {
+  constexpr int kPart = kThreads * kColumns;
+  return dim3(static_cast<unsigned>(n_rows), static_cast<unsigned>((n_columns + kPart - 1) / kPart));
+}
+
+template <CodeKind kind>
+void start(const Dequantize& args, cudaStream_t stream) {
+  launch(dequantize_kernel<kind>, grid_of(args.n_rows, args.n_columns), kThreads, 0, stream, args);
+}
+
 }  // namespace
 
 void dequantize_blocks(const DequantizeBlocks& args, cudaStream_t stream) {
-  const int64_t n_threads = args.n_rows * (args.n_columns / kColumns);
-  const dim3 grid(static_cast<unsigned>((n_threads + kThreads - 1) / kThreads));
-  launch(dequantize_blocks_kernel, grid, kThreads, 0, stream, args);
+  launch(dequantize_blocks_kernel, grid_of(args.n_rows, args.n_columns), kThreads, 0, stream, args);
 }
 
 void dequantize(const Dequantize& args, cudaStream_t stream) {
-  const int64_t n_threads = args.n_rows * ((args.n_columns + kColumns - 1) / kColumns);
-  launch(dequantize_kernel, dim3(static_cast<unsigned>((n_threads + kThreads - 1) / kThreads)), kThreads, 0, stream, args);
+  switch (args.kind) {
+    case CodeKind::kRows: return start<CodeKind::kRows>(args, stream);
+    case CodeKind::kColumns: return start<CodeKind::kColumns>(args, stream);
+    case CodeKind::kAwq: return start<CodeKind::kAwq>(args, stream);
+    case CodeKind::kInt8: return start<CodeKind::kInt8>(args, stream);
+    case CodeKind::kFloat4: return start<CodeKind::kFloat4>(args, stream);
+    case CodeKind::kNormal4: return start<CodeKind::kNormal4>(args, stream);
+    default: return start<CodeKind::kFloat8>(args, stream);
+  }
 }
 
 }  // namespace offload_rt

@@ -36,6 +36,23 @@ struct Tiling {
 Tiling choose_tiling(int n_rows, int n_kv_heads, int n_keys, int n_processors);
 void tree_attention(const TreeAttention& args, bool is_half, int tile_rows, cudaStream_t stream);
 
+enum class FloatKind : int { kFloat, kHalf, kBFloat16, kPowerOfTwo };  // the last: exponents of scales, in bytes
+
+// Attention to two disjoint parts of the keys, joined. Dense; log-sum-exp as above.
+struct MergeAttention {
+  const void* out_a;  // (n_rows, width) of kind_a, a row for each row and head
+  const void* out_b;  // as out_a, of kind_b
+  const float* lse_a;  // (n_rows,)
+  const float* lse_b;
+  void* out;  // as out_a
+  float* lse;
+  int64_t n_rows;
+  int width;
+  FloatKind kind_a, kind_b;
+};
+
+void merge_attention(const MergeAttention& args, cudaStream_t stream);
+
 // Bytes from one place to another, of which either may be pinned memory of the host.
 struct Transfer {
   void* to;
@@ -131,8 +148,7 @@ constexpr int kMostVerifyBlocks = 32;
 constexpr int kMostLevels = 1024;
 void verify(const Verify& args, cudaStream_t stream);
 
-enum class CodeKind : int { kRows, kColumns, kAwq, kInt8, kFloat4, kNormal4, kFloat8 };
-enum class FloatKind : int { kFloat, kHalf, kBFloat16 };
+enum class CodeKind : int { kRows, kColumns, kAwq, kInt8, kFloat4, kNormal4, kFloat8, kDense };
 
 // A quantised matrix; see Packing in offload_rt/ops/dequantize.py.
 struct Dequantize {
@@ -150,18 +166,21 @@ struct Dequantize {
 
 void dequantize(const Dequantize& args, cudaStream_t stream);
 
-// x w^T + bias for few rows and a quantised w (n_out, n_in) of any kind but kAwq and kNormal4; kColumns stores its transpose.
+// x w^T + bias for quantised or 16-bit w (n_out, n_in) of any kind but kAwq and kNormal4; kColumns stores its transpose.
 // Eight neighbouring inputs share a scale, n_in is a multiple of kFewInputs, codes have 4 or 8 bits by their kind.
-constexpr int kMostFewRows = 32, kFewInputs = 32;
+// Few rows share one w. With `ends`, any number of rows is sorted by matrix; rows past the last end become zeros.
+constexpr int kMostFewRows = 32, kFewInputs = 32, kMostFewOutputs = 1 << 20;
 struct FewRows {
-  const void* x;         // (n_rows, n_in) of kind_of_x, rows at multiples of 16 bytes
-  const void* codes;     // dense
-  const void* scales;    // (n_out / block_out, n_scales) of scale_kind; (n_in / block_in, n_scales) of kColumns
-  const int32_t* zeros;  // as scales, or null: `offset` is subtracted
-  const void* bias;      // (n_out,) of kind_of_x, or null
+  const void* x;         // (rows of x, n_in) of kind_of_x, rows at multiples of 16 bytes
+  const int64_t* rows;   // (n_rows,) row of x of each row of y, or null: the same row
+  const int32_t* ends;   // (n_matrices,) end of the rows of each matrix, or null: one matrix
+  const void* codes;     // (n_matrices, ...), a matrix dense; kDense: of kind_of_x
+  const void* scales;    // (n_matrices, n_out / block_out, n_scales) of scale_kind; (..., n_in / block_in, n_scales) of kColumns
+  const int32_t* zeros;  // as scales of one matrix, or null: `offset` is subtracted
+  const void* bias;      // (n_matrices, n_out) of kind_of_x, or null
   void* y;               // (n_rows, n_out) of kind_of_x, dense
-  int64_t x_row;
-  int n_rows, n_out, n_in, n_scales, block_out, block_in, offset;
+  int64_t x_row, code_stride, scale_stride;  // of a row of x, in elements; of a matrix, in bytes and in elements
+  int n_rows, n_matrices, n_out, n_in, n_scales, block_out, block_in, offset;
   CodeKind kind;
   FloatKind kind_of_x, scale_kind;
 };

@@ -81,6 +81,15 @@ bool check_half(const Tensor& x, const char* name) {
   return dtype == ScalarType::Half;
 }
 
+offload_rt::FloatKind float_kind(const Tensor& x, const char* name) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return offload_rt::FloatKind::kFloat;
+    case ScalarType::Half: return offload_rt::FloatKind::kHalf;
+    case ScalarType::BFloat16: return offload_rt::FloatKind::kBFloat16;
+    default: STD_TORCH_CHECK(false, name, " must be float32, float16 or bfloat16");
+  }
+}
+
 // As an int, which is what the kernels count in.
 int count(int64_t n, const char* name) {
   STD_TORCH_CHECK(n >= 0 && n < (int64_t{1} << 30), name, " is out of range: ", n);
@@ -146,6 +155,25 @@ std::tuple<Tensor, Tensor> tree_attention(Tensor q, Tensor k, Tensor v, Tensor m
     args.partial = written<float>(*partial), args.weights = written<float2>(*weights);
   }
   offload_rt::tree_attention(args, dtype == ScalarType::Half, tiling.rows, device.stream);
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) {
+  check_dense(out_a, "out_a", out_a.scalar_type(), 3);
+  check_dense(out_b, "out_b", out_b.scalar_type(), 3);
+  for (const auto& [x, name] : {std::pair<const Tensor&, const char*>(lse_a, "lse_a"), {lse_b, "lse_b"}}) {
+    check_dense(x, name, ScalarType::Float, 2);
+    for (int64_t dim = 0; dim < 2; ++dim) check_size(x, name, dim, out_a.size(dim));
+  }
+  for (int64_t dim = 0; dim < 3; ++dim) check_size(out_b, "out_b", dim, out_a.size(dim));
+  const Device device(out_a);
+  const Tensor out = torch::stable::empty_like(out_a), lse = torch::stable::empty_like(lse_a);
+  offload_rt::MergeAttention args{};
+  args.out_a = out_a.data_ptr(), args.out_b = out_b.data_ptr(), args.out = out.data_ptr();
+  args.lse_a = data<float>(lse_a), args.lse_b = data<float>(lse_b), args.lse = written<float>(lse);
+  args.n_rows = lse.numel(), args.width = count(out.size(2), "width");
+  args.kind_a = float_kind(out_a, "out_a"), args.kind_b = float_kind(out_b, "out_b");
+  if (args.n_rows > 0) offload_rt::merge_attention(args, device.stream);
   return {out, lse};
 }
 
@@ -232,15 +260,6 @@ Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, 
   return verdict;
 }
 
-offload_rt::FloatKind float_kind(const Tensor& x, const char* name) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return offload_rt::FloatKind::kFloat;
-    case ScalarType::Half: return offload_rt::FloatKind::kHalf;
-    case ScalarType::BFloat16: return offload_rt::FloatKind::kBFloat16;
-    default: STD_TORCH_CHECK(false, name, " must be float32, float16 or bfloat16");
-  }
-}
-
 // Codes of the right dtype and shape; returns the words or bytes of a row.
 int64_t check_codes(const Tensor& codes, offload_rt::CodeKind kind, int64_t bits, int64_t n_rows, int64_t n_columns) {
   using offload_rt::CodeKind;
@@ -290,41 +309,80 @@ void dequantize(Tensor codes, Tensor scales, std::optional<Tensor> zeros, std::o
   offload_rt::dequantize(args, device.stream);
 }
 
-Tensor few_rows(Tensor x, Tensor codes, Tensor scales, std::optional<Tensor> zeros, std::optional<Tensor> bias, int64_t kind,
-                int64_t block_out, int64_t block_in, int64_t offset) {
+// Of matrices behind each other, at any distance; each is dense. Returns the first.
+Tensor first_of(const Tensor& stack, const char* name) {
+  STD_TORCH_CHECK(stack.dim() == 3 && stack.size(0) > 0, name, " must have 3 dimensions, the first of matrices");
+  return torch::stable::select(stack, 0, 0);
+}
+
+Tensor few_rows(Tensor x, std::optional<Tensor> rows, std::optional<Tensor> ends, Tensor codes, std::optional<Tensor> scales,
+                std::optional<Tensor> zeros, std::optional<Tensor> bias, int64_t kind, int64_t block_out, int64_t block_in,
+                int64_t offset) {
   using offload_rt::CodeKind;
-  STD_TORCH_CHECK(kind >= 0 && kind <= static_cast<int64_t>(CodeKind::kFloat8), "unknown kind of codes: ", kind);
+  STD_TORCH_CHECK(kind >= 0 && kind <= static_cast<int64_t>(CodeKind::kDense), "unknown kind of codes: ", kind);
   offload_rt::FewRows args{};
   args.kind = static_cast<CodeKind>(kind);
   STD_TORCH_CHECK(args.kind != CodeKind::kAwq && args.kind != CodeKind::kNormal4, "few_rows has no kernel for these codes");
   check_half(x, "x");
   check_rows(x, "x", x.scalar_type(), 2);
-  const bool is_transposed = args.kind == CodeKind::kColumns;
-  const int64_t n = x.size(0), n_in = x.size(1), n_out = codes.size(is_transposed ? 1 : 0);
-  STD_TORCH_CHECK(n <= offload_rt::kMostFewRows, "x may have ", offload_rt::kMostFewRows, " rows, has ", n);
+  const bool is_transposed = args.kind == CodeKind::kColumns, is_dense = args.kind == CodeKind::kDense;
+  const Tensor first = first_of(codes, "codes");
+  const int64_t n_in = x.size(1), n_out = first.size(is_transposed ? 1 : 0), n_matrices = codes.size(0);
   STD_TORCH_CHECK(n_in % offload_rt::kFewInputs == 0, "x must have a multiple of ", offload_rt::kFewInputs, " columns, has ", n_in);
-  check_codes(codes, args.kind, 4, is_transposed ? n_in : n_out, is_transposed ? n_out : n_in);
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(codes.data_ptr()) % 8 == 0, "codes must begin at a multiple of 8 bytes");
+  STD_TORCH_CHECK(n_out <= offload_rt::kMostFewOutputs, "codes may have ", offload_rt::kMostFewOutputs, " outputs, have ", n_out);
+  if (rows) {
+    check_dense(*rows, "rows", ScalarType::Long, 1);
+    args.rows = data<int64_t>(*rows);
+  }
+  const int64_t n = rows ? rows->size(0) : x.size(0);
+  if (ends) {
+    check_dense(*ends, "ends", ScalarType::Int, 1);
+    check_size(*ends, "ends", 0, n_matrices);
+    args.ends = data<int32_t>(*ends);
+  } else {
+    check_size(codes, "codes", 0, 1);
+    STD_TORCH_CHECK(n <= offload_rt::kMostFewRows, "x may have ", offload_rt::kMostFewRows, " rows, has ", n);
+  }
+  if (is_dense) {
+    check_dense(first, "codes", x.scalar_type(), 2);
+    check_size(first, "codes", 1, n_in);
+  } else {
+    check_codes(first, args.kind, 4, is_transposed ? n_in : n_out, is_transposed ? n_out : n_in);
+  }
+  args.code_stride = codes.stride(0) * static_cast<int64_t>(codes.element_size());
+  const int64_t alignment = is_dense ? 16 : 8;
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(codes.data_ptr()) % alignment == 0 && args.code_stride % alignment == 0,
+                  "codes must begin at a multiple of ", alignment, " bytes");
   STD_TORCH_CHECK(block_out > 0 && block_in > 0 && (block_in % 8 == 0 || block_in >= n_in), "blocks must have a multiple of 8 inputs");
-  check_dense(scales, "scales", scales.scalar_type(), 2);
-  check_size(scales, "scales", is_transposed ? 1 : 0, (n_out + block_out - 1) / block_out);
-  check_size(scales, "scales", is_transposed ? 0 : 1, (n_in + block_in - 1) / block_in);
-  if (zeros) {
-    check_dense(*zeros, "zeros", ScalarType::Int, 2);
-    for (int64_t dim = 0; dim < 2; ++dim) check_size(*zeros, "zeros", dim, scales.size(dim));
-    args.zeros = data<int32_t>(*zeros);
+  STD_TORCH_CHECK(scales.has_value() != is_dense, "codes need scales, and other weights have none");
+  if (scales) {
+    const Tensor grid = first_of(*scales, "scales");
+    check_size(*scales, "scales", 0, n_matrices);
+    check_dense(grid, "scales", scales->scalar_type(), 2);
+    check_size(grid, "scales", is_transposed ? 1 : 0, (n_out + block_out - 1) / block_out);
+    check_size(grid, "scales", is_transposed ? 0 : 1, (n_in + block_in - 1) / block_in);
+    if (zeros) {
+      STD_TORCH_CHECK(n_matrices == 1, "zeros must be of one matrix");
+      check_dense(*zeros, "zeros", ScalarType::Int, 2);
+      for (int64_t dim = 0; dim < 2; ++dim) check_size(*zeros, "zeros", dim, grid.size(dim));
+      args.zeros = data<int32_t>(*zeros);
+    }
+    args.scales = scales->data_ptr(), args.scale_stride = scales->stride(0), args.n_scales = count(grid.size(1), "scales");
+    const bool is_power = scales->scalar_type() == ScalarType::Byte;
+    args.scale_kind = is_power ? offload_rt::FloatKind::kPowerOfTwo : float_kind(*scales, "scales");
   }
   if (bias) {
-    check_dense(*bias, "bias", x.scalar_type(), 1);
-    check_size(*bias, "bias", 0, n_out);
+    check_dense(*bias, "bias", x.scalar_type(), 2);
+    check_size(*bias, "bias", 0, n_matrices);
+    check_size(*bias, "bias", 1, n_out);
     args.bias = bias->data_ptr();
   }
   const Device device(x);
   const Tensor y = torch::stable::new_empty(x, {n, n_out});
-  args.kind_of_x = float_kind(x, "x"), args.scale_kind = float_kind(scales, "scales");
-  args.x = x.data_ptr(), args.codes = codes.data_ptr(), args.scales = scales.data_ptr(), args.y = y.data_ptr();
+  args.kind_of_x = float_kind(x, "x");
+  args.x = x.data_ptr(), args.codes = codes.data_ptr(), args.y = y.data_ptr();
   args.x_row = x.stride(0), args.n_rows = count(n, "rows"), args.n_out = count(n_out, "outputs");
-  args.n_in = count(n_in, "inputs"), args.n_scales = count(scales.size(1), "scales"), args.offset = count(offset, "offset");
+  args.n_in = count(n_in, "inputs"), args.n_matrices = count(n_matrices, "matrices"), args.offset = count(offset, "offset");
   args.block_out = count(block_out, "outputs of a block"), args.block_in = count(block_in, "inputs of a block");
   if (y.numel() > 0) offload_rt::few_rows(args, device.stream);
   return y;
@@ -471,6 +529,7 @@ Tensor silu_mul(Tensor gate, Tensor up) {
 OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
   m.def("tree_attention(Tensor q, Tensor k, Tensor v, Tensor masks, Tensor depths, Tensor key_depths, Tensor extent, "
         "int window, float scale) -> (Tensor out, Tensor lse)");
+  m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
   m.def("transfer(Tensor(a!) target, Tensor source) -> ()");
   m.def("commit_rows(Tensor(a!) keys, Tensor(b!) values, Tensor rows, int first) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
@@ -482,14 +541,15 @@ OFFLOAD_RT_LIBRARY(OFFLOAD_RT_NAME, m) {
         "Tensor uniforms, int n_levels, bool independent, bool leaf_to_root) -> Tensor");
   m.def("dequantize(Tensor codes, Tensor scales, Tensor? zeros, Tensor? groups, int kind, int bits, int block_rows, "
         "int block_columns, int offset, Tensor(a!) out) -> ()");
-  m.def("few_rows(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int kind, int block_out, int block_in, "
-        "int offset) -> Tensor");
+  m.def("few_rows(Tensor x, Tensor? rows, Tensor? ends, Tensor codes, Tensor? scales, Tensor? zeros, Tensor? bias, int kind, "
+        "int block_out, int block_in, int offset) -> Tensor");
   m.def("lossless_decode(Tensor block, int n_chunks, Tensor(a!) out) -> ()");
   m.def("dequantize_blocks(Tensor blocks, int kind, Tensor(a!) out) -> ()");
 }
 
 OFFLOAD_RT_LIBRARY_IMPL(OFFLOAD_RT_NAME, OFFLOAD_RT_KEY, m) {
   m.impl("tree_attention", TORCH_BOX(&tree_attention));
+  m.impl("merge_attention", TORCH_BOX(&merge_attention));
   m.impl("transfer", TORCH_BOX(&transfer));
   m.impl("commit_rows", TORCH_BOX(&commit_rows));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));

@@ -1,9 +1,12 @@
 """Errors for users: one class per cause, with an exit code.
 
 Each message is a sentence with the required value, the actual value and the setting to change.
+Messages in the code name a setting as a flag, with a value after "=": `--link-format=raw`. Each
+interface names it in its own form. Command lines are in backticks and keep their form.
 """
 
 import errno
+import re
 
 # Messages of allocators, threads and the dynamic loader without memory.
 _NO_MEMORY = (
@@ -26,6 +29,9 @@ _NO_GPU = (
     "NVIDIA driver on your system is too old",
 )
 
+# A command line in backticks, or a setting with an optional value.
+_SETTING = re.compile(r"`[^`]*`|(?<![\w-])--([a-z][a-z-]*[a-z])(?:=([^\s,;:]+))?")
+
 # Last message of an interrupted program.
 INTERRUPTION = "interrupted"
 
@@ -37,6 +43,8 @@ class OffloadError(Exception):
     need     required value
     have     actual value
     change   setting or file to change
+
+    `str` names settings as arguments of Python and fields of requests, `for_command_line` as flags.
     """
 
     exit_code = 3
@@ -50,7 +58,30 @@ class OffloadError(Exception):
             f"{verb} {fact}" for verb, fact in (("needs", need), ("has", have)) if fact
         )
         sentence = f"{problem}: {facts}" if facts else problem
-        super().__init__(_one_line(f"{sentence}; {change}" if change else sentence))
+        self._sentence = _one_line(f"{sentence}; {change}" if change else sentence)
+        super().__init__(_SETTING.sub(_as_argument, self._sentence))
+
+    @property
+    def for_command_line(self) -> str:
+        """The sentence with flags."""
+        return _SETTING.sub(_as_flag, self._sentence)
+
+
+def _as_flag(match: re.Match[str]) -> str:
+    """`--link-format=raw` is `--link-format raw`."""
+    name, value = match.groups()
+    return match[0] if value is None else f"--{name} {value}"
+
+
+def _as_argument(match: re.Match[str]) -> str:
+    """`--link-format=raw` is `link_format="raw"`, `--tree-size` is `tree_size`."""
+    name, value = match.groups()
+    if name is None:
+        return match[0]
+    argument = name.replace("-", "_")
+    if value is None:
+        return argument
+    return f"{argument}={value}" if value.isdigit() else f'{argument}="{value}"'
 
 
 def _one_line(text: str) -> str:
@@ -128,7 +159,7 @@ def machine_error(error: BaseException) -> OffloadError:
         change = "lower --device-memory, --host-memory or --max-model-len"
         return DeviceError("out of memory", have=text[:200], change=change)
     if isinstance(error, RuntimeError) and any(words in text for words in _NO_GPU):
-        change = "stop other programs on the GPU, see nvidia-smi, or use --device cpu"
+        change = "stop other programs on the GPU, see nvidia-smi, or use --device=cpu"
         return DeviceError("CUDA device unavailable", have=text[:200], change=change)
     if isinstance(error, OSError):
         problem = f"{error.filename or 'the machine'}: {error.strerror or text}"

@@ -13,6 +13,24 @@ NF4 = (
 # Weights that the reference dequantises at a time, with about 32 temporary bytes each.
 REFERENCE_WEIGHTS = 1 << 19
 REFERENCE_NBYTES = 16 << 20
+# Outputs that a product widens to float32 at a time on a CPU without the library.
+PRODUCT_OUTPUTS = 256
+# Rows that the CPU library multiplies at a time (kMostRows in csrc/linear_cpu.h).
+PRODUCT_ROWS = 384
+
+
+def product_nbytes(n_out: int, n_in: int, itemsize: int, has_card: bool) -> int:
+    """Return the temporary bytes of a product with a quantised matrix (n_out, n_in).
+
+    A card may dequantise the matrix to numbers of `itemsize` bytes. A CPU widens the rows and some
+    outputs to float32.
+    """
+    nbytes = n_out * n_in * itemsize
+    if not has_card:
+        nbytes = min(nbytes, (PRODUCT_ROWS + PRODUCT_OUTPUTS) * n_in * 4)
+    return nbytes + REFERENCE_NBYTES
+
+
 ORDERS = ("rows", "columns", "awq", "plain", "e2m1", "nf4")
 
 Order = Literal["rows", "columns", "awq", "plain", "e2m1", "nf4"]

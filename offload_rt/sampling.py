@@ -19,7 +19,7 @@ _N_FIRST = 512
 
 def no_numbers() -> NumericsError:
     """Return the error for logits with NaN or Inf."""
-    change = "check the checkpoint, or try --dtype float32"
+    change = "check the checkpoint, or try --dtype=float32"
     return NumericsError("the model's logits contain NaN or Inf", change=change)
 
 

@@ -7,7 +7,7 @@ from offload_rt.cli.calibrate import CalibrateSettings
 from offload_rt.cli.chat import ChatSettings
 from offload_rt.cli.convert import ConvertSettings
 from offload_rt.cli.flags import GROUP_OF_FIELD
-from offload_rt.cli.plan import PlanSettings
+from offload_rt.cli.plan_settings import PlanSettings
 from offload_rt.cli.run import RunSettings, TemplateSettings
 from offload_rt.cli.serve import ServeSettings
 from offload_rt.config import EngineConfig, SamplingParams, flag_of

@@ -97,6 +97,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "plan": ([], True),
     "json": ([], True),
     "quiet": ([], True),
+    "verbose": ([], True),
     "show_tree": ([], True),
     "baseline": ([], True),
     "trace": (["out.json"], "out.json"),
@@ -276,7 +277,9 @@ def test_unreadable_flags_are_refused(arguments):
 def test_unknown_flag_is_one_sentence_with_a_hint(flag, hint):
     with pytest.raises(SettingsError) as refused:
         _parsed(EngineConfig, ["--model", "m", flag])
-    assert str(refused.value) == f"unrecognized arguments: {flag}; {hint}"
+    assert refused.value.for_command_line == (
+        f"unrecognized arguments: {flag.replace('=', ' ')}; {hint}"
+    )
 
 
 # Ranges
@@ -347,15 +350,20 @@ def test_single_stop_text_becomes_a_tuple():
 
 @pytest.mark.parametrize("given_", [{}, {"prompt": ("a",), "prompt_file": "b"}])
 def test_run_requires_one_prompt(given_):
-    with pytest.raises(PromptError, match="--prompt or --prompt-file"):
+    with pytest.raises(PromptError, match="prompt or prompt_file"):
         RunSettings(**given_)
     RunSettings(plan=True, **given_)
 
 
 def test_error_names_required_value_actual_value_and_setting():
     error = OffloadError("the cache", need="9 rows", have="8", change="lower --tree-size")
-    assert str(error) == "the cache: needs 9 rows, has 8; lower --tree-size"
+    assert str(error) == "the cache: needs 9 rows, has 8; lower tree_size"
+    assert error.for_command_line == "the cache: needs 9 rows, has 8; lower --tree-size"
     assert str(OffloadError("the disk is gone")) == "the disk is gone"
+    asked = SettingsError("--link-format=raw and --ranks=2", change="run `x --ranks 2`, not a--b")
+    assert str(asked) == 'link_format="raw" and ranks=2; run `x --ranks 2`, not a--b'
+    expected = "--link-format raw and --ranks 2; run `x --ranks 2`, not a--b"
+    assert asked.for_command_line == expected
     assert (error.need, error.have, error.change, error.exit_code) == (
         "9 rows",
         "8",

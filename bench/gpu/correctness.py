@@ -17,6 +17,7 @@ _KERNELS = "tests/ops/test_kernels.py"
 # Test files with tests that need a card.
 ON_CARD = (
     _KERNELS,
+    "tests/ops/test_few_rows.py",
     "tests/ops/test_dequantize.py",
     "tests/offload/test_lossless.py",
     "tests/offload/test_streamers.py",

@@ -19,7 +19,7 @@ if has_card 2> /dev/null; then
 reason = extension.missing()
 print(reason or "built, and one was launched")
 raise SystemExit(bool(reason))'
-  step kernels 120 bash -c 'tests tests/ops/test_kernels.py'
+  step kernels 120 bash -c 'tests tests/ops/test_kernels.py tests/ops/test_few_rows.py'
   step streams 60 bash -c 'tests tests/offload/test_streamers.py'
   step card 120 bash -c 'tests tests/engine/test_cuda.py'
   step ceilings 60 bash -c 'section ceilings'

@@ -14,7 +14,7 @@ import torch
 from bench.gpu.shapes import TARGET, written
 from bench.gpu.streamed import Shapes, measure_passes
 from offload_rt.engine.profile import timed, upload_gbps
-from offload_rt.offload.copy_device import CopyDevice
+from offload_rt.offload.copy_device import CHUNK, CopyDevice
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.weights.layout import host_block
 
@@ -28,8 +28,8 @@ _SHAPES = Shapes(n_nodes=(1, 768))
 class PacedDevice(CopyDevice):
     """A CUDA device with copies slowed to `GBPS`."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, chunk_nbytes: int = CHUNK) -> None:
+        super().__init__(device, chunk_nbytes)
         self._cycles_per_byte = spin_cycles_per_byte(device)
 
     def _move(self, to: torch.Tensor, source: torch.Tensor) -> None:

@@ -60,9 +60,9 @@ environment() {
   "$PYTHON" bench/gpu/requirements.py "$work/site" ${WHEELS:+"$WHEELS"}
 }
 
-# Pytest on some tests of a file that need a card. Exit code 5 says that none was selected.
-tests() { # file; its tests that need a CUDA device
-  "$PYTHON" -m pytest -o addopts= -rfEs --tb=short -p no:cacheprovider "$1" -m cuda
+# Pytest on the tests that need a card. Exit code 5 says that none was selected.
+tests() { # files
+  "$PYTHON" -m pytest -o addopts= -rfEs --tb=short -p no:cacheprovider "$@" -m cuda
 }
 
 # A section of bench.gpu in the step's time. The step's log has the section's log and its result.

@@ -101,10 +101,10 @@ class Findings:
     optima: tuple[Optimum, ...]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+def new_parser() -> Parser:
+    """Return the parser of the command."""
     text = "Measure a pair of models on this machine, and save the results for later runs."
-    parser = Parser(
+    return Parser(
         "offload-rt calibrate",
         text,
         EngineConfig,
@@ -114,6 +114,11 @@ def main(arguments: list[str] | None = None) -> int:
             "offload-rt calibrate DIR --draft-model DIR --device-memory 10GiB --plot curve.png",
         ),
     )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    parser = new_parser()
     return exit_code(lambda: _calibrate(parser.parse_args(arguments)))
 
 

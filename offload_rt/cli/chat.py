@@ -37,9 +37,8 @@ class ChatSettings:
     plain: bool = setting(False, "print answers as plain text, without rendering Markdown")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns its exit code."""
-    show_any_text()
+def new_parser() -> Parser:
+    """Return the parser of the command."""
     text = "Talk with a model larger than the memory of its device."
     classes = EngineConfig, ChatSettings, TemplateSettings, SamplingParams
     parser = Parser(
@@ -54,6 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     # An answer ends at an end token or at the end of the context.
     parser.set_defaults(max_tokens=None)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Returns its exit code."""
+    show_any_text()
+    parser = new_parser()
     return exit_code(lambda: _chat(parser.parse_args(arguments)))
 
 
@@ -121,7 +127,7 @@ class _Chat:
             else:
                 self._answer(self.conversation.ask(line))
         except OffloadError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error.for_command_line}", file=sys.stderr)
 
     def _answer(self, messages: list[Message]) -> None:
         """Print the answer to messages whose last one is the user's.

@@ -33,14 +33,19 @@ class ConvertSettings:
     offline: bool = setting(False, "use only files in the hub cache")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    parser = Parser(
+def new_parser() -> Parser:
+    """Return the parser of the command."""
+    return Parser(
         "offload-rt convert",
         "Write losslessly encoded weights for later runs.",
         ConvertSettings,
         examples=("offload-rt convert DIR", "offload-rt convert DIR --ranks 2"),
     )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = new_parser()
     return exit_code(lambda: _convert(parser.parse_args(arguments)))
 
 
@@ -82,9 +87,8 @@ def _convert(flags: Namespace) -> None:
         else (part_of(checkpoint, i, n, settings.exact_parallel) for i in range(n))
     ):
         directory = sidecar_of(part, settings.sidecar, kind)
-        with loading_bar(
-            Console(stderr=True), "encoded" if kind == "lossless" else "written"
-        ) as bar:
+        verb = "encoded" if kind == "lossless" else "written"
+        with loading_bar(Console(stderr=True), verb, next_phase=None) as bar:
             raw, encoded = write_sidecar(part, directory, bar, kind == "raw")
         print(
             f"{directory}: {encoded / 1e9:.2f} GB for {raw / 1e9:.2f} GB of layers,"

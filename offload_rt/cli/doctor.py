@@ -1,4 +1,4 @@
-"""`offload-rt doctor`: check this machine and say how to fix each missing part."""
+"""`offload-rt doctor`: check this machine, name the fix of each missing part, forecast models."""
 
 import json
 import os
@@ -7,22 +7,29 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
+from typing import TYPE_CHECKING
 
 from offload_rt import __version__
 from offload_rt.cli.flags import Parser
 from offload_rt.cli.process import exit_code
-from offload_rt.config import format_size
+from offload_rt.config import EngineConfig, format_size
 from offload_rt.system import machine
 from offload_rt.system.disk_rate import measure_disk_gbps
 from offload_rt.system.files import cache_directory
 
+if TYPE_CHECKING:
+    from offload_rt.planning.survey import Prospect
+
 _LEVELS = ("portable C++", "AVX2", "AVX-512", "AVX-512 with bfloat16")
 # Open files that the server needs for its default number of connections.
 _OPEN_FILES = 1024
+# Assumed where direct reads cannot be measured.
+_DISK_GBPS = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,36 +44,72 @@ class Check:
     fix: str = ""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns its exit code, 0 also when parts are missing."""
+def new_parser() -> Parser:
+    """Return the parser of the command."""
     parser = Parser(
         "offload-rt doctor", "Check this machine and print how to fix each missing part."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Returns its exit code, 0 also when parts are missing."""
+    parser = new_parser()
     return exit_code(lambda: _print(parser.parse_args(arguments)))
 
 
 def _print(flags: Namespace) -> None:
     checks = []
-    for check in _checks():
+    folder = cache_directory()
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    disk_gbps = measure_disk_gbps(folder)
+    for check in _checks(disk_gbps):
         checks.append(check)
         if not flags.json:
             print(f"{check.name:<13} {check.value}")
             if check.fix:
                 print(f"{'':<13} -> {check.fix}")
             sys.stdout.flush()
+    n_missing = sum(bool(check.fix) for check in checks)
+    if not flags.json:
+        print(f"{n_missing} to fix" if n_missing else "nothing to fix", flush=True)
+    prospects = _prospects(disk_gbps or _DISK_GBPS)
     if flags.json:
-        print(json.dumps({"checks": [asdict(check) for check in checks]}))
-    else:
-        n_missing = sum(bool(check.fix) for check in checks)
-        print(f"{n_missing} to fix" if n_missing else "nothing to fix")
+        content = {
+            "checks": [asdict(check) for check in checks],
+            "models": [asdict(prospect) for prospect in prospects],
+        }
+        print(json.dumps(content))
+        return
+    print(
+        f"\n{'model':<15}{'draft':<14}{'plain':>9}{'with draft':>12}  verdict"
+        " (forecast in tokens/s, 2048 tokens of context)"
+    )
+    for one in prospects:
+        plain, rate = ("" if x is None else f"{x:.3g}" for x in (one.plain, one.rate))
+        rate = rate if one.draft else ""
+        print(f"{one.model:<15}{one.draft or 'none':<14}{plain:>9}{rate:>12}  {one.verdict}")
+    print("`offload-rt plan MODEL --draft-model DRAFT` explains a forecast")
 
 
-def _checks() -> Iterator[Check]:
-    """Check one part after the other. torch loads for seconds, so its checks come last."""
+def _prospects(disk_gbps: float) -> "list[Prospect]":
+    """Predict well-known models on this machine; torch times a matrix product for a second."""
+    from offload_rt.planning.local import this_machine
+    from offload_rt.planning.survey import survey
+
+    return survey(this_machine(EngineConfig("any"), disk_gbps, "disk: measured"))
+
+
+def _checks(disk_gbps: float | None) -> Iterator[Check]:
+    """Check one part after the other. torch loads for seconds, so its checks come last.
+
+    disk_gbps  None for an unknown rate
+    """
     yield Check("offload-rt", f"{__version__}, Python {python_version()}")
     yield _memory()
-    yield _disk()
+    yield _disk(disk_gbps)
     yield _limits()
     import torch
 
@@ -94,14 +137,13 @@ def _memory() -> Check:
     return Check("memory", value, "close other programs" if free < limit // 4 else "")
 
 
-def _disk() -> Check:
+def _disk(gbps: float | None) -> Check:
     folder = cache_directory()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return Check("disk", f"{folder}: {error.strerror}", "set XDG_CACHE_HOME to another folder")
     space = format_size(shutil.disk_usage(folder).free)
-    gbps = measure_disk_gbps(folder)
     rate = "no direct reads on this file system" if gbps is None else f"reads {gbps:.2f} GB/s"
     fix = "store models on a faster disk" if gbps is not None and gbps < 0.5 else ""
     return Check("disk", f"{folder}: {rate}, {space} free", fix)

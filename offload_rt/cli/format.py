@@ -1,13 +1,16 @@
 """Placement tables and the closing report of a run."""
 
 import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from offload_rt.config import EngineConfig, SamplingParams, format_size
-from offload_rt.cost.pass_times import PassBytes, transfer_s
+from offload_rt.cost.pass_times import transfer_s
 from offload_rt.offload.placement import Plan
 from offload_rt.system.progress import loading_bar
 
@@ -16,16 +19,28 @@ if TYPE_CHECKING:  # A plan does not need them, and importing them lasts seconds
     from offload_rt.system.trace import Trace
 
 
-def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -> None:
-    """Load a model with a progress bar, and print its notices."""
+def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -> dict[str, float]:
+    """Load a model with a progress bar, and print its notices.
+
+    Returns the seconds of loading weights and of measuring passes.
+    """
+    started = loaded = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal loaded
+        loaded = time.perf_counter()
+        bar(done, total)
+
     with loading_bar(console) as bar:
-        llm.load(trace, bar)
+        llm.load(trace, progress)
+    ended = time.perf_counter()
     defaults = ", ".join(
         f"{name} {x}" for name, x in params.left_to(llm.get_default_sampling_params()).items()
     )
     sampling = f"from generation_config.json: {defaults}" if defaults else ""
     for notice in filter(None, (llm.spec.notice, llm.engine.notice, sampling)):
         console.print(notice, highlight=False, soft_wrap=True)
+    return {"load": loaded - started, "measure": ended - loaded}
 
 
 def follow(config: EngineConfig) -> None:
@@ -97,42 +112,71 @@ def print_table(table: Table) -> None:
     print(captured.get(), end="", flush=True)
 
 
-def report(stats: "Stats", moved: PassBytes, plain_s: float | None = None) -> str:
-    """Return the closing report.
+def format_speed(seconds_per_token: float) -> str:
+    """Format a speed as tokens per second, with seconds per token above 1."""
+    rate = 1 / seconds_per_token
+    digits = 1 if rate >= 10 else 2 if rate >= 0.1 else 3
+    slow = f" ({seconds_per_token:.2f} s per token)" if seconds_per_token > 1 else ""
+    return f"{rate:.{digits}f} tokens/s{slow}"
 
-    plain_s  measured seconds of a pass of plain decoding; None if not measured
+
+@dataclass(frozen=True)
+class PlainPass:
+    """Seconds of a pass of plain decoding, measured or estimated by the cost model."""
+
+    seconds: float
+    is_measured: bool
+
+
+def speed_line(seconds_per_token: float, plain: PlainPass | None) -> str:
+    """Return the speed, and the speed-up over plain decoding if known."""
+    line = format_speed(seconds_per_token)
+    if plain is None:
+        return line
+    origin = "measured" if plain.is_measured else "estimated; --baseline measures it"
+    return f"{line}, {plain.seconds / seconds_per_token:.1f} times plain decoding ({origin})"
+
+
+def report(
+    stats: "Stats", plain: PlainPass | None, phases: Mapping[str, float], is_verbose: bool
+) -> str:
+    """Return the closing report: speed, tokens, start; with details about trees and link.
+
+    plain   None without trees
+    phases  seconds of the phases before the first pass, by name
     """
+    decoding_s = stats.measured_seconds_per_token or stats.seconds_per_token
     lines = [
-        f"{stats.n_tokens} tokens in {stats.seconds:.2f} s ({stats.prefill_seconds:.2f} s of it the"
-        f" first pass): {stats.seconds_per_token:.3f} s per token, {stats.tokens_per_pass:.2f}"
-        " tokens per pass"
+        speed_line(decoding_s, plain),
+        f"{stats.n_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_pass:.2f} tokens per"
+        " pass",
     ]
-    if stats.measured_seconds_per_token is not None and stats.nodes_per_tree > 1:
-        lines.append(
-            f"trees of {stats.nodes_per_tree:.0f} nodes on {stats.levels_per_tree:.1f} levels;"
-            f" after the first pass {stats.measured_seconds_per_token:.3f} s per token,"
-            f" {stats.predicted_seconds_per_token:.3f} s predicted; drafting"
-            f" {stats.draft_seconds / stats.seconds:.0%} of the time, verifying"
-            f" {stats.verify_seconds / stats.seconds:.0%}, waiting for a layer"
-            f" {stats.wait_seconds / stats.seconds:.0%}"
-        )
-    if plain_s is not None and stats.measured_seconds_per_token is not None:
-        lines.append(
-            f"a pass of plain decoding takes {plain_s:.3f} s (measured): "
-            f"{plain_s / stats.measured_seconds_per_token:.2f} times faster"
-        )
-    lines.append(_link_line(stats, moved))
+    if phases:
+        start = {**phases, "first pass": stats.prefill_seconds}
+        lines.append("start: " + ", ".join(f"{name} {s:.1f} s" for name, s in start.items()))
+    if is_verbose:
+        lines += _details(stats, plain)
     return "\n".join(lines)
 
 
-def _link_line(stats: "Stats", moved: PassBytes) -> str:
-    streamed = sum(nbytes for _, nbytes in moved.streamed)
-    if moved.rows is not None:  # The number of KV rows depends on the context lengths.
-        streamed = stats.link_bytes // stats.n_passes
-    if not streamed or not stats.link_gbps:
-        return "all weights resident: nothing crossed a link"
-    floor = transfer_s(streamed, stats.link_gbps) / stats.tokens_per_pass
-    return (
-        f"{streamed / 1e9:.2f} GB per pass at {stats.link_gbps:.2f} GB/s, link busy"
-        f" {stats.link_busy:.0%} of the time; floor at this rate {floor:.3f} s per token"
+def _details(stats: "Stats", plain: PlainPass | None) -> list[str]:
+    lines = []
+    if stats.measured_seconds_per_token is not None and stats.nodes_per_tree > 1:
+        lines.append(
+            f"trees of {stats.nodes_per_tree:.0f} nodes on {stats.levels_per_tree:.1f} levels;"
+            f" {format_speed(stats.predicted_seconds_per_token or 0.0)} predicted; drafting"
+            f" {stats.draft_seconds / stats.seconds:.0%} of the time, verifying"
+            f" {stats.verify_seconds / stats.seconds:.0%}, waiting for weights"
+            f" {stats.wait_seconds / stats.seconds:.0%}"
+        )
+    if plain is not None:
+        lines.append(f"a pass of plain decoding takes {plain.seconds:.3f} s")
+    if not stats.link_bytes:
+        return [*lines, "all weights resident: nothing crossed a link"]
+    pass_nbytes = stats.link_bytes / stats.n_passes
+    floor = transfer_s(pass_nbytes, stats.link_gbps) / stats.tokens_per_pass
+    lines.append(
+        f"{pass_nbytes / 1e9:.2g} GB per pass at {stats.link_gbps:.2f} GB/s, link busy"
+        f" {stats.link_busy:.0%} of the time; at most {format_speed(floor)} at this rate"
     )
+    return lines

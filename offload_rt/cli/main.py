@@ -20,6 +20,7 @@ VERBS = {
     "convert": "write losslessly encoded weights for later runs",
     "calibrate": "measure a model pair on this machine for later runs",
     "report": "print busy and idle shares of a timeline of `run --trace`",
+    "completion": "print a completion script for bash, zsh or tcsh",
 }
 
 

@@ -112,7 +112,7 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     if isinstance(error, BrokenPipeError):
         return 0, ""  # the reader closed the pipe
     known = error if isinstance(error, OffloadError) else machine_error(error)
-    return known.exit_code, f"error: {known}"
+    return known.exit_code, f"error: {known.for_command_line}"
 
 
 def _drop_stdout() -> None:

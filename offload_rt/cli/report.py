@@ -171,8 +171,8 @@ def _in_lane(spans: Sequence[Span], lane: str) -> list[Span]:
     return [span for span in spans if span.lane == lane]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+def new_parser() -> Parser:
+    """Return the parser of the command."""
     parser = Parser("offload-rt report", "Print busy and idle shares of a timeline.")
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="written by offload-rt run --trace FILE"
@@ -180,6 +180,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the text"
     )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = new_parser()
     return exit_code(lambda: _report(parser.parse_args(arguments)))
 
 

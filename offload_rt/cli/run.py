@@ -6,9 +6,11 @@ Exit codes: 0 success, 2 input or settings, 3 machine (memory, disk, driver), 13
 
 import json
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,11 @@ from offload_rt.config import (
 from offload_rt.errors import PromptError, SettingsError
 
 if TYPE_CHECKING:
-    from offload_rt.llm import LLM, Output
+    from rich.console import Console
+
+    from offload_rt.cli.format import PlainPass
+    from offload_rt.executor.stats import PassTimes
+    from offload_rt.llm import LLM, Output, Stats
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,8 @@ class RunSettings:
         False,
         "print text, token ids and stats as a JSON object; a list for several prompts",
     )
-    quiet: bool = setting(False, "no progress bar and no report")
+    quiet: bool = setting(False, "no prompt, no progress bar and no report on stderr")
+    verbose: bool = setting(False, "report trees, drafting and the link, too")
     show_tree: bool = setting(False, "print the largest verified tree")
     baseline: bool = setting(False, "afterwards measure plain decoding and print the speedup")
     trace: str | None = setting(None, "file for the timeline, as a Chrome trace")
@@ -104,33 +111,44 @@ class _Progress:
     """Output so far, for an early end.
 
     as_json     print a JSON object at the end instead of streaming text
+    is_quiet    print no speed
     is_printed  stdout has the complete output
+    passes      times of the passes so far
     """
 
     as_json: bool = False
+    is_quiet: bool = False
     text: str = ""
     token_ids: tuple[int, ...] = ()
     is_printed: bool = False
+    passes: "list[PassTimes]" = field(default_factory=list)
 
     def tell_rest(self, code: int) -> None:
-        """End the streamed text, or print the object of the partial output."""
+        """End the streamed text, or print the object of the partial output; then the speed."""
         if self.as_json and (self.token_ids or code == INTERRUPTED) and not self.is_printed:
             reason = "interrupted" if code == INTERRUPTED else "error"
             print(
                 json.dumps(_as_json(self.text, list(self.token_ids), reason, None, {})), flush=True
             )
         elif self.text and not self.as_json and not self.is_printed:
-            print()
+            print(flush=True)
+        if self.passes and not self.is_quiet and not self.is_printed:
+            from offload_rt.cli.format import format_speed
+
+            n = len(self.token_ids)
+            seconds = self.passes[-1].ended - self.passes[0].started
+            print(
+                f"{format_speed(seconds / n)}, {n} tokens in {seconds:.2f} s,"
+                f" {n / len(self.passes):.2f} tokens per pass",
+                file=sys.stderr,
+            )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    show_any_text()
-    so_far = _Progress()
-    text = "Generate from a model larger than device memory."
-    parser = Parser(
+def new_parser() -> Parser:
+    """Return the parser of the command."""
+    return Parser(
         "offload-rt run",
-        text,
+        "Generate from a model larger than device memory.",
         EngineConfig,
         RunSettings,
         TemplateSettings,
@@ -141,6 +159,13 @@ def main(arguments: list[str] | None = None) -> int:
             " --prompt-file prompt.txt --chat",
         ),
     )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    show_any_text()
+    so_far = _Progress()
+    parser = new_parser()
     return exit_code(lambda: _run(parser.parse_args(arguments), so_far), so_far.tell_rest)
 
 
@@ -155,6 +180,8 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
         problem = "--system, --enable-thinking and --chat-template-kwargs need the chat template"
         raise SettingsError(problem, change="add --chat")
     so_far.as_json = settings.json and not settings.plan
+    so_far.is_quiet = settings.quiet
+    started = time.perf_counter()
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
     from rich.console import Console
 
@@ -162,12 +189,11 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
 
     check_paths(config)
 
-    from offload_rt.cli.format import follow, load, quiet_libraries, report
+    from offload_rt.cli.format import follow, load, quiet_libraries
     from offload_rt.cli.plan import print_run_plan
     from offload_rt.llm import LLM
     from offload_rt.system.ranks import is_first
     from offload_rt.system.trace import Trace
-    from offload_rt.tree.describe import describe
 
     quiet_libraries()
     if settings.plan:
@@ -182,31 +208,75 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
     if settings.trace is not None:
         # report an unwritable file before the run
         trace.write(Path(settings.trace))
+    imported = time.perf_counter()
     with LLM.open(config) as llm:
         ids = [_encode(llm, text, template if settings.chat else None) for text in prompts]
-        load(llm, console, trace, params)
+        phases = {"import": imported - started, "plan": time.perf_counter() - imported}
+        phases |= load(llm, console, trace, params)
         try:
-            outputs = (
-                [_stream(llm, ids[0], params, so_far)]
-                if len(ids) == 1
-                else llm.generate(ids, params, use_tqdm=not settings.quiet)
-            )
+            if len(ids) == 1:
+                _echo(console, prompts[0], so_far)
+                outputs = [_stream(llm, ids[0], params, so_far, console)]
+            else:
+                outputs = llm.generate(ids, params, use_tqdm=not settings.quiet)
         finally:
             if settings.trace is not None:
                 trace.write(Path(settings.trace))
-        _print_outputs(outputs, prompts, so_far)
-        plain = median(llm.time_plain(max(map(len, ids)))) if settings.baseline else None
-        for n, output in enumerate(outputs, 1):
-            heading = f"prompt {n}: " if len(outputs) > 1 else ""
-            console.print(
-                heading + report(output.stats, llm.plan.pass_bytes, plain),
-                highlight=False,
-                soft_wrap=True,
-            )
-            if settings.show_tree:
-                console.print(
-                    describe(output.topology), highlight=False, soft_wrap=True, markup=False
-                )
+        _print_outputs(outputs, prompts, so_far, console)
+        _report(llm, outputs, settings, phases, console)
+
+
+def _report(
+    llm: "LLM",
+    outputs: list["Output"],
+    settings: RunSettings,
+    phases: Mapping[str, float],
+    console: "Console",
+) -> None:
+    """Print a report per output to stderr.
+
+    phases  seconds of the phases before the first pass
+    """
+    from offload_rt.cli.format import report
+    from offload_rt.tree.describe import describe
+
+    context = max(len(output.prompt_token_ids) for output in outputs)
+    baseline = median(llm.time_plain(context)) if settings.baseline else None
+    for n, output in enumerate(outputs, 1):
+        heading = f"answer {n}: " if len(outputs) > 1 else ""
+        plain = _plain_pass(llm, output.stats, context, baseline)
+        text = report(output.stats, plain, phases if n == 1 else {}, settings.verbose)
+        console.print(heading + text, highlight=False, soft_wrap=True)
+        if settings.show_tree:
+            tree = describe(output.topology)
+            console.print(tree, highlight=False, soft_wrap=True, markup=False)
+
+
+def _plain_pass(
+    llm: "LLM", stats: "Stats", context: int, measured_s: float | None
+) -> "PlainPass | None":
+    """Return the time of plain decoding after `context` tokens, measured or by the cost model.
+
+    Returns None if nothing was drafted.
+    """
+    from offload_rt.cli.format import PlainPass
+
+    if measured_s is not None:
+        return PlainPass(measured_s, True)
+    if stats.measured_seconds_per_token is None or stats.nodes_per_tree <= 1:
+        return None
+    import numpy as np
+
+    return PlainPass(float(llm.engine.cost.seconds(np.array([1]), context)[0]), False)
+
+
+def _echo(console: "Console", prompt: str, so_far: _Progress, n: int = 1) -> None:
+    """Print the first line of a prompt to stderr, above its answer."""
+    if so_far.as_json:
+        return
+    first, *more = prompt.strip().splitlines() or [""]
+    text = f"[{n}] {first[:72]}{' ...' if more or len(first) > 72 else ''}"
+    console.print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
 
 
 def _encode(llm: "LLM", prompt: str, template: TemplateSettings | None) -> list[int]:
@@ -222,7 +292,9 @@ def _encode(llm: "LLM", prompt: str, template: TemplateSettings | None) -> list[
     return ids
 
 
-def _print_outputs(outputs: list["Output"], prompts: list[str], so_far: _Progress) -> None:
+def _print_outputs(
+    outputs: list["Output"], prompts: list[str], so_far: _Progress, console: "Console"
+) -> None:
     """Print the outputs that were not streamed."""
     if so_far.as_json:
         objects = [
@@ -238,21 +310,25 @@ def _print_outputs(outputs: list["Output"], prompts: list[str], so_far: _Progres
         print(json.dumps(objects if len(objects) > 1 else objects[0]), flush=True)
     elif len(outputs) > 1:
         for n, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), 1):
-            first, *more = prompt.strip().splitlines() or [""]
+            _echo(console, prompt, so_far, n)
             answers = [output.text, *(answer.text for answer in output.others)]
-            print(
-                f"[{n}] {first[:72]}{' ...' if more or len(first) > 72 else ''}",
-                *answers,
-                sep="\n",
-                end="\n\n",
-            )
+            print(*answers, sep="\n", end="\n\n", flush=True)
     so_far.is_printed = True
 
 
-def _stream(llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress) -> "Output":
-    for piece in llm.stream(ids, params):
+def _stream(
+    llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress, console: "Console"
+) -> "Output":
+    from offload_rt.system.progress import progress_bar
+
+    pieces = llm.stream(ids, params)
+    with progress_bar(console, "first pass over the weights", is_transient=True):
+        first = next(pieces)
+    for piece in chain((first,), pieces):
         if piece.index > 0:  # further answers are printed after the first
             continue
+        if piece.made_by is not None:
+            so_far.passes.append(piece.made_by.times)
         so_far.text += piece.text
         so_far.token_ids += tuple(piece.token_ids)
         if not so_far.as_json:

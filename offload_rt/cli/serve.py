@@ -52,8 +52,8 @@ class ServeSettings:
             check_positive(name, getattr(self, name))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the server until a signal; returns its exit code."""
+def new_parser() -> Parser:
+    """Return the parser of the command."""
     parser = Parser(
         "offload-rt serve",
         "Serve an OpenAI-compatible API and a web page.",
@@ -65,6 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
         ),
     )
     parser.set_defaults(max_num_seqs=4)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the server until a signal; returns its exit code."""
+    parser = new_parser()
     return exit_code(lambda: _serve(parser.parse_args(arguments)))
 
 

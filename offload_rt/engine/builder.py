@@ -9,12 +9,14 @@ from offload_rt.engine import profile
 from offload_rt.engine.device import prepare_cuda
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.engine_spec import EngineSpec
+from offload_rt.engine.link_rates import copy_chunk
 from offload_rt.engine.loader import Loader, Meter, Progress, open_files
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.cuda_graphs import Capture, CudaCapture, GraphShape
 from offload_rt.executor.rank_runner import PipelineRunner
 from offload_rt.executor.runner import Runner
 from offload_rt.kv.split import state_rows
+from offload_rt.offload.copy_device import CHUNK
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.ops import extension
 from offload_rt.speculate.protocols import ROWS_PER_NODE
@@ -40,12 +42,15 @@ def load(spec: EngineSpec, trace: Trace, progress: Progress | None = None) -> En
     memory = spec.memory
     with ExitStack() as closes:
         closes.callback(spec.close)
+        chunk_nbytes = CHUNK
         if spec.device.type == "cuda":
+            if not spec.plan.is_resident:
+                chunk_nbytes = copy_chunk(spec.device)
             prepare_cuda(spec.plan.budget.device, spec.device, closes)
         host = closes.enter_context(closing(MemoryTier(register=spec.device.type == "cuda")))
         # Draft and target share the memory pool of captured passes.
         capture = CudaCapture() if spec.device.type == "cuda" else None
-        runner, draft = _load_models(spec, host, capture, closes, trace, progress)
+        runner, draft = _load_models(spec, host, capture, closes, trace, progress, chunk_nbytes)
         shared = spec.ranks.shared_weights(runner, spec.device)
         spec.draft.connect(runner, draft, shared)
         if capture is not None and spec.plan.is_resident:
@@ -86,6 +91,7 @@ def _load_models(
     closes: ExitStack,
     trace: Trace,
     progress: Progress | None,
+    chunk_nbytes: int,
 ) -> tuple[Runner, Runner | None]:
     """Load the target and the draft model.
 
@@ -103,7 +109,14 @@ def _load_models(
             loading.enter_context(closing(draft_files))
         n_bytes = target.loaded_nbytes(plan, spec.files, stored)
         n_bytes += spec.draft.loaded_nbytes(plan, draft_files, stored)
-        loader = Loader(spec.device, host, Meter(n_bytes, progress), closes, cpus_near(spec.device))
+        loader = Loader(
+            spec.device,
+            host,
+            Meter(n_bytes, progress),
+            closes,
+            cpus_near(spec.device),
+            chunk_nbytes,
+        )
         draft = spec.draft.build(loader, draft_files)
         sources = target.load(loader, plan, spec.files, stored)
         if spec.draft.copies_target:

@@ -22,7 +22,7 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         need = "a CUDA device that torch can use"
         raise DeviceError(
-            "--device cuda", need=need, have=_cuda_problem(), change="use --device cpu"
+            "--device=cuda", need=need, have=_cuda_problem(), change="use --device=cpu"
         )
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")

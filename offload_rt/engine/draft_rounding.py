@@ -12,8 +12,7 @@ from offload_rt.tree.search import search
 # Tokens per pass relative to the unquantised draft model, measured with the demonstration pair and
 # 64 nodes: `python -m bench.speculate.systems --systems adaptive "adaptive, int4 draft"`.
 KEPT_TOKENS = {"none": 1.0, "int4": 0.96, "int8": 1.0, "fp8": 0.99}
-# Formats of `auto`. Formats of 8 bits save less memory, and a GPU dequantises them for levels of
-# more than 32 rows.
+# Formats of `auto`; formats of 8 bits save less memory.
 _AUTO = ("none", "int4")
 # Select a quantised draft model if it saves this share of the time per token: the estimates are not
 # more precise.

@@ -121,7 +121,7 @@ class DraftSpec:
         target = self.target.checkpoint
         if target.format.name != "dense":
             raise SettingsError(
-                f"--drafter {self.drafting.name}",
+                f"--drafter={self.drafting.name}",
                 need="unquantised weights",
                 have=f"weights of format {target.format.name}",
                 change="leave it out, or set a draft model",
@@ -132,14 +132,14 @@ class DraftSpec:
             rounded_layout(layer.layout.tensors, "int4", is_cuda).nbytes for layer in target.layers
         )
         n_layers = target.spec.n_layers
-        return Sizes(target.spec, (0,) * n_layers, 0, int4.DTYPE, view_nbytes, copy_nbytes)
+        return Sizes(target.spec, (0,) * n_layers, 0, int4.DTYPE, view_nbytes, stand_in=copy_nbytes)
 
     def check_placement(self, plan: Plan) -> None:
         """Raise CapacityError if a self-drafting target would be streamed for each draft level."""
         n_streamed = len(plan.tiers) - plan.tiers.count("device")
         if self.drafting.type.resources.view is not None and n_streamed:
             raise CapacityError(
-                f"--drafter {self.drafting.name}",
+                f"--drafter={self.drafting.name}",
                 need="all layers on the device",
                 have=f"{n_streamed} of {len(plan.tiers)} elsewhere",
                 change="raise --device-memory, or use another drafter",

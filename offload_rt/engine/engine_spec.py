@@ -134,7 +134,7 @@ def _plan(
     except CapacityError as error:
         if config.link_format != "auto" or link.sidecar is None or ranks.ranks is not None:
             raise
-        return plan_for(as_they_are(config, checkpoint, device, str(error)))
+        return plan_for(as_they_are(config, checkpoint, device, error.for_command_line))
 
 
 def _planned(

@@ -66,7 +66,7 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     is_auto = config.link_format == "auto"
     if config.pipeline > 1 and is_asked:
         raise SettingsError(
-            "--link-format lossless with --pipeline", change="leave one of them out"
+            "--link-format=lossless with --pipeline", change="leave one of them out"
         )
     is_divided = isinstance(checkpoint.spec, TensorParallelModel)
     directory = sidecar_of(checkpoint, config.sidecar)
@@ -87,7 +87,7 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     except (CheckpointError, DeviceError, SettingsError) as problem:
         if is_asked or not (directory.is_dir() or elsewhere):
             raise
-        return LinkFormat(notice=f"weights are transferred raw: {problem}")
+        return LinkFormat(notice=f"weights are transferred raw: {problem.for_command_line}")
 
 
 def _faster(
@@ -131,13 +131,13 @@ def _encoded(
     is_asked = config.link_format == "lossless"
     on_card = device.type == "cuda"
     if checkpoint.format.name != "dense":
-        problem = "--link-format lossless"
+        problem = "--link-format=lossless"
         raise SettingsError(
             problem, need="unquantised weights", have=checkpoint.format.name, change="leave it out"
         )
     if on_card and not extension.serves(torch.empty(0, device=device)):
         problem = f"no kernel decodes lossless weights: {extension.missing()}"
-        raise DeviceError(problem, change="use --link-format raw")
+        raise DeviceError(problem, change="use --link-format=raw")
     if is_asked and on_card and not (config.sidecar or directory.is_dir()):
         encoded = tuple(estimate(layer) for layer in checkpoint.layers)
         return LinkFormat(encodes=True, sizes=_sizes(checkpoint, encoded, on_card))
@@ -155,7 +155,7 @@ def _opened(checkpoint: Checkpoint, directory: Path, elsewhere: str) -> tuple[Si
             if isinstance(s := checkpoint.spec, TensorParallelModel)
             else ""
         )
-        change = f"run offload-rt convert{flags} first, or use --link-format raw"
+        change = f"run `offload-rt convert{flags}` first, or use --link-format=raw"
         raise CheckpointError(f"no sidecar in {directory}", have=elsewhere, change=change)
     return open_sidecar(checkpoint, directory)
 

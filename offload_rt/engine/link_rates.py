@@ -1,4 +1,4 @@
-"""Rates of the link and of the decoder of lossless weights, measured once and cached."""
+"""Rates of the link by chunk size and of the lossless decoder, measured once and cached."""
 
 import os
 import platform
@@ -12,9 +12,12 @@ import numpy as np
 import torch
 
 from offload_rt.engine import profile
+from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.disk import DiskTier
+from offload_rt.offload.pinning import pin, unpin
 from offload_rt.ops import lossless
 from offload_rt.system.files import read_cached, write_cached
+from offload_rt.system.numa import cpus_near, staying_near
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import host_block
 from offload_rt.weights.lossless import SidecarLayer
@@ -26,6 +29,10 @@ _SLOWEST = 1e-3
 _FASTEST = 1e5
 # Encoded bytes of a decoder measurement: more than caches hold, about 20 ms.
 _SAMPLE_NBYTES = 64 << 20
+# Chunk sizes of copies to a GPU, bytes of a measured copy, and its repetitions after a first.
+_CHUNKS = (32 << 20, 64 << 20, 128 << 20)
+_COPY_NBYTES = 256 << 20
+_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,46 @@ def _remembered(key: str, measure: Callable[[], float]) -> float:
         rate = measure()
         write_cached(_CACHE, _VERSION, {**known, key: rate})
     return rate
+
+
+def copy_chunk(device: torch.device) -> int:
+    """Return the bytes per chunk of copies to a GPU, measured once per GPU model and cached.
+
+    Returns the smallest size with at least 98 % of the highest rate: a copy of another stream waits
+    for the current chunk.
+    """
+
+    def measure() -> float:
+        rates = chunk_rates(device)
+        torch.cuda.empty_cache()
+        return next(
+            size / (1 << 20) for size, rate in rates.items() if rate >= 0.98 * max(rates.values())
+        )
+
+    return int(_remembered(f"MiB per chunk {torch.cuda.get_device_name(device)}", measure)) << 20
+
+
+def chunk_rates(device: torch.device, nbytes: int = _COPY_NBYTES) -> dict[int, float]:
+    """Measure the GB/s of copies of pinned memory by chunk size, interleaved.
+
+    The last size copies all at once on one stream.
+    """
+    source = host_block(nbytes)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    copies = {size: CopyDevice(device, size) for size in (*_CHUNKS, nbytes)}
+    seconds = {size: list[float]() for size in copies}
+    with staying_near(cpus_near(device)):
+        is_pinned = pin(source)
+    try:
+        for _ in range(1 + _ROUNDS):
+            for size, link in copies.items():
+                start, end = link.copy([(target, source)], link.event())
+                link.wait(end)
+                seconds[size].append(link.seconds_between(start, end) or 0.0)
+    finally:
+        if is_pinned:
+            unpin(source)
+    return {size: nbytes / median(times[1:]) / 1e9 for size, times in seconds.items()}
 
 
 def _link_gbps(checkpoint: Checkpoint, device: torch.device) -> float:

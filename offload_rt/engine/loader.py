@@ -12,10 +12,11 @@ from offload_rt.executor.rank_runner import runner_type
 from offload_rt.executor.runner import Runner
 from offload_rt.models.architecture import Architecture
 from offload_rt.offload import stream_cuda, stream_threads
+from offload_rt.offload.copy_device import CHUNK
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.sidecar import SidecarTier
-from offload_rt.offload.streamer import LayerSources
+from offload_rt.offload.streamer import LayerSources, Streamer
 from offload_rt.offload.tier import done_ahead, read_parallel
 from offload_rt.system.numa import Cpus
 from offload_rt.system.trace import Trace
@@ -69,6 +70,7 @@ class Loader:
     host    receives the layers that stay in host memory
     closes  releases everything that the loader opens
     cpus    processors near the device; empty for all
+    chunk_nbytes  bytes per chunk of copies to a GPU
     """
 
     device: torch.device
@@ -76,6 +78,7 @@ class Loader:
     meter: Meter
     closes: ExitStack
     cpus: Cpus
+    chunk_nbytes: int = CHUNK
 
     def resident(
         self, checkpoint: Checkpoint, files: DiskTier, rounding: str = "none"
@@ -157,8 +160,11 @@ class Loader:
         The last block of the resident tier holds the weights outside the layers.
         """
         rest = sources.resident.image(spec.n_layers)
-        streams = stream_cuda if self.device.type == "cuda" else stream_threads
-        streamer = streams.open_streamer(sources, trace, self.device)
+        streamer: Streamer
+        if self.device.type == "cuda":
+            streamer = stream_cuda.open_streamer(sources, trace, self.device, self.chunk_nbytes)
+        else:
+            streamer = stream_threads.open_streamer(sources, trace, self.device)
         weights = format.view(rest.layout, rest.block, dtype)
         runner = runner_type(spec)(spec, streamer, weights, format, self.device, dtype, trace)
         self.closes.enter_context(closing(runner))

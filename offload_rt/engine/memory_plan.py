@@ -58,7 +58,8 @@ class Sizes:
     layer_nbytes      bytes of each layer's block
     non_layer_nbytes  bytes of the weights outside the layers
     dtype             of the weights
-    view_nbytes       scratch bytes of products, e.g. a dequantised matrix
+    view_nbytes       scratch bytes of products on a card, e.g. a dequantised matrix
+    host_view_nbytes  the same on a CPU
     stand_in          bytes of a layer's copy, for the copies of a self-drafting target
     link              sizes of the layers in transfer; None if equal
     experts           experts as separate blocks; None if experts are part of their layers
@@ -73,6 +74,7 @@ class Sizes:
     non_layer_nbytes: int
     dtype: DType
     view_nbytes: int = 0
+    host_view_nbytes: int = 0
     stand_in: int = 0
     link: LinkSizes | None = None
     experts: ExpertSizes | None = None
@@ -117,14 +119,19 @@ class Sizes:
         non_layer = layout(spec.non_layer_tensors())
         layers = (matrix for part in layouts.values() for matrix in part.matrices.values())
         heads = tuple(non_layer.matrices.values())
-        scratch = (matrix.scratch_nbytes(self.dtype) for matrix in (*layers, *heads))
+        matrices = (*layers, *heads)
+
+        def scratch(has_card: bool) -> int:
+            return max((m.scratch_nbytes(self.dtype, has_card) for m in matrices), default=0)
+
         head_nbytes = sum(non_layer.by_name[part.name].nbytes for m in heads for part in m.tensors)
         plain_nbytes = sum(math.prod(matrix.shape) for matrix in heads) * self.dtype.itemsize
         return replace(
             self,
             layer_nbytes=tuple(layouts[spec.layer_tensors(i)].nbytes for i in range(spec.n_layers)),
             non_layer_nbytes=non_layer.nbytes,
-            view_nbytes=max(self.view_nbytes, *scratch),
+            view_nbytes=max(self.view_nbytes, scratch(True)),
+            host_view_nbytes=max(self.host_view_nbytes, scratch(False)),
             rounding=rounding,
             head_share=head_nbytes / plain_nbytes if heads else 1.0,
         )
@@ -137,7 +144,8 @@ class Sizes:
             layer_nbytes=tuple(layer.nbytes for layer in checkpoint.layers),
             non_layer_nbytes=checkpoint.non_layer.nbytes,
             dtype=dtype if checkpoint.spec.taps else checkpoint.dtype,
-            view_nbytes=max(block.scratch_nbytes(dtype) for block in checkpoint.blocks),
+            view_nbytes=max(block.scratch_nbytes(dtype, True) for block in checkpoint.blocks),
+            host_view_nbytes=max(block.scratch_nbytes(dtype, False) for block in checkpoint.blocks),
         )
 
     @classmethod
@@ -151,6 +159,7 @@ class Sizes:
         stores: WeightFormat = layer_format or dense.Format(None)
         nbytes: dict[tuple[TensorShape, ...], int] = {}
         view_nbytes = 0
+        host_view_nbytes = 0
         for layer in {spec.layer_tensors(i) for i in range(spec.n_layers)}:
             stored = [
                 stores.stored(name, shape, dtype, Source({}))
@@ -162,10 +171,13 @@ class Sizes:
                 for tensor in stored
                 for part in tensor.tensors
             ).nbytes
-            view_nbytes = max(view_nbytes, *(matrix.scratch_nbytes(dtype) for matrix in stored))
+            view_nbytes, host_view_nbytes = (
+                max(nbytes, *(matrix.scratch_nbytes(dtype, has_card) for matrix in stored))
+                for nbytes, has_card in ((view_nbytes, True), (host_view_nbytes, False))
+            )
         non_layer = sum(math.prod(shape) for _, shape in spec.non_layer_tensors()) * dtype.itemsize
         layers = tuple(nbytes[spec.layer_tensors(i)] for i in range(spec.n_layers))
-        return cls(spec, layers, non_layer, dtype, view_nbytes)
+        return cls(spec, layers, non_layer, dtype, view_nbytes, host_view_nbytes)
 
 
 def _expert_nbytes(sizes: Sizes, i: int) -> int:
@@ -239,9 +251,12 @@ def plan_memory(
         fitted, besides = _with_host_experts(divided, divided.experts, budget)
         n_on_host = fitted.experts.n_on_host if fitted.experts else 0
         if n_on_host > divided.experts.mixture.n_used or not budget.has_card:
+            # Experts on demand need less than whole layers: this error names the least budget.
+            if whole is None:
+                return _plan_layers(config, drafting, (fitted, draft), dtype, besides)
             with suppress(CapacityError):
                 by_expert = _plan_layers(config, drafting, (fitted, draft), dtype, besides)
-                if whole is None or _moved(by_expert, config) < _moved(whole, config):
+                if _moved(by_expert, config) < _moved(whole, config):
                     return by_expert
     # The error of whole layers names the missing bytes.
     return whole or _plan_layers(config, drafting, models, dtype, budget)
@@ -257,7 +272,7 @@ def _with_host_experts(
     if not budget.has_card:
         return divided, budget
     # The host also computes some experts.
-    budget = replace(budget, buffers=budget.buffers + divided.view_nbytes)
+    budget = replace(budget, buffers=budget.buffers + divided.host_view_nbytes)
     n_on_host = min(budget.host_room(experts.nbytes), experts.n_blocks)
     if n_on_host < experts.n_blocks:
         n_on_host -= -(-BEST_SLOTS * max(divided.layer_nbytes) // experts.nbytes)
@@ -351,14 +366,17 @@ class _Memory:
         """Return the bytes besides layers, with all KV rows on the device."""
         spec = self.target.spec
         n = self.config.max_num_seqs
-        reserved = reserved_memory(self.target, self.draft, self.dtype, max_len, n_nodes, n)
+        has_card = self.budget.has_card
+        reserved = reserved_memory(
+            self.target, self.draft, self.dtype, has_card, max_len, n_nodes, n
+        )
         # Selecting rows for a view needs a layer's rows, and about as many bytes again.
         n_rows = _view_rows(self.view_rows, max_len, n_nodes) + 2 * max_len // spec.n_layers
         views = n_rows * spec.kv_nbytes(self.dtype.itemsize) if self.view_rows else 0
         reserved = replace(reserved, draft=reserved.draft + views, libraries=self.budget.libraries)
         return (
             replace(reserved, graphs=self._graphs(reserved.total, n_nodes))
-            if self.budget.has_card
+            if has_card
             else reserved
         )
 
@@ -449,7 +467,13 @@ class _Memory:
 
 
 def reserved_memory(
-    target: Sizes, draft: Sizes | None, dtype: DType, max_len: int, n_nodes: int, n: int = 1
+    target: Sizes,
+    draft: Sizes | None,
+    dtype: DType,
+    has_card: bool,
+    max_len: int,
+    n_nodes: int,
+    n: int = 1,
 ) -> ReservedMemory:
     """Return the device bytes besides layers.
 
@@ -466,7 +490,7 @@ def reserved_memory(
         cache=_cache_nbytes(spec, _cache_rows(max_len, n_nodes), n_nodes, dtype.itemsize, n),
         scratch=hidden
         + tapped
-        + target.view_nbytes
+        + (target.view_nbytes if has_card else target.host_view_nbytes)
         + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
         draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes, n) if draft else 0,
         stand_in=draft.stand_in if draft else 0,

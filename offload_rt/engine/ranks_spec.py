@@ -113,7 +113,9 @@ class RanksSpec:
         stage_sizes = replace(
             sizes, non_layer_nbytes=Sizes.of_checkpoint(stage, dtype).non_layer_nbytes
         )
-        reserved = reserved_memory(stage_sizes, draft, dtype, n_rows, config.tree_size or 1)
+        reserved = reserved_memory(
+            stage_sizes, draft, dtype, budget.has_card, n_rows, config.tree_size or 1
+        )
         on_device = max(budget.device - reserved.total + reserved.cache - budget.libraries, 1)
         with_host = on_device + max(budget.host - budget.buffers, 0)
         rooms = ranks.all_gather(torch.tensor([[on_device, with_host]])).view(-1, 2)
@@ -131,14 +133,14 @@ class RanksSpec:
             n_ranks = ranks.size if ranks else 1
             n_layers = checkpoint.spec.n_layers
             raise SettingsError(
-                f"--pipeline {self.pipeline}",
+                f"--pipeline={self.pipeline}",
                 need="as many ranks",
                 have=f"{n_ranks} started, and {n_layers} layers in {len(parts)} parts",
-                change="start it by torchrun, with --nproc-per-node and --nnodes",
+                change="start it by `torchrun --nproc-per-node N --nnodes M`",
             )
         if drafting.reads_target:
             raise SettingsError(
-                f"--drafter {drafting.name} with --pipeline",
+                f"--drafter={drafting.name} with --pipeline",
                 need="a drafter that uses only the model's logits",
                 change="use another drafter",
             )
@@ -173,7 +175,7 @@ class RanksSpec:
         )
         if must_be_whole and self.split_draft == "on":
             need = "a whole draft model that does not learn, and no --pipeline"
-            raise SettingsError("--split-draft on", need=need, change="leave it out")
+            raise SettingsError("--split-draft=on", need=need, change="leave it out")
         nothing = replace(drafting, draft=None, learning="off")
         whole = replace(draft, drafting=drafting if ranks.rank == 0 else nothing)
         if must_be_whole or self.split_draft == "off":

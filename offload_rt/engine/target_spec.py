@@ -122,11 +122,11 @@ class TargetSpec:
         n_on_disk = plan.tiers.count("disk")
         if self.link.encodes and n_on_disk:
             raise CapacityError(
-                "--link-format lossless without a sidecar",
+                "--link-format=lossless without a sidecar",
                 need="all layers in memory",
                 have=f"{n_on_disk} of {len(plan.tiers)} on disk",
                 change=(
-                    "run offload-rt convert first, raise --host-memory, or use --link-format raw"
+                    "run `offload-rt convert` first, raise --host-memory, or use --link-format=raw"
                 ),
             )
 
@@ -194,7 +194,7 @@ class TargetSpec:
         if self.link.encodes and current.tiers != plan.tiers:
             raise DeviceError(
                 "the driver pins too little memory of the host for layers encoded at load",
-                change="run offload-rt convert first, or use --link-format raw",
+                change="run `offload-rt convert` first, or use --link-format=raw",
             )
         for i, (before, after) in enumerate(zip(plan.tiers, current.tiers, strict=True)):
             if before != after:
@@ -260,7 +260,7 @@ def _encode(loader: Loader, stored: DiskTier, i: int, planned: int) -> PackedLay
             f"layer {i} shrinks less than its sample",
             need=format_size(len(image.block)),
             have=f"{format_size(planned)} planned",
-            change="run offload-rt convert first, or use --link-format raw",
+            change="run `offload-rt convert` first, or use --link-format=raw",
         )
     return image
 

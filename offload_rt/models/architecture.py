@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from offload_rt.ops.few_rows import Stack
+
 
 class TensorShape(NamedTuple):
     """Name and logical shape of a matrix or vector, independent of the weight format."""
@@ -152,6 +154,10 @@ class LayerWeights(Protocol):
 
     def fused(self, names: Sequence[str]) -> Tensor | None:
         """Return the matrices concatenated by rows without a copy; None if not stored so."""
+        return None
+
+    def stacked(self, names: Sequence[str]) -> Stack | None:
+        """Return equal matrices as a stack without a copy; None if not stored so."""
         return None
 
     def rows(self, ids: Tensor, name: str) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload_rt.errors import SettingsError, UnsupportedModelError
@@ -470,7 +470,12 @@ def _eagle_of(raw: dict[str, Any], target: NativeDecoder) -> Eagle3:
         }
     else:
         changes["is_normed"] = bool(raw.get("norm_output", True))
-    return Eagle3(**{**vars(llama), **changes})
+    return Eagle3(**{**_shape(llama), **changes})
+
+
+def _shape(model: NativeDecoder) -> dict[str, Any]:
+    """Return the fields of a model; `vars` would include cached properties."""
+    return {item.name: getattr(model, item.name) for item in fields(model)}
 
 
 def _state_norm(raw: dict[str, Any]) -> str:
@@ -493,7 +498,7 @@ def mtp_of(target: NativeDecoder, layout: MtpLayout) -> NativeMtp:
         "n_mtp": 0,
         "layout": layout.for_target(n),
     }
-    return NativeMtp(**{**vars(target), **changes})
+    return NativeMtp(**{**_shape(target), **changes})
 
 
 def _medusa_of(raw: dict[str, Any], target: NativeDecoder) -> Medusa:
@@ -506,7 +511,7 @@ def _medusa_of(raw: dict[str, Any], target: NativeDecoder) -> Medusa:
                 f"config.json: {name} is {value!r}", need="an integer from 1 to 99"
             )
     changes = {"family": "medusa", "n_layers": n_heads, "taps": (target.n_layers,), "n_mtp": 0}
-    return Medusa(**{**vars(target), **changes, "n_blocks": n_blocks})
+    return Medusa(**{**_shape(target), **changes, "n_blocks": n_blocks})
 
 
 def head_kind(raw: dict[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload_rt.models.architecture import Architecture, LayerWeights, PassContext, TensorShape
@@ -50,6 +51,10 @@ class NativeDecoder(Architecture):
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
         """Return the tensors of a layer, equal for all layers."""
+        return self._layer_tensors
+
+    @cached_property
+    def _layer_tensors(self) -> tuple[TensorShape, ...]:
         d = self.hidden_size
         m = self.intermediate_size
         q = self.n_heads * self.head_dim

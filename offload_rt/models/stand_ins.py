@@ -24,12 +24,17 @@ from offload_rt.models.architecture import (
     StateContext,
     StateShape,
 )
+from offload_rt.ops import extension
+from offload_rt.ops.few_rows import MOST_ROWS, Stack, multiply_stack, serves_stack
 from offload_rt.ops.linear import linear
 
 # Registry names in transformers: for passes, which need no masks, and for tracing.
 NAME = "offload_rt"
 TRACED = "offload_rt_traced"
 OTHER_STATE = "keep state other than keys and values"
+# Compute capability times ten from which torch's grouped products leave the row counts on the GPU
+# (pytorch issues 161407, 186620).
+_GROUPED_MM = 90
 # Further tensor arguments of attention that are supported or have no effect.
 _KNOWN = {"s_aux", "position_ids", "cache_position"}
 
@@ -222,9 +227,8 @@ def _mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Te
         return torch.empty_like(hidden)
     share = module.__dict__.get("share")
     touched = module.__dict__.get("touched")
-    parameters = [value for value in module._parameters.values() if value is not None]
-    if hidden.is_cuda and all(getattr(value, "is_cuda", False) for value in parameters):
-        mix = grouped_mm_experts_forward if share is None else partial(_grouped, share.owned)
+    if grouped := _grouped_products(module, hidden, args[0].numel()):
+        mix = grouped if share is None else partial(_renumbered, share.owned, grouped)
     elif touched is None:
         mix = type(module).forward.__wrapped__  # type: ignore[attr-defined]
     else:
@@ -260,14 +264,90 @@ def mix_of_all(
     return mixed
 
 
-def _grouped(owned: range, module: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-    """Run transformers' grouped products with this rank's experts, renumbered from 0."""
+def _grouped_products(
+    module: Any, hidden: Tensor, n_chosen: int
+) -> Callable[[Any, Tensor, Tensor, Tensor], Tensor] | None:
+    """Return a mixture with one product of all experts per projection; None if not on a GPU.
+
+    n_chosen  experts chosen by all rows
+    """
+    stacks = _stacks(module, hidden)
+    parameters = [value for value in module._parameters.values() if value is not None]
+    is_on_card = hidden.is_cuda and all(getattr(value, "is_cuda", False) for value in parameters)
+    if stacks is None:
+        return grouped_mm_experts_forward if is_on_card else None
+    # torch's kernel for later GPUs multiplies many rows faster, and does not wait for the host.
+    is_torch_faster = n_chosen > MOST_ROWS * module.num_experts
+    if is_on_card and is_torch_faster and extension.capability(hidden.device) >= _GROUPED_MM:
+        return grouped_mm_experts_forward
+    return partial(_mix_stacks, stacks)
+
+
+def _stacks(module: Any, hidden: Tensor) -> tuple[list[Stack], list[Stack]] | None:
+    """Return the stacks of both projections if the kernel serves all of them.
+
+    The first projection has two stacks if gate and up matrices are stored separately.
+    """
+    if not extension.serves(hidden):
+        return None
+    up, down = (
+        _stacks_of(value, module.is_transposed)
+        for value in (module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj)
+    )
+    is_split = len(up) > 1 and module.has_bias
+    served = all(stack is not None and serves_stack(hidden.dtype, stack) for stack in (*up, *down))
+    return (up, down) if served and not is_split else None  # type: ignore[return-value]  # no None
+
+
+def _stacks_of(value: Any, is_transposed: bool) -> list[Stack | None]:
+    """Return the stacks of a parameter; matrices (n_in, n_out) have no kernel."""
+    if isinstance(value, _Experts):
+        return value.stacked()
+    is_stack = isinstance(value, Tensor) and value.is_cuda and not is_transposed
+    return [value if is_stack else None]
+
+
+def _mix_stacks(
+    stacks: tuple[list[Stack], list[Stack]],
+    module: Any,
+    hidden: Tensor,
+    chosen: Tensor,
+    scores: Tensor,
+) -> Tensor:
+    """Compute a mixture with all experts on the GPU. Nothing waits for the router's choice.
+
+    chosen, scores  (n_rows, n_used); experts from `module.num_experts` contribute zeros
+    """
+    n_rows, n_used = chosen.shape
+    numbers, order = chosen.flatten().sort(stable=True)
+    experts = torch.arange(module.num_experts, device=hidden.device)
+    ends = torch.searchsorted(numbers, experts, right=True, out_int32=True)
+
+    def project(name: str, parts: list[Stack], x: Tensor, rows: Tensor | None) -> Tensor:
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        outputs = [multiply_stack(x, rows, ends, part, bias) for part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    up = project(name, stacks[0], hidden, order // n_used)
+    inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+    out = project("down_proj", stacks[1], inner, None)
+    out = module.post_expert_norm(out) if module.has_post_expert_norm else out
+    weighted = out * scores.flatten()[order, None]
+    by_row = torch.empty_like(weighted).index_copy_(0, order, weighted)
+    return by_row.view(n_rows, n_used, -1).sum(1).to(hidden.dtype)
+
+
+def _renumbered(
+    owned: range, mix: Any, module: Any, hidden: Tensor, chosen: Tensor, scores: Tensor
+) -> Tensor:
+    """Run grouped products with this rank's experts, renumbered from 0."""
     is_foreign = (chosen < owned.start) | (chosen >= owned.stop)
     n_experts = module.num_experts
     module.num_experts = len(owned)
     module._is_expert_parallel = True
     numbers = (chosen - owned.start).masked_fill(is_foreign, len(owned))
-    out = grouped_mm_experts_forward(module, hidden, numbers, scores.masked_fill(is_foreign, 0.0))
+    out: Tensor = mix(module, hidden, numbers, scores.masked_fill(is_foreign, 0.0))
     module.num_experts = n_experts
     module._is_expert_parallel = False
     return out
@@ -309,6 +389,10 @@ class _Experts:
         self._names = names
         self.shape = shape
         self._weights = weights
+
+    def stacked(self) -> list[Stack | None]:
+        """Return a stack of each part of the matrices; None if not stored so."""
+        return [self._weights.stacked(names) for names in zip(*self._names, strict=True)]
 
     def __getitem__(self, expert: Any) -> "_Matrix":
         return _Matrix(self._names[int(expert)], self._weights)

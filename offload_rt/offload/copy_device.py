@@ -10,7 +10,7 @@ from torch.cuda import Event, Stream
 # A single copy engine serves all copies to a GPU. It ignores priorities, starts the first ready
 # copy and stays with a stream that has another copy ready. Therefore chunks of a single stream act
 # as one copy (meta-pytorch/torchrec 4303, 4315, 4339: chunks of 32 MiB).
-_CHUNK = 32 << 20
+CHUNK = 32 << 20
 
 
 class CopyDevice:
@@ -21,8 +21,9 @@ class CopyDevice:
     Therefore a copy of another stream waits for the current chunk only.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, chunk_nbytes: int = CHUNK) -> None:
         self._device = device
+        self._chunk_nbytes = chunk_nbytes
         self._last, self._next = Stream(device), Stream(device)  # type: ignore[no-untyped-call]  # torch has no types there
         self._lock = Lock()  # for streamers that share the device
         self._turn = Event()  # type: ignore[no-untyped-call]  # as above
@@ -54,7 +55,7 @@ class CopyDevice:
             stream.wait_event(after)
             before.record(stream)
             for target, source in moves:
-                chunks = torch.split(target, _CHUNK), torch.split(source, _CHUNK)
+                chunks = (torch.split(block, self._chunk_nbytes) for block in (target, source))
                 for target_chunk, source_chunk in zip(*chunks, strict=True):
                     stream = self._alternate()
                     with torch.cuda.stream(stream):

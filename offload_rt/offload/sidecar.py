@@ -92,7 +92,7 @@ class SidecarTier:
             if not is_sound:
                 raise LinkError(
                     f"{path} is damaged",
-                    change="run offload-rt convert again, or use --link-format raw",
+                    change="run `offload-rt convert` again, or use --link-format=raw",
                 )
         if not self._decodes:
             target[start : start + nbytes] = content

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.cuda import Event
 
-from offload_rt.offload.copy_device import CopyDevice
+from offload_rt.offload.copy_device import CHUNK, CopyDevice
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
@@ -258,6 +258,8 @@ class CudaStreamer(Streamer):
             self.meter.waited_s += max(seconds, 0.0)
 
 
-def open_streamer(sources: LayerSources, trace: Trace, device: torch.device) -> CudaStreamer:
-    """Create the GPU streamer."""
-    return CudaStreamer(sources, trace, CopyDevice(device))
+def open_streamer(
+    sources: LayerSources, trace: Trace, device: torch.device, chunk_nbytes: int = CHUNK
+) -> CudaStreamer:
+    """Create the GPU streamer, with copies in chunks."""
+    return CudaStreamer(sources, trace, CopyDevice(device, chunk_nbytes))

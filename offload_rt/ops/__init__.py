@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from offload_rt.ops import attention_cpu, extension, layer_cpu, reference
-from offload_rt.ops.reference import merge
 from offload_rt.ops.transfer import fill, to_device, to_host
 from offload_rt.ops.tree_mask import TreeMask, make_tree_mask
 from offload_rt.ops.verification import Candidates, can_verify, verify
@@ -101,6 +100,16 @@ def partial_attention(
         return reference.partial_attention(q, k, v, mask.dense(), scale, softcap)
     tensors = mask.bits, mask.depths, mask.key_depths, mask.extent
     out, lse = extension.kernels().tree_attention(q, k, v, *tensors, mask.window or 0, scale)
+    return out, lse
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Join attention to two disjoint parts of the keys; see the reference. The kernel launches once."""
+    dtypes = {out_a.dtype, out_b.dtype}
+    if not extension.serves(out_a) or not dtypes <= {*_HALVES, torch.float32}:
+        return reference.merge(out_a, lse_a, out_b, lse_b)
+    pairs = (tensor.contiguous() for tensor in (out_a, lse_a, out_b, lse_b))
+    out, lse = extension.kernels().merge_attention(*pairs)
     return out, lse
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,7 @@ AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # Values of the codes of IQ4_NL and IQ4_XS.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Dtypes of power-of-two scales.
 POWERS_OF_TWO = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -42,6 +39,7 @@ class CodedMatrix:
     codes    packing.code_shape of the stored shape
     scales   (rows / block, columns / block) of the stored shape, float, or uint8 and float8_e8m0fnu
              for powers of two
+    A stack of matrices has a further, first dimension in codes and scales.
     groups   (n_in,) int32, group of each input; None: position // block
     product  dtype of (code - zero) * scale, rounded once
     """
@@ -116,6 +114,13 @@ class TinygemmMatrix:
 Weight = Tensor | CodedMatrix | BlockMatrix | TinygemmMatrix
 
 
+def kernel_codes(codes: Tensor, packing: Packing) -> tuple[int, Tensor]:
+    """Return the kind of codes and their words as arguments of the kernels."""
+    if codes.dtype == torch.float8_e4m3fn:
+        return len(ORDERS), codes.view(torch.uint8)
+    return ORDERS.index(packing.order), codes
+
+
 def dequantize_codes(
     codes: Tensor,
     scales: Tensor,
@@ -133,63 +138,12 @@ def dequantize_codes(
     groups  (columns,) or (rows,) int32: scale index; None: position // block
     out     (rows, columns), dense, any dtype
     """
-    if extension.serves(out) and scales.dtype in _KERNEL_DTYPES and out.dtype in _KERNEL_DTYPES:
-        is_float8 = codes.dtype == torch.float8_e4m3fn
-        kind = len(ORDERS) if is_float8 else ORDERS.index(packing.order)
+    if extension.serves(out) and scales.dtype in KERNEL_DTYPES and out.dtype in KERNEL_DTYPES:
+        kind, words = kernel_codes(codes, packing)
         numbers = kind, packing.bits, *packing.block, packing.offset
-        codes = codes.view(torch.uint8) if is_float8 else codes
-        extension.kernels().dequantize(codes, scales, zeros, groups, *numbers, out)
+        extension.kernels().dequantize(words, scales, zeros, groups, *numbers, out)
     else:
         reference_dequantize(codes, scales, zeros, groups, packing, out)
-
-
-# Most rows of `multiply_few_rows` and the divisor of their inputs, as in csrc/kernels.h.
-_MOST_ROWS = 32
-_INPUTS = 32
-
-
-def serves_few_rows(x: Tensor, weight: CodedMatrix) -> bool:
-    """Whether the CUDA kernel multiplies the rows x (n, n_in) by these codes directly."""
-    packing = weight.packing
-    block_in = packing.block[0 if weight.is_transposed else 1]
-    return (
-        0 < len(x) <= _MOST_ROWS
-        and x.dtype in (torch.float16, torch.bfloat16)
-        and packing.order not in ("awq", "nf4")
-        and packing.bits == (8 if packing.order == "plain" else 4)
-        and weight.groups is None
-        and weight.shape[1] % _INPUTS == 0
-        and (block_in % 8 == 0 or block_in >= weight.shape[1])
-        and weight.product in _KERNEL_DTYPES
-        and weight.codes.is_contiguous()
-        and weight.codes.data_ptr() % 8 == 0
-    )
-
-
-def multiply_few_rows(
-    x: Tensor, weight: CodedMatrix, bias: Tensor | None, library: Any = None
-) -> Tensor:
-    """Multiply x (n, n_in) by the transposed weight and add bias: (n, n_out).
-
-    library  ops of the kernels, by name; None: those of the GPU
-    """
-    packing = weight.packing
-    block_out, block_in = packing.block[::-1] if weight.is_transposed else packing.block
-    is_float8 = weight.codes.dtype == torch.float8_e4m3fn
-    kind = len(ORDERS) if is_float8 else ORDERS.index(packing.order)
-    is_aligned = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    product: Tensor = (library or extension.kernels()).few_rows(
-        x if is_aligned else x.clone(memory_format=torch.contiguous_format),
-        weight.codes.view(torch.uint8) if is_float8 else weight.codes,
-        weight.float_scales().contiguous(),
-        weight.int_zeros(),
-        bias,
-        kind,
-        block_out,
-        block_in,
-        packing.offset,
-    )
-    return product
 
 
 def dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
@@ -199,7 +153,7 @@ def dequantize_blocks(blocks: Tensor, name: str, out: Tensor) -> None:
     name    key of BLOCKS
     out     (rows, columns), dense, any dtype
     """
-    if extension.serves(out) and name in KERNEL_BLOCKS and out.dtype in _KERNEL_DTYPES:
+    if extension.serves(out) and name in KERNEL_BLOCKS and out.dtype in KERNEL_DTYPES:
         extension.kernels().dequantize_blocks(blocks, list(KERNEL_BLOCKS).index(name), out)
     else:
         reference_dequantize_blocks(blocks, name, out)

@@ -23,7 +23,7 @@ def missing() -> str:
     devices = filter(_is_supported, range(torch.cuda.device_count()))
     offered = build.architectures()
     targets = {
-        max(target for target in offered if target <= _capability(device)) for device in devices
+        max(target for target in offered if target <= capability(device)) for device in devices
     }
     if not targets:
         return f"they need compute capability {build.ARCHITECTURES[0] / 10}"
@@ -56,14 +56,15 @@ def _launch_failure() -> str:
     return ""
 
 
-def _capability(device: torch.device | int) -> int:
+def capability(device: torch.device | int) -> int:
+    """Return the compute capability of a GPU times ten."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 @cache
 def _is_supported(device: torch.device | int) -> bool:
-    return _capability(device) >= build.ARCHITECTURES[0]
+    return capability(device) >= build.ARCHITECTURES[0]
 
 
 def notice(device: torch.device) -> str:
@@ -87,9 +88,12 @@ def kernels() -> Any:
     return torch.ops.offload_rt
 
 
-def _few_rows_output(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
+def _few_rows_output(
+    x: Tensor, rows: Tensor | None, ends: Tensor | None, codes: Tensor, *rest: Any
+) -> Tensor:
     kind = rest[3]  # behind scales, zero points and bias
-    return x.new_empty(len(x), codes.shape[1 if ORDERS[kind : kind + 1] == ("columns",) else 0])
+    n = len(x if rows is None else rows)
+    return x.new_empty(n, codes.shape[2 if ORDERS[kind : kind + 1] == ("columns",) else 1])
 
 
 def describe(library: str) -> None:
@@ -103,6 +107,7 @@ def describe(library: str) -> None:
             q.new_empty(q.shape),
             q.new_empty(q.shape[:2], dtype=torch.float32),
         ),
+        "merge_attention": lambda out, lse, *_: (torch.empty_like(out), torch.empty_like(lse)),
         "verify": lambda starts, *_: starts.new_empty((2,)),
         "few_rows": _few_rows_output,
     }

@@ -18,13 +18,11 @@ from offload_rt.ops.dequantize import (
     Weight,
     dequantize_blocks,
     dequantize_codes,
-    multiply_few_rows,
-    serves_few_rows,
 )
+from offload_rt.ops.few_rows import multiply_few_rows, serves_few_rows
+from offload_rt.packing import PRODUCT_OUTPUTS
 from offload_rt.system.files import read_cached, write_cached
 
-# Outputs that are widened to float32 at a time on a CPU without the library.
-_OUTPUTS = 256
 # Rows from which torch's product may be preferred, and the ratio of times that justifies the loss
 # of batch invariance.
 _MANY_ROWS = 16
@@ -131,14 +129,14 @@ def _linear_by_parts(
     n_out = weight.shape[0]
     wide = x.to(dtype)
     y = x.new_empty(len(x), n_out)
-    part = torch.empty(_OUTPUTS, weight.shape[1], dtype=dtype)
-    for first in range(0, n_out, _OUTPUTS):
-        outputs = slice(first, min(first + _OUTPUTS, n_out))
+    part = torch.empty(PRODUCT_OUTPUTS, weight.shape[1], dtype=dtype)
+    for first in range(0, n_out, PRODUCT_OUTPUTS):
+        outputs = slice(first, min(first + PRODUCT_OUTPUTS, n_out))
         target = part[: outputs.stop - first]
         if isinstance(weight, Tensor):
             target.copy_(weight[outputs])
         else:
-            dequantize(weight, target, torch.arange(outputs.start, outputs.stop))
+            target = dequantize(weight, target, torch.arange(outputs.start, outputs.stop))
         y[:, outputs] = F.linear(wide, target, None if bias is None else bias[outputs].to(dtype))
     return y
 
@@ -148,7 +146,8 @@ def dequantize(
 ) -> Tensor:
     """Write a weight, or its rows (n,) int64, to `out` and return it as (n_out, n_in) or (n, n_in).
 
-    out  dense, any dtype, as many numbers as the result; values are rounded to this dtype at last
+    rows  of the transposed orders, consecutive from a multiple of eight
+    out   dense, any dtype, as many numbers as the result; values are rounded to this dtype at last
     """
     if linear_cpu.serves(out, weight):
         return linear_cpu.unpack(weight, out.view(-1, weight.shape[1]), rows)
@@ -162,15 +161,18 @@ def dequantize(
     codes = weight.codes
     scales = weight.float_scales()
     zeros = weight.int_zeros()
-    if rows is not None:
-        if weight.is_transposed:
-            whole = dequantize(weight, out.new_empty(math.prod(weight.shape)))
-            return out.view(-1, weight.shape[1]).copy_(whole[rows])
+    n_rows = weight.shape[0]
+    if rows is not None and weight.is_transposed:
+        n_rows = len(rows)
+        codes = codes[:, rows[::8] // 8 if packing.order == "awq" else rows]
+        scales = scales[:, rows]
+        zeros = None if zeros is None else zeros[:, rows]
+    elif rows is not None:
         groups_of_rows = rows // packing.block[0]
         codes = codes.view(torch.uint8)[rows].view(codes.dtype)  # torch does not index float8
         scales = scales[groups_of_rows]
         zeros = None if zeros is None else zeros[groups_of_rows]
         packing = replace(packing, block=(1, packing.block[1]))
-    target = out.view(-1, weight.shape[0] if weight.is_transposed else weight.shape[1])
+    target = out.view(-1, n_rows if weight.is_transposed else weight.shape[1])
     dequantize_codes(codes, scales, zeros, weight.groups, packing, target)
     return target.T if weight.is_transposed else target

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from offload_rt.models.architecture import (
     PassContext,
     TensorShape,
 )
+from offload_rt.ops.few_rows import Stack
 from offload_rt.parallel.model_part import ModelPart, of_whole
 from offload_rt.system.ranks import Ranks
 
@@ -326,7 +328,7 @@ class TensorParallelModel(ModelPart):
 
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
         """Return the complete model's activation bytes, plus gathered tensors."""
-        layers = (self.whole.layer_tensors(i) for i in range(self.n_layers))
+        layers = {self.whole.layer_tensors(i) for i in range(self.n_layers)}
         gathered = max(
             sum(
                 math.prod(shape) for name, shape in layer if _module(name) in self._gathered_tensors
@@ -354,6 +356,10 @@ class DividedWeights(LayerWeights):
     def fused(self, names: Sequence[str]) -> Tensor | None:
         """See `LayerWeights`; used for experts."""
         return self._own.fused(names)
+
+    def stacked(self, names: Sequence[str]) -> Stack | None:
+        """See `LayerWeights`; used for experts."""
+        return self._own.stacked(names)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See `LayerWeights`; gathers a sharded tensor."""
@@ -449,6 +455,7 @@ def _is_attention(name: str) -> bool:
     return "attn" in name or "attention" in name
 
 
+@cache
 def _module(name: str) -> str:
     """Return a tensor's module name in the notation of plans."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name.rpartition(".")[0])

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from offload_rt.config import EngineConfig, format_size
+from offload_rt.config import EngineConfig
 from offload_rt.cost.card import Card
 from offload_rt.cost.decoding import Decoding, PairTimes, predict_decoding, select_topology
 from offload_rt.cost.estimator import CostEstimator
@@ -26,13 +27,12 @@ from offload_rt.engine.memory_plan import (
     Sizes,
     less_margin,
     plan_memory,
-    reserved_memory,
 )
-from offload_rt.errors import CapacityError, SettingsError
-from offload_rt.offload.placement import MemoryBudget, Plan, least_budget
-from offload_rt.planning.acceptance import DEMO_PAIR, SELF, Assumed
+from offload_rt.errors import CapacityError
+from offload_rt.offload.placement import MemoryBudget, Plan
+from offload_rt.planning.acceptance import DEMO_PAIR, Assumed
 from offload_rt.planning.ranks import ALONE, Parallelism
-from offload_rt.planning.sizes import copies, decoded_nbytes, formats, is_plain
+from offload_rt.planning.sizes import decoded_nbytes, is_plain
 from offload_rt.speculate.select import pick_drafter
 from offload_rt.tree.topology import Topology
 
@@ -50,28 +50,13 @@ CPU_DECODE_GBPS = 3.0
 # 89.6. Sixteen threads multiply MXFP4 and 4-bit integers at that rate, about 7 billion weights per
 # second each (`python -m bench.compute`).
 RAM_GBPS = 60.0
-# Published tokens per second of other programs, by model.
-PUBLISHED_RATES = {
-    "gpt-oss-120b": (
-        "33.1 by llama.cpp, --n-cpu-moe 25, RTX 3090 (r/LocalLLaMA, by ai-maestro.online)",
-        (
-            "25.6 by llama.cpp, --n-cpu-moe 36, i9-14900K (r/LocalLLaMA, by"
-            " gokawiil.com/article/74814)"
-        ),
-    ),
-    "qwen3-30b-a3b": (
-        (
-            "44 to 52 by ktransformers, bf16, RTX 5090, EPYC 9355 (kvcache-ai/ktransformers, issue"
-            " 1914)"
-        ),
-        "36.7 by llama.cpp, Q4_K_M, --n-cpu-moe 36, RTX 2080 (AlexsJones/llmfit, pull request 755)",
-    ),
-}
-# Number of points of a curve over device memory; first point of a curve over host memory.
-_N_POINTS = 12
-_FIRST_RAM = 16 << 30
-# Tokens below which a context is called short.
-_SHORT_CONTEXT = 2048
+# How a pass reads the weights of a mixture.
+WHOLE_LAYERS = "whole layers"
+ON_DEMAND = "experts on demand"
+ON_CPU = "experts on demand, some computed by the CPU"
+# Tokens per second from which a conversation is comfortable, and from which it is possible.
+INTERACTIVE = 5.0
+SLOW = 0.5
 # Ratio to the time of a single row above which a pass is limited by matrix products, not by reading
 # weights.
 _PRODUCTS_RATIO = 1.5
@@ -239,7 +224,7 @@ class Forecast:
 
     topology   draft tree; a single node for plain decoding
     run        decoding with trees
-    plain      decoding without trees
+    single     decoding without trees, with this placement
     moved      bytes that cross each link in a pass
     draft_s    seconds of drafting a tree
     compute_s  seconds of layers and head per pass
@@ -252,12 +237,36 @@ class Forecast:
     memory_plan: MemoryPlan
     topology: Topology
     run: Decoding
-    plain: Decoding
+    single: Decoding
     moved: dict[str, int]
     draft_s: float
     compute_s: float
     row_s: float
     exchange_s: float
+
+    @cached_property
+    def plain(self) -> Decoding:
+        """The fastest plain decoding: without a draft model, more layers stay on the device."""
+        alone = None
+        if self.request.models[1] is not None:
+            alone = predict_if_it_fits(without_draft(self.request), self.machine)
+        return min(self.single, alone.single if alone else self.single, key=lambda one: one.pass_s)
+
+    @property
+    def verdict(self) -> str:
+        """What the predicted speed is good for."""
+        rate = 1 / self.run.seconds_per_token
+        return "interactive" if rate >= INTERACTIVE else "slow" if rate >= SLOW else "batch only"
+
+    @property
+    def mode(self) -> str:
+        """How a pass of the run reads the weights of a mixture; empty for other models."""
+        if self.request.models[0].spec.mixture is None:
+            return ""
+        if self.memory_plan.plan.experts is None:
+            return WHOLE_LAYERS
+        experts = self.machine.with_host_experts(self.memory_plan.plan.pass_bytes).experts
+        return ON_DEMAND if experts is None or experts.host is None else ON_CPU
 
     @property
     def acceptance_source(self) -> str:
@@ -366,7 +375,7 @@ def predict(
         memory_plan=fitted,
         topology=topology,
         run=predict_decoding(cost, costs, topology, by_rank, context, request.tokens, tokens_ratio),
-        plain=predict_decoding(cost, costs, Topology.chain(1), by_rank, context, 1),
+        single=predict_decoding(cost, costs, Topology.chain(1), by_rank, context, 1),
         moved=_link_nbytes(moved, dict(machine.links), context, len(topology)),
         draft_s=draft_s,
         compute_s=compute_s,
@@ -388,109 +397,17 @@ def _link_nbytes(
     return {name: n for name, n in nbytes.items() if n}
 
 
-def _plain(config: EngineConfig) -> EngineConfig:
-    """Return the settings of plain decoding."""
-    return replace(
-        config,
+def without_draft(request: PlanRequest) -> PlanRequest:
+    """Return the request for plain decoding."""
+    config = replace(
+        request.config,
         drafter="none",
         draft_model=None,
         draft_quantize="auto",
         tree_size=None,
         tree_depth=None,
     )
-
-
-def expert_ways(forecast: Forecast) -> dict[str, Forecast | None]:
-    """Predict plain decoding of a mixture by streamed layers, by experts, and with the CPU.
-
-    Empty unless experts are separate blocks in the plan.
-    """
-    if forecast.memory_plan.plan.experts is None:
-        return {}
-    config = _plain(forecast.request.config)
-    target, _ = forecast.request.models
-    request = replace(forecast.request, config=config, models=(target, None))
-    machine = forecast.machine
-    whole = replace(request, models=(replace(target, divided=lambda: None), None))
-    ways = {
-        "whole layers": predict_if_it_fits(whole, machine),
-        "touched experts": predict_if_it_fits(request, replace(machine, ram_gbps=0.0)),
-    }
-    if machine.budget.has_card and machine.ram_gbps:
-        ways["experts and CPU"] = predict_if_it_fits(request, machine)
-    return ways
-
-
-def short_context(forecast: Forecast) -> str:
-    """Return advice for a short context, with the cost of a longer one; else empty."""
-    request = forecast.request
-    spec = forecast.request.models[0].spec
-    required = min(_SHORT_CONTEXT, spec.max_positions)
-    current = forecast.memory_plan.max_model_len
-    if request.config.max_model_len is not None or current >= required:
-        return ""
-    short = f"the context is short, {current} tokens"
-    try:
-        config = replace(request.config, max_model_len=required)
-        longer = predict(replace(request, config=config), forecast.machine)
-    except CapacityError as error:
-        return f"{short}; with --max-model-len {required} {error}"
-    nbytes = (required - current) * spec.kv_nbytes(request.models[0].dtype.itemsize)
-    seconds = longer.run.seconds_per_token
-    return (
-        f"{short}: --max-model-len {required} needs {format_size(nbytes)} more, at"
-        f" {seconds:.3f} s per token"
-    )
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A curve of forecasts.
-
-    over    name and unit of x
-    points  ascending x with its forecast; None if the model does not fit
-    """
-
-    over: str
-    points: tuple[tuple[float, Forecast | None], ...]
-
-
-def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
-    """Predict over host memory, "ram", or device memory, "memory".
-
-    Raises SettingsError for "ram" on a machine without a GPU.
-    """
-    target, draft = request.models
-    config = request.config
-    budget = machine.budget
-    if over == "ram":
-        if not budget.has_card:
-            raise SettingsError(
-                "--sweep ram", need="a GPU", have=machine.title, change="use --sweep memory"
-            )
-        unit = "GiB of host memory"
-        ram = _FIRST_RAM
-        needed = sum((target.link or target).layer_nbytes)
-        while less_margin(ram) < needed:
-            ram *= 2
-        sizes: np.ndarray = _FIRST_RAM * 2 ** np.arange((ram // _FIRST_RAM).bit_length())
-        budgets = [
-            replace(budget, host=less_margin(int(nbytes)) // machine.ranks.n_parts)
-            for nbytes in sizes
-        ]
-    else:
-        context = config.max_model_len or request.context + request.tokens
-        fixed = reserved_memory(
-            target, draft, target.dtype, context, config.tree_size or 8, config.max_num_seqs
-        )
-        least = least_budget(target.layer_nbytes, fixed)
-        resident = fixed.total + sum(target.layer_nbytes)
-        unit = "GiB of device memory"
-        sizes = np.linspace(1.02 * least, 1.1 * resident, _N_POINTS)
-        budgets = [replace(budget, device=int(nbytes)) for nbytes in sizes]
-    machines = (replace(machine, budget=point) for point in budgets)
-    forecasts = (predict_if_it_fits(request, point) for point in machines)
-    return Sweep(unit, tuple(zip((sizes / 2**30).tolist(), forecasts, strict=True)))
+    return replace(request, config=config, models=(request.models[0], None))
 
 
 def predict_if_it_fits(request: PlanRequest, machine: Machine) -> Forecast | None:
@@ -499,35 +416,3 @@ def predict_if_it_fits(request: PlanRequest, machine: Machine) -> Forecast | Non
         return predict(request, machine)
     except CapacityError:
         return None
-
-
-def alternatives(
-    request: PlanRequest, self_acceptance: Assumed, machine: Machine
-) -> dict[str, dict[str, Forecast | None]]:
-    """Predict other weight formats and drafters, the request's format and "none" first.
-
-    self_acceptance  acceptance of self-drafting, which needs unquantised weights and a native
-                     decoder
-    Returns forecasts by format and drafter, None if the model does not fit. Empty unless the
-    weights have 16 bits.
-    """
-    target, draft = request.models
-    if target.dtype not in (DType.BFLOAT16, DType.FLOAT16) or not is_plain(target):
-        return {}
-    on_card = machine.budget.has_card
-    forecasts: dict[str, dict[str, Forecast | None]] = {}
-    plain = _plain(request.config)
-    for name, sizes in formats(target, on_card).items():
-        requests = {"none": replace(request, config=plain, models=(sizes, None))}
-        if draft is not None and not draft.stand_in:
-            requests["draft model"] = replace(request, models=(sizes, draft))
-        if is_plain(sizes) and sizes.spec.supports_self_draft:
-            config = replace(request.config, drafter=SELF, draft_model=None, draft_quantize="auto")
-            models = (sizes, copies(sizes, on_card))
-            requests[SELF] = replace(
-                request, config=config, models=models, acceptance=self_acceptance
-            )
-        forecasts[name] = {
-            drafter: predict_if_it_fits(variant, machine) for drafter, variant in requests.items()
-        }
-    return forecasts

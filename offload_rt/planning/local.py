@@ -1,16 +1,19 @@
 """Description of this machine by measurements."""
 
 import time
+from dataclasses import replace
 from functools import cache
 
 import torch
 
-from offload_rt.config import EngineConfig
+from offload_rt.config import EngineConfig, format_size, parse_size
 from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.device import memory_budget, pick_device
-from offload_rt.errors import SettingsError
+from offload_rt.engine.memory_plan import less_margin
+from offload_rt.errors import CapacityError
+from offload_rt.offload.placement import MemoryBudget
 from offload_rt.ops.linear import linear
 from offload_rt.planning.forecast import CPU_DECODE_GBPS, DECODE_GBPS, LEVEL_S, Machine
 
@@ -20,27 +23,41 @@ _WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _PATIENCE_S = 0.5
 
 
-def this_machine(config: EngineConfig, disk_gbps: float, disk_source: str) -> Machine:
+def this_machine(
+    config: EngineConfig, disk_gbps: float, disk_source: str, ram: str | None = None
+) -> Machine:
     """Describe this machine; products of a random matrix are timed per dtype, when needed.
 
     disk_source  origin of the disk's rate, in words
+    ram          memory instead of this machine's: of the host, on a CPU of the whole run
+    Raises CapacityError for a budget above the memory.
     """
     device = pick_device(config.device)
-    if device.type == "cpu" and config.host_memory is not None:
-        raise SettingsError(
-            "--ram is the host memory of a GPU machine", change="on a CPU, set --device-memory only"
-        )
     host_gbps = profile.upload_gbps(device) if device.type == "cuda" else 1.0
     roof = cache(lambda dtype: measure_roof(dtype, device))
     return Machine(
         title=f"this machine, {device.type}",
-        budget=memory_budget(config, device),
+        budget=_budget(config, device, ram),
         links=(("disk", disk_gbps), ("host", host_gbps)),
         roof=roof,
         level_s=LEVEL_S if device.type == "cuda" else 0.0,
         decode_gbps=DECODE_GBPS if device.type == "cuda" else CPU_DECODE_GBPS,
         sources=("compute: timed products of a random matrix", disk_source),
     )
+
+
+def _budget(config: EngineConfig, device: torch.device, ram: str | None) -> MemoryBudget:
+    if ram is None:
+        return memory_budget(config, device)
+    if device.type == "cuda":
+        return memory_budget(replace(config, host_memory=ram), device)
+    available = less_margin(parse_size(ram))
+    if (config.device_nbytes or 0) > available:
+        need = f"at most {format_size(available)} of {ram}"
+        raise CapacityError(
+            f"--device-memory={config.device_memory}", need=need, change="lower it, or raise --ram"
+        )
+    return MemoryBudget(config.device_nbytes or available)
 
 
 @torch.inference_mode()

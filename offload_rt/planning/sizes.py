@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 from offload_rt.config import EngineConfig
 from offload_rt.cost.roofline import layer_weights
@@ -15,8 +16,8 @@ from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelEr
 from offload_rt.models.families import spec_of
 from offload_rt.models.heads import head_of
 from offload_rt.offload.placement import ExpertSizes, LinkSizes
-from offload_rt.packing import REFERENCE_NBYTES
-from offload_rt.planning.known_models import KNOWN
+from offload_rt.packing import product_nbytes
+from offload_rt.planning.known_models import KNOWN, known_name
 from offload_rt.speculate.select import check_pair
 from offload_rt.weights import gguf, int4
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint, open_headers
@@ -49,9 +50,7 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
             else None
         )
         return target, None if head is None else Sizes.of_spec(head, target.dtype)
-    raw = KNOWN.get(config.draft_model.lower()) or find_config(
-        config.draft_model, None, config.offline
-    )
+    raw = _config_of(config.draft_model, None, config.offline)
     head = head_of(raw, target.spec) if target.spec.supports_heads else None
     if head is not None:
         return target, Sizes.of_spec(head, target.dtype)
@@ -62,22 +61,11 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
 
 def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
     """Return the sizes of a model from local file headers, else from its config."""
-    raw = dict(KNOWN.get(name.lower(), {}))
-    checkpoint = None if raw else find_checkpoint(name, revision)
-    if checkpoint is None and not raw:
-        if "/" not in name and not Path(name).exists():
-            need = (
-                "a config.json, its directory, a GGUF file, a hub id like org/name, or a built-in"
-                " shape"
-            )
-            raise CheckpointError(
-                f"no model called {name}",
-                need=need,
-                have=", ".join(KNOWN),
-                change="use one of them",
-            )
-        raw = find_config(name, revision, config.offline)
-        if "quantization_config" in raw and not Path(name).exists():
+    checkpoint = None if name.lower() in KNOWN else find_checkpoint(name, revision)
+    raw: dict[str, Any] = {}
+    if checkpoint is None:
+        raw = _config_of(name, revision, config.offline)
+        if "quantization_config" in raw and known_name(name) is None and not Path(name).exists():
             checkpoint = open_headers(name, revision, config.offline)
     if checkpoint is not None:
         stored_dtype = checkpoint.spec.dtype_name or checkpoint.dtype
@@ -97,6 +85,29 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
             problem, change="download the model, or plan for the unquantised original"
         )
     return sizes
+
+
+def _config_of(name: str, revision: str | None, offline: bool) -> dict[str, Any]:
+    """Return the config of a model.
+
+    The config of a publisher's hub id is built in, for planning without a network, unless the hub
+    cache has one. Raises CheckpointError for a model without a config.
+    """
+    known = known_name(name)
+    if known is None and "/" not in name and not Path(name).exists():
+        need = (
+            "a config.json, its directory, a GGUF file, a hub id like org/name, or a built-in shape"
+        )
+        problem = f"no model called {name}"
+        raise CheckpointError(problem, need=need, have=", ".join(KNOWN), change="use one of them")
+    if known is None or revision is not None:
+        return find_config(name, revision, offline)
+    try:
+        if name.lower() != known:
+            return find_config(name, None, offline=True)
+    except CheckpointError:
+        pass
+    return dict(KNOWN[known])
 
 
 def _divided(sizes: Sizes, checkpoint: Checkpoint) -> Sizes | None:
@@ -124,14 +135,18 @@ def _mxfp4(sizes: Sizes) -> Sizes:
     saved = [
         sum(map(math.prod, shapes)) * (32 * sizes.dtype.itemsize - 17) // 32 for shapes in layers
     ]
-    largest = (
-        max((math.prod(shape[1:]) for shapes in layers for shape in shapes), default=0)
-        * sizes.dtype.itemsize
+    on_card, on_host = (
+        max(
+            product_nbytes(shape[1], shape[2], sizes.dtype.itemsize, has_card)
+            for shapes in layers
+            for shape in shapes
+        )
+        for has_card in (True, False)
     )
     layer_nbytes = tuple(
         nbytes - n_saved for nbytes, n_saved in zip(sizes.layer_nbytes, saved, strict=True)
     )
-    return replace(sizes, layer_nbytes=layer_nbytes, view_nbytes=largest + REFERENCE_NBYTES)
+    return replace(sizes, layer_nbytes=layer_nbytes, view_nbytes=on_card, host_view_nbytes=on_host)
 
 
 def find_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
@@ -173,7 +188,7 @@ def lossless(sizes: Sizes, on_card: bool) -> Sizes:
 
     Raises SettingsError for quantised weights.
     """
-    _check_plain(sizes, "--link-format lossless")
+    _check_plain(sizes, "--link-format=lossless")
     encoded = tuple(int(LOSSLESS_SHARE * n) for n in sizes.layer_nbytes)
     decoded = max(sizes.layer_nbytes)
     link = LinkSizes(encoded, max(encoded), decoded) if on_card else LinkSizes(encoded, decoded, 0)
@@ -185,7 +200,7 @@ def copies(sizes: Sizes, on_card: bool) -> Sizes:
 
     Raises SettingsError for quantised weights.
     """
-    _check_plain(sizes, "--drafter self")
+    _check_plain(sizes, "--drafter=self")
     spec = sizes.spec
     layers = {spec.layer_tensors(i) for i in range(spec.n_layers)}
     plain = ([(name, shape, sizes.dtype) for name, shape in layer] for layer in layers)

@@ -251,14 +251,14 @@ class Service:
         return {**head, "owned_by": "offload_rt", **length}
 
     async def error_response(self, http: Request | None, error: Exception) -> JSONResponse:
-        """Convert an exception to a response, without advice for the operator."""
+        """Convert an exception to a response."""
         if isinstance(error, HTTPException):
             return error_response(error.status_code, str(error.detail))
         if isinstance(error, Refused):
             return error_response(error.status, str(error), error.code, error.retry_after_s)
         if not isinstance(error, OffloadError):
             return error_response(500, "internal server error; the server's log has details")
-        text = _client_message(error)
+        text = str(error)
         if isinstance(error, CapacityError):
             length = f"This model's maximum context length is {self.llm.max_model_len} tokens."
             return error_response(400, f"{length} {text}", "context_length_exceeded")
@@ -294,13 +294,6 @@ class _EventStream(StreamingResponse):
             # Suspended generators would wait for the garbage collector.
             for generator in self._generators:
                 await generator.aclose()
-
-
-def _client_message(error: OffloadError) -> str:
-    """Format an error without the parts that name command-line flags."""
-    parts = {"need": error.need, "have": error.have, "change": error.change}
-    public = {name: "" if "--" in part else part for name, part in parts.items()}
-    return str(OffloadError(error.problem, **public))
 
 
 def _event(content: Json) -> str:

@@ -132,28 +132,27 @@ def pick_drafter(config: EngineConfig) -> Drafting:
             if drafter_type(drafter).resources.needs_checkpoint
         ]
         raise SettingsError(
-            f"--draft-model with --drafter {name}",
+            f"--draft-model with --drafter={name}",
             need="a drafter that uses a draft model",
             have=name,
-            change=f"omit --draft-model, or use --drafter {' or '.join(users)}",
+            change="omit --draft-model, or use "
+            + " or ".join(f"--drafter={user}" for user in users),
         )
     if not chosen.has_trees and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
         raise SettingsError(
-            f"{flag} with --drafter {name}",
+            f"{flag} with --drafter={name}",
             need="a tree drafter",
             change=f"omit {flag} or --drafter",
         )
     if config.draft_model is None and resources.needs_checkpoint:
-        raise SettingsError(
-            f"--drafter {name}", need="a draft model", change="add --draft-model PATH"
-        )
+        raise SettingsError(f"--drafter={name}", need="a draft model", change="add --draft-model")
     if config.draft_context is not None and (
         resources.view is None or config.draft_context < LEAST_BUDGET
     ):
-        problem = f"--draft-context {config.draft_context} with --drafter {name}"
+        problem = f"--draft-context={config.draft_context} with --drafter={name}"
         need = f"at least {LEAST_BUDGET} tokens, and a drafter with views of the target's cache"
-        change = f"use --draft-context {LEAST_BUDGET} or more, or omit it"
+        change = f"use --draft-context={LEAST_BUDGET} or more, or omit it"
         raise SettingsError(problem, need=need, change=change)
     rule = chosen.best_rule if config.rule == "auto" else config.rule
     if (
@@ -162,10 +161,10 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         and not chosen.gives_draft_probs
     ):
         raise SettingsError(
-            f"--rule {config.rule}",
+            f"--rule={config.rule}",
             need="a drafter with draft probabilities",
             have=name,
-            change="use --rule match",
+            change="use --rule=match",
         )
     view_rows = 0
     if resources.view is not None:
@@ -203,12 +202,12 @@ def find_draft(
         need = f"a checkpoint with {chosen.name} heads"
         have = "a checkpoint without heads"
         raise SettingsError(
-            f"--drafter {chosen.name}", need=need, have=have, change="use another drafter"
+            f"--drafter={chosen.name}", need=need, have=have, change="use another drafter"
         )
     if config.drafter not in ("auto", head.spec.family):
-        change = f"omit --drafter, or use --drafter {head.spec.family}"
+        change = f"omit --drafter, or use --drafter={head.spec.family}"
         raise SettingsError(
-            f"--drafter {config.drafter}",
+            f"--drafter={config.drafter}",
             need="a complete draft model",
             have="heads",
             change=change,

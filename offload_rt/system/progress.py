@@ -1,56 +1,82 @@
 """Progress bars, shown only in a terminal."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich import progress
 from rich.console import Console
 
 _SECONDS_BETWEEN_DRAWS = 0.1
-Draw = Callable[[int, int], None]
+
+
+class Draw(Protocol):
+    """Function that updates a progress bar."""
+
+    def __call__(self, done: int, total: int, title: str | None = None) -> None:
+        """Show `done` of `total`, and a new title."""
 
 
 @contextmanager
-def progress_bar(console: Console, title: str, *columns: progress.ProgressColumn) -> Iterator[Draw]:
-    """Show a bar; yields a function of (completed, total)."""
+def progress_bar(
+    console: Console, title: str, *columns: progress.ProgressColumn, is_transient: bool = False
+) -> Iterator[Draw]:
+    """Show a bar; yields a function that updates it.
+
+    is_transient  remove the bar at the end
+    """
     drawn = 0.0
 
-    def draw(done: int, total: int) -> None:
+    def draw(done: int, total: int, title: str | None = None) -> None:
         nonlocal drawn
         now = time.perf_counter()
         if done >= total or now - drawn > _SECONDS_BETWEEN_DRAWS:
             drawn = now
-            bar.update(task, completed=done, total=total, refresh=True)
+            bar.update(task, completed=done, total=total, description=title, refresh=True)
 
     # Drawn by the caller: an interrupt can break the wait for a separate drawing thread.
-    shown = progress.TextColumn(title), progress.BarColumn(), *columns, progress.TimeElapsedColumn()
+    shown = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        *columns,
+        progress.TimeElapsedColumn(),
+    )
     with progress.Progress(
-        *shown, console=console, disable=not console.is_terminal, auto_refresh=False
+        *shown,
+        console=console,
+        disable=not console.is_terminal,
+        auto_refresh=False,
+        transient=is_transient,
     ) as bar:
         task = bar.add_task(title, total=None)
         yield draw
 
 
 @contextmanager
-def loading_bar(console: Console, verb: str = "loaded") -> Iterator[Draw]:
-    """Show GB and GB/s; yields a function of (bytes, total bytes). In log files, a final line."""
-    started = loaded = 0.0
+def loading_bar(
+    console: Console, verb: str = "loaded", next_phase: str | None = "measuring passes"
+) -> Iterator[Draw]:
+    """Show GB and GB/s; yields a function that updates the bar. In log files, a final line.
 
-    def draw(done: int, total: int) -> None:
-        nonlocal started, loaded
+    next_phase  title after the last byte, until the end
+    """
+    started = ended = loaded = 0.0
+
+    def draw(done: int, total: int, title: str | None = None) -> None:
+        nonlocal started, ended, loaded
         # Planning and opening precede the first byte and do not count for the rate.
-        started = started or time.perf_counter()
+        ended = time.perf_counter()
+        started = started or ended
         loaded = total
-        bar(done, total)
+        bar(done, total, next_phase if done >= total else title)
 
-    with progress_bar(
-        console, verb, progress.DownloadColumn(), progress.TransferSpeedColumn()
-    ) as bar:
+    columns = progress.DownloadColumn(), progress.TransferSpeedColumn()
+    with progress_bar(console, verb, *columns) as bar:
         yield draw
+        if loaded:
+            bar(int(loaded), int(loaded), verb)
     if loaded and not console.is_terminal:
-        seconds = time.perf_counter() - started
-        rate = loaded / seconds / 1e9
-        console.print(
-            f"{verb} {loaded / 1e9:.2f} GB in {seconds:.2f} s, {rate:.2f} GB/s", highlight=False
-        )
+        seconds = ended - started
+        rate = f", {loaded / seconds / 1e9:.2f} GB/s" if seconds else ""
+        console.print(f"{verb} {loaded / 1e9:.3g} GB in {seconds:.2f} s{rate}", highlight=False)

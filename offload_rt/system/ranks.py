@@ -240,7 +240,7 @@ class Ranks:
         self._has_spoken = True
         if self.failure is not None and self.failure.said != said:
             code = OffloadError.exit_code
-            sentence = f"error: {self.failure}"
+            sentence = f"error: {self.failure.for_command_line}"
             speaks = speaks or (self.rank == 1 and self.failure.rank == 0)
         return code, sentence if speaks else ""
 
@@ -305,9 +305,9 @@ class Ranks:
 
         def abandon() -> None:
             time.sleep(_GRACE_S)
-            sentence = (
-                f"error: {OffloadError(str(self._broken))}" if self._broken is not None else ""
-            )
+            broken = self._broken
+            known = broken if isinstance(broken, OffloadError) else OffloadError(str(broken))
+            sentence = "" if broken is None else f"error: {known.for_command_line}"
             code = OffloadError.exit_code if self.failure or sentence else 0
             code, sentence = self.end(code, sentence)
             if sentence:

@@ -208,7 +208,7 @@ def set_chat_template(tokenizer: "PreTrainedTokenizerBase | None", path: Path) -
     try:
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        problem = f"--chat-template {path} cannot be read: {_brief(error)}"
+        problem = f"--chat-template={path} cannot be read: {_brief(error)}"
         raise SettingsError(problem, change="give a text file with a Jinja template") from error
 
 

@@ -43,7 +43,7 @@ class Int4Matrix(Matrix):
 
         return TinygemmMatrix(self.shape, tensors[self.codes.name], tensors[self.scales.name])
 
-    def scratch_nbytes(self, dtype: DType) -> int:
+    def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
         """Return 0: products read the codes."""
         return 0
 

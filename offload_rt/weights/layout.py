@@ -86,6 +86,18 @@ class Layout:
                 return None
         return replace(parts[0], shape=(sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
 
+    def distance(self, names: Sequence[str]) -> int | None:
+        """Return the bytes from each of these tensors to the next.
+
+        Returns None unless the distance is constant and all are equal in dtype and shape.
+        """
+        if not all(name in self.by_name for name in names):
+            return None
+        entries = [self.by_name[name] for name in names]
+        distances = {b.offset - a.offset for a, b in itertools.pairwise(entries)}
+        is_uniform = len({(entry.dtype, entry.shape) for entry in entries}) == 1
+        return max(distances, default=0) if is_uniform and len(distances) < 2 else None
+
 
 @dataclass(frozen=True)
 class BlockRecord:
@@ -124,15 +136,17 @@ class BlockRecord:
             },
         )
 
-    def scratch_nbytes(self, dtype: DType) -> int:
+    def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
         """Return the bytes of the largest temporary copy for compute in `dtype`."""
         coded = {tensor.name for matrix in self.matrices.values() for tensor in matrix.tensors}
         plain = (
-            StoredTensor(record.key, record.shape, record.stored_dtype()).scratch_nbytes(dtype)
+            StoredTensor(record.key, record.shape, record.stored_dtype()).scratch_nbytes(
+                dtype, has_card
+            )
             for record in self.tensors
             if record.key not in coded
         )
-        quantised = (matrix.scratch_nbytes(dtype) for matrix in self.matrices.values())
+        quantised = (matrix.scratch_nbytes(dtype, has_card) for matrix in self.matrices.values())
         return max((*plain, *quantised), default=0)
 
 

@@ -322,5 +322,5 @@ def _codings(index: np.ndarray, layout: Layout) -> list[Coding] | None:
 def refuse(path: Path, problem: str) -> CheckpointError:
     """Return an error about a sidecar file."""
     return CheckpointError(
-        f"{path} {problem}", change="run offload-rt convert again, or use --link-format raw"
+        f"{path} {problem}", change="run `offload-rt convert` again, or use --link-format=raw"
     )

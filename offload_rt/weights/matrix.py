@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload_rt.dtypes import DType
-from offload_rt.packing import REFERENCE_NBYTES, Order, Packing
+from offload_rt.packing import Order, Packing, product_nbytes
 from offload_rt.weights.source import StoredTensor
 
 if TYPE_CHECKING:
@@ -34,9 +33,9 @@ class Matrix(ABC):
     def weight(self, tensors: Mapping[str, Tensor]) -> Weight:
         """Return the argument of `ops.linear`, given the tensors of a block by name."""
 
-    def scratch_nbytes(self, dtype: DType) -> int:
-        """Return the bytes of the matrix dequantised to `dtype` and of the reference's buffers."""
-        return math.prod(self.shape) * dtype.itemsize + REFERENCE_NBYTES
+    def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
+        """Return the temporary bytes of a product in `dtype`."""
+        return product_nbytes(*self.shape, dtype.itemsize, has_card)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class StoredTensor(NamedTuple):
         """The tensor itself, as `Matrix.tensors`."""
         return (self,)
 
-    def scratch_nbytes(self, dtype: DType) -> int:
+    def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
         """Return the bytes of the converted copy for compute in `dtype`."""
         return math.prod(self.shape) * dtype.itemsize if self.dtype not in (None, dtype) else 0
 

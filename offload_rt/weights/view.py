@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import repeat
 from typing import TYPE_CHECKING
 
 from offload_rt.models.architecture import LayerWeights
 from offload_rt.weights.layout import Layout
+from offload_rt.weights.matrix import QuantizedMatrix
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from offload_rt.ops.dequantize import Weight
+    from offload_rt.ops.few_rows import Stack
 
 
 class _Tensors(dict[str, "Tensor"]):
@@ -78,6 +81,36 @@ class View(LayerWeights):
         if entry is None or entry.dtype.torch != self._dtype:
             return None
         return entry.view(self.block)
+
+    def stacked(self, names: Sequence[str]) -> Stack | None:
+        """See `LayerWeights.stacked`."""
+        matrices = [self.layout.matrices.get(name) for name in names]
+        first = matrices[0]
+        if first is None:
+            return self._stack(
+                self._tensors[f"{names[0]}.weight"], [f"{name}.weight" for name in names]
+            )
+        if not isinstance(first, QuantizedMatrix) or first.nested is not None:
+            return None
+        coded = [
+            matrix
+            for matrix in matrices
+            if isinstance(matrix, QuantizedMatrix) and matrix.packing == first.packing
+        ]
+        weight = first.weight(self._tensors)
+        codes = self._stack(weight.codes, [matrix.codes.name for matrix in coded])
+        scales = self._stack(weight.scales, [matrix.scales.name for matrix in coded])
+        if len(coded) < len(names) or codes is None or scales is None:
+            return None
+        return replace(weight, codes=codes, scales=scales)
+
+    def _stack(self, first: Tensor, names: Sequence[str]) -> Tensor | None:
+        """Return the named tensors as one, each with shape and strides of `first`."""
+        distance = self.layout.distance(names)
+        if distance is None:
+            return None
+        strides = distance // first.element_size(), *first.stride()
+        return first.as_strided((len(names), *first.shape), strides)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """See `LayerWeights.rows`; dequantises only these rows if the matrix is stored by rows."""

@@ -127,7 +127,7 @@ def test_streamed_section_measures_the_link_without_layer_copies(small, monkeypa
 
 def test_paced_section_reports_the_paced_link(small, monkeypatch):
     monkeypatch.setattr(paced, "written", small)
-    monkeypatch.setattr(paced, "PacedDevice", lambda _: FakeCopyDevice())
+    monkeypatch.setattr(paced, "PacedDevice", lambda *_: FakeCopyDevice())
     monkeypatch.setattr(paced, "paced_gbps", lambda device: 25.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     with fake_gpu(monkeypatch):

@@ -1,12 +1,18 @@
 """`offload-rt doctor` names each missing part and its fix."""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
+from support.tiny import measure_little
 
 from offload_rt.cli import doctor
 from offload_rt.ops import cpu
+from offload_rt.planning import survey
+from offload_rt.planning.forecast import Machine
+from offload_rt.planning.hardware import find_card
 from offload_rt.system import machine
 from offload_rt.system.disk_rate import measure_disk_gbps
 
@@ -18,8 +24,28 @@ def run(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
 
 
 @pytest.fixture(autouse=True)
-def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk of 3 GB/s, and a forecast of a single pair of models."""
+    measure_little(monkeypatch)
     monkeypatch.setattr(doctor, "measure_disk_gbps", lambda _: 3.0)
+    monkeypatch.setattr(survey, "PAIRS", {"qwen3-1.7b": "qwen3-0.6b"})
+
+
+def test_known_models_have_a_speed_and_the_faster_draft(capsys, monkeypatch):
+    monkeypatch.setattr(survey, "PAIRS", {"llama2-70b": "llama2-7b", "qwen3-0.6b": None})
+    fast = Machine.with_card(find_card("rtx4090"), 160 << 30, 7.0)
+    tiny = replace(fast, budget=replace(fast.budget, device=1 << 30))
+    for described, expected in (
+        (fast, ["slow", "interactive"]),
+        (tiny, ["does not fit", "interactive"]),
+    ):
+        monkeypatch.setattr("offload_rt.planning.local.this_machine", lambda *_, one=described: one)
+        assert doctor.main(["--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["models"]
+        assert [one["verdict"] for one in found] == expected
+        if described is fast:
+            assert found[0]["draft"] == "llama2-7b" and found[0]["rate"] > 5 * found[0]["plain"]
+            assert found[1]["draft"] is None and found[1]["rate"] == found[1]["plain"]
 
 
 def test_complete_machine_needs_no_fix(capsys, monkeypatch):
@@ -29,7 +55,7 @@ def test_complete_machine_needs_no_fix(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "disk          " in out and "reads 3.00 GB/s" in out
     assert "CPU kernels   built" in out and "GPU           none" in out
-    assert out.endswith("nothing to fix\n")
+    assert "nothing to fix\n" in out and re.search(r"qwen3-1.7b +(qwen3-0.6b|none) ", out)
 
 
 def test_missing_compiler_and_slow_disk_have_a_fix(capsys, monkeypatch):

@@ -28,7 +28,8 @@ from offload_rt.engine.memory_plan import DRIVER, READ_BUFFERS
 from offload_rt.errors import CapacityError, LinkError, NumericsError
 from offload_rt.executor.cuda_graphs import CudaCapture, GraphPass
 from offload_rt.executor.sequence import Sequence
-from offload_rt.offload import memory
+from offload_rt.offload import memory, stream_cuda
+from offload_rt.offload.copy_device import CHUNK
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.ops import extension
 
@@ -233,7 +234,7 @@ def test_budget_is_compared_with_free_memory(zoo, monkeypatch):
             EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER)
         ) as unloaded:
             assert unloaded.plan.budget.device == free - DRIVER
-        with pytest.raises(CapacityError, match="--device-memory is more than there is"):
+        with pytest.raises(CapacityError, match="device_memory is more than there is"):
             LLM.open(EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER + 1))
 
 
@@ -452,6 +453,20 @@ def test_threads_with_streams_select_the_device(zoo, monkeypatch):
         with on_card(directory, drafter="none", device_memory=little(directory)) as llm:
             llm._thread._thread.submit(int).result()
         assert counts.selected == {"copies", "engine_0"}
+
+
+def test_layers_are_copied_in_the_measured_chunks(zoo, monkeypatch):
+    """Without streamed layers nothing is measured."""
+    directory = zoo.directory("llama", 0)
+    chunks = []
+    with fake_gpu(monkeypatch):
+        monkeypatch.setattr(builder, "copy_chunk", lambda device: 5 << 20)
+        monkeypatch.setattr(
+            stream_cuda, "CopyDevice", lambda _, chunk: chunks.append(chunk) or FakeCopyDevice()
+        )
+        on_card(directory, drafter="none", device_memory=little(directory)).close()
+        on_card(directory, drafter="none").close()
+    assert chunks == [5 << 20, CHUNK]
 
 
 def test_kernels_are_built_before_memory_is_pinned(zoo, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.fake_gpu import fake_gpu
 
-from offload_rt.engine import profile
+from offload_rt.engine import link_rates, profile
 
 
 def test_memory_rate_is_measured_beyond_the_caches(monkeypatch):
@@ -42,3 +42,46 @@ def test_gpu_rates_use_cuda_events(monkeypatch):
         card = torch.device("cuda", 0)
         assert profile.memory_gbps(torch.float16, card) == pytest.approx((64 << 20) / 0.01 / 1e9)
         assert profile.upload_gbps(card, 32 << 20) == pytest.approx((32 << 20) / 0.01 / 1e9)
+
+
+_GBPS = {32 << 20: 24.0, 64 << 20: 24.6, 128 << 20: 25.0, 256 << 20: 24.9}
+
+
+class Link:
+    """Copy device with the rates of some chunk sizes, after a slow first copy."""
+
+    n_copies = 0
+
+    def __init__(self, device: torch.device, chunk_nbytes: int) -> None:
+        self._rate = _GBPS[chunk_nbytes] * 1e9
+        self._is_first = True
+
+    def event(self) -> None:
+        pass
+
+    def copy(self, moves: list[tuple[torch.Tensor, torch.Tensor]], after: None) -> tuple[int, int]:
+        Link.n_copies += 1
+        return 0, len(moves[0][0])
+
+    def wait(self, event: int) -> None:
+        pass
+
+    def seconds_between(self, start: int, end: int) -> float:
+        seconds = end / self._rate + self._is_first
+        self._is_first = False
+        return seconds
+
+
+def test_chunks_of_copies_are_selected_by_measurement(monkeypatch, tmp_path):
+    """The smallest within 2 % of the fastest, measured once per GPU model."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(link_rates, "CopyDevice", Link)
+    card = torch.device("cuda", 0)
+    with fake_gpu(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+        assert link_rates.copy_chunk(card) == 64 << 20
+        n_measured = Link.n_copies
+        assert link_rates.copy_chunk(card) == 64 << 20
+        assert Link.n_copies == n_measured
+        rates = link_rates.chunk_rates(card)
+    assert rates == pytest.approx(_GBPS)

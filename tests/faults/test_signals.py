@@ -24,7 +24,7 @@ def endless(model: Path) -> list[str]:
     """Command of a run without end, with the smallest sufficient memory."""
     with pytest.raises(CapacityError) as least:
         LLM(str(model), device="cpu", max_model_len=8192, device_memory=1)
-    budget = re.search(r"set --device-memory to (\d+)", str(least.value)).group(1)
+    budget = re.search(r"set device_memory to (\d+)", str(least.value)).group(1)
     flags = [
         "--model",
         str(model),

@@ -467,7 +467,7 @@ def test_all_rows_are_on_the_device_if_they_fit():
     )
     assert half.tiers.count("device") > planned(6 << 30).tiers.count("device")
     assert planned(2 << 30).split is not None
-    with pytest.raises(CapacityError, match="--kv-memory is too small"):
+    with pytest.raises(CapacityError, match="kv_memory is too small"):
         planned(6 << 30, kv_memory="1MiB")
 
 

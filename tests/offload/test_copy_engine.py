@@ -120,7 +120,6 @@ class Event:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     with Engine() as made:
-        monkeypatch.setattr(copy_device, "_CHUNK", CHUNK)
         monkeypatch.setattr(copy_device, "Stream", lambda device: Stream(made))
         monkeypatch.setattr(copy_device, "Event", lambda **how: Event(made, **how))
         monkeypatch.setattr(torch.cuda, "stream", made.on)
@@ -158,7 +157,7 @@ def test_small_copy_waits_for_all_layers_on_one_stream(engine, size):
 
 
 def test_small_copy_waits_for_one_chunk_on_two_streams(engine):
-    device = CopyDevice(torch.device("cuda"))
+    device = CopyDevice(torch.device("cuda"), CHUNK)
     after = device.event()
     layers = [
         (torch.zeros(CHUNK * N_CHUNKS, dtype=torch.uint8), some_bytes(CHUNK * N_CHUNKS))
@@ -182,7 +181,7 @@ def test_paced_link_takes_longer_per_chunk(engine, monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "_sleep", lambda n: engine.current.put("copy", (torch.zeros(n), torch.zeros(n)))
     )
-    device = paced.PacedDevice(torch.device("cuda"))
+    device = paced.PacedDevice(torch.device("cuda"), CHUNK)
     target = torch.zeros(CHUNK * N_CHUNKS, dtype=torch.uint8)
     source = some_bytes(CHUNK * N_CHUNKS)
     start, end = device.copy([(target, source)], device.event())
@@ -192,7 +191,7 @@ def test_paced_link_takes_longer_per_chunk(engine, monkeypatch):
 
 def test_copies_wait_for_their_event_and_keep_order(engine):
     """Of tensors of any length; a slot that is still computed from is not written to."""
-    device = CopyDevice(torch.device("cuda"))
+    device = CopyDevice(torch.device("cuda"), CHUNK)
     compute = Stream(engine)
     used = device.event()
     with engine.on(compute):

@@ -3,6 +3,7 @@ same.
 """
 
 import random
+import re
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -151,19 +152,22 @@ def test_experts_in_host_memory_are_read_once(files):
 
 
 @READING
-def test_close_wakes_a_waiting_pass(make, files):
-    is_reading, go_on = threading.Event(), threading.Event()
+def test_close_wakes_a_waiting_pass(make, files, monkeypatch):
+    is_reading = threading.Event()
+    go_on = threading.Event()
 
     def trap(i, n):
         is_reading.set()
         assert go_on.wait(PATIENCE_S)
 
     with cache_on(make, files, 2, trap=trap) as (cache, _, device):
+        drain = cache._drain
+        # The pass has left its wait before the read ends.
+        monkeypatch.setattr(cache, "_drain", lambda: (go_on.set(), drain()))
         closer = threading.Thread(target=lambda: is_reading.wait(PATIENCE_S) and cache.close())
         closer.start()
         with pytest.raises(LinkError, match="released"):
             visit(cache, device, 0, [0, 1])
-        go_on.set()
         closer.join(PATIENCE_S)
         assert not closer.is_alive()
 
@@ -330,9 +334,13 @@ def test_placement_prefers_whole_layers_then_experts(mixture_of):
         )
         assert plan.pass_bytes.at(0, 1)["disk"] < sum(whole.layer_nbytes) - plan.reserved.experts
     # Less than two whole layers: rests are streamed as well, and three experts are the least.
-    with pytest.raises(CapacityError, match="set --device-memory to"):
+    with pytest.raises(CapacityError) as refused:
         LLM.open(EngineConfig(str(folder), device_memory=whole.reserved.total, **settings))
-    with LLM(str(folder), device_memory=least - whole.slot_nbytes, **settings) as llm:
+    named = int(re.search(r"set device_memory to (\d+)", str(refused.value))[1])
+    with pytest.raises(CapacityError):
+        LLM.open(EngineConfig(str(folder), device_memory=named - 1, **settings))
+    assert named < least - whole.slot_nbytes
+    with LLM(str(folder), device_memory=named, **settings) as llm:
         assert "disk" in llm.plan.tiers
         prompt = prompt_of(0, 15, 150)
         text = llm.generate(prompt, SamplingParams(max_new_tokens=8, temperature=0.0))[0].token_ids

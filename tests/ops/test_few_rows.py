@@ -1,24 +1,28 @@
-"""The fused CUDA product of few rows and quantised codes, emulated on a CPU and on a card."""
+"""CUDA products of few rows with codes, and of rows sorted by matrix: emulated and on a card."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support import emulated
+from support.fake_gpu import record_graph
 
+from offload_rt.executor.cuda_graphs import CudaCapture
 from offload_rt.ops import extension
-from offload_rt.ops.dequantize import (
-    CodedMatrix,
+from offload_rt.ops.dequantize import CodedMatrix, reference_dequantize
+from offload_rt.ops.few_rows import (
     multiply_few_rows,
-    reference_dequantize,
+    multiply_stack,
     serves_few_rows,
+    serves_stack,
 )
 from offload_rt.packing import Packing
 
 KINDS = ("rows", "columns", "plain", "e2m1", "float8")
 
 
-@pytest.fixture(scope="module", params=["emulated", "card"])
+@pytest.fixture(scope="module", params=["emulated", pytest.param("card", marks=pytest.mark.cuda)])
 def kernels(request: pytest.FixtureRequest) -> tuple[Any, str]:
     """The ops by name, and the device of their tensors."""
     if request.param == "emulated":
@@ -117,14 +121,107 @@ def test_other_shapes_are_left_to_dequantising() -> None:
     assert not serves_few_rows(torch.zeros(1, 33).bfloat16(), narrow)
 
 
+def apart(matrices: list[torch.Tensor]) -> torch.Tensor:
+    """Stack tensors at a distance, as in a block with further tensors between them."""
+    words = torch.stack([one.contiguous().view(torch.uint8).flatten() for one in matrices])
+    store = torch.full((len(words), -(-words.shape[1] // 256) * 256 + 256), 0xFF, dtype=torch.uint8)
+    store[:, : words.shape[1]] = words
+    first = matrices[0]
+    strides = store.shape[1] // first.element_size(), *first.contiguous().stride()
+    return store.view(first.dtype).as_strided((len(words), *first.shape), strides)
+
+
+def random_stack(kind: str, n: int, device: str) -> tuple[Any, list[torch.Tensor]]:
+    """Matrices (24, 96) as a stack, and the values of each."""
+    if kind == "dense":
+        matrices = [torch.randn(24, 96).bfloat16() for _ in range(n)]
+        return apart(matrices).to(device), [one.double() for one in matrices]
+    coded = [random_matrix(kind, 24, 96, torch.bfloat16) for _ in range(n)]
+    codes = [
+        one.codes.view(torch.uint8).roll(i, 0).view(one.codes.dtype) for i, one in enumerate(coded)
+    ]
+    scales = [one.scales.roll(i, 1) for i, one in enumerate(coded)]
+    values = [
+        values_of(replace(coded[0], codes=a, scales=b)).bfloat16().double()
+        for a, b in zip(codes, scales, strict=True)
+    ]
+    return replace(coded[0], codes=apart(codes).to(device), scales=apart(scales).to(device)), values
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        *((kind, [0, 3, 20, 0, 9]) for kind in (*KINDS, "dense")),
+        ("dense", [0] * 31 + [5, 0, 1, 2] + [0] * 30 + [8]),
+        ("dense", [70, 1]),
+    ],
+)
+def test_rows_are_multiplied_by_their_matrix(
+    kernels: tuple[Any, str], kind: str, counts: list[int]
+) -> None:
+    """Rows past the last end become zeros, also where a graph is replayed with other ends."""
+    library, device = kernels
+    stack, values = random_stack(kind, len(counts), device)
+    assert serves_stack(torch.bfloat16, stack)
+    n = sum(counts) + 11
+    x = torch.randn(7, 96).bfloat16().to(device)
+    rows = torch.randint(7, (n,)).to(device)
+    bias = torch.randn(len(counts), 24).bfloat16().to(device)
+    ends = torch.zeros(len(counts), dtype=torch.int32, device=device)
+    found = []
+
+    def compute() -> None:
+        found.append(multiply_stack(x, rows, ends, stack, bias, library))
+
+    compute()
+    replay = (record_graph if device == "cpu" else CudaCapture())(compute)
+    for given in (counts[::-1], counts):
+        ends.copy_(torch.tensor(given).cumsum(0))
+        replay()
+        y = found[1].cpu().double()
+        numbers = torch.arange(len(given)).repeat_interleave(torch.tensor(given))
+        assert not y[len(numbers) :].any()
+        for row, number in enumerate(numbers.tolist()):
+            own = x.cpu().double()[rows[row].item()]
+            exact = values[number] @ own + bias.cpu().double()[number]
+            size = values[number].abs() @ own.abs() + bias.cpu().double()[number].abs()
+            assert float(((y[row] - exact).abs() / size).max()) < 8e-3
+        assert torch.equal(
+            multiply_stack(x[rows], None, ends, stack, bias, library).cpu(), found[1].cpu()
+        )
+
+
 def test_the_op_has_a_schema_and_a_fake(kernels: tuple[Any, str]) -> None:
     library, device = kernels
-    for kind in ("rows", "columns"):
-        matrix = moved(random_matrix(kind, 24, 64, torch.bfloat16), device)
-        x = torch.randn(3, 64).bfloat16().to(device)
-        block = matrix.packing.block[::-1] if matrix.is_transposed else matrix.packing.block
-        arguments = (
-            x, matrix.codes, matrix.float_scales(), None, None, KINDS.index(kind), *block, 8,
-        )  # fmt: skip
+    x = torch.randn(3, 96).bfloat16().to(device)
+    rows = torch.tensor([2, 0, 1, 1], device=device)
+    ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    for kind, number in (("rows", 0), ("columns", 1), ("dense", 7)):
+        stack, _ = random_stack(kind, 2, device)
+        is_dense = kind == "dense"
+        codes, scales = (stack, None) if is_dense else (stack.codes, stack.scales)
+        block = (1, 8, 0) if is_dense else (1, 32, 8)
+        arguments = (x, rows, ends, codes, scales, None, None, number, *block)
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(library.few_rows.default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "message"),
+    [
+        (0, lambda x: x[:, :64].contiguous(), "codes must have 64"),
+        (2, lambda x: x[:1], "ends must have 2"),
+        (2, lambda _: None, "codes must have 1"),
+        (3, lambda x: x[0], "3 dimensions"),
+        (3, lambda x: x.flatten()[4:].as_strided((2, 24, 96), (2304, 96, 1)), "multiple of 16"),
+        (6, lambda _: torch.zeros(2, 8).bfloat16(), "bias must have 24"),
+    ],
+)
+def test_invalid_stacks_are_refused_with_a_reason(place: int, change: Any, message: str) -> None:
+    stack = torch.randn(3, 24, 96).bfloat16()[:2]
+    x = torch.randn(3, 96).bfloat16()
+    ends = torch.tensor([1, 3], dtype=torch.int32)
+    arguments = [x, None, ends, stack, None, None, None, 7, 1, 8, 0]
+    arguments[place] = change(arguments[place])
+    with pytest.raises(RuntimeError, match=message):
+        getattr(torch.ops, emulated.load()).few_rows(*arguments)

@@ -12,7 +12,6 @@ from support import emulated
 from support.fake_gpu import record_graph
 from support.tiny import random_tree
 
-from offload_rt import ops
 from offload_rt.executor.cuda_graphs import CudaCapture
 from offload_rt.ops import TreeMask, extension, make_tree_mask, reference
 from offload_rt.ops.tree_mask import packed_ancestors
@@ -265,11 +264,33 @@ def test_two_parts_of_the_keys_merge_to_the_whole(kernels, seed):
             whole.split(n), (k[:, :n], k[:, n:]), (v[:, :n], v[:, n:]), strict=True
         )
     ]
-    out, lse = ops.merge(*parts[0], *parts[1])
+    out, lse = kernels.merge_attention(*parts[0], *parts[1])
     expected, expected_lse = kernels.tree_attention(q, k, v, *given, case.window, 0.1)
     error = 4 * torch.finfo(q.dtype).eps
     torch.testing.assert_close(out, expected, atol=error, rtol=error)
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind_a", "kind_b"),
+    [(torch.float32, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16,) * 2],
+)
+def test_merge_attention(kernels, kind_a, kind_b):
+    """Into float32, and in the dtype of both; rows that see nothing of one part, and of both."""
+    generator = torch.Generator().manual_seed(0)
+    out_a, out_b = (
+        torch.randn(5, 3, 96, generator=generator).to(kind) for kind in (kind_a, kind_b)
+    )
+    lse_a, lse_b = (40 * torch.randn(5, 3, generator=generator) for _ in range(2))
+    lse_a[0] = lse_b[1] = lse_a[2] = lse_b[2] = -torch.inf
+    out_a[0] = out_b[1] = out_a[2] = out_b[2] = 0
+    parts = [part.to(kernels.device) for part in (out_a, lse_a, out_b, lse_b)]
+    out, lse = (part.cpu() for part in kernels.merge_attention(*parts))
+    expected, expected_lse = reference.merge(out_a, lse_a, out_b, lse_b)
+    assert out.dtype == kind_a and not out[2].any()
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+    error = max(torch.finfo(kind_a).eps, 1e-5)
+    torch.testing.assert_close(out, expected, atol=error, rtol=error)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -654,6 +675,12 @@ def samples(device):
         ),
         "silu_mul": (x, delta),
         "tree_attention": attention,
+        "merge_attention": (
+            heads,
+            heads[..., 0].float().contiguous(),
+            heads,
+            heads[..., 1].float().contiguous(),
+        ),
         "transfer": (store, store.cpu().pin_memory() if device == "cuda" else store.clone()),
         "commit_rows": (store, store.clone(), torch.tensor([1, 4]), 2),
         "verify": (*verification, candidates.independent, True),
@@ -663,6 +690,7 @@ def samples(device):
 OPS = (
     "add_rms_norm",
     "commit_rows",
+    "merge_attention",
     "rms_norm",
     "rotate_and_store",
     "silu_mul",
@@ -698,6 +726,9 @@ def test_kernel_ops_pass_opcheck(kernels, name):
         ("commit_rows", 0, lambda x: x[..., :62].contiguous(), "entries in dimension 3|16 bytes"),
         ("transfer", 1, lambda x: x[1:], "as many bytes"),
         ("transfer", 0, lambda x: x.transpose(0, 1), "contiguous"),
+        ("merge_attention", 1, lambda x: x[:2], "lse_a must have 3"),
+        ("merge_attention", 2, lambda x: x[..., :32].contiguous(), "out_b must have 64"),
+        ("merge_attention", 2, lambda x: x.double(), "must be float32"),
         ("commit_rows", 2, lambda x: x.int(), "int64 on the host"),
         ("commit_rows", 3, lambda _: 19, "past the end"),
         ("rms_norm", 0, lambda x: x.float(), "float16 or bfloat16"),

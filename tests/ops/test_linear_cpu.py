@@ -326,6 +326,8 @@ def test_products_without_the_library_differ_only_by_rounding(dtype, monkeypatch
         (dense, dense),
         coded("rows", 5),
         coded("columns", 2),
+        large_matrix("columns-64", 520, 256, torch.float32),
+        large_matrix("awq-128", 520, 256, torch.float32),
         block_matrix("Q6_K", 1),
     ):
         x = torch.randn(3, matrix.shape[1]).to(dtype)

@@ -142,7 +142,7 @@ def test_pipeline_of_a_general_model_equals_one_rank(tmp_path):
 def test_pipeline_requires_as_many_ranks(zoo):
     with pytest.raises(
         SettingsError,
-        match="--pipeline 2: needs as many ranks, has 1 started, and 6 layers in 6 parts",
+        match="pipeline=2: needs as many ranks, has 1 started, and 6 layers in 6 parts",
     ):
         LLM(str(zoo.directory("llama", 0)), device="cpu", pipeline=2)
 

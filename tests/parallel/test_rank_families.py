@@ -4,6 +4,7 @@ experts.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.thread_ranks import MINE, Board, ThreadRanks, divided_tokens, toget
 from support.tiny import generate, keep_steady, measure_little, open_llm, prompt_of
 from torch import Tensor
 from torch.nn.functional import silu
+from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import bench.models.tiny
@@ -173,7 +175,7 @@ def test_grouped_products_of_ranks_sum_to_the_whole(size, is_exact):
                 experts, name, torch.nn.Parameter(one[own.start : own.stop], requires_grad=False)
             )
         share = ExpertShare(own, is_exact, lambda x: x)
-        grouped = lambda *given, own=own: stand_ins._grouped(own, experts, *given)  # noqa: E731
+        grouped = partial(stand_ins._renumbered, own, grouped_mm_experts_forward, experts)
         parts.append(stand_ins.mix_of_all(share, grouped, hidden, chosen, scores))
     torch.testing.assert_close(sum(parts), expected, atol=1e-4, rtol=1e-4)
     assert experts.num_experts == 4

@@ -360,7 +360,7 @@ def test_draft_model_can_be_divided(pair, monkeypatch, split, is_exact):
 def test_divided_draft_refuses_unsupported_settings(pair):
     settings = pair.settings("adaptive_tree") | {"split_draft": "on", "learn_draft": "on"}
     with pytest.raises(
-        SettingsError, match="--split-draft on: needs a whole draft model that does not learn"
+        SettingsError, match='split_draft="on": needs a whole draft model that does not learn'
     ):
         divided_tokens(2, pair.target, prompt_of(2, 40), 4, **settings)
 
@@ -629,7 +629,7 @@ def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
     said, other = sorted(notices(path))
     assert (
         said == f"weights are transferred raw: no sidecar in {path}/raw-2/rank-0: has"
-        " lossless-2-exact, lossless-4; run offload-rt convert --ranks 2 first, or use"
+        " lossless-2-exact, lossless-4; run `offload-rt convert --ranks 2` first, or use"
         " --link-format raw"
     )
     assert other == said.replace("rank-0", "rank-1")
@@ -643,7 +643,7 @@ def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
     )
     assert all(together(2, lambda: LLM.open(lossless).spec.target.link.sidecar))
     with pytest.raises(
-        CheckpointError, match=r"no sidecar in .*raw-2/rank-[01]; run offload-rt convert --ranks 2"
+        CheckpointError, match=r"no sidecar in .*raw-2/rank-[01]; run `offload-rt convert --ranks 2"
     ):
         notices(path, sidecar=str(tmp_path))
     convert_for_ranks(path)
@@ -655,7 +655,7 @@ def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
     content[record.start : record.stop] = bytes(record.stop - record.start)
     weights.write_bytes(content)
     assert all(
-        "is not layer 0 of this checkpoint; run offload-rt convert again" in one
+        "is not layer 0 of this checkpoint; run `offload-rt convert` again" in one
         for one in notices(path)
     )
 

@@ -22,14 +22,15 @@ from offload_rt.config import EngineConfig
 from offload_rt.cost.roofline import Roof
 from offload_rt.cost.tree_size import N_RANKS, Acceptance
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes, plan_memory
+from offload_rt.engine.memory_plan import Sizes, less_margin, plan_memory
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.models.families import spec_of
 from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.acceptance import assume
-from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict, sweep
+from offload_rt.planning.alternatives import sweep
+from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
 from offload_rt.planning.hardware import CARDS, find_card
-from offload_rt.planning.known_models import KNOWN
+from offload_rt.planning.known_models import KNOWN, known_name
 from offload_rt.planning.local import measure_roof
 from offload_rt.speculate.pair_stats import Estimates, PairStats
 from offload_rt.speculate.select import pick_drafter
@@ -99,7 +100,21 @@ def test_known_shapes_have_the_published_parameter_counts(name, billions):
 def test_every_gpu_names_the_source_of_its_figures(card):
     assert "vendor specification" in card.source and card.link.source
     assert card.link.gbps < card.memory_gbps < 1e4 and 10 < card.tflops < 2000
-    assert find_card(card.name.upper()) is card
+    assert find_card(card.name.upper()) is card and find_card(f"NVIDIA {card.name} GPU") is card
+
+
+def test_gpu_is_described_by_its_figures(capsys):
+    card = find_card("RTX 4090")
+    figures = f"24GiB, {card.memory_gbps}GB/s, {card.tflops}TFLOPS, {card.link.gbps}GB/s"
+    assert replace(find_card(figures), name="", title="", link=card.link, source="") == replace(
+        card, name="", title="", source=""
+    )
+    model = ["--model", "llama-68m", "--ram", "16GiB"]
+    expected, found = (
+        planned([*model, "--gpu", gpu], capsys)["predicted_seconds_per_token"]
+        for gpu in ("rtx4090", figures)
+    )
+    assert found == expected
 
 
 def test_roofline_is_the_longer_of_reading_and_multiplying():
@@ -231,7 +246,16 @@ def test_plan_reports_link_share_and_level_time(capsys):
     assert plan.main(arguments) == 0
     out = capsys.readouterr().out
     assert f"busy for {found['link_busy']['host']:.1%} of a pass" in out
-    assert f"draft level: {1e3 * level['seconds']:.2f} ms, {level['ratio']:.2f} times" in out
+    # One plain figure, of the faster placement: without the draft model.
+    plain_s = found["predicted_plain_seconds_per_token"]
+    alone = found["formats"]["fp16"]["none"]["predicted_seconds_per_token"]
+    assert plain_s == pytest.approx(alone)
+    assert plain_s < found["link_seconds"]["host"]
+    gain = plain_s / found["predicted_seconds_per_token"]
+    assert f"plain decoding: {1 / plain_s:.2f} tokens/s ({plain_s:.2f} s per token)" in out
+    assert out.count(f"{gain:.2f} times as fast") == 1
+    rate = found["predicted_tokens_per_second"]
+    assert out.endswith(f"verdict: slow, {rate:.2f} tokens/s\n") and found["verdict"] == "slow"
 
 
 def test_resident_model_is_forecast_as_graph_replay():
@@ -340,9 +364,38 @@ def test_acceptance_can_be_given():
 # The command line.
 
 
-def test_builtin_shapes_are_listed(capsys):
+def test_builtin_shapes_and_gpus_are_listed(capsys):
     assert plan.main(["--list"]) == 0
     assert capsys.readouterr().out.split() == list(KNOWN)
+    assert plan.main(["--list-gpus"]) == 0
+    assert capsys.readouterr().out.split() == [card.name for card in CARDS]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("meta-llama/Llama-2-70b-chat-hf", "llama2-70b"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
+        ("Qwen/Qwen3-8B-FP8", None),
+        ("someone/Qwen3-8B", None),
+        ("qwen3-9b", None),
+    ],
+)
+def test_hub_ids_of_publishers_have_builtin_shapes(model, name):
+    assert known_name(model) == name
+
+
+def test_hub_id_is_planned_without_a_network(capsys):
+    card = ["--gpu", "rtx4090", "--ram", "64GiB", "--offline"]
+    by_name, by_id = (
+        planned([target, "--draft-model", draft, *card], capsys)
+        for target, draft in (("qwen3-32b", "qwen3-0.6b"), ("Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B"))
+    )
+    assert by_id["plan"] == by_name["plan"]
+    assert by_id["predicted_seconds_per_token"] == by_name["predicted_seconds_per_token"]
 
 
 def test_flag_errors_precede_the_import_of_torch():
@@ -360,10 +413,13 @@ def test_flag_errors_precede_the_import_of_torch():
     [
         (["--gpu", "rtx4099"], "rtx4090"),
         (["--gpu", "rtx4090", "--disk", "7"], "7GB/s"),
+        (["--gpu", "16GiB,300GB/s"], "memory, memory rate"),
+        (["--gpu", "16GiB,300,80TFLOPS,25GB/s"], "needs a rate"),
+        (["--gpu", "16GiB,300GB/s,fast,25GB/s"], "memory, memory rate"),
         (["--gpu", "rtx4090", "--disk", "0GB/s"], "7GB/s"),
         (["--gpu", "rtx4090", "--ram", "much"], "not a size"),
         (["--gpu", "rtx4090", "--device-memory", "23GiB"], "at most 22.89 GiB"),
-        (["--gpu", "rtx4090", "--device-memory", "2GiB"], "the device memory budget is too small"),
+        (["--gpu", "rtx4090", "--device-memory", "2GiB"], "does not fit: the device memory"),
         (["--gpu", "rtx4090", "--max-model-len", "9000"], "4096"),
         (["--gpu", "rtx4090", "--context", "4000"], "lower --context"),
         (
@@ -415,7 +471,7 @@ def test_plan_table_gives_reasons_and_draws_a_curve(capsys):
     assert plan.main([*PAIR, *card, "--sweep", "ram"]) == 0
     out = capsys.readouterr().out
     for told in (
-        "s per token",
+        "tokens/s by GiB of host memory",
         "the bottleneck is the host-to-card link",
         "Sequoia",
         "vendor specification",
@@ -442,8 +498,11 @@ def test_plan_measures_this_machine(capsys, monkeypatch):
     assert found["machine"].startswith("this machine")
     assert found["plan"]["tiers"].count("disk") > 0 and found["predicted_seconds_per_token"] > 0
     assert any("measured with the model's files" in one for one in found["sources"])
+    # Another memory than this machine's; the budget follows from it.
+    found = planned([*arguments[:2], "--ram", "2000GiB", "--max-model-len", "256"], capsys)
+    assert found["plan"]["budget"]["device"] == less_margin(2000 << 30)
     found = planned(["--model", "llama-68m", "--device-memory", "400MB"], capsys)
-    assert found["links"]["disk"] == 7.0 and "--disk: 7 GB/s assumed" in found["sources"]
+    assert found["links"]["disk"] == 7.0 and "--disk: 7GB/s assumed" in found["sources"]
 
 
 def test_draft_uses_the_revision_of_the_target(monkeypatch):

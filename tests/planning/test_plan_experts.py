@@ -23,12 +23,15 @@ from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.models.families import spec_of
 from offload_rt.planning.acceptance import assume
+from offload_rt.planning.alternatives import expert_ways
 from offload_rt.planning.forecast import (
+    ON_CPU,
+    ON_DEMAND,
     RAM_GBPS,
+    WHOLE_LAYERS,
     Forecast,
     Machine,
     PlanRequest,
-    expert_ways,
     predict,
 )
 from offload_rt.planning.hardware import find_card
@@ -113,6 +116,7 @@ def test_gpt_oss_config_gives_the_size_of_its_checkpoint(
     for mine, theirs in zip(by_config.layer_nbytes, by_headers.layer_nbytes, strict=True):
         assert abs(mine - theirs) <= padding < theirs / 2
     assert by_config.view_nbytes == by_headers.view_nbytes
+    assert by_config.host_view_nbytes == by_headers.host_view_nbytes
 
 
 def test_missing_experts_cross_the_link_in_every_pass() -> None:
@@ -127,12 +131,12 @@ def test_missing_experts_cross_the_link_in_every_pass() -> None:
     # Processor and link share the missing experts and end together.
     assert found.moved["host"] == pytest.approx(missing * 25 / (25 + RAM_GBPS), rel=1e-3)
     ways = expert_ways(found)
-    assert ways["experts and CPU"].plain == found.plain
-    assert ways["touched experts"].moved["host"] == pytest.approx(missing, rel=1e-6)
-    assert ways["touched experts"].plain.pass_s > missing / 25e9
-    whole = ways["whole layers"]
+    assert found.mode == ON_CPU and ways[ON_CPU].plain == found.plain
+    assert ways[ON_DEMAND].moved["host"] == pytest.approx(missing, rel=1e-6)
+    assert ways[ON_DEMAND].plain.pass_s > missing / 25e9
+    whole = ways[WHOLE_LAYERS]
     assert whole.memory_plan.plan.experts is None
-    assert whole.plain.pass_s > 10 * ways["touched experts"].plain.pass_s
+    assert whole.plain.pass_s > 10 * ways[ON_DEMAND].plain.pass_s
 
 
 def test_expert_misses_equal_those_of_random_tokens() -> None:
@@ -195,8 +199,12 @@ def test_plan_shows_published_figures_beside_ways(
     assert found["formats"] == {} and found["plan"]["experts"]["n_on_host"] == 36 * 128
     assert plan.main(asked) == 0
     out = capsys.readouterr().out
-    ways = ("whole layers", "touched experts", "experts and CPU")
+    ways = (WHOLE_LAYERS, ON_DEMAND, ON_CPU)
     rates = [f"{1 / found['experts'][way]['pass_seconds']:.2f}" for way in ways]
+    # The forecast is that of a run's way to read the experts.
+    assert found["mode"] == ON_CPU
+    assert found["experts"][ON_CPU]["pass_seconds"] == found["pass_seconds"]
+    assert f"mixture: a run reads {ON_CPU}\n" in out and f"{ON_CPU} (a run's way)" in out
     for told in (*ways, *rates, "published: 33.1 by llama.cpp", "experts are equally frequent"):
         assert told in out
 

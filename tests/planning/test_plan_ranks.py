@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from offload_rt.cli import plan
+from offload_rt.cli.format import format_speed
 from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes, less_margin
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.families import spec_of
 from offload_rt.planning.acceptance import assume
-from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict, sweep
+from offload_rt.planning.alternatives import sweep
+from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.ranks import Parallelism
@@ -295,7 +297,7 @@ def test_draft_is_planned_where_it_is_faster(more, place, capsys):
     ]
     by_place = sorted((seconds["on"], seconds["off"]))
     assert place in told[0] and [line.split(": ")[1] for line in told] == [
-        f"{s:.3f} s per token" for s in by_place
+        format_speed(s) for s in by_place
     ]
 
 

@@ -141,7 +141,7 @@ def test_unsuitable_draft_is_rejected(zoo, settings, have):
     pair = zoo.pair("llama", 0)
     if "learn_draft" in settings:
         settings = {"draft_model": str(pair.draft), **settings}
-    with pytest.raises(SettingsError, match=f"--draft-quantize int8: .*has {have}"):
+    with pytest.raises(SettingsError, match=f"draft_quantize int8: .*has {have}"):
         open_llm(pair.target, draft_quantize="int8", **settings)
 
 

@@ -317,17 +317,15 @@ def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
     [
         ({"drafter": "telepathy"}, ["'telepathy'", *registry.names("speculate.draft")]),
         ({"rule": "anarchy"}, ["'anarchy'", *registry.names("speculate.verify")]),
-        ({"drafter": "none", "draft_model": "somewhere"}, ["--draft-model", "--drafter "
-                                                                            "none", "static_tree"]),
-        ({"drafter": "ngram", "draft_model": "somewhere"}, ["--draft-model", "--drafter "
-                                                                             "ngram",
-                                                                             "static_tree"]),
-        ({"drafter": "static_tree"}, ["--drafter static_tree", "--draft-model"]),
-        ({"drafter": "dynamic_tree"}, ["--drafter dynamic_tree", "--draft-model"]),
-        ({"drafter": "ngram", "rule": "sequoia"}, ["--rule sequoia", "ngram", "--rule match"]),
-        ({"rule": "traversal"}, ["--rule traversal", "recycle", "--rule match"]),
+        ({"drafter": "none", "draft_model": "somewhere"}, ['drafter="none"', "static_tree"]),
+        ({"drafter": "ngram", "draft_model": "somewhere"},
+            ['draft_model with drafter="ngram"', "static_tree"]),
+        ({"drafter": "static_tree"}, ['drafter="static_tree"', "draft_model"]),
+        ({"drafter": "dynamic_tree"}, ['drafter="dynamic_tree"', "draft_model"]),
+        ({"drafter": "ngram", "rule": "sequoia"}, ['rule="sequoia"', "ngram", 'rule="match"']),
+        ({"rule": "traversal"}, ['rule="traversal"', "recycle", 'rule="match"']),
         ({"drafter": "dynamic_tree", "draft_model": "somewhere", "rule": "specinfer"},
-            ["--rule specinfer"]),
+            ['rule="specinfer"']),
     ],
 )  # fmt: skip
 def test_unknown_or_unfit_drafter_and_rule_are_refused(settings, words):

@@ -392,10 +392,10 @@ def test_too_small_budget_names_the_flag(zoo, drafter, tree_size):
     """The named budget and larger budgets suffice; one byte less fails."""
     pair = zoo.pair("llama", 0)
     settings = {"tree_size": tree_size, **pair.settings(drafter)}
-    with pytest.raises(CapacityError, match="--device-memory") as caught:
+    with pytest.raises(CapacityError, match="device_memory") as caught:
         engine_plan(pair, device_memory=1000, **settings)
-    assert "--tree-size" in str(caught.value)
-    least = int(str(caught.value).split("set --device-memory to ")[1].split()[0])
+    assert "tree_size" in str(caught.value)
+    least = int(str(caught.value).split("set device_memory to ")[1].split()[0])
     for budget in (least, least + 1, *range(least, 3 * least, least // 10)):
         assert engine_plan(pair, device_memory=budget, **settings).plan.device_nbytes <= budget
     with pytest.raises(CapacityError):

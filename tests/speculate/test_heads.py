@@ -573,15 +573,14 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
         ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError, ["most "
                                                                                          "one"]),
         ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),
-        ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError, ["--drafter "
-                                                                    "adaptive_tree", "--drafter "
-                                                                                     "eagle"]),
-        ("eagle", {}, {"rule": "sequoia"}, SettingsError, ["--rule sequoia", "eagle"]),
-        ("medusa", {}, {"drafter": "eagle"}, SettingsError, ["--drafter "
-                                                             "eagle", "--drafter medusa"]),
+        ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError,
+            ['drafter="adaptive_tree"', 'drafter="eagle"']),
+        ("eagle", {}, {"rule": "sequoia"}, SettingsError, ['rule="sequoia"', "eagle"]),
+        ("medusa", {}, {"drafter": "eagle"}, SettingsError,
+            ['drafter="eagle"', 'drafter="medusa"']),
         ("medusa", {"medusa_num_layers": "many"}, {}, UnsupportedModelError,
             ["medusa_num_layers", "many"]),
-        ("nextn", {}, {"drafter": "eagle"}, SettingsError, ["--drafter eagle", "--draft-model"]),
+        ("nextn", {}, {"drafter": "eagle"}, SettingsError, ['drafter="eagle"', "draft_model"]),
     ],
 )  # fmt: skip
 def test_unfit_heads_are_refused(tmp_path, kind, changes, settings, error, words):
@@ -602,7 +601,7 @@ def test_head_of_another_model_is_refused(tmp_path):
         opened(tmp_path / "other", draft_model=settings["draft_model"])
     whole = {"draft_model": str(tmp_path / "target")}
     for name, more in (("mtp", {}), ("mtp", whole), ("eagle", whole)):
-        with pytest.raises(SettingsError, match=f"--drafter {name}.*heads"):
+        with pytest.raises(SettingsError, match=f'drafter="{name}".*heads'):
             opened(tmp_path / "target", drafter=name, **more)
     weights = random_weights("eagle", few_tokens())
     weights["d2t"][0] = 8

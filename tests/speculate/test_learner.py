@@ -353,7 +353,7 @@ def test_unsupported_drafters_refuse_learning(zoo, settings):
     pair = zoo.pair("llama", 0)
     if "draft_model" in settings:
         settings = settings | {"draft_model": str(pair.draft)}
-    with pytest.raises(SettingsError, match="--learn-draft"):
+    with pytest.raises(SettingsError, match="learn_draft"):
         open_llm(pair.target, learn_draft="on", **settings)
 
 

@@ -477,7 +477,7 @@ def test_sequences_beyond_the_views_decode_plainly(pair):
 def test_streamed_layers_are_refused(zoo, pair):
     with pytest.raises(
         CapacityError,
-        match="--drafter self_window: needs all layers on the device, has 3 of 3 elsewhere",
+        match='drafter="self_window": needs all layers on the device, has 3 of 3 elsewhere',
     ):
         open_llm(pair.target, "disk", drafter="self_window")
 
@@ -486,7 +486,7 @@ def test_streamed_layers_are_refused(zoo, pair):
     "settings", [{"drafter": "self_window", "draft_context": 31}, {"draft_context": 64}]
 )
 def test_invalid_draft_context_is_refused(settings):
-    with pytest.raises(SettingsError, match="--draft-context"):
+    with pytest.raises(SettingsError, match="draft_context"):
         pick_drafter(EngineConfig("model", **settings))
     assert (
         pick_drafter(EngineConfig("model", drafter="self_window", draft_context=32)).view_rows == 32

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_rt.engine import builder, draft_spec
+from offload_rt.offload.copy_device import CHUNK
 from offload_rt.ops import cpu, extension, transfer
 from support import emulated
 
@@ -266,7 +267,8 @@ def fake_gpu(
             cudaHostRegister=lambda *_: 0 if pins else 1, cudaHostUnregister=lambda *_: 0
         ),
     )
-    monkeypatch.setattr("offload_rt.offload.stream_cuda.CopyDevice", lambda _: FakeCopyDevice())
+    monkeypatch.setattr("offload_rt.offload.stream_cuda.CopyDevice", lambda *_: FakeCopyDevice())
+    monkeypatch.setattr(builder, "copy_chunk", lambda device: CHUNK)
     monkeypatch.setattr(torch, "Generator", _generator)
     # Wrapper tensors cannot be inference tensors.
     monkeypatch.setattr(torch._C, "_InferenceMode", lambda mode: torch.no_grad())

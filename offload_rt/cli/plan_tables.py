@@ -1,0 +1,169 @@
+"""Text output of `offload-rt plan`: tables, the forecast in sentences, the verdict."""
+
+from collections.abc import Iterable, Mapping
+
+from offload_rt.cli.format import format_speed, placement_table, print_table
+from offload_rt.config import format_size
+from offload_rt.planning.acceptance import SELF
+from offload_rt.planning.alternatives import (
+    PUBLISHED_RATES,
+    Alternatives,
+    Sweep,
+    short_context,
+)
+from offload_rt.planning.forecast import Forecast
+from offload_rt.planning.sizes import LOSSLESS_SHARE
+
+_BAR = 40
+
+
+def show(forecast: Forecast, others: Alternatives) -> None:
+    """Print a forecast with its alternatives; the verdict is the last line."""
+    machine = forecast.machine
+    _print_placement(forecast)
+    print(f"predicted: {format_speed(forecast.run.seconds_per_token)}")
+    _print_trees(forecast)
+    if forecast.mode:
+        print(f"mixture: a run reads {forecast.mode}")
+    for place, placed in others.places.items():
+        print(f"with the draft model {place}: {format_speed(placed.run.seconds_per_token)}")
+    print(f"the bottleneck is {forecast.bound}")
+    for name, share in forecast.busy.items():
+        link = "host-to-card link" if name == "host" else "disk"
+        print(f"the {link} is busy for {share:.1%} of a pass")
+    if len(forecast.topology) > 1:
+        print(f"acceptance: {forecast.acceptance_source}")
+    print("\n".join(machine.sources))
+    if short := short_context(forecast):
+        print(short)
+    if others.formats:
+        _print_formats(others.formats, machine.decode_gbps)
+    if others.experts:
+        _print_experts(forecast, others.experts)
+    if others.sweep is not None:
+        _print_curve(others.sweep)
+    speed = format_speed(forecast.run.seconds_per_token)
+    print(f"\nverdict: {forecast.verdict}, {speed}")
+
+
+def _print_placement(forecast: Forecast) -> None:
+    machine = forecast.machine
+    fitted = forecast.memory_plan
+    config = forecast.request.config
+    models = (
+        config.model if config.draft_model is None else f"{config.model} with {config.draft_model}"
+    )
+    title = f"{models} on {machine.title}, {forecast.request.models[0].dtype}"
+    table = placement_table(title, fitted.plan, fitted.cache_rows)
+    for name, rate in machine.links:
+        if name in forecast.moved:
+            nbytes = format_size(forecast.moved[name])
+            table.add_row(f"bytes per pass at {rate:.2f} GB/s", f"{name} link", nbytes)
+    rows = fitted.plan.pass_bytes.rows
+    if rows is not None:
+        context = fitted.max_model_len - 1
+        item = f"KV cache part, after {context} tokens"
+        table.add_row(item, f"{rows.tier} link", format_size(rows.pass_nbytes(context)))
+    print_table(table)
+
+
+def _print_trees(forecast: Forecast) -> None:
+    """Print the tree and the gain over the fastest plain decoding."""
+    topology = forecast.topology
+    draft = forecast.request.models[1]
+    plain_s = forecast.plain.seconds_per_token
+    gain = plain_s / forecast.run.seconds_per_token
+    has_draft = draft is not None
+    if draft is not None and draft.rounding != "none":
+        print(f"draft model quantised to {draft.rounding}: {format_size(draft.nbytes)}")
+    if len(topology) > 1:
+        print(
+            f"trees of {len(topology)} nodes on {topology.n_levels} levels:"
+            f" {forecast.run.tokens_per_pass:.2f} tokens per pass of {forecast.run.pass_s:.2f} s,"
+            f" including {forecast.draft_s:.2f} s of drafting"
+        )
+    elif forecast.memory_plan.limits.n_nodes > 1 and not has_draft:
+        print(
+            f"the acceptance of --drafter {forecast.request.config.drafter} depends on the text:"
+            " this is a forecast of plain decoding"
+        )
+    if has_draft:
+        advice = f"drafting is {gain:.2f} times as fast"
+        if gain < 1:
+            advice = "it is faster: use --drafter none without a draft model"
+        print(f"plain decoding: {format_speed(plain_s)}; {advice}")
+
+
+def _print_formats(
+    by_format: Mapping[str, Mapping[str, Forecast | None]], decode_gbps: float
+) -> None:
+    """Print a row per weight format, and the drafter with the fastest forecast."""
+    first, drafters = next(iter(by_format.items()))
+    columns = "bytes per pass", "plain", *(f"with {name}" for name in list(drafters)[1:])
+    print("\nforecast by weight format, tokens/s (s per token)\n" + _line("", columns))
+    for name, row in by_format.items():
+        nbytes = format_size(max(row["none"].moved.values(), default=0)) if row["none"] else ""
+        print(_line(name, (nbytes, *map(_speed, row.values()))))
+    print(
+        f"assumed: lossless layers have {LOSSLESS_SHARE:.2f} of their bytes, decoding writes"
+        f" {decode_gbps:g} GB/s"
+    )
+    fitting = {
+        variant.run.seconds_per_token: name
+        for name, variant in drafters.items()
+        if variant is not None
+    }
+    if len(fitting) > 1:
+        print(
+            f"fastest forecast with {first} weights: {fitting[min(fitting)]},"
+            f" {format_speed(min(fitting))}"
+        )
+    if (itself := drafters.get(SELF)) is not None:
+        print(f"acceptance of --drafter self: {itself.request.acceptance.source}")
+
+
+def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> None:
+    """Print plain decoding of a mixture by transferred weights, and published rates."""
+    print(
+        "\nforecast of plain decoding by transferred weights\n"
+        + _line("", ("bytes per pass", "tokens/s"), 50)
+    )
+    for name, way in ways.items():
+        nbytes = format_size(sum(way.moved.values())) if way else ""
+        chosen = " (a run's way)" if name == forecast.mode else ""
+        print(_line(name + chosen, (nbytes, _speed(way)), 50))
+    model = forecast.request.config.model.lower().rpartition("/")[2]
+    print("".join(f"published: {line}\n" for line in PUBLISHED_RATES.get(model, ())), end="")
+    plan = forecast.memory_plan.plan
+    touched = plan.touched
+    assert touched is not None and plan.experts is not None
+    n_on_host = plan.experts.n_on_host / touched.n_layers
+    print(
+        f"experts per layer: {touched.n_experts}, {touched.n_resident:.0f} on the device,"
+        f" {n_on_host:.0f} in host memory; a token needs {touched.n_used}\nassumed: all experts are"
+        f" equally frequent; the CPU of a GPU machine reads {forecast.machine.ram_gbps:g} GB/s of"
+        " weights"
+    )
+
+
+def _speed(forecast: Forecast | None) -> str:
+    if forecast is None:
+        return "does not fit"
+    seconds = forecast.run.seconds_per_token
+    return f"{1 / seconds:.2f}" + (f" ({seconds:.2f} s)" if seconds > 1 else "")
+
+
+def _line(name: str, cells: Iterable[str], width: int = 20) -> str:
+    return f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells)
+
+
+def _print_curve(curve: Sweep) -> None:
+    """Print a line per point: x, tokens per second as number and bar, bottleneck."""
+    print(f"\ntokens/s by {curve.over}")
+    rates = [1 / point.run.seconds_per_token if point else 0.0 for _, point in curve.points]
+    for (x, point), rate in zip(curve.points, rates, strict=True):
+        if point is None:
+            print(f"{x:10.6g}  does not fit")
+        else:
+            bar = "#" * max(round(_BAR * rate / max(rates)), 1)
+            print(f"{x:10.6g}  {rate:8.3f}  {bar:{_BAR}}  {point.bound.split(':')[0]}")

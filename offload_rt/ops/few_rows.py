@@ -1,0 +1,115 @@
+"""CUDA products that decode weights in registers: few rows, or rows sorted by matrix."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload_rt.ops import extension
+from offload_rt.ops.dequantize import KERNEL_DTYPES, POWERS_OF_TWO, CodedMatrix, kernel_codes
+from offload_rt.packing import ORDERS
+
+# Most rows with one matrix and the divisor of their inputs, as in csrc/kernels.h.
+MOST_ROWS = 32
+_INPUTS = 32
+_HALVES = (torch.float16, torch.bfloat16)
+_DENSE = len(ORDERS) + 1
+
+# Matrices (n, n_out, n_in), or a `CodedMatrix` with a first dimension in codes and scales.
+Stack = Tensor | CodedMatrix
+
+
+def serves_few_rows(x: Tensor, weight: CodedMatrix) -> bool:
+    """Whether the kernel multiplies the rows x (n, n_in) by these codes directly."""
+    has_codes = weight.codes.is_contiguous() and weight.codes.data_ptr() % 8 == 0
+    return 0 < len(x) <= MOST_ROWS and has_codes and _has_kernel(x.dtype, weight)
+
+
+def _has_kernel(dtype: torch.dtype, weight: CodedMatrix) -> bool:
+    packing = weight.packing
+    block_in = packing.block[0 if weight.is_transposed else 1]
+    return (
+        dtype in _HALVES
+        and packing.order not in ("awq", "nf4")
+        and packing.bits == (8 if packing.order == "plain" else 4)
+        and weight.groups is None
+        and weight.shape[1] % _INPUTS == 0
+        and (block_in % 8 == 0 or block_in >= weight.shape[1])
+        and weight.product in KERNEL_DTYPES
+    )
+
+
+def serves_stack(dtype: torch.dtype, stack: Stack) -> bool:
+    """Whether the kernel multiplies rows of this dtype by the matrices of a stack."""
+    if isinstance(stack, Tensor):
+        is_aligned = stack.data_ptr() % 16 == 0 and stack[0].is_contiguous()
+        return (
+            dtype in _HALVES
+            and stack.dtype == dtype
+            and is_aligned
+            and not stack.shape[2] % _INPUTS
+        )
+    has_scales = stack.scales.dtype == stack.product or _has_exponents(stack)
+    return has_scales and stack.zeros is None and _has_kernel(dtype, stack)
+
+
+def _has_exponents(weight: CodedMatrix) -> bool:
+    """Whether the kernel decodes scales that are powers of two, without another rounding."""
+    return weight.scales.dtype in POWERS_OF_TWO and weight.product != torch.float16
+
+
+def multiply_few_rows(
+    x: Tensor, weight: CodedMatrix, bias: Tensor | None, library: Any = None
+) -> Tensor:
+    """Multiply x (n, n_in) by the transposed weight and add bias: (n, n_out).
+
+    library  ops of the kernels, by name; None: those of the GPU
+    """
+    kind, codes = kernel_codes(weight.codes, weight.packing)
+    scales = _scales(weight)[None]
+    bias = None if bias is None else bias[None]
+    return _product(
+        library, x, None, None, codes[None], scales, weight.int_zeros(), bias, kind, *_grid(weight)
+    )
+
+
+def multiply_stack(
+    x: Tensor,
+    rows: Tensor | None,
+    ends: Tensor,
+    stack: Stack,
+    bias: Tensor | None = None,
+    library: Any = None,
+) -> Tensor:
+    """Multiply rows, sorted by matrix, by the transposed matrices of a stack: (n, n_out).
+
+    x     (rows, n_in)
+    rows  (n,) int64 row of x of each result; None: the same row
+    ends  (matrices,) int32 end of the results of each matrix; results past the last are zeros
+    bias  (matrices, n_out)
+    """
+    if isinstance(stack, Tensor):
+        return _product(library, x, rows, ends, stack, None, None, bias, _DENSE, 1, 8, 0)
+    kind, codes = kernel_codes(stack.codes, stack.packing)
+    return _product(library, x, rows, ends, codes, _scales(stack), None, bias, kind, *_grid(stack))
+
+
+def _scales(weight: CodedMatrix) -> Tensor:
+    if _has_exponents(weight):
+        return weight.scales.view(torch.uint8)
+    scales = weight.float_scales()
+    return scales.contiguous() if scales.dim() == 2 else scales
+
+
+def _grid(weight: CodedMatrix) -> tuple[int, int, int]:
+    """Return outputs and inputs of a block, and the offset of the codes."""
+    rows, columns = weight.packing.block
+    offset = weight.packing.offset
+    return (columns, rows, offset) if weight.is_transposed else (rows, columns, offset)
+
+
+def _product(library: Any, x: Tensor, *arguments: Any) -> Tensor:
+    is_aligned = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    x = x if is_aligned else x.clone(memory_format=torch.contiguous_format)
+    product: Tensor = (library or extension.kernels()).few_rows(x, *arguments)
+    return product

@@ -1,0 +1,192 @@
+"""Forecasts beside the one of a plan: weight formats, drafters, experts, memory sizes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from offload_rt.config import format_size
+from offload_rt.dtypes import DType
+from offload_rt.engine.memory_plan import less_margin, reserved_memory
+from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.offload.placement import least_budget
+from offload_rt.planning.acceptance import SELF, Assumed
+from offload_rt.planning.forecast import (
+    ON_CPU,
+    ON_DEMAND,
+    WHOLE_LAYERS,
+    Forecast,
+    Machine,
+    PlanRequest,
+    predict,
+    predict_if_it_fits,
+    without_draft,
+)
+from offload_rt.planning.sizes import copies, formats, is_plain
+
+# Published tokens per second of other programs, by model.
+PUBLISHED_RATES = {
+    "gpt-oss-120b": (
+        "33.1 by llama.cpp, --n-cpu-moe 25, RTX 3090 (r/LocalLLaMA, by ai-maestro.online)",
+        (
+            "25.6 by llama.cpp, --n-cpu-moe 36, i9-14900K (r/LocalLLaMA, by"
+            " gokawiil.com/article/74814)"
+        ),
+    ),
+    "qwen3-30b-a3b": (
+        (
+            "44 to 52 by ktransformers, bf16, RTX 5090, EPYC 9355 (kvcache-ai/ktransformers, issue"
+            " 1914)"
+        ),
+        "36.7 by llama.cpp, Q4_K_M, --n-cpu-moe 36, RTX 2080 (AlexsJones/llmfit, pull request 755)",
+    ),
+}
+# Number of points of a curve over device memory; first point of a curve over host memory.
+_N_POINTS = 12
+_FIRST_RAM = 16 << 30
+# Tokens below which a context is called short.
+_SHORT_CONTEXT = 2048
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A curve of forecasts.
+
+    over    name and unit of x
+    points  ascending x with its forecast; None if the model does not fit
+    """
+
+    over: str
+    points: tuple[tuple[float, Forecast | None], ...]
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """Forecasts beside the one of the plan; None for what does not fit.
+
+    formats  by weight format and drafter, the format of the plan and "none" first
+    experts  by the way to read a mixture
+    places   by placement of the draft model, fastest first
+    """
+
+    formats: Mapping[str, Mapping[str, Forecast | None]]
+    experts: Mapping[str, Forecast | None]
+    sweep: Sweep | None
+    places: Mapping[str, Forecast]
+
+
+def expert_ways(forecast: Forecast) -> dict[str, Forecast | None]:
+    """Predict plain decoding of a mixture by streamed layers, by experts, and with the CPU.
+
+    Empty unless experts are separate blocks in the plan.
+    """
+    if forecast.memory_plan.plan.experts is None:
+        return {}
+    request = without_draft(forecast.request)
+    target, _ = request.models
+    machine = forecast.machine
+    whole = replace(request, models=(replace(target, divided=lambda: None), None))
+    ways = {
+        WHOLE_LAYERS: predict_if_it_fits(whole, machine),
+        ON_DEMAND: predict_if_it_fits(request, replace(machine, ram_gbps=0.0)),
+    }
+    if forecast.mode == ON_CPU:
+        ways[ON_CPU] = predict_if_it_fits(request, machine)
+    return ways
+
+
+def short_context(forecast: Forecast) -> str:
+    """Return advice for a short context, with the cost of a longer one; else empty."""
+    request = forecast.request
+    spec = forecast.request.models[0].spec
+    required = min(_SHORT_CONTEXT, spec.max_positions)
+    current = forecast.memory_plan.max_model_len
+    if request.config.max_model_len is not None or current >= required:
+        return ""
+    short = f"the context is short, {current} tokens"
+    try:
+        config = replace(request.config, max_model_len=required)
+        longer = predict(replace(request, config=config), forecast.machine)
+    except CapacityError as error:
+        return f"{short}; with --max-model-len {required} {error.for_command_line}"
+    nbytes = (required - current) * spec.kv_nbytes(request.models[0].dtype.itemsize)
+    seconds = longer.run.seconds_per_token
+    return (
+        f"{short}: --max-model-len {required} needs {format_size(nbytes)} more, at"
+        f" {seconds:.3f} s per token"
+    )
+
+
+def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
+    """Predict over host memory, "ram", or device memory, "memory".
+
+    Raises SettingsError for "ram" on a machine without a GPU.
+    """
+    target, draft = request.models
+    config = request.config
+    budget = machine.budget
+    if over == "ram":
+        if not budget.has_card:
+            raise SettingsError(
+                "--sweep ram", need="a GPU", have=machine.title, change="use --sweep memory"
+            )
+        unit = "GiB of host memory"
+        ram = _FIRST_RAM
+        needed = sum((target.link or target).layer_nbytes)
+        while less_margin(ram) < needed:
+            ram *= 2
+        sizes: np.ndarray = _FIRST_RAM * 2 ** np.arange((ram // _FIRST_RAM).bit_length())
+        budgets = [
+            replace(budget, host=less_margin(int(nbytes)) // machine.ranks.n_parts)
+            for nbytes in sizes
+        ]
+    else:
+        context = config.max_model_len or request.context + request.tokens
+        fixed = reserved_memory(
+            target,
+            draft,
+            target.dtype,
+            budget.has_card,
+            context,
+            config.tree_size or 8,
+            config.max_num_seqs,
+        )
+        least = least_budget(target.layer_nbytes, fixed)
+        resident = fixed.total + sum(target.layer_nbytes)
+        unit = "GiB of device memory"
+        sizes = np.linspace(1.02 * least, 1.1 * resident, _N_POINTS)
+        budgets = [replace(budget, device=int(nbytes)) for nbytes in sizes]
+    machines = (replace(machine, budget=point) for point in budgets)
+    forecasts = (predict_if_it_fits(request, point) for point in machines)
+    return Sweep(unit, tuple(zip((sizes / 2**30).tolist(), forecasts, strict=True)))
+
+
+def by_format(
+    request: PlanRequest, self_acceptance: Assumed, machine: Machine
+) -> dict[str, dict[str, Forecast | None]]:
+    """Predict other weight formats and drafters, the request's format and "none" first.
+
+    self_acceptance  acceptance of self-drafting, which needs unquantised weights and a native
+                     decoder
+    Returns forecasts by format and drafter, None if the model does not fit. Empty unless the
+    weights have 16 bits.
+    """
+    target, draft = request.models
+    if target.dtype not in (DType.BFLOAT16, DType.FLOAT16) or not is_plain(target):
+        return {}
+    on_card = machine.budget.has_card
+    forecasts: dict[str, dict[str, Forecast | None]] = {}
+    for name, sizes in formats(target, on_card).items():
+        requests = {"none": without_draft(replace(request, models=(sizes, draft)))}
+        if draft is not None and not draft.stand_in:
+            requests["draft model"] = replace(request, models=(sizes, draft))
+        if is_plain(sizes) and sizes.spec.supports_self_draft:
+            config = replace(request.config, drafter=SELF, draft_model=None, draft_quantize="auto")
+            models = (sizes, copies(sizes, on_card))
+            requests[SELF] = replace(
+                request, config=config, models=models, acceptance=self_acceptance
+            )
+        forecasts[name] = {
+            drafter: predict_if_it_fits(variant, machine) for drafter, variant in requests.items()
+        }
+    return forecasts
