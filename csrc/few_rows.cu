@@ -56,10 +56,21 @@ __device__ __forceinline__ void decode(const FewRows& args, int matrix, int out,
     return;
   }
   constexpr bool is_transposed = kind == CodeKind::kColumns;
+  constexpr bool kHasZeros = is_transposed || kind == CodeKind::kRows || kind == CodeKind::kInt8;
   const int64_t scale_out = out / args.block_out, scale_in = input / args.block_in;
   const int64_t at = is_transposed ? scale_in * args.n_scales + scale_out : scale_out * args.n_scales + scale_in;
   const float scale = load(args.scales, matrix * args.scale_stride + at, args.scale_kind);
-  const float zero = static_cast<float>(args.zeros ? args.zeros[at] : args.offset);
+  int zero = args.offset;
+  if (kHasZeros && args.zeros) {
+    const char* zeros = static_cast<const char*>(args.zeros) + matrix * args.zero_stride;
+    if constexpr (kind == CodeKind::kInt8) {
+      zero = static_cast<int8_t>(zeros[at]);
+    } else {
+      const int64_t word = is_transposed ? scale_in * ((args.n_scales + 7) / 8) + scale_out / 8 : scale_out / 8 * args.n_scales + scale_in;
+      const uint32_t code = reinterpret_cast<const uint32_t*>(zeros)[word] >> (scale_out % 8 * 4);
+      zero = static_cast<int>(code + static_cast<uint32_t>(args.offset) & 15u);
+    }
+  }
   uint32_t low = 0, high = 0;
   if constexpr (kind == CodeKind::kColumns) {
     low = words[static_cast<int64_t>(input / 8) * args.n_out + out];
@@ -81,7 +92,7 @@ __device__ __forceinline__ void decode(const FewRows& args, int matrix, int out,
       else if constexpr (kind == CodeKind::kInt8) value = static_cast<float>(static_cast<int8_t>(byte));
       else if constexpr (kind == CodeKind::kFloat4) value = float4_value(nibble);
       else value = static_cast<float>(nibble);
-      value = (value - zero) * scale;
+      value = (value - static_cast<float>(zero)) * scale;
       if (args.scale_kind == FloatKind::kHalf || args.scale_kind == FloatKind::kBFloat16)
         value = widen(narrow(value, args.scale_kind), args.scale_kind);
       values[j] = value;

@@ -176,11 +176,11 @@ struct FewRows {
   const int32_t* ends;   // (n_matrices,) end of the rows of each matrix, or null: one matrix
   const void* codes;     // (n_matrices, ...), a matrix dense; kDense: of kind_of_x
   const void* scales;    // (n_matrices, n_out / block_out, n_scales) of scale_kind; (..., n_in / block_in, n_scales) of kColumns
-  const int32_t* zeros;  // as scales of one matrix, or null: `offset` is subtracted
+  const void* zeros;     // (n_matrices, ...) as scales, or null: kRows, kColumns: eight outputs in a word; kInt8: bytes
   const void* bias;      // (n_matrices, n_out) of kind_of_x, or null
   void* y;               // (n_rows, n_out) of kind_of_x, dense
-  int64_t x_row, code_stride, scale_stride;  // of a row of x, in elements; of a matrix, in bytes and in elements
-  int n_rows, n_matrices, n_out, n_in, n_scales, block_out, block_in, offset;
+  int64_t x_row, code_stride, scale_stride, zero_stride;  // of a row of x, in elements; of a matrix: bytes, elements, bytes
+  int n_rows, n_matrices, n_out, n_in, n_scales, block_out, block_in, offset;  // offset: subtracted, or added to packed zeros
   CodeKind kind;
   FloatKind kind_of_x, scale_kind;
 };

@@ -362,10 +362,16 @@ Tensor few_rows(Tensor x, std::optional<Tensor> rows, std::optional<Tensor> ends
     check_size(grid, "scales", is_transposed ? 1 : 0, (n_out + block_out - 1) / block_out);
     check_size(grid, "scales", is_transposed ? 0 : 1, (n_in + block_in - 1) / block_in);
     if (zeros) {
-      STD_TORCH_CHECK(n_matrices == 1, "zeros must be of one matrix");
-      check_dense(*zeros, "zeros", ScalarType::Int, 2);
-      for (int64_t dim = 0; dim < 2; ++dim) check_size(*zeros, "zeros", dim, grid.size(dim));
-      args.zeros = data<int32_t>(*zeros);
+      // Packed along the outputs, which are the rows of kRows and the columns of kColumns.
+      const bool is_byte = args.kind == CodeKind::kInt8;
+      STD_TORCH_CHECK(is_byte || is_transposed || args.kind == CodeKind::kRows, "few_rows has no zeros for these codes");
+      const Tensor words = first_of(*zeros, "zeros");
+      check_size(*zeros, "zeros", 0, n_matrices);
+      check_dense(words, "zeros", is_byte ? ScalarType::Char : ScalarType::Int, 2);
+      const int64_t packed = is_transposed ? 1 : 0;
+      check_size(words, "zeros", packed, is_byte ? grid.size(packed) : (grid.size(packed) + 7) / 8);
+      check_size(words, "zeros", 1 - packed, grid.size(1 - packed));
+      args.zeros = zeros->data_ptr(), args.zero_stride = zeros->stride(0) * static_cast<int64_t>(zeros->element_size());
     }
     args.scales = scales->data_ptr(), args.scale_stride = scales->stride(0), args.n_scales = count(grid.size(1), "scales");
     const bool is_power = scales->scalar_type() == ScalarType::Byte;

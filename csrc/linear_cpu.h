@@ -15,6 +15,8 @@ constexpr int kTileRows = 4, kTileOuts = 3;
 constexpr int kFewOuts = 24, kManyOuts = 96, kPanelOuts = 128, kMostRows = 384;
 // Most rows whose weights are decoded in registers, and the outputs that a thread multiplies at a time.
 constexpr int kDecodedRows = 4, kDecodedOuts = 32;
+// Outputs of a row and a vector of places behind them.
+constexpr int kLine = kPanelOuts + kLanes;
 constexpr int64_t kBlockNbytes = 2048;
 // Bytes between the codes that are unpacked and the codes that are prefetched.
 constexpr int kAhead = 2048;
@@ -209,11 +211,16 @@ struct Float8 {
   }
 };
 
+// A number whose upper half is x in bfloat16, rounded to even.
+inline V rounding_to_bfloat16(V x) {
+  const VI bits = (VI)x;
+  return (V)(bits + 0x7fff + ((bits >> 16) & 1));
+}
+
 template <int dtype>
 inline V rounded(V x) {
   if constexpr (dtype == kBFloat16) {
-    const VI bits = (VI)x;
-    return (V)((bits + 0x7fff + ((bits >> 16) & 1)) & ~0xffff);
+    return (V)((VI)rounding_to_bfloat16(x) & ~0xffff);
   } else if constexpr (dtype == kFloat16) {
     Half halves[kLanes];
     store(halves, x);
@@ -560,6 +567,10 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
 
 template <typename X>
 constexpr int kStep = sizeof(X) == 2 ? 2 * kLanes : kLanes;
+template <typename X>
+constexpr Method kTables = sizeof(X) == 2 ? kShortTables : kFloatTables;
+
+inline int round_up(int n, int step) { return (n + step - 1) / step * step; }
 
 // Memory of a thread, kept for its next product.
 inline uint8_t* scratch(int64_t nbytes) {
@@ -604,7 +615,7 @@ void write_line(const Matrix& m, float* line, int64_t first_out, int n_outs, T* 
 // Writes n_rows x n_outs outputs, whose tiles lie as `add_block` leaves them, to y.
 template <typename T>
 void write_tiles(const Matrix& m, const float* tiles, int n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
-  float line[kPanelOuts + kLanes];
+  float line[kLine];
   for (int row = 0; row < n_rows; ++row) {
     const int top = row / kTileRows * kTileRows, n_tile = smaller(kTileRows, n_rows - top), width = kOuts[n_tile];
     const float* from = tiles + top * n_outs;
@@ -618,7 +629,7 @@ void write_tiles(const Matrix& m, const float* tiles, int n_rows, int64_t first_
 
 // A panel of outputs for all rows. x: blocks of kDepth<X> inputs of all rows, one behind the other.
 template <typename X, typename W, typename T>
-void multiply_panel(const Matrix& m, const Order& order, const X* x, int n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
+void multiply_panel(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
   constexpr int depth = kDepth<X>;
   constexpr bool is_direct = !__is_same(W, void);
   uint8_t* memory = scratch(kPanelOuts * (kBlockNbytes + kMostRows * 4) + kGatheredNbytes);
@@ -629,9 +640,9 @@ void multiply_panel(const Matrix& m, const Order& order, const X* x, int n_rows,
   const int64_t n_fill = is_gathered(m) ? 1 : n_outs <= 8 ? 4 : kPanelOuts / n_outs;
   for (int64_t begin = 0; begin < m.n_in; begin += n_fill * depth) {
     const int64_t end = smaller(begin + n_fill * depth, m.n_in);
-    const auto padded = [](int64_t n) { return static_cast<int>((n + kStep<X> - 1) / kStep<X> * kStep<X>); };
+    const auto padded = [&](int n) { return round_up(n, order.method == kNoMethod ? kStep<X> : kChunk<X>); };
     if constexpr (!is_direct) {
-      if (is_gathered(m)) gather_panel(m, n_outs, begin, static_cast<int>(end - begin), gathered);
+      if (is_gathered(m)) gather_panel(m, order.method != kNoMethod, n_outs, begin, static_cast<int>(end - begin), gathered);
       for (int j = 0; j < n_outs; ++j) {
         for (int64_t first = begin; first < end; first += depth) {
           const int n = static_cast<int>(smaller<int64_t>(depth, end - first));
@@ -641,10 +652,15 @@ void multiply_panel(const Matrix& m, const Order& order, const X* x, int n_rows,
           X* to = panel + (first - begin) * n_outs + j * depth;
           switch (order.method) {
             case kNoMethod: unpack(m, bytes, first_out + j, first, n, padded(n), to); break;
-            case kFloatTables: unpack_chunks<kFloatTables>(m, order, gathered, first_out + j, first, n, to); break;
 #if LEVEL == 1
+            case kFloatTables: unpack_chunks<kFloatTables>(m, order, gathered, first_out + j, first, n, to); break;
             case kShortTables: unpack_chunks<kShortTables>(m, order, gathered, first_out + j, first, n, to); break;
+#else
+            case kFloatTables: case kShortTables:
+              unpack_chunks<kTables<X>>(m, order, gathered, first_out + j, first, n, to);
+              break;
 #endif
+            case kHalves: unpack_chunks<kHalves>(m, order, gathered, first_out + j, first, n, to); break;
             case kScaled: unpack_chunks<kScaled>(m, order, gathered, first_out + j, first, n, to); break;
             default: unpack_chunks<kShifted>(m, order, gathered, first_out + j, first, n, to);
           }
@@ -665,64 +681,82 @@ void multiply_panel(const Matrix& m, const Order& order, const X* x, int n_rows,
   write_tiles(m, tiles, n_rows, first_out, n_outs, y, ldy);
 }
 
-// Outputs for few rows, whose weights are decoded in registers. The sums are those of `multiply_panel`.
-template <int M, Method method, typename T>
-void multiply_decoded(const Matrix& m, const Order& order, const float* x, int n_rows, int64_t first_out, int n_outs, T* y,
-                      int64_t ldy) {
-  constexpr int depth = kDepth<float>;
-  // As many sums as hide the latency of an addition.
-  constexpr int N = M > 2 ? 2 : 4;
+// Outputs for few rows, whose weights are decoded in registers: lines (n_rows, kLine). The sums are those of `multiply_panel`.
+template <int M, Method method, typename X>
+void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
+  constexpr int depth = kDepth<X>;
+  // As many sums as hide the latency of an addition, two outputs in turn; 64 tables at most stay in the L1 cache.
+  constexpr bool has_tables = method == kFloatTables || method == kShortTables;
+  constexpr int N = M == 1 ? (has_tables ? 4 : 8) : M == 2 ? 4 : 2;
   float totals[kPanelOuts * M];
   const Gathered gathered = gathered_in(scratch(kGatheredNbytes), first_out, depth);
+  // The next outputs follow in memory.
+  const int64_t ahead = is_gathered(m) ? 0 : N * m.row_nbytes;
   Nibbles nibbles[N];
   const auto add = [&](int64_t first, int out) {
     const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
-    const float* rows[M];
+    const X* rows[M];
     for (int row = 0; row < M; ++row) rows[row] = x + first * n_rows + smaller(row, n_rows - 1) * depth;
-    for (int j = 0; j < N; ++j) {
-      const int64_t row = first_out + smaller(out + j, n_outs - 1);
-      prepare<method>(m, gathered, row, first, n, nibbles[j]);
-      // The next outputs follow in memory.
-      if (!is_gathered(m))
-        for (int k = 0; k < n * 9 / 16; k += 64) __builtin_prefetch(nibbles[j].bytes + N * m.row_nbytes + k);
-    }
+    for (int j = 0; j < N; ++j) prepare<method>(m, gathered, first_out + smaller(out + j, n_outs - 1), first, n, nibbles[j]);
     V sums[N * M];
 #pragma GCC unroll 8
     for (int i = 0; i < N * M; ++i) sums[i] = V{};
-    for (int chunk = 0; chunk < n / kChunk; ++chunk)
+    for (int chunk = 0; chunk * kChunk<X> < n; ++chunk) {
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) __builtin_prefetch(nibbles[j].bytes + ahead + chunk * (kChunk<X> * 9 / 16));
 #pragma GCC unroll 4
       for (int pair = 0; pair < N; pair += 2)
-        decode<method, 2>(nibbles + pair, order, chunk, [&](int j, int i, V values) __attribute__((always_inline)) {
+        decode<method, 2>(nibbles + pair, order, n < depth, chunk, [&](int j, int i, auto values) __attribute__((always_inline)) {
 #pragma GCC unroll 4
           for (int row = 0; row < M; ++row) {
             V& sum = sums[(pair + j) * M + row];
-            sum = fma(values, load(rows[row] + chunk * kChunk + i * kLanes), sum);
+            const X* numbers = rows[row] + chunk * kChunk<X> + i * (sizeof(values) / sizeof(X));
+#if LEVEL >= 3
+            if constexpr (sizeof(X) == 2) {
+              sum = (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(numbers), values);
+              continue;
+            }
+#endif
+            if constexpr (sizeof(X) == 4) sum = fma(values, load(numbers), sum);
           }
         });
+    }
     add_sums(sums, N * M, totals + out * M, first == 0);
   };
   if (is_gathered(m)) {
     for (int64_t first = 0; first < m.n_in; first += depth) {
-      gather_panel(m, n_outs, first, static_cast<int>(smaller<int64_t>(depth, m.n_in - first)), gathered);
+      gather_panel(m, true, n_outs, first, static_cast<int>(smaller<int64_t>(depth, m.n_in - first)), gathered);
       for (int out = 0; out < n_outs; out += N) add(first, out);
     }
   } else {
     for (int out = 0; out < n_outs; out += N)
       for (int64_t first = 0; first < m.n_in; first += depth) add(first, out);
   }
-  float line[kPanelOuts + kLanes];
-  for (int row = 0; row < n_rows; ++row) {
-    for (int out = 0; out < n_outs; ++out) line[out] = totals[out * M + row];
-    write_line(m, line, first_out, n_outs, y + row * ldy + first_out);
-  }
+  for (int row = 0; row < n_rows; ++row)
+    for (int out = 0; out < n_outs; ++out) lines[row * kLine + out] = totals[out * M + row];
 }
 
-template <Method method, typename T>
-void multiply_decoded(const Matrix& m, const Order& order, const float* x, int n_rows, int64_t first_out, int n_outs, T* y,
-                      int64_t ldy) {
-  if (n_rows == 1) return multiply_decoded<1, method>(m, order, x, n_rows, first_out, n_outs, y, ldy);
-  if (n_rows == 2) return multiply_decoded<2, method>(m, order, x, n_rows, first_out, n_outs, y, ldy);
-  multiply_decoded<4, method>(m, order, x, n_rows, first_out, n_outs, y, ldy);
+template <Method method, typename X>
+void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
+  if (n_rows == 1) return multiply_decoded<1, method>(m, order, x, n_rows, first_out, n_outs, lines);
+  if (n_rows == 2) return multiply_decoded<2, method>(m, order, x, n_rows, first_out, n_outs, lines);
+  multiply_decoded<4, method>(m, order, x, n_rows, first_out, n_outs, lines);
+}
+
+template <typename X>
+void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
+  switch (order.method) {
+#if LEVEL == 1
+    case kFloatTables: return multiply_decoded<kFloatTables>(m, order, x, n_rows, first_out, n_outs, lines);
+    case kShortTables: return multiply_decoded<kShortTables>(m, order, x, n_rows, first_out, n_outs, lines);
+#else
+    case kFloatTables: case kShortTables:
+      return multiply_decoded<kTables<X>>(m, order, x, n_rows, first_out, n_outs, lines);
+#endif
+    case kHalves: return multiply_decoded<kHalves>(m, order, x, n_rows, first_out, n_outs, lines);
+    case kScaled: return multiply_decoded<kScaled>(m, order, x, n_rows, first_out, n_outs, lines);
+    default: return multiply_decoded<kShifted>(m, order, x, n_rows, first_out, n_outs, lines);
+  }
 }
 
 template <typename X, typename T>
@@ -732,8 +766,8 @@ void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_
   X* blocks = static_cast<X*>(aligned_alloc(64, n_blocks * n_rows * kBlockNbytes));
   // Few rows read a dense matrix as it lies; for more of them a panel is unpacked once.
   const bool is_few = n_rows <= 4 * kTileRows, is_direct = is_few && m.n_in % kStep<X> == 0;
-  const Order order(m);
-  const bool is_decoded = sizeof(X) == 4 && n_rows <= kDecodedRows && order.method != kNoMethod;
+  const Order<X> order(m);
+  const bool is_decoded = n_rows <= kDecodedRows && order.method != kNoMethod;
   int64_t n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_direct ? (n_rows == 1 ? 8 : kFewOuts) : is_few ? 8 : kManyOuts;
   while (n_outs > 2 * kFewOuts && !is_gathered(m) && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
   if (m.n_in * m.n_out * n_rows < 1 << 17) n_threads = 1;
@@ -746,8 +780,8 @@ void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_
         const T* from = x + row * ldx + first;
         X* to = blocks + first * n_rows + row * depth;
         if (order.method != kNoMethod) {
-          for (int k = 0; k < n; k += kChunk)
-            for (int i = 0; i < kChunk; i += kLanes) store(to + k + i, load_at(from + k, order.inputs + i));
+          for (int k = 0; k < n; k += kChunk<X>)
+            for (int i = 0; i < kChunk<X>; i += kLanes) store(to + k + i, load_at(from + k, order.inputs + i, n - k));
           continue;
         }
         int k = 0;
@@ -758,22 +792,17 @@ void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_
 #pragma omp for schedule(dynamic)
     for (int64_t out = 0; out < m.n_out; out += n_outs) {
       const int n = static_cast<int>(smaller<int64_t>(n_outs, m.n_out - out));
+      if (is_decoded) {
+        float lines[kDecodedRows * kLine];
+        multiply_decoded(m, order, blocks, n_rows, out, n, lines);
+        for (int row = 0; row < n_rows; ++row) write_line(m, lines + row * kLine, out, n, y + row * ldy + out);
+        continue;
+      }
       if (is_direct && m.kind == kDenseBFloat16) {
         multiply_panel<X, BFloat16>(m, order, blocks, n_rows, out, n, y, ldy);
         continue;
       }
       if constexpr (sizeof(X) == 4) {
-        if (is_decoded) {
-          switch (order.method) {
-            case kFloatTables: multiply_decoded<kFloatTables>(m, order, blocks, n_rows, out, n, y, ldy); break;
-#if LEVEL == 1
-            case kShortTables: multiply_decoded<kShortTables>(m, order, blocks, n_rows, out, n, y, ldy); break;
-#endif
-            case kScaled: multiply_decoded<kScaled>(m, order, blocks, n_rows, out, n, y, ldy); break;
-            default: multiply_decoded<kShifted>(m, order, blocks, n_rows, out, n, y, ldy);
-          }
-          continue;
-        }
         if (is_direct && m.kind == kDenseFloat16) {
           multiply_panel<X, Half>(m, order, blocks, n_rows, out, n, y, ldy);
           continue;

@@ -1,19 +1,22 @@
 // Decoding of 4-bit codes in registers for one instruction set; included by linear_cpu.h.
 //
-// A chunk is one vector of codes. Its values are eight vectors in the order of decoding, not in the order of inputs, which
-// avoids shuffles. `chunk_order` states the input of each value, and products permute x likewise. Every value equals that
-// of `unpack`.
+// A chunk is one vector of codes, or half of one for bfloat16. Its values are vectors in the order of decoding, not in the
+// order of inputs, which avoids shuffles. `chunk_order` states the input of each value, and products permute x likewise.
+// Every value equals that of `unpack`. Parts of a chunk beyond the last input repeat the last part; their x is 0.
 
-// Codes of a chunk, and inputs with the codes of 16 bytes.
-constexpr int kChunk = 8 * kLanes, kPart = 32;
+// Codes of a chunk that multiplies numbers of type X, and inputs with the codes of 16 bytes.
+template <typename X>
+constexpr int kChunk = sizeof(X) == 2 ? 64 : 8 * kLanes;
+constexpr int kLongestChunk = kChunk<float>, kPart = 32;
 constexpr int kMostParts = kLongestBlock / kPart, kMostTables = kLongestBlock / 64;
 
 // How a matrix is decoded.
 enum Method {
   kNoMethod,     // by `unpack`, in the order of inputs
   kFloatTables,  // table of 16 products per group, float32
-  kShortTables,  // the same in bfloat16, looked up by bytes: AVX2 only
-  kScaled,       // a fixed table, then a scale for each kPart inputs
+  kShortTables,  // the same in bfloat16: AVX2, or products of bfloat16
+  kHalves,       // a fixed table, then the scale in the two bytes before every kPart inputs
+  kScaled,       // the same with prepared scales
   kShifted,      // the same and a minimum; both differ for low and high nibbles
 };
 
@@ -34,28 +37,31 @@ struct Gathered {
   int64_t first_out;
 };
 
-inline Method method_of(const Matrix& m) {
-  if (m.n_in % kChunk != 0) return kNoMethod;
+template <typename X>
+Method method_of(const Matrix& m) {
   switch (m.kind) {
-    case kQ4_0: case kIq4Nl: case kIq4Xs: return kScaled;
+    case kQ4_0: case kIq4Nl: return kHalves;
+    case kIq4Xs: return kScaled;
     case kQ4_1: case kQ4_K: return kShifted;
-    case kE2m1: return m.scale_dtype == kExponent8 && m.block_in == kPart && m.block_out == 1 ? kScaled : kNoMethod;
+    case kE2m1: {
+      const bool has_parts = m.block_in == kPart && m.block_out == 1 && m.n_in % kPart == 0;
+      return m.scale_dtype == kExponent8 && has_parts ? kScaled : kNoMethod;
+    }
     case kRows: case kColumns: case kAwq: case kNf4: break;
     default: return kNoMethod;
   }
   const bool is_even = m.block_in % 64 == 0 && (m.block_in % kLongestBlock == 0 || kLongestBlock % m.block_in == 0);
-  if (m.bits != 4 || m.groups != nullptr || !is_even || m.block_out != 1) return kNoMethod;
-#if LEVEL == 1
-  if (m.product_dtype == kBFloat16 && m.kind != kNf4) return kShortTables;
-#endif
+  if (m.n_in % kChunk<X> != 0 || m.bits != 4 || m.groups != nullptr || !is_even || m.block_out != 1) return kNoMethod;
+  if (sizeof(X) == 2 || (LEVEL == 1 && m.product_dtype == kBFloat16 && m.kind != kNf4)) return kShortTables;
   return kFloatTables;
 }
 
 // The input of each value of a chunk.
-inline void chunk_order(const Matrix& m, Method method, int* inputs) {
-  for (int k = 0; k < kChunk; ++k) {
-    const int vector = k / kLanes % 4, lane = k % kLanes, half = k / kLanes / 4;
-    int byte = 4 * lane + vector;
+template <typename X>
+void chunk_order(const Matrix& m, Method method, int* inputs) {
+  for (int k = 0; k < kChunk<X>; ++k) {
+    const int vector = k / kLanes % 4, lane = k % kLanes, half = k / (kChunk<X> / 2);
+    int byte = sizeof(X) == 2 ? k % kPart : 4 * lane + vector;
 #if LEVEL == 1
     if (method != kFloatTables) byte = lane / 4 * 16 + vector / 2 * 8 + lane % 4 * 2 + vector % 2;
 #endif
@@ -66,16 +72,14 @@ inline void chunk_order(const Matrix& m, Method method, int* inputs) {
   }
 }
 
-// Offsets of the codes of every kPart inputs in a block.
-inline void part_offsets(const Matrix& m, int* offsets) {
-  for (int i = 0; i < kMostParts; ++i) {
-    switch (m.kind) {
-      case kQ4_0: case kIq4Nl: offsets[i] = 18 * i + 2; break;
-      case kQ4_1: offsets[i] = 20 * i + 4; break;
-      case kQ4_K: offsets[i] = i / 8 * 144 + 16 + i % 8 * 16; break;
-      case kIq4Xs: offsets[i] = i / 8 * 136 + 8 + i % 8 * 16; break;
-      default: offsets[i] = 16 * i;
-    }
+// Offset of the codes of part i of a block.
+inline int part_offset(const Matrix& m, int i) {
+  switch (m.kind) {
+    case kQ4_0: case kIq4Nl: return 18 * i + 2;
+    case kQ4_1: return 20 * i + 4;
+    case kQ4_K: return i / 8 * 144 + 16 + i % 8 * 16;
+    case kIq4Xs: return i / 8 * 136 + 8 + i % 8 * 16;
+    default: return 16 * i;
   }
 }
 
@@ -91,7 +95,7 @@ inline int64_t block_offset(const Matrix& m, int64_t first) {
   }
 }
 
-// The bytes of 16 numbers that are exact in bfloat16, as `look_up` of AVX2 reads them.
+// The upper halves of 16 numbers, as `decode` of AVX2 reads them.
 #if LEVEL == 1
 inline void write_table(V first, V second, uint8_t* table) {
   const __m256i a = _mm256_srli_epi32((__m256i)first, 16), b = _mm256_srli_epi32((__m256i)second, 16);
@@ -114,17 +118,22 @@ inline const float* table_of(const Matrix& m) {
   return m.kind == kIq4Nl || m.kind == kIq4Xs ? kIq4Values : kUnsignedCodes;
 }
 
-// How a matrix is decoded.
+// How a matrix is decoded for products with numbers of type X.
+template <typename X>
 struct Order {
   Method method;
-  int inputs[kChunk];
-  int offsets[kMostParts];
+  int inputs[kLongestChunk];
+  int offsets[2][kMostParts];  // of the parts of a block, and of the last block
   alignas(64) uint8_t table[64];
 
-  explicit Order(const Matrix& m) : method(method_of(m)) {
+  explicit Order(const Matrix& m) : method(method_of<X>(m)) {
     if (method == kNoMethod) return;
-    chunk_order(m, method, inputs);
-    part_offsets(m, offsets);
+    chunk_order<X>(m, method, inputs);
+    const int n_last = static_cast<int>((m.n_in - 1) % kDepth<X> / kPart);
+    for (int i = 0; i < kMostParts; ++i) {
+      offsets[0][i] = part_offset(m, i);
+      offsets[1][i] = part_offset(m, smaller(i, n_last));
+    }
     const float* numbers = table_of(m);
 #if LEVEL == 1
     if (method != kFloatTables) {
@@ -147,8 +156,11 @@ inline void read_numbers(const void* from, int dtype, int64_t first, int n, floa
 }
 
 template <Method method, int dtype>
-inline void write_group_tables(const Matrix& m, const Gathered& gathered, int64_t row, int64_t first, int n, Nibbles& to) {
-  const int group = static_cast<int>(smaller<int64_t>(m.block_in, kLongestBlock)), n_groups = (n + group - 1) / group;
+void write_group_tables(const Matrix& m, const Gathered& gathered, int64_t row, int64_t first, int n, Nibbles& to) {
+  // A power of two, or several kLongestBlock. Divisions take as long as a table.
+  const int group = static_cast<int>(smaller<int64_t>(m.block_in, kLongestBlock)), shift = __builtin_ctz(group);
+  const int n_groups = (n + group - 1) >> shift;
+  const int64_t first_group = m.block_in == group ? first >> shift : first / m.block_in;
   float own_scales[kMostTables + kLanes], own_zeros[kMostTables + kLanes];
   const float *scales = own_scales, *zeros = own_zeros;
   int stride = 1;
@@ -156,37 +168,58 @@ inline void write_group_tables(const Matrix& m, const Gathered& gathered, int64_
     scales = gathered.scales + row - gathered.first_out, zeros = gathered.zeros + row - gathered.first_out;
     stride = kPanelOuts;
   } else {
-    const int64_t place = row * m.grid_columns + first / m.block_in;
-    read_numbers(m.scales, m.scale_dtype, place, n_groups, own_scales);
-    for (int g = 0; g < n_groups; ++g) own_zeros[g] = zero_at(m, row, first / m.block_in + g);
+    read_numbers(m.scales, m.scale_dtype, row * m.grid_columns + first_group, n_groups, own_scales);
+    const float offset = static_cast<float>(m.offset);
+    for (int g = 0; g < n_groups; ++g)
+      own_zeros[g] = m.zeros == nullptr ? offset : zero_at(m, row, first_group + g);
   }
   const float* codes = table_of(m);
   for (int g = 0; g < n_groups; ++g) {
     const V scale = set1(scales[g * stride]), zero = set1(zeros[g * stride]);
-    const auto values = [&](int k) { return rounded<dtype>((load(codes + k) - zero) * scale); };
+    const auto values = [&](int k) { return (load(codes + k) - zero) * scale; };
 #if LEVEL == 1
     if constexpr (method == kShortTables) {
-      write_table(values(0), values(8), to.tables[g]);
+      write_table(rounding_to_bfloat16(values(0)), rounding_to_bfloat16(values(8)), to.tables[g]);
+      continue;
+    }
+#elif LEVEL >= 3
+    if constexpr (method == kShortTables) {  // twice: the fifth bit of a place is another code's
+      const V numbers = dtype == kFloat16 ? rounded<dtype>(values(0)) : values(0);
+      // Subnormal values become 0, as in `_mm512_dpbf16_ps`.
+      const __m512bh table = _mm512_cvtne2ps_pbh((__m512)numbers, (__m512)numbers);
+      memcpy(to.tables[g], &table, 64);
       continue;
     }
 #endif
     float* table = reinterpret_cast<float*>(to.tables[g]);
-    for (int k = 0; k < 16; k += kLanes) store(table + k, values(k));
+    for (int k = 0; k < 16; k += kLanes) store(table + k, rounded<dtype>(values(k)));
   }
-  to.tables_shift = __builtin_ctz(group / 64);
+  to.tables_shift = shift - 6;
 }
 
-// The scales and minima of a superblock of Q4_K.
-inline void scales_of_superblock(const uint8_t* b, float* scales, float* minima) {
+typedef float Floats __attribute__((vector_size(32)));
+
+// Write the scales and minima of the eight parts of a superblock of Q4_K from part i on.
+inline void write_superblock(const uint8_t* b, int i, Nibbles& to) {
   const uint32_t low = word_at(b + 4, 0), middle = word_at(b + 4, 1), high = word_at(b + 4, 2);
   const uint32_t words[4] = {low & 0x3f3f3f3f, (high & 0x0f0f0f0f) | (low >> 2 & 0x30303030), middle & 0x3f3f3f3f,
                              (high >> 4 & 0x0f0f0f0f) | (middle >> 2 & 0x30303030)};
   uint8_t codes[16];
   memcpy(codes, words, 16);
   float numbers[16];
-  for (int i = 0; i < 16; i += kLanes) store(numbers + i, Unsigned()(codes + i));
-  const float scale = half_at(b), minimum = half_at(b + 2);
-  for (int i = 0; i < 8; ++i) scales[i] = numbers[i] * scale, minima[i] = numbers[i + 8] * minimum;
+  for (int k = 0; k < 16; k += kLanes) store(numbers + k, Unsigned()(codes + k));
+  const float factors[2] = {half_at(b), -half_at(b + 2)};
+#pragma GCC unroll 2
+  for (int k = 0; k < 2; ++k) {
+    Floats all;
+    memcpy(&all, numbers + 8 * k, 32);
+    all *= factors[k];
+    // Two parts have the codes of 64 inputs: low nibbles of the first 32, high nibbles of the others.
+    const Floats of_low = __builtin_shuffle(all, Words{0, 0, 2, 2, 4, 4, 6, 6});
+    const Floats of_high = __builtin_shuffle(all, Words{1, 1, 3, 3, 5, 5, 7, 7});
+    memcpy((k ? to.minima : to.scales)[0] + i, &of_low, 32);
+    memcpy((k ? to.minima : to.scales)[1] + i, &of_high, 32);
+  }
 }
 
 // Convert the float16 numbers at the start of n blocks, eight at a time.
@@ -210,29 +243,23 @@ inline void read_halves(const uint8_t* blocks, int n, float* out) {
 
 inline void write_scales(const Matrix& m, int64_t row, int64_t first, int n, Nibbles& to) {
   const int n_parts = n / kPart;
+  // Numbers of parts beyond the last input.
+  for (int i = n_parts; i % (kLongestChunk / kPart); ++i)
+    to.scales[0][i] = to.scales[1][i] = to.minima[0][i] = to.minima[1][i] = 0.0f;
   switch (m.kind) {
     case kE2m1: {
       const uint8_t* exponents = static_cast<const uint8_t*>(m.scales) + row * m.grid_columns + first / kPart;
       for (int i = 0; i < n_parts; ++i) to.scales[0][i] = number(exponents, kExponent8, i);
       return;
     }
-    case kQ4_0: case kIq4Nl: return read_halves<18>(to.bytes, n_parts, to.scales[0]);
     case kQ4_1:
       read_halves<20>(to.bytes, n_parts, to.scales[0]);
       read_halves<20>(to.bytes + 2, n_parts, to.minima[0]);
-      memcpy(to.scales[1], to.scales[0], sizeof(to.scales[0]));
-      memcpy(to.minima[1], to.minima[0], sizeof(to.minima[0]));
+      memcpy(to.scales[1], to.scales[0], 4 * n_parts);
+      memcpy(to.minima[1], to.minima[0], 4 * n_parts);
       return;
     case kQ4_K:
-      for (int i = 0; i < n_parts; i += 8) {
-        float scales[8], minima[8];
-        scales_of_superblock(to.bytes + i / 8 * 144, scales, minima);
-        for (int j = 0; j < 8; ++j)
-          for (int half = 0; half < 2; ++half) {
-            to.scales[half][i + j] = scales[j / 2 * 2 + half];
-            to.minima[half][i + j] = -minima[j / 2 * 2 + half];
-          }
-      }
+      for (int i = 0; i < n_parts; i += 8) write_superblock(to.bytes + i / 8 * 144, i, to);
       return;
     case kIq4Xs:
       for (int i = 0; i < n_parts; i += 8) {
@@ -245,7 +272,6 @@ inline void write_scales(const Matrix& m, int64_t row, int64_t first, int n, Nib
 
 // Read the scales and zero points of n_groups groups of n_outs outputs of a transposed matrix.
 inline void gather_groups(const Matrix& m, int64_t group, int n_groups, int n_outs, const Gathered& to) {
-  typedef float Floats __attribute__((vector_size(32)));
   typedef int32_t Ints __attribute__((vector_size(32)));
   for (int g = 0; g < n_groups; ++g) {
     const int64_t place = (group + g) * m.grid_columns + to.first_out;
@@ -267,10 +293,10 @@ inline void gather_groups(const Matrix& m, int64_t group, int n_groups, int n_ou
   }
 }
 
-inline void gather_panel(const Matrix& m, int n_outs, int64_t first, int n, const Gathered& to) {
+inline void gather_panel(const Matrix& m, bool has_groups, int n_outs, int64_t first, int n, const Gathered& to) {
   gather(m, to.first_out, n_outs, first, n, to.stride, to.words);
   const int64_t group = first / m.block_in;
-  if (method_of(m) != kNoMethod) gather_groups(m, group, static_cast<int>((first + n - 1) / m.block_in - group + 1), n_outs, to);
+  if (has_groups) gather_groups(m, group, static_cast<int>((first + n - 1) / m.block_in - group + 1), n_outs, to);
 }
 
 // Prepare the codes of n inputs of an output from input `first` on.
@@ -282,9 +308,9 @@ inline void prepare(const Matrix& m, const Gathered& gathered, int64_t row, int6
     to.bytes = m.codes + row * m.row_nbytes + block_offset(m, first);
   if constexpr (method == kScaled || method == kShifted) {
     write_scales(m, row, first, n, to);
-  } else {
+  } else if constexpr (method != kHalves) {
     if (m.product_dtype == kBFloat16) return write_group_tables<method, kBFloat16>(m, gathered, row, first, n, to);
-    if constexpr (method == kFloatTables) {
+    if constexpr (method == kFloatTables || LEVEL >= 3) {
       if (m.product_dtype == kFloat16) return write_group_tables<method, kFloat16>(m, gathered, row, first, n, to);
       write_group_tables<method, kFloat32>(m, gathered, row, first, n, to);
     }
@@ -323,29 +349,50 @@ inline V widen_parts(const float* parts) {
 #endif
 }
 
+// The numbers of the parts of a chunk, or of a part, that multiply its codes. codes: of the first part.
+template <Method method>
+inline V scales_of(const Nibbles& nibbles, int half, int part, const int* offsets) {
+  if constexpr (method != kHalves) return widen_parts(nibbles.scales[half] + part);
+  const auto bits = [&](int i) {
+    int16_t scale;
+    memcpy(&scale, nibbles.bytes + offsets[i] - 2, 2);
+    return scale;
+  };
+#if LEVEL >= 2
+  const auto pair = [&](int i) { return _mm_unpacklo_epi64(_mm_set1_epi16(bits(i)), _mm_set1_epi16(bits(i + 1))); };
+  return (V)_mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(pair(0)), pair(2), 1));
+#elif LEVEL == 1
+  return (V)_mm256_cvtph_ps(_mm_unpacklo_epi64(_mm_set1_epi16(bits(0)), _mm_set1_epi16(bits(1))));
+#else
+  const float both[2] = {to_float(Half{static_cast<uint16_t>(bits(0))}), to_float(Half{static_cast<uint16_t>(bits(1))})};
+  return widen_parts(both);
+#endif
+}
+
 // Pass the vectors of values of a chunk of N outputs to use(j, i, values), i in order for every output j. Outputs take
 // turns: the sums of an output wait for each other.
 template <Method method, int N, typename Use>
-inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const Order& order, int chunk, Use use) {
-  constexpr bool is_scaled = method == kScaled || method == kShifted;
-  const int part = chunk * (kChunk / kPart), *offsets = order.offsets + part;
+inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const Order<float>& order, bool is_last, int chunk,
+                                                  Use use) {
+  constexpr bool is_scaled = method == kHalves || method == kScaled || method == kShifted;
+  const int part = chunk * (kChunk<float> / kPart), *offsets = order.offsets[is_last] + part;
   decltype(load_words(nullptr, nullptr)) words[N];
   V scales[N], minima[N];
   const uint8_t* tables[N];
 #pragma GCC unroll 4
   for (int j = 0; j < N; ++j) {
     words[j] = load_words(nibbles[j].bytes, offsets);
-    tables[j] = is_scaled ? order.table : nibbles[j].tables[chunk * (kChunk / 64) >> nibbles[j].tables_shift];
+    tables[j] = is_scaled ? order.table : nibbles[j].tables[chunk * (kChunk<float> / 64) >> nibbles[j].tables_shift];
   }
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 4
     for (int j = 0; j < N; ++j) {
-      if (method == kShifted || (method == kScaled && half == 0)) scales[j] = widen_parts(nibbles[j].scales[half] + part);
+      if (method == kShifted || (is_scaled && half == 0)) scales[j] = scales_of<method>(nibbles[j], half, part, offsets);
       if (method == kShifted) minima[j] = widen_parts(nibbles[j].minima[half] + part);
     }
     const auto pass = [&](int j, int i, V value) __attribute__((always_inline)) {
-      if constexpr (method == kScaled) value *= scales[j];
+      if constexpr (method == kHalves || method == kScaled) value *= scales[j];
       if constexpr (method == kShifted) value = fma(value, scales[j], minima[j]);
       use(j, 4 * half + i, value);
     };
@@ -399,14 +446,49 @@ inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const 
   }
 }
 
+#if LEVEL >= 3
+// The same for products of bfloat16: two vectors of 32 values.
+template <Method method, int N, typename Use>
+inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const Order<BFloat16>& order, bool is_last, int chunk,
+                                                  Use use) {
+  const int part = 2 * chunk, *offsets = order.offsets[is_last] + part;
+  // The table of a part has 16 values. The second part looks up in the upper half of a vector.
+  const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1), mask = _mm512_set1_epi16(15);
+#pragma GCC unroll 8
+  for (int j = 0; j < N; ++j) {
+    const auto codes = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(nibbles[j].bytes + offsets[i])); };
+    const __m512i words = _mm512_cvtepu8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(codes(0)), codes(1), 1));
+    __m512i table;
+    if constexpr (method == kShortTables) table = _mm512_loadu_si512(nibbles[j].tables[chunk >> nibbles[j].tables_shift]);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      __m512i places = half ? _mm512_srli_epi16(words, 4) : words;
+      if constexpr (method != kShortTables) {
+        places = _mm512_or_si512(half ? places : _mm512_and_si512(places, mask), second);
+        const auto values = [&](int i) {
+          const V numbers = load(reinterpret_cast<const float*>(order.table));
+          if constexpr (method == kHalves) return numbers * half_at(nibbles[j].bytes + offsets[i] - 2);
+          const float scale = nibbles[j].scales[half][part + i];
+          if constexpr (method == kScaled) return numbers * scale;
+          return fma(numbers, set1(scale), set1(nibbles[j].minima[half][part + i]));
+        };
+        // Subnormal values become 0, as in `_mm512_dpbf16_ps`.
+        if (method == kShifted || half == 0) table = (__m512i)_mm512_cvtne2ps_pbh((__m512)values(1), (__m512)values(0));
+      }
+      use(j, half, (__m512bh)_mm512_permutexvar_epi16(places, table));
+    }
+  }
+}
+#endif
+
 // Unpack n inputs of an output in the order of decoding.
-template <Method method, typename P>
-inline void unpack_chunks(const Matrix& m, const Order& order, const Gathered& gathered, int64_t row, int64_t first, int n,
-                          P* out) {
+template <Method method, typename X>
+inline void unpack_chunks(const Matrix& m, const Order<X>& order, const Gathered& gathered, int64_t row, int64_t first, int n,
+                          X* out) {
   Nibbles nibbles;
   prepare<method>(m, gathered, row, first, n, nibbles);
-  for (int chunk = 0; chunk < n / kChunk; ++chunk)
-    decode<method, 1>(&nibbles, order, chunk, [&](int, int i, V values) __attribute__((always_inline)) {
-      store(out + chunk * kChunk + i * kLanes, values);
+  for (int chunk = 0; chunk * kChunk<X> < n; ++chunk)
+    decode<method, 1>(&nibbles, order, first + kDepth<X> > m.n_in, chunk, [&](int, int i, auto values) __attribute__((always_inline)) {
+      memcpy(out + chunk * kChunk<X> + i * (sizeof(values) / sizeof(X)), &values, sizeof(values));
     });
 }

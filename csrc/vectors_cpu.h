@@ -93,11 +93,11 @@ inline V load_first(const T* from, int n) {
   for (int i = 0; i < n; ++i) padded[i] = from[i];
   return load(padded);
 }
-// Numbers at kLanes places.
+// Numbers at kLanes places, zeros from place n on.
 template <typename T>
-inline V load_at(const T* from, const int* places) {
+inline V load_at(const T* from, const int* places, int n) {
   T lanes[kLanes];
-  for (int i = 0; i < kLanes; ++i) lanes[i] = from[places[i]];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = places[i] < n ? from[places[i]] : T{};
   return load(lanes);
 }
 template <typename T>

@@ -155,6 +155,11 @@ class EngineConfig:
         " slow network: each rank owns consecutive layers and sends hidden states to the next rank",
         parse=int,
     )
+    mirror: str | None = setting(
+        None,
+        "directories on other disks with copies of the checkpoint and its sidecar, separated by"
+        " commas; layers are read from all disks at once",
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):

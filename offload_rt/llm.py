@@ -101,6 +101,7 @@ class LLM:
         offline: bool = False,
         chat_template: str | None = None,
         pipeline: int = 1,
+        mirror: str | None = None,
         use_tqdm_on_load: bool = True,
     ) -> None:
         """Load a model; the arguments are the fields of `EngineConfig`.
@@ -115,7 +116,7 @@ class LLM:
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
                 draft_context, draft_quantize, learn_draft,
                 batch_invariant, exact_parallel, split_draft, revision, offline,
-                chat_template, pipeline,
+                chat_template, pipeline, mirror,
             )
         )  # fmt: skip
         is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()

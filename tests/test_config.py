@@ -70,6 +70,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "plain": ([], True),
     "offline": ([], True),
     "pipeline": (["2"], 2),
+    "mirror": (["/mnt/second"], "/mnt/second"),
     "max_tokens": (["7"], 7),
     "max_new_tokens": (["7"], 7),
     "temperature": (["0.7"], 0.7),

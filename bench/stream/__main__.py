@@ -1,11 +1,12 @@
 """Does streaming a checkpoint four times larger than its memory cost more than reading it?
 
-    python -m bench.stream [--size 3GB] [--rounds 9] [--sections pass memory accelerate paced first]
+    python -m bench.stream [--size 3GB] [--rounds 9] [--sections SECTION...]
 
 pass: a pass of a single token against its floor, the same direct reads without compute. memory:
 peak resident memory against the budget. accelerate: seconds per token against Accelerate's disk
 offload, both plain and cold. paced: overlap of compute with a link of equal duration. first: time
-to the first token of a small resident model.
+to the first token of a small resident model. mirror: sweeps over a checkpoint and its copy on two
+disks of fixed rates.
 """
 
 import time
@@ -30,6 +31,7 @@ from bench.common.pacing import PacedTier
 from bench.common.processes import run_json
 from bench.compare.contract import Job
 from bench.compare.outcome import run_peer
+from bench.stream import mirrors
 from offload_rt.config import SamplingParams, format_size, parse_size
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
@@ -250,6 +252,7 @@ SECTIONS = {
     "accelerate": against_accelerate,
     "paced": paced_overlap,
     "first": first_token,
+    "mirror": lambda settings: mirrors.measure(settings.model, settings.rounds // 3),
 }
 
 

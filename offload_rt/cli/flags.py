@@ -30,6 +30,7 @@ _ENGINE_GROUPS = {
         "max_num_seqs",
         "link_format",
         "sidecar",
+        "mirror",
     ),
     "drafting": (
         "drafter",

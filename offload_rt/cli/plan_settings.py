@@ -24,7 +24,9 @@ class PlanSettings:
     )
     ram: str | None = setting(None, f"host memory, default {RAM}; with --gpu this: the free memory")
     disk: str | None = setting(
-        None, f"read rate of the disk, default {DISK}; with --gpu this: measured"
+        None,
+        f"read rate of the disk, or of each of several mirrors like 7GB/s,3GB/s; default {DISK};"
+        " with --gpu this: measured",
     )
     link: str | None = setting(
         None, "rate of the host-to-card link, default: measured rate of its PCIe version"
@@ -53,8 +55,8 @@ class PlanSettings:
 
     @property
     def disk_gbps(self) -> float:
-        """Rate of the disk, set or assumed. Raises SettingsError."""
-        return parse_rate(self.disk or DISK, "--disk")
+        """Total rate of the disks, set or assumed. Raises SettingsError."""
+        return sum(parse_rate(rate, "--disk") for rate in (self.disk or DISK).split(","))
 
     def check(self, config: EngineConfig) -> None:
         """Raise SettingsError for contradictory settings."""

@@ -90,7 +90,7 @@ def _print_trees(forecast: Forecast) -> None:
     if has_draft:
         advice = f"drafting is {gain:.2f} times as fast"
         if gain < 1:
-            advice = "it is faster: use --drafter none without a draft model"
+            advice = "it is faster: omit the draft model, or lower --max-model-len"
         print(f"plain decoding: {format_speed(plain_s)}; {advice}")
 
 

@@ -16,6 +16,7 @@ from offload_rt.engine.memory_plan import MemoryPlan, Sizes, plan_memory
 from offload_rt.engine.ranks_spec import RanksSpec
 from offload_rt.engine.target_spec import TargetFiles, TargetSpec, compute_dtype
 from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
+from offload_rt.offload.mirrors import Mirrors
 from offload_rt.offload.placement import MemoryBudget, Plan
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
@@ -122,10 +123,11 @@ def _plan(
         else ranks.part(whole)
     )
     checkpoint.format.is_batch_invariant = config.batch_invariant
+    mirrors = Mirrors.of(config.mirror, checkpoint.layers)
 
     def plan_for(link: LinkFormat) -> EngineSpec:
         layers = link.layers or checkpoint.layers
-        target = TargetSpec(replace(checkpoint, layers=layers), dtype, device, link)
+        target = TargetSpec(replace(checkpoint, layers=layers), dtype, device, link, mirrors)
         return _planned(config, DraftSpec(drafting, target), budget, ranks)
 
     link = choose_link(config, checkpoint, device)

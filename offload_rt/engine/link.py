@@ -9,6 +9,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.cost.pass_times import transfer_s
 from offload_rt.engine.link_rates import measured_rates
 from offload_rt.errors import CheckpointError, DeviceError, SettingsError
+from offload_rt.offload.mirrors import Mirrors
 from offload_rt.offload.placement import LinkSizes
 from offload_rt.offload.sidecar import open_sidecar
 from offload_rt.ops import extension
@@ -98,7 +99,9 @@ def _faster(
     Decoding counts in full: the same processor or GPU computes the passes.
     """
     assert link.sidecar is not None and link.sizes is not None, "the link reads a sidecar"
-    rates = measured_rates(checkpoint, link.sidecar, device)
+    rates = measured_rates(
+        checkpoint, link.sidecar, device, Mirrors.of(config.mirror, checkpoint.layers)
+    )
     nbytes = sum(layer.encoded.layout.nbytes for layer in link.sidecar)
     raw_s = transfer_s(10**9, rates.link_gbps)
     share = sum(link.sizes.layer_nbytes) / nbytes

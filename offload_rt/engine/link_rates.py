@@ -14,6 +14,7 @@ import torch
 from offload_rt.engine import profile
 from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.disk import DiskTier
+from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.ops import lossless
 from offload_rt.system.files import read_cached, write_cached
@@ -44,14 +45,18 @@ class LinkRates:
 
 
 def measured_rates(
-    checkpoint: Checkpoint, sidecar: Sequence[SidecarLayer], device: torch.device
+    checkpoint: Checkpoint,
+    sidecar: Sequence[SidecarLayer],
+    device: torch.device,
+    mirrors: Mirrors = NO_MIRRORS,
 ) -> LinkRates:
     """Return the rates of this machine for the transfer of layers to a device.
 
     The link is the disk, or on a GPU machine the faster link of the GPU.
     """
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    disk = str(checkpoint.layers[0].tensors[0].path.stat().st_dev)
+    paths = checkpoint.layers[0].tensors[0].path, *mirrors.folders
+    disk = " and ".join(str(path.stat().st_dev) for path in paths if path.exists())
     decoder = (
         platform.machine(),
         platform.processor(),
@@ -60,7 +65,7 @@ def measured_rates(
         lossless.is_compiled(),
     )
     return LinkRates(
-        _remembered(f"link {card or disk}", lambda: _link_gbps(checkpoint, device)),
+        _remembered(f"link {card or disk}", lambda: _link_gbps(checkpoint, device, mirrors)),
         _remembered(f"decoder {card or decoder}", lambda: decode_gbps(sidecar[0], device)),
     )
 
@@ -114,10 +119,11 @@ def chunk_rates(device: torch.device, nbytes: int = _COPY_NBYTES) -> dict[int, f
     return {size: nbytes / median(times[1:]) / 1e9 for size, times in seconds.items()}
 
 
-def _link_gbps(checkpoint: Checkpoint, device: torch.device) -> float:
+def _link_gbps(checkpoint: Checkpoint, device: torch.device, mirrors: Mirrors) -> float:
     if device.type == "cuda":
         return profile.upload_gbps(device)
-    with closing(DiskTier(checkpoint.layers, profile.read_settings(checkpoint.layers))) as tier:
+    settings = profile.read_settings(checkpoint.layers)
+    with closing(DiskTier(checkpoint.layers, settings, mirrors=mirrors)) as tier:
         return profile.link_gbps(tier, checkpoint.spec.n_layers)
 
 

@@ -15,6 +15,7 @@ from offload_rt.offload import stream_cuda, stream_threads
 from offload_rt.offload.copy_device import CHUNK
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.streamer import LayerSources, Streamer
 from offload_rt.offload.tier import done_ahead, read_parallel
@@ -53,13 +54,18 @@ class Block(NamedTuple):
     tensors: BlockRecord
 
 
-def open_files(checkpoint: Checkpoint, settings: ReadSettings, device: torch.device) -> DiskTier:
+def open_files(
+    checkpoint: Checkpoint,
+    settings: ReadSettings,
+    device: torch.device,
+    mirrors: Mirrors = NO_MIRRORS,
+) -> DiskTier:
     """Open the layers and the remaining weights of a model for loading.
 
     Blocks have the layout of the file on a CPU and are packed on a GPU.
     """
     return DiskTier(
-        [*checkpoint.layers, checkpoint.non_layer], settings, packed=device.type == "cuda"
+        [*checkpoint.layers, checkpoint.non_layer], settings, device.type == "cuda", mirrors
     )
 
 

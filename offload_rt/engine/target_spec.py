@@ -19,6 +19,7 @@ from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
 from offload_rt.offload.offloaded_rows import FileRows, HostRows
 from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan, with_host_slots
 from offload_rt.offload.sidecar import SidecarTier
@@ -69,12 +70,14 @@ class TargetSpec:
 
     dtype   compute dtype
     link    transfer format of streamed layers
+    mirrors  copies of the checkpoint on other disks
     """
 
     checkpoint: Checkpoint
     dtype: DType
     device: torch.device
     link: LinkFormat
+    mirrors: Mirrors = NO_MIRRORS
 
     @property
     def is_packed(self) -> bool:
@@ -136,12 +139,13 @@ class TargetSpec:
         settings = profile.read_settings(layers) if reads_disk else ReadSettings()
         if plan.experts is not None and (divided := self.checkpoint.by_expert()) is not None:
             rest, records = divided
-            tier = DiskTier(records, settings, packed=self.device.type == "cuda")
-            return TargetFiles(DiskTier(rest.layers, settings), ExpertFiles(rest, records, tier))
+            tier = DiskTier(records, settings, self.device.type == "cuda", self.mirrors)
+            disk = DiskTier(rest.layers, settings, mirrors=self.mirrors)
+            return TargetFiles(disk, ExpertFiles(rest, records, tier))
         if self.link.sidecar:
             decodes = self.device.type == "cpu"
-            return TargetFiles(SidecarTier(self.link.sidecar, settings, decodes=decodes))
-        return TargetFiles(DiskTier(layers, settings))
+            return TargetFiles(SidecarTier(self.link.sidecar, settings, decodes, self.mirrors))
+        return TargetFiles(DiskTier(layers, settings, mirrors=self.mirrors))
 
     def layers(self, files: TargetFiles) -> Checkpoint:
         """Return the checkpoint without experts that are separate blocks."""

@@ -11,8 +11,9 @@ from pathlib import Path
 from torch import Tensor
 
 from offload_rt.errors import LinkError
+from offload_rt.offload.mirrors import NO_MIRRORS, Disks, Mirrors
 from offload_rt.offload.tier import Read
-from offload_rt.weights.header import TensorRecord, stamp_of
+from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PAGE, BlockRecord, Layout, TensorEntry, align_up, host_block
 
 # Ranges with a smaller gap are read as a single range: the gap costs less than a request.
@@ -67,31 +68,30 @@ class _Part:
 class DirectFiles:
     """Files opened for direct I/O if supported, checked against the headers read earlier."""
 
-    def __init__(self, records: Iterable[TensorRecord]) -> None:
-        """records: tensors to read. Raises LinkError if a file cannot be opened or has changed."""
-        self._stamps = {record.path: record.stamp for record in records}
-        self._files: dict[Path, int] = {}
+    def __init__(self, records: Iterable[TensorRecord], mirrors: Mirrors = NO_MIRRORS) -> None:
+        """Open the files of these tensors, and their copies.
+
+        Raises LinkError if a file cannot be opened or has changed, CheckpointError if a mirror
+        lacks a file or differs.
+        """
+        self._disks = Disks({record.path: record.stamp for record in records}, mirrors)
         self._bounce = threading.local()
-        try:
-            for path in sorted(self._stamps):
-                self._files[path] = _open(path)
-                self.check(path)
-        except LinkError:
-            self.close()
-            raise
+
+    @property
+    def n_disks(self) -> int:
+        """Disks with a copy of the files."""
+        return len(self._disks)
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+        self._disks.close()
 
     def fill(self, path: Path, start: int, into: Tensor, need: int) -> None:
         """Read at least `need` bytes from the page-aligned byte `start` into page-aligned memory.
 
-        Raises LinkError if the file fails or is too short.
+        Raises LinkError if the file fails, is too short, or has changed.
         """
-        fill(into, need, self._files[path], start, str(path))
+        self._disks.read(path, start, need, partial(fill, into, need))
 
     def bounced(self, path: Path, start: int, nbytes: int) -> Tensor:
         """Read (nbytes,) uint8 from any offset into a thread-local buffer; raises LinkError."""
@@ -105,12 +105,6 @@ class DirectFiles:
             self._bounce.block = host_block(nbytes)
         block: Tensor = self._bounce.block
         return block[:nbytes]
-
-    def check(self, path: Path) -> None:
-        """Raise LinkError if a file has changed since its header was read."""
-        stamp = self._stamps[path]
-        if stamp is not None and stamp_of(os.fstat(self._files[path])) != stamp:
-            raise LinkError(f"{path} changed while in use", change="run again")
 
 
 class DiskTier:
@@ -126,12 +120,13 @@ class DiskTier:
         layers: Sequence[BlockRecord],
         settings: ReadSettings | None = None,
         packed: bool = False,
+        mirrors: Mirrors = NO_MIRRORS,
     ) -> None:
         """packed: always use packed layouts."""
         self.settings = settings or ReadSettings()
-        self.n_parallel = self.settings.n_parallel
         self._blocks = [_plan(block, self.settings.request_nbytes, packed) for block in layers]
-        self._files = DirectFiles(itertools.chain.from_iterable(layers))
+        self._files = DirectFiles(itertools.chain.from_iterable(layers), mirrors)
+        self.n_parallel = self.settings.n_parallel * self._files.n_disks
 
     def layout(self, i: int) -> Layout:
         """Return the memory layout of block i after reading."""
@@ -170,7 +165,6 @@ class DiskTier:
             content = self._files.bounced(part.path, part.start, part.span)
             pieces = content.as_strided((part.n_pieces, piece), (part.stride, 1))
             into[part.offset : part.offset + part.nbytes].view(part.n_pieces, piece).copy_(pieces)
-        self._files.check(part.path)
         return part.nbytes
 
 
@@ -271,15 +265,3 @@ def _parts(run: _Run, offset: int, request_nbytes: int, phased: bool) -> list[_P
         _Part(run.path, a, b - a, offset + a - run.start, phased)
         for a, b in itertools.pairwise(cuts)
     ]
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        pass  # no direct I/O on this file system, e.g. tmpfs
-    try:
-        return os.open(path, os.O_RDONLY)
-    except OSError as error:
-        change = "check that the file exists and is readable"
-        raise LinkError(f"{path}: {error.strerror}", change=change) from error

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offload_rt.errors import CheckpointError, LinkError
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
+from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
 from offload_rt.offload.tier import Read, read_parallel
 from offload_rt.ops import lossless
 from offload_rt.weights.checkpoint import Checkpoint
@@ -34,13 +35,17 @@ class SidecarTier:
     """
 
     def __init__(
-        self, layers: Sequence[SidecarLayer], settings: ReadSettings, decodes: bool
+        self,
+        layers: Sequence[SidecarLayer],
+        settings: ReadSettings,
+        decodes: bool,
+        mirrors: Mirrors = NO_MIRRORS,
     ) -> None:
         self.settings = settings
-        self.n_parallel = settings.n_parallel
         self._layers = layers
         self._decodes = decodes
-        self._files = DirectFiles(layer.payload for layer in layers)
+        self._files = DirectFiles((layer.payload for layer in layers), mirrors)
+        self.n_parallel = settings.n_parallel * self._files.n_disks
 
     def layout(self, i: int) -> Layout:
         """See `Tier.layout`."""
@@ -82,7 +87,6 @@ class SidecarTier:
         nbytes = int(chunks["nbytes"].sum())
         at = layer.payload.start + start - layer.encoded.table_nbytes
         content = self._files.bounced(path, at, nbytes).numpy()
-        self._files.check(path)
         for chunk, digest in zip(chunks.tolist(), layer.digests[first:stop].tolist(), strict=True):
             source, offset, n, size, kind = chunk
             part = content[source - start : source - start + size]

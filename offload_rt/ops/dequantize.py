@@ -39,7 +39,7 @@ class CodedMatrix:
     codes    packing.code_shape of the stored shape
     scales   (rows / block, columns / block) of the stored shape, float, or uint8 and float8_e8m0fnu
              for powers of two
-    A stack of matrices has a further, first dimension in codes and scales.
+    A stack of matrices has a further, first dimension in codes, scales and zeros.
     groups   (n_in,) int32, group of each input; None: position // block
     product  dtype of (code - zero) * scale, rounded once
     """

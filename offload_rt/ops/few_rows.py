@@ -1,5 +1,6 @@
 """CUDA products that decode weights in registers: few rows, or rows sorted by matrix."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ _INPUTS = 32
 _HALVES = (torch.float16, torch.bfloat16)
 _DENSE = len(ORDERS) + 1
 
-# Matrices (n, n_out, n_in), or a `CodedMatrix` with a first dimension in codes and scales.
+# Orders of zero points with a kernel, by the order of the codes: packed along the outputs.
+_ZEROS = {"columns": "rows", "rows": "columns", "plain": "plain"}
+
+# Matrices (n, n_out, n_in), or a `CodedMatrix` with a further, first dimension.
 Stack = Tensor | CodedMatrix
 
 
@@ -33,6 +37,7 @@ def _has_kernel(dtype: torch.dtype, weight: CodedMatrix) -> bool:
         and packing.order not in ("awq", "nf4")
         and packing.bits == (8 if packing.order == "plain" else 4)
         and weight.groups is None
+        and (weight.zeros is None or weight.zeros.order == _ZEROS.get(packing.order))
         and weight.shape[1] % _INPUTS == 0
         and (block_in % 8 == 0 or block_in >= weight.shape[1])
         and weight.product in KERNEL_DTYPES
@@ -50,7 +55,7 @@ def serves_stack(dtype: torch.dtype, stack: Stack) -> bool:
             and not stack.shape[2] % _INPUTS
         )
     has_scales = stack.scales.dtype == stack.product or _has_exponents(stack)
-    return has_scales and stack.zeros is None and _has_kernel(dtype, stack)
+    return has_scales and _has_kernel(dtype, stack)
 
 
 def _has_exponents(weight: CodedMatrix) -> bool:
@@ -65,18 +70,16 @@ def multiply_few_rows(
 
     library  ops of the kernels, by name; None: those of the GPU
     """
-    kind, codes = kernel_codes(weight.codes, weight.packing)
-    scales = _scales(weight)[None]
-    bias = None if bias is None else bias[None]
-    return _product(
-        library, x, None, None, codes[None], scales, weight.int_zeros(), bias, kind, *_grid(weight)
-    )
+    zeros = None if weight.zeros is None else replace(weight.zeros, codes=weight.zeros.codes[None])
+    scales = weight.scales.contiguous()[None]
+    stack = replace(weight, codes=weight.codes[None], scales=scales, zeros=zeros)
+    return multiply_stack(x, None, None, stack, None if bias is None else bias[None], library)
 
 
 def multiply_stack(
     x: Tensor,
     rows: Tensor | None,
-    ends: Tensor,
+    ends: Tensor | None,
     stack: Stack,
     bias: Tensor | None = None,
     library: Any = None,
@@ -85,27 +88,19 @@ def multiply_stack(
 
     x     (rows, n_in)
     rows  (n,) int64 row of x of each result; None: the same row
-    ends  (matrices,) int32 end of the results of each matrix; results past the last are zeros
+    ends  (matrices,) int32 end of the results of each matrix; results past the last are zeros.
+          None: a single matrix and few rows
     bias  (matrices, n_out)
     """
     if isinstance(stack, Tensor):
         return _product(library, x, rows, ends, stack, None, None, bias, _DENSE, 1, 8, 0)
     kind, codes = kernel_codes(stack.codes, stack.packing)
-    return _product(library, x, rows, ends, codes, _scales(stack), None, bias, kind, *_grid(stack))
-
-
-def _scales(weight: CodedMatrix) -> Tensor:
-    if _has_exponents(weight):
-        return weight.scales.view(torch.uint8)
-    scales = weight.float_scales()
-    return scales.contiguous() if scales.dim() == 2 else scales
-
-
-def _grid(weight: CodedMatrix) -> tuple[int, int, int]:
-    """Return outputs and inputs of a block, and the offset of the codes."""
-    rows, columns = weight.packing.block
-    offset = weight.packing.offset
-    return (columns, rows, offset) if weight.is_transposed else (rows, columns, offset)
+    has_exponents = _has_exponents(stack)
+    scales = stack.scales.view(torch.uint8) if has_exponents else stack.float_scales()
+    zeros = None if stack.zeros is None else stack.zeros.codes
+    offset = stack.packing.offset if stack.zeros is None else stack.zeros.plus
+    block = stack.packing.block[::-1] if stack.is_transposed else stack.packing.block
+    return _product(library, x, rows, ends, codes, scales, zeros, bias, kind, *block, offset)
 
 
 def _product(library: Any, x: Tensor, *arguments: Any) -> Tensor:

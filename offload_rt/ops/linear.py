@@ -146,7 +146,7 @@ def dequantize(
 ) -> Tensor:
     """Write a weight, or its rows (n,) int64, to `out` and return it as (n_out, n_in) or (n, n_in).
 
-    rows  of the transposed orders, consecutive from a multiple of eight
+    rows  of AWQ, in groups of eight consecutive rows from a multiple of eight
     out   dense, any dtype, as many numbers as the result; values are rounded to this dtype at last
     """
     if linear_cpu.serves(out, weight):

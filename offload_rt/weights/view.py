@@ -102,7 +102,14 @@ class View(LayerWeights):
         scales = self._stack(weight.scales, [matrix.scales.name for matrix in coded])
         if len(coded) < len(names) or codes is None or scales is None:
             return None
-        return replace(weight, codes=codes, scales=scales)
+        zeros = weight.zeros
+        if zeros is not None:
+            points = [matrix.zeros for matrix in coded if matrix.zeros is not None]
+            packed = self._stack(zeros.codes, [one.tensor.name for one in points])
+            if len(points) < len(names) or packed is None:
+                return None
+            zeros = replace(zeros, codes=packed)
+        return replace(weight, codes=codes, scales=scales, zeros=zeros)
 
     def _stack(self, first: Tensor, names: Sequence[str]) -> Tensor | None:
         """Return the named tensors as one, each with shape and strides of `first`."""
@@ -113,11 +120,15 @@ class View(LayerWeights):
         return first.as_strided((len(names), *first.shape), strides)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.rows`; dequantises only these rows if the matrix is stored by rows."""
+        """See `LayerWeights.rows`; dequantises only these rows.
+
+        Without the CPU library, also the further rows of their AWQ words.
+        """
         import torch
         from torch.nn.functional import embedding
 
-        from offload_rt.ops.dequantize import TinygemmMatrix
+        from offload_rt.ops import linear_cpu
+        from offload_rt.ops.dequantize import CodedMatrix, TinygemmMatrix
         from offload_rt.ops.linear import dequantize
 
         weight = self._weight(name)
@@ -125,7 +136,13 @@ class View(LayerWeights):
             return embedding(ids, weight).to(self._dtype)
         assert not isinstance(weight, TinygemmMatrix), "copies of layers contain no tables"
         out = torch.empty(len(ids) * weight.shape[1], dtype=self._dtype, device=ids.device)
-        return dequantize(weight, out, ids)
+        is_awq = isinstance(weight, CodedMatrix) and weight.packing.order == "awq"
+        if not is_awq or linear_cpu.serves(out, weight):
+            return dequantize(weight, out, ids)
+        words = ids[:, None] // 8 * 8 + torch.arange(8, device=ids.device)
+        rows = words.flatten().clamp(max=weight.shape[0] - 1)
+        values = dequantize(weight, out.new_empty(8 * len(out)), rows)
+        return values[torch.arange(0, len(rows), 8, device=ids.device) + ids % 8]
 
     def _weight(self, name: str) -> Weight:
         matrix = self.layout.matrices.get(name)

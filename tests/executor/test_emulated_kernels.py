@@ -23,7 +23,7 @@ from support.tiny import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload_rt import LLM
+from offload_rt import LLM, ops
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.ops import TreeMask, cpu, extension
 from offload_rt.speculate.select import rule_of
@@ -173,6 +173,15 @@ def test_launches_per_layer(card, tmp_path, name, n, place):
             cache = prefill(runner_of(plain), prompt, 96)
             assert_close([mine.cpu()], [feed(runner_of(plain), cache, tokens, tree)])
     assert counts[1] - counts[0] == 3 * n <= 3 * 14
+
+
+def test_attention_parts_are_joined_in_one_launch(card):
+    out_a, out_b = torch.randn(2, 3, 2, 64).to("cuda")
+    lse_a, lse_b = torch.randn(2, 3, 2).to("cuda")
+    before = card.n_kernels
+    with Launches() as launches:
+        ops.merge(out_a, lse_a, out_b.bfloat16(), lse_b)
+    assert (card.n_kernels - before, launches.n) == (1, 1), "one of them converts the test's input"
 
 
 def decided_trees(independent):

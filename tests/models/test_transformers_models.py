@@ -156,21 +156,26 @@ def test_draft_model_can_be_a_general_model(model_of):
         assert result.stats.tokens_per_pass > 1
 
 
-@pytest.mark.parametrize("choice", [Choice("gptq", group_size=16), Choice("nf4")])
-def test_quantised_experts_are_dequantised_separately(model_of, tmp_path, choice):
-    model, folder = model_of("qwen3_moe")
+def quantised_copies(model, folder, choice, target):
+    """Write a checkpoint quantised; return its folder and the model with the exact values."""
     stored, exact = quantized(load_file(folder / "model.safetensors"), choice)
     assert any("experts.3.up_proj" in name for name in stored.keys() - exact.keys())
     for name, tensors, more in (
         ("quantised", stored, {"quantization_config": config_of(choice)}),
         ("exact", exact, {}),
     ):
-        (tmp_path / name).mkdir()
-        save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
+        (target / name).mkdir()
+        save_file(tensors, target / name / "model.safetensors", {"format": "pt"})
         config = type(model.config)(**read_json(folder / "config.json") | more)
-        config.save_pretrained(tmp_path / name)
-    with open_streamed(tmp_path / "quantised") as llm:
-        check_tree(runner_of(llm), type(model).from_pretrained(tmp_path / "exact"))
+        config.save_pretrained(target / name)
+    return target / "quantised", type(model).from_pretrained(target / "exact")
+
+
+@pytest.mark.parametrize("choice", [Choice("gptq", group_size=16), Choice("nf4")])
+def test_quantised_experts_are_dequantised_separately(model_of, tmp_path, choice):
+    folder, exact = quantised_copies(*model_of("qwen3_moe"), choice, tmp_path)
+    with open_streamed(folder) as llm:
+        check_tree(runner_of(llm), exact)
 
 
 def test_rows_of_a_tensor_can_be_several_matrices(zoo, tmp_path, monkeypatch):
@@ -242,17 +247,24 @@ def test_heads_require_native_models(model_of, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_kernels"),
-    [("qwen3_moe", False), ("gpt_oss", False), ("qwen3_moe", True), ("mxfp4", True)],
+    ("kind", "n_products"),
+    [("qwen3_moe", 0), ("gpt_oss", 0), ("qwen3_moe", 2), ("mxfp4", 2), ("gptq", 3)],
 )
 def test_cuda_computes_all_experts_without_host_waits(
-    model_of, mxfp4_checkpoint, tmp_path, monkeypatch, kind, has_kernels
+    model_of, mxfp4_checkpoint, tmp_path, monkeypatch, kind, n_products
 ):
-    """Experts stored separately, in one tensor with biases, and as codes with biases."""
+    """Experts stored separately, in one tensor with biases, as codes with biases or zero points.
+
+    n_products  launches of the kernel per layer; 0: without kernels
+    """
+    has_kernels = n_products > 0
     if kind == "mxfp4":
         folder = mxfp4_checkpoint
         options = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.float32}
         model = GptOssForCausalLM.from_pretrained(folder, **options).eval()
+    elif kind == "gptq":
+        choice = Choice("gptq", group_size=32)
+        folder, model = quantised_copies(*model_of("qwen3_moe"), choice, tmp_path)
     elif has_kernels:
         folder = tmp_path
         model = random_model(tiny_config(kind)).bfloat16()
@@ -289,7 +301,7 @@ def test_cuda_computes_all_experts_without_host_waits(
         before = counts.n_waits
         (got,) = runner.forward([step])
         assert counts.n_waits == before
-        assert len(products) == (2 * runner.spec.n_layers if has_kernels else 0)
+        assert len(products) == n_products * runner.spec.n_layers
         expected = logits_of(model, prompt)
         error = (got.cpu().float() - expected).abs()
         if has_kernels:  # rounded to bfloat16 in every layer, which may change an expert

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bench.common.pacing import PacedTier
 from offload_rt.errors import LinkError
-from offload_rt.offload import disk, pinning
+from offload_rt.offload import disk, mirrors, pinning
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.tier import Tier, done_ahead, read_parallel
@@ -253,7 +253,7 @@ def place(
         return
     refusal = _Refusal()
     if request.param == "no direct I/O":
-        monkeypatch.setattr(disk, "os", refusal)
+        monkeypatch.setattr(mirrors, "os", refusal)
     yield tmp_path
     assert refusal.n_refused or request.param == "here"
 

@@ -10,7 +10,7 @@ from support.fake_gpu import record_graph
 
 from offload_rt.executor.cuda_graphs import CudaCapture
 from offload_rt.ops import extension
-from offload_rt.ops.dequantize import CodedMatrix, reference_dequantize
+from offload_rt.ops.dequantize import CodedMatrix, ZeroCodes, reference_dequantize
 from offload_rt.ops.few_rows import (
     multiply_few_rows,
     multiply_stack,
@@ -20,6 +20,8 @@ from offload_rt.ops.few_rows import (
 from offload_rt.packing import Packing
 
 KINDS = ("rows", "columns", "plain", "e2m1", "float8")
+# Codes with zero points, and the order of these.
+WITH_ZEROS = {"rows, zeros": "columns", "columns, zeros": "rows", "plain, zeros": "plain"}
 
 
 @pytest.fixture(scope="module", params=["emulated", pytest.param("card", marks=pytest.mark.cuda)])
@@ -34,6 +36,8 @@ def kernels(request: pytest.FixtureRequest) -> tuple[Any, str]:
 
 def random_matrix(kind: str, n_out: int, n_in: int, dtype: torch.dtype) -> CodedMatrix:
     """Codes with scales below 1; float8 in blocks of 128 x 128, as in block fp8."""
+    zeros_order: Any = WITH_ZEROS.get(kind)
+    kind = kind.removesuffix(", zeros")
     generator = torch.Generator().manual_seed(n_in)
     order: Any = "plain" if kind == "float8" else kind
     block = {"columns": (32, 1), "plain": (1, n_in), "float8": (128, 128)}.get(kind, (1, 32))
@@ -54,25 +58,34 @@ def random_matrix(kind: str, n_out: int, n_in: int, dtype: torch.dtype) -> Coded
     if kind == "e2m1":
         scales = torch.randint(118, 128, grid, generator=generator).byte()
     product = torch.float32 if kind == "e2m1" else dtype
-    return CodedMatrix((n_out, n_in), packing, codes, scales, None, None, product)
+    zeros = None
+    if zeros_order is not None:
+        points = Packing(zeros_order, bits, (1, 1)).code_shape(*grid)
+        words = torch.randint(limits.min, limits.max + 1, points, generator=generator).to(integer)
+        zeros = ZeroCodes(words, zeros_order, int(bits == 4))
+    return CodedMatrix((n_out, n_in), packing, codes, scales, zeros, None, product)
 
 
 def values_of(matrix: CodedMatrix) -> torch.Tensor:
     stored = torch.empty(matrix.shape[::-1] if matrix.is_transposed else matrix.shape)
     scales = matrix.float_scales()
-    reference_dequantize(matrix.codes, scales, None, None, matrix.packing, stored)
+    zeros = matrix.int_zeros()
+    reference_dequantize(matrix.codes, scales, zeros, None, matrix.packing, stored)
     return stored.T if matrix.is_transposed else stored
 
 
 def moved(matrix: CodedMatrix, device: str) -> CodedMatrix:
-    return CodedMatrix(
-        matrix.shape, matrix.packing, matrix.codes.to(device), matrix.scales.to(device), None,
-        None, matrix.product,
-    )  # fmt: skip
+    zeros = matrix.zeros
+    return replace(
+        matrix,
+        codes=matrix.codes.to(device),
+        scales=matrix.scales.to(device),
+        zeros=zeros and replace(zeros, codes=zeros.codes.to(device)),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *WITH_ZEROS])
 def test_products_equal_those_of_the_reference_values(
     kernels: tuple[Any, str], kind: str, dtype: torch.dtype
 ) -> None:
@@ -91,7 +104,7 @@ def test_products_equal_those_of_the_reference_values(
             assert float(((y.cpu().double() - exact).abs() / size).max()) < limit
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *WITH_ZEROS])
 def test_unit_vectors_give_the_weights(kernels: tuple[Any, str], kind: str) -> None:
     library, device = kernels
     matrix = random_matrix(kind, 24, 64, torch.bfloat16)
@@ -141,17 +154,25 @@ def random_stack(kind: str, n: int, device: str) -> tuple[Any, list[torch.Tensor
         one.codes.view(torch.uint8).roll(i, 0).view(one.codes.dtype) for i, one in enumerate(coded)
     ]
     scales = [one.scales.roll(i, 1) for i, one in enumerate(coded)]
+    points = coded[0].zeros
+    zeros = [points and replace(points, codes=points.codes.roll(i, 1)) for i in range(n)]
     values = [
-        values_of(replace(coded[0], codes=a, scales=b)).bfloat16().double()
-        for a, b in zip(codes, scales, strict=True)
+        values_of(replace(coded[0], codes=a, scales=b, zeros=c)).bfloat16().double()
+        for a, b, c in zip(codes, scales, zeros, strict=True)
     ]
-    return replace(coded[0], codes=apart(codes).to(device), scales=apart(scales).to(device)), values
+    stack = replace(
+        coded[0],
+        codes=apart(codes).to(device),
+        scales=apart(scales).to(device),
+        zeros=points and replace(points, codes=apart([z.codes for z in zeros if z]).to(device)),
+    )
+    return stack, values
 
 
 @pytest.mark.parametrize(
     ("kind", "counts"),
     [
-        *((kind, [0, 3, 20, 0, 9]) for kind in (*KINDS, "dense")),
+        *((kind, [0, 3, 20, 0, 9]) for kind in (*KINDS, *WITH_ZEROS, "dense")),
         ("dense", [0] * 31 + [5, 0, 1, 2] + [0] * 30 + [8]),
         ("dense", [70, 1]),
     ],

@@ -273,8 +273,9 @@ def test_resident_model_is_forecast_as_graph_replay():
     assert forecast.level.seconds > 22e-6 + card.level_s > card.level_s > 0
 
 
-def test_layers_beyond_host_memory_are_read_from_disk(capsys):
-    found = planned([*PAIR, "--gpu", "rtx4090", "--ram", "64GiB", "--disk", "7GB/s"], capsys)
+@pytest.mark.parametrize("rates", ["7GB/s", "4GB/s,3GB/s"])
+def test_layers_beyond_host_memory_are_read_from_disk(rates, capsys):
+    found = planned([*PAIR, "--gpu", "rtx4090", "--ram", "64GiB", "--disk", rates], capsys)
     assert 0 < found["plan"]["tiers"].count("disk") < 80
     assert found["bound"].startswith("the disk")
     nbytes = sum(

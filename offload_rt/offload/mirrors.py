@@ -1,0 +1,240 @@
+"""Copies of a checkpoint on several disks. Each request goes to the disk that finishes it first."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload_rt.errors import CheckpointError, LinkError
+from offload_rt.weights.header import stamp_of
+from offload_rt.weights.layout import BlockRecord
+
+# Evenly spaced pages of each file that the comparison of two copies reads.
+_N_PAGES = 64
+_PAGE_NBYTES = 4096
+# A rate is the average over about this many bytes.
+_WINDOW_NBYTES = 64 << 20
+
+Stamps = Mapping[Path, tuple[int, int] | None]
+
+
+@dataclass(frozen=True)
+class Mirrors:
+    """Directories with copies of the files of `root`, at the same relative paths.
+
+    A file outside of `root`, e.g. of a sidecar, has its copy directly in each directory.
+    """
+
+    root: Path
+    folders: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, folders: str | None, layers: Sequence[BlockRecord]) -> "Mirrors":
+        """Return the mirrors of a checkpoint.
+
+        folders  the setting `mirror`: directories separated by commas
+        """
+        names = folders.split(",") if folders else []
+        paths = tuple(Path(name.strip()).expanduser() for name in names)
+        return cls(layers[0].tensors[0].path.parent, paths)
+
+    def open(self, names: Sequence[Path]) -> "list[Disk]":
+        """Open the copies of these files. Raises CheckpointError if one is missing or differs."""
+        disks: list[Disk] = []
+        try:
+            disks.extend(self._opened(folder, names) for folder in self.folders)
+        except BaseException:
+            for disk in disks:
+                disk.close()
+            raise
+        return disks
+
+    def _opened(self, folder: Path, names: Sequence[Path]) -> "Disk":
+        paths = {
+            name: folder
+            / (name.relative_to(self.root) if name.is_relative_to(self.root) else name.name)
+            for name in names
+        }
+        try:
+            stamps = {name: stamp_of(path.stat()) for name, path in paths.items()}
+            differing = next((name for name in names if not _is_equal(name, paths[name])), None)
+        except OSError as error:
+            raise CheckpointError(
+                f"--mirror {folder}: {error.filename}: {error.strerror}",
+                change="copy the whole checkpoint with its sidecar, or omit --mirror",
+            ) from error
+        if differing is not None:
+            raise CheckpointError(
+                f"--mirror: {paths[differing]} differs from {differing}",
+                need="an identical copy",
+                change="copy the file again, or omit --mirror",
+            )
+        return Disk(paths, stamps)
+
+
+NO_MIRRORS = Mirrors(Path())
+
+
+class Disk:
+    """Opened files of a directory, named by their path in the checkpoint.
+
+    in_flight  requested bytes that have not arrived
+    """
+
+    def __init__(self, paths: Mapping[Path, Path], stamps: Stamps) -> None:
+        """paths: by name. stamps: of the unchanged files, by name; None for any.
+
+        Raises LinkError if a file cannot be opened or has changed.
+        """
+        self._paths = paths
+        self._stamps = stamps
+        self._files: dict[Path, int] = {}
+        self.in_flight = 0
+        self._changed_s = 0.0
+        self._done = 0
+        self._busy_s = 0.0
+        try:
+            for name, path in paths.items():
+                self._files[name] = _open(path)
+                self._check(name)
+        except LinkError:
+            self.close()
+            raise
+
+    def __str__(self) -> str:
+        return str(next(iter(self._paths.values())).parent)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def read(self, name: Path, start: int, read: Callable[[int, int, str], None]) -> None:
+        """Call read(file, start, path). Raises LinkError, also if the file has changed."""
+        read(self._files[name], start, str(self._paths[name]))
+        self._check(name)
+
+    def begin(self, nbytes: int) -> None:
+        """Count a request."""
+        if not self.in_flight:
+            self._changed_s = time.perf_counter()
+        self.in_flight += nbytes
+
+    def end(self, nbytes: int) -> None:
+        """Count the end of a request and update the rate."""
+        now = time.perf_counter()
+        self._busy_s += now - self._changed_s
+        self._changed_s = now
+        self.in_flight -= nbytes
+        self._done += nbytes
+        if self._done > _WINDOW_NBYTES:
+            self._done //= 2
+            self._busy_s /= 2
+
+    def seconds(self, nbytes: int) -> float:
+        """Estimate the seconds until a further request ends. Without a rate, 1 GB/s counts."""
+        rate = self._done / self._busy_s if self._done else 1e9
+        return (self.in_flight + nbytes) / rate
+
+    def _check(self, name: Path) -> None:
+        stamp = self._stamps[name]
+        if stamp is not None and stamp_of(os.fstat(self._files[name])) != stamp:
+            raise LinkError(f"{self._paths[name]} changed while in use", change="run again")
+
+
+class Disks:
+    """The disk of a checkpoint and its mirrors.
+
+    A disk that fails is dropped with a notice, unless it is the last.
+    """
+
+    def __init__(self, stamps: Stamps, mirrors: Mirrors) -> None:
+        """stamps: see `Disk`. Raises LinkError or CheckpointError."""
+        names = sorted(stamps)
+        self._all = [Disk({name: name for name in names}, stamps)]
+        try:
+            self._all += mirrors.open(names)
+        except BaseException:
+            self.close()
+            raise
+        self._used = list(self._all)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def close(self) -> None:
+        """Close the files of all disks."""
+        for disk in self._all:
+            disk.close()
+
+    def read(
+        self, name: Path, start: int, need: int, read: Callable[[int, int, str], None]
+    ) -> None:
+        """Call read(file, start, path) for `need` bytes of a file; again if a disk fails.
+
+        Raises LinkError if the last disk fails.
+        """
+        while True:
+            disk = self.begin(need)
+            try:
+                return disk.read(name, start, read)
+            except LinkError as error:
+                self._drop(disk, error)
+            finally:
+                self.end(disk, need)
+
+    def begin(self, nbytes: int) -> Disk:
+        """Return the disk that finishes a request first, and count the request."""
+        with self._lock:
+            disk = min(self._used, key=lambda disk: disk.seconds(nbytes))
+            disk.begin(nbytes)
+        return disk
+
+    def end(self, disk: Disk, nbytes: int) -> None:
+        """Count the end of a request."""
+        with self._lock:
+            disk.end(nbytes)
+
+    def _drop(self, disk: Disk, error: LinkError) -> None:
+        with self._lock:
+            if disk not in self._used:
+                return
+            if len(self._used) == 1:
+                raise error
+            self._used.remove(disk)
+            rest = ", ".join(map(str, self._used))
+        print(
+            f"{disk} is no longer read: {error}; reading from {rest}", file=sys.stderr, flush=True
+        )
+
+
+def _is_equal(first: Path, second: Path) -> bool:
+    """Compare the sizes and some pages of two files. Raises OSError."""
+    size = first.stat().st_size
+    if second.stat().st_size != size:
+        return False
+    last = max(size - _PAGE_NBYTES, 0)
+    with first.open("rb") as a, second.open("rb") as b:
+        for i in range(_N_PAGES):
+            for file in (a, b):
+                file.seek(last * i // (_N_PAGES - 1))
+            if a.read(_PAGE_NBYTES) != b.read(_PAGE_NBYTES):
+                return False
+    return True
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        pass  # no direct I/O on this file system, e.g. tmpfs
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        change = "check that the file exists and is readable"
+        raise LinkError(f"{path}: {error.strerror}", change=change) from error
