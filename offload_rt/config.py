@@ -252,7 +252,8 @@ class StructuredOutputs:
     choice       texts
     grammar      Lark or GBNF grammar
     json_object  any JSON object
-    after        special token before the constrained text, such as </think>; None: no token
+    around       Lark grammar of the whole answer, with @answer in place of the format, such as
+                 "start: TEXT </think> @answer" and "TEXT: /(.|\\n)*/"; None: only the format
     """
 
     json: Mapping[str, Any] | bool | str | None = None
@@ -260,7 +261,7 @@ class StructuredOutputs:
     choice: Sequence[str] = ()
     grammar: str | None = None
     json_object: bool = False
-    after: str | None = None
+    around: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.json, str):
@@ -277,6 +278,8 @@ class StructuredOutputs:
             "json_object": isinstance(self.json_object, bool),
         }
         wrong = [name for name, is_right in formats.items() if not is_right]
+        if not isinstance(self.around, str | None):
+            wrong.append("around")
         if wrong:
             raise SettingsError(f"structured_outputs: {wrong[0]} has a wrong type")
         given = [name for name in formats if getattr(self, name) not in (None, (), False)]
@@ -358,6 +361,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = setting(None, "the same for tokens of the prompt", parse=int)
     max_new_tokens: int | None = setting(None, "transformers' name of --max-tokens", parse=int)
+    skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:

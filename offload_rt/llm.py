@@ -435,7 +435,9 @@ class LLM:
         self.check_prompt(ids)
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings", need="a tokenizer", have="a checkpoint without one")
-        text = TextStream(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None
+        text = None
+        if self.tokenizer is not None:
+            text = TextStream(self.tokenizer, ids, params.stop, params.skip_special_tokens)
         grammar = None
         if params.structured_outputs is not None:
             grammar = self._compile(params.structured_outputs)
@@ -445,12 +447,7 @@ class LLM:
         """Compile a grammar. Raises SettingsError if that fails."""
         with self._compiler_lock:
             compiler = self._compiler
-        start_after = None
-        if outputs.after is not None:
-            start_after = self._tokenizer().get_vocab().get(outputs.after)
-            if start_after is None:
-                raise SettingsError(f"after {outputs.after!r}", need="a token of the vocabulary")
-        return compiler.compile(outputs, start_after)
+        return compiler.compile(outputs)
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:

@@ -21,7 +21,7 @@ from offload_rt.speculate.select import rule_of
 from offload_rt.system import registry
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
-FOLDERS = ("speculate.draft", "speculate.verify", "weights.formats")
+FOLDERS = ("speculate.draft", "speculate.verify", "weights.formats", "server.tool_formats")
 PACKAGE = Path(offload_rt.__file__).parent
 
 

@@ -31,8 +31,21 @@ class ServeSettings:
     served_model_name: str | None = setting(
         None, "model name for clients; default: the last part of --model"
     )
+    cors_origin: tuple[str, ...] = setting(
+        (),
+        "origin of web pages that may use the API, like https://example.org; *: all (repeatable)",
+    )
     any_model_name: bool = setting(
         False, "answer requests for other model names, as llama.cpp does, instead of status 404"
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "format of tool calls: hermes, llama3_json, mistral, qwen3_coder, glm45 or harmony;"
+        " auto: by the chat template",
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "format of the reasoning: think, mistral, harmony or none; auto: by the chat template",
     )
     max_body: str = setting("4MiB", "maximum size of a request body")
     max_n: int = setting(16, "maximum answers per request", parse=int)
@@ -83,7 +96,9 @@ def _serve(flags: Namespace) -> None:
     check_paths(config)
     try:
         from offload_rt.server.app import make_app
+        from offload_rt.server.chat_format import ChatFormat
         from offload_rt.server.connection import ConnectionLimits, make_server
+        from offload_rt.server.limits import Access
         from offload_rt.server.service import ServerLimits
     except ImportError as error:
         need = "FastAPI, uvicorn and prometheus-client"
@@ -109,12 +124,16 @@ def _serve(flags: Namespace) -> None:
         settings.any_model_name,
     )
     with _listen(settings.host, settings.port) as listening, LLM.open(config) as llm:
+        chat_format = ChatFormat.select(
+            llm.tokenizer, settings.tool_call_parser, settings.reasoning_parser
+        )
         console = Console(stderr=True)
         with loading_bar(console) as bar:
             llm.load(progress=bar)
         llm.engine.prompt_seconds = settings.prompt_wait
         is_local = settings.host.lower() in _LOOPBACK
-        app = make_app(llm, name, limits, key, _LOOPBACK if is_local else frozenset())
+        hosts = _LOOPBACK if is_local else frozenset()
+        app = make_app(llm, name, limits, Access(key, hosts, settings.cors_origin), chat_format)
         server = make_server(app, settings.drain, ConnectionLimits.from_ulimit())
         if not is_local and key is None:
             warning = "every machine that reaches this address can use the model; set --api-key"

@@ -61,6 +61,16 @@ class Sequence:
         return len(self.tokens) - self.n_prompt
 
     @property
+    def stop_reason(self) -> str | int | None:
+        """Stop string or token of `stop_token_ids` that ended the answer; None for other ends."""
+        if self.finish_reason != "stop":
+            return None
+        last = self.tokens[-1]
+        if last in self.sampling.stop_token_ids:
+            return last
+        return None if self.text is None else self.text.stop_string
+
+    @property
     def longest(self) -> int:
         """Maximum final length in tokens."""
         n = self.sampling.max_tokens

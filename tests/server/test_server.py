@@ -20,6 +20,7 @@ from support.serving import (
     TEMPLATE,
     TURNS,
     alone,
+    engine_held,
     llm,
     running,
     served,
@@ -28,9 +29,12 @@ from support.serving import (
 from offload_rt import LLM, SamplingParams, StructuredOutputs
 from offload_rt.cli.serve import main
 from offload_rt.llm import Piece
+from offload_rt.server.answer import Answer
+from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.completions import ChatWriter
+from offload_rt.server.limits import Access
 from offload_rt.server.protocol import ChatRequest
-from offload_rt.server.responses import Answer
-from offload_rt.server.tools import ToolParser
+from offload_rt.server.tool_formats.hermes import HermesParser
 
 __all__ = ["llm", "served"]
 
@@ -462,16 +466,17 @@ def test_oversized_bodies_are_refused(served):
 
 
 def test_api_key_model_names_and_timeouts_are_respected(llm):
-    limits = replace(LIMITS, n_waiting=2, timeout_s=0.2)
-    with running(llm, api_key="secret", hosts=frozenset({"127.0.0.1"}), limits=limits) as guarded:
+    limits = replace(LIMITS, n_waiting=2)
+    access = Access("secret", frozenset({"127.0.0.1"}))
+    with running(llm, access=access, limits=limits) as guarded:
         ask = {"prompt": "x", "max_tokens": 1}
         assert guarded.post("/v1/completions", ask)[0] == 401
         key = {"Authorization": "Bearer secret"}
         assert guarded.post("/v1/completions", ask, key)[0] == 200
         assert guarded.post("/v1/completions", ask, {**key, "Host": "evil.example"})[0] == 403
-        status, found = guarded.post(
-            "/v1/completions", {"prompt": ["x"] * 2, "max_tokens": 250, "ignore_eos": True}, key
-        )
+        guarded.service.limits = replace(limits, timeout_s=0.2)
+        with engine_held(llm):
+            status, found = guarded.post("/v1/completions", ask, key)
         assert status == 504 and "took more than" in found["error"]["message"]
         guarded.wait_until_idle()
         with ThreadPoolExecutor(24) as pool:
@@ -527,7 +532,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 )  # fmt: skip
 def test_tool_parser_separates_calls_from_content(text, said, names):
     for n in (1, 4, len(text)):
-        parser = ToolParser(frozenset({"add", "sub"}))
+        parser = HermesParser({"add": {}, "sub": {}})
         parts = [parser.feed(text[k : k + n]) for k in range(0, len(text), n)] + [parser.end()]
         content = "".join(part.text for part in parts)
         called = [call["function"]["name"] for part in parts for call in part.calls]
@@ -536,15 +541,17 @@ def test_tool_parser_separates_calls_from_content(text, said, names):
 
 def test_chat_returns_tool_calls(llm):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    answer = Answer(ChatRequest(messages=TURNS, tools=tools), "demo", 1, llm.tokenizer)
-    output = llm.generate("x", SamplingParams(max_tokens=1))[0]
+    request = ChatRequest(messages=TURNS, tools=tools)
+    answer = Answer(request, 1, llm.tokenizer)
+    writer = ChatWriter(answer, request, "demo")
+    answer.start([[1]], ChatFormat.select(llm.tokenizer, "hermes", "none"))
     answer.add(0, Piece(CALL[:30], [1, 2]))
-    chunk = answer.add(0, Piece(CALL[30:], [3], output, finish_reason="stop"))
-    (choice,) = chunk["choices"]
+    (event,) = writer.add(answer.add(0, Piece(CALL[30:], [3], finish_reason="stop")))
+    (choice,) = json.loads(event[6:])["choices"]
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["delta"]["tool_calls"]
     assert call["index"] == 0 and json.loads(call["function"]["arguments"]) == {"a": 1}
-    message = answer.whole()["choices"][0]["message"]
+    message = writer.whole()["choices"][0]["message"]
     assert message["content"] is None and message["tool_calls"][0]["id"] == call["id"]
 
 
