@@ -117,6 +117,12 @@ class EngineConfig:
         "tokens in a drafter's view of the target's cache; default: set by the drafter",
         parse=int,
     )
+    draft_quantize: str = setting(
+        "auto",
+        "quantise an unquantised draft model of a native family while it is loaded; the output"
+        " stays exact; auto: if fewer streamed bytes outweigh the loss of accepted tokens",
+        choices=("auto", "none", "int4", "int8", "fp8"),
+    )
     learn_draft: str = setting(
         "off",
         "train the draft model on the target's predictions while waiting for the link; keep:"

@@ -45,25 +45,6 @@ def test_decode_rate_excludes_the_prompt_pass():
     assert run.tokens_per_pass == 2
 
 
-def test_decode_rate_of_a_single_pass():
-    run = run_of([1, 2], [(3.0, 2)])
-    assert (run.seconds_per_token, run.tokens_per_pass) == (1.5, 2)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "where"),
-    [
-        ([1, 2], [1, 2], None),
-        ([], [], None),
-        ([1, 3], [1, 2], 1),
-        ([1], [1, 2], 1),
-        ([1, 2, 3], [1, 2], 2),
-    ],
-)
-def test_first_difference_of_answers(one, other, where):
-    assert outcome.parting(one, other) == where
-
-
 def test_rows_have_a_floor_and_are_sorted_by_kind_and_speed():
     fast = [(1.0, 1), (2.0, 3)]
     slow = [(1.0, 1), (2.0, 2), (3.0, 3)]
@@ -127,13 +108,6 @@ def test_compare_refuses_a_model_without_tokenizer(tmp_path, monkeypatch):
         compare.main()
 
 
-def test_job_and_report_round_trip_as_json(tmp_path):
-    job = Job(tmp_path / "m", tmp_path / "p", tmp_path / "d", 7, 3, 256, tmp_path)
-    assert Job.of(job.text()) == job
-    report = run_of([1, 2], [(0.5, 1), (0.75, 2)]).report
-    assert Report.of(json.loads(report.text())) == report
-
-
 @pytest.mark.parametrize("name", PEERS)
 def test_every_peer_satisfies_the_contract(name):
     peer = contract.find(name)
@@ -186,27 +160,6 @@ def test_rounds_start_with_a_different_peer(tmp_path, monkeypatch):
         "offload_rt_speculative": {},
     }
     assert compare.ratios(found, compare.decode_rate) == of_its_kind
-
-
-def test_speculative_peers_are_compared_with_each_other(tmp_path):
-    slow = run_of([1, 2], [(1.0, 1), (3.0, 2)])
-    fast = run_of([1, 2], [(1.0, 1), (2.0, 2)])
-    runs = {
-        "offload_rt_plain": [fast], "offload_rt_speculative": [fast], "accelerate_disk": [slow],
-        "accelerate_disk_assisted": [slow], "transformers_resident": [],
-    }  # fmt: skip
-    assert compare.ratios(compare.Results({}, runs, {}), compare.decode_rate) == {
-        "offload_rt_plain": {"accelerate_disk": [2.0]},
-        "offload_rt_speculative": {"accelerate_disk_assisted": [2.0]},
-    }
-
-
-def test_recorded_comparison_can_be_drawn(tmp_path):
-    told = json.loads((ROOT / "bench/results/compare.jsonl").read_text().splitlines()[-1])
-    chart.draw(
-        [Row.of(entry) for entry in told["rows"]], chart.caption(told), tmp_path / "chart.png"
-    )
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_process_joins_its_control_group(tmp_path):

@@ -178,13 +178,7 @@ def test_the_report_prints_a_text_or_a_json_object(tmp_path, capsys):
 def test_real_run_is_traced_and_reported(drafted, tmp_path, capsys):
     model = speaking_checkpoint(tmp_path / "model")
     flags = [
-        "--model",
-        str(model),
-        "--device",
-        "cpu",
-        "--max-model-len",
-        "64",
-        "--prompt",
+        *f"--model {model} --device cpu --max-model-len 64 --prompt".split(),
         "the quick brown",
     ]
     if drafted:

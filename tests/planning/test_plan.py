@@ -37,11 +37,14 @@ from offload_rt.speculate.select import pick_drafter
 
 NO_CHECKPOINTS = ("", "")
 PAIR = ["--model", "llama2-70b", "--draft-model", "llama2-7b"]
+# The settings of Sequoia's measurement.
+PUBLISHED = ["--drafter", "static_tree", "--draft-quantize", "none"]
 
 
 def request(
     target: str = "llama2-70b", draft: str | None = "llama2-7b", context: int = 128, **settings: Any
 ) -> PlanRequest:
+    settings = {"draft_quantize": "none", **settings}
     config = EngineConfig(target, draft, drafter="static_tree" if draft else "none", **settings)
     specs = [spec_of(KNOWN[name]) for name in (target, draft or target)]
     sizes = [Sizes.of_spec(spec, DType.FLOAT16) for spec in specs]
@@ -207,15 +210,22 @@ def test_captured_passes_are_counted_on_cuda(nbytes, captures_target):
 
 
 def test_llama2_70b_is_planned_for_a_4090_without_weights(capsys):
-    found = planned([*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--offline"], capsys)
+    arguments = [*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--offline"]
+    found = planned([*arguments, *PUBLISHED], capsys)
     assert found["plan"]["tiers"].count("host") + found["plan"]["tiers"].count("device") == 80
     # Sequoia on this card: 0.57
     assert found["predicted_seconds_per_token"] == pytest.approx(0.54, abs=0.08)
     assert found["bound"].startswith("the host-to-card link")
+    # An int4 draft and dynamic trees, each with its measured ratio of tokens per pass.
+    faster = planned(arguments, capsys)
+    assert faster["draft_quantize"] == "int4"
+    assert faster["predicted_seconds_per_token"] < 0.9 * found["predicted_seconds_per_token"]
+    source = faster["acceptance"]["source"]
+    assert "times 1.15 for dynamic" in source and "times 0.96 for a draft in int4" in source
 
 
 def test_plan_reports_link_share_and_level_time(capsys):
-    arguments = [*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--tree-size", "64"]
+    arguments = [*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--tree-size", "64", *PUBLISHED]
     found = planned(arguments, capsys)
     nbytes = found["link_seconds"]["host"] * found["links"]["host"]
     rate = found["links"]["host"]

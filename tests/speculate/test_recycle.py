@@ -197,17 +197,8 @@ class Steep(Steady):
 def test_rows_of_a_pass_go_to_the_best_predicted_sequence():
     """A badly predicted sequence gets no rows that are cheap only because of the batch."""
     drafter = Recycling(replace(PARTS, cost=Steep()))
-    for before, p in (
-        (1, 0.9),
-        (2, 0.9),
-        (3, 0.9),
-        (4, 0.9),
-        (5, 0.9),
-        (11, 0.5),
-        (12, 0.5),
-        (13, 0.5),
-    ):
-        drafter._table.keep((before,), [before + 1], [p])
+    for before in (1, 2, 3, 4, 5, 11, 12, 13):
+        drafter._table.keep((before,), [before + 1], [0.9 if before < 9 else 0.5])
     sequences = [Sequence([start], SamplingParams(20), 128) for start in (1, 11)]
     assert [len(tree.topology) for tree in drafter.propose(sequences, N_NODES)] == [6, 4]
     drafter._table.keep((12,), [13], [0.001])

@@ -1,9 +1,7 @@
 """GGUF files: weights, config, tokenizer and refused contents."""
 
 import itertools
-import json
 import random
-import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +12,6 @@ import pytest
 import torch
 import write_gguf
 from quantize import write_one_file
-from safetensors.torch import load_file, save_file
 from support.checkpoints import llama_config, llama_tensors
 from support.checkpoints import pack as pack_block
 from support.gguf_files import build, stored_tensors
@@ -25,7 +22,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from write_gguf import Stored
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
@@ -65,30 +61,6 @@ def check_tokens(path: Path, model: PreTrainedModel) -> None:
         drafted = llm.generate(prompt, SamplingParams(N_NEW)).pop().token_ids
     assert plain == drafted == expected
     assert len(set(expected)) > 5
-
-
-def test_gguf_header_gives_the_plan(tmp_path, capsys):
-    path = tmp_path / "m.gguf"
-    build(path, wide_llama(), "Q4_K")
-    flags = [
-        "--model",
-        str(path),
-        "--gpu",
-        "rtx4090",
-        "--ram",
-        "8GB",
-        "--context",
-        "16",
-        "--max-new-tokens",
-        "16",
-        "--json",
-    ]
-    assert plan.main(flags) == 0
-    found = json.loads(capsys.readouterr().out)["plan"]
-    stored = open_checkpoint(path).nbytes
-    # of layers with what alignment takes
-    planned = sum(found["layer_nbytes"]) + found["reserved"]["non_layer"]
-    assert stored <= planned < 1.001 * stored < path.stat().st_size
 
 
 # Weights
@@ -278,33 +250,6 @@ def test_opening_a_model_parses_its_header_once(tmp_path, monkeypatch):
     with LLM.open(EngineConfig(str(path), device="cpu", drafter="none")) as llm:
         assert len(llm.spec.target.checkpoint.identity) == 24
     assert parsed == [path]
-
-
-def test_llama_cpp_knows_every_metadata_type(tmp_path):
-    """llama.cpp reads token types from an int32 array and refuses another element type; its package
-    reads the types.
-    """
-    gguf = pytest.importorskip("gguf")
-    write_one_file(DEMO, tmp_path / "m.gguf", "Q4_0")
-    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
-    array = gguf.GGUFValueType.ARRAY
-    integer = gguf.GGUFValueType.INT32
-    assert fields["tokenizer.ggml.token_type"].types == [array, integer]
-    assert fields["tokenizer.ggml.tokens"].types == [array, gguf.GGUFValueType.STRING]
-    assert fields["llama.block_count"].types == [gguf.GGUFValueType.UINT32]
-    assert fields["llama.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
-
-
-def test_sharded_file_equals_the_single_file(tmp_path):
-    tensors = load_file(DEMO / "model.safetensors")
-    source = tmp_path / "shards"
-    names = list(tensors)
-    shutil.copytree(DEMO, source, ignore=shutil.ignore_patterns("*.safetensors"))
-    for i, part in enumerate((names[:9], names[9:])):
-        save_file({name: tensors[name] for name in part}, source / f"model-{i}.safetensors")
-    write_one_file(DEMO, tmp_path / "one.gguf", "BF16")
-    write_one_file(source, tmp_path / "several.gguf", "BF16")
-    assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "several.gguf").read_bytes()
 
 
 def test_chat_template_is_read_from_the_file(tmp_path):
