@@ -117,6 +117,12 @@ class EngineConfig:
         "tokens in a drafter's view of the target's cache; default: set by the drafter",
         parse=int,
     )
+    draft_quantize: str = setting(
+        "auto",
+        "quantise an unquantised draft model of a native family while it is loaded; the output"
+        " stays exact; auto: if fewer streamed bytes outweigh the loss of accepted tokens",
+        choices=("auto", "none", "int4", "int8", "fp8"),
+    )
     learn_draft: str = setting(
         "off",
         "train the draft model on the target's predictions while waiting for the link; keep:"
@@ -384,6 +390,9 @@ class SamplingParams:
                     )
 
         if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputs):
+                have = type(self.structured_outputs).__name__
+                raise SettingsError("structured_outputs", need="StructuredOutputs", have=have)
             wrong = [name for name in _NOT_WITH_GRAMMAR if getattr(self, name)]
             if -math.inf in (self.logit_bias or {}).values():
                 wrong.append("logit_bias of -inf")

@@ -93,6 +93,7 @@ class LLM:
         tree_size: int | None = None,
         tree_depth: int | None = None,
         draft_context: int | None = None,
+        draft_quantize: str = "auto",
         learn_draft: str = "off",
         batch_invariant: bool = False,
         exact_parallel: bool = False,
@@ -114,7 +115,7 @@ class LLM:
                 model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype,
                 max_model_len,
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
-                draft_context, learn_draft,
+                draft_context, draft_quantize, learn_draft,
                 batch_invariant, exact_parallel, split_draft, revision, offline,
                 chat_template, pipeline, mirror,
             )
