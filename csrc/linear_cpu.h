@@ -348,7 +348,18 @@ inline void block_codes(const uint8_t* block, uint8_t* codes) {
     case kQ3_K: memset(codes, -4, 256); return add_pairs(block + 32, 1), add_bits(block, 4);
     case kQ4_K: return nibbles(block + 16, 256, 32, 0);
     case kQ5_K: return nibbles(block + 48, 256, 32, 0), add_bits(block + 16, 16);
-    case kQ6_K: return nibbles(block, 256, 64, 32), add_pairs(block + 128, 16);
+    case kQ6_K:
+      for (int i = 0; i < 4; ++i) {
+        const int half = i / 2, k = i % 2 * 16;
+        const Bytes a = load_bytes(block + 64 * half + k), b = load_bytes(block + 64 * half + 32 + k);
+        const Bytes pairs = load_bytes(block + 128 + 32 * half + k);
+        uint8_t* to = codes + 128 * half + k;
+        store_bytes(to, ((a & 15) | (pairs & 3) << 4) - 32);
+        store_bytes(to + 32, ((b & 15) | (pairs & 12) << 2) - 32);
+        store_bytes(to + 64, (a >> 4 | (pairs & 48)) - 32);
+        store_bytes(to + 96, (b >> 4 | (pairs & 192) >> 2) - 32);
+      }
+      return;
     case kIq4Nl: return nibbles(block + 2, 32, 16, 0), look_up(kIq4, 32, codes);
     case kIq4Xs: return nibbles(block + 8, 256, 16, 0), look_up(kIq4, 256, codes);
   }
@@ -387,7 +398,7 @@ inline void block_scales(const uint8_t* b, float* scales, float* minima) {
       }
       return;
     case kQ6_K:
-      for (int i = 0; i < 16; ++i) scales[i] = half_at(b + 208) * static_cast<float>(static_cast<int8_t>(b[192 + i]));
+      for (int i = 0; i < 16; i += kLanes) store(scales + i, Signed()(b + 192 + i) * half_at(b + 208));
       return;
     case kIq4Xs:
       for (int i = 0; i < 8; ++i) {
@@ -405,9 +416,11 @@ inline void unpack_blocks(const uint8_t* blocks, int n, P* out) {
     float scales[16], minima[16];
     block_codes<kind>(blocks, codes);
     block_scales<kind>(blocks, scales, minima);
-    for (int k = 0; k < n_codes; k += kLanes) {
+    for (int first = 0; first < n_codes; first += group) {
+      const V scale = set1(scales[first / group]), minimum = set1(-minima[first / group]);
       // The product is exact in float32 where there is a minimum.
-      store(out + done + k, fma(Signed()(codes + k), set1(scales[k / group]), set1(-minima[k / group])));
+#pragma GCC unroll 4
+      for (int k = first; k < first + group; k += kLanes) store(out + done + k, fma(Signed()(codes + k), scale, minimum));
     }
   }
 }

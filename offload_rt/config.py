@@ -390,6 +390,9 @@ class SamplingParams:
                     )
 
         if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputs):
+                have = type(self.structured_outputs).__name__
+                raise SettingsError("structured_outputs", need="StructuredOutputs", have=have)
             wrong = [name for name in _NOT_WITH_GRAMMAR if getattr(self, name)]
             if -math.inf in (self.logit_bias or {}).values():
                 wrong.append("logit_bias of -inf")

@@ -341,5 +341,7 @@ def test_formats_are_checked(outputs):
     ],
 )  # fmt: skip
 def test_settings_that_could_exclude_every_token_are_refused(settings):
+    with pytest.raises(SettingsError, match="needs StructuredOutputs, has dict"):
+        SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(SettingsError, match=f"structured_outputs with {next(iter(settings))}"):
         SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **settings)
