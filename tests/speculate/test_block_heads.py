@@ -8,7 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.heads import few_tokens
-from support.texts import assert_distribution, exact_distributions, sampled_texts, small_model
+from support.texts import (
+    VOCABULARY,
+    assert_distribution,
+    exact_distributions,
+    sampled_texts,
+    small_model,
+)
 from support.tiny import drafter_of, generate, open_llm, prompt_of, runner_of
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -269,8 +275,9 @@ def test_other_configs_are_rejected_by_name(tmp_path, changes, layers, error, me
 @pytest.mark.slow
 def test_joint_distribution_of_sampled_trees(tmp_path):
     """Children are drawn from the distributions of the block."""
-    model = small_model(8, n_layers=5, sureness=0.5)
-    settings, _, _ = write_block(tmp_path, model, DFLASH)
+    model = small_model(VOCABULARY, n_layers=5, sureness=0.5)
+    config = DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"mask_token_id": 3}}
+    settings, _, _ = write_block(tmp_path, model, config)
     with open_llm(max_model_len=64, **settings) as llm:
         drafter = drafter_of(llm, "block", "coupled", DraftLimits(6, 4))
         texts = sampled_texts(runner_of(llm), drafter, rule_of("coupled"), 6)
