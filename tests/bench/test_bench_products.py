@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from bench.compute import products
-from bench.compute.products import Case
 
 
 @pytest.fixture
@@ -47,14 +46,3 @@ def test_copies_exceed_the_caches_and_rotate(tmp_path, monkeypatch):
     assert len({id(view) for view, _ in turns[:18]}) == 6 and turns[18:] == turns[:2]
     starts = {view.tensor("mlp.up_proj.weight").data_ptr() for view in weights.views}
     assert len(starts) == 6
-
-
-def test_ratios_compare_times():
-    def case(gflops: float) -> Case:
-        return Case([gflops], [0.0], [0.0])
-
-    cases = {"bf16": {1: case(10.0), 8: case(40.0)}, "Q4_0": {1: case(25.0), 8: case(50.0)}}
-    ratios = products.summary(cases)
-    assert ratios["1 row, Q4_0 against bf16"].median == 2.5
-    assert ratios["time of 8 rows against 1 row, bf16"].median == 2.0
-    assert ratios["time of 8 rows against 1 row, Q4_0"].median == 4.0

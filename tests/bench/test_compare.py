@@ -4,8 +4,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ from support.checkpoints import speaking_checkpoint
 from transformers import AutoModelForCausalLM
 
 from bench.common.checkpoints import gguf_model
-from bench.common.measure import AVX2_ENVIRONMENT, ROOT
+from bench.common.measure import ROOT
 from bench.common.processes import run_json
 from bench.compare import chart, contract, outcome
 from bench.compare.contract import Answer, Job, Report, Supply
@@ -75,30 +73,6 @@ def test_resident_model_has_a_table_and_a_chart(tmp_path):
     assert found[0].floor_s == 0 and "| -       |" in outcome.table(found)
     chart.draw(found, "title", tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("fails", "told"),
-    [
-        (
-            RuntimeError(
-                "-m x failed with exit code 1: a.CapacityError: too small; set --device-memory to 5"
-            ),
-            "--budget to 5",
-        ),
-        (subprocess.CalledProcessError(2, ["expand"]), 2),
-    ],
-)
-def test_compare_errors_are_one_sentence(fails, told, monkeypatch):
-    def fail(*_: object) -> None:
-        raise fails
-
-    monkeypatch.setattr("sys.argv", ["compare"])
-    monkeypatch.setattr(compare, "_compare", fail)
-    with pytest.raises(SystemExit) as caught:
-        compare.main()
-    code = caught.value.code
-    assert code == told if isinstance(told, int) else code == f"error: too small; set {told}"
 
 
 def test_compare_refuses_a_model_without_tokenizer(tmp_path, monkeypatch):
@@ -248,23 +222,6 @@ def test_llama_cpp_tokens_of_a_pass_arrive_together():
     assert answer.token_ids == [10, 11, 12, 13, 14, 15]
     assert [n for _, n in answer.arrivals] == [1, 4, 6]
     assert peer.generate([1, 2], 99).token_ids[-1] == 17  # the end token
-
-
-def test_llama_cpp_with_avx512_is_refused_for_avx2(monkeypatch):
-    built = {"with": b"AVX2 = 1 | AVX512 = 1 | ", "without": b"AVX2 = 1 | "}
-    for environment, kind, is_refused in (
-        (AVX2_ENVIRONMENT, "with", True),
-        (AVX2_ENVIRONMENT, "without", False),
-        ({}, "with", False),
-    ):
-        with monkeypatch.context() as patch:
-            for name in AVX2_ENVIRONMENT:
-                patch.delenv(name, raising=False)
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            module = SimpleNamespace(llama_print_system_info=lambda kind=kind: built[kind])
-            patch.setitem(sys.modules, "llama_cpp", module)
-            assert (contract.find("llama_cpp").unfit() is not None) == is_refused
 
 
 def test_llama_cpp_text_equals_transformers(tmp_path):

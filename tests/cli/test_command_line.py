@@ -308,10 +308,10 @@ def test_trace_has_spans_of_reading_and_computing(line, model, tmp_path):
         (["--prompt", "x", "--trace", "/no/such/folder/t.json"], ["an existing folder"]),
         (["--prompt", "x", "--stop", ""], ["stop"]),
         (["--prompt", "x", "--drafter", "telepathy"], ["telepathy", "none"]),
-        (["--prompt", "x", "--drafter", "none", "--tree-size", "4"], ["--tree-size with --drafter "
-                                                                      "none"]),
-        (["--prompt", "x", "--drafter", "none", "--tree-depth", "4"], ["--tree-depth with "
-                                                                       "--drafter none"]),
+        (["--prompt", "x", "--drafter", "none", "--tree-size", "4"],
+            ["--tree-size with --drafter none"]),
+        (["--prompt", "x", "--drafter", "none", "--tree-depth", "4"],
+            ["--tree-depth with --drafter none"]),
         (["--prompt", "x", "--tree-siez", "4"], ["did you mean --tree-size?"]),
         (["--prompt", "x", "--host-memory", "1GB"], ["--host-memory"]),
         (["--prompt", "x", "--max-model-len", "100000"], ["--max-model-len", "8192"]),

@@ -154,16 +154,6 @@ def test_impossible_tokens_are_never_drawn():
         assert coupled.draw(tiny.double(), one) == 2
 
 
-def test_draws_of_many_positions_have_the_distribution():
-    """Also two in a row together; of one seed, as in one text."""
-    p = torch.tensor([0.45, 0.3, 0.15, 0.1])
-    tokens = [coupled.draw(p, row) for row in exponentials(11, 0, 6000, 4, CPU)]
-    pairs = np.bincount(
-        [4 * one + after for one, after in itertools.pairwise(tokens)], minlength=16
-    )
-    assert chi_square_p(pairs, pairs.sum() * np.outer(p, p).ravel()) > 1e-6
-
-
 # The promise
 
 PARAMS = (

@@ -264,8 +264,8 @@ NONSENSE = [
         [None, None], [[[1.0]] * 32, [1.0] * 32], [[10**400] * 32, [1.0] * 32],
     )),
     {"dynamic "
-     "0.0": [ACCEPTANCE, [[1.0], [1.0]], BIAS]}, {"dynamic "
-                                                  "0.0": [ACCEPTANCE, CALIBRATION, [[], [1.0]]]},
+     "0.0": [ACCEPTANCE, [[1.0], [1.0]], BIAS]}, {"dynamic 0.0": [ACCEPTANCE, CALIBRATION, [[],
+         [1.0]]]},
 ]  # fmt: skip
 
 

@@ -534,8 +534,8 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "settings", "error", "words"),
     [
-        ("eagle", {"hidden_size": 32, "head_dim": 16}, {}, SettingsError, ["hidden "
-                                                                           "size", "16", "32"]),
+        ("eagle", {"hidden_size": 32, "head_dim": 16}, {}, SettingsError, ["hidden size", "16",
+            "32"]),
         ("eagle", {"target_hidden_size": 32}, {}, SettingsError, ["hidden size", "16", "32"]),
         ("eagle", {"vocab_size": 9}, {}, SettingsError, ["vocabulary", "8", "9"]),
         ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 40]}}, {},
@@ -544,8 +544,8 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
         ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
         ("eagle", {**SPECULATORS, "surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
         ("eagle", {"speculators_model_type": "dflash"}, {}, UnsupportedModelError, ["dflash"]),
-        ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError, ["most "
-                                                                                         "one"]),
+        ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError,
+            ["most one"]),
         ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),
         ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError,
             ['drafter="adaptive_tree"', 'drafter="eagle"']),

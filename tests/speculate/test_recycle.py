@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.tiny import Steady, Zoo, engine_of, generate, logits_of, open_llm, prompt_of
+from support.tiny import Steady, Zoo, engine_of, logits_of, open_llm, prompt_of
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
@@ -137,30 +137,6 @@ def test_prompt_predictions_are_recorded(zoo, llm):
             found = dict(drafter._table.find(context))
             assert list(found) == best.indices[end - 1].tolist()
             np.testing.assert_allclose(list(found.values()), best.values[end - 1], rtol=1e-3)
-
-
-def test_sequences_join_and_leave(zoo, llm):
-    """Each text equals its solo run with a shared table, and ended sequences leave no state."""
-    model = zoo.pair("llama", 0).model
-    drafter = Recycling(PARTS)
-    engine = engine_of(llm, drafter, n_nodes=3 * N_NODES)
-    prompts = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 30, 14))]
-    several = [Sequence(list(prompt), SamplingParams(20), 128) for prompt in (*prompts, prompts[0])]
-    for sequence in several[:4]:
-        id = engine.add(sequence)
-        engine.step()
-    engine.abort(id)
-    engine.add(several[4])
-    while engine.step():
-        pass
-    texts = [one.tokens[one.n_prompt :] for one in several]
-    expected = [generate(model, prompt, 20) for prompt in prompts]
-    assert texts[:3] == expected[:3] and texts[4] == expected[0]
-    assert several[4].stats.n_passes < several[0].stats.n_passes, (
-        "it learned nothing of the text it has seen before"
-    )
-    engine.reset_prefix_cache()
-    assert not drafter._proposals
 
 
 class Dear(Steady):

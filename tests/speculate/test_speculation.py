@@ -35,7 +35,7 @@ from support.tiny import (
     save_pair,
 )
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.runner import Runner
@@ -106,18 +106,6 @@ def test_greedy_tokens_equal_transformers(zoo, texts, drafter, rule):
 def steady(monkeypatch):
     """No tree depends on the clock."""
     keep_steady(monkeypatch)
-
-
-@pytest.mark.slow
-def test_measured_tree_sizes_change_no_token(zoo, texts, monkeypatch):
-    """Tree sizes depend on the clock."""
-    monkeypatch.undo()
-    pair = zoo.pair("llama", 0)
-    for drafter in DRAFTERS:
-        with LLM(
-            str(pair.target), device="cpu", max_model_len=256, **pair.settings(drafter)
-        ) as llm:
-            assert_greedy(llm, texts("llama"))
 
 
 @pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])

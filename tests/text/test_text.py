@@ -231,28 +231,6 @@ def llm(request, tmp_path_factory):
         yield llm
 
 
-def sampled(**settings):
-    return SamplingParams(max_new_tokens=32, temperature=1.0, seed=4, **settings)
-
-
-@pytest.fixture(scope="module")
-def unstopped(llm):
-    return llm.generate("the quick fox", sampled()).pop()
-
-
-@pytest.mark.parametrize("n_characters", [1, 4])
-def test_generation_ends_before_a_stop_string(llm, unstopped, n_characters):
-    for start in (2, len(unstopped.text) - n_characters):
-        stop = unstopped.text[start : start + n_characters]
-        output = llm.generate("the quick fox", sampled(stop=("never comes", stop))).pop()
-        assert output.finish_reason == "stop"
-        assert output.text == unstopped.text[: unstopped.text.index(stop)]
-        assert output.token_ids == unstopped.token_ids[: len(output.token_ids)]
-        pieces = list(llm.stream("the quick fox", sampled(stop=("never comes", stop))))
-        assert "".join(piece.text for piece in pieces) == output.text
-        assert pieces[-1].output.token_ids == output.token_ids
-
-
 # Tokenizers of checkpoints
 
 

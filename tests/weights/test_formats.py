@@ -290,11 +290,11 @@ def noted(x: Tensor, **changes: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("choice", "name", "change", "message"),
     [
-        (Choice("gptq", desc_act=True), "g_idx", lambda x: x + 1, "groups that are not there: "
-                                                                  "needs 0 to 1"),
+        (Choice("gptq", desc_act=True), "g_idx", lambda x: x + 1,
+            "groups that are not there: needs 0 to 1"),
         (Choice("gptq", desc_act=True), "g_idx", lambda x: x - 1, "groups that are not there"),
-        (Choice("pack-quantized", desc_act=True), "weight_g_idx", lambda x: 9 * x, "groups that "
-                                                                                   "are not there"),
+        (Choice("pack-quantized", desc_act=True), "weight_g_idx", lambda x: 9 * x,
+            "groups that are not there"),
         (Choice("pack-quantized"), "weight_shape", lambda x: x.flip(0), "another matrix"),
         (Choice("nf4"), "weight.quant_map", lambda x: -x, "not the table of nf4"),
         (Choice("nf4"), "weight.quant_state.bitsandbytes__nf4", lambda x: x.flip(0), "not JSON"),

@@ -21,15 +21,13 @@ from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from write_gguf import Stored
 
-from offload_rt import LLM, SamplingParams
-from offload_rt.config import EngineConfig
+from offload_rt import SamplingParams
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.models.rope import Rope
 from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.text.detokenize import encode_chat, load_tokenizer
-from offload_rt.weights import gguf
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import end_ids
 from offload_rt.weights.formats import Matrix, Source, format_of
@@ -241,17 +239,6 @@ def test_metadata_describes_the_model(tmp_path):
         assert llm.generate("import numpy", SamplingParams(8)).pop().text
 
 
-def test_opening_a_model_parses_its_header_once(tmp_path, monkeypatch):
-    path = tmp_path / "demo.gguf"
-    write_one_file(DEMO, path, "Q4_K")
-    parsed = []
-    read_file = gguf._read_file
-    monkeypatch.setattr(gguf, "_read_file", lambda path: parsed.append(path) or read_file(path))
-    with LLM.open(EngineConfig(str(path), device="cpu", drafter="none")) as llm:
-        assert len(llm.spec.target.checkpoint.identity) == 24
-    assert parsed == [path]
-
-
 def test_chat_template_is_read_from_the_file(tmp_path):
     path = tmp_path / "m.gguf"
     model = CASES["llama"].build(0)
@@ -328,32 +315,29 @@ def test_truncated_file_is_refused(tmp_path):
 
 Change = Callable[[dict[str, Any], dict[str, Stored]], object]
 FACTS: list[tuple[Change, str]] = [
-    (lambda m, _: m.update({"general.architecture": "gemma3"}), "architecture 'gemma3' is not "
-                                                                "supported"),
+    (lambda m, _: m.update({"general.architecture": "gemma3"}),
+        "architecture 'gemma3' is not supported"),
     (lambda m, _: m.pop("general.architecture"), "architecture None"),
     (lambda m, _: m.pop("llama.block_count"), "llama.block_count is None"),
     (lambda m, _: m.update({"llama.embedding_length": -1.5}), "embedding_length is -1.5"),
-    (lambda m, _: m.update({"llama.attention.head_count_kv": [2, 4]}), r"head_count_kv is \[2, "
-                                                                       r"4\]"),
+    (lambda m, _: m.update({"llama.attention.head_count_kv": [2, 4]}),
+        r"head_count_kv is \[2, 4\]"),
     (lambda m, _: m.update({"llama.expert_count": 8}), "llama.expert_count is not understood"),
-    (lambda m, _: m.update({"llama.rope.dimension_count": 4}), "rope.dimension_count is 4: needs "
-                                                               "8"),
+    (lambda m, _: m.update({"llama.rope.dimension_count": 4}),
+        "rope.dimension_count is 4: needs 8"),
     (lambda m,
         _: m.update({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}),
         "'longrope'"),
     (lambda m, _: m.update({"llama.attention.layer_norm_rms_epsilon": float("nan")}),
         "rms_norm_eps"),
     (lambda m, _: m.update({"general.alignment": 3}), "general.alignment 3"),
-    (lambda _, t: t.update({"rope_freqs.weight": Stored(0, (4,), bytes(16))}), "rope_freqs.weight "
-                                                                               "is not understood"),
+    (lambda _, t: t.update({"rope_freqs.weight": Stored(0, (4,), bytes(16))}),
+        "rope_freqs.weight is not understood"),
     (lambda _, t: t.update({"rope_freqs.weight": Stored(0, (3,), bytes(12))}), "misshapen"),
-    (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(39, (32, 32), bytes(544))}), "of ggml "
-                                                                                       "type 39"),
-    (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(12, (32, 32), bytes(544))}), "rows of "
-                                                                                       "32 "
-                                                                                       "weights "
-                                                                                       "in blocks "
-                                                                                       "of 256"),
+    (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(39, (32, 32), bytes(544))}),
+        "of ggml type 39"),
+    (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(12, (32, 32), bytes(544))}),
+        "rows of 32 weights in blocks of 256"),
     (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(8, (31, 32), bytes(31 * 34))}),
         "misshapen"),
     (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(12, (32, 256), bytes(32 * 144))}),
@@ -364,8 +348,8 @@ FACTS: list[tuple[Change, str]] = [
         "ffn_gate_exps.weight' belongs to no"),
     (lambda _, t: t.pop("blk.0.ffn_up.weight"), "mlp.up_proj.weight' is missing"),
     (lambda _, t: t.pop("token_embd.weight"), "embed_tokens.weight' is missing"),
-    (lambda _, t: t.update({"model.norm.weight": t["output_norm.weight"]}), "two tensors have the "
-                                                                            "same name"),
+    (lambda _, t: t.update({"model.norm.weight": t["output_norm.weight"]}),
+        "two tensors have the same name"),
 ]  # fmt: skip
 
 
