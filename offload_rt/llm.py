@@ -31,6 +31,7 @@ from offload_rt.engine.loader import Progress
 from offload_rt.engine.outputs import Output, Piece, Request, Stats
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.grammar import Grammar, GrammarCompiler
+from offload_rt.executor.pooling import Pooling
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.offload.placement import Plan
@@ -303,6 +304,26 @@ class LLM:
         async with aclosing(self._open_thread.apieces([request])) as pieces:
             async for _, piece in pieces:
                 yield piece
+
+    def embed(self, prompts: Prompt | abc.Sequence[Prompt], pooling: str = "mean") -> Tensor:
+        """Return an embedding per prompt: (n, hidden_size) float32, each of length 1.
+
+        pooling  of the hidden states behind the final norm: "mean" or "last" token
+        Raises as `generate` does, and SettingsError for other settings and models.
+        """
+        if pooling not in ("mean", "last"):
+            raise SettingsError(f"pooling {pooling!r}", need='"mean" or "last"')
+        if not self.engine.runner.spec.supports_embeddings:
+            need = "a native model (Llama, Mistral, Qwen2, Qwen3) in one process"
+            raise SettingsError("embeddings", need=need)
+        params = SamplingParams(max_tokens=1, temperature=0)
+        requests = [self._request(prompt, params) for prompt in _as_list(prompts)]
+        for request in requests:
+            request.sequences[0].pooling = Pooling(pooling == "mean")
+        for _ in self._open_thread.pieces(requests):
+            pass
+        vectors = [request.sequences[0].pooling for request in requests]
+        return torch.stack([vector.vector() for vector in vectors if vector is not None])
 
     async def astream_all(
         self, prompts: abc.Sequence[Prompt], sampling_params: SamplingParams

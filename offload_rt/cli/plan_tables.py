@@ -130,7 +130,7 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
     )
     for name, way in ways.items():
         nbytes = format_size(sum(way.moved.values())) if way else ""
-        chosen = " (a run's way)" if name == forecast.mode else ""
+        chosen = " (the mode of a run)" if name == forecast.mode else ""
         print(_line(name + chosen, (nbytes, _speed(way)), 50))
     model = forecast.request.config.model.lower().rpartition("/")[2]
     print("".join(f"published: {line}\n" for line in PUBLISHED_RATES.get(model, ())), end="")

@@ -47,6 +47,9 @@ class ServeSettings:
         "auto",
         "format of the reasoning: think, mistral, harmony or none; auto: by the chat template",
     )
+    embeddings: str = setting(
+        "", "answer /v1/embeddings with this pooling of hidden states: mean or last"
+    )
     max_body: str = setting("4MiB", "maximum size of a request body")
     max_n: int = setting(16, "maximum answers per request", parse=int)
     max_waiting: int = setting(
@@ -63,6 +66,8 @@ class ServeSettings:
     def __post_init__(self) -> None:
         for name in ("max_n", "max_waiting", "timeout", "drain"):
             check_positive(name, getattr(self, name))
+        if self.embeddings not in ("", "mean", "last"):
+            raise SettingsError(f"--embeddings={self.embeddings}", need="mean or last")
 
 
 def new_parser() -> Parser:
@@ -122,6 +127,7 @@ def _serve(flags: Namespace) -> None:
         settings.max_waiting,
         settings.timeout,
         settings.any_model_name,
+        settings.embeddings,
     )
     with _listen(settings.host, settings.port) as listening, LLM.open(config) as llm:
         chat_format = ChatFormat.select(

@@ -14,7 +14,7 @@ from offload_rt.dtypes import DTYPES, DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelError
 from offload_rt.models.families import spec_of
-from offload_rt.models.heads import head_of
+from offload_rt.models.head_configs import head_of
 from offload_rt.offload.placement import ExpertSizes, LinkSizes
 from offload_rt.packing import product_nbytes
 from offload_rt.planning.known_models import KNOWN, known_name

@@ -16,6 +16,7 @@ from offload_rt.server.api_docs import add_docs, body_of
 from offload_rt.server.bodies import Json
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.completions import ChatWriter, CompletionWriter
+from offload_rt.server.embeddings import EmbeddingsRequest
 from offload_rt.server.limits import Access, Limits
 from offload_rt.server.messages import CountRequest, MessagesRequest, MessagesWriter
 from offload_rt.server.metrics import Metrics
@@ -103,6 +104,11 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         return await service.answer(
             http, request, lambda answer: ChatWriter(answer, request, service.name)
         )
+
+    @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
+    async def embeddings(http: Request) -> Json:
+        """Embed texts, if the server was started with `--embeddings`."""
+        return await service.embed(await service.read(http, EmbeddingsRequest))
 
 
 def _add_agent_routes(app: FastAPI, service: Service) -> None:

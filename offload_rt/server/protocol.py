@@ -143,7 +143,7 @@ class GenerationRequest(BaseModel):
         return prompt[max(len(prompt) - limit, 0) :]
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]]:
+def prompts_of(value: Any) -> list[str] | list[list[int]]:
     """Convert a prompt to a list of texts or of token id lists."""
     if isinstance(value, str):
         return [value]
@@ -165,7 +165,7 @@ def _is_token(value: Any) -> bool:
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
-    prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(prompts_of)]
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None

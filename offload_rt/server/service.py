@@ -26,6 +26,7 @@ from offload_rt.sampling import Logprob
 from offload_rt.server.answer import Answer, Delta
 from offload_rt.server.bodies import Json, read_body
 from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.embeddings import EmbeddingsRequest
 from offload_rt.server.limits import error_response
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
@@ -48,6 +49,7 @@ class ServerLimits:
     n_waiting    answers in the queue, beside running answers
     timeout_s    duration of a request
     is_any_name  whether requests may name other models
+    pooling      of embeddings; empty: no embeddings
     """
 
     body_nbytes: int
@@ -55,6 +57,7 @@ class ServerLimits:
     n_waiting: int
     timeout_s: float
     is_any_name: bool = False
+    pooling: str = ""
 
 
 class Refused(Exception):
@@ -117,6 +120,23 @@ class Service:
         first = await _unless_gone(http, anext(deltas))
         events = self._events(first, deltas, writer)
         return _EventStream(events, deltas, self.limits.timeout_s + _STREAM_GRACE_S)
+
+    async def embed(self, request: EmbeddingsRequest) -> Json:
+        """Answer a request for embeddings."""
+        self.check_model(request.model)
+        if not self.limits.pooling:
+            raise Refused(404, "this server has no embeddings")
+        n = len(request.input)
+        self._admit(n)
+        try:
+            prompts = await asyncio.to_thread(self._encode, request.input, True)
+            vectors = await asyncio.to_thread(self.llm.embed, prompts, self.limits.pooling)
+        finally:
+            self.n_open -= n
+        return request.whole(vectors, sum(map(len, prompts)), self.name)
+
+    def _encode(self, texts: list[str] | list[list[int]], special: bool) -> list[list[int]]:
+        return [self.llm.encode(text, special) if isinstance(text, str) else text for text in texts]
 
     def _admit(self, n: int) -> None:
         """Reserve queue places, until `_deltas` ends. Raises Refused if the queue is full."""
@@ -220,11 +240,7 @@ class Service:
         if isinstance(request, ChatRequest):
             prompts = [self.render(request)]
         else:
-            special = request.add_special_tokens
-            prompts = [
-                self.llm.encode(prompt, special) if isinstance(prompt, str) else prompt
-                for prompt in request.prompt
-            ]
+            prompts = self._encode(request.prompt, request.add_special_tokens)
         prompts = [request.truncate(prompt, self.llm.max_model_len) for prompt in prompts]
         for prompt in prompts:
             self.llm.check_prompt(prompt)

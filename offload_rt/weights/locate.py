@@ -9,7 +9,7 @@ from typing import Any
 from offload_rt.config import EngineConfig
 from offload_rt.errors import CheckpointError
 from offload_rt.models.families import spec_of
-from offload_rt.models.heads import head_kind
+from offload_rt.models.head_configs import head_kind
 from offload_rt.weights import gguf
 from offload_rt.weights.files import (
     HEADS,

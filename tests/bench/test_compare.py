@@ -136,19 +136,6 @@ def test_rounds_start_with_a_different_peer(tmp_path, monkeypatch):
     assert compare.ratios(found, compare.decode_rate) == of_its_kind
 
 
-def test_process_joins_its_control_group(tmp_path):
-    done = run_json(
-        ["-c", "import json, os; print(json.dumps({'pid': os.getpid()}))"], cgroup=tmp_path
-    )
-    assert int((tmp_path / "cgroup.procs").read_text()) == done.result["pid"]
-
-
-@pytest.mark.parametrize("name", ["memory.max", "memory.limit_in_bytes"])
-def test_memory_limit_of_control_groups_of_both_versions(name, tmp_path):
-    (tmp_path / name).write_text("4096\n")
-    assert compare.memory_limit(tmp_path) == 4096
-
-
 @pytest.mark.slow
 def test_gguf_peers_share_a_file_and_the_limit_of_the_control_group(tmp_path, monkeypatch):
     """The budget of offload_rt leaves room for its imports; a newer checkpoint replaces the

@@ -40,6 +40,7 @@ def forecast(
     drafts = sizes(draft) if draft else None
     if ranks.split_draft and drafts:
         drafts = ranks.part(drafts)
+    settings = {"draft_quantize": "none", **settings}
     config = EngineConfig(
         "llama2-70b", draft, drafter="static_tree" if draft else "none", **settings
     )

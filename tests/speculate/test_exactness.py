@@ -14,6 +14,7 @@ from support.languages import (
     VOCABULARY,
     Language,
     Outcomes,
+    Recipe,
     decisions,
     distribution_under,
     languages,
@@ -66,6 +67,27 @@ def error(outcomes: Outcomes, trees: Trees, target: Language) -> float:
 @pytest.mark.parametrize("rule", RULES)
 def test_output_distribution_equals_plain_sampling(rule, name):
     assert result(rule, name)[0] < 1e-12
+
+
+def larger_first(recipe: Recipe) -> bool:
+    """Whether no child has more below it than a sibling that is verified before it."""
+    n = len(recipe.topology)
+    n_below = [
+        sum(node in recipe.topology.path_to(other) for other in range(n)) for node in range(n)
+    ]
+    for siblings in recipe.topology.children:
+        sizes = [
+            n_below[node]
+            for node in sorted(siblings, key=lambda node: (not recipe.is_sampled[node], node))
+        ]
+        if sizes != sorted(sizes, reverse=True):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if larger_first(recipe)])
+def test_bottom_up_accepts_at_least_top_down_if_larger_children_come_first(name):
+    assert result("traversal", name)[1] >= result("sequoia", name)[1] - 1e-12
 
 
 def block_verification(target: list[Tensor], draft: list[Tensor], tokens: list[int]) -> float:
