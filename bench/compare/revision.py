@@ -6,7 +6,8 @@ Check the revision out into a temporary directory. In every round each tree runs
 process: the expanded demo target, streamed in a quarter of its size or resident, without a drafter
 or with the demo draft model. Each process generates every prompt once before the measurement. The
 statistics of earlier runs are kept per tree, so both trees choose their tree sizes from
-measurements. Runs without a drafter generate an eighth of the tokens. Ratios are seconds per token of the working tree over those of the revision.
+measurements. Runs without a drafter generate an eighth of the tokens. Ratios are seconds per token
+of the working tree over those of the revision.
 """
 
 import json
