@@ -67,7 +67,7 @@ def main() -> int:
 
 def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) -> int:
     results.mkdir(parents=True, exist_ok=True)
-    # In a further process: a CUDA context here would take half a GiB from the sections.
+    # In a further process: a CUDA context here would use half a GiB of the sections' memory.
     built = subprocess.run(
         [sys.executable, "-c", _BUILD], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False
     )

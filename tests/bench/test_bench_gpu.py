@@ -160,15 +160,15 @@ def test_formats_section_continues_after_a_failure(small, monkeypatch):
 
 
 def test_kernels_are_built_in_a_further_process(monkeypatch, tmp_path, capsys):
-    """A CUDA context of this process would take memory from the sections."""
-    monkeypatch.setattr(extension, "missing", lambda: pytest.fail("it creates a context"))
+    """A CUDA context of this process would use memory of the sections."""
+    monkeypatch.setattr(extension, "missing", lambda: pytest.fail("a context"))
     monkeypatch.setattr(sections.subprocess, "run", failing(sections.subprocess.run))
     assert sections._run(("ceilings",), 0.0, True, tmp_path) == 3
     assert capsys.readouterr().err == "error: there are no kernels: the driver is old\n"
 
 
 def failing(run):
-    """Replace the program of a process by one that fails."""
+    """Replace the program of a process by a failing program."""
     program = "raise SystemExit('building\\nthe driver is old')"
     return lambda command, **how: run([*command[:2], program], **how)
 
