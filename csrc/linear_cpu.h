@@ -348,7 +348,18 @@ inline void block_codes(const uint8_t* block, uint8_t* codes) {
     case kQ3_K: memset(codes, -4, 256); return add_pairs(block + 32, 1), add_bits(block, 4);
     case kQ4_K: return nibbles(block + 16, 256, 32, 0);
     case kQ5_K: return nibbles(block + 48, 256, 32, 0), add_bits(block + 16, 16);
-    case kQ6_K: return nibbles(block, 256, 64, 32), add_pairs(block + 128, 16);
+    case kQ6_K:
+      for (int i = 0; i < 4; ++i) {
+        const int half = i / 2, k = i % 2 * 16;
+        const Bytes a = load_bytes(block + 64 * half + k), b = load_bytes(block + 64 * half + 32 + k);
+        const Bytes pairs = load_bytes(block + 128 + 32 * half + k);
+        uint8_t* to = codes + 128 * half + k;
+        store_bytes(to, ((a & 15) | (pairs & 3) << 4) - 32);
+        store_bytes(to + 32, ((b & 15) | (pairs & 12) << 2) - 32);
+        store_bytes(to + 64, (a >> 4 | (pairs & 48)) - 32);
+        store_bytes(to + 96, (b >> 4 | (pairs & 192) >> 2) - 32);
+      }
+      return;
     case kIq4Nl: return nibbles(block + 2, 32, 16, 0), look_up(kIq4, 32, codes);
     case kIq4Xs: return nibbles(block + 8, 256, 16, 0), look_up(kIq4, 256, codes);
   }
@@ -387,7 +398,7 @@ inline void block_scales(const uint8_t* b, float* scales, float* minima) {
       }
       return;
     case kQ6_K:
-      for (int i = 0; i < 16; ++i) scales[i] = half_at(b + 208) * static_cast<float>(static_cast<int8_t>(b[192 + i]));
+      for (int i = 0; i < 16; i += kLanes) store(scales + i, Signed()(b + 192 + i) * half_at(b + 208));
       return;
     case kIq4Xs:
       for (int i = 0; i < 8; ++i) {
@@ -405,9 +416,11 @@ inline void unpack_blocks(const uint8_t* blocks, int n, P* out) {
     float scales[16], minima[16];
     block_codes<kind>(blocks, codes);
     block_scales<kind>(blocks, scales, minima);
-    for (int k = 0; k < n_codes; k += kLanes) {
+    for (int first = 0; first < n_codes; first += group) {
+      const V scale = set1(scales[first / group]), minimum = set1(-minima[first / group]);
       // The product is exact in float32 where there is a minimum.
-      store(out + done + k, fma(Signed()(codes + k), set1(scales[k / group]), set1(-minima[k / group])));
+#pragma GCC unroll 4
+      for (int k = first; k < first + group; k += kLanes) store(out + done + k, fma(Signed()(codes + k), scale, minimum));
     }
   }
 }
@@ -438,63 +451,88 @@ inline void transpose(Words* rows) {
   }
 }
 
+// Load eight rows of 32 bytes, `stride` bytes apart; zeros outside n_rows x nbytes. Constant places keep rows in registers.
+inline __attribute__((always_inline)) void load_rows(const uint8_t* from, int64_t stride, int n_rows, int nbytes, Words* rows) {
+  uint8_t padded[8][32];
+  if (n_rows < 8 || nbytes < 32) {
+    memset(padded, 0, sizeof(padded));
+    for (int i = 0; i < n_rows; ++i) memcpy(padded[i], from + i * stride, nbytes);
+    from = padded[0], stride = 32;
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) memcpy(&rows[i], from + i * stride, 32);
+}
+
+// Store the first nbytes of n_rows of eight rows, `stride` words apart.
+inline __attribute__((always_inline)) void store_rows(const Words* rows, uint32_t* to, int64_t stride, int n_rows, int nbytes) {
+  if (n_rows >= 8 && nbytes >= 32) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) memcpy(to + i * stride, &rows[i], 32);
+    return;
+  }
+  uint8_t padded[8][32];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) memcpy(padded[i], &rows[i], 32);
+  for (int i = 0; i < n_rows; ++i) memcpy(to + i * stride, padded[i], nbytes);
+}
+
 // Input rows of a transposed matrix between the codes in use and the prefetched codes.
 constexpr int kRowsAhead = 64;
 
 // Read up to 64 inputs from input `first` on of up to 64 outputs in AWQ order. words[i][j] holds, in lane l, inputs
 // [8 j, 8 j + 8) of output 8 l + i.
 inline void gather_awq(const Matrix& m, int64_t first_out, int n_outs, int64_t first, int n, Words (*words)[8]) {
-  const int n_words = (n_outs + 7) / 8;
   for (int j = 0; j < (n + 7) / 8; ++j) {
-    Words rows[8] = {};
-    for (int i = 0; i < smaller(8, n - 8 * j); ++i) {
-      const uint8_t* from = m.codes + (first + 8 * j + i) * m.row_nbytes + first_out / 2;
-      __builtin_prefetch(from + kRowsAhead * m.row_nbytes);
-      if (n_words == 8) memcpy(&rows[i], from, 32);
-      else memcpy(&rows[i], from, 4 * n_words);
-    }
+    Words rows[8];
+    const uint8_t* from = m.codes + (first + 8 * j) * m.row_nbytes + first_out / 2;
+    for (int i = 0; i < 8; ++i) __builtin_prefetch(from + (kRowsAhead + i) * m.row_nbytes);
+    load_rows(from, m.row_nbytes, smaller(8, n - 8 * j), (n_outs + 7) / 8 * 4, rows);
     // Transpose 8 x 8 nibbles in every lane.
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const Words swapped = (rows[i] >> 16 ^ rows[i + 4]) & 0xffff;
       rows[i + 4] ^= swapped, rows[i] ^= swapped << 16;
     }
+#pragma GCC unroll 4
     for (int pair = 0; pair < 4; ++pair) {
       const int i = pair / 2 * 4 + pair % 2;
       const Words swapped = (rows[i] >> 8 ^ rows[i + 2]) & 0xff00ff;
       rows[i + 2] ^= swapped, rows[i] ^= swapped << 8;
     }
+#pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2) {
       const Words swapped = (rows[i] >> 4 ^ rows[i + 1]) & 0xf0f0f0f;
       rows[i + 1] ^= swapped, rows[i] ^= swapped << 4;
     }
+#pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) words[i][j] = rows[kAwqNibbles[i]];
   }
 }
 
 // Copy the 4-bit codes of n inputs of a transposed matrix into words of eight inputs: words (n_outs, stride).
 inline void gather(const Matrix& m, int64_t first_out, int n_outs, int64_t first, int n, int64_t stride, uint32_t* words) {
-  const int n_words = (n + 7) / 8;
+  const int n_words = (n + 7) / 8, width = m.kind == kAwq ? 64 : 8;
   for (int w = 0; w < n_words; w += 8) {
     const int n_here = smaller(8, n_words - w);
-    for (int out = 0; out < n_outs; out += 64) {
-      const int n_outs_here = smaller(64, n_outs - out);
-      Words parts[8][8] = {};
+    for (int out = 0; out < n_outs; out += width) {
+      const int n_outs_here = smaller(width, n_outs - out);
+      uint32_t* to = words + out * stride + w;
       if (m.kind == kAwq) {
+        Words parts[8][8];
         gather_awq(m, first_out + out, n_outs_here, first + 8 * w, smaller(64, n - 8 * w), parts);
+        for (int i = 0; i < 8; ++i) {
+          Words rows[8];
+          load_rows(reinterpret_cast<uint8_t*>(parts[i]), 32, n_here, 32, rows);
+          transpose(rows);
+          store_rows(rows, to + i * stride, 8 * stride, (n_outs_here + 7 - i) / 8, 4 * n_here);
+        }
       } else {
-        for (int i = 0; i < n_here; ++i) {
-          const uint8_t* from = m.codes + ((first / 8 + w + i) * m.n_out + first_out + out) * 4;
-          for (int k = 0; k < 4 * n_outs_here; k += 64) __builtin_prefetch(from + kRowsAhead / 8 * 4 * m.n_out + k);
-          for (int j = 0; j < (n_outs_here + 7) / 8; ++j)
-            memcpy(&parts[j][i], from + 32 * j, n_outs_here - 8 * j >= 8 ? 32 : 4 * (n_outs_here - 8 * j));
-        }
-      }
-      for (int i = 0; i < 8; ++i) {
-        transpose(parts[i]);
-        for (int j = 0; j < 8; ++j) {
-          const int k = m.kind == kAwq ? 8 * j + i : 8 * i + j;
-          if (k < n_outs_here) memcpy(words + (out + k) * stride + w, &parts[i][j], n_here == 8 ? 32 : 4 * n_here);
-        }
+        Words rows[8];
+        const uint8_t* from = m.codes + ((first / 8 + w) * m.n_out + first_out + out) * 4;
+        for (int i = 0; i < 8; ++i) __builtin_prefetch(from + (kRowsAhead / 8 + i) * 4 * m.n_out);
+        load_rows(from, 4 * m.n_out, n_here, 4 * n_outs_here, rows);
+        transpose(rows);
+        store_rows(rows, to, stride, n_outs_here, 4 * n_here);
       }
     }
   }

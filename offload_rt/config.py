@@ -117,6 +117,12 @@ class EngineConfig:
         "tokens in a drafter's view of the target's cache; default: set by the drafter",
         parse=int,
     )
+    draft_quantize: str = setting(
+        "auto",
+        "quantise an unquantised draft model of a native family while it is loaded; the output"
+        " stays exact; auto: if fewer streamed bytes outweigh the loss of accepted tokens",
+        choices=("auto", "none", "int4", "int8", "fp8"),
+    )
     learn_draft: str = setting(
         "off",
         "train the draft model on the target's predictions while waiting for the link; keep:"
@@ -246,7 +252,8 @@ class StructuredOutputs:
     choice       texts
     grammar      Lark or GBNF grammar
     json_object  any JSON object
-    after        special token before the constrained text, such as </think>; None: no token
+    around       Lark grammar of the whole answer, with @answer in place of the format, such as
+                 "start: TEXT </think> @answer" and "TEXT: /(.|\\n)*/"; None: only the format
     """
 
     json: Mapping[str, Any] | bool | str | None = None
@@ -254,7 +261,7 @@ class StructuredOutputs:
     choice: Sequence[str] = ()
     grammar: str | None = None
     json_object: bool = False
-    after: str | None = None
+    around: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.json, str):
@@ -271,6 +278,8 @@ class StructuredOutputs:
             "json_object": isinstance(self.json_object, bool),
         }
         wrong = [name for name, is_right in formats.items() if not is_right]
+        if not isinstance(self.around, str | None):
+            wrong.append("around")
         if wrong:
             raise SettingsError(f"structured_outputs: {wrong[0]} has a wrong type")
         given = [name for name in formats if getattr(self, name) not in (None, (), False)]
@@ -352,6 +361,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = setting(None, "the same for tokens of the prompt", parse=int)
     max_new_tokens: int | None = setting(None, "transformers' name of --max-tokens", parse=int)
+    skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -380,6 +390,9 @@ class SamplingParams:
                     )
 
         if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputs):
+                have = type(self.structured_outputs).__name__
+                raise SettingsError("structured_outputs", need="StructuredOutputs", have=have)
             wrong = [name for name in _NOT_WITH_GRAMMAR if getattr(self, name)]
             if -math.inf in (self.logit_bias or {}).values():
                 wrong.append("logit_bias of -inf")

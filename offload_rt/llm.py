@@ -31,6 +31,7 @@ from offload_rt.engine.loader import Progress
 from offload_rt.engine.outputs import Output, Piece, Request, Stats
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.grammar import Grammar, GrammarCompiler
+from offload_rt.executor.pooling import Pooling
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.offload.placement import Plan
@@ -92,6 +93,7 @@ class LLM:
         tree_size: int | None = None,
         tree_depth: int | None = None,
         draft_context: int | None = None,
+        draft_quantize: str = "auto",
         learn_draft: str = "off",
         batch_invariant: bool = False,
         exact_parallel: bool = False,
@@ -113,7 +115,7 @@ class LLM:
                 model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype,
                 max_model_len,
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
-                draft_context, learn_draft,
+                draft_context, draft_quantize, learn_draft,
                 batch_invariant, exact_parallel, split_draft, revision, offline,
                 chat_template, pipeline, mirror,
             )
@@ -303,6 +305,26 @@ class LLM:
             async for _, piece in pieces:
                 yield piece
 
+    def embed(self, prompts: Prompt | abc.Sequence[Prompt], pooling: str = "mean") -> Tensor:
+        """Return an embedding per prompt: (n, hidden_size) float32, each of length 1.
+
+        pooling  of the hidden states behind the final norm: "mean" or "last" token
+        Raises as `generate` does, and SettingsError for other settings and models.
+        """
+        if pooling not in ("mean", "last"):
+            raise SettingsError(f"pooling {pooling!r}", need='"mean" or "last"')
+        if not self.engine.runner.spec.supports_embeddings:
+            need = "a native model (Llama, Mistral, Qwen2, Qwen3) in one process"
+            raise SettingsError("embeddings", need=need)
+        params = SamplingParams(max_tokens=1, temperature=0)
+        requests = [self._request(prompt, params) for prompt in _as_list(prompts)]
+        for request in requests:
+            request.sequences[0].pooling = Pooling(pooling == "mean")
+        for _ in self._open_thread.pieces(requests):
+            pass
+        vectors = [request.sequences[0].pooling for request in requests]
+        return torch.stack([vector.vector() for vector in vectors if vector is not None])
+
     async def astream_all(
         self, prompts: abc.Sequence[Prompt], sampling_params: SamplingParams
     ) -> AsyncGenerator[IndexedPiece, None]:
@@ -434,7 +456,9 @@ class LLM:
         self.check_prompt(ids)
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings", need="a tokenizer", have="a checkpoint without one")
-        text = TextStream(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None
+        text = None
+        if self.tokenizer is not None:
+            text = TextStream(self.tokenizer, ids, params.stop, params.skip_special_tokens)
         grammar = None
         if params.structured_outputs is not None:
             grammar = self._compile(params.structured_outputs)
@@ -444,12 +468,7 @@ class LLM:
         """Compile a grammar. Raises SettingsError if that fails."""
         with self._compiler_lock:
             compiler = self._compiler
-        start_after = None
-        if outputs.after is not None:
-            start_after = self._tokenizer().get_vocab().get(outputs.after)
-            if start_after is None:
-                raise SettingsError(f"after {outputs.after!r}", need="a token of the vocabulary")
-        return compiler.compile(outputs, start_after)
+        return compiler.compile(outputs)
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:

@@ -59,6 +59,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "tree_size": (["64"], 64),
     "tree_depth": (["8"], 8),
     "draft_context": (["256"], 256),
+    "draft_quantize": (["int4"], "int4"),
     "learn_draft": (["keep"], "keep"),
     "batch_invariant": ([], True),
     "exact_parallel": ([], True),

@@ -256,16 +256,9 @@ def test_prompts_can_be_texts_or_ids(speaking):
     with open_llm(speaking) as llm:
         ids = llm.encode("the quick fox")
         expected = llm.generate("the quick fox", params)[0].token_ids
-        prompts = [
-            ids,
-            {"prompt": "the quick fox"},
-            {"prompt_token_ids": ids},
-            tuple(ids),
-            np.array(ids),
-            np.array(ids, dtype=np.int32),
-            torch.tensor(ids),
-            list(np.array(ids)),
-        ]
+        forms = tuple, np.array, np.int32, torch.tensor, lambda ids: list(np.array(ids))
+        prompts = [form(ids) for form in forms]
+        prompts += [ids, {"prompt": "the quick fox"}, {"prompt_token_ids": ids}]
         for prompt in prompts:
             assert [got.token_ids for got in llm.generate(prompt, params)] == [expected]
         assert [got.token_ids for got in llm.generate(prompts, params)] == [expected] * len(prompts)
@@ -273,25 +266,17 @@ def test_prompts_can_be_texts_or_ids(speaking):
             expected
         ] * 2
         assert llm.generate([], params) == []
-        for wrong in (
-            None,
-            5,
-            1.5,
-            [1, "x"],
-            [1.5],
-            [[1, 2], None],
-            torch.tensor([1.0]),
-            np.array(3),
-            [[[1]]],
-        ):
+        arrays = [torch.tensor([1.0]), np.array(3)]
+        for wrong in (None, 5, 1.5, [1, "x"], [1.5], [[1, 2], None], [[[1]]], *arrays):
             with pytest.raises(PromptError) as caught:
                 llm.generate(wrong, params)
             assert "needs a text, or whole numbers" in str(caught.value) and "\n" not in str(
                 caught.value
             )
         for wrong in ({}, {"text": "x"}, {"prompt": "x", "text": "x"}):
-            with pytest.raises(PromptError, match='needs "prompt" or "prompt_token_ids"'):
+            with pytest.raises(PromptError, match='needs "prompt" or "prompt_token_ids"') as caught:
                 llm.generate(wrong, params)
+            assert all(repr(key) in str(caught.value) for key in {*wrong} - {"prompt"})
         for params in (
             SamplingParams(logit_bias={10**6: 1.0}),
             SamplingParams(stop_token_ids=[10**6]),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny import generate, open_llm, prompt_of, sequence_of
+from support.tiny import generate, open_llm, prompt_of
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import offload_rt.speculate.draft
@@ -17,11 +17,9 @@ from offload_rt.models.families import _COMMON as COMMON
 from offload_rt.models.families import FAMILIES, spec_of
 from offload_rt.models.rope import Rope
 from offload_rt.speculate.draft_model import DraftModel, SelfDraftModel
-from offload_rt.speculate.select import rule_of
 from offload_rt.system import registry
-from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
-FOLDERS = ("speculate.draft", "speculate.verify", "weights.formats")
+FOLDERS = ("speculate.draft", "speculate.verify", "weights.formats", "server.tool_formats")
 PACKAGE = Path(offload_rt.__file__).parent
 
 
@@ -42,17 +40,6 @@ def test_unknown_entry_is_refused_with_the_known_entries(name):
     with pytest.raises(SettingsError, match="adaptive_tree, ") as caught:
         registry.find("speculate.draft", name)
     assert repr(name) in str(caught.value)
-
-
-def test_new_file_is_an_entry(tmp_path, monkeypatch):
-    (tmp_path / "brandnew.py").write_text("ANSWER = 42\n")
-    monkeypatch.setattr(
-        offload_rt.speculate.draft,
-        "__path__",
-        [*offload_rt.speculate.draft.__path__, str(tmp_path)],
-    )
-    assert "brandnew" in registry.names("speculate.draft")
-    assert registry.find("speculate.draft", "brandnew").ANSWER == 42
 
 
 def test_drafter_in_a_single_new_file_gets_the_resources_it_declares(zoo, tmp_path, monkeypatch):
@@ -187,25 +174,3 @@ def test_config_is_read_like_transformers(name, options):
 
 
 # speculate/verify/
-
-
-def _tree() -> DraftTree:
-    """A root with two children, the first of which has one child."""
-    import numpy as np
-
-    return DraftTree(Topology(np.array([-1, 0, 0, 1])), torch.tensor([5, 1, 2, 3]))
-
-
-@pytest.mark.parametrize("name", registry.names("speculate.verify"))
-def test_rule_gives_a_path_and_a_bonus_of_the_distribution(name):
-    rule = rule_of(name)
-    assert rule.child_sampling in (None, "without_replacement", "independent")
-    generator = torch.Generator().manual_seed(0)
-    sequence = sequence_of(0)
-    for _ in range(50):
-        draft_probs = torch.rand(4, 7, generator=generator).pow(4)
-        draft_probs[:, 0] = 0
-        verdict = rule.verify(_tree(), draft_probs / draft_probs.sum(-1, keepdim=True), sequence)
-        assert isinstance(verdict, Verdict)
-        assert verdict.path in ((), (1,), (2,), (1, 3))
-        assert 1 <= verdict.bonus < 7

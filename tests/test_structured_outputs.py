@@ -101,16 +101,22 @@ def bits(masks):
     return np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little").astype(bool)
 
 
-def allowed_after(llm, tokens):
+@pytest.fixture(scope="module")
+def bytes_of(llm):
+    """Bytes of each token of the tokenizer."""
+    return [token_bytes(llm.tokenizer, token) for token in range(len(llm.tokenizer))]
+
+
+def allowed_after(bytes_of, tokens):
     """Tokens that keep a text within CHOICES, by comparing bytes; None outside CHOICES."""
-    text = b"".join(token_bytes(llm.tokenizer, token) for token in tokens)
+    text = b"".join(bytes_of[token] for token in tokens)
     choices = [choice.encode() for choice in CHOICES]
     if END in tokens or not any(choice.startswith(text) for choice in choices):
         return None
     longer = {
         token
         for token in range(END)
-        if any(choice.startswith(text + token_bytes(llm.tokenizer, token)) for choice in choices)
+        if any(choice.startswith(text + bytes_of[token]) for choice in choices)
     }
     return longer | ({END} if text in choices else set())
 
@@ -125,7 +131,7 @@ def mask_after(compiler, tokens):
     return set(np.flatnonzero(bits(grammar.masks_of(DraftTree.root_only(0)))[0]).tolist())
 
 
-def test_masks_of_random_trees_equal_masks_of_plain_decoding(llm, compiler):
+def test_masks_of_random_trees_equal_masks_of_plain_decoding(bytes_of, compiler):
     """They also stay within the texts. Where bytes are forced, llguidance allows one token only."""
     n_checked = 0
     for seed in range(30):
@@ -139,12 +145,12 @@ def test_masks_of_random_trees_equal_masks_of_plain_decoding(llm, compiler):
         tokens = [0]
         for node in range(1, 24):
             path = [tokens[above] for above in topology.path_to(int(topology.parents[node]))]
-            allowed = allowed_after(llm, committed + path) or set(range(END))
+            allowed = allowed_after(bytes_of, committed + path) or set(range(END))
             tokens.append(rng.choice(sorted(allowed)) if rng.random() < 0.8 else rng.randrange(END))
         grammar.start_masks(DraftTree(topology, torch.tensor(tokens)))
         for node, row in enumerate(bits(grammar.masks())):
             path = [tokens[above] for above in topology.path_to(node)]
-            allowed = allowed_after(llm, committed + path)
+            allowed = allowed_after(bytes_of, committed + path)
             plain = None if allowed is None else mask_after(compiler, committed + path)
             if plain is not None:
                 n_checked += 1
@@ -277,24 +283,25 @@ def test_sampled_answers_have_the_law_of_masked_plain_sampling(
     assert chi_square_p(observed, n * np.array([*chances, 1 - sum(chances)])) > 1e-3
 
 
-def test_text_before_the_start_token_is_free(llm, compiler):
-    grammar = compiler.compile(StructuredOutputs(choice=["a"]), start_after=THINK_END)
+@pytest.mark.parametrize(
+    "outputs", [{"choice": ["a"]}, {"regex": "a"}, {"grammar": 'root ::= "a"'}]
+)
+def test_grammar_may_begin_behind_free_text(llm, compiler, outputs):
+    around = "start: TEXT </think> @answer\nTEXT: /(.|\\n)*/"
+    outputs = StructuredOutputs(**outputs, around=around)
+    grammar = compiler.compile(outputs)
     a, b = (llm.encode(letter)[0] for letter in "ab")
-    # Root, free text, the start token behind it, and the constrained text.
+    # Root, free text, the tag behind it, and the constrained text.
     tree = DraftTree(random_tree(1, 0).after_chain(5), torch.tensor([b, b, THINK_END, a, b, b]))
     free, still_free, start, end, *_ = map(set, map(np.flatnonzero, bits(grammar.masks_of(tree))))
-    assert len(free) == len(still_free) >= VOCAB
+    assert free == still_free and {a, b, THINK_END} <= free and END not in free
     assert (start, end) == ({a}, {END})
     grammar.advance(THINK_END)
     assert set(np.flatnonzero(bits(grammar.masks_of(DraftTree.root_only(b)))[0])) == {a}
-    params = SamplingParams(
-        max_tokens=4, structured_outputs=StructuredOutputs(choice=["a"], after="</think>")
-    )
+    params = SamplingParams(max_tokens=4, structured_outputs=outputs)
     assert llm.generate("x", params)[0].finish_reason == "length"
     with pytest.raises(SettingsError, match="<no>"):
-        llm.generate(
-            "x", SamplingParams(structured_outputs=StructuredOutputs(regex="a", after="<no>"))
-        )
+        compiler.compile(replace(outputs, around="start: <no> @answer"))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +321,8 @@ def test_an_unsupported_grammar_is_refused(llm, outputs, message):
 
 @pytest.mark.parametrize(
     "outputs",
-    [{}, {"json": {}, "regex": "a"}, {"json": "{"}, {"json": 3}, {"regex": 3}, {"choice": [""]}],
+    [{}, {"regex": "a", "around": 1}, {"json": {}, "regex": "a"}, {"json": "{"}, {"json": 3},
+     {"regex": 3}, {"choice": [""]}],
 )  # fmt: skip
 def test_formats_are_checked(outputs):
     with pytest.raises(SettingsError):
@@ -333,5 +341,7 @@ def test_formats_are_checked(outputs):
     ],
 )  # fmt: skip
 def test_settings_that_could_exclude_every_token_are_refused(settings):
+    with pytest.raises(SettingsError, match="needs StructuredOutputs, has dict"):
+        SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(SettingsError, match=f"structured_outputs with {next(iter(settings))}"):
         SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **settings)

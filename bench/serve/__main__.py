@@ -2,6 +2,7 @@
 
     python -m bench.serve [--size 600MB] [--gbps 0.5] [--clients 1 4 16]
     python -m bench.serve --peer
+    python -m bench.serve --load 120
 
 Serve the expanded demo target with half its size as budget and a paced disk. A client process
 sends held-out prompts sequentially, then at random moments, n times as often, with at most n
@@ -11,6 +12,10 @@ to the first token starts at the intended request. Then a single client alternat
 
 With --peer, `offload-rt serve` and `transformers serve` (with its extra dependencies) serve the
 resident demo target in turn. Greedy answers to equal prompts are compared.
+
+With --load, clients send plain requests, grammars and tool calls for these seconds to the resident
+demo target, and disconnect from 30 % of the streams. Answers are compared with those of requests
+one by one.
 """
 
 import argparse
@@ -21,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from socket import create_connection, create_server
@@ -37,6 +43,7 @@ from bench.common.pacing import pace
 from bench.common.processes import family
 from bench.common.prompts import held_out_prompts
 from bench.serve.client import Client, Round, Server, client_process
+from bench.serve.load import Counts, load
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.server.app import make_app
@@ -154,6 +161,18 @@ def rounds_of_peer(
     return rounds
 
 
+def counts_of_load(texts: Sequence[str], flags: argparse.Namespace) -> Counts:
+    """Return the counts of a load on the resident demo target."""
+    drafter = flags.drafter
+    slots = max(flags.clients)
+    with LLM(TARGET, device="cpu", drafter=drafter, max_model_len=256, max_num_seqs=slots) as llm:
+        assert llm.tokenizer is not None
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{% endif %}"
+        llm.tokenizer.chat_template = template
+        with served(llm) as server:
+            return load(server.url, texts, slots, flags.load)
+
+
 def table(rounds: dict[str, list[Round]], base: str) -> Table:
     """Show throughput, relative to the base in the same round, latencies and equal texts."""
     shown = Table(
@@ -187,10 +206,15 @@ def main() -> None:
     bench.add("--tokens", type=int, default=32, help="of each answer")
     bench.add("--rounds", type=int, default=2)
     bench.add("--peer", action="store_true", help="compare with `transformers serve`")
+    bench.add("--load", type=float, help="seconds of mixed requests")
     flags = bench.start()
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     n_parts = 1 + flags.peer * flags.rounds * len(flags.clients)
     prompts = held_out_prompts(tokenizer, flags.prompts * n_parts)
+    if flags.load:
+        counts = counts_of_load([tokenizer.decode(ids) for ids in prompts], flags)
+        print(counts)
+        return bench.finish(load=asdict(counts))
     console = Console(width=160)
     with client_process() as client:
         if flags.peer:

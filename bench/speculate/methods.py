@@ -11,6 +11,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.speculate.select import drafter_type, pick_drafter
 from offload_rt.tree.topology import Topology
+from offload_rt.weights.rounding import ROUNDINGS
 
 _CONTEXT = 512
 
@@ -33,6 +34,7 @@ class Method:
 
     shape          tree of a size, for drafters with a fixed shape
     draft_context  tokens in the drafter's view of the target's cache
+    rounding       weight format of the draft model, see `--draft-quantize`
     """
 
     name: str
@@ -40,6 +42,7 @@ class Method:
     rule: str = "auto"
     shape: Callable[[int], Topology] | None = None
     draft_context: int | None = None
+    rounding: str = "none"
 
     def open(
         self, model: str, n_nodes: int, dtype: str, device_memory: str | int, max_model_len: int
@@ -51,7 +54,8 @@ class Method:
             model, draft, dtype=dtype,
             device_memory=device_memory, max_model_len=max_model_len, drafter=self.drafter,
             rule=self.rule,
-            draft_context=self.draft_context, tree_size=None if self.drafter == "none" else n_nodes,
+            draft_context=self.draft_context, draft_quantize=self.rounding,
+            tree_size=None if self.drafter == "none" else n_nodes,
             tree_depth=n_nodes if self.shape is chain else None,
         )  # fmt: skip
         chosen = pick_drafter(config)
@@ -91,6 +95,10 @@ SYSTEMS = (
     Method("dynamic, match", "dynamic_tree", "match"),
     Method("dynamic, coupled", "dynamic_tree", "coupled"),
     Method("adaptive", "adaptive_tree"),
+    *(
+        Method(f"adaptive, {rounding} draft", "adaptive_tree", rounding=rounding)
+        for rounding in ROUNDINGS
+    ),
 )
 # For long texts: drafters with a view of a part of the text, and two without.
 LONG = (

@@ -17,7 +17,7 @@ from offload_rt.cli.process import exit_code, interrupts_held, show_any_text
 from offload_rt.cli.run import TemplateSettings
 from offload_rt.config import EngineConfig, SamplingParams, setting
 from offload_rt.errors import CapacityError, OffloadError
-from offload_rt.text.reasoning import ReasoningSplitter, opens_reasoning
+from offload_rt.text.reasoning import THINK, ReasoningSplitter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -154,7 +154,7 @@ class _Chat:
         """Print an answer until its end or an interrupt. Returns text and number of tokens."""
         tokenizer = self.llm.tokenizer
         prompt = "" if tokenizer is None else str(tokenizer.decode(ids[-8:]))
-        splitter = ReasoningSplitter(opens_reasoning(prompt))
+        splitter = ReasoningSplitter(THINK.opens(prompt))
         view = self._view()
         text = ""
         n_tokens = 0

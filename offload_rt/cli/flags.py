@@ -38,6 +38,7 @@ _ENGINE_GROUPS = {
         "tree_size",
         "tree_depth",
         "draft_context",
+        "draft_quantize",
         "learn_draft",
         "batch_invariant",
     ),

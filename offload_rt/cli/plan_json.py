@@ -21,12 +21,13 @@ def _as_json(forecast: Forecast, others: Alternatives) -> dict[str, Any]:
     return {
         "model": request.config.model,
         "draft_model": request.config.draft_model,
+        "draft_quantize": request.models[1].rounding if request.models[1] else None,
         "machine": machine.title,
         "links": dict(machine.links),
         "sources": machine.sources,
         "acceptance": {
             "by_rank": request.acceptance.by_rank.tolist(),
-            "source": request.acceptance.source,
+            "source": forecast.acceptance_source,
         },
         "plan": asdict(fitted.plan),
         "max_model_len": fitted.max_model_len,

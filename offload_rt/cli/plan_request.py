@@ -101,9 +101,8 @@ def request_of(settings: PlanSettings, config: EngineConfig, machine: Machine) -
         draft = copies(target, on_card)
         drafter = SELF
     else:
-        drafter = (
-            "none" if draft is None else "mtp" if config.draft_model is None else "static_tree"
-        )
+        trees = "adaptive_tree" if config.drafter == "auto" else config.drafter
+        drafter = "none" if draft is None else "mtp" if config.draft_model is None else trees
     if draft is None and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
         raise SettingsError(flag, need="a drafter", change="set --draft-model, or --drafter=self")
@@ -143,7 +142,9 @@ def assumed(name: str, temperature: float, config: EngineConfig, drafter: str) -
     )
     draft = SELF if drafter == SELF else draft
     pair = _identities(config, drafter) if name == "auto" and drafter != "none" else ("", "")
-    return assume(name, pair, (target, draft), temperature)
+    acceptance = assume(name, pair, (target, draft), temperature)
+    is_dynamic = temperature == 0 and drafter in ("adaptive_tree", "dynamic_tree")
+    return acceptance.with_dynamic_trees() if is_dynamic else acceptance
 
 
 def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:

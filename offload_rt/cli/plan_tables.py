@@ -32,7 +32,7 @@ def show(forecast: Forecast, others: Alternatives) -> None:
         link = "host-to-card link" if name == "host" else "disk"
         print(f"the {link} is busy for {share:.1%} of a pass")
     if len(forecast.topology) > 1:
-        print(f"acceptance: {forecast.request.acceptance.source}")
+        print(f"acceptance: {forecast.acceptance_source}")
     print("\n".join(machine.sources))
     if short := short_context(forecast):
         print(short)
@@ -70,9 +70,12 @@ def _print_placement(forecast: Forecast) -> None:
 def _print_trees(forecast: Forecast) -> None:
     """Print the tree and the gain over the fastest plain decoding."""
     topology = forecast.topology
+    draft = forecast.request.models[1]
     plain_s = forecast.plain.seconds_per_token
     gain = plain_s / forecast.run.seconds_per_token
-    has_draft = forecast.request.models[1] is not None
+    has_draft = draft is not None
+    if draft is not None and draft.rounding != "none":
+        print(f"draft model quantised to {draft.rounding}: {format_size(draft.nbytes)}")
     if len(topology) > 1:
         print(
             f"trees of {len(topology)} nodes on {topology.n_levels} levels:"
@@ -127,7 +130,7 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
     )
     for name, way in ways.items():
         nbytes = format_size(sum(way.moved.values())) if way else ""
-        chosen = " (a run's way)" if name == forecast.mode else ""
+        chosen = " (the mode of a run)" if name == forecast.mode else ""
         print(_line(name + chosen, (nbytes, _speed(way)), 50))
     model = forecast.request.config.model.lower().rpartition("/")[2]
     print("".join(f"published: {line}\n" for line in PUBLISHED_RATES.get(model, ())), end="")

@@ -31,8 +31,24 @@ class ServeSettings:
     served_model_name: str | None = setting(
         None, "model name for clients; default: the last part of --model"
     )
+    cors_origin: tuple[str, ...] = setting(
+        (),
+        "origin of web pages that may use the API, like https://example.org; *: all (repeatable)",
+    )
     any_model_name: bool = setting(
         False, "answer requests for other model names, as llama.cpp does, instead of status 404"
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "format of tool calls: hermes, llama3_json, mistral, qwen3_coder, glm45 or harmony;"
+        " auto: by the chat template",
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "format of the reasoning: think, mistral, harmony or none; auto: by the chat template",
+    )
+    embeddings: str = setting(
+        "", "answer /v1/embeddings with this pooling of hidden states: mean or last"
     )
     max_body: str = setting("4MiB", "maximum size of a request body")
     max_n: int = setting(16, "maximum answers per request", parse=int)
@@ -50,6 +66,8 @@ class ServeSettings:
     def __post_init__(self) -> None:
         for name in ("max_n", "max_waiting", "timeout", "drain"):
             check_positive(name, getattr(self, name))
+        if self.embeddings not in ("", "mean", "last"):
+            raise SettingsError(f"--embeddings={self.embeddings}", need="mean or last")
 
 
 def new_parser() -> Parser:
@@ -83,7 +101,9 @@ def _serve(flags: Namespace) -> None:
     check_paths(config)
     try:
         from offload_rt.server.app import make_app
+        from offload_rt.server.chat_format import ChatFormat
         from offload_rt.server.connection import ConnectionLimits, make_server
+        from offload_rt.server.limits import Access
         from offload_rt.server.service import ServerLimits
     except ImportError as error:
         need = "FastAPI, uvicorn and prometheus-client"
@@ -107,14 +127,19 @@ def _serve(flags: Namespace) -> None:
         settings.max_waiting,
         settings.timeout,
         settings.any_model_name,
+        settings.embeddings,
     )
     with _listen(settings.host, settings.port) as listening, LLM.open(config) as llm:
+        chat_format = ChatFormat.select(
+            llm.tokenizer, settings.tool_call_parser, settings.reasoning_parser
+        )
         console = Console(stderr=True)
         with loading_bar(console) as bar:
             llm.load(progress=bar)
         llm.engine.prompt_seconds = settings.prompt_wait
         is_local = settings.host.lower() in _LOOPBACK
-        app = make_app(llm, name, limits, key, _LOOPBACK if is_local else frozenset())
+        hosts = _LOOPBACK if is_local else frozenset()
+        app = make_app(llm, name, limits, Access(key, hosts, settings.cors_origin), chat_format)
         server = make_server(app, settings.drain, ConnectionLimits.from_ulimit())
         if not is_local and key is None:
             warning = "every machine that reaches this address can use the model; set --api-key"

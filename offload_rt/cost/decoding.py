@@ -83,12 +83,16 @@ def predict_decoding(
     acceptance: np.ndarray,
     context: int,
     n_tokens: int,
+    tokens_ratio: float = 1.0,
 ) -> Decoding:
     """Predict decoding of `n_tokens` tokens after `context` tokens, by the same tree in each pass.
 
-    acceptance  (ranks,) acceptance probability by sibling rank
+    acceptance    (ranks,) acceptance probability by sibling rank
+    tokens_ratio  correction factor of the tokens per pass
     """
     tokens = expected_tokens(topology, acceptance)
+    if len(topology) > 1:
+        tokens = min(tokens_ratio * tokens, topology.n_levels)
     n_contexts = min(math.ceil(n_tokens / tokens), _N_CONTEXTS)
     last = max(context + n_tokens - tokens, context)
     contexts = np.linspace(context, last, n_contexts).astype(int).tolist()

@@ -113,12 +113,14 @@ class Roof:
     def compute_times(
         self, spec: Architecture, dtype: DType, is_replayed: bool = True, share: float = 1.0,
         decode_s: float = 0.0, more_s: Callable[[int], float] = lambda _: 0.0,
+        head_share: float = 1.0,
     ) -> ComputeTimes:  # fmt: skip
         """Return the seconds of all layers and the head by rows and context.
 
-        share     see `product_s`
-        decode_s  seconds to decode a weight
-        more_s    further seconds of a pass, by rows
+        share       of the layers, see `product_s`
+        decode_s    seconds to decode a weight
+        more_s      further seconds of a pass, by rows
+        head_share  of the output matrix, see `product_s`
         """
         # Compute equal layers once: the table has a hundred entries, and a model as many layers.
         itemsize = dtype.itemsize
@@ -128,7 +130,8 @@ class Roof:
             groups.setdefault(kind, []).append(i)
 
         def seconds(n_rows: int, context: int) -> float:
-            head = self.product_s(spec.vocab_size * spec.hidden_size, n_rows, itemsize)
+            n_head = spec.vocab_size * spec.hidden_size
+            head = self.product_s(n_head, n_rows, itemsize, head_share)
             layers = 0.0
             for i, *others in groups.values():
                 layer_s = self.layer_s(spec, n_rows, context, itemsize, i, is_replayed, share)

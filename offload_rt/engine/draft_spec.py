@@ -1,5 +1,6 @@
 """Specification of the drafter: sizes of its model for planning, loading, opening."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from statistics import median
@@ -35,8 +36,9 @@ from offload_rt.speculate.select import Drafting
 from offload_rt.system.trace import Trace
 from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.layout import PAGE, PackedLayer, align_up
+from offload_rt.weights.layout import PAGE, Layout, PackedLayer, align_up
 from offload_rt.weights.lossless import EncodedImage
+from offload_rt.weights.rounding import rounded, rounded_layout
 
 # Repetitions; the median counts.
 _N_TIMES = 3
@@ -82,12 +84,23 @@ class DraftSpec:
         if draft is not None:
             sizes = Sizes.of_checkpoint(draft, self.dtype)
             if self.drafting.learning == "off":
-                return sizes
+                return sizes.rounded(self.drafting.rounding)
             nbytes = learning_nbytes(draft.spec, draft.dtype, self.target.device)
             return replace(sizes, view_nbytes=sizes.view_nbytes + nbytes)
         if not self.copies_target:
             return None
         return self._copies_sizes()
+
+    @property
+    def can_round(self) -> bool:
+        """Whether the weights of the draft model are unquantised and remain unchanged."""
+        draft = self.checkpoint
+        is_plain = draft is not None and draft.format.name == "dense"
+        return is_plain and self.drafting.learning == "off"
+
+    def rounded(self, rounding: str) -> "DraftSpec":
+        """Return the specification with the draft model in a format of `weights.rounding`."""
+        return replace(self, drafting=replace(self.drafting, rounding=rounding))
 
     def _check_learning(self) -> None:
         draft = self.checkpoint
@@ -115,7 +128,9 @@ class DraftSpec:
             )
         view_nbytes = Sizes.of_checkpoint(target, int4.DTYPE).view_nbytes
         is_cuda = self.target.device.type == "cuda"
-        copy_nbytes = max(int4.copy_layout(layer.layout, is_cuda).nbytes for layer in target.layers)
+        copy_nbytes = max(
+            rounded_layout(layer.layout.tensors, "int4", is_cuda).nbytes for layer in target.layers
+        )
         n_layers = target.spec.n_layers
         return Sizes(target.spec, (0,) * n_layers, 0, int4.DTYPE, view_nbytes, stand_in=copy_nbytes)
 
@@ -154,7 +169,8 @@ class DraftSpec:
         draft = self.checkpoint
         if draft is None or files is None:
             return None
-        return self._runner(loader, draft, loader.resident(draft, files))
+        sources = loader.resident(draft, files, self.drafting.rounding)
+        return self._runner(loader, draft, sources)
 
     def _runner(self, loader: Loader, draft: Checkpoint, sources: LayerSources) -> Runner:
         # The trace shows draft passes as levels of a tree; layers would flood it.
@@ -174,7 +190,7 @@ class DraftSpec:
             layer = tier.image(i) if isinstance(tier, MemoryTier) else None
             if layer is None or isinstance(layer, EncodedImage):
                 layer = loader.reader(stored, i)()
-            resident.put(i, int4.packed(layer, loader.device))
+            resident.put(i, rounded(layer, "int4", loader.device))
         copies = LayerSources(resident, (None,) * len(sources.streamed), 0)
         spec = self.target.checkpoint.spec
         return loader.runner(spec, int4.Format(), int4.DTYPE.torch, copies, Trace(on=False))
@@ -199,8 +215,9 @@ class DraftSpec:
 
     def weights_nbytes(self, plan: Plan) -> int:
         """Return the weight bytes that a draft level reads."""
-        if self.checkpoint is not None:
-            return self.checkpoint.nbytes
+        sizes = self.sizes()
+        if self.checkpoint is not None and sizes is not None:
+            return sizes.nbytes
         return self.target.checkpoint.spec.n_layers * plan.reserved.stand_in
 
     def open_drafter(
@@ -222,8 +239,7 @@ class DraftSpec:
             draft_model = resources.open_model(
                 draft, runner.spec.vocab_size, n_levels, trace, resources.draft_context
             )
-            draft_identity = self.checkpoint.identity if self.checkpoint else int4.Format.name
-            pair_stats = PairStats.load(identity, draft_identity)
+            pair_stats = PairStats.load(identity, self._identity)
         if resources.view is not None:
             self_model = SelfDraftModel(
                 runner, n_levels, trace, resources.view, drafting.view_rows, memory.view_rows
@@ -247,6 +263,15 @@ class DraftSpec:
         )
         return drafting.type.open(parts)
 
+    @property
+    def _identity(self) -> str:
+        """Key of the draft's weights in the statistics of pairs."""
+        if self.checkpoint is None:
+            return int4.Format.name
+        rounding = self.drafting.rounding
+        identity = self.checkpoint.identity
+        return identity if rounding == "none" else f"{identity} {rounding}"
+
     def level_seconds(self, n_rows: int) -> float:
         """Measure a draft level of `n_rows` rows; 0 without a draft model.
 
@@ -260,7 +285,7 @@ class DraftSpec:
         with ExitStack() as closes:
             files = closes.enter_context(closing(open_files(draft, ReadSettings(), device)))
             resident = closes.enter_context(closing(MemoryTier()))
-            _fill_with_zeros(resident, files, draft.spec.n_layers + 1, device)
+            _fill_with_zeros(resident, self._layouts(files), device)
             loader = Loader(device, resident, Meter(0, None), closes, frozenset())
             sources = LayerSources(resident, (None,) * draft.spec.n_layers, 0)
             runner = self._runner(loader, draft, sources)
@@ -268,14 +293,21 @@ class DraftSpec:
                 runner.use_graphs(GraphShape(2 * n_rows, 2 * n_rows + 1, n_rows), CudaCapture())
             return median(profile.seconds_of_passes(runner, [(n_rows, n_rows)] * _N_TIMES))
 
+    def _layouts(self, files: DiskTier) -> list[Layout]:
+        """Return the layouts of the loaded layers, and of the weights outside the layers."""
+        assert self.checkpoint is not None
+        layouts = [files.layout(i) for i in range(self.checkpoint.spec.n_layers + 1)]
+        rounding = self.drafting.rounding
+        if rounding == "none":
+            return layouts
+        on_card = self.target.device.type == "cuda"
+        return [rounded_layout(layout.tensors, rounding, on_card) for layout in layouts]
 
-def _fill_with_zeros(
-    tier: MemoryTier, files: DiskTier, n_blocks: int, device: torch.device
-) -> None:
+
+def _fill_with_zeros(tier: MemoryTier, layouts: Sequence[Layout], device: torch.device) -> None:
     """Put zero blocks into a tier. They share memory just above the size of the device's caches."""
-    layouts = [files.layout(i) for i in range(n_blocks)]
     nbytes = align_up(max(layout.nbytes for layout in layouts), PAGE)
-    n_distinct = min(-(-profile.beyond_caches(device) // nbytes), n_blocks)
+    n_distinct = min(-(-profile.beyond_caches(device) // nbytes), len(layouts))
     zeros = torch.zeros(n_distinct, nbytes, dtype=torch.uint8, device=device)
     for i, layout in enumerate(layouts):
         tier.put(i, PackedLayer(zeros[i % n_distinct, : layout.nbytes], layout))

@@ -189,6 +189,7 @@ class Engine(SequencePool):
             n_prompt=running.sequence.n_prompt,
             n_chain=len(missing),
             read=read_logits,
+            read_hidden=self._hidden_reader(running, len(missing) + 1),
         )
 
     def _prompt_step(self, running: RunningSequence, n: int) -> Step:
@@ -203,6 +204,7 @@ class Engine(SequencePool):
             n_prompt=running.sequence.n_prompt,
             n_chain=n,
             read=self._prompt_reader(running),
+            read_hidden=self._hidden_reader(running, n),
         )
 
     def _prompt_reader(self, running: RunningSequence) -> Callable[[Tensor], None] | None:
@@ -219,6 +221,15 @@ class Engine(SequencePool):
                 sequence.read(logits, k)
 
         return record
+
+    def _hidden_reader(self, running: RunningSequence, n: int) -> Callable[[Tensor], None] | None:
+        """Return the recorder of the first n rows for an embedding; None if not requested."""
+        pooling = running.sequence.pooling
+        if pooling is None or running.sequence.n_new > 0:
+            return None
+        if self.runner.n_committed(running.cache) == 0:
+            pooling.restart()
+        return lambda hidden: pooling.add(hidden[:n])
 
     def _load(self, batch: list[RunningSequence], steps: list[Step], n_trees: int) -> PassLoad:
         n_rows = sum(step.n_rows for step in steps)

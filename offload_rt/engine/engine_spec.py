@@ -9,9 +9,10 @@ from offload_rt.config import EngineConfig
 from offload_rt.cost.pass_times import PassBytes
 from offload_rt.engine import profile
 from offload_rt.engine.device import device_notice, memory_budget, pick_device
+from offload_rt.engine.draft_rounding import fixed_rounding, plan_draft
 from offload_rt.engine.draft_spec import DraftSpec
 from offload_rt.engine.link import LinkFormat, as_they_are, choose_link
-from offload_rt.engine.memory_plan import MemoryPlan, plan_memory
+from offload_rt.engine.memory_plan import MemoryPlan, Sizes, plan_memory
 from offload_rt.engine.ranks_spec import RanksSpec
 from offload_rt.engine.target_spec import TargetFiles, TargetSpec, compute_dtype
 from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
@@ -145,13 +146,19 @@ def _planned(
     target = draft.target
     budget = target.budget_after_encoding(budget)
 
+    def fit_sizes(sizes: Sizes | None, config: EngineConfig) -> MemoryPlan:
+        return plan_memory(config, draft.drafting, (target.sizes, sizes), target.dtype, budget)
+
     def fit(draft: DraftSpec, config: EngineConfig = config) -> MemoryPlan:
-        models = target.sizes, draft.sizes()
-        return plan_memory(config, draft.drafting, models, target.dtype, budget)
+        return fit_sizes(draft.sizes(), config)
 
     if ranks.ranks is None:
-        memory = fit(draft)
+        planned = plan_draft(config, draft.sizes(), draft.can_round, fit_sizes)
+        memory = planned.memory
+        draft = draft.rounded(planned.rounding)
     else:
+        rounding = fixed_rounding(config, draft.sizes(), draft.can_round)
+        draft = draft.rounded(rounding or "none")
         choice = ranks.choose_draft(ranks.draft_options(draft), fit)
         draft = choice.draft
         max_len = choice.max_model_len or config.max_model_len
@@ -168,11 +175,27 @@ def _planned(
     draft.check_placement(plan)
     target.check_placement(plan)
     files = target.open(plan, "disk" in plan.pass_bytes.at(memory.max_model_len))
-    notices = device_notice(config.device, target.device), *target.notices, _kv_notice(plan)
+    notices = (
+        device_notice(config.device, target.device),
+        *target.notices,
+        _kv_notice(plan),
+        _draft_notice(config, draft),
+    )
     return EngineSpec(
         target, draft, ranks, memory, files, ranks.pass_bytes(plan),
         "\n".join(filter(None, notices)),
     )  # fmt: skip
+
+
+def _draft_notice(config: EngineConfig, draft: DraftSpec) -> str:
+    """Return a notice if `auto` quantises the draft model."""
+    rounding = draft.drafting.rounding
+    if config.draft_quantize != "auto" or rounding == "none":
+        return ""
+    return (
+        f"the draft model is quantised to {rounding} while it is loaded, for fewer streamed bytes"
+        " per token; --draft-quantize none keeps its weights"
+    )
 
 
 def _kv_notice(plan: Plan) -> str:

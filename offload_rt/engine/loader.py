@@ -24,6 +24,7 @@ from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import WeightFormat
 from offload_rt.weights.layout import BlockRecord, PackedLayer, host_block
+from offload_rt.weights.rounding import rounded
 
 Progress = Callable[[int, int], None]
 
@@ -85,14 +86,26 @@ class Loader:
     cpus: Cpus
     chunk_nbytes: int = CHUNK
 
-    def resident(self, checkpoint: Checkpoint, files: DiskTier) -> LayerSources:
-        """Load a whole model to the device: its layers, then the remaining weights."""
+    def resident(
+        self, checkpoint: Checkpoint, files: DiskTier, rounding: str = "none"
+    ) -> LayerSources:
+        """Load a whole model to the device: its layers, then the remaining weights.
+
+        rounding  format of `weights.rounding`; "none" to keep the weights
+        """
         tier = self.new_tier()
         blocks = (*checkpoint.layers, checkpoint.non_layer)
+
+        def work(block: Block) -> Callable[[], PackedLayer]:
+            if rounding == "none":
+                return self.reader(files, block.i, "device")
+            read = self.reader(files, block.i)
+            return lambda: rounded(read(), rounding, self.device)
+
         self.fill(
             {"device": tier},
             [Block("device", i, tensors) for i, tensors in enumerate(blocks)],
-            lambda block: self.reader(files, block.i, "device"),
+            work,
         )
         return LayerSources(tier, (None,) * checkpoint.spec.n_layers, 0)
 

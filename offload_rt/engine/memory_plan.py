@@ -32,7 +32,8 @@ from offload_rt.speculate.protocols import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import Source, WeightFormat, dense
-from offload_rt.weights.layout import packed_layout
+from offload_rt.weights.layout import Layout, packed_layout
+from offload_rt.weights.rounding import rounded_layout
 
 # Share of the free memory, and its minimum in bytes, for other programs.
 _MARGIN = 0.05
@@ -64,6 +65,8 @@ class Sizes:
     experts           experts as separate blocks; None if experts are part of their layers
     divided           returns the sizes with experts as separate blocks; None to compute them from
                       the shapes of the architecture
+    rounding          format of weights quantised while they are loaded; "none" otherwise
+    head_share        stored bytes of the output matrix, relative to its bytes in `dtype`
     """
 
     spec: Architecture
@@ -76,6 +79,8 @@ class Sizes:
     link: LinkSizes | None = None
     experts: ExpertSizes | None = None
     divided: "Callable[[], Sizes | None] | None" = field(default=None, compare=False, repr=False)
+    rounding: str = "none"
+    head_share: float = 1.0
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +104,37 @@ class Sizes:
         )
         experts = ExpertSizes(mixture, max(nbytes.values()))
         return replace(self, layer_nbytes=layers, experts=experts)
+
+    def rounded(self, rounding: str) -> "Sizes":
+        """Return the sizes after quantisation while loading, see `weights.rounding`."""
+        if rounding == self.rounding:
+            return self
+        spec = self.spec
+
+        def layout(tensors: Sequence[TensorShape]) -> Layout:
+            plain = ((name, shape, self.dtype) for name, shape in tensors)
+            return rounded_layout(plain, rounding)
+
+        layouts = {layer: layout(layer) for layer in map(spec.layer_tensors, range(spec.n_layers))}
+        non_layer = layout(spec.non_layer_tensors())
+        layers = (matrix for part in layouts.values() for matrix in part.matrices.values())
+        heads = tuple(non_layer.matrices.values())
+        matrices = (*layers, *heads)
+
+        def scratch(has_card: bool) -> int:
+            return max((m.scratch_nbytes(self.dtype, has_card) for m in matrices), default=0)
+
+        head_nbytes = sum(non_layer.by_name[part.name].nbytes for m in heads for part in m.tensors)
+        plain_nbytes = sum(math.prod(matrix.shape) for matrix in heads) * self.dtype.itemsize
+        return replace(
+            self,
+            layer_nbytes=tuple(layouts[spec.layer_tensors(i)].nbytes for i in range(spec.n_layers)),
+            non_layer_nbytes=non_layer.nbytes,
+            view_nbytes=max(self.view_nbytes, scratch(True)),
+            host_view_nbytes=max(self.host_view_nbytes, scratch(False)),
+            rounding=rounding,
+            head_share=head_nbytes / plain_nbytes if heads else 1.0,
+        )
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, dtype: DType) -> "Sizes":
@@ -287,6 +323,7 @@ def _plan_layers(
         lambda nodes: needed(together(shortest), nodes).total - plain.total,
         budget.device,
         least_plain,
+        max(least_plain + sum(target.layer_nbytes) - budget.device, 0) if budget.has_card else 0,
     )
 
     def least(max_len: int) -> int:

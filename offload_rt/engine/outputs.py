@@ -95,6 +95,7 @@ class Output:
 
     prompt           text of the prompt; None for token ids
     text             text of the answer; empty without a tokenizer
+    stop_reason      stop string or token of `stop_token_ids` at the end; None for other ends
     topology         largest verified tree
     logprobs         per token, log-probabilities of the token and of the top tokens, by token id;
                      None if not requested
@@ -114,6 +115,7 @@ class Output:
     index: int = 0
     others: "tuple[Output, ...]" = ()
     prompt: str | None = None
+    stop_reason: str | int | None = None
 
     @property
     def outputs(self) -> "list[Output]":
@@ -137,6 +139,7 @@ class Output:
             logprobs=None if sampling.logprobs is None else logprobs,
             prompt_logprobs=None if sampling.prompt_logprobs is None else sequence.logprobs[:n],
             index=index,
+            stop_reason=sequence.stop_reason,
         )
 
 
@@ -158,6 +161,7 @@ class Piece:
     index            see `Output`
     made_by          pass of the piece
     finish_reason    only in the last piece of an answer
+    stop_reason      see `Output`; only in the last piece of an answer
     """
 
     text: str
@@ -168,6 +172,7 @@ class Piece:
     index: int = 0
     made_by: Pass | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(eq=False)
@@ -229,4 +234,5 @@ def _new_piece(sequence: Sequence, n_returned: int, index: int) -> Piece:
         index=index,
         made_by=made_by,
         finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
     )

@@ -132,10 +132,12 @@ class SequencePool:
     def _find_prefix(self, sequence: Sequence) -> tuple[RunningSequence | None, int]:
         """Find the longest prefix match that is cached, or computed in the next pass.
 
-        Log-probabilities of the prompt need all rows computed, so such sequences match nothing.
+        Log-probabilities and embeddings of the prompt need all rows computed, so such sequences
+        match nothing.
         """
         matches: list[tuple[RunningSequence | None, int]] = [(None, 0)]
-        needs_all_rows = sequence.sampling.prompt_logprobs is not None
+        has_logprobs = sequence.sampling.prompt_logprobs is not None
+        needs_all_rows = has_logprobs or sequence.pooling is not None
         for running in () if needs_all_rows else (*self._running, *self._kept):
             is_computed_next = running in self._running and self.prompt_seconds is None
             n_cached = (

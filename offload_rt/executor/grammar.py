@@ -61,18 +61,15 @@ class GrammarCompiler:
         self._ends = frozenset(end_ids)
         self._threads = ThreadPoolExecutor(2, "grammar")
 
-    def compile(self, outputs: StructuredOutputs, start_after: int | None = None) -> "Grammar":
-        """Compile a grammar. Raises SettingsError for unsupported and unsatisfiable grammars.
-
-        start_after  token that precedes the constrained text, such as </think>; None: no token
-        """
+    def compile(self, outputs: StructuredOutputs) -> "Grammar":
+        """Compile a grammar. Raises SettingsError for unsupported and unsatisfiable grammars."""
         try:
-            source = self._source(outputs)
+            source = _within(outputs.around, self._source(outputs))
         except ValueError as error:
             raise SettingsError(f"structured outputs: {str(error)[:300]}") from error
         matcher = self._matcher(self._tokenizer, source, log_level=0)
         _check(matcher)
-        return Grammar(matcher, self._n_words, self._ends, self._threads, start_after)
+        return Grammar(matcher, self._n_words, self._ends, self._threads)
 
     def _source(self, outputs: StructuredOutputs) -> str:
         if outputs.json is not None:
@@ -94,10 +91,9 @@ class GrammarCompiler:
 class Grammar:
     """Position of an answer in a grammar.
 
-    matcher      state behind the generated tokens
-    n_words      words of 32 tokens in a mask
-    ends         end tokens; text behind an end token is not constrained
-    start_after  token that precedes the constrained text; None once it occurred
+    matcher  state behind the generated tokens
+    n_words  words of 32 tokens in a mask
+    ends     end tokens; text behind an end token is not constrained
     """
 
     def __init__(
@@ -106,13 +102,11 @@ class Grammar:
         n_words: int,
         ends: frozenset[int],
         threads: ThreadPoolExecutor,
-        start_after: int | None,
     ) -> None:
         self._matcher = matcher
         self._n_words = n_words
         self._ends = ends
         self._threads = threads
-        self._start_after = start_after
         self._masks: Future[Tensor] | None = None
 
     def start_masks(self, tree: DraftTree) -> None:
@@ -134,26 +128,23 @@ class Grammar:
         parents = tree.topology.parents
         masks = torch.full((len(tokens), self._n_words), -1, dtype=torch.int32)
         matcher = self._matcher
-        # Reachable nodes, and whether the grammar constrains the token after them.
-        is_inside = {0: self._start_after is None}
-        path = [(0, 0)]  # nodes above, and the number of tokens that the matcher consumed for them
+        inside = {0}  # nodes within the grammar
+        path = [0]  # nodes above; the matcher consumed all but the root
         for node in _preorder(tree):
             parent = int(parents[node])
             if node > 0:
-                if parent not in is_inside:
+                if parent not in inside:
                     continue
-                while path[-1][0] != parent:
-                    matcher.rollback(path.pop()[1])
-                is_constrained = is_inside[parent]
-                if is_constrained and not self._accepts(tokens[node]):
+                while path[-1] != parent:
+                    path.pop()
+                    matcher.rollback(1)
+                if not self._accepts(tokens[node]):
                     continue
-                is_inside[node] = is_constrained or tokens[node] == self._start_after
-                path.append((node, int(is_constrained)))
-                if is_constrained:
-                    matcher.consume_token(tokens[node])
-            if is_inside[node]:
-                matcher.unsafe_compute_mask_ptr(masks[node].data_ptr(), 4 * self._n_words)
-        matcher.rollback(sum(n for _, n in path))
+                inside.add(node)
+                path.append(node)
+                matcher.consume_token(tokens[node])
+            matcher.unsafe_compute_mask_ptr(masks[node].data_ptr(), 4 * self._n_words)
+        matcher.rollback(len(path) - 1)
         _check(matcher)
         return masks
 
@@ -162,19 +153,24 @@ class Grammar:
 
     def forced(self) -> list[int]:
         """Return the next tokens as far as each is the only allowed token."""
-        if self._start_after is not None:
-            return []
         if self._matcher.is_stopped():
             return list(self._ends) if len(self._ends) == 1 else []
         return list(self._matcher.compute_ff_tokens())
 
     def advance(self, token: int) -> None:
         """Append a generated token. Raises SettingsError if the grammar becomes too complex."""
-        if self._start_after is None:
-            self._matcher.consume_token(token)
-            _check(self._matcher)
-        elif token == self._start_after:
-            self._start_after = None
+        self._matcher.consume_token(token)
+        _check(self._matcher)
+
+
+def _within(around: str | None, source: str) -> str:
+    """Return a grammar of llguidance, in place of @answer of the Lark grammar `around`."""
+    if around is None:
+        return source
+    is_json = source.startswith("{")
+    (answer,) = json.loads(source)["grammars"] if is_json else [{"lark_grammar": source}]
+    grammars = [{"lark_grammar": around}, answer | {"name": "answer"}]
+    return json.dumps({"grammars": grammars})
 
 
 def _preorder(tree: DraftTree) -> Iterator[int]:

@@ -187,7 +187,8 @@ class Runner:
         cache = self._caches[step.cache]
         n_tokens = len(step.tokens)
         shape = GraphShape(step.n_rows, cache.n_held + n_tokens, n_tokens)
-        has_all_rows = cache.n_seen == cache.n_held and step.read is None and cache.leader is None
+        reads = step.read is not None or step.read_hidden is not None
+        has_all_rows = cache.n_seen == cache.n_held and not reads and cache.leader is None
         return self._graphs is not None and has_all_rows and self._graphs.fits(cache, shape)
 
     def _replay(self, step: Step) -> Tensor:
@@ -413,6 +414,8 @@ class Runner:
         ):
             n_others = step.n_rows - step.n_wanted
             wanted.append(rows[n_others:])
+            if step.read_hidden is not None:
+                step.read_hidden(self.spec.final_states(self.non_layer, rows))
             if step.read is not None and n_others:
                 for part in torch.split(rows[:n_others], _READ_ROWS):
                     step.read(self.spec.head(self.non_layer, part))

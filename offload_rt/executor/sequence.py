@@ -8,6 +8,7 @@ from torch import Tensor
 
 from offload_rt.config import SamplingParams
 from offload_rt.executor.grammar import Grammar
+from offload_rt.executor.pooling import Pooling
 from offload_rt.executor.stats import SequenceStats
 from offload_rt.ops.noise import NoiseRows
 from offload_rt.sampling import Logprob, token_logprobs
@@ -26,6 +27,7 @@ class Sequence:
     grammar        position in the grammar of structured outputs; None without a grammar
     finish_reason  None while running; "stop" (end token or stop string), "length" or "error"
     error          reason of finish_reason "error"
+    pooling        embedding of the prompt; None if not requested
     generator      random numbers from the sampling seed, or from a random seed
     noise          noise per position, from the same seed
     logprobs       per token, log-probabilities of the token and the top tokens, or None
@@ -39,6 +41,7 @@ class Sequence:
     grammar: Grammar | None = None
     finish_reason: str | None = None
     error: Exception | None = None
+    pooling: Pooling | None = None
     generator: torch.Generator = field(default_factory=torch.Generator)
     stats: SequenceStats = field(default_factory=SequenceStats)
     logprobs: list[dict[int, Logprob] | None] = field(init=False)
@@ -59,6 +62,16 @@ class Sequence:
     def n_new(self) -> int:
         """Number of generated tokens."""
         return len(self.tokens) - self.n_prompt
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """Stop string or token of `stop_token_ids` that ended the answer; None for other ends."""
+        if self.finish_reason != "stop":
+            return None
+        last = self.tokens[-1]
+        if last in self.sampling.stop_token_ids:
+            return last
+        return None if self.text is None else self.text.stop_string
 
     @property
     def longest(self) -> int:

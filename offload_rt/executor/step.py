@@ -31,6 +31,7 @@ class Step:
     n_chain   number of leading tokens that form a chain and are always committed
     states    (n_rows, hidden_size) additional inputs of a draft head
     read      receives the logits (n, vocabulary) of rows before the wanted rows, in parts
+    read_hidden  receives the normed hidden states (n_rows, hidden_size)
     """
 
     cache: int
@@ -43,6 +44,7 @@ class Step:
     n_chain: int = 0
     states: Tensor | None = None
     read: Callable[[Tensor], None] | None = None
+    read_hidden: Callable[[Tensor], None] | None = None
 
     @property
     def n_rows(self) -> int:

@@ -242,6 +242,8 @@ class Architecture(ABC):
     supports_offloaded_kv: ClassVar[bool] = True
     # `speculate.learner` can train the model.
     supports_training: ClassVar[bool] = True
+    # `final_states` is implemented.
+    supports_embeddings: ClassVar[bool] = False
     # `embed` computes layer inputs from token ids, so every pipeline stage runs it.
     embeds_on_all_stages: ClassVar[bool] = False
 
@@ -346,6 +348,10 @@ class Architecture(ABC):
     @abstractmethod
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Map final hidden states (n, hidden_size) to logits (n, vocab_size)."""
+
+    def final_states(self, weights: LayerWeights, x: Tensor) -> Tensor:
+        """Apply the norm behind the last layer to (n, hidden_size)."""
+        raise NotImplementedError
 
     @abstractmethod
     def flops(self, i: int, n_rows: int, context: int) -> float:

@@ -33,6 +33,8 @@ class NativeDecoder(Architecture):
     n_mtp    multi-token prediction layers that checkpoints may contain in addition
     """
 
+    supports_embeddings = True
+
     intermediate_size: int
     n_heads: int
     eps: float
@@ -129,11 +131,13 @@ class NativeDecoder(Architecture):
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Apply the final norm and the head."""
+        return weights.linear(self.final_states(weights, x), EMBED if self.tied else HEAD)
+
+    def final_states(self, weights: LayerWeights, x: Tensor) -> Tensor:
+        """Apply the final norm."""
         from offload_rt import ops
 
-        return weights.linear(
-            ops.rms_norm(x, weights.vector(NORM), self.eps), EMBED if self.tied else HEAD
-        )
+        return ops.rms_norm(x, weights.vector(NORM), self.eps)
 
     def flops(self, i: int, n_rows: int, context: int) -> float:
         """Count 2 per weight and row, and 4 per query element and visible key."""

@@ -45,7 +45,9 @@ class Recipe:
         """Return the file name of the library."""
         digest = hashlib.sha256(repr((self, torch.__version__)).encode())
         for path in sorted(SOURCES.iterdir()):
-            digest.update(path.name.encode() + path.read_bytes())
+            # "cpu" is in the names of all files that g++ reads, and of no other.
+            if ("cpu" in path.name) == (self.compiler == "g++"):
+                digest.update(path.name.encode() + path.read_bytes())
         return f"_{self.name}-{digest.hexdigest()[:16]}.so"
 
     def build(self, target: Path) -> None:
@@ -54,7 +56,7 @@ class Recipe:
         if compiler is None:
             raise NotBuilt(f"{self.compiler} not found")
         print(
-            f"building the {self.name} with {self.compiler}, once for this machine",
+            f"building csrc/ ({self.name}) with {self.compiler}, once for this machine",
             file=sys.stderr,
             flush=True,
         )
@@ -106,7 +108,7 @@ def kernels(architectures: Iterable[int] = ARCHITECTURES) -> Recipe:
         "-shared", "-cudart=static", "-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden",
         "-Xptxas=-v",
         "--threads=0", *(f"-gencode=arch=compute_{arch},code={code}" for arch, code in pairs),
-        # stable ABI of torch 2.11, the the oldest admitted version
+        # stable ABI of torch 2.11, the oldest admitted version
         "-DTORCH_TARGET_VERSION=0x020b000000000000",
         f"-I{installed}/include", *sorted(path.name for path in SOURCES.glob("*.cu")),
         "library.cpp",

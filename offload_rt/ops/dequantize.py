@@ -91,7 +91,7 @@ class BlockMatrix:
 
 @dataclass(frozen=True)
 class TinygemmMatrix:
-    """4-bit matrix (n_out, n_in) for torch's tinygemm, which sums and rounds in bfloat16.
+    """4-bit matrix (n_out, n_in) for torch's tinygemm, which multiplies and rounds in bfloat16.
 
     codes   interleaved by `aten._convert_weight_to_int4pack`
     scales  (n_groups, n_out, 2) scales and zero points
@@ -105,8 +105,9 @@ class TinygemmMatrix:
         """Multiply x (n, n_in) by the transposed matrix: (n, n_out)."""
         aten = torch.ops.aten
         multiply = aten._weight_int4pack_mm if x.is_cuda else aten._weight_int4pack_mm_for_cpu
-        out: Tensor = multiply(x, self.codes, x.shape[1] // len(self.scales), self.scales)
-        return out
+        n_group = x.shape[1] // len(self.scales)
+        out: Tensor = multiply(x.to(torch.bfloat16), self.codes, n_group, self.scales)
+        return out.to(x.dtype)
 
 
 Weight = Tensor | CodedMatrix | BlockMatrix | TinygemmMatrix

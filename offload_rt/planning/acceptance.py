@@ -17,12 +17,35 @@ from offload_rt.speculate.pair_stats import PairStats
 _SEQUOIA = "Sequoia (arXiv 2402.12374)"
 
 
+# Tokens per pass of dynamic trees relative to static trees of as many nodes, demonstration pair at
+# T = 0: 1.15 with 64 nodes, 1.19 with 512 (`python -m bench.speculate.systems --rows 64 512
+# --temperatures 0 --systems "static, match" "dynamic, match"`).
+_DYNAMIC_RATIO = 1.15
+DEMO_PAIR = "measured with the demonstration pair"
+
+
 @dataclass(frozen=True)
 class Assumed:
-    """Acceptance by rank, (N_RANKS,), and its source in words."""
+    """Acceptance by rank, (N_RANKS,), and its source in words.
+
+    is_static      published or measured for trees of a fixed shape
+    dynamic_ratio  factor of the tokens per pass by trees grown by confidence
+    """
 
     by_rank: np.ndarray
     source: str
+    is_static: bool = False
+    dynamic_ratio: float = 1.0
+
+    def with_dynamic_trees(self) -> "Assumed":
+        """Return the acceptance of dynamic trees at temperature 0, if this is of static trees."""
+        if not self.is_static:
+            return self
+        source = (
+            f"{self.source}; times {_DYNAMIC_RATIO} for dynamic instead of static trees,"
+            f" {DEMO_PAIR}"
+        )
+        return replace(self, source=source, dynamic_ratio=_DYNAMIC_RATIO)
 
 
 @dataclass(frozen=True)
@@ -32,6 +55,7 @@ class Preset:
     pair             names of target and draft; the draft is SELF for 4-bit copies of the target
     tokens_per_pass  published for trees of `n_nodes` nodes on `n_levels` levels
     power            exponent b of the module docstring; a test repeats the tree search
+    is_static        published for trees of a fixed shape
     """
 
     name: str
@@ -42,6 +66,7 @@ class Preset:
     n_levels: int
     power: float
     source: str
+    is_static: bool = True
 
     @property
     def assumed(self) -> Assumed:
@@ -51,6 +76,7 @@ class Preset:
             f"a power law (b = {self.power}) fitted to {self.tokens_per_pass} tokens per pass of"
             f" trees of {self.n_nodes} nodes on {self.n_levels} levels at T={self.temperature}:"
             f" {self.source}",
+            self.is_static,
         )
 
 
@@ -78,6 +104,7 @@ PRESETS = (
         49,
         4.864,
         "SubSpec (arXiv 2509.18344), MT-Bench",
+        is_static=False,
     ),
 )
 

@@ -181,7 +181,7 @@ def by_format(
         if draft is not None and not draft.stand_in:
             requests["draft model"] = replace(request, models=(sizes, draft))
         if is_plain(sizes) and sizes.spec.supports_self_draft:
-            config = replace(request.config, drafter=SELF, draft_model=None)
+            config = replace(request.config, drafter=SELF, draft_model=None, draft_quantize="auto")
             models = (sizes, copies(sizes, on_card))
             requests[SELF] = replace(
                 request, config=config, models=models, acceptance=self_acceptance

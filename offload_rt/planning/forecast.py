@@ -20,6 +20,7 @@ from offload_rt.cost.pass_times import (
 )
 from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
+from offload_rt.engine.draft_rounding import KEPT_TOKENS, plan_draft
 from offload_rt.engine.memory_plan import (
     LIBRARIES,
     MemoryPlan,
@@ -29,7 +30,7 @@ from offload_rt.engine.memory_plan import (
 )
 from offload_rt.errors import CapacityError
 from offload_rt.offload.placement import MemoryBudget, Plan
-from offload_rt.planning.acceptance import Assumed
+from offload_rt.planning.acceptance import DEMO_PAIR, Assumed
 from offload_rt.planning.ranks import ALONE, Parallelism
 from offload_rt.planning.sizes import decoded_nbytes, is_plain
 from offload_rt.speculate.select import pick_drafter
@@ -123,7 +124,8 @@ class Machine:
         target_times = self._times(target, plan.is_resident, self.ranks, decode_s=decode_s)
         draft_times = None
         if draft is not None:
-            share = draft_nbytes(draft, plan) / decoded_nbytes(draft) if draft.stand_in else 1.0
+            is_rounded = draft.stand_in or draft.rounding != "none"
+            share = draft_nbytes(draft, plan) / decoded_nbytes(draft) if is_rounded else 1.0
             ranks = self.ranks if draft.stand_in or self.ranks.split_draft else ALONE
             draft_times = self._times(draft, True, ranks, share)
         return PairTimes(target_times, draft_times, self.level_s)
@@ -148,15 +150,16 @@ class Machine:
         """Return the compute times of a rank's shard.
 
         Quantised layers are decoded while they are read, see `Roof.product_s`; lossless layers
-        need `decode_s` more.
+        need `decode_s` more. Products with int4 copies need no decoding.
         """
         spec = ranks.with_part_of_head(sizes.spec)
         itemsize = sizes.dtype.itemsize
-        is_quantised = not (sizes.stand_in or is_plain(sizes))
+        is_quantised = not (sizes.stand_in or sizes.rounding == "int4" or is_plain(sizes))
         return self.roof(sizes.dtype).compute_times(
             spec, sizes.dtype, is_replayed and spec.supports_graphs, share,
             transfer_s(is_quantised * itemsize, self.decode_gbps),
             lambda n_rows: decode_s + ranks.exchange_s(sizes.spec, itemsize, n_rows),
+            sizes.head_share,
         )  # fmt: skip
 
     def of_rank(self, ranks: Parallelism) -> "Machine":
@@ -266,13 +269,23 @@ class Forecast:
         return ON_DEMAND if experts is None or experts.host is None else ON_CPU
 
     @property
+    def acceptance_source(self) -> str:
+        """Source of the acceptance, with the correction for a quantised draft model."""
+        draft = self.request.models[1]
+        source = self.request.acceptance.source
+        if draft is None or draft.rounding == "none":
+            return source
+        kept_tokens = KEPT_TOKENS[draft.rounding]
+        return f"{source}; times {kept_tokens} for a draft in {draft.rounding}, {DEMO_PAIR}"
+
+    @property
     def level(self) -> DraftLevel | None:
         """Mean draft level; None without a draft model."""
         draft = self.request.models[1]
         if draft is None or len(self.topology) == 1:
             return None
         head = draft.spec.vocab_size * draft.spec.hidden_size * draft.dtype.itemsize
-        nbytes = draft_nbytes(draft, self.memory_plan.plan) + head
+        nbytes = draft_nbytes(draft, self.memory_plan.plan) + int(draft.head_share * head)
         roof = self.machine.roof(draft.dtype)
         seconds = self.draft_s / (self.topology.n_levels - 1)
         ratio = seconds / roof.seconds(0.0, nbytes)
@@ -322,7 +335,18 @@ def predict(
     context = request.context
     if run is None:
         drafting = pick_drafter(config)
-        fitted = plan_memory(config, drafting, request.models, target.dtype, machine.budget)
+
+        def fit(draft: Sizes | None, config: EngineConfig) -> MemoryPlan:
+            return plan_memory(config, drafting, (target, draft), target.dtype, machine.budget)
+
+        can_round = (
+            draft is not None
+            and not draft.stand_in
+            and is_plain(draft)
+            and (machine.ranks.n == 1 or config.draft_quantize != "auto")
+        )
+        draft, fitted = plan_draft(config, draft, can_round, fit)
+        request = replace(request, models=(target, draft))
         run = fitted, fitted.plan.pass_bytes
     fitted, moved = run
     if context + request.tokens > fitted.max_model_len:
@@ -340,6 +364,8 @@ def predict(
     moved = replace(machine.with_host_experts(moved), exchanged=exchanged)
     cost = CostEstimator(profile, moved)
     by_rank = request.acceptance.by_rank
+    kept_tokens = 1.0 if draft is None else KEPT_TOKENS[draft.rounding]
+    tokens_ratio = kept_tokens * request.acceptance.dynamic_ratio
     topology = select_topology(cost, costs, by_rank, fitted.limits, context)
     draft_s = costs.draft_s(topology, context)
     row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
@@ -348,7 +374,7 @@ def predict(
         machine=machine,
         memory_plan=fitted,
         topology=topology,
-        run=predict_decoding(cost, costs, topology, by_rank, context, request.tokens),
+        run=predict_decoding(cost, costs, topology, by_rank, context, request.tokens, tokens_ratio),
         single=predict_decoding(cost, costs, Topology.chain(1), by_rank, context, 1),
         moved=_link_nbytes(moved, dict(machine.links), context, len(topology)),
         draft_s=draft_s,
@@ -374,7 +400,12 @@ def _link_nbytes(
 def without_draft(request: PlanRequest) -> PlanRequest:
     """Return the request for plain decoding."""
     config = replace(
-        request.config, drafter="none", draft_model=None, tree_size=None, tree_depth=None
+        request.config,
+        drafter="none",
+        draft_model=None,
+        draft_quantize="auto",
+        tree_size=None,
+        tree_depth=None,
     )
     return replace(request, config=config, models=(request.models[0], None))
 

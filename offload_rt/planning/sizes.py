@@ -14,7 +14,7 @@ from offload_rt.dtypes import DTYPES, DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelError
 from offload_rt.models.families import spec_of
-from offload_rt.models.heads import head_of
+from offload_rt.models.head_configs import head_of
 from offload_rt.offload.placement import ExpertSizes, LinkSizes
 from offload_rt.packing import product_nbytes
 from offload_rt.planning.known_models import KNOWN, known_name
@@ -22,8 +22,8 @@ from offload_rt.speculate.select import check_pair
 from offload_rt.weights import gguf, int4
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint, open_headers
 from offload_rt.weights.formats import format_of
-from offload_rt.weights.layout import packed_layout
 from offload_rt.weights.locate import find_config, locate
+from offload_rt.weights.rounding import rounded_layout
 
 # Remaining share of 16-bit layers after lossless encoding (docs/formats.md: 0.70 for two models).
 LOSSLESS_SHARE = 0.70
@@ -203,10 +203,8 @@ def copies(sizes: Sizes, on_card: bool) -> Sizes:
     _check_plain(sizes, "--drafter=self")
     spec = sizes.spec
     layers = {spec.layer_tensors(i) for i in range(spec.n_layers)}
-    layouts = [
-        packed_layout((name, shape, sizes.dtype) for name, shape in layer) for layer in layers
-    ]
-    stand_in = max(int4.copy_layout(layout, on_card).nbytes for layout in layouts)
+    plain = ([(name, shape, sizes.dtype) for name, shape in layer] for layer in layers)
+    stand_in = max(rounded_layout(layer, "int4", on_card).nbytes for layer in plain)
     return Sizes(spec, (0,) * spec.n_layers, 0, int4.DTYPE, stand_in=stand_in)
 
 

@@ -59,8 +59,8 @@ def survey(machine: Machine) -> list[Prospect]:
 
 
 def _predict(model: str, draft: str | None, machine: Machine) -> Forecast | None:
-    drafter = "none" if draft is None else "static_tree"
+    drafter = "none" if draft is None else "adaptive_tree"
     config = EngineConfig(model, draft, drafter=drafter, max_model_len=_MAX_LEN)
-    acceptance = assume("auto", ("", ""), (model, draft or ""), 0.0)
+    acceptance = assume("auto", ("", ""), (model, draft or ""), 0.0).with_dynamic_trees()
     request = PlanRequest(config, find_models(config), acceptance, _TOKENS, _TOKENS)
     return predict_if_it_fits(request, machine)

@@ -1,16 +1,24 @@
-"""Routes: the OpenAI API, tokenization, health, counters, and the web page."""
+"""Routes: the APIs of OpenAI and Anthropic, tokenization, health, counters, and pages."""
 
 import asyncio
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
+from offload_rt import __version__
 from offload_rt.errors import OffloadError
 from offload_rt.llm import LLM
-from offload_rt.server.limits import Limits
+from offload_rt.server.api_docs import add_docs, body_of
+from offload_rt.server.bodies import Json
+from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.completions import ChatWriter, CompletionWriter
+from offload_rt.server.embeddings import EmbeddingsRequest
+from offload_rt.server.limits import Access, Limits
+from offload_rt.server.messages import CountRequest, MessagesRequest, MessagesWriter
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.protocol import (
     ChatRequest,
@@ -18,7 +26,7 @@ from offload_rt.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from offload_rt.server.responses import Json
+from offload_rt.server.responses import ResponsesRequest, ResponsesWriter
 from offload_rt.server.service import Refused, ServerLimits, Service
 
 _PAGE = Path(__file__).with_name("page")
@@ -26,6 +34,7 @@ _PAGE = Path(__file__).with_name("page")
 _CONTENT_POLICY = (
     "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
 )
+_OPEN = Access()
 _PAGE_HEADERS = {"Content-Security-Policy": _CONTENT_POLICY, "Referrer-Policy": "no-referrer"}
 
 
@@ -33,51 +42,105 @@ def make_app(
     llm: LLM,
     name: str,
     limits: ServerLimits,
-    api_key: str | None = None,
-    hosts: frozenset[str] = frozenset(),
+    access: Access = _OPEN,
+    chat_format: ChatFormat | None = None,
 ) -> FastAPI:
     """Build the app of a model.
 
-    name     name of the model for clients
-    api_key  required from clients; None: no key
-    hosts    accepted host names in lower case; empty: all
+    name         name of the model for clients
+    chat_format  format of answers; None: by the chat template
     """
-    service = Service(llm, name, limits, Metrics(llm))
+    chat_format = chat_format or ChatFormat.select(llm.tokenizer, "auto", "auto")
+    service = Service(llm, name, limits, chat_format, Metrics(llm))
     # A redirect to the path with a slash would name the host of the client's choice.
     app = FastAPI(
-        title="offload_rt", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+        title="offload_rt",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
     )
     app.state.service = service
-    app.add_middleware(Limits, api_key=api_key, hosts=hosts, body_nbytes=limits.body_nbytes)
+    app.add_middleware(Limits, access=access, body_nbytes=limits.body_nbytes)
+    if access.origins:  # outside the limits: browsers ask for permission without a key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"]
+        )
     for kind in (HTTPException, OffloadError, Refused, Exception):
         app.add_exception_handler(kind, service.error_response)
     _add_openai_routes(app, service)
+    _add_agent_routes(app, service)
     _add_extra_routes(app, service)
+    add_docs(app)
+    _add_page(app)
     return app
 
 
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> Json:
+        """List the model."""
         return {"object": "list", "data": [service.card]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
+        """Describe the model."""
         service.check_model(name)
         return service.card
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def completions(http: Request) -> Response:
-        return await service.answer(http, await service.read(http, CompletionRequest))
+        """Continue prompts."""
+        request = await service.read(http, CompletionRequest)
+        return await service.answer(
+            http, request, lambda answer: CompletionWriter(answer, request, service.name)
+        )
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat(http: Request) -> Response:
-        return await service.answer(http, await service.read(http, ChatRequest))
+        """Answer a conversation."""
+        request = await service.read(http, ChatRequest)
+        return await service.answer(
+            http, request, lambda answer: ChatWriter(answer, request, service.name)
+        )
+
+    @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
+    async def embeddings(http: Request) -> Json:
+        """Embed texts, if the server was started with `--embeddings`."""
+        return await service.embed(await service.read(http, EmbeddingsRequest))
+
+
+def _add_agent_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
+    async def responses(http: Request) -> Response:
+        """Answer a conversation of output items; nothing is stored."""
+        request = await service.read(http, ResponsesRequest)
+        chat = await asyncio.to_thread(request.chat)
+        return await service.answer(
+            http, chat, lambda answer: ResponsesWriter(answer, request, service.name)
+        )
+
+    @app.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
+    async def messages(http: Request) -> Response:
+        """Answer a conversation of content blocks, as Anthropic does."""
+        request = await service.read(http, MessagesRequest)
+        chat = await asyncio.to_thread(request.chat)
+        return await service.answer(http, chat, lambda answer: MessagesWriter(answer, service.name))
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountRequest))
+    async def count_tokens(http: Request) -> Json:
+        """Count the tokens of a conversation."""
+        request = await service.read(http, CountRequest)
+        service.check_model(request.model)
+        chat = await asyncio.to_thread(request.chat)
+        return {"input_tokens": len(await asyncio.to_thread(service.render, chat))}
 
 
 def _add_extra_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
+    @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(http: Request) -> Json:
+        """Convert a text or a conversation to token ids."""
         request = await service.read(http, TokenizeRequest)
         if request.messages is not None:
             chat = ChatRequest(messages=request.messages)
@@ -88,20 +151,25 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
         length = {"max_model_len": service.llm.max_model_len}
         return {"tokens": tokens, "count": len(tokens), **length}
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(http: Request) -> Json:
+        """Convert token ids to a text."""
         request = await service.read(http, DetokenizeRequest)
         return {"prompt": await asyncio.to_thread(service.decode, request.tokens)}
 
     @app.get("/health")
     async def health() -> Response:
+        """Answer with status 200."""
         return Response()
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        """Return counters for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/")
+
+def _add_page(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)
 

@@ -18,27 +18,41 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 def error_response(
     status: int, message: str, code: str | None = None, retry_after_s: int | None = None
 ) -> JSONResponse:
-    """Build an error in the format of OpenAI. Clients retry only with `retry_after_s`."""
+    """Build an error in the format of OpenAI and Anthropic.
+
+    Clients retry only with `retry_after_s`.
+    """
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     headers = {"x-should-retry": "false"}
     if retry_after_s is not None:
         headers = {"Retry-After": str(retry_after_s)}
     error = {"message": message[:1000], "type": kind, "param": None, "code": code}
-    return JSONResponse({"error": error}, status, headers)
+    return JSONResponse({"type": "error", "error": error}, status, headers)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Accepted clients.
+
+    api_key  required except for the page and /health; None: no key
+    hosts    accepted host names in lower case, against DNS rebinding; empty: all
+    origins  origins of web pages that may read answers; "*": all
+    """
+
+    api_key: str | None = None
+    hosts: frozenset[str] = frozenset()
+    origins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Limits:
     """ASGI middleware that refuses requests before routing.
 
-    api_key      required except for the page and /health; None: no key
-    hosts        accepted host names in lower case, against DNS rebinding; empty: all
     body_nbytes  maximum size of a body
     """
 
     app: ASGIApp
-    api_key: str | None
-    hosts: frozenset[str]
+    access: Access
     body_nbytes: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,13 +95,17 @@ class Limits:
 
     def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
         host = _HOST.fullmatch(headers.get("host", ""))
-        if self.hosts and (host is None or host[1].lower() not in self.hosts):
+        hosts = self.access.hosts
+        if hosts and (host is None or host[1].lower() not in hosts):
             return error_response(403, "this host name is not accepted")
-        if self.api_key is None or path == "/" or path.startswith(_OPEN_PATHS):
+        api_key = self.access.api_key
+        if api_key is None or path == "/" or path.startswith(_OPEN_PATHS):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":  # Anthropic's clients
+            key = headers.get("x-api-key", "")
         given = key.strip().encode("utf-8", "replace")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given, self.api_key.encode()):
+        if hmac.compare_digest(given, api_key.encode()):
             return None
         return error_response(401, "the API key is missing or wrong", "invalid_api_key")
 

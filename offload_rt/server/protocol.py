@@ -1,118 +1,25 @@
-"""Request bodies: size checks, parsing, and conversion to SamplingParams.
-
-Unknown fields are ignored. Known fields without an implementation are refused.
-"""
+"""Requests for completions and chat completions, and their conversion to SamplingParams."""
 
 import json
 import reprlib
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, Field, PlainValidator
 
 from offload_rt.config import SamplingParams, StructuredOutputs
 from offload_rt.errors import PromptError, SettingsError
-from offload_rt.server.tools import call_grammar
-
-Json = dict[str, Any]
-Body = TypeVar("Body", bound=BaseModel)
-_Item = TypeVar("_Item")
-# Without fail_fast, a million wrong items produce a million errors.
-FailFastList = Annotated[list[_Item], Field(fail_fast=True)]
+from offload_rt.server.bodies import FailFastList, Json
+from offload_rt.server.chat_format import ChatFormat
 
 _MAX_LOGPROBS = 20
-_MAX_ENTRIES = {
-    "messages": 4096,
-    "tools": 1024,
-    "logit_bias": 1024,
-    "stop": 64,
-    "stop_token_ids": 1024,
-    "bad_words": 1024,
-    "allowed_token_ids": 1 << 14,
-}
-# Fields of OpenAI, vLLM and llama.cpp that would change the output.
-_NOT_IMPLEMENTED = (
-    "guided_decoding_backend", "guided_whitespace_pattern", "grammar", "json_schema",
-    "use_beam_search", "length_penalty",
-    "functions", "function_call", "chat_template", "documents", "prompt_embeds",
-    "logits_processors", "include_stop_str_in_output", "typical_p", "mirostat", "audio",
-)  # fmt: skip
+_TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 # SamplingParams has no such fields, or other values.
 _NOT_SAMPLING = frozenset(
     {"model", "stream", "stream_options", "max_tokens", "truncate_prompt_tokens"}
-    | {"add_special_tokens", "skip_special_tokens", "response_format", "structured_outputs"}
+    | {"add_special_tokens", "response_format", "structured_outputs"}
     | {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 )
-
-
-class BodyCounts(NamedTuple):
-    """Contents of a JSON text, counted without parsing.
-
-    strings     including keys
-    containers  lists and objects
-    values      separators between values
-    fractions   at least the numbers with a fraction or an exponent
-    """
-
-    strings: int
-    containers: int
-    values: int
-    fractions: int
-
-    @classmethod
-    def of_json(cls, raw: bytes) -> "BodyCounts":
-        """Count the contents of a valid JSON text in UTF-8."""
-        unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
-        n_strings = unescaped.count(b'"') // 2
-        if n_strings > _MAX_COUNTS.strings:  # splitting would create as many objects
-            return cls(n_strings, 0, 0, 0)
-        structure = b"".join(unescaped.split(b'"')[::2])
-        n_containers = structure.count(b"[") + structure.count(b"{")
-        n_fractions = sum(map(structure.count, (b".", b"e", b"E")))
-        return cls(n_strings, n_containers, structure.count(b","), n_fractions)
-
-
-# The JSON parser holds the interpreter lock. These limits bound it to a few dozen milliseconds.
-_MAX_COUNTS = BodyCounts(strings=1 << 15, containers=1 << 15, values=1 << 18, fractions=1 << 15)
-
-
-def read_body(kind: type[Body], raw: bytes, max_prompts: int, max_prompt_tokens: int) -> Body:
-    """Parse and validate a request body. Counts are checked before any object is built.
-
-    Raises SettingsError for the first wrong value.
-    """
-    max_values = max(_MAX_COUNTS.values, max_prompt_tokens)
-    limits = _MAX_COUNTS._replace(values=max_values)
-    for name, count, limit in zip(BodyCounts._fields, BodyCounts.of_json(raw), limits, strict=True):
-        if count > limit:
-            raise SettingsError(f"{count} {name} in the body", need=f"at most {limit}")
-    try:
-        body = json.loads(str(raw, "utf-8"))  # bytes may also be UTF-16, with other counts
-    except (ValueError, RecursionError) as error:
-        raise SettingsError("the body is not valid JSON", have=str(error)[:200]) from error
-    if not isinstance(body, dict):
-        raise SettingsError("the body", need="a JSON object", have=type(body).__name__)
-    _check_entries(body, max_prompts)
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(map(str, first["loc"]))[:100]
-        raise SettingsError(f"{field}: {first['msg'][:200]}") from error
-
-
-def _check_entries(body: Json, max_prompts: int) -> None:
-    """Raises SettingsError for too many entries, and for fields without an implementation."""
-    limits = dict(_MAX_ENTRIES)
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        limits["prompt"] = max_prompts
-    for name, limit in limits.items():
-        value = body.get(name)
-        if isinstance(value, list | dict) and len(value) > limit:
-            raise SettingsError(f"{len(value)} entries in {name}", need=f"at most {limit}")
-    for name in _NOT_IMPLEMENTED:
-        if body.get(name) not in (None, False, [], {}, "none"):
-            raise SettingsError(f"{name} is not implemented", change="leave it out")
 
 
 class StreamOptions(BaseModel):
@@ -152,7 +59,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    skip_special_tokens: Literal[True] | None = None
+    skip_special_tokens: bool | None = None
     response_format: Json | None = None
     structured_outputs: Json | None = None
     guided_json: Json | str | None = None
@@ -166,11 +73,17 @@ class GenerationRequest(BaseModel):
         return self.stream_options or StreamOptions()
 
     def sampling_params(
-        self, max_n: int, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        max_n: int,
+        formats: Json,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> SamplingParams:
         """Build SamplingParams. Missing values follow the model's defaults.
 
         max_n       limit of `n`
+        formats     fields of StructuredOutputs
         max_tokens  None: up to the context length
         Raises SettingsError for invalid values.
         """
@@ -186,7 +99,6 @@ class GenerationRequest(BaseModel):
         if self.seed is not None:
             given["seed"] = self.seed % 2**63
         given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-        formats = self.formats()
         if formats:
             given["structured_outputs"] = StructuredOutputs(**formats)
         return SamplingParams(max_tokens=max_tokens, **given)
@@ -231,7 +143,7 @@ class GenerationRequest(BaseModel):
         return prompt[max(len(prompt) - limit, 0) :]
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]]:
+def prompts_of(value: Any) -> list[str] | list[list[int]]:
     """Convert a prompt to a list of texts or of token id lists."""
     if isinstance(value, str):
         return [value]
@@ -253,7 +165,7 @@ def _is_token(value: Any) -> bool:
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
-    prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(prompts_of)]
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
@@ -270,7 +182,7 @@ class CompletionRequest(GenerationRequest):
         """Whether only log-probabilities of the prompt are requested."""
         return bool(self.echo) and self.max_tokens == 0
 
-    def params(self, max_n: int) -> SamplingParams:
+    def params(self, max_n: int, _: ChatFormat) -> SamplingParams:
         """Build SamplingParams. Raises SettingsError for invalid values."""
         if self.suffix:
             raise SettingsError("suffix is not implemented", change="leave it out")
@@ -282,7 +194,8 @@ class CompletionRequest(GenerationRequest):
         if self.reads_only:
             max_tokens = 1  # the pass over a prompt always produces one token
         prompt_logprobs = self.logprobs if self.echo else None
-        return self.sampling_params(max_n, max_tokens, self.logprobs, prompt_logprobs)
+        formats = self.formats()
+        return self.sampling_params(max_n, formats, max_tokens, self.logprobs, prompt_logprobs)
 
 
 class ChatRequest(GenerationRequest):
@@ -295,6 +208,7 @@ class ChatRequest(GenerationRequest):
     tools: FailFastList[Json] | None = None
     tool_choice: Literal["none", "auto", "required"] | Json | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: Literal[False] | None = None
@@ -303,14 +217,20 @@ class ChatRequest(GenerationRequest):
     n_prompts: ClassVar[int] = 1
     reads_only: ClassVar[bool] = False
 
-    def params(self, max_n: int) -> SamplingParams:
+    def params(self, max_n: int, chat_format: ChatFormat) -> SamplingParams:
         """Build SamplingParams. Raises SettingsError for invalid values."""
         _check_logprobs("top_logprobs", self.top_logprobs)
         if self.top_logprobs and not self.logprobs:
             raise SettingsError("top_logprobs", need="logprobs to be true", change="set it")
         max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         n_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling_params(max_n, max_tokens, n_logprobs, None)
+        formats = self.formats()
+        if self.requires_calls:
+            formats["grammar"] = self._call_grammar(chat_format)
+        params = self.sampling_params(max_n, formats, max_tokens, n_logprobs, None)
+        if chat_format.needs_special:
+            params = replace(params, skip_special_tokens=False)
+        return params
 
     @property
     def offered_tools(self) -> list[Json] | None:
@@ -322,34 +242,56 @@ class ChatRequest(GenerationRequest):
         """Maximum number of tool calls in an answer; None for any number."""
         return 1 if self.parallel_tool_calls is False else None
 
-    def formats(self) -> Json:
-        """Collect the fields of StructuredOutputs, with a grammar for required tool calls."""
-        formats = super().formats()
-        if self.tool_choice in (None, "none", "auto"):
-            return formats
-        names = self.tool_names
+    @property
+    def requires_calls(self) -> bool:
+        """Whether the answer consists of tool calls."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    def _call_grammar(self, chat_format: ChatFormat) -> str:
+        """Build the grammar of required calls. Raises SettingsError for other fields."""
+        functions = self.functions
+        is_single = self.max_calls == 1
         if isinstance(self.tool_choice, dict):
             function = self.tool_choice.get("function")
             name = function.get("name") if isinstance(function, dict) else None
-            if name not in names:
+            if name not in functions:
                 choice = reprlib.repr(self.tool_choice)
                 raise SettingsError(f"tool_choice {choice}", need="the name of a tool")
-            names = frozenset([name])
-        if not names:
+            functions = {name: functions[name]}
+            is_single = True
+        if not functions:
             raise SettingsError("tool_choice required", need="tools", change="send tools")
-        functions = [tool["function"] for tool in self.tools or ()]
-        chosen = [function for function in functions if function["name"] in names]
-        is_single = isinstance(self.tool_choice, dict) or self.max_calls == 1
-        return formats | {"grammar": call_grammar(chosen, is_single)}
+        return chat_format.call_grammar([*functions.values()], is_single)
 
     @property
-    def tool_names(self) -> frozenset[str]:
-        """Names of the offered tools. Raises SettingsError for tools without a name."""
-        functions = [tool.get("function") for tool in self.offered_tools or ()]
-        names = [isinstance(entry, dict) and entry.get("name") for entry in functions]
-        if not all(isinstance(name, str) and name for name in names):
-            raise SettingsError("tools", need="a function with a name in each tool")
-        return frozenset(map(str, names))
+    def functions(self) -> dict[str, Json]:
+        """Functions of the offered tools by name. Raises SettingsError for tools without a name."""
+        functions: dict[str, Json] = {}
+        for tool in self.offered_tools or ():
+            function = tool.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if function is None or not isinstance(name, str) or not name:
+                raise SettingsError("tools", need="a function with a name in each tool")
+            functions[name] = function
+        return functions
+
+    @property
+    def schemas(self) -> dict[str, Json]:
+        """JSON schemas of the parameters, by name of the offered tools."""
+        schemas: dict[str, Json] = {}
+        for name, function in self.functions.items():
+            schema = function.get("parameters")
+            schemas[name] = schema if isinstance(schema, dict) else {}
+        return schemas
+
+    @property
+    def template_variables(self) -> Json:
+        """Variables of the chat template."""
+        effort = {}
+        if self.reasoning_effort is not None:
+            is_on = self.reasoning_effort not in ("none", "minimal")
+            effort = {"reasoning_effort": self.reasoning_effort, "enable_thinking": is_on}
+        return effort | (self.chat_template_kwargs or {})
 
     def turns(self) -> list[Json]:
         """Convert messages for chat templates: content as text, call arguments as objects.
@@ -359,10 +301,13 @@ class ChatRequest(GenerationRequest):
         if not self.messages:
             change = "send the user's turn"
             raise PromptError("messages", need="at least one", have="none", change=change)
-        turns = [{**turn, "content": _text_of(turn.get("content"))} for turn in self.messages]
+        turns = [{**turn, "content": text_of(turn.get("content"))} for turn in self.messages]
         for turn in turns:
             if isinstance(turn.get("tool_calls"), list):
                 turn["tool_calls"] = [_parse_arguments(call) for call in turn["tool_calls"]]
+            # gpt-oss has its own name, and refuses reasoning beside content and calls.
+            if "reasoning_content" in turn and not (turn["content"] and turn.get("tool_calls")):
+                turn["thinking"] = turn["reasoning_content"]
         return turns
 
 
@@ -398,15 +343,15 @@ def _parse_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _text_of(content: Any) -> str:
-    """Join the text parts of a message."""
+def text_of(content: Any) -> str:
+    """Join the text parts of a message. Raises PromptError for other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
     for part in parts:
         is_object = isinstance(part, dict)
         kind = part.get("type") if is_object else type(part).__name__
-        if not (is_object and kind == "text" and isinstance(part.get("text"), str)):
+        if not (is_object and kind in _TEXT_PARTS and isinstance(part.get("text"), str)):
             problem = f"content of type {reprlib.repr(kind)}"
             raise PromptError(problem, need="text", change="send text parts only")
     return "".join(part["text"] for part in parts)

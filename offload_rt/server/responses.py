@@ -1,239 +1,297 @@
-"""Responses in the formats of OpenAI: whole answers and chunks of a stream."""
+"""/v1/responses: OpenAI's API for agents, without stored responses."""
 
+import reprlib
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from math import isnan
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from transformers import PreTrainedTokenizerBase
+from pydantic import BaseModel
 
-from offload_rt.llm import Piece
-from offload_rt.sampling import Logprob
-from offload_rt.server.protocol import ChatRequest, CompletionRequest
-from offload_rt.server.tools import ToolParser
-from offload_rt.text.detokenize import TextStream, token_bytes
+from offload_rt.errors import SettingsError
+from offload_rt.server.answer import Answer, Delta
+from offload_rt.server.bodies import FailFastList, Json, validate
+from offload_rt.server.protocol import ChatRequest, text_of
+from offload_rt.server.turns import Turns, as_tool
+from offload_rt.server.writer import event
 
-Json = dict[str, Any]
-Logprobs = Sequence[dict[int, Logprob]]
-_MIN_LOGPROB = -9999.0  # JSON has no infinity
+
+class ResponsesRequest(BaseModel):
+    """Body of /v1/responses."""
+
+    model: str | None = None
+    input: str | FailFastList[Json]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    tools: FailFastList[Json] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Json | None = None
+    text: Json | None = None
+    prompt: Literal[None] = None
+    truncation: Literal["disabled"] | None = None
+    metadata: Json | None = None
+    chat_template_kwargs: Json | None = None
+
+    def chat(self) -> ChatRequest:
+        """Convert to a chat request. Raises SettingsError or PromptError for unknown items."""
+        given = self.model_dump(exclude_none=True)
+        shared = ChatRequest.model_fields.keys() & given.keys() - {"tools", "tool_choice"}
+        fields = {name: given[name] for name in shared}
+        fields |= {"messages": self._messages(), "max_tokens": self.max_output_tokens}
+        fields |= {"tools": [_tool(tool) for tool in self.tools or ()] or None}
+        fields |= {"tool_choice": _tool_choice(self.tool_choice)}
+        effort = (self.reasoning or {}).get("effort")
+        if isinstance(effort, str):
+            fields["reasoning_effort"] = effort
+        wanted = (self.text or {}).get("format")
+        if isinstance(wanted, dict):
+            fields["response_format"] = {"type": wanted.get("type"), "json_schema": wanted}
+        return validate(ChatRequest, fields)
+
+    def _messages(self) -> list[Json]:
+        turns = Turns()
+        if self.instructions:
+            turns.add("system", self.instructions)
+        items = self.input
+        if isinstance(items, str):
+            items = [{"role": "user", "content": items}]
+        for item in items:
+            _add_item(turns, item)
+        return turns.messages
+
+    def echo(self) -> Json:
+        """Return the fields of the request that a response repeats."""
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": self.tools or [],
+            "tool_choice": self.tool_choice or "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning": {"effort": None, "summary": None, **(self.reasoning or {})},
+            "text": self.text or {"format": {"type": "text"}},
+            "metadata": self.metadata or {},
+            "truncation": "disabled",
+            "previous_response_id": None,
+            "store": False,
+        }
+
+
+def _add_item(turns: Turns, item: Json) -> None:
+    kind = item.get("type", "message")
+    if kind == "message" and item.get("role") == "assistant":
+        turns.add_answer(text_of(item.get("content")))
+    elif kind == "message":
+        turns.add(str(item.get("role")), item.get("content"))
+    elif kind == "function_call":
+        turns.add_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+    elif kind == "function_call_output":
+        turns.add_result(item.get("call_id"), item.get("output"))
+    elif kind == "reasoning":
+        turns.add_reasoning(text_of(item.get("content")))
+    else:
+        raise SettingsError(f"input of type {reprlib.repr(kind)}", need="messages and calls")
+
+
+def _tool(tool: Json) -> Json:
+    if tool.get("type") != "function":
+        raise SettingsError(f"tools of type {reprlib.repr(tool.get('type'))}", need="functions")
+    return as_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
+
+
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
 
 
 @dataclass
-class Choice:
-    """One answer so far.
+class _Item:
+    """An output item of a stream.
 
-    text      content without tool calls
-    end       finish reason of the sequence; None before the end
-    position  position of the next token in the text; None unless log-probabilities need it
+    kind   as in `type`
+    part   type of its content part; empty for calls
     """
 
-    tools: ToolParser
+    kind: str
+    part: str
+    fields: Json
     text: str = ""
-    n_tokens: int = 0
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    calls: list[Json] = field(default_factory=list)
-    end: str | None = None
-    position: TextStream | None = None
 
-    @property
-    def finish_reason(self) -> str | None:
-        """Finish reason as named by OpenAI; None before the end."""
-        return "tool_calls" if self.end and self.calls else self.end
+    def whole(self, status: str) -> Json:
+        """Return the item with its text so far."""
+        fields = {**self.fields, "status": status}
+        if self.kind == "function_call":
+            return fields | {"arguments": self.text}
+        is_begun = bool(self.text) or status != "in_progress"
+        return fields | {"content": [self.content()] if is_begun else []}
 
-    def locate(self, tokens: Sequence[int]) -> list[int]:
-        """Return the text offset of each token, and advance behind the tokens.
-
-        Hidden tokens have no text. Tokens inside a character share its offset.
-        """
-        if self.position is None:
-            return [0] * len(tokens)
-        offsets = []
-        for token in tokens:
-            offsets.append(len(self.position.text))
-            self.position.add(token)
-        return offsets
+    def content(self) -> Json:
+        """Return the content part of a message or of reasoning."""
+        extra: Json = {}
+        if self.part == "output_text":
+            extra = {"annotations": [], "logprobs": []}
+        return {"type": self.part, "text": self.text, **extra}
 
 
-class Answer:
-    """All answers to one request; answers to the same prompt are adjacent.
+class ResponsesWriter:
+    """Formats an answer as a response with output items: reasoning, message, calls."""
 
-    n_prompt  tokens of all prompts
-    """
-
-    def __init__(
-        self,
-        request: CompletionRequest | ChatRequest,
-        name: str,
-        n: int,
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
-        self._request = request
-        self._tokenizer = tokenizer
-        self.n_prompt = 0
-        self._chat = request if isinstance(request, ChatRequest) else None
+    def __init__(self, answer: Answer, request: ResponsesRequest, name: str) -> None:
+        self._answer = answer
+        self._items: list[_Item] = []
+        self._n_events = 0
         self._head = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": "chat.completion" if self._chat else "text_completion",
-            "created": int(time.time()),
+            "id": _new_id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
             "model": name,
+            **request.echo(),
         }
-        tool_names = self._chat.tool_names if self._chat else frozenset[str]()
-        self.choices = [Choice(ToolParser(tool_names)) for _ in range(n)]
 
-    def start(self, prompts: Sequence[list[int]]) -> None:
-        """Prepare the answers to tokenized prompts."""
-        self.n_prompt = sum(map(len, prompts))
-        has_offsets = self._chat is None and self._request.logprobs is not None
-        if self._tokenizer is None or not has_offsets:
-            return
-        n = len(self.choices) // len(prompts)
-        for i, choice in enumerate(self.choices):
-            context = [] if self._request.echo else prompts[i // n]
-            choice.position = TextStream(self._tokenizer, context, ())
+    def start(self) -> list[str]:
+        """Return the events before the first delta."""
+        response = self._response("in_progress")
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, {"response": response}) for kind in kinds]
 
-    def role_chunks(self) -> list[Json]:
-        """Return the first chunks of a chat stream, with the role of each answer."""
-        if self._chat is None:
-            return []
-        delta = {"role": "assistant", "content": ""}
-        head = {"delta": delta, "logprobs": None, "finish_reason": None}
-        return [self._chunk([{"index": i, **head}]) for i in range(len(self.choices))]
+    def add(self, delta: Delta) -> list[str]:
+        """Return the events of a delta."""
+        events = []
+        parsed = delta.parsed
+        if parsed.reasoning:
+            events += self._add_text("reasoning", parsed.reasoning)
+        if parsed.text:
+            events += self._add_text("message", parsed.text)
+        for call in parsed.calls:
+            events += self._add_call(call)
+        return events
 
-    def echo(self, i: int, prompt: list[int], logprobs: Logprobs) -> Json:
-        """Start an answer with its prompt. Returns the chunk of a stream."""
-        choice = self.choices[i]
-        if self._tokenizer is not None:
-            choice.text = str(self._tokenizer.decode(prompt, skip_special_tokens=True))
-        choice.logprobs = [*logprobs]
-        choice.offsets = choice.locate(prompt[: len(logprobs)])
-        part = {"index": i, "text": choice.text, "finish_reason": None}
-        return self._chunk([part | {"logprobs": _logprobs(logprobs, choice.offsets)}])
+    def end(self) -> list[str]:
+        """Return the events after the last delta."""
+        response = self.whole()
+        kind = f"response.{response['status']}"
+        return [*self._close(), self._event(kind, {"response": response})]
 
-    def add(self, i: int, piece: Piece) -> Json:
-        """Append the result of one pass to an answer. Returns the chunk of a stream."""
-        choice = self.choices[i]
-        if self._request.reads_only:
-            piece = replace(piece, text="", token_ids=[], logprobs=[])
-        text, calls = choice.tools.feed(piece.text)
-        if piece.finish_reason is not None:
-            choice.end = piece.finish_reason
-            rest = choice.tools.end()
-            text += rest.text
-            calls += rest.calls
-        first_call = len(choice.calls)
-        if self._chat and self._chat.max_calls is not None:
-            calls = calls[: self._chat.max_calls - first_call]
-        offsets = choice.locate(piece.token_ids) if piece.logprobs else []
-        choice.text += text
-        choice.calls += calls
-        choice.n_tokens += len(piece.token_ids)
-        choice.logprobs += piece.logprobs
-        choice.offsets += offsets
-        part: Json = {"index": i, "finish_reason": choice.finish_reason}
-        if self._chat is None:
-            part |= {"text": text, "logprobs": _logprobs(piece.logprobs, offsets)}
-        else:
-            delta: Json = {"content": text} if text else {}
-            if calls:
-                indexed = [{"index": k, **call} for k, call in enumerate(calls, first_call)]
-                delta["tool_calls"] = indexed
-            part |= {"delta": delta, "logprobs": self._chat_logprobs(piece.logprobs)}
-        return self._chunk([part]) | self._extras(piece)
-
-    def usage_chunk(self) -> Json:
-        """Return the last chunk of a stream with `include_usage`."""
-        return self._chunk([]) | {"usage": self.usage()}
+    def error(self, error: Json) -> list[str]:
+        """Return the last events of a stream that fails."""
+        failure = {"code": error["code"] or "server_error", "message": error["message"]}
+        response = self._response("failed") | {"error": failure}
+        return [self._event("response.failed", {"response": response})]
 
     def whole(self) -> Json:
         """Return the complete response."""
-        choices = [self._whole(i) for i in range(len(self.choices))]
-        return self._head | {"choices": choices, "usage": self.usage()}
+        if not self._n_events:
+            (choice,) = self._answer.choices
+            if choice.reasoning:
+                self._open("reasoning").text = choice.reasoning
+            if choice.text or not choice.calls:
+                self._open("message").text = choice.text
+            for call in choice.calls:
+                self._open("function_call", call).text = call["function"]["arguments"]
+        return self._response(self._status())
 
-    def usage(self) -> Json:
-        """Count tokens so far."""
-        n = sum(choice.n_tokens for choice in self.choices)
-        total = self.n_prompt + n
-        return {"prompt_tokens": self.n_prompt, "completion_tokens": n, "total_tokens": total}
+    def _status(self) -> str:
+        return "incomplete" if self._answer.choices[0].end == "length" else "completed"
 
-    def _whole(self, i: int) -> Json:
-        choice = self.choices[i]
-        part: Json = {"index": i, "finish_reason": choice.finish_reason}
-        if self._chat is None:
-            logprobs = _logprobs(choice.logprobs, choice.offsets)
-            return part | {"text": choice.text, "logprobs": logprobs}
-        calls = {"tool_calls": choice.calls} if choice.calls else {}
-        content = choice.text or (None if calls else "")
-        message = {"role": "assistant", "content": content, "refusal": None, **calls}
-        return part | {"message": message, "logprobs": self._chat_logprobs(choice.logprobs)}
+    def _response(self, status: str) -> Json:
+        n_prompt, n = self._answer.n_prompt, self._answer.n_tokens
+        usage = {
+            "input_tokens": n_prompt,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": n,
+            "output_tokens_details": {"reasoning_tokens": self._answer.n_reasoning},
+            "total_tokens": n_prompt + n,
+        }
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        state = "in_progress" if status == "in_progress" else "completed"
+        return self._head | {
+            "status": status,
+            "error": None,
+            "incomplete_details": reason,
+            "output": [item.whole(state) for item in self._items],
+            "usage": None if status == "in_progress" else usage,
+        }
 
-    def _chunk(self, choices: list[Json]) -> Json:
-        kind = {"object": "chat.completion.chunk"} if self._chat else {}
-        usage = {"usage": None} if self._request.options.include_usage else {}
-        return self._head | kind | {"choices": choices} | usage
+    def _open(self, kind: str, call: Json | None = None) -> _Item:
+        """Append an output item."""
+        if call is not None:
+            fields = {"call_id": call["id"], "name": call["function"]["name"]}
+            item = _Item(kind, "", {"id": _new_id("fc"), "type": kind, **fields})
+        elif kind == "reasoning":
+            item = _Item(kind, "reasoning_text", {"id": _new_id("rs"), "type": kind, "summary": []})
+        else:
+            fields = {"id": _new_id("msg"), "type": kind, "role": "assistant"}
+            item = _Item(kind, "output_text", fields)
+        self._items.append(item)
+        return item
 
-    def _extras(self, piece: Piece) -> Json:
-        """Return the fields of a chunk that `stream_options` requests."""
-        options = self._request.options
-        usage = {"usage": self.usage()} if options.continuous_usage_stats else {}
-        return usage | ({"pass": _pass(piece)} if options.include_passes else {})
+    def _add_text(self, kind: str, text: str) -> list[str]:
+        events = []
+        if not self._items or self._items[-1].kind != kind:
+            events += self._close()
+            item = self._open(kind)
+            events.append(self._item_event("response.output_item.added", "in_progress"))
+            part = {"part": item.content(), "content_index": 0}
+            events.append(self._event("response.content_part.added", self._place() | part))
+        item = self._items[-1]
+        item.text += text
+        delta = {"delta": text, "content_index": 0} | _logprobs(item)
+        events.append(self._event(f"response.{item.part}.delta", self._place() | delta))
+        return events
 
-    def _chat_logprobs(self, logprobs: Logprobs) -> Json | None:
-        """Convert log-probabilities for chats, with the `top_logprobs` best tokens each."""
-        n_top = (self._chat and self._chat.top_logprobs) or 0
-        content = []
-        for candidates in logprobs:
-            best = sorted(candidates.items(), key=lambda item: item[1].rank)[:n_top]
-            entry = self._token_logprob(*next(iter(candidates.items())))
-            content.append(entry | {"top_logprobs": [self._token_logprob(*item) for item in best]})
-        return {"content": content, "refusal": None} if content else None
+    def _add_call(self, call: Json) -> list[str]:
+        events = self._close()
+        item = self._open("function_call", call)
+        events.append(self._item_event("response.output_item.added", "in_progress"))
+        item.text = call["function"]["arguments"]
+        delta = self._place() | {"delta": item.text}
+        events.append(self._event("response.function_call_arguments.delta", delta))
+        return events
 
-    def _token_logprob(self, token: int, logprob: Logprob) -> Json:
-        raw = b"" if self._tokenizer is None else token_bytes(self._tokenizer, token)
-        value = max(logprob.logprob, _MIN_LOGPROB)
-        return {"token": logprob.decoded_token or "", "logprob": value, "bytes": list(raw)}
+    def _close(self) -> list[str]:
+        """Return the last events of the current output item."""
+        if not self._items:
+            return []
+        item = self._items[-1]
+        if item.kind == "function_call":
+            done = self._place() | {"arguments": item.text, "name": item.fields["name"]}
+            events = [self._event("response.function_call_arguments.done", done)]
+        else:
+            place = self._place() | {"content_index": 0}
+            done = place | {"text": item.text} | _logprobs(item)
+            part = place | {"part": item.content()}
+            events = [
+                self._event(f"response.{item.part}.done", done),
+                self._event("response.content_part.done", part),
+            ]
+        return [*events, self._item_event("response.output_item.done", "completed")]
+
+    def _place(self) -> Json:
+        """Return the fields that locate the current output item."""
+        return {"item_id": self._items[-1].fields["id"], "output_index": len(self._items) - 1}
+
+    def _item_event(self, kind: str, status: str) -> str:
+        place = {"output_index": len(self._items) - 1}
+        return self._event(kind, place | {"item": self._items[-1].whole(status)})
+
+    def _event(self, kind: str, content: Json) -> str:
+        self._n_events += 1
+        number = self._n_events - 1
+        return event({"type": kind, "sequence_number": number, **content}, kind)
 
 
-def _pass(piece: Piece) -> Json | None:
-    """Describe the pass of a piece: parents of the tree nodes, accepted path, and times."""
-    if piece.made_by is None:
-        return None
-    topology, path, times = piece.made_by
-    seconds = times.ended - times.started
-    busy = min(times.link_busy_s / seconds, 1.0)
-    tree = {"parents": topology.parents.tolist(), "path": [*path]}
-    return {"tokens": len(piece.token_ids), **tree, "seconds": seconds, "link_busy": busy}
+def _logprobs(item: _Item) -> Json:
+    return {"logprobs": []} if item.part == "output_text" else {}
 
 
-def _logprobs(logprobs: Logprobs, offsets: Sequence[int]) -> Json | None:
-    """Convert log-probabilities for completions; None without any.
-
-    logprobs  per token its candidates, the token itself first; NaN for the first prompt token
-    """
-    if not logprobs:
-        return None
-    tokens = []
-    values: list[float | None] = []
-    candidates_by_text: list[dict[str, float] | None] = []
-    for candidates in logprobs:
-        token = next(iter(candidates.values()))
-        tokens.append(token.decoded_token or "")
-        if isnan(token.logprob):
-            values.append(None)
-            candidates_by_text.append(None)
-            continue
-        values.append(max(token.logprob, _MIN_LOGPROB))
-        by_text: dict[str, float] = {}
-        for candidate in candidates.values():
-            # Parts of characters share a text; the first candidate is the token itself.
-            text = candidate.decoded_token or ""
-            by_text.setdefault(text, max(candidate.logprob, _MIN_LOGPROB))
-        candidates_by_text.append(by_text)
-    return {
-        "tokens": tokens,
-        "token_logprobs": values,
-        "top_logprobs": candidates_by_text,
-        "text_offset": list(offsets),
-    }
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

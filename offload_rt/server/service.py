@@ -7,9 +7,9 @@ import logging
 import math
 import reprlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from fastapi import Request, Response
@@ -23,10 +23,14 @@ from offload_rt.config import SamplingParams
 from offload_rt.errors import CapacityError, DeviceError, OffloadError, SettingsError, UserError
 from offload_rt.llm import LLM, Piece
 from offload_rt.sampling import Logprob
+from offload_rt.server.answer import Answer, Delta
+from offload_rt.server.bodies import Json, read_body
+from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.embeddings import EmbeddingsRequest
 from offload_rt.server.limits import error_response
 from offload_rt.server.metrics import Metrics
-from offload_rt.server.protocol import ChatRequest, CompletionRequest, read_body
-from offload_rt.server.responses import Answer, Json
+from offload_rt.server.protocol import ChatRequest, CompletionRequest
+from offload_rt.server.writer import Writer
 
 GenerationRequest = CompletionRequest | ChatRequest
 _T = TypeVar("_T")
@@ -45,6 +49,7 @@ class ServerLimits:
     n_waiting    answers in the queue, beside running answers
     timeout_s    duration of a request
     is_any_name  whether requests may name other models
+    pooling      of embeddings; empty: no embeddings
     """
 
     body_nbytes: int
@@ -52,6 +57,7 @@ class ServerLimits:
     n_waiting: int
     timeout_s: float
     is_any_name: bool = False
+    pooling: str = ""
 
 
 class Refused(Exception):
@@ -73,6 +79,7 @@ class Service:
     llm: LLM
     name: str
     limits: ServerLimits
+    chat_format: ChatFormat
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     n_open: int = 0
@@ -92,24 +99,47 @@ class Service:
         async with self._parsing:
             return await asyncio.to_thread(read_body, kind, raw, max_prompts, max_len)
 
-    async def answer(self, http: Request, request: GenerationRequest) -> Response:
-        """Answer a request, as a stream or whole."""
+    async def answer(
+        self, http: Request, request: GenerationRequest, write: Callable[[Answer], Writer]
+    ) -> Response:
+        """Answer a request, as a stream or whole.
+
+        write  builds the formatter of the answer
+        """
         self.check_model(request.model)
-        params = request.params(self.limits.n_answers)
+        params = request.params(self.limits.n_answers, self.chat_format)
         n_answers = request.n_prompts * params.n
-        answer = Answer(request, self.name, n_answers, self.llm.tokenizer)
+        answer = Answer(request, n_answers, self.llm.tokenizer)
+        writer = write(answer)
         self._admit(n_answers)
-        chunks = self._chunks(answer, request, params)
+        deltas = self._deltas(answer, request, params)
         if not request.stream:
-            await _unless_gone(http, _exhaust(chunks))
-            return await asyncio.to_thread(lambda: JSONResponse(answer.whole()))
-        # The first chunk precedes the status: errors of the request get a status of their own.
-        first = await _unless_gone(http, anext(chunks))
-        events = self._events(first, chunks, answer, request.options.include_usage)
-        return _EventStream(events, chunks, self.limits.timeout_s + _STREAM_GRACE_S)
+            await _unless_gone(http, _exhaust(deltas))
+            return await asyncio.to_thread(lambda: JSONResponse(writer.whole()))
+        # The first delta precedes the status: errors of the request get a status of their own.
+        first = await _unless_gone(http, anext(deltas))
+        events = self._events(first, deltas, writer)
+        return _EventStream(events, deltas, self.limits.timeout_s + _STREAM_GRACE_S)
+
+    async def embed(self, request: EmbeddingsRequest) -> Json:
+        """Answer a request for embeddings."""
+        self.check_model(request.model)
+        if not self.limits.pooling:
+            raise Refused(404, "this server has no embeddings")
+        n = len(request.input)
+        self._admit(n)
+        try:
+            prompts = await asyncio.to_thread(self._encode, request.input, True)
+            vectors = await asyncio.to_thread(self.llm.embed, prompts, self.limits.pooling)
+        finally:
+            self.n_open -= n
+        return request.whole(vectors, sum(map(len, prompts)), self.name)
+
+    def _encode(self, texts: list[str] | list[list[int]], special: bool) -> list[list[int]]:
+        return [self.llm.encode(text, special) if isinstance(text, str) else text for text in texts]
 
     def _admit(self, n: int) -> None:
-        """Reserve queue places, until `_chunks` ends. Raises Refused if the queue is full."""
+        """Reserve queue places, until `_deltas` ends. Raises Refused if the queue is full."""
         engine = self.llm.engine
         if engine.is_short:
             reason = "device memory is exhausted by running answers"
@@ -122,17 +152,19 @@ class Service:
             raise Refused(429, "the queue is full", retry_after_s=_RETRY_S)
         self.n_open += n
 
-    async def _chunks(
+    async def _deltas(
         self, answer: Answer, request: GenerationRequest, params: SamplingParams
-    ) -> AsyncGenerator[Json, None]:
-        """Yield the chunks of a stream. Leaving the iterator aborts the answers."""
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield the new parts of the answers. Leaving the iterator aborts the answers."""
         started = time.perf_counter()
         end = "aborted"
         has_begun = False
         echo = isinstance(request, CompletionRequest) and request.echo
         try:
             prompts = await asyncio.to_thread(self._tokenize, request)
-            answer.start(prompts)
+            answer.start(prompts, self.chat_format)
+            if isinstance(request, ChatRequest):
+                params = self._behind_reasoning(params, request, prompts[0])
             async with aclosing(self.llm.astream_all(prompts, params)) as pieces:
                 while True:
                     left_s = started + self.limits.timeout_s - time.perf_counter()
@@ -145,8 +177,6 @@ class Service:
                         has_begun = True
                         self.metrics.first_token.observe(time.perf_counter() - started)
                         self.metrics.prompt_tokens.inc(answer.n_prompt)
-                        for chunk in answer.role_chunks():
-                            yield chunk
                     if echo and not answer.choices[i].n_tokens:
                         prompt = prompts[i_prompt]
                         yield await asyncio.to_thread(self._echo, answer, i, prompt, piece)
@@ -165,25 +195,38 @@ class Service:
             self.metrics.requests.labels(end).inc()
             self.metrics.request_seconds.observe(time.perf_counter() - started)
 
+    def _behind_reasoning(
+        self, params: SamplingParams, request: ChatRequest, prompt: list[int]
+    ) -> SamplingParams:
+        """Let a grammar begin behind the reasoning."""
+        outputs = params.structured_outputs
+        if outputs is None:
+            return params
+        tail = self.chat_format.tail(prompt)
+        around = self.chat_format.around(tail, request.requires_calls)
+        return replace(params, structured_outputs=replace(outputs, around=around))
+
     async def _events(
-        self, first: Json, chunks: AsyncIterator[Json], answer: Answer, has_usage: bool
+        self, first: Delta, deltas: AsyncIterator[Delta], writer: Writer
     ) -> AsyncGenerator[str, None]:
-        """Yield server-sent events. An error in the middle is the last chunk."""
+        """Yield server-sent events. An error in the middle is the last event."""
         try:
-            yield _event(first)
-            async for chunk in chunks:
-                yield _event(chunk)
-            if has_usage:
-                yield _event(answer.usage_chunk())
+            for event in [*writer.start(), *writer.add(first)]:
+                yield event
+            async for delta in deltas:
+                for event in writer.add(delta):
+                    yield event
+            for event in writer.end():
+                yield event
         except Exception as error:
             response = await self.error_response(None, error)
-            yield f"data: {bytes(response.body).decode()}\n\n"
+            for event in writer.error(json.loads(bytes(response.body))["error"]):
+                yield event
             if not isinstance(error, OffloadError | Refused):
                 logging.getLogger("uvicorn.error").exception("error in the middle of a stream")
-        yield "data: [DONE]\n\n"
 
-    def _echo(self, answer: Answer, i: int, prompt: list[int], piece: Piece) -> Json:
-        """Build the chunk with the prompt."""
+    def _echo(self, answer: Answer, i: int, prompt: list[int], piece: Piece) -> Delta:
+        """Start an answer with the prompt."""
         first = {prompt[0]: Logprob(math.nan, 0, self.decode(prompt[:1]))}
         logprobs = [candidates or first for candidates in piece.prompt_logprobs or []]
         return answer.echo(i, prompt, logprobs)
@@ -197,11 +240,7 @@ class Service:
         if isinstance(request, ChatRequest):
             prompts = [self.render(request)]
         else:
-            special = request.add_special_tokens
-            prompts = [
-                self.llm.encode(prompt, special) if isinstance(prompt, str) else prompt
-                for prompt in request.prompt
-            ]
+            prompts = self._encode(request.prompt, request.add_special_tokens)
         prompts = [request.truncate(prompt, self.llm.max_model_len) for prompt in prompts]
         for prompt in prompts:
             self.llm.check_prompt(prompt)
@@ -212,7 +251,7 @@ class Service:
 
         Raises PromptError or SettingsError for input that the chat template ignores.
         """
-        variables = request.chat_template_kwargs or {}
+        variables = request.template_variables
         # Clients may set variables of the template, but no template of their own.
         arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
         reserved = variables.keys() & arguments.keys()
@@ -235,7 +274,10 @@ class Service:
         }
         if wanted and "response_format" in template:
             options["response_format"] = wanted
-        return self.llm.encode_chat(request.turns(), options)
+        turns = request.turns()
+        if "developer" not in template:
+            turns = [_as_system(turn) for turn in turns]
+        return self.llm.encode_chat(turns, options)
 
     def check_model(self, name: str | None) -> None:
         """Raises Refused for the name of another model."""
@@ -270,18 +312,18 @@ class Service:
 class _EventStream(StreamingResponse):
     """Server-sent events with a deadline, also for clients that do not read.
 
-    chunks  closed at the end, so that the answers are aborted at once
+    deltas  closed at the end, so that the answers are aborted at once
     """
 
     def __init__(
         self,
         events: AsyncGenerator[str, None],
-        chunks: AsyncGenerator[Json, None],
+        deltas: AsyncGenerator[Delta, None],
         timeout_s: float,
     ) -> None:
         headers = {"Cache-Control": "no-cache"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._generators = (events, chunks)
+        self._generators = (events, deltas)
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -296,12 +338,13 @@ class _EventStream(StreamingResponse):
                 await generator.aclose()
 
 
-def _event(content: Json) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+def _as_system(turn: Json) -> Json:
+    """Rename OpenAI's role of system messages for templates that do not know it."""
+    return turn | {"role": "system"} if turn.get("role") == "developer" else turn
 
 
-async def _exhaust(chunks: AsyncIterator[Json]) -> None:
-    async for _ in chunks:
+async def _exhaust(deltas: AsyncIterator[Delta]) -> None:
+    async for _ in deltas:
         pass
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # a plan asks for limits and types alone
 # Rows computed for each node of the final tree: a growing tree drops nodes for better ones.
 ROWS_PER_NODE = 2
 _SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
+# Larger trees for streamed layers, behind whose transfer a GPU computes further rows.
+_STREAMED_SIZES = (4096, 2048)
 # Self-drafting: a level costs about as much as a pass, so trees are small.
 SELF_SIZES = (64, 32, 16, 8)
 
@@ -184,6 +186,7 @@ class DrafterType:
     gives_draft_probs  children are drawn from known distributions at temperature > 0
     best_rule          default rule, a module name in verify/
     default_sizes      tree sizes, tried in turn until one fits into memory
+    streamed_sizes     larger sizes, tried first if a GPU streams layers
     n_levels           default depth limit; deeper candidates are rarely reached
     """
 
@@ -193,6 +196,7 @@ class DrafterType:
     default_sizes: tuple[int, ...]
     n_levels: int = 24
     resources: DraftResources = DraftResources()
+    streamed_sizes: tuple[int, ...] = ()
 
     @property
     def has_trees(self) -> bool:
@@ -218,6 +222,7 @@ def tree_drafter(
         best_rule="coupled" if dynamic_above else "adaptive" if dynamic_at_zero else "traversal",
         default_sizes=_SIZES if resources.view is None else SELF_SIZES,
         resources=resources,
+        streamed_sizes=_STREAMED_SIZES if resources.needs_model and resources.view is None else (),
     )
 
 

@@ -1,5 +1,6 @@
 """Resolve settings to a drafter, a verification rule, tree limits and a draft checkpoint."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +24,9 @@ if TYPE_CHECKING:  # importing transformers takes a second, and plans need no to
 
 # Share of the memory budget available to default trees.
 _TREE_SHARE = 1 / 8
+# Growth of the streamed bytes that a doubled tree size may cost. The forecast of a 70B has 8 % more
+# tokens per pass with trees of 2,048 instead of 1,024 nodes.
+_STREAMED_SHARE = 0.02
 # Drafters of `--drafter auto`, without and with a draft model.
 _DEFAULT = "recycle"
 _DEFAULT_WITH_MODEL = "adaptive_tree"
@@ -36,6 +40,7 @@ class Drafting:
     rule_name  name of a rule in verify/
     view_rows  budget of verified tokens in self-drafting views
     learning   online learning of the draft model: "off", "on" or "keep"
+    rounding   format of a draft model quantised while it is loaded; "none" to keep its weights
     """
 
     name: str
@@ -44,6 +49,7 @@ class Drafting:
     draft: Checkpoint | None = None
     view_rows: int = 0
     learning: str = "off"
+    rounding: str = "none"
 
     @cached_property
     def rule(self) -> VerificationRule:
@@ -71,17 +77,30 @@ class Drafting:
         tree_nbytes: Callable[[int], int],
         memory_nbytes: int,
         plain_nbytes: int,
+        streamed_nbytes: int = 0,
     ) -> DraftLimits:
         """Return tree limits from the settings, or from the drafter's largest default that fits.
 
-        tree_nbytes    bytes for trees of n nodes beyond plain decoding
-        memory_nbytes  device memory budget
-        plain_nbytes   minimum budget without trees
+        tree_nbytes      bytes for trees of n nodes beyond plain decoding
+        memory_nbytes    device memory budget
+        plain_nbytes     minimum budget without trees
+        streamed_nbytes  layer bytes that a pass copies to a GPU in plain decoding
+
+        Larger trees replace resident layers. They are selected if their memory adds less traffic
+        than `_STREAMED_SHARE` per doubling of the size.
         """
-        room = min(memory_nbytes * _TREE_SHARE, memory_nbytes - plain_nbytes)
+        spare = memory_nbytes - plain_nbytes
+        room = min(memory_nbytes * _TREE_SHARE, spare)
         sizes = self.type.default_sizes
-        fitting = (n for n in sizes if tree_nbytes(n) <= room)
-        n_nodes = config.tree_size or next(fitting, sizes[-1])
+        default = next((n for n in sizes if tree_nbytes(n) <= room), sizes[-1])
+        larger = (n for n in (*self.type.streamed_sizes, *sizes) if n > default)
+        per_doubling = _STREAMED_SHARE * streamed_nbytes
+
+        def pays(n: int) -> bool:
+            more = tree_nbytes(n) - tree_nbytes(default)
+            return more <= min(per_doubling * math.log2(n / default), spare - tree_nbytes(default))
+
+        n_nodes = config.tree_size or next((n for n in larger if pays(n)), default)
         n_levels = 1 if n_nodes == 1 else config.tree_depth or self.type.n_levels
         is_size_fixed = config.tree_size is not None
         return DraftLimits(n_nodes, n_levels, is_size_fixed, config.tree_depth is not None)

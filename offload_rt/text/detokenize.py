@@ -30,17 +30,22 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], stop: Sequence[str]
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._skips_special = skip_special_tokens
         # Prompt tokens at the start of the window preserve the leading space of the answer.
         self._window = list(prompt[-6:])
         self._n_new = 0
         self._n_known = len(self._decode_window().rstrip(_REPLACEMENT))
         self._n_held_back = max((len(text) for text in self._stop), default=1) - 1
         self._n_taken = 0
-        self._is_stopped = False
+        self.stop_string: str | None = None  # the stop string that ended the text
         self.text = ""  # ends before the stop string
 
     def add(self, token: int, may_stop: bool = True) -> bool:
@@ -63,15 +68,17 @@ class TextStream:
             self._n_known = len(self._decode_window())
         if may_stop:
             self._find_stop(n_before)
-        return self._is_stopped
+        return self.stop_string is not None
 
     def _find_stop(self, n_before: int) -> None:
         """Cut the text at the first stop string that ends behind `n_before` characters."""
-        starts = [self.text.find(stop, max(n_before - len(stop) + 1, 0)) for stop in self._stop]
-        starts = [start for start in starts if start >= 0]
-        if starts:
-            self.text = self.text[: min(starts)]
-            self._is_stopped = True
+        starts = {
+            stop: self.text.find(stop, max(n_before - len(stop) + 1, 0)) for stop in self._stop
+        }
+        found = {stop: start for stop, start in starts.items() if start >= 0}
+        if found:
+            self.stop_string = min(found, key=lambda stop: found[stop])
+            self.text = self.text[: found[self.stop_string]]
 
     def decode(self, token: int) -> str:
         """Decode one token alone."""
@@ -79,13 +86,14 @@ class TextStream:
 
     def take(self, final: bool = False) -> str:
         """Return new text. A possible start of a stop string follows later, or with `final`."""
-        n_held_back = 0 if final or self._is_stopped else self._n_held_back
+        n_held_back = 0 if final or self.stop_string is not None else self._n_held_back
         start = self._n_taken
         self._n_taken = max(len(self.text) - n_held_back, start)
         return self.text[start : self._n_taken]
 
     def _decode_window(self) -> str:
-        return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
+        decoded = self._tokenizer.decode(self._window, skip_special_tokens=self._skips_special)
+        return str(decoded)
 
 
 def token_bytes(tokenizer: "PreTrainedTokenizerBase", token: int) -> bytes:

@@ -3,8 +3,23 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_OPEN = "<think>"
-_CLOSE = "</think>"
+
+class Tags(NamedTuple):
+    """Texts around the reasoning."""
+
+    opening: str = "<think>"
+    closing: str = "</think>"
+
+    def opens(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends inside the reasoning, as some chat templates do."""
+        return prompt.rstrip().endswith(self.opening)
+
+    def closes(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends behind the reasoning."""
+        return prompt.rstrip().endswith(self.closing)
+
+
+THINK = Tags()
 
 
 class Part(NamedTuple):
@@ -14,39 +29,59 @@ class Part(NamedTuple):
     is_reasoning: bool
 
 
-def opens_reasoning(prompt: str) -> bool:
-    """Whether a rendered prompt ends inside the reasoning, as some chat templates do."""
-    return prompt.rstrip().endswith(_OPEN)
-
-
 @dataclass
 class ReasoningSplitter:
     """Split streamed text at the reasoning tags. Tags may be divided among pieces of text.
 
+    Reasoning precedes the answer; tags inside the answer are text.
     is_reasoning  the text starts inside the reasoning
+    tags          texts around the reasoning
     """
 
     is_reasoning: bool = False
+    tags: Tags = THINK
     _pending: str = field(default="", init=False)
-    _is_start: bool = field(default=True, init=False)
+    _is_start: bool = field(init=False)  # drops blank lines behind a tag
+    _is_answer: bool = field(default=False, init=False)  # no tag can follow
+
+    def __post_init__(self) -> None:
+        self._is_start = self.is_reasoning
 
     def add(self, text: str, is_last: bool = False) -> list[Part]:
         """Return the parts that are certain; `is_last` also returns the start of a possible tag."""
         self._pending += text
         parts = []
-        while True:
-            tag = _CLOSE if self.is_reasoning else _OPEN
-            before, found, after = self._pending.partition(tag)
-            if not found:
-                break
-            parts.append(self._part(before))
-            self.is_reasoning = not self.is_reasoning
-            self._is_start = True
-            self._pending = after
-        n_held = 0 if is_last else _n_overlap(self._pending, tag)
-        parts.append(self._part(self._pending[: len(self._pending) - n_held]))
-        self._pending = self._pending[len(self._pending) - n_held :]
+        if not (self._is_answer or self.is_reasoning):
+            self._open(is_last)
+        if self.is_reasoning:
+            parts.append(self._close(is_last))
+        if self._is_answer:
+            parts.append(self._part(self._pending))
+            self._pending = ""
         return [part for part in parts if part.text]
+
+    def _open(self, is_last: bool) -> None:
+        """Decide whether the text begins with the opening tag, once that is certain."""
+        start = self._pending.lstrip()
+        if start.startswith(self.tags.opening):
+            self.is_reasoning = self._is_start = True
+            self._pending = start[len(self.tags.opening) :]
+        elif is_last or not self.tags.opening.startswith(start):
+            self._is_answer = True
+
+    def _close(self, is_last: bool) -> Part:
+        """Return the reasoning up to the closing tag."""
+        before, tag, after = self._pending.partition(self.tags.closing)
+        if tag:
+            part = self._part(before)
+            self.is_reasoning = False
+            self._is_start = self._is_answer = True
+            self._pending = after
+            return part
+        n_held = 0 if is_last else n_overlap(self._pending, self.tags.closing)
+        part = self._part(self._pending[: len(self._pending) - n_held])
+        self._pending = self._pending[len(self._pending) - n_held :]
+        return part
 
     def _part(self, text: str) -> Part:
         """Drop blank lines at the start of the reasoning and of the answer."""
@@ -56,7 +91,7 @@ class ReasoningSplitter:
         return Part(text, self.is_reasoning)
 
 
-def _n_overlap(text: str, tag: str) -> int:
+def n_overlap(text: str, tag: str) -> int:
     """Length of the longest end of `text` that is a start of `tag`."""
     lengths = range(min(len(text), len(tag) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(tag[:n])), 0)

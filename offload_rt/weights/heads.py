@@ -7,13 +7,13 @@ from pathlib import Path
 
 from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
+from offload_rt.models.block_head import BlockHead
+from offload_rt.models.head_configs import head_of, mtp_of
 from offload_rt.models.heads import (
     MEDUSA_PREFIXES,
     MTP_LAYOUTS,
     Eagle3,
     Medusa,
-    head_of,
-    mtp_of,
     target_mismatch,
 )
 from offload_rt.models.native import NativeDecoder
@@ -37,7 +37,7 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
     stored = tensors_of(directory)
     if isinstance(head, Medusa):
         head = _with_stored_heads(head, stored)
-    elif isinstance(head, Eagle3) and head.n_tokens != head.vocab_size:
+    elif isinstance(head, Eagle3 | BlockHead) and head.n_tokens != head.vocab_size:
         import torch
 
         offsets = Source(stored).read(StoredTensor("d2t", (head.n_tokens,), DType.INT64))

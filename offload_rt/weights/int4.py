@@ -1,4 +1,4 @@
-"""Layers with 4-bit matrices, in about a third of the bytes, for self-drafting.
+"""4-bit matrices in about a third of the bytes, for drafts.
 
 Products are torch's tinygemm, fast for few rows. Rounding errors only affect the draft.
 """
@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 
 from offload_rt.dtypes import DType
 from offload_rt.weights.formats import Matrix, StoredTensor, dense
-from offload_rt.weights.layout import Layout, PackedLayer, host_block, packed_layout
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from offload_rt.ops.dequantize import TinygemmMatrix
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 DTYPE = DType.BFLOAT16
 # Weights per scale and zero point: the first divisor of a row's length.
 _GROUPS = (64, 32)
-# Rows packed at a time: a multiple of torch's interleaving, few enough to bound temporary memory.
-_N_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,10 @@ class Int4Matrix(Matrix):
 
         return TinygemmMatrix(self.shape, tensors[self.codes.name], tensors[self.scales.name])
 
+    def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
+        """Return 0: products read the codes."""
+        return 0
+
 
 class Format(dense.Format):
     """Layers of which some matrices are `Int4Matrix`; further weights are converted to DTYPE."""
@@ -54,52 +54,29 @@ class Format(dense.Format):
     name = "int4"
 
 
-def packed(layer: PackedLayer, device: torch.device) -> PackedLayer:
-    """Copy a layer to the device with 4-bit matrices; vectors and odd widths stay unchanged."""
-    import torch  # not at the top: a plan asks for the layout alone
+def matrix_of(name: str, shape: tuple[int, ...], on_card: bool) -> Int4Matrix | None:
+    """Return the storage of a matrix, or None if its shape does not suit torch's product.
 
-    on_card = device.type == "cuda"
-    layout = copy_layout(layer.layout, on_card)
-    block = (
-        torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        if on_card
-        else host_block(layout.nbytes)
+    on_card  whether a GPU reads the matrix
+    """
+    group = _group(shape)
+    if group is None:
+        return None
+    n, k = shape
+    # on a card tiles of 8 rows and a group's columns
+    codes = StoredTensor(
+        f"{name}.codes",
+        (n // 8, k // group, 32, group // 32) if on_card else (n, k // 2),
+        DType.INT32 if on_card else DType.UINT8,
     )
-    targets = layout.views(block)
-    for name, tensor in layer.layout.views(layer.block).items():
-        if name in targets:
-            targets[name].copy_(tensor)
-            continue
-        matrix = layout.matrices[name.removesuffix(".weight")]
-        codes, scales = (targets[part.name] for part in matrix.tensors)
-        for first in range(0, len(tensor), _N_ROWS):
-            rows = slice(first, min(first + _N_ROWS, len(tensor)))
-            rounded, scales[:, rows] = _quantized(tensor[rows].to(device), len(scales))
-            part = codes[rows] if not on_card else codes[rows.start // 8 : rows.stop // 8]
-            part.copy_(_interleaved(rounded, len(scales)))
-    return PackedLayer(block, layout)
+    return Int4Matrix((n, k), codes, StoredTensor(f"{name}.scales", (k // group, n, 2), DTYPE))
 
 
-def copy_layout(layout: Layout, on_card: bool) -> Layout:
-    """Return the layout of a layer's copy; on_card for a GPU."""
-    tensors: list[tuple[str, tuple[int, ...], DType]] = []
-    matrices = {}
-    for entry in layout.entries:
-        group = _group(entry.shape)
-        if group is None:
-            tensors.append((entry.name, entry.shape, entry.dtype))
-            continue
-        n, k = entry.shape
-        # on a card tiles of 8 rows and a group's columns
-        codes = StoredTensor(
-            f"{entry.name}.codes",
-            (n // 8, k // group, 32, group // 32) if on_card else (n, k // 2),
-            DType.INT32 if on_card else DType.UINT8,
-        )
-        scales = StoredTensor(f"{entry.name}.scales", (k // group, n, 2), DTYPE)
-        matrices[entry.name.removesuffix(".weight")] = Int4Matrix((n, k), codes, scales)
-        tensors += [(part.name, part.shape, part.dtype or DTYPE) for part in (codes, scales)]
-    return packed_layout(tensors, matrices)
+def write(weight: Tensor, rows: slice, codes: Tensor, scales: Tensor) -> None:
+    """Quantise rows of a matrix, and write them to the tensors of an `Int4Matrix`."""
+    rounded, scales[:, rows] = _quantized(weight, len(scales))
+    part = codes[rows.start // 8 : rows.stop // 8] if weight.is_cuda else codes[rows]
+    part.copy_(_interleaved(rounded, len(scales)))
 
 
 def _group(shape: tuple[int, ...]) -> int | None:

@@ -56,11 +56,15 @@ class Layout:
         """Entries by name."""
         return {entry.name: entry for entry in self.entries}
 
+    @property
+    def tensors(self) -> "list[tuple[str, tuple[int, ...], DType]]":
+        """Name, shape and dtype of each entry."""
+        return [(entry.name, entry.shape, entry.dtype) for entry in self.entries]
+
     @cached_property
     def packed(self) -> "Layout":
         """The same tensors back to back, each aligned for kernels."""
-        tensors = ((entry.name, entry.shape, entry.dtype) for entry in self.entries)
-        return packed_layout(tensors, self.matrices)
+        return packed_layout(self.tensors, self.matrices)
 
     def views(self, block: "Tensor") -> "dict[str, Tensor]":
         """Return the tensors of a block by name, without copying.

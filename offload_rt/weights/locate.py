@@ -9,7 +9,7 @@ from typing import Any
 from offload_rt.config import EngineConfig
 from offload_rt.errors import CheckpointError
 from offload_rt.models.families import spec_of
-from offload_rt.models.heads import head_kind
+from offload_rt.models.head_configs import head_kind
 from offload_rt.weights import gguf
 from offload_rt.weights.files import (
     HEADS,
@@ -183,7 +183,11 @@ def _only_gguf(directory: Path) -> Path | None:
 
 def _from_hub(model: str, offline: bool, fetch: Callable[[], Any]) -> Any:
     """Return the result of a hub request; raises CheckpointError with a single sentence."""
-    from huggingface_hub.errors import GatedRepoError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return fetch()
@@ -195,11 +199,15 @@ def _from_hub(model: str, offline: bool, fetch: Callable[[], Any]) -> Any:
             problem = f"{model} is no directory and not in the hub cache as a whole"
             change = "leave out --offline"
             raise CheckpointError(problem, change=change) from error
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        change = "check the name, or give the directory of a checkpoint"
+        if isinstance(error, LocalEntryNotFoundError):
+            reason = "no connection"
+            change += ", or check the network"
+        elif isinstance(error, RepositoryNotFoundError):
+            reason = "no such model"
+            change += "; a private one needs HF_TOKEN"
         raise CheckpointError(
-            f"{model} is no directory and could not be fetched from the hub"
-            f" ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})",
-            change=(
-                "check the name, or give the directory of a checkpoint; a private one needs"
-                " HF_TOKEN"
-            ),
+            f"{model} is no directory and could not be fetched from the hub ({reason})",
+            change=change,
         ) from error

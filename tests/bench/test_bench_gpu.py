@@ -17,7 +17,7 @@ from support.processes import is_soon_over, is_written
 from support.tiny import keep_steady
 from transformers import Qwen3MoeConfig
 
-from bench.common.measure import UNKNOWN, Spread, commit
+from bench.common.measure import UNKNOWN, Spread
 from bench.gpu import __main__ as sections
 from bench.gpu import (
     attention,
@@ -35,7 +35,6 @@ from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
 from offload_rt import LLM, SamplingParams
 from offload_rt.ops import extension
-from offload_rt.weights.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [5, 300, 17, 511, 42]
@@ -68,11 +67,6 @@ def test_repeated_layers_keep_the_text(small):
     ) as llm:
         assert len(llm.plan.tiers) == 11
         assert llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].token_ids == want
-
-
-def test_repeating_no_layer_keeps_the_checkpoint():
-    checkpoint = open_checkpoint(shapes.DRAFT)
-    assert shapes.repeated(checkpoint, len(checkpoint.layers)).layers == checkpoint.layers
 
 
 def told(measure):
@@ -228,14 +222,6 @@ def test_generation_section_runs(small, monkeypatch):
     assert grown == [[(0.0, 1)], [(0.0, 1), (0.6, 1)]]
 
 
-def test_streamed_section_refuses_layers_on_disk(small, monkeypatch):
-    monkeypatch.setattr(streamed, "written", small)
-    monkeypatch.setattr(shapes, "opened", partial(shapes.opened, host_memory="20MiB"))
-    monkeypatch.setattr(streamed, "opened", shapes.opened)
-    with fake_gpu(monkeypatch), pytest.raises(RuntimeError, match="lie on the disk"):
-        told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1,))))
-
-
 @pytest.mark.slow
 def test_onchip_section_runs(small, monkeypatch):
     monkeypatch.setattr(onchip, "written", small)
@@ -357,62 +343,10 @@ def test_failed_or_outdated_sections_run_again(tmp_path):
         assert _is_measured(path, now) == is_measured
 
 
-def test_commit_can_be_given_without_git(monkeypatch):
-    monkeypatch.delenv("OFFLOAD_RT_COMMIT", raising=False)
-    monkeypatch.setenv("PATH", "")
-    assert commit() == UNKNOWN
-    monkeypatch.setenv("OFFLOAD_RT_COMMIT", "abc1234")
-    assert commit() == "abc1234"
-
-
 def test_table_names_missing_results(tmp_path):
     made = table(tmp_path)
     assert made.startswith("Nothing has been measured on a card yet.")
     assert made.count("not measured yet") == made.count("\n") - 3
-
-
-def test_table_shows_figures_and_failures(tmp_path):
-    about = {"device": "a card", "torch": "2", "commit": "abc"}
-    passes = [
-        {"rows": 1, "seconds": [2.0, 2.02], "floor_s": 1.99, "link_gbps": 50.0},
-        {"rows": 768, "seconds": [2.1], "floor_s": 2},
-    ]
-    runs = {"temperature": 0.0, "times_faster": 11.0, "runs": [{"link_busy": 0.98}]}
-    slow = {
-        "tree_attention": {"median": 1.0},
-        "flash, no mask": {"median": 0.8},
-        "flex_attention": {"failed": "?"},
-    }
-    sdpa = {
-        "sdpa, dense mask": {"median": 9.0},
-        "sdpa, dense mask, groups as rows": {"median": 3.0},
-    }
-    against = {"tree_attention against": {"flash, no mask": 1.25, "floor": 1.6}}
-    results = {
-        "streamed": {"result": {"passes": passes}},
-        "generation": {"result": {"generation": [runs]}, "failed": "took more than 200 s"},
-        "attention": {"result": {"768": slow | sdpa | against}},
-        "correctness": {
-            "result": {"tests": "9 passed", "memory checker": "0 errors | exit code 0"}
-        },
-        "peers": {"failed": "no | room"},
-    }
-    for name, entry in results.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(about | entry))
-    made = table(tmp_path)
-    for words in (
-        "abc",
-        "1.010",
-        "1.045",
-        "98.0%",
-        "11.00x at T=0.0",
-        "failed: no / room",
-        "not measured yet",
-        "3.00x faster; 1.25x its time; 1.60x the floor",
-        "memory checker: 0 errors / exit code 0",
-    ):
-        assert words in made
-    assert {line.count("|") for line in made.splitlines()[2:]} == {4}
 
 
 def test_table_of_measurements_matches_the_results():

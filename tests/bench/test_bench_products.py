@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from bench.compute import products
-from bench.compute.products import Case
 
 
 @pytest.fixture
@@ -34,27 +33,3 @@ def test_all_formats_multiply_the_same_weights(tmp_path):
             assert kind == "float32" or error > 0
     n = 3 * 256 * 512
     assert found["bf16"].nbytes == 2 * n and found["Q4_0"].nbytes == n // 32 * 18
-
-
-@pytest.mark.usefixtures("small")
-def test_copies_exceed_the_caches_and_rotate(tmp_path, monkeypatch):
-    monkeypatch.setattr(products, "_TIMES_CACHE", 4)
-    monkeypatch.setattr(products, "cache_nbytes", lambda: 1 << 20)
-    weights = products.open_weights(products.write_layer(tmp_path, torch.bfloat16), torch.bfloat16)
-    assert len(weights.views) == 6  # of 768 KiB, for 4 MiB
-    matrices = weights.products()
-    turns = [next(matrices) for _ in range(20)]
-    assert len({id(view) for view, _ in turns[:18]}) == 6 and turns[18:] == turns[:2]
-    starts = {view.tensor("mlp.up_proj.weight").data_ptr() for view in weights.views}
-    assert len(starts) == 6
-
-
-def test_ratios_compare_times():
-    def case(gflops: float) -> Case:
-        return Case([gflops], [0.0], [0.0])
-
-    cases = {"bf16": {1: case(10.0), 8: case(40.0)}, "Q4_0": {1: case(25.0), 8: case(50.0)}}
-    ratios = products.summary(cases)
-    assert ratios["1 row, Q4_0 against bf16"].median == 2.5
-    assert ratios["time of 8 rows against 1 row, bf16"].median == 2.0
-    assert ratios["time of 8 rows against 1 row, Q4_0"].median == 4.0

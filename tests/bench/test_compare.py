@@ -4,8 +4,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ from support.checkpoints import speaking_checkpoint
 from transformers import AutoModelForCausalLM
 
 from bench.common.checkpoints import gguf_model
-from bench.common.measure import AVX2_ENVIRONMENT, ROOT
+from bench.common.measure import ROOT
 from bench.common.processes import run_json
 from bench.compare import chart, contract, outcome
 from bench.compare.contract import Answer, Job, Report, Supply
@@ -43,25 +41,6 @@ def test_decode_rate_excludes_the_prompt_pass():
     run = run_of([1, 2, 3, 4, 5, 6], [(9.0, 2), (10.0, 5), (11.0, 6)])
     assert run.seconds_per_token == pytest.approx(2 / 4)
     assert run.tokens_per_pass == 2
-
-
-def test_decode_rate_of_a_single_pass():
-    run = run_of([1, 2], [(3.0, 2)])
-    assert (run.seconds_per_token, run.tokens_per_pass) == (1.5, 2)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "where"),
-    [
-        ([1, 2], [1, 2], None),
-        ([], [], None),
-        ([1, 3], [1, 2], 1),
-        ([1], [1, 2], 1),
-        ([1, 2, 3], [1, 2], 2),
-    ],
-)
-def test_first_difference_of_answers(one, other, where):
-    assert outcome.parting(one, other) == where
 
 
 def test_rows_have_a_floor_and_are_sorted_by_kind_and_speed():
@@ -96,42 +75,11 @@ def test_resident_model_has_a_table_and_a_chart(tmp_path):
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("fails", "told"),
-    [
-        (
-            RuntimeError(
-                "-m x failed with exit code 1: a.CapacityError: too small; set --device-memory to 5"
-            ),
-            "--budget to 5",
-        ),
-        (subprocess.CalledProcessError(2, ["expand"]), 2),
-    ],
-)
-def test_compare_errors_are_one_sentence(fails, told, monkeypatch):
-    def fail(*_: object) -> None:
-        raise fails
-
-    monkeypatch.setattr("sys.argv", ["compare"])
-    monkeypatch.setattr(compare, "_compare", fail)
-    with pytest.raises(SystemExit) as caught:
-        compare.main()
-    code = caught.value.code
-    assert code == told if isinstance(told, int) else code == f"error: too small; set {told}"
-
-
 def test_compare_refuses_a_model_without_tokenizer(tmp_path, monkeypatch):
     (speaking_checkpoint(tmp_path) / "tokenizer.json").unlink()
     monkeypatch.setattr("sys.argv", ["compare", "--model", str(tmp_path)])
     with pytest.raises(SystemExit, match="has no tokenizer"):
         compare.main()
-
-
-def test_job_and_report_round_trip_as_json(tmp_path):
-    job = Job(tmp_path / "m", tmp_path / "p", tmp_path / "d", 7, 3, 256, tmp_path)
-    assert Job.of(job.text()) == job
-    report = run_of([1, 2], [(0.5, 1), (0.75, 2)]).report
-    assert Report.of(json.loads(report.text())) == report
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -186,40 +134,6 @@ def test_rounds_start_with_a_different_peer(tmp_path, monkeypatch):
         "offload_rt_speculative": {},
     }
     assert compare.ratios(found, compare.decode_rate) == of_its_kind
-
-
-def test_speculative_peers_are_compared_with_each_other(tmp_path):
-    slow = run_of([1, 2], [(1.0, 1), (3.0, 2)])
-    fast = run_of([1, 2], [(1.0, 1), (2.0, 2)])
-    runs = {
-        "offload_rt_plain": [fast], "offload_rt_speculative": [fast], "accelerate_disk": [slow],
-        "accelerate_disk_assisted": [slow], "transformers_resident": [],
-    }  # fmt: skip
-    assert compare.ratios(compare.Results({}, runs, {}), compare.decode_rate) == {
-        "offload_rt_plain": {"accelerate_disk": [2.0]},
-        "offload_rt_speculative": {"accelerate_disk_assisted": [2.0]},
-    }
-
-
-def test_recorded_comparison_can_be_drawn(tmp_path):
-    told = json.loads((ROOT / "bench/results/compare.jsonl").read_text().splitlines()[-1])
-    chart.draw(
-        [Row.of(entry) for entry in told["rows"]], chart.caption(told), tmp_path / "chart.png"
-    )
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_process_joins_its_control_group(tmp_path):
-    done = run_json(
-        ["-c", "import json, os; print(json.dumps({'pid': os.getpid()}))"], cgroup=tmp_path
-    )
-    assert int((tmp_path / "cgroup.procs").read_text()) == done.result["pid"]
-
-
-@pytest.mark.parametrize("name", ["memory.max", "memory.limit_in_bytes"])
-def test_memory_limit_of_control_groups_of_both_versions(name, tmp_path):
-    (tmp_path / name).write_text("4096\n")
-    assert compare.memory_limit(tmp_path) == 4096
 
 
 @pytest.mark.slow
@@ -295,23 +209,6 @@ def test_llama_cpp_tokens_of_a_pass_arrive_together():
     assert answer.token_ids == [10, 11, 12, 13, 14, 15]
     assert [n for _, n in answer.arrivals] == [1, 4, 6]
     assert peer.generate([1, 2], 99).token_ids[-1] == 17  # the end token
-
-
-def test_llama_cpp_with_avx512_is_refused_for_avx2(monkeypatch):
-    built = {"with": b"AVX2 = 1 | AVX512 = 1 | ", "without": b"AVX2 = 1 | "}
-    for environment, kind, is_refused in (
-        (AVX2_ENVIRONMENT, "with", True),
-        (AVX2_ENVIRONMENT, "without", False),
-        ({}, "with", False),
-    ):
-        with monkeypatch.context() as patch:
-            for name in AVX2_ENVIRONMENT:
-                patch.delenv(name, raising=False)
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            module = SimpleNamespace(llama_print_system_info=lambda kind=kind: built[kind])
-            patch.setitem(sys.modules, "llama_cpp", module)
-            assert (contract.find("llama_cpp").unfit() is not None) == is_refused
 
 
 def test_llama_cpp_text_equals_transformers(tmp_path):

@@ -105,14 +105,7 @@ def talk(model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
         capfd.readouterr()
         given = [
-            "--model",
-            str(model),
-            "--device",
-            "cpu",
-            "--max-model-len",
-            "200",
-            "--drafter",
-            "none",
+            *f"--model {model} --device cpu --max-model-len 200 --drafter none".split(),
             *flags,
         ]
         return chat.main(given), *capfd.readouterr()
@@ -177,15 +170,7 @@ def test_chat_flags_reach_the_template(talk, llm, model, capfd):
     ]
     assert talk(["fox"], *flags, "--quiet") == (0, expected + "\n", "")
     given = [
-        "--model",
-        str(model),
-        "--device",
-        "cpu",
-        "--max-model-len",
-        "200",
-        "--drafter",
-        "none",
-        "--quiet",
+        *f"--model {model} --device cpu --max-model-len 200 --drafter none --quiet".split(),
     ]
     assert run.main([*given, "--chat", "--prompt", "fox", *flags]) == 0
     assert capfd.readouterr().out == expected + "\n"

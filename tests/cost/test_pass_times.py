@@ -131,11 +131,6 @@ def test_pass_time_equals_its_slowest_stage(rates, moved, fixed):
         assert seconds == pytest.approx(max(parts) + fixed, rel=1e-3)
 
 
-def test_equal_link_and_compute_times_overlap_incompletely():
-    seconds = pass_time(profile_of(1.0, 1.0, 1.0), PassBytes((("disk", GB),), GB))
-    assert seconds == pytest.approx(2 ** (1 / 8))
-
-
 def test_unused_tiers_need_no_rate():
     profile = MachineProfile("assumed", False, (("disk", 2.0),), 10.0)
     moved = PassBytes((("host", 0), ("disk", 4 * GB)), GB)
@@ -165,14 +160,6 @@ def test_draft_times_broadcast_with_row_counts():
     moved = PassBytes((), GB)
     seconds = pass_times(profile, moved, np.array([[1], [51]]), 0, np.array([0.0, 0.25, 0.5]))
     assert seconds == pytest.approx(np.array([[1.0, 1.25, 1.5], [1.5, 1.75, 2.0]]))
-
-
-def test_disk_layers_also_cross_the_link_of_a_gpu():
-    plan = plan_of(16, 3, 11)
-    n_disk = plan.tiers.count("disk")
-    n_streamed = n_disk + plan.tiers.count("host")
-    assert n_disk == 8
-    assert dict(plan.pass_bytes.streamed) == {"host": n_streamed * GB, "disk": n_disk * GB}
 
 
 @pytest.mark.parametrize("n_rows", [1, 40, 200])

@@ -86,15 +86,6 @@ def test_at_most_eight_frames_between_engine_thread_and_matrix_product(zoo, monk
     assert len(files) == len(set(files)), files
 
 
-def test_stream_equals_generate(zoo):
-    with open_llm(zoo.directory("llama", 0), "disk") as llm:
-        pieces = list(llm.stream(prompt_of(0)))
-    assert [token for piece in pieces for token in piece.token_ids] == zoo.greedy("llama", 0)
-    assert all(len(piece.token_ids) == 1 for piece in pieces)
-    assert [piece.output is None for piece in pieces] == [True] * 63 + [False]
-    assert pieces[-1].output.token_ids == zoo.greedy("llama", 0)
-
-
 def alone(llm, prompts, params):
     outputs = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
     return [(one.token_ids, one.text, one.finish_reason) for one in outputs]
@@ -314,15 +305,6 @@ def test_dynamic_rope_grows_past_the_limit(tmp_path):
 # Ends
 
 
-def end_at(zoo, name, place):
-    """(token, n): a token of the reference text that first occurs at place n, n as near as may be
-    to `place`.
-    """
-    text = zoo.greedy(name, 0)
-    n = next(n for n in range(place, 64) if text.index(text[n]) == n)
-    return text[n], n
-
-
 def test_length_limits_end_with_length(zoo):
     prompt = prompt_of(0)
     text = zoo.greedy("llama", 0)
@@ -335,26 +317,6 @@ def test_length_limits_end_with_length(zoo):
     assert (few.token_ids, few.finish_reason) == (text[:3], "length")
     assert (full.token_ids, full.finish_reason) == (text[: 40 - len(prompt)], "length")
     assert (len(last.token_ids), last.finish_reason) == (1, "length")
-
-
-def test_end_token_within_a_path_drops_the_rest(zoo):
-    """Tokens of a tree behind the end token are dropped, as in plain decoding."""
-    text = zoo.greedy("llama", 0)
-    end, n = end_at(zoo, "llama", 10)
-    prompt = prompt_of(0)
-
-    class Oracle(Unlearning):
-        limits = DraftLimits(65, 65)
-
-        def propose(self, sequences, n_nodes):
-            tokens = [sequences[0].tokens[-1], *text[sequences[0].n_new :]]
-            return [DraftTree(Topology.chain(len(tokens)), torch.tensor(tokens))]
-
-    with open_llm(zoo.directory("llama", 0)) as llm:
-        for limits, expected in (((64, {end}), text[: n + 1]), ((9, set()), text[:9])):
-            sequence = Sequence(list(prompt), SamplingParams(limits[0]), 512, frozenset(limits[1]))
-            run_together(runner_of(llm), Oracle(), MatchRule(), [sequence], 65)
-            assert (sequence.tokens[len(prompt) :], sequence.stats.n_passes) == (expected, 1)
 
 
 @pytest.mark.parametrize(
@@ -453,24 +415,6 @@ def test_joint_distribution_of_sampled_tokens(small, trees):
             texts += run_together(runner_of(llm), drafter, MatchRule(), batch, 31)
     for n, prompt in enumerate(prompts):
         assert_distribution(texts[n::2], exact_distribution(model, prompt, params[n]))
-
-
-def test_distribution_check_detects_a_wrong_distribution(small):
-    """Texts of temperature 1 differ from those of temperature 1.5 and from those of
-    another prompt.
-    """
-    model, _ = small
-    probs = exact_distribution(model, [3, 1], SamplingParams(temperature=1.0))
-    is_sampled = np.random.default_rng(0).choice(probs.size, N_DRAWS, p=probs.ravel() / probs.sum())
-    texts = list(
-        zip(*map(np.ndarray.tolist, np.unravel_index(is_sampled, probs.shape)), strict=True)
-    )
-    assert_distribution(texts, probs)
-    for prompt, temperature in (([3, 1], 1.5), ([0, 2, 2, 4], 1.0)):
-        with pytest.raises(AssertionError):
-            assert_distribution(
-                texts, exact_distribution(model, prompt, SamplingParams(temperature=temperature))
-            )
 
 
 def test_loading_progress_reports_all_bytes(zoo):

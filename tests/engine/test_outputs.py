@@ -9,7 +9,7 @@ from support.checkpoints import speaking_checkpoint
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import run
-from offload_rt.errors import PromptError, SettingsError
+from offload_rt.errors import SettingsError
 
 
 @pytest.fixture(scope="module")
@@ -23,25 +23,6 @@ def llm(model: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_every_form_of_a_prompt_gives_the_same_answer(llm):
-    ids = llm.encode("the fox")
-    params = SamplingParams(max_tokens=4)
-    by_text, by_ids, by_key, by_key_ids = llm.generate(
-        ["the fox", ids, {"prompt": "the fox"}, {"prompt_token_ids": ids}], params
-    )
-    (alone,) = llm.generate({"prompt": "the fox"}, params)
-    outputs = (by_text, by_ids, by_key, by_key_ids, alone)
-    assert {tuple(output.token_ids) for output in outputs} == {tuple(by_text.token_ids)}
-    assert [output.prompt for output in outputs] == ["the fox", None, "the fox", None, "the fox"]
-
-
-@pytest.mark.parametrize("prompt", [{}, {"text": "the"}, {"prompt": "the", "image": 1}])
-def test_unknown_keys_of_a_prompt_are_rejected_by_name(llm, prompt):
-    with pytest.raises(PromptError, match='needs "prompt" or "prompt_token_ids"') as raised:
-        llm.generate(prompt)
-    assert all(repr(key) in str(raised.value) for key in set(prompt) - {"prompt"})
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"stop": 3}, {"stop": ["a", 3]}, {"bad_words": "x"}, {"bad_words_ids": [3]}, {"stop": [""]}],
@@ -49,11 +30,6 @@ def test_unknown_keys_of_a_prompt_are_rejected_by_name(llm, prompt):
 def test_sampling_parameter_of_a_wrong_type_is_a_settings_error(settings):
     with pytest.raises(SettingsError, match=next(iter(settings))):
         SamplingParams(**settings)  # type: ignore[arg-type]
-
-
-def test_representation_of_an_output_fits_on_a_screen(llm):
-    (output,) = llm.generate("the fox", SamplingParams(max_tokens=4, logprobs=5))
-    assert len(repr(output)) < 400 and "the fox" in repr(output)
 
 
 def test_json_lists_all_answers_as_outputs(model, capsys):

@@ -12,17 +12,8 @@ from offload_rt.speculate import tree_drafter
 
 pytestmark = pytest.mark.numeric
 
-KINDS = (
-    "plain",
-    "graphs",
-    "recycle",
-    "lookahead",
-    "adaptive_tree",
-    "static_tree",
-    "self_window",
-    "triforce",
-    "general",
-)
+TREES = ("adaptive_tree", "static_tree", "self_window", "triforce")
+KINDS = ("plain", "graphs", "recycle", "lookahead", *TREES, "general")
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *HEADS])

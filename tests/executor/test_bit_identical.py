@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.tiny import feed, open_llm, prompt_of, random_tree, runner_of
+from support.tiny import feed, open_llm, prefill, prompt_of, random_tree, runner_of
 from torch import Tensor
 
 from offload_rt.executor.runner import Runner
@@ -112,3 +112,17 @@ def test_greedy_texts_do_not_depend_on_trees(zoo, dtype):
         settings = directory.settings(drafter)
         with open_llm(directory.target, dtype=dtype, **settings) as llm:
             assert llm.generate(prompt_of(0)).pop().token_ids == expected
+
+
+def test_tree_of_more_than_2048_nodes(zoo):
+    """Masks, chunks and caches of a tree beyond the default sizes."""
+    prompt = prompt_of(1, 11)
+    tree = random_tree(2500, seed=0)
+    drafted = prompt_of(2, len(tree))
+    with open_llm(zoo.directory("llama", 0)) as llm:
+        runner = runner_of(llm)
+        cache = prefill(runner, prompt, len(prompt) + len(tree))
+        got = feed(runner, cache, drafted, tree)
+        for node in (0, 2047, 2048, len(tree) - 1):
+            path = [drafted[one] for one in (0, *tree.path_to(node))]
+            assert torch.equal(got[node], decoded(runner, prompt + path, len(prompt))[-1])

@@ -96,16 +96,6 @@ def test_oversized_pass_runs_without_graph(zoo):
         assert buffer_of(runner, cache) not in runner._graphs._passes
 
 
-def test_graphs_end_with_their_cache(zoo):
-    with open_llm(zoo.directory("llama", 0)) as llm:
-        runner = runner_of(llm)
-        runner.use_graphs(GraphShape(64, 256, 128), record_graph)
-        cache = prefill(runner, prompt_of(0), 256)
-        assert len(runner._graphs._passes) == 1
-        runner.free_cache(cache)
-        assert len(runner._graphs._passes) == 0
-
-
 def test_sequences_in_turn_share_graphs(zoo):
     """Independent of the previous sequence's cache contents; a concurrent sequence gets its own
     graphs.

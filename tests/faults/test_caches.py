@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from support.command_line import Line
 
-from offload_rt.engine import profile
 from offload_rt.system import files, numba_cache
 
 DAMAGE = {
@@ -91,15 +90,6 @@ def test_damaged_cache_file_reads_as_empty(damage, cache):
     assert files.read_cached("x.json", 1) == {}
 
 
-def test_damaged_caches_are_rebuilt(drafted, line, whole, cache):
-    for name in NAMES:
-        (cache / name).write_bytes(DAMAGE["cut"])
-    assert line(*drafted) == whole
-    assert all(
-        set(json.loads((cache / name).read_text())) == {"version", "entries"} for name in NAMES
-    )
-
-
 def _spoilt(value: Any, chance: random.Random) -> Any:
     """Insert an odd value somewhere into a JSON value."""
     if chance.random() < 0.3 or not isinstance(value, dict | list) or not value:
@@ -119,12 +109,6 @@ def test_invalid_entries_are_measured_again(drafted, line, whole, cache):
             entries = {key: _spoilt(entry, chance) for key, entry in content["entries"].items()}
             (cache / name).write_text(json.dumps({**content, "entries": entries}))
         assert line(*drafted) == whole, seed
-
-
-@pytest.mark.parametrize("odd", ODD, ids=lambda odd: repr(odd)[:20])
-def test_invalid_entry_restores_nothing(odd):
-    assert profile._restore(odd, (1, 2), (3, 4)) is None
-    assert profile._restore([[1, odd], [1, 1]], (1, 2), (3, 4)) is None or odd == 1
 
 
 def test_concurrent_writers_never_expose_partial_files(cache):

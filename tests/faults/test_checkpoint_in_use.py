@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import llama_tensors, write_file
-from support.command_line import PROMPT, one_sentence
+from support.command_line import PROMPT
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import LinkError
@@ -79,10 +79,3 @@ def test_file_changed_between_header_and_weights(change, model, tmp_path):
     change(copy / WEIGHTS)
     with pytest.raises(LinkError, match="changed while in use"):
         DiskTier(checkpoint.layers)
-
-
-def test_binary_prompt_file(speaks, model, line):
-    arguments = [one for one in speaks() if one not in ("--prompt", PROMPT)]
-    code, out, err = line(*arguments, "--prompt-file", str(model / WEIGHTS))
-    assert (code, out) == (2, "")
-    one_sentence(err, "not UTF-8")

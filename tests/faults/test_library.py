@@ -170,37 +170,6 @@ def test_llm_continues_after_a_failed_pass(model, begins_with, monkeypatch):
             assert llm.generate(PROMPT, params)[0].token_ids == whole.token_ids
 
 
-def test_llm_continues_after_an_abandoned_stream(model, begins_with):
-    with _streaming(model) as llm:
-        for n in (1, 2, 5):
-            pieces = llm.stream(PROMPT, SamplingParams(max_new_tokens=30))
-            for _ in range(n):
-                next(pieces)
-            pieces.close()
-            text = llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].text
-            assert begins_with.startswith(text)
-
-
-def test_stream_of_a_closed_llm_is_an_error(model):
-    with _streaming(model) as llm:
-        pieces = llm.stream(PROMPT, SamplingParams(max_new_tokens=30))
-        next(pieces)
-    ended: list[BaseException] = []
-
-    def go_on() -> None:
-        try:
-            for _ in pieces:  # pieces of completed passes come first
-                pass
-        except BaseException as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=go_on, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive(), "it waits for ever"
-    assert isinstance(ended[0], OffloadError)
-
-
 def _one_at_work(model: Path) -> LLM:
     before = {*threading.enumerate()}
     llm = LLM(str(model), device="cpu", max_model_len=64, device_memory=1_000_000)

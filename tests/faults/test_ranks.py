@@ -165,20 +165,6 @@ def test_only_rank_0_prints_and_writes(model, tmp_path):
         assert "5 tokens in" in ranks[0].err and (ranks[1].out, ranks[1].err) == ("", "")
 
 
-def test_plan_is_printed_by_rank_0(model, tmp_path):
-    with started(
-        "offload_rt.run",
-        ["--model", str(model), "--device", "cpu", "--plan", "--pipeline", "2"],
-        tmp_path,
-    ) as ranks:
-        assert [one.code() for one in ranks] == [0, 0]
-        assert "3 of 3 layers" in ranks[0].out and (ranks[0].err, ranks[1].out, ranks[1].err) == (
-            "",
-            "",
-            "",
-        )
-
-
 def test_chat_with_several_ranks(model, tmp_path):
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(

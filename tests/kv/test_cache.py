@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny import feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
-from offload_rt import ops
 from offload_rt.errors import CapacityError
-from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
+from offload_rt.kv.cache import ContiguousCache
 from offload_rt.kv.split import KVBytes
 from offload_rt.models.architecture import KVShape
 from offload_rt.tree.topology import Topology
@@ -172,114 +171,9 @@ def test_rewind_keeps_the_common_prefix(tokens, other, n_shared):
     assert cache.rewind_to(wanted) == common, "rewinding again changes nothing"
 
 
-def test_committed_rows_must_ascend():
-    for rows in ([1, 0], [1, 1]):
-        cache = filled([0], 9)
-        write(cache, [1, 2, 3])
-        with pytest.raises(AssertionError):
-            cache.commit(rows)
-
-
-class TwoParts(KVCache):
-    """Committed rows, all but the last few, are moved to a buffer of their own, as to another
-    device.
-    """
-
-    def __init__(self, recent, older):
-        super().__init__(recent.capacity)
-        self.buffer = recent
-        self.older = older
-        self.n_older = 0
-
-    @classmethod
-    def empty(cls, spec, *arguments):
-        return cls(*(KVBuffer.empty(spec.kv_shapes, *arguments) for _ in range(2)))
-
-    @staticmethod
-    def nbytes(spec, n_rows, itemsize):
-        return KVBytes(
-            device=n_rows * spec.kv_nbytes(itemsize), host=n_rows * spec.kv_nbytes(itemsize)
-        )
-
-    def attend(self, asked):
-        layer = asked.layer
-        q = asked.q
-        mask = asked.mask
-        scale = asked.scale
-        n = self.n_older
-        first = self.n_committed + asked.start
-        rows = slice(first, first + len(q))
-        to = (self.buffer.keys[layer], self.buffer.values[layer])
-        q = ops.rotate_and_store(q, asked.k, asked.v, asked.rotary, *to, rows)
-        masks = mask.split(n)
-        rows = (slice(0, n), slice(n, first + len(q)))
-        older, recent = (
-            ops.partial_attention(
-                q, buffer.keys[layer, :, at], buffer.values[layer, :, at], one, scale
-            )
-            for buffer, at, one in zip((self.older, self.buffer), rows, masks, strict=True)
-        )
-        return ops.merge(*older, *recent)[0]
-
-    def move(self, rows, first):
-        ops.commit_rows(self.buffer.keys, self.buffer.values, torch.tensor(rows), first)
-
-    def rows(self, layer, tokens):
-        cut = min(max(self.n_older, tokens.start), tokens.stop)
-        pairs = ((self.older.keys, self.buffer.keys), (self.older.values, self.buffer.values))
-        return tuple(
-            torch.cat((older[layer, :, tokens.start : cut], recent[layer, :, cut : tokens.stop]), 1)
-            for older, recent in pairs
-        )
-
-    def commit(self, rows):
-        super().commit(rows)
-        at = slice(self.n_older, max(self.n_committed - 3, self.n_older))
-        for old, new in (
-            (self.older.keys, self.buffer.keys),
-            (self.older.values, self.buffer.values),
-        ):
-            old[:, :, at] = new[:, :, at]
-            new[:, :, at] = torch.nan
-        self.n_older = at.stop
-
-    def rewind_to(self, tokens):
-        n = super().rewind_to(tokens)
-        self.n_older = min(self.n_older, n)
-        return n
-
-
-@pytest.mark.parametrize("chunk_rows", [512, 4])
-def test_cache_in_two_parts_gives_the_same_logits(runner, chunk_rows, monkeypatch):
-    """Through an unchanged runner: trees below missing tokens, paths that skip rows, rewinds into
-    both parts.
-    """
-    monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
-    caches = [runner.new_cache(CAPACITY)]
-    monkeypatch.setattr(runner, "kv", TwoParts)
-    caches.append(runner.new_cache(CAPACITY))
-    tokens = []
-    for seed in range(8):
-        tokens = tokens[: -3 * (seed % 3)] if seed % 3 else tokens
-        assert {runner.rewind(cache, tokens) for cache in caches} == {len(tokens)}
-        tree = random_tree(9, seed)
-        n_lacking = seed % 4
-        new = prompt_of(seed, n_lacking + len(tree))
-        whole, parts = (feed(runner, cache, new, tree.after_chain(n_lacking)) for cache in caches)
-        torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
-        rows = [*range(n_lacking), *(n_lacking + node for node in [0, *tree.path_to(8)])]
-        for cache in caches:
-            runner.commit(cache, rows)
-        tokens = tokens + [new[row] for row in rows]
-    assert runner._caches[caches[1]].n_older > 10
-
-
-@pytest.mark.parametrize("kind", [ContiguousCache, TwoParts])
-def test_committed_rows_can_be_read(runner, kind, monkeypatch):
-    tokens = prompt_of(0, 20)
-    keys, values = rows_of(of(runner, prefill(runner, tokens, CAPACITY)))
-    monkeypatch.setattr(runner, "kv", kind)
-    cache = of(runner, prefill(runner, tokens, CAPACITY))
+def test_committed_rows_can_be_read(runner):
+    cache = of(runner, prefill(runner, prompt_of(0, 20), CAPACITY))
+    keys, values = rows_of(cache)
     spec = runner.spec
     for layer in range(spec.n_layers):
         for tokens in (range(20), range(3, 18), range(18, 20), range(5, 5)):

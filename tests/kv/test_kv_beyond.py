@@ -1,7 +1,6 @@
 """Keys and values beyond the device: results do not depend on the place of the rows."""
 
 import errno
-import json
 import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -27,7 +26,7 @@ from support.tiny import (
 )
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli import plan, report
+from offload_rt.cli import report
 from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import (
@@ -46,7 +45,6 @@ from offload_rt.kv import split as kv_split
 from offload_rt.kv.host import HostCache
 from offload_rt.kv.split import KVSplit, RowFormat
 from offload_rt.models.families import spec_of
-from offload_rt.offload import offloaded_rows
 from offload_rt.offload.offloaded_rows import FileRows
 from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.known_models import KNOWN
@@ -304,33 +302,6 @@ def test_device_and_host_budgets_hold_on_cuda(pair, monkeypatch, drafter, pins):
     assert [one.token_ids for one in found] == expected
 
 
-def test_host_rows_are_pinned_while_loading(pair, monkeypatch):
-    """Pinning holds a process for seconds."""
-    pinned = []
-    pin = offloaded_rows.pin
-    with fake_gpu(monkeypatch):
-        monkeypatch.setattr(
-            offloaded_rows, "pin", lambda block: pinned.append(len(block)) or pin(block)
-        )
-        with LLM(
-            str(pair.target), **little(pair, "none", 20, device="cuda", host_memory=1 << 30)
-        ) as llm:
-            split = llm.plan.split
-            loaded = list(pinned)
-            llm.generate(prompt_of(0, 150), SamplingParams(max_new_tokens=5))
-    assert loaded == [8 * split.block_nbytes] * split.n_blocks and pinned == loaded
-
-
-def test_blocks_are_larger_with_cuda():
-    """Copying a block takes longer than launching its attention."""
-    rows = RowFormat(8, 128, torch.float16)
-    spec = spec_of(KNOWN["llama2-70b"])
-    on_cpu, on_card = (
-        KVSplit.least(spec, 100_000, 64, rows, 512, one).block_nbytes for one in (False, True)
-    )
-    assert on_cpu < on_card == 16 << 20
-
-
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -583,38 +554,3 @@ def test_failed_read_ends_the_pass_and_the_next_pass_works(runner, monkeypatch):
         )
         for one in caches:
             runner.free_cache(one)
-
-
-def test_plan_shows_the_place_of_keys_and_values(capsys):
-    flags = [
-        "--model",
-        "llama2-7b",
-        "--gpu",
-        "rtx4090",
-        "--device-memory",
-        "2GiB",
-        "--max-model-len",
-        "4096",
-    ]
-    assert plan.main([*flags, "--context", "3000"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "tokens │ host │" in out and "cache of" in out
-    figures = []
-    for more in (
-        ["--context", "100"],
-        ["--context", "3900"],
-        ["--context", "3900", "--kv-dtype", "fp8"],
-    ):
-        assert plan.main([*flags, *more, "--json"]) == 0
-        figures.append(json.loads(capsys.readouterr().out))
-    short, long, rounded = (one["link_seconds"]["host"] for one in figures)
-    rate = figures[0]["links"]["host"] * 1e9
-    split = figures[1]["plan"]["split"]
-    of_row = 2 * 32 * 32 * 128 * 2
-    n_resident = split["n_on_device"] - split["n_nodes"] - kv_split._TAIL_ROWS
-    assert (long - short) * rate == pytest.approx(of_row * (3900 - max(n_resident, 100)), rel=1e-6)
-    assert rounded < long
-    assert (
-        figures[1]["pass_seconds"] == pytest.approx(long, rel=0.1)
-        and figures[1]["pass_seconds"] > figures[0]["pass_seconds"]
-    )

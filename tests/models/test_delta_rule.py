@@ -98,22 +98,6 @@ def test_tree_node_state_equals_its_path(n, n_above, reach):
     torch.testing.assert_close(moved, behind, atol=1e-12, rtol=0)
 
 
-def test_chunked_chain_equals_the_whole_chain():
-    rows, state = random_rows(150, torch.Generator().manual_seed(0))
-    expected, behind = recurrence(rows, state)
-    outs = []
-    none = DeltaTerms(*(one[:0] for one in rows[1:]))
-    for first in range(0, 150, BLOCK_ROWS):
-        part = rows.part(first, first + BLOCK_ROWS)
-        out, terms = delta_rule(
-            part, state, torch.ones(len(part.q), len(part.q)).bool().tril(), none
-        )
-        fold(state, terms)
-        outs.append(out)
-    torch.testing.assert_close(torch.cat(outs), expected, atol=1e-12, rtol=0)
-    torch.testing.assert_close(state, behind, atol=1e-12, rtol=0)
-
-
 class Net:
     """Two nets with rows from a table by token, and the expected output of each tree node."""
 
@@ -311,18 +295,6 @@ def test_trees_see_long_prompts(saved, n_chain):
         torch.testing.assert_close(behind[0], expected, atol=2e-3, rtol=0)
 
 
-def test_rows_behind_committed_rows_stay_pending(saved):
-    (model, folder), tokens = saved, prompt_of(1, 9, 150)
-    with open_llm(folder) as llm:
-        runner = runner_of(llm)
-        chain = [random_tree(n, seed=0, reach=1) for n in range(10)]
-        cache = runner.new_cache(20)
-        feed(runner, cache, tokens[:6], chain[6])
-        runner.commit(cache, [0, 1])
-        (got,) = runner.forward([Step(cache, torch.tensor(tokens[2:]), chain[7], 3, 9, n_done=4)])
-        torch.testing.assert_close(got, logits_of(model, tokens)[-3:], atol=2e-3, rtol=0)
-
-
 def test_second_turn_computes_new_tokens_only(saved, steady, monkeypatch):
     """From the end of the previous turn, or from the last stored block border before the first
     difference.
@@ -354,26 +326,6 @@ def test_second_turn_computes_new_tokens_only(saved, steady, monkeypatch):
                 + sum(one.row_nbytes(4) for one in runner.spec.state_shapes)
             )
         )
-
-
-def test_sequence_starts_with_the_state_of_a_shared_prefix(saved, steady, monkeypatch):
-    """Concurrent prompts with the prefix of an earlier prompt: one sequence reuses its cache,
-    others copy it up to the difference or a border.
-    """
-    (model, folder), first = saved, prompt_of(1, 140, 150)
-    with open_llm(folder, max_model_len=200, max_num_seqs=3) as llm:
-        runner = runner_of(llm)
-        both = first + say(llm, first, 3)
-        passes = watch(monkeypatch, runner)[runner]
-        prompts = [
-            shared + prompt_of(seed, 9, 150)
-            for seed, shared in enumerate((both, both, first[:135]))
-        ]
-        results = llm.generate(prompts, SamplingParams(max_new_tokens=6))
-        assert [one.token_ids for one in results] == [
-            generate(model, prompt, 6) for prompt in prompts
-        ]
-        assert passes[0][1] == 10 + 9 + 144 - 2 * BLOCK_ROWS
 
 
 @pytest.mark.parametrize("chunk_rows", [512, 48])
@@ -415,24 +367,6 @@ def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_ro
             assert [one.token_ids for one in results] == expected
             assert passes[0] == (0, 100 + 2 + 6 + 5 + 9)
         assert passes[1] == (0, sum(map(len, batch)))
-
-
-def test_failed_pass_keeps_the_last_stored_state(saved, steady, monkeypatch):
-    """Memory runs out within prompts, after a part of the layers."""
-    (model, folder), first = saved, prompt_of(1, 70, 150)
-    layer = Runner.layer
-    fails = iter([False] * 2 + [True] + [False] * 14 + [True])
-
-    def failing(runner, block, *args):
-        if next(fails, False):
-            raise torch.OutOfMemoryError
-        layer(runner, block, *args)
-
-    with open_llm(folder, max_model_len=320) as llm:
-        monkeypatch.setattr(Runner, "layer", failing)
-        for prompt in (first, first + generate(model, first, 3) + prompt_of(2, 4, 150)):
-            assert say(llm, prompt, 3) == generate(model, prompt, 3)
-        assert next(fails, None) is None
 
 
 def test_rows_move_to_a_larger_cache_with_their_state(saved, steady):

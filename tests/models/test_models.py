@@ -4,10 +4,6 @@ architecture; rotations.
 
 import pytest
 import torch
-from support import second_architecture
-from support.checkpoints import llama_config, write_checkpoint
-from support.fake_gpu import record_graph
-from support.second_architecture import PostNorm, random_tensors
 from support.tiny import (
     CASES,
     DYNAMIC,
@@ -29,9 +25,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from offload_rt.executor import runner as runner_module
-from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.step import Step
-from offload_rt.models.families import FAMILIES, Family
 from offload_rt.models.rope import Rope
 from offload_rt.tree.topology import Topology
 
@@ -126,59 +120,6 @@ def test_bfloat16_differs_only_by_rounding(zoo, name):
     before = exact[len(prompt) - 1 : -1]
     chosen = before.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert (before.amax(-1) - chosen).max() < 2 * rounding.abs().max()
-
-
-@pytest.fixture
-def post_norm(tmp_path, monkeypatch):
-    """A checkpoint of an architecture that is little like the native decoder; the model, and its
-    tensors.
-    """
-    model = PostNorm(
-        family="post_norm", dtype_name="float32", n_layers=6, vocab_size=40, hidden_size=24,
-        n_kv_heads=2, head_dim=6,
-        max_positions=256, n_heads=4, mlp_size=32,
-    )  # fmt: skip
-    family = Family("PostNormForCausalLM", lambda raw: model, frozenset())
-    monkeypatch.setitem(FAMILIES, "post_norm", family)
-    tensors = random_tensors(model)
-    config = llama_config(model_type="post_norm", architectures=["PostNormForCausalLM"])
-    return write_checkpoint(tmp_path, config, tensors), model, tensors
-
-
-@pytest.mark.parametrize("place", ["resident", "disk", "mixed", "graphs"])
-def test_another_architecture_runs_in_every_tier(post_norm, place):
-    """Layers of two kinds, with tensors, windows and scales of their own: a tree behind a prefix,
-    and a text.
-    """
-    directory, model, tensors = post_norm
-    committed = prompt_of(1, 11, 40)
-    lacking = prompt_of(2, 3, 40)
-    tree = random_tree(20, seed=3, reach=2)
-    drafted = prompt_of(3, len(tree), 40)
-    with open_llm(directory, "resident" if place == "graphs" else place) as llm:
-        runner = runner_of(llm)
-        assert llm.generate(committed).pop().token_ids == second_architecture.generate(
-            model, tensors, committed, 64
-        )
-        if place == "graphs":
-            runner.use_graphs(GraphShape(32, 64, 64), record_graph)
-        cache = prefill(runner, committed, 64)
-        got = feed(
-            runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
-        )
-    for node in range(len(tree)):
-        path = [drafted[one] for one in [0, *tree.path_to(node)]]
-        expected = second_architecture.logits_of(model, tensors, committed + lacking + path)[-1]
-        torch.testing.assert_close(got[node], expected, atol=ATOL, rtol=0)
-
-
-def test_another_architecture_drafts_for_itself(post_norm):
-    directory, model, tensors = post_norm
-    prompt = prompt_of(5, 9, 40)
-    with open_llm(directory, "disk", draft_model=str(directory)) as llm:
-        assert llm.generate(prompt).pop().token_ids == second_architecture.generate(
-            model, tensors, prompt, 64
-        )
 
 
 ROPES = {

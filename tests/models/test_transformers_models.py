@@ -82,7 +82,9 @@ def cold_caches(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cold"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["gemma3n_text", "gpt_oss", "deepseek_v3", "phi3", "gpt2", "qwen3_next"]
+)
 def test_default_settings_give_the_text_of_transformers(model_of, kind, cold_caches):
     """Resident, with the default drafter, tree size and --max-model-len."""
     model, folder = model_of(kind)
@@ -145,15 +147,6 @@ def test_sequences_of_a_pass_do_not_see_each_other(model_of):
             torch.testing.assert_close(
                 rows, expected, atol=ATOL * float(expected.abs().max()), rtol=0
             )
-
-
-def test_draft_model_can_be_a_general_model(model_of):
-    model, folder = model_of("phi3")
-    prompt = prompt_of(5, 9, 150)
-    with open_llm(folder, "disk", draft_model=str(folder)) as llm:
-        result = llm.generate(prompt).pop()
-        assert result.token_ids == generate(model, prompt, 64)
-        assert result.stats.tokens_per_pass > 1
 
 
 def quantised_copies(model, folder, choice, target):

@@ -144,18 +144,6 @@ def wait_of_a_small_copy(engine: Engine, after: Event) -> int:
     return done.moment.at
 
 
-@pytest.mark.parametrize("size", [CHUNK * N_CHUNKS, CHUNK])
-def test_small_copy_waits_for_all_layers_on_one_stream(engine, size):
-    """As it was, and why chunks alone do not help."""
-    stream = Stream(engine)
-    done = Event(engine)
-    with engine.on(stream):
-        for _ in range(N_LAYERS * N_CHUNKS * CHUNK // size):
-            some_bytes(size).copy_(some_bytes(size), non_blocking=True)
-    done.record(stream)
-    assert wait_of_a_small_copy(engine, done) == N_LAYERS * N_CHUNKS * CHUNK + 1
-
-
 def test_small_copy_waits_for_one_chunk_on_two_streams(engine):
     device = CopyDevice(torch.device("cuda"), CHUNK)
     after = device.event()

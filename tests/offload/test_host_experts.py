@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
 from transformers import GptOssForCausalLM, Mxfp4Config
 
 from offload_rt import SamplingParams
-from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import (
     HostTimes,
     MachineProfile,
@@ -27,7 +25,6 @@ from offload_rt.cost.pass_times import (
     TouchedExperts,
     pass_times,
 )
-from offload_rt.cost.tree_size import best_prefix
 from offload_rt.engine import profile
 from offload_rt.models.architecture import HostWork
 from offload_rt.offload.host_experts import HostExperts
@@ -247,28 +244,6 @@ def test_division_of_experts_is_optimal():
     host.close()
 
 
-def test_experts_are_timed_per_row_count():
-    images = MemoryTier()
-    seen = []
-    n_threads = torch.get_num_threads()
-    for i in range(6):
-        images.put(i, pack({"w": torch.full((64,), float(i))}))
-
-    def compute(x, expert, weights):
-        seen.append((len(x), expert))
-        assert torch.get_num_threads() == n_threads + 1
-        time.sleep(1e-4 * len(x))
-        return x
-
-    host = HostExperts(images, lambda layout, block: block, 2.0, CPU, n_threads + 1)
-    host.measure(0, 6, torch.ones(1, 8), HostWork(compute, None))
-    host.close()
-    assert torch.get_num_threads() == n_threads  # of other threads
-    for n_rows, seconds in zip(host.times.widths, host.times.seconds, strict=True):
-        assert seconds >= n_rows * (1e-4 + 2.0 * 2 * 32 / 256)
-        assert len({expert for n, expert in seen[5:] if n == n_rows}) == 5
-
-
 def test_cost_model_divides_experts_like_the_run():
     """The predicted time differs from the simulated time by less than one expert of the faster
     side.
@@ -290,17 +265,3 @@ def test_cost_model_divides_experts_like_the_run():
         assert foretold - 1e-6 <= ends <= foretold + min(seconds, 1.0)
         assert n_used > 1 or foretold == pytest.approx(ends)
     host.close()
-
-
-def test_breadth_costs_less_with_host_experts():
-    machine = MachineProfile("some", True, (("host", 1.0),), 100.0)
-    alone = TouchedExperts("host", 48, 128, 8, 10**7)
-    chances = 0.85 ** np.arange(1, 65)
-    rows = np.arange(1, 66)
-
-    def nodes(seconds):
-        host = None if seconds is None else HostTimes((1, 64), (seconds, 2 * seconds))
-        moved = PassBytes((("host", 10**10),), 10**8, experts=replace(alone, host=host))
-        return best_prefix(chances, CostEstimator(machine, moved).seconds(rows, 100))
-
-    assert nodes(1e-4) > nodes(0.01) >= nodes(None) == nodes(1e9)

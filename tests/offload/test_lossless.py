@@ -193,35 +193,6 @@ def test_every_pattern_is_restored_with_any_table(decoder, kind):
         assert is_same(decoded(image, decoder), {"x": bits.view(dtype)})
 
 
-def test_trained_weights_shrink_to_seven_tenths():
-    tensors = {"w": normal(512, 2048)}
-    shares = [encode_layer(pack({"w": one}), 1).encoded.payload_nbytes / one.nbytes for one in (
-        tensors["w"], torch.randn(512, 2048, generator=torch.Generator().manual_seed(0)).bfloat16(),
-        normal(512, 2048).half(), normal(512, 2048).float(),
-    )]  # fmt: skip
-    assert all(0.68 < share <= 0.71 for share in shares[:3])
-    assert shares[3] < 0.36
-
-
-def test_incompressible_weights_stay_raw():
-    noise = torch.randint(0, 1 << 16, (9000,), generator=torch.Generator().manual_seed(0)).to(
-        torch.uint16
-    )
-    tensors = {
-        "zeros": torch.zeros(9000).bfloat16(),
-        "ones": torch.ones(9000).bfloat16(),
-        "noise": noise.view(torch.bfloat16),
-    }
-    image = encode_layer(pack(tensors), 1)
-    kinds = kinds_of(image)
-    assert (kinds["zeros"], kinds["noise"], kinds["ones"]) == (
-        lossless.BFLOAT16,
-        lossless.RAW,
-        lossless.BFLOAT16,
-    )
-    assert is_same(decoded(image, decoder_of("numba")), tensors)
-
-
 @pytest.mark.slow
 def test_digests_of_numba_and_c_are_equal_and_detect_every_bit():
     draw = np.random.default_rng(0)
@@ -560,26 +531,9 @@ def test_damaged_sidecar_is_reported_and_ignored(model, converted, tmp_path):
 @pytest.mark.parametrize(
     ("rates", "is_encoded", "figures"),
     [
-        (
-            LinkRates(0.5, 5.0),
-            True,
-            "on a link of 0.50 GB/s and 0.20 s to decode; raw weights need 2.00 s",
-        ),
-        (
-            LinkRates(2.0, 2.0),
-            False,
-            "on a link of 2.00 GB/s and 0.50 s to decode; raw weights need 0.50 s",
-        ),
-        (
-            LinkRates(25.0, 300.0),
-            True,
-            "on a link of 25.00 GB/s and 0.00 s to decode; raw weights need 0.04 s",
-        ),
-        (
-            LinkRates(1.0, 3.0),
-            False,
-            "on a link of 1.00 GB/s and 0.33 s to decode; raw weights need 1.00 s",
-        ),
+        (LinkRates(0.5, 5.0), True, "0.50 GB/s and 0.20 s to decode; raw weights need 2.00 s"),
+        (LinkRates(2.0, 2.0), False, "2.00 GB/s and 0.50 s to decode; raw weights need 0.50 s"),
+        (LinkRates(1.0, 3.0), False, "1.00 GB/s and 0.33 s to decode; raw weights need 1.00 s"),
     ],
 )
 def test_auto_uses_a_sidecar_if_measured_faster(
@@ -696,16 +650,6 @@ def test_cuda_rates_use_the_device_link_and_kernel(model, converted, monkeypatch
         read_parallel(tier.reads(0, expected), 1)
     for entry in encoded.layout.entries:
         assert raw_bytes(entry.view(outputs[0].cpu())) == raw_bytes(entry.view(expected))
-
-
-def test_damaged_sidecar_on_disk_ends_the_run(model, converted, tmp_path):
-    shutil.copytree(converted, tmp_path, dirs_exist_ok=True)
-    content = bytearray(layer_path(tmp_path, 4).read_bytes())
-    content[len(content) // 2] ^= 1
-    layer_path(tmp_path, 4).write_bytes(content)
-    place = {"device": "cpu", "sidecar": str(tmp_path)}
-    with pytest.raises(LinkError, match="damaged"):
-        run(model, **place, device_memory=budget(model, **place))
 
 
 @pytest.mark.slow

@@ -1,19 +1,13 @@
 """Which layer lives where: never over the budget, never refused without need, spread evenly."""
 
 import itertools
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.checkpoints import llama_config, llama_tensors, write_checkpoint
-from support.tiny import measure_little
 
-from offload_rt.cli import run
 from offload_rt.errors import CapacityError
 from offload_rt.offload.placement import (
     MemoryBudget,
@@ -163,84 +157,3 @@ def test_resident_and_host_layers_are_spread_evenly(n, fits, hosted):
 
 
 # The same, from the command line.
-
-
-@pytest.fixture(autouse=True)
-def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure_little(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = llama_config(num_hidden_layers=7, hidden_size=32, intermediate_size=96)
-    return write_checkpoint(tmp_path_factory.mktemp("plan"), config, llama_tensors(config))
-
-
-def _plan(
-    capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str
-) -> tuple[int, dict[str, Any], str]:
-    plain = [
-        "--model",
-        str(checkpoint),
-        "--device",
-        "cpu",
-        "--drafter",
-        "none",
-        "--max-model-len",
-        "32",
-    ]
-    code = run.main([*plain, "--plan", "--json", *flags])
-    out, err = capsys.readouterr()
-    return code, json.loads(out) if out else {}, err
-
-
-def _used(plan: dict[str, Any]) -> int:
-    resident = sum(
-        n for tier, n in zip(plan["tiers"], plan["layer_nbytes"], strict=True) if tier == "device"
-    )
-    return sum(plan["reserved"].values()) + resident + plan["n_slots"] * max(plan["layer_nbytes"])
-
-
-def test_plan_command_stays_within_the_budget_and_names_the_smallest(checkpoint, capsys):
-    code, found, err = _plan(capsys, checkpoint, "--device-memory", "1")
-    assert (code, found) == (2, {})
-    assert err.startswith("error: ")
-    named = int(re.search(r"set --device-memory to (\d+)", err).group(1))
-    code, _, _ = _plan(capsys, checkpoint, "--device-memory", str(named - 1))
-    assert code == 2
-    code, found, _ = _plan(capsys, checkpoint, "--device-memory", str(named))
-    assert code == 0
-    assert _used(found["plan"]) <= named
-    assert found["plan"]["tiers"] == ["disk"] * 7
-    layer = max(found["plan"]["layer_nbytes"])
-    counts = []
-    for more in range(1, 6):
-        code, found, _ = _plan(capsys, checkpoint, "--device-memory", str(named + more * layer))
-        assert code == 0
-        assert _used(found["plan"]) <= named + more * layer
-        assert found["predicted_seconds_per_token"] > 0
-        counts.append(found["plan"]["tiers"].count("device"))
-    assert counts == [0, 1, 2, 3, 7]
-
-
-def test_plan_table_names_every_part(checkpoint, capsys):
-    plain = [
-        "--model",
-        str(checkpoint),
-        "--device",
-        "cpu",
-        "--drafter",
-        "none",
-        "--max-model-len",
-        "32",
-    ]
-    assert run.main([*plain, "--plan"]) == 0
-    out = capsys.readouterr().out
-    parts = (
-        "embedding, last norm, head",
-        "cache of 32 tokens",
-        "activations",
-        "7 of 7 layers",
-        "used of the budget",
-    )
-    assert all(part in out for part in parts), out

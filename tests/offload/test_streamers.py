@@ -39,7 +39,7 @@ from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Read, Tier
-from offload_rt.system.trace import NOTHING_ASKED, SLOTS_FULL, Trace
+from offload_rt.system.trace import Trace
 from offload_rt.weights.layout import Layout
 
 KINDS = ("device", "host", "unpinned", "disk")
@@ -277,25 +277,6 @@ def test_failed_read_is_raised_and_the_next_sweep_restarts(name, make, at, files
 
 
 @every_bench
-def test_broken_tier_fails_every_sweep_until_repaired(name, make, files):
-    def trap(i: int, n: int) -> None:
-        if i == 4:
-            raise LinkError(f"layer {i} cannot be read")
-
-    with bench(name, make, files, trap=trap) as b:
-        for _ in range(3):
-            with (
-                pytest.raises(LinkError, match="layer 4 cannot be read"),
-                closing(b.streamer.sweep()) as sweep,
-            ):
-                for _ in sweep:
-                    pass
-        b.tiers[0].trap = None
-        for _ in range(2):
-            b.sweep()
-
-
-@every_bench
 @pytest.mark.parametrize("n_taken", range(N_LAYERS + 1))
 def test_abandoned_sweep_leaves_the_next_complete(name, make, n_taken, files):
     with bench(name, make, files, late_s=0.002) as b:
@@ -497,23 +478,6 @@ def test_resident_layers_need_no_copies_and_no_threads(name, make, files):
             b.sweep()
         assert b.streamer.meter.read() == (0, 0.0)
         assert b.streamer.meter.waited_s == 0.0
-
-
-def test_trace_has_a_span_per_layer_and_slot(files, tmp_path):
-    trace = Trace()
-    sources, tiers = build_sources(Host(), ("disk", "device", "disk", "disk"), 2, files)
-    streamer = STREAMERS["threads"].open_streamer(sources, trace, torch.device("cpu"))
-    for _ in streamer.sweep():
-        pass
-    assert eventually(lambda: SLOTS_FULL in lanes_of(trace, tmp_path).get("link, waits", ()))
-    streamer.close()
-    for tier in tiers:
-        tier.close()
-    found = lanes_of(trace, tmp_path)
-    assert found["link, slot 0"][:2] == ["layer 0", "layer 3"]
-    assert found["link, slot 1"][:1] == ["layer 2"]
-    assert found["link, waits"][0] == NOTHING_ASKED and SLOTS_FULL in found["link, waits"]
-    assert {*found.get("wait", [])} <= {"layer 0", "layer 2", "layer 3"}
 
 
 def test_gpu_copies_are_traced_by_events(files, tmp_path):

@@ -2,9 +2,7 @@
 LinkError.
 """
 
-import itertools
 import os
-import random
 import threading
 import time
 import weakref
@@ -71,37 +69,6 @@ def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     )
 
 
-def test_slots_are_aligned_and_disjoint(tier):
-    for i, layer in enumerate(some_layers()):
-        layout = tier.layout(i)
-        assert {slot.name: (slot.shape, slot.dtype.torch) for slot in layout.entries} == {
-            name: (tuple(tensor.shape), tensor.dtype) for name, tensor in layer.items()
-        }
-        slots = sorted(layout.entries, key=lambda slot: slot.offset)
-        assert slots[0].offset >= 0
-        assert slots[-1].offset + slots[-1].nbytes <= layout.nbytes
-        assert all(a.offset + a.nbytes <= b.offset for a, b in itertools.pairwise(slots))
-        assert all(slot.offset % slot.dtype.itemsize == 0 for slot in slots)
-
-
-def test_reads_can_run_in_any_order_and_again(tier):
-    layers = some_layers()
-    shuffler = random.Random(0)
-    for _ in range(5):
-        for i in shuffler.sample(range(len(layers)), len(layers)):
-            assert same(
-                read_into(tier, i, 0xA5, lambda reads: shuffler.sample(reads, len(reads))),
-                layers[i],
-            )
-
-
-def test_threads_can_read_concurrently(tier):
-    layers = some_layers()
-    with ThreadPoolExecutor(8) as pool:
-        got = list(pool.map(lambda n: (n % 4, read_into(tier, n % 4, 0xA5)), range(64)))
-    assert all(same(views, layers[i]) for i, views in got)
-
-
 def test_threads_can_share_the_reads_of_a_block(tier):
     for i, layer in enumerate(some_layers()):
         layout = tier.layout(i)
@@ -121,12 +88,6 @@ def test_reads_write_nothing_behind_the_block(tier):
         block.fill_(0xA5)
         read_parallel(tier.reads(i, block), tier.n_parallel)
         assert bool((block[nbytes:] == 0xA5).all())
-
-
-def test_n_parallel_is_positive_and_close_is_idempotent(tier):
-    assert tier.n_parallel >= 1
-    tier.close()
-    tier.close()
 
 
 def test_read_parallel_raises_the_first_error_and_stops():
@@ -199,22 +160,6 @@ def test_done_ahead_releases_returned_results():
         held = weakref.ref(found)
         del found
         assert held() is None
-
-
-def test_done_ahead_raises_errors_in_order_and_stops():
-    begun = []
-
-    def work(i: int) -> int:
-        begun.append(i)
-        if i == 1:
-            raise LinkError("the disk has gone")
-        return i
-
-    results = done_ahead((partial(work, i) for i in range(9)), "works")
-    assert next(results) == 0
-    with pytest.raises(LinkError):
-        next(results)
-    assert begun == [0, 1, 2]
 
 
 # The disk.

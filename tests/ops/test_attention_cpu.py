@@ -146,7 +146,7 @@ def test_tree_attention_equals_plain_decoding_bit_for_bit(level, dtype):
     for seed in range(6):
         case = Case.random(seed, dtype)
         out, lse = case.attend(level, n_threads=1 + seed % 2)
-        for node in range(len(case.q)):
+        for node in {0, *range(seed % 3, len(case.q), 3), len(case.q) - 1}:
             assert_same(
                 (out[node : node + 1], lse[node : node + 1]),
                 case.decoded(node, level, 2 - seed % 2),

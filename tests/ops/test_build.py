@@ -59,7 +59,7 @@ def test_library_is_built_once_in_the_cache(folders, capfd):
     with ThreadPoolExecutor(2) as pool:  # the second waits for the first
         paths = {one.result() for one in [pool.submit(find, TINY) for _ in range(2)]}
     assert len(calls(folders)) == 1
-    assert capfd.readouterr().err == "building the tiny with compiler, once for this machine\n"
+    assert capfd.readouterr().err == "building csrc/ (tiny) with compiler, once for this machine\n"
     (path,) = paths
     assert path.is_relative_to(folders / "cache" / "offload_rt")
     assert ctypes.CDLL(str(path)).answer() == 42
@@ -72,6 +72,10 @@ def test_library_depends_on_sources_flags_and_torch(folders, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "9.9")
     names.append(TINY.file)
     assert len(set(names)) == 4
+    for_cpu = replace(TINY, compiler="g++")
+    before = for_cpu.file
+    (folders / "csrc" / "tiny_cpu.h").write_text("// new")
+    assert TINY.file == names[-1] and for_cpu.file != before
 
 
 def test_library_of_the_package_has_priority(folders):

@@ -19,9 +19,7 @@ from transformers.integrations.gguf.dequant import GGML_BLOCK, GGML_NAME
 from offload_rt.ops import extension
 from offload_rt.ops.dequantize import (
     BLOCKS,
-    E2M1,
     KERNEL_BLOCKS,
-    NF4,
     ZERO_ORDERS,
     Packing,
     ZeroCodes,
@@ -117,49 +115,6 @@ def test_invalid_arguments_are_refused_with_a_reason(library, place, change, mes
         getattr(torch.ops, library[0]).dequantize(*args)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_reference_equals_the_formula(kind, dtype):
-    """One weight after the other, with Python's integers for the codes."""
-    codes, scales, zeros, groups, packing, shape = case(kind, 9)
-    out = torch.empty(shape, dtype=torch.float64)
-    scales = scales if kind == "nf4" else scales.to(dtype)
-    reference_dequantize(codes, scales, zeros, groups, packing, out)
-    raw = codes.view(torch.uint8).view(len(codes), -1).numpy()
-    for row, column in [(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 3)]:
-        if kind == "columns":
-            words = [int(word) & 0xFFFFFFFF for word in codes[:, column]]
-            value = sum(word << 32 * i for i, word in enumerate(words)) >> row * packing.bits
-        else:
-            value = int.from_bytes(raw[row].tobytes(), "little")
-            value >>= (
-                4 * (column // 8 * 8 + (0, 4, 1, 5, 2, 6, 3, 7)[column % 8])
-                if kind == "awq"
-                else column * packing.bits
-            )
-        if kind == "nf4":
-            value = int(raw[row, column // 2]) >> (4 - 4 * (column % 2))
-        value &= (1 << packing.bits) - 1
-        if kind == "plain":
-            value -= (value >> 7) << 8
-        elif kind == "e2m1":
-            value = E2M1[value]
-        elif kind == "nf4":
-            value = NF4[value]
-        elif kind == "float8":
-            value = float(torch.tensor(value, dtype=torch.uint8).view(torch.float8_e4m3fn))
-        at = [row // packing.block[0], column // packing.block[1]]
-        if groups is not None:
-            at[0 if packing.is_transposed else 1] = int(
-                groups[row if packing.is_transposed else column]
-            )
-        zero = packing.offset if zeros is None else int(zeros[tuple(at)])
-        expected = torch.tensor(value - zero, dtype=torch.float64) * scales[tuple(at)].double()
-        torch.testing.assert_close(
-            out[row, column], expected.to(scales.dtype).double(), rtol=0, atol=0, equal_nan=True
-        )
-
-
 # The blocks of GGUF
 
 
@@ -216,33 +171,6 @@ def test_types_without_kernel_equal_transformers():
         dequantize_blocks(blocks, "IQ2_XS", mine)
         reference_dequantize_blocks(blocks, "IQ2_XS", expected)
         assert torch.equal(mine.nan_to_num(), expected.nan_to_num())
-
-
-@pytest.mark.parametrize("name", ["Q5_0", "Q5_1"])
-def test_five_bit_types_equal_the_formula(name):
-    """y[i] = (x[i] - 16) * d, or x[i] * d + m; the fifth bit of x[i] is bit i of 32, its others are
-    nibbles i % 16.
-    """
-    blocks, shape = random_blocks(name, 4)
-    out = torch.empty(shape)
-    n_head = 2 if name == "Q5_0" else 4
-    reference_dequantize_blocks(blocks, name, out)
-    for block, row in zip(
-        blocks.view(-1, BLOCKS[name].size).numpy(), out.view(-1, 32), strict=True
-    ):
-        head = block[:n_head].view(np.float16).astype(np.float32)
-        fifth = block[n_head : n_head + 4].view(np.uint32)[0]
-        for i, value in enumerate(row.tolist()):
-            code = (
-                int(block[n_head + 4 + i % 16]) >> 4 * (i // 16) & 15 | (int(fifth) >> i & 1) << 4
-            )
-            with np.errstate(invalid="ignore"):
-                exact = (
-                    head[0] * np.float32(code - 16)
-                    if name == "Q5_0"
-                    else head[0] * np.float32(code) + head[1]
-                )
-            assert value == exact or np.isnan(exact)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

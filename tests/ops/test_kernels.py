@@ -13,7 +13,7 @@ from support.fake_gpu import record_graph
 from support.tiny import random_tree
 
 from offload_rt.executor.cuda_graphs import CudaCapture
-from offload_rt.ops import TreeMask, extension, make_tree_mask, reference
+from offload_rt.ops import TreeMask, extension, reference
 from offload_rt.ops.tree_mask import packed_ancestors
 from offload_rt.ops.verification import arguments
 from offload_rt.speculate import residual
@@ -159,7 +159,7 @@ SPLIT = [
     # The window leaves some of the splits nothing to do.
     Case(4, 1, 1400, 4, 1, 64, 5, torch.float16, 4),
 ]
-CASES = [random_case(seed) for seed in range(48)] + SPLIT
+CASES = [random_case(seed) for seed in range(32)] + SPLIT
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def assert_attention(found, q, k, v, mask):
     torch.testing.assert_close(out.double(), exact, atol=error, rtol=error)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_tree_attention_with_spare_keys_and_rows(kernels, seed):
     """As in a captured pass: the device knows how many keys there are; rows left over look at the
     prefix, or nowhere.
@@ -291,19 +291,6 @@ def test_merge_attention(kernels, kind_a, kind_b):
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
     error = max(torch.finfo(kind_a).eps, 1e-5)
     torch.testing.assert_close(out, expected, atol=error, rtol=error)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_dense_mask(seed):
-    """The mask of the reference, against the plain definition."""
-    case = random_case(seed)
-    parents = parents_of(case.first + case.n, seed)
-    whole = make_tree_mask(parents.numpy(), case.first, case.n_before)
-    mask = replace(whole, window=case.window or None)
-    dense = mask.dense()
-    expected = visible(case, parents)
-    assert mask.n_keys == expected.shape[1]
-    assert torch.equal(dense, expected) if dense is not None else bool(expected.all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

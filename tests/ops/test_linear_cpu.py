@@ -173,58 +173,6 @@ def test_unpacked_blocks_equal_the_reference_bit_for_bit(level, name):
             assert_equal(dequantize(matrix, torch.empty(matrix.shape, dtype=dtype)), expected)
 
 
-@pytest.mark.parametrize("order", ["rows", "columns", "awq"])
-def test_packed_zero_points_equal_unpacked_zero_points(level, order):
-    """In the stored order of AWQ, GPTQ and compressed-tensors, with a number added modulo
-    2^bits.
-    """
-    generator = torch.Generator().manual_seed(3)
-    matrix, _ = coded("rows" if order == "columns" else "awq", 3)
-    grid = matrix.scales.shape
-    words = {
-        "rows": (grid[0], -(-grid[1] * 4 // 32)),
-        "columns": (-(-grid[0] * 4 // 32), grid[1]),
-        "awq": (grid[0], -(-grid[1] // 8)),
-    }
-    packing = replace(matrix.packing, bits=4)
-    stored = matrix.shape[::-1] if matrix.is_transposed else matrix.shape
-    codes = torch.randint(
-        -(1 << 31), 1 << 31, packing.code_shape(*stored), generator=generator
-    ).int()
-    zeros = torch.randint(-(1 << 31), 1 << 31, words[order], generator=generator).int()
-    for plus in (0, 1):
-        packed = replace(
-            matrix, packing=packing, codes=codes, zeros=ZeroCodes(zeros, order, plus), groups=None
-        )
-        unpacked = packed.int_zeros()
-        assert unpacked is not None
-        plain = replace(packed, zeros=ZeroCodes(unpacked.to(torch.int8), "plain"))
-        mine, expected = (dequantize(each, torch.empty(matrix.shape)) for each in (packed, plain))
-        assert_equal(mine, expected)
-
-
-def test_scales_that_are_powers_of_two_cover_all_exponents(level):
-    matrix, _ = coded("e2m1", 4)
-    scales = (
-        torch.arange(matrix.scales.numel())
-        .add(3)
-        .mul(37)
-        .remainder(256)
-        .to(torch.uint8)
-        .view(matrix.scales.shape)
-    )
-    scales.view(-1)[0] = 0
-    powers = CodedMatrix(
-        matrix.shape, matrix.packing, matrix.codes, scales, None, None, torch.float32
-    )
-    floats = CodedMatrix(
-        matrix.shape, matrix.packing, matrix.codes, powers.float_scales(), None, None, torch.float32
-    )
-    assert_equal(
-        dequantize(powers, torch.empty(matrix.shape)), dequantize(floats, torch.empty(matrix.shape))
-    )
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_products_of_codes_equal_products_of_their_values(level, dtype):
     n_compared = 0

@@ -9,7 +9,6 @@ import pytest
 from support.run_ranks import started
 from support.tiny import generate, prompt_of
 
-from bench.models.tiny import config_of, random_model
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.cost.pass_times import ComputeTimes
@@ -125,18 +124,6 @@ def test_pipeline_with_draft_model_gives_the_targets_tokens(zoo, tmp_path):
     }
     text, _ = _said(tmp_path / "ranks", 2, settings, [prompt_of(0)], n_parts=3, temperature=0)
     assert _tokens(text) == [generate(pair.model, prompt_of(0), 12)] * 2
-
-
-def test_pipeline_of_a_general_model_equals_one_rank(tmp_path):
-    """Two attentions in a layer."""
-    random_model(config_of("diffllama")).save_pretrained(tmp_path / "model")
-    settings = {
-        "model": str(tmp_path / "model"),
-        "max_model_len": 64,
-        "drafter": "none",
-        "dtype": "float32",
-    }
-    _as_one(tmp_path, 2, settings, [[5, 3, 8, 1]])
 
 
 def test_pipeline_requires_as_many_ranks(zoo):

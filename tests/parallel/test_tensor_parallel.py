@@ -2,11 +2,8 @@
 torchrun once.
 """
 
-import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -958,40 +955,3 @@ def test_lossless_weights_of_cuda_ranks_are_encoded_while_loading(monkeypatch):
             )
         for name, entry in image.encoded.layout.by_name.items():
             assert torch.equal(entry.view(decoded), files.layout(0).by_name[name].view(block))
-
-
-@pytest.mark.slow
-def test_torchrun_gives_the_text_of_one_process(pair, tmp_path):
-    """Over gloo, in bfloat16, with layers from the disk, and a draft model where that is found to
-    be faster.
-    """
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import json, sys\nfrom offload_rt import LLM, SamplingParams\nsettings, prompt ="
-        " json.loads(sys.argv[1])\nwith LLM(**settings) as llm:\n    tokens ="
-        " llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids\n   "
-        " print(json.dumps([tokens, sorted(set(llm.plan.tiers))]))\n"
-    )
-    settings = {
-        "model": str(pair.target),
-        "dtype": "bfloat16",
-        "device": "cpu",
-        "max_model_len": 64,
-    }
-    with open_llm(pair.target, "resident", dtype="bfloat16", max_model_len=64) as llm:
-        expected = tokens_of(llm, prompt_of(5), 12)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
-    budget = {
-        "exact_parallel": True,
-        "device_memory": 12_000_000,
-        "tree_size": 4,
-        "draft_model": str(pair.draft),
-    }
-    done = subprocess.run(
-        [*command, json.dumps([settings | budget, prompt_of(5)])],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.strip().splitlines()[-1])[0] == expected

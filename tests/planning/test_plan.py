@@ -4,8 +4,6 @@ sentence.
 
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +35,14 @@ from offload_rt.speculate.select import pick_drafter
 
 NO_CHECKPOINTS = ("", "")
 PAIR = ["--model", "llama2-70b", "--draft-model", "llama2-7b"]
+# The settings of Sequoia's measurement.
+PUBLISHED = ["--drafter", "static_tree", "--draft-quantize", "none"]
 
 
 def request(
     target: str = "llama2-70b", draft: str | None = "llama2-7b", context: int = 128, **settings: Any
 ) -> PlanRequest:
+    settings = {"draft_quantize": "none", **settings}
     config = EngineConfig(target, draft, drafter="static_tree" if draft else "none", **settings)
     specs = [spec_of(KNOWN[name]) for name in (target, draft or target)]
     sizes = [Sizes.of_spec(spec, DType.FLOAT16) for spec in specs]
@@ -91,13 +92,6 @@ def test_known_shapes_have_the_published_parameter_counts(name, billions):
     assert sum(int(np.prod(shape)) for _, shape in tensors) / 1e9 == pytest.approx(
         billions, rel=0.01
     )
-
-
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
-def test_every_gpu_names_the_source_of_its_figures(card):
-    assert "vendor specification" in card.source and card.link.source
-    assert card.link.gbps < card.memory_gbps < 1e4 and 10 < card.tflops < 2000
-    assert find_card(card.name.upper()) is card and find_card(f"NVIDIA {card.name} GPU") is card
 
 
 def test_gpu_is_described_by_its_figures(capsys):
@@ -207,15 +201,22 @@ def test_captured_passes_are_counted_on_cuda(nbytes, captures_target):
 
 
 def test_llama2_70b_is_planned_for_a_4090_without_weights(capsys):
-    found = planned([*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--offline"], capsys)
+    arguments = [*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--offline"]
+    found = planned([*arguments, *PUBLISHED], capsys)
     assert found["plan"]["tiers"].count("host") + found["plan"]["tiers"].count("device") == 80
     # Sequoia on this card: 0.57
     assert found["predicted_seconds_per_token"] == pytest.approx(0.54, abs=0.08)
     assert found["bound"].startswith("the host-to-card link")
+    # An int4 draft and dynamic trees, each with its measured ratio of tokens per pass.
+    faster = planned(arguments, capsys)
+    assert faster["draft_quantize"] == "int4"
+    assert faster["predicted_seconds_per_token"] < 0.9 * found["predicted_seconds_per_token"]
+    source = faster["acceptance"]["source"]
+    assert "times 1.15 for dynamic" in source and "times 0.96 for a draft in int4" in source
 
 
 def test_plan_reports_link_share_and_level_time(capsys):
-    arguments = [*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--tree-size", "64"]
+    arguments = [*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--tree-size", "64", *PUBLISHED]
     found = planned(arguments, capsys)
     nbytes = found["link_seconds"]["host"] * found["links"]["host"]
     rate = found["links"]["host"]
@@ -275,20 +276,6 @@ def test_layers_beyond_host_memory_are_read_from_disk(rates, capsys):
     )
     assert found["link_seconds"]["disk"] == pytest.approx(nbytes / 7e9)
     assert found["pass_seconds"] == pytest.approx(nbytes / 7e9, rel=0.02)
-
-
-def test_faster_hardware_is_never_slower():
-    def seconds(**more: Any) -> float:
-        return predict(request(), machine(**more)).run.seconds_per_token
-
-    assert seconds(link_gbps=50.0) < 0.75 * seconds() < seconds(link_gbps=12.0)
-    assert seconds(card="h200") < seconds(card="l40") < seconds()
-
-
-def test_plain_decoding_is_planned_without_a_draft():
-    forecast = predict(request(draft=None), machine())
-    assert len(forecast.topology) == 1 and forecast.draft_s == 0
-    assert forecast.run.seconds_per_token == pytest.approx(forecast.run.pass_s)
 
 
 @pytest.mark.parametrize("over", ["ram", "memory"])
@@ -352,14 +339,14 @@ def test_acceptance_can_be_given():
             assume(wrong, NO_CHECKPOINTS, ("a", "b"), 0.0)
 
 
-# The command line.
-
-
 def test_builtin_shapes_and_gpus_are_listed(capsys):
     assert plan.main(["--list"]) == 0
     assert capsys.readouterr().out.split() == list(KNOWN)
     assert plan.main(["--list-gpus"]) == 0
     assert capsys.readouterr().out.split() == [card.name for card in CARDS]
+
+
+# The command line.
 
 
 @pytest.mark.parametrize(
@@ -387,16 +374,6 @@ def test_hub_id_is_planned_without_a_network(capsys):
     )
     assert by_id["plan"] == by_name["plan"]
     assert by_id["predicted_seconds_per_token"] == by_name["predicted_seconds_per_token"]
-
-
-def test_flag_errors_precede_the_import_of_torch():
-    program = (
-        "import sys, offload_rt.cli.plan as plan; code = plan.main(sys.argv[1:]); assert 'torch'"
-        " not in sys.modules"
-    )
-    line = [sys.executable, "-c", program, "--model", "llama2-70b", "--gpu", "rtx4099"]
-    done = subprocess.run(line, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr.startswith("error: ") and "rtx4090" in done.stderr
 
 
 @pytest.mark.parametrize(

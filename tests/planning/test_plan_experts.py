@@ -18,7 +18,6 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from offload_rt import LLM
 from offload_rt.cli import plan, run
 from offload_rt.config import EngineConfig
-from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.models.families import spec_of
@@ -181,34 +180,6 @@ def test_quantised_experts_of_touched_rows_are_decoded() -> None:
     assert decoding.row_s - fast.row_s == pytest.approx(2 * met / 1e9, rel=0.01)
 
 
-def test_plan_shows_published_figures_beside_ways(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    asked = [
-        "--model",
-        "gpt-oss-120b",
-        "--gpu",
-        "rtx4090",
-        "--ram",
-        "64GiB",
-        "--max-new-tokens",
-        "16",
-    ]
-    assert plan.main([*asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["formats"] == {} and found["plan"]["experts"]["n_on_host"] == 36 * 128
-    assert plan.main(asked) == 0
-    out = capsys.readouterr().out
-    ways = (WHOLE_LAYERS, ON_DEMAND, ON_CPU)
-    rates = [f"{1 / found['experts'][way]['pass_seconds']:.2f}" for way in ways]
-    # The forecast is that of a run's way to read the experts.
-    assert found["mode"] == ON_CPU
-    assert found["experts"][ON_CPU]["pass_seconds"] == found["pass_seconds"]
-    assert f"mixture: a run reads {ON_CPU}\n" in out and f"{ON_CPU} (a run's way)" in out
-    for told in (*ways, *rates, "published: 33.1 by llama.cpp", "experts are equally frequent"):
-        assert told in out
-
-
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a mixture with experts that are much larger than the rest of its layers."""
@@ -257,20 +228,3 @@ def test_plan_and_run_agree_for_a_mixture(
         assert printed["plan"] == expected
         assert printed["max_tree_nodes"] == loaded.limits.n_nodes
         assert printed["link_bytes"] == moved
-
-
-def test_plan_by_headers_and_run_agree_for_a_mixture(mixture: Path) -> None:
-    """For a machine that is described, not measured, the same function plans; headers are read."""
-    config = with_slots(mixture, 5, drafter="none")
-    with LLM.open(config) as llm:
-        loaded = llm.spec.memory
-    machine = Machine("described", loaded.plan.budget, (("disk", 1.0),), lambda _: Roof(1e9, 1e9))
-    sizes, _ = find_models(config)
-    acceptance = assume("1", ("", ""), ("", ""), 0.0)
-    planned = predict(PlanRequest(config, (sizes, None), acceptance, 16, 8), machine)
-    memory = planned.memory_plan
-    assert memory.limits == loaded.limits and memory.cache_rows == loaded.cache_rows
-    assert memory.plan.tiers == loaded.plan.tiers
-    assert memory.plan.n_expert_slots == loaded.plan.n_expert_slots == 5
-    # Blocks of files begin at other places of a page than packed blocks.
-    assert planned.moved == pytest.approx(loaded.plan.pass_bytes.at(16), rel=0.1)

@@ -13,11 +13,10 @@ from offload_rt.cli import plan
 from offload_rt.cli.format import format_speed
 from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes, less_margin
+from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.families import spec_of
 from offload_rt.planning.acceptance import assume
-from offload_rt.planning.alternatives import sweep
 from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
@@ -41,6 +40,7 @@ def forecast(
     drafts = sizes(draft) if draft else None
     if ranks.split_draft and drafts:
         drafts = ranks.part(drafts)
+    settings = {"draft_quantize": "none", **settings}
     config = EngineConfig(
         "llama2-70b", draft, drafter="static_tree" if draft else "none", **settings
     )
@@ -133,16 +133,6 @@ def test_ranks_of_a_machine_share_memory_disk_and_links():
     assert pipeline.budget.device == 4 * one.budget.device
 
 
-def test_curve_counts_the_memory_of_all_ranks():
-    for ranks, n_parts in ((FAST, 2), (Parallelism(2, pipeline=True), 1)):
-        found = forecast(ranks, max_model_len=512)
-        budgets = [
-            one.memory_plan.plan.budget.host
-            for _, one in sweep("ram", found.request, found.machine).points
-        ]
-        assert budgets[:2] == [less_margin(n << 30) // n_parts for n in (16, 32)]
-
-
 def test_whole_draft_exchanges_nothing():
     alone, slow = (
         forecast(replace(ranks, gbps=0.1), "llama2-7b", tree_size=64, tree_depth=8)
@@ -171,27 +161,6 @@ def test_ranks_without_network_exchange_over_the_layer_links():
         received / 12.5e9, rel=1e-3
     )
     assert across.run.pass_s - own.run.pass_s == pytest.approx(received / 25e9, rel=0.1)
-
-
-def test_slower_network_makes_smaller_trees_and_slower_tokens():
-    found = [
-        forecast(Parallelism(8, gbps, False, split_draft=True), "llama2-7b")
-        for gbps in (300.0, 10.0, 1.0)
-    ]
-    seconds = [one.run.seconds_per_token for one in found]
-    nodes = [len(one.topology) for one in found]
-    assert (
-        seconds == sorted(seconds) and nodes == sorted(nodes, reverse=True) and nodes[0] > nodes[2]
-    )
-
-
-def test_divided_draft_leaves_room_and_is_faster():
-    whole, divided = (
-        forecast(replace(FAST, split_draft=split), "llama2-7b") for split in (False, True)
-    )
-    on_device = [found.memory_plan.plan.tiers.count("device") for found in (whole, divided)]
-    assert on_device[1] > on_device[0] and divided.level.seconds < 0.7 * whole.level.seconds
-    assert divided.run.seconds_per_token < whole.run.seconds_per_token
 
 
 def test_pipeline_has_room_for_more_layers_and_one_link():
@@ -315,23 +284,3 @@ def test_mistakes_are_one_sentence(arguments, told, capsys):
     assert plan.main(["--model", "llama2-70b", "--gpu", "rtx4090", *arguments]) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.count("\n") == 1 and told in error
-
-
-def test_plan_of_one_rank_is_unchanged(capsys):
-    texts = []
-    for more in (
-        [],
-        [
-            "--ranks",
-            "1",
-            "--split-draft",
-            "on",
-            "--exact-parallel",
-            "--network",
-            "1GB/s",
-            "--shared-link",
-        ],
-    ):
-        assert plan.main([*PAIR, "--max-new-tokens", "16", *more]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] and "rank" not in texts[0]

@@ -24,24 +24,32 @@ __all__ = ["TEMPLATE", "llm", "served"]
 PICTURES = os.environ.get("PAGE_PICTURES")
 
 
-@pytest.fixture
-def page(served: Served, tmp_path: Path) -> Iterator[Chrome]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chrome]:
     options = ChromeOptions()
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--window-size=1280,860",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-    ):
-        options.add_argument(flag)
-    options.add_experimental_option("prefs", {"download.default_directory": str(tmp_path)})
+    for flag in ("headless=new", "no-sandbox", "window-size=1280,860", "disable-gpu"):
+        options.add_argument(f"--{flag}")
+    options.add_argument("--disable-dev-shm-usage")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with Chrome(options, ChromeService(shutil.which("chromedriver"))) as driver:
-        driver.get(f"http://127.0.0.1:{served.port}/")
         yield driver
-        log = driver.get_log("browser")
-        assert [entry for entry in log if entry["level"] in ("SEVERE", "WARNING")] == []
+
+
+@pytest.fixture
+def page(browser: Chrome, served: Served, tmp_path: Path) -> Iterator[Chrome]:
+    """The page without conversations, in a new tab, which ends without browser warnings."""
+    first = browser.current_window_handle
+    browser.switch_to.new_window("tab")
+    downloads = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.execute_cdp_cmd("Page.setDownloadBehavior", downloads)
+    browser.get(f"http://127.0.0.1:{served.port}/")
+    browser.execute_script("localStorage.clear()")
+    browser.refresh()
+    yield browser
+    log = browser.get_log("browser")
+    browser.close()
+    browser.switch_to.window(first)
+    assert [entry for entry in log if entry["level"] in ("SEVERE", "WARNING")] == []
 
 
 def text_of(driver: Chrome, name: str) -> str:
@@ -375,13 +383,11 @@ return [...document.querySelectorAll("h1, h2, h3, label, dt, dd, button, .note, 
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_have_enough_contrast(page, scheme):
-    page.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia",
-        {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
-    )
+def test_texts_have_enough_contrast(page):
     set_limit(page, 8)
     say(page, "import os")
     wait_for_end(page, 1)
-    assert page.execute_script(CONTRAST) == []
+    for scheme in ("light", "dark"):
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        assert page.execute_script(CONTRAST) == [], scheme

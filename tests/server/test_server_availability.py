@@ -37,6 +37,7 @@ from support.serving import (
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.server import connection, protocol, service
 from offload_rt.server.connection import ConnectionLimits, LogRate
+from offload_rt.server.limits import Access
 
 __all__ = ["llm", "served"]
 
@@ -452,7 +453,7 @@ def test_redirects_never_use_the_host_header(served):
 )  # fmt: skip
 def test_host_names_are_parsed(llm, host, status):
     hosts = frozenset({"127.0.0.1", "localhost", "[::1]"})
-    with running(llm, hosts=hosts) as guarded:
+    with running(llm, access=Access(hosts=hosts)) as guarded:
         assert guarded.request("GET", "/health", headers={"Host": host})[0] == status
 
 
@@ -464,7 +465,7 @@ def test_host_names_are_parsed(llm, host, status):
     ],
 )  # fmt: skip
 def test_authorization_scheme_ignores_case(llm, authorization, status):
-    with running(llm, api_key="secret") as guarded:
+    with running(llm, access=Access("secret")) as guarded:
         headers = {"Authorization": authorization}
         found, _, body = guarded.request("GET", "/v1/models", headers=headers)
         assert found == status

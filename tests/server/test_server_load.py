@@ -24,6 +24,7 @@ from support.serving import (
     wait_until,
 )
 
+from bench.serve.load import load
 from offload_rt import SamplingParams
 from offload_rt.engine import engine as engine_module
 
@@ -93,6 +94,12 @@ def test_two_hundred_concurrent_requests_are_answered_or_rejected(served):
             assert int(headers["Retry-After"]) > 0 and "x-should-retry" not in headers
             assert answer["error"]["type"] == "rate_limit_error"
     assert sum(status == 200 for status, _, _ in found) == LIMITS.n_waiting
+
+
+def test_clients_with_grammars_and_tools_get_the_answers_of_lone_requests(served):
+    """A share of 40 % of the clients disconnects."""
+    counts = load(f"http://127.0.0.1:{served.port}", [PROMPT], disconnecting=0.4)
+    assert counts.disconnected > 0 and counts.equal + counts.disconnected == 16
 
 
 @pytest.mark.parametrize("stream", [False, True])

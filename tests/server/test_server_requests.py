@@ -9,7 +9,7 @@ from support.serving import LIMITS, PROMPT, TURNS, Served, engine_held, llm, run
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import SettingsError
-from offload_rt.server.tools import ToolParser
+from offload_rt.server.tool_formats.hermes import HermesParser
 from offload_rt.text.detokenize import token_bytes
 
 __all__ = ["llm", "served"]
@@ -111,7 +111,6 @@ def test_rules_that_exclude_every_token_are_refused(llm, params):
         ({"use_beam_search": True}, "use_beam_search"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
-        ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ],
 )
@@ -270,7 +269,7 @@ def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
 def test_tool_parser_keeps_text_and_finds_calls(text, content, arguments):
     sizes = (1, 7, len(text)) if len(text) < 1000 else (1000, len(text))
     for size in sizes:
-        parser = ToolParser(frozenset({"add"}))
+        parser = HermesParser({"add": {}})
         parts = [parser.feed(text[k : k + size]) for k in range(0, len(text), size)]
         parts.append(parser.end())
         calls = [call for part in parts for call in part.calls]
@@ -281,14 +280,14 @@ def test_tool_parser_keeps_text_and_finds_calls(text, content, arguments):
 
 
 def test_tool_parser_reports_each_call_when_it_is_complete():
-    parser = ToolParser(frozenset({"add"}))
+    parser = HermesParser({"add": {}})
     assert len(parser.feed("Yes. " + call("{}")).calls) == 1
     assert parser.feed(" More.").text == "More."
 
 
 def test_tool_parser_scans_text_once(monkeypatch):
     """White space and closing tags inside strings do not restart the scan."""
-    from offload_rt.server import tools
+    from offload_rt.server import tool_parser
 
     n_decoded = 0
 
@@ -298,8 +297,8 @@ def test_tool_parser_scans_text_once(monkeypatch):
             n_decoded += 1
             return super().raw_decode(text, idx)
 
-    monkeypatch.setattr(tools, "_DECODER", Counter(strict=False))
-    parser = ToolParser(frozenset({"add"}))
+    monkeypatch.setattr(tool_parser, "DECODER", Counter(strict=False))
+    parser = HermesParser({"add": {}})
     parser.feed('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>')
     for _ in range(2000):
         parser.feed(" x")

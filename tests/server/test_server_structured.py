@@ -11,7 +11,7 @@ from support.serving import PROMPT, TURNS, Served, llm, served
 
 from offload_rt import SamplingParams, StructuredOutputs
 from offload_rt.executor.grammar import GrammarCompiler
-from offload_rt.server.tools import ToolParser, call_grammar
+from offload_rt.server.tool_formats.hermes import HermesParser, grammar
 from offload_rt.text.detokenize import token_bytes
 from offload_rt.tree.topology import DraftTree
 
@@ -136,21 +136,21 @@ def test_several_required_calls_are_parsed(served: Served) -> None:
     parts = [token_bytes(served.llm.tokenizer, token) or b"\0" for token in range(4096)]
     compiler = GrammarCompiler(served.llm.tokenizer, 4096, {0})
     for is_single in (False, True):
-        lark = call_grammar([tool["function"] for tool in TOOLS], is_single)
-        grammar = compiler.compile(StructuredOutputs(grammar=lark))
+        lark = grammar([tool["function"] for tool in TOOLS], json.dumps, is_single)
+        position = compiler.compile(StructuredOutputs(grammar=lark))
         rest = text.encode()
         while rest:
-            masks = grammar.masks_of(DraftTree.root_only(0)).numpy().view("uint8")
+            masks = position.masks_of(DraftTree.root_only(0)).numpy().view("uint8")
             allowed = np.flatnonzero(np.unpackbits(masks, bitorder="little")).tolist()
             matching = [token for token in allowed if rest.startswith(parts[token])]
             if not matching:
                 break
             longest = max(matching, key=lambda token: len(parts[token]))
-            grammar.advance(longest)
+            position.advance(longest)
             rest = rest[len(parts[longest]) :]
         assert rest == (text[text.index("\n<tool_call>", 1) :].encode() if is_single else b"")
     compiler.close()
-    calls = ToolParser(frozenset({"open_file"})).feed(text).calls
+    calls = HermesParser({"open_file": {}}).feed(text).calls
     assert [json.loads(call["function"]["arguments"])["mode"] for call in calls] == ["r", "w"]
 
 
@@ -171,13 +171,15 @@ def test_an_impossible_tool_choice_is_refused(served: Served, fields: Any, word:
 
 def test_calls_after_the_first_are_dropped_without_parallel_calls(served: Served) -> None:
     from offload_rt.llm import Piece
+    from offload_rt.server.answer import Answer
+    from offload_rt.server.chat_format import ChatFormat
     from offload_rt.server.protocol import ChatRequest
-    from offload_rt.server.responses import Answer
 
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 3
     for parallel, n in ((False, 1), (True, 3), (None, 3)):
         request = ChatRequest(messages=TURNS, tools=TOOLS, parallel_tool_calls=parallel)
-        answer = Answer(request, "demo", 1, served.llm.tokenizer)
+        answer = Answer(request, 1, served.llm.tokenizer)
+        answer.start([[1]], ChatFormat.select(served.llm.tokenizer, "hermes", "none"))
         answer.add(0, Piece(text, [1], finish_reason="stop"))
         assert len(answer.choices[0].calls) == n
 

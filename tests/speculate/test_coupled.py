@@ -154,16 +154,6 @@ def test_impossible_tokens_are_never_drawn():
         assert coupled.draw(tiny.double(), one) == 2
 
 
-def test_draws_of_many_positions_have_the_distribution():
-    """Also two in a row together; of one seed, as in one text."""
-    p = torch.tensor([0.45, 0.3, 0.15, 0.1])
-    tokens = [coupled.draw(p, row) for row in exponentials(11, 0, 6000, 4, CPU)]
-    pairs = np.bincount(
-        [4 * one + after for one, after in itertools.pairwise(tokens)], minlength=16
-    )
-    assert chi_square_p(pairs, pairs.sum() * np.outer(p, p).ravel()) > 1e-6
-
-
 # The promise
 
 PARAMS = (
@@ -232,14 +222,6 @@ def test_texts_equal_plain_decoding_with_any_drafter(pair, plain_texts, drafter,
                 assert all(one.stats.n_passes < N_NEW for one in outputs), "nothing was accepted"
 
 
-def test_texts_without_seed_differ(pair):
-    with open_llm(pair.target, max_model_len=64, rule="coupled") as llm:
-        outputs = llm.generate(
-            [PROMPTS[0]] * 3, SamplingParams(max_new_tokens=N_NEW, temperature=1.0)
-        )
-    assert len({tuple(one.token_ids) for one in outputs}) == 3
-
-
 # Drafting by the same noise
 
 
@@ -269,20 +251,6 @@ def test_draft_equal_to_the_target_predicts_the_draws(twin, drafter):
         found = [len(event.token_ids) for _ in range(8) for event in engine.step()]
     # A grown tree has other branches, too, instead of a last node now and then.
     assert found == [5] * 16 if drafter == "static_tree" else sum(found) > 72
-
-
-def test_statistics_of_perturbed_trees_are_separate(pair):
-    with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
-        for name, kinds in (
-            ("dynamic_tree", {"coupled-dynamic 0.8"}),
-            ("static_tree", {"coupled-deterministic 0.8"}),
-        ):
-            drafter = drafter_of(llm, name, "coupled", DraftLimits(17, 6))
-            (tree,) = drafter.propose(
-                [Sequence(PROMPTS[0], SamplingParams(20, temperature=0.8, seed=1), 64)], 17
-            )
-            assert set(drafter.pair_stats.estimates) == kinds
-            assert tree.sampled is None and len(tree.topology) > 1
 
 
 def test_verdict_depends_on_the_position():

@@ -121,18 +121,6 @@ def test_one_tree_per_sequence_within_its_limits(llm, name, rule, temperature):
             assert len(trees[3].topology) > 1
 
 
-@pytest.mark.parametrize("fixed", [{"fixed_size": True}, {"fixed_depth": True}])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_requested_size_or_depth_stays_within_the_limits(llm, name, temperature, fixed):
-    sequences = sequences_of(temperature)
-    drafter = drafter_with(
-        llm, sequences, name, drafter_type(name).best_rule, DraftLimits(17, 6, **fixed)
-    )
-    for tree, sequence in zip(drafter.propose(sequences, 9), sequences, strict=True):
-        assert_tree(tree, sequence, 9, 128)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", MODEL_DRAFTERS)
 def test_requested_size_is_reached_at_any_draft_cost(llm, name, temperature):
@@ -143,19 +131,6 @@ def test_requested_size_is_reached_at_any_draft_cost(llm, name, temperature):
     )
     (tree,) = drafter.propose(sequences, 9)
     assert len(tree.topology) == 9
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@every_combination
-def test_same_seed_gives_the_same_trees(llm, name, rule, temperature):
-    both = [sequences_of(temperature, seed=4) for _ in range(2)]
-    several = [
-        drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17)
-        for sequences in both
-    ]
-    for one, other in zip(*several, strict=True):
-        assert one.topology.parents.tolist() == other.topology.parents.tolist()
-        assert torch.equal(one.tokens, other.tokens)
 
 
 @every_combination
@@ -183,13 +158,6 @@ def drawn_children(tree, node):
     children = tree.topology.children[node]
     given = {int(tree.tokens[child]) for child in children if not tree.sampled.is_sampled[child]}
     return [child for child in children if tree.sampled.is_sampled[child]], given
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_best_rule_is_a_valid_combination(name):
-    chosen = drafter_type(name)
-    assert (name, chosen.best_rule) in COMBINATIONS
-    assert list(chosen.default_sizes) == sorted(chosen.default_sizes, reverse=True)
 
 
 @every_combination

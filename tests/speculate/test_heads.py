@@ -47,7 +47,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import (
@@ -396,31 +395,6 @@ def test_joint_distribution_equals_the_target(tmp_path, monkeypatch, kind, rule)
         assert_distribution(found, probs)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_sequences_join_and_leave(tmp_path, kind):
-    """Each text equals its solo run, and ended sequences leave no state."""
-    model = few_tokens()
-    settings = random_head(tmp_path, kind, model)
-    with open_llm(**settings) as llm:
-        drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(8, 4))
-        engine = engine_of(llm, drafter, n_nodes=24)
-        several = [
-            TokenSequence(prompt_of(n, n, VOCAB), SamplingParams(20), 128) for n in (9, 1, 30, 14)
-        ]
-        for sequence in several:
-            id = engine.add(sequence)
-            engine.step()
-        engine.abort(id)
-        assert len(several[3].tokens) > 14
-        while engine.step():
-            pass
-        engine.reset_prefix_cache()
-        assert not (drafter._model._inputs or drafter._proposals or llm.engine.draft._caches)
-    for sequence in several[:3]:
-        n = sequence.n_prompt
-        assert sequence.tokens[n:] == generate(model, sequence.tokens[:n], 20)
-
-
 def test_oom_keeps_the_texts(tmp_path, monkeypatch):
     """Wherever it runs out: hidden states that were handed over twice, or not yet, are as if it had
     not.
@@ -560,8 +534,8 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "settings", "error", "words"),
     [
-        ("eagle", {"hidden_size": 32, "head_dim": 16}, {}, SettingsError, ["hidden "
-                                                                           "size", "16", "32"]),
+        ("eagle", {"hidden_size": 32, "head_dim": 16}, {}, SettingsError, ["hidden size", "16",
+            "32"]),
         ("eagle", {"target_hidden_size": 32}, {}, SettingsError, ["hidden size", "16", "32"]),
         ("eagle", {"vocab_size": 9}, {}, SettingsError, ["vocabulary", "8", "9"]),
         ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 40]}}, {},
@@ -570,8 +544,8 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
         ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
         ("eagle", {**SPECULATORS, "surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
         ("eagle", {"speculators_model_type": "dflash"}, {}, UnsupportedModelError, ["dflash"]),
-        ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError, ["most "
-                                                                                         "one"]),
+        ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError,
+            ["most one"]),
         ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),
         ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError,
             ['drafter="adaptive_tree"', 'drafter="eagle"']),
@@ -607,22 +581,3 @@ def test_head_of_another_model_is_refused(tmp_path):
     weights["d2t"][0] = 8
     with pytest.raises(CheckpointError, match="d2t"):
         opened(**write_head(tmp_path / "bad", "eagle", few_tokens(), weights))
-
-
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn"])
-def test_head_is_planned_by_its_config(tmp_path, capsys, kind):
-    settings = random_head(tmp_path, kind, few_tokens())
-    more = ["--draft-model", settings["draft_model"]] if "draft_model" in settings else []
-    arguments = [
-        "--model",
-        str(settings["directory"]),
-        *more,
-        "--gpu",
-        "rtx4090",
-        "--offline",
-        "--context",
-        "32",
-    ]
-    assert plan.main([*arguments, "--max-new-tokens", "16", "--tree-size", "8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["tree_nodes"] == 8 and found["plan"]["reserved"]["draft"] > 0

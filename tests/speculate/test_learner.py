@@ -9,7 +9,6 @@ from support.texts import assert_distribution, exact_distributions, sampled_text
 from support.tiny import (
     drafter_of,
     engine_of,
-    feed,
     generate,
     keep_steady,
     logits_of,
@@ -31,7 +30,6 @@ from offload_rt.speculate import learner
 from offload_rt.speculate.learner import Learner, Passage
 from offload_rt.speculate.select import rule_of
 from offload_rt.system.files import cache_directory
-from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
 
@@ -142,25 +140,6 @@ def test_loss_and_gradients_equal_cross_entropy_of_transformers(zoo, name):
         for weight, a, b in adapted(one, model):
             torch.testing.assert_close(b.grad, weight.grad @ a.detach().T, rtol=1e-3, atol=1e-3)
             torch.testing.assert_close(a.grad, b.detach().T @ weight.grad, rtol=1e-3, atol=1e-3)
-
-
-def test_served_weights_are_used_by_drafts(zoo):
-    """Matrix and change, and the matrix again bit for bit."""
-    pair = zoo.pair("llama", 0)
-    prompt = prompt_of(3, 12)
-    model = nearly(pair.draft_model, 0.0)
-    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        one = Learner(llm.engine.draft, LinkMeter())
-        before = weights_of(llm)
-        change(one)
-        for weight, a, b in adapted(one, model):
-            weight.data += (b @ a).detach()
-        for is_served, wanted in ((True, model), (False, pair.draft_model)):
-            one._serve(is_served)
-            cache = llm.engine.draft.new_cache(16)
-            found = feed(llm.engine.draft, cache, prompt, Topology.chain(12))
-            torch.testing.assert_close(found, logits_of(wanted, prompt), rtol=1e-3, atol=1e-3)
-        assert torch.equal(weights_of(llm), before)
 
 
 @pytest.mark.slow

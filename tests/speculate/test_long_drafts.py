@@ -377,56 +377,7 @@ def test_triforce_states_the_middle_models_distribution(pair):
     )
 
 
-def test_triforce_draws_from_the_stated_distribution(small):
-    """Guesses of the small draft and replacement draws together; five standard deviations have a
-    chance of 1e-6.
-    """
-    sequence = Sequence(prompt_of(3, 45, 3), SamplingParams(30, temperature=0.8, seed=1), 200)
-    surplus = np.zeros(3)
-    variance = np.zeros(3)
-    with open_llm(small.target, draft_model=str(small.draft)) as llm:
-        drafter = drafter_of(
-            llm, "triforce", "sequoia", DraftLimits(8, 8, fixed_size=True, fixed_depth=True)
-        )
-        begin(llm, drafter, [sequence], 8)
-        for _ in range(150):
-            (tree,) = drafter.propose([sequence], 8)
-            probs = tree.sampled.draft_probs.double().numpy()
-            surplus += (np.eye(3)[tree.tokens[1:]] - probs).sum(0)
-            variance += (probs * (1 - probs)).sum(0)
-    assert (np.abs(surplus) < 5 * np.sqrt(variance)).all(), surplus / np.sqrt(variance)
-
-
 # A draft model whose context is shorter than the text
-
-
-@pytest.mark.parametrize("drafter", ["dynamic_tree", "static_tree"])
-def test_short_draft_context_keeps_first_and_last_tokens_and_changes_no_text(
-    zoo, monkeypatch, drafter
-):
-    pair = zoo.pair("llama", 0)
-    drafted = []
-    start = DraftState.start
-
-    def start_seen(state, tokens, n_prompt):
-        drafted.append((list(state.sequence.tokens), tokens))
-        start(state, tokens, n_prompt)
-
-    monkeypatch.setattr(DraftState, "start", start_seen)
-    settings = pair.settings(drafter) | {"tree_size": 24, "tree_depth": 5, "max_model_len": 256}
-    with open_llm(pair.target, **settings) as llm:
-        llm.engine.drafter._model._limit = 43
-        outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=60))
-    assert [output.token_ids for output in outputs] == [
-        generate(pair.model, prompt, 60) for prompt in PROMPTS
-    ]
-    assert max(len(tokens) for tokens, _ in drafted) > 100
-    for tokens, seen in drafted:
-        if len(tokens) <= 43:
-            assert seen == tokens
-        else:
-            assert 43 // 2 <= len(seen) <= 43
-            assert seen == tokens[:5] + tokens[5 - len(seen) :]
 
 
 # Where it pays, and what is refused

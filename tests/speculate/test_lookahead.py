@@ -170,15 +170,6 @@ ngrams = st.lists(st.tuples(*[st.integers(0, 3)] * 3), max_size=40)
 
 
 @given(ngrams, st.integers(1, 9))
-def test_pool_returns_the_newest_first(several, n):
-    pool = NgramPool()
-    pool.add(several)
-    newest = list(dict.fromkeys(several[::-1]))
-    for token in range(4):
-        assert pool.after(token, n) == [one[1:] for one in newest if one[0] == token][:n]
-
-
-@given(ngrams, st.integers(1, 9))
 def test_pool_is_bounded(several, n_most):
     """The last n-gram stays where its first token has no more than there is room for."""
     pool = NgramPool(n_most)

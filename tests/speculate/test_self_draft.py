@@ -13,6 +13,7 @@ from offload_rt.errors import CapacityError, UnsupportedModelError
 from offload_rt.weights import int4
 from offload_rt.weights.formats.dense import Format as Dense
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
+from offload_rt.weights.rounding import rounded
 
 pytestmark = pytest.mark.numeric
 
@@ -56,17 +57,17 @@ def test_copy_takes_a_third_and_rounds_to_half_a_step():
     layer = PackedLayer(host_block(layout.nbytes), layout)
     for tensor in layout.views(layer.block).values():
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
-    copy = int4.packed(layer, CPU)
+    copy = rounded(layer, "int4", CPU)
     ours, theirs = (
         f.view(one.layout, one.block, int4.DTYPE.torch)
         for f, one in ((int4.Format(), copy), (Dense(None), layer))
     )
     matrix = theirs.tensor("up.weight").float()
     bias = theirs.tensor("up.bias").float()
-    rounded = (ours.linear(torch.eye(128, dtype=int4.DTYPE.torch), "up").float() - bias).T
+    got = (ours.linear(torch.eye(128, dtype=int4.DTYPE.torch), "up").float() - bias).T
     steps = (matrix.view(96, 2, 64).amax(-1) - matrix.view(96, 2, 64).amin(-1)) / 15
     # Half a step, and what bfloat16 rounds of scales, zero points and sums.
-    assert ((rounded - matrix).abs().view(96, 2, 64).amax(-1) < 0.5 * steps + 0.05).all()
+    assert ((got - matrix).abs().view(96, 2, 64).amax(-1) < 0.5 * steps + 0.05).all()
     codes = sum(one.nbytes for one in copy.layout.entries if one.name.startswith("up.weight."))
     assert codes < 0.3 * 2 * 96 * 128
     assert torch.equal(ours.vector("norm"), theirs.vector("norm"))

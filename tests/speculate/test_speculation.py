@@ -35,7 +35,7 @@ from support.tiny import (
     save_pair,
 )
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.runner import Runner
@@ -108,18 +108,6 @@ def steady(monkeypatch):
     keep_steady(monkeypatch)
 
 
-@pytest.mark.slow
-def test_measured_tree_sizes_change_no_token(zoo, texts, monkeypatch):
-    """Tree sizes depend on the clock."""
-    monkeypatch.undo()
-    pair = zoo.pair("llama", 0)
-    for drafter in DRAFTERS:
-        with LLM(
-            str(pair.target), device="cpu", max_model_len=256, **pair.settings(drafter)
-        ) as llm:
-            assert_greedy(llm, texts("llama"))
-
-
 @pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
 def test_logit_changes_apply_along_each_path(zoo, texts, drafter):
     """Penalties, biases and masked end tokens change each text."""
@@ -169,17 +157,6 @@ def test_temperature_close_to_zero_is_greedy(zoo, texts, rule):
             for n, temperature in several
         ]
         assert [one.token_ids for one in llm.generate(PROMPTS, params)] == texts("llama")
-
-
-def test_different_draft_changes_no_token(zoo, texts):
-    """A draft of another family and dtype, right only by chance."""
-    draft = zoo.directory("qwen3", 5, torch.bfloat16)
-    pair = zoo.pair("llama", 0)
-    for drafter in TREES:
-        with open_llm(
-            pair.target, max_model_len=256, tree_size=24, draft_model=str(draft), drafter=drafter
-        ) as llm:
-            assert_greedy(llm, texts("llama"))
 
 
 # Sampled: the same distribution of whole texts
@@ -582,21 +559,3 @@ def test_repetitive_text_accepts_many_tokens_per_pass(tmp_path, drafter):
         output = llm.generate([1], SamplingParams(max_new_tokens=150))[0]
     assert output.token_ids == expected
     assert output.stats.tokens_per_pass > 3
-
-
-def test_tree_distributions_reuse_their_memory(zoo):
-    """Memory in pieces of many sizes would cut up a tight budget."""
-    pair = zoo.pair("llama", 0)
-    places = set()
-    with open_llm(pair.target, tree_size=24, **pair.settings("static_tree", "traversal")) as llm:
-        rule = llm.engine.rule
-
-        class Watched:
-            def verify(self, tree, target, sequence):
-                if tree.sampled is not None:
-                    places.add((target.data_ptr(), tree.sampled.draft_probs.data_ptr()))
-                return rule.verify(tree, target, sequence)
-
-        llm.engine.rule = Watched()
-        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=40, temperature=0.8, seed=1))
-    assert len(places) == 1

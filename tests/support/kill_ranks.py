@@ -68,11 +68,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         model = speaking_checkpoint(Path(name) / "model")
         line = [
-            "--model",
-            str(model),
-            "--device",
-            "cpu",
-            "--prompt",
+            *f"--model {model} --device cpu --prompt".split(),
             "the quick",
             "--quiet",
             "--max-tokens",

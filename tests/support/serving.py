@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, Piece, SamplingParams
 from offload_rt.server.app import make_app
 from offload_rt.server.connection import ConnectionLimits, make_server
 from offload_rt.server.service import ServerLimits
@@ -147,6 +147,25 @@ def engine_held(llm: LLM) -> Iterator[None]:
         yield
     finally:
         may_go_on.set()
+
+
+def script(llm: LLM, monkeypatch: pytest.MonkeyPatch, *texts: str, **ending: Any) -> list[Any]:
+    """Replace the answers of a model by texts, a piece of one token per text.
+
+    ending  fields of the last piece beside `finish_reason`
+    Returns a list that receives the prompts and the sampling parameters of later requests.
+    """
+    requests: list[Any] = []
+
+    async def pieces(prompts: Any, params: SamplingParams) -> Any:
+        requests.append((prompts, params))
+        for i, text in enumerate(texts):
+            is_last = i == len(texts) - 1
+            end = {"finish_reason": "stop", **ending} if is_last else {}
+            yield 0, Piece(text, [1], **end)
+
+    monkeypatch.setattr(llm, "astream_all", pieces)
+    return requests
 
 
 def alone(llm: LLM, prompt: str | list[int], **params: Any) -> str:

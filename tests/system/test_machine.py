@@ -4,6 +4,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ class Cgroups:
         monkeypatch.setattr(resource, "getrlimit", lambda kind: self.limits[kind])
 
     def belong_to(self, *lines: str) -> None:
-        self._list.write_text("\n".join(lines) + "\n")
+        self._list.write_text("".join(f"{line}\n" for line in lines))
 
     def write(self, folder: Path, **files: str | int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,76 +56,49 @@ def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cgroups
     yield Cgroups(tmp_path, monkeypatch)
 
 
-def test_machine_memory_is_the_limit_without_control_groups(cgroups):
-    assert memory_limit() == TOTAL
-    assert memory_free() == AVAILABLE
+def _v2(limit: int | str, current: int, inactive: int = 0, active: int = 0) -> dict[str, Any]:
+    stat = f"anon 5\ninactive_file {inactive}\nactive_file {active}\nunevictable 0"
+    return {"memory__max": limit, "memory__current": current, "memory__stat": stat}
 
 
-def test_v2_group_limits_memory_and_its_page_cache_is_free(cgroups):
-    cgroups.belong_to("0::/box")
-    cgroups.write(
-        cgroups.v2 / "box",
-        memory__max=8 * GIB,
-        memory__current=5 * GIB,
-        memory__stat=_stat(GIB, 2 * GIB),
-    )
-    assert memory_limit() == 8 * GIB
-    assert memory_free() == min(8 * GIB - RSS, 8 * GIB - 5 * GIB + 3 * GIB)
+def _v1(limit: int, usage: int, inactive: int = 0) -> dict[str, Any]:
+    stat = f"inactive_file {inactive}"
+    return {
+        "memory__limit_in_bytes": limit, "memory__usage_in_bytes": usage, "memory__stat": stat
+    }  # fmt: skip
 
 
-def _stat(inactive: int, active: int) -> str:
-    return f"anon 5\ninactive_file {inactive}\nactive_file {active}\nunevictable 0"
+def _nested(tight: str) -> dict[str, Any]:
+    folders = {"root": "", "outer": "/outer", "inner": "/outer/inner"}
+    return {at: _v2((4 if name == tight else 9) * GIB, 3 * GIB) for name, at in folders.items()}
 
 
-@pytest.mark.parametrize("tight", ["outer", "inner", "root"])
-def test_tightest_enclosing_group_is_the_limit(tight, cgroups):
-    cgroups.belong_to("0::/outer/inner")
-    folders = {
-        "root": cgroups.v2,
-        "outer": cgroups.v2 / "outer",
-        "inner": cgroups.v2 / "outer" / "inner",
-    }
-    for name, folder in folders.items():
-        limit = 4 * GIB if name == tight else 9 * GIB
-        cgroups.write(folder, memory__max=limit, memory__current=3 * GIB, memory__stat=_stat(0, 0))
-    assert memory_limit() == 4 * GIB
-    assert memory_free() == GIB
-
-
-def test_v1_group_limits_memory(cgroups):
-    cgroups.belong_to("11:cpu,cpuacct:/a", "9:memory:/docker/x", "1:name=systemd:/a")
-    cgroups.write(
-        cgroups.v1 / "docker" / "x",
-        memory__limit_in_bytes=6 * GIB, memory__usage_in_bytes=4 * GIB, memory__stat=_stat(GIB, 0),
-    )  # fmt: skip
-    assert memory_limit() == 6 * GIB
-    assert memory_free() == min(6 * GIB - RSS, 6 * GIB - 4 * GIB + GIB)
-
-
-def test_group_inside_a_container_limits_at_the_root(cgroups):
-    """The path in /proc names host folders, which the container cannot see."""
-    cgroups.belong_to("0::/host/only/path")
-    cgroups.write(cgroups.v2, memory__max=5 * GIB, memory__current=GIB, memory__stat=_stat(0, 0))
-    assert memory_limit() == 5 * GIB
-
-
-@pytest.mark.parametrize("text", ["max", "", "garbage"])
-def test_unlimited_v2_group_is_ignored(text, cgroups):
-    cgroups.belong_to("0::/box")
-    cgroups.write(
-        cgroups.v2 / "box", memory__max=text, memory__current=GIB, memory__stat=_stat(0, 0)
-    )
-    assert memory_limit() == TOTAL
-    assert memory_free() == AVAILABLE
-
-
-def test_huge_limit_of_a_v1_group_means_unlimited(cgroups):
-    cgroups.belong_to("9:memory:/")
-    cgroups.write(
-        cgroups.v1, memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=GIB
-    )
-    assert memory_limit() == TOTAL
-    assert memory_free() == AVAILABLE
+@pytest.mark.parametrize(
+    ("group", "files", "limit", "free"),
+    [
+        ("", {}, TOTAL, AVAILABLE),
+        # the page cache is free
+        ("0::/box", {"/box": _v2(8 * GIB, 5 * GIB, GIB, 2 * GIB)}, 8 * GIB, 6 * GIB),
+        *(("0::/outer/inner", _nested(one), 4 * GIB, GIB) for one in ("outer", "inner", "root")),
+        (
+            "11:cpu,cpuacct:/a\n9:memory:/docker/x\n1:name=systemd:/a",
+            {"v1/docker/x": _v1(6 * GIB, 4 * GIB, GIB)},
+            6 * GIB,
+            3 * GIB,
+        ),
+        # the path in /proc names host folders, which the container cannot see
+        ("0::/host/only/path", {"": _v2(5 * GIB, GIB)}, 5 * GIB, 3 * GIB),
+        *(("0::/box", {"/box": _v2(one, GIB)}, TOTAL, AVAILABLE) for one in ("max", "", "x")),
+        ("9:memory:/", {"v1": _v1(9223372036854771712, GIB)}, TOTAL, AVAILABLE),
+        ("0::/box", {"/box": _v2(GIB, 2 * GIB)}, GIB, 0),
+    ],
+)
+def test_tightest_enclosing_group_limits_memory(cgroups, group, files, limit, free):
+    cgroups.belong_to(*filter(None, [group]))
+    for at, content in files.items():
+        root = cgroups.v1 if at.startswith("v1") else cgroups.v2
+        cgroups.write(root / at.removeprefix("v1").strip("/"), **content)
+    assert (memory_limit(), memory_free()) == (limit, free)
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
@@ -132,14 +106,6 @@ def test_resource_limit_of_the_process_is_the_limit(kind, cgroups):
     cgroups.limits[kind] = (7 * GIB, resource.RLIM_INFINITY)
     assert memory_limit() == 7 * GIB
     assert memory_free() <= 7 * GIB - RSS
-
-
-def test_free_memory_is_not_negative(cgroups):
-    cgroups.belong_to("0::/box")
-    cgroups.write(
-        cgroups.v2 / "box", memory__max=GIB, memory__current=2 * GIB, memory__stat=_stat(0, 0)
-    )
-    assert memory_free() == 0
 
 
 def test_free_memory_is_at_most_the_limit():

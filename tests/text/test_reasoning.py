@@ -4,13 +4,15 @@ from itertools import groupby
 
 import pytest
 
-from offload_rt.text.reasoning import ReasoningSplitter, opens_reasoning
+from offload_rt.text.reasoning import THINK, ReasoningSplitter
 
 CASES = [
     ("<think>\nfirst\n</think>\n\nanswer", False, [("first\n", True), ("answer", False)]),
     ("in the template</think>answer", True, [("in the template", True), ("answer", False)]),
     ("no tags < think", False, [("no tags < think", False)]),
-    ("a<think>b</think>c<think>d", False, [("a", False), ("b", True), ("c", False), ("d", True)]),
+    (" <think>b</think>c<think>d", False, [("b", True), ("c<think>d", False)]),
+    ("a <think>b</think>", False, [("a <think>b</think>", False)]),
+    ("\n a", False, [("\n a", False)]),
     ("cut off <thi", False, [("cut off <thi", False)]),
     ("", False, []),
 ]
@@ -34,10 +36,13 @@ def test_parts_do_not_depend_on_the_pieces(text, starts_inside, expected):
 
 def test_text_is_returned_as_soon_as_no_tag_can_follow():
     splitter = ReasoningSplitter()
-    assert [part.text for part in splitter.add("a <")] == ["a "]
+    assert [part.text for part in splitter.add("\n<th")] == []
+    assert [part.text for part in splitter.add("ink>a <")] == ["a "]
     assert [part.text for part in splitter.add("b")] == ["<b"]
+    assert [part.text for part in splitter.add("</think>c <")] == ["c <"]
 
 
 def test_prompt_that_ends_with_the_tag_opens_reasoning():
-    assert opens_reasoning("<|assistant|>\n<think>\n")
-    assert not opens_reasoning("<think>\n\n</think>\n\n")
+    assert THINK.opens("<|assistant|>\n<think>\n")
+    assert not THINK.opens("<think>\n\n</think>\n\n")
+    assert THINK.closes("<think>\n\n</think>\n\n")

@@ -164,15 +164,6 @@ def test_only_possible_stop_prefixes_are_held_back(text, stop):
     assert stream.take(final=True) == ""
 
 
-def test_metaspace_tokenizer_keeps_spaces():
-    """Decoded alone, each of these tokens would lose its space."""
-    ids = encoded(METASPACE, "the fox jumps")
-    stream = TextStream(METASPACE, encoded(METASPACE, "over"), ())
-    pieces, _ = pieces_of(stream, ids)
-    assert decode(METASPACE, ids) == "the fox jumps"
-    assert "".join(pieces) == " the fox jumps"
-
-
 def test_special_tokens_have_no_text():
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<s>", "</s>"])
@@ -182,15 +173,6 @@ def test_special_tokens_have_no_text():
     stream = TextStream(tokenizer, [start], ("</s>",))
     pieces, _ = pieces_of(stream, [*ids[:2], end, *ids[2:], end])
     assert "".join(pieces) == "the fox"
-
-
-def test_stop_string_ends_a_sequence():
-    ids = encoded(BYTE_LEVEL, "the quick brown fox")
-    stream = TextStream(BYTE_LEVEL, [0], ("k b",))
-    sequence = Sequence([0], SamplingParams(max_new_tokens=99), 999, frozenset(), stream)
-    taken = sequence.extend(ids)
-    assert sequence.finish_reason == "stop" and stream.text == "the quic"
-    assert 0 < len(taken) < len(ids) and taken == ids[: len(taken)] == sequence.tokens[1:]
 
 
 def test_end_token_ends_a_sequence_and_has_no_text():
@@ -249,51 +231,7 @@ def llm(request, tmp_path_factory):
         yield llm
 
 
-def sampled(**settings):
-    return SamplingParams(max_new_tokens=32, temperature=1.0, seed=4, **settings)
-
-
-@pytest.fixture(scope="module")
-def unstopped(llm):
-    return llm.generate("the quick fox", sampled()).pop()
-
-
-def test_prompt_text_is_encoded_and_the_answer_decoded(llm, unstopped):
-    prompt = llm.tokenizer.encode("the quick fox")
-    assert unstopped.prompt_token_ids == prompt
-    assert unstopped.text
-    if llm.tokenizer.backend_tokenizer.to_str() == BYTE_LEVEL.to_str():
-        assert unstopped.text == answer_of(BYTE_LEVEL, prompt, unstopped.token_ids)
-    assert "".join(piece.text for piece in llm.stream("the quick fox", sampled())) == unstopped.text
-
-
-@pytest.mark.parametrize("n_characters", [1, 4])
-def test_generation_ends_before_a_stop_string(llm, unstopped, n_characters):
-    for start in (2, len(unstopped.text) - n_characters):
-        stop = unstopped.text[start : start + n_characters]
-        output = llm.generate("the quick fox", sampled(stop=("never comes", stop))).pop()
-        assert output.finish_reason == "stop"
-        assert output.text == unstopped.text[: unstopped.text.index(stop)]
-        assert output.token_ids == unstopped.token_ids[: len(output.token_ids)]
-        pieces = list(llm.stream("the quick fox", sampled(stop=("never comes", stop))))
-        assert "".join(piece.text for piece in pieces) == output.text
-        assert pieces[-1].output.token_ids == output.token_ids
-
-
-def test_held_text_is_released_at_the_end(llm, unstopped):
-    """The answer ends in a possible prefix of a stop string."""
-    stop = unstopped.text[-4:] + "#"
-    pieces = list(llm.stream("the quick fox", sampled(stop=(stop,))))
-    assert "".join(piece.text for piece in pieces) == unstopped.text
-    assert pieces[-1].output.finish_reason == "length"
-    assert len(pieces[-1].text) >= 4
-
-
 # Tokenizers of checkpoints
-
-
-def test_checkpoint_without_tokenizer_has_none(tmp_path):
-    assert load_tokenizer(tmp_path) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"model": 3}'])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny import random_tree
 
 from offload_rt.tree.describe import describe
 from offload_rt.tree.search import expected_tokens, search
@@ -127,13 +126,3 @@ def test_description_names_nodes_levels_and_children():
     assert lines[0] == "8 nodes on 4 levels, up to 3 children a node"
     rows = ["0 1 3", "1 3 2 . 1", "2 3 1 . | .", "3 1 leaves"]
     assert [line.split() for line in lines[2:]] == [row.split() for row in rows]
-
-
-@given(st.builds(random_tree, st.integers(1, 150), st.integers(0, 2**31)))
-@settings(max_examples=20)
-def test_description_is_short_and_names_widths(topology):
-    lines = describe(topology).splitlines()
-    assert all(len(line) <= 120 for line in lines)
-    if not topology.is_chain:
-        widths = np.bincount(topology.depths).tolist()
-        assert [int(line.split()[1]) for line in lines[2 : 2 + len(widths)]] == widths

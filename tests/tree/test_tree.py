@@ -121,19 +121,3 @@ def test_candidates_are_the_first_nodes(topology, data):
         assert cut.path_to(node) == tree.path_to(node)
     assert cut.sampled.is_sampled.shape == cut.sampled.row_of.shape == cut.tokens.shape
     assert cut.expected == tree.expected
-
-
-def test_root_is_always_a_candidate():
-    with pytest.raises(AssertionError):
-        DraftTree(Topology.chain(3), torch.arange(3), n_unverified=3)
-
-
-@pytest.mark.parametrize("parents", [[], [0], [-1, 1], [-1, -1], [-1, 0, 2], [-1, 0, 3, 2], [[-1]]])
-def test_invalid_trees_are_refused(parents):
-    with pytest.raises(AssertionError):
-        Topology(np.array(parents, dtype=np.int64))
-
-
-def test_tree_has_one_token_per_node():
-    with pytest.raises(AssertionError):
-        DraftTree(Topology.chain(3), torch.arange(2))

@@ -1,9 +1,7 @@
 """GGUF files: weights, config, tokenizer and refused contents."""
 
 import itertools
-import json
 import random
-import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +12,6 @@ import pytest
 import torch
 import write_gguf
 from quantize import write_one_file
-from safetensors.torch import load_file, save_file
 from support.checkpoints import llama_config, llama_tensors
 from support.checkpoints import pack as pack_block
 from support.gguf_files import build, stored_tensors
@@ -24,16 +21,13 @@ from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from write_gguf import Stored
 
-from offload_rt import LLM, SamplingParams
-from offload_rt.cli import plan
-from offload_rt.config import EngineConfig
+from offload_rt import SamplingParams
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.models.rope import Rope
 from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.text.detokenize import encode_chat, load_tokenizer
-from offload_rt.weights import gguf
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import end_ids
 from offload_rt.weights.formats import Matrix, Source, format_of
@@ -65,30 +59,6 @@ def check_tokens(path: Path, model: PreTrainedModel) -> None:
         drafted = llm.generate(prompt, SamplingParams(N_NEW)).pop().token_ids
     assert plain == drafted == expected
     assert len(set(expected)) > 5
-
-
-def test_gguf_header_gives_the_plan(tmp_path, capsys):
-    path = tmp_path / "m.gguf"
-    build(path, wide_llama(), "Q4_K")
-    flags = [
-        "--model",
-        str(path),
-        "--gpu",
-        "rtx4090",
-        "--ram",
-        "8GB",
-        "--context",
-        "16",
-        "--max-new-tokens",
-        "16",
-        "--json",
-    ]
-    assert plan.main(flags) == 0
-    found = json.loads(capsys.readouterr().out)["plan"]
-    stored = open_checkpoint(path).nbytes
-    # of layers with what alignment takes
-    planned = sum(found["layer_nbytes"]) + found["reserved"]["non_layer"]
-    assert stored <= planned < 1.001 * stored < path.stat().st_size
 
 
 # Weights
@@ -269,44 +239,6 @@ def test_metadata_describes_the_model(tmp_path):
         assert llm.generate("import numpy", SamplingParams(8)).pop().text
 
 
-def test_opening_a_model_parses_its_header_once(tmp_path, monkeypatch):
-    path = tmp_path / "demo.gguf"
-    write_one_file(DEMO, path, "Q4_K")
-    parsed = []
-    read_file = gguf._read_file
-    monkeypatch.setattr(gguf, "_read_file", lambda path: parsed.append(path) or read_file(path))
-    with LLM.open(EngineConfig(str(path), device="cpu", drafter="none")) as llm:
-        assert len(llm.spec.target.checkpoint.identity) == 24
-    assert parsed == [path]
-
-
-def test_llama_cpp_knows_every_metadata_type(tmp_path):
-    """llama.cpp reads token types from an int32 array and refuses another element type; its package
-    reads the types.
-    """
-    gguf = pytest.importorskip("gguf")
-    write_one_file(DEMO, tmp_path / "m.gguf", "Q4_0")
-    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
-    array = gguf.GGUFValueType.ARRAY
-    integer = gguf.GGUFValueType.INT32
-    assert fields["tokenizer.ggml.token_type"].types == [array, integer]
-    assert fields["tokenizer.ggml.tokens"].types == [array, gguf.GGUFValueType.STRING]
-    assert fields["llama.block_count"].types == [gguf.GGUFValueType.UINT32]
-    assert fields["llama.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
-
-
-def test_sharded_file_equals_the_single_file(tmp_path):
-    tensors = load_file(DEMO / "model.safetensors")
-    source = tmp_path / "shards"
-    names = list(tensors)
-    shutil.copytree(DEMO, source, ignore=shutil.ignore_patterns("*.safetensors"))
-    for i, part in enumerate((names[:9], names[9:])):
-        save_file({name: tensors[name] for name in part}, source / f"model-{i}.safetensors")
-    write_one_file(DEMO, tmp_path / "one.gguf", "BF16")
-    write_one_file(source, tmp_path / "several.gguf", "BF16")
-    assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "several.gguf").read_bytes()
-
-
 def test_chat_template_is_read_from_the_file(tmp_path):
     path = tmp_path / "m.gguf"
     model = CASES["llama"].build(0)
@@ -383,32 +315,29 @@ def test_truncated_file_is_refused(tmp_path):
 
 Change = Callable[[dict[str, Any], dict[str, Stored]], object]
 FACTS: list[tuple[Change, str]] = [
-    (lambda m, _: m.update({"general.architecture": "gemma3"}), "architecture 'gemma3' is not "
-                                                                "supported"),
+    (lambda m, _: m.update({"general.architecture": "gemma3"}),
+        "architecture 'gemma3' is not supported"),
     (lambda m, _: m.pop("general.architecture"), "architecture None"),
     (lambda m, _: m.pop("llama.block_count"), "llama.block_count is None"),
     (lambda m, _: m.update({"llama.embedding_length": -1.5}), "embedding_length is -1.5"),
-    (lambda m, _: m.update({"llama.attention.head_count_kv": [2, 4]}), r"head_count_kv is \[2, "
-                                                                       r"4\]"),
+    (lambda m, _: m.update({"llama.attention.head_count_kv": [2, 4]}),
+        r"head_count_kv is \[2, 4\]"),
     (lambda m, _: m.update({"llama.expert_count": 8}), "llama.expert_count is not understood"),
-    (lambda m, _: m.update({"llama.rope.dimension_count": 4}), "rope.dimension_count is 4: needs "
-                                                               "8"),
+    (lambda m, _: m.update({"llama.rope.dimension_count": 4}),
+        "rope.dimension_count is 4: needs 8"),
     (lambda m,
         _: m.update({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}),
         "'longrope'"),
     (lambda m, _: m.update({"llama.attention.layer_norm_rms_epsilon": float("nan")}),
         "rms_norm_eps"),
     (lambda m, _: m.update({"general.alignment": 3}), "general.alignment 3"),
-    (lambda _, t: t.update({"rope_freqs.weight": Stored(0, (4,), bytes(16))}), "rope_freqs.weight "
-                                                                               "is not understood"),
+    (lambda _, t: t.update({"rope_freqs.weight": Stored(0, (4,), bytes(16))}),
+        "rope_freqs.weight is not understood"),
     (lambda _, t: t.update({"rope_freqs.weight": Stored(0, (3,), bytes(12))}), "misshapen"),
-    (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(39, (32, 32), bytes(544))}), "of ggml "
-                                                                                       "type 39"),
-    (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(12, (32, 32), bytes(544))}), "rows of "
-                                                                                       "32 "
-                                                                                       "weights "
-                                                                                       "in blocks "
-                                                                                       "of 256"),
+    (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(39, (32, 32), bytes(544))}),
+        "of ggml type 39"),
+    (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(12, (32, 32), bytes(544))}),
+        "rows of 32 weights in blocks of 256"),
     (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(8, (31, 32), bytes(31 * 34))}),
         "misshapen"),
     (lambda _, t: t.update({"blk.0.attn_q.weight": Stored(12, (32, 256), bytes(32 * 144))}),
@@ -419,8 +348,8 @@ FACTS: list[tuple[Change, str]] = [
         "ffn_gate_exps.weight' belongs to no"),
     (lambda _, t: t.pop("blk.0.ffn_up.weight"), "mlp.up_proj.weight' is missing"),
     (lambda _, t: t.pop("token_embd.weight"), "embed_tokens.weight' is missing"),
-    (lambda _, t: t.update({"model.norm.weight": t["output_norm.weight"]}), "two tensors have the "
-                                                                            "same name"),
+    (lambda _, t: t.update({"model.norm.weight": t["output_norm.weight"]}),
+        "two tensors have the same name"),
 ]  # fmt: skip
 
 

@@ -4,7 +4,6 @@ stores them.
 
 import itertools
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,21 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantize import Choice, config_of
 from support.checkpoints import llama_config, llama_tensors, pack, raw_bytes, write_checkpoint
-from support.formats import int8_rows
-from support.tiny import open_llm, prompt_of
 from torch import Tensor
 
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes
-from offload_rt.errors import CheckpointError, UnsupportedModelError
+from offload_rt.errors import UnsupportedModelError
 from offload_rt.offload.disk import DiskTier
-from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.system import registry
-from offload_rt.weights import formats
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Matrix, Source, StoredTensor, format_of
 from offload_rt.weights.gguf import Storage
-from offload_rt.weights.layout import ALIGNMENT, PAGE, align_up, host_block, packed_layout
+from offload_rt.weights.layout import ALIGNMENT, PAGE, host_block, packed_layout
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TENSORS = st.lists(
@@ -106,20 +100,6 @@ def test_disk_block_is_packed_in_order_of_use(tmp_path):
     assert packed.fused([f"mlp.{name}_proj.weight" for name in ("gate", "up")]).shape == (48, 64)
 
 
-def test_packing_copies():
-    tensor = torch.ones(4)
-    image = pack({"t": tensor})
-    tensor.zero_()
-    assert image.layout.views(image.block)["t"].tolist() == [1.0] * 4
-
-
-@given(st.integers(0, 2**50), st.sampled_from([1, 2, 256, 4096]))
-def test_align_up_gives_the_least_sufficient_multiple(nbytes, alignment):
-    up = align_up(nbytes, alignment)
-    assert up % alignment == 0
-    assert 0 <= up - nbytes < alignment
-
-
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 5 << 20])
 def test_host_block_starts_on_a_page_and_is_writable_to_its_end(nbytes):
     block = host_block(nbytes)
@@ -134,7 +114,6 @@ def test_host_block_starts_on_a_page_and_is_writable_to_its_end(nbytes):
 
 CONFIGS = {
     "dense": None,
-    "int8_rows": int8_rows.CONFIG,
     "compressed_tensors": config_of(Choice("pack-quantized", group_size=4)),
     "fp8": config_of(Choice("fp8", group_size=4)),
     "awq": config_of(Choice("awq", group_size=4)),
@@ -143,14 +122,6 @@ CONFIGS = {
     "mxfp4": {"quant_method": "mxfp4"},
     "gguf": Storage(None),
 }
-
-
-@pytest.fixture(autouse=True)
-def second_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in the folder of formats is all that a new format needs."""
-    monkeypatch.setattr(
-        formats, "__path__", [*formats.__path__, str(Path(int8_rows.__file__).parent)]
-    )
 
 
 def _random(tensor: StoredTensor, dtype: DType) -> Tensor:
@@ -233,55 +204,3 @@ def test_dense_weights_are_the_tensors_of_the_file(stored_in, computed_in):
     assert torch.equal(view.rows(torch.arange(7), "first"), weight.to(computed_in))
     packed.block.zero_()  # a slot is refilled under its view
     assert view.linear(torch.ones(1, 5, dtype=computed_in), "first").tolist() == [[0.0] * 7]
-
-
-# A second format, from the disk to the tokens
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """The same weights as int8 rows and as dense dequantised tensors."""
-    config = llama_config(
-        num_hidden_layers=6,
-        hidden_size=64,
-        intermediate_size=96,
-        head_dim=16,
-        max_position_embeddings=256,
-    )
-    # wide, so that texts vary
-    tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}
-    stored = int8_rows.quantized(tensors)
-    quantized = write_checkpoint(
-        tmp_path / "int8", {**config, "quantization_config": int8_rows.CONFIG}, stored
-    )
-    return quantized, write_checkpoint(tmp_path / "dense", config, int8_rows.dequantized(stored))
-
-
-@pytest.mark.parametrize("place", ["resident", "disk", "mixed"])
-def test_second_format_generates_like_its_dequantised_weights(pair, place):
-    quantized, dense = pair
-    prompt = prompt_of(0, vocab_size=40)
-    with open_llm(dense) as llm:
-        expected = llm.generate(prompt).pop().token_ids
-    with open_llm(quantized, place, draft_model=str(quantized)) as llm:
-        assert llm.spec.target.checkpoint.format.name == "int8_rows"
-        assert llm.generate(prompt).pop().token_ids == expected
-    assert len(set(expected)) > 5
-
-
-def test_memory_is_planned_by_the_bytes_of_the_format(pair):
-    quantized, dense = (Sizes.of_checkpoint(open_checkpoint(one), DType.FLOAT32) for one in pair)
-    assert quantized.nbytes < 0.5 * dense.nbytes
-    assert (quantized.view_nbytes, dense.view_nbytes) == (64 * 96 * 4 + REFERENCE_NBYTES, 0)
-    assert Sizes.of_checkpoint(open_checkpoint(pair[1]), DType.FLOAT64).view_nbytes == 64 * 96 * 8
-
-
-def test_tensors_of_a_wrong_format_are_refused(pair):
-    quantized, dense = pair
-    configs = [(one / "config.json").read_text() for one in pair]
-    for directory, config in zip(pair, reversed(configs), strict=True):
-        (directory / "config.json").write_text(config)
-    with pytest.raises(CheckpointError, match="'I8': needs one of"):
-        open_checkpoint(quantized)
-    with pytest.raises(CheckpointError, match="weight"):
-        open_checkpoint(dense)

@@ -1,0 +1,113 @@
+"""Selection of the draft model's weight format: unquantised, or quantised while it is loaded."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import Acceptance
+from offload_rt.engine.memory_plan import MemoryPlan, Sizes
+from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.tree.search import search
+
+# Tokens per pass relative to the unquantised draft model, measured with the demonstration pair and
+# 64 nodes: `python -m bench.speculate.systems --systems adaptive "adaptive, int4 draft"`.
+KEPT_TOKENS = {"none": 1.0, "int4": 0.96, "int8": 1.0, "fp8": 0.99}
+# Formats of `auto`; formats of 8 bits save less memory.
+_AUTO = ("none", "int4")
+# Select a quantised draft model if it saves this share of the time per token: the estimates are not
+# more precise.
+_LEAST_GAIN = 0.02
+
+
+Fit = Callable[[Sizes | None, EngineConfig], MemoryPlan]
+
+
+class PlannedDraft(NamedTuple):
+    """A draft model in its weight format, and the memory plan with it."""
+
+    sizes: Sizes | None
+    memory: MemoryPlan
+
+    @property
+    def rounding(self) -> str:
+        """Format of weights quantised while they are loaded; "none" otherwise."""
+        return "none" if self.sizes is None else self.sizes.rounding
+
+
+def fixed_rounding(config: EngineConfig, draft: Sizes | None, can_round: bool) -> str | None:
+    """Return the only possible format, or None if `auto` selects among several.
+
+    can_round  whether the weights of the draft model are unquantised and remain unchanged
+    Raises SettingsError if the draft model cannot be quantised as the settings require.
+    """
+    rounding = config.draft_quantize
+    if draft is not None and draft.rounding != "none":
+        return draft.rounding
+    can_round = can_round and draft is not None and draft.spec.supports_self_draft
+    if rounding not in ("auto", "none") and not can_round:
+        raise SettingsError(
+            f"--draft-quantize {rounding}",
+            need="an unquantised draft model of a native family, without --learn-draft",
+            have="none" if draft is None else f"a draft model of type {draft.spec.family}",
+            change="omit --draft-quantize",
+        )
+    return "none" if not can_round else None if rounding == "auto" else rounding
+
+
+def plan_draft(
+    config: EngineConfig,
+    draft: Sizes | None,
+    can_round: bool,
+    fit: Fit,
+) -> PlannedDraft:
+    """Select the weight format of the draft model, and plan memory.
+
+    can_round  see `fixed_rounding`
+    fit        plans memory for a draft model and settings, or raises CapacityError
+
+    `auto` compares streamed bytes per expected token. Without streamed layers it keeps the weights.
+    """
+    rounding = fixed_rounding(config, draft, can_round)
+    if draft is not None and rounding is None:
+        return _fewest_bytes(config, draft, fit)
+    sizes = draft.rounded(rounding) if draft is not None and rounding else None
+    return PlannedDraft(sizes, fit(sizes, config))
+
+
+def _fewest_bytes(config: EngineConfig, draft: Sizes, fit: Fit) -> PlannedDraft:
+    """Return the format with the fewest streamed bytes per expected token."""
+    error: CapacityError | None = None
+    fitting = list[PlannedDraft]()
+    for rounding in _AUTO:
+        sizes = draft.rounded(rounding)
+        try:
+            fitting.append(PlannedDraft(sizes, fit(sizes, config)))
+        except CapacityError as too_small:
+            error = error or too_small
+            continue
+        if fitting[-1].memory.plan.is_resident:
+            break
+    if not fitting:
+        assert error is not None, "every format was tried"
+        raise error
+    per_token = _streamed_per_token(fitting, config.max_num_seqs)
+    best = min(range(len(fitting)), key=per_token.__getitem__)
+    return fitting[best if per_token[best] < (1 - _LEAST_GAIN) * per_token[0] else 0]
+
+
+def _streamed_per_token(plans: Sequence[PlannedDraft], n_sequences: int) -> list[float]:
+    """Return the streamed bytes of each plan per expected token of a fair draft model.
+
+    Saved memory may also serve larger trees.
+    """
+    limits = [plan.memory.limits for plan in plans]
+    tokens = [1.0] * len(plans)
+    if len({limit.n_nodes for limit in limits}) > 1:
+        largest = max(limits, key=lambda limit: limit.n_nodes)
+        values = search(Acceptance().by_rank(), largest.n_nodes, largest.n_levels).values
+        tokens = [float(values[limit.n_nodes, limit.n_levels]) for limit in limits]
+    return [
+        sum(plan.memory.plan.pass_bytes.at(0, n_sequences).values())
+        / (KEPT_TOKENS[plan.rounding] * n_tokens)
+        for plan, n_tokens in zip(plans, tokens, strict=True)
+    ]

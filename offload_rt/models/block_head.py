@@ -1,0 +1,199 @@
+"""Block drafters, which predict several tokens at once: DFlash, JetSpec, DSpark.
+
+DFlash: Chen et al. 2026 (arXiv 2602.06036). JetSpec (arXiv 2606.18394): causal attention within a
+block. DSpark: logits depend on the preceding token by a matrix of low rank.
+
+Cache row j holds keys and values of the target's hidden states of token j. A block has the last
+token and mask tokens at the following positions. Its rows attend to the cache and to the block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload_rt.models.architecture import LayerWeights, TensorShape
+from offload_rt.models.heads import Head, HeadWeights
+from offload_rt.models.native import EMBED, HEAD, QKV, NativeDecoder, norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MARKOV = ("markov_head.markov_w1", "markov_head.markov_w2")
+
+
+@dataclass(frozen=True)
+class BlockHead(Head, NativeDecoder):
+    """Layers of Qwen3 over the target's hidden states and a block.
+
+    block_size       tokens of a block, including the last token of the sequence
+    mask_token       token at positions to predict
+    n_tokens         size of the vocabulary, possibly reduced
+    is_causal        per layer, rows of a block see only earlier rows of the block
+    anchored         windows begin before the last token, instead of before each row (speculators)
+    predicts_first   row k predicts position k + 1 of the block, instead of position k
+    markov_rank      rank of the dependence of logits on the preceding token; 0 for none
+    """
+
+    block_size: int = 16
+    mask_token: int = 0
+    n_tokens: int = 0
+    is_causal: tuple[bool, ...] = ()
+    anchored: bool = False
+    predicts_first: bool = False
+    markov_rank: int = 0
+
+    @property
+    def n_predicted(self) -> int:
+        """Predicted tokens of a block."""
+        return self.block_size if self.predicts_first else self.block_size - 1
+
+    def layer_prefix(self, i: int) -> str:
+        """Return the numbered prefix of layer i."""
+        return f"layers.{i}."
+
+    def non_layer_tensors(self) -> tuple[TensorShape, ...]:
+        """Return the fusion of hidden states, norms, a reduced head, and the Markov matrices."""
+        d = self.hidden_size
+        tensors = [
+            TensorShape("fc.weight", (d, len(self.taps) * d)),
+            norm("hidden_norm", d),
+            norm("norm", d),
+        ]
+        if self.n_tokens != self.vocab_size:
+            tensors.append(TensorShape(f"{HEAD}.weight", (self.n_tokens, d)))
+        if self.markov_rank:
+            sizes = (self.vocab_size, self.n_tokens)
+            tensors += [
+                TensorShape(f"{name}.weight", (n, self.markov_rank))
+                for name, n in zip(_MARKOV, sizes, strict=True)
+            ]
+        return tuple(tensors)
+
+    def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
+        """Fuse the tapped hidden states by a matrix and a norm."""
+        from offload_rt import ops  # not at the top: a plan computes nothing
+
+        fused = weights.linear(states.flatten(1), "fc")
+        return ops.rms_norm(fused, weights.vector("hidden_norm"), self.eps)
+
+    def cached_rows(
+        self, layers: Sequence[LayerWeights], inputs: Tensor, first: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values (n_kv_heads, n, head_dim) of tokens, per layer.
+
+        inputs  (n, hidden_size) from `reduce_states`
+        first   position of the first token
+        """
+        rotary = self._rotary(first, len(inputs), inputs)
+        rows = []
+        for weights in layers:
+            k, v = (self._heads(part) for part in weights.linears(inputs, QKV[1:]))
+            rows.append((_rotated(self._normed(weights, "k_norm", k), rotary), v))
+        return [(k.transpose(0, 1), v.transpose(0, 1)) for k, v in rows]
+
+    def block(
+        self,
+        layers: Sequence[LayerWeights],
+        weights: LayerWeights,
+        tokens: Tensor,
+        cached: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Compute the hidden states (n_blocks, n_predicted, hidden_size) of predicting rows.
+
+        tokens  (n_blocks, block_size) int64: the last token of the sequence first
+        cached  keys and values (n_kv_heads, n, head_dim) of all earlier tokens, per layer
+        """
+        from offload_rt import ops
+
+        n_blocks, size = tokens.shape
+        n_cached = cached[0][0].shape[1]
+        x = weights.rows(tokens.flatten(), EMBED)
+        cos, sin = self._rotary(n_cached, size, x)
+        rotary = cos.repeat(n_blocks, 1), sin.repeat(n_blocks, 1)
+        for i, layer in enumerate(layers):
+            h = ops.rms_norm(x, layer.vector("input_layernorm"), self.eps)
+            q, k, v = (self._heads(part) for part in layer.linears(h, QKV))
+            q, k = (
+                _rotated(self._normed(layer, f"{name}_norm", part), rotary)
+                for name, part in (("q", q), ("k", k))
+            )
+            out = self._attend(i, (q, k, v), cached[i], n_blocks)
+            x = self.mlp(layer, x, layer.linear(out, "self_attn.o_proj"))
+        hidden = ops.rms_norm(x, weights.vector("norm"), self.eps).view(n_blocks, size, -1)
+        return hidden[:, size - self.n_predicted :]
+
+    def logits(self, weights: LayerWeights, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Return logits (n, vocab_size) of hidden states (n, hidden_size), -inf if not in use.
+
+        tokens  (n,) int64 tokens before the predicted tokens
+        """
+        head = EMBED if self.tied and self.n_tokens == self.vocab_size else HEAD
+        logits = weights.linear(hidden, head)
+        if self.markov_rank:
+            previous, following = _MARKOV
+            logits = logits + weights.linear(weights.rows(tokens, previous), following)
+        assert isinstance(weights, HeadWeights), "created by weights_beside"
+        if weights.token_ids is None:
+            return logits
+        whole = logits.new_full((len(logits), self.vocab_size), -math.inf)
+        return whole.index_copy_(1, weights.token_ids, logits)
+
+    def _attend(
+        self, i: int, qkv: tuple[Tensor, ...], cached: tuple[Tensor, Tensor], n_blocks: int
+    ) -> Tensor:
+        """Attend to the cached rows and to the rows of the same block: (rows, n_heads * dim)."""
+        import torch
+        from torch.nn.functional import scaled_dot_product_attention
+
+        q, k, v = (part.view(n_blocks, -1, *part.shape[1:]).transpose(1, 2) for part in qkv)
+        k, v = (
+            torch.cat((old.expand(n_blocks, -1, -1, -1), new), 2)
+            for old, new in zip(cached, (k, v), strict=True)
+        )
+        mask = self._mask(i, q.shape[2], k.shape[2]).to(q.device)
+        out = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def _mask(self, i: int, n_rows: int, n_keys: int) -> Tensor:
+        """Return the visibility (n_rows, n_keys) bool of keys for the rows of a block."""
+        import torch
+
+        keys = torch.arange(n_keys)
+        rows = keys[n_keys - n_rows :, None]
+        window = self.windows[i]
+        visible = torch.ones(n_rows, n_keys, dtype=torch.bool)
+        if self.is_causal[i]:
+            visible &= keys <= rows
+        if window is not None and self.anchored:
+            visible &= keys >= n_keys - n_rows - window
+        elif window is not None:
+            visible &= (rows - keys).abs() < window
+        return visible
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1, self.head_dim)
+
+    def _normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
+        from offload_rt import ops
+
+        return ops.rms_norm(x, weights.vector(f"self_attn.{name}"), self.eps)
+
+    def _rotary(self, first: int, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines (n, head_dim) of consecutive positions."""
+        import torch
+
+        positions = torch.arange(first, first + n)
+        cos, sin = self.rope.cos_sin(positions, positions + 1, like.dtype)
+        return cos.to(like.device), sin.to(like.device)
+
+
+def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary embeddings to x (n, heads, head_dim)."""
+    import torch
+
+    cos, sin = (part[:, None] for part in rotary)
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin

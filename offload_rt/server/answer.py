@@ -1,0 +1,161 @@
+"""Answers to a request so far, independent of the API."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from offload_rt.llm import Piece
+from offload_rt.sampling import Logprob
+from offload_rt.server.bodies import Json
+from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.protocol import ChatRequest, CompletionRequest
+from offload_rt.server.tool_parser import AnswerParser, Parsed
+from offload_rt.text.detokenize import TextStream
+
+Logprobs = Sequence[dict[int, Logprob]]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New parts of an answer.
+
+    index          position of the answer in the request
+    first_call     number of earlier calls of the answer
+    offsets        text offsets of the tokens in `logprobs`
+    piece          result of the pass; None for an echo of the prompt
+    finish_reason  as named by OpenAI; None before the end
+    """
+
+    index: int
+    parsed: Parsed
+    first_call: int
+    logprobs: Logprobs
+    offsets: Sequence[int]
+    piece: Piece | None
+    finish_reason: str | None
+
+
+@dataclass
+class Choice:
+    """One answer so far.
+
+    parser    separates reasoning and calls; None for completions
+    text      content without reasoning and calls
+    end       finish reason of the sequence; None before the end
+    stop      stop string or token that ended the answer
+    position  position of the next token in the text; None unless log-probabilities need it
+    """
+
+    parser: AnswerParser | None = None
+    text: str = ""
+    reasoning: str = ""
+    n_tokens: int = 0
+    n_reasoning: int = 0
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
+    end: str | None = None
+    stop: str | int | None = None
+    position: TextStream | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Finish reason as named by OpenAI; None before the end."""
+        return "tool_calls" if self.end and self.calls else self.end
+
+    def parse(self, piece: Piece) -> Parsed:
+        """Parse the text of a piece."""
+        if self.parser is None:
+            return Parsed(text=piece.text)
+        if self.parser.is_reasoning:
+            self.n_reasoning += len(piece.token_ids)
+        parsed = self.parser.feed(piece.text)
+        if piece.finish_reason is None:
+            return parsed
+        return Parsed.join([parsed, self.parser.end()])
+
+    def locate(self, tokens: Sequence[int]) -> list[int]:
+        """Return the text offset of each token, and advance behind the tokens.
+
+        Hidden tokens have no text. Tokens inside a character share its offset.
+        """
+        if self.position is None:
+            return [0] * len(tokens)
+        offsets = []
+        for token in tokens:
+            offsets.append(len(self.position.text))
+            self.position.add(token)
+        return offsets
+
+
+class Answer:
+    """All answers to one request; answers to the same prompt are adjacent.
+
+    n_prompt  tokens of all prompts
+    """
+
+    def __init__(
+        self,
+        request: CompletionRequest | ChatRequest,
+        n: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        self.request = request
+        self.tokenizer = tokenizer
+        self.n_prompt = 0
+        self.choices = [Choice() for _ in range(n)]
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of generated tokens."""
+        return sum(choice.n_tokens for choice in self.choices)
+
+    @property
+    def n_reasoning(self) -> int:
+        """Number of tokens of passes that began inside the reasoning."""
+        return sum(choice.n_reasoning for choice in self.choices)
+
+    def start(self, prompts: Sequence[list[int]], chat_format: ChatFormat) -> None:
+        """Prepare the answers to tokenized prompts."""
+        self.n_prompt = sum(map(len, prompts))
+        request = self.request
+        n = len(self.choices) // len(prompts)
+        for i, choice in enumerate(self.choices):
+            prompt = prompts[i // n]
+            if isinstance(request, ChatRequest):
+                choice.parser = chat_format.parser(request.schemas, chat_format.tail(prompt))
+            elif request.logprobs is not None and self.tokenizer is not None:
+                context = [] if request.echo else prompt
+                skips_special = request.skip_special_tokens is not False
+                choice.position = TextStream(self.tokenizer, context, (), skips_special)
+
+    def echo(self, i: int, prompt: list[int], logprobs: Logprobs) -> Delta:
+        """Start an answer with its prompt."""
+        choice = self.choices[i]
+        if self.tokenizer is not None:
+            choice.text = str(self.tokenizer.decode(prompt, skip_special_tokens=True))
+        choice.logprobs = [*logprobs]
+        choice.offsets = choice.locate(prompt[: len(logprobs)])
+        return Delta(i, Parsed(text=choice.text), 0, logprobs, choice.offsets, None, None)
+
+    def add(self, i: int, piece: Piece) -> Delta:
+        """Append the result of one pass to an answer."""
+        choice = self.choices[i]
+        if self.request.reads_only:
+            piece = replace(piece, text="", token_ids=[], logprobs=[])
+        parsed = choice.parse(piece)
+        choice.end = piece.finish_reason
+        choice.stop = piece.stop_reason
+        first_call = len(choice.calls)
+        if isinstance(self.request, ChatRequest) and self.request.max_calls is not None:
+            n_left = self.request.max_calls - first_call
+            parsed = parsed._replace(calls=parsed.calls[:n_left])
+        offsets = choice.locate(piece.token_ids) if piece.logprobs else []
+        choice.reasoning += parsed.reasoning
+        choice.text += parsed.text
+        choice.calls += parsed.calls
+        choice.n_tokens += len(piece.token_ids)
+        choice.logprobs += piece.logprobs
+        choice.offsets += offsets
+        return Delta(i, parsed, first_call, piece.logprobs, offsets, piece, choice.finish_reason)

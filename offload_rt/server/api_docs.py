@@ -1,0 +1,81 @@
+"""/openapi.json and /docs: a description of the routes, and a page without scripts."""
+
+from html import escape
+
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
+
+from offload_rt.server.bodies import Json
+
+_REFERENCE = "#/components/schemas/"
+_HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>offload_rt API</title>
+<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="/page/style.css">
+<style>body { max-width: 60rem; margin: auto; padding: 1rem; overflow: auto }
+td { padding-right: 2rem }</style>
+<h1>API</h1><p><a href="/openapi.json">openapi.json</a></p>
+"""
+
+
+def body_of(kind: type[BaseModel]) -> Json:
+    """Describe a request body, for the `openapi_extra` of a route."""
+    schema = kind.model_json_schema(ref_template=_REFERENCE + "{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def add_docs(app: FastAPI) -> None:
+    """Add both routes. The description covers the routes added so far."""
+    description = app.openapi()
+    schemas = description.setdefault("components", {}).setdefault("schemas", {})
+    for _, operation in _operations(description):
+        schemas |= _schema(operation).pop("$defs", {})
+    page = _HEAD + "".join(_section(name, entry) for name, entry in _operations(description))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Json:
+        return description
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(page)
+
+
+def _operations(description: Json) -> list[tuple[str, Json]]:
+    return [
+        (f"{method.upper()} {path}", operation)
+        for path, methods in description["paths"].items()
+        for method, operation in methods.items()
+    ]
+
+
+def _schema(operation: Json) -> Json:
+    """Return the schema of an operation's body; empty without a body."""
+    content: Json = operation.get("requestBody", {}).get("content", {})
+    schema: Json = content.get("application/json", {}).get("schema", {})
+    return schema
+
+
+def _section(name: str, operation: Json) -> str:
+    """Describe an operation in HTML: the first sentence, and the fields of the body."""
+    schema = _schema(operation)
+    required = schema.get("required", ())
+    rows = "".join(
+        f"<tr><td><code>{escape(field)}</code>{' (required)' if field in required else ''}</td>"
+        f"<td>{escape(_type(entry))}</td></tr>"
+        for field, entry in schema.get("properties", {}).items()
+    )
+    text = escape(operation.get("description", ""))
+    return f"<h2>{escape(name)}</h2><p>{text}</p><table>{rows}</table>\n"
+
+
+def _type(schema: Json) -> str:
+    """Return the types of a field."""
+    if "anyOf" in schema:
+        kinds = [_type(part) for part in schema["anyOf"]]
+        return " or ".join(kind for kind in kinds if kind != "null")
+    if "enum" in schema or "const" in schema:
+        return ", ".join(map(str, schema.get("enum", [schema.get("const")])))
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    name = schema.get("$ref", "").removeprefix(_REFERENCE)
+    return name or str(schema.get("type", "any"))

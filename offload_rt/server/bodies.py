@@ -1,0 +1,113 @@
+"""Request bodies: size checks and parsing.
+
+Unknown fields are ignored. Known fields without an implementation are refused.
+"""
+
+import json
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
+
+from offload_rt.errors import SettingsError
+
+Json = dict[str, Any]
+Body = TypeVar("Body", bound=BaseModel)
+_Item = TypeVar("_Item")
+# Without fail_fast, a million wrong items produce a million errors.
+FailFastList = Annotated[list[_Item], Field(fail_fast=True)]
+
+_MAX_ITEMS = 4096
+_MAX_ENTRIES = {
+    "messages": _MAX_ITEMS,
+    "tools": 1024,
+    "logit_bias": 1024,
+    "stop": 64,
+    "stop_token_ids": 1024,
+    "bad_words": 1024,
+    "allowed_token_ids": 1 << 14,
+}
+# Fields of OpenAI, vLLM and llama.cpp that would change the output.
+_NOT_IMPLEMENTED = (
+    "guided_decoding_backend", "guided_whitespace_pattern", "grammar", "json_schema",
+    "use_beam_search", "length_penalty",
+    "functions", "function_call", "chat_template", "documents", "prompt_embeds",
+    "logits_processors", "include_stop_str_in_output", "typical_p", "mirostat", "audio",
+    "previous_response_id", "conversation", "background", "mcp_servers", "container",
+)  # fmt: skip
+
+
+class BodyCounts(NamedTuple):
+    """Contents of a JSON text, counted without parsing.
+
+    strings     including keys
+    containers  lists and objects
+    values      separators between values
+    fractions   at least the numbers with a fraction or an exponent
+    """
+
+    strings: int
+    containers: int
+    values: int
+    fractions: int
+
+    @classmethod
+    def of_json(cls, raw: bytes) -> "BodyCounts":
+        """Count the contents of a valid JSON text in UTF-8."""
+        unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+        n_strings = unescaped.count(b'"') // 2
+        if n_strings > _MAX_COUNTS.strings:  # splitting would create as many objects
+            return cls(n_strings, 0, 0, 0)
+        structure = b"".join(unescaped.split(b'"')[::2])
+        n_containers = structure.count(b"[") + structure.count(b"{")
+        n_fractions = sum(map(structure.count, (b".", b"e", b"E")))
+        return cls(n_strings, n_containers, structure.count(b","), n_fractions)
+
+
+# The JSON parser holds the interpreter lock. These limits bound it to a few dozen milliseconds.
+_MAX_COUNTS = BodyCounts(strings=1 << 15, containers=1 << 15, values=1 << 18, fractions=1 << 15)
+
+
+def read_body(kind: type[Body], raw: bytes, max_prompts: int, max_prompt_tokens: int) -> Body:
+    """Parse and validate a request body. Counts are checked before any object is built.
+
+    Raises SettingsError for the first wrong value.
+    """
+    max_values = max(_MAX_COUNTS.values, max_prompt_tokens)
+    limits = _MAX_COUNTS._replace(values=max_values)
+    for name, count, limit in zip(BodyCounts._fields, BodyCounts.of_json(raw), limits, strict=True):
+        if count > limit:
+            raise SettingsError(f"{count} {name} in the body", need=f"at most {limit}")
+    try:
+        body = json.loads(str(raw, "utf-8"))  # bytes may also be UTF-16, with other counts
+    except (ValueError, RecursionError) as error:
+        raise SettingsError("the body is not valid JSON", have=str(error)[:200]) from error
+    if not isinstance(body, dict):
+        raise SettingsError("the body", need="a JSON object", have=type(body).__name__)
+    _check_entries(body, max_prompts)
+    return validate(kind, body)
+
+
+def validate(kind: type[Body], body: Json) -> Body:
+    """Build a request from its fields. Raises SettingsError for the first wrong value."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(map(str, first["loc"]))[:100]
+        raise SettingsError(f"{field}: {first['msg'][:200]}") from error
+
+
+def _check_entries(body: Json, max_prompts: int) -> None:
+    """Raises SettingsError for too many entries, and for fields without an implementation."""
+    limits = dict(_MAX_ENTRIES)
+    for name, limit in (("prompt", max_prompts), ("input", _MAX_ITEMS)):
+        value = body.get(name)
+        if isinstance(value, list) and value and not isinstance(value[0], int):
+            limits[name] = limit
+    for name, limit in limits.items():
+        value = body.get(name)
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise SettingsError(f"{len(value)} entries in {name}", need=f"at most {limit}")
+    for name in _NOT_IMPLEMENTED:
+        if body.get(name) not in (None, False, [], {}, "none"):
+            raise SettingsError(f"{name} is not implemented", change="leave it out")

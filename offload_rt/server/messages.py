@@ -1,0 +1,210 @@
+"""/v1/messages: Anthropic's API."""
+
+import json
+import reprlib
+import uuid
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from offload_rt.errors import PromptError, SettingsError
+from offload_rt.server.answer import Answer, Delta
+from offload_rt.server.bodies import FailFastList, Json, validate
+from offload_rt.server.protocol import ChatRequest, text_of
+from offload_rt.server.turns import Turns, as_tool
+from offload_rt.server.writer import event
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class CountRequest(BaseModel):
+    """Body of /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: FailFastList[Json]
+    system: str | FailFastList[Json] | None = None
+    tools: FailFastList[Json] | None = None
+    tool_choice: Json | None = None
+    thinking: Json | None = None
+
+    def fields(self) -> Json:
+        """Return the fields of a chat request. Raises SettingsError for unknown values."""
+        choice = self.tool_choice or {}
+        fields: Json = {"model": self.model, "messages": self._messages()}
+        fields["tools"] = [_tool(tool) for tool in self.tools or ()] or None
+        fields["tool_choice"] = _tool_choice(choice) if choice else None
+        if choice.get("disable_parallel_tool_use"):
+            fields["parallel_tool_calls"] = False
+        if self.thinking is not None:
+            is_on = self.thinking.get("type") != "disabled"
+            fields["chat_template_kwargs"] = {"enable_thinking": is_on}
+        return fields
+
+    def chat(self) -> ChatRequest:
+        """Convert to a chat request."""
+        return validate(ChatRequest, self.fields())
+
+    def _messages(self) -> list[Json]:
+        turns = Turns()
+        if self.system:
+            turns.add("system", self.system)
+        for message in self.messages:
+            content = message.get("content")
+            blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            if not all(isinstance(block, dict) for block in blocks):
+                raise PromptError("the content of a message", need="a text or blocks")
+            add = _add_answer if message.get("role") == "assistant" else _add_question
+            add(turns, blocks)
+        return turns.messages
+
+
+class MessagesRequest(CountRequest):
+    """Body of /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: FailFastList[str] | None = Field(default=None, max_length=64)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+    def fields(self) -> Json:
+        """Return the fields of a chat request. Raises SettingsError for unknown values."""
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        fields = super().fields() | {name: getattr(self, name) for name in names}
+        return fields | {"stop": self.stop_sequences or None}
+
+
+def _add_answer(turns: Turns, blocks: list[Json]) -> None:
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "thinking":
+            turns.add_reasoning(str(block.get("thinking", "")))
+        elif kind == "tool_use":
+            turns.add_call(block.get("id"), block.get("name"), block.get("input"))
+        elif kind != "redacted_thinking":
+            turns.add_answer(text_of([block]))
+
+
+def _add_question(turns: Turns, blocks: list[Json]) -> None:
+    texts = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            turns.add_result(block.get("tool_use_id"), block.get("content"))
+        else:
+            texts.append(block)
+    if texts:
+        turns.add("user", texts)
+
+
+def _tool(tool: Json) -> Json:
+    if tool.get("type", "custom") != "custom":
+        raise SettingsError(f"tools of type {reprlib.repr(tool['type'])}", need="type custom")
+    return as_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
+
+
+def _tool_choice(choice: Json) -> Any:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind not in _CHOICES:
+        raise SettingsError(f"tool_choice {reprlib.repr(kind)}", need="auto, any, tool or none")
+    return _CHOICES[kind]
+
+
+class MessagesWriter:
+    """Formats an answer as content blocks: thinking, text, tool_use."""
+
+    def __init__(self, answer: Answer, name: str) -> None:
+        self._answer = answer
+        self._head = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": name,
+        }
+        self._n_blocks = 0
+        self._kind: str | None = None  # of the open block
+
+    def start(self) -> list[str]:
+        """Return the events before the first delta."""
+        reasons = {"stop_reason": None, "stop_sequence": None}
+        message: Json = {**self._head, "content": [], **reasons, "usage": self._usage()}
+        return [_event("message_start", {"message": message})]
+
+    def add(self, delta: Delta) -> list[str]:
+        """Return the events of a delta."""
+        parsed = delta.parsed
+        events = []
+        if parsed.reasoning:
+            events += self._block({"type": "thinking", "thinking": "", "signature": ""})
+            events.append(self._delta({"type": "thinking_delta", "thinking": parsed.reasoning}))
+        if parsed.text:
+            events += self._block({"type": "text", "text": ""})
+            events.append(self._delta({"type": "text_delta", "text": parsed.text}))
+        for call in parsed.calls:
+            events += self._close()
+            events += self._block(_tool_use(call) | {"input": {}})
+            arguments = call["function"]["arguments"]
+            events.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
+        return events
+
+    def end(self) -> list[str]:
+        """Return the events after the last delta."""
+        delta = {"delta": self._reasons(), "usage": self._usage()}
+        return [*self._close(), _event("message_delta", delta), _event("message_stop", {})]
+
+    def error(self, error: Json) -> list[str]:
+        """Return the last events of a stream that fails."""
+        return [_event("error", {"error": error})]
+
+    def whole(self) -> Json:
+        """Return the complete response."""
+        (choice,) = self._answer.choices
+        content: list[Json] = []
+        if choice.reasoning:
+            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+        if choice.text or not choice.calls:
+            content.append({"type": "text", "text": choice.text})
+        content += map(_tool_use, choice.calls)
+        return {**self._head, "content": content, **self._reasons(), "usage": self._usage()}
+
+    def _reasons(self) -> Json:
+        (choice,) = self._answer.choices
+        has_stop = isinstance(choice.stop, str) and not choice.calls
+        other = "stop_sequence" if has_stop else "end_turn"
+        reason = _STOP_REASONS.get(choice.finish_reason or "", other)
+        return {"stop_reason": reason, "stop_sequence": choice.stop if has_stop else None}
+
+    def _usage(self) -> Json:
+        return {"input_tokens": self._answer.n_prompt, "output_tokens": self._answer.n_tokens}
+
+    def _block(self, block: Json) -> list[str]:
+        """Open a block unless a block of this kind is open."""
+        if self._kind == block["type"]:
+            return []
+        events = self._close()
+        self._kind = block["type"]
+        place = {"index": self._n_blocks, "content_block": block}
+        return [*events, _event("content_block_start", place)]
+
+    def _delta(self, delta: Json) -> str:
+        return _event("content_block_delta", {"index": self._n_blocks, "delta": delta})
+
+    def _close(self) -> list[str]:
+        if self._kind is None:
+            return []
+        self._kind = None
+        self._n_blocks += 1
+        return [_event("content_block_stop", {"index": self._n_blocks - 1})]
+
+
+def _tool_use(call: Json) -> Json:
+    function = call["function"]
+    arguments = json.loads(function["arguments"])
+    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
+
+
+def _event(kind: str, content: Json) -> str:
+    return event({"type": kind, **content}, kind)

@@ -1,0 +1,87 @@
+"""Embeddings equal the pooled hidden states of transformers."""
+
+import base64
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from openai import OpenAI
+from support.serving import LIMITS, running
+from support.tiny import CASES, SMALLER, byte_level, open_llm, save_pair
+
+from offload_rt import SamplingParams
+from offload_rt.errors import SettingsError
+
+TEXTS = ["the quick brown fox jumps", "a lazy dog", "fox"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return CASES["qwen3"].build(0, vocab_size=336, **SMALLER)
+
+
+@pytest.fixture(scope="module")
+def pair(model, tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("embedded"), model, model, byte_level())
+
+
+def expected(model, prompt, pooling):
+    """(hidden_size,) by transformers"""
+    with torch.inference_mode():
+        states = model.model(torch.tensor([prompt])).last_hidden_state[0].float()
+    vector = states.mean(0) if pooling == "mean" else states[-1]
+    return vector / vector.norm()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_equal_those_of_transformers(model, pair, monkeypatch, pooling):
+    """With prompts in a batch, in parts, and after answers to the same prompts."""
+    with open_llm(pair.target, max_num_seqs=2) as llm:
+        prompts = [llm.encode(text) for text in TEXTS]
+        vectors = torch.stack([expected(model, prompt, pooling) for prompt in prompts])
+        assert torch.allclose(llm.embed(TEXTS, pooling), vectors, atol=1e-5)
+        llm.generate(prompts, SamplingParams(max_tokens=2))
+        n_passes = llm.engine.n_passes
+        monkeypatch.setattr(llm.engine, "_prompt_parts", parts_of(llm.engine, 1))
+        assert torch.allclose(llm.embed(prompts[:2], pooling), vectors[:2], atol=1e-5)
+        assert llm.engine.n_passes == n_passes + 2, "a pass with a part, one with the rest"
+        with pytest.raises(SettingsError, match="pooling"):
+            llm.embed(TEXTS, "first")
+        monkeypatch.setattr(type(llm.engine.runner.spec), "supports_embeddings", False)
+        with pytest.raises(SettingsError, match="embeddings"):
+            llm.embed(TEXTS)
+
+
+def parts_of(engine, n):
+    """Divide the first prompt into parts of n tokens beside others, as a server does."""
+
+    def parts(batch):
+        is_long = len(batch) > 1 and len(engine._missing_tokens(batch[0])) > n
+        return {batch[0]: n} if is_long else {}
+
+    return parts
+
+
+def test_embeddings_over_http(model, pair):
+    with open_llm(pair.target) as llm:
+        prompts = [llm.encode(text) for text in TEXTS]
+        vectors = torch.stack([expected(model, prompt, "last") for prompt in prompts]).numpy()
+        with running(llm, limits=replace(LIMITS, pooling="last")) as served:
+            client: OpenAI = served.client
+            for content in (TEXTS, prompts):
+                answer = client.embeddings.create(model="demo", input=content)
+                found = np.array([entry.embedding for entry in answer.data])
+                assert np.allclose(found, vectors, atol=1e-5)
+                assert answer.usage.total_tokens == sum(map(len, prompts))
+            body = {"input": TEXTS[0]}
+            plain = served.post("/v1/embeddings", body)[1]["data"][0]["embedding"]
+            coded = served.post("/v1/embeddings", body | {"encoding_format": "base64"})[1]
+            raw = base64.b64decode(coded["data"][0]["embedding"])
+            assert np.frombuffer(raw, np.float32).tolist() == pytest.approx(plain)
+            for wrong in ({"input": []}, {"input": "x", "dimensions": 3}, {"input": [[999999]]}):
+                assert served.post("/v1/embeddings", wrong)[0] == 400
+            assert served.post("/v1/embeddings", {"input": ["x"] * 40})[0] == 400
+            assert served.service.n_open == 0
+        with running(llm) as served:
+            assert served.post("/v1/embeddings", body)[0] == 404

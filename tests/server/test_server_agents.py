@@ -1,0 +1,350 @@
+"""The APIs of agents, through their official clients: reasoning, content and tool calls."""
+
+import json
+import re
+from typing import Any
+
+import anthropic
+import pytest
+from fastapi.routing import APIRoute
+from support.serving import TURNS, Served, llm, running, script, served
+
+from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.limits import Access
+
+__all__ = ["llm", "served"]
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
+CHAT_TOOL = {"type": "function", "function": FUNCTION}
+RESPONSES_TOOL = {"type": "function", **FUNCTION, "strict": True}
+ANTHROPIC_TOOL = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
+# The tags and the call are divided among pieces.
+PIECES = ("<thi", "nk>\nOne", " two</think>", "\n\nSo: <tool", '_call>{"name": "add", "argu',
+          'ments": {"a": 1}}</tool_call>')  # fmt: skip
+ANSWER = ("One two", "So: ", [("add", {"a": 1})])
+THINKING = "{{ messages[0].content }}{% if tools %}</think>{% endif %}"
+
+
+@pytest.fixture
+def client(served: Served) -> anthropic.Anthropic:
+    return anthropic.Anthropic(
+        base_url=f"http://127.0.0.1:{served.port}", api_key="any", max_retries=0
+    )
+
+
+@pytest.fixture
+def reasons(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the model reason in tags."""
+    chat_format = ChatFormat.select(served.llm.tokenizer, "hermes", "think")
+    monkeypatch.setattr(served.service, "chat_format", chat_format)
+
+
+def chat(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
+    """Ask by chat completions. Returns the answer, its finish reason, and the usage."""
+    fields: Any = {"model": "demo", "messages": TURNS, "tools": [CHAT_TOOL]}
+    if not stream:
+        answer = served.client.chat.completions.create(**fields)
+        (choice,) = answer.choices
+        message: Any = choice.message
+        calls = message.tool_calls or []
+        found = (getattr(message, "reasoning_content", ""), message.content or "")
+    else:
+        with served.client.chat.completions.stream(
+            **fields, stream_options={"include_usage": True}
+        ) as events:
+            chunks = [entry.chunk for entry in events if entry.type == "chunk"]
+            answer = events.get_final_completion()
+        deltas: Any = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        reasoning = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
+        found = (reasoning, "".join(delta.content or "" for delta in deltas))
+        (choice,) = answer.choices
+        calls = choice.message.tool_calls or []
+    named = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+    return (*found, named), choice.finish_reason, answer.usage
+
+
+def responses(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
+    """Ask by /v1/responses."""
+    fields: Any = {"model": "demo", "input": "import os\n", "tools": [RESPONSES_TOOL]}
+    if not stream:
+        answer = served.client.responses.create(**fields)
+    else:
+        with served.client.responses.stream(**fields) as events:
+            received = [*events]
+            answer = events.get_final_response()
+        numbers = [entry.sequence_number for entry in received]
+        assert numbers == [*range(len(numbers))]
+        deltas = [entry.delta for entry in received if entry.type.endswith("text.delta")]
+        assert "".join(deltas) == "".join(ANSWER[:2])
+    output: Any = {item.type: item for item in answer.output}
+    kinds = [item.type for item in answer.output]
+    assert kinds == ["reasoning", "message", "function_call"]
+    call = output["function_call"]
+    found = (output["reasoning"].content[0].text, output["message"].content[0].text,
+             [(call.name, json.loads(call.arguments))])  # fmt: skip
+    assert answer.output_text == found[1] and call.call_id
+    return found, answer.status, answer.usage
+
+
+def messages(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
+    """Ask by /v1/messages."""
+    url = f"http://127.0.0.1:{served.port}"
+    asking = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    fields: Any = {"model": "demo", "max_tokens": 50, "messages": TURNS, "tools": [ANTHROPIC_TOOL]}
+    if not stream:
+        answer = asking.messages.create(**fields)
+    else:
+        with asking.messages.stream(**fields) as events:
+            text = "".join(events.text_stream)
+            answer = events.get_final_message()
+        assert text == ANSWER[1]
+    thinking, said, call = answer.content
+    assert thinking.type == "thinking" and said.type == "text" and call.type == "tool_use"
+    return (
+        (thinking.thinking, said.text, [(call.name, call.input)]),
+        answer.stop_reason,
+        answer.usage,
+    )
+
+
+@pytest.mark.usefixtures("reasons")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("ask", "end"), [(chat, "tool_calls"), (responses, "completed"), (messages, "tool_use")]
+)
+def test_clients_receive_reasoning_content_and_calls(
+    served: Served, monkeypatch: pytest.MonkeyPatch, ask: Any, end: str, stream: bool
+) -> None:
+    requests = script(served.llm, monkeypatch, *PIECES)
+    answer, reason, usage = ask(served, stream)
+    assert (answer, reason) == (ANSWER, end)
+    n_prompt = len(requests[0][0][0])
+    if ask is chat:
+        counts = (usage.prompt_tokens, usage.completion_tokens)
+        details = usage.completion_tokens_details
+    else:
+        counts = (usage.input_tokens, usage.output_tokens)
+        details = getattr(usage, "output_tokens_details", None)
+    assert counts == (n_prompt, len(PIECES))
+    if ask is not messages:
+        assert details.reasoning_tokens == 1  # the pieces that begin inside the reasoning
+
+
+def test_reasoning_of_the_prompt_continues(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template may open the reasoning; a grammar then begins behind it."""
+    template = "{{ messages[0].content }}<think>\n{# </think> #}"
+    assert served.llm.tokenizer is not None
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
+    chat_format = ChatFormat.select(served.llm.tokenizer, "auto", "auto")
+    monkeypatch.setattr(served.service, "chat_format", chat_format)
+    body = {"messages": TURNS, "max_tokens": 8, "temperature": 0, "guided_choice": ["yes"]}
+    (choice,) = served.post("/v1/chat/completions", body)[1]["choices"]
+    message = choice["message"]
+    assert message["content"] == "" and message["reasoning_content"]
+    assert choice["finish_reason"] == "length"
+    requests = script(served.llm, monkeypatch, "hm</think>", "yes")
+    (choice,) = served.post("/v1/chat/completions", body)[1]["choices"]
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
+    assert "</think>" in requests[0][1].structured_outputs.around
+
+
+HISTORY = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "Q"},
+    {"role": "assistant", "content": "A", "reasoning_content": "R", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
+    {"role": "tool", "tool_call_id": "1", "content": "7"},
+    {"role": "user", "content": "Q2"},
+]  # fmt: skip
+INPUT = [
+    {"role": "user", "content": [{"type": "input_text", "text": "Q"}]},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "R"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
+    {"type": "function_call", "call_id": "1", "name": "add", "arguments": '{"a": 1}'},
+    {"type": "function_call_output", "call_id": "1", "output": "7"},
+    {"role": "user", "content": "Q2"},
+]
+BLOCKS = [
+    {"role": "user", "content": "Q"},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "R", "signature": ""},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "A"},
+        {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "7"}]},
+        {"type": "text", "text": "Q"}, {"type": "text", "text": "2"}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": HISTORY, "tools": [CHAT_TOOL], "max_tokens": 1}),
+        ("responses", {"input": INPUT, "instructions": "S", "tools": [RESPONSES_TOOL]}),
+        ("messages", {"messages": BLOCKS, "system": "S", "tools": [ANTHROPIC_TOOL],
+                      "max_tokens": 1}),
+    ],
+)  # fmt: skip
+def test_conversations_of_all_apis_reach_the_template_alike(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+) -> None:
+    assert served.llm.tokenizer is not None
+    template = (
+        "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}|"
+        "{{ m.tool_call_id }}|{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{{ c.function.arguments.a }}{% endfor %}]{% endfor %}"
+        "{% for t in tools %}{{ t.function.name }}{{ t.function.parameters.required }}{% endfor %}"
+        "{{ enable_thinking }}{{ reasoning_effort }}"
+    )
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
+    requests = script(served.llm, monkeypatch, "x")
+    status, answer = served.post(f"/v1/{path}", body)
+    assert status == 200, answer
+    (prompt,) = requests[0][0]
+    expected = "[system|S|||][user|Q|||][assistant|A|R||add1][tool|7||1|][user|Q2|||]add['a']"
+    assert served.service.decode(prompt[-len(served.llm.encode(expected, False)) :]) == expected
+    if path == "messages":
+        count = served.post("/v1/messages/count_tokens", body)[1]
+        assert count == {"input_tokens": len(prompt)}
+    thinking = {"responses": {"reasoning": {"effort": "none"}}, "messages": {"thinking": {"type":
+                "disabled"}}}.get(path, {"reasoning_effort": "none"})  # fmt: skip
+    assert served.post(f"/v1/{path}", body | thinking)[0] == 200
+    assert "False" in served.service.decode(requests[1][0][0])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "check"),
+    [
+        ("responses", {"max_output_tokens": 5}, lambda params: params.max_tokens == 5),
+        ("responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+         lambda params: params.structured_outputs.json == SCHEMA),
+        ("responses", {"tools": [RESPONSES_TOOL],
+                       "tool_choice": {"type": "function", "name": "add"}},
+         lambda params: "add" in params.structured_outputs.grammar),
+        ("messages", {"stop_sequences": ["b"], "top_k": 3},
+         lambda params: (params.stop, params.top_k) == (("b",), 3)),
+        ("messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "any"}},
+         lambda params: "add" in params.structured_outputs.grammar),
+        ("messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "add"}},
+         lambda params: "call call" not in params.structured_outputs.grammar),
+    ],
+)  # fmt: skip
+def test_fields_of_agents_apis_reach_the_model(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, fields: Any, check: Any
+) -> None:
+    requests = script(served.llm, monkeypatch, "x")
+    body = {"input": "Q"} if path == "responses" else {"messages": TURNS, "max_tokens": 9}
+    status, answer = served.post(f"/v1/{path}", body | fields)
+    assert status == 200, answer
+    assert check(requests[0][1])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "word"),
+    [
+        ("responses", {"previous_response_id": "x"}, "previous_response_id"),
+        ("responses", {"background": True}, "background"),
+        ("responses", {"tools": [{"type": "web_search"}]}, "web_search"),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "image"),
+        ("responses", {"seed": 2**70}, "seed"),
+        ("responses", {"text": {"format": {"type": "xml"}}}, "xml"),
+        ("responses", {"input": []}, "messages"),
+        ("responses", {"tool_choice": {"type": "allowed_tools"}}, "allowed_tools"),
+        ("messages", {"tools": [{"type": "bash_20250124"}]}, "bash"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        ("messages", {"messages": [{"role": "user", "content": ["x"]}]}, "blocks"),
+        ("messages", {"tool_choice": {"type": "some"}}, "some"),
+        ("messages", {"max_tokens": None}, "max_tokens"),
+        ("messages", {"mcp_servers": [{}]}, "mcp_servers"),
+    ],
+)  # fmt: skip
+def test_unknown_parts_of_requests_are_refused(
+    served: Served, path: str, fields: Any, word: str
+) -> None:
+    body = {"input": "Q"} if path == "responses" else {"messages": TURNS, "max_tokens": 9}
+    status, answer = served.post(f"/v1/{path}", body | fields)
+    assert status == 400 and word in answer["error"]["message"]
+    assert answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "reason", "stop"),
+    [
+        ({"finish_reason": "length"}, "incomplete", "max_tokens", None),
+        ({"stop_reason": "END"}, "completed", "stop_sequence", "END"),
+        ({"stop_reason": 3}, "completed", "end_turn", None),
+    ],
+)
+def test_ends_of_answers_have_the_names_of_each_api(
+    served: Served, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, ending: Any,
+    status: str, reason: str, stop: str | None,
+) -> None:  # fmt: skip
+    script(served.llm, monkeypatch, "x", **ending)
+    response = served.client.responses.create(model="demo", input="Q")
+    assert (response.status, response.output_text) == (status, "x")
+    turns: Any = TURNS
+    message = client.messages.create(model="demo", max_tokens=9, messages=turns)
+    assert (message.stop_reason, message.stop_sequence) == (reason, stop)
+
+
+def test_errors_in_the_middle_of_a_stream_reach_the_clients(
+    served: Served, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(*_: Any) -> Any:
+        from offload_rt.llm import Piece
+
+        yield 0, Piece("x", [1])
+        raise ZeroDivisionError("a secret")
+
+    monkeypatch.setattr(served.llm, "astream_all", failing)
+    events = [*served.client.responses.create(model="demo", input="Q", stream=True)]
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
+    assert "internal" in events[-1].response.error.message
+    turns: Any = TURNS
+    with pytest.raises(anthropic.APIStatusError, match="internal server error"):
+        list(client.messages.create(model="demo", max_tokens=9, messages=turns, stream=True))
+
+
+def test_keys_of_both_clients_and_other_origins_are_accepted(served: Served) -> None:
+    access = Access("secret", frozenset({"127.0.0.1"}), ("https://a.example",))
+    with running(served.llm, access=access) as guarded:
+        headers = {"Host": "127.0.0.1", "Origin": "https://a.example"}
+        bearer = {"Authorization": "Bearer secret"}
+        keys = ({"x-api-key": "secret"}, 200), ({"x-api-key": "x"}, 401), (bearer, 200), ({}, 401)
+        for key, status in keys:
+            for path in ("/openapi.json", "/docs", "/v1/models"):
+                found = guarded.request("GET", path, headers={**headers, **key})
+                assert found[0] == status
+                assert found[1]["Access-Control-Allow-Origin"] == "https://a.example"
+        preflight = {"Access-Control-Request-Method": "POST",
+                     "Access-Control-Request-Headers": "authorization"}  # fmt: skip
+        for origin, status in (("https://a.example", 200), ("https://b.example", 400)):
+            asked = {**headers, **preflight, "Origin": origin}
+            assert guarded.request("OPTIONS", "/v1/messages", headers=asked)[0] == status
+    headers = {"Origin": "https://a.example"}
+    assert "Access-Control-Allow-Origin" not in served.request("GET", "/health", b"", headers)[1]
+
+
+def test_routes_are_described(served: Served) -> None:
+    description = json.loads(served.request("GET", "/openapi.json")[2])
+    page = served.request("GET", "/docs")[2].decode()
+    routes = [route for route in served.app.routes if isinstance(route, APIRoute)]
+    shown = [route for route in routes if route.include_in_schema]
+    assert {route.path for route in shown} == {
+        path.replace("{name}", "{name:path}") for path in description["paths"]
+    }
+    for path, methods in description["paths"].items():
+        for operation in methods.values():
+            assert operation["description"] in page and path in page
+    schemas = description["components"]["schemas"]
+    names = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(description))
+    assert names and set(names) <= schemas.keys()
+    # Neither scripts nor other hosts.
+    assert "<script" not in page and "//" not in re.sub(r"https?://[\w.]*example", "", page)
+    body = description["paths"]["/v1/messages"]["post"]["requestBody"]["content"]
+    assert body["application/json"]["schema"]["required"] == ["messages", "max_tokens"]

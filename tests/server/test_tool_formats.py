@@ -1,0 +1,269 @@
+"""Formats of tool calls and reasoning: parsers, grammars, and their selection."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.serving import MODELS
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from offload_rt import StructuredOutputs
+from offload_rt.errors import SettingsError
+from offload_rt.executor.grammar import GrammarCompiler
+from offload_rt.server.chat_format import ChatFormat
+from offload_rt.system import registry
+from offload_rt.tree.topology import DraftTree
+
+FUNCTIONS = [
+    {
+        "name": "open_file",
+        "parameters": {
+            "properties": {
+                "path": {"type": "string"},
+                "mode": {"enum": ["r", "w"]},
+                "size": {"$ref": "#/$defs/size"},
+            },
+            "required": ["path", "size"],
+            "additionalProperties": False,
+            "$defs": {"size": {"type": "integer"}},
+        },
+    },
+    {"name": "add", "parameters": {}},
+]
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|channel|>", "<|message|>",
+           "<|start|>", "<|end|>", "<|constrain|>")  # fmt: skip
+ADDED = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+         "<think>", "</think>")  # fmt: skip
+OPEN_FILE = {"path": 'a}b"\n', "size": 3}
+ARGUMENTS = json.dumps(OPEN_FILE)
+# Two calls, of open_file and add; with harmony a single call.
+CALLS = {
+    "hermes": (
+        f'<tool_call>\n{{"name": "open_file", "arguments": {ARGUMENTS}}}\n</tool_call>',
+        '\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>',
+    ),
+    "llama3_json": (
+        f'{{"name": "open_file", "parameters": {ARGUMENTS}}}',
+        '; {"name": "add", "parameters": {}}',
+    ),
+    "mistral": (f"[TOOL_CALLS]open_file[ARGS]{ARGUMENTS}", "[TOOL_CALLS]add[ARGS]{}"),
+    "qwen3_coder": (
+        '<tool_call>\n<function=open_file>\n<parameter=path>\na}b"\n\n</parameter>\n'
+        "<parameter=size>\n3\n</parameter>\n</function>\n</tool_call>",
+        "\n<tool_call>\n<function=add>\n</function>\n</tool_call>",
+    ),
+    "glm45": (
+        '<tool_call>open_file\n<arg_key>path</arg_key>\n<arg_value>a}b"\n</arg_value>'
+        "<arg_key>size</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        "\n<tool_call>add\n</tool_call>",
+    ),
+    "harmony": (
+        "<|channel|>commentary to=functions.open_file <|constrain|>json<|message|>" + ARGUMENTS,
+    ),
+}
+ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Tokenizer with the markers of all formats."""
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "demo-target")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in ADDED])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Any) -> Iterator[GrammarCompiler]:
+    """Compiler for this tokenizer, with end token 0."""
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), {0})
+    yield compiler
+    compiler.close()
+
+
+def accepted(
+    compiler: GrammarCompiler, tokenizer: Any, outputs: StructuredOutputs, text: str
+) -> str:
+    """Return the longest start of a text within a grammar; "!" follows a complete answer."""
+    grammar = compiler.compile(outputs)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    for i, token in enumerate([*tokens, 0]):
+        masks = grammar.masks_of(DraftTree.root_only(0)).numpy().view("uint8")
+        if not np.unpackbits(masks, bitorder="little")[token]:
+            return str(tokenizer.decode(tokens[:i]))
+        if i < len(tokens):
+            grammar.advance(token)
+    return text + "!"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_grammar_and_parser_of_a_format_agree(
+    compiler: GrammarCompiler, tokenizer: Any, name: str
+) -> None:
+    """The grammar accepts what the parser reads, and a call only once if that is required."""
+    parts = CALLS[name]
+    text = "".join(parts)
+    chat_format = ChatFormat.select(tokenizer, name, "auto")
+    around = chat_format.around("", True)
+    for is_single, expected in ((True, parts[0]), (False, text)):
+        lark = chat_format.call_grammar(FUNCTIONS, is_single)
+        outputs = StructuredOutputs(grammar=lark, around=around)
+        assert accepted(compiler, tokenizer, outputs, expected) == expected + "!"
+        for wrong in (text.replace("open_file", "close_file"), text.replace("3", "true"), "Hello"):
+            assert not accepted(compiler, tokenizer, outputs, wrong).endswith("!")
+    if len(parts) > 1:
+        single = chat_format.call_grammar(FUNCTIONS, True)
+        outputs = StructuredOutputs(grammar=single, around=around)
+        assert not accepted(compiler, tokenizer, outputs, text).endswith("!")
+    names = ["open_file", "add"][: len(parts)]
+    assert parsed(chat_format, text) == ("", "", [*zip(names, [OPEN_FILE, {}], strict=False)])
+
+
+def parsed(chat_format: ChatFormat, text: str, tail: str = "") -> tuple[str, str, list[Any]]:
+    """Parse a text in pieces of several sizes. Returns reasoning, content and calls."""
+    found = set()
+    for size in (1, 3, 7, len(text)):
+        schemas = {str(entry["name"]): entry["parameters"] for entry in FUNCTIONS}
+        parser = chat_format.parser(schemas, tail)
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        parts = [*map(parser.feed, pieces), parser.end()]
+        calls = [call["function"] for part in parts for call in part.calls]
+        reasoning = "".join(part.reasoning for part in parts)
+        content = "".join(part.text for part in parts)
+        found.add((reasoning, content, json.dumps(calls)))
+    ((reasoning, content, calls),) = found
+    named = [(call["name"], json.loads(call["arguments"])) for call in json.loads(calls)]
+    return reasoning, content, named
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "n_calls"),
+    [
+        ("llama3_json", 'Use {"name": "add", "parameters": {}}', None, 0),
+        ("llama3_json", '{"name": "other", "parameters": {}} {"name": "add"}', None, 0),
+        ("llama3_json", '\n{"name": "add", "parameters": {}} ', "", 1),
+        ("llama3_json", '{"name": "add", "parameters": {}} and more', "and more", 1),
+        ("llama3_json", '{"name": "ad', None, 0),
+        ("llama3_json", " \n", None, 0),
+        ("mistral", 'So: [TOOL_CALLS] [{"name": "add", "arguments": {"a": "]"}}]', "So: ", 1),
+        ("mistral", '[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": [1, {"b": "\\"}"}]}', "", 1),
+        ("mistral", '[TOOL_CALLS][{"name": "add"}, {"name": "other"}]', None, 0),
+        ("mistral", "[TOOL_CALLS]add", None, 0),
+        ("mistral", "[TOOL", None, 0),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a></function></tool_call>", None, 0),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n</tool_call>\n</parameter>\n"
+         "</function>\n</tool_call>", "", 1),
+        ("qwen3_coder", "<tool_call>\nadd\n</tool_call>", None, 0),
+        ("glm45", "<tool_call>add<arg_key>a</arg_key>"
+         "<arg_value></tool_call></arg_value></tool_call>", "", 1),
+        ("glm45", "<tool_call>add<arg_key>a</arg_key></arg_value></tool_call>", None, 0),
+        ("glm45", "<tool_call>other</tool_call>", None, 0),
+        ("harmony", "plain text", None, 0),
+        ("harmony", "<|chan", "", 0),
+        ("harmony", "<|channel|>final<|message|>a <|en", "a <|en", 0),
+        ("harmony", "<|channel|>commentary<|message|>So<|end|><|start|>assistant to=functions.add"
+         "<|channel|>commentary json<|message|>{}", "So", 1),
+        ("harmony", "<|channel|>commentary to=functions.other<|message|>{}", "{}", 0),
+        ("harmony", "<|channel|>commentary to=functions.add<|message|>{", "{", 0),
+    ],
+)  # fmt: skip
+def test_text_beside_calls_is_content(
+    tokenizer: Any, name: str, text: str, content: str | None, n_calls: int
+) -> None:
+    """A content of None is the whole text."""
+    found = parsed(ChatFormat.select(tokenizer, name, "auto"), text)
+    assert found[:2] == ("", text if content is None else content)
+    assert [called for called, _ in found[2]] == ["add"] * n_calls
+
+
+@pytest.mark.parametrize("text", ["3", "true", "null", '"a"', "a", "[1, 2", '{"a": 1}'])
+def test_arguments_between_tags_have_the_type_of_the_schema(tokenizer: Any, text: str) -> None:
+    chat_format = ChatFormat.select(tokenizer, "glm45", "none")
+    values = {}
+    for name in ("path", "size"):
+        pair = f"<arg_key>{name}</arg_key><arg_value>{text}</arg_value>"
+        (call,) = parsed(chat_format, f"<tool_call>open_file{pair}</tool_call>")[2]
+        values[name] = call[1][name]
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    assert values == {"path": text, "size": value}
+
+
+@pytest.mark.parametrize(
+    ("name", "reasoning", "tail", "text", "answer"),
+    [
+        ("hermes", "think", "", "<think>hm</think>yes", "yes"),
+        ("hermes", "think", "", "yes", "yes"),
+        ("hermes", "think", "<think>\n", "hm</think>yes", "yes"),
+        ("hermes", "think", "</think>\n\n", "yes", "yes"),
+        ("mistral", "mistral", "", "[THINK]hm[/THINK]yes", "yes"),
+        ("hermes", "none", "", "yes", "yes"),
+        ("harmony", "auto", "", ANALYSIS + "<|channel|>final<|message|>yes", "yes"),
+        ("harmony", "auto", "", "<|channel|>final<|message|>yes", "yes"),
+    ],
+)
+def test_grammar_begins_behind_the_reasoning(
+    compiler: GrammarCompiler, tokenizer: Any, name: str, reasoning: str, tail: str, text: str,
+    answer: str,
+) -> None:  # fmt: skip
+    chat_format = ChatFormat.select(tokenizer, name, reasoning)
+    around = chat_format.around(tail, False)
+    outputs = StructuredOutputs(choice=["yes", "no"], around=around)
+    assert accepted(compiler, tokenizer, outputs, text) == text + "!"
+    assert not accepted(compiler, tokenizer, outputs, text.replace("yes", "maybe")).endswith("!")
+    thought = "hm" if "hm" in text else ""
+    assert parsed(chat_format, text, tail) == (thought, answer, [])
+    lark = chat_format.call_grammar(FUNCTIONS, True)
+    outputs = StructuredOutputs(grammar=lark, around=chat_format.around(tail, True))
+    text = text.replace("yes", "").replace("<|channel|>final<|message|>", "") + CALLS[name][0]
+    assert accepted(compiler, tokenizer, outputs, text) == text + "!"
+    assert parsed(chat_format, text, tail) == (thought, "", [("open_file", OPEN_FILE)])
+
+
+def test_channels_without_separate_reasoning_are_content(tokenizer: Any) -> None:
+    chat_format = ChatFormat.select(tokenizer, "harmony", "none")
+    text = ANALYSIS + "<|channel|>final<|message|>yes"
+    assert parsed(chat_format, text) == ("", "hmyes", [])
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "reasoning"),
+    [
+        ("{{ '<tool_call>' }}", "hermes", "none"),
+        ("{{ '<tool_call>' }} {{ '</think>' }}", "hermes", "think"),
+        ("{{ '<tool_call>' }} {{ '<function=' }}", "qwen3_coder", "none"),
+        ("{{ '<tool_call>' }} {{ '<arg_key>' }} {{ '</think>' }}", "glm45", "think"),
+        ("{{ '[TOOL_CALLS]' }} {{ '[/THINK]' }}", "mistral", "mistral"),
+        ("{{ '<|python_tag|>' }}", "llama3_json", "none"),
+        ("{{ '<|channel|>' }} {{ '<|message|>' }}", "harmony", "harmony"),
+    ],
+)
+def test_formats_follow_the_template(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str, name: str, reasoning: str
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    chat_format = ChatFormat.select(tokenizer, "auto", "auto")
+    assert chat_format == ChatFormat.select(tokenizer, name, reasoning)
+    assert chat_format.tool_format is registry.find("server.tool_formats", name).FORMAT
+    assert chat_format.needs_special == (name in ("mistral", "harmony"))
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "word"),
+    [
+        ("json", "auto", "'json'"),
+        ("hermes", "gpt", "none"),
+        ("hermes", "harmony", "think"),
+        ("harmony", "think", "harmony"),
+    ],
+)
+def test_unknown_and_contradictory_parsers_are_refused(
+    tokenizer: Any, tools: str, reasoning: str, word: str
+) -> None:
+    with pytest.raises(SettingsError, match=word):
+        ChatFormat.select(tokenizer, tools, reasoning)

@@ -1,0 +1,154 @@
+"""Draft models quantised while they are loaded: rounding, sizes, effect on the text."""
+
+import pytest
+import torch
+from support.tiny import begin, drafter_of, generate, open_llm, prompt_of
+
+from offload_rt import SamplingParams
+from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import DraftLimits
+from offload_rt.dtypes import DType
+from offload_rt.engine.draft_rounding import plan_draft
+from offload_rt.engine.memory_plan import Sizes, plan_memory
+from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.executor.sequence import Sequence
+from offload_rt.models.families import spec_of
+from offload_rt.offload.placement import MemoryBudget
+from offload_rt.planning.known_models import KNOWN
+from offload_rt.speculate.select import pick_drafter
+from offload_rt.weights.formats.dense import Format
+from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
+from offload_rt.weights.rounding import ROUNDINGS
+from offload_rt.weights.rounding import rounded as quantised
+
+pytestmark = pytest.mark.numeric
+
+
+PAIR = ("llama2-70b", "llama2-7b")
+# Share of the bytes of a float32 matrix of 64 inputs, with scales.
+SHARES = {"int4": 0.15, "int8": 0.27, "fp8": 0.27}
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_matrix_is_rounded_to_the_nearest_code(rounding):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        (name, shape, DType.FLOAT32)
+        for name, shape in (
+            ("model.embed_tokens.weight", (96, 64)),
+            ("norm.weight", (64,)),
+            ("up.weight", (96, 64)),
+            ("up.bias", (96,)),
+        )
+    ]
+    layout = packed_layout(tensors)
+    layer = PackedLayer(host_block(layout.nbytes), layout)
+    for tensor in layout.views(layer.block).values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    copy = quantised(layer, rounding, torch.device("cpu"))
+    ours, plain = (
+        Format(None).view(part.layout, part.block, torch.float32) for part in (copy, layer)
+    )
+    for name in ("model.embed_tokens.weight", "norm.weight", "up.bias"):
+        assert torch.equal(ours.tensor(name), plain.tensor(name))
+    matrix = plain.tensor("up.weight")
+    got = (ours.linear(torch.eye(64), "up") - plain.tensor("up.bias")).T
+    largest = matrix.abs().amax(1, keepdim=True)
+    error = {
+        "int4": (matrix.amax(1, keepdim=True) - matrix.amin(1, keepdim=True)) / 30 + 0.05,
+        "int8": largest / 254,
+        "fp8": (matrix.abs() / 16).maximum(largest / 448 / 1024),
+    }[rounding]
+    assert ((got - matrix).abs() <= error + 1e-5).all()
+    stored = sum(entry.nbytes for entry in copy.layout.entries if "up.weight" in entry.name)
+    assert stored < SHARES[rounding] * matrix.nbytes
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_text_and_draft_distribution(zoo, rounding):
+    """The text equals plain decoding; sampled trees carry the distribution of the rounded draft."""
+    pair = zoo.pair("llama", 0)
+    prompt = prompt_of(0, 12)
+    settings = {"draft_model": str(pair.draft), "draft_quantize": rounding}
+    with open_llm(pair.target, "disk", **settings) as llm:
+        (output,) = llm.generate(prompt, SamplingParams(max_new_tokens=24))
+        planned_nbytes = llm.spec.draft.sizes().nbytes
+        plain_nbytes = llm.spec.draft.checkpoint.nbytes
+        drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(6, 4))
+        sequence = Sequence(prompt, SamplingParams(max_new_tokens=8, temperature=0.8, seed=1), 64)
+        begin(llm, drafter, [sequence], 6)
+        (tree,) = drafter.propose([sequence], 6)
+        model = pair.draft_model
+        weights = dict(model.named_parameters())
+        layers = [*llm.engine.draft.resident_layers(), llm.engine.draft.non_layer]
+        saved = {name: weight.detach().clone() for name, weight in weights.items()}
+        for i, view in enumerate(layers):
+            prefix = f"model.layers.{i}." if i < len(layers) - 1 else ""
+            for module, matrix in view.layout.matrices.items():
+                eye = torch.eye(matrix.shape[1])
+                weights[f"{prefix}{module}.weight"].data = view.linear(eye, module).T.contiguous()
+    n_rounded = sum(not torch.equal(saved[name], weights[name]) for name in weights)
+    logits = model(torch.tensor([prompt])).logits[0, -1]
+    for name, weight in weights.items():
+        weight.data = saved[name]
+    assert output.token_ids == generate(pair.model, prompt, 24)
+    # torch's int4 product needs a multiple of 32 inputs; the last matrix of a layer has 48.
+    assert n_rounded == (6 if rounding == "int4" else 7) * (len(layers) - 1) + 1
+    expected = torch.softmax(logits.detach() / 0.8, -1)
+    # int4 multiplies in bfloat16.
+    atol = 0.02 if rounding == "int4" else 1e-5
+    torch.testing.assert_close(tree.sampled.draft_probs[0], expected, atol=atol, rtol=0)
+    loaded_nbytes = sum(view.layout.nbytes for view in layers)
+    assert loaded_nbytes == planned_nbytes < 0.6 * plain_nbytes
+
+
+def planned(target: str, draft: str, device: int, draft_quantize: str = "auto"):
+    """The draft model of a plan for a GPU, with its memory plan."""
+    config = EngineConfig(target, draft, draft_quantize=draft_quantize, max_model_len=512)
+    sizes, draft = (Sizes.of_spec(spec_of(KNOWN[name]), DType.FLOAT16) for name in (target, draft))
+    budget = MemoryBudget(device, 200 << 30, has_card=True)
+
+    def fit(draft, config):
+        models = sizes, draft
+        return plan_memory(config, pick_drafter(config), models, DType.FLOAT16, budget)
+
+    return plan_draft(config, draft, True, fit)
+
+
+def test_auto_quantises_if_fewer_bytes_cross_the_link():
+    assert planned(*PAIR, 22 << 30).rounding == "int4"
+    assert planned(*PAIR, 200 << 30).rounding == "none"  # resident
+    # A small draft saves too few bytes.
+    assert planned("llama2-7b", "llama-68m", 8 << 30).rounding == "none"
+    with pytest.raises(CapacityError):
+        planned(*PAIR, 14 << 30, "none")
+    assert planned(*PAIR, 14 << 30).rounding == "int4"
+    with pytest.raises(CapacityError, match="GiB"):
+        planned(*PAIR, 1 << 30)
+
+
+def test_rounded_draft_of_7b_needs_less_than_4_gb():
+    plain, rounded = (planned(*PAIR, 22 << 30, name).sizes for name in ("none", "int4"))
+    assert plain.nbytes == pytest.approx(13.48e9, rel=0.01)
+    assert rounded.nbytes == pytest.approx(3.98e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "have"),
+    [({"drafter": "recycle"}, "none"), ({"learn_draft": "on"}, "a draft model of type llama")],
+)
+def test_unsuitable_draft_is_rejected(zoo, settings, have):
+    pair = zoo.pair("llama", 0)
+    if "learn_draft" in settings:
+        settings = {"draft_model": str(pair.draft), **settings}
+    with pytest.raises(SettingsError, match=f"draft_quantize int8: .*has {have}"):
+        open_llm(pair.target, draft_quantize="int8", **settings)
+
+
+def test_trees_grow_while_layers_are_streamed_to_a_gpu():
+    """2,048 nodes for the streamed 70B; 1,024 if resident, or if few bytes are streamed."""
+    sizes = {
+        device: planned(*PAIR, device << 30, "int4").memory.limits.n_nodes
+        for device in (22, 120, 200)
+    }
+    assert sizes == {22: 2048, 120: 1024, 200: 1024}
