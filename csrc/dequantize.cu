@@ -23,17 +23,35 @@ __device__ __forceinline__ uint32_t dense_code(const uint32_t* words, int64_t st
 }
 
 template <CodeKind kind>
-__device__ __forceinline__ float value_of(const Dequantize& args, int64_t row, int column) {
-  const uint32_t* words = static_cast<const uint32_t*>(args.codes);
-  const uint8_t* bytes = static_cast<const uint8_t*>(args.codes) + row * args.row_size;
+constexpr bool kIsInteger = kind == CodeKind::kRows || kind == CodeKind::kColumns || kind == CodeKind::kAwq || kind == CodeKind::kInt8;
+
+// Code of a matrix with rows of `row_size` words or bytes.
+template <CodeKind kind>
+__device__ __forceinline__ int integer_of(const void* codes, int64_t row_size, int bits, int64_t row, int column) {
+  const uint32_t* words = static_cast<const uint32_t*>(codes);
   if constexpr (kind == CodeKind::kRows)
-    return static_cast<float>(dense_code(words + row * args.row_size, 1, static_cast<int64_t>(column) * args.bits, args.bits));
+    return dense_code(words + row * row_size, 1, static_cast<int64_t>(column) * bits, bits);
   else if constexpr (kind == CodeKind::kColumns)
-    return static_cast<float>(dense_code(words + column, args.n_columns, row * args.bits, args.bits));
+    return dense_code(words + column, row_size, row * bits, bits);
   else if constexpr (kind == CodeKind::kAwq)  // columns 0 to 7 are in nibbles 0, 4, 1, 5, 2, 6, 3, 7
-    return static_cast<float>(words[row * args.row_size + column / 8] >> (column % 2 * 16 + column % 8 / 2 * 4) & 15u);
-  else if constexpr (kind == CodeKind::kInt8)
-    return static_cast<float>(static_cast<int8_t>(bytes[column]));
+    return words[row * row_size + column / 8] >> (column % 2 * 16 + column % 8 / 2 * 4) & 15u;
+  else
+    return static_cast<const int8_t*>(codes)[row * row_size + column];
+}
+
+// Zero point of a place in the grid of the scales. Codes packed along their rows have zeros packed along columns, and conversely.
+template <CodeKind kind>
+__device__ __forceinline__ int zero_of(const Dequantize& args, int64_t row, int column) {
+  constexpr CodeKind packed = kind == CodeKind::kRows ? CodeKind::kColumns : kind == CodeKind::kColumns ? CodeKind::kRows : kind;
+  const int zero = integer_of<packed>(args.zeros, args.zero_row_size, args.bits, row, column);
+  return kind == CodeKind::kInt8 ? zero : (zero + args.offset) & ((1 << args.bits) - 1);
+}
+
+template <CodeKind kind>
+__device__ __forceinline__ float value_of(const Dequantize& args, int64_t row, int column) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(args.codes) + row * args.row_size;
+  if constexpr (kIsInteger<kind>)
+    return static_cast<float>(integer_of<kind>(args.codes, args.row_size, args.bits, row, column));
   else if constexpr (kind == CodeKind::kFloat4)
     return float4_value(bytes[column / 2] >> (4 * (column % 2)) & 15u);
   else if constexpr (kind == CodeKind::kNormal4)
@@ -74,9 +92,12 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(Dequantize args) {
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     if (i >= n) break;
-    const int64_t at = scale_row * args.n_scales + (args.groups && !groups_rows ? args.groups[column + i] : block);
-    const float zero = static_cast<float>(args.zeros ? args.zeros[at] : args.offset);
-    float value = (value_of<kind>(args, row, column + i) - zero) * load(args.scales, at, args.scale_kind);
+    const int scale_column = args.groups && !groups_rows ? args.groups[column + i] : block;
+    int zero = args.offset;
+    if constexpr (kIsInteger<kind>)
+      if (args.zeros) zero = zero_of<kind>(args, scale_row, scale_column);
+    const float scale = load(args.scales, scale_row * args.n_scales + scale_column, args.scale_kind);
+    float value = (value_of<kind>(args, row, column + i) - static_cast<float>(zero)) * scale;
     if (args.scale_kind != FloatKind::kFloat) value = widen(narrow(value, args.scale_kind), args.scale_kind);
     values[i] = value;
     if (--left == 0) ++block, left = args.block_columns;

@@ -154,11 +154,11 @@ enum class CodeKind : int { kRows, kColumns, kAwq, kInt8, kFloat4, kNormal4, kFl
 struct Dequantize {
   const void* codes;
   const void* scales;     // (rows / block_rows, n_scales) of scale_kind
-  const int32_t* zeros;   // as scales, or null: `offset` is subtracted
+  const void* zeros;      // as scales, or null: kColumns, kAwq: packed as a row of codes; kRows: as a column; kInt8: bytes
   const int32_t* groups;  // the row of scales of each row, of kColumns and kAwq, or the column of each column; or null
   void* out;              // (n_rows, n_columns) of out_kind
-  int64_t n_rows, row_size;  // row_size: words or bytes of codes in a row
-  int n_columns, n_scales, bits, block_rows, block_columns, offset;
+  int64_t n_rows, row_size, zero_row_size;  // sizes: words or bytes of codes, or of zeros, in a row
+  int n_columns, n_scales, bits, block_rows, block_columns, offset;  // offset: subtracted, or added to packed zeros
   CodeKind kind;
   FloatKind scale_kind, out_kind;
   bool is_aligned;  // eight neighbouring columns are 16 bytes of their own
@@ -169,7 +169,7 @@ void dequantize(const Dequantize& args, cudaStream_t stream);
 // x w^T + bias for quantised or 16-bit w (n_out, n_in) of any kind but kAwq and kNormal4; kColumns stores its transpose.
 // Eight neighbouring inputs share a scale, n_in is a multiple of kFewInputs, codes have 4 or 8 bits by their kind.
 // Few rows share one w. With `ends`, any number of rows is sorted by matrix; rows past the last end become zeros.
-constexpr int kMostFewRows = 32, kFewInputs = 32, kMostFewOutputs = 1 << 20;
+constexpr int kMostFewRows = 32, kFewInputs = 32, kMostFewOutputs = 65535 * 16;
 struct FewRows {
   const void* x;         // (rows of x, n_in) of kind_of_x, rows at multiples of 16 bytes
   const int64_t* rows;   // (n_rows,) row of x of each row of y, or null: the same row

@@ -261,19 +261,29 @@ Tensor verify(Tensor starts, Tensor children, Tensor tokens, Tensor is_sampled, 
 }
 
 // Codes of the right dtype and shape; returns the words or bytes of a row.
-int64_t check_codes(const Tensor& codes, offload_rt::CodeKind kind, int64_t bits, int64_t n_rows, int64_t n_columns) {
+int64_t check_codes(const Tensor& codes, offload_rt::CodeKind kind, int64_t bits, int64_t n_rows, int64_t n_columns,
+                    const char* name = "codes") {
   using offload_rt::CodeKind;
   STD_TORCH_CHECK(bits >= 1 && bits <= 8, "codes must have 1 to 8 bits, not ", bits);
   const bool is_nibble = kind == CodeKind::kFloat4 || kind == CodeKind::kNormal4;
   const bool is_byte = is_nibble || kind == CodeKind::kFloat8;
-  check_dense(codes, "codes", kind == CodeKind::kInt8 ? ScalarType::Char : is_byte ? ScalarType::Byte : ScalarType::Int, 2);
+  check_dense(codes, name, kind == CodeKind::kInt8 ? ScalarType::Char : is_byte ? ScalarType::Byte : ScalarType::Int, 2);
   const int64_t width = kind == CodeKind::kRows  ? (n_columns * bits + 31) / 32
                         : kind == CodeKind::kAwq ? (n_columns + 7) / 8
                         : is_nibble              ? (n_columns + 1) / 2
                                                  : n_columns;
-  check_size(codes, "codes", 0, kind == CodeKind::kColumns ? (n_rows * bits + 31) / 32 : n_rows);
-  check_size(codes, "codes", 1, width);
+  check_size(codes, name, 0, kind == CodeKind::kColumns ? (n_rows * bits + 31) / 32 : n_rows);
+  check_size(codes, name, 1, width);
   return width;
+}
+
+// Zero points in the grid of the scales, packed along the outputs; returns the words or bytes of a row.
+int64_t check_zeros(const Tensor& zeros, offload_rt::CodeKind kind, int64_t bits, const Tensor& scales) {
+  using offload_rt::CodeKind;
+  const bool is_packed = kind == CodeKind::kRows || kind == CodeKind::kColumns || kind == CodeKind::kAwq;
+  STD_TORCH_CHECK(is_packed || kind == CodeKind::kInt8, "these codes have no zeros");
+  const CodeKind packed = kind == CodeKind::kRows ? CodeKind::kColumns : kind == CodeKind::kColumns ? CodeKind::kRows : kind;
+  return check_codes(zeros, packed, bits, scales.size(0), scales.size(1), "zeros");
 }
 
 void dequantize(Tensor codes, Tensor scales, std::optional<Tensor> zeros, std::optional<Tensor> groups, int64_t kind, int64_t bits,
@@ -291,9 +301,8 @@ void dequantize(Tensor codes, Tensor scales, std::optional<Tensor> zeros, std::o
   if (!groups || !groups_rows) check_size(scales, "scales", 0, (out.size(0) + block_rows - 1) / block_rows);
   if (!groups || groups_rows) check_size(scales, "scales", 1, (out.size(1) + block_columns - 1) / block_columns);
   if (zeros) {
-    check_dense(*zeros, "zeros", ScalarType::Int, 2);
-    for (int64_t dim = 0; dim < 2; ++dim) check_size(*zeros, "zeros", dim, scales.size(dim));
-    args.zeros = data<int32_t>(*zeros);
+    args.zero_row_size = check_zeros(*zeros, args.kind, bits, scales);
+    args.zeros = zeros->data_ptr();
   }
   if (groups) {
     check_dense(*groups, "groups", ScalarType::Int, 1);
@@ -362,15 +371,8 @@ Tensor few_rows(Tensor x, std::optional<Tensor> rows, std::optional<Tensor> ends
     check_size(grid, "scales", is_transposed ? 1 : 0, (n_out + block_out - 1) / block_out);
     check_size(grid, "scales", is_transposed ? 0 : 1, (n_in + block_in - 1) / block_in);
     if (zeros) {
-      // Packed along the outputs, which are the rows of kRows and the columns of kColumns.
-      const bool is_byte = args.kind == CodeKind::kInt8;
-      STD_TORCH_CHECK(is_byte || is_transposed || args.kind == CodeKind::kRows, "few_rows has no zeros for these codes");
-      const Tensor words = first_of(*zeros, "zeros");
       check_size(*zeros, "zeros", 0, n_matrices);
-      check_dense(words, "zeros", is_byte ? ScalarType::Char : ScalarType::Int, 2);
-      const int64_t packed = is_transposed ? 1 : 0;
-      check_size(words, "zeros", packed, is_byte ? grid.size(packed) : (grid.size(packed) + 7) / 8);
-      check_size(words, "zeros", 1 - packed, grid.size(1 - packed));
+      check_zeros(first_of(*zeros, "zeros"), args.kind, 4, grid);
       args.zeros = zeros->data_ptr(), args.zero_stride = zeros->stride(0) * static_cast<int64_t>(zeros->element_size());
     }
     args.scales = scales->data_ptr(), args.scale_stride = scales->stride(0), args.n_scales = count(grid.size(1), "scales");

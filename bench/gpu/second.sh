@@ -12,6 +12,7 @@ shift $(($# > 0 ? 1 : 0))
 names=${*:-generation attention onchip paced formats experts peers correctness ranks}
 
 ranks() {
+  set -o pipefail
   local arguments=(--model models/demo-target --draft-model models/demo-draft --device cuda --max-new-tokens 32
     --prompt 'def read_lines(path):' --json)
   "$PYTHON" -m offload_rt.run "${arguments[@]}" | tail -n 1 > "$work/alone.json" || return

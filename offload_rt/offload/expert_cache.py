@@ -377,7 +377,8 @@ class CardExperts(ExpertCache):
         self._device = link.device
         slots = [self._device.allocate(sizes.nbytes) for _ in range(n_slots)]
         super().__init__(sizes, tier, view, slots)
-        self._last_use = [self._device.event() for _ in self._slots]
+        # Compute may still use memory that the allocator has reused for the slots.
+        self._last_use = [self._device.record_compute()] * len(self._slots)
         self._ready = list(self._last_use)
         # Start, end and bytes of copies; 0 bytes for waits of the device.
         self._timings: deque[tuple[Event, Event, int]] = deque()

@@ -159,7 +159,8 @@ class CudaStreamer(Streamer):
         self.device.synchronize()
         self._count_finished()
         self._ready.clear()
-        self._free = [self.device.event() for _ in self._free]
+        # Compute may still read slots that no copy has waited for.
+        self._free = [self.device.record_compute()] * len(self._free)
         self._n_consumed = 0
         self._error = None
         self._decoded = None

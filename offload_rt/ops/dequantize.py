@@ -18,6 +18,8 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Dtypes of power-of-two scales.
 POWERS_OF_TWO = (torch.uint8, torch.float8_e8m0fnu)
+# Orders of zero points with a kernel, by the order of the codes: packed along the outputs.
+ZERO_ORDERS = {"columns": "rows", "rows": "columns", "awq": "awq", "plain": "plain"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class ZeroCodes:
     codes: Tensor
     order: Order
     plus: int = 0
+
+    def unpacked(self, bits: int, scales: Tensor) -> Tensor:
+        """Return int32 zero points in the shape of the scales."""
+        zeros = unpack(self.codes, self.order, bits, *scales.shape).int().contiguous()
+        return (zeros + self.plus) & (1 << bits) - 1 if self.plus else zeros
 
 
 @dataclass(frozen=True)
@@ -65,16 +72,8 @@ class CodedMatrix:
 
     def int_zeros(self) -> Tensor | None:
         """Unpack the zero points: int32 in the shape of the scales."""
-        if self.zeros is None:
-            return None
-        zeros = (
-            unpack(self.zeros.codes, self.zeros.order, self.packing.bits, *self.scales.shape)
-            .int()
-            .contiguous()
-        )
-        return (
-            (zeros + self.zeros.plus) & (1 << self.packing.bits) - 1 if self.zeros.plus else zeros
-        )
+        zeros = self.zeros
+        return None if zeros is None else zeros.unpacked(self.packing.bits, self.scales)
 
 
 @dataclass(frozen=True)
@@ -124,25 +123,32 @@ def kernel_codes(codes: Tensor, packing: Packing) -> tuple[int, Tensor]:
 def dequantize_codes(
     codes: Tensor,
     scales: Tensor,
-    zeros: Tensor | None,
+    zeros: ZeroCodes | Tensor | None,
     groups: Tensor | None,
     packing: Packing,
     out: Tensor,
 ) -> None:
-    """Dequantise codes by the CUDA kernel or the reference.
+    """Dequantise codes by the CUDA kernel, which decodes packed zero points, or the reference.
 
     codes   packing.code_shape(rows, columns)
     scales  (rows / block, columns / block) in the dtype of the product, float32 for nf4; with
             `groups` (rows / block, n_groups) or the transpose
-    zeros   int32, in the shape of scales
+    zeros   packed, or int32 in the shape of scales
     groups  (columns,) or (rows,) int32: scale index; None: position // block
     out     (rows, columns), dense, any dtype
     """
-    if extension.serves(out) and scales.dtype in KERNEL_DTYPES and out.dtype in KERNEL_DTYPES:
+    points = zeros.codes if isinstance(zeros, ZeroCodes) else None
+    order = zeros.order if isinstance(zeros, ZeroCodes) else None
+    has_kernel = zeros is None or order == ZERO_ORDERS.get(packing.order, "")
+    dtypes = scales.dtype, out.dtype
+    if extension.serves(out) and has_kernel and all(dtype in KERNEL_DTYPES for dtype in dtypes):
         kind, words = kernel_codes(codes, packing)
-        numbers = kind, packing.bits, *packing.block, packing.offset
-        extension.kernels().dequantize(words, scales, zeros, groups, *numbers, out)
+        offset = zeros.plus if isinstance(zeros, ZeroCodes) else packing.offset
+        numbers = kind, packing.bits, *packing.block, offset
+        extension.kernels().dequantize(words, scales, points, groups, *numbers, out)
     else:
+        if isinstance(zeros, ZeroCodes):
+            zeros = zeros.unpacked(packing.bits, scales)
         reference_dequantize(codes, scales, zeros, groups, packing, out)
 
 

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from offload_rt.ops import extension
-from offload_rt.ops.dequantize import KERNEL_DTYPES, POWERS_OF_TWO, CodedMatrix, kernel_codes
+from offload_rt.ops.dequantize import (
+    KERNEL_DTYPES,
+    POWERS_OF_TWO,
+    ZERO_ORDERS,
+    CodedMatrix,
+    kernel_codes,
+)
 from offload_rt.packing import ORDERS
 
 # Most rows with one matrix and the divisor of their inputs, as in csrc/kernels.h.
@@ -15,9 +21,6 @@ MOST_ROWS = 32
 _INPUTS = 32
 _HALVES = (torch.float16, torch.bfloat16)
 _DENSE = len(ORDERS) + 1
-
-# Orders of zero points with a kernel, by the order of the codes: packed along the outputs.
-_ZEROS = {"columns": "rows", "rows": "columns", "plain": "plain"}
 
 # Matrices (n, n_out, n_in), or a `CodedMatrix` with a further, first dimension.
 Stack = Tensor | CodedMatrix
@@ -37,7 +40,7 @@ def _has_kernel(dtype: torch.dtype, weight: CodedMatrix) -> bool:
         and packing.order not in ("awq", "nf4")
         and packing.bits == (8 if packing.order == "plain" else 4)
         and weight.groups is None
-        and (weight.zeros is None or weight.zeros.order == _ZEROS.get(packing.order))
+        and (weight.zeros is None or weight.zeros.order == ZERO_ORDERS.get(packing.order))
         and weight.shape[1] % _INPUTS == 0
         and (block_in % 8 == 0 or block_in >= weight.shape[1])
         and weight.product in KERNEL_DTYPES

@@ -16,6 +16,7 @@ from offload_rt.ops.dequantize import (
     CodedMatrix,
     TinygemmMatrix,
     Weight,
+    ZeroCodes,
     dequantize_blocks,
     dequantize_codes,
 )
@@ -160,18 +161,18 @@ def dequantize(
     packing = weight.packing
     codes = weight.codes
     scales = weight.float_scales()
-    zeros = weight.int_zeros()
+    zeros: ZeroCodes | Tensor | None = weight.zeros if rows is None else weight.int_zeros()
     n_rows = weight.shape[0]
     if rows is not None and weight.is_transposed:
         n_rows = len(rows)
         codes = codes[:, rows[::8] // 8 if packing.order == "awq" else rows]
         scales = scales[:, rows]
-        zeros = None if zeros is None else zeros[:, rows]
+        zeros = zeros[:, rows] if isinstance(zeros, Tensor) else None
     elif rows is not None:
         groups_of_rows = rows // packing.block[0]
         codes = codes.view(torch.uint8)[rows].view(codes.dtype)  # torch does not index float8
         scales = scales[groups_of_rows]
-        zeros = None if zeros is None else zeros[groups_of_rows]
+        zeros = zeros[groups_of_rows] if isinstance(zeros, Tensor) else None
         packing = replace(packing, block=(1, packing.block[1]))
     target = out.view(-1, n_rows if weight.is_transposed else weight.shape[1])
     dequantize_codes(codes, scales, zeros, weight.groups, packing, target)

@@ -18,6 +18,7 @@ from support.tiny import keep_steady
 from transformers import Qwen3MoeConfig
 
 from bench.common.measure import UNKNOWN, Spread
+from bench.gpu import __main__ as sections
 from bench.gpu import (
     attention,
     correctness,
@@ -33,6 +34,7 @@ from bench.gpu import (
 from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
 from offload_rt import LLM, SamplingParams
+from offload_rt.ops import extension
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [5, 300, 17, 511, 42]
@@ -149,6 +151,20 @@ def test_formats_section_continues_after_a_failure(small, monkeypatch):
     plain = found["host"]["passes"][0]["floor_s"]
     quantised = found["int4"]["passes"][0]["floor_s"]
     assert quantised < 0.5 * plain
+
+
+def test_kernels_are_built_in_a_further_process(monkeypatch, tmp_path, capsys):
+    """A CUDA context of this process would use memory of the sections."""
+    monkeypatch.setattr(extension, "missing", lambda: pytest.fail("a context"))
+    monkeypatch.setattr(sections.subprocess, "run", failing(sections.subprocess.run))
+    assert sections._run(("ceilings",), 0.0, True, tmp_path) == 3
+    assert capsys.readouterr().err == "error: there are no kernels: the driver is old\n"
+
+
+def failing(run):
+    """Replace the program of a process by a failing program."""
+    program = "raise SystemExit('building\\nthe driver is old')"
+    return lambda command, **how: run([*command[:2], program], **how)
 
 
 def test_correctness_section_keeps_output_and_exit_code(monkeypatch, capfd):

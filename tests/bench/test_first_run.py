@@ -17,6 +17,7 @@ case "$*" in
   *device_count*) echo {n_cards} ;;
   *is_available*) exit {code} ;;
   *test_streamers*) echo "2 failed"; exit 1 ;;
+  *test_cuda*) echo "3 {end}" ;;
   *"--section attention"*) exit 3 ;;
   *--section*) mkdir -p "$work/results"; echo '{{"section": 1}}' > "$work/results/$5.json"
     echo log > "$work/results/$5.log"; echo "$5: done, 5 s" ;;
@@ -31,11 +32,11 @@ case "$*" in *test_kernels*) echo 7 passed so far; exit 124 ;; *) exec "$@" ;; e
 
 
 def run(
-    folder: Path, script: str, *arguments: str, n_cards: int = 1
+    folder: Path, script: str, *arguments: str, n_cards: int = 1, end: str = "passed"
 ) -> tuple[int, dict[str, str], Path]:
     """The exit code of a script, the results by step, and the folder of logs."""
     for name, text in (
-        ("python", PYTHON.format(n_cards=n_cards, code=int(n_cards == 0))),
+        ("python", PYTHON.format(n_cards=n_cards, code=int(n_cards == 0), end=end)),
         ("timeout", TIMEOUT),
     ):
         (folder / name).write_text(text)
@@ -55,8 +56,10 @@ def run(
     return done.returncode, {name: result for name, _, result in rows}, folder / "out"
 
 
-def test_failing_step_does_not_stop_the_next(tmp_path):
-    code, found, logs = run(tmp_path, "first")
+@pytest.mark.parametrize(("end", "card"), [("passed", "ok"), ("skipped", "failed with 1")])
+def test_failing_step_does_not_stop_the_next(tmp_path, end, card):
+    """Tests that are all skipped, as without kernels, have failed."""
+    code, found, logs = run(tmp_path, "first", end=end)
     assert code == 1
     assert (
         found.pop("kernels").startswith("over after")
@@ -65,9 +68,8 @@ def test_failing_step_does_not_stop_the_next(tmp_path):
     assert found == {
         "environment": "ok: ran "
                        "bench/gpu/requirements.py", "build": "ok: ran -c",
-                           "streams": "failed with 1: 2 failed",
-        "card": "ok: ran "
-                "-m", "ceilings": "ok: ceilings: done, 5 s", "streamed": "ok: streamed: done, 5 s",
+        "streams": "failed with 1: 2 failed", "card": f"{card}: 3 {end}",
+        "ceilings": "ok: ceilings: done, 5 s", "streamed": "ok: streamed: done, 5 s",
     }  # fmt: skip
     assert '{"section": 1}' in (logs / "streamed.log").read_text()
     assert len(list(logs.iterdir())) == 8

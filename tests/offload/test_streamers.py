@@ -454,6 +454,23 @@ def test_set_sources_applies_from_the_next_sweep(name, make, files):
                 assert [got for _, got in seen] == [wanted(i) for i in order]
 
 
+def test_copies_of_new_sources_wait_for_earlier_compute(files, monkeypatch):
+    """Compute may still read the last slots of the old sources."""
+    with bench("cuda", FakeGPU, files, ("host",) * N_LAYERS, 2) as b:
+        b.sweep()
+        waits = []
+        copy = b.streamer.device.copy
+        sources = b.streamer._sources
+        monkeypatch.setattr(
+            b.streamer.device,
+            "copy",
+            lambda moves, after: waits.append(after.is_recorded) or copy(moves, after),
+        )
+        b.streamer.set_sources(sources)
+        b.sweep()
+    assert len(waits) >= N_LAYERS and all(waits)
+
+
 @every_bench
 def test_resident_layers_need_no_copies_and_no_threads(name, make, files):
     with bench(name, make, files, ("device",) * 4, 0) as b:

@@ -6,14 +6,25 @@ import numpy as np
 import pytest
 import torch
 from support import emulated
-from support.coded_matrices import FLOATS, KINDS, assert_equal, case, random_blocks
+from support.coded_matrices import (
+    FLOATS,
+    KINDS,
+    assert_equal,
+    case,
+    packed_zeros,
+    random_blocks,
+)
 from transformers.integrations.gguf.dequant import GGML_BLOCK, GGML_NAME
 
 from offload_rt.ops import extension
 from offload_rt.ops.dequantize import (
     BLOCKS,
     KERNEL_BLOCKS,
+    ZERO_ORDERS,
+    Packing,
+    ZeroCodes,
     dequantize_blocks,
+    dequantize_codes,
     reference_dequantize,
     reference_dequantize_blocks,
 )
@@ -33,8 +44,15 @@ def arguments(kind: str, seed: int, dtype: torch.dtype, device: str) -> list:
     """Arguments of the op, `out` last."""
     codes, scales, zeros, groups, packing, shape = case(kind, seed)
     codes = codes.view(torch.uint8) if kind == "float8" else codes
+    offset = packing.offset
+    if zeros is not None:
+        offset = seed // 2 % 2 if packing.order != "plain" else 0
+        stored = (zeros - offset) % (1 << packing.bits) if offset else zeros
+        zeros = packed_zeros(stored, ZERO_ORDERS[packing.order], packing.bits)
+        words = Packing(ZERO_ORDERS[packing.order], packing.bits, (1, 1)).code_shape(*scales.shape)
+        zeros = zeros[tuple(map(slice, words))].contiguous()
     tensors = [one if one is None else one.to(device) for one in (codes, scales, zeros, groups)]
-    numbers = [KINDS.index(kind), packing.bits, *packing.block, packing.offset]
+    numbers = [KINDS.index(kind), packing.bits, *packing.block, offset]
     return [*tensors, *numbers, torch.full(shape, torch.nan, dtype=dtype, device=device)]
 
 
@@ -49,6 +67,21 @@ def test_kernel_equals_the_reference_bit_for_bit(library, kind):
             op(*given)
             reference_dequantize(*args, packing, expected)
             assert_equal(given[-1].cpu(), expected)
+
+
+@pytest.mark.parametrize("kind", ZERO_ORDERS)
+def test_kernel_decodes_packed_zero_points(library, monkeypatch, kind):
+    """Nothing unpacks them before each product."""
+    monkeypatch.setattr(extension, "serves", lambda _: True)
+    monkeypatch.setattr(extension, "kernels", lambda: getattr(torch.ops, library[0]))
+    monkeypatch.setattr(ZeroCodes, "unpacked", None)
+    codes, scales, points, groups, *_, plus, out = arguments(kind, 3, torch.float32, library[1])
+    *expected, packing, shape = case(kind, 3)
+    zeros = ZeroCodes(points, ZERO_ORDERS[kind], plus)
+    dequantize_codes(codes, scales, zeros, groups, packing, out)
+    reference = torch.empty(shape)
+    reference_dequantize(*expected, packing, reference)
+    assert_equal(out.cpu(), reference)
 
 
 def test_dequantize_op_passes_opcheck(library):

@@ -2,12 +2,14 @@
 
 import random
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from offload_rt.ops.dequantize import (
     BLOCKS,
     ORDERS,
+    Order,
     Packing,
 )
 
@@ -74,6 +76,21 @@ def case(
         groups = torch.randint(n_groups, (n,), generator=generator, dtype=torch.int32)
     scales = scales if kind == "nf4" else scales.to(FLOATS[seed % 5 % 3])
     return codes, scales, zeros, groups, packing, shape
+
+
+def packed_zeros(zeros: Tensor, order: Order, bits: int) -> Tensor:
+    """Pack zero points (n, m) as the codes of a matrix are packed."""
+    if order == "plain":
+        return zeros.to(torch.int8)
+    if order == "columns":
+        return packed_zeros(zeros.T, "rows", bits).T.contiguous()
+    n_padding = -zeros.shape[1] % (8 if order == "awq" else 32)
+    zeros = torch.nn.functional.pad(zeros, (0, n_padding))
+    if order == "awq":
+        zeros = zeros.view(len(zeros), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
+    digits = (zeros[..., None] >> torch.arange(bits)) & 1
+    words = np.packbits(digits.flatten(1).numpy().astype(bool), axis=1, bitorder="little")
+    return torch.from_numpy(words.view(np.int32))
 
 
 def bits_of(x: Tensor) -> Tensor:
