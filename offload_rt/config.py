@@ -120,7 +120,8 @@ class EngineConfig:
     draft_quantize: str = setting(
         "auto",
         "quantise an unquantised draft model of a native family while it is loaded; the output"
-        " stays exact; auto: if fewer streamed bytes outweigh the loss of accepted tokens",
+        " stays exact; auto: on a GPU, if fewer streamed bytes outweigh the loss of accepted"
+        " tokens",
         choices=("auto", "none", "int4", "int8", "fp8"),
     )
     learn_draft: str = setting(

@@ -181,7 +181,7 @@ def main() -> None:
     # of a process its last line, which names the class
     except (OffloadError, RuntimeError) as error:
         sys.exit(
-            "error: " + str(error).rpartition("Error: ")[2].replace("--device-memory", "--budget")
+            "error: " + str(error).rpartition("Error: ")[2].replace("device_memory", "--budget")
         )
 
 

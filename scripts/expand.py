@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         expand(parser().parse_args(argv))
     except OffloadError as error:
-        print(f"expand: {error}", file=sys.stderr)
+        print(f"expand: {error.for_command_line}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         print(f"expand: {error.filename}: {error.strerror}", file=sys.stderr)

@@ -58,16 +58,21 @@ def plan_draft(
     config: EngineConfig,
     draft: Sizes | None,
     can_round: bool,
+    has_card: bool,
     fit: Fit,
 ) -> PlannedDraft:
     """Select the weight format of the draft model, and plan memory.
 
     can_round  see `fixed_rounding`
+    has_card   whether the draft model computes on a GPU
     fit        plans memory for a draft model and settings, or raises CapacityError
 
-    `auto` compares streamed bytes per expected token. Without streamed layers it keeps the weights.
+    `auto` compares streamed bytes per expected token. It keeps the weights without streamed layers,
+    and on a CPU, where int4 products may be slower.
     """
     rounding = fixed_rounding(config, draft, can_round)
+    if rounding is None and not has_card:
+        rounding = "none"
     if draft is not None and rounding is None:
         return _fewest_bytes(config, draft, fit)
     sizes = draft.rounded(rounding) if draft is not None and rounding else None

@@ -153,7 +153,7 @@ def _planned(
         return fit_sizes(draft.sizes(), config)
 
     if ranks.ranks is None:
-        planned = plan_draft(config, draft.sizes(), draft.can_round, fit_sizes)
+        planned = plan_draft(config, draft.sizes(), draft.can_round, budget.has_card, fit_sizes)
         memory = planned.memory
         draft = draft.rounded(planned.rounding)
     else:

@@ -345,7 +345,7 @@ def predict(
             and is_plain(draft)
             and (machine.ranks.n == 1 or config.draft_quantize != "auto")
         )
-        draft, fitted = plan_draft(config, draft, can_round, fit)
+        draft, fitted = plan_draft(config, draft, can_round, machine.budget.has_card, fit)
         request = replace(request, models=(target, draft))
         run = fitted, fitted.plan.pass_bytes
     fitted, moved = run

@@ -27,7 +27,7 @@ from offload_rt.errors import CapacityError, LinkError
 from offload_rt.models.families import spec_of
 from offload_rt.models.stand_ins import Touched
 from offload_rt.offload import expert_cache
-from offload_rt.offload.expert_cache import ExpertCache
+from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
 from offload_rt.offload.tiered_experts import TieredExperts
 from offload_rt.tree.topology import Topology
 
@@ -160,9 +160,10 @@ def test_close_wakes_a_waiting_pass(make, files, monkeypatch):
         assert go_on.wait(PATIENCE_S)
 
     with cache_on(make, files, 2, trap=trap) as (cache, _, device):
-        drain = cache._drain
         # The pass has left its wait before the read ends.
-        monkeypatch.setattr(cache, "_drain", lambda: (go_on.set(), drain()))
+        for kind in (ThreadExperts, CardExperts):
+            drain = kind._drain
+            monkeypatch.setattr(kind, "_drain", lambda it, drain=drain: (go_on.set(), drain(it)))
         closer = threading.Thread(target=lambda: is_reading.wait(PATIENCE_S) and cache.close())
         closer.start()
         with pytest.raises(LinkError, match="released"):

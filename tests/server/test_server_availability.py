@@ -35,7 +35,7 @@ from support.serving import (
 )
 
 from offload_rt.errors import PromptError, SettingsError
-from offload_rt.server import connection, protocol, service
+from offload_rt.server import bodies, completions, connection, protocol, service
 from offload_rt.server.connection import ConnectionLimits, LogRate
 from offload_rt.server.limits import Access
 
@@ -99,7 +99,7 @@ class Recorder(BaseModel):
 )
 def test_entries_are_counted_before_validation(body, message):
     with pytest.raises(SettingsError, match=message):
-        protocol.read_body(Recorder, json.dumps(body).encode(), 32, 256)
+        bodies.read_body(Recorder, json.dumps(body).encode(), 32, 256)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ def test_values_are_counted_before_parsing(body, message, monkeypatch):
     def parse(text: str) -> Any:
         pytest.fail("a body above the limits was parsed")
 
-    monkeypatch.setattr(protocol.json, "loads", parse)
+    monkeypatch.setattr(bodies.json, "loads", parse)
     with pytest.raises(SettingsError, match=message):
-        protocol.read_body(Recorder, body, 32, 256)
+        bodies.read_body(Recorder, body, 32, 256)
 
 
 def test_texts_do_not_count_as_values():
     text = 'x = [{"a": 1.5}, "\\\\"]\n' * 40_000
     body = json.dumps({"prompt": text}).encode()
-    assert protocol.read_body(protocol.CompletionRequest, body, 32, 256).prompt == [text]
+    assert bodies.read_body(protocol.CompletionRequest, body, 32, 256).prompt == [text]
 
 
 def count_by_walking(value: Any) -> list[int]:
@@ -150,7 +150,7 @@ json_values = st.recursive(
 @given(json_values, st.booleans())
 def test_counts_equal_those_of_the_parsed_value(value, is_ascii):
     raw = json.dumps(value, ensure_ascii=is_ascii).encode()
-    assert list(protocol.BodyCounts.of_json(raw)[:3]) == count_by_walking(value)
+    assert list(bodies.BodyCounts.of_json(raw)[:3]) == count_by_walking(value)
 
 
 def is_on_event_loop() -> bool:
@@ -230,8 +230,8 @@ def test_the_first_validation_error_is_reported(served):
 @pytest.fixture
 def large_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make each event larger than all buffers. Without the collector, only code frees places."""
-    event = service._event
-    monkeypatch.setattr(service, "_event", lambda content: event(content) + ":" * 10**6 + "\n\n")
+    event = completions.event
+    monkeypatch.setattr(completions, "event", lambda content: event(content) + ":" * 10**6 + "\n\n")
     gc.disable()
     yield
     gc.enable()
@@ -534,4 +534,4 @@ def test_prompts_of_other_types_are_one_sentence():
     for prompt in (5, [1, "x"], [1.5], [[1], "x"], [[1], [True]], {"text": "x"}, []):
         with pytest.raises((SettingsError, PromptError), match=r"prompt: .* needs a text"):
             raw = json.dumps({"prompt": prompt}).encode()
-            protocol.read_body(protocol.CompletionRequest, raw, 32, 256)
+            bodies.read_body(protocol.CompletionRequest, raw, 32, 256)

@@ -283,7 +283,7 @@ def test_answers_beyond_the_context_end_with_length(served):
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/v1/completions", 405), ("PUT", "/v1/models", 405), ("GET", "/v1/embeddings", 404),
+        ("GET", "/v1/completions", 405), ("PUT", "/v1/models", 405), ("GET", "/v1/audio", 404),
         ("GET", "/v1/models/other", 404), ("GET", "/page/../app.py", 404),
         ("GET", "/page/%2e%2e/app.py", 404),
         ("BREW", "/v1/models", 405), ("GET", "/" + "x" * 9000, 404),

@@ -102,22 +102,25 @@ def test_text_and_draft_distribution(zoo, rounding):
     assert loaded_nbytes == planned_nbytes < 0.6 * plain_nbytes
 
 
-def planned(target: str, draft: str, device: int, draft_quantize: str = "auto"):
+def planned(
+    target: str, draft: str, device: int, draft_quantize: str = "auto", has_card: bool = True
+):
     """The draft model of a plan for a GPU, with its memory plan."""
     config = EngineConfig(target, draft, draft_quantize=draft_quantize, max_model_len=512)
     sizes, draft = (Sizes.of_spec(spec_of(KNOWN[name]), DType.FLOAT16) for name in (target, draft))
-    budget = MemoryBudget(device, 200 << 30, has_card=True)
+    budget = MemoryBudget(device, 200 << 30 if has_card else 0, has_card=has_card)
 
     def fit(draft, config):
         models = sizes, draft
         return plan_memory(config, pick_drafter(config), models, DType.FLOAT16, budget)
 
-    return plan_draft(config, draft, True, fit)
+    return plan_draft(config, draft, True, has_card, fit)
 
 
 def test_auto_quantises_if_fewer_bytes_cross_the_link():
     assert planned(*PAIR, 22 << 30).rounding == "int4"
     assert planned(*PAIR, 200 << 30).rounding == "none"  # resident
+    assert planned(*PAIR, 22 << 30, has_card=False).rounding == "none"
     # A small draft saves too few bytes.
     assert planned("llama2-7b", "llama-68m", 8 << 30).rounding == "none"
     with pytest.raises(CapacityError):

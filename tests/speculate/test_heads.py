@@ -543,7 +543,7 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
         ("eagle", {"num_hidden_layers": 2}, {}, UnsupportedModelError, ["1 Llama layer"]),
         ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
         ("eagle", {**SPECULATORS, "surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
-        ("eagle", {"speculators_model_type": "dflash"}, {}, UnsupportedModelError, ["dflash"]),
+        ("eagle", {"speculators_model_type": "mlp"}, {}, UnsupportedModelError, ["mlp"]),
         ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError,
             ["most one"]),
         ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),

@@ -159,7 +159,7 @@ class Pair:
         """Settings for a drafter and a rule, with the draft model if required."""
         chosen = {"drafter": drafter, "rule": rule}
         return chosen | (
-            {"draft_model": str(self.draft)}
+            {"draft_model": str(self.draft), "draft_quantize": "none"}
             if drafter_type(drafter).resources.needs_checkpoint
             else {}
         )
