@@ -1,8 +1,9 @@
 """How long does a token take in other systems, on the same checkpoint, prompts and machine?
 
-python -m scripts.compare [--size 2100MB] [--quantize FORMAT] [--rounds 4] [--tokens 48] [--chart
-docs/compare.png] python -m scripts.compare --gguf Q4_0 [--budget 6GB | --cgroup DIR] [--avx2]
-[--prompt-tokens 192]
+    python -m scripts.compare [--size 2100MB] [--quantize FORMAT] [--rounds 4] [--tokens 48]
+        [--chart docs/compare.png]
+    python -m scripts.compare --gguf Q4_0 [--budget 6GB | --cgroup DIR] [--avx2]
+        [--prompt-tokens 192]
 
 Every peer (a file of `bench/compare/peers`) runs in a separate process with expert settings and
 answers one prompt a round. The order of the peers rotates, so that a slow disk or core affects all.
@@ -16,9 +17,8 @@ With --gguf all peers read one GGUF file, so only offload_rt and llama.cpp run. 
 gives the reference tokens. With --avx2 torch, MKL and oneDNN use AVX2 only. The instruction set of
 llama.cpp is fixed when it is compiled:
 
-    CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" pip install llama-cpp-python     AVX2, FMA and
-    F16C CMAKE_ARGS="-DLLAVA_BUILD=OFF" pip install llama-cpp-python                       all that
-    this CPU has
+    CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" pip install llama-cpp-python   AVX2, FMA, F16C
+    CMAKE_ARGS="-DLLAVA_BUILD=OFF" pip install llama-cpp-python             all that this CPU has
 
 LLAMA_CPP_LIB_PATH selects the libraries of a second build. `make compare` installs the second kind
 (LLAMA_CMAKE).
@@ -27,8 +27,9 @@ With --cgroup each process joins a control group. Its memory limit counts anonym
 cached file pages. The budget of offload_rt is the limit less its imports; llama.cpp maps the file.
 As root, with version 2 or 1 of the control groups:
 
-    mkdir /sys/fs/cgroup/small; echo 1200M > /sys/fs/cgroup/small/memory.max mkdir
-    /sys/fs/cgroup/memory/small; echo 1200M > /sys/fs/cgroup/memory/small/memory.limit_in_bytes
+    mkdir /sys/fs/cgroup/small; echo 1200M > /sys/fs/cgroup/small/memory.max
+    mkdir /sys/fs/cgroup/memory/small
+    echo 1200M > /sys/fs/cgroup/memory/small/memory.limit_in_bytes
 """
 
 import argparse

@@ -242,7 +242,7 @@ def report(names: Sequence[str], n_rounds: int) -> dict[str, object]:
         shares = [by_rows[1].memory, *(case.peak for case in by_rows.values())]
         print(f"{name:20}" + "".join(f"{_short(share):>20}" for share in shares))
     ratios = summary(cases)
-    print("\n" + "\n".join(f"{what:46}{ratio}" for what, ratio in ratios.items()))
+    print("\n" + "\n".join(f"{what:48}{ratio}" for what, ratio in ratios.items()))
     return {
         "peak_gflops": peaks,
         "memory_gbps": bandwidths,
