@@ -1,11 +1,10 @@
-"""Build csrc/ into the package: the kernels where there is nvcc, the CPU library where there is
-g++.
+"""Build csrc/ into the package: CUDA kernels if nvcc is installed, CPU libraries if g++ is.
 
     python scripts/build_kernels.py
 
-One line for each says what was built, or why not. It needs the torch that the libraries are to run
-with. What ptxas said stays beside the kernels for scripts/check_kernels.py. Where this was not
-done, offload_rt builds what it needs when it first runs.
+Print a line per library: built, present, or the reason why not. The libraries fit the installed
+torch only. The output of ptxas stays beside the kernels for scripts/check_kernels.py. Missing
+libraries are built at first use.
 """
 
 import os
@@ -16,7 +15,7 @@ from offload_rt.ops import build, cpu
 
 
 def main() -> None:
-    """Build what can be built here, in place of what was there."""
+    """Build all libraries and remove those of earlier sources."""
     # Tests use every instruction set of this machine.
     levels = range(cpu.level() + 1)
     recipes = [*map(build.cpu, levels), build.kernels(build.architectures())]
@@ -26,10 +25,15 @@ def main() -> None:
 
 def _build(recipe: build.Recipe) -> None:
     start = time.perf_counter()
+    target = build.PACKAGE / recipe.file
     for path in build.PACKAGE.glob(f"_{recipe.name}-*"):
-        path.unlink()
+        if path.stem != target.stem:
+            path.unlink()
+    if target.exists():
+        print(f"{recipe.name}: present")
+        return
     try:
-        recipe.build(build.PACKAGE / recipe.file)
+        recipe.build(target)
     except build.NotBuilt as error:
         print(f"{recipe.name}: not built, {error}")
     else:
