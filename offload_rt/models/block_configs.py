@@ -117,7 +117,7 @@ def _of_authors(raw: dict[str, Any]) -> dict[str, Any]:
     return {
         "block_size": nested.get("block_size", raw.get("block_size", 16)),
         "mask_token": nested.get("mask_token_id"),
-        # These ids name the layers whose outputs are read, from 0.
+        # The ids count layers from 0, taps count their outputs from 1.
         "taps": tuple(i + 1 for i in nested.get("target_layer_ids") or ()),
         "is_causal": True if nested.get("causal_head") else is_causal,
     }

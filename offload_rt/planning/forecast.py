@@ -54,7 +54,7 @@ RAM_GBPS = 60.0
 WHOLE_LAYERS = "whole layers"
 ON_DEMAND = "experts on demand"
 ON_CPU = "experts on demand, some computed by the CPU"
-# Tokens per second from which a conversation is comfortable, and from which it is possible.
+# Least tokens per second of a comfortable and of a slow conversation.
 INTERACTIVE = 5.0
 SLOW = 0.5
 # Ratio to the time of a single row above which a pass is limited by matrix products, not by reading
