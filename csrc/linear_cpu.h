@@ -20,6 +20,8 @@ constexpr int kLine = kPanelOuts + kLanes;
 constexpr int64_t kBlockNbytes = 2048;
 // Bytes between the codes that are unpacked and the codes that are prefetched.
 constexpr int kAhead = 2048;
+// Bytes between the weights of a row that are multiplied and those that are prefetched.
+constexpr int kAheadInRow = 512;
 // Numbers of x between two sums of the lanes: kDepth<X>.
 template <typename X>
 constexpr int kDepth = kBlockNbytes / sizeof(X);
@@ -96,7 +98,7 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
       const V a = load(x + k);
       if (k * sizeof(W) % 64 == 0)
 #pragma GCC unroll 8
-        for (int j = 0; j < N; ++j) __builtin_prefetch(w + (N + j) * ldw + k);
+        for (int j = 0; j < N; ++j) __builtin_prefetch(w + j * ldw + k + kAheadInRow / sizeof(W));
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) sums[j] = fma(load(w + j * ldw + k), a, sums[j]);
     }
@@ -809,6 +811,8 @@ void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_
   int64_t n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_direct ? (n_rows == 1 ? 8 : kFewOuts) : is_few ? 8 : kManyOuts;
   while (n_outs > 2 * kFewOuts && !is_gathered(m) && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
   if (m.n_in * m.n_out * n_rows < 1 << 17) n_threads = 1;
+  // A thread reads 64 rows of one matrix in a piece: two threads in turn defeat the processor's prefetching.
+  const int n_tasks = n_rows == 1 && is_direct && !is_decoded ? 8 : 1;
 #pragma omp parallel num_threads(n_threads)
   {
 #pragma omp for schedule(static)
@@ -827,7 +831,7 @@ void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_
         if (k < n) store_first(to + k, load_first(from + k, n - k), n - k);
         for (k = n; k % kStep<X>; ++k) to[k] = X{};
       }
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, n_tasks)
     for (int64_t out = 0; out < m.n_out; out += n_outs) {
       const int n = static_cast<int>(smaller<int64_t>(n_outs, m.n_out - out));
       if (is_decoded) {
