@@ -168,6 +168,8 @@ def test_logits_of_consecutive_passes_equal_the_reference(tmp_path, monkeypatch,
 
     def begun(self, sequence, *args):
         state = begin(self, sequence, *args)
+        n_committed = self.runner.n_committed(self._states[sequence].cache)
+        assert n_committed == len(sequence.tokens) - 2
         drafts.append((list(sequence.tokens), states[0].clone(), self._logits[sequence].clone()))
         return state
 
