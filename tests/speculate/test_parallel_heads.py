@@ -178,8 +178,13 @@ def test_logits_of_consecutive_passes_equal_the_reference(tmp_path, monkeypatch,
     prompt = prompt_of(0, 9, model.config.vocab_size)
     with open_llm(dtype="float64", **settings) as llm:
         text = llm.generate(prompt, SamplingParams(max_new_tokens=16))[0].token_ids
-    assert text == generate(model.double(), prompt, 16)
-    assert len(drafts) > 4
+        n_first = len(drafts)
+        # Continue in the caches of a shared prefix.
+        prompt_2 = [*prompt, *text[:5], 3, 1]
+        text_2 = llm.generate(prompt_2, SamplingParams(max_new_tokens=8))[0].token_ids
+    model.double()
+    assert text == generate(model, prompt, 16) and text_2 == generate(model, prompt_2, 8)
+    assert n_first > 4 and len(drafts) > n_first + 1
     n_parallel = N_PARALLEL if "speculators_config" in raw else 8
     for tokens, seen, logits in drafts:
         assert len(seen) == len(tokens) - 1
