@@ -44,7 +44,7 @@ from support.tiny import (
     runner_of,
 )
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
@@ -254,6 +254,51 @@ def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, cha
         for path, found in zip(PATHS, probe.logits, strict=True):
             wanted = expected_logits(kind, weights, model, sequence.tokens, path, changes)[-1]
             torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+
+
+EAGLE_CHANGES = [
+    {},
+    {"norm_before_fc": True, "norm_before_residual": True},
+    {"fc_norm": True, "norm_output": True},
+    {"embed_requires_grad": True},
+]
+
+
+@pytest.mark.parametrize("changes", EAGLE_CHANGES, ids=str)
+def test_definition_equals_speculators(tmp_path, changes):
+    """In an environment with speculators 0.9, which requires an earlier version of transformers."""
+    core = pytest.importorskip("speculators.models.eagle3.core")
+    model = few_tokens()
+    changes = SPECULATORS | changes
+    weights = eagle_weights(model, changes)
+    settings = write_head(tmp_path, "eagle", model, weights, **changes)
+    raw = json.loads((Path(settings["draft_model"]) / "config.json").read_text())
+    layer = LlamaConfig(**raw["transformer_layer_config"], attn_implementation="sdpa")
+    keys = {key: value for key, value in changes.items() if "speculators" not in key}
+    size = {"draft_vocab_size": len(heads.KEPT)}
+    config = core.Eagle3SpeculatorConfig(transformer_layer_config=layer, **size, **keys)
+    peer = core.Eagle3DraftModel(config)
+    own = {} if changes.get("embed_requires_grad") else {"embed_tokens": model.model.embed_tokens}
+    shared = {f"{name}.weight": module.weight for name, module in own.items()}
+    peer.load_state_dict(weights | shared, strict=False)
+    found: list[Tensor] = []
+    peer.lm_head.register_forward_hook(lambda _, __, out: found.append(out[0]))
+    tokens = prompt_of(0, 10, VOCAB)
+    path = [4, 1]
+    states = states_of(model, tokens[:-1])
+    taps = torch.cat([states[i] for i in (2, model.config.num_hidden_layers // 2, 2)], 1)
+    n = len(taps)
+    with torch.no_grad():
+        peer(
+            F.pad(taps, (0, 0, 0, len(path)))[None],
+            torch.tensor([[*tokens[1:], *path]]),
+            torch.zeros(1, n + len(path), dtype=torch.int64),
+            ttt_steps=3,
+        )
+    expected = expected_logits("eagle", weights, model, tokens, path, changes)[:, heads.KEPT]
+    torch.testing.assert_close(
+        torch.stack([logits[n - 1] for logits in found]), expected, atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("n", [3, 14, 21])
