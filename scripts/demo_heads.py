@@ -280,7 +280,9 @@ def _attend(q: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Attend to rows of the first pass, and to a row of each later pass, the latest the own."""
     n, dim = q.shape[2], q.shape[3]
     share = q.shape[1] // keys[0][0].shape[1]
-    first, *later = ((k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)) for k, v in keys)
+    first, *later = (
+        (k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)) for k, v in keys
+    )
     scores = q @ first[0].transpose(-1, -2) / dim**0.5
     rows = torch.arange(n, device=q.device)
     # A row of pass s sees rows of the first pass up to s before its own.
@@ -301,7 +303,7 @@ def _attend(q: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
 def _layer_config(target: LlamaForCausalLM, model_type: str, n_layers: int) -> dict[str, Any]:
     config = target.config
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
-             "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")  # fmt: skip
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")  # fmt: skip
     sizes = {name: getattr(config, name) for name in names}
     return {"model_type": model_type, "num_hidden_layers": n_layers, **sizes, "dtype": "bfloat16"}
 

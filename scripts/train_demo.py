@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+from demo_heads import DFlash, Eagle3, save_head, taught
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from demo_heads import DFlash, Eagle3, save_head, taught
 from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
