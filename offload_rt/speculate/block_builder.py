@@ -12,9 +12,9 @@ from offload_rt.speculate.pair_stats import Estimates
 class BlockTreeBuilder(DynamicTreeBuilder):
     """Grow a tree by conditioned blocks while they pay, then by the blocks of parent rows.
 
-    The estimates of the base class apply to the root, whose block has no known tokens.
-    conditioned  estimates of rows whose block contains their path
-    inherited    estimates of rows that use the block of their parent
+    The estimates of the base class apply to the root.
+    conditioned  estimates of rows with a block for their path
+    inherited    estimates of rows with the block of their parent
     """
 
     conditioned: Estimates

@@ -19,8 +19,8 @@ from offload_rt.speculate.protocols import ROWS_PER_NODE
 class BlockState(TreeState):
     """Rows of a tree, each with the block that predicts its children.
 
-    Block 0 has masks after the last token. Further blocks contain the path of their row, up to the
-    memory that the plan reserves for parent states.
+    Block 0 has masks after the last token. Further blocks contain the path of their row. Memory for
+    parent states in the plan limits their number.
     cached    keys and values of all tokens but the last, per layer
     blocks    (n_blocks, n_predicted, hidden_size)
     n_passes  passes over blocks

@@ -1,6 +1,7 @@
 """Block drafters in their published layouts, against a plain float64 reference."""
 
 import json
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,12 @@ def test_logits_of_consecutive_blocks_equal_the_reference(tmp_path, monkeypatch,
 
     def computed(self, state, paths):
         out = compute(self, state, paths)
+        places = {
+            (int(state._tree.parents[row]), state.tokens[row]): row
+            for row in range(1, len(state.tokens))
+        }
+        for row, path in enumerate(paths, state.new_rows.start):
+            assert reduce(lambda node, token: places[node, token], path, 0) == row
         hidden = out[0]
         logits = self._spec.logits(self.runner.non_layer, hidden, previous_tokens(len(hidden)))
         blocks.append((list(state.sequence.tokens), states[0].clone(), paths[0], logits))
