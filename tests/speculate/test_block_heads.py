@@ -1,6 +1,7 @@
 """Block drafters in their published layouts, against a plain float64 reference."""
 
 import json
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt import SamplingParams
+from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import SettingsError, UnsupportedModelError
 from offload_rt.speculate.block_model import BlockModel
@@ -183,10 +185,11 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
 
-def reference(raw, weights, model, states, tokens):
+def reference(raw, weights, model, states, tokens, path):
     """Logits (predictions, vocabulary) of a block, recomputed from all hidden states.
 
     states  (n, 2, hidden_size) of all tokens but the last
+    path    tokens assumed to follow the last
     """
     keys = flat(raw)
     has_convolutions = "conv_kernel_size" in keys
@@ -195,7 +198,8 @@ def reference(raw, weights, model, states, tokens):
     is_nested = "speculators_model_type" in raw
     layers = raw["transformer_layer_config"] if is_nested else raw
     context = rms(states.double().flatten(1) @ w["fc.weight"].T, w["hidden_norm.weight"])
-    x = embedding[[tokens[-1], *[MASK] * (BLOCK - 1)]] * keys.get("input_embedding_scale", 1)
+    x = embedding[[tokens[-1], *path, *[MASK] * (BLOCK - 1 - len(path))]]
+    x = x * keys.get("input_embedding_scale", 1)
     n = len(context)
     positions = torch.arange(n + BLOCK)
     frequencies = 1 / (10000.0 ** (torch.arange(0, 8, 2).float() / 8))
@@ -332,31 +336,38 @@ def test_logits_of_consecutive_blocks_equal_the_reference(tmp_path, monkeypatch,
     states: list[Tensor] = []
     blocks = []
     observe = BlockModel.observe
-    begin = BlockModel._begin
+    compute = BlockModel._blocks
 
     def observed(self, sequence, first, parts):
         known = torch.cat(states)[:first] if states else torch.empty(0)
         states[:] = [torch.cat((known, *parts)) if first else torch.cat(list(parts))]
         observe(self, sequence, first, parts)
 
-    def begun(self, sequence, *args):
-        state = begin(self, sequence, *args)
-        hidden = self._hidden[sequence]
-        tokens = previous_tokens(len(hidden))
-        logits = self._spec.logits(self.runner.non_layer, hidden, tokens)
-        blocks.append((list(sequence.tokens), states[0].clone(), logits))
-        return state
+    def computed(self, state, paths):
+        out = compute(self, state, paths)
+        places = {
+            (int(state._tree.parents[row]), state.tokens[row]): row
+            for row in range(1, len(state.tokens))
+        }
+        for row, path in enumerate(paths, state.new_rows.start):
+            assert reduce(lambda node, token: places[node, token], path, 0) == row
+        hidden = out[0]
+        logits = self._spec.logits(self.runner.non_layer, hidden, previous_tokens(len(hidden)))
+        blocks.append((list(state.sequence.tokens), states[0].clone(), paths[0], logits))
+        return out
 
     monkeypatch.setattr(BlockModel, "observe", observed)
-    monkeypatch.setattr(BlockModel, "_begin", begun)
+    monkeypatch.setattr(BlockModel, "_blocks", computed)
+    monkeypatch.setattr(CostEstimator, "level", lambda *_: 0.0)
     prompt = prompt_of(0, 9, model.config.vocab_size)
-    with open_llm(dtype="float64", **settings) as llm:
+    with open_llm(dtype="float64", tree_size=16, **settings) as llm:
         text = llm.generate(prompt, SamplingParams(max_new_tokens=16))[0].token_ids
     assert text == generate(model.double(), prompt, 16)
-    assert len(blocks) > 4
-    for tokens, seen, logits in blocks:
+    assert len({len(tokens) for tokens, *_ in blocks}) > 4
+    assert {len(path) for _, _, path, _ in blocks} >= {0, 1, 2}
+    for tokens, seen, path, logits in blocks:
         assert len(seen) == len(tokens) - 1
-        expected = reference(raw, weights, model, seen, tokens)
+        expected = reference(raw, weights, model, seen, tokens, path)
         torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
 
 
@@ -390,13 +401,14 @@ def test_other_configs_are_rejected_by_name(tmp_path, changes, layers, error, me
 
 
 @pytest.mark.slow
-def test_joint_distribution_of_sampled_trees(tmp_path):
-    """Children are drawn from the distributions of the block."""
+@pytest.mark.parametrize("rule", ["coupled", "traversal"])
+def test_joint_distribution_of_sampled_trees(tmp_path, rule):
+    """Residual rules draw children from the distribution of the block with their path."""
     model = small_model(VOCABULARY, n_layers=5, sureness=0.5)
     config = DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"mask_token_id": 3}}
     settings, _, _ = write_block(tmp_path, model, config)
     with open_llm(max_model_len=64, **settings) as llm:
-        drafter = drafter_of(llm, "block", "coupled", DraftLimits(6, 4))
-        texts = sampled_texts(runner_of(llm), drafter, rule_of("coupled"), 6)
+        drafter = drafter_of(llm, "block", rule, DraftLimits(6, 4), level_s=0.0)
+        texts = sampled_texts(runner_of(llm), drafter, rule_of(rule), 6)
     for found, probs in zip(texts, exact_distributions(model), strict=True):
         assert_distribution(found, probs)
