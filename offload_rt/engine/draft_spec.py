@@ -242,7 +242,13 @@ class DraftSpec:
             pair_stats = PairStats.load(identity, self._identity)
         if resources.view is not None:
             self_model = SelfDraftModel(
-                runner, n_levels, trace, resources.view, drafting.view_rows, memory.view_rows
+                runner,
+                runner.spec.vocab_size,
+                n_levels,
+                trace,
+                kind=resources.view,
+                budget=drafting.view_rows,
+                n_rows=memory.view_rows,
             )
             view_identity = f"{drafting.name} {drafting.view_rows}"
             pair_stats = PairStats.load(identity, view_identity, _SELF_ACCEPTANCE)

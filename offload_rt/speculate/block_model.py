@@ -5,7 +5,6 @@ from collections import abc
 import torch
 from torch import Tensor
 
-from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.kv.cache import KVBuffer
 from offload_rt.models.block_head import BlockHead
@@ -13,7 +12,6 @@ from offload_rt.ops import to_device
 from offload_rt.speculate.draft_model import TreeBuilder, TreeState, captured
 from offload_rt.speculate.head_model import HeadModel
 from offload_rt.speculate.protocols import ROWS_PER_NODE
-from offload_rt.system.trace import Trace
 
 
 class BlockModel(HeadModel):
@@ -23,19 +21,13 @@ class BlockModel(HeadModel):
     a tree needs no further pass.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        vocab_size: int,
-        max_levels: int,
-        trace: Trace,
-        context: int | None = None,
-    ) -> None:
-        spec = runner.spec
+    def __post_init__(self) -> None:
+        spec = self.runner.spec
         assert isinstance(spec, BlockHead), "BlockModel requires a block drafter"
-        super().__init__(runner, vocab_size, min(max_levels, spec.n_predicted + 1), trace)
+        self.max_levels = min(self.max_levels, spec.n_predicted + 1)
+        super().__post_init__()
         self._spec = spec
-        self._layers = runner.resident_layers()
+        self._layers = self.runner.resident_layers()
         self._buffers: dict[Sequence, KVBuffer] = {}
         self._hidden: dict[Sequence, Tensor] = {}  # (n_predicted, hidden_size) of the block
 
@@ -66,9 +58,9 @@ class BlockModel(HeadModel):
         spec = self._spec
         tokens = torch.full((1, spec.block_size), spec.mask_token)
         tokens[0, 0] = sequence.tokens[-1]
-        (block,) = to_device([tokens], self._runner.device)
-        (self._hidden[sequence],) = spec.block(self._layers, self._runner.non_layer, block, cached)
-        state = TreeState(self.vocab_size, ROWS_PER_NODE * n_nodes, sequence, self._runner.device)
+        (block,) = to_device([tokens], self.runner.device)
+        (self._hidden[sequence],) = spec.block(self._layers, self.runner.non_layer, block, cached)
+        state = TreeState(self.vocab_size, ROWS_PER_NODE * n_nodes, sequence, self.runner.device)
         state.clear(sequence.tokens[-1])
         return state
 
@@ -91,7 +83,7 @@ class BlockModel(HeadModel):
         old = self._buffers.get(sequence)
         if old is not None and old.capacity >= n:
             return old
-        runner = self._runner
+        runner = self.runner
         capacity = max(sequence.longest, n)
         new = KVBuffer.empty(self._spec.kv_shapes, capacity, runner.dtype, runner.device)
         if old is not None:
@@ -109,10 +101,10 @@ class BlockModel(HeadModel):
                     torch.from_numpy(state.new_depths).long(),
                     torch.tensor(state.tokens[state.new_rows]),
                 ],
-                self._runner.device,
+                self.runner.device,
             )
             hidden = self._hidden[state.sequence].index_select(0, depths)
-            logits = self._spec.logits(self._runner.non_layer, hidden, tokens)
+            logits = self._spec.logits(self.runner.non_layer, hidden, tokens)
             reduce = captured(builder)
             outs.append(reduce(logits) if reduce else logits)
         return outs

@@ -2,7 +2,8 @@
 
 from collections import abc
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -207,31 +208,28 @@ class TreeBuilder(Protocol):
 _Builder = TypeVar("_Builder", bound=TreeBuilder)
 
 
+@dataclass(eq=False, repr=False)
 class DraftModel:
     """Compute draft logits for the trees of all sequences together.
 
+    runner      computes the draft model
     vocab_size  vocabulary of the target
     max_levels  maximum tree levels; the draft's context reserves as many tokens
     trace       receives a span per pass
     context     context limit in tokens; None for all positions of the draft
     """
 
-    state_type: type[DraftState] = DraftState
+    state_type: ClassVar[type[DraftState]] = DraftState
 
-    def __init__(
-        self,
-        runner: Runner,
-        vocab_size: int,
-        max_levels: int,
-        trace: Trace,
-        context: int | None = None,
-    ) -> None:
-        self._runner = runner
-        self.vocab_size = vocab_size
-        self.max_levels = max_levels
-        self._trace = trace
-        n_positions = runner.spec.max_positions
-        self._limit = max(min(context or n_positions, n_positions) - max_levels, 1)
+    runner: Runner
+    vocab_size: int
+    max_levels: int
+    trace: Trace
+    context: int | None = None
+
+    def __post_init__(self) -> None:
+        n_positions = self.runner.spec.max_positions
+        self._limit = max(min(self.context or n_positions, n_positions) - self.max_levels, 1)
         self._states: dict[Sequence, DraftState] = {}
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
@@ -265,7 +263,7 @@ class DraftModel:
         if n_coupled:
             place = len(sequence.tokens)
             n_levels = n_ahead + n_coupled
-            noise = sequence.noise.at(place, n_levels, self.vocab_size, self._runner.device)[
+            noise = sequence.noise.at(place, n_levels, self.vocab_size, self.runner.device)[
                 n_ahead:
             ]
             state.noise = noise.log().mul_(-sequence.temperature)
@@ -276,15 +274,15 @@ class DraftModel:
     ) -> TreeState:
         known = self._states.get(sequence)
         if known is None or known.sequence is not sequence:
-            if self._runner.has_graphs:  # graphs need a single buffer, so free finished caches
+            if self.runner.has_graphs:  # graphs need a single buffer, so free finished caches
                 for old in [old for old in self._states if old.finish_reason]:
                     self.end(old)
             longest = min(sequence.longest, self._limit) + self.max_levels
             n_rows = draft_rows(min(longest, sequence.longest), n_nodes)
             if known is None:
-                cache = self._runner.new_cache(n_rows, is_alone)
+                cache = self.runner.new_cache(n_rows, is_alone)
             else:
-                cache = self._runner.renew_cache(
+                cache = self.runner.renew_cache(
                     known.cache, n_rows, ROWS_PER_NODE * n_nodes, is_alone
                 )
             self._add_state(sequence, cache, n_nodes)
@@ -296,7 +294,7 @@ class DraftModel:
 
     def _add_state(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
         self._states[sequence] = self.state_type(
-            self._runner, cache, self.vocab_size, ROWS_PER_NODE * n_nodes, sequence
+            self.runner, cache, self.vocab_size, ROWS_PER_NODE * n_nodes, sequence
         )
 
     def _seen(self, sequence: Sequence) -> list[int]:
@@ -325,7 +323,7 @@ class DraftModel:
         """Release the draft cache of a sequence."""
         state = self._states.pop(sequence, None)
         if state is not None:
-            self._runner.free_cache(state.cache)
+            self.runner.free_cache(state.cache)
 
     def grow(
         self,
@@ -346,7 +344,7 @@ class DraftModel:
         ]:
             if guess is not None:
                 guess(growing)
-            with self._trace.span(DRAFT, f"level {n_passes + 1}"):
+            with self.trace.span(DRAFT, f"level {n_passes + 1}"):
                 for builder in growing:
                     builder.state.start_masks()
                 outs = self._forward(growing)
@@ -368,11 +366,12 @@ class DraftModel:
     def _forward(self, builders: abc.Sequence[TreeBuilder]) -> list[Tensor]:
         """Compute the latest rows in a single pass."""
         states = [(builder.state, captured(builder)) for builder in builders]
-        return self._runner.forward(
+        return self.runner.forward(
             [state.step(reduce) for state, reduce in states if isinstance(state, DraftState)]
         )
 
 
+@dataclass(eq=False, repr=False)
 class SelfDraftModel(DraftModel):
     """Self-drafting: the target drafts with views of its caches.
 
@@ -383,40 +382,32 @@ class SelfDraftModel(DraftModel):
     n_rows  total rows available to views
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        max_levels: int,
-        trace: Trace,
-        kind: type[SparseCache],
-        budget: int,
-        n_rows: int,
-    ) -> None:
-        super().__init__(runner, runner.spec.vocab_size, max_levels, trace)
-        self._limit = runner.spec.max_positions
-        self._kind = kind
-        self._budget = budget
-        self._n_rows = n_rows
+    kind: type[SparseCache] = field(kw_only=True)
+    budget: int = field(kw_only=True)
+    n_rows: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._limit = self.runner.spec.max_positions
+        self._n_rows = self.n_rows
         self._views: dict[Sequence, tuple[int, int]] = {}  # (target cache, rows of its view)
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
         """Create a view of the sequence's cache if memory allows."""
         for old in [old for old in self._views if old.finish_reason]:
             self.end(old)
-        budget = min(self._budget, sequence.longest)
+        budget = min(self.budget, sequence.longest)
         n_rows = view_rows(budget, n_nodes)
         if n_nodes > 1 and n_rows <= self._n_rows:
             self._n_rows -= n_rows
             self._views[sequence] = cache, n_rows
-            view = self._runner.new_view(cache, self._kind, budget, ROWS_PER_NODE * n_nodes)
+            view = self.runner.new_view(cache, self.kind, budget, ROWS_PER_NODE * n_nodes)
             self._add_state(sequence, view, n_nodes)
 
     def can_draft(self, sequence: Sequence) -> bool:
         """Return whether the target has computed the prompt."""
         source = self._views.get(sequence)
-        return (
-            source is not None and self._runner.n_committed(source[0]) == len(sequence.tokens) - 1
-        )
+        return source is not None and self.runner.n_committed(source[0]) == len(sequence.tokens) - 1
 
     def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
         """Drop the view; a new view is filled from the target's cache. See `Drafter.transfer`."""

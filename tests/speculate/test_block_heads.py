@@ -228,7 +228,7 @@ def test_logits_of_consecutive_blocks_equal_the_reference(tmp_path, monkeypatch,
         state = begin(self, sequence, *args)
         hidden = self._hidden[sequence]
         tokens = previous_tokens(len(hidden))
-        logits = self._spec.logits(self._runner.non_layer, hidden, tokens)
+        logits = self._spec.logits(self.runner.non_layer, hidden, tokens)
         blocks.append((list(sequence.tokens), states[0].clone(), logits))
         return state
 
