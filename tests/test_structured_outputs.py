@@ -244,10 +244,10 @@ def test_answers_of_every_drafter_and_rule_stay_in_the_grammar(
     pair, compiler, plain_answers, monkeypatch, drafter, rule
 ):
     keep_steady(monkeypatch)
-    with open_llm(pair.target, **pair.settings(drafter, rule)) as llm:
+    with open_llm(pair.target, tree_size=64, **pair.settings(drafter, rule)) as llm:
         trees = watched_trees(llm.engine.drafter, monkeypatch)
         greedy, sampled = answers(llm, 0.0), answers(llm, 1.0)
-    assert drafter == "none" or max(map(len, trees)) > 4
+    assert drafter == "none" or max(map(len, trees)) > 2
     assert [output.token_ids for output in greedy] == plain_answers[0.0]
     if rule == "coupled":
         assert [output.token_ids for output in sampled] == plain_answers[1.0]
@@ -290,7 +290,9 @@ def test_sampled_answers_have_the_law_of_masked_plain_sampling(
         pair.target, drafter="static_tree", draft_model=str(pair.draft), rule=rule, max_num_seqs=8
     ) as sampling:
         params = [
-            SamplingParams(temperature=1.0, seed=seed, structured_outputs=formats()[3])
+            SamplingParams(
+                temperature=1.0, seed=seed, structured_outputs=StructuredOutputs(choice=CHOICES)
+            )
             for seed in range(n)
         ]
         outputs = sampling.generate([prompt] * n, params)

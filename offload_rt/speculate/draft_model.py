@@ -83,6 +83,10 @@ class TreeState:
         self.error = None
         self._tree.clear()
 
+    def has_room(self, n_nodes: int) -> bool:
+        """Return whether a tree of this size fits."""
+        return ROWS_PER_NODE * n_nodes <= self._most_rows
+
     def room(self, n: int, like: Tensor) -> Tensor:
         """Return a buffer (n, vocabulary) for a tree's distributions, reused by later trees."""
         if len(self._probs) < n:
@@ -273,7 +277,8 @@ class DraftModel:
         self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
     ) -> TreeState:
         known = self._states.get(sequence)
-        if known is None or known.sequence is not sequence:
+        # A tree may outgrow the first tree, when other sequences have ended.
+        if known is None or known.sequence is not sequence or not known.has_room(n_nodes):
             if self.runner.has_graphs:  # graphs need a single buffer, so free finished caches
                 for old in [old for old in self._states if old.finish_reason]:
                     self.end(old)
