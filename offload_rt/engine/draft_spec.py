@@ -210,7 +210,7 @@ class DraftSpec:
         if draft is None or not isinstance(draft.spec, Head):
             return
         target.taps = draft.spec.taps
-        draft.taps = (1,)
+        draft.taps = (draft.spec.n_layers,)
         draft.non_layer = draft.spec.weights_beside(draft.non_layer, shared, self.target.device)
 
     def weights_nbytes(self, plan: Plan) -> int:

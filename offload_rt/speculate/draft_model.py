@@ -43,9 +43,12 @@ class TreeState:
     noise       (levels, vocabulary) float32: the target's sampling noise per level, times the
                 sequence's temperature; None if the tree is not coupled
     error       reason to discard the tree, or None
+    recomputes  block drafters: compute blocks for the rows to add, instead of using those of their
+                parents
     """
 
     error: NumericsError | None = None
+    recomputes = True
 
     def __init__(
         self, vocab_size: int, most_rows: int, sequence: Sequence, device: torch.device
@@ -71,6 +74,15 @@ class TreeState:
     def new_depths(self) -> np.ndarray:
         """(n,) depths of the rows added since the last step."""
         return self._tree.depths[self.new_rows]
+
+    @property
+    def n_recomputable(self) -> int:
+        """Maximum rows of a round with blocks of their own."""
+        return self._most_rows
+
+    def is_recomputed(self, row: int) -> bool:
+        """Return whether a row does not depend on the block of its parent."""
+        return True
 
     def computed(self) -> None:
         """Mark all rows as computed."""

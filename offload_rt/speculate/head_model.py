@@ -10,6 +10,7 @@ from offload_rt.chunks import CHUNK_ROWS
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
+from offload_rt.models.eagle3 import Eagle3
 from offload_rt.models.heads import Head, HeadDecoder, Medusa
 from offload_rt.ops import to_device
 from offload_rt.speculate.draft_model import (
@@ -150,41 +151,21 @@ class HeadModel(DraftModel):
         return outs
 
 
-class MedusaModel(HeadModel):
-    """Medusa heads: each predicts a tree level from the target's last hidden state. No cache."""
+class LevelModel(HeadModel):
+    """Heads that predict all levels of a tree at once, before the tree grows."""
 
     def __post_init__(self) -> None:
-        self.max_levels = min(self.max_levels, self.runner.spec.n_layers + 1)
         super().__post_init__()
-        self._layers = self.runner.resident_layers()
-        self._logits: dict[Sequence, Tensor] = {}  # (heads, vocabulary), indexed by parent depth
-
-    def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
-        """Drop the state: the next target pass provides the only hidden state needed.
-
-        See `Drafter.transfer`.
-        """
-        self.end(old)
-        return n
+        self._logits: dict[Sequence, Tensor] = {}  # (levels, vocabulary), indexed by parent depth
 
     def end(self, sequence: Sequence) -> None:
         """Release the logits and the inputs of a sequence."""
         self._logits.pop(sequence, None)
         super().end(sequence)
 
-    @torch.inference_mode()
-    def _begin(
-        self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
-    ) -> TreeState:
+    def _tree_state(self, sequence: Sequence, n_nodes: int) -> TreeState:
+        """Return the state of a tree without draft rows."""
         state = TreeState(self.vocab_size, ROWS_PER_NODE * n_nodes, sequence, self.runner.device)
-        first, known = self._inputs[sequence]
-        spec = self.runner.spec
-        assert isinstance(spec, Medusa), "MedusaModel requires Medusa heads"
-        last = known[-1:].clone()
-        self._inputs[sequence] = first + len(known) - 1, last
-        self._logits[sequence] = torch.cat(
-            [spec.predict(weights, last) for weights in self._layers]
-        )
         state.clear(sequence.tokens[-1])
         return state
 
@@ -199,3 +180,61 @@ class MedusaModel(HeadModel):
             reduce = captured(builder)
             outs.append(reduce(logits) if reduce else logits)
         return outs
+
+
+class MedusaModel(LevelModel):
+    """Medusa heads: each predicts a tree level from the target's last hidden state. No cache."""
+
+    def __post_init__(self) -> None:
+        self.max_levels = min(self.max_levels, self.runner.spec.n_layers + 1)
+        super().__post_init__()
+        self._layers = self.runner.resident_layers()
+
+    def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
+        """Drop the state: the next target pass provides the only hidden state needed.
+
+        See `Drafter.transfer`.
+        """
+        self.end(old)
+        return n
+
+    @torch.inference_mode()
+    def _begin(
+        self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
+    ) -> TreeState:
+        first, known = self._inputs[sequence]
+        spec = self.runner.spec
+        assert isinstance(spec, Medusa), "MedusaModel requires Medusa heads"
+        last = known[-1:].clone()
+        self._inputs[sequence] = first + len(known) - 1, last
+        self._logits[sequence] = torch.cat(
+            [spec.predict(weights, last) for weights in self._layers]
+        )
+        return self._tree_state(sequence, n_nodes)
+
+
+class ParallelModel(LevelModel):
+    """P-EAGLE: rows with unknown tokens follow the last token, in the same pass."""
+
+    def __post_init__(self) -> None:
+        spec = self.runner.spec
+        assert isinstance(spec, Eagle3), "ParallelModel requires a P-EAGLE head"
+        self.max_levels = min(self.max_levels, spec.n_parallel + 1)
+        super().__post_init__()
+        self._spec = spec
+        self._masked = spec.masked_input(self.runner.non_layer)
+
+    @torch.inference_mode()
+    def _begin(
+        self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
+    ) -> TreeState:
+        rows = super()._begin(sequence, n_nodes, is_alone, path)
+        assert isinstance(rows, HeadState), "state_type is HeadState"
+        n_masked = min(self.max_levels - 1, ROWS_PER_NODE * n_nodes) - 1
+        for parent in range(n_masked):
+            rows.add([parent], [self._spec.mask_token])
+        rows.inputs = torch.cat((rows.inputs, self._masked.expand(n_masked, -1)))
+        (self._logits[sequence],) = self.runner.forward([rows.step(None)])
+        rows.computed()
+        rows.inputs = rows.inputs[:0]
+        return self._tree_state(sequence, n_nodes)
