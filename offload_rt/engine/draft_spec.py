@@ -210,7 +210,7 @@ class DraftSpec:
         if draft is None or not isinstance(draft.spec, Head):
             return
         target.taps = draft.spec.taps
-        draft.taps = (1,)
+        draft.taps = (draft.spec.n_layers,)
         draft.non_layer = draft.spec.weights_beside(draft.non_layer, shared, self.target.device)
 
     def weights_nbytes(self, plan: Plan) -> int:
@@ -242,7 +242,13 @@ class DraftSpec:
             pair_stats = PairStats.load(identity, self._identity)
         if resources.view is not None:
             self_model = SelfDraftModel(
-                runner, n_levels, trace, resources.view, drafting.view_rows, memory.view_rows
+                runner,
+                runner.spec.vocab_size,
+                n_levels,
+                trace,
+                kind=resources.view,
+                budget=drafting.view_rows,
+                n_rows=memory.view_rows,
             )
             view_identity = f"{drafting.name} {drafting.view_rows}"
             pair_stats = PairStats.load(identity, view_identity, _SELF_ACCEPTANCE)

@@ -234,8 +234,6 @@ class Architecture(ABC):
     # Capabilities. Callers query these, never the class.
     # Passes of equal shape launch equal kernels, so CUDA graphs apply.
     supports_graphs: ClassVar[bool] = True
-    # EAGLE and Medusa heads can draft for the model.
-    supports_heads: ClassVar[bool] = True
     # The model can draft for itself, with views of its caches or 4-bit copies of its layers.
     supports_self_draft: ClassVar[bool] = True
     # Attention reads cache rows on the host or the disk.
@@ -300,6 +298,11 @@ class Architecture(ABC):
     def state_layers(self) -> Collection[int]:
         """Layers with a recurrent state, in the order of `state_shapes`."""
         return ()
+
+    @property
+    def shared_modules(self) -> tuple[str, str] | None:
+        """Return the embedding and the output matrix, which draft heads share, or None."""
+        return None
 
     @property
     def supports_mtp(self) -> bool:

@@ -9,7 +9,6 @@ token and mask tokens at the following positions. Its rows attend to the cache a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MARKOV = ("markov_head.markov_w1", "markov_head.markov_w2")
+_GATE = "markov_head.gate_proj"
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class BlockHead(Head, NativeDecoder):
     anchored         windows begin before the last token, instead of before each row (speculators)
     predicts_first   row k predicts position k + 1 of the block, instead of position k
     markov_rank      rank of the dependence of logits on the preceding token; 0 for none
+    is_gated         this dependence has a gate, a function of hidden state and preceding token
+    input_scale      factor of the embedding
+    logit_scale      factor of the logits
+    logit_softcap    replaces logits s by softcap * tanh(s / softcap); 0 to keep them
     """
 
     block_size: int = 16
@@ -44,6 +48,10 @@ class BlockHead(Head, NativeDecoder):
     anchored: bool = False
     predicts_first: bool = False
     markov_rank: int = 0
+    is_gated: bool = False
+    input_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
 
     @property
     def n_predicted(self) -> int:
@@ -70,6 +78,10 @@ class BlockHead(Head, NativeDecoder):
                 TensorShape(f"{name}.weight", (n, self.markov_rank))
                 for name, n in zip(_MARKOV, sizes, strict=True)
             ]
+        if self.is_gated:
+            rank = self.markov_rank
+            tensors.append(TensorShape(f"{_GATE}.weight", (rank, d + rank)))
+            tensors.append(TensorShape(f"{_GATE}.bias", (rank,)))
         return tuple(tensors)
 
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
@@ -110,36 +122,57 @@ class BlockHead(Head, NativeDecoder):
 
         n_blocks, size = tokens.shape
         n_cached = cached[0][0].shape[1]
-        x = weights.rows(tokens.flatten(), EMBED)
+        x = weights.rows(tokens.flatten(), EMBED) * self.input_scale
         cos, sin = self._rotary(n_cached, size, x)
         rotary = cos.repeat(n_blocks, 1), sin.repeat(n_blocks, 1)
         for i, layer in enumerate(layers):
             h = ops.rms_norm(x, layer.vector("input_layernorm"), self.eps)
-            q, k, v = (self._heads(part) for part in layer.linears(h, QKV))
-            q, k = (
-                _rotated(self._normed(layer, f"{name}_norm", part), rotary)
-                for name, part in (("q", q), ("k", k))
-            )
-            out = self._attend(i, (q, k, v), cached[i], n_blocks)
-            x = self.mlp(layer, x, layer.linear(out, "self_attn.o_proj"))
+            x = self.mlp(layer, x, self.attend_to_block(i, layer, h, cached[i], rotary))
         hidden = ops.rms_norm(x, weights.vector("norm"), self.eps).view(n_blocks, size, -1)
         return hidden[:, size - self.n_predicted :]
+
+    def attend_to_block(
+        self,
+        i: int,
+        layer: LayerWeights,
+        h: Tensor,
+        cached: tuple[Tensor, Tensor],
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Return attention's contribution (n, hidden_size) for the normed rows of blocks.
+
+        cached  keys and values (n_kv_heads, n, head_dim) of all earlier tokens
+        rotary  cosines and sines (n, head_dim) of the rows
+        """
+        q, k, v = (self._heads(part) for part in layer.linears(h, QKV))
+        q, k = (
+            _rotated(self._normed(layer, f"{name}_norm", part), rotary)
+            for name, part in (("q", q), ("k", k))
+        )
+        out = self._attend(i, (q, k, v), cached, len(h) // self.block_size)
+        return layer.linear(out, "self_attn.o_proj")
 
     def logits(self, weights: LayerWeights, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return logits (n, vocab_size) of hidden states (n, hidden_size), -inf if not in use.
 
         tokens  (n,) int64 tokens before the predicted tokens
         """
-        head = EMBED if self.tied and self.n_tokens == self.vocab_size else HEAD
-        logits = weights.linear(hidden, head)
+        import torch
+
+        logits = weights.linear(hidden, HEAD)
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        if self.logit_softcap:
+            logits = (logits / self.logit_softcap).tanh_() * self.logit_softcap
         if self.markov_rank:
             previous, following = _MARKOV
-            logits = logits + weights.linear(weights.rows(tokens, previous), following)
+            before = weights.rows(tokens, previous)
+            if self.is_gated:
+                both = torch.cat((hidden, before), 1)
+                before = before * weights.linear(both, _GATE).sigmoid_()
+            logits = logits + weights.linear(before, following)
         assert isinstance(weights, HeadWeights), "created by weights_beside"
-        if weights.token_ids is None:
-            return logits
-        whole = logits.new_full((len(logits), self.vocab_size), -math.inf)
-        return whole.index_copy_(1, weights.token_ids, logits)
+        return weights.expand(logits, self.vocab_size)
 
     def _attend(
         self, i: int, qkv: tuple[Tensor, ...], cached: tuple[Tensor, Tensor], n_blocks: int

@@ -1,19 +1,20 @@
-"""Draft heads on the target's hidden states: EAGLE-3, multi-token prediction (MTP), Medusa.
+"""Draft heads on the target's hidden states: multi-token prediction (MTP), Medusa.
 
-EAGLE-3: Li et al. 2025 (arXiv 2503.01840). MTP: DeepSeek-V3 (arXiv 2412.19437). Medusa: Cai et al.
-2024 (arXiv 2401.10774). Cache row j of a head combines token j + 1 and the hidden state of token j.
+MTP: DeepSeek-V3 (arXiv 2412.19437). Medusa: Cai et al. 2024 (arXiv 2401.10774). Cache row j of a
+head combines token j + 1 and the hidden state of token j.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload_rt.errors import SettingsError
-from offload_rt.models.architecture import Architecture, LayerWeights, PassContext, TensorShape
-from offload_rt.models.native import EMBED, HEAD, NORM, QKV, NativeDecoder, norm
+from offload_rt.models.architecture import Architecture, LayerWeights, TensorShape
+from offload_rt.models.native import EMBED, HEAD, NORM, NativeDecoder, norm
 
 if TYPE_CHECKING:
     import torch
@@ -24,16 +25,20 @@ if TYPE_CHECKING:
 class HeadWeights(LayerWeights):
     """Weights of a head for the tensors in `names`, and of its target for all other tensors.
 
+    shared     the target's names of the modules `EMBED` and `HEAD`
     token_ids  (n,) int64 on the device: target tokens in the head's reduced vocabulary, or None
     """
 
     head: LayerWeights
     target: LayerWeights
     names: frozenset[str]
+    shared: Mapping[str, str]
     token_ids: Tensor | None
 
-    def _with(self, name: str) -> LayerWeights:
-        return self.head if name in self.names else self.target
+    def _with(self, name: str) -> tuple[LayerWeights, str]:
+        if f"{name}.weight" in self.names:
+            return self.head, name
+        return self.target, self.shared.get(name, name)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,27 +47,38 @@ class HeadWeights(LayerWeights):
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See `LayerWeights`."""
-        return self._with(name).tensor(name, dtype)
+        return (self.head if name in self.names else self.target).tensor(name, dtype)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See `LayerWeights`."""
-        return self._with(f"{name}.weight").linear(x, name)
+        weights, stored_name = self._with(name)
+        return weights.linear(x, stored_name)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """See `LayerWeights`."""
-        return self._with(f"{name}.weight").rows(ids, name)
+        weights, stored_name = self._with(name)
+        return weights.rows(ids, stored_name)
+
+    def expand(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Return logits (n, vocab_size), -inf outside the head's reduced vocabulary."""
+        if self.token_ids is None:
+            return logits
+        whole = logits.new_full((len(logits), vocab_size), -math.inf)
+        return whole.index_copy_(1, self.token_ids, logits)
 
 
 @dataclass(frozen=True)
 class Head(Architecture):
     """A draft head. `family` names its drafter; vocabulary and hidden size are the target's.
 
-    token_ids  see `HeadWeights`; on the host
+    target_modules  the target's `shared_modules`
+    token_ids       see `HeadWeights`; on the host
     """
 
     # Inputs of rows are outputs of their parents, without fixed addresses.
     supports_graphs = False
 
+    target_modules: tuple[str, str] = (EMBED, HEAD)
     token_ids: Tensor | None = field(default=None, compare=False, repr=False)
 
     def weights_beside(
@@ -70,9 +86,9 @@ class Head(Architecture):
     ) -> HeadWeights:
         """Combine the head's weights outside the layers with the target's weights."""
         names = frozenset(name for name, _ in self.non_layer_tensors())
-        return HeadWeights(
-            head, target, names, None if self.token_ids is None else self.token_ids.to(device)
-        )
+        shared = dict(zip((EMBED, HEAD), self.target_modules, strict=True))
+        token_ids = None if self.token_ids is None else self.token_ids.to(device)
+        return HeadWeights(head, target, names, shared, token_ids)
 
     @abstractmethod
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
@@ -93,125 +109,6 @@ class HeadDecoder(Head):
     @abstractmethod
     def child_inputs(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Return the head inputs (n, hidden_size) of child rows, from layer outputs x."""
-
-
-@dataclass(frozen=True)
-class Eagle3(HeadDecoder, NativeDecoder):
-    """EAGLE-3. The layer's input is embedding and residual stream, (n, 2 * hidden_size).
-
-    n_tokens       size of the reduced vocabulary
-    norm_before    use the normed residual stream as residual
-    prefix         prefix of the layer: "midlayer.", "layers.0." in files of speculators
-    state_norm     norm of the tapped states: "" none, "input_norm" of their concatenation,
-                   "fc_norm" of each of them (EAGLE-3.1)
-    feeds_normed   child rows receive the normed output (`norm_output` of speculators, EAGLE-3.1)
-    is_normed      apply the final norm before the output matrix (`norm_output` of SpecForge)
-    has_embedding  the head's embedding differs from the target's
-    """
-
-    n_tokens: int = 0
-    norm_before: bool = False
-    prefix: str = "midlayer."
-    state_norm: str = ""
-    feeds_normed: bool = False
-    is_normed: bool = True
-    has_embedding: bool = False
-
-    def layer_prefix(self, i: int) -> str:
-        """Return the prefix of the only layer."""
-        return self.prefix
-
-    def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
-        """Return a Llama layer with a second norm and a doubled attention input."""
-        d = self.hidden_size
-        wide = tuple(f"{name}.weight" for name in QKV)
-        llama_tensors = super().layer_tensors(i)
-        doubled = (
-            TensorShape(name, (shape[0], 2 * d) if name in wide else shape)
-            for name, shape in llama_tensors
-        )
-        return (norm("hidden_norm", d), *doubled)
-
-    def non_layer_tensors(self) -> tuple[TensorShape, ...]:
-        """Return norms and matrix of the fusion, the final norm, the embedding and the head."""
-        d = self.hidden_size
-        n = len(self.taps)
-        norms: list[TensorShape] = []
-        if self.state_norm == "input_norm":
-            norms = [norm("input_norm", n * d)]
-        elif self.state_norm == "fc_norm":
-            norms = [norm(f"fc_norm.{i}", d) for i in range(n)]
-        if self.has_embedding:
-            norms.append(TensorShape(f"{_OWN_EMBED}.weight", (self.vocab_size, d)))
-        fusion = TensorShape("fc.weight", (d, n * d))
-        head = TensorShape("lm_head.weight", (self.n_tokens, d))
-        return (*norms, fusion, norm("norm", d), head)
-
-    def embed(
-        self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Look up the head's embedding, or the target's."""
-        return weights.rows(ids, _OWN_EMBED if self.has_embedding else EMBED), row_inputs
-
-    def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
-        """Norm the tapped hidden states and fuse them by a matrix."""
-        import torch
-
-        from offload_rt import ops
-
-        flat = states.flatten(1)
-        if self.state_norm == "input_norm":
-            flat = ops.rms_norm(flat, weights.vector("input_norm"), self.eps)
-        elif self.state_norm == "fc_norm":
-            normed = (
-                ops.rms_norm(states[:, i].contiguous(), weights.vector(f"fc_norm.{i}"), self.eps)
-                for i in range(len(self.taps))
-            )
-            flat = torch.cat(tuple(normed), 1)
-        return weights.linear(flat, "fc")
-
-    def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
-        """Concatenate embeddings and states."""
-        import torch  # not at the top: a plan computes nothing
-
-        return torch.cat((x, states), 1)
-
-    def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
-        """Apply attention to inputs normed inputs; update the residual stream."""
-        import torch
-
-        from offload_rt import ops
-
-        embedded, hidden = (part.contiguous() for part in x.chunk(2, 1))
-        normed = ops.rms_norm(hidden, weights.vector("hidden_norm"), self.eps)
-        inputs = torch.cat(
-            (ops.rms_norm(embedded, weights.vector("input_layernorm"), self.eps), normed), 1
-        )
-        out = self.attention(i, weights, inputs, context)
-        return torch.cat(
-            (embedded, self.mlp(weights, normed if self.norm_before else hidden, out)), 1
-        )
-
-    def child_inputs(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Return the residual stream, after the final norm if the head feeds it back normed."""
-        return self._output(weights, x) if self.feeds_normed else x[:, self.hidden_size :]
-
-    def _output(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Return the residual stream after the final norm, (n, hidden_size)."""
-        from offload_rt import ops
-
-        hidden = x[:, self.hidden_size :].contiguous()
-        return ops.rms_norm(hidden, weights.vector("norm"), self.eps)
-
-    def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary, -inf outside the reduced vocabulary."""
-        output = self._output(weights, x) if self.is_normed else x[:, self.hidden_size :]
-        logits = weights.linear(output, "lm_head")
-        assert isinstance(weights, HeadWeights), "created by weights_beside"
-        if weights.token_ids is None:
-            return logits
-        whole = logits.new_full((len(logits), self.vocab_size), -math.inf)
-        return whole.index_copy_(1, weights.token_ids, logits)
 
 
 class MtpLayout(NamedTuple):
@@ -329,7 +226,7 @@ class NativeMtp(Mtp, NativeDecoder):
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Apply the layer's norm and the target's head."""
-        return weights.linear(self.child_inputs(weights, x), EMBED if self.tied else HEAD)
+        return weights.linear(self.child_inputs(weights, x), HEAD)
 
 
 # Prefixes of Medusa's tensors: in a separate file, or within a complete model.
@@ -385,8 +282,31 @@ class Medusa(Head, NativeDecoder):
         )
 
 
-# Embedding of a head, beside the target's `EMBED`.
-_OWN_EMBED = "embed_tokens"
+def fields_of(model: NativeDecoder) -> dict[str, Any]:
+    """Return the fields of a model; `vars` would include cached properties."""
+    return {item.name: getattr(model, item.name) for item in fields(model)}
+
+
+def check_sizes(own: NativeDecoder, target: Architecture, target_hidden: int | None) -> None:
+    """Raise SettingsError for the layers of a head that do not fit the target.
+
+    target_hidden  hidden size of the target by the head's config, or None
+    """
+    for quantity, have, need in (
+        ("hidden size", target_hidden or own.hidden_size, target.hidden_size),
+        ("hidden size", own.hidden_size, target.hidden_size),
+        ("vocabulary", own.vocab_size, target.vocab_size),
+    ):
+        if have != need:
+            raise target_mismatch(quantity, str(have), str(need))
+
+
+def check_taps(taps: Sequence[Any], target: Architecture) -> tuple[int, ...]:
+    """Return the taps of a head; raise SettingsError unless the target has these layers."""
+    if not taps or not all(type(tap) is int and 0 <= tap <= target.n_layers for tap in taps):
+        have = f"those after {list(taps)} layers"
+        raise target_mismatch("hidden states", have, f"at most {target.n_layers}")
+    return tuple(taps)
 
 
 def target_mismatch(quantity: str, have: str, need: str) -> SettingsError:

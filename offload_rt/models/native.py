@@ -47,6 +47,11 @@ class NativeDecoder(Architecture):
     qk_norm: bool = False
     n_mtp: int = 0
 
+    @property
+    def shared_modules(self) -> tuple[str, str] | None:
+        """See `Architecture.shared_modules`."""
+        return EMBED, EMBED if self.tied else HEAD
+
     def layer_prefix(self, i: int) -> str:
         """Return transformers' layer prefix for these families."""
         return f"model.layers.{i}."

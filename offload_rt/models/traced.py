@@ -175,6 +175,7 @@ class TracedModel:
     has_state     layers with a recurrent state
     windows       windows of all attention masks
     mixtures      expert layers in transformers' standard form, all of equal shape; else empty
+    shared_modules  see `Architecture`
     """
 
     def __init__(self, config: PreTrainedConfig, kind: type[PreTrainedModel]) -> None:
@@ -313,6 +314,9 @@ class TracedModel:
         tied   names of parameters by id, the first name of tied parameters
         """
         self._weights: LayerWeights
+        ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        shared = [tied[id(module.weight)].removesuffix(".weight") for module in ends if module]
+        self.shared_modules = (shared[0], shared[1]) if len(shared) == 2 else None
         parts = [*(list(layer.modules()) for layer in self.layers), called]
         self._tensors: list[list[_Tensor]] = [[] for _ in parts]
         self._tables: list[list[tuple[dict[str, Any], str]]] = [[] for _ in parts]

@@ -137,11 +137,15 @@ class TransformersModel(Architecture):
     split_tensors: tuple[SplitTensors, ...] = field(default=(), compare=False, repr=False)
 
     supports_graphs = False
-    supports_heads = False
     supports_self_draft = False
     supports_offloaded_kv = False
     supports_training = False
     embeds_on_all_stages = True
+
+    @property
+    def shared_modules(self) -> tuple[str, str] | None:
+        """See `Architecture.shared_modules`."""
+        return self.model.shared_modules
 
     @property
     def supports_mtp(self) -> bool:

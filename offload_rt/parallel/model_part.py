@@ -34,7 +34,6 @@ class ModelPart(Architecture):
         return self
 
     notice = property(of_whole("notice"))
-    supports_heads = property(of_whole("supports_heads"))
     supports_mtp = property(of_whole("supports_mtp"))
     supports_self_draft = property(of_whole("supports_self_draft"))
     supports_offloaded_kv = property(of_whole("supports_offloaded_kv"))

@@ -51,7 +51,7 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
         )
         return target, None if head is None else Sizes.of_spec(head, target.dtype)
     raw = _config_of(config.draft_model, None, config.offline)
-    head = head_of(raw, target.spec) if target.spec.supports_heads else None
+    head = head_of(raw, target.spec)
     if head is not None:
         return target, Sizes.of_spec(head, target.dtype)
     draft = _sizes_of(config.draft_model, None, replace(config, dtype="auto"))

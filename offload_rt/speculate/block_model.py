@@ -1,11 +1,12 @@
-"""Drafting by a block drafter: trees grow by the token distributions of a block."""
+"""Drafting by a block drafter: trees grow by the token distributions of blocks."""
 
 from collections import abc
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.executor.runner import Runner
+from offload_rt.chunks import CHUNK_ROWS
 from offload_rt.executor.sequence import Sequence
 from offload_rt.kv.cache import KVBuffer
 from offload_rt.models.block_head import BlockHead
@@ -13,35 +14,97 @@ from offload_rt.ops import to_device
 from offload_rt.speculate.draft_model import TreeBuilder, TreeState, captured
 from offload_rt.speculate.head_model import HeadModel
 from offload_rt.speculate.protocols import ROWS_PER_NODE
-from offload_rt.system.trace import Trace
+
+
+class BlockState(TreeState):
+    """Rows of a tree, each with the block that predicts its children.
+
+    Block 0 has masks after the last token. Further blocks contain the path of their row. Memory for
+    parent states in the plan limits their number.
+    cached    keys and values of all tokens but the last, per layer
+    blocks    (n_blocks, n_predicted, hidden_size)
+    n_passes  passes over blocks
+    """
+
+    n_passes = 0
+
+    def __init__(
+        self,
+        vocab_size: int,
+        most_rows: int,
+        sequence: Sequence,
+        device: torch.device,
+        cached: list[tuple[Tensor, Tensor]],
+    ) -> None:
+        super().__init__(vocab_size, most_rows, sequence, device)
+        self.cached = cached
+        self.blocks = torch.empty(0)
+        self._block_of = np.zeros(most_rows, dtype=np.int64)
+        self.clear(sequence.tokens[-1])
+
+    @property
+    def n_recomputable(self) -> int:
+        """See `TreeState`: the blocks of a chunk, and the blocks that memory holds."""
+        n_predicted = self.blocks.shape[1]
+        n_left = 2 * (CHUNK_ROWS + self._most_rows) // n_predicted - len(self.blocks)
+        return max(min(n_left, CHUNK_ROWS // (n_predicted + 1)), 0)
+
+    def is_recomputed(self, row: int) -> bool:
+        """See `TreeState`."""
+        return row == 0 or bool(self._block_of[row] != self._block_of[self._tree.parents[row]])
+
+    def path(self, row: int) -> list[int]:
+        """Return the tokens from the child of the root to a row."""
+        tokens = []
+        while row > 0:
+            tokens.append(self.tokens[row])
+            row = int(self._tree.parents[row])
+        return tokens[::-1]
+
+    def inherit(self) -> None:
+        """Let new rows use the blocks of their parents."""
+        rows = self.new_rows
+        if rows.start:
+            self._block_of[rows] = self._block_of[self._tree.parents[rows]]
+
+    def append(self, blocks: Tensor) -> None:
+        """Store blocks for the first new rows."""
+        n = len(self.blocks)
+        first = self.new_rows.start
+        self._block_of[first : first + len(blocks)] = np.arange(n, n + len(blocks))
+        self.blocks = torch.cat((self.blocks, blocks)) if n else blocks
+        self.n_passes += 1
+
+    def hidden(self) -> Tensor:
+        """Return the hidden states (n, hidden_size) that predict the children of the new rows."""
+        blocks, depths = to_device(
+            [
+                torch.from_numpy(self._block_of[self.new_rows]),
+                torch.from_numpy(self.new_depths).long(),
+            ],
+            self.blocks.device,
+        )
+        return self.blocks[blocks, depths]
 
 
 class BlockModel(HeadModel):
     """Block drafter with a cache of the target's hidden states per sequence.
 
-    A block is computed once per tree. Row k gives the distribution of all nodes at depth k + 1, so
-    a tree needs no further pass.
+    Row k of a block gives the distribution of the nodes at depth k + 1, so a tree needs no further
+    pass. Blocks that contain the tokens of a path predict its continuations better.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        vocab_size: int,
-        max_levels: int,
-        trace: Trace,
-        context: int | None = None,
-    ) -> None:
-        spec = runner.spec
+    def __post_init__(self) -> None:
+        spec = self.runner.spec
         assert isinstance(spec, BlockHead), "BlockModel requires a block drafter"
-        super().__init__(runner, vocab_size, min(max_levels, spec.n_predicted + 1), trace)
+        self.max_levels = min(self.max_levels, spec.n_predicted + 1)
+        super().__post_init__()
         self._spec = spec
-        self._layers = runner.resident_layers()
+        self._layers = self.runner.resident_layers()
         self._buffers: dict[Sequence, KVBuffer] = {}
-        self._hidden: dict[Sequence, Tensor] = {}  # (n_predicted, hidden_size) of the block
 
     def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
         """Continue with the cached rows of the shared tokens. See `Drafter.transfer`."""
-        self._hidden.pop(old, None)
         buffer = self._buffers.pop(old, None)
         if old not in self._inputs:
             return 0
@@ -54,7 +117,6 @@ class BlockModel(HeadModel):
 
     def end(self, sequence: Sequence) -> None:
         """Release the cache of a sequence."""
-        self._hidden.pop(sequence, None)
         self._buffers.pop(sequence, None)
         super().end(sequence)
 
@@ -62,15 +124,24 @@ class BlockModel(HeadModel):
     def _begin(
         self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
     ) -> TreeState:
-        cached = self._cached(sequence)
-        spec = self._spec
-        tokens = torch.full((1, spec.block_size), spec.mask_token)
-        tokens[0, 0] = sequence.tokens[-1]
-        (block,) = to_device([tokens], self._runner.device)
-        (self._hidden[sequence],) = spec.block(self._layers, self._runner.non_layer, block, cached)
-        state = TreeState(self.vocab_size, ROWS_PER_NODE * n_nodes, sequence, self._runner.device)
-        state.clear(sequence.tokens[-1])
+        state = BlockState(
+            self.vocab_size,
+            ROWS_PER_NODE * n_nodes,
+            sequence,
+            self.runner.device,
+            self._cached(sequence),
+        )
+        state.append(self._blocks(state, [[]]))
         return state
+
+    def _blocks(self, state: BlockState, paths: abc.Sequence[list[int]]) -> Tensor:
+        """Compute a block for each path: (n, n_predicted, hidden_size)."""
+        spec = self._spec
+        tokens = torch.full((len(paths), spec.block_size), spec.mask_token)
+        for row, path in zip(tokens, paths, strict=True):
+            row[: 1 + len(path)] = torch.tensor([state.tokens[0], *path])
+        (tokens,) = to_device([tokens], self.runner.device)
+        return spec.block(self._layers, self.runner.non_layer, tokens, state.cached)
 
     def _cached(self, sequence: Sequence) -> list[tuple[Tensor, Tensor]]:
         """Add rows for new hidden states; return keys and values of all tokens but the last."""
@@ -91,7 +162,7 @@ class BlockModel(HeadModel):
         old = self._buffers.get(sequence)
         if old is not None and old.capacity >= n:
             return old
-        runner = self._runner
+        runner = self.runner
         capacity = max(sequence.longest, n)
         new = KVBuffer.empty(self._spec.kv_shapes, capacity, runner.dtype, runner.device)
         if old is not None:
@@ -104,15 +175,14 @@ class BlockModel(HeadModel):
         outs = []
         for builder in builders:
             state = builder.state
-            depths, tokens = to_device(
-                [
-                    torch.from_numpy(state.new_depths).long(),
-                    torch.tensor(state.tokens[state.new_rows]),
-                ],
-                self._runner.device,
-            )
-            hidden = self._hidden[state.sequence].index_select(0, depths)
-            logits = self._spec.logits(self._runner.non_layer, hidden, tokens)
+            assert isinstance(state, BlockState), "created by _begin"
+            state.inherit()
+            rows = state.new_rows
+            if rows.start and state.recomputes and (n := state.n_recomputable):
+                chosen = range(rows.start, rows.stop)[:n]
+                state.append(self._blocks(state, [state.path(row) for row in chosen]))
+            (tokens,) = to_device([torch.tensor(state.tokens[rows])], self.runner.device)
+            logits = self._spec.logits(self.runner.non_layer, state.hidden(), tokens)
             reduce = captured(builder)
             outs.append(reduce(logits) if reduce else logits)
         return outs

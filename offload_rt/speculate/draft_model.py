@@ -2,7 +2,8 @@
 
 from collections import abc
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.ops import to_device, to_host
-from offload_rt.sampling import generator_on
+from offload_rt.sampling import generator_on, rejected
 from offload_rt.speculate.child_sampling import fitted
 from offload_rt.speculate.protocols import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.system.trace import DRAFT, Trace
@@ -25,6 +26,8 @@ from offload_rt.tree.topology import GrowingTree, Topology
 _N_SINKS = 16
 # Divisor of logits with noise before the softmax: the size of a draft's errors, at any temperature.
 _ERROR = 0.75
+# Logit of tokens outside the draft's vocabulary beside a grammar.
+_LEAST = -1e30
 
 
 class TreeState:
@@ -36,12 +39,16 @@ class TreeState:
     most_rows   row capacity
     lacking     sequence tokens missing in the draft's cache, computed before the tree's rows
     generator   the sequence's generator on the device, for drawing children
+    ahead       tokens assumed between the sequence and the root's children
     noise       (levels, vocabulary) float32: the target's sampling noise per level, times the
                 sequence's temperature; None if the tree is not coupled
     error       reason to discard the tree, or None
+    recomputes  block drafters: compute blocks for the rows to add, instead of using those of their
+                parents
     """
 
     error: NumericsError | None = None
+    recomputes = True
 
     def __init__(
         self, vocab_size: int, most_rows: int, sequence: Sequence, device: torch.device
@@ -53,6 +60,7 @@ class TreeState:
         self.lacking: list[int] = []
         self._tree = GrowingTree(most_rows)
         self.n_done = 0
+        self.ahead: tuple[int, ...] = ()
         self.noise: Tensor | None = None
         self._most_rows = most_rows
         self._probs = torch.empty(0)
@@ -67,6 +75,15 @@ class TreeState:
         """(n,) depths of the rows added since the last step."""
         return self._tree.depths[self.new_rows]
 
+    @property
+    def n_recomputable(self) -> int:
+        """Maximum rows of a round with blocks of their own."""
+        return self._most_rows
+
+    def is_recomputed(self, row: int) -> bool:
+        """Return whether a row does not depend on the block of its parent."""
+        return True
+
     def computed(self) -> None:
         """Mark all rows as computed."""
         self.n_done = len(self.tokens)
@@ -78,11 +95,31 @@ class TreeState:
         self.error = None
         self._tree.clear()
 
+    def has_room(self, n_nodes: int) -> bool:
+        """Return whether a tree of this size fits."""
+        return ROWS_PER_NODE * n_nodes <= self._most_rows
+
     def room(self, n: int, like: Tensor) -> Tensor:
         """Return a buffer (n, vocabulary) for a tree's distributions, reused by later trees."""
         if len(self._probs) < n:
             self._probs = like.new_empty(self._most_rows // ROWS_PER_NODE, like.shape[1])
         return self._probs[:n]
+
+    def start_masks(self) -> None:
+        """Start to compute the grammar's masks after the latest rows."""
+        if (grammar := self.sequence.grammar) is not None:
+            parents = self._tree.parents[: len(self.tokens)]
+            paths = Topology(parents).paths(self.tokens)[self.new_rows]
+            grammar.start_masks([self.ahead + path for path in paths])
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Exclude tokens outside the grammar in logits (rows, vocabulary) of the latest rows."""
+        if self.sequence.grammar is None:
+            return logits
+        (masks,) = to_device([self.sequence.grammar.masks()], logits.device)
+        # Tokens outside the draft's vocabulary remain candidates: a row is never empty.
+        logits = fitted(logits, self.vocab_size).clamp_min(_LEAST)
+        return logits.masked_fill_(rejected(masks, self.vocab_size), -torch.inf)
 
     def perturbed(self, logits: Tensor) -> Tensor:
         """Add noise to the logits (rows, vocabulary) of the latest rows.
@@ -187,31 +224,28 @@ class TreeBuilder(Protocol):
 _Builder = TypeVar("_Builder", bound=TreeBuilder)
 
 
+@dataclass(eq=False, repr=False)
 class DraftModel:
     """Compute draft logits for the trees of all sequences together.
 
+    runner      computes the draft model
     vocab_size  vocabulary of the target
     max_levels  maximum tree levels; the draft's context reserves as many tokens
     trace       receives a span per pass
     context     context limit in tokens; None for all positions of the draft
     """
 
-    state_type: type[DraftState] = DraftState
+    state_type: ClassVar[type[DraftState]] = DraftState
 
-    def __init__(
-        self,
-        runner: Runner,
-        vocab_size: int,
-        max_levels: int,
-        trace: Trace,
-        context: int | None = None,
-    ) -> None:
-        self._runner = runner
-        self.vocab_size = vocab_size
-        self.max_levels = max_levels
-        self._trace = trace
-        n_positions = runner.spec.max_positions
-        self._limit = max(min(context or n_positions, n_positions) - max_levels, 1)
+    runner: Runner
+    vocab_size: int
+    max_levels: int
+    trace: Trace
+    context: int | None = None
+
+    def __post_init__(self) -> None:
+        n_positions = self.runner.spec.max_positions
+        self._limit = max(min(self.context or n_positions, n_positions) - self.max_levels, 1)
         self._states: dict[Sequence, DraftState] = {}
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
@@ -240,11 +274,12 @@ class DraftModel:
         """
         state = self._begin(sequence, n_nodes, is_alone, path)
         n_ahead = len(path)
+        state.ahead = tuple(path)
         state.noise = None
         if n_coupled:
             place = len(sequence.tokens)
             n_levels = n_ahead + n_coupled
-            noise = sequence.noise.at(place, n_levels, self.vocab_size, self._runner.device)[
+            noise = sequence.noise.at(place, n_levels, self.vocab_size, self.runner.device)[
                 n_ahead:
             ]
             state.noise = noise.log().mul_(-sequence.temperature)
@@ -254,16 +289,17 @@ class DraftModel:
         self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
     ) -> TreeState:
         known = self._states.get(sequence)
-        if known is None or known.sequence is not sequence:
-            if self._runner.has_graphs:  # graphs need a single buffer, so free finished caches
+        # A tree may outgrow the first tree, when other sequences have ended.
+        if known is None or known.sequence is not sequence or not known.has_room(n_nodes):
+            if self.runner.has_graphs:  # graphs need a single buffer, so free finished caches
                 for old in [old for old in self._states if old.finish_reason]:
                     self.end(old)
             longest = min(sequence.longest, self._limit) + self.max_levels
             n_rows = draft_rows(min(longest, sequence.longest), n_nodes)
             if known is None:
-                cache = self._runner.new_cache(n_rows, is_alone)
+                cache = self.runner.new_cache(n_rows, is_alone)
             else:
-                cache = self._runner.renew_cache(
+                cache = self.runner.renew_cache(
                     known.cache, n_rows, ROWS_PER_NODE * n_nodes, is_alone
                 )
             self._add_state(sequence, cache, n_nodes)
@@ -275,7 +311,7 @@ class DraftModel:
 
     def _add_state(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
         self._states[sequence] = self.state_type(
-            self._runner, cache, self.vocab_size, ROWS_PER_NODE * n_nodes, sequence
+            self.runner, cache, self.vocab_size, ROWS_PER_NODE * n_nodes, sequence
         )
 
     def _seen(self, sequence: Sequence) -> list[int]:
@@ -304,7 +340,7 @@ class DraftModel:
         """Release the draft cache of a sequence."""
         state = self._states.pop(sequence, None)
         if state is not None:
-            self._runner.free_cache(state.cache)
+            self.runner.free_cache(state.cache)
 
     def grow(
         self,
@@ -325,7 +361,9 @@ class DraftModel:
         ]:
             if guess is not None:
                 guess(growing)
-            with self._trace.span(DRAFT, f"level {n_passes + 1}"):
+            with self.trace.span(DRAFT, f"level {n_passes + 1}"):
+                for builder in growing:
+                    builder.state.start_masks()
                 outs = self._forward(growing)
                 selected = to_host(
                     [
@@ -345,11 +383,12 @@ class DraftModel:
     def _forward(self, builders: abc.Sequence[TreeBuilder]) -> list[Tensor]:
         """Compute the latest rows in a single pass."""
         states = [(builder.state, captured(builder)) for builder in builders]
-        return self._runner.forward(
+        return self.runner.forward(
             [state.step(reduce) for state, reduce in states if isinstance(state, DraftState)]
         )
 
 
+@dataclass(eq=False, repr=False)
 class SelfDraftModel(DraftModel):
     """Self-drafting: the target drafts with views of its caches.
 
@@ -360,40 +399,32 @@ class SelfDraftModel(DraftModel):
     n_rows  total rows available to views
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        max_levels: int,
-        trace: Trace,
-        kind: type[SparseCache],
-        budget: int,
-        n_rows: int,
-    ) -> None:
-        super().__init__(runner, runner.spec.vocab_size, max_levels, trace)
-        self._limit = runner.spec.max_positions
-        self._kind = kind
-        self._budget = budget
-        self._n_rows = n_rows
+    kind: type[SparseCache] = field(kw_only=True)
+    budget: int = field(kw_only=True)
+    n_rows: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._limit = self.runner.spec.max_positions
+        self._n_rows = self.n_rows
         self._views: dict[Sequence, tuple[int, int]] = {}  # (target cache, rows of its view)
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
         """Create a view of the sequence's cache if memory allows."""
         for old in [old for old in self._views if old.finish_reason]:
             self.end(old)
-        budget = min(self._budget, sequence.longest)
+        budget = min(self.budget, sequence.longest)
         n_rows = view_rows(budget, n_nodes)
         if n_nodes > 1 and n_rows <= self._n_rows:
             self._n_rows -= n_rows
             self._views[sequence] = cache, n_rows
-            view = self._runner.new_view(cache, self._kind, budget, ROWS_PER_NODE * n_nodes)
+            view = self.runner.new_view(cache, self.kind, budget, ROWS_PER_NODE * n_nodes)
             self._add_state(sequence, view, n_nodes)
 
     def can_draft(self, sequence: Sequence) -> bool:
         """Return whether the target has computed the prompt."""
         source = self._views.get(sequence)
-        return (
-            source is not None and self._runner.n_committed(source[0]) == len(sequence.tokens) - 1
-        )
+        return source is not None and self.runner.n_committed(source[0]) == len(sequence.tokens) - 1
 
     def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
         """Drop the view; a new view is filled from the target's cache. See `Drafter.transfer`."""
@@ -407,12 +438,16 @@ class SelfDraftModel(DraftModel):
 
 
 def captured(builder: TreeBuilder) -> Reduce | None:
-    """Return the reduction to run within the pass; None if noise must be added to logits first."""
-    return builder.reduce if builder.state.noise is None else None
+    """Return the reduction to run within the pass; None if noise or masks change logits first."""
+    state = builder.state
+    is_final = state.noise is None and state.sequence.grammar is None
+    return builder.reduce if is_final else None
 
 
 def select_tokens(builder: TreeBuilder, out: Tensor) -> Tensor:
     """Select the host's input from the pass output `out` of the latest rows."""
-    if builder.state.noise is not None and builder.reduce is not None:
-        out = builder.reduce(builder.state.perturbed(out))
+    state = builder.state
+    out = state.masked(out)
+    if captured(builder) is None and builder.reduce is not None:
+        out = builder.reduce(out if state.noise is None else state.perturbed(out))
     return builder.select(out)

@@ -97,14 +97,15 @@ class DynamicTreeBuilder:
         probabilities = values.astype(np.float64)
         candidates = zip(tokens, probabilities, strict=True)
         self._seen.update(zip(nodes.rows[parents].tolist(), candidates, strict=True))
+        calibration = self._estimates_of(int(nodes.rows[parents[0]])).calibration
+        is_possible = probabilities > 0  # a grammar excludes tokens
+        above = np.broadcast_to(parents[:, None], tokens.shape)[is_possible]
         children = _Nodes(
-            chances=(
-                nodes.chances[parents, None] * self.estimates.calibration.chances(probabilities)
-            ).ravel(),
-            parents=parents.repeat(k),
-            tokens=tokens.ravel(),
-            depths=nodes.depths[parents].repeat(k) + 1,
-            rows=np.full(tokens.size, -1),
+            chances=nodes.chances[above] * calibration.chances(probabilities)[is_possible],
+            parents=above,
+            tokens=tokens[is_possible],
+            depths=nodes.depths[above] + 1,
+            rows=np.full(len(above), -1),
         )
         self._nodes = nodes.merged(children, self._n_nodes)
         self._expand()
@@ -117,15 +118,28 @@ class DynamicTreeBuilder:
         nodes = self._nodes
         self._expanded = np.array([], dtype=np.int64)
         waiting = np.flatnonzero((nodes.rows < 0) & (nodes.depths < self._n_levels - 1))
-        if nodes.chances[waiting].sum() < self.least_gain * nodes.chances.sum():
-            return
-        parts = (waiting[waiting <= share * self._n_nodes] for share in _SHARES)
-        places = next((part for part in parts if len(part)), waiting)
+        places = self._next_round(waiting)
         places = places[: ROWS_PER_NODE * self._n_nodes - len(self.state.tokens)]
         nodes.rows[places] = self._add(
             nodes.rows[nodes.parents[places]].tolist(), nodes.tokens[places].tolist()
         )
         self._expanded = places
+
+    def _next_round(self, waiting: np.ndarray) -> np.ndarray:
+        """Return the nodes to compute next, or none if a round costs more than it gains."""
+        chances = self._nodes.chances
+        if chances[waiting].sum() < self.least_gain * chances.sum():
+            return waiting[:0]
+        return self._best(waiting)
+
+    def _best(self, waiting: np.ndarray) -> np.ndarray:
+        """Return the waiting nodes in the first non-empty share of the tree."""
+        parts = (waiting[waiting <= share * self._n_nodes] for share in _SHARES)
+        return next((part for part in parts if len(part)), waiting)
+
+    def _estimates_of(self, row: int) -> Estimates:
+        """Return the estimates for the distribution of a row."""
+        return self.estimates
 
     @property
     def chances(self) -> np.ndarray:
@@ -152,5 +166,6 @@ class DynamicTreeBuilder:
             if row in self._seen:
                 tokens, probabilities = self._seen[row]
                 hit = next(iter(np.flatnonzero(tokens == token).tolist()), None)
-                self.estimates.calibration.observe(probabilities, hit)
-                self.estimates.acceptance.observe(len(tokens), hit)
+                estimates = self._estimates_of(row)
+                estimates.calibration.observe(probabilities, hit)
+                estimates.acceptance.observe(len(tokens), hit)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from offload_rt.chunks import CHUNK_ROWS
 from offload_rt.executor.cuda_graphs import Reduce
-from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
+from offload_rt.models.eagle3 import Eagle3
 from offload_rt.models.heads import Head, HeadDecoder, Medusa
 from offload_rt.ops import to_device
 from offload_rt.speculate.draft_model import (
@@ -21,7 +21,6 @@ from offload_rt.speculate.draft_model import (
     captured,
 )
 from offload_rt.speculate.protocols import ROWS_PER_NODE
-from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 
 
@@ -84,15 +83,8 @@ class HeadModel(DraftModel):
 
     state_type = HeadState
 
-    def __init__(
-        self,
-        runner: Runner,
-        vocab_size: int,
-        max_levels: int,
-        trace: Trace,
-        context: int | None = None,
-    ) -> None:
-        super().__init__(runner, vocab_size, max_levels, trace, context)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._inputs: dict[Sequence, tuple[int, Tensor]] = {}  # (first token, inputs from there on)
 
     def can_draft(self, sequence: Sequence) -> bool:
@@ -103,9 +95,9 @@ class HeadModel(DraftModel):
     @torch.inference_mode()
     def observe(self, sequence: Sequence, first: int, states: abc.Sequence[Tensor]) -> None:
         """Convert hidden states to head inputs, kept until the head computes their rows."""
-        spec = self._runner.spec
+        spec = self.runner.spec
         assert isinstance(spec, Head), "HeadModel requires a head"
-        inputs = torch.cat([spec.reduce_states(self._runner.non_layer, state) for state in states])
+        inputs = torch.cat([spec.reduce_states(self.runner.non_layer, state) for state in states])
         if sequence in self._inputs:
             n_gone, known = self._inputs[sequence]
             n_again = max(n_gone - first, 0)  # the target may recompute more rows than the head
@@ -121,7 +113,7 @@ class HeadModel(DraftModel):
         super().transfer(old, new, n)
         n_gone, known = self._inputs.pop(old, (n, torch.empty(0)))
         state = self._states.get(new)
-        first = self._runner.rewind(state.cache, new.tokens[1:n]) if state is not None else 0
+        first = self.runner.rewind(state.cache, new.tokens[1:n]) if state is not None else 0
         if n_gone > first:
             return first
         self._inputs[new] = first, known[first - n_gone : n - n_gone]
@@ -141,7 +133,7 @@ class HeadModel(DraftModel):
         state = super()._begin(sequence, n_nodes, is_alone, path)
         assert isinstance(state, HeadState), "state_type is HeadState"
         first, known = self._inputs[sequence]
-        n_kept = self._runner.n_committed(state.cache)
+        n_kept = self.runner.n_committed(state.cache)
         state.inputs = known[n_kept - first :]
         self._inputs[sequence] = n_kept, state.inputs
         state.feed()
@@ -149,30 +141,54 @@ class HeadModel(DraftModel):
 
     def _forward(self, builders: abc.Sequence[TreeBuilder]) -> list[Tensor]:
         outs = super()._forward(builders)
-        spec = self._runner.spec
+        spec = self.runner.spec
         assert isinstance(spec, HeadDecoder), "Medusa heads override this method"
-        for builder, tapped in zip(builders, self._runner.tapped, strict=True):
+        for builder, tapped in zip(builders, self.runner.tapped, strict=True):
             rows = builder.state.new_rows
             if isinstance(builder.state, HeadState):
                 new = tapped[rows.start - rows.stop :, 0]
-                builder.state.keep(spec.child_inputs(self._runner.non_layer, new))
+                builder.state.keep(spec.child_inputs(self.runner.non_layer, new))
         return outs
 
 
-class MedusaModel(HeadModel):
+class LevelModel(HeadModel):
+    """Heads that predict all levels of a tree at once, before the tree grows."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._logits: dict[Sequence, Tensor] = {}  # (levels, vocabulary), indexed by parent depth
+
+    def end(self, sequence: Sequence) -> None:
+        """Release the logits and the inputs of a sequence."""
+        self._logits.pop(sequence, None)
+        super().end(sequence)
+
+    def _tree_state(self, sequence: Sequence, n_nodes: int) -> TreeState:
+        """Return the state of a tree without draft rows."""
+        state = TreeState(self.vocab_size, ROWS_PER_NODE * n_nodes, sequence, self.runner.device)
+        state.clear(sequence.tokens[-1])
+        return state
+
+    def _forward(self, builders: abc.Sequence[TreeBuilder]) -> list[Tensor]:
+        depths = to_device(
+            [torch.from_numpy(builder.state.new_depths).long() for builder in builders],
+            self.runner.device,
+        )
+        outs = []
+        for builder, rows in zip(builders, depths, strict=True):
+            logits = self._logits[builder.state.sequence].index_select(0, rows)
+            reduce = captured(builder)
+            outs.append(reduce(logits) if reduce else logits)
+        return outs
+
+
+class MedusaModel(LevelModel):
     """Medusa heads: each predicts a tree level from the target's last hidden state. No cache."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        vocab_size: int,
-        max_levels: int,
-        trace: Trace,
-        context: int | None = None,
-    ) -> None:
-        super().__init__(runner, vocab_size, min(max_levels, runner.spec.n_layers + 1), trace)
-        self._layers = runner.resident_layers()
-        self._logits: dict[Sequence, Tensor] = {}  # (heads, vocabulary), indexed by parent depth
+    def __post_init__(self) -> None:
+        self.max_levels = min(self.max_levels, self.runner.spec.n_layers + 1)
+        super().__post_init__()
+        self._layers = self.runner.resident_layers()
 
     def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
         """Drop the state: the next target pass provides the only hidden state needed.
@@ -182,35 +198,43 @@ class MedusaModel(HeadModel):
         self.end(old)
         return n
 
-    def end(self, sequence: Sequence) -> None:
-        """Release the logits and the inputs of a sequence."""
-        self._logits.pop(sequence, None)
-        super().end(sequence)
-
     @torch.inference_mode()
     def _begin(
         self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
     ) -> TreeState:
-        state = TreeState(self.vocab_size, ROWS_PER_NODE * n_nodes, sequence, self._runner.device)
         first, known = self._inputs[sequence]
-        spec = self._runner.spec
+        spec = self.runner.spec
         assert isinstance(spec, Medusa), "MedusaModel requires Medusa heads"
         last = known[-1:].clone()
         self._inputs[sequence] = first + len(known) - 1, last
         self._logits[sequence] = torch.cat(
             [spec.predict(weights, last) for weights in self._layers]
         )
-        state.clear(sequence.tokens[-1])
-        return state
+        return self._tree_state(sequence, n_nodes)
 
-    def _forward(self, builders: abc.Sequence[TreeBuilder]) -> list[Tensor]:
-        depths = to_device(
-            [torch.from_numpy(builder.state.new_depths).long() for builder in builders],
-            self._runner.device,
-        )
-        outs = []
-        for builder, rows in zip(builders, depths, strict=True):
-            logits = self._logits[builder.state.sequence].index_select(0, rows)
-            reduce = captured(builder)
-            outs.append(reduce(logits) if reduce else logits)
-        return outs
+
+class ParallelModel(LevelModel):
+    """P-EAGLE: rows with unknown tokens follow the last token, in the same pass."""
+
+    def __post_init__(self) -> None:
+        spec = self.runner.spec
+        assert isinstance(spec, Eagle3), "ParallelModel requires a P-EAGLE head"
+        self.max_levels = min(self.max_levels, spec.n_parallel + 1)
+        super().__post_init__()
+        self._spec = spec
+        self._masked = spec.masked_input(self.runner.non_layer)
+
+    @torch.inference_mode()
+    def _begin(
+        self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
+    ) -> TreeState:
+        rows = super()._begin(sequence, n_nodes, is_alone, path)
+        assert isinstance(rows, HeadState), "state_type is HeadState"
+        n_masked = min(self.max_levels - 1, ROWS_PER_NODE * n_nodes) - 1
+        for parent in range(n_masked):
+            rows.add([parent], [self._spec.mask_token])
+        rows.inputs = torch.cat((rows.inputs, self._masked.expand(n_masked, -1)))
+        (self._logits[sequence],) = self.runner.forward([rows.step(None)])
+        rows.computed()
+        rows.inputs = rows.inputs[:0]
+        return self._tree_state(sequence, n_nodes)

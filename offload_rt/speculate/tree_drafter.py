@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -181,7 +182,9 @@ class TreeDrafter(Drafter):
             pass_s = self._cost.seconds(n, len(sequence.tokens), n_sequences=n_sequences)
             least_gain = self._cost.level(n_sequences) / float(pass_s[0])
             size = (n_nodes, n_levels)
-            builder = self._dynamic(state, size, temperature, estimates, copied, least_gain)
+            builder = self._dynamic_type(sequence)(
+                state, size, temperature, estimates, copied, least_gain
+            )
             return Proposal(builder, estimates, match)
         topology, expected = self._choose(sequence, (n_nodes, n_levels, n_sequences))
         if len(topology) == 1:
@@ -189,6 +192,10 @@ class TreeDrafter(Drafter):
         state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
         plan = StaticTree(topology, expected, kind, temperature, copied)
         return Proposal(self._static(state, plan, estimates.acceptance), estimates, match)
+
+    def _dynamic_type(self, sequence: Sequence) -> Callable[..., DynamicTreeBuilder]:
+        """Return the constructor of a dynamic tree."""
+        return self._dynamic
 
     def _finish_tree(self, sequence: Sequence, n_nodes: int, size: int) -> DraftTree:
         proposal = self._proposals.get(sequence)
@@ -251,7 +258,7 @@ class TreeDrafter(Drafter):
 
     def _likely_match(self, sequence: Sequence, n_next: int) -> NgramMatch | None:
         """Return the longest match if its continuation is likely enough to copy."""
-        matches = find_matches(sequence.tokens, min(_NGRAM_LENGTH, n_next))
+        matches = find_matches(sequence, min(_NGRAM_LENGTH, n_next))
         match = next(iter(matches), None)
         is_likely = match and match.tokens and self._rates.rate(match.n_equal) >= _NGRAM_RATE
         return match if is_likely else None

@@ -8,14 +8,9 @@ from pathlib import Path
 from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.models.block_head import BlockHead
+from offload_rt.models.eagle3 import Eagle3
 from offload_rt.models.head_configs import head_of, mtp_of
-from offload_rt.models.heads import (
-    MEDUSA_PREFIXES,
-    MTP_LAYOUTS,
-    Eagle3,
-    Medusa,
-    target_mismatch,
-)
+from offload_rt.models.heads import MEDUSA_PREFIXES, MTP_LAYOUTS, Medusa, target_mismatch
 from offload_rt.models.native import NativeDecoder
 from offload_rt.weights.checkpoint import Checkpoint, assemble, without_quantization
 from offload_rt.weights.files import read_config, tensors_of

@@ -80,7 +80,7 @@ def rounded(layer: PackedLayer, rounding: str, device: torch.device) -> PackedLa
 
 def _matrix(name: str, shape: tuple[int, ...], rounding: str, on_card: bool) -> Matrix | None:
     """Return the quantised storage of a tensor; None for vectors, tables and odd widths."""
-    if len(shape) != 2 or name.endswith(_TABLE):
+    if len(shape) != 2 or not name.endswith(".weight") or name.endswith(_TABLE):
         return None
     if rounding == "int4":
         return int4.matrix_of(name, shape, on_card)

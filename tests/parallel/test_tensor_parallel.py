@@ -17,7 +17,7 @@ from quantize import Choice, config_of, quantized, write
 from safetensors.torch import save_file
 from support.fake_gpu import fake_gpu
 from support.gguf_files import build
-from support.heads import few_tokens, random_head
+from support.heads import PUBLISHED, few_tokens, random_head, write_published
 from support.quantized import id_of
 from support.thread_ranks import (
     MINE,
@@ -475,12 +475,17 @@ def test_indivisible_draft_is_on_rank_0(pair, tmp_path, monkeypatch):
         places(odd, monkeypatch, 2.0, 1.0, 1.0, split_draft="on")
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "nextn", "peagle", "block"])
 def test_heads_of_rank_0_use_the_tables_of_all_ranks(tmp_path, monkeypatch, kind):
     keep_steady(monkeypatch)
     model = few_tokens()
     prompt = [3, 1, 4, 1, 5, 2, 6]
-    tokens = divided_tokens(2, prompt=prompt, **random_head(tmp_path, kind, model))
+    if kind in PUBLISHED and kind != "eagle":
+        model.save_pretrained(tmp_path / "target")
+        settings = write_published(tmp_path / "head", tmp_path / "target", kind)
+    else:
+        settings = random_head(tmp_path, kind, model)
+    tokens = divided_tokens(2, prompt=prompt, **settings)
     assert tokens == generate(model, prompt, 16)
 
 

@@ -1,6 +1,7 @@
 """Block drafters in their published layouts, against a plain float64 reference."""
 
 import json
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from support.texts import (
 )
 from support.tiny import drafter_of, generate, open_llm, prompt_of, runner_of
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config
 
 from offload_rt import SamplingParams
+from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import SettingsError, UnsupportedModelError
 from offload_rt.speculate.block_model import BlockModel
@@ -27,11 +29,15 @@ from offload_rt.speculate.select import rule_of
 
 pytestmark = pytest.mark.numeric
 
+TYPE = "speculators_model_type"
 N_LAYERS = 2
 BLOCK = 4
 MASK = 5
 KEPT = [0, 2, 3, 6]
 RANK = 3
+TAPS = 2
+GROUP = 4
+TOP = 3
 DFLASH = {
     "architectures": ["DFlashDraftModel"],
     "block_size": BLOCK,
@@ -46,6 +52,33 @@ SPECULATORS = {
     "block_size": BLOCK,
     "mask_token_id": MASK,
 }
+DFLASH2 = {
+    "conv_kernel_size": TAPS,
+    "conv_group_size": GROUP,
+    "selector_rank": RANK,
+    "selector_top_k": TOP,
+}
+MARKOV = {
+    "markov_rank": RANK,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+# SpecForge nests the keys of DSpark, DeepSpec keeps all keys at the top.
+SPECFORGE = {
+    "architectures": ["DSparkDraftModel"],
+    "block_size": BLOCK,
+    "dflash_config": DFLASH["dflash_config"] | {"projector_type": "dspark"},
+    "dspark_config": MARKOV,
+}
+DEEPSPEC = {
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": BLOCK,
+    "num_anchors": 512,
+    **DFLASH["dflash_config"],
+    **MARKOV,
+}
+SCALES = {"input_embedding_scale": 0.5, "output_multiplier": 2.0, "final_logit_softcapping": 3.0}
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 4,
@@ -81,6 +114,7 @@ def write_block(folder: Path, model: PreTrainedModel, config: dict[str, Any], **
     d = inner["hidden_size"]
     vocab = inner["vocab_size"]
     n_tokens = config.get("draft_vocab_size", vocab)
+    keys = flat(config)
     shapes = {"fc.weight": (d, 2 * d), "hidden_norm.weight": (d,), "norm.weight": (d,)}
     for i in range(N_LAYERS):
         parts = {
@@ -96,12 +130,25 @@ def write_block(folder: Path, model: PreTrainedModel, config: dict[str, Any], **
             "mlp.up_proj": (24, d),
             "mlp.down_proj": (d, 24),
         }
+        if "conv_kernel_size" in keys:
+            for name in ("attention_conv", "mlp_conv"):
+                parts[f"{name}.kernel_projection"] = (2 * TAPS * d // GROUP, d)
+                shapes[f"layers.{i}.{name}.base_kernel"] = (2, TAPS, d)
         shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in parts.items()}
     if n_tokens != vocab:
         shapes["lm_head.weight"] = (n_tokens, d)
-    if config.get("speculators_model_type") == "dspark":
+    if "conv_kernel_size" in keys:
+        selector = "candidate_selector"
+        shapes[f"{selector}.hidden_projection.weight"] = (RANK, d)
+        shapes[f"{selector}.predecessor_codebook"] = (vocab, RANK)
+        shapes[f"{selector}.successor_codebook"] = (vocab, RANK)
+    if "markov_rank" in keys:
         shapes["markov_head.markov_w1.weight"] = (vocab, RANK)
         shapes["markov_head.markov_w2.weight"] = (n_tokens, RANK)
+        shapes["confidence_head.proj.weight"] = (1, d + RANK)
+    if keys.get("markov_head_type") == "gated":
+        shapes["markov_head.gate_proj.weight"] = (RANK, d + RANK)
+        shapes["markov_head.gate_proj.bias"] = (RANK,)
     generator = torch.Generator().manual_seed(4)
     weights = {
         name: 0.4 * torch.randn(shape, generator=generator) + float(len(shape) == 1)
@@ -117,21 +164,43 @@ def write_block(folder: Path, model: PreTrainedModel, config: dict[str, Any], **
     return settings | {"draft_model": str(folder / "head")}, raw, weights
 
 
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with its nested keys at the top."""
+    return config | config.get("dflash_config", {}) | config.get("dspark_config", {})
+
+
+def convolve(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+    """Sum of rows t - k times (base[k] + dynamic[t, k, group]) for t, k >= 0.
+
+    base  (taps, d)
+    dynamic  (rows, taps, groups)
+    """
+    out = torch.zeros_like(x)
+    for t in range(len(x)):
+        for k in range(min(t + 1, TAPS)):
+            out[t] += (base[k] + dynamic[t, k].repeat_interleave(GROUP)) * x[t - k]
+    return out
+
+
 def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
 
-def reference(raw, weights, model, states, tokens):
+def reference(raw, weights, model, states, tokens, path):
     """Logits (predictions, vocabulary) of a block, recomputed from all hidden states.
 
     states  (n, 2, hidden_size) of all tokens but the last
+    path    tokens assumed to follow the last
     """
+    keys = flat(raw)
+    has_convolutions = "conv_kernel_size" in keys
     w = {name: weight.double() for name, weight in weights.items() if name != "d2t"}
     embedding = model.get_input_embeddings().weight.detach().double()
     is_nested = "speculators_model_type" in raw
     layers = raw["transformer_layer_config"] if is_nested else raw
     context = rms(states.double().flatten(1) @ w["fc.weight"].T, w["hidden_norm.weight"])
-    x = embedding[[tokens[-1], *[MASK] * (BLOCK - 1)]]
+    x = embedding[[tokens[-1], *path, *[MASK] * (BLOCK - 1 - len(path))]]
+    x = x * keys.get("input_embedding_scale", 1)
     n = len(context)
     positions = torch.arange(n + BLOCK)
     frequencies = 1 / (10000.0 ** (torch.arange(0, 8, 2).float() / 8))
@@ -145,6 +214,11 @@ def reference(raw, weights, model, states, tokens):
     for i in range(N_LAYERS):
         p = f"layers.{i}."
         h = rms(x, w[f"{p}input_layernorm.weight"])
+        if has_convolutions:
+            base = w[f"{p}attention_conv.base_kernel"]
+            dynamic = h @ w[f"{p}attention_conv.kernel_projection.weight"].T
+            dynamic = dynamic.view(BLOCK, 2, TAPS, -1)
+            h = convolve(h, base[0], dynamic[:, 0])
         both = torch.cat((context, h))
         q = (h @ w[f"{p}self_attn.q_proj.weight"].T).view(BLOCK, 2, 8)
         k = (both @ w[f"{p}self_attn.k_proj.weight"].T).view(-1, 1, 8)
@@ -155,8 +229,12 @@ def reference(raw, weights, model, states, tokens):
         is_causal = is_windowed
         if raw.get("sliding_window_non_causal"):
             is_causal = False
-        if raw.get("dflash_config", {}).get("causal_head"):
+        if "causal" in keys:
+            is_causal = keys["causal"]
+        if keys.get("causal_head"):
             is_causal = True
+        if keys.get("speculators_model_type") == "dflash2":
+            is_causal = False
         out = torch.zeros(BLOCK, 2, 8, dtype=torch.float64)
         for row in range(BLOCK):
             seen = [
@@ -169,21 +247,46 @@ def reference(raw, weights, model, states, tokens):
             for head in range(2):
                 scores = k[seen, 0] @ q[row, head] / 8**0.5
                 out[row, head] = torch.softmax(scores, 0) @ v[seen]
-        x = x + out.flatten(1) @ w[f"{p}self_attn.o_proj.weight"].T
+        out = out.flatten(1) @ w[f"{p}self_attn.o_proj.weight"].T
+        if has_convolutions:
+            out = convolve(out, base[1], dynamic[:, 1])
+        x = x + out
         h = rms(x, w[f"{p}post_attention_layernorm.weight"])
+        if has_convolutions:
+            base = w[f"{p}mlp_conv.base_kernel"]
+            dynamic = h @ w[f"{p}mlp_conv.kernel_projection.weight"].T
+            dynamic = dynamic.view(BLOCK, 2, TAPS, -1)
+            h = convolve(h, base[0], dynamic[:, 0])
         gate = torch.nn.functional.silu(h @ w[f"{p}mlp.gate_proj.weight"].T)
-        x = x + (gate * (h @ w[f"{p}mlp.up_proj.weight"].T)) @ w[f"{p}mlp.down_proj.weight"].T
+        out = (gate * (h @ w[f"{p}mlp.up_proj.weight"].T)) @ w[f"{p}mlp.down_proj.weight"].T
+        if has_convolutions:
+            out = convolve(out, base[1], dynamic[:, 1])
+        x = x + out
     hidden = rms(x, w["norm.weight"])
-    is_dspark = raw.get("speculators_model_type") == "dspark"
+    is_dspark = "markov_rank" in keys
     if not raw.get("sample_from_anchor", is_dspark):
         hidden = hidden[1:]
     if "lm_head.weight" in w:
         logits = hidden @ w["lm_head.weight"].T
     else:
         logits = hidden @ model.lm_head.weight.detach().double().T
+    logits = logits * keys.get("output_multiplier", 1)
+    if "final_logit_softcapping" in keys:
+        logits = keys["final_logit_softcapping"] * (logits / keys["final_logit_softcapping"]).tanh()
+    before = previous_tokens(len(hidden))
     if is_dspark:
-        previous = w["markov_head.markov_w1.weight"][previous_tokens(len(hidden))]
+        previous = w["markov_head.markov_w1.weight"][before]
+        if keys["markov_head_type"] == "gated":
+            gate = torch.cat((hidden, previous), 1) @ w["markov_head.gate_proj.weight"].T
+            previous = previous * (gate + w["markov_head.gate_proj.bias"]).sigmoid()
         logits = logits + previous @ w["markov_head.markov_w2.weight"].T
+    if has_convolutions:
+        selector = "candidate_selector."
+        context = hidden @ w[f"{selector}hidden_projection.weight"].T
+        context = context * w[f"{selector}predecessor_codebook"][before]
+        last = logits.sort(descending=True).values[:, TOP - 1, None]
+        scores = logits + context @ w[f"{selector}successor_codebook"].T
+        return scores.masked_fill(logits < last, -torch.inf)
     if "d2t" not in weights:
         return logits
     whole = torch.full((len(logits), len(embedding)), -torch.inf, dtype=torch.float64)
@@ -201,11 +304,28 @@ CASES = {
     "JetSpec": (DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"causal_head": True}}, {}),
     "speculators' DFlash": (SPECULATORS | {"draft_vocab_size": len(KEPT)}, WINDOWS),
     "speculators' DFlash, not causal": (SPECULATORS | {"sliding_window_non_causal": True}, WINDOWS),
-    "DSpark": (SPECULATORS | {"speculators_model_type": "dspark", "markov_rank": RANK}, {}),
+    "DFlash, scales": (DFLASH | {"dflash_config": DFLASH["dflash_config"] | SCALES}, {}),
+    "DSpark": (SPECULATORS | {"speculators_model_type": "dspark"} | MARKOV, {}),
     "DSpark without the anchor": (
         SPECULATORS
-        | {"speculators_model_type": "dspark", "markov_rank": RANK, "sample_from_anchor": False},
+        | {"speculators_model_type": "dspark", "sample_from_anchor": False}
+        | MARKOV
+        | {"draft_vocab_size": len(KEPT), "markov_head_type": "gated"},
         {},
+    ),
+    "SpecForge's DSpark": (SPECFORGE, {}),
+    "DeepSpec's DSpark": (DEEPSPEC, {}),
+    "DFlash2": (
+        DFLASH
+        | {
+            "architectures": ["DFlash2DraftModel"],
+            "dflash_config": DFLASH["dflash_config"] | DFLASH2 | {"causal": False},
+        },
+        WINDOWS,
+    ),
+    "speculators' DFlash2": (
+        SPECULATORS | {"speculators_model_type": "dflash2"} | DFLASH2,
+        WINDOWS,
     ),
 }
 
@@ -217,31 +337,38 @@ def test_logits_of_consecutive_blocks_equal_the_reference(tmp_path, monkeypatch,
     states: list[Tensor] = []
     blocks = []
     observe = BlockModel.observe
-    begin = BlockModel._begin
+    compute = BlockModel._blocks
 
     def observed(self, sequence, first, parts):
         known = torch.cat(states)[:first] if states else torch.empty(0)
         states[:] = [torch.cat((known, *parts)) if first else torch.cat(list(parts))]
         observe(self, sequence, first, parts)
 
-    def begun(self, sequence, *args):
-        state = begin(self, sequence, *args)
-        hidden = self._hidden[sequence]
-        tokens = previous_tokens(len(hidden))
-        logits = self._spec.logits(self._runner.non_layer, hidden, tokens)
-        blocks.append((list(sequence.tokens), states[0].clone(), logits))
-        return state
+    def computed(self, state, paths):
+        out = compute(self, state, paths)
+        places = {
+            (int(state._tree.parents[row]), state.tokens[row]): row
+            for row in range(1, len(state.tokens))
+        }
+        for row, path in enumerate(paths, state.new_rows.start):
+            assert reduce(lambda node, token: places[node, token], path, 0) == row
+        hidden = out[0]
+        logits = self._spec.logits(self.runner.non_layer, hidden, previous_tokens(len(hidden)))
+        blocks.append((list(state.sequence.tokens), states[0].clone(), paths[0], logits))
+        return out
 
     monkeypatch.setattr(BlockModel, "observe", observed)
-    monkeypatch.setattr(BlockModel, "_begin", begun)
+    monkeypatch.setattr(BlockModel, "_blocks", computed)
+    monkeypatch.setattr(CostEstimator, "level", lambda *_: 0.0)
     prompt = prompt_of(0, 9, model.config.vocab_size)
-    with open_llm(dtype="float64", **settings) as llm:
+    with open_llm(dtype="float64", tree_size=16, **settings) as llm:
         text = llm.generate(prompt, SamplingParams(max_new_tokens=16))[0].token_ids
     assert text == generate(model.double(), prompt, 16)
-    assert len(blocks) > 4
-    for tokens, seen, logits in blocks:
+    assert len({len(tokens) for tokens, *_ in blocks}) > 4
+    assert {len(path) for _, _, path, _ in blocks} >= {0, 1, 2}
+    for tokens, seen, path, logits in blocks:
         assert len(seen) == len(tokens) - 1
-        expected = reference(raw, weights, model, seen, tokens)
+        expected = reference(raw, weights, model, seen, tokens, path)
         torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
 
 
@@ -249,6 +376,8 @@ def test_logits_of_consecutive_blocks_equal_the_reference(tmp_path, monkeypatch,
     ("changes", "layers", "error", "message"),
     [
         ({"dflash_config": {"selector_rank": 4}}, {}, UnsupportedModelError, "'selector_rank'"),
+        (DEEPSPEC | {"markov_head_type": "rnn"}, {}, UnsupportedModelError, "'rnn'"),
+        ({"projector_type": "domino"}, {}, UnsupportedModelError, "'domino'"),
         ({"something": 1}, {}, UnsupportedModelError, "'something'"),
         (
             {"dflash_config": {"mask_token_id": 99, "target_layer_ids": [0, 2]}},
@@ -273,13 +402,76 @@ def test_other_configs_are_rejected_by_name(tmp_path, changes, layers, error, me
 
 
 @pytest.mark.slow
-def test_joint_distribution_of_sampled_trees(tmp_path):
-    """Children are drawn from the distributions of the block."""
+@pytest.mark.parametrize("rule", ["coupled", "traversal"])
+def test_joint_distribution_of_sampled_trees(tmp_path, rule):
+    """Residual rules draw children from the distribution of the block with their path."""
     model = small_model(VOCABULARY, n_layers=5, sureness=0.5)
     config = DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"mask_token_id": 3}}
     settings, _, _ = write_block(tmp_path, model, config)
     with open_llm(max_model_len=64, **settings) as llm:
-        drafter = drafter_of(llm, "block", "coupled", DraftLimits(6, 4))
-        texts = sampled_texts(runner_of(llm), drafter, rule_of("coupled"), 6)
+        drafter = drafter_of(llm, "block", rule, DraftLimits(6, 4), level_s=0.0)
+        texts = sampled_texts(runner_of(llm), drafter, rule_of(rule), 6)
     for found, probs in zip(texts, exact_distributions(model), strict=True):
         assert_distribution(found, probs)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if TYPE in CASES[case][0]])
+def test_reference_equals_speculators(tmp_path, case):
+    """In an environment with speculators 0.9, which requires an earlier version of transformers."""
+    pytest.importorskip("speculators")
+    from speculators.models.dflash import core as dflash
+    from speculators.models.dflash2 import core as dflash2
+    from speculators.models.dspark import core as dspark
+
+    model = few_tokens()
+    _, raw, weights = write_block(tmp_path, model, CASES[case][0], **CASES[case][1])
+    kinds = {
+        "dflash": (dflash.DFlashDraftModel, dflash.DFlashSpeculatorConfig),
+        "dspark": (dspark.DSparkDraftModel, dspark.DSparkSpeculatorConfig),
+        "dflash2": (dflash2.DFlash2DraftModel, dflash2.DFlash2SpeculatorConfig),
+    }
+    kind, config = kinds[raw[TYPE]]
+    layers = Qwen3Config(**raw["transformer_layer_config"], attn_implementation="sdpa")
+    apart = (TYPE, "architectures", "speculators_config", "speculators_version")
+    keys = {key: value for key, value in raw.items() if key not in apart}
+    keys |= {"transformer_layer_config": layers, "draft_vocab_size": raw.get("draft_vocab_size", 8)}
+    peer = kind(config(**keys)).double()
+    shared = {
+        "embed_tokens.weight": model.get_input_embeddings().weight,
+        "lm_head.weight": model.lm_head.weight,
+    }
+    peer.load_state_dict(shared | weights, strict=False)
+    n = 9
+    tokens = prompt_of(0, n + 1, 8)
+    states = torch.randn(n, 2, model.config.hidden_size, dtype=torch.float64)
+    # The block begins at the last token. Further rows are invisible.
+    is_anchor = torch.zeros(1, n + 1 + BLOCK, dtype=torch.int64)
+    is_anchor[0, n] = 1
+    padded = torch.nn.functional.pad(states.flatten(1), (0, 0, 0, 1 + BLOCK))[None]
+    with torch.no_grad():
+        hidden, logits, *_ = peer._backbone_forward(
+            padded,
+            torch.tensor([[*tokens, *[0] * BLOCK]]),
+            is_anchor,
+            torch.zeros(1, n + 1 + BLOCK, model.config.hidden_size).double(),
+            torch.zeros_like(is_anchor),
+            max_anchors=1,
+        )
+        expected = reference(raw, weights, model, states, tokens, [])
+        rows = slice(BLOCK - len(expected), None)
+        logits = logits[0, rows]
+        before = previous_tokens(len(expected))
+        if raw[TYPE] == "dspark":
+            logits = (
+                logits
+                + peer.markov_head.block_bias(
+                    prev_token_ids=before[None], hidden_states=hidden[:, rows]
+                )[0]
+            )
+        if raw[TYPE] == "dflash2":
+            ids, scores = peer.candidate_selector.select(logits, hidden[0, rows], before)
+            logits = torch.full_like(logits, -torch.inf).scatter(1, ids, scores)
+    if "draft_vocab_size" in raw:
+        expected = expected[:, KEPT]
+    # Norms of transformers compute in float32.
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)

@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
+from offload_rt.models.head_configs import head_of
 from offload_rt.speculate.draft_model import TreeState
+from offload_rt.weights.checkpoint import open_checkpoint
 from support.texts import (
     SMALL,
 )
@@ -216,3 +218,48 @@ PATHS = [[], [4], [6], [4, 1], [6, 1], [4, 7]]
 
 
 HEADS = ("eagle", "medusa", "qwen")
+
+
+_DFLASH = {"mask_token_id": 5, "target_layer_ids": [0, 2]}
+_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 3}
+# Without d2t: the vocabulary is the target's. The embedding is the head's only in P-EAGLE.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "eagle": {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
+    "peagle": {"architectures": ["PEagleDraftModel"], "model_type": "llama", "pard_token": 5},
+    "block": {"architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": _DFLASH},
+    "dflash2": {
+        "architectures": ["DFlash2DraftModel"],
+        "block_size": 4,
+        "dflash_config": _DFLASH | _DFLASH2,
+    },
+}
+
+
+def write_published(folder: Path, target: Path, kind: str) -> dict[str, Any]:
+    """Write a head of random weights for a target; return the settings that choose both."""
+    spec = open_checkpoint(target).spec
+    raw = PUBLISHED[kind] | {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1 if kind == "eagle" else 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+    }
+    head = head_of(raw, spec)
+    assert head is not None
+    tensors = dict(head.non_layer_tensors())
+    for i in range(head.n_layers):
+        tensors |= {f"{head.layer_prefix(i)}{name}": size for name, size in head.layer_tensors(i)}
+    draw = torch.Generator().manual_seed(4)
+    weights = {
+        name: 0.3 * torch.randn(size, generator=draw) + float(len(size) == 1)
+        for name, size in tensors.items()
+    }
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
+    return {"directory": target, "draft_model": str(folder)}

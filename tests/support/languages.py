@@ -57,6 +57,19 @@ class Language:
         return self._continuations[text]
 
 
+class Blocks(Language):
+    """A block drafter: a distribution depends on the number of tokens and on the known tokens.
+
+    All tokens are known to the block of a row in whose path the first token is 0, up to the last
+    such token.
+    """
+
+    def after(self, text) -> Tensor:
+        """The distribution of a position of the row's block."""
+        n_known = len(text) - [*reversed(text), 0].index(0) if text else 0
+        return super().after((*text[:n_known], *[0] * (len(text) - n_known)))
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A shape whose nodes are sampled or deterministic, all fixed before any token is.
@@ -266,6 +279,8 @@ RECIPES = {
     "hybrid of all tokens": recipe([-1, 0, 0, 0, 1, 2, 3], "dsdsss"),
     "distribution that runs out": recipe([-1, 0, 0, 0, 1, 1], "sssss"),
     "distribution that runs out on deterministic": recipe([-1, 0, 0, 0, 1, 1], "dssds"),
+    "blocks": recipe([-1, 0, 0, 1, 1, 3], "sssss"),
+    "blocks and deterministic": recipe([-1, 0, 0, 1, 1, 3], "sdssd"),
     "draft is target": recipe([-1, 0, 0, 1, 1, 3], "ssdss"),
     **{f"random {seed}": random_recipe(seed) for seed in range(6)},
 }
@@ -277,4 +292,6 @@ def languages(name: str) -> tuple[Language, Language]:
     target = Language(seed)
     if name == "draft is target":
         return target, target
+    if "blocks" in name:
+        return target, Blocks(seed + 1)
     return target, Language(seed + 1, p_impossible=0.7 if "runs out" in name else 0.15)

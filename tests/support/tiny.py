@@ -357,9 +357,10 @@ def drafter_of(
     if chosen.resources.view is not None:
         own = SelfDraftModel(
             runner,
+            runner.spec.vocab_size,
             limits.n_levels,
             trace,
-            chosen.resources.view,
+            kind=chosen.resources.view,
             budget=LEAST_BUDGET,
             n_rows=1_000_000,
         )

@@ -326,7 +326,7 @@ def test_repository_without_config_is_reported(hub, tmp_path, line):
     assert not hub.sent_weights()
 
 
-def test_unreachable_hub_is_reported_and_cached_models_work(hub, tmp_path, line):
+def test_unreachable_hub_is_reported_and_cached_models_work(hub, tmp_path, line, monkeypatch):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     assert line(run.main, "--model", NAME, *SMALL)[0] == 0
     hub.is_down = True
@@ -335,6 +335,10 @@ def test_unreachable_hub_is_reported_and_cached_models_work(hub, tmp_path, line)
     code, out, err = line(run.main, "--model", "someone/other", *SMALL)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "could not be fetched from the hub (no connection); check" in err
+    (tmp_path / "models" / "demo-target").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    err = line(run.main, "--model", "models/demo-traget", *SMALL)[2]
+    assert "(no connection); did you mean models/demo-target?" in err
     assert line(plan.main, "--model", "someone/other", "--gpu", "rtx4090")[0] == 2
     assert hub.n_requests < 6  # it was not asked again and again
 

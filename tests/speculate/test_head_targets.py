@@ -1,0 +1,105 @@
+"""Published heads on all kinds of targets: texts, hidden states, and modules of the target."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.gguf_files import build
+from support.heads import PUBLISHED, write_published
+from support.tiny import CASES, generate, keep_steady, open_llm, prompt_of
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bench.models.tiny import config_of, random_model
+from offload_rt import SamplingParams
+from offload_rt.models.heads import HeadWeights
+from offload_rt.models.native import EMBED, HEAD
+from offload_rt.models.transformers import TransformersModel
+from offload_rt.speculate.head_model import HeadModel
+
+pytestmark = pytest.mark.numeric
+
+
+def target_of(kind: str, folder: Path) -> PreTrainedModel:
+    config = config_of(kind)
+    config.get_text_config().vocab_size = 8
+    config.get_text_config().tie_word_embeddings = kind == "gemma2"
+    model = random_model(config)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "place"),
+    [
+        ("gpt_oss", "eagle", "disk"),
+        # Embeddings are scaled in the model, not in the head. Output and embedding are tied.
+        ("gemma2", "dflash2", "disk"),
+        ("qwen3_5_text", "block", "resident"),
+    ],
+)
+def test_heads_draft_for_models_of_transformers(tmp_path, monkeypatch, kind, head, place):
+    keep_steady(monkeypatch)
+    model = target_of(kind, tmp_path / "target")
+    settings = write_published(tmp_path / "head", tmp_path / "target", head)
+    states: dict[int, Tensor] = {}
+    observe = HeadModel.observe
+
+    def observed(self, sequence, first, parts):
+        states.update(enumerate(torch.cat(list(parts)), first))
+        observe(self, sequence, first, parts)
+
+    prompts = [prompt_of(seed, n, 8) for seed, n in enumerate((9, 1, 20))]
+    with open_llm(place=place, **settings) as llm:
+        assert isinstance(llm.spec.target.checkpoint.spec, TransformersModel)
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=16))
+        llm.engine.reset_prefix_cache()
+        with monkeypatch.context() as patch:
+            patch.setattr(HeadModel, "observe", observed)
+            alone = llm.generate(prompts[0], SamplingParams(max_new_tokens=16))[0]
+        again = llm.generate(prompts[0] + alone.token_ids[:9], SamplingParams(max_new_tokens=7))[0]
+        weights = llm.engine.draft.non_layer
+        taps = llm.engine.draft.spec.taps
+        assert isinstance(weights, HeadWeights)
+        ids = torch.arange(8)
+        embedding = model.get_input_embeddings().weight
+        torch.testing.assert_close(weights.rows(ids, EMBED), embedding, atol=0, rtol=0)
+        x = torch.randn(3, embedding.shape[1])
+        product = x @ model.get_output_embeddings().weight.T
+        shared = weights.target.linear(x, weights.shared[HEAD])
+        torch.testing.assert_close(shared, product, atol=1e-4, rtol=1e-4)
+    texts = [generate(model, prompt, 16) for prompt in prompts]
+    assert [output.token_ids for output in outputs] == texts
+    assert alone.token_ids == texts[0] and again.token_ids == texts[0][9:]
+    assert all(output.stats.nodes_per_tree > 1 for output in (*outputs, alone, again))
+    tokens = torch.tensor([prompts[0] + alone.token_ids])
+    with torch.no_grad():
+        known = model(tokens, output_hidden_states=True, use_cache=False).hidden_states
+    for row, seen in states.items():
+        expected = torch.stack([known[tap][0, row] for tap in taps if tap < len(known) - 1])
+        torch.testing.assert_close(seen[: len(expected)], expected, atol=1e-3, rtol=1e-3)
+    assert len(states) >= len(prompts[0]) + 11
+
+
+@pytest.mark.parametrize("head", PUBLISHED)
+def test_heads_draft_for_quantised_targets(tmp_path, monkeypatch, head):
+    keep_steady(monkeypatch)
+    path = tmp_path / "target.gguf"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 5, "vocab_size": 32}
+    model = build(path, CASES["llama"].build(3, **sizes), "Q8_0")
+    settings = write_published(tmp_path / "head", path, head)
+    prompts = [prompt_of(seed, n, 32) for seed, n in enumerate((9, 20))]
+    with open_llm(place="mixed", dtype="float32", **settings) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=16))
+    assert [output.token_ids for output in outputs] == [
+        generate(model, prompt, 16) for prompt in prompts
+    ]
+    assert all(output.stats.nodes_per_tree > 1 for output in outputs)
+
+
+def test_medusa_heads_need_a_native_target(tmp_path):
+    target_of("gpt_oss", tmp_path / "target")
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text('{"medusa_num_heads": 2}')
+    with pytest.raises(Exception, match="Medusa heads cannot draft for a model of type gpt_oss"):
+        open_llm(tmp_path / "target", draft_model=str(tmp_path / "head"))

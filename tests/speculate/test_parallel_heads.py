@@ -1,0 +1,237 @@
+"""P-EAGLE heads in their published layouts, against a plain float64 reference."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from support.heads import KEPT, few_tokens
+from support.tiny import generate, open_llm, prompt_of
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from offload_rt import SamplingParams
+from offload_rt.errors import UnsupportedModelError
+from offload_rt.speculate.head_model import ParallelModel
+
+pytestmark = pytest.mark.numeric
+
+N_LAYERS = 3
+N_PARALLEL = 4
+MASK = 7
+SPECULATORS = {
+    "architectures": ["PEagleSpeculator"],
+    "speculators_model_type": "peagle",
+    "speculators_config": {"proposal_methods": [{"speculative_tokens": N_PARALLEL}]},
+    "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+    "mask_token_id": MASK,
+    "norm_before_fc": True,
+    "norm_before_residual": True,
+}
+CASES = {
+    "speculators": SPECULATORS,
+    "speculators, EAGLE-3.1": SPECULATORS | {"norm_before_fc": False, "fc_norm": True},
+    "vLLM": {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": MASK},
+    "SpecForge": {"architectures": ["PEagleDraftModel"], "pard_token": MASK},
+}
+
+
+def write_parallel(folder: Path, model: PreTrainedModel, config: dict[str, Any]):
+    """A target and a head of random weights; returns settings, config and weights."""
+    d = model.config.hidden_size
+    vocab = model.config.vocab_size
+    layer_config = {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": d,
+        "intermediate_size": 24,
+        "num_hidden_layers": N_LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+    }
+    is_nested = "speculators_model_type" in config
+    raw = config | {"draft_vocab_size": len(KEPT)}
+    raw |= {"transformer_layer_config": layer_config} if is_nested else layer_config
+    shapes = {
+        "fc.weight": (d, 3 * d),
+        "norm.weight": (d,),
+        "lm_head.weight": (len(KEPT), d),
+        "embed_tokens.weight": (vocab, d),
+        "mask_hidden": (1, 1, 3 * d) if is_nested else (1, 3 * d),
+    }
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (3 * d,)
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (d,) for i in range(3)}
+    for i in range(N_LAYERS):
+        first = "layers.0." if is_nested else "midlayer."
+        prefix = f"layers.{i}." if i else first
+        width = d if i else 2 * d
+        parts = {
+            "input_layernorm": (d,),
+            "post_attention_layernorm": (d,),
+            "self_attn.q_proj": (16, width),
+            "self_attn.k_proj": (8, width),
+            "self_attn.v_proj": (8, width),
+            "self_attn.o_proj": (d, 16),
+            "mlp.gate_proj": (24, d),
+            "mlp.up_proj": (24, d),
+            "mlp.down_proj": (d, 24),
+        } | ({} if i else {"hidden_norm": (d,)})
+        shapes |= {f"{prefix}{name}.weight": shape for name, shape in parts.items()}
+    generator = torch.Generator().manual_seed(4)
+    weights = {
+        name: 0.4 * torch.randn(shape, generator=generator) + float(len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    weights["d2t"] = torch.tensor(KEPT) - torch.arange(len(KEPT))
+    model.save_pretrained(folder / "target")
+    (folder / "head").mkdir()
+    save_file(weights, folder / "head" / "model.safetensors")
+    (folder / "head" / "config.json").write_text(json.dumps(raw))
+    settings = {"directory": folder / "target", "drafter": "peagle"}
+    return settings | {"draft_model": str(folder / "head")}, raw, weights
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def reference(raw, weights, states, tokens, n_parallel):
+    """Logits (n_parallel, vocabulary) from the hidden states of all tokens but the last.
+
+    states  (n, 3, hidden_size)
+    """
+    w = {name: weight.double() for name, weight in weights.items() if name != "d2t"}
+    masked = w["mask_hidden"].view(1, 3, -1).expand(n_parallel - 1, -1, -1)
+    taps = torch.cat((states.double(), masked))
+    if raw.get("fc_norm"):
+        taps = torch.stack([rms(taps[:, i], w[f"fc_norm.{i}.weight"]) for i in range(3)], 1)
+    fused = taps.flatten(1)
+    if raw.get("norm_before_fc"):
+        fused = rms(fused, w["input_norm.weight"])
+    x = fused @ w["fc.weight"].T
+    embedded = w["embed_tokens.weight"][[*tokens[1:], *[MASK] * (n_parallel - 1)]]
+    n = len(x)
+    frequencies = 1 / 10000.0 ** (torch.arange(0, 8, 2).float() / 8)
+    angles = torch.arange(n)[:, None].float() * frequencies
+    cos, sin = angles.cos().double(), angles.sin().double()
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    for i in range(N_LAYERS):
+        first = "layers.0." if "speculators_model_type" in raw else "midlayer."
+        p = f"layers.{i}." if i else first
+        if i:
+            h = rms(x, w[f"{p}input_layernorm.weight"])
+        else:
+            normed = rms(x, w[f"{p}hidden_norm.weight"])
+            h = torch.cat((rms(embedded, w[f"{p}input_layernorm.weight"]), normed), 1)
+            x = normed if raw.get("norm_before_residual") else x
+        q, k, v = (
+            (h @ w[f"{p}self_attn.{name}_proj.weight"].T).view(n, -1, 8).transpose(0, 1)
+            for name in "qkv"
+        )
+        scores = rotated(q) @ rotated(k).transpose(1, 2) / 8**0.5
+        hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+        out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        x = x + out.transpose(0, 1).flatten(1) @ w[f"{p}self_attn.o_proj.weight"].T
+        h = rms(x, w[f"{p}post_attention_layernorm.weight"])
+        gate = F.silu(h @ w[f"{p}mlp.gate_proj.weight"].T)
+        x = x + (gate * (h @ w[f"{p}mlp.up_proj.weight"].T)) @ w[f"{p}mlp.down_proj.weight"].T
+    logits = rms(x, w["norm.weight"])[-n_parallel:] @ w["lm_head.weight"].T
+    whole = torch.full((n_parallel, len(w["embed_tokens.weight"])), -torch.inf).double()
+    return whole.index_copy(1, torch.tensor(KEPT), logits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_consecutive_passes_equal_the_reference(tmp_path, monkeypatch, case):
+    model = few_tokens()
+    settings, raw, weights = write_parallel(tmp_path, model, CASES[case])
+    states: list[Tensor] = []
+    drafts = []
+    observe = ParallelModel.observe
+    begin = ParallelModel._begin
+
+    def observed(self, sequence, first, parts):
+        known = torch.cat(states)[:first] if states else torch.empty(0)
+        states[:] = [torch.cat((known, *parts)) if first else torch.cat(list(parts))]
+        observe(self, sequence, first, parts)
+
+    def begun(self, sequence, *args):
+        state = begin(self, sequence, *args)
+        n_committed = self.runner.n_committed(self._states[sequence].cache)
+        assert n_committed == len(sequence.tokens) - 2
+        drafts.append((list(sequence.tokens), states[0].clone(), self._logits[sequence].clone()))
+        return state
+
+    monkeypatch.setattr(ParallelModel, "observe", observed)
+    monkeypatch.setattr(ParallelModel, "_begin", begun)
+    prompt = prompt_of(0, 9, model.config.vocab_size)
+    with open_llm(dtype="float64", **settings) as llm:
+        text = llm.generate(prompt, SamplingParams(max_new_tokens=16))[0].token_ids
+        n_first = len(drafts)
+        # Continue in the caches of a shared prefix.
+        prompt_2 = [*prompt, *text[:5], 3, 1]
+        text_2 = llm.generate(prompt_2, SamplingParams(max_new_tokens=8))[0].token_ids
+    model.double()
+    assert text == generate(model, prompt, 16) and text_2 == generate(model, prompt_2, 8)
+    assert n_first > 4 and len(drafts) > n_first + 1
+    n_parallel = N_PARALLEL if "speculators_config" in raw else 8
+    for tokens, seen, logits in drafts:
+        assert len(seen) == len(tokens) - 1
+        expected = reference(raw, weights, seen, tokens, n_parallel)
+        torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
+
+
+def test_missing_mask_token_is_rejected(tmp_path):
+    config = {"architectures": ["PEagleDraftModel"]}
+    settings, _, _ = write_parallel(tmp_path, few_tokens(), config)
+    with pytest.raises(UnsupportedModelError, match="mask_token_id is None"):
+        open_llm(**settings)
+
+
+@pytest.mark.parametrize("case", ["speculators", "speculators, EAGLE-3.1"])
+def test_reference_equals_speculators(tmp_path, monkeypatch, case):
+    """In an environment with speculators 0.9, which requires an earlier version of transformers."""
+    core = pytest.importorskip("speculators.models.peagle.core")
+    model = few_tokens()
+    _, raw, weights = write_parallel(tmp_path, model, CASES[case])
+    n = 9
+    vocab = model.config.vocab_size
+    tokens = prompt_of(0, n + 1, vocab)
+    states = torch.randn(n, 3, model.config.hidden_size, dtype=torch.float64)
+    # Rows 0 to n - 1 read hidden states; N_PARALLEL - 1 rows continue the last of them.
+    anchors = torch.tensor([*range(n), *[n - 1] * (N_PARALLEL - 1)])
+    depths = torch.tensor([0] * n + list(range(1, N_PARALLEL)))
+    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (anchors, depths))
+    monkeypatch.setattr(core, "compute_metrics", lambda **given: (given["logits"], {}))
+    layers = LlamaConfig(**raw["transformer_layer_config"], attn_implementation="sdpa")
+    keys = {key: value for key, value in raw.items() if key.startswith(("norm", "fc", "eagle"))}
+    config = core.PEagleSpeculatorConfig(
+        transformer_layer_config=layers,
+        draft_vocab_size=len(KEPT),
+        mask_token_id=MASK,
+        **keys,
+    )
+    peer = core.PEagleDraftModel(config).double()
+    peer.load_state_dict(weights | {"t2d": peer.t2d}, strict=False)
+    n_pad = N_PARALLEL
+    with torch.no_grad():
+        _, found, _ = peer(
+            F.pad(states.flatten(1), (0, 0, 0, n_pad))[None],
+            torch.tensor([[*tokens[1:], *[0] * n_pad]]),
+            torch.zeros(1, n + n_pad, dtype=torch.int64),
+            verifier_last_hidden_states=torch.zeros(1, n + n_pad, peer.hidden_size).double(),
+        )
+    expected = reference(raw, weights, states, tokens, N_PARALLEL)[:, KEPT]
+    # Norms of transformers compute in float32.
+    torch.testing.assert_close(found[0, n - 1 :], expected, atol=1e-5, rtol=0)
