@@ -13,9 +13,9 @@ constexpr int kTileRows = 4, kTileOuts = 3;
 #endif
 // Outputs of a panel of few and of many rows, and most outputs of any; rows that are multiplied at a time.
 constexpr int kFewOuts = 24, kManyOuts = 96, kPanelOuts = 128, kMostRows = 384;
-// Outputs that one row multiplies at a time, and outputs of a task: two threads that take 8 rows of a matrix in turn defeat the
-// processor's prefetching.
-constexpr int kTileOf1 = 8, kRowOuts = 64;
+// Outputs of a panel of one row or of unpacked weights, and of its tasks: two threads that take 8 rows of a matrix in turn
+// defeat the processor's prefetching.
+constexpr int kTile = 8, kTiledOuts = 64;
 // Inputs and multiplications that one thread finishes before another wakes.
 constexpr int64_t kSerialInputs = 1 << 14, kSerialProducts = 1 << 17;
 // Most rows whose weights are decoded in registers, and the outputs that a thread multiplies at a time.
@@ -671,7 +671,7 @@ void multiply_panel(const Matrix& m, const Order<X>& order, const X* x, int n_ro
   float* tiles = reinterpret_cast<float*>(memory + kPanelOuts * kBlockNbytes);
   const Gathered gathered = gathered_in(memory + kPanelOuts * (kBlockNbytes + kMostRows * 4), first_out, depth);
   // Fewer outputs are unpacked for more inputs, so that longer pieces of memory are read.
-  const int64_t n_fill = is_gathered(m) ? 1 : n_outs <= 8 ? 4 : kPanelOuts / n_outs;
+  const int64_t n_fill = is_gathered(m) || n_outs <= kTile ? 1 : kPanelOuts / n_outs;
   for (int64_t begin = 0; begin < m.n_in; begin += n_fill * depth) {
     const int64_t end = smaller(begin + n_fill * depth, m.n_in);
     const auto padded = [&](int n) { return round_up(n, order.method == kNoMethod ? kStep<X> : kChunk<X>); };
@@ -800,6 +800,7 @@ struct Product {
   Order<X> order;
   const X* x = nullptr;  // blocks of kDepth<X> inputs of all rows, one behind the other
   int64_t n_outs;        // of a task
+  int64_t panel_outs;    // that are multiplied at a time
   int64_t first_task = 0;
   bool is_decoded, is_direct;
 
@@ -808,9 +809,11 @@ struct Product {
     const bool is_few = n_rows <= 4 * kTileRows;
     is_direct = is_few && m.n_in % kStep<X> == 0 && (m.kind == kDenseBFloat16 || (sizeof(X) == 4 && m.kind <= kDenseFloat16));
     is_decoded = n_rows <= kDecodedRows && order.method != kNoMethod;
-    n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_direct && n_rows == 1 ? kRowOuts : is_direct ? kFewOuts
-             : is_few ? kTileOf1 : kManyOuts;
+    const bool is_tiled = is_few && (n_rows == 1 || !is_direct);
+    n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_tiled ? kTiledOuts : is_few ? kFewOuts : kManyOuts;
+    panel_outs = is_tiled && !is_gathered(m) ? kTile : n_outs;
     while (n_outs > 2 * kFewOuts && !is_gathered(m) && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
+    panel_outs = smaller(panel_outs, n_outs);
   }
 };
 
@@ -851,13 +854,13 @@ void multiply_task(const Product<X>& product, int64_t task, int n_rows, T* y) {
   const auto multiply_as = [&](auto type, int64_t out, int64_t stop) {
     multiply_panel<X, decltype(type)>(m, product.order, product.x, n_rows, out, static_cast<int>(stop - out), y, m.n_out);
   };
-  if (!product.is_direct) return multiply_as(Unpacked{}, first, last);
-  // One row reads whole rows of the matrix, a tile at a time.
-  const int64_t step = n_rows == 1 ? kTileOf1 : product.n_outs;
-  for (int64_t out = first; out < last; out += step) {
-    const int64_t stop = smaller(out + step, last);
-    if (m.kind == kDenseBFloat16) multiply_as(BFloat16{}, out, stop);
-    if constexpr (sizeof(X) == 4) {
+  for (int64_t out = first; out < last; out += product.panel_outs) {
+    const int64_t stop = smaller(out + product.panel_outs, last);
+    if (!product.is_direct) {
+      multiply_as(Unpacked{}, out, stop);
+    } else if (m.kind == kDenseBFloat16) {
+      multiply_as(BFloat16{}, out, stop);
+    } else if constexpr (sizeof(X) == 4) {
       if (m.kind == kDenseFloat16) multiply_as(Half{}, out, stop);
       if (m.kind == kDenseFloat32) multiply_as(float{}, out, stop);
     }
