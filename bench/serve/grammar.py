@@ -108,9 +108,12 @@ def trained_tokenizer(n: int) -> PreTrainedTokenizerFast:
     folders = sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]
     files = sorted({path for folder in folders for path in Path(folder).rglob("*.py")})
     texts = (path.read_text(encoding="utf-8", errors="ignore") for path in files[:_FILES])
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=n, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=n,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        max_token_length=16,  # llguidance limits the length
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
