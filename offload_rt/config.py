@@ -269,7 +269,7 @@ class StructuredOutputs:
             try:
                 object.__setattr__(self, "json", json.loads(self.json))
             except ValueError as error:
-                raise SettingsError("json", need="a JSON schema", have=str(error)) from error
+                raise SettingsError("the JSON schema is not JSON", have=str(error)) from error
         object.__setattr__(self, "choice", tuple(self.choice or ()))
         formats = {
             "json": isinstance(self.json, Mapping | bool) or self.json is None,
@@ -378,6 +378,7 @@ class SamplingParams:
                     "max_tokens and max_new_tokens", need="a single value", have="two values"
                 )
             object.__setattr__(self, "max_tokens", self.max_new_tokens)
+            object.__setattr__(self, "max_new_tokens", None)  # `replace` can change max_tokens
         for names, holds, need in _RANGES:
             for name in names.split():
                 value = getattr(self, name)

@@ -5,7 +5,7 @@ import sys
 import time
 import weakref
 from collections import abc
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
@@ -72,6 +72,7 @@ class LLM:
     spec: EngineSpec
     tokenizer: "PreTrainedTokenizerBase | None"
     _thread: EngineThread | None = None
+    _compiler: GrammarCompiler | None = None
     _closes: "weakref.finalize[..., LLM]"
 
     def __init__(
@@ -212,6 +213,8 @@ class LLM:
         """End all transfers, join the threads, release the memory. Further calls do nothing."""
         self._thread = None
         self._closes()
+        if self._compiler is not None:
+            self._compiler.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the defaults for None fields, from the model's generation_config.json."""
@@ -231,23 +234,11 @@ class LLM:
         Raises PromptError or CapacityError for a prompt that cannot be continued. Raises
         SettingsError if the numbers of params and prompts differ. Checks precede all passes.
         """
-        prompt_list = _as_list(prompts)
-        params = sampling_params
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompt_list)
-        if len(params) != len(prompt_list):
-            raise SettingsError(
-                "generate", need=f"one SamplingParams or {len(prompt_list)}", have=str(len(params))
-            )
-        requests = [
-            self._request(prompt, prompt_params)
-            for prompt, prompt_params in zip(prompt_list, params, strict=True)
-        ]
-        thread = self._open_thread
+        requests = self._requests(_as_list(prompts), sampling_params)
         console = Console(stderr=True, quiet=not use_tqdm or len(requests) == 1)
         n_done = 0
         with progress_bar(console, "prompts", MofNCompleteColumn()) as bar:
-            for _, piece in thread.pieces(requests):
+            for _, piece in self._pieces(requests):
                 n_done += piece.output is not None
                 bar(n_done, len(requests))
         return [request.output for request in requests]
@@ -289,9 +280,24 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[Piece]:
         """Continue a prompt and yield the piece of each pass; see `generate`."""
-        with closing(self._open_thread.pieces([self._request(prompt, sampling_params)])) as pieces:
+        with closing(self._pieces([self._request(prompt, sampling_params)])) as pieces:
             for _, piece in pieces:
                 yield piece
+
+    def stream_all(
+        self,
+        prompts: abc.Sequence[Prompt],
+        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
+    ) -> Generator[IndexedPiece, None, None]:
+        """`stream` for multiple prompts: yield a prompt's index and a piece of its answers.
+
+        Checks the prompts and settings at once, also before `load`.
+        """
+        return self._pieces(self._requests(prompts, sampling_params))
+
+    def _pieces(self, requests: list[Request]) -> Generator[IndexedPiece, None, None]:
+        with closing(self._open_thread.pieces(requests)) as pieces:
+            yield from pieces
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -424,6 +430,18 @@ class LLM:
             change = "use this model's tokenizer"
             raise PromptError(f"token id {wrong} in the prompt", need=need, change=change)
 
+    def _requests(
+        self,
+        prompts: abc.Sequence[Prompt],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            need = f"one SamplingParams or {len(prompts)}"
+            raise SettingsError("generate", need=need, have=str(len(params)))
+        return [self._request(*pair) for pair in zip(prompts, params, strict=True)]
+
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         """Build the request of a prompt. Raises SettingsError for multiple greedy answers."""
         params = self._completed(params or SamplingParams())
@@ -467,15 +485,11 @@ class LLM:
     def _compile(self, outputs: StructuredOutputs) -> Grammar:
         """Compile a grammar. Raises SettingsError if that fails."""
         with self._compiler_lock:
+            if self._compiler is None:
+                vocab_size = self.spec.target.checkpoint.spec.vocab_size
+                self._compiler = GrammarCompiler(self._tokenizer(), vocab_size, self._end_ids)
             compiler = self._compiler
         return compiler.compile(outputs)
-
-    @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        vocab_size = self.spec.target.checkpoint.spec.vocab_size
-        compiler = GrammarCompiler(self._tokenizer(), vocab_size, self._end_ids)
-        self.engine.closes.callback(compiler.close)
-        return compiler
 
     def _bad_words_ids(self, bad_words: abc.Sequence[str]) -> Iterator[tuple[int, ...]]:
         """Encode each bad word at the start of a text, and after a space if that differs."""

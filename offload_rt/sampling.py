@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +50,7 @@ def probs(
     logits  (n, vocabulary), any float dtype
     paths   tokens after the context for each node; only read if `params.looks_back`
     out     output tensor; None to allocate
-    masks   (n, words) int32 allowed tokens of a grammar, see `Grammar.masks_of`; None for all
+    masks   (n, words) int32 allowed tokens of a grammar, see `Grammar.masks_after`; None for all
     Returns (n, vocabulary) float32, or float64 for float64 logits.
     Raises NumericsError for NaN, +Inf, or a row of -Inf. On CUDA the check would synchronize; see
     `Runner.finish`.
@@ -65,7 +66,10 @@ def probs(
         if change is not None:
             part = change(part, row_paths)
         if masks is not None:
-            part = part.masked_fill(~_unpacked(masks[rows], part.shape[1]), -torch.inf)
+            # In memory of the result: a further buffer takes twice as long.
+            kept = result[rows] if isinstance(rows, slice) else torch.empty_like(part)
+            part = kept.copy_(part)
+            part.masked_fill_(rejected(masks[rows], part.shape[1]), -torch.inf)
         best[rows] = part.amax(-1)
         result[rows], is_whole[rows] = _probs_of(part, best[rows, None], params, n_first)
 
@@ -83,10 +87,14 @@ def probs(
     return result
 
 
-def _unpacked(masks: Tensor, n: int) -> Tensor:
-    """Convert masks (rows, words) int32 to (rows, n) bool."""
-    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
-    return (masks[:, :, None] >> bits).bitwise_and_(1).flatten(1)[:, :n].bool()
+def rejected(masks: Tensor, n: int) -> Tensor:
+    """Convert masks (rows, words) int32 to (rows, n) bool, True for tokens outside the grammar."""
+    if masks.device.type == "cpu":  # 40 times as fast as the shifts below
+        words = (~masks).numpy().view(np.uint8)
+        bits = np.unpackbits(words, axis=1, count=n, bitorder="little")
+        return torch.from_numpy(bits).view(torch.bool)
+    places = torch.arange(32, dtype=torch.int32, device=masks.device)
+    return (~masks[:, :, None] >> places).bitwise_and_(1).flatten(1)[:, :n].bool()
 
 
 class TopTokens(NamedTuple):

@@ -125,10 +125,10 @@ def mask_after(compiler, tokens):
     """Allowed tokens of plain decoding; None if it cannot produce these tokens."""
     grammar = compiler.compile(StructuredOutputs(choice=CHOICES))
     for token in tokens:
-        if not bits(grammar.masks_of(DraftTree.root_only(0)))[0, token]:
+        if not bits(grammar.masks_after([()]))[0, token]:
             return None
         grammar.advance(token)
-    return set(np.flatnonzero(bits(grammar.masks_of(DraftTree.root_only(0)))[0]).tolist())
+    return set(np.flatnonzero(bits(grammar.masks_after([()]))[0]).tolist())
 
 
 def test_masks_of_random_trees_equal_masks_of_plain_decoding(bytes_of, compiler):
@@ -147,7 +147,7 @@ def test_masks_of_random_trees_equal_masks_of_plain_decoding(bytes_of, compiler)
             path = [tokens[above] for above in topology.path_to(int(topology.parents[node]))]
             allowed = allowed_after(bytes_of, committed + path) or set(range(END))
             tokens.append(rng.choice(sorted(allowed)) if rng.random() < 0.8 else rng.randrange(END))
-        grammar.start_masks(DraftTree(topology, torch.tensor(tokens)))
+        grammar.start_masks(DraftTree(topology, torch.tensor(tokens)).paths())
         for node, row in enumerate(bits(grammar.masks())):
             path = [tokens[above] for above in topology.path_to(node)]
             allowed = allowed_after(bytes_of, committed + path)
@@ -161,7 +161,7 @@ def test_masks_of_random_trees_equal_masks_of_plain_decoding(bytes_of, compiler)
 def formats():
     return [
         StructuredOutputs(json=SCHEMA),
-        *(StructuredOutputs(json=random_schema(seed)) for seed in range(1)),
+        *(StructuredOutputs(json=random_schema(seed)) for seed in range(4)),
         StructuredOutputs(regex="[a-f]{2,5}(-[0-9]{1,3})*"),
         StructuredOutputs(choice=CHOICES),
         StructuredOutputs(grammar='start: "the " animal+\nanimal: "fox" | "dog" | "[" animal "]"'),
@@ -176,12 +176,12 @@ def test_forced_tokens_are_the_only_allowed_tokens(llm, compiler):
         for _ in range(12):
             for token in grammar.forced():
                 n_forced += 1
-                allowed = np.flatnonzero(bits(grammar.masks_of(DraftTree.root_only(0)))[0])
+                allowed = np.flatnonzero(bits(grammar.masks_after([()]))[0])
                 assert allowed.tolist() == [token]
                 if token == END:
                     break
                 grammar.advance(token)
-            allowed = np.flatnonzero(bits(grammar.masks_of(DraftTree.root_only(0)))[0]).tolist()
+            allowed = np.flatnonzero(bits(grammar.masks_after([()]))[0]).tolist()
             token = rng.choice(allowed)
             if token == END:
                 break
@@ -222,20 +222,39 @@ def plain_answers(pair):
         }
 
 
+def watched_trees(drafter, monkeypatch):
+    """Return the paths of every tree to come; each path must lie within the grammar."""
+    propose = drafter.propose
+    trees = []
+
+    def checked(sequences, n_nodes):
+        proposed = propose(sequences, n_nodes)
+        for sequence, tree in zip(sequences, proposed, strict=True):
+            trees.append(tree.candidates().paths())
+            for path in trees[-1]:
+                assert END in path[:-1] or sequence.n_allowed(path) == len(path)
+        return proposed
+
+    monkeypatch.setattr(drafter, "propose", checked)
+    return trees
+
+
 @pytest.mark.parametrize(("drafter", "rule"), COMBINATIONS)
 def test_answers_of_every_drafter_and_rule_stay_in_the_grammar(
     pair, compiler, plain_answers, monkeypatch, drafter, rule
 ):
     keep_steady(monkeypatch)
-    with open_llm(pair.target, **pair.settings(drafter, rule)) as llm:
+    with open_llm(pair.target, tree_size=64, **pair.settings(drafter, rule)) as llm:
+        trees = watched_trees(llm.engine.drafter, monkeypatch)
         greedy, sampled = answers(llm, 0.0), answers(llm, 1.0)
+    assert drafter == "none" or max(map(len, trees)) > 2
     assert [output.token_ids for output in greedy] == plain_answers[0.0]
     if rule == "coupled":
         assert [output.token_ids for output in sampled] == plain_answers[1.0]
     for output, outputs in zip([*greedy, *sampled], formats() * 2, strict=True):
         grammar = compiler.compile(outputs)
         for token in output.token_ids:
-            allowed = bits(grammar.masks_of(DraftTree.root_only(0)))[0]
+            allowed = bits(grammar.masks_after([()]))[0]
             assert allowed[token]
             if token != END:
                 grammar.advance(token)
@@ -271,7 +290,9 @@ def test_sampled_answers_have_the_law_of_masked_plain_sampling(
         pair.target, drafter="static_tree", draft_model=str(pair.draft), rule=rule, max_num_seqs=8
     ) as sampling:
         params = [
-            SamplingParams(temperature=1.0, seed=seed, structured_outputs=formats()[3])
+            SamplingParams(
+                temperature=1.0, seed=seed, structured_outputs=StructuredOutputs(choice=CHOICES)
+            )
             for seed in range(n)
         ]
         outputs = sampling.generate([prompt] * n, params)
@@ -281,6 +302,28 @@ def test_sampled_answers_have_the_law_of_masked_plain_sampling(
     chances = [expected[path] for path in likely]
     observed = np.array([*counts, n - sum(counts)])
     assert chi_square_p(observed, n * np.array([*chances, 1 - sum(chances)])) > 1e-3
+
+
+A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_open"),
+    [
+        (A, False),
+        (A | {"additionalProperties": True}, True),
+        (A | {"patternProperties": {"b": {}}}, True),
+        (A | {"allOf": [{"properties": {"b": {}}}]}, True),
+        ({"$ref": "#/$defs/x", "$defs": {"x": A}}, False),
+        ({"anyOf": [A, {"type": "null"}]}, False),
+    ],
+)
+def test_properties_without_a_schema_are_excluded_by_default(llm, compiler, schema, is_open):
+    tokens = llm.encode('{"a": 1, "b": 2}')
+    grammar = compiler.compile(StructuredOutputs(json=schema))
+    named = llm.encode('{"a": 1}')
+    assert grammar.n_allowed(named) == len(named)
+    assert (grammar.n_allowed(tokens) == len(tokens)) == is_open
 
 
 @pytest.mark.parametrize(
@@ -293,11 +336,13 @@ def test_grammar_may_begin_behind_free_text(llm, compiler, outputs):
     a, b = (llm.encode(letter)[0] for letter in "ab")
     # Root, free text, the tag behind it, and the constrained text.
     tree = DraftTree(random_tree(1, 0).after_chain(5), torch.tensor([b, b, THINK_END, a, b, b]))
-    free, still_free, start, end, *_ = map(set, map(np.flatnonzero, bits(grammar.masks_of(tree))))
+    free, still_free, start, end, *_ = map(
+        set, map(np.flatnonzero, bits(grammar.masks_after(tree.paths())))
+    )
     assert free == still_free and {a, b, THINK_END} <= free and END not in free
     assert (start, end) == ({a}, {END})
     grammar.advance(THINK_END)
-    assert set(np.flatnonzero(bits(grammar.masks_of(DraftTree.root_only(b)))[0])) == {a}
+    assert set(np.flatnonzero(bits(grammar.masks_after([()]))[0])) == {a}
     params = SamplingParams(max_tokens=4, structured_outputs=outputs)
     assert llm.generate("x", params)[0].finish_reason == "length"
     with pytest.raises(SettingsError, match="<no>"):

@@ -104,7 +104,7 @@ class Conversation:
         if not text:
             return "\n".join(f"{name} {value}" for name, value in changed.items()) or "defaults"
         name, _, value = text.partition(" ")
-        name = name.lstrip("-").replace("-", "_")
+        name = name.lstrip("-").replace("-", "_").replace("max_new_tokens", "max_tokens")
         settings = {item.name: item for item in fields(SamplingParams)}
         if name not in settings or name == "n":
             raise SettingsError(f"{name} is not a sampling parameter", change="see --help")
@@ -148,7 +148,10 @@ class Conversation:
             ]
             version = record["version"]
             system = record["system"]
-        except (ValueError, TypeError, KeyError) as error:
+            roles = ["user", "assistant"] * (len(messages) // 2)
+            if [turn["role"] for turn in messages] != roles or not isinstance(system, str | None):
+                raise ValueError
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise PromptError(problem, change="choose a file of /save") from error
         if version != _VERSION:
             raise PromptError(problem, need=f"version {_VERSION}", have=str(version))

@@ -109,6 +109,9 @@ class Parser(argparse.ArgumentParser):
             if is_required and not getattr(parsed, name):
                 need = f"a {name}"
                 raise SettingsError(self.prog, need=need, change=f"see {self.prog} --help")
+        if values and "prompt" in self._positionals_by_name:
+            change = "quote a prompt with spaces; repeat --prompt for several prompts"
+            raise SettingsError(f"unrecognized arguments: {' '.join(values)}", change=change)
         if values:
             self.error(f"unrecognized arguments: {' '.join(values)}")
         return parsed
@@ -118,10 +121,16 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Raise SettingsError with argparse's message and the most similar flag."""
+        """Raise SettingsError with argparse's message and the most similar flag or choice."""
         wrong = message.removeprefix("unrecognized arguments: ")
         flag = wrong.split()[0].split("=")[0] if wrong != message else ""
         close = get_close_matches(flag, self._option_string_actions, n=1)
+        if found := re.fullmatch(r"argument (\S+): invalid (\w+)( value)?: '(.*?)'( .*)?", message):
+            name, kind, _, value, choices = found.groups()
+            close = get_close_matches(value, re.findall(r"'(.*?)'", choices or ""), n=1)
+            need = {"int": "an integer", "float": "a number"}.get(kind, "another value")
+            problem = f"{name} is {value!r}"
+            message = f"{problem}: needs {need}" if choices is None else f"{problem}{choices}"
         raise SettingsError(
             message, change=f"did you mean {close[0]}?" if close else f"see {self.prog} --help"
         )

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from offload_rt.config import EngineConfig, SamplingParams, format_size
-from offload_rt.cost.pass_times import transfer_s
 from offload_rt.offload.placement import Plan
 from offload_rt.system.progress import loading_bar
 
 if TYPE_CHECKING:  # A plan does not need them, and importing them lasts seconds.
+    from offload_rt.executor.stats import PassTimes
     from offload_rt.llm import LLM, Stats
     from offload_rt.system.trace import Trace
 
@@ -137,46 +137,91 @@ def speed_line(seconds_per_token: float, plain: PlainPass | None) -> str:
     return f"{line}, {plain.seconds / seconds_per_token:.1f} times plain decoding ({origin})"
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Tokens, times and traffic of the passes of all answers.
+
+    seconds            from the start of the first pass to the end of the last pass
+    first_s            seconds of the first pass
+    seconds_per_token  of decoding: of passes without prompt rows, if there are any
+    pass_nbytes        mean bytes over the link in a pass of decoding
+    link_gbps          rate of the link in these passes; 0 without traffic
+    link_busy          share of their time with link transfers
+    """
+
+    n_tokens: int
+    n_answers: int
+    n_passes: int
+    seconds: float
+    first_s: float
+    seconds_per_token: float
+    pass_nbytes: float
+    link_gbps: float
+    link_busy: float
+
+    @classmethod
+    def of_passes(cls, passes: "Sequence[tuple[PassTimes, int]]", n_answers: int) -> "Totals":
+        """Sum passes, each with its number of tokens."""
+        decoding = [entry for entry in passes if entry[0].predicted_s is not None] or passes
+        seconds = sum(times.ended - times.started for times, _ in decoding)
+        nbytes = sum(times.link_nbytes for times, _ in decoding)
+        link_s = sum(times.link_busy_s for times, _ in decoding)
+        first, last = passes[0][0], passes[-1][0]
+        return cls(
+            n_tokens=sum(n for _, n in passes),
+            n_answers=n_answers,
+            n_passes=len(passes),
+            seconds=last.ended - first.started,
+            first_s=first.computed - first.started,
+            seconds_per_token=seconds / sum(n for _, n in decoding),
+            pass_nbytes=nbytes / len(decoding),
+            link_gbps=nbytes / link_s / 1e9 if link_s else 0.0,
+            link_busy=link_s / seconds,
+        )
+
+
 def report(
-    stats: "Stats", plain: PlainPass | None, phases: Mapping[str, float], is_verbose: bool
+    totals: Totals, plain: PlainPass | None, phases: Mapping[str, float], is_verbose: bool = False
 ) -> str:
-    """Return the closing report: speed, tokens, start; with details about trees and link.
+    """Return the closing report: speed, tokens, start; with details about plain decoding and link.
 
     plain   None without trees
-    phases  seconds of the phases before the first pass, by name
+    phases  seconds of the phases before the first pass, by name; empty after an early end
     """
-    decoding_s = stats.measured_seconds_per_token or stats.seconds_per_token
+    answers = f" of {totals.n_answers} answers" if totals.n_answers > 1 else ""
     lines = [
-        speed_line(decoding_s, plain),
-        f"{stats.n_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_pass:.2f} tokens per"
-        " pass",
+        speed_line(totals.seconds_per_token, plain),
+        f"{totals.n_tokens} tokens{answers} in {totals.seconds:.2f} s,"
+        f" {totals.n_tokens / totals.n_passes:.2f} tokens per pass",
     ]
     if phases:
-        start = {**phases, "first pass": stats.prefill_seconds}
+        start = {**phases, "first pass": totals.first_s}
         lines.append("start: " + ", ".join(f"{name} {s:.1f} s" for name, s in start.items()))
+    if is_verbose and plain is not None:
+        lines.append(f"a pass of plain decoding takes {plain.seconds:.3f} s")
     if is_verbose:
-        lines += _details(stats, plain)
+        lines.append(_link_line(totals))
     return "\n".join(lines)
 
 
-def _details(stats: "Stats", plain: PlainPass | None) -> list[str]:
-    lines = []
-    if stats.measured_seconds_per_token is not None and stats.nodes_per_tree > 1:
-        lines.append(
-            f"trees of {stats.nodes_per_tree:.0f} nodes on {stats.levels_per_tree:.1f} levels;"
-            f" {format_speed(stats.predicted_seconds_per_token or 0.0)} predicted; drafting"
-            f" {stats.draft_seconds / stats.seconds:.0%} of the time, verifying"
-            f" {stats.verify_seconds / stats.seconds:.0%}, waiting for weights"
-            f" {stats.wait_seconds / stats.seconds:.0%}"
-        )
-    if plain is not None:
-        lines.append(f"a pass of plain decoding takes {plain.seconds:.3f} s")
-    if not stats.link_bytes:
-        return [*lines, "all weights resident: nothing crossed a link"]
-    pass_nbytes = stats.link_bytes / stats.n_passes
-    floor = transfer_s(pass_nbytes, stats.link_gbps) / stats.tokens_per_pass
-    lines.append(
-        f"{pass_nbytes / 1e9:.2g} GB per pass at {stats.link_gbps:.2f} GB/s, link busy"
-        f" {stats.link_busy:.0%} of the time; at most {format_speed(floor)} at this rate"
+def _link_line(totals: Totals) -> str:
+    if not totals.pass_nbytes:
+        return "all weights resident: nothing crossed a link"
+    floor = format_speed(totals.seconds_per_token * totals.link_busy)
+    return (
+        f"{totals.pass_nbytes / 1e9:.2g} GB per pass at {totals.link_gbps:.2f} GB/s, link busy"
+        f" {totals.link_busy:.0%} of the time; at most {floor} at this rate"
     )
-    return lines
+
+
+def tree_line(stats: "Stats") -> str | None:
+    """Describe the trees of an answer and the shares of its time; None without trees."""
+    if stats.measured_seconds_per_token is None or stats.nodes_per_tree <= 1:
+        return None
+    return (
+        f"trees of {stats.nodes_per_tree:.0f} nodes on {stats.levels_per_tree:.1f} levels;"
+        f" {format_speed(stats.predicted_seconds_per_token or 0.0)} predicted; drafting"
+        f" {stats.draft_seconds / stats.seconds:.0%} of the time, verifying"
+        f" {stats.verify_seconds / stats.seconds:.0%}, waiting for weights"
+        f" {stats.wait_seconds / stats.seconds:.0%}"
+    )

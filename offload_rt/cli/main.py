@@ -1,14 +1,10 @@
 """Console script `offload-rt`: selects the command."""
 
-import argparse
 import sys
 from importlib import import_module
-from importlib.metadata import version
-from platform import python_version
 from typing import NoReturn
 
 from offload_rt import __version__
-from offload_rt.cli.flags import Parser
 from offload_rt.cli.process import exit_code, run_program
 
 VERBS = {
@@ -29,10 +25,15 @@ def main(given: list[str]) -> int:
     if given and given[0] in VERBS:
         code: int = import_module(f"offload_rt.cli.{given[0]}").main(given[1:])
         return code
+    # Imported late: Ctrl-C before `run_program` prints a traceback.
+    import argparse
+
+    from offload_rt.cli.flags import Parser
+
     parser = Parser("offload-rt", "Run language models larger than device memory, exactly.")
     parser.add_argument("--version", action="version", version=_versions())
     verbs = parser.add_subparsers(
-        metavar="VERB", required=True, parser_class=argparse.ArgumentParser
+        metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
     )
     for name, text in VERBS.items():
         verbs.add_parser(name, help=text)
@@ -41,6 +42,9 @@ def main(given: list[str]) -> int:
 
 def _versions() -> str:
     """Versions of offload_rt, Python, torch and transformers, without importing the latter two."""
+    from importlib.metadata import version
+    from platform import python_version
+
     packages = [f"{name} {version(name)}" for name in ("torch", "transformers")]
     return ", ".join([f"offload-rt {__version__}", f"Python {python_version()}", *packages])
 

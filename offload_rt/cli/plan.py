@@ -19,6 +19,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN, has_no_weights
+from offload_rt.system.disk_rate import measure_disk_gbps
 from offload_rt.system.machine import cards
 from offload_rt.weights.locate import check_paths, is_here
 
@@ -78,9 +79,10 @@ def main(arguments: list[str] | None = None) -> int:
         gc.enable()
 
 
-def print_plan(flags: Namespace) -> None:
+def print_plan(flags: Namespace, disk_source: str = "disk: set by --disk") -> None:
     """Print the plan for the flags of this command; absent flags have their defaults.
 
+    disk_source  origin of the rate in `flags.disk`
     Raises CapacityError if the model does not fit.
     """
     settings = from_flags(PlanSettings, flags)
@@ -88,7 +90,7 @@ def print_plan(flags: Namespace) -> None:
     settings.check(config)
     check_paths(config)
     try:
-        _print_plan(settings, config)
+        _print_plan(settings, config, disk_source)
     except CapacityError as error:
         problem = f"does not fit: {error.problem}"
         raise CapacityError(
@@ -96,7 +98,7 @@ def print_plan(flags: Namespace) -> None:
         ) from error
 
 
-def _print_plan(settings: PlanSettings, config: EngineConfig) -> None:
+def _print_plan(settings: PlanSettings, config: EngineConfig, disk_source: str) -> None:
     is_this = settings.gpu == "this"
     # On a CPU, --ram describes another machine.
     is_run = is_this and (settings.ram is None or bool(cards()))
@@ -111,7 +113,9 @@ def _print_plan(settings: PlanSettings, config: EngineConfig) -> None:
     from offload_rt.cli.plan_request import by_place, request_of, with_card, without_weights
     from offload_rt.planning.forecast import predict
 
-    machine = without_weights(settings, config) if is_this else with_card(settings, config)
+    machine = (
+        without_weights(settings, config, disk_source) if is_this else with_card(settings, config)
+    )
     request = request_of(settings, config, machine)
     places = by_place(config.split_draft, request, machine)
     _show(settings, next(iter(places.values()), None) or predict(request, machine), places)
@@ -142,14 +146,18 @@ def print_run_plan(config: EngineConfig, flags: Namespace) -> None:
         return
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from offload_rt.engine import profile
-
     print(
         "some weights are not downloaded: planning from configs and the measured disk rate",
         file=sys.stderr,
     )
-    rate = profile.disk_gbps(Path(HF_HUB_CACHE))
-    print_plan(Namespace(**vars(flags), disk=f"{rate:.2f}GB/s"))
+    folder = Path(HF_HUB_CACHE)
+    folder.mkdir(parents=True, exist_ok=True)
+    rate = measure_disk_gbps(folder)
+    if rate is None:
+        print_plan(flags, "disk: assumed, not measurable")
+    else:
+        disk = f"{rate:.2f}GB/s"
+        print_plan(Namespace(**vars(flags), disk=disk), "disk: measured in the hub cache")
 
 
 def _is_here(config: EngineConfig) -> bool:

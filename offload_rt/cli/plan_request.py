@@ -47,11 +47,14 @@ def with_card(settings: PlanSettings, config: EngineConfig) -> Machine:
     return replace(machine, sources=(*machine.sources, *assumed)).of_rank(ranks)
 
 
-def without_weights(settings: PlanSettings, config: EngineConfig) -> Machine:
-    """Describe this machine, for models whose weights are elsewhere."""
+def without_weights(settings: PlanSettings, config: EngineConfig, disk_source: str) -> Machine:
+    """Describe this machine, for models whose weights are elsewhere.
+
+    disk_source  origin of the disk rate in the settings
+    """
     from offload_rt.planning.local import this_machine
 
-    source = f"--disk: {DISK} assumed" if settings.disk is None else "disk: set by --disk"
+    source = f"--disk: {DISK} assumed" if settings.disk is None else disk_source
     return this_machine(config, settings.disk_gbps, source, settings.ram)
 
 

@@ -114,10 +114,8 @@ def _print_formats(
         if variant is not None
     }
     if len(fitting) > 1:
-        print(
-            f"fastest forecast with {first} weights: {fitting[min(fitting)]},"
-            f" {format_speed(min(fitting))}"
-        )
+        name = fitting[min(fitting)].replace("none", "plain decoding")
+        print(f"fastest forecast with {first} weights: {name}, {format_speed(min(fitting))}")
     if (itself := drafters.get(SELF)) is not None:
         print(f"acceptance of --drafter self: {itself.request.acceptance.source}")
 

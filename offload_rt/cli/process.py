@@ -43,7 +43,11 @@ def run_program(main: Callable[[], int]) -> int:
         signal.signal(number, interrupt)
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # open until exit
-    code = main()
+    try:
+        code = main()
+    except _Interrupt:  # while a command was imported
+        print(INTERRUPTION, file=sys.stderr)
+        code = INTERRUPTED
     for number in handled:  # no exceptions while the interpreter shuts down
         signal.signal(number, signal.SIG_DFL)
     return code

@@ -71,8 +71,9 @@ def read(path: Path) -> list[Span]:
         change = "pass the file that --trace wrote"
         raise TraceError(f"{path}: {error.strerror}", change=change) from error
     except (KeyError, TypeError, ValueError) as error:
-        problem = f"{path} is not a complete timeline"
-        raise TraceError(problem, need=trace.FORMAT, change="write it again by --trace") from error
+        problem = f"{path} is not a complete timeline of this version"
+        change = "write one by `offload-rt run --trace FILE`"
+        raise TraceError(problem, change=change) from error
     return sorted(spans, key=lambda span: span.start_s)
 
 

@@ -5,18 +5,19 @@ Exit codes: 0 success, 2 input or settings, 3 machine (memory, disk, driver), 13
 """
 
 import json
+import math
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from offload_rt.cli.answers import Answers
 from offload_rt.cli.flags import Parser, from_flags
-from offload_rt.cli.process import INTERRUPTED, exit_code, show_any_text
+from offload_rt.cli.process import exit_code, show_any_text
 from offload_rt.config import (
     EngineConfig,
     SamplingParams,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from offload_rt.cli.format import PlainPass
-    from offload_rt.executor.stats import PassTimes
     from offload_rt.llm import LLM, Output, Stats
 
 
@@ -106,44 +106,6 @@ class TemplateSettings:
         return ids
 
 
-@dataclass
-class _Progress:
-    """Output so far, for an early end.
-
-    as_json     print a JSON object at the end instead of streaming text
-    is_quiet    print no speed
-    is_printed  stdout has the complete output
-    passes      times of the passes so far
-    """
-
-    as_json: bool = False
-    is_quiet: bool = False
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    is_printed: bool = False
-    passes: "list[PassTimes]" = field(default_factory=list)
-
-    def tell_rest(self, code: int) -> None:
-        """End the streamed text, or print the object of the partial output; then the speed."""
-        if self.as_json and (self.token_ids or code == INTERRUPTED) and not self.is_printed:
-            reason = "interrupted" if code == INTERRUPTED else "error"
-            print(
-                json.dumps(_as_json(self.text, list(self.token_ids), reason, None, {})), flush=True
-            )
-        elif self.text and not self.as_json and not self.is_printed:
-            print(flush=True)
-        if self.passes and not self.is_quiet and not self.is_printed:
-            from offload_rt.cli.format import format_speed
-
-            n = len(self.token_ids)
-            seconds = self.passes[-1].ended - self.passes[0].started
-            print(
-                f"{format_speed(seconds / n)}, {n} tokens in {seconds:.2f} s,"
-                f" {n / len(self.passes):.2f} tokens per pass",
-                file=sys.stderr,
-            )
-
-
 def new_parser() -> Parser:
     """Return the parser of the command."""
     return Parser(
@@ -164,23 +126,25 @@ def new_parser() -> Parser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     show_any_text()
-    so_far = _Progress()
+    answers = Answers()
     parser = new_parser()
-    return exit_code(lambda: _run(parser.parse_args(arguments), so_far), so_far.tell_rest)
+    return exit_code(lambda: _run(parser.parse_args(arguments), answers), answers.print_unfinished)
 
 
-def _run(flags: Namespace, so_far: _Progress) -> None:
+def _run(flags: Namespace, answers: Answers) -> None:
     settings = from_flags(RunSettings, flags)
     config = from_flags(EngineConfig, flags)
     params = replace(
         from_flags(SamplingParams, flags), structured_outputs=settings.structured_outputs
     )
+    if not (settings.json or params.logprobs is params.prompt_logprobs is None):
+        raise SettingsError("--logprobs and --prompt-logprobs", need="--json", change="add --json")
     template = from_flags(TemplateSettings, flags)
     if template != TemplateSettings() and not settings.chat:
         problem = "--system, --enable-thinking and --chat-template-kwargs need the chat template"
         raise SettingsError(problem, change="add --chat")
-    so_far.as_json = settings.json and not settings.plan
-    so_far.is_quiet = settings.quiet
+    answers.as_json = settings.json and not settings.plan
+    answers.is_quiet = settings.quiet
     started = time.perf_counter()
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
     from rich.console import Console
@@ -211,45 +175,52 @@ def _run(flags: Namespace, so_far: _Progress) -> None:
     imported = time.perf_counter()
     with LLM.open(config) as llm:
         ids = [_encode(llm, text, template if settings.chat else None) for text in prompts]
+        pieces = llm.stream_all(ids, params)  # checks the settings of the answers before loading
         phases = {"import": imported - started, "plan": time.perf_counter() - imported}
         phases |= load(llm, console, trace, params)
         try:
-            if len(ids) == 1:
-                _echo(console, prompts[0], so_far)
-                outputs = [_stream(llm, ids[0], params, so_far, console)]
-            else:
-                outputs = llm.generate(ids, params, use_tqdm=not settings.quiet)
+            outputs = answers.follow(pieces, prompts, params.n, console)
         finally:
             if settings.trace is not None:
                 trace.write(Path(settings.trace))
-        _print_outputs(outputs, prompts, so_far, console)
-        _report(llm, outputs, settings, phases, console)
+        _report(llm, answers, outputs, settings, phases, params.max_tokens, console)
 
 
 def _report(
     llm: "LLM",
+    answers: Answers,
     outputs: list["Output"],
     settings: RunSettings,
     phases: Mapping[str, float],
+    n_wanted: int | None,
     console: "Console",
 ) -> None:
-    """Print a report per output to stderr.
+    """Print the report to stderr: all answers together, then the details of each prompt.
 
-    phases  seconds of the phases before the first pass
+    phases    seconds of the phases before the first pass
+    n_wanted  maximum tokens of an answer
     """
-    from offload_rt.cli.format import report
+    from offload_rt.cli.format import report, tree_line
     from offload_rt.tree.describe import describe
 
     context = max(len(output.prompt_token_ids) for output in outputs)
     baseline = median(llm.time_plain(context)) if settings.baseline else None
+    plain = _plain_pass(llm, outputs[0].stats, context, baseline)
+    text = report(answers.totals(), plain, phases, settings.verbose)
+    console.print(text, highlight=False, soft_wrap=True)
+    if any(
+        answer.finish_reason == "length" and len(answer.token_ids) < (n_wanted or math.inf)
+        for output in outputs
+        for answer in output.outputs
+    ):
+        limit = f"the context of {llm.max_model_len} tokens is full; raise --max-model-len"
+        console.print(limit, highlight=False, soft_wrap=True)
     for n, output in enumerate(outputs, 1):
-        heading = f"answer {n}: " if len(outputs) > 1 else ""
-        plain = _plain_pass(llm, output.stats, context, baseline)
-        text = report(output.stats, plain, phases if n == 1 else {}, settings.verbose)
-        console.print(heading + text, highlight=False, soft_wrap=True)
-        if settings.show_tree:
-            tree = describe(output.topology)
-            console.print(tree, highlight=False, soft_wrap=True, markup=False)
+        heading = f"prompt {n}: " if len(outputs) > 1 else ""
+        trees = tree_line(output.stats) if settings.verbose else None
+        shape = describe(output.topology) if settings.show_tree else None
+        for line in filter(None, (trees, shape)):
+            console.print(heading + line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _plain_pass(
@@ -270,15 +241,6 @@ def _plain_pass(
     return PlainPass(float(llm.engine.cost.seconds(np.array([1]), context)[0]), False)
 
 
-def _echo(console: "Console", prompt: str, so_far: _Progress, n: int = 1) -> None:
-    """Print the first line of a prompt to stderr, above its answer."""
-    if so_far.as_json:
-        return
-    first, *more = prompt.strip().splitlines() or [""]
-    text = f"[{n}] {first[:72]}{' ...' if more or len(first) > 72 else ''}"
-    console.print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
-
-
 def _encode(llm: "LLM", prompt: str, template: TemplateSettings | None) -> list[int]:
     """Encode a prompt, with the chat template if its settings are given."""
     try:
@@ -290,77 +252,6 @@ def _encode(llm: "LLM", prompt: str, template: TemplateSettings | None) -> list[
     ids = llm.encode(prompt)
     llm.check_prompt(ids)
     return ids
-
-
-def _print_outputs(
-    outputs: list["Output"], prompts: list[str], so_far: _Progress, console: "Console"
-) -> None:
-    """Print the outputs that were not streamed."""
-    if so_far.as_json:
-        objects = [
-            _as_json(
-                output.text,
-                output.token_ids,
-                output.finish_reason,
-                asdict(output.stats),
-                _more(output),
-            )
-            for output in outputs
-        ]
-        print(json.dumps(objects if len(objects) > 1 else objects[0]), flush=True)
-    elif len(outputs) > 1:
-        for n, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), 1):
-            _echo(console, prompt, so_far, n)
-            answers = [output.text, *(answer.text for answer in output.others)]
-            print(*answers, sep="\n", end="\n\n", flush=True)
-    so_far.is_printed = True
-
-
-def _stream(
-    llm: "LLM", ids: list[int], params: SamplingParams, so_far: _Progress, console: "Console"
-) -> "Output":
-    from offload_rt.system.progress import progress_bar
-
-    pieces = llm.stream(ids, params)
-    with progress_bar(console, "first pass over the weights", is_transient=True):
-        first = next(pieces)
-    for piece in chain((first,), pieces):
-        if piece.index > 0:  # further answers are printed after the first
-            continue
-        if piece.made_by is not None:
-            so_far.passes.append(piece.made_by.times)
-        so_far.text += piece.text
-        so_far.token_ids += tuple(piece.token_ids)
-        if not so_far.as_json:
-            print(piece.text, end="", flush=True)
-    assert piece.output is not None, "the last piece contains the output"
-    if not so_far.as_json:
-        print(
-            "".join(
-                f"\n--- answer {answer.index + 1} of {params.n}\n{answer.text}"
-                for answer in piece.output.others
-            ),
-            flush=True,
-        )
-        so_far.is_printed = True
-    return piece.output
-
-
-def _more(output: "Output") -> dict[str, Any]:
-    """Return the requested log-probabilities by token id, and further answers."""
-    more: dict[str, Any] = {}
-    for name, rows in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
-        if rows is not None:
-            more[name] = [
-                row and {token: logprob._asdict() for token, logprob in row.items()} for row in rows
-            ]
-    if output.others:
-        names = ("index", "text", "token_ids", "finish_reason")
-        more["outputs"] = [
-            {name: getattr(answer, name) for name in names} | _more(replace(answer, others=()))
-            for answer in output.outputs
-        ]
-    return more
 
 
 def read_prompt(path: str) -> str:
@@ -380,18 +271,3 @@ def _read(path: str, flag: str) -> str:
         raise PromptError(
             f"{flag} {path} is not UTF-8 text", change="convert it to UTF-8"
         ) from error
-
-
-def _as_json(
-    text: str,
-    token_ids: list[int],
-    finish_reason: str,
-    stats: dict[str, Any] | None,
-    more: dict[str, Any],
-) -> dict[str, Any]:
-    return {
-        "text": text,
-        "token_ids": token_ids,
-        "finish_reason": finish_reason,
-        "stats": stats,
-    } | more

@@ -175,7 +175,7 @@ class Engine(SequencePool):
     def _tree_step(self, running: RunningSequence, tree: DraftTree) -> Step:
         """Return the step that computes missing tokens and the tree."""
         if running.sequence.grammar is not None:
-            running.sequence.grammar.start_masks(tree.candidates())
+            running.sequence.grammar.start_masks(tree.candidates().paths())
         missing = self._missing_tokens(running)
         read_logits = self._prompt_reader(running)
         n_read = 0
@@ -282,12 +282,13 @@ class Engine(SequencePool):
         Returns (n, vocabulary), valid until the next call.
         """
         n = len(tree.topology)
-        paths = [tree.path_to(node) for node in range(n)] if sequence.sampling.looks_back else []
+        paths = tree.paths() if sequence.sampling.looks_back else []
         context = Context(sequence.tokens, sequence.n_prompt, sequence.end_ids)
         out = self._probs_buffer(logits, n)
         masks = None
         if sequence.grammar is not None:
             (masks,) = ops.to_device([sequence.grammar.masks()], logits.device)
+            sequence.grammar.check()
         return probs(logits[:n], sequence.sampling, context, paths, out, masks)
 
     def _commit(self, running: RunningSequence, verdict: Verdict, states: Tensor) -> None:

@@ -134,8 +134,8 @@ class RanksSpec:
             n_layers = checkpoint.spec.n_layers
             raise SettingsError(
                 f"--pipeline={self.pipeline}",
-                need="as many ranks",
-                have=f"{n_ranks} started, and {n_layers} layers in {len(parts)} parts",
+                need="as many ranks, and at least as many layers",
+                have=f"{n_ranks} started, and {n_layers} layers",
                 change="start it by `torchrun --nproc-per-node N --nnodes M`",
             )
         if drafting.reads_target:

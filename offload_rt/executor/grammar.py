@@ -6,8 +6,9 @@ of CUDA kernels; llguidance is one wheel of 3 MB without dependencies.
 """
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from offload_rt.config import StructuredOutputs
 from offload_rt.errors import SettingsError
-from offload_rt.tree.topology import DraftTree
 
 if TYPE_CHECKING:  # optional packages
     from llguidance import LLMatcher
     from transformers import PreTrainedTokenizerBase
 
+Path = tuple[int, ...]
 
 # Options of llguidance. Optional white space would let a model pad its answer forever.
 COMPACT_JSON: Any = {
@@ -28,6 +29,40 @@ COMPACT_JSON: Any = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
+
+
+# Keywords with schemas by name, with schemas, and with alternatives of the whole object.
+_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+_PARTS = {"items", "prefixItems", "additionalProperties"}
+_CHOICES = {"anyOf", "oneOf"}
+# Keywords that combine schemas of one object: closing each part would exclude every object.
+_COMBINING = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties")
+
+
+def closed(schema: Any) -> Any:
+    """Exclude properties that a JSON schema does not name, as vLLM and llama.cpp do.
+
+    Otherwise a model could add properties forever. `additionalProperties` decides where it is set.
+    """
+    text = json.dumps(schema)
+    return schema if any(f'"{word}"' in text for word in _COMBINING) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    is_object = "properties" in schema
+    result = dict(schema)
+    for word, value in schema.items():
+        if word in _MAPS and isinstance(value, dict):
+            result[word] = {name: _closed(part) for name, part in value.items()}
+        elif word in _PARTS or (word in _CHOICES and not is_object):
+            result[word] = _closed(value)
+    if is_object and not schema.keys() & {"patternProperties", "$ref", *_CHOICES}:
+        result.setdefault("additionalProperties", False)
+    return result
 
 
 class GrammarCompiler:
@@ -65,7 +100,7 @@ class GrammarCompiler:
         """Compile a grammar. Raises SettingsError for unsupported and unsatisfiable grammars."""
         try:
             source = _within(outputs.around, self._source(outputs))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SettingsError(f"structured outputs: {str(error)[:300]}") from error
         matcher = self._matcher(self._tokenizer, source, log_level=0)
         _check(matcher)
@@ -73,7 +108,7 @@ class GrammarCompiler:
 
     def _source(self, outputs: StructuredOutputs) -> str:
         if outputs.json is not None:
-            schema = json.dumps(outputs.json)
+            schema = json.dumps(closed(outputs.json))
             return str(self._matcher.grammar_from_json_schema(schema, COMPACT_JSON))
         if outputs.regex is not None:
             return str(self._matcher.grammar_from_regex(outputs.regex))
@@ -108,48 +143,45 @@ class Grammar:
         self._ends = ends
         self._threads = threads
         self._masks: Future[Tensor] | None = None
+        self._known: dict[Path, Tensor] = {}
 
-    def start_masks(self, tree: DraftTree) -> None:
-        """Start to compute the masks of a tree in a thread, during the forward pass."""
-        self._masks = self._threads.submit(self.masks_of, tree)
+    def start_masks(self, paths: Sequence[Path]) -> None:
+        """Start to compute the masks after these paths in a thread, during a forward pass."""
+        self._masks = self._threads.submit(self.masks_after, paths)
 
     def masks(self) -> Tensor:
-        """Wait for the masks of the last tree; see `masks_of`."""
+        """Wait for the masks of the last `start_masks`; see `masks_after`."""
         assert self._masks is not None, "masks were started"
         return self._masks.result()
 
-    def masks_of(self, tree: DraftTree) -> Tensor:
-        """Compute the allowed tokens after each node: (n, words) int32, bit t of a row for token t.
+    def check(self) -> None:
+        """Raise SettingsError if the grammar became too complex; masks are not valid then."""
+        _check(self._matcher)
 
-        All tokens are allowed after nodes outside the grammar, which no rule accepts.
-        Raises SettingsError if the grammar becomes too complex.
+    def masks_after(self, paths: Sequence[Path]) -> Tensor:
+        """Compute the allowed tokens after the answer and each path of further tokens.
+
+        All tokens are allowed after an end token and after paths outside the grammar.
+        Returns (n, words) int32, bit t of a row for token t.
         """
-        tokens = tree.tokens.tolist()
-        parents = tree.topology.parents
-        masks = torch.full((len(tokens), self._n_words), -1, dtype=torch.int32)
         matcher = self._matcher
-        inside = {0}  # nodes within the grammar
-        path = [0]  # nodes above; the matcher consumed all but the root
-        for node in _preorder(tree):
-            parent = int(parents[node])
-            if node > 0:
-                if parent not in inside:
-                    continue
-                while path[-1] != parent:
-                    path.pop()
-                    matcher.rollback(1)
-                if not self._accepts(tokens[node]):
-                    continue
-                inside.add(node)
-                path.append(node)
-                matcher.consume_token(tokens[node])
-            matcher.unsafe_compute_mask_ptr(masks[node].data_ptr(), 4 * self._n_words)
-        matcher.rollback(len(path) - 1)
-        _check(matcher)
-        return masks
+        path: Path = ()  # consumed by the matcher
+        for next_path in sorted(set(paths) - self._known.keys()):
+            pairs = zip(path, next_path, strict=False)
+            n_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            matcher.rollback(len(path) - n_shared)
+            new = tuple(takewhile(lambda token: token not in self._ends, next_path[n_shared:]))
+            path = next_path[: n_shared + matcher.try_consume_tokens(list(new))]
+            mask = torch.full((self._n_words,), -1, dtype=torch.int32)
+            if path == next_path:
+                matcher.unsafe_compute_mask_ptr(mask.data_ptr(), 4 * self._n_words)
+            self._known[next_path] = mask
+        matcher.rollback(len(path))
+        return torch.stack([self._known[path] for path in paths])
 
-    def _accepts(self, token: int) -> bool:
-        return token not in self._ends and self._matcher.validate_tokens([token]) == 1
+    def n_allowed(self, tokens: Sequence[int]) -> int:
+        """Return the number of first tokens that the grammar allows, up to an end token."""
+        return self._matcher.validate_tokens(list(tokens))
 
     def forced(self) -> list[int]:
         """Return the next tokens as far as each is the only allowed token."""
@@ -159,8 +191,9 @@ class Grammar:
 
     def advance(self, token: int) -> None:
         """Append a generated token. Raises SettingsError if the grammar becomes too complex."""
+        self._known.clear()
         self._matcher.consume_token(token)
-        _check(self._matcher)
+        self.check()
 
 
 def _within(around: str | None, source: str) -> str:
@@ -171,14 +204,6 @@ def _within(around: str | None, source: str) -> str:
     (answer,) = json.loads(source)["grammars"] if is_json else [{"lark_grammar": source}]
     grammars = [{"lark_grammar": around}, answer | {"name": "answer"}]
     return json.dumps({"grammars": grammars})
-
-
-def _preorder(tree: DraftTree) -> Iterator[int]:
-    nodes = [0]
-    while nodes:
-        node = nodes.pop()
-        yield node
-        nodes += reversed(tree.topology.children[node])
 
 
 def _check(matcher: "LLMatcher") -> None:

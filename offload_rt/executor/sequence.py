@@ -120,6 +120,10 @@ class Sequence:
         while not self.finish_reason and (tokens := self.grammar.forced()):
             self.extend(tokens)
 
+    def n_allowed(self, tokens: Tokens[int]) -> int:
+        """Return the number of first tokens that the grammar allows behind the sequence."""
+        return len(tokens) if self.grammar is None else self.grammar.n_allowed(tokens)
+
     def read(self, logits: Tensor, k: int) -> None:
         """Record log-probabilities of the next tokens and the top k from logits (n, vocabulary)."""
         first = len(self.logprobs)

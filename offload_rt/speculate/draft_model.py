@@ -16,7 +16,7 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.ops import to_device, to_host
-from offload_rt.sampling import generator_on
+from offload_rt.sampling import generator_on, rejected
 from offload_rt.speculate.child_sampling import fitted
 from offload_rt.speculate.protocols import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.system.trace import DRAFT, Trace
@@ -26,6 +26,8 @@ from offload_rt.tree.topology import GrowingTree, Topology
 _N_SINKS = 16
 # Divisor of logits with noise before the softmax: the size of a draft's errors, at any temperature.
 _ERROR = 0.75
+# Logit of tokens outside the draft's vocabulary beside a grammar.
+_LEAST = -1e30
 
 
 class TreeState:
@@ -37,6 +39,7 @@ class TreeState:
     most_rows   row capacity
     lacking     sequence tokens missing in the draft's cache, computed before the tree's rows
     generator   the sequence's generator on the device, for drawing children
+    ahead       tokens assumed between the sequence and the root's children
     noise       (levels, vocabulary) float32: the target's sampling noise per level, times the
                 sequence's temperature; None if the tree is not coupled
     error       reason to discard the tree, or None
@@ -57,6 +60,7 @@ class TreeState:
         self.lacking: list[int] = []
         self._tree = GrowingTree(most_rows)
         self.n_done = 0
+        self.ahead: tuple[int, ...] = ()
         self.noise: Tensor | None = None
         self._most_rows = most_rows
         self._probs = torch.empty(0)
@@ -91,11 +95,31 @@ class TreeState:
         self.error = None
         self._tree.clear()
 
+    def has_room(self, n_nodes: int) -> bool:
+        """Return whether a tree of this size fits."""
+        return ROWS_PER_NODE * n_nodes <= self._most_rows
+
     def room(self, n: int, like: Tensor) -> Tensor:
         """Return a buffer (n, vocabulary) for a tree's distributions, reused by later trees."""
         if len(self._probs) < n:
             self._probs = like.new_empty(self._most_rows // ROWS_PER_NODE, like.shape[1])
         return self._probs[:n]
+
+    def start_masks(self) -> None:
+        """Start to compute the grammar's masks after the latest rows."""
+        if (grammar := self.sequence.grammar) is not None:
+            parents = self._tree.parents[: len(self.tokens)]
+            paths = Topology(parents).paths(self.tokens)[self.new_rows]
+            grammar.start_masks([self.ahead + path for path in paths])
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Exclude tokens outside the grammar in logits (rows, vocabulary) of the latest rows."""
+        if self.sequence.grammar is None:
+            return logits
+        (masks,) = to_device([self.sequence.grammar.masks()], logits.device)
+        # Tokens outside the draft's vocabulary remain candidates: a row is never empty.
+        logits = fitted(logits, self.vocab_size).clamp_min(_LEAST)
+        return logits.masked_fill_(rejected(masks, self.vocab_size), -torch.inf)
 
     def perturbed(self, logits: Tensor) -> Tensor:
         """Add noise to the logits (rows, vocabulary) of the latest rows.
@@ -250,6 +274,7 @@ class DraftModel:
         """
         state = self._begin(sequence, n_nodes, is_alone, path)
         n_ahead = len(path)
+        state.ahead = tuple(path)
         state.noise = None
         if n_coupled:
             place = len(sequence.tokens)
@@ -264,7 +289,8 @@ class DraftModel:
         self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
     ) -> TreeState:
         known = self._states.get(sequence)
-        if known is None or known.sequence is not sequence:
+        # A tree may outgrow the first tree, when other sequences have ended.
+        if known is None or known.sequence is not sequence or not known.has_room(n_nodes):
             if self.runner.has_graphs:  # graphs need a single buffer, so free finished caches
                 for old in [old for old in self._states if old.finish_reason]:
                     self.end(old)
@@ -336,6 +362,8 @@ class DraftModel:
             if guess is not None:
                 guess(growing)
             with self.trace.span(DRAFT, f"level {n_passes + 1}"):
+                for builder in growing:
+                    builder.state.start_masks()
                 outs = self._forward(growing)
                 selected = to_host(
                     [
@@ -410,12 +438,16 @@ class SelfDraftModel(DraftModel):
 
 
 def captured(builder: TreeBuilder) -> Reduce | None:
-    """Return the reduction to run within the pass; None if noise must be added to logits first."""
-    return builder.reduce if builder.state.noise is None else None
+    """Return the reduction to run within the pass; None if noise or masks change logits first."""
+    state = builder.state
+    is_final = state.noise is None and state.sequence.grammar is None
+    return builder.reduce if is_final else None
 
 
 def select_tokens(builder: TreeBuilder, out: Tensor) -> Tensor:
     """Select the host's input from the pass output `out` of the latest rows."""
-    if builder.state.noise is not None and builder.reduce is not None:
-        out = builder.reduce(builder.state.perturbed(out))
+    state = builder.state
+    out = state.masked(out)
+    if captured(builder) is None and builder.reduce is not None:
+        out = builder.reduce(out if state.noise is None else state.perturbed(out))
     return builder.select(out)

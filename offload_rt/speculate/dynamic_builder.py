@@ -98,12 +98,14 @@ class DynamicTreeBuilder:
         candidates = zip(tokens, probabilities, strict=True)
         self._seen.update(zip(nodes.rows[parents].tolist(), candidates, strict=True))
         calibration = self._estimates_of(int(nodes.rows[parents[0]])).calibration
+        is_possible = probabilities > 0  # a grammar excludes tokens
+        above = np.broadcast_to(parents[:, None], tokens.shape)[is_possible]
         children = _Nodes(
-            chances=(nodes.chances[parents, None] * calibration.chances(probabilities)).ravel(),
-            parents=parents.repeat(k),
-            tokens=tokens.ravel(),
-            depths=nodes.depths[parents].repeat(k) + 1,
-            rows=np.full(tokens.size, -1),
+            chances=nodes.chances[above] * calibration.chances(probabilities)[is_possible],
+            parents=above,
+            tokens=tokens[is_possible],
+            depths=nodes.depths[above] + 1,
+            rows=np.full(len(above), -1),
         )
         self._nodes = nodes.merged(children, self._n_nodes)
         self._expand()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from offload_rt.executor.sequence import Sequence
 from offload_rt.tree.topology import DraftTree, Topology
 
 # Maximum match length in tokens, and number of earlier occurrences to keep.
@@ -28,9 +29,12 @@ class NgramMatch:
     tokens: tuple[int, ...]
 
 
-def find_matches(tokens: list[int], n_next: int) -> list[NgramMatch]:
-    """Find the longest earlier occurrences of the last tokens; the latest first among equals."""
-    text = np.array(tokens)
+def find_matches(sequence: Sequence, n_next: int) -> list[NgramMatch]:
+    """Find the longest earlier occurrences of the last tokens; the latest first among equals.
+
+    Continuations end before tokens outside the grammar.
+    """
+    text = np.array(sequence.tokens)
     n = len(text)
     ends = np.flatnonzero(text[:-1] == text[-1])
     lengths = np.ones(len(ends), dtype=np.int64)
@@ -42,10 +46,11 @@ def find_matches(tokens: list[int], n_next: int) -> list[NgramMatch]:
             break
         lengths += going
     best = np.lexsort((-ends, -lengths))[:_PLACES]
-    return [
-        NgramMatch(int(lengths[i]), tuple(text[ends[i] + 1 : ends[i] + 1 + n_next].tolist()))
-        for i in best
-    ]
+    matches = []
+    for i in best:
+        tokens = tuple(text[ends[i] + 1 : ends[i] + 1 + n_next].tolist())
+        matches.append(NgramMatch(int(lengths[i]), tokens[: sequence.n_allowed(tokens)]))
+    return matches
 
 
 class MatchRates:

@@ -133,10 +133,8 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         ]
         raise SettingsError(
             f"--draft-model with --drafter={name}",
-            need="a drafter that uses a draft model",
-            have=name,
-            change="omit --draft-model, or use "
-            + " or ".join(f"--drafter={user}" for user in users),
+            need=f"a drafter that uses a draft model: {', '.join(users)}",
+            change="omit one of the two",
         )
     if not chosen.has_trees and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"

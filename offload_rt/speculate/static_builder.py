@@ -80,6 +80,7 @@ class StaticTreeBuilder:
         self._shape = shape_of(plan.topology)
         self._tokens = np.zeros(len(plan.topology), dtype=np.int64)
         self._tokens[0] = state.tokens[0]
+        self._is_possible = np.ones(len(plan.topology), dtype=bool)
         self._level = 0
         self._n_probs = 0
         self._draft_probs: Tensor | None = None
@@ -102,15 +103,16 @@ class StaticTreeBuilder:
         generator = self.state.generator
         if self._plan.child_sampling == "independent":
             tokens = child_sampling.independent(probs, n, generator)
-            return child_sampling.packed(tokens, probs[:, :1])
+            return child_sampling.packed(tokens, probs.gather(1, tokens))
         if self._level or not self.copied:
             tokens = child_sampling.without_replacement(probs, n, generator)
-            return child_sampling.packed(tokens, probs[:, :1])
+            return child_sampling.packed(tokens, probs.gather(1, tokens))
         token = slice(self.copied[0], self.copied[0] + 1)
         excluded = torch.zeros_like(probs, dtype=torch.bool)
         excluded[:, token] = probs[:, token] <= _LIKELY
         tokens = child_sampling.without_replacement(probs, n, generator, excluded)
-        return child_sampling.packed(tokens, torch.cat((probs[:, :1], probs[:, token]), dim=-1))
+        values = torch.cat((probs.gather(1, tokens), probs[:, token]), dim=-1)
+        return child_sampling.packed(tokens, values)
 
     def extend(self, selected: Tensor) -> None:
         """Assign tokens to the next level, and add the rows of its inner nodes."""
@@ -120,11 +122,15 @@ class StaticTreeBuilder:
         is_deterministic = self._plan.child_sampling == "deterministic"
         n_tokens = selected.shape[1] // 2 if is_deterministic else self._n_children
         tokens, values = child_sampling.unpacked(selected, n_tokens)
-        if values.shape[1] == 2 and not is_deterministic and values[0, 1] > _LIKELY:
+        if values.shape[1] > n_tokens and values[0, n_tokens] > _LIKELY:
             self.copied = ()  # left to sampling
         nodes = shape.below[level]
-        places = np.searchsorted(shape.inner[level], topology.parents[nodes])
-        self._tokens[nodes] = tokens[places, topology.ranks[nodes]]
+        parents = topology.parents[nodes]
+        cells = np.searchsorted(shape.inner[level], parents), topology.ranks[nodes]
+        self._tokens[nodes] = tokens[cells]
+        # Drop children beyond the possible tokens. Their number depends on no draw.
+        least = -np.inf if is_deterministic else 0.0
+        self._is_possible[nodes] = self._is_possible[parents] & (values[cells] > least)
         self._level += 1
         inner = shape.inner[level + 1]
         self.state.add(shape.row_of[topology.parents[inner]].tolist(), self._tokens[inner].tolist())
@@ -151,17 +157,19 @@ class StaticTreeBuilder:
 
     def tree(self, size: int) -> DraftTree:
         """Return the complete tree; `size` is ignored."""
-        topology = self._shape.topology
+        nodes = np.flatnonzero(self._is_possible)
         sampled = None
         if self._draft_probs is not None:
-            is_sampled = np.arange(len(topology)) > 0
             independent = self._plan.child_sampling == "independent"
-            sampled = SampledNodes(is_sampled, self._draft_probs, self._shape.row_of, independent)
-        return DraftTree(topology, torch.from_numpy(self._tokens), sampled, self._plan.expected)
+            row_of = self._shape.row_of[nodes]
+            sampled = SampledNodes(nodes > 0, self._draft_probs, row_of, independent)
+        self._topology = self._shape.topology.subtree(nodes)
+        expected = min(self._plan.expected, len(nodes))
+        return DraftTree(self._topology, torch.from_numpy(self._tokens[nodes]), sampled, expected)
 
     def learn(self, path: list[int], after: list[int]) -> None:
         """Record acceptance by sibling rank along the accepted path, root first."""
-        topology = self._shape.topology
+        topology = self._topology
         for node, accepted in zip(path, [*path[1:], None], strict=True):
             if max(node, accepted or 0) >= len(topology):
                 return  # a copied continuation is no evidence about the draft

@@ -258,7 +258,7 @@ class TreeDrafter(Drafter):
 
     def _likely_match(self, sequence: Sequence, n_next: int) -> NgramMatch | None:
         """Return the longest match if its continuation is likely enough to copy."""
-        matches = find_matches(sequence.tokens, min(_NGRAM_LENGTH, n_next))
+        matches = find_matches(sequence, min(_NGRAM_LENGTH, n_next))
         match = next(iter(matches), None)
         is_likely = match and match.tokens and self._rates.rate(match.n_equal) >= _NGRAM_RATE
         return match if is_likely else None

@@ -216,7 +216,8 @@ def set_chat_template(tokenizer: "PreTrainedTokenizerBase | None", path: Path) -
     try:
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        problem = f"--chat-template={path} cannot be read: {_brief(error)}"
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        problem = f"--chat-template={path} cannot be read: {reason}"
         raise SettingsError(problem, change="give a text file with a Jinja template") from error
 
 
@@ -234,6 +235,7 @@ def encode_chat(
     """
     change = "use another model, or send the whole text as a prompt"
     if not (tokenizer.chat_template or options.get("chat_template")):
+        change = f"set --chat-template, {change}"
         raise PromptError("the model has no chat template", change=change)
     turns = [dict(message) for message in messages]
     try:

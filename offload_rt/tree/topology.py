@@ -85,6 +85,19 @@ class Topology:
             node = int(self.parents[node])
         return path[::-1]
 
+    def paths(self, labels: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the labels of the nodes from below the root to each node."""
+        paths: list[tuple[int, ...]] = [()]
+        for parent, label in zip(self.parents[1:].tolist(), labels[1:], strict=True):
+            paths.append((*paths[parent], label))
+        return paths
+
+    def subtree(self, nodes: np.ndarray) -> Topology:
+        """Return the tree of these nodes, ascending and with the parents of each."""
+        place = np.full(len(self) + 1, -1)
+        place[nodes] = np.arange(len(nodes))
+        return Topology(place[self.parents[nodes]])
+
     @cached_property
     def _n_run(self) -> int:
         """Length of the leading chain: a prompt, or the first path of a tree."""
@@ -228,6 +241,10 @@ class DraftTree:
         return DraftTree(
             Topology(self.topology.parents[:n]), self.tokens[:n], sampled, self.expected
         )
+
+    def paths(self) -> list[tuple[int, ...]]:
+        """Return the tokens from below the root to each node."""
+        return self.topology.paths(self.tokens.tolist())
 
     def path_to(self, node: int) -> list[int]:
         """Return the tokens from below the root to `node`."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def locate(
         return gguf.parts(path)[0]
     if not path.is_dir():
         raise CheckpointError(
-            f"{model} is a file", change="give the directory of a checkpoint that it lies in"
+            f"{model} is a file", change="give the directory of a checkpoint, or a GGUF file"
         )
     has_safetensors = (path / INDEX).exists() or (path / SINGLE).exists()
     return path if has_safetensors else _only_gguf(path) or path
@@ -181,6 +182,14 @@ def _only_gguf(directory: Path) -> Path | None:
     return files[0] if files else None
 
 
+def _similar(path: Path) -> Path | None:
+    """Return the directory beside a missing path with the most similar name."""
+    folder = path.parent
+    names = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+    close = get_close_matches(path.name, names, n=1)
+    return folder / close[0] if close else None
+
+
 def _from_hub(model: str, offline: bool, fetch: Callable[[], Any]) -> Any:
     """Return the result of a hub request; raises CheckpointError with a single sentence."""
     from huggingface_hub.errors import (
@@ -197,13 +206,16 @@ def _from_hub(model: str, offline: bool, fetch: Callable[[], Any]) -> Any:
     except Exception as error:  # the client also raises errors of its HTTP library
         if offline:
             problem = f"{model} is no directory and not in the hub cache as a whole"
-            change = "leave out --offline"
+            similar = _similar(Path(model))
+            change = f"did you mean {similar}?" if similar else "leave out --offline"
             raise CheckpointError(problem, change=change) from error
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
         change = "check the name, or give the directory of a checkpoint"
+        if similar := _similar(Path(model)):
+            change = f"did you mean {similar}?"
         if isinstance(error, LocalEntryNotFoundError):
             reason = "no connection"
-            change += ", or check the network"
+            change += "" if similar else ", or check the network"
         elif isinstance(error, RepositoryNotFoundError):
             reason = "no such model"
             change += "; a private one needs HF_TOKEN"

@@ -1,5 +1,6 @@
 """The command line: exit codes, stdout, stderr, and one sentence for each mistake."""
 
+import itertools
 import json
 import re
 import signal
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from support.command_line import PROMPT, SMALL, command, surroundings
 
 from offload_rt import LLM, SamplingParams, Stats
 from offload_rt.cli import calibrate, run
+from offload_rt.cli import format as cli_format
 from offload_rt.cli import main as cli_main
 from offload_rt.cli.calibrate import Findings
 from offload_rt.config import EngineConfig
@@ -140,7 +143,19 @@ def test_draft_model_changes_speed_but_not_text(line, drafting, spoken):
     assert re.search(
         r"\d+ nodes on \d+ levels, up to \d+ children a node|chain of \d+ nodes", report
     )
-    assert "GB per pass" in report
+    assert "GB per pass" in report and "is full" not in report
+
+
+def test_report_names_the_seconds_of_each_phase(line, model, monkeypatch):
+    """Each reading of the clock adds three seconds in `run` and two in `load`."""
+    for module, seconds in ((run, 3), (cli_format, 2)):
+        clock = itertools.count(0, seconds)
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.__next__))
+    _, _, err = line("--model", str(model), *SMALL, *PLAIN, "--prompt", "x", "--max-tokens", "2")
+    phases = dict(re.findall(r"(\w+) ([\d.]+) s", err.partition("start: ")[2]))
+    assert list(phases) == ["import", "plan", "load", "measure", "pass"]
+    assert phases["import"] == phases["plan"] == "3.0" and phases["measure"] == "2.0"
+    assert float(phases["load"]) >= 2
 
 
 def test_calibrate_prints_one_json_object(drafting, capfd):
@@ -307,7 +322,16 @@ def test_trace_has_spans_of_reading_and_computing(line, model, tmp_path):
         (["--prompt", "x", "--temperature", "-1"], ["at least 0; change --temperature"]),
         (["--prompt", "x", "--trace", "/no/such/folder/t.json"], ["an existing folder"]),
         (["--prompt", "x", "--stop", ""], ["stop"]),
-        (["--prompt", "x", "--drafter", "telepathy"], ["telepathy", "none"]),
+        (["--prompt", "x", "--drafter", "telepathy"], ["no drafter called", "none"]),
+        (["--prompt", "x", "--drafter", "adaptive-tree"], ["did you mean adaptive_tree?"]),
+        (["--prompt", "x", "--dtype", "flaot16"], ["'flaot16'", "did you mean float16?"]),
+        (["--prompt", "x", "--max-tokens", "ten"], ["--max-tokens is 'ten': needs an integer"]),
+        (["--prompt", "x", "--logit-bias", "ten"], ["is 'ten': needs another value; see offload"]),
+        (["the", "quick"], ["arguments: quick; quote a prompt with spaces"]),
+        (["--prompt", "x", "--logprobs", "2"], ["--logprobs", "add --json"]),
+        (["--prompt", "x", "--n", "2"], ["a temperature above 0"]),
+        (["--prompt", "x", "--stop-token-ids", "9999"], ["9999 in stop_token_ids"]),
+        (["--prompt", "x", "--chat-template", "/no/such"], ["read: No such file or directory;"]),
         (["--prompt", "x", "--drafter", "none", "--tree-size", "4"],
             ["--tree-size with --drafter none"]),
         (["--prompt", "x", "--drafter", "none", "--tree-depth", "4"],
@@ -371,6 +395,54 @@ def test_interrupt_does_not_print_text_twice(flags, line, model, monkeypatch):
     assert out.endswith("\n") and not out.endswith("\n\n")
     if flags:
         assert json.loads(out)["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n", "count"),
+    [(["the"], 1, "5 tokens in"), (["the", "lazy dog"], 2, "20 tokens of 4 answers in")],
+    ids=["one", "several"],
+)
+def test_interrupt_prints_all_answers_and_the_speed(prompts, n, count, line, model, monkeypatch):
+    flags = ["--model", str(model), "--device", "cpu", "--max-model-len", "64", *PLAIN]
+    flags += ["--max-num-seqs", "4", "--temperature", "1", "--seed", "0", "--n", str(n)]
+    flags += [part for prompt in prompts for part in ("--prompt", prompt)]
+
+    def answers() -> list[dict[str, Any]]:
+        found = json.loads(line(*flags, "--json")[1])
+        objects = found if len(prompts) > 1 else [found]
+        return [one for answer in objects for one in answer.get("outputs", [answer])]
+
+    whole = answers()
+    assert "the context of 64 tokens is full; raise --max-model-len" in line(*flags)[2]
+    monkeypatch.setattr(LLM, "load", interrupted_load(5))
+    cut = answers()
+    assert all(one["finish_reason"] == "interrupted" for one in cut)
+    assert [one["token_ids"] for one in cut] == [one["token_ids"][:5] for one in whole]
+    code, out, err = line(*flags)
+    assert code == 130 and all(one["text"] in out for one in cut)
+    assert out.count("--- answer 2 of 2\n") == (n - 1) * len(prompts)
+    assert all(f"[{i}] {prompt}\n" in err for i, prompt in enumerate(prompts, 1))
+    assert re.search(rf"tokens/s\n{count} [\d.]+ s, .*pass\ninterrupted\n$", err)
+    assert line(*flags, "--quiet")[2] == "interrupted\n"
+
+
+def interrupted_load(n_steps: int) -> Callable[..., None]:
+    """Return a replacement of `LLM.load` whose engine is interrupted after some steps."""
+    load = LLM.load
+
+    def interrupted(llm: LLM, *arguments: Any) -> None:
+        load(llm, *arguments)
+        step = llm.engine.step
+        left = iter(range(n_steps))
+
+        def interrupting() -> Any:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return step()
+
+        llm.engine.step = interrupting
+
+    return interrupted
 
 
 def test_interrupt_before_the_first_token_prints_json(line, model, monkeypatch):
@@ -473,7 +545,12 @@ def test_bash_completes_verbs_flags_and_choices(capfd, tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(["rum"], "'run'"), ([], "VERB"), (["--model", "m", "run"], "VERB"), (["Run"], "'run'")],
+    [
+        (["rum"], "mean run?"),
+        ([], "COMMAND"),
+        (["--model", "m", "run"], "COMMAND"),
+        (["Run"], "'run'"),
+    ],
 )
 def test_unknown_verb_is_one_sentence_and_exit_code_2(arguments, word, capfd):
     assert cli_main.main(arguments) == 2

@@ -35,7 +35,17 @@ def test_saved_conversation_is_loaded_again(conversation, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["[]", "{", '{"version": 1}', '{"version": 2, "messages": [], "system": null}']
+    "content",
+    [
+        "[]",
+        "{",
+        '{"version": 1}',
+        '{"version": 2, "messages": [], "system": null}',
+        '{"version": 1, "messages": [], "system": 5}',
+        '{"version": 1, "messages": [{"role": "user", "content": "a"}], "system": null}',
+        "[" * 100_000,
+    ],
+    ids=range(7),
 )
 def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path, content):
     (tmp_path / "x").write_text(content)
@@ -83,6 +93,9 @@ def test_parameters_are_set_and_shown(conversation):
         temperature=0.7, top_k=5, stop=("END",), ignore_eos=True
     )
     assert "temperature 0.7" in conversation.run("/set")
+    for name in ("max_new_tokens 7", "max-tokens 8", "max_new_tokens 9"):
+        conversation.run(f"/set {name}")
+    assert conversation.params.max_tokens == 9
     conversation.run("/set temperature none")
     assert conversation.params.temperature is None
 

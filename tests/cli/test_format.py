@@ -1,20 +1,18 @@
 """Report of a run: speed first, traffic as measured."""
 
-from dataclasses import fields
-
 import pytest
 
-from offload_rt import Stats
-from offload_rt.cli.format import PlainPass, format_speed, report
-
-ZERO = {item.name: 0 for item in fields(Stats)}
+from offload_rt.cli.format import PlainPass, Totals, format_speed, report
+from offload_rt.executor.stats import PassTimes
 
 
-def stats(**changes: float) -> Stats:
-    times = {"seconds": 5.0, "seconds_per_token": 0.5, "prefill_seconds": 1.5}
-    counts = {"n_tokens": 10, "n_passes": 5, "tokens_per_pass": 2.0, "nodes_per_tree": 4.0}
-    decoding = {"measured_seconds_per_token": 0.4, "predicted_seconds_per_token": 0.5}
-    return Stats(**{**ZERO, **times, **counts, **decoding, **changes})
+def passes(*, link_nbytes: int = 0, n_tokens: int = 2) -> list[tuple[PassTimes, int]]:
+    """A prompt pass of 1.5 s, and four passes of 0.8 s that wait for the link half of the time."""
+    ends = [1.5, 2.3, 3.1, 3.9, 4.7]
+    link_s = 0.4 if link_nbytes else 0.0
+    prompt = PassTimes(0.0, 0.1, 1.4, 1.5, link_nbytes, 1.5 * bool(link_nbytes), 0.0, None)
+    rest = (PassTimes(x - 0.8, x, x, x, link_nbytes, link_s, 0.0, 1.0) for x in ends[1:])
+    return [(times, n_tokens) for times in (prompt, *rest)]
 
 
 @pytest.mark.parametrize(
@@ -31,17 +29,21 @@ def test_speed_has_seconds_per_token_above_one(seconds, text):
 
 
 def test_report_begins_with_speed_and_gain():
-    lines = report(stats(), PlainPass(1.2, True), {"import": 3.0, "load": 0.2}, False).splitlines()
+    """The speed is that of decoding, without the pass over the prompt."""
+    totals = Totals.of_passes(passes(), 1)
+    lines = report(totals, PlainPass(1.2, True), {"import": 3.0, "load": 0.2}).splitlines()
     assert lines == [
         "2.50 tokens/s, 3.0 times plain decoding (measured)",
-        "10 tokens in 5.00 s, 2.00 tokens per pass",
-        "start: import 3.0 s, load 0.2 s, first pass 1.5 s",
+        "10 tokens in 4.70 s, 2.00 tokens per pass",
+        "start: import 3.0 s, load 0.2 s, first pass 1.4 s",
     ]
-    assert "estimated" in report(stats(), PlainPass(1.2, False), {}, False)
+    assert "estimated" in report(totals, PlainPass(1.2, False), {})
+    several = report(Totals.of_passes(passes(n_tokens=6), 3), None, {}).splitlines()
+    assert several == ["7.50 tokens/s", "30 tokens of 3 answers in 4.70 s, 6.00 tokens per pass"]
 
 
-def test_traffic_of_the_report_is_measured():
+def test_traffic_of_the_report_is_that_of_decoding():
     """A mixture whose layers are resident still reads experts."""
-    text = report(stats(link_bytes=158_000_000, link_gbps=0.5), None, {}, True)
-    assert "0.032 GB per pass at 0.50 GB/s" in text and "nothing crossed" not in text
-    assert "nothing crossed a link" in report(stats(), None, {}, True)
+    text = report(Totals.of_passes(passes(link_nbytes=200_000_000), 1), None, {}, True)
+    assert "0.2 GB per pass at 0.50 GB/s, link busy 50% of the time; at most 5.00 tokens/s" in text
+    assert "nothing crossed a link" in report(Totals.of_passes(passes(), 1), None, {}, True)

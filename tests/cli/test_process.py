@@ -98,6 +98,12 @@ def test_second_signal_ends_the_process(number, monkeypatch, capfd):
     assert signal.getsignal(number) == signal.SIG_DFL
 
 
+def test_interrupt_before_a_command_is_one_line(capfd):
+    """While the command is imported."""
+    assert run_program(lambda: signal.raise_signal(signal.SIGINT)) == INTERRUPTED
+    assert capfd.readouterr() == ("", "interrupted\n")
+
+
 def test_handled_interrupt_does_not_end_the_process():
     """An interrupt that passes through C, as in a string that is executed, makes Python end by
     SIGINT.

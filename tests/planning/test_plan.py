@@ -15,8 +15,9 @@ from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 from support.tiny import measure_little
 
 from offload_rt import LLM
-from offload_rt.cli import plan
+from offload_rt.cli import plan, plan_tables
 from offload_rt.config import EngineConfig
+from offload_rt.cost.decoding import Decoding
 from offload_rt.cost.roofline import Roof
 from offload_rt.cost.tree_size import N_RANKS, Acceptance
 from offload_rt.dtypes import DType
@@ -24,8 +25,9 @@ from offload_rt.engine.memory_plan import Sizes, less_margin, plan_memory
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.models.families import spec_of
 from offload_rt.offload.placement import MemoryBudget
+from offload_rt.planning import local
 from offload_rt.planning.acceptance import assume
-from offload_rt.planning.alternatives import sweep
+from offload_rt.planning.alternatives import Alternatives, sweep
 from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN, known_name
@@ -247,6 +249,29 @@ def test_plan_reports_link_share_and_level_time(capsys):
     assert out.count(f"{gain:.2f} times as fast") == 1
     rate = found["predicted_tokens_per_second"]
     assert out.endswith(f"verdict: slow, {rate:.2f} tokens/s\n") and found["verdict"] == "slow"
+
+
+@pytest.mark.parametrize(
+    ("rate", "verdict"),
+    [(5.0, "interactive"), (4.99, "slow"), (0.5, "slow"), (0.49, "batch only")],
+)
+def test_verdict_is_the_last_line_of_a_plan(rate, verdict, capsys):
+    forecast = predict(request("llama-68m", None), machine())
+    forecast = replace(forecast, run=Decoding(1.0, 1 / rate))
+    plan_tables.show(forecast, Alternatives({}, {}, None, {}))
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"verdict: {verdict}, {rate:.2f} ")
+
+
+def test_ram_describes_another_machine(monkeypatch):
+    """On a CPU the budget of the run, beside a GPU the host memory."""
+    cpu = torch.device("cpu")
+    for memory, nbytes in ((None, less_margin(16 << 30)), ("4GiB", 4 << 30)):
+        config = EngineConfig("x", device_memory=memory)
+        assert local._budget(config, cpu, "16GiB").device == nbytes
+    with pytest.raises(CapacityError, match="of 16GiB"):
+        local._budget(EngineConfig("x", device_memory="16GiB"), cpu, "16GiB")
+    monkeypatch.setattr(local, "memory_budget", lambda config, device: config.host_memory)
+    assert local._budget(EngineConfig("x"), torch.device("cuda"), "16GiB") == "16GiB"
 
 
 def test_resident_model_is_forecast_as_graph_replay():

@@ -13,7 +13,6 @@ from offload_rt import SamplingParams, StructuredOutputs
 from offload_rt.executor.grammar import GrammarCompiler
 from offload_rt.server.tool_formats.hermes import HermesParser, grammar
 from offload_rt.text.detokenize import token_bytes
-from offload_rt.tree.topology import DraftTree
 
 __all__ = ["llm", "served"]
 
@@ -140,7 +139,7 @@ def test_several_required_calls_are_parsed(served: Served) -> None:
         position = compiler.compile(StructuredOutputs(grammar=lark))
         rest = text.encode()
         while rest:
-            masks = position.masks_of(DraftTree.root_only(0)).numpy().view("uint8")
+            masks = position.masks_after([()]).numpy().view("uint8")
             allowed = np.flatnonzero(np.unpackbits(masks, bitorder="little")).tolist()
             matching = [token for token in allowed if rest.startswith(parts[token])]
             if not matching:

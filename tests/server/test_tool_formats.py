@@ -15,7 +15,6 @@ from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import GrammarCompiler
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.system import registry
-from offload_rt.tree.topology import DraftTree
 
 FUNCTIONS = [
     {
@@ -91,7 +90,7 @@ def accepted(
     grammar = compiler.compile(outputs)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     for i, token in enumerate([*tokens, 0]):
-        masks = grammar.masks_of(DraftTree.root_only(0)).numpy().view("uint8")
+        masks = grammar.masks_after([()]).numpy().view("uint8")
         if not np.unpackbits(masks, bitorder="little")[token]:
             return str(tokenizer.decode(tokens[:i]))
         if i < len(tokens):

@@ -52,12 +52,15 @@ def test_ngram_matches_are_the_longest_earlier_places(tokens, n_next):
             places.append((min(n_equal, 8), end))
     places.sort(reverse=True)
     wanted = [(n_equal, tuple(tokens[end + 1 : end + 1 + n_next])) for n_equal, end in places[:4]]
-    assert [(match.n_equal, match.tokens) for match in find_matches(tokens, n_next)] == wanted
+    assert [
+        (match.n_equal, match.tokens)
+        for match in find_matches(Sequence(tokens, SamplingParams(), 99), n_next)
+    ] == wanted
 
 
 def test_copy_rate_equals_the_observed_rate():
     rates = MatchRates()
-    (match,) = find_matches([1, 2, 3, 4, 1], 3)
+    (match,) = find_matches(Sequence([1, 2, 3, 4, 1], SamplingParams(), 99), 3)
     assert (match.n_equal, match.tokens) == (1, (2, 3, 4))
     for _ in range(400):
         rates.observe(match, [2, 3, 9])  # two right, the third wrong

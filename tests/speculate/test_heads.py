@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from support.tiny import (
     runner_of,
 )
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
@@ -88,8 +89,9 @@ def decoder_layer(w: Weights, prefix: str, model: PreTrainedModel, x: Tensor, h:
             rms(one, w[f"{prefix}self_attn.{name}_norm.weight"])
             for one, name in ((q, "q"), (k, "k"))
         )
-    angles = torch.arange(len(h))[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
-    turns = torch.polar(torch.ones_like(angles), angles)
+    frequencies = 1 / 10000.0 ** (torch.arange(0, dim, 2).float() / dim)
+    angles = torch.arange(len(h))[:, None].float() * frequencies
+    turns = torch.complex(angles.cos().to(h.dtype), angles.sin().to(h.dtype))
 
     def turned(one: Tensor) -> Tensor:
         pairs = torch.complex(*one.chunk(2, -1)) * turns
@@ -101,6 +103,13 @@ def decoder_layer(w: Weights, prefix: str, model: PreTrainedModel, x: Tensor, h:
     return x + linear(
         "mlp.down_proj", F.silu(linear("mlp.gate_proj", h)) * linear("mlp.up_proj", h)
     )
+
+
+def make_double(model: PreTrainedModel) -> None:
+    """Compute in float64, including the norms, which transformers computes in float32."""
+    for module in model.double().modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(rms, weight=module.weight)  # type: ignore[method-assign]
 
 
 @torch.no_grad()
@@ -173,7 +182,7 @@ def expected_logits(
                 output = given
             some = F.linear(output, w["lm_head.weight"])[-1]
             found.append(
-                torch.full((len(embedding),), -torch.inf).index_copy(
+                some.new_full((len(embedding),), -torch.inf).index_copy(
                     0, torch.tensor(heads.KEPT), some
                 )
             )
@@ -234,7 +243,9 @@ def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, cha
     model.config.head_dim = getattr(model.config, "head_dim", None) or 8
     weights = eagle_weights(model, changes) if kind == "eagle" else random_weights(kind, model)
     settings = write_head(tmp_path, kind, model, weights, **changes)
-    with open_llm(**settings) as llm:
+    make_double(model)
+    weights = {name: weight.double() for name, weight in weights.items()}
+    with open_llm(dtype="float64", **settings) as llm:
         drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(24, 5, fixed_size=True))
         engine = engine_of(llm, drafter, n_nodes=72)
         several = [
@@ -253,7 +264,52 @@ def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, cha
     for sequence, probe in zip(several, probes, strict=True):
         for path, found in zip(PATHS, probe.logits, strict=True):
             wanted = expected_logits(kind, weights, model, sequence.tokens, path, changes)[-1]
-            torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(found, wanted, atol=1e-9, rtol=0)
+
+
+EAGLE_CHANGES = [
+    {},
+    {"norm_before_fc": True, "norm_before_residual": True},
+    {"fc_norm": True, "norm_output": True},
+    {"embed_requires_grad": True},
+]
+
+
+@pytest.mark.parametrize("changes", EAGLE_CHANGES, ids=str)
+def test_definition_equals_speculators(tmp_path, changes):
+    """In an environment with speculators 0.9, which requires an earlier version of transformers."""
+    core = pytest.importorskip("speculators.models.eagle3.core")
+    model = few_tokens()
+    changes = SPECULATORS | changes
+    weights = eagle_weights(model, changes)
+    settings = write_head(tmp_path, "eagle", model, weights, **changes)
+    raw = json.loads((Path(settings["draft_model"]) / "config.json").read_text())
+    layer = LlamaConfig(**raw["transformer_layer_config"], attn_implementation="sdpa")
+    keys = {key: value for key, value in changes.items() if "speculators" not in key}
+    size = {"draft_vocab_size": len(heads.KEPT)}
+    config = core.Eagle3SpeculatorConfig(transformer_layer_config=layer, **size, **keys)
+    peer = core.Eagle3DraftModel(config)
+    own = {} if changes.get("embed_requires_grad") else {"embed_tokens": model.model.embed_tokens}
+    shared = {f"{name}.weight": module.weight for name, module in own.items()}
+    peer.load_state_dict(weights | shared, strict=False)
+    found: list[Tensor] = []
+    peer.lm_head.register_forward_hook(lambda _, __, out: found.append(out[0]))
+    tokens = prompt_of(0, 10, VOCAB)
+    path = [4, 1]
+    states = states_of(model, tokens[:-1])
+    taps = torch.cat([states[i] for i in (2, model.config.num_hidden_layers // 2, 2)], 1)
+    n = len(taps)
+    with torch.no_grad():
+        peer(
+            F.pad(taps, (0, 0, 0, len(path)))[None],
+            torch.tensor([[*tokens[1:], *path]]),
+            torch.zeros(1, n + len(path), dtype=torch.int64),
+            ttt_steps=3,
+        )
+    expected = expected_logits("eagle", weights, model, tokens, path, changes)[:, heads.KEPT]
+    torch.testing.assert_close(
+        torch.stack([logits[n - 1] for logits in found]), expected, atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("n", [3, 14, 21])

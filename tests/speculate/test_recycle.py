@@ -89,7 +89,7 @@ def test_tree_has_the_most_probable_nodes(n_levels):
         )
     for _ in range(20):
         tokens = random.integers(5, size=4).tolist()
-        tree = PredictedTree(table, tokens, {}, n_levels)
+        tree = PredictedTree(table, Sequence(tokens, SamplingParams(), 99), {}, n_levels)
         for n in (5, 60):  # it grows on from where it stands
             tree.grow(n)
             paths: list[tuple[int, ...]] = [()]
@@ -107,7 +107,12 @@ def test_copied_continuation_competes_with_predictions():
     table = PredictionTable()
     table.keep((7,), [1, 2], [0.6, 0.3])
     table.keep((1,), [4], [0.9])
-    tree = PredictedTree(table, [7], {(2,): 0.5, (2, 3): 0.4, (1,): 0.1, (1, 5): 0.05}, 9)
+    tree = PredictedTree(
+        table,
+        Sequence([7], SamplingParams(), 99),
+        {(2,): 0.5, (2, 3): 0.4, (1,): 0.1, (1, 5): 0.05},
+        9,
+    )
     tree.grow(9)
     found = list(zip(tree.parents, tree.tokens, tree.chances, strict=True))
     wanted = [(-1, 7, 1.0), (0, 1, 0.6), (1, 4, 0.54), (0, 2, 0.5), (3, 3, 0.4), (1, 5, 0.3)]

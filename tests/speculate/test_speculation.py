@@ -546,6 +546,26 @@ def test_draft_with_a_differently_padded_vocabulary(tmp_path, n_more, temperatur
 # Copying
 
 
+def test_trees_grow_when_other_sequences_end(zoo, monkeypatch):
+    """The first sequence began beside many others, which limits the first trees of later ones."""
+    pair = zoo.pair("llama", 0)
+    keep_steady(monkeypatch)
+    lengths = [9, *[1] * 6, 30, 30]
+    params = [SamplingParams(n, temperature=0) for n in lengths]
+    several = [Sequence(prompt_of(i), one, 128) for i, one in enumerate(params)]
+    settings = {"max_num_seqs": 8, "tree_size": 32, **pair.settings("dynamic_tree")}
+    with open_llm(pair.target, **settings) as llm:
+        for part in several[:7], several[7:]:
+            for sequence in part:
+                llm.engine.add(sequence)
+            llm.engine.step()
+        while llm.engine.n_running:
+            llm.engine.step()
+    for i, sequence in enumerate(several):
+        expected = generate(pair.model, prompt_of(i), lengths[i])
+        assert sequence.tokens[sequence.n_prompt :] == expected, sequence.error
+
+
 @pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
 def test_repetitive_text_accepts_many_tokens_per_pass(tmp_path, drafter):
     """The next token depends only on the last, so the text is periodic; the draft is unrelated."""

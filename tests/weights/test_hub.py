@@ -24,7 +24,6 @@ from support.checkpoints import (
 from support.tiny import measure_little
 
 from offload_rt.cli import plan, run
-from offload_rt.engine import profile
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.locate import locate
 
@@ -230,7 +229,7 @@ def test_draft_config_is_refused_before_target_weights(hub, tmp_path, line):
 
 def test_plan_fetches_configs_only(hub, tmp_path, line, monkeypatch):
     measure_little(monkeypatch)
-    monkeypatch.setattr(profile, "disk_gbps", lambda folder: 2.5)
+    monkeypatch.setattr("offload_rt.cli.plan.measure_disk_gbps", lambda folder: 2.5)
     hub.repositories[NAME] = sharded(tmp_path / "model", max_position_embeddings=512)
     code, out, err = line(plan.main, "--model", NAME, "--gpu", "rtx4090", "--ram", "8GB")
     assert code == 0 and "verdict: " in out
@@ -327,7 +326,7 @@ def test_repository_without_config_is_reported(hub, tmp_path, line):
     assert not hub.sent_weights()
 
 
-def test_unreachable_hub_is_reported_and_cached_models_work(hub, tmp_path, line):
+def test_unreachable_hub_is_reported_and_cached_models_work(hub, tmp_path, line, monkeypatch):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     assert line(run.main, "--model", NAME, *SMALL)[0] == 0
     hub.is_down = True
@@ -336,6 +335,10 @@ def test_unreachable_hub_is_reported_and_cached_models_work(hub, tmp_path, line)
     code, out, err = line(run.main, "--model", "someone/other", *SMALL)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "could not be fetched from the hub (no connection); check" in err
+    (tmp_path / "models" / "demo-target").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    err = line(run.main, "--model", "models/demo-traget", *SMALL)[2]
+    assert "(no connection); did you mean models/demo-target?" in err
     assert line(plan.main, "--model", "someone/other", "--gpu", "rtx4090")[0] == 2
     assert hub.n_requests < 6  # it was not asked again and again
 

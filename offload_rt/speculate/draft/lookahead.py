@@ -178,7 +178,9 @@ class Lookahead(Drafter):
         state.fit(sequence.tokens, n_columns, n_levels)
         ngrams = state.pool.after(sequence.tokens[-1], max(n_columns, 1))
         paths = dict.fromkeys(
-            ngram[:k] for ngram in ngrams for k in range(1, min(len(ngram) + 1, n_levels))
+            ngram[:k]
+            for ngram in ngrams
+            for k in range(1, min(sequence.n_allowed(ngram) + 1, n_levels))
         )
         n_candidates = n_rows - max(n_columns * (state.length - 1) - 1, 0)
         parents, tokens = path_tree(sequence.tokens[-1], [*paths][: n_candidates - 1])

@@ -48,7 +48,7 @@ class PromptLookup(Drafter):
 
     def _tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> DraftTree:
         n_levels = min(self.limits.n_levels, sequence.n_left)
-        matches = find_matches(sequence.tokens, n_levels - 1) if n_nodes > 1 else []
+        matches = find_matches(sequence, n_levels - 1) if n_nodes > 1 else []
         if matches:
             self._best[sequence] = matches[0]
         paths = copied_paths(matches, self._rates)

@@ -65,18 +65,19 @@ class PredictionTable:
 class PredictedTree:
     """Best-first tree: the root and the most probable nodes, in descending order.
 
-    tokens  tokens of the sequence
     copied  copied paths below the root, with their probabilities
     """
 
     def __init__(
         self,
         table: PredictionTable,
-        tokens: list[int],
+        sequence: Sequence,
         copied: dict[tuple[int, ...], float],
         n_levels: int,
     ) -> None:
+        tokens = sequence.tokens
         self._table = table
+        self._n_allowed = sequence.n_allowed
         self._copied = copied
         self._n_levels = n_levels
         self.parents = [-1]
@@ -95,11 +96,14 @@ class PredictedTree:
         """Add nodes up to `n_nodes`, or until no candidate is left."""
         while self._best and len(self.parents) < n_nodes:
             chance, parent, token = heapq.heappop(self._best)
+            path = (*self._paths[parent], token)
+            if self._n_allowed(path) < len(path):
+                continue
             self.parents.append(parent)
             self.tokens.append(token)
             self.chances.append(-chance)
             self.contexts.append((*self.contexts[parent], token)[-_LONGEST:])
-            self._paths.append((*self._paths[parent], token))
+            self._paths.append(path)
             self._open(len(self.parents) - 1)
 
     def _open(self, node: int) -> None:
@@ -196,10 +200,8 @@ class Recycling(Drafter):
         """Grow a tree while the time per token decreases, assuming equal trees per sequence."""
         n_levels = min(self.limits.n_levels, sequence.n_left)
         started = time.perf_counter()
-        matches = find_matches(sequence.tokens, n_levels - 1) if n_nodes > 1 else []
-        tree = PredictedTree(
-            self._table, sequence.tokens, copied_paths(matches, self._rates), n_levels
-        )
+        matches = find_matches(sequence, n_levels - 1) if n_nodes > 1 else []
+        tree = PredictedTree(self._table, sequence, copied_paths(matches, self._rates), n_levels)
         size = n_nodes if self.limits.fixed_size else min(_N_FIRST, n_nodes)
         while True:
             tree.grow(size)

@@ -1,0 +1,187 @@
+"""Answers of `offload-rt run`: streamed or printed at the end, also after an early end."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from offload_rt.cli.process import INTERRUPTED
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from offload_rt.cli.format import Totals
+    from offload_rt.engine.engine_thread import IndexedPiece
+    from offload_rt.executor.stats import PassTimes
+    from offload_rt.llm import Output, Piece
+
+
+@dataclass
+class _Answer:
+    """An answer so far.
+
+    finish_reason  None until the end
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, piece: "Piece") -> None:
+        self.text += piece.text
+        self.token_ids += piece.token_ids
+        self.finish_reason = piece.finish_reason
+
+
+@dataclass
+class Answers:
+    """Answers to all prompts so far.
+
+    as_json     print JSON at the end instead of streaming text
+    is_quiet    print no speed after an early end
+    is_printed  stdout has the complete output
+    by_prompt   answers to each prompt
+    """
+
+    as_json: bool = False
+    is_quiet: bool = False
+    is_printed: bool = False
+    prompts: Sequence[str] = ()
+    by_prompt: list[list[_Answer]] = field(default_factory=lambda: [[_Answer()]])
+    _outputs: "dict[int, Output]" = field(default_factory=dict)
+    # Passes by their start, with their tokens: sequences share passes.
+    _passes: "dict[float, tuple[PassTimes, int]]" = field(default_factory=dict)
+
+    def follow(
+        self,
+        pieces: "Iterator[IndexedPiece]",
+        prompts: Sequence[str],
+        n: int,
+        console: "Console",
+    ) -> "list[Output]":
+        """Collect the pieces of `n` answers per prompt and print all answers.
+
+        The first answer to a single prompt is streamed.
+        """
+        from rich.progress import MofNCompleteColumn
+
+        from offload_rt.system.progress import progress_bar
+
+        self.prompts = prompts
+        self.by_prompt = [[_Answer() for _ in range(n)] for _ in prompts]
+        if self._is_streamed:
+            self._echo(0)
+            with progress_bar(console, "first pass over the weights", is_transient=True):
+                first = next(pieces)
+            for i, piece in chain((first,), pieces):
+                self._add(i, piece)
+                if piece.index == 0:
+                    print(piece.text, end="", flush=True)
+        else:
+            with progress_bar(console, "prompts", MofNCompleteColumn()) as bar:
+                for i, piece in pieces:
+                    self._add(i, piece)
+                    bar(len(self._outputs), len(prompts))
+        self._print("")
+        return [self._outputs[i] for i in range(len(prompts))]
+
+    @property
+    def _is_streamed(self) -> bool:
+        return len(self.prompts) == 1 and not self.as_json
+
+    def _add(self, i: int, piece: "Piece") -> None:
+        self.by_prompt[i][piece.index].add(piece)
+        if piece.output is not None:
+            self._outputs[i] = piece.output
+        if piece.made_by is not None:
+            times = piece.made_by.times
+            _, n_tokens = self._passes.get(times.started, (times, 0))
+            self._passes[times.started] = times, n_tokens + len(piece.token_ids)
+
+    def totals(self) -> "Totals":
+        """Sum the passes so far."""
+        from offload_rt.cli.format import Totals
+
+        n_answers = sum(bool(one.token_ids) for answers in self.by_prompt for one in answers)
+        return Totals.of_passes(list(self._passes.values()), n_answers)
+
+    def print_unfinished(self, code: int) -> None:
+        """After an early end, print the rest of the output and the speed.
+
+        code  exit code; JSON is printed after an interrupt, and if there is a token
+        """
+        if self.is_printed:
+            return
+        is_interrupted = code == INTERRUPTED
+        if self._passes or (self.as_json and is_interrupted):
+            self._print("interrupted" if is_interrupted else "error")
+        if self._passes and not self.is_quiet:
+            from offload_rt.cli.format import report
+
+            print(report(self.totals(), None, {}), file=sys.stderr)
+
+    def _print(self, unfinished: str) -> None:
+        """Print what was not streamed.
+
+        unfinished  reason for the end of unfinished answers
+        """
+        if self.as_json:
+            objects = [self._object(i, unfinished) for i in range(len(self.by_prompt))]
+            print(json.dumps(objects if len(objects) > 1 else objects[0]), flush=True)
+        for i, answers in enumerate(self.by_prompt):
+            if self.as_json or not any(one.token_ids for one in answers):
+                continue
+            if not self._is_streamed:
+                self._echo(i)
+            texts = ["" if self._is_streamed else answers[0].text]
+            for n, answer in enumerate(answers[1:], 2):
+                texts.append(f"--- answer {n} of {len(answers)}\n{answer.text}")
+            print("\n".join(texts), end="\n" if self._is_streamed else "\n\n", flush=True)
+        self.is_printed = True
+
+    def _echo(self, i: int) -> None:
+        """Print the first line of a prompt to stderr, above its answer."""
+        if self.is_quiet:
+            return
+        from rich.console import Console
+
+        first, *more = self.prompts[i].strip().splitlines() or [""]
+        text = f"[{i + 1}] {first[:72]}{' ...' if more or len(first) > 72 else ''}"
+        console = Console(stderr=True)
+        console.print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
+
+    def _object(self, i: int, unfinished: str) -> dict[str, Any]:
+        """Return the JSON object of a prompt's answers."""
+        if i in self._outputs:
+            output = self._outputs[i]
+            more = _more(output)
+            return _fields(output, unfinished) | {"stats": asdict(output.stats)} | more
+        answers = [_fields(answer, unfinished) for answer in self.by_prompt[i]]
+        numbered = [{"index": n} | answer for n, answer in enumerate(answers)]
+        return answers[0] | {"stats": None} | ({"outputs": numbered} if len(answers) > 1 else {})
+
+
+def _fields(answer: "_Answer | Output", unfinished: str) -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason or unfinished,
+    }
+
+
+def _more(output: "Output") -> dict[str, Any]:
+    """Return the requested log-probabilities by token id, and further answers."""
+    more: dict[str, Any] = {}
+    for name, rows in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
+        if rows is not None:
+            more[name] = [
+                row and {token: logprob._asdict() for token, logprob in row.items()} for row in rows
+            ]
+    if output.others:
+        more["outputs"] = [
+            {"index": one.index} | _fields(one, "") | _more(replace(one, others=()))
+            for one in output.outputs
+        ]
+    return more

@@ -1,0 +1,151 @@
+"""Draft trees beside a grammar: no node outside the grammar, and the exact masked distribution."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.languages import VOCABULARY, Language, distribution_under, outcomes
+from support.tiny import sequence_of
+from torch import Tensor
+
+from offload_rt.cost.tree_size import Acceptance
+from offload_rt.sampling import rejected
+from offload_rt.speculate import child_sampling
+from offload_rt.speculate.draft_model import TreeState, select_tokens
+from offload_rt.speculate.select import rule_of
+from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
+from offload_rt.tree.topology import DraftTree, Topology
+
+
+class Letters:
+    """A grammar with a random set of allowed tokens after every text."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._paths: Sequence[tuple[int, ...]] = ()
+
+    def start_masks(self, paths: Sequence[tuple[int, ...]]) -> None:
+        self._paths = paths
+
+    def masks(self) -> Tensor:
+        return torch.tensor([[self._word(path)] for path in self._paths], dtype=torch.int32)
+
+    def allows(self, text: tuple[int, ...]) -> bool:
+        return all(self.after(text[:i])[token] for i, token in enumerate(text))
+
+    def after(self, text: tuple[int, ...]) -> list[bool]:
+        """Whether each token may follow a text within the grammar; at least one may."""
+        number = np.random.default_rng((self._seed, *text)).integers(1, 2**VOCABULARY)
+        return [bool(number >> token & 1) for token in range(VOCABULARY)]
+
+    def _word(self, path: tuple[int, ...]) -> int:
+        bits = self.after(path) if self.allows(path) else [True] * VOCABULARY
+        return sum(bit << token for token, bit in enumerate(bits))
+
+
+class MaskedLanguage(Language):
+    """A language without the tokens outside a grammar."""
+
+    def __init__(self, seed: int, grammar: Letters) -> None:
+        super().__init__(seed, p_impossible=0.0)
+        self._grammar = grammar
+
+    def after(self, text: Sequence[int]) -> Tensor:
+        allowed = self._grammar.after(tuple(text))
+        probs = super().after(text) * torch.tensor(allowed)
+        return probs / probs.sum()
+
+
+class _Undecided(Exception):
+    """Raised at a draw of n children per distribution that the script does not decide yet."""
+
+
+def grown(topology: Topology, kind: str, draft: Language, grammar: Letters) -> DraftTree:
+    """Grow a tree as a draft model does."""
+    sequence = sequence_of(0)
+    sequence.grammar = grammar
+    state = TreeState(VOCABULARY, 20, sequence, torch.device("cpu"))
+    state.clear(0)
+    builder = StaticTreeBuilder(state, StaticTree(topology, 1.0, kind, 1.0), Acceptance())
+    while len(state.tokens) > state.n_done:
+        state.start_masks()
+        logits = torch.stack([draft.after(path).log() for path in grammar._paths])
+        selected = select_tokens(builder, logits)
+        state.computed()
+        builder.extend(selected)
+    return builder.tree(0)
+
+
+def every_tree(
+    topology: Topology, kind: str, draft: Language, grammar: Letters
+) -> Iterator[tuple[DraftTree, float]]:
+    """Every tree that the draws can lead to, with its probability."""
+    scripts: list[tuple[tuple[Tensor, ...], float]] = [((), 1.0)]
+    while scripts:
+        script, p = scripts.pop()
+        left = list(script)
+        asked = SimpleNamespace(probs=None, n=0)
+
+        def draw(probs: Tensor, n: int, *_: object, left=left, asked=asked) -> Tensor:
+            if not left:
+                asked.probs, asked.n = probs.double(), n
+                raise _Undecided
+            return left.pop(0)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(child_sampling, kind, draw)
+            try:
+                yield grown(topology, kind, draft, grammar), p
+            except _Undecided:
+                rows = [draws_of(row, asked.n, kind) for row in asked.probs]
+                for chosen in itertools.product(*rows):
+                    tokens = torch.tensor([tokens for tokens, _ in chosen])
+                    p_chosen = float(np.prod([q for _, q in chosen]))
+                    scripts.append(((*script, tokens), p * p_chosen))
+
+
+def draws_of(probs: Tensor, n: int, kind: str) -> list[tuple[tuple[int, ...], float]]:
+    """Ordered draws of n tokens with their probabilities; uniform once nothing is left."""
+    draws = []
+    for tokens in itertools.product(range(VOCABULARY), repeat=n):
+        free = torch.ones(VOCABULARY, dtype=torch.float64)
+        p = 1.0
+        for token in tokens:
+            left = probs * free if bool((probs * free).sum() > 0) else free
+            p *= float(left[token] / left.sum())
+            free[token] = float(kind == "independent")
+        if p > 0:
+            draws.append((tokens, p))
+    return draws
+
+
+SHAPES = {"siblings": [-1, 0, 0, 0], "levels": [-1, 0, 0, 1, 1, 2]}
+
+
+@pytest.mark.parametrize("rule", ["specinfer", "sequoia", "traversal"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_distribution_of_pruned_trees_equals_masked_plain_sampling(rule, shape):
+    chosen = rule_of(rule)
+    topology = Topology(np.array(SHAPES[shape]))
+    sizes = set()
+    for seed in range(4):
+        grammar = Letters(seed)
+        draft = Language(2 * seed + 1, p_impossible=0.0)
+        trees = [*every_tree(topology, chosen.child_sampling, draft, grammar)]
+        assert sum(p for _, p in trees) == pytest.approx(1)
+        assert all(grammar.allows(path) for tree, _ in trees for path in tree.paths())
+        sizes |= {len(tree.topology) for tree, _ in trees}
+        target = MaskedLanguage(2 * seed, grammar)
+        probs, _ = distribution_under(outcomes(chosen), trees, target)
+        assert float((probs - target.continuations(())).abs().max()) < 1e-7
+    assert (len(sizes) > 1) == (chosen.child_sampling == "without_replacement")
+
+
+def test_masks_of_any_width_are_unpacked():
+    masks = torch.tensor([[5, -1], [1 << 31 - 1, 0]], dtype=torch.int32)
+    wide = rejected(masks, 40)
+    assert wide.shape == (2, 40)
+    assert (~wide).nonzero().tolist() == [[0, 0], [0, 2], *([0, i] for i in range(32, 40)), [1, 30]]
