@@ -224,7 +224,10 @@ def eagle_weights(model: PreTrainedModel, config: dict[str, Any]) -> Weights:
 @pytest.mark.parametrize(
     ("kind", "name", "changes"),
     [
-        ("eagle", "llama", {}), ("eagle", "qwen3", {"norm_before_residual": True}),
+        ("eagle", "llama", {}),
+        # AngelSlim keeps keys of Qwen's windows, which Llama layers do not have.
+        ("eagle", "qwen3", {"norm_before_residual": True, "max_window_layers": 28,
+            "sliding_window": None, "use_sliding_window": False}),
         # EAGLE-3.1 in the layout of SpecForge
         ("eagle", "llama", {"fc_norm": True, "norm_output": False}),
         ("eagle", "llama", SPECULATORS),
@@ -601,6 +604,8 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
         ("eagle", {"eagle_config": {"use_aux_hidden_state": False}}, {}, UnsupportedModelError,
             ["use_aux_hidden_state"]),
         ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
+        ("eagle", {**SPECULATORS, "speculators_config": {"verifier": {"architectures":
+            ["Qwen3ForCausalLM"]}}}, {}, SettingsError, ["target", "Qwen3For", "LlamaFor"]),
         ("eagle", {**SPECULATORS, "surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
         ("eagle", {"speculators_model_type": "mlp"}, {}, UnsupportedModelError, ["mlp"]),
         ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError,
