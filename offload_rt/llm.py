@@ -452,6 +452,9 @@ class LLM:
         return self._answers(prompt, params)
 
     def _completed(self, params: SamplingParams) -> SamplingParams:
+        if not isinstance(params, SamplingParams):
+            have = type(params).__name__
+            raise SettingsError("sampling_params", need="SamplingParams", have=have)
         return replace(params, **params.left_to(self._defaults))
 
     def _answers(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -554,6 +557,8 @@ def _content(prompt: Prompt) -> Any:
 def _ids(prompt: Any) -> list[int]:
     """Return the token ids of a list, array or tensor. Raises PromptError for other types."""
     try:
+        if isinstance(prompt, bytes):
+            raise TypeError("a text is a str")
         return [
             index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)
         ]
