@@ -2,6 +2,7 @@
 #include <cstdlib>
 
 #include "cpu.h"
+#include "threads_cpu.h"
 
 namespace {
 
@@ -19,21 +20,7 @@ struct TreeAttention {
   int32_t dtype;
 };
 
-// Memory of a thread, kept for its next call.
-struct Scratch {
-  char* bytes = nullptr;
-  int64_t nbytes = 0;
-
-  ~Scratch() { free(bytes); }
-  char* reserve(int64_t needed) {
-    if (needed > nbytes) {
-      free(bytes);
-      bytes = static_cast<char*>(aligned_alloc(64, nbytes = (needed + 63) / 64 * 64));
-    }
-    return bytes;
-  }
-};
-thread_local Scratch thread_scratch, shared_scratch;
+thread_local Memory thread_scratch, shared_scratch;
 
 // Cuts memory into arrays that begin at multiples of 64 bytes; counts alone where there is none.
 struct Cutter {

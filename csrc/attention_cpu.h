@@ -13,6 +13,8 @@ constexpr int kBlock = 128, kScoreRow = kBlock + 16;
 constexpr int kChunkRows = 96;
 // Keys of a tree whose scores are computed for all rows of a chunk, most of which see few of them.
 constexpr int kMostTogether = LEVEL >= 2 ? 256 : 128;
+// Multiplications that one thread finishes before another wakes.
+constexpr int64_t kSerialScores = 1 << 17;
 
 typedef uint32_t VU __attribute__((vector_size(4 * kLanes)));
 
@@ -565,19 +567,17 @@ void attend_few(const TreeAttention& a, const Sizes<T>& sizes, int n_threads) {
   const int64_t n_rows = sizes.n_rows, n_units = a.n_kv_heads * n_blocks, row_size = sizes.width + 2;
   float* found = reinterpret_cast<float*>(shared_scratch.reserve(4 * n_units * n_rows * row_size));
   float *largest = found, *totals = largest + n_units * n_rows, *sums = totals + n_units * n_rows;
-#pragma omp parallel for num_threads(n_threads) schedule(static)
-  for (int part = 0; part < n_threads; ++part) {
+  team().run(n_threads, n_units, (n_units + n_threads - 1) / n_threads, [&](int64_t first, int64_t last) {
     Work w = work_of(a, sizes);
     see(a, 0, a.n, w.seen);
     int64_t packed = -1;
-    for (int64_t unit = n_units * part / n_threads; unit < n_units * (part + 1) / n_threads; ++unit) {
+    for (int64_t unit = first; unit < last; ++unit) {
       const int64_t kv_head = unit / n_blocks;
       if (kv_head != packed) pack_queries(a, sizes, packed = kv_head, w);
       attend_block(a, sizes, kv_head, first_block + unit % n_blocks, w, largest + unit * n_rows, totals + unit * n_rows,
                    sums + unit * n_rows * sizes.width);
     }
-  }
-#pragma omp parallel for num_threads(n_threads) schedule(static)
+  });
   for (int64_t i = 0; i < a.n_kv_heads * n_rows; ++i) {
     const int64_t kv_head = i / n_rows, row = i % n_rows;
     float all_largest = -__builtin_inff(), all_total = 0.0f;
@@ -593,15 +593,17 @@ void attend_few(const TreeAttention& a, const Sizes<T>& sizes, int n_threads) {
 template <typename T>
 void attend_typed(const TreeAttention& a, int n_threads) {
   const Sizes<T> sizes(a);
+  if (a.n * a.n_heads * (a.n_before + a.n_tree) * (a.k_dim + a.v_dim) < kSerialScores) n_threads = 1;
   const int64_t n_chunks = (a.n + sizes.rows_q - 1) / sizes.rows_q, n_tasks = a.n_kv_heads * n_chunks;
   if (n_chunks == 1 && n_threads > 1 && n_tasks < 4 * n_threads) return attend_few<T>(a, sizes, n_threads);
-#pragma omp parallel for num_threads(n_threads) schedule(dynamic) if (n_tasks > 1)
-  for (int64_t task = 0; task < n_tasks; ++task) {
-    Work w = work_of(a, sizes);
-    const int64_t first = task % n_chunks * sizes.rows_q;
-    see(a, first, smaller(sizes.rows_q, a.n - first), w.seen);
-    attend_chunk<T>(a, sizes, task / n_chunks, w);
-  }
+  team().run(n_threads, n_tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      Work w = work_of(a, sizes);
+      const int64_t first = task % n_chunks * sizes.rows_q;
+      see(a, first, smaller(sizes.rows_q, a.n - first), w.seen);
+      attend_chunk<T>(a, sizes, task / n_chunks, w);
+    }
+  });
 }
 
 inline void attend(const TreeAttention& a, int n_threads) {

@@ -1,5 +1,6 @@
 // Norms and activations on a CPU, for ctypes; see layer_cpu.h.
 #include "cpu.h"
+#include "threads_cpu.h"
 
 namespace {
 
@@ -21,6 +22,15 @@ struct Gate {
   int32_t dtype;
 };
 
+// Rotary embedding of q (n, n_heads, dim) and k (n, n_kv_heads, dim), which is stored in a cache with v (n, n_kv_heads, v_dim).
+struct Rotary {
+  const void *q, *k, *v, *cos, *sin;  // cos, sin (n, dim)
+  void *out, *keys, *values;          // (n, n_heads, dim) dense, (n_kv_heads, n, dim), (n_kv_heads, n, v_dim)
+  int64_t n, n_heads, n_kv_heads, dim, v_dim;
+  int64_t q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row, key_head, key_row, value_head, value_row;
+  int32_t dtype;
+};
+
 // Numbers that one thread computes sooner than several are woken.
 constexpr int64_t kSerial = 1 << 14;
 
@@ -31,6 +41,10 @@ constexpr int64_t kSerial = 1 << 14;
 
 EXPORT void offload_rt_rms_norm(const Norm* norm, int n_threads) {
   rms_norm(*norm, n_threads);
+}
+
+EXPORT void offload_rt_rotate_and_store(const Rotary* rotary, int n_threads) {
+  rotate_and_store(*rotary, n_threads);
 }
 
 EXPORT void offload_rt_silu_mul(const Gate* gate, int n_threads) {

@@ -1,7 +1,9 @@
 // Matrix products on a CPU, for ctypes; see linear_cpu.h.
 #include <cstdlib>
+#include <vector>
 
 #include "cpu.h"
+#include "threads_cpu.h"
 
 namespace {
 
@@ -19,6 +21,7 @@ struct Matrix {
   const uint8_t* zeros;   // codes of zero points in a grid like that of the scales, or null
   const int32_t* groups;  // (n_in,) the group of each input, or null: input / block_in
   const void* bias;       // (n_out,) or null
+  void* y;                // (n_rows, n_out), written by products
   int64_t row_nbytes;     // of the codes of an output; of an input where the transpose is stored
   int64_t n_out, n_in, block_out, block_in;
   int64_t grid_columns;   // of the stored grid of scales
@@ -85,10 +88,10 @@ inline float zero_at(const Matrix& m, int64_t row, int64_t column) {
 
 }  // namespace
 
-// y = x w^T + bias. x, y (n_rows, n_in or n_out) of one dtype, rows ldx and ldy numbers apart.
-EXPORT void offload_rt_linear(const Matrix* m, const void* x, int64_t n_rows, int64_t ldx, void* y, int64_t ldy,
-                              int dtype, int n_threads) {
-  linear(*m, x, n_rows, ldx, y, ldy, dtype, n_threads);
+// y = x w^T + bias for matrices with the same inputs. x (n_rows, n_in), rows ldx numbers apart, and y of one dtype.
+EXPORT void offload_rt_linear(const Matrix* matrices, int n_matrices, const void* x, int64_t n_rows, int64_t ldx, int dtype,
+                              int n_threads) {
+  linear(matrices, n_matrices, x, n_rows, ldx, dtype, n_threads);
 }
 
 // Rows of a matrix as numbers: rows (n_rows,), or null for all of them; out (n_rows, n_in) dense.

@@ -13,6 +13,11 @@ constexpr int kTileRows = 4, kTileOuts = 3;
 #endif
 // Outputs of a panel of few and of many rows, and most outputs of any; rows that are multiplied at a time.
 constexpr int kFewOuts = 24, kManyOuts = 96, kPanelOuts = 128, kMostRows = 384;
+// Outputs of a panel of one row or of unpacked weights, and of its tasks: two threads that take 8 rows of a matrix in turn
+// defeat the processor's prefetching.
+constexpr int kTile = 8, kTiledOuts = 64;
+// Inputs and multiplications that one thread finishes before another wakes.
+constexpr int64_t kSerialInputs = 1 << 14, kSerialProducts = 1 << 17;
 // Most rows whose weights are decoded in registers, and the outputs that a thread multiplies at a time.
 constexpr int kDecodedRows = 4, kDecodedOuts = 32;
 // Outputs of a row and a vector of places behind them.
@@ -20,6 +25,8 @@ constexpr int kLine = kPanelOuts + kLanes;
 constexpr int64_t kBlockNbytes = 2048;
 // Bytes between the codes that are unpacked and the codes that are prefetched.
 constexpr int kAhead = 2048;
+// Bytes between the weights of a row that are multiplied and those that are prefetched.
+constexpr int kAheadInRow = 512;
 // Numbers of x between two sums of the lanes: kDepth<X>.
 template <typename X>
 constexpr int kDepth = kBlockNbytes / sizeof(X);
@@ -78,7 +85,7 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) {
         b[j] = (__m512bh)_mm512_loadu_si512(w + j * ldw + k);
-        __builtin_prefetch(w + (N + j) * ldw + k);
+        __builtin_prefetch(M == 1 ? w + j * ldw + k + kAheadInRow / 2 : w + (N + j) * ldw + k);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < M; ++i) {
@@ -96,7 +103,7 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
       const V a = load(x + k);
       if (k * sizeof(W) % 64 == 0)
 #pragma GCC unroll 8
-        for (int j = 0; j < N; ++j) __builtin_prefetch(w + (N + j) * ldw + k);
+        for (int j = 0; j < N; ++j) __builtin_prefetch(w + j * ldw + k + kAheadInRow / sizeof(W));
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) sums[j] = fma(load(w + j * ldw + k), a, sums[j]);
     }
@@ -610,21 +617,7 @@ constexpr Method kTables = sizeof(X) == 2 ? kShortTables : kFloatTables;
 
 inline int round_up(int n, int step) { return (n + step - 1) / step * step; }
 
-// Memory of a thread, kept for its next product.
-inline uint8_t* scratch(int64_t nbytes) {
-  struct Block {
-    uint8_t* bytes = nullptr;
-    int64_t size = 0;
-    ~Block() { free(bytes); }
-  };
-  static thread_local Block block;
-  if (block.size < nbytes) {
-    free(block.bytes);
-    block.size = (nbytes + 63) / 64 * 64;
-    block.bytes = static_cast<uint8_t*>(aligned_alloc(64, block.size));
-  }
-  return block.bytes;
-}
+thread_local Memory panel_memory, input_memory;
 
 constexpr int64_t kGatheredNbytes = kPanelOuts * (kLongestBlock / 2 + 2 * 4 * kMostTables);
 
@@ -665,17 +658,20 @@ void write_tiles(const Matrix& m, const float* tiles, int n_rows, int64_t first_
   }
 }
 
+// Stands for weights that are unpacked to a panel.
+struct Unpacked {};
+
 // A panel of outputs for all rows. x: blocks of kDepth<X> inputs of all rows, one behind the other.
 template <typename X, typename W, typename T>
 void multiply_panel(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
   constexpr int depth = kDepth<X>;
-  constexpr bool is_direct = !__is_same(W, void);
-  uint8_t* memory = scratch(kPanelOuts * (kBlockNbytes + kMostRows * 4) + kGatheredNbytes);
+  constexpr bool is_direct = !__is_same(W, Unpacked);
+  uint8_t* memory = reinterpret_cast<uint8_t*>(panel_memory.reserve(kPanelOuts * (kBlockNbytes + kMostRows * 4) + kGatheredNbytes));
   X* panel = reinterpret_cast<X*>(memory);
   float* tiles = reinterpret_cast<float*>(memory + kPanelOuts * kBlockNbytes);
   const Gathered gathered = gathered_in(memory + kPanelOuts * (kBlockNbytes + kMostRows * 4), first_out, depth);
   // Fewer outputs are unpacked for more inputs, so that longer pieces of memory are read.
-  const int64_t n_fill = is_gathered(m) ? 1 : n_outs <= 8 ? 4 : kPanelOuts / n_outs;
+  const int64_t n_fill = is_gathered(m) || n_outs <= kTile ? 1 : kPanelOuts / n_outs;
   for (int64_t begin = 0; begin < m.n_in; begin += n_fill * depth) {
     const int64_t end = smaller(begin + n_fill * depth, m.n_in);
     const auto padded = [&](int n) { return round_up(n, order.method == kNoMethod ? kStep<X> : kChunk<X>); };
@@ -727,7 +723,7 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
   constexpr bool has_tables = method == kFloatTables || method == kShortTables;
   constexpr int N = M == 1 ? (has_tables ? 4 : 8) : M == 2 ? 4 : 2;
   float totals[kPanelOuts * M];
-  const Gathered gathered = gathered_in(scratch(kGatheredNbytes), first_out, depth);
+  const Gathered gathered = gathered_in(reinterpret_cast<uint8_t*>(panel_memory.reserve(kGatheredNbytes)), first_out, depth);
   // The next outputs follow in memory.
   const int64_t ahead = is_gathered(m) ? 0 : N * m.row_nbytes;
   Nibbles nibbles[N];
@@ -797,73 +793,117 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
   }
 }
 
-template <typename X, typename T>
-void multiply(const Matrix& m, const T* x, int n_rows, int64_t ldx, T* y, int64_t ldy, int n_threads) {
-  constexpr int depth = kDepth<X>;
-  const int64_t n_blocks = (m.n_in + depth - 1) / depth;
-  X* blocks = static_cast<X*>(aligned_alloc(64, n_blocks * n_rows * kBlockNbytes));
-  // Few rows read a dense matrix as it lies; for more of them a panel is unpacked once.
-  const bool is_few = n_rows <= 4 * kTileRows, is_direct = is_few && m.n_in % kStep<X> == 0;
-  const Order<X> order(m);
-  const bool is_decoded = n_rows <= kDecodedRows && order.method != kNoMethod;
-  int64_t n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_direct ? (n_rows == 1 ? 8 : kFewOuts) : is_few ? 8 : kManyOuts;
-  while (n_outs > 2 * kFewOuts && !is_gathered(m) && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
-  if (m.n_in * m.n_out * n_rows < 1 << 17) n_threads = 1;
-#pragma omp parallel num_threads(n_threads)
-  {
-#pragma omp for schedule(static)
-    for (int row = 0; row < n_rows; ++row)
-      for (int64_t first = 0; first < m.n_in; first += depth) {
-        const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
-        const T* from = x + row * ldx + first;
-        X* to = blocks + first * n_rows + row * depth;
-        if (order.method != kNoMethod) {
-          for (int k = 0; k < n; k += kChunk<X>)
-            for (int i = 0; i < kChunk<X>; i += kLanes) store(to + k + i, load_at(from + k, order.inputs + i, n - k));
-          continue;
-        }
-        int k = 0;
-        for (; k + kLanes <= n; k += kLanes) store(to + k, load(from + k));
-        if (k < n) store_first(to + k, load_first(from + k, n - k), n - k);
-        for (k = n; k % kStep<X>; ++k) to[k] = X{};
-      }
-#pragma omp for schedule(dynamic)
-    for (int64_t out = 0; out < m.n_out; out += n_outs) {
-      const int n = static_cast<int>(smaller<int64_t>(n_outs, m.n_out - out));
-      if (is_decoded) {
-        float lines[kDecodedRows * kLine];
-        multiply_decoded(m, order, blocks, n_rows, out, n, lines);
-        for (int row = 0; row < n_rows; ++row) write_line(m, lines + row * kLine, out, n, y + row * ldy + out);
-        continue;
-      }
-      if (is_direct && m.kind == kDenseBFloat16) {
-        multiply_panel<X, BFloat16>(m, order, blocks, n_rows, out, n, y, ldy);
-        continue;
-      }
-      if constexpr (sizeof(X) == 4) {
-        if (is_direct && m.kind == kDenseFloat16) {
-          multiply_panel<X, Half>(m, order, blocks, n_rows, out, n, y, ldy);
-          continue;
-        }
-        if (is_direct && m.kind == kDenseFloat32) {
-          multiply_panel<X, float>(m, order, blocks, n_rows, out, n, y, ldy);
-          continue;
-        }
-      }
-      multiply_panel<X, void>(m, order, blocks, n_rows, out, n, y, ldy);
-    }
+// One of the products of the same inputs.
+template <typename X>
+struct Product {
+  const Matrix* matrix;
+  Order<X> order;
+  const X* x = nullptr;  // blocks of kDepth<X> inputs of all rows, one behind the other
+  int64_t n_outs;        // of a task
+  int64_t panel_outs;    // that are multiplied at a time
+  int64_t first_task = 0;
+  bool is_decoded, is_direct;
+
+  Product(const Matrix& m, int n_rows, int n_threads) : matrix(&m), order(m) {
+    // Few rows read a dense matrix as it lies; for more of them a panel is unpacked once.
+    const bool is_few = n_rows <= 4 * kTileRows;
+    is_direct = is_few && m.n_in % kStep<X> == 0 && (m.kind == kDenseBFloat16 || (sizeof(X) == 4 && m.kind <= kDenseFloat16));
+    is_decoded = n_rows <= kDecodedRows && order.method != kNoMethod;
+    const bool is_tiled = is_few && (n_rows == 1 || !is_direct);
+    n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_tiled ? kTiledOuts : is_few ? kFewOuts : kManyOuts;
+    panel_outs = is_tiled && !is_gathered(m) ? kTile : n_outs;
+    while (n_outs > 2 * kFewOuts && !is_gathered(m) && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
+    panel_outs = smaller(panel_outs, n_outs);
   }
-  free(blocks);
+};
+
+// Convert the inputs of rows [first, last) to X, in the order of a product's weights.
+template <typename X, typename T>
+void arrange_inputs(const Order<X>& order, const T* x, int64_t ldx, int64_t n_in, int n_rows, int64_t first_row, int64_t last_row,
+                    X* blocks) {
+  constexpr int depth = kDepth<X>;
+  for (int64_t row = first_row; row < last_row; ++row)
+    for (int64_t first = 0; first < n_in; first += depth) {
+      const int n = static_cast<int>(smaller<int64_t>(depth, n_in - first));
+      const T* from = x + row * ldx + first;
+      X* to = blocks + first * n_rows + row * depth;
+      if (order.method != kNoMethod) {
+        for (int k = 0; k < n; k += kChunk<X>)
+          for (int i = 0; i < kChunk<X>; i += kLanes) store(to + k + i, load_at(from + k, order.inputs + i, n - k));
+        continue;
+      }
+      int k = 0;
+      for (; k + kLanes <= n; k += kLanes) store(to + k, load(from + k));
+      if (k < n) store_first(to + k, load_first(from + k, n - k), n - k);
+      for (k = n; k % kStep<X>; ++k) to[k] = X{};
+    }
 }
 
-inline void linear(const Matrix& m, const void* x, int64_t n_rows, int64_t ldx, void* y, int64_t ldy, int dtype,
-                   int n_threads) {
+// The outputs of one task for all rows. y: (n_rows, n_out).
+template <typename X, typename T>
+void multiply_task(const Product<X>& product, int64_t task, int n_rows, T* y) {
+  const Matrix& m = *product.matrix;
+  const int64_t first = (task - product.first_task) * product.n_outs, last = smaller(first + product.n_outs, m.n_out);
+  if (product.is_decoded) {
+    float lines[kDecodedRows * kLine];
+    const int n = static_cast<int>(last - first);
+    multiply_decoded(m, product.order, product.x, n_rows, first, n, lines);
+    for (int row = 0; row < n_rows; ++row) write_line(m, lines + row * kLine, first, n, y + row * m.n_out + first);
+    return;
+  }
+  const auto multiply_as = [&](auto type, int64_t out, int64_t stop) {
+    multiply_panel<X, decltype(type)>(m, product.order, product.x, n_rows, out, static_cast<int>(stop - out), y, m.n_out);
+  };
+  for (int64_t out = first; out < last; out += product.panel_outs) {
+    const int64_t stop = smaller(out + product.panel_outs, last);
+    if (!product.is_direct) {
+      multiply_as(Unpacked{}, out, stop);
+    } else if (m.kind == kDenseBFloat16) {
+      multiply_as(BFloat16{}, out, stop);
+    } else if constexpr (sizeof(X) == 4) {
+      if (m.kind == kDenseFloat16) multiply_as(Half{}, out, stop);
+      if (m.kind == kDenseFloat32) multiply_as(float{}, out, stop);
+    }
+  }
+}
+
+template <typename X, typename T>
+void multiply(const Matrix* matrices, int n_matrices, const T* x, int n_rows, int64_t ldx, int64_t first_row, int n_threads) {
+  const int64_t n_in = matrices[0].n_in, n_blocks = (n_in + kDepth<X> - 1) / kDepth<X>, nbytes = n_blocks * n_rows * kBlockNbytes;
+  std::vector<Product<X>> products;
+  products.reserve(n_matrices);
+  char* inputs = input_memory.reserve(n_matrices * nbytes);
+  int64_t n_tasks = 0, n_outs = 0;
+  for (int i = 0; i < n_matrices; ++i) {
+    Product<X>& product = products.emplace_back(matrices[i], n_rows, n_threads);
+    for (const Product<X>& earlier : products)
+      if (earlier.x != nullptr && earlier.order.is_same(product.order)) product.x = earlier.x;
+    if (product.x == nullptr) {
+      X* blocks = reinterpret_cast<X*>(inputs + i * nbytes);
+      team().run(n_rows * n_in < kSerialInputs ? 1 : n_threads, n_rows, 1, [&](int64_t first, int64_t last) {
+        arrange_inputs(product.order, x, ldx, n_in, n_rows, first, last, blocks);
+      });
+      product.x = blocks;
+    }
+    product.first_task = n_tasks;
+    n_tasks += (matrices[i].n_out + product.n_outs - 1) / product.n_outs;
+    n_outs += matrices[i].n_out;
+  }
+  team().run(n_in * n_outs * n_rows < kSerialProducts ? 1 : n_threads, n_tasks, 1, [&](int64_t first, int64_t last) {
+    const Product<X>* product = products.data();
+    for (int64_t task = first; task < last; ++task) {
+      while (product + 1 < products.data() + n_matrices && product[1].first_task <= task) ++product;
+      multiply_task(*product, task, n_rows, static_cast<T*>(product->matrix->y) + first_row * product->matrix->n_out);
+    }
+  });
+}
+
+inline void linear(const Matrix* matrices, int n_matrices, const void* x, int64_t n_rows, int64_t ldx, int dtype, int n_threads) {
   const auto run = [&](auto type, auto wide) {
     using T = decltype(type);
     for (int64_t row = 0; row < n_rows; row += kMostRows) {
       const int n = static_cast<int>(smaller<int64_t>(kMostRows, n_rows - row));
-      const T* from = static_cast<const T*>(x) + row * ldx;
-      multiply<decltype(wide)>(m, from, n, ldx, static_cast<T*>(y) + row * ldy, ldy, n_threads);
+      multiply<decltype(wide)>(matrices, n_matrices, static_cast<const T*>(x) + row * ldx, n, ldx, row, n_threads);
     }
   };
   if (dtype == kFloat32) return run(float{}, float{});
@@ -879,8 +919,8 @@ inline void unpack_rows(const Matrix& m, const int64_t* rows, int64_t n_rows, vo
   const auto run = [&](auto type) {
     using T = decltype(type);
     // Codes of the transpose are read by columns, which neighbouring rows share.
-#pragma omp parallel for schedule(static) num_threads(n_threads)
-    for (int64_t i = 0; i < n_rows; ++i)
+    team().run(n_rows * m.n_in < kSerialInputs ? 1 : n_threads, n_rows, (n_rows + n_threads - 1) / n_threads, [&](int64_t begin, int64_t end) {
+     for (int64_t i = begin; i < end; ++i)
       for (int64_t first = 0; first < m.n_in; first += kLongestBlock) {
         const int n = static_cast<int>(smaller<int64_t>(kLongestBlock, m.n_in - first));
         const int64_t row = rows == nullptr ? i : rows[i];
@@ -892,6 +932,7 @@ inline void unpack_rows(const Matrix& m, const int64_t* rows, int64_t n_rows, vo
         }
         unpack(m, bytes, row, first, n, n, static_cast<T*>(out) + i * m.n_in + first);
       }
+    });
   };
   if (dtype == kFloat32) return run(float{});
   if (dtype == kFloat16) return run(Half{});

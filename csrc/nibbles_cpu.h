@@ -143,6 +143,12 @@ struct Order {
 #endif
     memcpy(table, numbers, 64);
   }
+
+  // Whether both read the inputs in the same order.
+  bool is_same(const Order& other) const {
+    if (method == kNoMethod || other.method == kNoMethod) return method == other.method;
+    return memcmp(inputs, other.inputs, sizeof(int) * kChunk<X>) == 0;
+  }
 };
 
 // Convert n numbers from place `first` on. out: writable by whole vectors.

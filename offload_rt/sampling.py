@@ -66,7 +66,10 @@ def probs(
         if change is not None:
             part = change(part, row_paths)
         if masks is not None:
-            part = part.masked_fill(rejected(masks[rows], part.shape[1]), -torch.inf)
+            # In memory of the result: a further buffer takes twice as long.
+            kept = result[rows] if isinstance(rows, slice) else torch.empty_like(part)
+            part = kept.copy_(part)
+            part.masked_fill_(rejected(masks[rows], part.shape[1]), -torch.inf)
         best[rows] = part.amax(-1)
         result[rows], is_whole[rows] = _probs_of(part, best[rows, None], params, n_first)
 

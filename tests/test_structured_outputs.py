@@ -304,6 +304,28 @@ def test_sampled_answers_have_the_law_of_masked_plain_sampling(
     assert chi_square_p(observed, n * np.array([*chances, 1 - sum(chances)])) > 1e-3
 
 
+A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_open"),
+    [
+        (A, False),
+        (A | {"additionalProperties": True}, True),
+        (A | {"patternProperties": {"b": {}}}, True),
+        (A | {"allOf": [{"properties": {"b": {}}}]}, True),
+        ({"$ref": "#/$defs/x", "$defs": {"x": A}}, False),
+        ({"anyOf": [A, {"type": "null"}]}, False),
+    ],
+)
+def test_properties_without_a_schema_are_excluded_by_default(llm, compiler, schema, is_open):
+    tokens = llm.encode('{"a": 1, "b": 2}')
+    grammar = compiler.compile(StructuredOutputs(json=schema))
+    named = llm.encode('{"a": 1}')
+    assert grammar.n_allowed(named) == len(named)
+    assert (grammar.n_allowed(tokens) == len(tokens)) == is_open
+
+
 @pytest.mark.parametrize(
     "outputs", [{"choice": ["a"]}, {"regex": "a"}, {"grammar": 'root ::= "a"'}]
 )

@@ -19,12 +19,18 @@ TARGET = str(ROOT / "models/demo-target")
 DRAFT = str(ROOT / "models/demo-draft")
 
 
-def expanded_model(size: str, source: Path = Path(TARGET)) -> Path:
-    """Return the source model expanded to a size, written at first use."""
-    name = "expanded" if source == Path(TARGET) else source.name
-    out = ROOT / "demo-cache" / f"{name}-{size}"
-    flags = ("--source", str(source), "--out", str(out), "--size", size)
-    run_python("scripts/expand.py", *flags)
+def expanded_model(size: str, source: Path = Path(TARGET), n_positions: int | None = None) -> Path:
+    """Return the source model expanded to a size, written at first use.
+
+    n_positions  longest context; default: of the source
+    """
+    name = f"{'expanded' if source == Path(TARGET) else source.name}-{size}"
+    flags = ["--source", str(source), "--size", size]
+    if n_positions is not None:
+        name += f"-{n_positions}"
+        flags += ["--max-position-embeddings", str(n_positions)]
+    out = ROOT / "demo-cache" / name
+    run_python("scripts/expand.py", *flags, "--out", str(out))
     return out
 
 

@@ -1,11 +1,12 @@
 """How close to the ceilings of a CPU are products of stored weights and attention?
 
     python -m bench.compute [--parts products pass attention] [--size 2100MB] [--rows 176]
-    [--context 300]
+        [--context 300]
 
 products: every weight format, and torch's product, against the multiply-add peak and the memory
-bandwidth of the same round. pass: shares of the CPU kernels in a resident tree pass. attention:
-implementations of attention, interleaved. --avx2 restricts torch, MKL and oneDNN to AVX2.
+bandwidth of the same round. pass: shares of the CPU kernels in a resident tree pass, and
+attention's share of the multiply-adds. attention: implementations of attention, interleaved. --avx2
+restricts torch, MKL and oneDNN to AVX2.
 """
 
 import argparse
@@ -38,9 +39,11 @@ _KINDS = {
     "offload_rt_tree_attention": "attention",
     "offload_rt_rms_norm": "norms",
     "offload_rt_silu_mul": "gates",
+    "offload_rt_rotate_and_store": "rotary embedding",
 }
 _ELSE = "else"
 _N_PASSES = 3
+_N_POSITIONS = 1024  # of the demonstration target
 _N_ROUNDS = 15
 _ONE_ROW_KEYS = (256, 1024)
 # Query heads, KV heads and head dimension, in addition to the model's.
@@ -73,8 +76,9 @@ def shares(llm: LLM, topology: Topology, context: int) -> dict[str, float]:
     assert library is not None, "a C++ compiler builds it"
     timed = TimedLibrary(library)
     with patch.object(cpu, "library", lambda isa=None: timed):
-        passes = llm.time_passes(topology, context, _N_PASSES)
-    whole = sum(passes)
+        started = time.perf_counter()
+        llm.time_passes(topology, context, _N_PASSES)
+        whole = time.perf_counter() - started
     timed.seconds[_ELSE] = whole - sum(
         part for kind, part in timed.seconds.items() if kind != _ELSE
     )
@@ -124,16 +128,20 @@ def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[
 
 def shares_of_pass(flags: argparse.Namespace) -> dict[str, float]:
     """Print the shares of kernels in a pass over a random tree."""
-    limits = {
-        "tree_size": flags.rows,
-        "max_model_len": flags.context + flags.rows + 36,
-        "device_memory": "6GB",
-    }
-    with LLM(str(expanded_model(flags.size)), device="cpu", drafter="ngram", **limits) as llm:
+    n_positions = flags.context + flags.rows + 36
+    limits = {"tree_size": flags.rows, "max_model_len": n_positions, "device_memory": "6GB"}
+    model = expanded_model(
+        flags.size, n_positions=n_positions if n_positions > _N_POSITIONS else None
+    )
+    with LLM(str(model), device="cpu", drafter="ngram", **limits) as llm:
         result = shares(llm, random_tree(flags.rows), flags.context)
+        spec = llm.engine.runner.spec
+    all_flops = spec.flops(0, flags.rows, flags.context)
+    share_of_flops = 1 - spec.flops(0, flags.rows, -flags.rows) / all_flops
     print(
-        f"a pass of {flags.rows} rows: "
+        f"a pass of {flags.rows} rows after {flags.context}: "
         + ", ".join(f"{kind} {share:.0%}" for kind, share in result.items())
+        + f"; attention has {share_of_flops:.0%} of the multiply-adds of a layer"
     )
     return result
 

@@ -19,6 +19,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN, has_no_weights
+from offload_rt.system.disk_rate import measure_disk_gbps
 from offload_rt.system.machine import cards
 from offload_rt.weights.locate import check_paths, is_here
 
@@ -145,14 +146,18 @@ def print_run_plan(config: EngineConfig, flags: Namespace) -> None:
         return
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from offload_rt.engine import profile
-
     print(
         "some weights are not downloaded: planning from configs and the measured disk rate",
         file=sys.stderr,
     )
-    rate = profile.disk_gbps(Path(HF_HUB_CACHE))
-    print_plan(Namespace(**vars(flags), disk=f"{rate:.2f}GB/s"), "disk: measured in the hub cache")
+    folder = Path(HF_HUB_CACHE)
+    folder.mkdir(parents=True, exist_ok=True)
+    rate = measure_disk_gbps(folder)
+    if rate is None:
+        print_plan(flags, "disk: assumed, not measurable")
+    else:
+        disk = f"{rate:.2f}GB/s"
+        print_plan(Namespace(**vars(flags), disk=disk), "disk: measured in the hub cache")
 
 
 def _is_here(config: EngineConfig) -> bool:

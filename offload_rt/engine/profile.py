@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from copy import copy
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,6 @@ from offload_rt.system.files import read_cached, write_cached
 from offload_rt.system.machine import cache_nbytes, memory_free
 from offload_rt.system.numa import cpus_near, staying_near
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import BlockRecord, host_block
 
 _CACHE = "disk.json"
@@ -81,17 +78,6 @@ def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
         i = i + 1
         if elapsed >= seconds:
             return nbytes / elapsed / 1e9
-
-
-def disk_gbps(folder: Path, nbytes: int = 128 << 20) -> float:
-    """Measure the GB/s of a folder's disk by writing and reading a file. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=folder) as file:
-        file.write(os.urandom(nbytes))
-        os.fsync(file.fileno())
-        record = TensorRecord("bytes", "U8", (nbytes,), Path(file.name), 0, nbytes, "bytes")
-        with closing(DiskTier([BlockRecord((record,))])) as tier:
-            return link_gbps(tier, 1)
 
 
 def beyond_caches(device: torch.device) -> int:

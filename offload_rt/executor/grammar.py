@@ -31,6 +31,40 @@ COMPACT_JSON: Any = {
 }
 
 
+# Keywords with schemas by name, with schemas, and with alternatives of the whole object.
+_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+_PARTS = {"items", "prefixItems", "additionalProperties"}
+_CHOICES = {"anyOf", "oneOf"}
+# Keywords that combine schemas of one object: closing each part would exclude every object.
+_COMBINING = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties")
+
+
+def closed(schema: Any) -> Any:
+    """Exclude properties that a JSON schema does not name, as vLLM and llama.cpp do.
+
+    Otherwise a model could add properties forever. `additionalProperties` decides where it is set.
+    """
+    text = json.dumps(schema)
+    return schema if any(f'"{word}"' in text for word in _COMBINING) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    is_object = "properties" in schema
+    result = dict(schema)
+    for word, value in schema.items():
+        if word in _MAPS and isinstance(value, dict):
+            result[word] = {name: _closed(part) for name, part in value.items()}
+        elif word in _PARTS or (word in _CHOICES and not is_object):
+            result[word] = _closed(value)
+    if is_object and not schema.keys() & {"patternProperties", "$ref", *_CHOICES}:
+        result.setdefault("additionalProperties", False)
+    return result
+
+
 class GrammarCompiler:
     """Compiles structured outputs for a tokenizer, and owns the threads that compute masks."""
 
@@ -66,7 +100,7 @@ class GrammarCompiler:
         """Compile a grammar. Raises SettingsError for unsupported and unsatisfiable grammars."""
         try:
             source = _within(outputs.around, self._source(outputs))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SettingsError(f"structured outputs: {str(error)[:300]}") from error
         matcher = self._matcher(self._tokenizer, source, log_level=0)
         _check(matcher)
@@ -74,7 +108,7 @@ class GrammarCompiler:
 
     def _source(self, outputs: StructuredOutputs) -> str:
         if outputs.json is not None:
-            schema = json.dumps(outputs.json)
+            schema = json.dumps(closed(outputs.json))
             return str(self._matcher.grammar_from_json_schema(schema, COMPACT_JSON))
         if outputs.regex is not None:
             return str(self._matcher.grammar_from_regex(outputs.regex))

@@ -73,6 +73,7 @@ class Runner:
         self._chunk_rows = CHUNK_ROWS
         self._ids = itertools.count()
         self._caches: dict[int, KVCache] = {}
+        self._views: dict[int, LayerWeights] = {}  # of resident layers
         self._graphs: GraphRunner | None = None
         self.kv = RecurrentCache if self.spec.state_shapes else self.kv
 
@@ -169,8 +170,9 @@ class Runner:
         ]
 
     def close(self) -> None:
-        """Stop all transfers and drop CUDA graphs, which reference the weights."""
+        """Stop all transfers and drop references to the weights."""
         self._graphs = None
+        self._views.clear()
         if self.offloaded_rows is not None:
             self.offloaded_rows.close()
         if self.experts is not None:
@@ -224,7 +226,11 @@ class Runner:
             hidden[chunk.rows] = self.spec.layer(block.i, weights, hidden[chunk.rows], chunk)
 
     def _weights(self, block: LayerView) -> LayerWeights:
-        weights = self.format.view(block.layout, block.data, self.dtype)
+        weights = self._views.get(block.i)
+        if weights is None:
+            weights = self.format.view(block.layout, block.data, self.dtype)
+            if block.is_resident:
+                self._views[block.i] = weights
         if self.experts is not None:
             weights.experts = self.experts.layer_experts(block.i, partial(self._following, block.i))
         return weights

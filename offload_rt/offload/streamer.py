@@ -78,11 +78,12 @@ class LayerSources:
 
 @dataclass(frozen=True)
 class LayerView:
-    """Layer `i` on the device, valid until the next step of the sweep."""
+    """Layer `i` on the device, valid until the next step of the sweep unless `is_resident`."""
 
     i: int
     layout: Layout
     data: Tensor
+    is_resident: bool = False
 
 
 class Streamer(ABC):
@@ -169,7 +170,7 @@ class Streamer(ABC):
         if self._sources.streamed[i] is not None:
             return None
         image = self._sources.resident.image(i)
-        return LayerView(i, image.layout, image.block)
+        return LayerView(i, image.layout, image.block, is_resident=True)
 
     def _refuse_closed(self) -> None:
         """Raise LinkError if closed: a sweep would otherwise wait forever."""

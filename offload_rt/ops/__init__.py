@@ -52,6 +52,12 @@ def rotate_and_store(
     rows: slice | Tensor,
 ) -> Tensor:  # fmt: skip
     """Rotate q and k, store k and v in a layer's cache, return q; see the reference."""
+    if (
+        isinstance(rows, slice)
+        and rotary is not None
+        and layer_cpu.serves(q, k, v, *rotary, keys, values)
+    ):
+        return layer_cpu.rotate_and_store(q, k, v, rotary, keys, values, rows.start)
     if rotary is None or q.shape[-1] % 16 or not _in_vectors(q, k, v, *rotary, keys, values):
         return reference.rotate_and_store(q, k, v, rotary, keys, values, rows)
     at = (rows, 0) if isinstance(rows, Tensor) else (None, rows.start)

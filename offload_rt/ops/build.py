@@ -88,7 +88,7 @@ def cpu(level: int) -> Recipe:
     """
     flags = (flag for level_flags in _LEVEL_FLAGS[: level + 1] for flag in level_flags)
     return Recipe(f"cpu{level}", "g++", (
-        "-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fopenmp",
+        "-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread",
         "-fvisibility=hidden", "-Wno-psabi", f"-DLEVEL={level}", *flags,
         "lossless_cpu.cpp", "linear_cpu.cpp", "attention_cpu.cpp", "layer_cpu.cpp",
     ))  # fmt: skip

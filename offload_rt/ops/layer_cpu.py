@@ -1,4 +1,7 @@
-"""RMS norm and gated SiLU on a CPU, independent of further rows; see csrc/layer_cpu.h."""
+"""RMS norm, gated SiLU and rotary embedding on a CPU, independent of further rows.
+
+See csrc/layer_cpu.h.
+"""
 
 import ctypes
 
@@ -27,6 +30,19 @@ class _Gate(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("n", "dim", "gate_row", "up_row")),
         ("dtype", ctypes.c_int32),
     )
+
+
+class _Rotary(ctypes.Structure):
+    """`Rotary` of csrc/layer_cpu.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "out", "keys",
+            "values")),
+        *((name, ctypes.c_int64) for name in ("n", "n_heads", "n_kv_heads", "dim", "v_dim")),
+        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row",
+            "v_head", "cos_row", "sin_row", "key_head", "key_row", "value_head", "value_row")),
+        ("dtype", ctypes.c_int32),
+    )  # fmt: skip
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -65,6 +81,26 @@ def silu_mul(
     pointers = (tensor.data_ptr() for tensor in (gate, up, out))
     arguments = _Gate(*pointers, *gate.shape, gate.stride(0), up.stride(0), cpu.DTYPES[gate.dtype])
     _call("offload_rt_silu_mul", arguments, level, n_threads)
+    return out
+
+
+def rotate_and_store(
+    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor,
+    first: int, level: int | None = None, n_threads: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute `ops.rotate_and_store` for rows from `first` on."""
+    cos, sin = rotary
+    out = torch.empty(q.shape, dtype=q.dtype)
+    keys = keys[:, first:]
+    values = values[:, first:]
+    tensors = (q, k, v, cos, sin, out, keys, values)
+    sizes = (*q.shape[:2], k.shape[1], q.shape[2], v.shape[2])
+    strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
+    arguments = _Rotary(
+        *(x.data_ptr() for x in tensors), *sizes, *strides, cos.stride(0), sin.stride(0),
+        *keys.stride()[:2], *values.stride()[:2], cpu.DTYPES[q.dtype],
+    )  # fmt: skip
+    _call("offload_rt_rotate_and_store", arguments, level, n_threads)
     return out
 
 

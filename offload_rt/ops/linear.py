@@ -3,8 +3,10 @@
 import math
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -54,12 +56,9 @@ def linear(
     if isinstance(weight, TinygemmMatrix):
         y = weight.product(x)
         return y if bias is None else y.add_(bias)
+    if _uses_library(weight, x, is_batch_invariant):
+        return linear_cpu.linear(x, (weight,), (bias,))[0]
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
-    if linear_cpu.serves(x, weight) and not needs_gradient:
-        is_torch_possible = not is_batch_invariant and len(x) >= _MANY_ROWS
-        is_same = isinstance(weight, Tensor) and weight.dtype == x.dtype
-        if not (is_torch_possible and is_same and prefers_torch(x.dtype)):
-            return linear_cpu.linear(x, weight, bias)
     if x.device.type == "cpu" and not needs_gradient and not _has_fast_product(x, weight):
         return _linear_by_parts(x, weight, bias)
     if (
@@ -74,6 +73,34 @@ def linear(
             weight, torch.empty(math.prod(weight.shape), dtype=x.dtype, device=x.device)
         )
     return F.linear(x, weight.to(x.dtype), bias)
+
+
+def linears(
+    x: Tensor,
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None],
+    is_batch_invariant: bool = False,
+) -> list[Tensor]:
+    """Apply `linear` with several weights; in one call of the CPU library where it serves all."""
+    served = [weight for weight in weights if _uses_library(weight, x, is_batch_invariant)]
+    if len(served) == len(weights) and x.dim() == 2:
+        return linear_cpu.linear(x, served, biases)
+    return [
+        linear(x, weight, bias, is_batch_invariant)
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+
+
+def _uses_library(
+    weight: Weight, x: Tensor, is_batch_invariant: bool
+) -> TypeGuard[Tensor | CodedMatrix | BlockMatrix]:
+    """Whether the CPU library multiplies x (n, n_in) and this weight."""
+    needs_gradient = x.requires_grad and torch.is_grad_enabled()
+    if isinstance(weight, TinygemmMatrix) or needs_gradient or not linear_cpu.serves(x, weight):
+        return False
+    is_same = isinstance(weight, Tensor) and weight.dtype == x.dtype
+    is_torch_possible = not is_batch_invariant and x.shape[0] >= _MANY_ROWS
+    return not (is_torch_possible and is_same and prefers_torch(x.dtype))
 
 
 @cache
@@ -111,7 +138,7 @@ def _is_torch_faster(dtype: torch.dtype) -> bool:
             if name == "torch":
                 F.linear(x, weight)
             else:
-                linear_cpu.linear(x, weight, None)
+                linear_cpu.linear(x, (weight,), (None,))
             times.append(time.perf_counter() - started)
     return min(seconds["library"]) > _CLEARLY * min(seconds["torch"])
 

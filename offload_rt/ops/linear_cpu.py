@@ -7,6 +7,7 @@ same bits.
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class _Matrix(ctypes.Structure):
     """As `Matrix` in csrc/linear_cpu.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "groups", "bias")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "groups", "bias", "y")),
         *(
             (name, ctypes.c_int64)
             for name in ("row_nbytes", "n_out", "n_in", "block_out", "block_in", "grid_columns")
@@ -58,25 +59,34 @@ def _has_scales(weight: CodedMatrix) -> bool:
     )
 
 
-def linear(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor | None) -> Tensor:
-    """Multiply x (n, n_in) by the transposed weight (n_out, n_in) and add bias (n_out,): (n, n_out)
-    in x's dtype.
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor | CodedMatrix | BlockMatrix],
+    biases: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """Multiply x (n, n_in) by each transposed weight (n_out, n_in) and add its bias (n_out,).
+
+    Returns per weight (n, n_out) in x's dtype.
     """
     library = cpu.library()
     assert library is not None
     x = x if x.stride(-1) == 1 else x.contiguous()
-    matrix = _describe(weight)
-    if x.shape[1] != matrix.n_in:  # the kernel would read other memory
-        raise RuntimeError(f"x has {x.shape[1]} columns, its weight {matrix.n_in}")
-    if bias is not None:
-        matrix.bias, matrix.bias_dtype = bias.data_ptr(), cpu.DTYPES[bias.dtype]
-    y = torch.empty(len(x), matrix.n_out, dtype=x.dtype)
+    matrices = (_Matrix * len(weights))(*map(_describe, weights))
+    outputs = []
+    for matrix, bias in zip(matrices, biases, strict=True):
+        if x.shape[1] != matrix.n_in:  # the kernel would read other memory
+            raise RuntimeError(f"x has {x.shape[1]} columns, its weight {matrix.n_in}")
+        if bias is not None:
+            matrix.bias = bias.data_ptr()
+            matrix.bias_dtype = cpu.DTYPES[bias.dtype]
+        y = torch.empty(x.shape[0], matrix.n_out, dtype=x.dtype)
+        matrix.y = y.data_ptr()
+        outputs.append(y)
     library.offload_rt_linear(
-        ctypes.byref(matrix), x.data_ptr(), len(x), x.stride(0), y.data_ptr(), matrix.n_out,
-        cpu.DTYPES[x.dtype],
-        torch.get_num_threads(),
+        ctypes.byref(matrices), len(matrices), x.data_ptr(), x.shape[0], x.stride(0),
+        cpu.DTYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
-    return y
+    return outputs
 
 
 def unpack(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None) -> Tensor:

@@ -68,11 +68,15 @@ class MessagesRequest(CountRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    output_config: Json | None = None
 
     def fields(self) -> Json:
         """Return the fields of a chat request. Raises SettingsError for unknown values."""
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         fields = super().fields() | {name: getattr(self, name) for name in names}
+        wanted = (self.output_config or {}).get("format")
+        if isinstance(wanted, dict):
+            fields["response_format"] = {"type": wanted.get("type"), "json_schema": wanted}
         return fields | {"stop": self.stop_sequences or None}
 
 

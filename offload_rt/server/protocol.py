@@ -233,6 +233,11 @@ class ChatRequest(GenerationRequest):
         return params
 
     @property
+    def wanted_format(self) -> Json | None:
+        """Format of the answer, unless it consists of calls; None for text."""
+        return None if self.requires_calls else super().wanted_format
+
+    @property
     def offered_tools(self) -> list[Json] | None:
         """Tools in the prompt; None if `tool_choice` forbids calls."""
         return None if self.tool_choice == "none" else self.tools

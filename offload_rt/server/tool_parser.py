@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from offload_rt.errors import SettingsError
-from offload_rt.executor.grammar import COMPACT_JSON
+from offload_rt.executor.grammar import COMPACT_JSON, closed
 from offload_rt.text.reasoning import n_overlap
 
 Json = dict[str, Any]
@@ -283,7 +283,7 @@ def call_rules(
 
 def json_rule(name: str, schema: Json) -> str:
     """Build the Lark rule of a JSON value."""
-    return f"{name}: %json {json.dumps({**schema, 'x-guidance': COMPACT_JSON})}"
+    return f"{name}: %json {json.dumps({**closed(schema), 'x-guidance': COMPACT_JSON})}"
 
 
 def json_calls(functions: Sequence[Json], head: Callable[[str], str], tail: str = "") -> list[str]:

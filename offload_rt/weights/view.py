@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 from offload_rt.models.architecture import LayerWeights
@@ -39,6 +38,7 @@ class View(LayerWeights):
         self, layout: Layout, block: Tensor, dtype: torch.dtype, is_batch_invariant: bool = False
     ) -> None:
         self._tensors = _Tensors(layout, block)
+        self._matrices: dict[str, Weight] = {}
         self.layout = layout
         self.block = block
         self._dtype = dtype
@@ -57,21 +57,23 @@ class View(LayerWeights):
         """See `LayerWeights.linear`."""
         from offload_rt.ops.linear import linear  # not at the top: a plan computes nothing
 
-        key = f"{name}.bias"
-        bias = self._tensors[key].to(self._dtype) if key in self.layout.by_name else None
-        return linear(x, self._weight(name), bias, self._is_batch_invariant)
+        return linear(x, self._weight(name), self._bias(name), self._is_batch_invariant)
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """See `LayerWeights.linears`; a single product on a GPU, to save launches, if possible."""
         import torch
         from torch.nn.functional import linear
 
+        from offload_rt.ops.linear import linears
+
         weight = self.fused(names) if x.is_cuda else None
         bias = self.fused(names, "bias") if weight is not None else None
         if weight is None or (
             bias is None and any(f"{name}.bias" in self.layout.by_name for name in names)
         ):
-            return tuple(map(self.linear, repeat(x), names))
+            weights = [self._weight(name) for name in names]
+            biases = [self._bias(name) for name in names]
+            return tuple(linears(x, weights, biases, self._is_batch_invariant))
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(linear(x, weight, bias), widths, dim=1))
 
@@ -144,8 +146,15 @@ class View(LayerWeights):
         values = dequantize(weight, out.new_empty(8 * len(out)), rows)
         return values[torch.arange(0, len(rows), 8, device=ids.device) + ids % 8]
 
+    def _bias(self, name: str) -> Tensor | None:
+        key = f"{name}.bias"
+        return self._tensors[key].to(self._dtype) if key in self.layout.by_name else None
+
     def _weight(self, name: str) -> Weight:
-        matrix = self.layout.matrices.get(name)
-        if matrix is None:
-            return self._tensors[f"{name}.weight"]
-        return matrix.weight(self._tensors)
+        weight = self._matrices.get(name)
+        if weight is None:
+            matrix = self.layout.matrices.get(name)
+            stored = self._tensors
+            weight = stored[f"{name}.weight"] if matrix is None else matrix.weight(stored)
+            self._matrices[name] = weight
+        return weight

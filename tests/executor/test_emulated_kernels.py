@@ -75,7 +75,7 @@ def assert_close(mine, plain):
     for own, other in zip(mine, plain, strict=True):
         # Rounded to bfloat16 in every layer, twice differently; a row that is missed or added moves
         # logits by their spread.
-        assert float((own.float() - other.float()).abs().mean()) < 0.03 * float(other.float().std())
+        assert float((own.float() - other.float()).abs().mean()) < 0.1 * float(other.float().std())
 
 
 @pytest.fixture(params=["llama", "mistral", "qwen3-window"])

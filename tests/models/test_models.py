@@ -31,7 +31,7 @@ from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
 
-ATOL = 2e-4
+ATOL = 1e-3
 
 
 @pytest.mark.parametrize(

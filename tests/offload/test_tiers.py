@@ -24,6 +24,7 @@ from torch import Tensor
 from bench.common.pacing import PacedTier
 from offload_rt.errors import LinkError
 from offload_rt.offload import disk, mirrors, pinning
+from offload_rt.offload import tier as tier_module
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.tier import Tier, done_ahead, read_parallel
@@ -90,20 +91,32 @@ def test_reads_write_nothing_behind_the_block(tier):
         assert bool((block[nbytes:] == 0xA5).all())
 
 
-def test_read_parallel_raises_the_first_error_and_stops():
+def test_threads_start_no_read_after_an_error(monkeypatch):
+    flags: list[threading.Event] = []
+
+    class Recorded(threading.Event):
+        def __init__(self) -> None:
+            super().__init__()
+            flags.append(self)
+
     error = LinkError("gone")
+    is_reading = threading.Event()
+    monkeypatch.setattr(tier_module.threading, "Event", Recorded)
     done = []
 
+    def slow() -> int:
+        is_reading.set()
+        return int(flags[0].wait(5))
+
     def fails() -> int:
+        assert is_reading.wait(5)
         raise error
 
-    def late(n: int) -> Callable[[], int]:
-        return lambda: done.append(n) or 1
-
+    late = [lambda: done.append(1) or 1] * 9
     with pytest.raises(LinkError) as caught:
-        read_parallel([late(0), fails, *map(late, range(2, 50))], 1)
+        read_parallel([slow, fails, *late], 2)
     assert caught.value is error
-    assert done == [0]
+    assert not done
 
 
 def test_interrupted_read_parallel_leaves_no_read_running(monkeypatch):

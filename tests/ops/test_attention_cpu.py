@@ -257,6 +257,23 @@ def test_parts_of_the_keys_merge_to_all(dtype, window):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [2, 12, 64, 96])
+def test_rotary_embedding_equals_the_reference_bit_for_bit(level, dtype, dim):
+    """With strided inputs, narrower values, and rows in the middle of a longer cache."""
+    torch.manual_seed(dim)
+    n, first = 30, 5
+    mixed = torch.randn(n, 8, dim).to(dtype)
+    q, k = mixed[:, :6], mixed[:, 6:]
+    v = torch.randn(n, 2, dim + 4)[..., : dim // 2].to(dtype)
+    rotary = tuple(torch.randn(n, dim).to(dtype) for _ in range(2))
+    caches = [[torch.ones(2, n + 9, x.shape[2], dtype=dtype) for x in (k, v)] for _ in range(2)]
+    rows = slice(first, first + n)
+    expected = reference.rotate_and_store(q, k, v, rotary, *caches[0], rows)
+    rotated = layer_cpu.rotate_and_store(q, k, v, rotary, *caches[1], first, level, 2)
+    assert_same([rotated, *caches[1]], [expected, *caches[0]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 5, 40, 64, 301])
 def test_norms_and_gates_do_not_depend_on_the_batch(level, dtype, dim):
     """In rows of a wider tensor, too, and close to the plain reference."""

@@ -24,7 +24,6 @@ from support.checkpoints import (
 from support.tiny import measure_little
 
 from offload_rt.cli import plan, run
-from offload_rt.engine import profile
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.locate import locate
 
@@ -230,7 +229,7 @@ def test_draft_config_is_refused_before_target_weights(hub, tmp_path, line):
 
 def test_plan_fetches_configs_only(hub, tmp_path, line, monkeypatch):
     measure_little(monkeypatch)
-    monkeypatch.setattr(profile, "disk_gbps", lambda folder: 2.5)
+    monkeypatch.setattr("offload_rt.cli.plan.measure_disk_gbps", lambda folder: 2.5)
     hub.repositories[NAME] = sharded(tmp_path / "model", max_position_embeddings=512)
     code, out, err = line(plan.main, "--model", NAME, "--gpu", "rtx4090", "--ram", "8GB")
     assert code == 0 and "verdict: " in out
