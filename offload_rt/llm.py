@@ -435,8 +435,8 @@ class LLM:
         prompts: abc.Sequence[Prompt],
         params: SamplingParams | abc.Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, abc.Sequence):
+            params = [SamplingParams() if params is None else params] * len(prompts)
         if len(params) != len(prompts):
             need = f"one SamplingParams or {len(prompts)}"
             raise SettingsError("generate", need=need, have=str(len(params)))
@@ -444,7 +444,7 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         """Build the request of a prompt. Raises SettingsError for multiple greedy answers."""
-        params = self._completed(params or SamplingParams())
+        params = self._completed(SamplingParams() if params is None else params)
         if params.n > 1 and not params.temperature:
             need = "a temperature above 0"
             have = "greedy decoding, which has one answer"
