@@ -24,6 +24,7 @@ from offload_rt.system.machine import cards
 from offload_rt.weights.locate import check_paths, is_here
 
 if TYPE_CHECKING:
+    from offload_rt.planning.drafters import Choice
     from offload_rt.planning.forecast import Forecast
 
 # Engine settings without a flag here: the plan chooses them.
@@ -121,6 +122,14 @@ def _print_plan(settings: PlanSettings, config: EngineConfig, disk_source: str) 
     _show(settings, next(iter(places.values()), None) or predict(request, machine), places)
 
 
+def _drafters(settings: PlanSettings, forecast: "Forecast") -> "tuple[Choice, ...]":
+    if not settings.compare_drafters:
+        return ()
+    from offload_rt.planning.drafters import compare
+
+    return compare(forecast.request, forecast.machine, settings.temperature)
+
+
 def _check_drafter(config: EngineConfig) -> None:
     """Raise SettingsError for a drafter without a forecast."""
     if config.drafter in (
@@ -192,5 +201,6 @@ def _show(settings: PlanSettings, forecast: "Forecast", places: "Mapping[str, Fo
         experts=expert_ways(forecast),
         sweep=None if settings.sweep is None else sweep(settings.sweep, request, machine),
         places=places,
+        drafters=_drafters(settings, forecast),
     )
     (plan_json if settings.json else plan_tables).show(forecast, others)

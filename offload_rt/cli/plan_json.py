@@ -41,6 +41,16 @@ def _as_json(forecast: Forecast, others: Alternatives) -> dict[str, Any]:
         "ranks": asdict(machine.ranks),
         "mode": forecast.mode,
         "experts": {name: _figures(way) for name, way in others.experts.items()},
+        "drafters": [
+            {
+                "drafter": choice.drafter,
+                "name": choice.name,
+                "nbytes": choice.nbytes,
+                "source": choice.source,
+                **_figures(choice.forecast),
+            }
+            for choice in others.drafters
+        ],
         "sweep": (
             curve
             and {

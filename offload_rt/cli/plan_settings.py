@@ -46,6 +46,9 @@ class PlanSettings:
     sweep: str | None = setting(
         None, "print the forecast over a range of host or device memory", choices=_SWEEPS
     )
+    compare_drafters: bool = setting(
+        False, "print forecasts of published drafters of the model, fastest first"
+    )
     json: bool = setting(False, "print one JSON object instead of tables")
 
     def __post_init__(self) -> None:

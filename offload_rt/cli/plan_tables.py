@@ -11,6 +11,7 @@ from offload_rt.planning.alternatives import (
     Sweep,
     short_context,
 )
+from offload_rt.planning.drafters import Choice
 from offload_rt.planning.forecast import Forecast
 from offload_rt.planning.sizes import LOSSLESS_SHARE
 
@@ -40,6 +41,8 @@ def show(forecast: Forecast, others: Alternatives) -> None:
         _print_formats(others.formats, machine.decode_gbps)
     if others.experts:
         _print_experts(forecast, others.experts)
+    if others.drafters:
+        _print_drafters(others.drafters)
     if others.sweep is not None:
         _print_curve(others.sweep)
     speed = format_speed(forecast.run.seconds_per_token)
@@ -142,6 +145,21 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
         f" equally frequent; the CPU of a GPU machine reads {forecast.machine.ram_gbps:g} GB/s of"
         " weights"
     )
+
+
+def _print_drafters(choices: Iterable[Choice]) -> None:
+    """Print a row per drafter, fastest first, then the sources of the acceptance."""
+    columns = "drafter size", "tokens per pass", "tokens/s"
+    print("\nforecast by drafter, tokens/s (s per token)\n" + _line("", columns, 56))
+    for choice in choices:
+        size = format_size(choice.nbytes) if choice.nbytes else ""
+        forecast = choice.forecast
+        tokens = f"{forecast.run.tokens_per_pass:.2f}" if forecast else ""
+        speed = _speed(forecast) if forecast else "no forecast"
+        name = f"{choice.drafter} {choice.name}".strip()
+        print(_line(name, (size, tokens, speed), 56))
+    for choice in choices:
+        print(f"{choice.drafter} {choice.name}".strip() + f": {choice.source}")
 
 
 def _speed(forecast: Forecast | None) -> str:

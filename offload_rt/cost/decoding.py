@@ -24,18 +24,27 @@ class PairTimes:
     target   all layers and the head of the target
     draft    a pass of the draft model; None without a draft model
     level_s  seconds per draft level besides compute: the host's wait and node selection
+    n_at_once  consecutive tokens that a draft pass predicts, see `Head.n_at_once`
     """
 
     target: ComputeTimes
     draft: ComputeTimes | None = None
     level_s: float = 0.0
+    n_at_once: int = 1
 
     def draft_s(self, topology: Topology, context: int) -> float:
-        """Seconds of drafting a tree: a draft pass per level, over the nodes with children."""
+        """Seconds of drafting a tree: a draft pass per level, over the nodes with children.
+
+        Drafters that predict several tokens at once need one pass.
+        """
         if self.draft is None or len(topology) == 1:
             return 0.0
         inner = topology.depths[np.unique(topology.parents[1:])]
-        return float((self.draft.at(np.bincount(inner), context) + self.level_s).sum())
+        rows = np.bincount(inner)
+        n_levels = len(rows)
+        if self.n_at_once > 1:
+            rows = np.array([self.n_at_once])
+        return float(self.draft.at(rows, context).sum()) + n_levels * self.level_s
 
 
 def select_topology(

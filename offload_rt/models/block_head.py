@@ -58,6 +58,11 @@ class BlockHead(Head, NativeDecoder):
         """Predicted tokens of a block."""
         return self.block_size if self.predicts_first else self.block_size - 1
 
+    @property
+    def n_at_once(self) -> int:
+        """See `Head.n_at_once`."""
+        return self.n_predicted
+
     def layer_prefix(self, i: int) -> str:
         """Return the numbered prefix of layer i."""
         return f"layers.{i}."

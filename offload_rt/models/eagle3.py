@@ -68,6 +68,11 @@ class Eagle3(HeadDecoder, NativeDecoder):
         )
         return spec, {name: Part(name) for name in shapes}
 
+    @property
+    def n_at_once(self) -> int:
+        """See `Head.n_at_once`."""
+        return max(self.n_parallel, 1)
+
     def layer_prefix(self, i: int) -> str:
         """Return the prefix of a layer."""
         return f"layers.{i}." if i else self.prefix

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from offload_rt.planning.forecast import (
     without_draft,
 )
 from offload_rt.planning.sizes import copies, formats, is_plain
+
+if TYPE_CHECKING:
+    from offload_rt.planning.drafters import Choice
 
 # Published tokens per second of other programs, by model.
 PUBLISHED_RATES = {
@@ -67,12 +71,14 @@ class Alternatives:
     formats  by weight format and drafter, the format of the plan and "none" first
     experts  by the way to read a mixture
     places   by placement of the draft model, fastest first
+    drafters  published drafters of the target, fastest first
     """
 
     formats: Mapping[str, Mapping[str, Forecast | None]]
     experts: Mapping[str, Forecast | None]
     sweep: Sweep | None
     places: Mapping[str, Forecast]
+    drafters: "tuple[Choice, ...]" = ()
 
 
 def expert_ways(forecast: Forecast) -> dict[str, Forecast | None]:

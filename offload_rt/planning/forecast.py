@@ -19,6 +19,7 @@ from offload_rt.cost.pass_times import (
     transfer_s,
 )
 from offload_rt.cost.roofline import Roof
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.engine.draft_rounding import KEPT_TOKENS, plan_draft
 from offload_rt.engine.memory_plan import (
@@ -29,6 +30,7 @@ from offload_rt.engine.memory_plan import (
     plan_memory,
 )
 from offload_rt.errors import CapacityError
+from offload_rt.models.heads import Head
 from offload_rt.offload.placement import MemoryBudget, Plan
 from offload_rt.planning.acceptance import DEMO_PAIR, Assumed
 from offload_rt.planning.ranks import ALONE, Parallelism
@@ -128,7 +130,7 @@ class Machine:
             share = draft_nbytes(draft, plan) / decoded_nbytes(draft) if is_rounded else 1.0
             ranks = self.ranks if draft.stand_in or self.ranks.split_draft else ALONE
             draft_times = self._times(draft, True, ranks, share)
-        return PairTimes(target_times, draft_times, self.level_s)
+        return PairTimes(target_times, draft_times, self.level_s, n_at_once(draft))
 
     def with_host_experts(self, moved: PassBytes) -> PassBytes:
         """Compute experts on the CPU of a GPU machine if all are in host memory."""
@@ -184,6 +186,11 @@ class Machine:
         return replace(self, title=title, budget=budget, links=rates, sources=sources, ranks=ranks)
 
 
+def n_at_once(draft: Sizes | None) -> int:
+    """Return the number of consecutive tokens that a draft pass predicts."""
+    return draft.spec.n_at_once if draft is not None and isinstance(draft.spec, Head) else 1
+
+
 def draft_nbytes(draft: Sizes, plan: Plan) -> int:
     """Return the layer bytes of a draft level; self-drafting reads resident layers and copies."""
     return plan.on("device") + plan.copies_nbytes if draft.stand_in else sum(draft.layer_nbytes)
@@ -196,6 +203,7 @@ class PlanRequest:
     models   the target and the draft model
     context  tokens before the first pass
     tokens   generated tokens
+    most_levels  largest number of tree levels; None for the drafter's default
     """
 
     config: EngineConfig
@@ -203,6 +211,7 @@ class PlanRequest:
     acceptance: Assumed
     context: int
     tokens: int
+    most_levels: int | None = None
 
 
 class DraftLevel(NamedTuple):
@@ -366,7 +375,7 @@ def predict(
     by_rank = request.acceptance.by_rank
     kept_tokens = 1.0 if draft is None else KEPT_TOKENS[draft.rounding]
     tokens_ratio = kept_tokens * request.acceptance.dynamic_ratio
-    topology = select_topology(cost, costs, by_rank, fitted.limits, context)
+    topology = select_topology(cost, costs, by_rank, _limits(request, fitted, costs), context)
     draft_s = costs.draft_s(topology, context)
     row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
     return Forecast(
@@ -382,6 +391,14 @@ def predict(
         row_s=row_s,
         exchange_s=machine.ranks.exchange_s(target.spec, itemsize, len(topology)),
     )
+
+
+def _limits(request: PlanRequest, fitted: MemoryPlan, costs: PairTimes) -> DraftLimits:
+    """Return tree limits within the depth of the request and of drafters of several tokens."""
+    n_levels = min(fitted.limits.n_levels, request.most_levels or fitted.limits.n_levels)
+    if costs.n_at_once > 1:
+        n_levels = min(n_levels, costs.n_at_once + 1)
+    return replace(fitted.limits, n_levels=n_levels)
 
 
 def _link_nbytes(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
+from typing import Any
 
 from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
@@ -29,6 +30,7 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
     head = head_of(without_quantization(config), target.spec)
     if head is None:
         return None
+    _check_verifier(config, target)
     stored = tensors_of(directory)
     if isinstance(head, Medusa):
         head = _with_stored_heads(head, stored)
@@ -45,6 +47,18 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
         head = replace(head, token_ids=tokens)
     weight_format = format_of(config.get("quantization_config"))
     return assemble(directory, config, head, weight_format, stored)
+
+
+def _check_verifier(config: Mapping[str, Any], target: Checkpoint) -> None:
+    """Raise SettingsError if speculators' config names another architecture than the target's."""
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    own, named = (
+        next(iter(names or ()), None)
+        for names in (target.config.get("architectures"), verifier.get("architectures"))
+    )
+    # Models with and without other modalities differ in the rest of the name.
+    if own and named and own.partition("For")[0] != named.partition("For")[0]:
+        raise target_mismatch("target", named, own)
 
 
 def find_mtp(directory: Path, target: Checkpoint) -> Checkpoint | None:

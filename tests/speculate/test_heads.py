@@ -601,6 +601,8 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
         ("eagle", {"eagle_config": {"use_aux_hidden_state": False}}, {}, UnsupportedModelError,
             ["use_aux_hidden_state"]),
         ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
+        ("eagle", {**SPECULATORS, "speculators_config": {"verifier": {"architectures":
+            ["Qwen3ForCausalLM"]}}}, {}, SettingsError, ["target", "Qwen3For", "LlamaFor"]),
         ("eagle", {**SPECULATORS, "surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
         ("eagle", {"speculators_model_type": "mlp"}, {}, UnsupportedModelError, ["mlp"]),
         ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError,
