@@ -5,8 +5,8 @@
 pass: a pass of a single token against its floor, the same direct reads without compute. memory:
 peak resident memory against the budget. accelerate: seconds per token against Accelerate's disk
 offload, both plain and cold. paced: overlap of compute with a link of equal duration. first: time
-to the first token of a small resident model. mirror: sweeps over a checkpoint and its copy on two
-disks of fixed rates.
+to the first token of a small resident model. mirror: sweeps over a checkpoint with its copy, or a
+part of each layer, on a second disk, at fixed rates.
 """
 
 import time

@@ -4,8 +4,10 @@ Each layer is a file, written atomically. After an interrupt the same command co
 It also verifies existing files and rewrites damaged layers.
 """
 
+import sys
 from argparse import Namespace
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import exit_code
@@ -29,6 +31,11 @@ class ConvertSettings:
         None, "write a shard per rank for torchrun runs of this size", parse=int
     )
     exact_parallel: bool = setting(False, "shards for runs with --exact-parallel")
+    stripe: str | None = setting(
+        None,
+        "folders on further disks, separated by commas, for a part of each layer; the first becomes"
+        " the checkpoint of later runs",
+    )
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     offline: bool = setting(False, "use only files in the hub cache")
 
@@ -39,7 +46,11 @@ def new_parser() -> Parser:
         "offload-rt convert",
         "Write losslessly encoded weights for later runs.",
         ConvertSettings,
-        examples=("offload-rt convert DIR", "offload-rt convert DIR --ranks 2"),
+        examples=(
+            "offload-rt convert DIR",
+            "offload-rt convert DIR --ranks 2",
+            "offload-rt convert DIR --stripe /mnt/second/DIR",
+        ),
     )
 
 
@@ -65,6 +76,8 @@ def _convert(flags: Namespace) -> None:
     from offload_rt.system.progress import loading_bar
 
     quiet_libraries()
+    if settings.stripe is not None:
+        return _stripe(path, settings)
     checkpoint = open_checkpoint(path)
     n = settings.ranks
     name = checkpoint.format.name
@@ -94,3 +107,35 @@ def _convert(flags: Namespace) -> None:
             f"{directory}: {encoded / 1e9:.2f} GB for {raw / 1e9:.2f} GB of layers,"
             f" {encoded / raw:.1%}"
         )
+
+
+def _stripe(source: Path, settings: ConvertSettings) -> None:
+    """Divide a checkpoint between its disk and those of further folders."""
+    assert settings.stripe is not None
+    if settings.ranks is not None or settings.sidecar or settings.link_format != "auto":
+        raise SettingsError(
+            "--stripe divides the files of the checkpoint", change="omit the other settings"
+        )
+    if source.is_file():
+        raise SettingsError(
+            "--stripe", need="safetensors files", have=source.name, change="use --mirror"
+        )
+    from rich.console import Console
+
+    from offload_rt.system.disk_rate import measure_disk_gbps
+    from offload_rt.system.progress import loading_bar
+    from offload_rt.weights.stripe import stripe
+
+    folders = [Path(name.strip()).expanduser() for name in settings.stripe.split(",")]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder.stat().st_dev == source.stat().st_dev:
+            print(f"{folder} is on the disk of {source}: nothing is faster", file=sys.stderr)
+    rates = [measure_disk_gbps(folder) for folder in (source, *folders)]
+    gbps = [rate or 1.0 for rate in rates] if all(rates) else [1.0] * len(rates)
+    with loading_bar(Console(stderr=True), "copied", next_phase=None) as bar:
+        sizes = stripe(source, folders, gbps, bar)
+    for folder, nbytes, rate in zip((source, *folders), sizes, rates, strict=True):
+        measured = "" if rate is None else f", read at {rate:.2f} GB/s"
+        print(f"{folder}: {nbytes / 1e9:.2f} GB{measured}")
+    print(f"run with {folders[0]}; keep {source}")

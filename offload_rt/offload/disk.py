@@ -126,7 +126,9 @@ class DiskTier:
         self.settings = settings or ReadSettings()
         self._blocks = [_plan(block, self.settings.request_nbytes, packed) for block in layers]
         self._files = DirectFiles(itertools.chain.from_iterable(layers), mirrors)
-        self.n_parallel = self.settings.n_parallel * self._files.n_disks
+        paths = {record.path for record in itertools.chain.from_iterable(layers)}
+        n_folders = len({path.resolve().parent for path in paths})
+        self.n_parallel = self.settings.n_parallel * self._files.n_disks * n_folders
 
     def layout(self, i: int) -> Layout:
         """Return the memory layout of block i after reading."""
@@ -203,11 +205,21 @@ def _plan(
     if not phased:
         layout = block.layout
         runs = [_Run(record.path, record.start, record.stop, (record,)) for record in records]
-    parts = (
-        _parts(run, layout.by_name[run.records[0].key].offset, request_nbytes, phased)
-        for run in runs
-    )
-    return layout, tuple(itertools.chain.from_iterable(parts))
+    by_folder: dict[Path, list[_Part]] = {}
+    for run in runs:
+        parts = _parts(run, layout.by_name[run.records[0].key].offset, request_nbytes, phased)
+        by_folder.setdefault(run.path.resolve().parent, []).extend(parts)
+    return layout, _alternating(list(by_folder.values()))
+
+
+def _alternating(folders: Sequence[Sequence[_Part]]) -> tuple[_Part, ...]:
+    """Order requests so that all folders, which may be on different disks, end at once."""
+    places = [
+        ((i + 0.5) / len(parts), folder, i)
+        for folder, parts in enumerate(folders)
+        for i in range(len(parts))
+    ]
+    return tuple(folders[folder][i] for _, folder, i in sorted(places))
 
 
 def _runs(records: Sequence[TensorRecord]) -> list[_Run]:
