@@ -2,11 +2,14 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from offload_rt.errors import SettingsError
 
@@ -47,6 +50,32 @@ def setting(
 ) -> Any:
     """Declare a field with help text, parser and choices of its flag."""
     return field(default=default, metadata={"help": text, "parse": parse, "choices": choices})
+
+
+_TYPES: dict[type, tuple[type, str]] = {
+    str: (str, "a text"),
+    int: (Integral, "an integer"),
+    float: (Real, "a number"),
+    bool: (bool, "True or False"),
+}
+
+
+def _check_types(settings: Any) -> None:
+    """Raise SettingsError for a number, text or bool of a wrong type; convert paths to texts."""
+    for item in fields(settings):
+        kinds = [kind for kind in get_args(item.type) or (item.type,) if kind is not NoneType]
+        value = getattr(settings, item.name)
+        is_absent = value is None and item.default is not MISSING
+        if is_absent or not all(kind in _TYPES for kind in kinds):
+            continue
+        if isinstance(value, os.PathLike) and str in kinds:
+            object.__setattr__(settings, item.name, value := os.fspath(value))
+        # A bool is an Integral, too.
+        fitting = [kind for kind in kinds if isinstance(value, bool) == (kind is bool)]
+        if not any(isinstance(value, _TYPES[kind][0]) for kind in fitting):
+            need = " or ".join(_TYPES[kind][1] for kind in kinds)
+            flag = flag_of(item.name)
+            raise SettingsError(f"{flag} is {value!r}", need=need, change=f"change {flag}")
 
 
 @dataclass(frozen=True)
@@ -163,6 +192,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for item in fields(self):
             choices = item.metadata["choices"]
             value = getattr(self, item.name)
@@ -236,7 +266,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "texts that are not empty",
     ),
     ("bad_words", lambda words: all(word.strip() for word in words), "texts that are not blank"),
-    ("stop_token_ids allowed_token_ids", lambda ids: all(token >= 0 for token in ids), "token ids"),
+    ("stop_token_ids allowed_token_ids", lambda ids: all(isinstance(token, int) and token >= 0
+        for token in ids), "token ids"),
     ("bad_words_ids", lambda words: all(word and min(word) >= 0 for word in words), "non-empty "
                                                                                     "lists of "
                                                                                     "token ids"),
@@ -270,11 +301,13 @@ class StructuredOutputs:
                 object.__setattr__(self, "json", json.loads(self.json))
             except ValueError as error:
                 raise SettingsError("the JSON schema is not JSON", have=str(error)) from error
-        object.__setattr__(self, "choice", tuple(self.choice or ()))
+        if not isinstance(self.choice, str) and isinstance(self.choice or (), Iterable):
+            object.__setattr__(self, "choice", tuple(self.choice or ()))
         formats = {
             "json": isinstance(self.json, Mapping | bool) or self.json is None,
             "regex": isinstance(self.regex, str | None),
-            "choice": all(isinstance(text, str) and text for text in self.choice),
+            "choice": isinstance(self.choice, tuple)
+            and all(isinstance(text, str) and text for text in self.choice),
             "grammar": isinstance(self.grammar, str | None),
             "json_object": isinstance(self.json_object, bool),
         }
@@ -366,6 +399,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
@@ -401,6 +435,11 @@ class SamplingParams:
             if wrong:
                 change = f"leave {wrong[0]} out"
                 raise SettingsError(f"structured_outputs with {wrong[0]}", change=change)
+
+    def __repr__(self) -> str:
+        changed = [item for item in fields(self) if getattr(self, item.name) != item.default]
+        texts = (f"{item.name}={getattr(self, item.name)!r}" for item in changed)
+        return f"SamplingParams({', '.join(texts)})"
 
     def _items(self, name: str, value: Any = None) -> Sequence[Any]:
         """Return a setting, or a given part of it, as a list. Raises SettingsError."""

@@ -30,7 +30,7 @@ _NO_GPU = (
 )
 
 # A command line in backticks, or a setting with an optional value.
-_SETTING = re.compile(r"`[^`]*`|(?<![\w-])--([a-z][a-z-]*[a-z])(?:=([^\s,;:]+))?")
+_SETTING = re.compile(r"`[^`]*`|(?<![\w-])--([a-z](?:[a-z-]*[a-z])?)(?:=([^\s,;:]+))?")
 
 # Last message of an interrupted program.
 INTERRUPTION = "interrupted"

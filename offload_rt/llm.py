@@ -435,8 +435,8 @@ class LLM:
         prompts: abc.Sequence[Prompt],
         params: SamplingParams | abc.Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, abc.Sequence):
+            params = [SamplingParams() if params is None else params] * len(prompts)
         if len(params) != len(prompts):
             need = f"one SamplingParams or {len(prompts)}"
             raise SettingsError("generate", need=need, have=str(len(params)))
@@ -444,7 +444,7 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         """Build the request of a prompt. Raises SettingsError for multiple greedy answers."""
-        params = self._completed(params or SamplingParams())
+        params = self._completed(SamplingParams() if params is None else params)
         if params.n > 1 and not params.temperature:
             need = "a temperature above 0"
             have = "greedy decoding, which has one answer"
@@ -452,6 +452,9 @@ class LLM:
         return self._answers(prompt, params)
 
     def _completed(self, params: SamplingParams) -> SamplingParams:
+        if not isinstance(params, SamplingParams):
+            have = type(params).__name__
+            raise SettingsError("sampling_params", need="SamplingParams", have=have)
         return replace(params, **params.left_to(self._defaults))
 
     def _answers(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -554,6 +557,8 @@ def _content(prompt: Prompt) -> Any:
 def _ids(prompt: Any) -> list[int]:
     """Return the token ids of a list, array or tensor. Raises PromptError for other types."""
     try:
+        if isinstance(prompt, bytes):
+            raise TypeError("a text is a str")
         return [
             index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)
         ]

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 # Number of target layers whose output is tapped.
 TAPS = (2, 4, 6)
-BLOCK_SIZE = 12
+BLOCK_SIZE = 10
 # Token at positions to predict. Prompts contain it only at their start.
 MASK_TOKEN = 0
 # Training passes of EAGLE-3 on its own outputs, besides the pass on the target's hidden states.
@@ -140,7 +140,8 @@ class Layer(nn.Module):
 class DFlash(nn.Module):
     """Block drafter (Chen et al. 2026): masked positions see the target's states and their block.
 
-    Half of the training blocks begin with further known tokens, for conditioned blocks.
+    Each row predicts the next position, the last token included. Half of the training blocks begin
+    with further known tokens, for conditioned blocks.
     """
 
     def __init__(self, target: LlamaForCausalLM, n_layers: int = 3) -> None:
@@ -151,7 +152,8 @@ class DFlash(nn.Module):
         self.hidden_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, wide=False) for _ in range(n_layers))
         self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
-        # Start from the target's last layers: a quarter of the time from random weights.
+        # Start from the target's last layers, on the states between them.
+        self.fc.weight.data = torch.eye(d).repeat(1, len(TAPS)) / len(TAPS)
         for layer, known in zip(self.layers, target.model.layers[-n_layers:], strict=True):
             layer.load_state_dict(known.state_dict(), strict=False)
         self.norm.load_state_dict(target.model.norm.state_dict())
@@ -188,13 +190,13 @@ class DFlash(nn.Module):
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 
-    def loss(self, target: LlamaForCausalLM, text: Taught, n_blocks: int = 16) -> Tensor:
+    def loss(self, target: LlamaForCausalLM, text: Taught, n_blocks: int = 12) -> Tensor:
         """Return the divergence of random blocks of a text from the target."""
         rows, n = text.tokens.shape
         device = text.tokens.device
         starts = torch.randint(1, n - BLOCK_SIZE, (rows, n_blocks), device=device)
         at = starts[..., None] + torch.arange(BLOCK_SIZE, device=device)
-        known = torch.randint(1, BLOCK_SIZE - 1, starts.shape, device=device)
+        known = torch.randint(1, BLOCK_SIZE, starts.shape, device=device)
         known = torch.where(torch.rand(starts.shape, device=device) < 0.5, known, 0)[..., None]
         ahead = torch.arange(BLOCK_SIZE, device=device) - known
         tokens = text.tokens.gather(1, at.flatten(1)).view_as(at)
@@ -202,23 +204,23 @@ class DFlash(nn.Module):
         embedding = target.get_input_embeddings().weight
         hidden = self(text.taps, F.embedding(tokens, embedding), starts).flatten(0, 1)
         row = torch.arange(rows, device=device)[:, None, None]
-        final = text.final[row, at - 1].flatten(0, 2)
-        is_predicted = ahead.flatten() > 0
+        final = text.final[row, at].flatten(0, 2)
+        is_predicted = ahead.flatten() >= 0
         logits, wanted = (F.linear(part[is_predicted], embedding) for part in (hidden, final))
-        return divergence(logits, wanted, torch.exp(-(ahead.flatten()[is_predicted] - 1) / _DECAY))
+        return divergence(logits, wanted, torch.exp(-ahead.flatten()[is_predicted] / _DECAY))
 
     def config(self, target: LlamaForCausalLM) -> dict[str, Any]:
-        """Return config.json in the authors' layout."""
+        """Return config.json in the layout of speculators."""
         return {
-            **_layer_config(target, "qwen3", len(self.layers)),
-            "architectures": ["DFlashDraftModel"],
+            "architectures": ["DFlashSpeculator"],
+            "speculators_model_type": "dflash",
+            "speculators_version": "0.9.0",
+            "speculators_config": {},
+            "aux_hidden_state_layer_ids": list(TAPS),
             "block_size": BLOCK_SIZE,
-            "num_target_layers": target.config.num_hidden_layers,
-            # The ids count layers from 0.
-            "dflash_config": {
-                "mask_token_id": MASK_TOKEN,
-                "target_layer_ids": [tap - 1 for tap in TAPS],
-            },
+            "mask_token_id": MASK_TOKEN,
+            "sample_from_anchor": True,
+            "transformer_layer_config": _layer_config(target, "qwen3", len(self.layers)),
         }
 
 

@@ -45,7 +45,7 @@ def page() -> str:
         parts.append(f"\n## {title}\n\n| flag | default | meaning |\n|---|---|---|\n")
         # Fields without a flag have no help.
         for item in (item for item in items if "help" in item.metadata):
-            is_shown = item.default not in (None, MISSING, ()) and item.default is not False
+            is_shown = item.default not in (None, MISSING, (), "") and item.default is not False
             default = f"`{item.default}`" if is_shown else ""
             text = item.metadata["help"].replace("|", "\\|").replace("<", "&lt;")
             choices = ", ".join(f"`{choice}`" for choice in item.metadata["choices"])

@@ -83,6 +83,7 @@ class Run:
     weight_decay: float = 0.1
     warmup: float = 0.02
     report_s: float = 60.0
+    compiles: bool = True
 
     def scale(self, fraction: float) -> float:
         """Return the factor on the learning rates when `fraction` of the time has gone."""
@@ -255,7 +256,7 @@ def train(
              moments
     """
     optimizers = make_optimizers(model, run)
-    if run.minutes > 0:
+    if run.compiles and run.minutes > 0:
         # Measured on two cores: twice the tokens a second, as most of a small model's time is
         # elementwise work.
         model.compile(dynamic=False)
@@ -290,7 +291,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
     partial.rename(path)
 
 
-def start_from(model: LlamaForCausalLM, path: Path) -> None:
+def start_from(model: nn.Module, path: Path) -> None:
     """Load weights that save_weights wrote; the tied output follows the embedding."""
     model.load_state_dict(load_file(path), strict=False)
 
@@ -461,7 +462,9 @@ def train_head(args: argparse.Namespace, corpus: Corpus, kind: type[DFlash] | ty
             return model.loss(target, unseen).item()
 
     name = "demo-block" if kind is DFlash else "demo-eagle3"
-    run = Run(args.head_minutes, args.work / f"{name}.safetensors", muon_lr=4e-3, adam_lr=2e-3)
+    run = Run(args.head_minutes, args.work / f"{name}.safetensors", 6e-3, 2e-3, compiles=False)
+    if args.start_head:
+        start_from(model, args.start_head)
     train(model, loss_at, run, check)
     save_head(model, target, args.out / name)
 
@@ -548,7 +551,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--target-minutes", type=float, default=55.0, help="0 saves fresh weights")
     parser.add_argument("--draft-minutes", type=float, default=30.0, help="0 saves fresh weights")
     parser.add_argument("--head-minutes", type=float, default=30.0, help="of each draft head")
-    parser.add_argument("--head-rows", type=int, default=8, help="windows of a batch for heads")
+    parser.add_argument("--start-head", type=Path, help="a checkpoint of the head")
+    parser.add_argument("--head-rows", type=int, default=6, help="windows of a batch for heads")
     parser.add_argument(
         "--written-rows",
         type=int,

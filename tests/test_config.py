@@ -1,8 +1,10 @@
 """Settings: sizes as people write them, flags made of fields, ranges, and no unknown key."""
 
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -11,7 +13,14 @@ from offload_rt.cli.calibrate import CalibrateSettings
 from offload_rt.cli.chat import ChatSettings
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.run import RunSettings, TemplateSettings
-from offload_rt.config import EngineConfig, SamplingParams, flag_of, format_size, parse_size
+from offload_rt.config import (
+    EngineConfig,
+    SamplingParams,
+    StructuredOutputs,
+    flag_of,
+    format_size,
+    parse_size,
+)
 from offload_rt.errors import OffloadError, PromptError, SettingsError
 
 CLASSES = (
@@ -337,6 +346,39 @@ def test_values_out_of_range_are_refused(cls, name, wrong, right):
             cls(**needed, **{name: value})
         assert caught.value.exit_code == 2
         assert name in str(caught.value).replace("-", "_") or repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "wrong", "right"),
+    [
+        (SamplingParams, "max_tokens", [2.5, "5"], np.int64(5)),
+        (SamplingParams, "seed", [1.5], 1),
+        (SamplingParams, "n", [True], 2),
+        (SamplingParams, "temperature", [True], np.float32(0.5)),
+        (SamplingParams, "ignore_eos", ["no", 1], True),
+        (SamplingParams, "allowed_token_ids", [[1.5]], [1]),
+        (StructuredOutputs, "choice", ["ab", 3], ["ab"]),
+        (EngineConfig, "model", [5, None], Path("m")),
+        (EngineConfig, "drafter", [3], "none"),
+        (EngineConfig, "mirror", [3], Path("m")),
+        (EngineConfig, "device_memory", [1.5], 10**9),
+        (EngineConfig, "offline", ["x"], True),
+    ],
+)
+def test_other_types_are_refused(cls, name, wrong, right):
+    needed = {"model": "m"} if cls is EngineConfig else {}
+    made = getattr(cls(**{**needed, name: right}), name)
+    assert made == (str(right) if isinstance(right, Path) else type(made)(right))
+    for value in wrong:
+        with pytest.raises(SettingsError, match=f"^(structured_outputs: )?{name} ") as caught:
+            cls(**{**needed, name: value})
+        assert "--" not in str(caught.value)
+
+
+def test_sampling_params_show_only_changes():
+    assert repr(SamplingParams(stop="x", seed=1)) == "SamplingParams(stop=('x',), seed=1)"
+    params = replace(SamplingParams(max_new_tokens=7), max_tokens=9)
+    assert repr(params) == "SamplingParams(max_tokens=9)"
 
 
 def test_max_tokens_has_the_names_of_vllm_and_transformers():

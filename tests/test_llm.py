@@ -267,12 +267,17 @@ def test_prompts_can_be_texts_or_ids(speaking):
         ] * 2
         assert llm.generate([], params) == []
         arrays = [torch.tensor([1.0]), np.array(3)]
-        for wrong in (None, 5, 1.5, [1, "x"], [1.5], [[1, 2], None], [[[1]]], *arrays):
+        for wrong in (None, 5, 1.5, b"text", [1, "x"], [1.5], [[1, 2], None], [[[1]]], *arrays):
             with pytest.raises(PromptError) as caught:
                 llm.generate(wrong, params)
             assert "needs a text, or whole numbers" in str(caught.value) and "\n" not in str(
                 caught.value
             )
+        for wrong in ({"max_tokens": 3}, 3, [3]):
+            with pytest.raises(SettingsError, match="needs SamplingParams"):
+                llm.generate("x", wrong)
+        with pytest.raises(PromptError, match="needs a list of dictionaries"):
+            llm.chat("hello", params, chat_template="{{ messages }}")
         for wrong in ({}, {"text": "x"}, {"prompt": "x", "text": "x"}):
             with pytest.raises(PromptError, match='needs "prompt" or "prompt_token_ids"') as caught:
                 llm.generate(wrong, params)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # imports in seconds
 
 TARGET = str(ROOT / "models/demo-target")
 DRAFT = str(ROOT / "models/demo-draft")
+EAGLE3 = str(ROOT / "models/demo-eagle3")
+BLOCK = str(ROOT / "models/demo-block")
 
 
 def expanded_model(size: str, source: Path = Path(TARGET), n_positions: int | None = None) -> Path:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.common.checkpoints import DRAFT
+from bench.common.checkpoints import BLOCK, DRAFT, EAGLE3
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.speculate.protocols import Drafter, DraftParts
@@ -35,6 +35,8 @@ class Method:
     shape          tree of a size, for drafters with a fixed shape
     draft_context  tokens in the drafter's view of the target's cache
     rounding       weight format of the draft model, see `--draft-quantize`
+    draft          directory of the draft model or head
+    level_s        assumed seconds per draft level
     """
 
     name: str
@@ -43,13 +45,15 @@ class Method:
     shape: Callable[[int], Topology] | None = None
     draft_context: int | None = None
     rounding: str = "none"
+    draft: str = DRAFT
+    level_s: float = 0.0
 
     def open(
         self, model: str, n_nodes: int, dtype: str, device_memory: str | int, max_model_len: int
     ) -> LLM:
         """Open a model with this method and trees of n nodes, independent of cost."""
         uses_draft = drafter_type(self.drafter).resources.needs_checkpoint
-        draft = DRAFT if uses_draft else None
+        draft = self.draft if uses_draft else None
         config = EngineConfig(
             model, draft, dtype=dtype,
             device_memory=device_memory, max_model_len=max_model_len, drafter=self.drafter,
@@ -62,8 +66,10 @@ class Method:
         shape = self.shape(n_nodes) if self.shape is not None else None
 
         def open_drafter(parts: DraftParts) -> Drafter:
-            # With a free draft, the tree is the best of this size, independent of the machine.
-            return chosen.type.open(replace(parts, cost=parts.cost.fixed(level_s=0.0), shape=shape))
+            # A fixed cost makes trees independent of the machine.
+            return chosen.type.open(
+                replace(parts, cost=parts.cost.fixed(self.level_s), shape=shape)
+            )
 
         drafting = replace(chosen, type=replace(chosen.type, open=open_drafter))
         llm = LLM.open(config, drafting)
@@ -95,6 +101,10 @@ SYSTEMS = (
     Method("dynamic, match", "dynamic_tree", "match"),
     Method("dynamic, coupled", "dynamic_tree", "coupled"),
     Method("adaptive", "adaptive_tree"),
+    Method("EAGLE-3", "eagle", draft=EAGLE3),
+    # A pass over further blocks costs more than it gains, or nothing.
+    Method("block", "block", draft=BLOCK, level_s=1e9),
+    Method("conditioned block", "block", draft=BLOCK),
     *(
         Method(f"adaptive, {rounding} draft", "adaptive_tree", rounding=rounding)
         for rounding in ROUNDINGS

@@ -193,5 +193,5 @@ class _Chat:
         """Tokens of the conversation, and the most that fit."""
         template = replace(self.template, system=self.conversation.system)
         messages = self.conversation.messages
-        n_tokens = len(template.encode(self.llm, messages)) if messages else 0
+        n_tokens = len(template.encode_any(self.llm, messages)) if messages else 0
         return f"the conversation has {n_tokens} of {self.llm.max_model_len} tokens"

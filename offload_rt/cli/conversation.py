@@ -11,7 +11,7 @@ from offload_rt.system.files import write_atomically
 
 COMMANDS = {
     "/reset": "start a new conversation",
-    "/undo": "remove the last message and its answer",
+    "/undo": "remove attached files, else the last message and its answer",
     "/regen": "replace the last answer",
     "/system": "TEXT: set the system message; without TEXT: remove it",
     "/set": "NAME VALUE: change a sampling parameter; without arguments: show them",
@@ -22,6 +22,12 @@ COMMANDS = {
     "/help": "show the commands; Ctrl-C stops an answer and keeps its text",
     "/exit": "end, like Ctrl-D",
 }
+# Sampling parameters of /set.
+PARAMETERS = [
+    item.name
+    for item in fields(SamplingParams)
+    if item.metadata and item.name not in ("n", "logprobs", "prompt_logprobs", "max_new_tokens")
+]
 _VERSION = 1
 _MOST_FILE_NBYTES = 1 << 20
 
@@ -90,10 +96,13 @@ class Conversation:
         return f"system message: {text}" if text else "no system message"
 
     def _undo(self, _: str) -> str:
+        if self.attached:
+            self.attached = []
+            return "removed the attached files"
         if not self.messages:
             return "the conversation is empty"
         del self.messages[-2:]
-        return f"{len(self.messages) // 2} messages left"
+        return f"messages left: {len(self.messages) // 2}"
 
     def _set(self, text: str) -> str:
         changed = {
@@ -105,9 +114,10 @@ class Conversation:
             return "\n".join(f"{name} {value}" for name, value in changed.items()) or "defaults"
         name, _, value = text.partition(" ")
         name = name.lstrip("-").replace("-", "_").replace("max_new_tokens", "max_tokens")
-        settings = {item.name: item for item in fields(SamplingParams)}
-        if name not in settings or name == "n":
-            raise SettingsError(f"{name} is not a sampling parameter", change="see --help")
+        settings = {item.name: item for item in fields(SamplingParams) if item.name in PARAMETERS}
+        if name not in settings:
+            need = "one of " + ", ".join(PARAMETERS)
+            raise SettingsError(f"{name} is not a parameter of a conversation", need=need)
         item = settings[name]
         try:
             parsed = _parse(item, value.strip())

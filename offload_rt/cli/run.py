@@ -97,13 +97,17 @@ class TemplateSettings:
     )
 
     def encode(self, llm: "LLM", turns: list[dict[str, str]]) -> list[int]:
-        """Encode a conversation. Raises PromptError or CapacityError."""
+        """Encode a conversation. Raises PromptError, and CapacityError if it does not fit."""
+        ids = self.encode_any(llm, turns)
+        llm.check_prompt(ids)
+        return ids
+
+    def encode_any(self, llm: "LLM", turns: list[dict[str, str]]) -> list[int]:
+        """Encode a conversation that may be too long. Raises PromptError."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         options = {"add_generation_prompt": True, **thinking, **(self.chat_template_kwargs or {})}
-        ids = llm.encode_chat([*system, *turns], options)
-        llm.check_prompt(ids)
-        return ids
+        return llm.encode_chat([*system, *turns], options)
 
 
 def new_parser() -> Parser:

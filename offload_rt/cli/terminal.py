@@ -3,13 +3,11 @@
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from offload_rt.cli.conversation import COMMANDS
-from offload_rt.config import SamplingParams
+from offload_rt.cli.conversation import COMMANDS, PARAMETERS
 from offload_rt.system.files import cache_directory
 from offload_rt.text.reasoning import Part
 
@@ -56,8 +54,8 @@ def _session() -> "PromptSession[str]":
     def send(event: KeyPressEvent) -> None:
         event.current_buffer.validate_and_handle()
 
+    # Not c-j: Enter pressed during an answer arrives as c-j.
     @keys.add("escape", "enter")
-    @keys.add("c-j")
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
@@ -66,7 +64,7 @@ def _session() -> "PromptSession[str]":
 
         commands = WordCompleter(list(COMMANDS), WORD=True)
         paths = PathCompleter(expanduser=True)
-        names = WordCompleter([item.name for item in fields(SamplingParams)])
+        names = WordCompleter(PARAMETERS)
 
         def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
             command, space, rest = document.text_before_cursor.partition(" ")

@@ -170,7 +170,7 @@ class Piece:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     index: int = 0
-    made_by: Pass | None = None
+    made_by: Pass | None = field(default=None, repr=False)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 

@@ -105,18 +105,16 @@ class TreeState:
             self._probs = like.new_empty(self._most_rows // ROWS_PER_NODE, like.shape[1])
         return self._probs[:n]
 
-    def start_masks(self) -> None:
-        """Start to compute the grammar's masks after the latest rows."""
-        if (grammar := self.sequence.grammar) is not None:
-            parents = self._tree.parents[: len(self.tokens)]
-            paths = Topology(parents).paths(self.tokens)[self.new_rows]
-            grammar.start_masks([self.ahead + path for path in paths])
-
     def masked(self, logits: Tensor) -> Tensor:
-        """Exclude tokens outside the grammar in logits (rows, vocabulary) of the latest rows."""
+        """Exclude tokens outside the grammar in logits (rows, vocabulary) of the latest rows.
+
+        A thread would not pay on a CPU: waiting for the interpreter lock takes longer.
+        """
         if self.sequence.grammar is None:
             return logits
-        (masks,) = to_device([self.sequence.grammar.masks()], logits.device)
+        paths = Topology(self._tree.parents[: len(self.tokens)]).paths(self.tokens)
+        new_paths = [self.ahead + path for path in paths[self.new_rows]]
+        (masks,) = to_device([self.sequence.grammar.masks_after(new_paths)], logits.device)
         # Tokens outside the draft's vocabulary remain candidates: a row is never empty.
         logits = fitted(logits, self.vocab_size).clamp_min(_LEAST)
         return logits.masked_fill_(rejected(masks, self.vocab_size), -torch.inf)
@@ -362,8 +360,6 @@ class DraftModel:
             if guess is not None:
                 guess(growing)
             with self.trace.span(DRAFT, f"level {n_passes + 1}"):
-                for builder in growing:
-                    builder.state.start_masks()
                 outs = self._forward(growing)
                 selected = to_host(
                     [

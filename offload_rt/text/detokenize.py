@@ -237,6 +237,9 @@ def encode_chat(
     if not (tokenizer.chat_template or options.get("chat_template")):
         change = f"set --chat-template, {change}"
         raise PromptError("the model has no chat template", change=change)
+    if isinstance(messages, str) or not all(isinstance(turn, Mapping) for turn in messages):
+        need = 'a list of dictionaries with "role" and "content"'
+        raise PromptError("the conversation", need=need, have=repr(messages)[:80])
     turns = [dict(message) for message in messages]
     try:
         # Tokenizers take long for endless texts, so check the length of the rendered text first.

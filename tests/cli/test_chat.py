@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import sys
@@ -180,9 +181,11 @@ def test_chat_flags_reach_the_template(talk, llm, model, capfd):
 
 
 def test_chat_reports_a_full_context_and_continues(talk):
-    code, out, err = talk(["the " * 300, "fox", "fox", "/reset", "fox"], "--quiet")
+    lines = ["the " * 300, "fox", "/stats", "fox", "/reset", "fox"]
+    code, out, err = talk(lines, "--quiet")
     assert code == 0 and len(out.splitlines()) >= 2
-    first, cut, second, reset, again = err.splitlines()
+    first, cut, stats, second, reset, again = err.splitlines()
+    assert re.search(r"the conversation has 2\d\d of 200 tokens", stats)
     assert first.startswith(
         "error: the conversation no longer fits the context: needs at most 199 tokens"
     )
@@ -243,7 +246,7 @@ def test_terminal_edits_messages_and_stops_answers(model, end):
     terminal.until(PROMPT)
     terminal.type("/sta\t")
     terminal.until("/stats")
-    terminal.type("\r")
+    terminal.type("\n")  # as Enter arrives that is pressed during an answer
     terminal.until("the conversation has")
     terminal.until(PROMPT)
     terminal.type(end)

@@ -18,7 +18,7 @@ def conversation() -> Conversation:
 
 def test_undo_and_regenerate_remove_the_last_turn(conversation):
     assert [turn["content"] for turn in conversation.regenerate()] == ["a", "1", "b"]
-    assert conversation.run("/undo") == "1 messages left"
+    assert conversation.run("/undo") == "messages left: 1"
     assert [turn["content"] for turn in conversation.messages] == ["a", "1"]
     conversation.run("/undo")
     assert conversation.run("/undo") == "the conversation is empty"
@@ -58,6 +58,9 @@ def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path, co
 def test_attached_file_precedes_the_next_message_only(conversation, tmp_path):
     (tmp_path / "code.md").write_text("```\nx\n```")
     conversation.run(f"/file {tmp_path / 'code.md'}")
+    assert conversation.run("/undo") == "removed the attached files"
+    assert conversation.ask("Explain")[-1]["content"] == "Explain"
+    conversation.run(f"/file {tmp_path / 'code.md'}")
     asked = conversation.ask("Explain")
     assert asked[-1]["content"] == "code.md:\n````\n```\nx\n```\n````\n\nExplain"
     conversation.add_answer(asked, "3")
@@ -71,7 +74,8 @@ def test_attached_file_precedes_the_next_message_only(conversation, tmp_path):
         ("/file /nowhere", "cannot be read"),
         ("/file .", "cannot be read"),
         ("/save /nowhere/x", "cannot be written"),
-        ("/set colour 1", "not a sampling parameter"),
+        ("/set colour 1", "not a parameter of a conversation: needs one of max_tokens, temp"),
+        ("/set n 2", "not a parameter"),
         ("/set temperature warm", "a value of temperature"),
         ("/set top_p 2", "above 0 and at most 1"),
         ("/nothing", "not a command"),

@@ -25,13 +25,9 @@ class Letters:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._paths: Sequence[tuple[int, ...]] = ()
 
-    def start_masks(self, paths: Sequence[tuple[int, ...]]) -> None:
-        self._paths = paths
-
-    def masks(self) -> Tensor:
-        return torch.tensor([[self._word(path)] for path in self._paths], dtype=torch.int32)
+    def masks_after(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        return torch.tensor([[self._word(path)] for path in paths], dtype=torch.int32)
 
     def allows(self, text: tuple[int, ...]) -> bool:
         return all(self.after(text[:i])[token] for i, token in enumerate(text))
@@ -71,8 +67,8 @@ def grown(topology: Topology, kind: str, draft: Language, grammar: Letters) -> D
     state.clear(0)
     builder = StaticTreeBuilder(state, StaticTree(topology, 1.0, kind, 1.0), Acceptance())
     while len(state.tokens) > state.n_done:
-        state.start_masks()
-        logits = torch.stack([draft.after(path).log() for path in grammar._paths])
+        paths = Topology(state._tree.parents[: len(state.tokens)]).paths(state.tokens)
+        logits = torch.stack([draft.after(path).log() for path in paths[state.new_rows]])
         selected = select_tokens(builder, logits)
         state.computed()
         builder.extend(selected)

@@ -224,7 +224,10 @@ def eagle_weights(model: PreTrainedModel, config: dict[str, Any]) -> Weights:
 @pytest.mark.parametrize(
     ("kind", "name", "changes"),
     [
-        ("eagle", "llama", {}), ("eagle", "qwen3", {"norm_before_residual": True}),
+        ("eagle", "llama", {}),
+        # AngelSlim keeps keys of Qwen's windows, which Llama layers do not have.
+        ("eagle", "qwen3", {"norm_before_residual": True, "max_window_layers": 28,
+            "sliding_window": None, "use_sliding_window": False}),
         # EAGLE-3.1 in the layout of SpecForge
         ("eagle", "llama", {"fc_norm": True, "norm_output": False}),
         ("eagle", "llama", SPECULATORS),

@@ -280,7 +280,6 @@ RECIPES = {
     "distribution that runs out": recipe([-1, 0, 0, 0, 1, 1], "sssss"),
     "distribution that runs out on deterministic": recipe([-1, 0, 0, 0, 1, 1], "dssds"),
     "blocks": recipe([-1, 0, 0, 1, 1, 3], "sssss"),
-    "blocks and deterministic": recipe([-1, 0, 0, 1, 1, 3], "sdssd"),
     "draft is target": recipe([-1, 0, 0, 1, 1, 3], "ssdss"),
     **{f"random {seed}": random_recipe(seed) for seed in range(6)},
 }

@@ -139,6 +139,8 @@ function showStatistics(pieces) {
   at("passes").textContent = number(passes.length, 0);
   at("busy").textContent = passes.length ? `${Math.round(100 * busy.at(-1))} %` : "–";
   at("rate").textContent = passes.length ? `${number(rate, rate < 10 ? 2 : 0)} tokens/s, ${number(tokens / passes.length, 2)} per pass` : "No answer yet";
+  // Trees are not stored with a conversation.
+  document.body.classList.toggle("no-tree", !lastTree);
   drawLink(at("link"), busy);
   if (lastTree) drawTree(at("tree"), lastTree.parents, lastTree.path);
 }

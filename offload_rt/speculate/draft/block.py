@@ -18,9 +18,10 @@ from offload_rt.speculate.static_builder import StaticTreeBuilder
 from offload_rt.speculate.tree_drafter import TreeDrafter
 from offload_rt.weights.heads import open_head
 
-# Prior acceptance of the most probable child with the block of its parent. Published: 0.22 below
-# siblings, 0.65 to 0.84 on the most probable path (vLLM PR 42910).
-_INHERITED = 0.4
+# Prior acceptance of the most probable child with the block of its parent, relative to that with a
+# conditioned block. Published: 0.22 below siblings, 0.65 to 0.84 on the most probable path (vLLM
+# pull request 42910).
+_INHERITED = 0.6
 
 
 class BlockDrafter(TreeDrafter):
@@ -38,7 +39,9 @@ class BlockDrafter(TreeDrafter):
             self.pair_stats.at(f"{prefix}{name}", temperature)
             for name in ("conditioned", "inherited")
         )
-        inherited.acceptance.first = _INHERITED
+        root = self.estimates_at(temperature)
+        conditioned.acceptance.first = float(root.acceptance.by_rank()[0])
+        inherited.acceptance.first = _INHERITED * float(conditioned.acceptance.by_rank()[0])
         return partial(BlockTreeBuilder, conditioned=conditioned, inherited=inherited)
 
 
