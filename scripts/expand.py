@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 
 from offload_rt.config import format_size, parse_size
 from offload_rt.errors import CapacityError, CheckpointError, OffloadError, SettingsError
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.models.native import NativeDecoder
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
 from offload_rt.weights.files import read_json
@@ -61,7 +61,7 @@ def target_config(
     raw["max_position_embeddings"] = (
         source.spec.max_positions if max_positions is None else max_positions
     )
-    residual = residual_of(source.spec, spec_of(raw))
+    residual = residual_of(source.spec, parse_architecture(raw))
     return raw | {"rms_norm_eps": source.spec.eps * residual.mean_square}
 
 
@@ -115,7 +115,7 @@ def write(
     out: Path,
 ) -> None:
     """Write all files to a temporary directory and rename it to `out`."""
-    target = spec_of(config)
+    target = parse_architecture(config)
     itemsize = DTYPES[recipe["dtype"]].itemsize
     files = shards(target, itemsize, recipe["shard_nbytes"])
     _check_disk(out.parent, sum(piece.nbytes(itemsize) for file in files for piece in file))
@@ -216,7 +216,7 @@ def expand(args: argparse.Namespace) -> None:
         )
     shape = chosen_shape(args, source.spec, DTYPES[dtype].itemsize)
     config = target_config(source, shape, dtype, args.max_position_embeddings)
-    target = spec_of(config)
+    target = parse_architecture(config)
     out = Path(args.out).expanduser().resolve()
     check(source.spec, target)
     recipe = {

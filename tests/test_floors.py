@@ -33,7 +33,7 @@ NEIGHBOURS: set[tuple[str, str]] = set()
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
-def part_of(path: Path) -> str:
+def shard_checkpoint(path: Path) -> str:
     """The part of the house a file belongs to: its folder, or its own name at the top."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
@@ -57,7 +57,7 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 
 def violations(path: Path) -> list[str]:
     """The imports of a file that go up, or across a floor."""
-    here = part_of(path)
+    here = shard_checkpoint(path)
     found = []
     for line, name in imported(path):
         parts = name.split(".")
@@ -84,7 +84,7 @@ def violations(path: Path) -> list[str]:
 def test_imports_point_to_lower_floors(path):
     if path == ROOT / "__init__.py":
         return  # the package's face shows what the upper floors have, on demand
-    assert part_of(path) in FLOOR_OF, f"{path.name} lives on no floor: give it one"
+    assert shard_checkpoint(path) in FLOOR_OF, f"{path.name} lives on no floor: give it one"
     assert not violations(path)
 
 
@@ -127,7 +127,7 @@ def divisions_by_rate(tree: ast.Module) -> list[int]:
 
 
 def test_only_cost_converts_bytes_to_seconds():
-    modules = (path for path in MODULES if part_of(path) != "cost")
+    modules = (path for path in MODULES if shard_checkpoint(path) != "cost")
     lines = {str(path): found for path in modules if (found := divisions_by_rate(tree_of(path)))}
     assert lines == {}
 
@@ -169,7 +169,7 @@ def cycles(modules: list[Path]) -> list[list[str]]:
 
 def test_modules_of_the_engine_import_each_other_without_cycles():
     """Imports for type checking and within functions count as well."""
-    assert cycles([path for path in MODULES if part_of(path) == "engine"]) == []
+    assert cycles([path for path in MODULES if shard_checkpoint(path) == "engine"]) == []
 
 
 def test_package_root_imports_only_its_exports():

@@ -14,7 +14,7 @@ import offload_rt.speculate.draft
 from offload_rt import SamplingParams
 from offload_rt.errors import SettingsError
 from offload_rt.models.families import _COMMON as COMMON
-from offload_rt.models.families import FAMILIES, spec_of
+from offload_rt.models.families import FAMILIES, parse_architecture
 from offload_rt.models.rope import Rope
 from offload_rt.speculate.draft_model import DraftModel, SelfDraftModel
 from offload_rt.system import registry
@@ -98,7 +98,7 @@ def test_family_tensors_equal_transformers(name, switch, tied):
         **sizes,
     }
     raw |= {switch: True} if switch else {}
-    spec = spec_of(raw)
+    spec = parse_architecture(raw)
     with torch.device("meta"):
         peer = AutoModelForCausalLM.from_config(
             peer_config(**{k: v for k, v in raw.items() if k != "model_type"})
@@ -146,7 +146,7 @@ def test_config_is_read_like_transformers(name, options):
     raw = {"model_type": name, **sizes, **options}
     if not {*options} <= family.keys | COMMON:
         pytest.skip(f"{name} has no {', '.join(options)}")
-    spec = spec_of(raw)
+    spec = parse_architecture(raw)
     config = peer(**raw)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     assert (spec.head_dim, spec.n_kv_heads, spec.tied) == (

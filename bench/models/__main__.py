@@ -33,7 +33,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UserError
 from offload_rt.executor.step import Step
 from offload_rt.models import families
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.tree.topology import Topology
 
 N_PROMPT = 21
@@ -67,7 +67,7 @@ def outcome(kind: str, folder: Path) -> tuple[str, str]:
     verdict = "no reference"  # unless transformers generates
     try:
         config = config_of(kind)
-        spec_of(json.loads(config.to_json_string(use_diff=False)))
+        parse_architecture(json.loads(config.to_json_string(use_diff=False)))
         model = random_model(config)
         prompt = random_tokens(N_PROMPT, 1)
         expected = generated(model, prompt, N_NEW)

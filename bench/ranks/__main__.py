@@ -33,7 +33,7 @@ from offload_rt.llm import LLM
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
 from offload_rt.offload.tier import read_parallel
-from offload_rt.parallel.sharded_weights import part_of
+from offload_rt.parallel.sharded_weights import shard_checkpoint
 from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
 from offload_rt.weights.layout import host_block
@@ -78,7 +78,9 @@ def read_all(tier: DiskTier | SidecarTier, n_layers: int, block: Tensor) -> None
 def compare_reads(model: Path, size: int, rounds: int) -> dict[str, dict[str, object]]:
     """Print bytes and seconds of reading a shard, and the exchanges of a pass."""
     whole = open_checkpoint(model)
-    by_inputs, by_outputs = (part_of(whole, 0, size, is_exact) for is_exact in (False, True))
+    by_inputs, by_outputs = (
+        shard_checkpoint(whole, 0, size, is_exact) for is_exact in (False, True)
+    )
     shard_nbytes = sum(layer.nbytes for layer in by_outputs.layers)
     n_layers = whole.spec.n_layers
     kinds = ("raw", "lossless") if whole.format.name == "dense" else ("raw",)

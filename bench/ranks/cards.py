@@ -14,7 +14,7 @@ from bench.common.measure import Benchmark
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict_if_it_fits
 from offload_rt.planning.hardware import find_card
@@ -43,7 +43,7 @@ def forecasts(
     card = find_card(flags.gpu)
     machine = Machine.with_card(card, parse_size(flags.ram), 7.0)
     target, draft = (
-        Sizes.of_spec(spec_of(KNOWN[name]), DType.BFLOAT16)
+        Sizes.of_spec(parse_architecture(KNOWN[name]), DType.BFLOAT16)
         for name in (flags.model, flags.draft_model)
     )
     config = EngineConfig(flags.model, flags.draft_model, drafter="static_tree")

@@ -17,7 +17,7 @@ from offload_rt import SamplingParams
 from offload_rt.cost.tree_size import Acceptance
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import child_sampling
-from offload_rt.speculate.select import rule_of
+from offload_rt.speculate.select import load_rule
 from offload_rt.speculate.static_builder import shape_of
 from offload_rt.system import registry
 from offload_rt.tree.search import search
@@ -70,7 +70,7 @@ def main() -> None:
     sequence = Sequence([0], SamplingParams(seed=0), 1_000_000)
     results = {}
     for name in registry.names("speculate.verify"):
-        rule = rule_of(name)
+        rule = load_rule(name)
         probs = rule.child_sampling or "without_replacement"
         softmax_ms = []
         verify_ms = []

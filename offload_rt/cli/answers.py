@@ -95,8 +95,8 @@ class Answers:
         self.by_prompt[i][piece.index].add(piece)
         if piece.output is not None:
             self._outputs[i] = piece.output
-        if piece.made_by is not None:
-            times = piece.made_by.times
+        if piece.verified_in is not None:
+            times = piece.verified_in.times
             _, n_tokens = self._passes.get(times.started, (times, 0))
             self._passes[times.started] = times, n_tokens + len(piece.token_ids)
 

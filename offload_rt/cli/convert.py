@@ -72,7 +72,7 @@ def _convert(flags: Namespace) -> None:
     from offload_rt.cli.format import quiet_libraries
     from offload_rt.engine.link import sidecar_of
     from offload_rt.offload.sidecar import write_sidecar
-    from offload_rt.parallel.sharded_weights import part_of
+    from offload_rt.parallel.sharded_weights import shard_checkpoint
     from offload_rt.system.progress import loading_bar
 
     quiet_libraries()
@@ -97,7 +97,7 @@ def _convert(flags: Namespace) -> None:
     for part in (
         [checkpoint]
         if n is None
-        else (part_of(checkpoint, i, n, settings.exact_parallel) for i in range(n))
+        else (shard_checkpoint(checkpoint, i, n, settings.exact_parallel) for i in range(n))
     ):
         directory = sidecar_of(part, settings.sidecar, kind)
         verb = "encoded" if kind == "lossless" else "written"

@@ -159,7 +159,7 @@ class Piece:
     logprobs         see `Output`; empty if not requested
     prompt_logprobs  see `Output`; only in the first piece
     index            see `Output`
-    made_by          pass of the piece
+    verified_in      pass that verified the piece
     finish_reason    only in the last piece of an answer
     stop_reason      see `Output`; only in the last piece of an answer
     """
@@ -170,7 +170,7 @@ class Piece:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     index: int = 0
-    made_by: Pass | None = field(default=None, repr=False)
+    verified_in: Pass | None = field(default=None, repr=False)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -224,7 +224,7 @@ def _new_piece(sequence: Sequence, n_returned: int, index: int) -> Piece:
     logprobs = [entry for entry in sequence.logprobs[first:] if entry]
     has_prompt = n_returned == 0 and sequence.sampling.prompt_logprobs is not None
     prompt_logprobs = sequence.logprobs[:first] if has_prompt else []
-    made_by = Pass(*sequence.stats.last, sequence.stats.passes[-1][0])
+    verified_in = Pass(*sequence.stats.last, sequence.stats.passes[-1][0])
     tokens = sequence.tokens[first:]
     return Piece(
         text,
@@ -232,7 +232,7 @@ def _new_piece(sequence: Sequence, n_returned: int, index: int) -> Piece:
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         index=index,
-        made_by=made_by,
+        verified_in=verified_in,
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
     )

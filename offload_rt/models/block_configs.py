@@ -13,7 +13,7 @@ from offload_rt.models.architecture import Architecture
 from offload_rt.models.block_head import BlockHead
 from offload_rt.models.dflash2 import DFlash2
 from offload_rt.models.eagle_configs import LAYERS, SPECULATORS_KEYS, TYPE
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.models.heads import check_sizes, check_taps, fields_of, target_mismatch
 from offload_rt.models.native import NativeDecoder
 
@@ -128,7 +128,7 @@ def _divide(
 def _layers(config: dict[str, Any]) -> NativeDecoder:
     """Return the layers of a block drafter. Raises UnsupportedModelError."""
     config = {key: value for key, value in config.items() if key != "architectures"}
-    layers = spec_of({"model_type": "qwen3", **config})
+    layers = parse_architecture({"model_type": "qwen3", **config})
     if not isinstance(layers, NativeDecoder) or not layers.qk_norm:
         problem = f"config.json: a block drafter with layers of type {layers.family}"
         raise UnsupportedModelError(problem, need="layers of type qwen3")

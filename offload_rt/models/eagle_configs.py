@@ -7,7 +7,7 @@ from typing import Any
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.eagle3 import Eagle3
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.models.heads import check_sizes, check_taps, fields_of
 from offload_rt.models.native import NativeDecoder
 
@@ -56,7 +56,7 @@ def eagle_of(raw: dict[str, Any], target: Architecture) -> Eagle3:
 
     Raises UnsupportedModelError for an unsupported config, SettingsError for another target.
     """
-    layers = spec_of(_layer_config(raw))
+    layers = parse_architecture(_layer_config(raw))
     if not isinstance(layers, NativeDecoder):
         problem = f"config.json: an EAGLE-3 head with layers of type {layers.family}"
         raise UnsupportedModelError(problem, need="Llama or Qwen3 layers")

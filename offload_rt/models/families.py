@@ -50,7 +50,7 @@ class Family:
     required: tuple[str, ...] = ()
 
 
-def spec_of(raw: dict[str, Any]) -> Architecture:
+def parse_architecture(raw: dict[str, Any]) -> Architecture:
     """Build the architecture of a config.json, without its quantization_config.
 
     Raises UnsupportedModelError for an unknown architecture, key or value; nothing is guessed.
@@ -60,7 +60,7 @@ def spec_of(raw: dict[str, Any]) -> Architecture:
     if family is None:
         from offload_rt.models import transformers  # import takes a second
 
-        return transformers.spec_of(raw)
+        return transformers.parse_architecture(raw)
     named = raw.get("architectures")
     if named not in (None, [family.architecture]):
         raise UnsupportedModelError(

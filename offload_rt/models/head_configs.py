@@ -60,7 +60,7 @@ def head_kind(raw: dict[str, Any]) -> str | None:
     return "eagle" if is_eagle else None
 
 
-def head_of(raw: dict[str, Any] | None, target: Architecture) -> Head | None:
+def parse_head(raw: dict[str, Any] | None, target: Architecture) -> Head | None:
     """Build the head of a config.json, or without config the target's built-in head, if any.
 
     Raises UnsupportedModelError for an unsupported config, SettingsError for a different target.

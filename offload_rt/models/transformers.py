@@ -33,7 +33,7 @@ from offload_rt.ops.delta_rule import BLOCK_ROWS
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
-def spec_of(raw: dict[str, Any]) -> "TransformersModel":
+def parse_architecture(raw: dict[str, Any]) -> "TransformersModel":
     """Build the architecture of a config.json from transformers. Raises UnsupportedModelError."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:

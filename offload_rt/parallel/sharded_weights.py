@@ -55,7 +55,7 @@ def divide(checkpoint: Checkpoint, model: TensorParallelModel) -> Checkpoint:
     return replace(checkpoint, spec=model, layers=layers, non_layer=non_layer)
 
 
-def part_of(checkpoint: Checkpoint, rank: int, size: int, is_exact: bool) -> Checkpoint:
+def shard_checkpoint(checkpoint: Checkpoint, rank: int, size: int, is_exact: bool) -> Checkpoint:
     """Return the shard of an absent rank, without compute; raises UnsupportedModelError."""
     ranks = cast(Ranks, SimpleNamespace(rank=rank, size=size))
     return divide(checkpoint, TensorParallelModel.for_rank(checkpoint.spec, ranks, is_exact))

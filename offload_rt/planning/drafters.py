@@ -7,8 +7,8 @@ from typing import Any
 
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.models.architecture import Architecture
-from offload_rt.models.families import spec_of
-from offload_rt.models.head_configs import head_of
+from offload_rt.models.families import parse_architecture
+from offload_rt.models.head_configs import parse_head
 from offload_rt.planning.acceptance import PRESETS, SELF, Assumed, Preset, assume, power_law
 from offload_rt.planning.forecast import (
     Forecast,
@@ -66,11 +66,11 @@ class PublishedDrafter:
     def sizes(self, target: Sizes) -> Sizes | None:
         """Return the sizes of the drafter; None without a published shape."""
         if self.name in KNOWN:
-            return Sizes.of_spec(spec_of(dict(KNOWN[self.name])), target.dtype)
+            return Sizes.of_spec(parse_architecture(dict(KNOWN[self.name])), target.dtype)
         if self.drafter == "mtp":
-            head = head_of(None, target.spec)
+            head = parse_head(None, target.spec)
         else:
-            head = head_of(self._config(target.spec), target.spec) if self.shape else None
+            head = parse_head(self._config(target.spec), target.spec) if self.shape else None
         return None if head is None else Sizes.of_spec(head, target.dtype)
 
     def figure(self, temperature: float) -> dict[str, Any] | None:

@@ -13,8 +13,8 @@ from offload_rt.cost.roofline import layer_weights
 from offload_rt.dtypes import DTYPES, DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelError
-from offload_rt.models.families import spec_of
-from offload_rt.models.head_configs import head_of
+from offload_rt.models.families import parse_architecture
+from offload_rt.models.head_configs import parse_head
 from offload_rt.offload.placement import ExpertSizes, LinkSizes
 from offload_rt.packing import product_nbytes
 from offload_rt.planning.known_models import KNOWN, known_name
@@ -45,13 +45,13 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
     target = _sizes_of(config.model, config.revision, config)
     if config.draft_model is None:
         head = (
-            head_of(None, target.spec)
+            parse_head(None, target.spec)
             if target.spec.supports_mtp and config.drafter == "auto"
             else None
         )
         return target, None if head is None else Sizes.of_spec(head, target.dtype)
     raw = _config_of(config.draft_model, None, config.offline)
-    head = head_of(raw, target.spec)
+    head = parse_head(raw, target.spec)
     if head is not None:
         return target, Sizes.of_spec(head, target.dtype)
     draft = _sizes_of(config.draft_model, None, replace(config, dtype="auto"))
@@ -74,7 +74,7 @@ def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
         sizes = replace(Sizes.of_checkpoint(checkpoint, dtype), layer_nbytes=layers, dtype=dtype)
         return replace(sizes, divided=partial(_divided, sizes, checkpoint))
     stored = raw.pop("quantization_config", None)
-    spec = spec_of(raw)
+    spec = parse_architecture(raw)
     dtype = DTYPES[spec.dtype_name or "float16" if config.dtype == "auto" else config.dtype]
     sizes = Sizes.of_spec(spec, dtype, format_of(stored))
     if stored is not None and stored.get("quant_method") == "mxfp4":

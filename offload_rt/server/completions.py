@@ -146,9 +146,9 @@ class ChatWriter(CompletionWriter):
 
 def _pass(piece: Piece) -> Json | None:
     """Describe the pass of a piece: parents of the tree nodes, accepted path, and times."""
-    if piece.made_by is None:
+    if piece.verified_in is None:
         return None
-    topology, path, times = piece.made_by
+    topology, path, times = piece.verified_in
     seconds = times.ended - times.started
     busy = min(times.link_busy_s / seconds, 1.0)
     tree = {"parents": topology.parents.tolist(), "path": [*path]}

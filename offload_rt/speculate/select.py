@@ -54,7 +54,7 @@ class Drafting:
     @cached_property
     def rule(self) -> VerificationRule:
         """The rule; a plan needs none."""
-        return rule_of(self.rule_name)
+        return load_rule(self.rule_name)
 
     @property
     def child_sampling(self) -> str:
@@ -112,7 +112,7 @@ def drafter_type(name: str) -> DrafterType:
     return entry
 
 
-def rule_of(name: str) -> VerificationRule:
+def load_rule(name: str) -> VerificationRule:
     """Load a verification rule by name. Raises SettingsError for an unknown name."""
     entry: VerificationRule = registry.find("speculate.verify", name).RULE
     return entry
@@ -155,7 +155,7 @@ def pick_drafter(config: EngineConfig) -> Drafting:
     rule = chosen.best_rule if config.rule == "auto" else config.rule
     if (
         config.rule != "auto"
-        and rule_of(rule).child_sampling is not None
+        and load_rule(rule).child_sampling is not None
         and not chosen.gives_draft_probs
     ):
         raise SettingsError(

@@ -12,7 +12,7 @@ from typing import Any
 from offload_rt.dtypes import DTYPES, DType
 from offload_rt.errors import CheckpointError
 from offload_rt.models.architecture import Architecture, Part, TensorShape
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.weights.files import read_config, tensors_of
 from offload_rt.weights.formats import Matrix, WeightFormat, format_of
 from offload_rt.weights.gguf import SUFFIX, read_gguf
@@ -149,7 +149,7 @@ def open_headers(model: str, revision: str | None = None, offline: bool = False)
         return open_checkpoint(locate(model, revision, offline))
     config = find_config(model, revision)
     weight_format = format_of(config.get("quantization_config"))
-    spec = spec_of(without_quantization(config))
+    spec = parse_architecture(without_quantization(config))
     return assemble(Path(model), config, spec, weight_format, hub_headers(model, revision, offline))
 
 
@@ -162,7 +162,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     is_gguf = path.suffix == SUFFIX
     config, stored = read_gguf(path) if is_gguf else (read_config(path), None)
     weight_format = format_of(config.get("quantization_config"))
-    spec = spec_of(without_quantization(config))
+    spec = parse_architecture(without_quantization(config))
     return assemble(path, config, spec, weight_format, stored or tensors_of(path))
 
 

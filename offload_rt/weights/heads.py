@@ -10,7 +10,7 @@ from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.models.block_head import BlockHead
 from offload_rt.models.eagle3 import Eagle3
-from offload_rt.models.head_configs import head_of, mtp_of
+from offload_rt.models.head_configs import mtp_of, parse_head
 from offload_rt.models.heads import MEDUSA_PREFIXES, MTP_LAYOUTS, Medusa, target_mismatch
 from offload_rt.models.native import NativeDecoder
 from offload_rt.weights.checkpoint import Checkpoint, assemble, without_quantization
@@ -27,7 +27,7 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
     model, CheckpointError for other problems.
     """
     config = read_config(directory)
-    head = head_of(without_quantization(config), target.spec)
+    head = parse_head(without_quantization(config), target.spec)
     if head is None:
         return None
     _check_verifier(config, target)

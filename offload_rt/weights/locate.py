@@ -9,7 +9,7 @@ from typing import Any
 
 from offload_rt.config import EngineConfig
 from offload_rt.errors import CheckpointError
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.models.head_configs import head_kind
 from offload_rt.weights import gguf
 from offload_rt.weights.files import (
@@ -143,7 +143,7 @@ def _fetch_about(model: str, revision: str | None, offline: bool) -> Path:
     config = read_config(directory)
     format_of(config.pop("quantization_config", None))
     if head_kind(config) is None:
-        spec_of(config)
+        parse_architecture(config)
     return directory
 
 

@@ -9,7 +9,7 @@ from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import PRESETS, power_law
 from offload_rt.planning.forecast import Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
@@ -83,7 +83,9 @@ def test_sequoia_without_prefetch_is_predicted_within_a_fifth(name):
         *preset.pair, drafter="static_tree", tree_size=preset.n_nodes,
         tree_depth=preset.n_levels, max_model_len=1024,
     )  # fmt: skip
-    target, draft = (Sizes.of_spec(spec_of(KNOWN[pair]), DType.FLOAT16) for pair in preset.pair)
+    target, draft = (
+        Sizes.of_spec(parse_architecture(KNOWN[pair]), DType.FLOAT16) for pair in preset.pair
+    )
     ours = predict(PlanRequest(config, (target, draft), preset.assumed, 128, 128), card)
     times = card.costs(target, draft, ours.memory_plan.plan)
     moved = PassBytes((("host", sum(target.layer_nbytes)),), 0, ahead=0)

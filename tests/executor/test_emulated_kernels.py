@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from offload_rt import LLM, ops
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.ops import TreeMask, cpu, extension
-from offload_rt.speculate.select import rule_of
+from offload_rt.speculate.select import load_rule
 
 
 class Served:
@@ -200,7 +200,7 @@ def decided_trees(independent):
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "traversal"])
 def test_kernel_verdicts_equal_the_reference(served, monkeypatch, rule):
     """By the same noise, with the same bonus."""
-    rule = rule_of(rule)
+    rule = load_rule(rule)
     verdicts = []
     trees = list(decided_trees(rule.child_sampling == "independent"))
     for _ in range(2):

@@ -26,7 +26,7 @@ from support.command_line import PROMPT, one_sentence
 from support.spoiling import spoil_bytes, spoil_json, spoil_length, spoil_text, spoil_value
 
 from offload_rt.errors import OffloadError
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import read_json
@@ -137,7 +137,7 @@ def test_hostile_configs(tmp_path):
                 **rope,
             }
         path.write_bytes(spoil_json(config, chance))
-        _survives(lambda: spec_of(read_json(path)), seed)
+        _survives(lambda: parse_architecture(read_json(path)), seed)
 
 
 def test_hostile_indices(tmp_path):

@@ -44,7 +44,7 @@ from offload_rt.kv import host
 from offload_rt.kv import split as kv_split
 from offload_rt.kv.host import HostCache
 from offload_rt.kv.split import KVSplit, RowFormat
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.offload.offloaded_rows import FileRows
 from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.known_models import KNOWN
@@ -311,7 +311,7 @@ def test_device_and_host_budgets_hold_on_cuda(pair, monkeypatch, drafter, pins):
 )
 def test_caches_fit_the_split_and_a_single_cache_always_fits(more, caches):
     rows = RowFormat(2, 16, DType.FLOAT32)
-    split = KVSplit.least(spec_of(KNOWN["llama2-7b"]), 1600, 64, rows, 512)
+    split = KVSplit.least(parse_architecture(KNOWN["llama2-7b"]), 1600, 64, rows, 512)
     split = replace(split, n_on_device=min(split.n_on_device + more, 1600))
     for is_alone in (False, True):
         one = split.share(caches[0][0] + caches[0][1], caches[0][1], is_alone)
@@ -377,7 +377,7 @@ def test_fp8_logits_are_close_and_reported(pair):
 # The plan, and what a pass costs.
 
 
-SPEC = spec_of(KNOWN["llama2-7b"])
+SPEC = parse_architecture(KNOWN["llama2-7b"])
 HALF = DType.FLOAT16
 
 

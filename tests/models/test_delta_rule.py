@@ -32,7 +32,7 @@ from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Segment, Step
 from offload_rt.kv.recurrent import Recurrence, RecurrentCache
 from offload_rt.kv.split import state_rows
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows, DeltaTerms, delta_rule, fold, normed
 
 pytestmark = pytest.mark.numeric
@@ -103,7 +103,7 @@ class Net:
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.spec = spec_of(tiny_config("qwen3_5_text").to_dict())
+        self.spec = parse_architecture(tiny_config("qwen3_5_text").to_dict())
         self.shape, (self.layers, n) = (
             self.spec.state_shapes[0],
             (range(len(self.spec.state_shapes)), 40),

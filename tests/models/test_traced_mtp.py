@@ -28,7 +28,7 @@ from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
-from offload_rt.speculate.select import rule_of
+from offload_rt.speculate.select import load_rule
 
 pytestmark = pytest.mark.numeric
 
@@ -213,7 +213,7 @@ def test_joint_distribution_equals_the_target(tmp_path, monkeypatch):
     target = Target("qwen3_5_text", tmp_path, VOCABULARY, sureness=0.5)
     with open_llm(tmp_path, drafter="mtp", max_model_len=64) as llm:
         drafter = drafter_of(llm, "mtp", "coupled", DraftLimits(10, 4, fixed_size=True))
-        texts = sampled_texts(runner_of(llm), drafter, rule_of("coupled"), 10)
+        texts = sampled_texts(runner_of(llm), drafter, load_rule("coupled"), 10)
         assert drafter.pair_stats.estimates, "nothing was drafted"
     for found, probs in zip(texts, exact_distributions(target.model), strict=True):
         assert_distribution(found, probs)

@@ -30,7 +30,7 @@ from offload_rt import LLM, SamplingParams, ops
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.executor.step import Step
 from offload_rt.models import stand_ins, tensor_names
-from offload_rt.models.families import FAMILIES, spec_of
+from offload_rt.models.families import FAMILIES, parse_architecture
 from offload_rt.models.transformers import TransformersModel
 from offload_rt.ops import reference
 from offload_rt.ops.few_rows import multiply_stack
@@ -227,7 +227,7 @@ def test_unneeded_tensors_need_no_conversion(model_of, monkeypatch):
 def test_unsupported_models_are_refused_with_a_reason(kind, reason):
     raw = tiny_config(kind).to_dict() | {"is_encoder_decoder": kind == "t5"}
     with pytest.raises(UnsupportedModelError, match=reason):
-        spec_of(raw)
+        parse_architecture(raw)
 
 
 def test_heads_require_native_models(model_of, tmp_path):
@@ -305,7 +305,9 @@ def test_cuda_computes_all_experts_without_host_waits(
 
 def test_remote_code_is_not_run():
     with pytest.raises(UnsupportedModelError, match="remote code is not run"):
-        spec_of({"model_type": "new", "auto_map": {"AutoModelForCausalLM": "modeling_new.New"}})
+        parse_architecture(
+            {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "modeling_new.New"}}
+        )
 
 
 def test_context_ends_where_longrope_changes():
@@ -319,7 +321,7 @@ def test_context_ends_where_longrope_changes():
         "long_factor": factors,
     }
     raw = config.to_dict() | {"original_max_position_embeddings": 128, "rope_parameters": rope}
-    assert spec_of(raw).max_positions == 128
+    assert parse_architecture(raw).max_positions == 128
 
 
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(None, True), (3.0, False), (3.0, True)])

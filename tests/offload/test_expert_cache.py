@@ -24,7 +24,7 @@ from offload_rt.cost.pass_times import MachineProfile, PassBytes, TouchedExperts
 from offload_rt.engine import profile
 from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.errors import CapacityError, LinkError
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.models.stand_ins import Touched
 from offload_rt.offload import expert_cache
 from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
@@ -395,6 +395,8 @@ def test_flops_count_the_experts_of_a_row():
         "num_experts": 4,
         "top_k_experts": 2,
     }
-    few, many = (spec_of(raw | {"num_experts": n, "moe_intermediate_size": 32}) for n in (4, 64))
+    few, many = (
+        parse_architecture(raw | {"num_experts": n, "moe_intermediate_size": 32}) for n in (4, 64)
+    )
     more = 2 * 60 * (few.hidden_size + 1)  # of the router and its scales, for a row
     assert many.flops(0, 1, 0) - few.flops(0, 1, 0) == more

@@ -24,7 +24,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.engine import ranks_spec
 from offload_rt.models import stand_ins
 from offload_rt.models.architecture import ExpertShare
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.parallel.pipeline_model import divisible
 from offload_rt.parallel.sharded_weights import divide
 from offload_rt.parallel.tensor_parallel import TensorParallelModel
@@ -226,7 +226,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_rank_holds_its_share_of_the_bytes(kind):
     """At most 1.03 of them, by shapes alone."""
-    spec = spec_of(
+    spec = parse_architecture(
         CONFIG_MAPPING[kind](
             num_hidden_layers=8 if kind != "gemma3n_text" else 30, **PUBLISHED[kind]
         ).to_dict()

@@ -65,7 +65,7 @@ from offload_rt.models.architecture import TensorShape
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.placement import Plan
 from offload_rt.ops.lossless import decode
-from offload_rt.parallel.sharded_weights import divide, part_of, shard
+from offload_rt.parallel.sharded_weights import divide, shard, shard_checkpoint
 from offload_rt.parallel.tensor_parallel import Cut, TensorParallelModel
 from offload_rt.speculate.select import drafter_type
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -502,7 +502,7 @@ FORMATS: list[tuple[Choice | str, int, int]] = [
 def test_formats_are_cut_by_outputs_where_required(tmp_path, choice, o, down):
     """With groups in any order, blocks longer than a part, and continuous blocks."""
     path, model = quantised(tmp_path, choice, intermediate_size=256 if choice == "Q4_K" else 512)
-    part = part_of(open_checkpoint(path), 0, 2, is_exact=False).spec
+    part = shard_checkpoint(open_checkpoint(path), 0, 2, is_exact=False).spec
     assert isinstance(part, TensorParallelModel)
     dims = [part.styles[f"{name}_proj"].dim for name in ("self_attn.o", "mlp.down", "mlp.up")]
     assert dims == [o, down, 0]

@@ -23,7 +23,7 @@ from offload_rt.cost.tree_size import N_RANKS, Acceptance
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes, less_margin, plan_memory
 from offload_rt.errors import CapacityError, SettingsError
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning import local
 from offload_rt.planning.acceptance import assume
@@ -46,7 +46,7 @@ def request(
 ) -> PlanRequest:
     settings = {"draft_quantize": "none", **settings}
     config = EngineConfig(target, draft, drafter="static_tree" if draft else "none", **settings)
-    specs = [spec_of(KNOWN[name]) for name in (target, draft or target)]
+    specs = [parse_architecture(KNOWN[name]) for name in (target, draft or target)]
     sizes = [Sizes.of_spec(spec, DType.FLOAT16) for spec in specs]
     acceptance = assume("auto", NO_CHECKPOINTS, (target, draft or ""), 0.0)
     return PlanRequest(config, (sizes[0], sizes[1] if draft else None), acceptance, context, 16)
@@ -86,7 +86,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
      ("vicuna-33b", 32.5)],
 )  # fmt: skip
 def test_known_shapes_have_the_published_parameter_counts(name, billions):
-    spec = spec_of(KNOWN[name])
+    spec = parse_architecture(KNOWN[name])
     tensors = [
         *spec.non_layer_tensors(),
         *[one for i in range(spec.n_layers) for one in spec.layer_tensors(i)],
@@ -111,7 +111,7 @@ def test_gpu_is_described_by_its_figures(capsys):
 
 
 def test_roofline_is_the_longer_of_reading_and_multiplying():
-    spec = spec_of(KNOWN["llama2-7b"])
+    spec = parse_architecture(KNOWN["llama2-7b"])
     roof = Roof(flops=1e12, bandwidth=1e11)
     n_weights = sum(int(np.prod(shape)) for _, shape in spec.layer_tensors(0))
     assert roof.layer_s(spec, 1, 0, 2) == pytest.approx(2 * n_weights / 1e11, rel=0.01)
@@ -126,7 +126,7 @@ def test_roofline_is_the_longer_of_reading_and_multiplying():
 
 @pytest.mark.parametrize("name", ["llama2-70b", "llama-68m"])
 def test_layer_waits_for_the_host_only_if_launches_are_slower_than_compute(name):
-    spec = spec_of(KNOWN[name])
+    spec = parse_architecture(KNOWN[name])
     bare = Roof(flops=1e15, bandwidth=1e12)
     roof = replace(bare, gap_s=1e-6, launch_s=5e-6)
     replayed, eager = (
@@ -162,7 +162,7 @@ def test_plan_of_a_config_equals_the_load_of_its_checkpoint(tmp_path):
         loaded = llm.plan
         spec = llm.spec
     checkpoint = spec.target.checkpoint
-    by_config = Sizes.of_spec(spec_of(config), DType.FLOAT32)
+    by_config = Sizes.of_spec(parse_architecture(config), DType.FLOAT32)
     by_file = Sizes.of_checkpoint(checkpoint, DType.FLOAT32)
     planned = plan_memory(
         engine, pick_drafter(engine), (by_config, None), DType.FLOAT32, loaded.budget
@@ -186,7 +186,8 @@ def test_captured_passes_are_counted_on_cuda(nbytes, captures_target):
     """Activations of target and draft share a pool that serves no other pass."""
     engine = EngineConfig("x", tree_size=100, max_model_len=512)
     sizes = [
-        Sizes.of_spec(spec_of(KNOWN[name]), torch.float16) for name in ("llama2-70b", "llama2-7b")
+        Sizes.of_spec(parse_architecture(KNOWN[name]), torch.float16)
+        for name in ("llama2-70b", "llama2-7b")
     ]
 
     def graphs(has_card: bool) -> int:

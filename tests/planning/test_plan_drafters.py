@@ -12,7 +12,7 @@ from offload_rt.cost.decoding import PairTimes
 from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import Assumed, power_law
 from offload_rt.planning.drafters import compare, fitted_power, published
 from offload_rt.planning.forecast import Machine, PlanRequest
@@ -26,7 +26,7 @@ TARGETS = ("llama3.3-70b", "qwen3-32b", "qwen3.5-27b", "gpt-oss-120b")
 
 @cache
 def target_of(name: str) -> Sizes:
-    return Sizes.of_spec(spec_of(dict(KNOWN[name])), DType.BFLOAT16)
+    return Sizes.of_spec(parse_architecture(dict(KNOWN[name])), DType.BFLOAT16)
 
 
 @pytest.mark.slow

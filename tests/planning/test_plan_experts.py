@@ -20,7 +20,7 @@ from offload_rt.cli import plan, run
 from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.alternatives import expert_ways
 from offload_rt.planning.forecast import (
@@ -73,7 +73,7 @@ def test_experts_are_found_in_the_shapes_of_a_model(
 
 
 def test_separately_stored_experts_give_the_same_plan() -> None:
-    spec = spec_of(MIXTURE)
+    spec = parse_architecture(MIXTURE)
     shapes = {
         f"model.{name}.weight": shape
         for name, shape in (("embed_tokens", (96, 64)), ("norm", (64,)))

@@ -22,7 +22,7 @@ from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes, reserved_memory
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.forecast import Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
@@ -88,7 +88,7 @@ def test_mixture_is_planned_by_all_weights_and_touched_experts(tmp_path):
 
 
 def test_self_draft_is_refused_for_general_models():
-    target = Sizes.of_spec(spec_of(MIXTURE), DType.BFLOAT16)
+    target = Sizes.of_spec(parse_architecture(MIXTURE), DType.BFLOAT16)
     with pytest.raises(UnsupportedModelError, match="draft for itself"):
         predict(
             request(target, copies(target, True), "self"),
@@ -116,12 +116,12 @@ def test_quantised_checkpoint_is_planned_by_its_headers(choice, tmp_path, capsys
     for n, packed in zip(loaded.layer_nbytes, found["plan"]["layer_nbytes"], strict=True):
         assert n == pytest.approx(packed, rel=0.08)  # on a CPU as they lie in files
     assert 2 * sum(found["plan"]["layer_nbytes"]) < sum(
-        Sizes.of_spec(spec_of(config), DType.FLOAT32).layer_nbytes
+        Sizes.of_spec(parse_architecture(config), DType.FLOAT32).layer_nbytes
     )
 
 
 def test_cpu_reserves_no_memory_for_a_dequantised_matrix():
-    target = Sizes.of_spec(spec_of(KNOWN["llama2-70b"]), DType.FLOAT16)
+    target = Sizes.of_spec(parse_architecture(KNOWN["llama2-70b"]), DType.FLOAT16)
     target = formats(target, on_card=False)["int4, groups of 128"]
     on_card, on_host = (
         reserved_memory(target, None, DType.FLOAT16, has_card, 256, 1).scratch
@@ -241,7 +241,7 @@ def test_self_draft_is_planned_as_loaded(tmp_path):
         torch_dtype="bfloat16",
     )
     write_checkpoint(tmp_path, config, llama_tensors(config, torch.bfloat16))
-    target = Sizes.of_spec(spec_of(config), DType.BFLOAT16)
+    target = Sizes.of_spec(parse_architecture(config), DType.BFLOAT16)
     with LLM.open(
         EngineConfig(str(tmp_path), device="cpu", drafter="self", device_memory=1_000_000)
     ) as llm:

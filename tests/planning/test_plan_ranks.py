@@ -15,7 +15,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
@@ -30,7 +30,7 @@ FAST = Parallelism(2, gbps=1e9, via_link=False)
 
 
 def sizes(name: str = "llama2-70b") -> Sizes:
-    return Sizes.of_spec(spec_of(KNOWN[name]), DType.BFLOAT16)
+    return Sizes.of_spec(parse_architecture(KNOWN[name]), DType.BFLOAT16)
 
 
 def forecast(

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.weights.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -340,9 +340,9 @@ def test_unsupported_sources_are_refused(expand, tmp_path, capsys, changes, word
 
 @pytest.mark.parametrize("nbytes", [50e6, 300e6, 1.5e9, 3e9, 14e9, 140e9])
 def test_shape_of_the_given_size(expand, nbytes):
-    source = spec_of(DEMO_LIKE)
+    source = parse_architecture(DEMO_LIKE)
     shape = expand.shape_for(int(nbytes), source, 2)
-    target = spec_of(DEMO_LIKE | vars(shape) | {"tie_word_embeddings": False})
+    target = parse_architecture(DEMO_LIKE | vars(shape) | {"tie_word_embeddings": False})
     expand.check(source, target)
     size = 2 * sum(math.prod(piece.shape) for group in expansion.pieces(target) for piece in group)
     assert abs(size / nbytes - 1) < 0.03

@@ -44,7 +44,7 @@ __all__ = ["llm", "served"]
 STREAM = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": True}
 
 
-def head_of(path: str, n_body: int) -> bytes:
+def parse_head(path: str, n_body: int) -> bytes:
     """Head of a POST request."""
     fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {n_body}\r\n\r\n"
     return f"POST {path} HTTP/1.1\r\n{fields}".encode()
@@ -242,7 +242,7 @@ def test_client_that_does_not_read_loses_its_place(llm):
     raw = json.dumps(STREAM).encode()
     impatient = replace(CONNECTIONS, write_s=0.3)
     with running(llm, impatient, 4096) as server, closing(connect(server, 4096)) as client:
-        client.sendall(head_of("/v1/completions", len(raw)) + raw)
+        client.sendall(parse_head("/v1/completions", len(raw)) + raw)
         assert client.recv(12) == b"HTTP/1.1 200"
         wait_until(lambda: server.service.n_open == 0)
         assert b"[DONE]" not in read_all(client)
@@ -256,7 +256,7 @@ def test_stream_ends_at_its_deadline_if_the_client_does_not_read(llm, monkeypatc
     patient = replace(CONNECTIONS, write_s=600)
     serving = running(llm, patient, 4096, limits=replace(LIMITS, timeout_s=2))
     with serving as server, closing(connect(server, 4096)) as client:
-        client.sendall(head_of("/v1/completions", len(raw)) + raw)
+        client.sendall(parse_head("/v1/completions", len(raw)) + raw)
         client.recv(12)
         wait_until(lambda: server.service.n_open == 0)
 
@@ -323,7 +323,7 @@ def test_header_timeout_ends_with_the_head(llm):
         wait_until(lambda: server.http_server.server_state.connections)
         (accepted,) = server.http_server.server_state.connections
         assert accepted._header_timer is not None
-        client.sendall(head_of("/v1/completions", 100) + b"{")
+        client.sendall(parse_head("/v1/completions", 100) + b"{")
         wait_until(lambda: accepted.cycle is not None)
         assert accepted._header_timer is None
 
@@ -410,8 +410,8 @@ def test_flood_of_connections_and_shutdown(program):
     raw = json.dumps({"prompt": PROMPT, "max_tokens": 10**6, "ignore_eos": True}).encode()
     open_requests = [
         b"GET /health HTTP/1.1\r\nX: ",
-        head_of("/v1/completions", 1000).replace(b"Host: x", b"Host: localhost") + b"{",
-        head_of("/v1/completions", len(raw)).replace(b"Host: x", b"Host: localhost") + raw,
+        parse_head("/v1/completions", 1000).replace(b"Host: x", b"Host: localhost") + b"{",
+        parse_head("/v1/completions", len(raw)).replace(b"Host: x", b"Host: localhost") + raw,
     ]
     clients = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in open_requests]
     for client, content in zip(clients, open_requests, strict=True):

@@ -25,7 +25,7 @@ from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import SettingsError, UnsupportedModelError
 from offload_rt.speculate.block_model import BlockModel
-from offload_rt.speculate.select import rule_of
+from offload_rt.speculate.select import load_rule
 
 pytestmark = pytest.mark.numeric
 
@@ -410,7 +410,7 @@ def test_joint_distribution_of_sampled_trees(tmp_path, rule):
     settings, _, _ = write_block(tmp_path, model, config)
     with open_llm(max_model_len=64, **settings) as llm:
         drafter = drafter_of(llm, "block", rule, DraftLimits(6, 4), level_s=0.0)
-        texts = sampled_texts(runner_of(llm), drafter, rule_of(rule), 6)
+        texts = sampled_texts(runner_of(llm), drafter, load_rule(rule), 6)
     for found, probs in zip(texts, exact_distributions(model), strict=True):
         assert_distribution(found, probs)
 

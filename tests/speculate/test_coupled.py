@@ -25,7 +25,7 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.ops import noise
 from offload_rt.ops.noise import NoiseRows, exponentials, philox
 from offload_rt.sampling import Context, probs
-from offload_rt.speculate.select import drafter_type, rule_of
+from offload_rt.speculate.select import drafter_type, load_rule
 from offload_rt.speculate.verify import coupled
 from offload_rt.tree.topology import DraftTree, Topology
 
@@ -242,7 +242,7 @@ def test_draft_equal_to_the_target_predicts_the_draws(twin, drafter):
         built = drafter_of(
             llm, drafter, "coupled", DraftLimits(40, 5, fixed_size=True), shape=shape
         )
-        engine = engine_of(llm, built, rule_of("coupled"), n_nodes=80)
+        engine = engine_of(llm, built, load_rule("coupled"), n_nodes=80)
         several = [
             SamplingParams(40, temperature=temperature, seed=7) for temperature in (0.5, 1.4)
         ]

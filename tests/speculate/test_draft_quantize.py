@@ -12,7 +12,7 @@ from offload_rt.engine.draft_rounding import plan_draft
 from offload_rt.engine.memory_plan import Sizes, plan_memory
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.sequence import Sequence
-from offload_rt.models.families import spec_of
+from offload_rt.models.families import parse_architecture
 from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.speculate.select import pick_drafter
@@ -107,7 +107,9 @@ def planned(
 ):
     """The draft model of a plan for a GPU, with its memory plan."""
     config = EngineConfig(target, draft, draft_quantize=draft_quantize, max_model_len=512)
-    sizes, draft = (Sizes.of_spec(spec_of(KNOWN[name]), DType.FLOAT16) for name in (target, draft))
+    sizes, draft = (
+        Sizes.of_spec(parse_architecture(KNOWN[name]), DType.FLOAT16) for name in (target, draft)
+    )
     budget = MemoryBudget(device, 200 << 30 if has_card else 0, has_card=has_card)
 
     def fit(draft, config):

@@ -27,7 +27,7 @@ from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import top_tokens
-from offload_rt.speculate.select import drafter_type, pick_drafter, rule_of
+from offload_rt.speculate.select import drafter_type, load_rule, pick_drafter
 from offload_rt.system import registry
 from offload_rt.tree.topology import Verdict
 
@@ -40,7 +40,7 @@ MODEL_DRAFTERS = [name for name in DRAFTERS if drafter_type(name).resources.need
 
 def seen(name, rule):
     """Return the properties of a combination that a drafter receives, see `drafter_of`."""
-    chosen = rule_of(rule)
+    chosen = load_rule(rule)
     return name, chosen.child_sampling or "without_replacement", chosen.coupled_up_to
 
 
@@ -55,7 +55,9 @@ def samples(rule):
 
 # What samples, with the rules that need it; adaptive_tree samples as static_tree does.
 SAMPLING = [
-    (name, rule) for name, rule in COMBINATIONS if name == "static_tree" and samples(rule_of(rule))
+    (name, rule)
+    for name, rule in COMBINATIONS
+    if name == "static_tree" and samples(load_rule(rule))
 ]
 right = pytest.mark.parametrize(("name", "rule"), SAMPLING)
 
@@ -188,7 +190,7 @@ def test_stated_distributions_equal_the_draft_model(llm, pair, name, rule):
         if sampled is None:
             continue
         assert sampled.draft_probs.dtype == torch.float32
-        assert not sampled.independent or rule_of(rule).child_sampling == "independent"
+        assert not sampled.independent or load_rule(rule).child_sampling == "independent"
         assert (
             sampled.is_sampled.shape == sampled.row_of.shape == (len(tree.topology),)
             and not sampled.is_sampled[0]
@@ -243,7 +245,7 @@ def exact_draws(probs, given, n, independent):
 )
 @pytest.mark.parametrize(
     ("name", "rule"),
-    {rule_of(rule).child_sampling: (name, rule) for name, rule in SAMPLING}.values(),
+    {load_rule(rule).child_sampling: (name, rule) for name, rule in SAMPLING}.values(),
 )
 def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
     """Number and kind of children do not depend on the drawn tokens."""
@@ -316,5 +318,5 @@ def test_default_drafter_and_rule(settings, drafter, rule):
     assert (drafting.name, drafting.type, drafting.rule) == (
         drafter,
         drafter_type(drafter),
-        rule_of(rule),
+        load_rule(rule),
     )

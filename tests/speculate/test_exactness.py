@@ -29,14 +29,14 @@ from offload_rt import SamplingParams
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.residual import Decision, ResidualRule
-from offload_rt.speculate.select import rule_of
+from offload_rt.speculate.select import load_rule
 from offload_rt.speculate.verify import match, sequoia, traversal
 from offload_rt.system import registry
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
 
 # "adaptive" hands over to two of these.
 RULES = [name for name in registry.names("speculate.verify") if name != "adaptive"]
-RESIDUAL = tuple(name for name in RULES if isinstance(rule_of(name), ResidualRule))
+RESIDUAL = tuple(name for name in RULES if isinstance(load_rule(name), ResidualRule))
 Trees = Iterable[tuple[DraftTree, float]]
 
 
@@ -47,7 +47,7 @@ def result(rule: str, name: str) -> tuple[float, float]:
     """
     target, draft = languages(name)
     probs, expected = distribution_under(
-        outcomes(rule_of(rule)), RECIPES[name].trees(draft), target
+        outcomes(load_rule(rule)), RECIPES[name].trees(draft), target
     )
     return float((probs - target.continuations(())).abs().max()), expected
 
@@ -185,7 +185,7 @@ def by_number(
 @pytest.mark.parametrize("wrong", [bonus_of_the_target, probs_before, one_number])
 def test_enumeration_detects_a_wrong_rule(rule, name, wrong):
     target, draft = languages_of_controls()
-    assert error(wrong(rule_of(rule)), RECIPES[name].trees(draft), target) > 1e-3
+    assert error(wrong(load_rule(rule)), RECIPES[name].trees(draft), target) > 1e-3
 
 
 # `match`, which takes any tree, also one that a careless drafter made.
@@ -213,7 +213,7 @@ def careless_tree(n: int, seed: int) -> DraftTree:
 def test_deterministic_tree_can_have_any_tokens(rule, n, seed):
     tree = careless_tree(n, seed)
     target = Language(seed)
-    assert error(outcomes(rule_of(rule)), [(tree, 1.0)], target) < 1e-12
+    assert error(outcomes(load_rule(rule)), [(tree, 1.0)], target) < 1e-12
 
 
 @pytest.mark.parametrize(("n", "seed"), [(n, seed) for n in (4, 10) for seed in range(4)])
@@ -375,7 +375,7 @@ def test_kernel_decides_like_the_plain_rule(rule, dtype):
     ends = set()
     for seed in range(60):
         tree, target, uniforms = random_case(seed, dtype)
-        found = rule_of(rule).decide(tree, target, uniforms)
+        found = load_rule(rule).decide(tree, target, uniforms)
         end, probs = PLAIN[rule](tree, target, uniforms)
         assert found.end == end, seed
         assert found.probs.dtype == dtype
@@ -396,7 +396,7 @@ def test_sampled_siblings_are_verified_first(rule):
     )
     tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 0, 1]), sampled)
     target = torch.full((3, 3), 1 / 3)
-    found = rule_of(rule).decide(tree, target, torch.zeros(3, dtype=torch.float64))
+    found = load_rule(rule).decide(tree, target, torch.zeros(3, dtype=torch.float64))
     assert found.end == 2
 
 
@@ -412,7 +412,7 @@ def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_verdict_is_an_allowed_path_and_follows_from_the_seed(rule):
-    module = rule_of(rule)
+    module = load_rule(rule)
     for seed in range(24):
         tree, target, _ = random_case(seed, torch.float32)
         before = target.clone(), tree.tokens.clone(), tree.sampled.draft_probs.clone()
@@ -433,7 +433,7 @@ def test_adaptive_rule_depends_on_the_temperature(temperature, rule):
     for seed in range(8):
         tree, target, _ = random_case(seed, torch.float32)
         found, expected = (
-            rule_of(name).verify(tree, target, Sequence([1], sampling, 64))
+            load_rule(name).verify(tree, target, Sequence([1], sampling, 64))
             for name in ("adaptive", rule)
         )
         assert found == expected
@@ -441,7 +441,7 @@ def test_adaptive_rule_depends_on_the_temperature(temperature, rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_consecutive_verdicts_are_independent(rule):
-    module = rule_of(rule)
+    module = load_rule(rule)
     target, draft = languages("hybrid")
     tree = next(iter(RECIPES["hybrid"].trees(draft)))[0]
     draft_probs = target_probs(target, tree)
@@ -499,7 +499,7 @@ def test_large_vocabulary_in_float32(sharpness):
         # Numbers close to 1 reject everything, which is the longest way through the residuals.
         for numbers in (uniforms, torch.full_like(uniforms, 0.999999)):
             for rule, plain in PLAIN.items():
-                found = rule_of(rule).decide(tree, target, numbers)
+                found = load_rule(rule).decide(tree, target, numbers)
                 end, probs = plain(tree, target, numbers)
                 assert (
                     found.end == end
@@ -508,13 +508,13 @@ def test_large_vocabulary_in_float32(sharpness):
                 )
                 torch.testing.assert_close(found.probs.double(), probs, rtol=1e-3, atol=1e-6)
         for rule in RULES:
-            verdict = rule_of(rule).verify(tree, target, sequence_of(seed))
+            verdict = load_rule(rule).verify(tree, target, sequence_of(seed))
             check_verdict(verdict, tree, target)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_temperature_0_takes_the_argmax_path(rule):
-    module = rule_of(rule)
+    module = load_rule(rule)
     depths = set()
     for seed in range(24):
         tree, target, _ = random_case(seed, torch.float32)
@@ -547,7 +547,7 @@ def test_small_residual_keeps_its_digits(rule):
     tree = DraftTree(Topology(np.array([-1, 0, 0, 0])), torch.tensor([0, 0, 1, 2]), sampled)
     target = torch.tensor([[0.1, 0.1, 0.1, 0.4, 0.3]] * 4)
     uniforms = torch.full((4,), 0.99, dtype=torch.float64)
-    found = rule_of(rule).decide(tree, target, uniforms)
+    found = load_rule(rule).decide(tree, target, uniforms)
     end, probs = PLAIN[rule](tree, target, uniforms)
     assert found.end == end == 0
     torch.testing.assert_close(found.probs.double(), probs, rtol=0, atol=1e-6)
@@ -566,7 +566,7 @@ def test_subnormal_residual_is_used_up(rule):
     )
     tree = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]), sampled)
     target = torch.tensor([[0.4, 0.1, 0.3, 0.2]] * 3)
-    found = rule_of(rule).decide(tree, target, torch.tensor([0.999] * 3, dtype=torch.float64))
+    found = load_rule(rule).decide(tree, target, torch.tensor([0.999] * 3, dtype=torch.float64))
     torch.testing.assert_close(found.probs, torch.tensor([0.0, 0.0, 1.0, 0.0]))
 
 
@@ -585,5 +585,5 @@ def test_deterministic_children_with_all_the_probability(rule):
     assert probs.double().sum() < 1
     tree = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]))
     target = probs.repeat(3, 1)
-    found = rule_of(rule).decide(tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64))
+    found = load_rule(rule).decide(tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64))
     assert found.probs.sum() > 0

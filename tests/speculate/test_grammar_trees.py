@@ -15,7 +15,7 @@ from offload_rt.cost.tree_size import Acceptance
 from offload_rt.sampling import rejected
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.draft_model import TreeState, select_tokens
-from offload_rt.speculate.select import rule_of
+from offload_rt.speculate.select import load_rule
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
 from offload_rt.tree.topology import DraftTree, Topology
 
@@ -124,7 +124,7 @@ SHAPES = {"siblings": [-1, 0, 0, 0], "levels": [-1, 0, 0, 1, 1, 2]}
 @pytest.mark.parametrize("rule", ["specinfer", "sequoia", "traversal"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_distribution_of_pruned_trees_equals_masked_plain_sampling(rule, shape):
-    chosen = rule_of(rule)
+    chosen = load_rule(rule)
     topology = Topology(np.array(SHAPES[shape]))
     sizes = set()
     for seed in range(4):

@@ -60,7 +60,7 @@ from offload_rt.errors import (
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
-from offload_rt.speculate.select import rule_of
+from offload_rt.speculate.select import load_rule
 
 pytestmark = pytest.mark.numeric
 
@@ -427,7 +427,7 @@ def test_perfect_head_drafts_its_full_reach(tmp_path, kind, temperature):
         drafter = drafter_of(
             llm, settings["drafter"], "coupled", DraftLimits(8, 5, fixed_size=True)
         )
-        engine = engine_of(llm, drafter, rule_of("coupled"))
+        engine = engine_of(llm, drafter, load_rule("coupled"))
         sequence = TokenSequence(
             [3, 4, 5], SamplingParams(20, temperature=temperature, seed=0), 128
         )
@@ -448,7 +448,7 @@ def test_joint_distribution_equals_the_target(tmp_path, monkeypatch, kind, rule)
     settings = random_head(tmp_path, kind, model)
     with open_llm(**settings, max_model_len=64) as llm:
         drafter = drafter_of(llm, settings["drafter"], rule, DraftLimits(10, 4, fixed_size=True))
-        texts = sampled_texts(runner_of(llm), drafter, rule_of(rule), 10)
+        texts = sampled_texts(runner_of(llm), drafter, load_rule(rule), 10)
         assert drafter.pair_stats.estimates, "nothing was drafted"
     for found, probs in zip(texts, exact_distributions(model), strict=True):
         assert_distribution(found, probs)
@@ -545,7 +545,7 @@ def test_heads_select_their_drafter_and_reserve_memory(tmp_path):
         with opened(**settings) as llm, opened(settings["directory"], drafter="recycle") as without:
             drafting = llm.spec.draft.drafting
             reserved = llm.plan.reserved
-            assert (drafting.name, drafting.rule) == (name, rule_of("coupled"))
+            assert (drafting.name, drafting.rule) == (name, load_rule("coupled"))
             assert without.spec.draft.drafting.draft is None
             nbytes = sum(
                 one.nbytes

@@ -28,7 +28,7 @@ from offload_rt.offload.meter import LinkMeter
 from offload_rt.sampling import TopTokens, top_tokens
 from offload_rt.speculate import learner
 from offload_rt.speculate.learner import Learner, Passage
-from offload_rt.speculate.select import rule_of
+from offload_rt.speculate.select import load_rule
 from offload_rt.system.files import cache_directory
 
 pytestmark = pytest.mark.numeric
@@ -282,7 +282,7 @@ def test_joint_distribution_while_learning(tmp_path, monkeypatch):
         one = learns_at_every_layer(llm)
         before = weights_of(llm)
         drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(10, 4), learner=one)
-        texts = sampled_texts(llm.engine.runner, drafter, rule_of("traversal"), 10)
+        texts = sampled_texts(llm.engine.runner, drafter, load_rule("traversal"), 10)
         assert one._n_slices > 10 and not torch.equal(weights_of(llm), before)
     for found, probs in zip(texts, exact_distributions(pair.model), strict=True):
         assert_distribution(found, probs)

@@ -32,7 +32,7 @@ from offload_rt.kv.window import WindowCache
 from offload_rt.speculate.draft.triforce import TriForce
 from offload_rt.speculate.draft_model import DraftState
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
-from offload_rt.speculate.select import drafter_type, pick_drafter, rule_of
+from offload_rt.speculate.select import drafter_type, load_rule, pick_drafter
 from offload_rt.tree.topology import Topology
 
 BUDGET = 64
@@ -288,7 +288,7 @@ def test_joint_distribution_of_sampled_tokens(small, exact, name, rule):
                 SamplingParams(N_NEW, seed=seed, **params) for seed in range(first, first + 100)
             ]
             batch = [Sequence(list(prompt), one, 64) for one in several]
-            texts += run_together(llm.engine.runner, drafter, rule_of(rule), batch, 6)
+            texts += run_together(llm.engine.runner, drafter, load_rule(rule), batch, 6)
             assert any(one.stats.n_passes < N_NEW for one in batch), "nothing was accepted"
     assert_distribution(texts, probs)
 

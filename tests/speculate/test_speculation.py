@@ -43,7 +43,7 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import tree_drafter
 from offload_rt.speculate.draft_model import DraftState
 from offload_rt.speculate.protocols import draft_rows
-from offload_rt.speculate.select import drafter_type, rule_of
+from offload_rt.speculate.select import drafter_type, load_rule
 from offload_rt.system import registry
 
 pytestmark = pytest.mark.numeric
@@ -197,7 +197,7 @@ def test_match_texts_equal_plain_decoding(small, small_llm, drafter):
         sequences = [
             Sequence([1, 2, 0] * (1 + i % 3), params, 64) for i, params in enumerate(several)
         ]
-        return run_together(small_llm.engine.runner, built, rule_of("match"), sequences, n_nodes)
+        return run_together(small_llm.engine.runner, built, load_rule("match"), sequences, n_nodes)
 
     plain = texts(drafter_of(small_llm, "none", "match", DraftLimits(1, 1)), 1)
     assert (
@@ -216,7 +216,7 @@ JOINT = [("static_tree", "specinfer"), ("dynamic_tree", "coupled")]
 @pytest.mark.parametrize(("name", "rule"), JOINT)
 def test_joint_distribution_of_sampled_tokens(small_llm, distributions, name, rule):
     drafter = drafter_of(small_llm, name, rule, DraftLimits(6, 4))
-    assert_exact(sampled_texts(small_llm.engine.runner, drafter, rule_of(rule), 6), distributions)
+    assert_exact(sampled_texts(small_llm.engine.runner, drafter, load_rule(rule), 6), distributions)
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_joint_distribution_in_bfloat16(tmp_path):
         engine = llm.engine
         assert engine.runner.dtype == engine.draft.dtype == torch.bfloat16
         drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(6, 4))
-        texts = sampled_texts(engine.runner, drafter, rule_of("traversal"), 6)
+        texts = sampled_texts(engine.runner, drafter, load_rule("traversal"), 6)
     assert_exact(texts, exact_distributions(model.float()))
 
 
@@ -261,7 +261,7 @@ def test_every_size_and_length_equals_plain_decoding_at_temperature_0(
             Sequence(list(prompt), SamplingParams(n, temperature=t, seed=n), 64) for n, t in asked
         ]
         drafter = drafter_of(llm, name, rule, limits)
-        texts = run_together(llm.engine.runner, drafter, rule_of(rule), sequences, size)
+        texts = run_together(llm.engine.runner, drafter, load_rule(rule), sequences, size)
         for (n, temperature), text in zip(asked, texts, strict=True):
             assert len(text) == n and (temperature > 0 or text == plain[:n]), name
 

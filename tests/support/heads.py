@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from offload_rt.models.head_configs import head_of
+from offload_rt.models.head_configs import parse_head
 from offload_rt.speculate.draft_model import TreeState
 from offload_rt.weights.checkpoint import open_checkpoint
 from support.texts import (
@@ -249,7 +249,7 @@ def write_published(folder: Path, target: Path, kind: str) -> dict[str, Any]:
         "max_position_embeddings": 64,
         "rms_norm_eps": 1e-6,
     }
-    head = head_of(raw, spec)
+    head = parse_head(raw, spec)
     assert head is not None
     tensors = dict(head.non_layer_tensors())
     for i in range(head.n_layers):

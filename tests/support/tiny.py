@@ -42,7 +42,7 @@ from offload_rt.kv.split import LEAST_BUDGET
 from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts, VerificationRule
-from offload_rt.speculate.select import drafter_type, rule_of
+from offload_rt.speculate.select import drafter_type, load_rule
 from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.system import registry
 from offload_rt.system.trace import Trace
@@ -139,7 +139,7 @@ COMBINATIONS = [
     (drafter, rule)
     for drafter in DRAFTERS
     for rule in registry.names("speculate.verify")
-    if drafter_type(drafter).gives_draft_probs or rule_of(rule).child_sampling is None
+    if drafter_type(drafter).gives_draft_probs or load_rule(rule).child_sampling is None
     # They are self_window with another cache.
     if drafter not in ("self_snapkv", "self_retrieval") or rule == drafter_type(drafter).best_rule
 ]
@@ -338,7 +338,7 @@ def drafter_of(
     **parts: Any,
 ) -> Drafter:  # fmt: skip
     """Return another drafter for an LLM, without learned statistics and clock."""
-    its_rule = rule_of(rule)
+    its_rule = load_rule(rule)
     child_sampling = its_rule.child_sampling or "without_replacement"
     coupled_up_to = its_rule.coupled_up_to
     runner = llm.engine.runner
