@@ -234,7 +234,7 @@ def test_heads_require_native_models(model_of, tmp_path):
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 1}')
     with pytest.raises(
         UnsupportedModelError,
-        match=r"heads cannot draft for a model of type phi3.*a complete draft model",
+        match=r"Medusa heads cannot draft for a model of type phi3.*use another draft model",
     ):
         open_llm(model_of("phi3")[1], draft_model=str(tmp_path))
 

@@ -118,7 +118,7 @@ def draws_of(probs: Tensor, n: int, kind: str) -> list[tuple[tuple[int, ...], fl
     return draws
 
 
-SHAPES = {"siblings": [-1, 0, 0, 0], "levels": [-1, 0, 0, 1, 1, 2]}
+SHAPES = {"siblings": [-1, 0, 0], "levels": [-1, 0, 0, 1, 1, 2]}
 
 
 @pytest.mark.parametrize("rule", ["specinfer", "sequoia", "traversal"])
@@ -127,7 +127,7 @@ def test_distribution_of_pruned_trees_equals_masked_plain_sampling(rule, shape):
     chosen = load_rule(rule)
     topology = Topology(np.array(SHAPES[shape]))
     sizes = set()
-    for seed in range(4):
+    for seed in range(2):
         grammar = Letters(seed)
         draft = Language(2 * seed + 1, p_impossible=0.0)
         trees = [*every_tree(topology, chosen.child_sampling, draft, grammar)]

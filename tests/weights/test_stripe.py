@@ -33,8 +33,9 @@ def model(tmp_path):
 
 
 @pytest.fixture
-def striped_to(capfd):
+def striped_to(capfd, monkeypatch):
     """Run `offload-rt convert --stripe`; returns exit code, output and messages."""
+    monkeypatch.setattr("offload_rt.system.disk_rate.measure_disk_gbps", lambda _: 1.0)
 
     def run(model: Path, folders: object, *flags: str) -> tuple[int, str, str]:
         code = convert.main(["--model", str(model), "--stripe", str(folders), *flags])
