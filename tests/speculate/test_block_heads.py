@@ -402,9 +402,10 @@ def test_other_configs_are_rejected_by_name(tmp_path, changes, layers, error, me
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["coupled", "traversal"])
-def test_joint_distribution_of_sampled_trees(tmp_path, rule):
+def test_joint_distribution_of_sampled_trees(tmp_path, monkeypatch):
     """Residual rules draw children from the distribution of the block with their path."""
+    monkeypatch.setattr("support.texts.N_DRAWS", 400)
+    rule = "traversal"
     model = small_model(VOCABULARY, n_layers=5, sureness=0.5)
     config = DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"mask_token_id": 3}}
     settings, _, _ = write_block(tmp_path, model, config)
