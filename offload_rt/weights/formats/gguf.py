@@ -102,13 +102,13 @@ class _RotatedView(view.View):
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See `LayerWeights.linear`."""
-        y = super().linear(x, name)
-        if name not in _ROTATED:
-            return y
-        return y.view(len(y), -1, self._head_dim // 2, 2).transpose(2, 3).reshape(y.shape)
+        return self._reordered(super().linear(x, name), name)
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """See `LayerWeights.linears`; separate products if an output is reordered."""
-        if set(names).isdisjoint(_ROTATED):
-            return super().linears(x, names)
-        return LayerWeights.linears(self, x, names)
+        """See `LayerWeights.linears`."""
+        return tuple(map(self._reordered, super().linears(x, names), names))
+
+    def _reordered(self, y: Tensor, name: str) -> Tensor:
+        if name not in _ROTATED:
+            return y
+        return y.reshape(len(y), -1, self._head_dim // 2, 2).transpose(2, 3).reshape(y.shape)
