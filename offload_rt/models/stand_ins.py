@@ -15,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from offload_rt import ops
 from offload_rt.errors import UnsupportedModelError
+from offload_rt.models import cpu_experts
 from offload_rt.models.architecture import (
     ExpertShare,
     HostWork,
@@ -229,6 +230,8 @@ def _mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Te
     touched = module.__dict__.get("touched")
     if grouped := _grouped_products(module, hidden, args[0].numel()):
         mix = grouped if share is None else partial(_renumbered, share.owned, grouped)
+    elif touched is None and (products := _cpu_products(module, hidden)):
+        mix = products
     elif touched is None:
         mix = type(module).forward.__wrapped__  # type: ignore[attr-defined]
     else:
@@ -281,6 +284,16 @@ def _grouped_products(
     if is_on_card and is_torch_faster and extension.capability(hidden.device) >= _GROUPED_MM:
         return grouped_mm_experts_forward
     return partial(_mix_stacks, stacks)
+
+
+def _cpu_products(
+    module: Any, hidden: Tensor
+) -> Callable[[Any, Tensor, Tensor, Tensor], Tensor] | None:
+    """Return a mixture with one call per projection for all experts; None if not served."""
+    up, down = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
+    if hidden.is_cuda or module.has_bias or not isinstance(up, _Experts):
+        return None
+    return partial(cpu_experts.mix, up.weights, (up.names, down.names))
 
 
 def _stacks(module: Any, hidden: Tensor) -> tuple[list[Stack], list[Stack]] | None:
@@ -386,16 +399,16 @@ class _Experts:
     def __init__(
         self, names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights
     ) -> None:
-        self._names = names
+        self.names = names
         self.shape = shape
-        self._weights = weights
+        self.weights = weights
 
     def stacked(self) -> list[Stack | None]:
         """Return a stack of each part of the matrices; None if not stored so."""
-        return [self._weights.stacked(names) for names in zip(*self._names, strict=True)]
+        return [self.weights.stacked(names) for names in zip(*self.names, strict=True)]
 
     def __getitem__(self, expert: Any) -> "_Matrix":
-        return _Matrix(self._names[int(expert)], self._weights)
+        return _Matrix(self.names[int(expert)], self.weights)
 
 
 class _Matrix:
