@@ -24,7 +24,7 @@ _FIRST_BLOCKS = _FLOAT8 + 1
 _POWER_OF_TWO = len(cpu.DTYPES)  # kExponent8
 
 
-class _Matrix(ctypes.Structure):
+class _MatrixStruct(ctypes.Structure):
     """As `Matrix` in csrc/linear_cpu.cpp."""
 
     _fields_ = (
@@ -43,7 +43,7 @@ class _Matrix(ctypes.Structure):
     )
 
 
-_MATRIX = np.dtype(_Matrix)
+_MATRIX = np.dtype(_MatrixStruct)
 
 
 def serves(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> bool:
@@ -83,7 +83,7 @@ def linear(
         if bias is not None:
             matrix.bias = bias.data_ptr()
             matrix.bias_dtype = cpu.DTYPES[bias.dtype]
-    array = (_Matrix * len(matrices))(*matrices)
+    array = (_MatrixStruct * len(matrices))(*matrices)
     _call(ctypes.addressof(array), len(array), x.dtype)
     return outputs
 
@@ -121,7 +121,7 @@ def linear_groups(x: Tensor, ends: Sequence[int], weights: Sequence[Sequence[byt
     return y
 
 
-def _product(matrix: _Matrix, x: Tensor, y: Tensor) -> _Matrix:
+def _product(matrix: _MatrixStruct, x: Tensor, y: Tensor) -> _MatrixStruct:
     """Add the inputs x (n, n_in) and the outputs y (n, at least n_out) to a matrix."""
     if x.shape[1] != matrix.n_in:  # the kernel would read other memory
         raise RuntimeError(f"x has {x.shape[1]} columns, its weight {matrix.n_in}")
@@ -152,16 +152,16 @@ def unpack(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None) 
     return out
 
 
-def _describe(weight: Tensor | CodedMatrix | BlockMatrix) -> _Matrix:
+def _describe(weight: Tensor | CodedMatrix | BlockMatrix) -> _MatrixStruct:
     """The library's description, which holds addresses of the weight's tensors."""
     if isinstance(weight, Tensor):
         nbytes = weight.stride(0) * weight.itemsize
-        return _Matrix(codes=weight.data_ptr(), row_nbytes=nbytes, n_out=len(weight),
+        return _MatrixStruct(codes=weight.data_ptr(), row_nbytes=nbytes, n_out=len(weight),
             n_in=weight.shape[1],
                        block_out=1, block_in=1, kind=cpu.DTYPES[weight.dtype])  # fmt: skip
     if isinstance(weight, BlockMatrix):
         kind = _FIRST_BLOCKS + list(KERNEL_BLOCKS).index(weight.type)
-        return _Matrix(codes=weight.blocks.data_ptr(), row_nbytes=weight.blocks.stride(0),
+        return _MatrixStruct(codes=weight.blocks.data_ptr(), row_nbytes=weight.blocks.stride(0),
             n_out=weight.shape[0],
                        n_in=weight.shape[1], block_out=1, block_in=1, kind=kind)  # fmt: skip
     packing = weight.packing
@@ -171,7 +171,7 @@ def _describe(weight: Tensor | CodedMatrix | BlockMatrix) -> _Matrix:
     is_float8 = codes.dtype == torch.float8_e4m3fn
     block_out, block_in = packing.block[::-1] if weight.is_transposed else packing.block
     is_power = scales.dtype in POWERS_OF_TWO
-    matrix = _Matrix(
+    matrix = _MatrixStruct(
         codes=codes.data_ptr(), row_nbytes=codes.stride(0) * codes.itemsize,
         scales=scales.data_ptr(),
         n_out=weight.shape[0], n_in=weight.shape[1], block_out=block_out, block_in=block_in,

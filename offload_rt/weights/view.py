@@ -127,7 +127,7 @@ class View(LayerWeights):
         zeros = weight.zeros
         if zeros is not None:
             points = [matrix.zeros for matrix in coded if matrix.zeros is not None]
-            packed = self._stack(zeros.codes, [one.tensor.name for one in points])
+            packed = self._stack(zeros.codes, [point.tensor.name for point in points])
             if len(points) < len(names) or packed is None:
                 return None
             zeros = replace(zeros, codes=packed)

@@ -177,6 +177,7 @@ def test_experts_on_all_three_tiers_are_computed(files):
             assert [seen for _, seen in device.seen()] == [wanted(3 * k + one) for one in copied]
             assert found == {one: wanted(3 * k + one) for one in set(experts) - set(copied)}
             n_computed += len(found)
+            assert not images._taken.any()
         cache.host.close()
     assert n_computed
 
