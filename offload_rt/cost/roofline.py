@@ -51,7 +51,7 @@ class Roof:
     products: tuple[tuple[int, float], ...] = ()
 
     @classmethod
-    def of(cls, card: Card) -> "Roof":
+    def from_card(cls, card: Card) -> "Roof":
         """Derive the rates of a GPU from its specification."""
         return cls(
             _FLOPS_SHARE * card.tflops * 1e12,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from offload_rt import ops
+from offload_rt.models import cpu_experts
 from offload_rt.models.architecture import ExpertShare, HostWork, LayerExperts, LayerWeights
 from offload_rt.ops import extension
 from offload_rt.ops.few_rows import MOST_ROWS, Stack, multiply_stack, serves_stack
@@ -33,6 +34,8 @@ def mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Ten
     touched = module.__dict__.get("touched")
     if grouped := _grouped_products(module, hidden, args[0].numel()):
         mix = grouped if share is None else partial(_renumbered, share.owned, grouped)
+    elif touched is None and (products := _cpu_products(module, hidden)):
+        mix = products
     elif touched is None:
         mix = getattr(type(module).forward, "__wrapped__", _mix_chosen)
     else:
@@ -123,6 +126,16 @@ def _grouped_products(
     return partial(_mix_stacks, stacks)
 
 
+def _cpu_products(
+    module: Any, hidden: Tensor
+) -> Callable[[Any, Tensor, Tensor, Tensor], Tensor] | None:
+    """Return a mixture with one call per projection for all experts; None if not served."""
+    up, down = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
+    if hidden.is_cuda or module.has_bias or not isinstance(up, _Experts):
+        return None
+    return partial(cpu_experts.mix, up.weights, (up.names, down.names))
+
+
 def _stacks(module: Any, hidden: Tensor) -> tuple[list[Stack], list[Stack]] | None:
     """Return the stacks of both projections if the kernel serves all of them.
 
@@ -207,16 +220,16 @@ class _Experts:
     def __init__(
         self, names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights
     ) -> None:
-        self._names = names
+        self.names = names
         self.shape = shape
-        self._weights = weights
+        self.weights = weights
 
     def stacked(self) -> list[Stack | None]:
         """Return a stack of each part of the matrices; None if not stored so."""
-        return [self._weights.stacked(names) for names in zip(*self._names, strict=True)]
+        return [self.weights.stacked(names) for names in zip(*self.names, strict=True)]
 
     def __getitem__(self, expert: Any) -> "_Matrix":
-        return _Matrix(self._names[int(expert)], self._weights)
+        return _Matrix(self.names[int(expert)], self.weights)
 
 
 class _Matrix:
