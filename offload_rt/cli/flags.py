@@ -125,8 +125,8 @@ class Parser(argparse.ArgumentParser):
         wrong = message.removeprefix("unrecognized arguments: ")
         flag = wrong.split()[0].split("=")[0] if wrong != message else ""
         close = get_close_matches(flag, self._option_string_actions, n=1)
-        if found := re.fullmatch(r"argument (\S+): invalid (\w+)( value)?: '(.*?)'( .*)?", message):
-            name, kind, _, value, choices = found.groups()
+        if match := re.fullmatch(r"argument (\S+): invalid (\w+)( value)?: '(.*?)'( .*)?", message):
+            name, kind, _, value, choices = match.groups()
             close = get_close_matches(value, re.findall(r"'(.*?)'", choices or ""), n=1)
             need = {"int": "an integer", "float": "a number"}.get(kind, "another value")
             problem = f"{name} is {value!r}"

@@ -53,7 +53,7 @@ class Roof:
     decode_s: float = 0.0
 
     @classmethod
-    def of(cls, card: Card) -> "Roof":
+    def from_card(cls, card: Card) -> "Roof":
         """Derive the rates of a GPU from its specification."""
         return cls(
             _FLOPS_SHARE * card.tflops * 1e12,

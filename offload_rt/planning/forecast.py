@@ -111,7 +111,7 @@ class Machine:
             title=card.title,
             budget=MemoryBudget(device, less_margin(ram), LIBRARIES, has_card=True),
             links=(("disk", disk_gbps), ("host", link_gbps or card.link.gbps)),
-            roof=lambda *_: Roof.of(card),
+            roof=lambda *_: Roof.from_card(card),
             fixed_s=_FIXED_S,
             level_s=LEVEL_S,
             sources=(
@@ -270,7 +270,8 @@ class Forecast:
         alone = None
         if self.request.models[1] is not None:
             alone = predict_if_it_fits(without_draft(self.request), self.machine)
-        return min(self.single, alone.single if alone else self.single, key=lambda one: one.pass_s)
+        candidates = [self.single, *([alone.single] if alone else [])]
+        return min(candidates, key=lambda decoding: decoding.pass_s)
 
     @property
     def verdict(self) -> str:
