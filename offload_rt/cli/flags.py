@@ -12,7 +12,7 @@ from offload_rt.errors import SettingsError
 from offload_rt.system import registry
 
 # Flags with the entries of a folder as choices.
-_FOLDERS = {"drafter": "speculate.draft", "rule": "speculate.verify"}
+FOLDERS = {"drafter": "speculate.draft", "rule": "speculate.verify"}
 
 Settings = TypeVar("Settings")
 
@@ -146,8 +146,8 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
     flag = flag_of(item.name)
     text = item.metadata["help"]
     default = item.default
-    if item.name in _FOLDERS:
-        text += f"; one of auto, {', '.join(registry.names(_FOLDERS[item.name]))}"
+    if item.name in FOLDERS:
+        text += f"; one of auto, {', '.join(registry.names(FOLDERS[item.name]))}"
     has_default = default not in (None, MISSING, ()) and not isinstance(default, bool)
     if has_default and "default:" not in text:
         text += "; default: %(default)s"
