@@ -3,7 +3,7 @@
 import json
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from offload_rt.config import SamplingParams
 from offload_rt.errors import PromptError, SettingsError
@@ -14,7 +14,7 @@ COMMANDS = {
     "/undo": "remove attached files, else the last message and its answer",
     "/regen": "replace the last answer",
     "/system": "TEXT: set the system message; without TEXT: remove it",
-    "/set": "NAME VALUE: change a sampling parameter; without arguments: show them",
+    "/set": "NAME VALUE: change a sampling parameter; without VALUE or NAME: show values",
     "/file": "PATH: add a text file to the next message",
     "/save": "PATH: write the conversation to a JSON file",
     "/load": "PATH: replace the conversation by that of a file",
@@ -22,6 +22,8 @@ COMMANDS = {
     "/help": "show the commands; Ctrl-C stops an answer and keeps its text",
     "/exit": "end, like Ctrl-D",
 }
+# Values of settings by type.
+_NEEDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false"}
 # Sampling parameters of /set.
 PARAMETERS = [
     item.name
@@ -118,12 +120,15 @@ class Conversation:
         if name not in settings:
             need = "one of " + ", ".join(PARAMETERS)
             raise SettingsError(f"{name} is not a parameter of a conversation", need=need)
+        if not value:
+            return f"{name} {getattr(self.params, name)}"
         item = settings[name]
         try:
             parsed = _parse(item, value.strip())
         except (ValueError, KeyError) as error:
-            need = f"a value of {name}"
-            raise SettingsError(f"/set {text}", need=need, change="see --help") from error
+            kinds = get_args(item.type) or (item.type,)
+            need = next((_NEEDS[kind] for kind in kinds if kind in _NEEDS), "another value")
+            raise SettingsError(f"/set {text}", need=need) from error
         if isinstance(item.default, tuple):
             parsed = (parsed,)
         self.params = replace(self.params, **{name: parsed})

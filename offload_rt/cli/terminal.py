@@ -30,7 +30,10 @@ def read_messages() -> Iterator[str]:
     while True:
         try:
             text = session.prompt("> ")
-        except (EOFError, KeyboardInterrupt):
+        except KeyboardInterrupt:  # pressed too late for an answer: keep the conversation
+            print(_KEYS, file=sys.stderr)
+            continue
+        except EOFError:
             return
         yield text.strip()
 

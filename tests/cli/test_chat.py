@@ -228,10 +228,9 @@ class Terminal:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["\x03", "\x04"])
-def test_terminal_edits_messages_and_stops_answers(model, end):
-    """Ctrl-C stops an answer; at the prompt it ends the program like Ctrl-D. The terminal is
-    restored.
+def test_terminal_edits_messages_and_stops_answers(model):
+    """Ctrl-C stops an answer, and at the prompt clears the line. Ctrl-D ends the program and
+    restores the terminal.
     """
     flags = ["--device", "cpu", "--max-model-len", "8192", "--drafter", "none"]
     terminal = Terminal("--model", str(model), *flags)
@@ -249,7 +248,13 @@ def test_terminal_edits_messages_and_stops_answers(model, end):
     terminal.type("\n")  # as Enter arrives that is pressed during an answer
     terminal.until("the conversation has")
     terminal.until(PROMPT)
-    terminal.type(end)
+    terminal.type("lost\x03")
+    terminal.until("Ctrl-D ends")
+    terminal.until(PROMPT)
+    terminal.type("/stats\n")
+    terminal.until("the conversation has")
+    terminal.until(PROMPT)
+    terminal.type("\x04")
     limit = time.monotonic() + PATIENCE_S
     while not (ended := os.waitpid(terminal.pid, os.WNOHANG))[0]:
         assert time.monotonic() < limit, terminal.seen

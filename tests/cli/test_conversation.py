@@ -76,7 +76,7 @@ def test_attached_file_precedes_the_next_message_only(conversation, tmp_path):
         ("/save /nowhere/x", "cannot be written"),
         ("/set colour 1", "not a parameter of a conversation: needs one of max_tokens, temp"),
         ("/set n 2", "not a parameter"),
-        ("/set temperature warm", "a value of temperature"),
+        ("/set temperature warm", "needs a number"),
         ("/set top_p 2", "above 0 and at most 1"),
         ("/nothing", "not a command"),
     ],
@@ -97,6 +97,7 @@ def test_parameters_are_set_and_shown(conversation):
         temperature=0.7, top_k=5, stop=("END",), ignore_eos=True
     )
     assert "temperature 0.7" in conversation.run("/set")
+    assert conversation.run("/set temperature") == "temperature 0.7"
     for name in ("max_new_tokens 7", "max-tokens 8", "max_new_tokens 9"):
         conversation.run(f"/set {name}")
     assert conversation.params.max_tokens == 9
