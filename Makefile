@@ -45,7 +45,7 @@ run: venv
 CHAT = --model models/demo-target --draft-model models/demo-draft --chat-template models/chat.jinja
 
 chat: venv
-	$(PY) -m offload_rt.chat $(CHAT) --max-tokens 200
+	$(PY) -m offload_rt.chat $(CHAT) --max-tokens 200 --plain
 
 serve: venv
 	$(PY) -m offload_rt.serve $(CHAT)

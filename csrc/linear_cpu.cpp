@@ -14,14 +14,17 @@ enum Kind {
   kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kIq4Xs,  // as KERNEL_BLOCKS
 };
 
-// One matrix (n_out, n_in). Columns and AWQ order store its transpose.
+// One matrix (n_out, n_in), and its product. Columns and AWQ order store its transpose.
 struct Matrix {
+  const void* x;          // (n_rows, n_in), read by products
+  void* y;                // (n_rows, n_out), written by products
+  int64_t n_rows, ldx, ldy;  // numbers between rows
+
   const uint8_t* codes;
   const void* scales;     // (n_out / block_out, n_in / block_in), or transposed
   const uint8_t* zeros;   // codes of zero points in a grid like that of the scales, or null
   const int32_t* groups;  // (n_in,) the group of each input, or null: input / block_in
   const void* bias;       // (n_out,) or null
-  void* y;                // (n_rows, n_out), written by products
   int64_t row_nbytes;     // of the codes of an output; of an input where the transpose is stored
   int64_t n_out, n_in, block_out, block_in;
   int64_t grid_columns;   // of the stored grid of scales
@@ -88,10 +91,9 @@ inline float zero_at(const Matrix& m, int64_t row, int64_t column) {
 
 }  // namespace
 
-// y = x w^T + bias for matrices with the same inputs. x (n_rows, n_in), rows ldx numbers apart, and y of one dtype.
-EXPORT void offload_rt_linear(const Matrix* matrices, int n_matrices, const void* x, int64_t n_rows, int64_t ldx, int dtype,
-                              int n_threads) {
-  linear(matrices, n_matrices, x, n_rows, ldx, dtype, n_threads);
+// y = x w^T + bias for several matrices, with inputs and outputs of one dtype.
+EXPORT void offload_rt_linear(const Matrix* matrices, int n_matrices, int dtype, int n_threads) {
+  linear(matrices, n_matrices, dtype, n_threads);
 }
 
 // Rows of a matrix as numbers: rows (n_rows,), or null for all of them; out (n_rows, n_in) dense.

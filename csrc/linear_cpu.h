@@ -793,18 +793,20 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
   }
 }
 
-// One of the products of the same inputs.
+// One of the products of a call, at most kMostRows of its rows.
 template <typename X>
 struct Product {
   const Matrix* matrix;
   Order<X> order;
+  int n_rows;
   const X* x = nullptr;  // blocks of kDepth<X> inputs of all rows, one behind the other
   int64_t n_outs;        // of a task
   int64_t panel_outs;    // that are multiplied at a time
   int64_t first_task = 0;
   bool is_decoded, is_direct;
 
-  Product(const Matrix& m, int n_rows, int n_threads) : matrix(&m), order(m) {
+  Product(const Matrix& m, int64_t first_row, int n_threads)
+      : matrix(&m), order(m), n_rows(static_cast<int>(smaller<int64_t>(kMostRows, m.n_rows - first_row))) {
     // Few rows read a dense matrix as it lies; for more of them a panel is unpacked once.
     const bool is_few = n_rows <= 4 * kTileRows;
     is_direct = is_few && m.n_in % kStep<X> == 0 && (m.kind == kDenseBFloat16 || (sizeof(X) == 4 && m.kind <= kDenseFloat16));
@@ -814,6 +816,13 @@ struct Product {
     panel_outs = is_tiled && !is_gathered(m) ? kTile : n_outs;
     while (n_outs > 2 * kFewOuts && !is_gathered(m) && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
     panel_outs = smaller(panel_outs, n_outs);
+  }
+
+  int64_t blocks_nbytes() const { return (matrix->n_in + kDepth<X> - 1) / kDepth<X> * n_rows * kBlockNbytes; }
+
+  bool has_inputs_of(const Product& other) const {
+    const Matrix& m = *other.matrix;
+    return matrix->x == m.x && matrix->n_rows == m.n_rows && matrix->n_in == m.n_in && order.is_same(other.order);
   }
 };
 
@@ -839,20 +848,21 @@ void arrange_inputs(const Order<X>& order, const T* x, int64_t ldx, int64_t n_in
     }
 }
 
-// The outputs of one task for all rows. y: (n_rows, n_out).
+// The outputs of one task for all rows.
 template <typename X, typename T>
-void multiply_task(const Product<X>& product, int64_t task, int n_rows, T* y) {
+void multiply_task(const Product<X>& product, int64_t task, T* y) {
   const Matrix& m = *product.matrix;
+  const int n_rows = product.n_rows;
   const int64_t first = (task - product.first_task) * product.n_outs, last = smaller(first + product.n_outs, m.n_out);
   if (product.is_decoded) {
     float lines[kDecodedRows * kLine];
     const int n = static_cast<int>(last - first);
     multiply_decoded(m, product.order, product.x, n_rows, first, n, lines);
-    for (int row = 0; row < n_rows; ++row) write_line(m, lines + row * kLine, first, n, y + row * m.n_out + first);
+    for (int row = 0; row < n_rows; ++row) write_line(m, lines + row * kLine, first, n, y + row * m.ldy + first);
     return;
   }
   const auto multiply_as = [&](auto type, int64_t out, int64_t stop) {
-    multiply_panel<X, decltype(type)>(m, product.order, product.x, n_rows, out, static_cast<int>(stop - out), y, m.n_out);
+    multiply_panel<X, decltype(type)>(m, product.order, product.x, n_rows, out, static_cast<int>(stop - out), y, m.ldy);
   };
   for (int64_t out = first; out < last; out += product.panel_outs) {
     const int64_t stop = smaller(out + product.panel_outs, last);
@@ -867,44 +877,50 @@ void multiply_task(const Product<X>& product, int64_t task, int n_rows, T* y) {
   }
 }
 
+// Rows [first_row, first_row + kMostRows) of all products.
 template <typename X, typename T>
-void multiply(const Matrix* matrices, int n_matrices, const T* x, int n_rows, int64_t ldx, int64_t first_row, int n_threads) {
-  const int64_t n_in = matrices[0].n_in, n_blocks = (n_in + kDepth<X> - 1) / kDepth<X>, nbytes = n_blocks * n_rows * kBlockNbytes;
+void multiply(const Matrix* matrices, int n_matrices, int64_t first_row, int n_threads) {
   std::vector<Product<X>> products;
   products.reserve(n_matrices);
-  char* inputs = input_memory.reserve(n_matrices * nbytes);
-  int64_t n_tasks = 0, n_outs = 0;
+  int64_t nbytes = 0;
   for (int i = 0; i < n_matrices; ++i) {
-    Product<X>& product = products.emplace_back(matrices[i], n_rows, n_threads);
+    if (matrices[i].n_rows <= first_row) continue;
+    products.emplace_back(matrices[i], first_row, n_threads);
+    nbytes += products.back().blocks_nbytes();
+  }
+  X* blocks = reinterpret_cast<X*>(input_memory.reserve(nbytes));
+  int64_t n_tasks = 0, n_multiplied = 0;
+  for (Product<X>& product : products) {
+    const Matrix& m = *product.matrix;
+    const T* x = static_cast<const T*>(m.x) + first_row * m.ldx;
     for (const Product<X>& earlier : products)
-      if (earlier.x != nullptr && earlier.order.is_same(product.order)) product.x = earlier.x;
+      if (earlier.x != nullptr && earlier.has_inputs_of(product)) product.x = earlier.x;
     if (product.x == nullptr) {
-      X* blocks = reinterpret_cast<X*>(inputs + i * nbytes);
-      team().run(n_rows * n_in < kSerialInputs ? 1 : n_threads, n_rows, 1, [&](int64_t first, int64_t last) {
-        arrange_inputs(product.order, x, ldx, n_in, n_rows, first, last, blocks);
+      team().run(product.n_rows * m.n_in < kSerialInputs ? 1 : n_threads, product.n_rows, 1, [&](int64_t first, int64_t last) {
+        arrange_inputs(product.order, x, m.ldx, m.n_in, product.n_rows, first, last, blocks);
       });
       product.x = blocks;
+      blocks += product.blocks_nbytes() / sizeof(X);
     }
     product.first_task = n_tasks;
-    n_tasks += (matrices[i].n_out + product.n_outs - 1) / product.n_outs;
-    n_outs += matrices[i].n_out;
+    n_tasks += (m.n_out + product.n_outs - 1) / product.n_outs;
+    n_multiplied += m.n_in * m.n_out * product.n_rows;
   }
-  team().run(n_in * n_outs * n_rows < kSerialProducts ? 1 : n_threads, n_tasks, 1, [&](int64_t first, int64_t last) {
+  team().run(n_multiplied < kSerialProducts ? 1 : n_threads, n_tasks, 1, [&](int64_t first, int64_t last) {
     const Product<X>* product = products.data();
     for (int64_t task = first; task < last; ++task) {
-      while (product + 1 < products.data() + n_matrices && product[1].first_task <= task) ++product;
-      multiply_task(*product, task, n_rows, static_cast<T*>(product->matrix->y) + first_row * product->matrix->n_out);
+      while (product + 1 < products.data() + products.size() && product[1].first_task <= task) ++product;
+      multiply_task(*product, task, static_cast<T*>(product->matrix->y) + first_row * product->matrix->ldy);
     }
   });
 }
 
-inline void linear(const Matrix* matrices, int n_matrices, const void* x, int64_t n_rows, int64_t ldx, int dtype, int n_threads) {
+inline void linear(const Matrix* matrices, int n_matrices, int dtype, int n_threads) {
+  int64_t n_rows = 0;
+  for (int i = 0; i < n_matrices; ++i) n_rows = matrices[i].n_rows > n_rows ? matrices[i].n_rows : n_rows;
   const auto run = [&](auto type, auto wide) {
-    using T = decltype(type);
-    for (int64_t row = 0; row < n_rows; row += kMostRows) {
-      const int n = static_cast<int>(smaller<int64_t>(kMostRows, n_rows - row));
-      multiply<decltype(wide)>(matrices, n_matrices, static_cast<const T*>(x) + row * ldx, n, ldx, row, n_threads);
-    }
+    for (int64_t row = 0; row < n_rows; row += kMostRows)
+      multiply<decltype(wide), decltype(type)>(matrices, n_matrices, row, n_threads);
   };
   if (dtype == kFloat32) return run(float{}, float{});
   if (dtype == kFloat16) return run(Half{}, float{});

@@ -286,13 +286,13 @@ def _ends_with(answer: Sequence[int], path: Sequence[int], tokens: Sequence[int]
 
 def _occurrences(logits: Tensor, tokens: Tensor, on_path: Tensor) -> Tensor:
     """Count tokens per row: occurrences in `tokens`, and in `on_path` (m, 2) pairs (row, token)."""
-    one = torch.ones_like(logits[0, 0])
+    increment = torch.ones_like(logits[0, 0])
     counts = (
         torch.zeros_like(logits[0])
-        .index_put_((tokens,), one, accumulate=True)
+        .index_put_((tokens,), increment, accumulate=True)
         .repeat(len(logits), 1)
     )
-    return counts.index_put_((on_path[:, 0], on_path[:, 1]), one, accumulate=True)
+    return counts.index_put_((on_path[:, 0], on_path[:, 1]), increment, accumulate=True)
 
 
 def _filter(probs: Tensor, params: SamplingParams, n_first: int) -> tuple[Tensor, Tensor | bool]:

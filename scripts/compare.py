@@ -3,7 +3,7 @@
     python -m scripts.compare [--size 2100MB] [--quantize FORMAT] [--rounds 4] [--tokens 48]
         [--chart docs/compare.png]
     python -m scripts.compare --gguf Q4_0 [--budget 6GB | --cgroup DIR] [--avx2]
-        [--prompt-tokens 192]
+        [--prompt-tokens 192] [--mixture qwen3_moe]
 
 Every peer (a file of `bench/compare/peers`) runs in a separate process with expert settings and
 answers one prompt a round. The order of the peers rotates, so that a slow disk or core affects all.
@@ -14,7 +14,8 @@ the checkpoint in that format; its peers run the same weights as floats. The las
 object.
 
 With --gguf all peers read one GGUF file, so only offload_rt and llama.cpp run. Plain offload_rt
-gives the reference tokens. With --avx2 torch, MKL and oneDNN use AVX2 only. The instruction set of
+gives the reference tokens. With --mixture the file is a random mixture and both decode plainly.
+With --avx2 torch, MKL and oneDNN use AVX2 only. The instruction set of
 llama.cpp is fixed when it is compiled:
 
     CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" pip install llama-cpp-python   AVX2, FMA, F16C
@@ -46,9 +47,11 @@ from typing import Any
 from unittest import mock
 
 from bench.common.checkpoints import (
+    TARGET,
     drop_from_page_cache,
     expanded_model,
     gguf_model,
+    mixture_file,
     quantized_model,
 )
 from bench.common.measure import AVX2_ENVIRONMENT, ROOT, Spread, commit, machine
@@ -66,6 +69,7 @@ _DRAFT = ROOT / "models/demo-draft"
 _BUILD = ROOT / "build"
 _LEAST_MAX_LEN = 256
 OURS = ("offload_rt_plain", "offload_rt_speculative")
+PLAIN = (OURS[0], "llama_cpp")
 READ_GGUF = (*OURS, "llama_cpp", "llama_cpp_assisted")
 # transformers loads a class when it is named.
 IMPORTS = (
@@ -187,7 +191,8 @@ def main() -> None:
 
 
 def _compare(flags: argparse.Namespace) -> None:
-    source = (flags.model or expanded_model(flags.size)).resolve()
+    source = flags.model or (Path(TARGET) if flags.mixture else expanded_model(flags.size))
+    source = source.resolve()
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
         raise PromptError(
@@ -215,14 +220,16 @@ def _compare(flags: argparse.Namespace) -> None:
         print(f"{_about(said)}\n", flush=True)
         max_len = max(flags.prompt_tokens + flags.tokens, _LEAST_MAX_LEN)
         job = Job(ours, plain, flags.draft_model.resolve(), budget, 0, max_len, folder, limit)
-        peers = flags.peers or (READ_GGUF if flags.gguf else contract.names())
+        readers = PLAIN if flags.mixture else READ_GGUF
+        peers = flags.peers or (readers if flags.gguf else contract.names())
         found = run_all(
             Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout, flags.cgroup), peers
         )
         first = OURS[0] if flags.gguf else outcome.REFERENCE
         reference = [run.token_ids for run in found.runs.get(first, ())]
         rows = outcome.rows(peers, found.runs, found.reasons, found.gbps, first)
-        rows = outcome.with_margins(rows, plain, prompts[1:], reference)
+        if not flags.mixture:  # as floats a mixture of 1 GB takes 7 GB
+            rows = outcome.with_margins(rows, plain, prompts[1:], reference)
     said |= {"imports_bytes": imports, "gbps": found.gbps, "rows": [row.entry() for row in rows]}
     said |= {"ratios": ratios(found, decode_rate), "prompt_ratios": ratios(found, prompt_rate)}
     _print(rows, found, said)
@@ -235,6 +242,9 @@ def _checkpoints(flags: argparse.Namespace, source: Path, folder: Path) -> tuple
     """The checkpoint of offload_rt and that of its peers. The GGUF file of the demo target is
     kept.
     """
+    if flags.mixture:
+        path = mixture_file(flags.mixture, flags.gguf)
+        return path, path
     if flags.gguf:
         path = gguf_model(source, flags.gguf, folder if flags.model else source.parent)
         return path, path
@@ -279,6 +289,9 @@ def _flags() -> argparse.Namespace:
     )
     parser.add_argument(
         "--gguf", help="matrix type of one GGUF file for all peers, such as BF16 or Q4_0"
+    )
+    parser.add_argument(
+        "--mixture", choices=("qwen3_moe", "mixtral"), help="a random mixture, with --gguf"
     )
     parser.add_argument("--avx2", action="store_true", help="restrict all processes to AVX2")
     parser.add_argument(

@@ -26,6 +26,8 @@ _MODULES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp", "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.down_proj": "ffn_down_exps",
 }  # fmt: skip
 _KEYS = {
     "max_position_embeddings": "context_length", "num_hidden_layers": "block_count",
@@ -35,8 +37,14 @@ _KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "vocab_size": "vocab_size",
 }  # fmt: skip
+_EXPERT_KEYS = {
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+_FAMILIES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}
 # Modules with more bits in llama.cpp's mixtures called M.
-_FINER = ("attn_v", "ffn_down", "output")
+_FINER = ("attn_v", "ffn_down", "ffn_down_exps", "output")
 
 
 class Stored(NamedTuple):
@@ -184,13 +192,13 @@ def stored_as(name: str, tensor: Tensor, wanted: str) -> str:
 
     Modules of _FINER have Q6_K in K mixtures. Rows that blocks do not divide have Q8_0 or F16.
     """
-    if tensor.dim() == 1:
+    if tensor.dim() == 1 or "ffn_gate_inp" in name:
         return "F32"
     if wanted in ("Q4_K", "Q5_K") and name.split(".")[-2] in _FINER:
         wanted = "Q6_K"
-    if wanted.endswith("_K") and tensor.shape[1] % 256:
+    if wanted.endswith("_K") and tensor.shape[-1] % 256:
         wanted = "Q8_0"
-    return wanted if wanted in _FLOATS or tensor.shape[1] % 32 == 0 else "F16"
+    return wanted if wanted in _FLOATS or tensor.shape[-1] % 32 == 0 else "F16"
 
 
 def renamed(name: str) -> str:
@@ -208,12 +216,15 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe a llama, qwen2 or qwen3 with plain rotary embeddings."""
-    family = config["model_type"]
+    """Describe a llama, qwen2, qwen3, or a mixture of these, with plain rotary embeddings."""
+    family = _FAMILIES.get(config["model_type"], config["model_type"])
     head_dim = head_dim_of(config)
     theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000.0)
     metadata: dict[str, Any] = {"general.architecture": family, "general.name": "small"}
     metadata |= {f"{family}.{key}": config[name] for name, key in _KEYS.items()}
+    metadata |= {
+        f"{family}.{key}": config[name] for name, key in _EXPERT_KEYS.items() if name in config
+    }
     metadata |= {
         f"{family}.rope.dimension_count": head_dim,
         f"{family}.rope.freq_base": float(theta),
@@ -236,9 +247,10 @@ def convert(
     file_name = renamed(name)
     head_dim = head_dim_of(config)
     counts = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    n_heads = counts.get(file_name.split(".")[-2]) if config["model_type"] == "llama" else None
+    is_rotated = config["model_type"] in ("llama", "mixtral")
+    n_heads = counts.get(file_name.split(".")[-2]) if is_rotated else None
     kind = stored_as(file_name, tensor, type)
-    flat = tensor.reshape(len(tensor), -1)
+    flat = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor[:, None]
     if n_heads is not None:
         flat = flat.view(n_heads, 2, head_dim // 2, -1).transpose(1, 2).reshape(flat.shape)
     data, values = blocks(flat, kind)
@@ -251,6 +263,16 @@ def convert(
     )
 
 
+def divided(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Divide a tensor of all experts, as transformers names it, into the matrices of a file."""
+    stem, is_experts, kind = name.rpartition("mlp.experts.")
+    if not is_experts:
+        return {name: tensor}
+    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    parts = zip(kinds, tensor.chunk(len(kinds), 1), strict=True)
+    return {f"{stem}{is_experts}{kind}.weight": part for kind, part in parts}
+
+
 def model(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], type: str
 ) -> tuple[dict[str, Any], dict[str, Stored], dict[str, Tensor]]:
@@ -260,8 +282,12 @@ def model(
     stored = {}
     exact = {}
     for name, tensor in tensors.items():
-        file_name, encoded, exact[name] = convert(config, name, tensor, type)
-        stored[file_name] = encoded
+        values = []
+        for part, matrix in divided(name, tensor).items():
+            file_name, encoded, value = convert(config, part, matrix, type)
+            stored[file_name] = encoded
+            values.append(value)
+        exact[name] = torch.cat(values, 1) if len(values) > 1 else values[0]
     return metadata_of(config), stored, exact
 
 

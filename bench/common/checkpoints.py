@@ -56,6 +56,17 @@ def gguf_model(model: Path, type: str, folder: Path) -> Path:
     return out
 
 
+def mixture_file(kind: str, type: str) -> Path:
+    """Return a GGUF file of scripts/write_mixture.py, written at first use."""
+    out = ROOT / "demo-cache" / f"{kind}-{type}.gguf"
+    if not out.exists():
+        out.parent.mkdir(exist_ok=True)
+        partial = out.with_suffix(f".{os.getpid()}.partial")
+        run_python("scripts/write_mixture.py", str(partial), "--kind", kind, "--type", type)
+        partial.rename(out)
+    return out
+
+
 def resident_layers(llm: "LLM") -> "MemoryTier":
     """Return the layers of a resident model as a tier."""
     from offload_rt.offload.memory import MemoryTier

@@ -104,7 +104,7 @@ def _captured(
 def _works(tree: Topology, shapes: Shapes) -> dict[str, Callable[[], object]]:
     n = len(tree)
     mask = ops.make_tree_mask(tree.parents, 0, shapes.prefix)
-    mask = mask.of(ops.to_device(mask.tensors, CARD))
+    mask = mask.with_tensors(ops.to_device(mask.tensors, CARD))
     q = torch.randn(n, shapes.heads, shapes.head_dim, dtype=torch.bfloat16, device=CARD)
     k, v = (
         torch.randn(

@@ -51,12 +51,14 @@ SIZES: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "swa_head_dim": 16, "swa_v_head_dim": 16, "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 2,
-    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 16, "vocab_size_per_layer": 160,
+    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 512, "vocab_size_per_layer": 160,
     "num_codebooks": 2,
 }  # fmt: skip
 # Sizes of single types; an ellipsis keeps the type's default.
 _LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 _NOT_SHARED = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_ROPES = {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}
 _CONVOLUTIONS = {"layer_types": ["full_attention", "conv"] * 2}
 _SECTIONS = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -71,7 +73,9 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "youtu": {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16, **_LATENT},
     "zaya": {"num_experts_per_tok": 1}, "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
     "moshi": {"sliding_window": 512}, "mamba2": {"head_dim": ...},
-    "phi4_multimodal": {"sliding_window": None},
+    "phi4_multimodal": {"sliding_window": None}, "cohere_compass_text": _ROPES,
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+    "ffn_config": {"ffn_hidden_size": 32},
 }  # fmt: skip
 
 
@@ -90,11 +94,11 @@ def _small(
 ) -> PreTrainedConfig:
     made = type(config)
     own = {**config.__dict__, **made.attribute_map}
-    parts = {
-        name: _small(own[name], {**sizes, **OF_TYPE.get(own[name].model_type, {})}).to_dict()
-        for name in made.sub_configs
-        if isinstance(own.get(name), PreTrainedConfig)
-    }
+    parts = {}
+    for name in made.sub_configs:
+        if isinstance(own.get(name), PreTrainedConfig):
+            more = OF_TYPE.get(own[name].model_type or name, {})
+            parts[name] = _small(own[name], {**sizes, **more}, tuple(more)).to_dict()
     known = {name for name in sizes if name in own or name in forced}
     if not parts.keys().isdisjoint({"text_config", "decoder"}):
         known &= _OF_WHOLE

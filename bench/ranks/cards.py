@@ -50,7 +50,7 @@ def forecasts(
     acceptance = assume("auto", ("", ""), (flags.model, flags.draft_model), 0.0)
     for n in N_CARDS:
         for (shared, encoded), column in COLUMNS.items():
-            ranks = Parallelism.of(n, card, card.link.gbps, None, shared_link=shared, **way)
+            ranks = Parallelism.for_cards(n, card, card.link.gbps, None, shared_link=shared, **way)
             shard = ranks.part(target)
             models = (
                 lossless(shard, True) if encoded else shard,

@@ -104,7 +104,7 @@ class Answers:
         """Sum the passes so far."""
         from offload_rt.cli.format import Totals
 
-        n_answers = sum(bool(one.token_ids) for answers in self.by_prompt for one in answers)
+        n_answers = sum(bool(answer.token_ids) for answers in self.by_prompt for answer in answers)
         return Totals.of_passes(list(self._passes.values()), n_answers)
 
     def print_unfinished(self, code: int) -> None:
@@ -131,7 +131,7 @@ class Answers:
             objects = [self._object(i, unfinished) for i in range(len(self.by_prompt))]
             print(json.dumps(objects if len(objects) > 1 else objects[0]), flush=True)
         for i, answers in enumerate(self.by_prompt):
-            if self.as_json or not any(one.token_ids for one in answers):
+            if self.as_json or not any(answer.token_ids for answer in answers):
                 continue
             if not self._is_streamed:
                 self._echo(i)
@@ -181,7 +181,7 @@ def _more(output: "Output") -> dict[str, Any]:
             ]
     if output.others:
         more["outputs"] = [
-            {"index": one.index} | _fields(one, "") | _more(replace(one, others=()))
-            for one in output.outputs
+            {"index": answer.index} | _fields(answer, "") | _more(replace(answer, others=()))
+            for answer in output.outputs
         ]
     return more

@@ -87,10 +87,11 @@ def _print(flags: Namespace) -> None:
         f"\n{'model':<15}{'draft':<14}{'plain':>9}{'with draft':>12}  verdict"
         " (forecast in tokens/s, 2048 tokens of context)"
     )
-    for one in prospects:
-        plain, rate = ("" if x is None else f"{x:.3g}" for x in (one.plain, one.rate))
-        rate = rate if one.draft else ""
-        print(f"{one.model:<15}{one.draft or 'none':<14}{plain:>9}{rate:>12}  {one.verdict}")
+    for prospect in prospects:
+        plain, rate = ("" if x is None else f"{x:.3g}" for x in (prospect.plain, prospect.rate))
+        rate = rate if prospect.draft else ""
+        start = f"{prospect.model:<15}{prospect.draft or 'none':<14}"
+        print(f"{start}{plain:>9}{rate:>12}  {prospect.verdict}")
     print("`offload-rt plan MODEL --draft-model DRAFT` explains a forecast")
 
 

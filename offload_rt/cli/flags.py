@@ -12,7 +12,7 @@ from offload_rt.errors import SettingsError
 from offload_rt.system import registry
 
 # Flags with the entries of a folder as choices.
-_FOLDERS = {"drafter": "speculate.draft", "rule": "speculate.verify"}
+FOLDERS = {"drafter": "speculate.draft", "rule": "speculate.verify"}
 
 Settings = TypeVar("Settings")
 
@@ -125,8 +125,8 @@ class Parser(argparse.ArgumentParser):
         wrong = message.removeprefix("unrecognized arguments: ")
         flag = wrong.split()[0].split("=")[0] if wrong != message else ""
         close = get_close_matches(flag, self._option_string_actions, n=1)
-        if found := re.fullmatch(r"argument (\S+): invalid (\w+)( value)?: '(.*?)'( .*)?", message):
-            name, kind, _, value, choices = found.groups()
+        if match := re.fullmatch(r"argument (\S+): invalid (\w+)( value)?: '(.*?)'( .*)?", message):
+            name, kind, _, value, choices = match.groups()
             close = get_close_matches(value, re.findall(r"'(.*?)'", choices or ""), n=1)
             need = {"int": "an integer", "float": "a number"}.get(kind, "another value")
             problem = f"{name} is {value!r}"
@@ -146,8 +146,8 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
     flag = flag_of(item.name)
     text = item.metadata["help"]
     default = item.default
-    if item.name in _FOLDERS:
-        text += f"; one of auto, {', '.join(registry.names(_FOLDERS[item.name]))}"
+    if item.name in FOLDERS:
+        text += f"; one of auto, {', '.join(registry.names(FOLDERS[item.name]))}"
     has_default = default not in (None, MISSING, ()) and not isinstance(default, bool)
     if has_default and "default:" not in text:
         text += "; default: %(default)s"

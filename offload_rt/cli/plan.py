@@ -24,7 +24,7 @@ from offload_rt.system.machine import cards
 from offload_rt.weights.locate import check_paths, is_here
 
 if TYPE_CHECKING:
-    from offload_rt.planning.drafters import Choice
+    from offload_rt.planning.drafters import RankedDrafter
     from offload_rt.planning.forecast import Forecast
 
 # Engine settings without a flag here: the plan chooses them.
@@ -122,7 +122,7 @@ def _print_plan(settings: PlanSettings, config: EngineConfig, disk_source: str) 
     _show(settings, next(iter(places.values()), None) or predict(request, machine), places)
 
 
-def _drafters(settings: PlanSettings, forecast: "Forecast") -> "tuple[Choice, ...]":
+def _drafters(settings: PlanSettings, forecast: "Forecast") -> "tuple[RankedDrafter, ...]":
     if not settings.compare_drafters:
         return ()
     from offload_rt.planning.drafters import compare

@@ -37,7 +37,7 @@ def with_card(settings: PlanSettings, config: EngineConfig) -> Machine:
     assumed = tuple(
         f"{flag}: {default} assumed" for flag, value, default in defaults if value is None
     )
-    ranks = Parallelism.of(
+    ranks = Parallelism.for_cards(
         max(settings.ranks, config.pipeline), card, link or card.link.gbps,
         None if settings.network is None else parse_rate(settings.network, "--network"),
         exact=config.exact_parallel,

@@ -11,7 +11,7 @@ from offload_rt.planning.alternatives import (
     Sweep,
     short_context,
 )
-from offload_rt.planning.drafters import Choice
+from offload_rt.planning.drafters import RankedDrafter
 from offload_rt.planning.forecast import Forecast
 from offload_rt.planning.sizes import LOSSLESS_SHARE
 
@@ -147,7 +147,7 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
     )
 
 
-def _print_drafters(choices: Iterable[Choice]) -> None:
+def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
     """Print a row per drafter, fastest first, then the sources of the acceptance."""
     columns = "drafter size", "tokens per pass", "tokens/s"
     print("\nforecast by drafter, tokens/s (s per token)\n" + _line("", columns, 56))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from offload_rt.cli.conversation import COMMANDS, PARAMETERS
 from offload_rt.system.files import cache_directory
-from offload_rt.text.reasoning import Part
+from offload_rt.text.reasoning import TextPart
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -101,7 +101,7 @@ def _history_file() -> Path:
 class AnswerView(Protocol):
     """Shows an answer while it is produced."""
 
-    def add(self, part: Part) -> None:
+    def add(self, part: TextPart) -> None:
         """Show more text."""
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class AnswerView(Protocol):
 class PlainView:
     """Print the answer to stdout as it is produced."""
 
-    def add(self, part: Part) -> None:
+    def add(self, part: TextPart) -> None:
         """Print the text."""
         print(part.text, end="", flush=True)
 
@@ -131,7 +131,7 @@ class MarkdownView:
         self._live = Live(console=console, transient=True, refresh_per_second=10)
         self._live.start()
 
-    def add(self, part: Part) -> None:
+    def add(self, part: TextPart) -> None:
         """Show more text; reasoning is dimmed."""
         from rich.markdown import Markdown
         from rich.text import Text

@@ -42,6 +42,7 @@ class Roof:
     gap_s      seconds between two kernels of a layer
     launch_s   host seconds per kernel launch; the host runs ahead of the device
     products   (rows, seconds per weight) of measured products, ascending; empty if not measured
+    decode_s   seconds to decode a weight
     """
 
     flops: float
@@ -49,9 +50,10 @@ class Roof:
     gap_s: float = 0.0
     launch_s: float = 0.0
     products: tuple[tuple[int, float], ...] = ()
+    decode_s: float = 0.0
 
     @classmethod
-    def of(cls, card: Card) -> "Roof":
+    def from_card(cls, card: Card) -> "Roof":
         """Derive the rates of a GPU from its specification."""
         return cls(
             _FLOPS_SHARE * card.tflops * 1e12,
@@ -63,6 +65,15 @@ class Roof:
     def on_card(self) -> "Roof":
         """Add the kernel overheads of a GPU to measured rates."""
         return replace(self, gap_s=_GAP_S, launch_s=_LAUNCH_S)
+
+    def mixed(self, coded: "Roof", share: float) -> "Roof":
+        """Replace this share of the weights by weights with the measured products of `coded`."""
+        products = tuple(
+            (n_rows, (1 - share) * plain_s + share * coded_s)
+            for (n_rows, plain_s), (_, coded_s) in zip(self.products, coded.products, strict=False)
+        )
+        flops = 1 / ((1 - share) / self.flops + share / coded.flops)
+        return replace(self, flops=flops, products=products)
 
     def seconds(self, flops: float, nbytes: float) -> float:
         """Return the seconds of `flops` operations on `nbytes` bytes."""
@@ -77,11 +88,12 @@ class Roof:
         share     stored bytes of the weights relative to `itemsize`
         """
         flops = 2 * n_rows * n_weights
+        decode_s = self.decode_s * n_weights
         if self.products and n_rows <= self.products[-1][0]:
             widths, seconds = zip(*self.products, strict=True)
             measured_s = share * n_weights * float(np.interp(n_rows, widths, seconds))
-            return max(measured_s, flops / self.flops)
-        return self.seconds(flops, share * n_weights * itemsize)
+            return max(measured_s, flops / self.flops) + decode_s
+        return self.seconds(flops, share * n_weights * itemsize) + decode_s
 
     def layer_s(
         self, spec: Architecture, n_rows: int, context: int, itemsize: int, i: int = 0,
@@ -112,15 +124,15 @@ class Roof:
 
     def compute_times(
         self, spec: Architecture, dtype: DType, is_replayed: bool = True, share: float = 1.0,
-        decode_s: float = 0.0, more_s: Callable[[int], float] = lambda _: 0.0,
-        head_share: float = 1.0,
+        more_s: Callable[[int], float] = lambda _: 0.0, head_share: float = 1.0,
+        layers: "Roof | None" = None,
     ) -> ComputeTimes:  # fmt: skip
         """Return the seconds of all layers and the head by rows and context.
 
         share       of the layers, see `product_s`
-        decode_s    seconds to decode a weight
         more_s      further seconds of a pass, by rows
         head_share  of the output matrix, see `product_s`
+        layers      rates of quantised layers; None for the rates of the head
         """
         # Compute equal layers once: the table has a hundred entries, and a model as many layers.
         itemsize = dtype.itemsize
@@ -132,12 +144,13 @@ class Roof:
         def seconds(n_rows: int, context: int) -> float:
             n_head = spec.vocab_size * spec.hidden_size
             head = self.product_s(n_head, n_rows, itemsize, head_share)
-            layers = 0.0
-            for i, *others in groups.values():
-                layer_s = self.layer_s(spec, n_rows, context, itemsize, i, is_replayed, share)
-                decoding_s = decode_s * touched_weights(spec, i, n_rows)
-                layers += (1 + len(others)) * (layer_s + decoding_s)
-            return layers + head + more_s(n_rows)
+            roof = layers or self
+            layers_s = sum(
+                len(group)
+                * roof.layer_s(spec, n_rows, context, itemsize, group[0], is_replayed, share)
+                for group in groups.values()
+            )
+            return layers_s + head + more_s(n_rows)
 
         table = tuple(
             tuple(seconds(n_rows, context) for n_rows in _WIDTHS) for context in _CONTEXTS

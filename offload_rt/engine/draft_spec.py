@@ -11,7 +11,7 @@ from offload_rt.cost.estimator import CostEstimator
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.loader import Loader, Meter, open_files
-from offload_rt.engine.memory_plan import MemoryPlan, Sizes
+from offload_rt.engine.memory_plan import MemoryPlan, Sizes, largest
 from offload_rt.engine.target_spec import TargetSpec
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.cuda_graphs import Capture, CudaCapture, GraphShape
@@ -128,11 +128,12 @@ class DraftSpec:
             )
         view_nbytes = Sizes.of_checkpoint(target, int4.DTYPE).view_nbytes
         is_cuda = self.target.device.type == "cuda"
-        copy_nbytes = max(
-            rounded_layout(layer.layout.tensors, "int4", is_cuda).nbytes for layer in target.layers
-        )
-        n_layers = target.spec.n_layers
-        return Sizes(target.spec, (0,) * n_layers, 0, int4.DTYPE, view_nbytes, stand_in=copy_nbytes)
+        layouts = [rounded_layout(layer.layout.tensors, "int4", is_cuda) for layer in target.layers]
+        return Sizes(
+            target.spec, (0,) * target.spec.n_layers, 0, int4.DTYPE, view_nbytes,
+            stand_in=max(layout.nbytes for layout in layouts),
+            matrix=largest(matrix for layout in layouts for matrix in layout.matrices.values()),
+        )  # fmt: skip
 
     def check_placement(self, plan: Plan) -> None:
         """Raise CapacityError if a self-drafting target would be streamed for each draft level."""

@@ -61,7 +61,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     For tensor parallelism with weights on disk, choose the faster division: some matrices by
     inputs, or all by outputs.
     """
-    ranks = RanksSpec.of(config)
+    ranks = RanksSpec.from_config(config)
     spec = _plan(config, checkpoint, drafting, ranks)
     if config.pipeline > 1 or not ranks.any_reads_disk(spec.plan):
         return spec
@@ -123,7 +123,7 @@ def _plan(
         else ranks.part(whole)
     )
     checkpoint.format.is_batch_invariant = config.batch_invariant
-    mirrors = Mirrors.of(config.mirror, checkpoint.layers)
+    mirrors = Mirrors.from_setting(config.mirror, checkpoint.layers)
 
     def plan_for(link: LinkFormat) -> EngineSpec:
         layers = link.layers or checkpoint.layers

@@ -100,7 +100,7 @@ def _faster(
     """
     assert link.sidecar is not None and link.sizes is not None, "the link reads a sidecar"
     rates = measured_rates(
-        checkpoint, link.sidecar, device, Mirrors.of(config.mirror, checkpoint.layers)
+        checkpoint, link.sidecar, device, Mirrors.from_setting(config.mirror, checkpoint.layers)
     )
     nbytes = sum(layer.encoded.layout.nbytes for layer in link.sidecar)
     raw_s = transfer_s(10**9, rates.link_gbps)

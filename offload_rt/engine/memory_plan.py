@@ -5,7 +5,7 @@ Only the sizes of a model are needed, so a config.json is sufficient.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -31,7 +31,7 @@ from offload_rt.offload.placement import (
 from offload_rt.speculate.protocols import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.formats import Source, WeightFormat, dense
+from offload_rt.weights.formats import Matrix, Source, WeightFormat, dense
 from offload_rt.weights.layout import Layout, packed_layout
 from offload_rt.weights.rounding import rounded_layout
 
@@ -67,6 +67,7 @@ class Sizes:
                       the shapes of the architecture
     rounding          format of weights quantised while they are loaded; "none" otherwise
     head_share        stored bytes of the output matrix, relative to its bytes in `dtype`
+    matrix            largest quantised matrix of the layers, for timing; None for plain weights
     """
 
     spec: Architecture
@@ -81,6 +82,7 @@ class Sizes:
     divided: "Callable[[], Sizes | None] | None" = field(default=None, compare=False, repr=False)
     rounding: str = "none"
     head_share: float = 1.0
+    matrix: Matrix | None = field(default=None, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +119,7 @@ class Sizes:
 
         layouts = {layer: layout(layer) for layer in map(spec.layer_tensors, range(spec.n_layers))}
         non_layer = layout(spec.non_layer_tensors())
-        layers = (matrix for part in layouts.values() for matrix in part.matrices.values())
+        layers = [matrix for part in layouts.values() for matrix in part.matrices.values()]
         heads = tuple(non_layer.matrices.values())
         matrices = (*layers, *heads)
 
@@ -134,6 +136,7 @@ class Sizes:
             host_view_nbytes=max(self.host_view_nbytes, scratch(False)),
             rounding=rounding,
             head_share=head_nbytes / plain_nbytes if heads else 1.0,
+            matrix=largest(layers),
         )
 
     @classmethod
@@ -146,6 +149,7 @@ class Sizes:
             dtype=dtype if checkpoint.spec.taps else checkpoint.dtype,
             view_nbytes=max(block.scratch_nbytes(dtype, True) for block in checkpoint.blocks),
             host_view_nbytes=max(block.scratch_nbytes(dtype, False) for block in checkpoint.blocks),
+            matrix=largest(m for layer in checkpoint.layers for m in layer.matrices.values()),
         )
 
     @classmethod
@@ -160,12 +164,14 @@ class Sizes:
         nbytes: dict[tuple[TensorShape, ...], int] = {}
         view_nbytes = 0
         host_view_nbytes = 0
+        matrices: list[Matrix] = []
         for layer in {spec.layer_tensors(i) for i in range(spec.n_layers)}:
             stored = [
                 stores.stored(name, shape, dtype, Source({}))
                 for tensor in layer
                 for name, shape in _matrices(tensor)
             ]
+            matrices += [tensor for tensor in stored if isinstance(tensor, Matrix)]
             nbytes[layer] = packed_layout(
                 (part.name, part.shape, part.dtype or dtype)
                 for tensor in stored
@@ -177,7 +183,14 @@ class Sizes:
             )
         non_layer = sum(math.prod(shape) for _, shape in spec.non_layer_tensors()) * dtype.itemsize
         layers = tuple(nbytes[spec.layer_tensors(i)] for i in range(spec.n_layers))
-        return cls(spec, layers, non_layer, dtype, view_nbytes, host_view_nbytes)
+        return cls(
+            spec, layers, non_layer, dtype, view_nbytes, host_view_nbytes, matrix=largest(matrices)
+        )
+
+
+def largest(matrices: Iterable[Matrix]) -> Matrix | None:
+    """Return the matrix with the most weights, the first of equal ones; None without matrices."""
+    return max(matrices, key=lambda matrix: math.prod(matrix.shape), default=None)
 
 
 def _expert_nbytes(sizes: Sizes, i: int) -> int:

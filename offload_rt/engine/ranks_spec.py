@@ -72,7 +72,7 @@ class RanksSpec:
     split_draft: str
 
     @classmethod
-    def of(cls, config: EngineConfig) -> "RanksSpec":
+    def from_config(cls, config: EngineConfig) -> "RanksSpec":
         """Join the process group; all ranks call this together."""
         return cls(joined(), config.pipeline, config.exact_parallel, config.split_draft)
 

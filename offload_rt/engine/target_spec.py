@@ -280,18 +280,23 @@ def _experts(
     streamer = runner.streamer
     if not isinstance(streamer, CudaStreamer):
         return ThreadExperts(sizes, n_slots, files.tier, view, streamer.meter, runner.trace)
+    images: MemoryTier | PinnedExperts
+    cache: CardExperts
     if sizes.n_on_host < sizes.n_blocks:
-        pinned = PinnedExperts(sizes, files.tier, view, streamer.device, runner.trace, loader.cpus)
-        return TieredExperts(sizes, n_slots, pinned, view, streamer)
-    tier = loader.new_tier(register=True)
-    loader.fill(
-        {"host": tier},
-        [Block("host", i, tensors) for i, tensors in enumerate(files.records)],
-        lambda block: loader.reader(files.tier, block.i),
-    )
-    cache = CardExperts(sizes, n_slots, tier, view, streamer)
+        images = PinnedExperts(sizes, files.tier, view, streamer.device, runner.trace, loader.cpus)
+        cache = TieredExperts(sizes, n_slots, images, view, streamer)
+    else:
+        images = loader.new_tier(register=True)
+        loader.fill(
+            {"host": images},
+            [Block("host", i, tensors) for i, tensors in enumerate(files.records)],
+            lambda block: loader.reader(files.tier, block.i),
+        )
+        cache = CardExperts(sizes, n_slots, images, view, streamer)
     # One thread remains for kernel launches.
     n_threads = max(torch.get_num_threads() - 1, 1)
-    host = HostExperts(tier, view, cache.copy_s, loader.device, n_threads, loader.cpus)
+    host = HostExperts(images, view, cache.copy_s, loader.device, n_threads, loader.cpus)
+    if isinstance(images, PinnedExperts):
+        host.release = images.release
     cache.host = loader.closes.enter_context(closing(host))
     return cache

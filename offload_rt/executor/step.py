@@ -194,5 +194,7 @@ class Chunk:
         """Return this chunk with the next tensors of an iterator, e.g. device copies."""
         row_inputs = tuple(itertools.islice(tensors, len(self.row_inputs)))
         inputs = tuple(itertools.islice(tensors, len(self.inputs)))
-        masks = tuple(mask.of(itertools.islice(tensors, len(mask.tensors))) for mask in self.masks)
+        masks = tuple(
+            mask.with_tensors(itertools.islice(tensors, len(mask.tensors))) for mask in self.masks
+        )
         return replace(self, row_inputs=row_inputs, inputs=inputs, masks=masks)

@@ -148,9 +148,9 @@ def _sizes(keys: dict[str, Any], kind: str, vocab_size: int) -> dict[str, Any]:
         counts["markov_rank"] = (rank, 0, 2**16)
     elif kind == "dflash2":
         counts |= {name: (keys.get(name), 1, 2**16) for name in sorted(_DFLASH2_KEYS)}
-    for name, (value, least, most) in counts.items():
-        if type(value) is not int or not least <= value <= most:
-            need = f"an integer from {least} to {most}"
+    for name, (value, low, high) in counts.items():
+        if type(value) is not int or not low <= value <= high:
+            need = f"an integer from {low} to {high}"
             raise UnsupportedModelError(f"config.json: {name} is {value!r}", need=need)
     chosen = {
         "attention_mode": ("gqa", "mha"),

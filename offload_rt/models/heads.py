@@ -292,15 +292,15 @@ def fields_of(model: NativeDecoder) -> dict[str, Any]:
     return {item.name: getattr(model, item.name) for item in fields(model)}
 
 
-def check_sizes(own: NativeDecoder, target: Architecture, target_hidden: int | None) -> None:
+def check_sizes(head: NativeDecoder, target: Architecture, target_hidden: int | None) -> None:
     """Raise SettingsError for the layers of a head that do not fit the target.
 
     target_hidden  hidden size of the target by the head's config, or None
     """
     for quantity, have, need in (
-        ("hidden size", target_hidden or own.hidden_size, target.hidden_size),
-        ("hidden size", own.hidden_size, target.hidden_size),
-        ("vocabulary", own.vocab_size, target.vocab_size),
+        ("hidden size", target_hidden or head.hidden_size, target.hidden_size),
+        ("hidden size", head.hidden_size, target.hidden_size),
+        ("vocabulary", head.vocab_size, target.vocab_size),
     ):
         if have != need:
             raise target_mismatch(quantity, str(have), str(need))

@@ -57,14 +57,14 @@ class RopeConfig:
                 f"config.json: the rope settings are {given!r}", need="a table"
             )
         limit = raw["max_position_embeddings"]
-        found = {
+        settings = {
             "rope_theta": raw.get("rope_theta", _THETA),
             "rope_type": given.get("type", "default"),
             **given,
         }
-        if _LENGTH in KINDS.get(str(found["rope_type"]), ()):
-            found.setdefault(_LENGTH, limit)
-        return cls(found, head_dim, limit)
+        if _LENGTH in KINDS.get(str(settings["rope_type"]), ()):
+            settings.setdefault(_LENGTH, limit)
+        return cls(settings, head_dim, limit)
 
     def standardize_rope_params(self) -> None:
         """Do nothing: the settings are complete. transformers' functions call this."""

@@ -1,8 +1,5 @@
 """Replacements for transformers' cache, attention, masks and parameters."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,40 +7,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from offload_rt import ops
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import (
-    ExpertShare,
-    HostWork,
-    LayerExperts,
-    LayerWeights,
-    PassContext,
-    StateContext,
-    StateShape,
-)
-from offload_rt.ops import extension
-from offload_rt.ops.few_rows import MOST_ROWS, Stack, multiply_stack, serves_stack
-from offload_rt.ops.linear import linear
+from offload_rt.models.architecture import LayerWeights, PassContext, StateContext, StateShape
+from offload_rt.models.traced_experts import mixture
 
 # Registry names in transformers: for passes, which need no masks, and for tracing.
 NAME = "offload_rt"
 TRACED = "offload_rt_traced"
+# For passes of models whose own code reads masks.
+MASKED = "offload_rt_masked"
 OTHER_STATE = "keep state other than keys and values"
-# Compute capability times ten from which torch's grouped products leave the row counts on the GPU
-# (pytorch issues 161407, 186620).
-_GROUPED_MM = 90
 # Further tensor arguments of attention that are supported or have no effect.
 _KNOWN = {"s_aux", "position_ids", "cache_position"}
 
 
 def register() -> None:
     """Register our attention, mask and expert implementations in transformers."""
-    ExpertsInterface.register(NAME, _mixture)
+    ExpertsInterface.register(NAME, mixture)
     AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(MASKED, _attention)
     AttentionInterface.register(TRACED, _traced_attention)
+    AttentionMaskInterface.register(MASKED, _mask)
     AttentionMaskInterface.register(TRACED, _mask)
 
 
@@ -217,142 +204,6 @@ def _mask(
     return mask
 
 
-def _mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Experts of a mixture, see transformers' ExpertsInterface.
-
-    transformers' own code loops over experts, with a synchronization per expert.
-    """
-    if hidden.is_meta:
-        module.__dict__["pass_cache"].record_experts(module, [hidden, *args, *kwargs.values()])
-        return torch.empty_like(hidden)
-    share = module.__dict__.get("share")
-    touched = module.__dict__.get("touched")
-    if grouped := _grouped_products(module, hidden, args[0].numel()):
-        mix = grouped if share is None else partial(_renumbered, share.owned, grouped)
-    elif touched is None:
-        mix = type(module).forward.__wrapped__  # type: ignore[attr-defined]
-    else:
-        mix = touched.mix
-    if share is None:
-        out: Tensor = mix(module, hidden, *args, **kwargs)
-        return out
-    return mix_of_all(share, partial(mix, module), hidden, *args, *kwargs.values())
-
-
-def mix_of_all(
-    share: ExpertShare,
-    mix: Callable[[Tensor, Tensor, Tensor], Tensor],
-    hidden: Tensor,
-    chosen: Tensor,
-    scores: Tensor,
-) -> Tensor:
-    """Combine the experts of all ranks; `mix` computes the contribution of this rank's experts.
-
-    chosen, scores  (n_rows, n_used)
-    """
-    if not share.is_exact:
-        return share.all_reduce(mix(hidden, chosen, scores))
-    n_rows, n_used = chosen.shape
-    # Repeat rows, each with a single expert. Exactly one rank's output is nonzero, so the sum over
-    # ranks adds no rounding.
-    each = mix(hidden.repeat(n_used, 1), chosen.T.reshape(-1, 1), scores.T.reshape(-1, 1))
-    outputs = share.all_reduce(each).view(n_used, n_rows, -1)
-    rows = torch.arange(n_rows, device=hidden.device)
-    mixed = torch.zeros_like(hidden)
-    for places in chosen.argsort(1).T:
-        mixed += outputs[places, rows]
-    return mixed
-
-
-def _grouped_products(
-    module: Any, hidden: Tensor, n_chosen: int
-) -> Callable[[Any, Tensor, Tensor, Tensor], Tensor] | None:
-    """Return a mixture with one product of all experts per projection; None if not on a GPU.
-
-    n_chosen  experts chosen by all rows
-    """
-    stacks = _stacks(module, hidden)
-    parameters = [value for value in module._parameters.values() if value is not None]
-    is_on_card = hidden.is_cuda and all(getattr(value, "is_cuda", False) for value in parameters)
-    if stacks is None:
-        return grouped_mm_experts_forward if is_on_card else None
-    # torch's kernel for later GPUs multiplies many rows faster, and does not wait for the host.
-    is_torch_faster = n_chosen > MOST_ROWS * module.num_experts
-    if is_on_card and is_torch_faster and extension.capability(hidden.device) >= _GROUPED_MM:
-        return grouped_mm_experts_forward
-    return partial(_mix_stacks, stacks)
-
-
-def _stacks(module: Any, hidden: Tensor) -> tuple[list[Stack], list[Stack]] | None:
-    """Return the stacks of both projections if the kernel serves all of them.
-
-    The first projection has two stacks if gate and up matrices are stored separately.
-    """
-    if not extension.serves(hidden):
-        return None
-    up, down = (
-        _stacks_of(value, module.is_transposed)
-        for value in (module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj)
-    )
-    is_split = len(up) > 1 and module.has_bias
-    served = all(stack is not None and serves_stack(hidden.dtype, stack) for stack in (*up, *down))
-    return (up, down) if served and not is_split else None  # type: ignore[return-value]  # no None
-
-
-def _stacks_of(value: Any, is_transposed: bool) -> list[Stack | None]:
-    """Return the stacks of a parameter; matrices (n_in, n_out) have no kernel."""
-    if isinstance(value, _Experts):
-        return value.stacked()
-    is_stack = isinstance(value, Tensor) and value.is_cuda and not is_transposed
-    return [value if is_stack else None]
-
-
-def _mix_stacks(
-    stacks: tuple[list[Stack], list[Stack]],
-    module: Any,
-    hidden: Tensor,
-    chosen: Tensor,
-    scores: Tensor,
-) -> Tensor:
-    """Compute a mixture with all experts on the GPU. Nothing waits for the router's choice.
-
-    chosen, scores  (n_rows, n_used); experts from `module.num_experts` contribute zeros
-    """
-    n_rows, n_used = chosen.shape
-    numbers, order = chosen.flatten().sort(stable=True)
-    experts = torch.arange(module.num_experts, device=hidden.device)
-    ends = torch.searchsorted(numbers, experts, right=True, out_int32=True)
-
-    def project(name: str, parts: list[Stack], x: Tensor, rows: Tensor | None) -> Tensor:
-        bias = getattr(module, f"{name}_bias") if module.has_bias else None
-        outputs = [multiply_stack(x, rows, ends, part, bias) for part in parts]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    up = project(name, stacks[0], hidden, order // n_used)
-    inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
-    out = project("down_proj", stacks[1], inner, None)
-    out = module.post_expert_norm(out) if module.has_post_expert_norm else out
-    weighted = out * scores.flatten()[order, None]
-    by_row = torch.empty_like(weighted).index_copy_(0, order, weighted)
-    return by_row.view(n_rows, n_used, -1).sum(1).to(hidden.dtype)
-
-
-def _renumbered(
-    owned: range, mix: Any, module: Any, hidden: Tensor, chosen: Tensor, scores: Tensor
-) -> Tensor:
-    """Run grouped products with this rank's experts, renumbered from 0."""
-    is_foreign = (chosen < owned.start) | (chosen >= owned.stop)
-    n_experts = module.num_experts
-    module.num_experts = len(owned)
-    module._is_expert_parallel = True
-    numbers = (chosen - owned.start).masked_fill(is_foreign, len(owned))
-    out: Tensor = mix(module, hidden, numbers, scores.masked_fill(is_foreign, 0.0))
-    module.num_experts = n_experts
-    module._is_expert_parallel = False
-    return out
-
-
 class Table:
     """Embedding table; replaces the module's parameter for lookups."""
 
@@ -370,140 +221,3 @@ class Table:
         ids, table = args[:2]
         rows: Tensor = table._weights.rows(ids.flatten(), table._name)
         return rows.view(*ids.shape, rows.shape[1])
-
-
-def experts_of(
-    names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights, is_card: bool
-) -> Any:
-    """Return a parameter of this shape that contains the named expert matrices."""
-    whole = weights.fused([name for modules in names for name in modules]) if is_card else None
-    return _Experts(names, shape, weights) if whole is None else whole.view(shape)
-
-
-class _Experts:
-    """Parameter of an expert module: a matrix, or several concatenated by output, per expert."""
-
-    def __init__(
-        self, names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights
-    ) -> None:
-        self._names = names
-        self.shape = shape
-        self._weights = weights
-
-    def stacked(self) -> list[Stack | None]:
-        """Return a stack of each part of the matrices; None if not stored so."""
-        return [self._weights.stacked(names) for names in zip(*self._names, strict=True)]
-
-    def __getitem__(self, expert: Any) -> "_Matrix":
-        return _Matrix(self._names[int(expert)], self._weights)
-
-
-class _Matrix:
-    """Matrix with its rows stored in several tensors; supports only `linear` and `matmul`."""
-
-    def __init__(self, names: list[str], weights: LayerWeights) -> None:
-        self._names = names
-        self._weights = weights
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
-    ) -> Tensor:
-        x, matrix, *bias = args
-        is_product = function in (F.linear, Tensor.matmul) and bias in ([], [None])
-        assert is_product, "experts compute products without bias"
-        return torch.cat([matrix._weights.linear(x, name) for name in matrix._names], dim=-1)
-
-
-@dataclass(frozen=True)
-class Touched:
-    """Experts of a layer, or this rank's part, loaded on demand.
-
-    owned    indices of the experts
-    name     module name within the layer
-    names    expert modules of each parameter that is stored per expert
-    predict  predicts the experts (n_rows, n_used) of the next layer from this layer's inputs
-    """
-
-    experts: LayerExperts
-    owned: range
-    name: str
-    names: dict[str, list[list[str]]]
-    predict: Callable[[Tensor], Tensor | None]
-
-    def mix(self, module: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-        """Compute the mixture, experts on the device first. Synchronizes on the router's choice.
-
-        chosen, scores  (n_rows, n_used)
-        Outputs are added in expert order, so sums do not depend on the loading order.
-        """
-        predicted = self.predict(hidden)
-        n_used = chosen.shape[1]
-        has_host = self.experts.has_host
-        choices = [chosen] if predicted is None else [chosen, predicted]
-        on_host = ops.to_host([*choices, *([hidden.contiguous()] if has_host else [])])
-        n_experts = module.num_experts
-        counts = [
-            choice.flatten().bincount(minlength=n_experts) for choice in on_host[: len(choices)]
-        ]
-        part = slice(self.owned.start, self.owned.stop)
-        start = sum(counts[0][: self.owned.start].tolist())
-        self.experts.expect([] if predicted is None else _ranked(counts[1][part]))
-        n_rows = counts[0][part].tolist()
-        ends = (start + counts[0][part].cumsum(0)).tolist()
-
-        def places(expert: int, order: Tensor) -> Tensor:
-            return order[ends[expert] - n_rows[expert] : ends[expert]]
-
-        order = chosen.flatten().argsort(stable=True)
-        order_on_host = on_host[0].flatten().argsort(stable=True)
-        outputs = dict[int, tuple[Tensor, Tensor]]()
-
-        def host_rows(expert: int) -> Tensor:
-            return on_host[-1][places(expert, order_on_host) // n_used]
-
-        work = HostWork(partial(self._expert, module), host_rows) if has_host else None
-        wanted = {expert: n for expert, n in enumerate(n_rows) if n}
-        for expert, came in self.experts.arrive(wanted, work):
-            at = places(expert, order)
-            rows = at // n_used
-            out = (
-                came
-                if isinstance(came, Tensor)
-                else self._expert(module, hidden[rows], expert, came)
-            )
-            out = module.post_expert_norm(out) if module.has_post_expert_norm else out
-            outputs[expert] = rows, (out * scores.flatten()[at, None]).to(hidden.dtype)
-        mixed = torch.zeros_like(hidden)
-        for expert in sorted(outputs):
-            mixed.index_add_(0, *outputs[expert])
-        return mixed
-
-    def _expert(self, module: Any, x: Tensor, expert: int, weights: LayerWeights) -> Tensor:
-        """Compute an expert without a norm after it, by the attributes of transformers' experts."""
-        up = self._product(
-            module, x, expert, weights, "gate_up_proj" if module.has_gate else "up_proj"
-        )
-        inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
-        return self._product(module, inner, expert, weights, "down_proj")
-
-    def _product(
-        self, module: Any, x: Tensor, expert: int, weights: LayerWeights, key: str
-    ) -> Tensor:
-        name = f"{self.name}.{key}"
-        if name in self.names:
-            out = torch.cat(
-                [weights.linear(x, module_name) for module_name in self.names[name][expert]], dim=-1
-            )
-        else:
-            matrix = weights.tensor(f"{name}.{expert}")
-            out = linear(x, matrix.T if module.is_transposed else matrix)
-        return out + weights.tensor(f"{name}_bias.{expert}") if module.has_bias else out
-
-
-def _ranked(counts: Tensor) -> list[int]:
-    """Return the indices with nonzero counts, most frequent first."""
-    ranked: list[int] = counts.argsort(descending=True, stable=True)[
-        : int((counts > 0).sum())
-    ].tolist()
-    return ranked

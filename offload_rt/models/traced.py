@@ -1,6 +1,6 @@
 """A transformers model without weights, traced on shapes and then called layer by layer.
 
-Its layers are replaced by `_Place` modules. A forward of the model then collects the arguments of
+Its layers are replaced by `Place` modules. A forward of the model then collects the arguments of
 each layer, or maps final hidden states to logits.
 """
 
@@ -18,57 +18,33 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import (
-    KVShape,
     LayerExperts,
     LayerWeights,
     PassContext,
-    StateShape,
     TensorShape,
 )
+from offload_rt.models.custom_attention import ALIBI, replace_attention
 from offload_rt.models.stand_ins import (
+    MASKED,
     NAME,
-    OTHER_STATE,
-    TRACED,
     PassCache,
     Table,
-    Touched,
     delta_net,
-    experts_of,
     register,
 )
+from offload_rt.models.trace import Call, Place, Trace, find_mixtures, make_model
+from offload_rt.models.traced_experts import Touched, choose_llama4_experts, experts_of
 
-OWN_CODE = "use custom attention code"
 # Number of rows for tracing: differs from every model size, so row dimensions are recognizable.
 _N_ROWS = 7
 
 
-# Positional and keyword arguments of a layer besides the hidden states.
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 # Per layer: expert modules of each parameter with experts, without the layer's prefix.
 ExpertNames = Mapping[str, list[list[str]]]
 # Per layer: stored parts of each tensor that the checkpoint splits along the first dimension.
 SplitTensors = Mapping[str, Sequence[TensorShape]]
 # Maps layer index, input hidden states and arguments to output hidden states.
 _Visit = Callable[[int, Tensor, Call], Tensor]
-
-
-class _Place(nn.Module):
-    """Replacement of a layer that forwards attribute access to it."""
-
-    def __init__(self, model: "TracedModel", i: int) -> None:
-        super().__init__()
-        self.__dict__["_of"] = (model, i)
-
-    def __getattr__(self, name: str) -> Any:
-        model, i = self.__dict__["_of"]
-        return getattr(model.layers[i], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Pass hidden states and arguments to the model's current `visit` function."""
-        model, i = self.__dict__["_of"]
-        hidden = args[0] if args else kwargs.pop("hidden_states")
-        out = model.visit(i, hidden, (args[1:], kwargs))
-        return (out, None, None) if model.gives_tuples else out
 
 
 class _Tensor(NamedTuple):
@@ -89,77 +65,6 @@ def _all_there(weights: LayerWeights) -> LayerExperts:
     return LayerExperts(
         lambda n_rows, _: ((expert, weights) for expert in n_rows), lambda: None, lambda _: None
     )
-
-
-class LayerMixture(NamedTuple):
-    """Experts of a layer.
-
-    name        module name, without the layer's prefix
-    parameters  shapes of tensors with a row per expert, by name within the layer
-    n_used      experts per row
-    router      module that selects experts by output number `place`; None if not identifiable
-    """
-
-    module: nn.Module
-    name: str
-    parameters: dict[str, tuple[int, ...]]
-    n_used: int
-    router: nn.Module | None
-    place: int
-
-    @property
-    def n_experts(self) -> int:
-        """Number of experts."""
-        return next(iter(self.parameters.values()))[0]
-
-
-class _Trace:
-    """Recorder of a traced model's layers; implements `PassContext` for them."""
-
-    row_inputs = ()
-
-    def __init__(self, model: "TracedModel") -> None:
-        self._model = model
-        self.shapes: dict[int, KVShape] = {}
-        self.state_shapes: list[StateShape] = []
-        self.n_layers = 0
-        self._n_calls = 0
-        self.first = torch.empty(0)
-        self._hidden = self.first
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any
-    ) -> Tensor:
-        """Record the shapes of keys and values; see `PassContext.attend`."""
-        self._n_calls += 1
-        if k is not None and v is not None:
-            self.shapes[layer] = KVShape(k.shape[1], k.shape[2], v.shape[2])
-        return q.new_empty(*q.shape[:2], self.shapes[layer].v_dim)
-
-    def recur(self, layer: int, shape: StateShape, x: Tensor, *rows: Tensor) -> Tensor:
-        """Record the shape of the state; see `StateContext.recur`."""
-        self._n_calls += 1
-        self.state_shapes.append(shape)
-        return x.new_empty(len(x), shape.n_v_heads, shape.v_dim)
-
-    def visit(self, i: int, hidden: Tensor, call: Call) -> Tensor:
-        """Run a layer. Raises UnsupportedModelError if layers cannot run separately in order."""
-        if i != self.n_layers or (i > 0 and hidden is not self._hidden):
-            raise UnsupportedModelError(
-                "it computes between its layers, or calls them out of order"
-            )
-        self.first = hidden if i == 0 else self.first
-        n_before = self._n_calls
-        self._hidden = hidden
-        try:
-            self._hidden = self._model.run_layer(i, hidden, call, self)
-        except (NotImplementedError, RuntimeError):  # some mixtures read values, after attention
-            if self._n_calls == n_before:
-                raise
-        if self._n_calls == n_before:
-            raise UnsupportedModelError(f"its layers {OWN_CODE}, or {OTHER_STATE}")
-        self.n_layers += 1
-        return self._hidden
 
 
 class TracedModel:
@@ -183,14 +88,15 @@ class TracedModel:
         with torch.device("meta"):
             is_whole = isinstance(config, kind.config_class or PreTrainedConfig)
             made_from = config if is_whole else config.get_text_config(decoder=True)
-            make: Any = kind._from_config  # untyped in transformers
-            model: Any = make(made_from, attn_implementation=TRACED)
-        self.model = model.eval()
-        self.decoder: Any = self.model.get_decoder()
+            model: Any = make_model(kind, made_from)  # `eval` is untyped
+        self.model: Any = model.eval()
+        decoder = self.model.get_decoder()
+        # Some models call their output matrix `decoder`.
+        has_layers = isinstance(decoder, PreTrainedModel)
+        self.decoder: Any = decoder if has_layers else self.model.base_model
         for item in (self.model, self.decoder):
             item.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read tokens
-        if "position_ids" not in inspect.signature(self.decoder.forward).parameters:
-            raise UnsupportedModelError("its model has no position_ids argument")
+        self._has_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
         self.text = self.model.config.get_text_config(decoder=True)
         self.state = {name: tuple(item.shape) for name, item in self.model.state_dict().items()}
         self.buffer_names = dict(self.model.named_buffers()).keys()
@@ -208,13 +114,22 @@ class TracedModel:
         self.prefix = f"{names[id(places)]}."
         self.layers = list(places)
         self._cache = PassCache()
-        self.gives_tuples = False
+        self.n_outputs = 0  # of a layer; 0: a tensor
+        self.has_custom_attention = False
         for i, layer in enumerate(self.layers):
             for module in layer.modules():
                 module.__dict__["pass_cache"] = self._cache
                 if type(module).__name__.endswith("GatedDeltaNet"):
                     module.forward = partial(delta_net, module)
-            places[i] = _Place(self, i)
+                elif type(module).__name__ == "Llama4TextMoe":
+                    choose_llama4_experts(module)
+                self.has_custom_attention |= replace_attention(module)
+            places[i] = Place(self, i)
+        has_bias = self.has_custom_attention and not ALIBI.isdisjoint(
+            inspect.signature(self.layers[0].forward).parameters
+        )
+        if not (self._has_positions or has_bias):
+            raise UnsupportedModelError("its model has no position_ids argument")
         self._bind(self._trace(), names, tied)
 
     def _computed_buffers(self) -> list[tuple[dict[str, Any], str, Tensor]]:
@@ -256,12 +171,12 @@ class TracedModel:
         modules = (module for layer in self.layers for module in layer.modules())
         hooks += [module.register_forward_hook(note, with_kwargs=True) for module in modules]
         config = self.model.config
-        trace = _Trace(self)
+        trace = Trace(self)
         config._experts_implementation = NAME
         rows = torch.zeros(_N_ROWS, dtype=torch.int64, device="meta")
         self._move_to(rows.device)
         self.vocab_size: int = self._forward(self.model, trace.visit, rows, rows).logits.shape[-1]
-        config._attn_implementation = NAME
+        config._attn_implementation = MASKED if self.has_custom_attention else NAME
         if trace.n_layers != len(self.layers):
             raise UnsupportedModelError("its layers are not called in order")
         self.kv_shapes = tuple(trace.shapes[i] for i in range(len(trace.shapes)))
@@ -273,39 +188,9 @@ class TracedModel:
         self.hidden_shape = (*shape[: self._row_dim], *shape[self._row_dim + 1 :])
         for hook in hooks:
             hook.remove()
-        self.mixtures = self._mixtures(outputs)
-        return list(called)
-
-    def _mixtures(
-        self, outputs: list[tuple[nn.Module, tuple[Any, ...]]]
-    ) -> dict[int, LayerMixture]:
-        """Describe the experts of layers; routers are modules whose outputs the experts receive."""
-        mixtures: dict[int, LayerMixture] = {}
-        parts = [(module, n, part) for module, out in outputs for n, part in enumerate(out)]
-        for i, ((module, given), *later) in self._cache.chosen.items():
-            if (
-                later
-                or len(given) != 3
-                or len(given[0].shape) != 2
-                or given[1].shape != given[2].shape
-            ):
-                return {}
-            chosen = given[1]
-            name = next(name for name, inner in self.layers[i].named_modules() if inner is module)
-            parameters = module.named_parameters(recurse=False)
-            shapes = {f"{name}.{key}": tuple(tensor.shape) for key, tensor in parameters}
-            n = module.num_experts
-            if not shapes or any(len(shape) < 2 or shape[0] != n for shape in shapes.values()):
-                return {}
-            routers = ((source, n) for source, n, part in parts if part is chosen)
-            router, place = next(routers, (None, 0))
-            mixtures[i] = LayerMixture(module, name, shapes, chosen.shape[1], router, place)
-        kinds = {
-            (mixture.n_experts, mixture.n_used, *mixture.parameters.values())
-            for mixture in mixtures.values()
-        }
+        self.mixtures = find_mixtures(self.layers, self._cache.chosen, outputs)
         self._cache.chosen.clear()
-        return mixtures if len(kinds) == 1 else {}
+        return list(called)
 
     def _bind(self, called: list[nn.Module], names: dict[int, str], tied: dict[int, str]) -> None:
         """Redirect linear modules and embeddings to the weights; list further tensors per layer.
@@ -409,8 +294,8 @@ class TracedModel:
         """Run the module of layer i on hidden states in the model's own shape."""
         self._cache.enter(i, context)
         out = self.layers[i](hidden, *call[0], **call[1])
-        self.gives_tuples = isinstance(out, tuple)
-        hidden_out: Tensor = out[0] if self.gives_tuples else out
+        self.n_outputs = len(out) if isinstance(out, tuple | list) else 0
+        hidden_out: Tensor = out[0] if self.n_outputs else out
         return hidden_out
 
     def _move_to(self, device: torch.device) -> None:
@@ -479,9 +364,9 @@ class TracedModel:
     def _forward(self, module: nn.Module, visit: _Visit, ids: Tensor, positions: Tensor) -> Any:
         """Run the model or its decoder on tokens (n,), calling `visit` in place of each layer."""
         self.visit = visit
-        return module(
-            ids[None], position_ids=positions[None], past_key_values=self._cache, use_cache=True
-        )
+        self.positions = positions[None]
+        more = {"position_ids": self.positions} if self._has_positions else {}
+        return module(ids[None], past_key_values=self._cache, use_cache=True, **more)
 
     def _to_rows(self, hidden: Tensor) -> Tensor:
         """Reshape hidden states from the model's shape to (n, width)."""

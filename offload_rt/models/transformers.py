@@ -26,9 +26,12 @@ from offload_rt.models.architecture import (
 )
 from offload_rt.models.stand_ins import OTHER_STATE, TRACED
 from offload_rt.models.tensor_names import TensorNames
-from offload_rt.models.traced import OWN_CODE, Call, ExpertNames, SplitTensors, TracedModel
+from offload_rt.models.trace import OWN_CODE, Call
+from offload_rt.models.traced import ExpertNames, SplitTensors, TracedModel
 from offload_rt.ops.delta_rule import BLOCK_ROWS
 
+# Model types of checkpoints that transformers reads as another type, by their authors' advice.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
 # Supported layer types: causal attention, full or within a window.
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
@@ -36,6 +39,7 @@ _KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention
 def parse_architecture(raw: dict[str, Any]) -> "TransformersModel":
     """Build the architecture of a config.json from transformers. Raises UnsupportedModelError."""
     kind = raw.get("model_type")
+    kind = _SAME_AS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         change = "remote code is not run; use a model type that transformers implements"
         raise UnsupportedModelError(
@@ -44,6 +48,7 @@ def parse_architecture(raw: dict[str, Any]) -> "TransformersModel":
     try:
         made = CONFIG_MAPPING[kind]
         known = {key: value for key, value in raw.items() if key != "auto_map"}
+        known["model_type"] = kind
         config = made.from_dict(made._decode_special_floats(known))
     except Exception as error:  # transformers' strict configs raise a dozen unrelated classes
         raise UnsupportedModelError(f"config.json is not understood: {_said(error)}") from error
@@ -83,6 +88,7 @@ def _refuse_other_state(config: PreTrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     # Value heads identify gated delta nets; other kinds decay per channel (Kimi Linear).
     known = _KINDS | {"linear_attention"} if hasattr(text, "linear_num_value_heads") else _KINDS
+    known = known | {"indexed_attention"} if hasattr(text, "index_topk") else known
     for name in ("layer_types", "layers_block_type"):
         unknown = sorted(set(getattr(text, name, None) or ()) - known)
         if unknown:
@@ -108,9 +114,9 @@ def _class_of(kind: str, named: object) -> type[PreTrainedModel]:
 
 def _max_positions(text: PreTrainedConfig, windows: set[int | None]) -> int:
     """Return the number of positions without truncated attention or length-dependent RoPE."""
-    limits = [
-        getattr(text, name, None) for name in ("max_position_embeddings", "attention_chunk_size")
-    ]
+    # Sparse attention selects all keys up to index_topk.
+    names = ("max_position_embeddings", "attention_chunk_size", "index_topk")
+    limits = [getattr(text, name, None) for name in names]
     if windows == {None} and not getattr(text, "layer_types", None):
         # used by caches if masks have no window
         limits.append(getattr(text, "sliding_window", None))

@@ -4,7 +4,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from math import ceil
 
@@ -188,14 +188,14 @@ class ExpertCache(ABC):
         self, host: HostExperts, first: int, n_rows: Mapping[int, int], work: HostWork
     ) -> list[int]:
         """Select missing blocks for the host; still prefetch the most used if worth a slot."""
-        if host.times is None:
-            host.measure(first, self.mixture.n_experts, work.rows(next(iter(n_rows)))[:1], work)
         coming, n_before = self._in_transfer()
         missing = {
             block: n_rows[block - first]
-            for block in self._wanted
+            for block in self._on_host()
             if block in coming or block not in self._slot_of
         }
+        if host.times is None and (blocks := self._timed(first, missing)):
+            host.measure(first, blocks, work.rows(next(iter(n_rows)))[:1], work)
         host_blocks = host.select(missing, self._use, coming, n_before)
         self._wanted.difference_update(host_blocks)
         self.n_fetched += len(host_blocks)
@@ -204,6 +204,14 @@ class ExpertCache(ABC):
         if top is not None and self._use[top] > self._least_use():
             self._ahead.append(top)
         return host_blocks
+
+    def _on_host(self) -> Iterable[int]:
+        """Return the wanted blocks in host memory; all without a disk."""
+        return self._wanted
+
+    def _timed(self, first: int, missing: Collection[int]) -> Sequence[int]:
+        """Return blocks of a layer in host memory, to time the host."""
+        return range(first, first + self.mixture.n_experts)
 
     def _least_use(self) -> float:
         """Return the usage of the block evicted next."""
@@ -385,14 +393,18 @@ class CardExperts(ExpertCache):
 
     @cached_property
     def copy_s(self) -> float:
-        """Seconds to copy an expert, if all experts are on the host."""
+        """Seconds to copy an expert from the host."""
         times = []
-        for source in map(self._source, range(3)):
+        for source in self._copied_to_time():
             move = self._slots[0][: len(source)], source
             started, ended = self._device.copy([move], self._device.event())
             self._device.wait(ended)
             times.append(self._device.seconds_between(started, ended) or 0.0)
         return min(times)
+
+    def _copied_to_time(self) -> Iterable[Tensor]:
+        """Return experts to copy for `copy_s`."""
+        return map(self._source, range(3))
 
     def close(self) -> None:
         """See `ExpertCache.close`."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle, islice
 from statistics import median
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,13 +14,19 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.cost.pass_times import HostTimes
 from offload_rt.models.architecture import HostWork, LayerWeights
-from offload_rt.offload.memory import MemoryTier
 from offload_rt.system.numa import Cpus, stay_near
-from offload_rt.weights.layout import Layout
+from offload_rt.weights.layout import Layout, PackedLayer
 
 # Row counts and number of experts per timing. Each timing uses different experts, to avoid caches.
 _WIDTHS = (1, 8, 64)
 _N_TIMED = 5
+
+
+class HostBlocks(Protocol):
+    """Experts in host memory."""
+
+    def image(self, i: int) -> PackedLayer:
+        """Return block i, which is present."""
 
 
 class HostExperts:
@@ -31,11 +38,12 @@ class HostExperts:
     times   seconds per expert by row count, including row transfer; None until measured
     copy_s  seconds of copying an expert to the device
     is_on   False to copy all experts
+    release  called by the thread after the computation of a block
     """
 
     def __init__(
         self,
-        images: MemoryTier,
+        images: HostBlocks,
         view: Callable[[Layout, Tensor], LayerWeights],
         copy_s: float,
         device: torch.device,
@@ -49,6 +57,7 @@ class HostExperts:
         self.copy_s = copy_s
         self.times: HostTimes | None = None
         self.is_on = False
+        self.release: Callable[[int], None] = lambda block: None
 
         def begin() -> None:
             stay_near(cpus)
@@ -88,34 +97,47 @@ class HostExperts:
     def begin(self, first: int, blocks: Sequence[int], work: HostWork) -> "Future[list[Tensor]]":
         """Start computing blocks of a layer, counted from block `first`; see `finish`."""
         rows = [work.rows(block - first) for block in blocks]
-        return self._thread.submit(self._compute, work, first, blocks, rows)
+        return self._thread.submit(self._compute_all, work, first, blocks, rows)
 
     def finish(self, begun: "Future[list[Tensor]]") -> list[Tensor]:
         """Return the outputs on the device. Raises errors of the computation."""
         return ops.to_device(begun.result(), self._device)
 
-    @torch.inference_mode()
-    def _compute(
+    def wait(self) -> None:
+        """Wait for running work."""
+        self._thread.submit(lambda: None).result()
+
+    def _compute_all(
         self, work: HostWork, first: int, blocks: Sequence[int], rows: Sequence[Tensor]
     ) -> list[Tensor]:
-        images = map(self._images.image, blocks)
-        views = (self._view(image.layout, image.block) for image in images)
-        return [
-            work.compute(x, block - first, view)
-            for x, block, view in zip(rows, blocks, views, strict=True)
-        ]
+        """Compute blocks of a layer; release each, also after an error."""
+        outputs = []
+        waiting = list(blocks)
+        try:
+            for x, block in zip(rows, blocks, strict=True):
+                outputs.append(self._compute(work, first, block, x))
+                self.release(waiting.pop(0))
+        finally:
+            for block in waiting:
+                self.release(block)
+        return outputs
 
-    def measure(self, first: int, n_experts: int, row: Tensor, work: HostWork) -> None:
-        """Time experts of a layer on copies of a row (1, width)."""
-        numbers = cycle(range(first, first + n_experts))
-        on_link = 2 * row.nbytes / len(self._images.image(first).block)
+    @torch.inference_mode()
+    def _compute(self, work: HostWork, first: int, block: int, rows: Tensor) -> Tensor:
+        image = self._images.image(block)
+        return work.compute(rows, block - first, self._view(image.layout, image.block))
+
+    def measure(self, first: int, blocks: Sequence[int], row: Tensor, work: HostWork) -> None:
+        """Time blocks of a layer, counted from block `first`, on copies of a row (1, width)."""
+        numbers = cycle(blocks)
+        on_link = 2 * row.nbytes / len(self._images.image(blocks[0]).block)
 
         def seconds(n_rows: int) -> float:
             times = []
             rows = row.repeat(n_rows, 1)
             for number in islice(numbers, _N_TIMED):
                 started = time.perf_counter()
-                self._compute(work, first, [number], [rows])
+                self._compute(work, first, number, rows)
                 times.append(time.perf_counter() - started)
             return median(times) + n_rows * on_link * self.copy_s
 

@@ -32,7 +32,7 @@ class Mirrors:
     folders: tuple[Path, ...] = ()
 
     @classmethod
-    def of(cls, folders: str | None, layers: Sequence[BlockRecord]) -> "Mirrors":
+    def from_setting(cls, folders: str | None, layers: Sequence[BlockRecord]) -> "Mirrors":
         """Return the mirrors of a checkpoint.
 
         folders  the setting `mirror`: directories separated by commas

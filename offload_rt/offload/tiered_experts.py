@@ -1,7 +1,7 @@
 """Experts with too little host memory: a device cache backed by a host cache."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.cuda import Event
 from offload_rt.models.architecture import HostWork
 from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.expert_cache import CardExperts, MakeWeights, ThreadExperts
+from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.placement import ExpertSizes
@@ -17,6 +18,7 @@ from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.tier import Read, Tier
 from offload_rt.system.numa import Cpus, staying_near
 from offload_rt.system.trace import Trace
+from offload_rt.weights.layout import PackedLayer
 
 
 class PinnedExperts(ThreadExperts):
@@ -55,6 +57,25 @@ class PinnedExperts(ThreadExperts):
         self._device.wait(copied)
         return read()
 
+    def image(self, i: int) -> PackedLayer:
+        """Return a block that is present."""
+        layout = self.tier.layout(i)
+        return PackedLayer(self._slots[self._slot_of[i]][: layout.nbytes], layout)
+
+    def present(self) -> set[int]:
+        """Return the wanted blocks that have arrived."""
+        with self._changed:
+            return self._wanted & (self._slot_of.keys() - self._coming.keys())
+
+    def hold(self, blocks: Collection[int]) -> None:
+        """Keep wanted blocks until `release`, and do not copy them as needed blocks."""
+        with self._changed:
+            self._wanted.difference_update(blocks)
+
+    def release(self, i: int) -> None:
+        """Allow the eviction of a block."""
+        self._release(i)
+
     def free_after(self, block: int, copied: Event) -> None:
         """Free the slot of a block after its enqueued copy."""
         self._copied[self._slot_of[block]] = copied
@@ -66,7 +87,9 @@ class TieredExperts(CardExperts):
     """Device cache of experts, filled through a cache on the host.
 
     It waits for the disk only if no needed expert is on the device or being copied. The host cache
-    keeps the experts that the device missed most often, because it counts only device misses.
+    keeps the experts that the device missed most often, because it counts only device misses. The
+    host computes some experts that its cache contains at the start of a layer. Experts from the
+    disk are copied: the disk is slower than the link.
     """
 
     def __init__(
@@ -100,6 +123,22 @@ class TieredExperts(CardExperts):
         )
         return super()._request(first, n_rows, work)
 
+    def _on_host(self) -> Iterable[int]:
+        return self._host.present()
+
+    def _timed(self, first: int, missing: Collection[int]) -> Sequence[int]:
+        return sorted(missing)
+
+    def _select_for_host(
+        self, host: HostExperts, first: int, n_rows: Mapping[int, int], work: HostWork
+    ) -> list[int]:
+        blocks = super()._select_for_host(host, first, n_rows, work)
+        self._host.hold(blocks)
+        return blocks
+
+    def _copied_to_time(self) -> Iterable[Tensor]:
+        return self._host._slots[:3]
+
     def _fill(self) -> None:
         """Copy needed experts as they arrive on the host; copy likely experts present there."""
         self._needed.clear()
@@ -131,5 +170,7 @@ class TieredExperts(CardExperts):
                 self._fill()
 
     def _abandon(self) -> None:
+        if self.host is not None:
+            self.host.wait()
         self._host._abandon()
         super()._abandon()

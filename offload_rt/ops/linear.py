@@ -91,6 +91,17 @@ def linears(
     ]
 
 
+def description(x: Tensor, weight: Weight) -> bytes | None:
+    """Return the CPU library's description of a weight, for all products of rows like x.
+
+    None if the library may not multiply all of them.
+    """
+    is_plain = isinstance(weight, Tensor) and prefers_torch(x.dtype)
+    if is_plain or isinstance(weight, TinygemmMatrix) or not linear_cpu.serves(x, weight):
+        return None
+    return linear_cpu.describe(weight)
+
+
 def _uses_library(
     weight: Weight, x: Tensor, is_batch_invariant: bool
 ) -> TypeGuard[Tensor | CodedMatrix | BlockMatrix]:

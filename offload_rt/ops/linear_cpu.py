@@ -9,6 +9,7 @@ same bits.
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,11 +24,13 @@ _FIRST_BLOCKS = _FLOAT8 + 1
 _POWER_OF_TWO = len(cpu.DTYPES)  # kExponent8
 
 
-class _Matrix(ctypes.Structure):
+class _MatrixStruct(ctypes.Structure):
     """As `Matrix` in csrc/linear_cpu.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "groups", "bias", "y")),
+        *((name, ctypes.c_void_p) for name in ("x", "y")),
+        *((name, ctypes.c_int64) for name in ("n_rows", "ldx", "ldy")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "groups", "bias")),
         *(
             (name, ctypes.c_int64)
             for name in ("row_nbytes", "n_out", "n_in", "block_out", "block_in", "grid_columns")
@@ -38,6 +41,9 @@ class _Matrix(ctypes.Structure):
         ),
         *((name, ctypes.c_int32) for name in ("zero_plus", "bias_dtype")),
     )
+
+
+_MATRIX = np.dtype(_MatrixStruct)
 
 
 def serves(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> bool:
@@ -68,25 +74,70 @@ def linear(
 
     Returns per weight (n, n_out) in x's dtype.
     """
-    library = cpu.library()
-    assert library is not None
     x = x if x.stride(-1) == 1 else x.contiguous()
-    matrices = (_Matrix * len(weights))(*map(_describe, weights))
-    outputs = []
+    outputs = [torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype) for weight in weights]
+    matrices = [
+        _product(_describe(weight), x, y) for weight, y in zip(weights, outputs, strict=True)
+    ]
     for matrix, bias in zip(matrices, biases, strict=True):
-        if x.shape[1] != matrix.n_in:  # the kernel would read other memory
-            raise RuntimeError(f"x has {x.shape[1]} columns, its weight {matrix.n_in}")
         if bias is not None:
             matrix.bias = bias.data_ptr()
             matrix.bias_dtype = cpu.DTYPES[bias.dtype]
-        y = torch.empty(x.shape[0], matrix.n_out, dtype=x.dtype)
-        matrix.y = y.data_ptr()
-        outputs.append(y)
-    library.offload_rt_linear(
-        ctypes.byref(matrices), len(matrices), x.data_ptr(), x.shape[0], x.stride(0),
-        cpu.DTYPES[x.dtype], torch.get_num_threads(),
-    )  # fmt: skip
+    array = (_MatrixStruct * len(matrices))(*matrices)
+    _call(ctypes.addressof(array), len(array), x.dtype)
     return outputs
+
+
+def describe(weight: Tensor | CodedMatrix | BlockMatrix) -> bytes:
+    """Return a description for `linear_groups`, valid as long as the weight's tensors."""
+    return bytes(_describe(weight))
+
+
+def linear_groups(x: Tensor, ends: Sequence[int], weights: Sequence[Sequence[bytes]]) -> Tensor:
+    """Multiply groups of rows, each by the transposed weights of its group, in one call.
+
+    x        (n, n_in), or a single row for all groups, which then have one row each
+    ends     end of each group's rows
+    weights  per group: descriptions of its matrices; their outputs lie side by side
+    Returns (n, n_out).
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    content = bytearray().join(weight for group in weights for weight in group)
+    matrices = np.frombuffer(content, _MATRIX).reshape(len(weights), -1)
+    n_outs = matrices["n_out"][0]
+    y = torch.empty(ends[-1], int(n_outs.sum()), dtype=x.dtype)
+    if (matrices["n_in"] != x.shape[1]).any():  # the kernel would read other memory
+        raise RuntimeError(f"x has {x.shape[1]} columns, its weights {matrices['n_in'].tolist()}")
+    stops = np.array(ends)
+    starts = stops - np.diff(stops, prepend=0)
+    x_rows = starts * (x.shape[0] > 1)
+    columns = n_outs.cumsum() - n_outs
+    matrices["x"] = (x.data_ptr() + x_rows * (x.stride(0) * x.itemsize))[:, None]
+    matrices["y"] = y.data_ptr() + (starts[:, None] * y.shape[1] + columns) * y.itemsize
+    matrices["n_rows"] = (stops - starts)[:, None]
+    matrices["ldx"] = x.stride(0)
+    matrices["ldy"] = y.shape[1]
+    _call(matrices.ctypes.data, matrices.size, x.dtype)
+    return y
+
+
+def _product(matrix: _MatrixStruct, x: Tensor, y: Tensor) -> _MatrixStruct:
+    """Add the inputs x (n, n_in) and the outputs y (n, at least n_out) to a matrix."""
+    if x.shape[1] != matrix.n_in:  # the kernel would read other memory
+        raise RuntimeError(f"x has {x.shape[1]} columns, its weight {matrix.n_in}")
+    matrix.x = x.data_ptr()
+    matrix.y = y.data_ptr()
+    matrix.n_rows = x.shape[0]
+    matrix.ldx = x.stride(0)
+    matrix.ldy = y.stride(0)
+    return matrix
+
+
+def _call(matrices: int | None, n_matrices: int, dtype: torch.dtype) -> None:
+    """Multiply matrices at an address."""
+    library = cpu.library()
+    assert library is not None
+    library.offload_rt_linear(matrices, n_matrices, cpu.DTYPES[dtype], torch.get_num_threads())
 
 
 def unpack(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None) -> Tensor:
@@ -101,16 +152,16 @@ def unpack(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None) 
     return out
 
 
-def _describe(weight: Tensor | CodedMatrix | BlockMatrix) -> _Matrix:
+def _describe(weight: Tensor | CodedMatrix | BlockMatrix) -> _MatrixStruct:
     """The library's description, which holds addresses of the weight's tensors."""
     if isinstance(weight, Tensor):
         nbytes = weight.stride(0) * weight.itemsize
-        return _Matrix(codes=weight.data_ptr(), row_nbytes=nbytes, n_out=len(weight),
+        return _MatrixStruct(codes=weight.data_ptr(), row_nbytes=nbytes, n_out=len(weight),
             n_in=weight.shape[1],
                        block_out=1, block_in=1, kind=cpu.DTYPES[weight.dtype])  # fmt: skip
     if isinstance(weight, BlockMatrix):
         kind = _FIRST_BLOCKS + list(KERNEL_BLOCKS).index(weight.type)
-        return _Matrix(codes=weight.blocks.data_ptr(), row_nbytes=weight.blocks.stride(0),
+        return _MatrixStruct(codes=weight.blocks.data_ptr(), row_nbytes=weight.blocks.stride(0),
             n_out=weight.shape[0],
                        n_in=weight.shape[1], block_out=1, block_in=1, kind=kind)  # fmt: skip
     packing = weight.packing
@@ -120,7 +171,7 @@ def _describe(weight: Tensor | CodedMatrix | BlockMatrix) -> _Matrix:
     is_float8 = codes.dtype == torch.float8_e4m3fn
     block_out, block_in = packing.block[::-1] if weight.is_transposed else packing.block
     is_power = scales.dtype in POWERS_OF_TWO
-    matrix = _Matrix(
+    matrix = _MatrixStruct(
         codes=codes.data_ptr(), row_nbytes=codes.stride(0) * codes.itemsize,
         scales=scales.data_ptr(),
         n_out=weight.shape[0], n_in=weight.shape[1], block_out=block_out, block_in=block_in,

@@ -126,10 +126,10 @@ def partial_attention(
     is_flash = (
         q.device.type == "cpu" and softcap is None and head_dim == v.shape[-1] and k.shape[1] > 0
     )
-    most = max(MAX_SCORES // max(k.shape[1] * (1 if is_flash else heads), 1), 1)
-    if n > most:
-        masks = repeat(None) if visible is None else torch.split(visible, most)
-        pairs = zip(torch.split(q, most), masks, strict=False)
+    max_rows = max(MAX_SCORES // max(k.shape[1] * (1 if is_flash else heads), 1), 1)
+    if n > max_rows:
+        masks = repeat(None) if visible is None else torch.split(visible, max_rows)
+        pairs = zip(torch.split(q, max_rows), masks, strict=False)
         parts = [partial_attention(rows, k, v, mask, scale, softcap) for rows, mask in pairs]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     if is_flash:

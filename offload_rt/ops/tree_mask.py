@@ -90,7 +90,7 @@ class TreeMask:
         """Return bits, depths, key depths and extent."""
         return self.bits, self.depths, self.key_depths, self.extent
 
-    def of(self, tensors: Iterable[Tensor]) -> "TreeMask":
+    def with_tensors(self, tensors: Iterable[Tensor]) -> "TreeMask":
         """Return this mask with replaced `tensors`, such as device copies."""
         bits, depths, key_depths, extent = tensors
         return replace(self, bits=bits, depths=depths, key_depths=key_depths, extent=extent)

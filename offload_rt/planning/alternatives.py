@@ -26,7 +26,7 @@ from offload_rt.planning.forecast import (
 from offload_rt.planning.sizes import copies, formats, is_plain
 
 if TYPE_CHECKING:
-    from offload_rt.planning.drafters import Choice
+    from offload_rt.planning.drafters import RankedDrafter
 
 # Published tokens per second of other programs, by model.
 PUBLISHED_RATES = {
@@ -78,7 +78,7 @@ class Alternatives:
     experts: Mapping[str, Forecast | None]
     sweep: Sweep | None
     places: Mapping[str, Forecast]
-    drafters: "tuple[Choice, ...]" = ()
+    drafters: "tuple[RankedDrafter, ...]" = ()
 
 
 def expert_ways(forecast: Forecast) -> dict[str, Forecast | None]:

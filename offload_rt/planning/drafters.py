@@ -33,7 +33,7 @@ _N_HALVINGS = 20
 
 
 @dataclass(frozen=True)
-class Choice:
+class RankedDrafter:
     """A drafter for a target.
 
     name      checkpoint of the drafter; empty if it needs none
@@ -144,7 +144,9 @@ def published(target: str) -> list[PublishedDrafter]:
     ]
 
 
-def compare(request: PlanRequest, machine: Machine, temperature: float) -> tuple[Choice, ...]:
+def compare(
+    request: PlanRequest, machine: Machine, temperature: float
+) -> tuple[RankedDrafter, ...]:
     """Predict all drafters of the request's target, fastest first; those without forecast last.
 
     Without a draft model of the request, the draft model is a published or smaller related model.
@@ -152,8 +154,8 @@ def compare(request: PlanRequest, machine: Machine, temperature: float) -> tuple
     plain = without_draft(request)
     target, draft = request.models
     choices = [
-        Choice("none", "", 0, predict_if_it_fits(plain, machine), "plain decoding"),
-        Choice("recycle", "", 0, None, f"{_TEXT}; {_NO_FIGURE}"),
+        RankedDrafter("none", "", 0, predict_if_it_fits(plain, machine), "plain decoding"),
+        RankedDrafter("recycle", "", 0, None, f"{_TEXT}; {_NO_FIGURE}"),
         _self_drafting(plain, machine, temperature),
     ]
     for entry in published(request.config.model):
@@ -162,7 +164,7 @@ def compare(request: PlanRequest, machine: Machine, temperature: float) -> tuple
         nbytes = 0 if sizes is None else sizes.nbytes
         reason = _NO_FIGURE if acceptance is None else f"{acceptance.source}; {_NO_SHAPE}"
         if acceptance is None or sizes is None:
-            choices.append(Choice(entry.drafter, entry.name, nbytes, None, reason))
+            choices.append(RankedDrafter(entry.drafter, entry.name, nbytes, None, reason))
             continue
         names = (entry.drafter, entry.name)
         depth = None
@@ -186,7 +188,7 @@ def _choice(
     sizes: Sizes,
     acceptance: Assumed,
     depth: int | None = None,
-) -> Choice:
+) -> RankedDrafter:
     """Predict a drafter.
 
     names  the drafter, and its checkpoint
@@ -199,19 +201,19 @@ def _choice(
     request = replace(plain, config=config, models=models, acceptance=acceptance, most_levels=depth)
     forecast = predict_if_it_fits(request, machine)
     source = acceptance.source if forecast else f"does not fit; {acceptance.source}"
-    return Choice(drafter, name, sizes.nbytes, forecast, source)
+    return RankedDrafter(drafter, name, sizes.nbytes, forecast, source)
 
 
-def _self_drafting(plain: PlanRequest, machine: Machine, temperature: float) -> Choice:
+def _self_drafting(plain: PlanRequest, machine: Machine, temperature: float) -> RankedDrafter:
     target = plain.models[0]
     if not target.spec.supports_self_draft or not is_plain(target):
         reason = "needs unquantised weights of a native family"
-        return Choice(SELF, "", 0, None, reason)
+        return RankedDrafter(SELF, "", 0, None, reason)
     names = (known_name(plain.config.model) or plain.config.model.lower(), SELF)
     acceptance = assume("auto", ("", ""), names, temperature)
     return _choice(plain, machine, (SELF, ""), copies(target, machine.budget.has_card), acceptance)
 
 
-def _seconds(choice: Choice) -> float:
+def _seconds(choice: RankedDrafter) -> float:
     assert choice.forecast is not None, "filtered"
     return choice.forecast.run.seconds_per_token

@@ -37,6 +37,7 @@ from offload_rt.planning.ranks import ALONE, Parallelism
 from offload_rt.planning.sizes import decoded_nbytes, is_plain
 from offload_rt.speculate.select import pick_drafter
 from offload_rt.tree.topology import Topology
+from offload_rt.weights.formats import Matrix
 
 # Seconds of a GPU pass outside layers and head: embedding, sampling, verification (assumed).
 _FIXED_S = 0.01
@@ -45,7 +46,7 @@ _FIXED_S = 0.01
 # including products and sorting that a GPU computes itself.
 LEVEL_S = 5e-4
 # GB/s of weights written by decoding encoded or quantised weights (assumed). GPU memory is several
-# times as fast. A CPU thread decodes int4 at 1.4 to 2.2, and lossless layers at 2.8 to 5.4.
+# times as fast. A CPU thread decodes lossless layers at 2.8 to 5.4.
 DECODE_GBPS = 300.0
 CPU_DECODE_GBPS = 3.0
 # GB/s at which a CPU computes experts from its memory (assumed): two channels of DDR5-5600 have
@@ -70,9 +71,10 @@ class Machine:
 
     budget       usable bytes
     links        ("disk", GB/s) and ("host", GB/s)
-    roof         compute and memory rates by dtype
+    roof         compute and memory rates by dtype, and with a matrix by its measured products
     level_s      see `PairTimes`
     decode_gbps  GB/s of decoded weights
+    times_codes  whether `roof` measures products of quantised matrices, which then need no decoding
     ram_gbps     GB/s at which a GPU machine's CPU computes experts; 0: the GPU computes all
     ranks        division of the model; all figures are for a single rank
     sources      origin of the figures, a sentence each
@@ -81,10 +83,11 @@ class Machine:
     title: str
     budget: MemoryBudget
     links: tuple[tuple[str, float], ...]
-    roof: Callable[[DType], Roof]
+    roof: Callable[[DType, Matrix | None], Roof]
     fixed_s: float = 0.0
     level_s: float = 0.0
     decode_gbps: float = DECODE_GBPS
+    times_codes: bool = False
     ram_gbps: float = RAM_GBPS
     ranks: Parallelism = ALONE
     sources: tuple[str, ...] = ()
@@ -108,7 +111,7 @@ class Machine:
             title=card.title,
             budget=MemoryBudget(device, less_margin(ram), LIBRARIES, has_card=True),
             links=(("disk", disk_gbps), ("host", link_gbps or card.link.gbps)),
-            roof=lambda _: Roof.of(card),
+            roof=lambda *_: Roof.from_card(card),
             fixed_s=_FIXED_S,
             level_s=LEVEL_S,
             sources=(
@@ -128,8 +131,9 @@ class Machine:
         if draft is not None:
             is_rounded = draft.stand_in or draft.rounding != "none"
             share = draft_nbytes(draft, plan) / decoded_nbytes(draft) if is_rounded else 1.0
+            coded = 1 - plan.tiers.count("device") / len(plan.tiers) if draft.stand_in else 1.0
             ranks = self.ranks if draft.stand_in or self.ranks.split_draft else ALONE
-            draft_times = self._times(draft, True, ranks, share)
+            draft_times = self._times(draft, True, ranks, share, coded=coded)
         return PairTimes(target_times, draft_times, self.level_s, n_at_once(draft))
 
     def with_host_experts(self, moved: PassBytes) -> PassBytes:
@@ -148,20 +152,27 @@ class Machine:
         ranks: Parallelism,
         share: float = 1.0,
         decode_s: float = 0.0,
+        coded: float = 1.0,
     ) -> ComputeTimes:
         """Return the compute times of a rank's shard.
 
-        Quantised layers are decoded while they are read, see `Roof.product_s`; lossless layers
-        need `decode_s` more. Products with int4 copies need no decoding.
+        share     see `Roof.product_s`, unless products of the quantised matrices are measured
+        decode_s  seconds of decoding lossless layers
+        coded     share of the layers with quantised matrices, if any
         """
         spec = ranks.with_part_of_head(sizes.spec)
         itemsize = sizes.dtype.itemsize
-        is_quantised = not (sizes.stand_in or sizes.rounding == "int4" or is_plain(sizes))
-        return self.roof(sizes.dtype).compute_times(
+        plain = layers = self.roof(sizes.dtype, None)
+        if sizes.matrix is not None and self.times_codes:
+            layers = plain.mixed(self.roof(sizes.dtype, sizes.matrix), coded)
+            share = 1.0
+        elif sizes.matrix is not None and not sizes.stand_in and sizes.rounding != "int4":
+            # Products with int4 copies need no decoding.
+            layers = replace(plain, decode_s=transfer_s(itemsize, self.decode_gbps))
+        return plain.compute_times(
             spec, sizes.dtype, is_replayed and spec.supports_graphs, share,
-            transfer_s(is_quantised * itemsize, self.decode_gbps),
             lambda n_rows: decode_s + ranks.exchange_s(sizes.spec, itemsize, n_rows),
-            sizes.head_share,
+            sizes.head_share, layers,
         )  # fmt: skip
 
     def of_rank(self, ranks: Parallelism) -> "Machine":
@@ -259,7 +270,8 @@ class Forecast:
         alone = None
         if self.request.models[1] is not None:
             alone = predict_if_it_fits(without_draft(self.request), self.machine)
-        return min(self.single, alone.single if alone else self.single, key=lambda one: one.pass_s)
+        candidates = [self.single, *([alone.single] if alone else [])]
+        return min(candidates, key=lambda decoding: decoding.pass_s)
 
     @property
     def verdict(self) -> str:
@@ -295,7 +307,7 @@ class Forecast:
             return None
         head = draft.spec.vocab_size * draft.spec.hidden_size * draft.dtype.itemsize
         nbytes = draft_nbytes(draft, self.memory_plan.plan) + int(draft.head_share * head)
-        roof = self.machine.roof(draft.dtype)
+        roof = self.machine.roof(draft.dtype, None)
         seconds = self.draft_s / (self.topology.n_levels - 1)
         ratio = seconds / roof.seconds(0.0, nbytes)
         return DraftLevel(seconds, nbytes, roof.bandwidth / 1e9, ratio)

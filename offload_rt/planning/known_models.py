@@ -15,11 +15,17 @@ KNOWN: dict[str, dict[str, Any]] = json.loads(
 # Publishers of the models on the hub. Other repositories may contain changed shapes.
 _PUBLISHERS = {
     "meta-llama", "qwen", "google", "mistralai", "microsoft", "openai", "zai-org", "thudm",
-    "deepseek-ai", "tinyllama", "princeton-nlp", "jackfram", "lmsys",
+    "deepseek-ai", "moonshotai", "tinyllama", "princeton-nlp", "jackfram", "lmsys",
 }  # fmt: skip
 # Parts of hub ids that do not change the shape.
 _VARIANT = re.compile(r"-(instruct|chat|hf|it|pt|base|0414|v[01]\.\d)(?=-|$)")
-_RENAMED = {"mistralsmall24b2501": "mistral-small-3", "mistralsmall3.124b2503": "mistral-small-3.1"}
+_RENAMED = {
+    "mistralsmall24b2501": "mistral-small-3",
+    "mistralsmall3.124b2503": "mistral-small-3.1",
+    "deepseekr1": "deepseek-v3",
+    "llama4scout17b16e": "llama4-scout",
+    "llama4maverick17b128e": "llama4-maverick",
+}
 _BY_PLAIN_NAME = {name.replace("-", ""): name for name in KNOWN} | _RENAMED
 
 

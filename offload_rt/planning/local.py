@@ -1,5 +1,6 @@
 """Description of this machine by measurements."""
 
+import math
 import time
 from dataclasses import replace
 from functools import cache
@@ -14,19 +15,24 @@ from offload_rt.engine.device import memory_budget, pick_device
 from offload_rt.engine.memory_plan import less_margin
 from offload_rt.errors import CapacityError
 from offload_rt.offload.placement import MemoryBudget
+from offload_rt.ops.dequantize import Weight
 from offload_rt.ops.linear import linear
 from offload_rt.planning.forecast import CPU_DECODE_GBPS, DECODE_GBPS, LEVEL_S, Machine
+from offload_rt.weights.formats import Matrix
+from offload_rt.weights.layout import host_block, packed_layout
 
 # Columns of the timed matrix, row counts, and seconds after which larger row counts are skipped.
 _N_COLUMNS = 4096
 _WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _PATIENCE_S = 0.5
+# Bytes of timed quantised matrices. As a scale in any dtype they are a normal number.
+_CODE = 0x3C
 
 
 def this_machine(
     config: EngineConfig, disk_gbps: float, disk_source: str, ram: str | None = None
 ) -> Machine:
-    """Describe this machine; products of a random matrix are timed per dtype, when needed.
+    """Describe this machine; products are timed per dtype and quantised matrix, when needed.
 
     disk_source  origin of the disk's rate, in words
     ram          memory instead of this machine's: of the host, on a CPU of the whole run
@@ -34,7 +40,7 @@ def this_machine(
     """
     device = pick_device(config.device)
     host_gbps = profile.upload_gbps(device) if device.type == "cuda" else 1.0
-    roof = cache(lambda dtype: measure_roof(dtype, device))
+    roof = cache(lambda dtype, matrix: measure_roof(dtype, device, matrix))
     return Machine(
         title=f"this machine, {device.type}",
         budget=_budget(config, device, ram),
@@ -42,7 +48,8 @@ def this_machine(
         roof=roof,
         level_s=LEVEL_S if device.type == "cuda" else 0.0,
         decode_gbps=DECODE_GBPS if device.type == "cuda" else CPU_DECODE_GBPS,
-        sources=("compute: timed products of a random matrix", disk_source),
+        times_codes=device.type == "cpu",
+        sources=("compute: timed products", disk_source),
     )
 
 
@@ -61,20 +68,19 @@ def _budget(config: EngineConfig, device: torch.device, ram: str | None) -> Memo
 
 
 @torch.inference_mode()
-def measure_roof(dtype: DType, device: torch.device) -> Roof:
-    """Measure products of a matrix with increasing rows, for a second or two."""
-    torch_dtype = dtype.torch
-    shape = profile.beyond_caches(device) // dtype.itemsize // _N_COLUMNS, _N_COLUMNS
-    # Repeat a single row: generating a random matrix is slower than all products.
-    matrix = torch.randn(1, _N_COLUMNS, device=device).to(torch_dtype).expand(shape).contiguous()
+def measure_roof(dtype: DType, device: torch.device, matrix: Matrix | None = None) -> Roof:
+    """Measure products with increasing rows, for a second or two.
+
+    matrix  a quantised matrix; None for a plain one
+    """
+    weights = _plain_weights(dtype, device) if matrix is None else _coded_weights(matrix, dtype)
+    n_weights = sum(math.prod(weight.shape) for weight in weights)
     products: list[tuple[int, float]] = []
     started = time.perf_counter()
     for n_rows in _WIDTHS:
-        rows = torch.randn(n_rows, _N_COLUMNS, device=device).to(torch_dtype)
-        seconds = min(_timed_product(rows, matrix) for _ in range(3))
-        products.append(
-            (n_rows, max(seconds / matrix.numel(), products[-1][1] if products else 0.0))
-        )
+        rows = torch.randn(n_rows, weights[0].shape[1], device=device).to(dtype.torch)
+        seconds = min(_timed_products(rows, weights) for _ in range(3))
+        products.append((n_rows, max(seconds / n_weights, products[-1][1] if products else 0.0)))
         if time.perf_counter() - started > _PATIENCE_S:
             break
     n_rows, seconds = products[-1]
@@ -82,9 +88,25 @@ def measure_roof(dtype: DType, device: torch.device) -> Roof:
     return roof.on_card() if device.type == "cuda" else roof
 
 
-def _timed_product(rows: torch.Tensor, matrix: torch.Tensor) -> float:
+def _plain_weights(dtype: DType, device: torch.device) -> list[Weight]:
+    shape = profile.beyond_caches(device) // dtype.itemsize // _N_COLUMNS, _N_COLUMNS
+    # Repeat a single row: generating a random matrix is slower than all products.
+    row = torch.randn(1, _N_COLUMNS, device=device).to(dtype.torch)
+    return [row.expand(shape).contiguous()]
+
+
+def _coded_weights(matrix: Matrix, dtype: DType) -> list[Weight]:
+    """Return copies of a matrix on the CPU, together larger than the caches."""
+    layout = packed_layout((part.name, part.shape, part.dtype or dtype) for part in matrix.tensors)
+    n_copies = -(-profile.beyond_caches(torch.device("cpu")) // layout.nbytes)
+    blocks = (host_block(layout.nbytes).fill_(_CODE) for _ in range(n_copies))
+    return [matrix.weight(layout.views(block)) for block in blocks]
+
+
+def _timed_products(rows: torch.Tensor, weights: list[Weight]) -> float:
     started = time.perf_counter()
-    linear(rows, matrix)
-    if matrix.is_cuda:
-        torch.cuda.synchronize(matrix.device)
+    for weight in weights:
+        linear(rows, weight)
+    if rows.is_cuda:
+        torch.cuda.synchronize(rows.device)
     return time.perf_counter() - started

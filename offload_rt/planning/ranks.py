@@ -47,7 +47,7 @@ class Parallelism:
     split_draft: bool = False
 
     @classmethod
-    def of(
+    def for_cards(
         cls, n: int, card: Card, link_gbps: float, gbps: float | None, **division: bool
     ) -> "Parallelism":
         """Describe n GPUs of a kind, connected by NVLink or through host memory.

@@ -4,24 +4,23 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 from offload_rt.config import EngineConfig
 from offload_rt.cost.roofline import layer_weights
 from offload_rt.dtypes import DTYPES, DType
-from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.memory_plan import Sizes, largest
 from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelError
 from offload_rt.models.families import parse_architecture
 from offload_rt.models.head_configs import parse_head
 from offload_rt.offload.placement import ExpertSizes, LinkSizes
-from offload_rt.packing import product_nbytes
 from offload_rt.planning.known_models import KNOWN, known_name
 from offload_rt.speculate.select import check_pair
 from offload_rt.weights import gguf, int4
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint, open_headers
-from offload_rt.weights.formats import format_of
+from offload_rt.weights.formats import format_of, mxfp4
 from offload_rt.weights.locate import find_config, locate
 from offload_rt.weights.rounding import rounded_layout
 
@@ -135,18 +134,20 @@ def _mxfp4(sizes: Sizes) -> Sizes:
     saved = [
         sum(map(math.prod, shapes)) * (32 * sizes.dtype.itemsize - 17) // 32 for shapes in layers
     ]
+    # The architecture has inputs first.
+    shapes = {(n_out, n_in) for _, n_in, n_out in chain(*layers)}
+    experts = [mxfp4.matrix_of("expert", shape) for shape in sorted(shapes)]
     on_card, on_host = (
-        max(
-            product_nbytes(shape[1], shape[2], sizes.dtype.itemsize, has_card)
-            for shapes in layers
-            for shape in shapes
-        )
+        max(expert.scratch_nbytes(sizes.dtype, has_card) for expert in experts)
         for has_card in (True, False)
     )
     layer_nbytes = tuple(
         nbytes - n_saved for nbytes, n_saved in zip(sizes.layer_nbytes, saved, strict=True)
     )
-    return replace(sizes, layer_nbytes=layer_nbytes, view_nbytes=on_card, host_view_nbytes=on_host)
+    return replace(
+        sizes, layer_nbytes=layer_nbytes, view_nbytes=on_card, host_view_nbytes=on_host,
+        matrix=largest(experts),
+    )  # fmt: skip
 
 
 def find_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
@@ -204,8 +205,12 @@ def copies(sizes: Sizes, on_card: bool) -> Sizes:
     spec = sizes.spec
     layers = {spec.layer_tensors(i) for i in range(spec.n_layers)}
     plain = ([(name, shape, sizes.dtype) for name, shape in layer] for layer in layers)
-    stand_in = max(rounded_layout(layer, "int4", on_card).nbytes for layer in plain)
-    return Sizes(spec, (0,) * spec.n_layers, 0, int4.DTYPE, stand_in=stand_in)
+    layouts = [rounded_layout(layer, "int4", on_card) for layer in plain]
+    return Sizes(
+        spec, (0,) * spec.n_layers, 0, int4.DTYPE,
+        stand_in=max(layout.nbytes for layout in layouts),
+        matrix=largest(matrix for layout in layouts for matrix in layout.matrices.values()),
+    )  # fmt: skip
 
 
 def formats(sizes: Sizes, on_card: bool) -> dict[str, Sizes]:

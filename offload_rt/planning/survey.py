@@ -44,8 +44,8 @@ def survey(machine: Machine) -> list[Prospect]:
     for model, draft in PAIRS.items():
         plain = _predict(model, None, machine)
         drafted = None if draft is None else _predict(model, draft, machine)
-        fitting = [one for one in (plain, drafted) if one is not None]
-        best = min(fitting, key=lambda one: one.run.seconds_per_token, default=None)
+        fitting = [forecast for forecast in (plain, drafted) if forecast is not None]
+        best = min(fitting, key=lambda forecast: forecast.run.seconds_per_token, default=None)
         prospects.append(
             Prospect(
                 model=model,

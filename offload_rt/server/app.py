@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
@@ -157,12 +157,12 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
         request = await service.read(http, DetokenizeRequest)
         return {"prompt": await asyncio.to_thread(service.decode, request.tokens)}
 
-    @app.get("/health")
+    @app.get("/health", response_class=Response)
     async def health() -> Response:
         """Answer with status 200."""
         return Response()
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return counters for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -145,8 +145,8 @@ class ChatFormat:
 
     def _marker(self, text: str) -> str:
         # llguidance never spells added tokens such as <tool_call> in strings.
-        found = (i for i, token in self._added_tokens().items() if str(token) == text)
-        token = next(found, None)
+        matching = (i for i, token in self._added_tokens().items() if str(token) == text)
+        token = next(matching, None)
         return json.dumps(text) if token is None else f"<[{token}]>"
 
     def _added_tokens(self) -> Mapping[int, AddedToken]:

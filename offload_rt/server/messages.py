@@ -177,8 +177,8 @@ class MessagesWriter:
     def _reasons(self) -> Json:
         (choice,) = self._answer.choices
         has_stop = isinstance(choice.stop, str) and not choice.calls
-        other = "stop_sequence" if has_stop else "end_turn"
-        reason = _STOP_REASONS.get(choice.finish_reason or "", other)
+        default = "stop_sequence" if has_stop else "end_turn"
+        reason = _STOP_REASONS.get(choice.finish_reason or "", default)
         return {"stop_reason": reason, "stop_sequence": choice.stop if has_stop else None}
 
     def _usage(self) -> Json:

@@ -84,8 +84,8 @@ def _kinds(schema: object) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     kinds = schema.get("type", [])
-    found = {kinds} if isinstance(kinds, str) else {str(kind) for kind in kinds}
+    names = {kinds} if isinstance(kinds, str) else {str(kind) for kind in kinds}
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if not found and values and all(isinstance(value, str) for value in values):
-        found = {"string"}
-    return found
+    if not names and values and all(isinstance(value, str) for value in values):
+        names = {"string"}
+    return names

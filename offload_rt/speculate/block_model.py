@@ -11,9 +11,9 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.kv.cache import KVBuffer
 from offload_rt.models.block_head import BlockHead
 from offload_rt.ops import to_device
-from offload_rt.speculate.draft_model import TreeBuilder, TreeState, captured
 from offload_rt.speculate.head_model import HeadModel
 from offload_rt.speculate.protocols import ROWS_PER_NODE
+from offload_rt.speculate.tree_state import TreeBuilder, TreeState, captured
 
 
 class BlockState(TreeState):

@@ -10,7 +10,7 @@ from torch import Tensor
 from offload_rt.cost.tree_size import Acceptance
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.speculate import child_sampling
-from offload_rt.speculate.draft_model import TreeState
+from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 # Copied tokens with a higher draft probability are left to sampling: sampled children have larger

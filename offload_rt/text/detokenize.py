@@ -75,10 +75,10 @@ class TextStream:
         starts = {
             stop: self.text.find(stop, max(n_before - len(stop) + 1, 0)) for stop in self._stop
         }
-        found = {stop: start for stop, start in starts.items() if start >= 0}
-        if found:
-            self.stop_string = min(found, key=lambda stop: found[stop])
-            self.text = self.text[: found[self.stop_string]]
+        matches = {stop: start for stop, start in starts.items() if start >= 0}
+        if matches:
+            self.stop_string = min(matches, key=lambda stop: matches[stop])
+            self.text = self.text[: matches[self.stop_string]]
 
     def decode(self, token: int) -> str:
         """Decode one token alone."""

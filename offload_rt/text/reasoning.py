@@ -22,7 +22,7 @@ class Tags(NamedTuple):
 THINK = Tags()
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """Text that is either reasoning or answer."""
 
     text: str
@@ -47,7 +47,7 @@ class ReasoningSplitter:
     def __post_init__(self) -> None:
         self._is_start = self.is_reasoning
 
-    def add(self, text: str, is_last: bool = False) -> list[Part]:
+    def add(self, text: str, is_last: bool = False) -> list[TextPart]:
         """Return the parts that are certain; `is_last` also returns the start of a possible tag."""
         self._pending += text
         parts = []
@@ -69,7 +69,7 @@ class ReasoningSplitter:
         elif is_last or not self.tags.opening.startswith(start):
             self._is_answer = True
 
-    def _close(self, is_last: bool) -> Part:
+    def _close(self, is_last: bool) -> TextPart:
         """Return the reasoning up to the closing tag."""
         before, tag, after = self._pending.partition(self.tags.closing)
         if tag:
@@ -83,12 +83,12 @@ class ReasoningSplitter:
         self._pending = self._pending[len(self._pending) - n_held :]
         return part
 
-    def _part(self, text: str) -> Part:
+    def _part(self, text: str) -> TextPart:
         """Drop blank lines at the start of the reasoning and of the answer."""
         if self._is_start:
             text = text.lstrip("\n")
             self._is_start = not text
-        return Part(text, self.is_reasoning)
+        return TextPart(text, self.is_reasoning)
 
 
 def n_overlap(text: str, tag: str) -> int:

@@ -10,7 +10,7 @@ import os
 import re
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,10 +51,17 @@ _IN_LAYER = {
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip
+# Modules of an expert by family, for tensors with the matrices of all experts.
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe.experts", {"gate": "w1", "up": "w3", "down": "w2"}),
+    "qwen3_moe": ("mlp.experts", {name: f"{name}_proj" for name in ("gate", "up", "down")}),
+}
+_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
 ROPE_FREQS = "rope_freqs.weight"
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's are llama
+# Families of transformers; Mistral's are llama, and Mixtral's are llama with experts.
+_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 _SIZES = {
     "context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -64,9 +71,14 @@ _SIZES = {
 _EPS = "attention.layer_norm_rms_epsilon"
 _SCALING = "rope.scaling."
 _BETAS = ("beta_fast", "beta_slow")
+_N_EXPERTS = "expert_count"
+_EXPERT_SIZES = {
+    _N_EXPERTS: "num_local_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
 _KNOWN = {
-    *_SIZES, _EPS, "vocab_size", "attention.value_length", "rope.dimension_count", "rope.freq_base",
-    "rope.scale_linear",
+    *_SIZES, *_EXPERT_SIZES, _EPS, "vocab_size", "attention.value_length", "rope.dimension_count",
+    "rope.freq_base", "rope.scale_linear",
     "tensor_data_layout",
     *(_SCALING + key for key in ("type", "factor", "original_context_length", "finetuned")),
     *(f"{_SCALING}yarn_{beta}" for beta in _BETAS),
@@ -145,7 +157,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
     for part in reversed(parts(path)):
         metadata, part_tensors = _read_file(part)  # the first part has all metadata
         tensors |= part_tensors
-    return _config(metadata, tensors, path.name), tensors
+    config = _config(metadata, tensors, path.name)
+    return config, _with_experts(tensors, config["model_type"])
 
 
 def parts(path: Path) -> list[Path]:
@@ -245,6 +258,27 @@ def _renamed(name: str) -> str:
     return f"{_MODULES[module]}.{kind}" if module in _MODULES else name
 
 
+def _with_experts(tensors: dict[str, TensorRecord], family: str) -> dict[str, TensorRecord]:
+    """Replace tensors with the matrices of all experts by a tensor per expert."""
+    if family not in _EXPERTS:
+        return tensors
+    prefix, modules = _EXPERTS[family]
+    divided: dict[str, TensorRecord] = {}
+    for name, record in tensors.items():
+        match = _EXPERT_TENSOR.fullmatch(name)
+        if match is None:
+            divided[name] = record
+            continue
+        nbytes = record.nbytes // record.shape[0]
+        for expert in range(record.shape[0]):
+            own = f"model.layers.{match[1]}.{prefix}.{expert}.{modules[match[2]]}.weight"
+            start = record.start + expert * nbytes
+            divided[own] = replace(
+                record, name=own, shape=record.shape[1:], start=start, stop=start + nbytes, key=own
+            )
+    return divided
+
+
 def _config(
     metadata: dict[str, Any], tensors: dict[str, TensorRecord], name: str
 ) -> dict[str, Any]:
@@ -269,7 +303,7 @@ def _config(
     head_dim = sizes["head_dim"]
     embedding = tensors.get("model.embed_tokens.weight")
     config = sizes | {
-        "model_type": family,
+        "model_type": _model_type(family, values),
         "rms_norm_eps": values.get(_EPS),
         "torch_dtype": _dtype(tensors.values()),
         "vocab_size": values.get("vocab_size") if embedding is None else embedding.shape[0],
@@ -280,11 +314,17 @@ def _config(
         ),
         "quantization_config": Storage(head_dim if family == "llama" else None),
     }
+    if config["model_type"] == "qwen3_moe":
+        config["norm_topk_prob"] = True  # as llama.cpp computes this family
     for key, module in (("attention_bias", "self_attn.q_proj"), ("mlp_bias", "mlp.down_proj")):
         # qwen2 always has biases of attention
         if f"model.layers.0.{module}.bias" in tensors and family != "qwen2":
             config[key] = True
     return config
+
+
+def _model_type(family: str, values: dict[str, Any]) -> str:
+    return "mixtral" if family == "llama" and values.get(_N_EXPERTS) else _ARCHITECTURES[family]
 
 
 def _sizes(values: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -293,9 +333,8 @@ def _sizes(values: dict[str, Any], prefix: str) -> dict[str, Any]:
     prefix  file and family, for errors
     """
     values.setdefault("attention.head_count_kv", values.get("attention.head_count"))
-    sizes: dict[str, Any] = {
-        key: values.get(key) for key in _SIZES if key != "attention.key_length"
-    }
+    keys = _SIZES | {key: name for key, name in _EXPERT_SIZES.items() if values.get(key)}
+    sizes: dict[str, Any] = {key: values.get(key) for key in keys if key != "attention.key_length"}
     for key, value in sizes.items():
         if type(value) is not int or not 1 <= value < 1 << 24:
             raise UnsupportedModelError(f"{prefix}.{key} is {value!r}", need="a whole number")
@@ -307,7 +346,7 @@ def _sizes(values: dict[str, Any], prefix: str) -> dict[str, Any]:
                 f"{prefix}.{key} is {values[key]!r}", need=f"{head_dim!r}, that of a head"
             )
     sizes["attention.key_length"] = head_dim
-    return {config_key: sizes[key] for key, config_key in _SIZES.items()}
+    return {config_key: sizes[key] for key, config_key in keys.items()}
 
 
 def _dtype(records: Iterable[TensorRecord]) -> str:

@@ -52,13 +52,17 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
 def _check_verifier(config: Mapping[str, Any], target: Checkpoint) -> None:
     """Raise SettingsError if speculators' config names another architecture than the target's."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    own, named = (
+    target_name, head_name = (
         next(iter(names or ()), None)
         for names in (target.config.get("architectures"), verifier.get("architectures"))
     )
     # Models with and without other modalities differ in the rest of the name.
-    if own and named and own.partition("For")[0] != named.partition("For")[0]:
-        raise target_mismatch("target", named, own)
+    if (
+        target_name
+        and head_name
+        and target_name.partition("For")[0] != head_name.partition("For")[0]
+    ):
+        raise target_mismatch("target", head_name, target_name)
 
 
 def find_mtp(directory: Path, target: Checkpoint) -> Checkpoint | None:

@@ -39,6 +39,7 @@ class View(LayerWeights):
     ) -> None:
         self._tensors = _Tensors(layout, block)
         self._matrices: dict[str, Weight] = {}
+        self._descriptions: dict[str, bytes | None] = {}
         self.layout = layout
         self.block = block
         self._dtype = dtype
@@ -77,6 +78,25 @@ class View(LayerWeights):
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(linear(x, weight, bias), widths, dim=1))
 
+    def linear_groups(
+        self, x: Tensor, ends: Sequence[int], names: Sequence[Sequence[str]]
+    ) -> Tensor:
+        """See `LayerWeights.linear_groups`; in one call of the CPU library if it serves all."""
+        from offload_rt.ops import linear_cpu
+
+        described = [[self._description(x, name) for name in group] for group in names]
+        if all(one is not None for group in described for one in group):
+            return linear_cpu.linear_groups(x, ends, described)  # type: ignore[arg-type]
+        return super().linear_groups(x, ends, names)
+
+    def _description(self, x: Tensor, name: str) -> bytes | None:
+        """Return a description of a matrix for rows like x; see `ops.linear.description`."""
+        from offload_rt.ops.linear import description
+
+        if name not in self._descriptions:
+            self._descriptions[name] = description(x, self._weight(name))
+        return self._descriptions[name]
+
     def fused(self, names: Sequence[str], part: str = "weight") -> Tensor | None:
         """See `LayerWeights.fused`, for the tensors `<name>.<part>` in the compute dtype."""
         entry = self.layout.fused([f"{name}.{part}" for name in names])
@@ -107,7 +127,7 @@ class View(LayerWeights):
         zeros = weight.zeros
         if zeros is not None:
             points = [matrix.zeros for matrix in coded if matrix.zeros is not None]
-            packed = self._stack(zeros.codes, [one.tensor.name for one in points])
+            packed = self._stack(zeros.codes, [point.tensor.name for point in points])
             if len(points) < len(names) or packed is None:
                 return None
             zeros = replace(zeros, codes=packed)

@@ -528,10 +528,12 @@ def test_script_lists_its_verbs(capfd):
 def test_bash_completes_verbs_flags_and_choices(capfd, tmp_path):
     assert cli_main.main(["completion", "bash"]) == 0
     (tmp_path / "script").write_text(capfd.readouterr().out)
-    typed = ["ca", "run --device-m", "plan DIR --sweep ", "chat --hide"]
-    for line, expected in zip(
-        typed, ["calibrate", "--device-memory", "ram memory", "--hide-thinking"], strict=True
-    ):
+    typed = {
+        "ca": "calibrate", "run --device-m": "--device-memory", "plan DIR --sweep ": "ram memory",
+        "chat --hide": "--hide-thinking", "run --drafter tri": "triforce",
+        "plan --gpu rtx4090": "rtx4090 rtx4090d rtx4090laptop",
+    }  # fmt: skip
+    for line, expected in typed.items():
         words = line.split(" ")
         program = (
             f"source {tmp_path / 'script'}; COMP_WORDS=(offload-rt {line});"

@@ -2,7 +2,9 @@
 equal transformers.
 """
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from bench.models.tiny import open_streamed, random_model
 from offload_rt import LLM, SamplingParams, ops
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.executor.step import Step
-from offload_rt.models import stand_ins, tensor_names
+from offload_rt.models import tensor_names, traced_experts
 from offload_rt.models.families import FAMILIES, parse_architecture
 from offload_rt.models.transformers import TransformersModel
 from offload_rt.ops import reference
@@ -39,6 +41,12 @@ from offload_rt.weights.files import read_json
 
 pytestmark = pytest.mark.numeric
 
+# Types with attention code of their own: linear biases, learned or computed scales, local windows,
+# transposed keys, an indexer, and an output matrix called decoder.
+CUSTOM_ATTENTION = [
+    "bloom", "mpt", "falcon", "gptj", "gpt_neo", "openai-gpt", "xglm", "glm_moe_dsa",
+    "modernbert-decoder",
+]  # fmt: skip
 # What is new in each: softcaps and windows; the text part of a multimodal one; heads that differ by
 # layer; states of several streams, keys of another layer, inputs of each layer; experts one by one;
 # experts in one tensor, with biases, and sinks; latent keys and wide values; fused projections;
@@ -49,6 +57,7 @@ KINDS = [
     "gemma2", "gemma3", "gemma4_text", "gemma3n_text", "qwen3_moe", "gpt_oss", "deepseek_v3",
     "phi3", "gpt2", "phimoe",
     "diffllama", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid",
+    *CUSTOM_ATTENTION,
 ]  # fmt: skip
 
 
@@ -219,7 +228,7 @@ def test_unneeded_tensors_need_no_conversion(model_of, monkeypatch):
         ("kimi_linear", "'linear_attention' keep state"),
         ("lfm2", "'conv' keep state"),
         ("t5", "encoder-decoder"),
-        ("codegen", "use custom attention code"),
+        ("rembert", "use custom attention code"),
         ("bart", "no position_ids argument"),
         ("vit", "no causal language model"),
     ],
@@ -228,6 +237,32 @@ def test_unsupported_models_are_refused_with_a_reason(kind, reason):
     raw = tiny_config(kind).to_dict() | {"is_encoder_decoder": kind == "t5"}
     with pytest.raises(UnsupportedModelError, match=reason):
         parse_architecture(raw)
+
+
+def test_linear_biases_of_falcon_equal_transformers(tmp_path):
+    config = tiny_config("falcon")
+    config.alibi = True
+    config.new_decoder_architecture = config.multi_query = False
+    model = random_model(config)
+    model.save_pretrained(tmp_path)
+    with open_llm(tmp_path) as llm:
+        check_tree(runner_of(llm), model, 3)
+
+
+def test_sparse_attention_ends_where_its_indexer_selects():
+    config = tiny_config("glm_moe_dsa")
+    config.index_topk = 100
+    assert parse_architecture(config.to_dict()).max_positions == 100
+
+
+def test_page_lists_the_obstacle_of_every_unsupported_type():
+    root = Path(__file__).parents[2]
+    lines = (root / "bench/results/models.jsonl").read_text().splitlines()
+    types = {line["result"]: line["types"].keys() for line in map(json.loads, lines)}
+    text = (root / "docs/reference/models.md").read_text()
+    rows = text.partition("**Unsupported types**")[2].partition("**Weights**")[0].splitlines()
+    listed = [name for row in rows[4:] if row for name in row.split("|")[2].strip().split(", ")]
+    assert sorted(listed) == sorted([*types["refused"], *types["no reference"]])
 
 
 def test_heads_require_native_models(model_of, tmp_path):
@@ -272,7 +307,9 @@ def test_cuda_computes_all_experts_without_host_waits(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     products = []
     monkeypatch.setattr(
-        stand_ins, "multiply_stack", lambda *given: products.append(0) or multiply_stack(*given)
+        traced_experts,
+        "multiply_stack",
+        lambda *given: products.append(0) or multiply_stack(*given),
     )
     prompt = prompt_of(0, 15, 150)
     dtype = "bfloat16" if has_kernels else "float32"

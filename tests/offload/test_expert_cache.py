@@ -25,7 +25,7 @@ from offload_rt.engine import profile
 from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.errors import CapacityError, LinkError
 from offload_rt.models.families import parse_architecture
-from offload_rt.models.stand_ins import Touched
+from offload_rt.models.traced_experts import Touched
 from offload_rt.offload import expert_cache
 from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
 from offload_rt.offload.tiered_experts import TieredExperts

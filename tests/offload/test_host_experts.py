@@ -3,6 +3,7 @@ as can be.
 """
 
 import itertools
+import random
 import threading
 import time
 from contextlib import contextmanager
@@ -11,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import pack
-from support.experts import cache_on, open_touched
+from support.experts import FakeGPUWithDisk, cache_on, open_touched
 from support.fake_gpu import fake_gpu
-from support.streams import PATIENCE_S, FakeGPU, Host, stream_layers
+from support.streams import PATIENCE_S, FakeGPU, Host, content, stream_layers, wanted
 from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
 from transformers import GptOssForCausalLM, Mxfp4Config
 
-from offload_rt import SamplingParams
+from bench.common.pacing import PacedTier
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig
 from offload_rt.cost.pass_times import (
     HostTimes,
     MachineProfile,
@@ -26,9 +29,12 @@ from offload_rt.cost.pass_times import (
     pass_times,
 )
 from offload_rt.engine import profile
+from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.models.architecture import HostWork
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.streamer import LayerView
+from offload_rt.offload.tiered_experts import TieredExperts
 from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
@@ -47,10 +53,10 @@ def computed(monkeypatch):
     found = []
     compute = HostExperts._compute
 
-    def watched(self, work, first, blocks, rows):
+    def watched(self, work, first, block, rows):
         assert threading.current_thread() is not threading.main_thread()
-        found.extend(blocks)
-        return compute(self, work, first, blocks, rows)
+        found.append(block)
+        return compute(self, work, first, block, rows)
 
     monkeypatch.setattr(HostExperts, "_compute", watched)
     return found
@@ -139,6 +145,62 @@ def beside(seconds, n_slots):
             yield cache, device
         finally:
             cache.host.close()
+
+
+def test_experts_on_all_three_tiers_are_computed(files):
+    """Copied or computed on the host, each with its own bytes."""
+    chance = random.Random(0)
+    with cache_on(FakeGPUWithDisk, files, 2, 4) as (cache, _, device):
+        images = cache._host
+        view = lambda layout, block: LayerView(0, layout, block)  # noqa: E731
+        cache.host = HostExperts(images, view, 1.0, CPU, 1)
+        cache.host.release = images.release
+        set_rates(cache.host, 0.4)
+        requests = [(0, [0, 1]), (1, [0, 1]), (0, [0, 1])]
+        requests += [(i % 2, chance.sample(range(3), chance.randrange(1, 4))) for i in range(12)]
+        n_computed = 0
+        for k, experts in requests:
+            found = {}
+
+            def compute(x, expert, view, found=found):
+                found[expert] = content(view.layout, view.data)
+                time.sleep(0.005)
+                assert found[expert] == content(view.layout, view.data)
+                return x
+
+            work = HostWork(compute, lambda expert: torch.full((1, 1), float(expert)))
+            copied = []
+            for expert, came in cache.arrive(k, dict.fromkeys(experts, 1), work):
+                if isinstance(came, LayerView):
+                    device.look(came)
+                    copied.append(expert)
+            assert [seen for _, seen in device.seen()] == [wanted(3 * k + one) for one in copied]
+            assert found == {one: wanted(3 * k + one) for one in set(experts) - set(copied)}
+            n_computed += len(found)
+            assert not images._taken.any()
+        cache.host.close()
+    assert n_computed
+
+
+@pytest.mark.slow
+def test_texts_of_three_tiers_equal_transformers(mixture_of, monkeypatch, computed):
+    """Of 24 experts the device holds four, the host about eight, and a paced disk the rest."""
+    keep_steady(monkeypatch)
+    monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
+    model, folder = mixture_of("deepseek_v3")
+    prompt = prompt_of(0, 15, 150)
+    with LLM.open(EngineConfig(str(folder), device="cpu", drafter="none")) as whole:
+        layer = max(whole.plan.layer_nbytes)
+    settings = {"host_memory": READ_BUFFERS + 2 * layer}
+    with fake_gpu(monkeypatch), open_touched(folder, 4, device="cuda", **settings) as llm:
+        experts = runner_of(llm).experts
+        assert isinstance(experts, TieredExperts)
+        experts._host.tier = PacedTier(experts._host.tier, 0.1, 2)
+        set_rates(experts.host, 0.4)
+        before = experts._host.n_fetched
+        text = llm.generate(prompt, SamplingParams(max_new_tokens=8, temperature=0.0))[0].token_ids
+        assert experts._host.n_fetched > before and computed
+    assert text == generate(model, prompt, 8)
 
 
 def visit(cache, k, experts, compute):

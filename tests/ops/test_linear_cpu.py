@@ -257,6 +257,27 @@ def test_row_bits_do_not_depend_on_the_batch(level, dtype):
             assert_equal(linear(x[:3], weight[5:9]), full[:3, 5:9].contiguous())
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_groups_equal_separate_products_bit_for_bit(level, dtype):
+    """Groups of any number of rows, a shared row, and several matrices side by side."""
+    matrices = [large_matrix("Q4_0", 40, 96, dtype)[0] for _ in range(3)]
+    pairs = [[matrix, torch.randn(24, 96).to(dtype)] for matrix in matrices]
+    described = [[linear_cpu.describe(weight) for weight in pair] for pair in pairs]
+    x = torch.randn(395, 192).to(dtype)[:, 96:]
+    shared = x[:1]
+    for rows, ends in ((x, [1, 390, 395]), (x[:9], [4, 5, 9]), (shared, [1, 2, 3])):
+        starts = [0, *ends[:-1]]
+        expected = [
+            torch.cat(
+                [linear(shared if rows is shared else rows[first:end], one) for one in pair], 1
+            )
+            for first, end, pair in zip(starts, ends, pairs, strict=True)
+        ]
+        assert_equal(linear_cpu.linear_groups(rows, ends, described), torch.cat(expected))
+    with pytest.raises(RuntimeError, match="95 columns"):
+        linear_cpu.linear_groups(x[:, :95], [1, 390, 395], described)
+
+
 def test_inputs_can_be_strided_and_have_more_dimensions(level):
     weight = torch.randn(10, 24)
     x = torch.randn(4, 6, 48)

@@ -22,7 +22,7 @@ import offload_rt.llm
 from bench.models.tiny import config_of, random_model
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import ranks_spec
-from offload_rt.models import stand_ins
+from offload_rt.models import traced_experts
 from offload_rt.models.architecture import ExpertShare
 from offload_rt.models.families import parse_architecture
 from offload_rt.parallel.pipeline_model import divisible
@@ -153,8 +153,8 @@ def test_grouped_products_of_ranks_sum_to_the_whole(size, is_exact):
                 experts, name, torch.nn.Parameter(one[own.start : own.stop], requires_grad=False)
             )
         share = ExpertShare(own, is_exact, lambda x: x)
-        grouped = partial(stand_ins._renumbered, own, grouped_mm_experts_forward, experts)
-        parts.append(stand_ins.mix_of_all(share, grouped, hidden, chosen, scores))
+        grouped = partial(traced_experts._renumbered, own, grouped_mm_experts_forward, experts)
+        parts.append(traced_experts.mix_of_all(share, grouped, hidden, chosen, scores))
     torch.testing.assert_close(sum(parts), expected, atol=1e-4, rtol=1e-4)
     assert experts.num_experts == 4
 

@@ -83,7 +83,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
      ("qwen3-14b", 14.77), ("qwen3-32b", 32.76), ("mistral-small-3", 23.57),
      ("mistral-small-3.1", 23.57),
      ("tinyllama-1.1b", 1.10), ("sheared-llama-1.3b", 1.35), ("llama-68m", 0.068),
-     ("vicuna-33b", 32.5)],
+     ("vicuna-33b", 32.5), ("qwen3-235b-a22b", 235.1), ("glm5", 744), ("kimi-k2", 1026),
+     ("llama4-maverick", 400), ("deepseek-v3", 671)],
 )  # fmt: skip
 def test_known_shapes_have_the_published_parameter_counts(name, billions):
     spec = parse_architecture(KNOWN[name])
@@ -383,6 +384,10 @@ def test_builtin_shapes_and_gpus_are_listed(capsys):
         ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8b"),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
         ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
+        ("moonshotai/Kimi-K2-Instruct", "kimi-k2"),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4-scout"),
+        ("zai-org/GLM-5-FP8", None),
         ("Qwen/Qwen3-8B-FP8", None),
         ("someone/Qwen3-8B", None),
         ("qwen3-9b", None),

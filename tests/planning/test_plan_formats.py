@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import quantize
 import torch
@@ -13,21 +14,25 @@ import write_gguf
 from quantize import Choice
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 from support.plans import MIXTURE
+from support.tiny import measure_little
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload_rt import LLM
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig, parse_size
-from offload_rt.cost.roofline import Roof
+from offload_rt.cost.roofline import Roof, layer_weights
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes, reserved_memory
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.families import parse_architecture
+from offload_rt.planning import local
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.forecast import Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
+from offload_rt.planning.local import measure_roof
 from offload_rt.planning.sizes import copies, find_models, formats, is_plain, lossless
+from offload_rt.weights.formats import Matrix
 
 CARD = ["--gpu", "rtx4090", "--ram", "160GiB"]
 WIDE = {
@@ -227,6 +232,60 @@ def test_decoding_takes_its_time_in_a_pass():
     assert int4.memory_plan.plan.is_resident and int4.compute_s == pytest.approx(
         32 * n_bytes / 1e9, rel=0.01
     )
+
+
+# Measured products of quantised matrices
+
+
+def test_measured_products_of_quantised_matrices_replace_an_assumed_decoding():
+    spec = parse_architecture(llama_config(**WIDE, torch_dtype="bfloat16"))
+    plain = Sizes.of_spec(spec, DType.BFLOAT16)
+    asked = []
+
+    def roof(dtype: DType, matrix: Matrix | None) -> Roof:
+        asked.append(matrix)
+        return Roof(1e18, 1e18, products=((1, 1e-6 if matrix is None else 4e-6),))
+
+    card = Machine.with_card(find_card("rtx4090"), 10**11, 7.0)
+    machine = replace(card, roof=roof, times_codes=True, fixed_s=0.0)
+    layers = sum(layer_weights(spec, i) for i in range(4)) * 1e-6
+    head = spec.vocab_size * spec.hidden_size * 1e-6
+    assert predict(request(plain), machine).row_s == pytest.approx(layers + head)
+    for sizes in list(formats(plain, False).values())[2:]:
+        assert predict(request(sizes), machine).row_s == pytest.approx(4 * layers + head)
+    # A resident target drafts by its plain layers, a streamed one by its copies.
+    draft = copies(plain, False)
+    for n_device in (4, 1):
+        tiers = ("device",) * n_device + ("disk",) * (4 - n_device)
+        placed = predict(request(plain), machine).memory_plan.plan
+        times = machine.costs(plain, draft, replace(placed, tiers=tiers)).draft
+        n_coded = 4 - n_device
+        expected = (n_device + 4 * n_coded) / 4 * layers + head
+        assert times is not None and times.at(np.array([1]), 0)[0] == pytest.approx(expected)
+    kinds = {type(one).__name__ for one in asked}
+    assert kinds == {"NoneType", "QuantizedMatrix", "Int4Matrix"}
+
+
+def test_matrix_of_each_format_is_timed(tmp_path, monkeypatch):
+    config = llama_config(**WIDE)
+    write_checkpoint(tmp_path / "plain", config, llama_tensors(config))
+    metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q4_0")
+    (tmp_path / "model.gguf").write_bytes(write_gguf.file_bytes(metadata, stored))
+    models = [sizes_of(str(tmp_path / "model.gguf")), sizes_of("gpt-oss-20b")]
+    for choice in (Choice("fp8"), Choice("nf4"), Choice("awq")):
+        quantize.write(tmp_path / "plain", tmp_path / choice.format, choice)
+        models.append(sizes_of(str(tmp_path / choice.format)))
+    models.append(sizes_of(str(tmp_path / "plain")).rounded("int4"))
+    measure_little(monkeypatch)
+    monkeypatch.setattr(local, "_WIDTHS", (1,))
+    shapes = set()
+    for sizes in models:
+        assert sizes.matrix is not None
+        shapes.add(sizes.matrix.shape)
+        roof = measure_roof(DType.BFLOAT16, torch.device("cpu"), sizes.matrix)
+        assert 0 < roof.products[0][1] < 1 and roof.flops == 2 / roof.products[0][1]
+    assert shapes == {(512, 256), (5760, 2880)}
+    assert sizes_of(str(tmp_path / "plain")).matrix is None
 
 
 # The target as its own draft

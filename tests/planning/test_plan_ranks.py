@@ -115,7 +115,9 @@ def test_two_ranks_move_half_the_layers_over_each_link():
         assert found.plain.pass_s == pytest.approx(nbytes / 25e9, rel=0.01)
     # Half of the head as well.
     spec = replace(two.request.models[0].spec, vocab_size=VOCAB // 2)
-    alone = two.machine.roof(DType.BFLOAT16).compute_times(spec, DType.BFLOAT16, is_replayed=False)
+    alone = two.machine.roof(DType.BFLOAT16, None).compute_times(
+        spec, DType.BFLOAT16, is_replayed=False
+    )
     assert two.row_s - two.exchange_s == pytest.approx(float(alone.at(np.array([1]), 128)[0]))
 
 
@@ -168,7 +170,7 @@ def test_pipeline_has_room_for_more_layers_and_one_link():
     row = forecast(Parallelism(8, 12.5, True, pipeline=True), max_model_len=512)
     assert one.bound.startswith("the host-to-card link") and row.moved == {}
     assert row.exchange_s == pytest.approx(7 * 20e-6 + 7 * 2 * D / 12.5e9)
-    roof = row.machine.roof(DType.BFLOAT16)
+    roof = row.machine.roof(DType.BFLOAT16, None)
     assert row.plain.pass_s > sum(sizes().layer_nbytes) / roof.bandwidth  # one card after the other
 
 

@@ -351,3 +351,10 @@ def test_routes_are_described(served: Served) -> None:
     assert "<script" not in page and "//" not in re.sub(r"https?://[\w.]*example", "", page)
     body = description["paths"]["/v1/messages"]["post"]["requestBody"]["content"]
     assert body["application/json"]["schema"]["required"] == ["messages", "max_tokens"]
+    responses = description["paths"]["/v1/completions"]["post"]["responses"]
+    assert responses["200"]["content"].keys() == {"application/json", "text/event-stream"}
+    assert "4XX" in responses
+    for path in ("/metrics", "/health"):
+        content = description["paths"][path]["get"]["responses"]["200"].get("content", {})
+        sent = served.request("GET", path)[1].get("Content-Type")
+        assert [sent.split(";")[0]] == [*content] if sent else not content

@@ -495,7 +495,7 @@ def test_bodies_need_the_content_type_of_json(served):
         ("chat/completions", {"messages": TURNS, "tool_choice": {"type": "t" * 50_000}}),
         ("chat/completions", {"messages": TURNS, "response_format": {"type": "t" * 50_000}}),
         ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"tokenize": 1}}),
-        ("chat/completions", {"messages": TURNS, "k" * 50_000: 1, "n": "t" * 50_000}),
+        ("chat/completions", {"messages": TURNS, "logit_bias": {"k" * 50_000: 1}}),
     ],
 )  # fmt: skip
 def test_messages_are_short_and_name_no_flags(served, path, body):

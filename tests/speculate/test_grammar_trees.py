@@ -14,9 +14,9 @@ from torch import Tensor
 from offload_rt.cost.tree_size import Acceptance
 from offload_rt.sampling import rejected
 from offload_rt.speculate import child_sampling
-from offload_rt.speculate.draft_model import TreeState, select_tokens
 from offload_rt.speculate.select import load_rule
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
+from offload_rt.speculate.tree_state import TreeState, select_tokens
 from offload_rt.tree.topology import DraftTree, Topology
 
 

@@ -30,9 +30,9 @@ from offload_rt.executor.step import Step
 from offload_rt.kv.chosen import RetrievalCache, SnapKVCache
 from offload_rt.kv.window import WindowCache
 from offload_rt.speculate.draft.triforce import TriForce
-from offload_rt.speculate.draft_model import DraftState
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.select import drafter_type, load_rule, pick_drafter
+from offload_rt.speculate.tree_state import DraftState
 from offload_rt.tree.topology import Topology
 
 BUDGET = 64

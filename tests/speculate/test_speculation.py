@@ -41,9 +41,9 @@ from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import tree_drafter
-from offload_rt.speculate.draft_model import DraftState
 from offload_rt.speculate.protocols import draft_rows
 from offload_rt.speculate.select import drafter_type, load_rule
+from offload_rt.speculate.tree_state import DraftState
 from offload_rt.system import registry
 
 pytestmark = pytest.mark.numeric

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from offload_rt.models.head_configs import parse_head
-from offload_rt.speculate.draft_model import TreeState
+from offload_rt.speculate.tree_state import TreeState
 from offload_rt.weights.checkpoint import open_checkpoint
 from support.texts import (
     SMALL,

@@ -1,5 +1,6 @@
 """GGUF files: weights, config, tokenizer and refused contents."""
 
+import copy
 import itertools
 import random
 import struct
@@ -121,6 +122,22 @@ def test_every_native_family_is_read(name, type, tmp_path):
         more = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
         more["qwen2.rope.scaling.original_context_length"] = 64
     check_tokens(tmp_path / "m.gguf", build(tmp_path / "m.gguf", CASES[name].build(0), type, more))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_mixtures_are_read(kind: str, mixture_of, tmp_path: Path) -> None:
+    """From memory and from disk, with transformers' text."""
+    model = copy.deepcopy(mixture_of(kind)[0])
+    model.config.eos_token_id = model.config.sliding_window = None
+    for layer in model.model.layers:
+        layer.mlp.gate.norm_topk_prob = True
+    path = tmp_path / "m.gguf"
+    model = build(path, model, "Q4_0")
+    prompt = prompt_of(0)
+    expected = generate(model, prompt, 8)
+    for place in ("resident", "disk"):
+        with open_llm(path, place, dtype="float32") as llm:
+            assert llm.generate(prompt, SamplingParams(8)).pop().token_ids == expected
 
 
 @pytest.mark.parametrize("name", ["llama-linear", "llama-llama3"])
@@ -322,7 +339,8 @@ FACTS: list[tuple[Change, str]] = [
     (lambda m, _: m.update({"llama.embedding_length": -1.5}), "embedding_length is -1.5"),
     (lambda m, _: m.update({"llama.attention.head_count_kv": [2, 4]}),
         r"head_count_kv is \[2, 4\]"),
-    (lambda m, _: m.update({"llama.expert_count": 8}), "llama.expert_count is not understood"),
+    (lambda m, _: m.update({"llama.expert_shared_count": 8}),
+        "llama.expert_shared_count is not understood"),
     (lambda m, _: m.update({"llama.rope.dimension_count": 4}),
         "rope.dimension_count is 4: needs 8"),
     (lambda m,

@@ -18,11 +18,15 @@ class Format(QuantizedFormat):
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
         """See `QuantizedFormat.matrix`; a module per expert."""
-        n_out, n_in = shape
-        if n_in % _GROUP or source.find(f"{module}.blocks") is None:
+        if shape[1] % _GROUP or source.find(f"{module}.blocks") is None:
             return None
-        dims = (1, n_out, n_in // _GROUP, _GROUP // 2)
-        codes = StoredTensor(f"{module}.blocks", dims, DType.UINT8)
-        scales = StoredTensor(f"{module}.scales", dims[:3], DType.UINT8)
-        packing = Packing("e2m1", 4, (1, _GROUP))
-        return QuantizedMatrix(shape, codes, packing, scales, product=DType.BFLOAT16)
+        return matrix_of(module, shape)
+
+
+def matrix_of(module: str, shape: tuple[int, int]) -> QuantizedMatrix:
+    """Return the storage of a matrix whose rows are whole groups."""
+    dims = (1, shape[0], shape[1] // _GROUP, _GROUP // 2)
+    codes = StoredTensor(f"{module}.blocks", dims, DType.UINT8)
+    scales = StoredTensor(f"{module}.scales", dims[:3], DType.UINT8)
+    packing = Packing("e2m1", 4, (1, _GROUP))
+    return QuantizedMatrix(shape, codes, packing, scales, product=DType.BFLOAT16)

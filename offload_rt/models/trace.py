@@ -1,0 +1,155 @@
+"""Record how a model of transformers calls its layers, attention and experts on shapes."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from offload_rt.errors import UnsupportedModelError
+from offload_rt.models.architecture import KVShape, StateShape
+from offload_rt.models.custom_attention import ALIBI
+from offload_rt.models.stand_ins import OTHER_STATE, TRACED
+
+if TYPE_CHECKING:
+    from offload_rt.models.traced import TracedModel
+
+OWN_CODE = "use custom attention code"
+# Positional and keyword arguments of a layer besides the hidden states.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Place(nn.Module):
+    """Replacement of a layer that forwards attribute access to it."""
+
+    def __init__(self, model: "TracedModel", i: int) -> None:
+        super().__init__()
+        self.__dict__["_of"] = (model, i)
+
+    def __getattr__(self, name: str) -> Any:
+        model, i = self.__dict__["_of"]
+        return getattr(model.layers[i], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass hidden states and arguments to the model's current `visit` function."""
+        model, i = self.__dict__["_of"]
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        if model.has_custom_attention:
+            kwargs |= {key: model.positions for key in ALIBI if kwargs.get(key) is not None}
+        out = model.visit(i, hidden, (args[1:], kwargs))
+        return (out, *[None] * (model.n_outputs - 1)) if model.n_outputs else out
+
+
+def make_model(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """Create a model; older models choose an attention class by the implementation's name."""
+    try:
+        model: PreTrainedModel = kind._from_config(config, attn_implementation=TRACED)
+    except KeyError:
+        model = kind._from_config(config, attn_implementation="eager")
+        model.config._attn_implementation = TRACED
+    return model
+
+
+class LayerMixture(NamedTuple):
+    """Experts of a layer.
+
+    name        module name, without the layer's prefix
+    parameters  shapes of tensors with a row per expert, by name within the layer
+    n_used      experts per row
+    router      module that selects experts by output number `place`; None if not identifiable
+    """
+
+    module: nn.Module
+    name: str
+    parameters: dict[str, tuple[int, ...]]
+    n_used: int
+    router: nn.Module | None
+    place: int
+
+    @property
+    def n_experts(self) -> int:
+        """Number of experts."""
+        return next(iter(self.parameters.values()))[0]
+
+
+class Trace:
+    """Recorder of a traced model's layers; implements `PassContext` for them."""
+
+    row_inputs = ()
+
+    def __init__(self, model: "TracedModel") -> None:
+        self._model = model
+        self.shapes: dict[int, KVShape] = {}
+        self.state_shapes: list[StateShape] = []
+        self.n_layers = 0
+        self._n_calls = 0
+        self.first = torch.empty(0)
+        self._hidden = self.first
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any
+    ) -> Tensor:
+        """Record the shapes of keys and values; see `PassContext.attend`."""
+        self._n_calls += 1
+        if k is not None and v is not None:
+            self.shapes[layer] = KVShape(k.shape[1], k.shape[2], v.shape[2])
+        return q.new_empty(*q.shape[:2], self.shapes[layer].v_dim)
+
+    def recur(self, layer: int, shape: StateShape, x: Tensor, *rows: Tensor) -> Tensor:
+        """Record the shape of the state; see `StateContext.recur`."""
+        self._n_calls += 1
+        self.state_shapes.append(shape)
+        return x.new_empty(len(x), shape.n_v_heads, shape.v_dim)
+
+    def visit(self, i: int, hidden: Tensor, call: Call) -> Tensor:
+        """Run a layer. Raises UnsupportedModelError if layers cannot run separately in order."""
+        if i != self.n_layers or (i > 0 and hidden is not self._hidden):
+            raise UnsupportedModelError(
+                "it computes between its layers, or calls them out of order"
+            )
+        self.first = hidden if i == 0 else self.first
+        n_before = self._n_calls
+        self._hidden = hidden
+        try:
+            self._hidden = self._model.run_layer(i, hidden, call, self)
+        except (NotImplementedError, RuntimeError):  # some mixtures read values, after attention
+            if self._n_calls == n_before:
+                raise
+        if self._n_calls == n_before:
+            raise UnsupportedModelError(f"its layers {OWN_CODE}, or {OTHER_STATE}")
+        self.n_layers += 1
+        return self._hidden
+
+
+def find_mixtures(
+    layers: Sequence[nn.Module],
+    chosen_experts: Mapping[int, Sequence[tuple[nn.Module, Sequence[Tensor]]]],
+    outputs: Sequence[tuple[nn.Module, tuple[Any, ...]]],
+) -> dict[int, LayerMixture]:
+    """Describe the experts of layers; empty unless all have the standard form and equal shapes.
+
+    chosen_experts  by layer: expert modules and their arguments
+    outputs         modules of layers with a single argument, and their outputs; routers are those
+                    whose outputs the experts receive
+    """
+    mixtures: dict[int, LayerMixture] = {}
+    parts = [(module, n, part) for module, out in outputs for n, part in enumerate(out)]
+    for i, ((module, given), *later) in chosen_experts.items():
+        if later or len(given) != 3 or len(given[0].shape) != 2 or given[1].shape != given[2].shape:
+            return {}
+        chosen = given[1]
+        name = next(name for name, inner in layers[i].named_modules() if inner is module)
+        parameters = module.named_parameters(recurse=False)
+        shapes = {f"{name}.{key}": tuple(tensor.shape) for key, tensor in parameters}
+        n = module.num_experts
+        if not shapes or any(len(shape) < 2 or shape[0] != n for shape in shapes.values()):
+            return {}
+        routers = ((source, n) for source, n, part in parts if part is chosen)
+        router, place = next(routers, (None, 0))
+        mixtures[i] = LayerMixture(module, name, shapes, chosen.shape[1], router, place)
+    kinds = {
+        (mixture.n_experts, mixture.n_used, *mixture.parameters.values())
+        for mixture in mixtures.values()
+    }
+    return mixtures if len(kinds) == 1 else {}

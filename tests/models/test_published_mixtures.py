@@ -1,0 +1,87 @@
+"""Large mixtures in their published formats: with experts on demand, the logits of a tree equal
+transformers with dequantised weights.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import quantize
+from quantize import Choice
+from safetensors.torch import load_file, save_file
+from support.experts import open_touched
+from support.tiny import check_tree, runner_of
+
+from bench.models.tiny import config_of, random_model
+from offload_rt.weights.files import read_json
+
+pytestmark = pytest.mark.numeric
+
+_PROJECTIONS = r".*_proj\.weight|.*kv_a_proj_with_mqa\.weight|.*in_proj_qkvz\.weight"
+_EXPERTS = r".*\.experts\.\d+\.\w+_proj\.weight"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model type and the storage of its published checkpoint.
+
+    choice     format; None for plain weights
+    quantised  names of the quantised tensors
+    config     changes of config.json
+    """
+
+    kind: str
+    choice: Choice | None
+    quantised: str = _PROJECTIONS
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+_FP8 = Choice("fp8", group_size=32)
+_REMOTE = {"auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
+_KIMI = {"model_type": "kimi_k2"} | _REMOTE
+PUBLISHED = {
+    "DeepSeek-V3": Published("deepseek_v3", _FP8, config=_REMOTE),
+    "DeepSeek-V3.2": Published("deepseek_v32", _FP8, _PROJECTIONS + r"|.*indexer\.w.*\.weight"),
+    "Kimi-K2": Published("deepseek_v3", _FP8, config=_KIMI),
+    "Kimi-K2-Thinking": Published(
+        "deepseek_v3", Choice("pack-quantized", symmetric=True), _EXPERTS, _KIMI
+    ),
+    "GLM-4.5-FP8": Published("glm4_moe", Choice("float-quantized", group_size=-1)),
+    "GLM-5-FP8": Published("glm_moe_dsa", _FP8, _PROJECTIONS + r"|.*indexer\.w.*\.weight"),
+    "Qwen3-235B-FP8": Published("qwen3_moe", _FP8),
+    "Qwen3-Next-FP8": Published("qwen3_next", _FP8),
+    "Llama-4": Published("llama4_text", None),
+}
+
+
+def model_of(kind):
+    """A random model with eight experts, each of several pages in its file."""
+    config = config_of(kind)
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if hasattr(config, name):
+            setattr(config, name, 8)
+    config.moe_intermediate_size = 256
+    return random_model(config)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_logits_equal_transformers_with_experts_on_demand(name, tmp_path, monkeypatch):
+    published = PUBLISHED[name]
+    model = model_of(published.kind)
+    model.save_pretrained(tmp_path)
+    choice = published.choice
+    if choice is not None:
+        monkeypatch.setattr(quantize, "_MATRIX", re.compile(published.quantised))
+        tensors = load_file(tmp_path / "model.safetensors")
+        stored, exact = quantize.quantized(tensors, choice)
+        assert len(stored) > len(tensors)
+        save_file(exact, tmp_path / "model.safetensors", {"format": "pt"})
+        model = type(model).from_pretrained(tmp_path)
+        save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+        config = read_json(tmp_path / "config.json")
+        config |= {"quantization_config": quantize.config_of(choice)} | published.config
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with open_touched(tmp_path, 3) as llm:
+        check_tree(runner_of(llm), model, 3)
