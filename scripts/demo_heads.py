@@ -21,7 +21,9 @@ BLOCK_SIZE = 10
 # Token at positions to predict. Prompts contain it only at their start.
 MASK_TOKEN = 0
 # Training passes of EAGLE-3 on its own outputs, besides the pass on the target's hidden states.
-N_OWN_STEPS = 3
+N_OWN_STEPS = 4
+# Share of the positions in the loss of an EAGLE-3 pass: logits take most of the time.
+_LOSS_SHARE = 4
 # Later positions of a block are reached more rarely: decay of their weight, from DFlash.
 _DECAY = 7.0
 
@@ -40,13 +42,13 @@ class Taught:
     final: Tensor
 
     def rows(self, places: Tensor) -> "Taught":
-        """Select texts."""
-        return Taught(*(part[places] for part in vars(self).values()))
+        """Select texts, with states in float32."""
+        return Taught(self.tokens[places], self.taps[places].float(), self.final[places].float())
 
 
 @torch.no_grad()
 def taught(target: LlamaForCausalLM, tokens: Tensor) -> Taught:
-    """Compute the target's hidden states for tokens (rows, n)."""
+    """Compute the target's hidden states for tokens (rows, n), stored in bf16."""
     states: list[Tensor] = []
     hooks = [
         target.model.layers[tap - 1].register_forward_hook(lambda _, __, out: states.append(out))
@@ -56,7 +58,7 @@ def taught(target: LlamaForCausalLM, tokens: Tensor) -> Taught:
     for part in tokens.split(16):
         states.clear()
         final = target.model(part, use_cache=False).last_hidden_state
-        parts.append((torch.cat(states, -1), final))
+        parts.append((torch.cat(states, -1).bfloat16(), final.bfloat16()))
     for hook in hooks:
         hook.remove()
     return Taught(tokens, *(torch.cat(each) for each in zip(*parts, strict=True)))
@@ -250,7 +252,6 @@ class Eagle3(nn.Module):
         device = text.tokens.device
         n = text.tokens.shape[1] - 1
         positions = torch.arange(n, device=device).expand(len(text.tokens), n)
-        wanted = F.linear(text.final[:, 1:], target.get_input_embeddings().weight)
         keys: list[tuple[Tensor, Tensor]] = []
         losses = []
         embedding = target.get_input_embeddings().weight
@@ -262,9 +263,10 @@ class Eagle3(nn.Module):
             keys.append((k, v))
             hidden = hidden + attention.mix(_attend(q, keys))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            logits = self.lm_head(self.norm(hidden[:, step:])).flatten(0, 1)
-            ones = torch.ones(len(logits), device=device)
-            losses.append(divergence(logits, wanted[:, step:].flatten(0, 1), ones))
+            places = step + torch.randperm(n - step, device=device)[: n // _LOSS_SHARE]
+            logits = self.lm_head(self.norm(hidden[:, places])).flatten(0, 1)
+            wanted = F.linear(text.final[:, 1 + places], embedding).flatten(0, 1)
+            losses.append(divergence(logits, wanted, torch.ones(len(logits), device=device)))
             hidden = hidden.roll(1, 1)
         return torch.stack(losses).mean()
 
@@ -311,10 +313,12 @@ def _layer_config(target: LlamaForCausalLM, model_type: str, n_layers: int) -> d
 
 
 def save_head(head: DFlash | Eagle3, target: LlamaForCausalLM, out: Path) -> None:
-    """Write the head in bf16."""
+    """Write the head in bf16; the file of weights is replaced as a whole."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {
         name: p.detach().cpu().bfloat16().contiguous() for name, p in head.named_parameters()
     }
-    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    partial = out / "model.safetensors.partial"
+    save_file(weights, partial, {"format": "pt"})
+    partial.rename(out / "model.safetensors")
     (out / "config.json").write_text(json.dumps(head.config(target), indent=2) + "\n")

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from demo_heads import DFlash, Eagle3, save_head, taught
+from muon import Muon
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
@@ -236,9 +237,7 @@ def make_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
     matrices = [p for (_, p), yes in zip(named, is_matrix, strict=True) if yes]
     others = [p for (_, p), yes in zip(named, is_matrix, strict=True) if not yes]
     return [
-        torch.optim.Muon(
-            matrices, lr=run.muon_lr, weight_decay=run.weight_decay, adjust_lr_fn="match_rms_adamw"
-        ),
+        Muon(matrices, run.muon_lr, run.weight_decay),
         torch.optim.AdamW(others, lr=run.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
@@ -448,7 +447,7 @@ def train_head(args: argparse.Namespace, corpus: Corpus, kind: type[DFlash] | ty
     more = draw_windows(stream, len(written) // 4, written.shape[1], bos)
     pool = taught(target, torch.cat((written, more)).to(args.device))
     held_out = draw_windows(pack(tokenizer, corpus.held_out), 8, written.shape[1], bos)
-    unseen = taught(target, held_out.to(args.device))
+    unseen = taught(target, held_out.to(args.device)).rows(torch.arange(len(held_out)))
     torch.manual_seed(args.seed)
     model = kind(target).to(args.device)
 
@@ -462,7 +461,9 @@ def train_head(args: argparse.Namespace, corpus: Corpus, kind: type[DFlash] | ty
             return model.loss(target, unseen).item()
 
     name = "demo-block" if kind is DFlash else "demo-eagle3"
-    run = Run(args.head_minutes, args.work / f"{name}.safetensors", 6e-3, 2e-3, compiles=False)
+    checkpoint = args.work / f"{name}.safetensors"
+    rates = args.rate * 6e-3, args.rate * 2e-3
+    run = Run(args.head_minutes, checkpoint, *rates, compiles=False)
     if args.start_head:
         start_from(model, args.start_head)
     train(model, loss_at, run, check)
@@ -563,7 +564,7 @@ def parse_args() -> argparse.Namespace:
         "--rate",
         type=float,
         default=1.0,
-        help="on the target's rates; below 1 to go on from a checkpoint",
+        help="on the rates of target and heads; below 1 to go on from a checkpoint",
     )
     parser.add_argument(
         "--start-target", type=Path, help="a checkpoint from which the target's training starts"
