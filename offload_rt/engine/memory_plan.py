@@ -6,7 +6,7 @@ Only the sizes of a model are needed, so a config.json is sufficient.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 from offload_rt.chunks import CHUNK_ROWS, max_captured_rows
@@ -259,38 +259,51 @@ def plan_memory(
     whole = None
     with suppress(CapacityError):
         whole = _plan_layers(config, drafting, models, dtype, budget)
-    divided = None if whole is not None and whole.plan.is_resident else target.by_expert()
+    if whole is not None and whole.plan.is_resident:
+        return whole
+    divided = target.by_expert()
     if divided is not None and divided.experts is not None:
-        fitted, besides = _with_host_experts(divided, divided.experts, budget)
-        n_on_host = fitted.experts.n_on_host if fitted.experts else 0
-        if n_on_host > divided.experts.mixture.n_used or not budget.has_card:
-            # Experts on demand need less than whole layers: this error names the least budget.
-            if whole is None:
-                return _plan_layers(config, drafting, (fitted, draft), dtype, besides)
-            with suppress(CapacityError):
-                by_expert = _plan_layers(config, drafting, (fitted, draft), dtype, besides)
-                if _moved(by_expert, config) < _moved(whole, config):
-                    return by_expert
+        # Experts on demand need less than whole layers: their error names the least budget.
+        with suppress(CapacityError) if whole is not None else nullcontext():
+            by_expert = _plan_experts(config, drafting, (divided, draft), dtype, budget)
+            is_less = whole is None or (
+                by_expert is not None and _moved(by_expert, config) < _moved(whole, config)
+            )
+            if by_expert is not None and is_less:
+                return by_expert
     # The error of whole layers names the missing bytes.
     return whole or _plan_layers(config, drafting, models, dtype, budget)
 
 
-def _with_host_experts(
-    divided: Sizes, experts: ExpertSizes, budget: MemoryBudget
-) -> tuple[Sizes, MemoryBudget]:
-    """Reserve host memory for experts, on a GPU machine.
+def _plan_experts(
+    config: EngineConfig,
+    drafting: Drafting,
+    models: tuple[Sizes, Sizes | None],
+    dtype: DType,
+    budget: MemoryBudget,
+) -> MemoryPlan | None:
+    """Plan for experts as separate blocks.
 
-    If not all experts fit, host slots for layers from disk remain free.
+    None if the host memory of a GPU machine holds too few experts for a row.
     """
+    target, draft = models
+    experts = target.experts
+    assert experts is not None, "the target is divided into experts"
     if not budget.has_card:
-        return divided, budget
+        return _plan_layers(config, drafting, models, dtype, budget)
     # The host also computes some experts.
-    budget = replace(budget, buffers=budget.buffers + divided.host_view_nbytes)
-    n_on_host = min(budget.host_room(experts.nbytes), experts.n_blocks)
-    if n_on_host < experts.n_blocks:
-        n_on_host -= -(-BEST_SLOTS * max(divided.layer_nbytes) // experts.nbytes)
+    budget = replace(budget, buffers=budget.buffers + target.host_view_nbytes)
+    # Each pass reads all streamed layers but only some experts: layers have priority on the host.
+    layers = _plan_layers(config, drafting, models, dtype, budget).plan
+    room = replace(layers.budget, buffers=layers.budget.buffers + layers.host_nbytes)
+    n_on_host = min(room.host_room(experts.nbytes), experts.n_blocks)
+    if n_on_host < experts.n_blocks:  # host slots for layers from disk
+        n_on_host -= -(-BEST_SLOTS * max(target.layer_nbytes) // experts.nbytes)
+    if n_on_host <= experts.mixture.n_used:
+        return None
     budget = replace(budget, buffers=budget.buffers + n_on_host * experts.nbytes)
-    return replace(divided, experts=replace(experts, n_on_host=n_on_host)), budget
+    target = replace(target, experts=replace(experts, n_on_host=n_on_host))
+    return _plan_layers(config, drafting, (target, draft), dtype, budget)
 
 
 def _moved(memory: MemoryPlan, config: EngineConfig) -> int:

@@ -238,7 +238,6 @@ def place_layers(
     """
     link = link or LinkSizes.unchanged(layer_nbytes)
     n = len(layer_nbytes)
-    largest = max(layer_nbytes)
     travelling = max(link.layer_nbytes)
     free = budget.device - reserved.total
     least = least_budget(layer_nbytes, reserved, link)
@@ -254,16 +253,16 @@ def place_layers(
         return Plan(("device",) * n, tuple(layer_nbytes), 0, reserved, budget, link)
     free -= link.buffer + n * reserved.stand_in
     n_slots = min(BEST_SLOTS, n, free // link.slot_nbytes)
-    n_resident = min((free - n_slots * link.slot_nbytes) // (largest - reserved.stand_in), n - 1)
-    n_slots = min(n_slots, n - n_resident)
-    resident = spread(n, n_resident)
+    gained = [nbytes - reserved.stand_in for nbytes in layer_nbytes]
+    resident = fill(range(n), gained, free - n_slots * link.slot_nbytes, n - 1)
+    n_slots = min(n_slots, n - len(resident))
     streamed = [i for i in range(n) if i not in resident]
-    room = budget.host_room(travelling)
-    n_host_slots = (
-        _host_slots(n_slots, travelling, budget) if budget.has_card and room < len(streamed) else 0
-    )
-    n_host = min(room - n_host_slots, len(streamed))
-    host = {streamed[k] for k in spread(len(streamed), n_host)}
+    room = budget.host - budget.buffers
+    host = fill(streamed, link.layer_nbytes, room, n)
+    n_host_slots = 0
+    if budget.has_card and len(host) < len(streamed):
+        n_host_slots = _host_slots(n_slots, travelling, budget)
+        host = fill(streamed, link.layer_nbytes, room - n_host_slots * travelling, n)
     tiers = tuple("device" if i in resident else "host" if i in host else "disk" for i in range(n))
     return Plan(tiers, tuple(layer_nbytes), n_slots, reserved, budget, link, n_host_slots)
 
@@ -279,8 +278,8 @@ def with_host_slots(plan: Plan) -> Plan:
     """Add host slots to a plan for layers; move host layers to disk if necessary."""
     hosted = [i for i, tier in enumerate(plan.tiers) if tier == "host"]
     n_host_slots = _host_slots(plan.n_slots, plan.host_slot_nbytes, plan.budget)
-    n_kept = min(plan.budget.host_room(plan.host_slot_nbytes) - n_host_slots, len(hosted))
-    left = {hosted[k] for k in spread(len(hosted), len(hosted) - n_kept)}
+    room = plan.budget.host - plan.budget.buffers - n_host_slots * plan.host_slot_nbytes
+    left = {*hosted} - fill(hosted, plan.link.layer_nbytes, room, len(hosted))
     tiers = tuple("disk" if i in left else tier for i, tier in enumerate(plan.tiers))
     return replace(plan, tiers=tiers, n_host_slots=n_host_slots)
 
@@ -296,6 +295,18 @@ def _host_slots(n_slots: int, nbytes: int, budget: MemoryBudget) -> int:
             change=f"set --host-memory to {least} or more, or raise --device-memory",
         )
     return min(n_slots, budget.host_room(nbytes))
+
+
+def fill(layers: Sequence[int], nbytes: Sequence[int], room: int, most: int) -> set[int]:
+    """Select as many evenly spread layers as fit into `room` bytes, at most `most`.
+
+    nbytes  bytes of each layer of the model
+    """
+    for n in range(min(most, len(layers)), 0, -1):
+        selected = {layers[k] for k in spread(len(layers), n)}
+        if sum(nbytes[i] for i in selected) <= room:
+            return selected
+    return set()
 
 
 def spread(n: int, k: int) -> set[int]:

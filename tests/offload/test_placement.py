@@ -52,6 +52,13 @@ def test_plan_stays_within_its_budgets(layers, need, share, host):
     assert plan.layer_nbytes == tuple(layers)
 
 
+def test_small_layers_fill_the_room_beside_a_large_one():
+    layers = [1000] + [100] * 30
+    plan = place_layers(layers, ReservedMemory(0, 0, 0), MemoryBudget(3500, 350))
+    assert plan.n_slots == 3 and plan.tiers.count("device") == 5
+    assert plan.tiers.count("host") == 3 and plan.tiers[0] == "disk"
+
+
 @given(
     layers=LAYERS,
     need=NEED,

@@ -161,6 +161,16 @@ def test_experts_beyond_memory_are_read_from_disk() -> None:
     assert seconds[3] > of_disk / 7e9
 
 
+def test_streamed_layers_precede_experts_in_host_memory() -> None:
+    """A pass reads every layer, but 8 of 256 experts. Three layers without experts are larger."""
+    model = find_models(EngineConfig("deepseek-v3"))[0]
+    plan = forecast(model, ram=64 * 10**9).memory_plan.plan
+    assert plan.experts is not None and set(plan.tiers) == {"device", "host"}
+    free = plan.budget.host - plan.budget.buffers - plan.on("host")
+    # Host slots for layers and a block of experts may remain.
+    assert 0 <= free < 4 * max(plan.layer_nbytes)
+
+
 def test_encoded_and_dense_layers_are_planned_as_a_whole() -> None:
     for sizes in (
         lossless(find_models(EngineConfig("qwen3-30b-a3b"))[0], True),
