@@ -190,6 +190,11 @@ class EngineConfig:
         "directories on other disks with copies of the checkpoint and its sidecar, separated by"
         " commas; layers are read from all disks at once",
     )
+    max_image_pixels: int = setting(
+        1_605_632,
+        "pixels of an image; larger images are scaled down; 0: text only, without the vision tower",
+        parse=int,
+    )
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -216,6 +221,10 @@ class EngineConfig:
             "pipeline",
         ):
             check_positive(name, getattr(self, name))
+        if self.max_image_pixels < 0:
+            change = "raise --max-image-pixels"
+            have = str(self.max_image_pixels)
+            raise SettingsError("--max-image-pixels", need="at least 0", have=have, change=change)
 
     @property
     def device_nbytes(self) -> int | None:

@@ -34,6 +34,7 @@ from offload_rt.executor.grammar import Grammar, GrammarCompiler
 from offload_rt.executor.pooling import Pooling
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
+from offload_rt.models.image_prompt import ImageProcessor, ImagePrompt
 from offload_rt.offload.placement import Plan
 from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
 from offload_rt.system.progress import loading_bar, progress_bar
@@ -53,12 +54,13 @@ from offload_rt.weights.files import end_ids, sampling_defaults
 from offload_rt.weights.locate import locate
 
 if TYPE_CHECKING:  # importing transformers costs a second
+    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LLM", "Output", "Piece", "Stats"]
 
-# A text, token ids, or a mapping with "prompt" or "prompt_token_ids".
-Prompt = str | abc.Sequence[int] | np.ndarray | Tensor | Mapping[str, Any]
+# A text, token ids, a prompt with images, or a mapping with "prompt" or "prompt_token_ids".
+Prompt = str | abc.Sequence[int] | np.ndarray | Tensor | ImagePrompt | Mapping[str, Any]
 
 
 class LLM:
@@ -72,6 +74,7 @@ class LLM:
     spec: EngineSpec
     tokenizer: "PreTrainedTokenizerBase | None"
     _thread: EngineThread | None = None
+    images: ImageProcessor | None
     _compiler: GrammarCompiler | None = None
     _closes: "weakref.finalize[..., LLM]"
 
@@ -104,6 +107,7 @@ class LLM:
         chat_template: str | None = None,
         pipeline: int = 1,
         mirror: str | None = None,
+        max_image_pixels: int = 1_605_632,
         use_tqdm_on_load: bool = True,
     ) -> None:
         """Load a model; the arguments are the fields of `EngineConfig`.
@@ -118,7 +122,7 @@ class LLM:
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
                 draft_context, draft_quantize, learn_draft,
                 batch_invariant, exact_parallel, split_draft, revision, offline,
-                chat_template, pipeline, mirror,
+                chat_template, pipeline, mirror, max_image_pixels,
             )
         )  # fmt: skip
         is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()
@@ -179,6 +183,11 @@ class LLM:
                 raise
             # The optional draft layer does not fit.
             self.spec = plan_engine(config, checkpoint, pick_drafter(config))
+        self.images = (
+            ImageProcessor.load(directory, config.max_image_pixels)
+            if config.max_image_pixels
+            else None
+        )
         self._compiler_lock = Lock()
         self._closes = weakref.finalize(self, self.spec.close)
 
@@ -197,6 +206,11 @@ class LLM:
         if self._thread is None:
             raise closed()
         return self._thread
+
+    @property
+    def supports_images(self) -> bool:
+        """Whether prompts may contain images."""
+        return self.images is not None
 
     @property
     def max_model_len(self) -> int:
@@ -397,6 +411,22 @@ class LLM:
         options  of transformers' `apply_chat_template`, and variables of the template
         """
         return encode_chat(self._tokenizer(), messages, options, self._n_characters)
+
+    def encode_chat_images(
+        self,
+        messages: abc.Sequence[Message],
+        options: Mapping[str, Any],
+        images: abc.Sequence["Image"],
+    ) -> ImagePrompt:
+        """Return the prompt of a conversation with images, for `generate` and `stream`.
+
+        options  see `encode_chat`
+        images   images of the parts {"type": "image"}, in order
+        Raises PromptError for a model without images.
+        """
+        if self.images is None:
+            raise PromptError("images", need="a model with a vision tower", have="text only")
+        return self.images.encode_chat(messages, images, options)
 
     @cached_property
     def _n_characters(self) -> int:

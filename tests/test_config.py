@@ -80,6 +80,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "offline": ([], True),
     "pipeline": (["2"], 2),
     "mirror": (["/mnt/second"], "/mnt/second"),
+    "max_image_pixels": (["65536"], 65536),
     "max_tokens": (["7"], 7),
     "max_new_tokens": (["7"], 7),
     "temperature": (["0.7"], 0.7),

@@ -28,6 +28,7 @@ _ENGINE_GROUPS = {
         "kv_dtype",
         "max_model_len",
         "max_num_seqs",
+        "max_image_pixels",
         "link_format",
         "sidecar",
         "mirror",
