@@ -139,8 +139,8 @@ def find_mixtures(
     """Describe the experts of layers; empty unless all have the standard form and equal shapes.
 
     chosen_experts  by layer: expert modules and their arguments
-    outputs         modules of layers with a single argument, and their outputs; routers are those
-                    whose outputs the experts receive
+    outputs         modules of layers with a single argument, and their outputs; a module is a
+                    router if the experts receive its output
     """
     mixtures: dict[int, LayerMixture] = {}
     parts = [(module, n, part) for module, out in outputs for n, part in enumerate(out)]

@@ -55,7 +55,8 @@ def tensors_of(directory: Path) -> dict[str, TensorRecord]:
         f"{directory} has no safetensors weights",
         need=f"{SINGLE} or {INDEX}",
         have=", ".join(unsupported[:3]) or "no weights at all",
-        change=f"{_WHOLE}, or convert this one with transformers' save_pretrained",
+        change=f"{_WHOLE}, or convert it: torch.load(FILE, weights_only=True), then "
+        "safetensors.torch.save_file",
     )
 
 
