@@ -130,6 +130,8 @@ def _serve(flags: Namespace) -> None:
         settings.embeddings,
     )
     with _listen(settings.host, settings.port) as listening, LLM.open(config) as llm:
+        if settings.embeddings:
+            llm.check_embeddings(settings.embeddings)
         chat_format = ChatFormat.select(
             llm.tokenizer, settings.tool_call_parser, settings.reasoning_parser
         )

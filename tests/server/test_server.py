@@ -388,6 +388,7 @@ def test_tokenize_and_detokenize(served):
     )
     ids = rendered(served.llm)
     assert served.post("/tokenize", {"messages": TURNS})[1]["tokens"] == ids
+    assert served.post("/tokenize", {"content": PROMPT})[0] == 400
 
 
 def test_oversized_bodies_are_refused(served):
