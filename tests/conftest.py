@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from hypothesis import settings
 from safetensors.torch import load_file, save_file
+from support.command_line import Line
 from support.quantized import MXFP4_CONFIG
 from support.tiny import Zoo
 
 from bench.models.tiny import config_of, random_model
+from offload_rt.cli import run
 from offload_rt.ops import linear
 
 # A busy machine is no failure, and every run tries the same examples.
@@ -49,6 +52,19 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def seeded() -> None:
     """Numbers that a test draws without a generator do not depend on the tests before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def line(capfd: pytest.CaptureFixture[str]) -> Iterator[Line]:
+    """Call a command's main function; returns exit code, stdout and stderr."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments: str, main: Callable[[list[str]], int] = run.main) -> tuple[int, str, str]:
+        capfd.readouterr()
+        return main(list(arguments)), *capfd.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture(scope="session")

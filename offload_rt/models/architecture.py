@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from offload_rt.models.image_tower import ImageTower
     from offload_rt.ops.few_rows import Stack
 
 
@@ -305,6 +306,11 @@ class Architecture(ABC):
     def expert_names(self, i: int) -> Mapping[str, int | None]:
         """Map module names of layer i to experts; None for tensors with a row per expert."""
         return {}
+
+    @property
+    def images(self) -> ImageTower | None:
+        """Vision tower, or None for models of text."""
+        return None
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:

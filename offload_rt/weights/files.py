@@ -13,6 +13,8 @@ from offload_rt.weights.header import TensorRecord, read_header
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEADS = "medusa_lm_head.safetensors"
+# A checkpoint with images has one of these.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _DAMAGED = "download it again"
 _WHOLE = "give the directory of a whole checkpoint"
 
@@ -53,7 +55,8 @@ def tensors_of(directory: Path) -> dict[str, TensorRecord]:
         f"{directory} has no safetensors weights",
         need=f"{SINGLE} or {INDEX}",
         have=", ".join(unsupported[:3]) or "no weights at all",
-        change=f"{_WHOLE}, or convert this one with transformers' save_pretrained",
+        change=f"{_WHOLE}, or convert it: torch.load(FILE, weights_only=True), then "
+        "safetensors.torch.save_file",
     )
 
 

@@ -271,10 +271,15 @@ def _with_experts(tensors: dict[str, TensorRecord], family: str) -> dict[str, Te
             continue
         nbytes = record.nbytes // record.shape[0]
         for expert in range(record.shape[0]):
-            own = f"model.layers.{match[1]}.{prefix}.{expert}.{modules[match[2]]}.weight"
+            expert_name = f"model.layers.{match[1]}.{prefix}.{expert}.{modules[match[2]]}.weight"
             start = record.start + expert * nbytes
-            divided[own] = replace(
-                record, name=own, shape=record.shape[1:], start=start, stop=start + nbytes, key=own
+            divided[expert_name] = replace(
+                record,
+                name=expert_name,
+                shape=record.shape[1:],
+                start=start,
+                stop=start + nbytes,
+                key=expert_name,
             )
     return divided
 

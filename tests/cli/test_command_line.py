@@ -3,10 +3,9 @@
 import itertools
 import json
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,19 +97,6 @@ def test_run_prints_text_to_stdout_and_report_to_stderr(tmp_path):
 
 
 # The same program inside this process.
-
-
-@pytest.fixture
-def line(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    """Run the command line; returns exit code, stdout and stderr."""
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        return run.main(list(arguments)), *capfd.readouterr()
-
-    yield call
-    signal.signal(signal.SIGTERM, handler)
 
 
 def _refused(got: tuple[int, str, str], *words: str) -> None:

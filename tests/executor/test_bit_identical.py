@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.tiny import feed, open_llm, prefill, prompt_of, random_tree, runner_of
+from support.tiny import feed, open_llm, prefill, prompt_of, prompt_steps, random_tree, runner_of
 from torch import Tensor
 
 from offload_rt.executor.runner import Runner
@@ -88,16 +88,7 @@ def test_chunks_and_batches_equal_single_rows_bit_for_bit(zoo, name, dtype, monk
         expected = [decoded(runner, one, n_prompt=1) for one in prompts]
         for chunk_rows in (512, 7):
             monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
-            steps = [
-                Step(
-                    runner.new_cache(64),
-                    torch.tensor(one),
-                    Topology.chain(len(one)),
-                    len(one),
-                    len(one),
-                )
-                for one in prompts
-            ]
+            steps = prompt_steps(runner, prompts, 64)
             for got, rows in zip(runner.forward(steps), expected, strict=True):
                 assert torch.equal(got, rows)
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import speaking_checkpoint
-from support.command_line import PROMPT, SMALL, Line, Speaks
+from support.command_line import PROMPT, SMALL, Speaks
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli import run
 
 
 @pytest.fixture(autouse=True)
@@ -49,14 +48,3 @@ def speaks(model: Path) -> Speaks:
         "--quiet",
         *more,
     ]
-
-
-@pytest.fixture
-def line(capfd: pytest.CaptureFixture[str]) -> Line:
-    """Run the command line; returns exit code, stdout and stderr."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        return run.main(list(arguments)), *capfd.readouterr()
-
-    return call

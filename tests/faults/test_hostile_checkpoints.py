@@ -40,6 +40,7 @@ N_PROCESSES = 24
 SLOW_S = 5.0  # of one case, on a machine that does other things besides
 GROWTH = 600 << 20  # bytes that all cases together may take beyond what was taken before
 
+FEW_TOKENS = ["--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-tokens", "3"]
 INDEX = "model.safetensors.index.json"
 FAMILIES = {
     "llama": {},
@@ -182,18 +183,9 @@ def test_hostile_checkpoints_through_the_command_line(model, tmp_path, line):
             (copy / name).write_bytes(_header(chance, json.loads(raw[8 : 8 + n]), raw[8 + n :]))
         else:
             (copy / name).write_bytes(spoil_json(json.loads((copy / name).read_text()), chance))
-        arguments = [
-            "--model",
-            str(copy),
-            "--prompt",
-            PROMPT,
-            "--device",
-            "cpu",
-            "--quiet",
-            "--max-new-tokens",
-            "3",
-        ]
-        code, _, err = line(*arguments, "--device-memory", "100MB", "--max-model-len", "64")
+        code, _, err = line(
+            "--model", str(copy), *FEW_TOKENS, "--device-memory", "100MB", "--max-model-len", "64"
+        )
         assert code in (0, 2, 3), (seed, err)
         if code:
             one_sentence(err)
@@ -205,17 +197,6 @@ def test_folder_in_place_of_a_file(name, model, tmp_path, line):
     shutil.copytree(model, copy)
     (copy / name).unlink(missing_ok=True)
     (copy / name).mkdir()
-    arguments = [
-        "--model",
-        str(copy),
-        "--prompt",
-        PROMPT,
-        "--device",
-        "cpu",
-        "--quiet",
-        "--max-new-tokens",
-        "3",
-    ]
-    code, out, err = line(*arguments)
+    code, out, err = line("--model", str(copy), *FEW_TOKENS)
     assert (code, out) == (2, "")
     one_sentence(err, str(copy))

@@ -18,6 +18,7 @@ from support.tiny import (
     open_llm,
     prefill,
     prompt_of,
+    prompt_steps,
     random_tree,
     runner_of,
 )
@@ -25,7 +26,6 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from offload_rt.executor import runner as runner_module
-from offload_rt.executor.step import Step
 from offload_rt.models.rope import Rope
 from offload_rt.tree.topology import Topology
 
@@ -64,16 +64,7 @@ def test_sequences_of_a_pass_do_not_see_each_other(zoo, monkeypatch):
     prompts = [prompt_of(seed, n) for seed, n in enumerate((5, 23, 1, 16))]
     with open_llm(zoo.directory("qwen3-window", 0)) as llm:
         runner = runner_of(llm)
-        steps = [
-            Step(
-                runner.new_cache(32),
-                torch.tensor(one),
-                Topology.chain(len(one)),
-                len(one),
-                len(one),
-            )
-            for one in prompts
-        ]
+        steps = prompt_steps(runner, prompts, 32)
         got = runner.forward(steps)
     for rows, prompt in zip(got, prompts, strict=True):
         torch.testing.assert_close(

@@ -19,6 +19,7 @@ from support.tiny import (
     logits_of,
     open_llm,
     prompt_of,
+    prompt_steps,
     random_tree,
     runner_of,
     tree_logits,
@@ -141,16 +142,7 @@ def test_sequences_of_a_pass_do_not_see_each_other(model_of):
     with open_llm(folder) as llm:
         runner = runner_of(llm)
         runner._chunk_rows = 16
-        steps = [
-            Step(
-                runner.new_cache(32),
-                torch.tensor(one),
-                Topology.chain(len(one)),
-                len(one),
-                len(one),
-            )
-            for one in prompts
-        ]
+        steps = prompt_steps(runner, prompts, 32)
         for rows, prompt in zip(runner.forward(steps), prompts, strict=True):
             expected = logits_of(model, prompt)
             torch.testing.assert_close(

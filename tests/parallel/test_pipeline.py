@@ -3,15 +3,18 @@
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.heads import few_tokens, write_published
 from support.run_ranks import started
-from support.tiny import generate, prompt_of
+from support.tiny import generate, open_llm, prompt_of
 
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.cost.pass_times import ComputeTimes
+from offload_rt.engine import ranks_spec
 from offload_rt.errors import SettingsError
 from offload_rt.parallel.pipeline_model import divide_layers
 
@@ -132,6 +135,18 @@ def test_pipeline_requires_as_many_ranks(zoo):
         match="has 1 started, and 6 layers; start it by",
     ):
         LLM(str(zoo.directory("llama", 0)), device="cpu", pipeline=2)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "peagle", "block"])
+def test_heads_of_hidden_states_are_refused_with_a_pipeline(tmp_path, monkeypatch, kind):
+    few_tokens().save_pretrained(tmp_path / "target")
+    settings = write_published(tmp_path / "head", tmp_path / "target", kind)
+    two_ranks = SimpleNamespace(rank=0, size=2, n_local=2)
+    monkeypatch.setattr(ranks_spec, "joined", lambda: two_ranks)
+    with pytest.raises(
+        SettingsError, match=f'drafter="{kind}" with pipeline: needs a drafter'
+    ):
+        open_llm(pipeline=2, **settings)
 
 
 @pytest.mark.parametrize("n_stages", [2, 4])

@@ -1,14 +1,20 @@
 """Block drafters in their published layouts, against a plain float64 reference."""
 
-import json
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from support.heads import few_tokens
+from support.heads import (
+    KEPT,
+    few_tokens,
+    layer_config,
+    layer_shapes,
+    record_states,
+    rms,
+    write_random,
+)
 from support.texts import (
     VOCABULARY,
     assert_distribution,
@@ -33,7 +39,6 @@ TYPE = "speculators_model_type"
 N_LAYERS = 2
 BLOCK = 4
 MASK = 5
-KEPT = [0, 2, 3, 6]
 RANK = 3
 TAPS = 2
 GROUP = 4
@@ -86,27 +91,9 @@ WINDOWS = {
 }
 
 
-def layer_config(model: PreTrainedModel, **changes: Any) -> dict[str, Any]:
-    """The config of the drafter's layers."""
-    config = model.config
-    return {
-        "model_type": "qwen3",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": 24,
-        "num_hidden_layers": N_LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        **changes,
-    }
-
-
 def write_block(folder: Path, model: PreTrainedModel, config: dict[str, Any], **layers: Any):
     """A target and a block drafter of random weights; returns settings, config and weights."""
-    inner = layer_config(model, **layers)
+    inner = layer_config(model, "qwen3", N_LAYERS, **layers)
     if "speculators_model_type" in config:
         raw = config | {"transformer_layer_config": inner}
     else:
@@ -117,19 +104,7 @@ def write_block(folder: Path, model: PreTrainedModel, config: dict[str, Any], **
     keys = flat(config)
     shapes = {"fc.weight": (d, 2 * d), "hidden_norm.weight": (d,), "norm.weight": (d,)}
     for i in range(N_LAYERS):
-        parts = {
-            "input_layernorm": (d,),
-            "post_attention_layernorm": (d,),
-            "self_attn.q_proj": (16, d),
-            "self_attn.k_proj": (8, d),
-            "self_attn.v_proj": (8, d),
-            "self_attn.o_proj": (d, 16),
-            "self_attn.q_norm": (8,),
-            "self_attn.k_norm": (8,),
-            "mlp.gate_proj": (24, d),
-            "mlp.up_proj": (24, d),
-            "mlp.down_proj": (d, 24),
-        }
+        parts = layer_shapes(d, d) | {"self_attn.q_norm": (8,), "self_attn.k_norm": (8,)}
         if "conv_kernel_size" in keys:
             for name in ("attention_conv", "mlp_conv"):
                 parts[f"{name}.kernel_projection"] = (2 * TAPS * d // GROUP, d)
@@ -149,19 +124,8 @@ def write_block(folder: Path, model: PreTrainedModel, config: dict[str, Any], **
     if keys.get("markov_head_type") == "gated":
         shapes["markov_head.gate_proj.weight"] = (RANK, d + RANK)
         shapes["markov_head.gate_proj.bias"] = (RANK,)
-    generator = torch.Generator().manual_seed(4)
-    weights = {
-        name: 0.4 * torch.randn(shape, generator=generator) + float(len(shape) == 1)
-        for name, shape in shapes.items()
-    }
-    if n_tokens != vocab:
-        weights["d2t"] = torch.tensor(KEPT) - torch.arange(n_tokens)
-    model.save_pretrained(folder / "target")
-    (folder / "head").mkdir()
-    save_file(weights, folder / "head" / "model.safetensors")
-    (folder / "head" / "config.json").write_text(json.dumps(raw))
-    settings = {"directory": folder / "target", "drafter": "block"}
-    return settings | {"draft_model": str(folder / "head")}, raw, weights
+    settings, weights = write_random(folder, model, raw, shapes, n_tokens)
+    return settings | {"drafter": "block"}, raw, weights
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -180,10 +144,6 @@ def convolve(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
         for k in range(min(t + 1, TAPS)):
             out[t] += (base[k] + dynamic[t, k].repeat_interleave(GROUP)) * x[t - k]
     return out
-
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
 
 def reference(raw, weights, model, states, tokens, path):
@@ -334,15 +294,9 @@ CASES = {
 def test_logits_of_consecutive_blocks_equal_the_reference(tmp_path, monkeypatch, case):
     model = few_tokens()
     settings, raw, weights = write_block(tmp_path, model, CASES[case][0], **CASES[case][1])
-    states: list[Tensor] = []
+    states = record_states(monkeypatch, BlockModel)
     blocks = []
-    observe = BlockModel.observe
     compute = BlockModel._blocks
-
-    def observed(self, sequence, first, parts):
-        known = torch.cat(states)[:first] if states else torch.empty(0)
-        states[:] = [torch.cat((known, *parts)) if first else torch.cat(list(parts))]
-        observe(self, sequence, first, parts)
 
     def computed(self, state, paths):
         out = compute(self, state, paths)
@@ -357,7 +311,6 @@ def test_logits_of_consecutive_blocks_equal_the_reference(tmp_path, monkeypatch,
         blocks.append((list(state.sequence.tokens), states[0].clone(), paths[0], logits))
         return out
 
-    monkeypatch.setattr(BlockModel, "observe", observed)
     monkeypatch.setattr(BlockModel, "_blocks", computed)
     monkeypatch.setattr(CostEstimator, "level", lambda *_: 0.0)
     prompt = prompt_of(0, 9, model.config.vocab_size)

@@ -22,6 +22,7 @@ from support.heads import (
     mtp_names,
     random_head,
     random_weights,
+    rms,
     shapes_of,
     write_head,
 )
@@ -68,10 +69,6 @@ KINDS = ("eagle", "medusa", *MTP)
 
 
 # The definitions, in plain torch
-
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 def decoder_layer(w: Weights, prefix: str, model: PreTrainedModel, x: Tensor, h: Tensor) -> Tensor:

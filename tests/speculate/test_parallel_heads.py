@@ -1,14 +1,20 @@
 """P-EAGLE heads in their published layouts, against a plain float64 reference."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
-from support.heads import KEPT, few_tokens
+from support.heads import (
+    KEPT,
+    few_tokens,
+    layer_config,
+    layer_shapes,
+    record_states,
+    rms,
+    write_random,
+)
 from support.tiny import generate, open_llm, prompt_of
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
@@ -43,21 +49,10 @@ def write_parallel(folder: Path, model: PreTrainedModel, config: dict[str, Any])
     """A target and a head of random weights; returns settings, config and weights."""
     d = model.config.hidden_size
     vocab = model.config.vocab_size
-    layer_config = {
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "hidden_size": d,
-        "intermediate_size": 24,
-        "num_hidden_layers": N_LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-    }
+    layers = layer_config(model, "llama", N_LAYERS)
     is_nested = "speculators_model_type" in config
     raw = config | {"draft_vocab_size": len(KEPT)}
-    raw |= {"transformer_layer_config": layer_config} if is_nested else layer_config
+    raw |= {"transformer_layer_config": layers} if is_nested else layers
     shapes = {
         "fc.weight": (d, 3 * d),
         "norm.weight": (d,),
@@ -72,35 +67,11 @@ def write_parallel(folder: Path, model: PreTrainedModel, config: dict[str, Any])
     for i in range(N_LAYERS):
         first = "layers.0." if is_nested else "midlayer."
         prefix = f"layers.{i}." if i else first
-        width = d if i else 2 * d
-        parts = {
-            "input_layernorm": (d,),
-            "post_attention_layernorm": (d,),
-            "self_attn.q_proj": (16, width),
-            "self_attn.k_proj": (8, width),
-            "self_attn.v_proj": (8, width),
-            "self_attn.o_proj": (d, 16),
-            "mlp.gate_proj": (24, d),
-            "mlp.up_proj": (24, d),
-            "mlp.down_proj": (d, 24),
-        } | ({} if i else {"hidden_norm": (d,)})
+        parts = layer_shapes(d, d if i else 2 * d)
+        parts |= {} if i else {"hidden_norm": (d,)}
         shapes |= {f"{prefix}{name}.weight": shape for name, shape in parts.items()}
-    generator = torch.Generator().manual_seed(4)
-    weights = {
-        name: 0.4 * torch.randn(shape, generator=generator) + float(len(shape) == 1)
-        for name, shape in shapes.items()
-    }
-    weights["d2t"] = torch.tensor(KEPT) - torch.arange(len(KEPT))
-    model.save_pretrained(folder / "target")
-    (folder / "head").mkdir()
-    save_file(weights, folder / "head" / "model.safetensors")
-    (folder / "head" / "config.json").write_text(json.dumps(raw))
-    settings = {"directory": folder / "target", "drafter": "peagle"}
-    return settings | {"draft_model": str(folder / "head")}, raw, weights
-
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    settings, weights = write_random(folder, model, raw, shapes, len(KEPT))
+    return settings | {"drafter": "peagle"}, raw, weights
 
 
 def reference(raw, weights, states, tokens, n_parallel):
@@ -156,15 +127,9 @@ def reference(raw, weights, states, tokens, n_parallel):
 def test_logits_of_consecutive_passes_equal_the_reference(tmp_path, monkeypatch, case):
     model = few_tokens()
     settings, raw, weights = write_parallel(tmp_path, model, CASES[case])
-    states: list[Tensor] = []
+    states = record_states(monkeypatch, ParallelModel)
     drafts = []
-    observe = ParallelModel.observe
     begin = ParallelModel._begin
-
-    def observed(self, sequence, first, parts):
-        known = torch.cat(states)[:first] if states else torch.empty(0)
-        states[:] = [torch.cat((known, *parts)) if first else torch.cat(list(parts))]
-        observe(self, sequence, first, parts)
 
     def begun(self, sequence, *args):
         state = begin(self, sequence, *args)
@@ -173,7 +138,6 @@ def test_logits_of_consecutive_passes_equal_the_reference(tmp_path, monkeypatch,
         drafts.append((list(sequence.tokens), states[0].clone(), self._logits[sequence].clone()))
         return state
 
-    monkeypatch.setattr(ParallelModel, "observe", observed)
     monkeypatch.setattr(ParallelModel, "_begin", begun)
     prompt = prompt_of(0, 9, model.config.vocab_size)
     with open_llm(dtype="float64", **settings) as llm:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -13,13 +14,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from offload_rt.models.head_configs import parse_head
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.weights.checkpoint import open_checkpoint
-from support.texts import (
-    SMALL,
-)
-from support.tiny import (
-    CASES,
-    SPREAD,
-)
+from support.texts import SMALL
+from support.tiny import CASES, SPREAD
 
 VOCAB = 8
 
@@ -263,3 +259,84 @@ def write_published(folder: Path, target: Path, kind: str) -> dict[str, Any]:
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(raw))
     return {"directory": target, "draft_model": str(folder)}
+
+
+def layer_config(
+    model: PreTrainedModel, model_type: str, n_layers: int, **changes: Any
+) -> dict[str, Any]:
+    """The config of a head's layers, used by the float64 references."""
+    return {
+        "model_type": model_type,
+        "vocab_size": model.config.vocab_size,
+        "hidden_size": model.config.hidden_size,
+        "intermediate_size": 24,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        **changes,
+    }
+
+
+def layer_shapes(d: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer of layer_config whose projections q, k and v read width values."""
+    return {
+        "input_layernorm": (d,),
+        "post_attention_layernorm": (d,),
+        "self_attn.q_proj": (16, width),
+        "self_attn.k_proj": (8, width),
+        "self_attn.v_proj": (8, width),
+        "self_attn.o_proj": (d, 16),
+        "mlp.gate_proj": (24, d),
+        "mlp.up_proj": (24, d),
+        "mlp.down_proj": (d, 24),
+    }
+
+
+def write_random(
+    folder: Path,
+    model: PreTrainedModel,
+    raw: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    n_tokens: int,
+) -> tuple[dict[str, Any], Weights]:
+    """Write a target and a head of random weights; return settings and weights.
+
+    n_tokens  size of the head's vocabulary; KEPT are its tokens if it has as many
+    """
+    generator = torch.Generator().manual_seed(4)
+    weights = {
+        name: 0.4 * torch.randn(shape, generator=generator) + float(len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    if n_tokens == len(KEPT):
+        weights["d2t"] = torch.tensor(KEPT) - torch.arange(n_tokens)
+    model.save_pretrained(folder / "target")
+    (folder / "head").mkdir()
+    save_file(weights, folder / "head" / "model.safetensors")
+    (folder / "head" / "config.json").write_text(json.dumps(raw))
+    return {"directory": folder / "target", "draft_model": str(folder / "head")}, weights
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    """RMS norm with the epsilon of layer_config."""
+    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def record_states(monkeypatch: pytest.MonkeyPatch, drafter: type[Any]) -> list[Tensor]:
+    """Record the hidden states a drafter observes; return the list that will hold them.
+
+    The list has a single tensor (n, ...): the states of all tokens but the last.
+    """
+    states: list[Tensor] = []
+    observe = drafter.observe
+
+    def observed(self: Any, sequence: Any, first: int, parts: Any) -> None:
+        known = torch.cat(states)[:first] if states else torch.empty(0)
+        states[:] = [torch.cat((known, *parts)) if first else torch.cat(list(parts))]
+        observe(self, sequence, first, parts)
+
+    monkeypatch.setattr(drafter, "observe", observed)
+    return states

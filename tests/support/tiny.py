@@ -410,6 +410,20 @@ def runner_of(llm: LLM) -> Runner:
     return llm.engine.runner
 
 
+def prompt_steps(runner: Runner, prompts: Sequence[Sequence[int]], n_rows: int) -> list[Step]:
+    """A pass over prompts in new caches of n_rows rows, with the logits of every token."""
+    return [
+        Step(
+            runner.new_cache(n_rows),
+            torch.tensor(prompt),
+            Topology.chain(len(prompt)),
+            len(prompt),
+            len(prompt),
+        )
+        for prompt in prompts
+    ]
+
+
 def feed(
     runner: Runner, cache: int, tokens: Sequence[int], topology: Topology, n_wanted: int = 0
 ) -> Tensor:

@@ -203,7 +203,7 @@ def test_unsupported_config_is_refused(changes, words, tmp_path):
     ("names", "words"),
     [
         ((), ["no weights at all"]),
-        (("pytorch_model.bin",), ["pytorch_model.bin", "safetensors"]),
+        (("pytorch_model.bin",), ["pytorch_model.bin", "safetensors.torch.save_file"]),
         (("x.gguf",), ["x.gguf"]),
     ],
 )

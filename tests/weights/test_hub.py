@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -159,15 +159,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server.server_close()
 
 
-@pytest.fixture
-def line(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(main: Callable[[list[str]], int], *arguments: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        return main(list(arguments)), *capfd.readouterr()
-
-    return call
-
-
 def sharded(directory: Path, **changes: Any) -> Path:
     """A checkpoint of two shards with a tokenizer, and much else beside it."""
     directory.mkdir()
@@ -185,7 +176,7 @@ def sharded(directory: Path, **changes: Any) -> Path:
 
 def test_only_required_files_are_fetched_once(hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
-    code, out, _ = line(run.main, "--model", NAME, *SMALL)
+    code, out, _ = line("--model", NAME, *SMALL)
     assert code == 0 and out
     names = (
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -195,10 +186,10 @@ def test_only_required_files_are_fetched_once(hub, tmp_path, line):
     )  # fmt: skip
     assert hub.sent == {name: (hub.repositories[NAME] / name).stat().st_size for name in names}
     hub.forget()
-    assert line(run.main, "--model", NAME, *SMALL)[:2] == (0, out)
+    assert line("--model", NAME, *SMALL)[:2] == (0, out)
     assert hub.sent == {}
     hub.forget()
-    assert line(run.main, "--model", NAME, *SMALL, "--offline")[:2] == (0, out)
+    assert line("--model", NAME, *SMALL, "--offline")[:2] == (0, out)
     assert hub.n_requests == 0
 
 
@@ -212,7 +203,7 @@ def test_only_required_files_are_fetched_once(hub, tmp_path, line):
 )
 def test_config_is_refused_before_a_weight_download(changes, told, hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model", **changes)
-    code, out, err = line(run.main, "--model", NAME, *SMALL)
+    code, out, err = line("--model", NAME, *SMALL)
     assert (code, out) == (2, "") and told in err.splitlines()[-1]
     assert "config.json" in hub.sent and not hub.sent_weights()
 
@@ -222,7 +213,7 @@ def test_draft_config_is_refused_before_target_weights(hub, tmp_path, line):
     hub.repositories["someone/draft"] = sharded(
         tmp_path / "draft", model_type="telepathy", architectures=None
     )
-    code, _, err = line(run.main, "--model", NAME, "--draft-model", "someone/draft", *SMALL)
+    code, _, err = line("--model", NAME, "--draft-model", "someone/draft", *SMALL)
     assert code == 2 and "telepathy" in err.splitlines()[-1]
     assert not hub.sent_weights()
 
@@ -231,19 +222,19 @@ def test_plan_fetches_configs_only(hub, tmp_path, line, monkeypatch):
     measure_little(monkeypatch)
     monkeypatch.setattr("offload_rt.cli.plan.measure_disk_gbps", lambda folder: 2.5)
     hub.repositories[NAME] = sharded(tmp_path / "model", max_position_embeddings=512)
-    code, out, err = line(plan.main, "--model", NAME, "--gpu", "rtx4090", "--ram", "8GB")
+    code, out, err = line("--model", NAME, "--gpu", "rtx4090", "--ram", "8GB", main=plan.main)
     assert code == 0 and "verdict: " in out
     assert set(hub.sent) == {"config.json"}
     hub.forget()
     flags = ["--model", NAME, "--device", "cpu", "--max-model-len", "300", "--plan", "--json"]
-    code, out, err = line(run.main, *flags)
+    code, out, err = line(*flags)
     found = json.loads(out)
     assert code == 0 and "planning from configs" in err
     assert not hub.sent_weights()
     assert found["links"]["disk"] == 2.5 and found["plan"]["tiers"] == ["device"] * 3
     # Once the weights are here, the plan is that of the run.
-    assert line(run.main, "--model", NAME, *SMALL)[0] == 0
-    code, out, err = line(run.main, *flags)
+    assert line("--model", NAME, *SMALL)[0] == 0
+    code, out, err = line(*flags)
     sources = json.loads(out)["sources"]
     assert "disk: measured with the model's files" in sources
     assert "planning from configs" not in err
@@ -268,11 +259,11 @@ def test_quantised_model_is_planned_by_its_headers(kind, hub, tmp_path, line):
         "16",
         "--json",
     ]
-    code, out, err = line(plan.main, "--model", NAME, *flags)
+    code, out, err = line("--model", NAME, *flags, main=plan.main)
     assert code == 0, err
     whole = (tmp_path / "model" / "model.safetensors").stat().st_size
     assert 0 < sum(hub.sent_weights().values()) < 200_000 < whole
-    local = line(plan.main, "--model", str(tmp_path / "model"), *flags)[1]
+    local = line("--model", str(tmp_path / "model"), *flags, main=plan.main)[1]
     assert json.loads(out)["plan"] == json.loads(local)["plan"]
 
 
@@ -284,7 +275,7 @@ def test_format_with_sizes_in_weights_is_not_planned_remotely(hub, tmp_path, lin
         Choice("nf4"),
     )
     hub.repositories[NAME] = tmp_path / "model"
-    code, _, err = line(plan.main, "--model", NAME, "--gpu", "rtx4090", "--ram", "8GB")
+    code, _, err = line("--model", NAME, "--gpu", "rtx4090", "--ram", "8GB", main=plan.main)
     assert code == 2 and "download the checkpoint first" in err.splitlines()[-1]
 
 
@@ -292,28 +283,16 @@ def test_format_with_sizes_in_weights_is_not_planned_remotely(hub, tmp_path, lin
 def test_offline_sends_no_request_and_is_one_sentence(main, hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
     more = SMALL if main is run.main else ["--gpu", "rtx4090"]
-    code, out, err = line(main, "--model", NAME, "--offline", *more)
+    code, out, err = line("--model", NAME, "--offline", *more, main=main)
     assert (code, out, err.count("\n")) == (2, "", 1) and "not in the hub cache" in err
     assert hub.n_requests == 0
 
 
 def test_weights_missing_after_a_plan_are_reported_offline(hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model")
-    assert (
-        line(
-            plan.main,
-            "--model",
-            NAME,
-            "--gpu",
-            "rtx4090",
-            "--context",
-            "8",
-            "--max-new-tokens",
-            "8",
-        )[0]
-        == 0
-    )
-    code, _, err = line(run.main, "--model", NAME, "--offline", *SMALL)
+    flags = ["--gpu", "rtx4090", "--context", "8", "--max-new-tokens", "8"]
+    assert line("--model", NAME, *flags, main=plan.main)[0] == 0
+    code, _, err = line("--model", NAME, "--offline", *SMALL)
     assert code == 2 and "not in the hub cache" in err
 
 
@@ -321,30 +300,30 @@ def test_repository_without_config_is_reported(hub, tmp_path, line):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model-Q4_K_M.gguf").write_bytes(b"x" * 1000)
     hub.repositories[NAME] = tmp_path / "model"
-    code, _, err = line(run.main, "--model", NAME, *SMALL)
+    code, _, err = line("--model", NAME, *SMALL)
     assert code == 2 and "no config.json" in err and "GGUF" in err
     assert not hub.sent_weights()
 
 
 def test_unreachable_hub_is_reported_and_cached_models_work(hub, tmp_path, line, monkeypatch):
     hub.repositories[NAME] = sharded(tmp_path / "model")
-    assert line(run.main, "--model", NAME, *SMALL)[0] == 0
+    assert line("--model", NAME, *SMALL)[0] == 0
     hub.is_down = True
     hub.forget()
-    assert line(run.main, "--model", NAME, *SMALL)[0] == 0
-    code, out, err = line(run.main, "--model", "someone/other", *SMALL)
+    assert line("--model", NAME, *SMALL)[0] == 0
+    code, out, err = line("--model", "someone/other", *SMALL)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "could not be fetched from the hub (no connection); check" in err
     (tmp_path / "models" / "demo-target").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    err = line(run.main, "--model", "models/demo-traget", *SMALL)[2]
+    err = line("--model", "models/demo-traget", *SMALL)[2]
     assert "(no connection); did you mean models/demo-target?" in err
-    assert line(plan.main, "--model", "someone/other", "--gpu", "rtx4090")[0] == 2
+    assert line("--model", "someone/other", "--gpu", "rtx4090", main=plan.main)[0] == 2
     assert hub.n_requests < 6  # it was not asked again and again
 
 
 def test_unknown_hub_id_is_one_sentence(hub, line):
-    code, out, err = line(run.main, "--model", "someone/nothing", *SMALL)
+    code, out, err = line("--model", "someone/nothing", *SMALL)
     assert (code, out, err.count("\n")) == (2, "", 1) and "someone/nothing" in err
 
 
