@@ -593,6 +593,11 @@ class LLM:
             raise SettingsError("allowed_token_ids", need=need, change="allow more tokens")
 
 
+def token_ids(prompt: list[int] | ImagePrompt) -> list[int]:
+    """Return the token ids of an encoded conversation."""
+    return prompt.ids if isinstance(prompt, ImagePrompt) else prompt
+
+
 def _as_list(prompts: Prompt | abc.Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts from a single prompt or a sequence."""
     if isinstance(prompts, Mapping):

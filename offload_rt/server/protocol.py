@@ -11,8 +11,10 @@ from offload_rt.config import SamplingParams, StructuredOutputs
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.server.bodies import FailFastList, Json
 from offload_rt.server.chat_format import ChatFormat
+from offload_rt.text.images import IMAGE_PARTS
 
 _MAX_LOGPROBS = 20
+_CONTENT = "The content is a text, or a list of parts of type text and image_url."
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 # SamplingParams has no such fields, or other values.
 _NOT_SAMPLING = frozenset(
@@ -203,7 +205,7 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
-    messages: FailFastList[Json]
+    messages: Annotated[FailFastList[Json], Field(description=_CONTENT)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -303,12 +305,13 @@ class ChatRequest(GenerationRequest):
     def turns(self) -> list[Json]:
         """Convert messages for chat templates: content as text, call arguments as objects.
 
-        Raises PromptError for content other than text.
+        Content with images remains a list of parts.
+        Raises PromptError for content other than text and images.
         """
         if not self.messages:
             change = "send the user's turn"
             raise PromptError("messages", need="at least one", have="none", change=change)
-        turns = [{**turn, "content": text_of(turn.get("content"))} for turn in self.messages]
+        turns = [{**turn, "content": _content_of(turn.get("content"))} for turn in self.messages]
         for turn in turns:
             if isinstance(turn.get("tool_calls"), list):
                 turn["tool_calls"] = [_parse_arguments(call) for call in turn["tool_calls"]]
@@ -357,15 +360,33 @@ def _parse_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def _content_of(content: Any) -> str | list[Json]:
+    """Join the text parts of a message; parts beside an image remain separate.
+
+    Raises PromptError for other parts.
+    """
+    parts = content if isinstance(content, list) else [content]
+    is_image = [isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in parts]
+    if not any(is_image):
+        return text_of(content)
+    return [
+        part if is_image[i] else {"type": "text", "text": _text_of_part(i, part)}
+        for i, part in enumerate(parts)
+    ]
+
+
 def text_of(content: Any) -> str:
     """Join the text parts of a message. Raises PromptError for other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    for part in parts:
-        is_object = isinstance(part, dict)
-        kind = part.get("type") if is_object else type(part).__name__
-        if not (is_object and kind in _TEXT_PARTS and isinstance(part.get("text"), str)):
-            problem = f"content of type {reprlib.repr(kind)}"
-            raise PromptError(problem, need="text", change="send text parts only")
-    return "".join(part["text"] for part in parts)
+    return "".join(_text_of_part(i, part) for i, part in enumerate(parts))
+
+
+def _text_of_part(i: int, part: Any) -> str:
+    is_object = isinstance(part, dict)
+    kind = part.get("type") if is_object else type(part).__name__
+    if not (is_object and kind in _TEXT_PARTS and isinstance(part.get("text"), str)):
+        problem = f"content[{i}] of type {reprlib.repr(kind)}"
+        raise PromptError(problem, need="text, or an image in the user's turn")
+    return str(part["text"])

@@ -332,7 +332,7 @@ def test_pass_numbers_are_sent_on_request(served):
         ("chat/completions", {"messages": TURNS, "stream_options": {}}, "stream_options"),
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "image_url"),
+            "vision model"),
         ("chat/completions", {"messages": TURNS, "response_format": {"type": "xml"}},
             "response_format 'xml'"),
         ("chat/completions", {"messages": TURNS, "tool_choice": "required"}, "tool_choice"),
