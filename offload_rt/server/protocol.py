@@ -311,6 +311,8 @@ class ChatRequest(GenerationRequest):
         if not self.messages:
             change = "send the user's turn"
             raise PromptError("messages", need="at least one", have="none", change=change)
+        if not all(isinstance(turn.get("role"), str) for turn in self.messages):
+            raise PromptError("messages", need="a role in each message")
         turns = [{**turn, "content": _content_of(turn.get("content"))} for turn in self.messages]
         for turn in turns:
             if isinstance(turn.get("tool_calls"), list):

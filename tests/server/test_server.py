@@ -331,6 +331,8 @@ def test_pass_numbers_are_sent_on_request(served):
         ("chat/completions", [TURNS], "body"),
         ("chat/completions", {"messages": TURNS, "stream_options": {}}, "stream_options"),
         ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [*TURNS, {"content": "x"}]}, "role"),
+        ("chat/completions", {"messages": [{"role": 1, "content": "x"}]}, "role"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "vision model"),
         ("chat/completions", {"messages": TURNS, "response_format": {"type": "xml"}},
