@@ -183,11 +183,14 @@ class LLM:
                 raise
             # The optional draft layer does not fit.
             self.spec = plan_engine(config, checkpoint, pick_drafter(config))
-        self.images = (
-            ImageProcessor.load(directory, config.max_image_pixels)
-            if config.max_image_pixels
-            else None
-        )
+        target = self.spec.target
+        self.images = None
+        if target.checkpoint.images is not None and self.tokenizer is not None:
+            tower = target.checkpoint.spec.images
+            assert tower is not None, "see Checkpoint.with_images"
+            self.images = ImageProcessor.load(
+                directory, self.tokenizer, tower, config.max_image_pixels
+            )
         self._compiler_lock = Lock()
         self._closes = weakref.finalize(self, self.spec.close)
 
@@ -331,11 +334,7 @@ class LLM:
         pooling  of the hidden states behind the final norm: "mean" or "last" token
         Raises as `generate` does, and SettingsError for other settings and models.
         """
-        if pooling not in ("mean", "last"):
-            raise SettingsError(f"pooling {pooling!r}", need='"mean" or "last"')
-        if not self.engine.runner.spec.supports_embeddings:
-            need = "a native model (Llama, Mistral, Qwen2, Qwen3) in one process"
-            raise SettingsError("embeddings", need=need)
+        self.check_embeddings(pooling)
         params = SamplingParams(max_tokens=1, temperature=0)
         requests = [self._request(prompt, params) for prompt in _as_list(prompts)]
         for request in requests:
@@ -344,6 +343,17 @@ class LLM:
             pass
         vectors = [request.sequences[0].pooling for request in requests]
         return torch.stack([vector.vector() for vector in vectors if vector is not None])
+
+    def check_embeddings(self, pooling: str) -> None:
+        """Raise SettingsError for an unknown pooling or a model without embeddings."""
+        if pooling not in ("mean", "last"):
+            raise SettingsError(f"pooling {pooling!r}", need='"mean" or "last"')
+        if self.spec.ranks.ranks is not None:
+            raise SettingsError("embeddings with several ranks", need="a single process")
+        model = self.spec.target.checkpoint.spec
+        if not model.supports_embeddings:
+            need = "a native model (Llama, Mistral, Qwen2, Qwen3)"
+            raise SettingsError("embeddings", need=need, have=model.family)
 
     async def astream_all(
         self, prompts: abc.Sequence[Prompt], sampling_params: SamplingParams
@@ -424,9 +434,13 @@ class LLM:
         images   images of the parts {"type": "image"}, in order
         Raises PromptError for a model without images.
         """
+        return self._image_processor.encode_chat(messages, images, options)
+
+    @property
+    def _image_processor(self) -> ImageProcessor:
         if self.images is None:
             raise PromptError("images", need="a model with a vision tower", have="text only")
-        return self.images.encode_chat(messages, images, options)
+        return self.images
 
     @cached_property
     def _n_characters(self) -> int:
@@ -498,12 +512,30 @@ class LLM:
             replace(params, n=1, seed=None if seed is None else (seed + i) % 2**63)
             for i in range(params.n)
         )
-        content = _content(prompt)
+        content = self._content(prompt)
         text = content if isinstance(content, str) else None
         return Request([self._sequence(content, answer) for answer in answer_params], text)
 
+    def _content(self, prompt: Prompt) -> Any:
+        """Return the text, the token ids or the prompt with images."""
+        if not isinstance(prompt, Mapping) or "multi_modal_data" not in prompt:
+            return _content(prompt)
+        more = dict(prompt)
+        parts = more.pop("multi_modal_data")
+        text = _content(more)
+        if not isinstance(text, str) or set(parts) - {"image"}:
+            have = ", ".join(sorted(parts)) if isinstance(text, str) else "token ids"
+            raise PromptError("multi_modal_data", need="a text with images", have=have)
+        images = parts.get("image") or []
+        images = list(images) if isinstance(images, list | tuple) else [images]
+        return self._image_processor.encode(text, images) if images else text
+
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        ids = self.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
+        images = prompt if isinstance(prompt, ImagePrompt) else None
+        if images is not None:
+            ids = list(images.ids)
+        else:
+            ids = self.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
         self.check_prompt(ids)
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings", need="a tokenizer", have="a checkpoint without one")
@@ -513,7 +545,9 @@ class LLM:
         grammar = None
         if params.structured_outputs is not None:
             grammar = self._compile(params.structured_outputs)
-        return Sequence(ids, params, self.max_model_len, self._end_ids, text, grammar)
+        return Sequence(
+            ids, params, self.max_model_len, self._end_ids, text, grammar, images=images
+        )
 
     def _compile(self, outputs: StructuredOutputs) -> Grammar:
         """Compile a grammar. Raises SettingsError if that fails."""
@@ -557,6 +591,11 @@ class LLM:
         if all(token in excluded for token in params.allowed_token_ids or range(vocab_size)):
             need = "a token that neither ends a bad word nor, with min_tokens, the text"
             raise SettingsError("allowed_token_ids", need=need, change="allow more tokens")
+
+
+def token_ids(prompt: list[int] | ImagePrompt) -> list[int]:
+    """Return the token ids of an encoded conversation."""
+    return prompt.ids if isinstance(prompt, ImagePrompt) else prompt
 
 
 def _as_list(prompts: Prompt | abc.Sequence[Prompt]) -> list[Prompt]:

@@ -68,6 +68,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         "4-bit copies of the other layers": plan.copies_nbytes,
         "reserved for libraries": reserved.libraries,
         "CUDA graphs": reserved.graphs,
+        "vision tower and image features": reserved.images,
         f"{plan.n_slots} slots": plan.n_slots * plan.slot_nbytes,
         f"{plan.n_expert_slots} experts of {plan.experts.n_blocks if plan.experts else 0}": (
             reserved.experts

@@ -164,12 +164,15 @@ class Engine(SequencePool):
             n_missing = len(self._missing_tokens(running))
             if n_missing > n_left:
                 parts[running] = n_left
+                if (images := running.sequence.images) is not None:
+                    first = self.runner.n_committed(running.cache)
+                    parts[running] = images.whole_blocks(first, n_left)
             n_left = max(n_left - n_missing, int(_PROMPT_ROWS[0]))
         return parts
 
     def _missing_tokens(self, running: RunningSequence) -> list[int]:
         """Rewind the cache to the sequence; return the tokens to compute before the tree's root."""
-        tokens = running.sequence.tokens
+        tokens = running.sequence.cache_ids
         return tokens[self.runner.rewind(running.cache, tokens[:-1]) : -1]
 
     def _tree_step(self, running: RunningSequence, tree: DraftTree) -> Step:
@@ -178,24 +181,26 @@ class Engine(SequencePool):
             running.sequence.grammar.start_masks(tree.candidates().paths())
         missing = self._missing_tokens(running)
         read_logits = self._prompt_reader(running)
+        root = torch.tensor([*missing, running.sequence.cache_ids[-1]], dtype=torch.int64)
         n_read = 0
         if self.drafter.reads_prompt and read_logits is None:
             n_read = min(len(missing), running.n_nodes - len(tree.topology))
         return Step(
             cache=running.cache,
-            tokens=torch.cat((torch.tensor(missing, dtype=torch.int64), tree.tokens)),
+            tokens=torch.cat((root, tree.tokens[1:])),
             topology=tree.topology.after_chain(len(missing)),
             n_wanted=n_read + len(tree.topology),
             n_prompt=running.sequence.n_prompt,
             n_chain=len(missing),
             read=read_logits,
             read_hidden=self._hidden_reader(running, len(missing) + 1),
+            images=running.sequence.images,
         )
 
     def _prompt_step(self, running: RunningSequence, n: int) -> Step:
         """Return the step that computes the next n tokens of a prompt."""
         first = self.runner.n_committed(running.cache)
-        tokens = running.sequence.tokens[first : first + n]
+        tokens = running.sequence.cache_ids[first : first + n]
         return Step(
             cache=running.cache,
             tokens=torch.tensor(tokens, dtype=torch.int64),
@@ -205,6 +210,7 @@ class Engine(SequencePool):
             n_chain=n,
             read=self._prompt_reader(running),
             read_hidden=self._hidden_reader(running, n),
+            images=running.sequence.images,
         )
 
     def _prompt_reader(self, running: RunningSequence) -> Callable[[Tensor], None] | None:

@@ -122,12 +122,15 @@ def _plan(
         if config.pipeline > 1
         else ranks.part(whole)
     )
+    if config.max_image_pixels and ranks.ranks is None:
+        checkpoint = checkpoint.with_images()
     checkpoint.format.is_batch_invariant = config.batch_invariant
     mirrors = Mirrors.from_setting(config.mirror, checkpoint.layers)
 
     def plan_for(link: LinkFormat) -> EngineSpec:
         layers = link.layers or checkpoint.layers
-        target = TargetSpec(replace(checkpoint, layers=layers), dtype, device, link, mirrors)
+        stored = replace(checkpoint, layers=layers)
+        target = TargetSpec(stored, dtype, device, link, mirrors, config.max_image_pixels)
         return _planned(config, DraftSpec(drafting, target), budget, ranks)
 
     link = choose_link(config, checkpoint, device)

@@ -60,13 +60,11 @@ def open_files(
     device: torch.device,
     mirrors: Mirrors = NO_MIRRORS,
 ) -> DiskTier:
-    """Open the layers and the remaining weights of a model for loading.
+    """Open all weights of a model for loading.
 
     Blocks have the layout of the file on a CPU and are packed on a GPU.
     """
-    return DiskTier(
-        [*checkpoint.layers, checkpoint.non_layer], settings, device.type == "cuda", mirrors
-    )
+    return DiskTier(checkpoint.blocks, settings, device.type == "cuda", mirrors)
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Loader:
         rounding  format of `weights.rounding`; "none" to keep the weights
         """
         tier = self.new_tier()
-        blocks = (*checkpoint.layers, checkpoint.non_layer)
+        blocks = checkpoint.blocks
 
         def work(block: Block) -> Callable[[], PackedLayer]:
             if rounding == "none":

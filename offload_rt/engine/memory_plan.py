@@ -66,6 +66,7 @@ class Sizes:
     divided           returns the sizes with experts as separate blocks; None to compute them from
                       the shapes of the architecture
     rounding          format of weights quantised while they are loaded; "none" otherwise
+    images            bytes of the vision tower, its activations and features; 0 without images
     head_share        stored bytes of the output matrix, relative to its bytes in `dtype`
     matrix            largest quantised matrix of the layers, for timing; None for plain weights
     """
@@ -81,6 +82,7 @@ class Sizes:
     experts: ExpertSizes | None = None
     divided: "Callable[[], Sizes | None] | None" = field(default=None, compare=False, repr=False)
     rounding: str = "none"
+    images: int = 0
     head_share: float = 1.0
     matrix: Matrix | None = field(default=None, compare=False, repr=False)
 
@@ -521,6 +523,7 @@ def reserved_memory(
         draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes, n) if draft else 0,
         stand_in=draft.stand_in if draft else 0,
         experts=target.experts.least if target.experts else 0,
+        images=target.images,
     )
 
 

@@ -102,7 +102,7 @@ class SequencePool:
         """
         source, n = self._find_prefix(new.sequence)
         n_rows = new.n_rows
-        tokens = new.sequence.tokens
+        tokens = new.sequence.cache_ids
         takes_over = (
             source is not None and source in self._kept and self._takes_over(new, source, n, later)
         )
@@ -145,7 +145,7 @@ class SequencePool:
                 if is_computed_next
                 else self.runner.n_committed(running.cache)
             )
-            n = n_shared(running.sequence.tokens[:n_cached], sequence.tokens[:-1])
+            n = n_shared(running.sequence.cache_ids[:n_cached], sequence.cache_ids[:-1])
             matches.append((running, n))
         return max(matches, key=itemgetter(1))
 

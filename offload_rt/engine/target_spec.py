@@ -14,6 +14,7 @@ from offload_rt.engine.link import LinkFormat
 from offload_rt.engine.loader import Block, Loader
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CapacityError, DeviceError
+from offload_rt.executor.image_encoder import KEPT_IMAGES, ImageEncoder
 from offload_rt.executor.runner import Runner
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
@@ -71,6 +72,7 @@ class TargetSpec:
     dtype   compute dtype
     link    transfer format of streamed layers
     mirrors  copies of the checkpoint on other disks
+    image_pixels  pixels of the largest image
     """
 
     checkpoint: Checkpoint
@@ -78,6 +80,7 @@ class TargetSpec:
     device: torch.device
     link: LinkFormat
     mirrors: Mirrors = NO_MIRRORS
+    image_pixels: int = 0
 
     @property
     def is_packed(self) -> bool:
@@ -96,7 +99,21 @@ class TargetSpec:
             layer_nbytes = _layer_nbytes(self.checkpoint, files, self.is_packed)
         sizes = Sizes.of_checkpoint(self.checkpoint, self.dtype)
         return replace(
-            sizes, layer_nbytes=layer_nbytes, link=self.link.sizes, divided=self._sizes_by_expert
+            sizes,
+            layer_nbytes=layer_nbytes,
+            link=self.link.sizes,
+            divided=self._sizes_by_expert,
+            images=self._image_nbytes,
+        )
+
+    @property
+    def _image_nbytes(self) -> int:
+        """Bytes of the vision tower, its activations, and the features of kept images."""
+        tower = self.checkpoint.spec.images
+        if self.checkpoint.images is None or tower is None:
+            return 0
+        return self.checkpoint.images.nbytes + tower.scratch_nbytes(
+            self.image_pixels, KEPT_IMAGES, self.dtype.itemsize
         )
 
     def _sizes_by_expert(self) -> Sizes | None:
@@ -158,14 +175,17 @@ class TargetSpec:
         """
         sources = {"device": stored, "host": files.disk if self.link.sidecar else stored}
         nbytes = sum(
-            sources[tier].nbytes(i)
-            for i, tier in enumerate((*plan.tiers, "device"))
-            if tier != "disk"
+            sources[tier].nbytes(i) for i, tier in enumerate(self._tiers(plan)) if tier != "disk"
         )
         experts = files.experts
         if experts is not None and self.device.type == "cuda" and not plan.pass_bytes.disk_experts:
             nbytes += sum(experts.tier.nbytes(i) for i in range(len(experts.records)))
         return nbytes
+
+    def _tiers(self, plan: Plan) -> tuple[str, ...]:
+        """Return the tier of each block of the checkpoint."""
+        n_more = len(self.checkpoint.blocks) - len(plan.tiers)
+        return (*plan.tiers, *["device"] * n_more)
 
     def load(
         self, loader: Loader, plan: Plan, files: TargetFiles, stored: DiskTier
@@ -173,9 +193,7 @@ class TargetSpec:
         """Load the weights that the placement keeps in memory."""
         resident = loader.new_tier()
         checkpoint = self.layers(files)
-        blocks = zip(
-            (*plan.tiers, "device"), (*checkpoint.layers, checkpoint.non_layer), strict=True
-        )
+        blocks = zip(self._tiers(plan), checkpoint.blocks, strict=True)
 
         def work(block: Block) -> Callable[[], PackedLayer]:
             if block.tier == "host" and self.link.encodes:
@@ -225,6 +243,12 @@ class TargetSpec:
         checkpoint = self.layers(files)
         runner = loader.runner(checkpoint.spec, checkpoint.format, self.dtype.torch, sources, trace)
         n_layers = checkpoint.spec.n_layers
+        tower = checkpoint.spec.images
+        if checkpoint.images is not None and tower is not None:
+            image = sources.resident.image(n_layers + 1)
+            view = checkpoint.format.view(image.layout, image.block, self.dtype.torch)
+            n_kept = KEPT_IMAGES * tower.most_tokens(self.image_pixels)
+            runner.images = ImageEncoder(tower, view, self.device, n_kept, trace)
         if plan.split is not None:
             if isinstance(runner.streamer, CudaStreamer):
                 runner.offloaded_rows = HostRows(plan.split, n_layers, runner.streamer, loader.cpus)

@@ -20,6 +20,7 @@ from offload_rt.executor.cuda_graphs import (
     ResidentModel,
     keep_tapped,
 )
+from offload_rt.executor.image_encoder import ImageEncoder, ImageRows
 from offload_rt.executor.step import Chunk, Segment, Step
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.kv.host import HostCache
@@ -50,6 +51,7 @@ class Runner:
     kv          cache class for rows on the device
     offloaded_rows  storage of off-device rows, or None
     experts     cache for experts loaded on demand; None if experts are part of their layers
+    images      vision tower; None for texts alone
     taps        layer counts after which hidden states are kept for a drafter, see `tapped`
     tapped      (n_rows, len(taps), hidden_size) per step, valid until the next pass
     meanwhile   called after each layer, while the next layer may be in transfer
@@ -65,6 +67,7 @@ class Runner:
     kv: type[ContiguousCache] = ContiguousCache
     offloaded_rows: OffloadedRows | None = None
     experts: ExpertCache | None = None
+    images: ImageEncoder | None = None
     taps: tuple[int, ...] = ()
     meanwhile: Callable[[], None] = lambda: None
     tapped: Sequence[Tensor] = field(default=(), init=False)
@@ -212,12 +215,16 @@ class Runner:
 
     def embed(self, ids: Tensor, chunks: Sequence[Chunk]) -> tuple[Tensor, list[Chunk]]:
         """Embed tokens (n,); return hidden states (n, hidden_size) and chunks with layer inputs."""
-        parts = [
-            self.spec.embed(self.non_layer, ids[chunk.rows], chunk.row_inputs) for chunk in chunks
-        ]
+        parts = [self._embed(ids[chunk.rows], chunk) for chunk in chunks]
         hidden = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts])
         embedded = zip(chunks, parts, strict=True)
         return hidden, [replace(chunk, row_inputs=inputs) for chunk, (_, inputs) in embedded]
+
+    def _embed(self, ids: Tensor, chunk: Chunk) -> tuple[Tensor, tuple[Any, ...]]:
+        if not chunk.images or self.images is None:
+            return self.spec.embed(self.non_layer, ids, chunk.row_inputs)
+        features = self.images.rows(chunk.images, self.non_layer)
+        return self.images.tower.embed(self.non_layer, ids, chunk.row_inputs[0], features)
 
     def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
         """Apply a layer to all rows of hidden (n, hidden_size), in place."""
@@ -357,6 +364,8 @@ class Runner:
         """Copy tokens and all layer inputs of a pass to the device in a single transfer."""
         chunks = self._chunks(steps)
         ids = torch.cat([step.tokens[step.n_done :] for step in steps])
+        if self.images is not None:
+            ids = ids.where(ids >= 0, self.images.tower.token_id)
         tensors = iter(
             ops.to_device(
                 [ids, *(tensor for chunk in chunks for tensor in chunk.tensors)], self.device
@@ -367,30 +376,49 @@ class Runner:
     def _chunks(self, steps: Sequence[Step]) -> list[Chunk]:
         """Cut the concatenated rows of all steps into chunks, on the host."""
         parts: list[list[Segment]] = []
-        n_rows = 0
+        room = 0
         chunk_rows = self._chunk_size(sum(step.n_rows for step in steps))
         for step in steps:
             start = step.n_done
             cache = self._caches[step.cache]
             while start < len(step.tokens):
-                at = n_rows % chunk_rows
-                if at == 0:
+                if room <= 0:
                     parts.append([])
-                n = min(chunk_rows - at, len(step.tokens) - start)
+                    room = chunk_rows
+                n = min(room, len(step.tokens) - start)
+                at = parts[-1][-1].rows.stop if parts[-1] else 0
+                if step.images is not None:
+                    n = step.images.whole_blocks(cache.n_committed + start, n)
+                    if n > room and at:
+                        room = 0
+                        continue
                 parts[-1].append(Segment(step, cache, start, start + n, slice(at, at + n)))
                 start += n
-                n_rows += n
+                room -= n
         chunks = []
-        for first, segments in zip(range(0, n_rows, chunk_rows), parts, strict=True):
+        stop = 0
+        for segments in parts:
             masks = tuple(segment.mask() for segment in segments)
-            rows = slice(first, first + segments[-1].rows.stop)
+            rows = slice(stop, stop + segments[-1].rows.stop)
+            stop = rows.stop
             inputs = tuple(
                 segment.inputs(self.spec.state_shapes[0].kernel)
                 for segment in segments
                 if self.spec.state_shapes
             )
-            chunks.append(Chunk(rows, tuple(segments), masks, self._row_inputs(segments), inputs))
+            images = self._image_rows(segments)
+            chunks.append(
+                Chunk(rows, tuple(segments), masks, self._row_inputs(segments), inputs, images)
+            )
         return chunks
+
+    def _image_rows(self, segments: list[Segment]) -> tuple[ImageRows, ...]:
+        """Return the image tokens of a chunk; empty without images."""
+        if self.images is None or all(segment.step.images is None for segment in segments):
+            return ()
+        token_id = self.images.tower.token_id
+        parts = [part for segment in segments for part in segment.image_rows(token_id)]
+        return tuple(parts) if any(part.image is not None for part in parts) else ()
 
     def _chunk_size(self, n_rows: int) -> int:
         """Return the rows per layer call for a pass of `n_rows` rows."""
@@ -402,7 +430,10 @@ class Runner:
 
     def _row_inputs(self, segments: list[Segment]) -> tuple[Tensor, ...]:
         """Return the inputs that layers need per row, on the host."""
-        positions = torch.cat([segment.positions() for segment in segments])
+        parts = [segment.positions() for segment in segments]
+        if any(part.dim() > 1 for part in parts):  # of texts: three equal positions
+            parts = [part.expand(3, -1) for part in parts]
+        positions = torch.cat(parts, dim=-1)
         prompts = torch.cat(
             [
                 torch.full((segment.stop - segment.start,), segment.step.n_prompt)

@@ -10,6 +10,7 @@ from offload_rt.config import SamplingParams
 from offload_rt.executor.grammar import Grammar
 from offload_rt.executor.pooling import Pooling
 from offload_rt.executor.stats import SequenceStats
+from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.ops.noise import NoiseRows
 from offload_rt.sampling import Logprob, token_logprobs
 from offload_rt.text.detokenize import TextStream
@@ -28,6 +29,7 @@ class Sequence:
     finish_reason  None while running; "stop" (end token or stop string), "length" or "error"
     error          reason of finish_reason "error"
     pooling        embedding of the prompt; None if not requested
+    images         prompt with images; None for texts
     generator      random numbers from the sampling seed, or from a random seed
     noise          noise per position, from the same seed
     logprobs       per token, log-probabilities of the token and the top tokens, or None
@@ -42,6 +44,7 @@ class Sequence:
     finish_reason: str | None = None
     error: Exception | None = None
     pooling: Pooling | None = None
+    images: ImagePrompt | None = None
     generator: torch.Generator = field(default_factory=torch.Generator)
     stats: SequenceStats = field(default_factory=SequenceStats)
     logprobs: list[dict[int, Logprob] | None] = field(init=False)
@@ -57,6 +60,13 @@ class Sequence:
         else:
             self.generator.manual_seed(self.sampling.seed)
         self.noise = NoiseRows(self.generator.initial_seed())
+
+    @property
+    def cache_ids(self) -> list[int]:
+        """Tokens as caches know them: image tokens have the key of their image."""
+        if self.images is None:
+            return self.tokens
+        return self.images.keyed_ids + self.tokens[self.n_prompt :]
 
     @property
     def n_new(self) -> int:

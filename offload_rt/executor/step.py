@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.executor.cuda_graphs import Reduce
+from offload_rt.executor.image_encoder import ImageRows
 from offload_rt.kv.cache import Attention, KVCache
 from offload_rt.kv.recurrent import Recurrence, RecurrentCache
 from offload_rt.models.architecture import StateShape
+from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.tree.topology import GrowingTree, Topology
 
 
@@ -32,6 +35,7 @@ class Step:
     states    (n_rows, hidden_size) additional inputs of a draft head
     read      receives the logits (n, vocabulary) of rows before the wanted rows, in parts
     read_hidden  receives the normed hidden states (n_rows, hidden_size)
+    images    prompt of the sequence if it has images; image tokens have the key of their image
     """
 
     cache: int
@@ -45,6 +49,7 @@ class Step:
     states: Tensor | None = None
     read: Callable[[Tensor], None] | None = None
     read_hidden: Callable[[Tensor], None] | None = None
+    images: ImagePrompt | None = None
 
     @property
     def n_rows(self) -> int:
@@ -102,15 +107,33 @@ class Segment:
     rows: slice
 
     def positions(self) -> Tensor:
-        """Return the positions (n,) int64 in the sequence."""
-        return (
+        """Return the positions in the sequence, (n,) or multimodal (3, n) int64."""
+        indices = (
             torch.from_numpy(self.step.topology.depths[self.start : self.stop]).long()
             + self.cache.n_committed
         )
+        return indices if self.step.images is None else self.step.images.positions_at(indices)
 
     def mask(self) -> ops.TreeMask:
         """Return the visibility of cached rows, without a window, on the host."""
-        return self.step.topology.mask(self.start, self.stop, self.cache.n_seen)
+        mask = self.step.topology.mask(self.start, self.stop, self.cache.n_seen)
+        blocks = () if self.step.images is None else self.step.images.blocks
+        first = self.cache.n_committed + self.start
+        for start, stop in blocks:
+            rows = range(max(start - first, 0), min(stop - first, self.stop - self.start))
+            if rows:
+                mask.connect(rows)
+        return mask
+
+    def image_rows(self, token_id: int) -> list[ImageRows]:
+        """Return the image tokens of the rows, in order."""
+        first = self.cache.n_committed + self.start
+        stop = self.cache.n_committed + self.stop
+        parts = [] if self.step.images is None else self.step.images.rows(first, stop)
+        ordered = [(int(image.rows[rows.start]), ImageRows(image, rows)) for image, rows in parts]
+        others = np.flatnonzero(self.step.tokens[self.start : self.stop].numpy() == token_id)
+        ordered += [(first + row, ImageRows(None, slice(0, 1))) for row in others.tolist()]
+        return [part for _, part in sorted(ordered, key=itemgetter(0))]
 
     def inputs(self, kernel: int) -> Tensor:
         """Return the convolution inputs on the host, see `Recurrence.inputs`."""
@@ -129,6 +152,7 @@ class Chunk:
 
     masks   visibility per segment, without a window
     inputs  convolution inputs per segment if layers have a state, see `Recurrence`
+    images  image tokens of all segments, in order
     """
 
     rows: slice
@@ -136,6 +160,7 @@ class Chunk:
     masks: tuple[ops.TreeMask, ...]
     row_inputs: tuple[Any, ...]
     inputs: tuple[Tensor, ...] = ()
+    images: tuple[ImageRows, ...] = ()
 
     def attend(
         self,

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+
+from offload_rt.errors import PromptError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from PIL.Image import Image
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
-    from offload_rt.text.detokenize import Message
+    from offload_rt.models.image_tower import ImageTower
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,13 +29,23 @@ class PromptImage:
     """An image of a prompt.
 
     key     negative number derived from the content; equal for equal inputs only
-    rows    indices of its tokens in the prompt, ascending
+    rows    (n,) int64 indices of its tokens in the prompt, ascending
     inputs  arguments of the vision tower, e.g. pixel values and grid
     """
 
     key: int
-    rows: range | Sequence[int]
+    rows: np.ndarray
     inputs: Mapping[str, Tensor]
+
+    @classmethod
+    def of_inputs(cls, rows: np.ndarray, inputs: Mapping[str, Tensor]) -> Self:
+        """Derive the key from the inputs."""
+        digest = hashlib.sha256()
+        for name in sorted(inputs):
+            tensor = inputs[name].contiguous()
+            digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(tensor.numpy().tobytes())
+        return cls(-1 - int.from_bytes(digest.digest()[:7]), rows, inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,39 +53,132 @@ class ImagePrompt:
     """Token ids of a prompt, with a placeholder per image token, and its images in order.
 
     positions  (3, n) int64 multimodal positions; None for 0 to n - 1
+    blocks     (first, stop) of tokens that see each other; empty for causal attention
     """
 
     ids: list[int]
     images: tuple[PromptImage, ...]
     positions: Tensor | None = None
+    blocks: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         """Return the number of tokens."""
         return len(self.ids)
 
+    @cached_property
+    def keyed_ids(self) -> list[int]:
+        """Token ids with the key of the image in place of placeholders, to compare prompts."""
+        ids = np.array(self.ids)
+        for image in self.images:
+            ids[image.rows] = image.key
+        keyed: list[int] = ids.tolist()
+        return keyed
+
+    def whole_blocks(self, first: int, n: int) -> int:
+        """Return at most n tokens from index `first` that end at no token inside a block.
+
+        More than n if they start inside a block, or with a block of more tokens.
+        """
+        for start, stop in self.blocks:
+            if start < first + n < stop:
+                return stop - first if start <= first else start - first
+        return n
+
+    def positions_at(self, indices: Tensor) -> Tensor:
+        """Return the positions, (n,) or (3, n), of tokens by index in the sequence."""
+        if self.positions is None:
+            return indices
+        shift = int(self.positions.max()) + 1 - len(self.ids)
+        within = indices.clamp(max=len(self.ids) - 1)
+        return torch.where(indices < len(self.ids), self.positions[:, within], indices + shift)
+
+    def rows(self, first: int, stop: int) -> list[tuple[PromptImage, slice]]:
+        """Return the images with tokens at indices [first, stop), and these rows of each."""
+        bounds = [(image, np.searchsorted(image.rows, (first, stop))) for image in self.images]
+        return [(image, slice(*map(int, found))) for image, found in bounds if found[0] < found[1]]
+
 
 class ImageProcessor:
-    """Processor of a checkpoint with images."""
+    """Processor of a checkpoint with images.
+
+    max_pixels  larger images are scaled down
+    """
+
+    def __init__(self, processor: Any, tower: ImageTower, max_pixels: int) -> None:
+        self._processor = processor
+        self._tower = tower
+        self._max_pixels = max_pixels
+        # Gemma 3 marks the place of an image by another token than its rows.
+        self._place = processor.image_token
 
     @classmethod
-    def load(cls, directory: Path, max_pixels: int) -> Self | None:
-        """Load the processor of a checkpoint; None for checkpoints without images.
+    def load(
+        cls, path: Path, tokenizer: PreTrainedTokenizerBase, tower: ImageTower, max_pixels: int
+    ) -> Self:
+        """Load the processor of a checkpoint directory. Raises CheckpointError."""
+        from offload_rt.models.processors import load_processor
 
-        max_pixels  larger images are scaled down
-        Raises UnsupportedModelError.
-        """
-        return None
+        return cls(load_processor(path, tokenizer, tower.family), tower, max_pixels)
 
     def encode(self, text: str, images: Sequence[Image]) -> ImagePrompt:
         """Encode a text with a placeholder per image. Raises PromptError."""
-        raise NotImplementedError
+        fitting = [self._scaled(image) for image in images]
+        try:
+            ids = self._processor(text=[text], images=fitting)["input_ids"][0]
+        except Exception as error:  # processors raise any class
+            raise _failed(error) from error
+        return self._prompt(list(ids), fitting)
 
     def encode_chat(
-        self, messages: Sequence[Message], images: Sequence[Image], options: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[Image],
+        options: Mapping[str, Any],
     ) -> ImagePrompt:
         """Encode a conversation; its parts {"type": "image"} correspond to the images, in order.
 
         options  arguments of `apply_chat_template` and template variables
         Raises PromptError.
         """
-        raise NotImplementedError
+        fitting = [self._scaled(image) for image in images]
+        template = options.get("chat_template") or self._processor.tokenizer.chat_template
+        encoding = {
+            "chat_template": template or self._processor.chat_template,
+            "tokenize": True, "return_dict": True, "sanitize_control_tokens": True,
+            "processor_kwargs": {"images": fitting},
+        }  # fmt: skip
+        turns = [dict(message) for message in messages]
+        try:
+            out = self._processor.apply_chat_template(turns, **{**options, **encoding})
+        except Exception as error:  # templates and processors raise any class
+            raise _failed(error) from error
+        return self._prompt(list(out["input_ids"][0]), fitting)
+
+    def _prompt(self, ids: list[int], images: Sequence[Image]) -> ImagePrompt:
+        """Divide the placeholders of a prompt between its images."""
+        rows = np.flatnonzero(np.array(ids) == self._tower.token_id)
+        parts = []
+        first = 0
+        for image in images:
+            out = self._processor(text=[self._place], images=[image], return_tensors="pt")
+            n = int((out["input_ids"] == self._tower.token_id).sum())
+            inputs = {name: out[name] for name in self._tower.inputs if name in out}
+            parts.append(PromptImage.of_inputs(rows[first : first + n], inputs))
+            first += n
+        assert first == len(rows), "an image has as many tokens alone as in its prompt"
+        return self._tower.prompt(ids, tuple(parts))
+
+    def _scaled(self, image: Image) -> Image:
+        """Scale an image down to the largest permitted number of pixels; convert it to RGB."""
+        share = self._max_pixels / (image.width * image.height)
+        if share < 1:
+            size = (int(side * math.sqrt(share)) or 1 for side in image.size)
+            image = image.resize((next(size), next(size)))
+        return image.convert("RGB")
+
+
+def _failed(error: Exception) -> PromptError:
+    said = " ".join(str(error).split())[:200] or type(error).__name__
+    return PromptError(
+        f"the model's processor failed: {said}", change="use a placeholder per image"
+    )

@@ -16,8 +16,17 @@ if TYPE_CHECKING:
     from offload_rt.models.traced import TracedModel
 
 OWN_CODE = "use custom attention code"
-# Positional and keyword arguments of a layer besides the hidden states.
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Call(NamedTuple):
+    """Arguments of a layer besides the hidden states.
+
+    added  (n, width) added to the hidden states first; None for nothing
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    added: Tensor | None = None
 
 
 class Place(nn.Module):
@@ -37,7 +46,7 @@ class Place(nn.Module):
         hidden = args[0] if args else kwargs.pop("hidden_states")
         if model.has_custom_attention:
             kwargs |= {key: model.positions for key in ALIBI if kwargs.get(key) is not None}
-        out = model.visit(i, hidden, (args[1:], kwargs))
+        out = model.visit(i, hidden, Call(args[1:], kwargs))
         return (out, *[None] * (model.n_outputs - 1)) if model.n_outputs else out
 
 

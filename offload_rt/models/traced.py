@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,19 @@ ExpertNames = Mapping[str, list[list[str]]]
 SplitTensors = Mapping[str, Sequence[TensorShape]]
 # Maps layer index, input hidden states and arguments to output hidden states.
 _Visit = Callable[[int, Tensor, Call], Tensor]
+
+
+class ImageInputs(NamedTuple):
+    """Embedding of rows with images.
+
+    module     part of the model that inserts image features into embeddings, and calls the decoder
+    arguments  further arguments of the module
+    has_deep   features are also added to the outputs of the first layers
+    """
+
+    module: nn.Module
+    arguments: dict[str, Any]
+    has_deep: bool
 
 
 class _Tensor(NamedTuple):
@@ -174,7 +188,7 @@ class TracedModel:
         trace = Trace(self)
         config._experts_implementation = NAME
         rows = torch.zeros(_N_ROWS, dtype=torch.int64, device="meta")
-        self._move_to(rows.device)
+        self.move_to(rows.device)
         self.vocab_size: int = self._forward(self.model, trace.visit, rows, rows).logits.shape[-1]
         config._attn_implementation = MASKED if self.has_custom_attention else NAME
         if trace.n_layers != len(self.layers):
@@ -245,18 +259,30 @@ class TracedModel:
         return self._weights.linear(x, name)
 
     def embed(
-        self, weights: LayerWeights, ids: Tensor, positions: Tensor
+        self,
+        weights: LayerWeights,
+        ids: Tensor,
+        positions: Tensor,
+        images: ImageInputs | None = None,
     ) -> tuple[Tensor, tuple[Call, ...]]:
-        """Return the first layer's input for tokens (n,), and the arguments of each layer."""
+        """Return the first layer's input for tokens (n,), and the arguments of each layer.
+
+        positions  (n,), or (3, n) multimodal positions
+        """
         calls: list[tuple[Tensor, Call]] = []
+        has_deep = images is not None and images.has_deep
 
         def collect(i: int, hidden: Tensor, call: Call) -> Tensor:
-            calls.append((hidden, call))
-            return hidden
+            # Outputs of zeros isolate the features that the decoder adds before the next layer.
+            calls.append(
+                (hidden, call._replace(added=self._to_rows(hidden)) if has_deep and i else call)
+            )
+            return torch.zeros_like(hidden) if has_deep else hidden
 
-        self._move_to(ids.device)
+        self.move_to(ids.device)
+        module, more = (self.decoder, {}) if images is None else images[:2]
         with self._given(-1, weights, {}, {}):
-            self._forward(self.decoder, collect, ids, positions)
+            self._forward(module, collect, ids, positions, more)
         return self._to_rows(calls[0][0]), tuple(call for _, call in calls)
 
     def layer(
@@ -269,10 +295,25 @@ class TracedModel:
         context: PassContext,
     ) -> Tensor:
         """Apply layer i to hidden states x (n, width)."""
+        call: Call = context.row_inputs[i]
+        if call.added is not None:
+            x = x + call.added
         with self._given(i, weights, experts, split):
-            return self._to_rows(
-                self.run_layer(i, self._of_rows(x), context.row_inputs[i], context)
-            )
+            return self._to_rows(self.run_layer(i, self._of_rows(x), call, context))
+
+    def mlp(
+        self, i: int, weights: LayerWeights, experts: ExpertNames, split: SplitTensors, x: Tensor
+    ) -> Tensor:
+        """Apply the module `mlp` of layer i to normed hidden states x (n, width)."""
+        self.move_to(x.device)
+        layer: Any = self.layers[i]
+        with self._given(i, weights, experts, split):
+            out: Tensor = layer.mlp(x[None])
+        return out[0]
+
+    def window(self, i: int) -> int | None:
+        """Return the visible positions of the first attention of layer i; None for all."""
+        return self._cache.windows[i, 0]
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Map final hidden states x (n, width) to logits."""
@@ -293,12 +334,13 @@ class TracedModel:
     def run_layer(self, i: int, hidden: Tensor, call: Call, context: PassContext) -> Tensor:
         """Run the module of layer i on hidden states in the model's own shape."""
         self._cache.enter(i, context)
-        out = self.layers[i](hidden, *call[0], **call[1])
+        out = self.layers[i](hidden, *call.args, **call.kwargs)
         self.n_outputs = len(out) if isinstance(out, tuple | list) else 0
         hidden_out: Tensor = out[0] if self.n_outputs else out
         return hidden_out
 
-    def _move_to(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
+        """Move the computed buffers to the device of a pass."""
         if device != self._device:
             for table, key, value in self._buffers:
                 table[key] = value.to(device)
@@ -361,12 +403,19 @@ class TracedModel:
         self._weights = current
         return chosen
 
-    def _forward(self, module: nn.Module, visit: _Visit, ids: Tensor, positions: Tensor) -> Any:
+    def _forward(
+        self,
+        module: nn.Module,
+        visit: _Visit,
+        ids: Tensor,
+        positions: Tensor,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
         """Run the model or its decoder on tokens (n,), calling `visit` in place of each layer."""
         self.visit = visit
-        self.positions = positions[None]
+        self.positions = positions.unsqueeze(-2)
         more = {"position_ids": self.positions} if self._has_positions else {}
-        return module(ids[None], past_key_values=self._cache, use_cache=True, **more)
+        return module(ids[None], past_key_values=self._cache, use_cache=True, **more, **arguments)
 
     def _to_rows(self, hidden: Tensor) -> Tensor:
         """Reshape hidden states from the model's shape to (n, width)."""

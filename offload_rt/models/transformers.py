@@ -14,6 +14,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from offload_rt.errors import UnsupportedModelError
+from offload_rt.models import image_tower
 from offload_rt.models.architecture import (
     Architecture,
     KVShape,
@@ -24,9 +25,10 @@ from offload_rt.models.architecture import (
     StateShape,
     TensorShape,
 )
+from offload_rt.models.image_tower import ImageTower
 from offload_rt.models.stand_ins import OTHER_STATE, TRACED
 from offload_rt.models.tensor_names import TensorNames
-from offload_rt.models.trace import OWN_CODE, Call
+from offload_rt.models.trace import OWN_CODE
 from offload_rt.models.traced import ExpertNames, SplitTensors, TracedModel
 from offload_rt.ops.delta_rule import BLOCK_ROWS
 
@@ -73,9 +75,15 @@ def parse_architecture(raw: dict[str, Any]) -> "TransformersModel":
         max_positions=_max_positions(model.text, model.windows),
         config=config.to_json_string(),
         model=model,
+        tower=_tower(kind, model),
         tp_plan=dict.fromkeys(model.linears, "colwise_gather_output")
         | (model.text.base_model_tp_plan or {}),
     )
+
+
+def _tower(kind: str, model: TracedModel) -> ImageTower | None:
+    has_tower = hasattr(model.model.base_model, "get_image_features")
+    return ImageTower(model, kind) if kind in image_tower.FAMILIES and has_tower else None
 
 
 def _said(error: Exception) -> str:
@@ -133,12 +141,14 @@ class TransformersModel(Architecture):
     """A model of transformers.
 
     config         JSON of the config
+    tower          vision tower of a supported family, or None
     experts        per layer, expert modules that the checkpoint stores individually
     split_tensors  per layer, further tensors that the checkpoint stores in parts
     """
 
     config: str
     model: TracedModel = field(compare=False, repr=False)
+    tower: ImageTower | None = field(default=None, compare=False, repr=False)
     experts: tuple[ExpertNames, ...] = field(default=(), compare=False, repr=False)
     split_tensors: tuple[SplitTensors, ...] = field(default=(), compare=False, repr=False)
 
@@ -161,8 +171,13 @@ class TransformersModel(Architecture):
     @property
     def notice(self) -> str:  # type: ignore[override]  # read-only
         """Notice about omitted parts of a multimodal model."""
-        is_part = self.model.model.config is not self.model.text
+        is_part = self.model.model.config is not self.model.text and self.tower is None
         return f"{self.family}: only the text model of the checkpoint is used" if is_part else ""
+
+    @property
+    def images(self) -> ImageTower | None:
+        """See `Architecture.images`."""
+        return self.tower
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -192,8 +207,13 @@ class TransformersModel(Architecture):
     ) -> tuple[Self, Mapping[str, Part]]:
         """Locate tensors by transformers' key mapping. See `Architecture.of_checkpoint`."""
         names = TensorNames(self.model, shapes)
+        # Text models are also published with the config of the whole model.
+        has_tower = self.tower is not None and self.tower.tensors[0].name in names.parts
         return replace(
-            self, experts=names.experts(), split_tensors=names.split_tensors()
+            self,
+            tower=self.tower if has_tower else None,
+            experts=names.experts(),
+            split_tensors=names.split_tensors(),
         ), names.parts
 
     @property
@@ -259,7 +279,7 @@ class TransformersModel(Architecture):
 
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
-    ) -> tuple[Tensor, tuple[Call, ...]]:
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         """Return the first layer's input and the arguments of all layers."""
         return self.model.embed(weights, ids, row_inputs[0])
 

@@ -24,6 +24,7 @@ class ReservedMemory:
     stand_in   resident copy of a streamed layer for self-drafting, per layer
     experts    slots of experts loaded on demand
     graphs     memory pool and logits of captured passes
+    images     vision tower, its activations and features
     """
 
     non_layer: int
@@ -34,12 +35,13 @@ class ReservedMemory:
     stand_in: int = 0
     experts: int = 0
     graphs: int = 0
+    images: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all fixed parts; `stand_in` depends on the number of streamed layers."""
         model = self.non_layer + self.cache + self.scratch + self.experts
-        return model + self.draft + self.libraries + self.graphs
+        return model + self.draft + self.libraries + self.graphs + self.images
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,13 @@ class TreeMask:
         bits, depths, key_depths, extent = tensors
         return replace(self, bits=bits, depths=depths, key_depths=key_depths, extent=extent)
 
+    def connect(self, rows: range) -> None:
+        """Let rows of a chain see each other, on the host; the last rows and keys are equal."""
+        columns = np.arange(rows.start, rows.stop) + len(self.key_depths) - len(self.bits)
+        words = np.zeros(self.bits.shape[1], dtype=np.uint32)
+        np.bitwise_or.at(words, columns // 32, own_bits(columns))
+        self.bits.numpy()[rows.start : rows.stop] |= words.view(np.int32)
+
     def within(self, window: int | None) -> "TreeMask":
         """Return this mask with a window; cached for all layers."""
         if window not in self._windows:

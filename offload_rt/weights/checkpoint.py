@@ -13,7 +13,7 @@ from offload_rt.dtypes import DTYPES, DType
 from offload_rt.errors import CheckpointError
 from offload_rt.models.architecture import Architecture, Part, TensorShape
 from offload_rt.models.families import parse_architecture
-from offload_rt.weights.files import read_config, tensors_of
+from offload_rt.weights.files import PROCESSOR_FILES, read_config, tensors_of
 from offload_rt.weights.formats import Matrix, WeightFormat, format_of
 from offload_rt.weights.gguf import SUFFIX, read_gguf
 from offload_rt.weights.header import FLOATS, TensorRecord
@@ -31,6 +31,7 @@ class Checkpoint:
     non_layer  in the order of `spec.non_layer_tensors()`
     config     config of the model, including `quantization_config`
     tensors    all tensors by the model's names
+    images     vision tower, if it is used
     whole      complete checkpoint, if this is a part
     """
 
@@ -41,12 +42,13 @@ class Checkpoint:
     non_layer: BlockRecord
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict, compare=False, repr=False)
+    images: BlockRecord | None = None
     whole: "Checkpoint | None" = field(default=None, compare=False, repr=False)
 
     @property
     def blocks(self) -> tuple[BlockRecord, ...]:
-        """Layers, then the tensors outside the layers."""
-        return (*self.layers, self.non_layer)
+        """Layers, the tensors outside the layers, then the vision tower if it is used."""
+        return (*self.layers, self.non_layer, *([self.images] if self.images else []))
 
     @property
     def records(self) -> Iterator[TensorRecord]:
@@ -84,6 +86,14 @@ class Checkpoint:
             layers[i], blocks = divided
             experts += blocks
         return replace(self, layers=tuple(layers)), tuple(experts)
+
+    def with_images(self) -> "Checkpoint":
+        """Add the vision tower, if it is supported and the checkpoint has an image processor."""
+        tower = self.spec.images
+        if tower is None or not any((self.path / name).exists() for name in PROCESSOR_FILES):
+            return self
+        block = stored_block(self.format, tower.tensors, Source(self.tensors))
+        return replace(self, images=block)
 
     @cached_property
     def identity(self) -> str:

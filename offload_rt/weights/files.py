@@ -13,6 +13,8 @@ from offload_rt.weights.header import TensorRecord, read_header
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEADS = "medusa_lm_head.safetensors"
+# A checkpoint with images has one of these.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _DAMAGED = "download it again"
 _WHOLE = "give the directory of a whole checkpoint"
 

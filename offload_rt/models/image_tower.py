@@ -1,0 +1,206 @@
+"""Vision tower of a transformers model: image features, embeddings of rows, positions."""
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from offload_rt.models.architecture import LayerWeights, TensorShape
+from offload_rt.models.image_prompt import ImagePrompt, PromptImage
+from offload_rt.models.trace import Call
+from offload_rt.models.traced import ImageInputs, TracedModel
+
+# Model types whose output equals `generate` of transformers in tests.
+FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
+# Model types with as many patches as pixels allow; others divide an image into tiles of fixed size.
+_ANY_SIZE = ("mistral3", "gemma4")
+_MOST_TILES = {"llava_next": 5, "internvl": 13, "aya_vision": 13, "idefics3": 17, "smolvlm": 17}
+# Largest number of further features per image token.
+_N_DEEP = 3
+# Model types with bidirectional attention among the tokens of an image.
+_BIDIRECTIONAL = ("gemma3",)
+
+
+class ImageFeatures(NamedTuple):
+    """Output of the tower for image tokens.
+
+    rows  (n, hidden_size)
+    deep  further features (n, hidden_size) each, added to the outputs of the first layers
+    """
+
+    rows: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+    def part(self, rows: Any) -> "ImageFeatures":
+        """Return the features of some rows."""
+        return ImageFeatures(self.rows[rows], tuple(layer[rows] for layer in self.deep))
+
+    @classmethod
+    def cat(cls, parts: Sequence["ImageFeatures"]) -> "ImageFeatures":
+        """Concatenate features."""
+        deep = zip(*(part.deep for part in parts), strict=True)
+        return cls(torch.cat([part.rows for part in parts]), tuple(map(torch.cat, deep)))
+
+
+class ImageTower:
+    """Modules of a model that map pixels to embeddings.
+
+    family    model type
+    token_id  placeholder of image tokens
+    inputs    names of the processor's outputs that the tower reads
+    tensors   names and shapes of its weights
+    """
+
+    def __init__(self, model: "TracedModel", family: str) -> None:
+        self.family = family
+        self.is_bidirectional = family in _BIDIRECTIONAL
+        self._model = model
+        self._base: Any = model.model.base_model
+        self._config: Any = model.model.config
+        self.token_id: int = (
+            getattr(self._config, "image_token_id", None) or self._config.image_token_index
+        )
+        self._features = self._base.get_image_features
+        self.inputs = tuple(inspect.signature(inspect.unwrap(self._features)).parameters)
+        self._tables: list[tuple[dict[str, Any], str, str, torch.dtype | None]] = []
+        self.tensors: list[TensorShape] = []
+        self._weights: LayerWeights
+        self._is_list = True
+        self._n_deep = 0
+        text = {id(module) for module in model.decoder.modules()}
+        for name, module in self._base.named_modules():
+            if id(module) not in text and "audio" not in name:
+                self._bind(f"{model.model.base_model_prefix}.{name}".rstrip("."), module)
+
+    def _bind(self, name: str, module: nn.Module) -> None:
+        """List the weights of a module; redirect linear modules."""
+        if isinstance(module, PreTrainedModel) and module is not self._base:
+            supports = "sdpa" if module._supports_sdpa else "eager"
+            module.config._attn_implementation = supports
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None and key not in module._non_persistent_buffers_set:
+                    self.tensors.append(TensorShape(f"{name}.{key}", tuple(tensor.shape)))
+                    dtype = None if tensor.dtype == self._model.model.dtype else tensor.dtype
+                    if type(module) is not nn.Linear:
+                        self._tables.append((table, key, f"{name}.{key}", dtype))
+        if type(module) is nn.Linear:
+            module.forward = partial(self._linear, name)  # type: ignore[method-assign]
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return self._weights.linear(x, name)
+
+    @contextmanager
+    def _given(self, weights: LayerWeights) -> Iterator[None]:
+        """Bind the weights; unbind on exit."""
+        self._weights = weights
+        for table, key, name, dtype in self._tables:
+            table[key] = weights.tensor(name, dtype)
+        try:
+            yield
+        finally:
+            for table, key, *_ in self._tables:
+                table[key] = None
+
+    def features(self, weights: LayerWeights, inputs: Mapping[str, Tensor]) -> ImageFeatures:
+        """Compute the features of an image; inputs on the device."""
+        cast = {
+            name: value.to(weights.dtype) if value.is_floating_point() else value
+            for name, value in inputs.items()
+        }
+        self._model.move_to(inputs["pixel_values"].device)
+        with self._given(weights):
+            out = self._features(**cast, return_dict=True)
+        rows = out.pooler_output
+        self._is_list = not isinstance(rows, Tensor)
+        deep = getattr(out, "deepstack_features", None) or ()
+        self._n_deep = len(deep)
+        return ImageFeatures(_flat(rows), tuple(map(_flat, deep)))
+
+    def embed(
+        self, weights: LayerWeights, ids: Tensor, positions: Tensor, features: ImageFeatures
+    ) -> tuple[Tensor, tuple[Call, ...]]:
+        """`TracedModel.embed` for rows with images.
+
+        ids        (n,) with `token_id` for image tokens
+        positions  (n,) or (3, n)
+        features   of the image tokens, in order
+        """
+        rows = [features.rows] if self._is_list else features.rows[:, None]
+        out: Any = BaseModelOutputWithPooling()
+        out.pooler_output = rows
+        out.deepstack_features = [[layer] for layer in features.deep]
+        self._base.get_image_features = lambda *_, **__: out
+        images = ImageInputs(self._base, {"pixel_values": features.rows}, bool(features.deep))
+        return self._model.embed(weights, ids, positions, images)
+
+    def _most_patches(self, n_pixels: int) -> int:
+        """Return the patches of an image of `n_pixels` pixels, at most."""
+        vision = self._config.vision_config
+        n_per_patch = _area(vision.patch_size)
+        side: Any = None if self.family in _ANY_SIZE else getattr(vision, "image_size", None)
+        if side is None:
+            return -(-n_pixels // n_per_patch)
+        n_in_tile = _area(side) // n_per_patch + 1
+        return _MOST_TILES.get(self.family, 1) * n_in_tile
+
+    def most_tokens(self, n_pixels: int) -> int:
+        """Return the tokens of an image of `n_pixels` pixels, at most."""
+        configs = (self._config.vision_config, self._config)
+        merged = max(int(getattr(config, "spatial_merge_size", None) or 1) for config in configs)
+        return -(-self._most_patches(n_pixels) // merged**2)
+
+    def scratch_nbytes(self, n_pixels: int, n_kept: int, itemsize: int) -> int:
+        """Return the bytes of activations for an image, and of the features of `n_kept` images."""
+        matrices = [tensor.shape for tensor in self.tensors if len(tensor.shape) == 2]
+        widest = max(sum(shape) for shape in matrices)
+        # Of a layer: its input, norm, queries, keys, values and outputs, or two wide products.
+        n_activations = self._most_patches(n_pixels) * 4 * widest
+        width = self._model.text.hidden_size
+        n_features = n_kept * self.most_tokens(n_pixels) * width * (1 + _N_DEEP)
+        # The processor's pixels are float32.
+        return (n_activations + n_features + 3 * n_pixels) * itemsize + 4 * 3 * n_pixels
+
+    def plain(self, weights: LayerWeights, device: torch.device) -> ImageFeatures:
+        """Return the embedding of the placeholder as an ordinary token, as features of a row."""
+        ids = torch.tensor([self.token_id], device=device)
+        row = self._model.embed(weights, ids, torch.zeros_like(ids))[0]
+        return ImageFeatures(row, (torch.zeros_like(row),) * self._n_deep)
+
+    def prompt(self, ids: list[int], images: tuple[PromptImage, ...]) -> ImagePrompt:
+        """Return the prompt of token ids with a placeholder per image token."""
+        is_image = np.array(ids) == self.token_id
+        edges = np.flatnonzero(np.diff(is_image, prepend=False, append=False)).reshape(-1, 2)
+        blocks = [(first, stop) for first, stop in edges.tolist()] if self.is_bidirectional else []
+        return ImagePrompt(ids, images, self._positions(ids, images), tuple(blocks))
+
+    def _positions(self, ids: list[int], images: Sequence[PromptImage]) -> Tensor | None:
+        """Return multimodal positions (3, n) of a prompt; None for models without."""
+        if not hasattr(self._base, "get_rope_index"):
+            return None
+        rows = torch.tensor([ids])
+        grids = torch.cat([image.inputs["image_grid_thw"] for image in images])
+        types = (rows == self.token_id).int()
+        found: Tensor = self._base.get_rope_index(rows, types, image_grid_thw=grids)[0]
+        return found[:, 0]
+
+
+def _flat(rows: Any) -> Tensor:
+    """Concatenate features to (n, hidden_size)."""
+    return (
+        torch.cat([_flat(part) for part in rows])
+        if not isinstance(rows, Tensor)
+        else rows.flatten(0, -2)
+    )
+
+
+def _area(side: int | Sequence[int]) -> int:
+    return math.prod((side, side) if isinstance(side, int) else side)

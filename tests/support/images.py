@@ -1,0 +1,86 @@
+"""Tiny random models with vision towers, prompts with images, and their greedy texts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bench.models.tiny import config_of, random_model
+from offload_rt.models.image_prompt import ImagePrompt, PromptImage
+from offload_rt.models.image_tower import ImageTower
+from support.tiny import prompt_of
+
+IMAGE_ID = 150
+# Sizes of the tower and the projector; those of the whole model are separate.
+_TOWER: dict[str, Any] = {"image_size": 32, "patch_size": 8, "out_hidden_size": 64, "depth": 4}
+_OF_TYPE: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"deepstack_visual_indexes": [0, 2]}, "gemma3": {"mm_tokens_per_image": 4},
+}  # fmt: skip
+
+
+def image_model(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
+    """Save a tiny random model with a vision tower; return the model of transformers."""
+    config = config_of(kind)
+    tower = config.vision_config
+    more = _OF_TYPE.get(kind, {})
+    for name, value in (_TOWER | more).items():
+        for part in (tower, config):
+            if hasattr(part, name) or name in more:
+                setattr(part, name, value)
+    config.image_token_id = IMAGE_ID
+    model = random_model(type(config).from_dict(config.to_dict()), seed)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text("{}")
+    return model
+
+
+def image_inputs(kind: str, seed: int) -> dict[str, Tensor]:
+    """Return random inputs of a tower for an image."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v"):
+        grid = torch.tensor([[1, 4, 6]])
+        patches = torch.randn(24, 3 * 2 * 8 * 8, generator=generator)
+        return {"pixel_values": patches, "image_grid_thw": grid}
+    return {"pixel_values": torch.randn(1, 3, 32, 32, generator=generator)}
+
+
+def image_prompt(
+    model: PreTrainedModel, tower: ImageTower, parts: Sequence[int | dict[str, Tensor]]
+) -> ImagePrompt:
+    """Return a prompt of texts, each a number of tokens, and images."""
+    ids: list[int] = []
+    images = []
+    for n, part in enumerate(parts):
+        if isinstance(part, int):
+            ids += prompt_of(n, part, 140)
+        else:
+            with torch.no_grad():
+                features = model.base_model.get_image_features(**part).pooler_output
+            n_rows = (
+                sum(f.flatten(0, -2).shape[0] for f in features)
+                if not isinstance(features, Tensor)
+                else features.flatten(0, -2).shape[0]
+            )
+            rows = torch.arange(len(ids), len(ids) + n_rows).numpy()
+            images.append(PromptImage.of_inputs(rows, part))
+            ids += [IMAGE_ID] * n_rows
+    return tower.prompt(ids, tuple(images))
+
+
+def generate_images(model: PreTrainedModel, prompt: ImagePrompt, n_new: int) -> list[int]:
+    """The greedy continuation of a prompt with images by transformers."""
+    ids = torch.tensor([prompt.ids])
+    names = prompt.images[0].inputs
+    inputs = {name: torch.cat([image.inputs[name] for image in prompt.images]) for name in names}
+    types = (ids == IMAGE_ID).int()
+    inputs["token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"] = types
+    if model.config.model_type in ("llava",):
+        del inputs["mm_token_type_ids"]
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), **inputs, max_new_tokens=n_new,
+        min_new_tokens=n_new, do_sample=False, pad_token_id=0,
+    )  # fmt: skip
+    return out[0, len(prompt.ids) :].tolist()
