@@ -12,6 +12,7 @@ from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import exit_code
 from offload_rt.config import EngineConfig, check_positive, parse_size, setting
 from offload_rt.errors import SettingsError
+from offload_rt.text.images import DEFAULT_LIMITS
 
 # Names of this machine in `--host` and in the Host header.
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
@@ -50,7 +51,10 @@ class ServeSettings:
     embeddings: str = setting(
         "", "answer /v1/embeddings with this pooling of hidden states: mean or last"
     )
-    max_body: str = setting("4MiB", "maximum size of a request body")
+    allow_image_urls: bool = setting(
+        False, "read images behind http URLs, from public addresses only; otherwise data URLs only"
+    )
+    max_body: str = setting("16MiB", "maximum size of a request body, with its images in base64")
     max_n: int = setting(16, "maximum answers per request", parse=int)
     max_waiting: int = setting(
         128, "maximum answers in the queue; further requests get status 429", parse=int
@@ -103,6 +107,7 @@ def _serve(flags: Namespace) -> None:
         from offload_rt.server.app import make_app
         from offload_rt.server.chat_format import ChatFormat
         from offload_rt.server.connection import ConnectionLimits, make_server
+        from offload_rt.server.image_urls import ImageFetcher
         from offload_rt.server.limits import Access
         from offload_rt.server.service import ServerLimits
     except ImportError as error:
@@ -128,8 +133,11 @@ def _serve(flags: Namespace) -> None:
         settings.timeout,
         settings.any_model_name,
         settings.embeddings,
+        ImageFetcher(DEFAULT_LIMITS.nbytes) if settings.allow_image_urls else None,
     )
     with _listen(settings.host, settings.port) as listening, LLM.open(config) as llm:
+        if settings.embeddings:
+            llm.check_embeddings(settings.embeddings)
         chat_format = ChatFormat.select(
             llm.tokenizer, settings.tool_call_parser, settings.reasoning_parser
         )

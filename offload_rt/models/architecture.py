@@ -153,20 +153,21 @@ class LayerWeights(Protocol):
         """Apply `linear` for each name; a format may compute a single concatenated product."""
         return tuple(map(self.linear, repeat(x), names))
 
-    def linear_groups(
-        self, x: Tensor, ends: Sequence[int], names: Sequence[Sequence[str]]
+    def linear_experts(
+        self, x: Tensor, ends: Sequence[int], names: Sequence[Sequence[str]], experts: Sequence[int]
     ) -> Tensor:
-        """Multiply groups of rows, each by its own matrices: (n, n_out).
+        """Multiply groups of rows, each by the matrices of an expert: (n, n_out).
 
-        x      (n, n_in), or a single row that all groups share
-        ends   end of each group's rows
-        names  matrices of each group, whose outputs are concatenated
+        x        (n, n_in), or a single row that all groups share
+        ends     end of each group's rows
+        names    matrices of every expert of the layer, whose outputs are concatenated
+        experts  expert of each group
         """
         import torch  # not at the top: a plan computes nothing
 
         rows = x.expand(ends[-1], -1) if len(x) == 1 else x
-        groups = zip((0, *ends), ends, names, strict=False)
-        outputs = [self.linears(rows[first:end], group) for first, end, group in groups]
+        groups = zip((0, *ends), ends, experts, strict=False)
+        outputs = [self.linears(rows[first:end], names[expert]) for first, end, expert in groups]
         return torch.cat([torch.cat(parts, dim=-1) for parts in outputs])
 
     def fused(self, names: Sequence[str]) -> Tensor | None:

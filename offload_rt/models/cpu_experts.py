@@ -31,18 +31,18 @@ def mix(
     n_rows, n_used = chosen.shape
     numbers, order = chosen.flatten().sort(stable=True)
     n_chosen = Counter(numbers.tolist())
+    experts = list(n_chosen)
     ends = list(accumulate(n_chosen.values()))
-    up, down = ([names[expert] for expert in n_chosen] for names in modules)
+    up, down = modules
     x = hidden if n_rows == 1 else hidden[order // n_used]
-    inner = weights.linear_groups(x, ends, up)
+    inner = weights.linear_experts(x, ends, up, experts)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    out = weights.linear_groups(inner, ends, down)
+    out = weights.linear_experts(inner, ends, down, experts)
     out = module.post_expert_norm(out) if module.has_post_expert_norm else out
     weighted = (out * scores.flatten()[order, None]).to(hidden.dtype)
     if n_rows > 1:
         weighted = weighted[(order // n_used).argsort(stable=True)]
-    by_row = weighted.view(n_rows, n_used, -1)
     mixed = torch.zeros_like(hidden)
-    for k in range(n_used):
-        mixed += by_row[:, k]
+    for part in weighted.view(n_rows, n_used, -1).unbind(1):
+        mixed += part
     return mixed

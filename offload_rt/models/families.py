@@ -58,9 +58,9 @@ def parse_architecture(raw: dict[str, Any]) -> Architecture:
     kind = raw.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        from offload_rt.models import transformers  # import takes a second
+        from offload_rt.models import native_mixture, transformers  # import takes a second
 
-        return transformers.parse_architecture(raw)
+        return native_mixture.with_native_attention(transformers.parse_architecture(raw))
     named = raw.get("architectures")
     if named not in (None, [family.architecture]):
         raise UnsupportedModelError(
@@ -99,7 +99,7 @@ def _keys_of_any_model() -> set[str]:
     return {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict()}  # type: ignore[no-untyped-call]  # theirs
 
 
-def _native(raw: dict[str, Any], **changes: Any) -> NativeDecoder:
+def native_decoder(raw: dict[str, Any], **changes: Any) -> NativeDecoder:
     """Build a decoder from a config.json; `changes`: biases, head norms and windows of families."""
     dtype_name = raw.get("dtype") or raw.get("torch_dtype")
     hidden_size, n_heads, n_layers = (
@@ -196,25 +196,25 @@ def _windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
 def _llama(raw: dict[str, Any]) -> NativeDecoder:
     # Published Llamas have no biases; the config can enable them.
     bias = raw.get("attention_bias", False)
-    return _native(raw, qkv_bias=bias, o_bias=bias, mlp_bias=raw.get("mlp_bias", False))
+    return native_decoder(raw, qkv_bias=bias, o_bias=bias, mlp_bias=raw.get("mlp_bias", False))
 
 
 def _mistral(raw: dict[str, Any]) -> NativeDecoder:
-    return _native(raw, windows=(_window(raw),) * raw["num_hidden_layers"])
+    return native_decoder(raw, windows=(_window(raw),) * raw["num_hidden_layers"])
 
 
 def _qwen2(raw: dict[str, Any]) -> NativeDecoder:
-    return _native(raw, windows=_windows(raw), qkv_bias=True)
+    return native_decoder(raw, windows=_windows(raw), qkv_bias=True)
 
 
 def _mimo(raw: dict[str, Any]) -> NativeDecoder:
     # Qwen2 with a multi-token prediction layer; the config can disable the biases.
-    return _native(raw, windows=_windows(raw), qkv_bias=raw.get("attention_bias", True))
+    return native_decoder(raw, windows=_windows(raw), qkv_bias=raw.get("attention_bias", True))
 
 
 def _qwen3(raw: dict[str, Any]) -> NativeDecoder:
     bias = raw.get("attention_bias", False)
-    return _native(raw, windows=_windows(raw), qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return native_decoder(raw, windows=_windows(raw), qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 # How transformers divides the modules of these families among ranks.

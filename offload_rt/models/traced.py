@@ -301,6 +301,20 @@ class TracedModel:
         with self._given(i, weights, experts, split):
             return self._to_rows(self.run_layer(i, self._of_rows(x), call, context))
 
+    def mlp(
+        self, i: int, weights: LayerWeights, experts: ExpertNames, split: SplitTensors, x: Tensor
+    ) -> Tensor:
+        """Apply the module `mlp` of layer i to normed hidden states x (n, width)."""
+        self.move_to(x.device)
+        layer: Any = self.layers[i]
+        with self._given(i, weights, experts, split):
+            out: Tensor = layer.mlp(x[None])
+        return out[0]
+
+    def window(self, i: int) -> int | None:
+        """Return the visible positions of the first attention of layer i; None for all."""
+        return self._cache.windows[i, 0]
+
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Map final hidden states x (n, width) to logits."""
         rows = torch.zeros(len(x), dtype=torch.int64, device=x.device)

@@ -28,7 +28,7 @@ from offload_rt.models.architecture import (
 from offload_rt.models.image_tower import ImageTower
 from offload_rt.models.stand_ins import OTHER_STATE, TRACED
 from offload_rt.models.tensor_names import TensorNames
-from offload_rt.models.trace import OWN_CODE, Call
+from offload_rt.models.trace import OWN_CODE
 from offload_rt.models.traced import ExpertNames, SplitTensors, TracedModel
 from offload_rt.ops.delta_rule import BLOCK_ROWS
 
@@ -280,7 +280,7 @@ class TransformersModel(Architecture):
 
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
-    ) -> tuple[Tensor, tuple[Call, ...]]:
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         """Return the first layer's input and the arguments of all layers."""
         return self.model.embed(weights, ids, row_inputs[0])
 

@@ -91,15 +91,20 @@ def linears(
     ]
 
 
-def description(x: Tensor, weight: Weight) -> bytes | None:
-    """Return the CPU library's description of a weight, for all products of rows like x.
+def stack(x: Tensor, weights: Sequence[Sequence[Weight]]) -> linear_cpu.MatrixStack | None:
+    """Return groups of weights as a stack, for all products of rows like x.
 
-    None if the library may not multiply all of them.
+    None if the CPU library may not multiply all of them.
     """
-    is_plain = isinstance(weight, Tensor) and prefers_torch(x.dtype)
-    if is_plain or isinstance(weight, TinygemmMatrix) or not linear_cpu.serves(x, weight):
+    groups = [[weight for weight in group if _is_stackable(weight, x)] for group in weights]
+    if any(len(served) < len(group) for served, group in zip(groups, weights, strict=True)):
         return None
-    return linear_cpu.describe(weight)
+    return linear_cpu.MatrixStack.of(groups)
+
+
+def _is_stackable(weight: Weight, x: Tensor) -> TypeGuard[Tensor | CodedMatrix | BlockMatrix]:
+    is_plain = isinstance(weight, Tensor) and prefers_torch(x.dtype)
+    return not (is_plain or isinstance(weight, TinygemmMatrix)) and linear_cpu.serves(x, weight)
 
 
 def _uses_library(

@@ -8,6 +8,7 @@ same bits.
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -41,9 +42,6 @@ class _MatrixStruct(ctypes.Structure):
         ),
         *((name, ctypes.c_int32) for name in ("zero_plus", "bias_dtype")),
     )
-
-
-_MATRIX = np.dtype(_MatrixStruct)
 
 
 def serves(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> bool:
@@ -88,36 +86,54 @@ def linear(
     return outputs
 
 
-def describe(weight: Tensor | CodedMatrix | BlockMatrix) -> bytes:
-    """Return a description for `linear_groups`, valid as long as the weight's tensors."""
-    return bytes(_describe(weight))
+@dataclass(frozen=True)
+class MatrixStack:
+    """Groups of matrices for `linear_groups`, valid as long as their tensors.
+
+    words     (n_groups, n_matrices, words of `_MatrixStruct`) int64
+    n_in      inputs of all matrices
+    columns   first output column of each matrix of a group, and the number of columns
+    """
+
+    words: np.ndarray
+    n_in: int
+    columns: np.ndarray
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[Tensor | CodedMatrix | BlockMatrix]]) -> "MatrixStack":
+        """Describe groups of matrices with equal shapes in all groups."""
+        described = [[_describe(weight) for weight in group] for group in groups]
+        n_in = described[0][0].n_in
+        assert all(one.n_in == n_in for group in described for one in group)
+        content = bytearray().join(bytes(one) for group in described for one in group)
+        words = np.frombuffer(content, np.int64).reshape(len(groups), len(groups[0]), -1)
+        columns = np.append(0, np.cumsum([one.n_out for one in described[0]]))
+        return cls(words, n_in, columns)
 
 
-def linear_groups(x: Tensor, ends: Sequence[int], weights: Sequence[Sequence[bytes]]) -> Tensor:
-    """Multiply groups of rows, each by the transposed weights of its group, in one call.
+def linear_groups(
+    x: Tensor, ends: Sequence[int], stack: MatrixStack, groups: Sequence[int]
+) -> Tensor:
+    """Multiply ranges of rows, each by the transposed matrices of a group, in one call.
 
-    x        (n, n_in), or a single row for all groups, which then have one row each
-    ends     end of each group's rows
-    weights  per group: descriptions of its matrices; their outputs lie side by side
+    x       (n, n_in), or a single row for all ranges, which then have one row each
+    ends    end of each range
+    groups  group of each range; the outputs of its matrices lie side by side
     Returns (n, n_out).
     """
+    if x.shape[1] != stack.n_in:  # the kernel would read other memory
+        raise RuntimeError(f"x has {x.shape[1]} columns, its weights {stack.n_in}")
     x = x if x.stride(-1) == 1 else x.contiguous()
-    content = bytearray().join(weight for group in weights for weight in group)
-    matrices = np.frombuffer(content, _MATRIX).reshape(len(weights), -1)
-    n_outs = matrices["n_out"][0]
-    y = torch.empty(ends[-1], int(n_outs.sum()), dtype=x.dtype)
-    if (matrices["n_in"] != x.shape[1]).any():  # the kernel would read other memory
-        raise RuntimeError(f"x has {x.shape[1]} columns, its weights {matrices['n_in'].tolist()}")
-    stops = np.array(ends)
-    starts = stops - np.diff(stops, prepend=0)
-    x_rows = starts * (x.shape[0] > 1)
-    columns = n_outs.cumsum() - n_outs
-    matrices["x"] = (x.data_ptr() + x_rows * (x.stride(0) * x.itemsize))[:, None]
-    matrices["y"] = y.data_ptr() + (starts[:, None] * y.shape[1] + columns) * y.itemsize
-    matrices["n_rows"] = (stops - starts)[:, None]
-    matrices["ldx"] = x.stride(0)
-    matrices["ldy"] = y.shape[1]
-    _call(matrices.ctypes.data, matrices.size, x.dtype)
+    n_out = int(stack.columns[-1])
+    y = torch.empty(ends[-1], n_out, dtype=x.dtype)
+    starts = np.array((0, *ends[:-1]))[:, None]
+    words = stack.words[np.array(groups)]
+    words[:, :, 0] = x.data_ptr() + starts * (x.stride(0) * x.itemsize * (x.shape[0] > 1))
+    words[:, :, 1] = y.data_ptr() + (starts * n_out + stack.columns[:-1]) * y.itemsize
+    words[:, :, 2] = np.array(ends)[:, None] - starts
+    words[:, :, 3] = x.stride(0)
+    words[:, :, 4] = n_out
+    _call(words.ctypes.data, words.shape[0] * words.shape[1], x.dtype)
     return y
 
 

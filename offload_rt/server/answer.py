@@ -5,11 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from offload_rt.llm import Piece
+from offload_rt.llm import Piece, token_ids
 from offload_rt.sampling import Logprob
 from offload_rt.server.bodies import Json
 from offload_rt.server.chat_format import ChatFormat
-from offload_rt.server.protocol import ChatRequest, CompletionRequest
+from offload_rt.server.prompts import GenerationRequest, Prompt
+from offload_rt.server.protocol import ChatRequest
 from offload_rt.server.tool_parser import AnswerParser, Parsed
 from offload_rt.text.detokenize import TextStream
 
@@ -97,7 +98,7 @@ class Answer:
 
     def __init__(
         self,
-        request: CompletionRequest | ChatRequest,
+        request: GenerationRequest,
         n: int,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
@@ -116,13 +117,13 @@ class Answer:
         """Number of tokens of passes that began inside the reasoning."""
         return sum(choice.n_reasoning for choice in self.choices)
 
-    def start(self, prompts: Sequence[list[int]], chat_format: ChatFormat) -> None:
+    def start(self, prompts: Sequence[Prompt], chat_format: ChatFormat) -> None:
         """Prepare the answers to tokenized prompts."""
         self.n_prompt = sum(map(len, prompts))
         request = self.request
         n = len(self.choices) // len(prompts)
         for i, choice in enumerate(self.choices):
-            prompt = prompts[i // n]
+            prompt = token_ids(prompts[i // n])
             if isinstance(request, ChatRequest):
                 choice.parser = chat_format.parser(request.schemas, chat_format.tail(prompt))
             elif request.logprobs is not None and self.tokenizer is not None:

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from offload_rt import __version__
 from offload_rt.errors import OffloadError
-from offload_rt.llm import LLM
+from offload_rt.llm import LLM, token_ids
 from offload_rt.server.api_docs import add_docs, body_of
 from offload_rt.server.bodies import Json
 from offload_rt.server.chat_format import ChatFormat
@@ -134,7 +134,7 @@ def _add_agent_routes(app: FastAPI, service: Service) -> None:
         request = await service.read(http, CountRequest)
         service.check_model(request.model)
         chat = await asyncio.to_thread(request.chat)
-        return {"input_tokens": len(await asyncio.to_thread(service.render, chat))}
+        return {"input_tokens": len(await service.prompts.conversation(chat))}
 
 
 def _add_extra_routes(app: FastAPI, service: Service) -> None:
@@ -144,10 +144,10 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
         request = await service.read(http, TokenizeRequest)
         if request.messages is not None:
             chat = ChatRequest(messages=request.messages)
-            tokens = await asyncio.to_thread(service.render, chat)
+            tokens = token_ids(await service.prompts.conversation(chat))
         else:
             special = request.add_special_tokens
-            tokens = await asyncio.to_thread(service.llm.encode, request.prompt or "", special)
+            tokens = await asyncio.to_thread(service.llm.encode, request.text, special)
         length = {"max_model_len": service.llm.max_model_len}
         return {"tokens": tokens, "count": len(tokens), **length}
 

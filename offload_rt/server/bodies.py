@@ -29,7 +29,7 @@ _MAX_ENTRIES = {
 # Fields of OpenAI, vLLM and llama.cpp that would change the output.
 _NOT_IMPLEMENTED = (
     "guided_decoding_backend", "guided_whitespace_pattern", "grammar", "json_schema",
-    "use_beam_search", "length_penalty",
+    "use_beam_search", "length_penalty", "prompt_logprobs", "return_token_ids",
     "functions", "function_call", "chat_template", "documents", "prompt_embeds",
     "logits_processors", "include_stop_str_in_output", "typical_p", "mirostat", "audio",
     "previous_response_id", "conversation", "background", "mcp_servers", "container",
@@ -43,28 +43,33 @@ class BodyCounts(NamedTuple):
     containers  lists and objects
     values      separators between values
     fractions   at least the numbers with a fraction or an exponent
+    escapes     backslashes in strings
     """
 
     strings: int
     containers: int
     values: int
     fractions: int
+    escapes: int
 
     @classmethod
     def of_json(cls, raw: bytes) -> "BodyCounts":
         """Count the contents of a valid JSON text in UTF-8."""
+        n_escapes = raw.count(b"\\")
         unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
         n_strings = unescaped.count(b'"') // 2
         if n_strings > _MAX_COUNTS.strings:  # splitting would create as many objects
-            return cls(n_strings, 0, 0, 0)
+            return cls(n_strings, 0, 0, 0, n_escapes)
         structure = b"".join(unescaped.split(b'"')[::2])
         n_containers = structure.count(b"[") + structure.count(b"{")
         n_fractions = sum(map(structure.count, (b".", b"e", b"E")))
-        return cls(n_strings, n_containers, structure.count(b","), n_fractions)
+        return cls(n_strings, n_containers, structure.count(b","), n_fractions, n_escapes)
 
 
 # The JSON parser holds the interpreter lock. These limits bound it to a few dozen milliseconds.
-_MAX_COUNTS = BodyCounts(strings=1 << 15, containers=1 << 15, values=1 << 18, fractions=1 << 15)
+_MAX_COUNTS = BodyCounts(
+    strings=1 << 15, containers=1 << 15, values=1 << 18, fractions=1 << 15, escapes=1 << 21
+)
 
 
 def read_body(kind: type[Body], raw: bytes, max_prompts: int, max_prompt_tokens: int) -> Body:

@@ -11,13 +11,15 @@ from offload_rt.config import SamplingParams, StructuredOutputs
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.server.bodies import FailFastList, Json
 from offload_rt.server.chat_format import ChatFormat
+from offload_rt.text.images import IMAGE_PARTS
 
 _MAX_LOGPROBS = 20
+_CONTENT = "The content is a text, or a list of parts of type text and image_url."
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 # SamplingParams has no such fields, or other values.
 _NOT_SAMPLING = frozenset(
     {"model", "stream", "stream_options", "max_tokens", "truncate_prompt_tokens"}
-    | {"add_special_tokens", "response_format", "structured_outputs"}
+    | {"truncation_side", "add_special_tokens", "response_format", "structured_outputs"}
     | {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 )
 
@@ -59,6 +61,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left"] | None = None
     skip_special_tokens: bool | None = None
     response_format: Json | None = None
     structured_outputs: Json | None = None
@@ -124,15 +127,16 @@ class GenerationRequest(BaseModel):
             if value is not None:
                 formats[name] = value
         wanted = self.wanted_format
-        if wanted is not None and wanted["type"] == "json_object":
-            formats["json_object"] = True
-        elif wanted is not None:
-            description = wanted.get("json_schema")
-            schema = description.get("schema") if isinstance(description, dict) else None
-            if not isinstance(schema, dict):
-                raise SettingsError("response_format", need="json_schema with a schema")
-            formats["json"] = schema
-        return formats
+        if wanted is None:
+            return formats
+        if wanted["type"] == "json_object" and wanted.get("schema") is None:
+            return formats | {"json_object": True}
+        # llama.cpp accepts the schema of a json_object beside its type.
+        place = wanted if wanted["type"] == "json_object" else wanted.get("json_schema")
+        schema = place.get("schema") if isinstance(place, dict) else None
+        if not isinstance(schema, dict):
+            raise SettingsError("response_format", need=f"{wanted['type']} with a schema")
+        return formats | {"json": schema}
 
     def truncate(self, prompt: list[int], max_model_len: int) -> list[int]:
         """Keep the last `truncate_prompt_tokens` tokens; -1 leaves room for one new token."""
@@ -201,7 +205,7 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
-    messages: FailFastList[Json]
+    messages: Annotated[FailFastList[Json], Field(description=_CONTENT)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -301,12 +305,15 @@ class ChatRequest(GenerationRequest):
     def turns(self) -> list[Json]:
         """Convert messages for chat templates: content as text, call arguments as objects.
 
-        Raises PromptError for content other than text.
+        Content with images remains a list of parts.
+        Raises PromptError for content other than text and images.
         """
         if not self.messages:
             change = "send the user's turn"
             raise PromptError("messages", need="at least one", have="none", change=change)
-        turns = [{**turn, "content": text_of(turn.get("content"))} for turn in self.messages]
+        if not all(isinstance(turn.get("role"), str) for turn in self.messages):
+            raise PromptError("messages", need="a role in each message")
+        turns = [{**turn, "content": _content_of(turn.get("content"))} for turn in self.messages]
         for turn in turns:
             if isinstance(turn.get("tool_calls"), list):
                 turn["tool_calls"] = [_parse_arguments(call) for call in turn["tool_calls"]]
@@ -322,6 +329,13 @@ class TokenizeRequest(BaseModel):
     prompt: str | None = None
     messages: FailFastList[Json] | None = None
     add_special_tokens: bool = True
+
+    @property
+    def text(self) -> str:
+        """The prompt. Raises SettingsError without a prompt."""
+        if self.prompt is None:
+            raise SettingsError("the body", need="prompt or messages")
+        return self.prompt
 
 
 class DetokenizeRequest(BaseModel):
@@ -348,15 +362,33 @@ def _parse_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def _content_of(content: Any) -> str | list[Json]:
+    """Join the text parts of a message; parts beside an image remain separate.
+
+    Raises PromptError for other parts.
+    """
+    parts = content if isinstance(content, list) else [content]
+    is_image = [isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in parts]
+    if not any(is_image):
+        return text_of(content)
+    return [
+        part if is_image[i] else {"type": "text", "text": _text_of_part(i, part)}
+        for i, part in enumerate(parts)
+    ]
+
+
 def text_of(content: Any) -> str:
     """Join the text parts of a message. Raises PromptError for other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    for part in parts:
-        is_object = isinstance(part, dict)
-        kind = part.get("type") if is_object else type(part).__name__
-        if not (is_object and kind in _TEXT_PARTS and isinstance(part.get("text"), str)):
-            problem = f"content of type {reprlib.repr(kind)}"
-            raise PromptError(problem, need="text", change="send text parts only")
-    return "".join(part["text"] for part in parts)
+    return "".join(_text_of_part(i, part) for i, part in enumerate(parts))
+
+
+def _text_of_part(i: int, part: Any) -> str:
+    is_object = isinstance(part, dict)
+    kind = part.get("type") if is_object else type(part).__name__
+    if not (is_object and kind in _TEXT_PARTS and isinstance(part.get("text"), str)):
+        problem = f"content[{i}] of type {reprlib.repr(kind)}"
+        raise PromptError(problem, need="text, or an image in the user's turn")
+    return str(part["text"])

@@ -1,7 +1,6 @@
 """Generation for HTTP requests: validation, admission, chunks, and errors."""
 
 import asyncio
-import inspect
 import json
 import logging
 import math
@@ -17,11 +16,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
-from transformers import PreTrainedTokenizerBase
 
 from offload_rt.config import SamplingParams
 from offload_rt.errors import CapacityError, DeviceError, OffloadError, SettingsError, UserError
-from offload_rt.llm import LLM, Piece
+from offload_rt.llm import LLM, Piece, token_ids
 from offload_rt.sampling import Logprob
 from offload_rt.server.answer import Answer, Delta
 from offload_rt.server.bodies import Json, read_body
@@ -29,10 +27,11 @@ from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.embeddings import EmbeddingsRequest
 from offload_rt.server.limits import error_response
 from offload_rt.server.metrics import Metrics
+from offload_rt.server.prompts import GenerationRequest, Prompt, PromptEncoder
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
 from offload_rt.server.writer import Writer
+from offload_rt.text.images import Fetch
 
-GenerationRequest = CompletionRequest | ChatRequest
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=BaseModel)
 _RETRY_S = 5
@@ -50,6 +49,7 @@ class ServerLimits:
     timeout_s    duration of a request
     is_any_name  whether requests may name other models
     pooling      of embeddings; empty: no embeddings
+    fetch        reads images behind http URLs; None: refuse them
     """
 
     body_nbytes: int
@@ -58,6 +58,7 @@ class ServerLimits:
     timeout_s: float
     is_any_name: bool = False
     pooling: str = ""
+    fetch: Fetch | None = None
 
 
 class Refused(Exception):
@@ -84,6 +85,10 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     n_open: int = 0
     _parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    prompts: PromptEncoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompts = PromptEncoder(self.llm, self.name, self.limits.fetch)
 
     async def read(self, http: Request, kind: type[_Body]) -> _Body:
         """Read and validate a body in a worker thread, one body at a time.
@@ -129,14 +134,11 @@ class Service:
         n = len(request.input)
         self._admit(n)
         try:
-            prompts = await asyncio.to_thread(self._encode, request.input, True)
+            prompts = await self.prompts.texts(request.input)
             vectors = await asyncio.to_thread(self.llm.embed, prompts, self.limits.pooling)
         finally:
             self.n_open -= n
         return request.whole(vectors, sum(map(len, prompts)), self.name)
-
-    def _encode(self, texts: list[str] | list[list[int]], special: bool) -> list[list[int]]:
-        return [self.llm.encode(text, special) if isinstance(text, str) else text for text in texts]
 
     def _admit(self, n: int) -> None:
         """Reserve queue places, until `_deltas` ends. Raises Refused if the queue is full."""
@@ -157,18 +159,19 @@ class Service:
     ) -> AsyncGenerator[Delta, None]:
         """Yield the new parts of the answers. Leaving the iterator aborts the answers."""
         started = time.perf_counter()
+        deadline = asyncio.get_running_loop().time() + self.limits.timeout_s
         end = "aborted"
         has_begun = False
         echo = isinstance(request, CompletionRequest) and request.echo
         try:
-            prompts = await asyncio.to_thread(self._tokenize, request)
+            prompts = await self.prompts.prompts(request)
             answer.start(prompts, self.chat_format)
             if isinstance(request, ChatRequest):
                 params = self._behind_reasoning(params, request, prompts[0])
             async with aclosing(self.llm.astream_all(prompts, params)) as pieces:
                 while True:
-                    left_s = started + self.limits.timeout_s - time.perf_counter()
-                    arrival = await asyncio.wait_for(anext(pieces, None), max(left_s, 0))
+                    async with asyncio.timeout_at(deadline):  # `wait_for` would start a task
+                        arrival = await anext(pieces, None)
                     if arrival is None:
                         break
                     i_prompt, piece = arrival
@@ -178,7 +181,7 @@ class Service:
                         self.metrics.first_token.observe(time.perf_counter() - started)
                         self.metrics.prompt_tokens.inc(answer.n_prompt)
                     if echo and not answer.choices[i].n_tokens:
-                        prompt = prompts[i_prompt]
+                        prompt = token_ids(prompts[i_prompt])
                         yield await asyncio.to_thread(self._echo, answer, i, prompt, piece)
                     self.metrics.tokens.inc(len(piece.token_ids))
                     yield answer.add(i, piece)
@@ -196,13 +199,13 @@ class Service:
             self.metrics.request_seconds.observe(time.perf_counter() - started)
 
     def _behind_reasoning(
-        self, params: SamplingParams, request: ChatRequest, prompt: list[int]
+        self, params: SamplingParams, request: ChatRequest, prompt: Prompt
     ) -> SamplingParams:
         """Let a grammar begin behind the reasoning."""
         outputs = params.structured_outputs
         if outputs is None:
             return params
-        tail = self.chat_format.tail(prompt)
+        tail = self.chat_format.tail(token_ids(prompt))
         around = self.chat_format.around(tail, request.requires_calls)
         return replace(params, structured_outputs=replace(outputs, around=around))
 
@@ -235,50 +238,6 @@ class Service:
         """Decode tokens, special tokens included."""
         return "" if self.llm.tokenizer is None else str(self.llm.tokenizer.decode(tokens))
 
-    def _tokenize(self, request: GenerationRequest) -> list[list[int]]:
-        """Tokenize and check the prompts of a request. Runs in a worker thread."""
-        if isinstance(request, ChatRequest):
-            prompts = [self.render(request)]
-        else:
-            prompts = self._encode(request.prompt, request.add_special_tokens)
-        prompts = [request.truncate(prompt, self.llm.max_model_len) for prompt in prompts]
-        for prompt in prompts:
-            self.llm.check_prompt(prompt)
-        return prompts
-
-    def render(self, request: ChatRequest) -> list[int]:
-        """Tokenize a conversation. Runs in a worker thread.
-
-        Raises PromptError or SettingsError for input that the chat template ignores.
-        """
-        variables = request.template_variables
-        # Clients may set variables of the template, but no template of their own.
-        arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-        reserved = variables.keys() & arguments.keys()
-        if reserved:
-            need = "variables of the model's template"
-            raise SettingsError(f"chat_template_kwargs {min(reserved)}", need=need)
-        if request.continue_final_message and request.add_generation_prompt:
-            need = "add_generation_prompt to be false"
-            raise SettingsError("continue_final_message", need=need, change="set it to false")
-        template = str(self.llm.tokenizer and self.llm.tokenizer.chat_template)
-        wanted = request.wanted_format
-        if request.offered_tools and "tools" not in template:
-            need = "a model whose chat template supports tools"
-            raise SettingsError("tools", need=need, change="describe them in the prompt")
-        options = {
-            "add_generation_prompt": request.add_generation_prompt,
-            "continue_final_message": request.continue_final_message,
-            "tools": request.offered_tools,
-            **variables,
-        }
-        if wanted and "response_format" in template:
-            options["response_format"] = wanted
-        turns = request.turns()
-        if "developer" not in template:
-            turns = [_as_system(turn) for turn in turns]
-        return self.llm.encode_chat(turns, options)
-
     def check_model(self, name: str | None) -> None:
         """Raises Refused for the name of another model."""
         if name and name != self.name and not self.limits.is_any_name:
@@ -288,9 +247,14 @@ class Service:
     @property
     def card(self) -> Json:
         """Description of the model, as listed by OpenAI."""
-        length = {"max_model_len": self.llm.max_model_len}
         head = {"id": self.name, "object": "model", "created": self.created}
-        return {**head, "owned_by": "offload_rt", **length}
+        return {
+            **head,
+            "owned_by": "offload_rt",
+            "max_model_len": self.llm.max_model_len,
+            "max_body": self.limits.body_nbytes,
+            "input_modalities": ["text", "image"] if self.llm.supports_images else ["text"],
+        }
 
     async def error_response(self, http: Request | None, error: Exception) -> JSONResponse:
         """Convert an exception to a response."""
@@ -336,11 +300,6 @@ class _EventStream(StreamingResponse):
             # Suspended generators would wait for the garbage collector.
             for generator in self._generators:
                 await generator.aclose()
-
-
-def _as_system(turn: Json) -> Json:
-    """Rename OpenAI's role of system messages for templates that do not know it."""
-    return turn | {"role": "system"} if turn.get("role") == "developer" else turn
 
 
 async def _exhaust(deltas: AsyncIterator[Delta]) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from offload_rt.ops.dequantize import Weight
     from offload_rt.ops.few_rows import Stack
+    from offload_rt.ops.linear_cpu import MatrixStack
 
 
 class _Tensors(dict[str, "Tensor"]):
@@ -39,7 +40,8 @@ class View(LayerWeights):
     ) -> None:
         self._tensors = _Tensors(layout, block)
         self._matrices: dict[str, Weight] = {}
-        self._descriptions: dict[str, bytes | None] = {}
+        # by the first matrix of the first expert
+        self._expert_stacks: dict[str, MatrixStack | None] = {}
         self.layout = layout
         self.block = block
         self._dtype = dtype
@@ -78,24 +80,26 @@ class View(LayerWeights):
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(linear(x, weight, bias), widths, dim=1))
 
-    def linear_groups(
-        self, x: Tensor, ends: Sequence[int], names: Sequence[Sequence[str]]
+    def linear_experts(
+        self, x: Tensor, ends: Sequence[int], names: Sequence[Sequence[str]], experts: Sequence[int]
     ) -> Tensor:
-        """See `LayerWeights.linear_groups`; in one call of the CPU library if it serves all."""
+        """See `LayerWeights.linear_experts`; in one call of the CPU library if it serves all."""
         from offload_rt.ops import linear_cpu
 
-        described = [[self._description(x, name) for name in group] for group in names]
-        if all(one is not None for group in described for one in group):
-            return linear_cpu.linear_groups(x, ends, described)  # type: ignore[arg-type]
-        return super().linear_groups(x, ends, names)
+        stack = self._expert_stack(x, names)
+        if stack is not None:
+            return linear_cpu.linear_groups(x, ends, stack, experts)
+        return super().linear_experts(x, ends, names, experts)
 
-    def _description(self, x: Tensor, name: str) -> bytes | None:
-        """Return a description of a matrix for rows like x; see `ops.linear.description`."""
-        from offload_rt.ops.linear import description
+    def _expert_stack(self, x: Tensor, names: Sequence[Sequence[str]]) -> MatrixStack | None:
+        """Return the matrices of experts for rows like x; see `ops.linear.stack`."""
+        from offload_rt.ops.linear import stack
 
-        if name not in self._descriptions:
-            self._descriptions[name] = description(x, self._weight(name))
-        return self._descriptions[name]
+        key = names[0][0]
+        if key not in self._expert_stacks:
+            weights = [[self._weight(name) for name in group] for group in names]
+            self._expert_stacks[key] = stack(x, weights)
+        return self._expert_stacks[key]
 
     def fused(self, names: Sequence[str], part: str = "weight") -> Tensor | None:
         """See `LayerWeights.fused`, for the tensors `<name>.<part>` in the compute dtype."""

@@ -55,8 +55,8 @@ CUSTOM_ATTENTION = [
 # delta nets beside attention, in a mixture, without one, with other projections, and with
 # convolutions that are stored one by one.
 KINDS = [
-    "gemma2", "gemma3", "gemma4_text", "gemma3n_text", "qwen3_moe", "gpt_oss", "deepseek_v3",
-    "phi3", "gpt2", "phimoe",
+    "gemma2", "gemma3", "gemma4_text", "gemma3n_text", "mixtral", "qwen2_moe", "qwen3_moe",
+    "gpt_oss", "deepseek_v3", "phi3", "gpt2", "phimoe",
     "diffllama", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid",
     *CUSTOM_ATTENTION,
 ]  # fmt: skip

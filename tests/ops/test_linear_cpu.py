@@ -262,7 +262,7 @@ def test_groups_equal_separate_products_bit_for_bit(level, dtype):
     """Groups of any number of rows, a shared row, and several matrices side by side."""
     matrices = [large_matrix("Q4_0", 40, 96, dtype)[0] for _ in range(3)]
     pairs = [[matrix, torch.randn(24, 96).to(dtype)] for matrix in matrices]
-    described = [[linear_cpu.describe(weight) for weight in pair] for pair in pairs]
+    stack = linear_cpu.MatrixStack.of([pairs[0], pairs[2], pairs[1]])
     x = torch.randn(395, 192).to(dtype)[:, 96:]
     shared = x[:1]
     for rows, ends in ((x, [1, 390, 395]), (x[:9], [4, 5, 9]), (shared, [1, 2, 3])):
@@ -273,9 +273,9 @@ def test_groups_equal_separate_products_bit_for_bit(level, dtype):
             )
             for first, end, pair in zip(starts, ends, pairs, strict=True)
         ]
-        assert_equal(linear_cpu.linear_groups(rows, ends, described), torch.cat(expected))
+        assert_equal(linear_cpu.linear_groups(rows, ends, stack, [0, 2, 1]), torch.cat(expected))
     with pytest.raises(RuntimeError, match="95 columns"):
-        linear_cpu.linear_groups(x[:, :95], [1, 390, 395], described)
+        linear_cpu.linear_groups(x[:, :95], [1, 390, 395], stack, [0, 2, 1])
 
 
 def test_inputs_can_be_strided_and_have_more_dimensions(level):

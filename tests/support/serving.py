@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from openai import OpenAI
 
 from offload_rt import LLM, Piece, SamplingParams
+from offload_rt.models.image_prompt import ImageProcessor, ImagePrompt
 from offload_rt.server.app import make_app
 from offload_rt.server.connection import ConnectionLimits, make_server
 from offload_rt.server.service import ServerLimits
@@ -166,6 +167,26 @@ def script(llm: LLM, monkeypatch: pytest.MonkeyPatch, *texts: str, **ending: Any
 
     monkeypatch.setattr(llm, "astream_all", pieces)
     return requests
+
+
+class ListingProcessor(ImageProcessor):
+    """Stands for a processor: an image has as many tokens as columns. Records its arguments."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.calls: list[Any] = []
+
+    def encode_chat(self, messages: Any, images: Any, options: Any) -> ImagePrompt:
+        self.calls.append((messages, images, options))
+        n_rows = sum(image.width for image in images)
+        return ImagePrompt([7] * n_rows + self.llm.encode("x"), ())
+
+
+def read_images(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> ListingProcessor:
+    """Let a model of text accept images. Its answers need `script`."""
+    processor = ListingProcessor(llm)
+    monkeypatch.setattr(llm, "images", processor)
+    return processor
 
 
 def alone(llm: LLM, prompt: str | list[int], **params: Any) -> str:

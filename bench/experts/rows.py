@@ -1,0 +1,170 @@
+"""How many rows should a pass of a mixture have, and does the automatic choice find the number?
+
+    python -m bench.experts.rows --model DIR [--gbps 0 0.05 0.2] [--rows 1 2 4 8 16 32]
+
+Decode with trees of a fixed size, and with the automatic size, of the demo draft model. DIR is a
+mixture of `scripts/train_mixture.py`; prompts are held-out text at temperature 0, interleaved. With
+a rate, experts beyond the memory are read on demand over a paced link. The floor of a run is the
+larger of its link time (bytes / rate) and its time without waits for the link.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from bench.common.checkpoints import DRAFT, no_pair_stats
+from bench.common.measure import Benchmark, Spread
+from bench.common.pacing import pace
+from bench.common.prompts import held_out_prompts
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig, parse_size
+
+AUTOMATIC = 0
+# Prompts before the measurement: they fill the slots and teach the statistics of the pair.
+_N_FIRST = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """A generation.
+
+    link_s     bytes on the link / its rate
+    compute_s  duration without waits for the link
+    """
+
+    seconds: float
+    link_s: float
+    compute_s: float
+    tokens_per_pass: float
+    nodes: float
+    token_ids: tuple[int, ...]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return len(self.token_ids) / self.seconds
+
+    @property
+    def over_floor(self) -> float:
+        """Duration relative to the floor."""
+        return self.seconds / max(self.link_s, self.compute_s)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Measurements of a tree size."""
+
+    tokens_per_second: Spread
+    tokens_per_pass: Spread
+    nodes: Spread
+    link_share: Spread
+    over_floor: Spread
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> "Size":
+        """Summarize runs."""
+        return cls(
+            Spread.of([run.rate for run in runs]),
+            Spread.of([run.tokens_per_pass for run in runs]),
+            Spread.of([run.nodes for run in runs]),
+            Spread.of([run.link_s / run.seconds for run in runs]),
+            Spread.of([run.over_floor for run in runs]),
+        )
+
+
+def open_size(folder: Path, n_rows: int, memory: int, gbps: float) -> LLM:
+    """Open the mixture with trees of `n_rows` nodes; resident without a rate."""
+    settings = {"device": "cpu", "max_model_len": 256}
+    settings |= {"device_memory": memory} if gbps else {}
+    plain = {"drafter": "none"}
+    drafts = plain if n_rows == 1 else {"draft_model": DRAFT, "tree_size": n_rows or None}
+    llm = LLM.open(EngineConfig(str(folder), **settings, **drafts))
+    if gbps:
+        assert llm.spec.files.experts is not None, "the plan loads experts on demand"
+        pace(llm, gbps)
+    llm.load()
+    return llm
+
+
+def decode(llm: LLM, prompt: list[int], n_tokens: int, gbps: float) -> Run:
+    """Generate with the prompt in the KV cache."""
+    llm.generate(prompt, SamplingParams(max_new_tokens=1, temperature=0.0))
+    params = SamplingParams(max_new_tokens=n_tokens, temperature=0.0)
+    output = llm.generate(prompt, params)[0]
+    stats = output.stats
+    return Run(
+        stats.seconds,
+        stats.link_bytes / gbps / 1e9 if gbps else 0.0,
+        stats.seconds - stats.wait_seconds,
+        stats.tokens_per_pass,
+        stats.nodes_per_tree,
+        tuple(output.token_ids),
+    )
+
+
+def measure(flags: argparse.Namespace, gbps: float) -> dict[str, object]:
+    """Measure all sizes at a rate of the link, or resident at 0."""
+    prompts = held_out_prompts(AutoTokenizer.from_pretrained(flags.model), flags.prompts + _N_FIRST)
+    sizes = [*flags.rows, AUTOMATIC]
+    runs: dict[int, list[Run]] = {size: [] for size in sizes}
+    with ExitStack() as stack, no_pair_stats():
+        llms = {
+            size: stack.enter_context(open_size(flags.model, size, flags.memory, gbps))
+            for size in sizes
+        }
+        plan = llms[AUTOMATIC].plan
+        kept = f"{plan.n_expert_slots} of {plan.experts.n_blocks} experts cached" if gbps else ""
+        print(f"\n## {f'link of {gbps} GB/s, {kept}' if gbps else 'resident'}", flush=True)
+        for i, prompt in enumerate(prompts):
+            order = sizes[i % len(sizes) :] + sizes[: i % len(sizes)]
+            texts = set()
+            for size in order:
+                run = decode(llms[size], prompt, flags.tokens, gbps)
+                texts.add(run.token_ids)
+                if i >= _N_FIRST:
+                    runs[size].append(run)
+            assert len(texts) == 1, "the tree size changes no token"
+    return summary(runs)
+
+
+def summary(runs: Mapping[int, Sequence[Run]]) -> dict[str, object]:
+    """Print a line per size; compare the automatic size with the best fixed size, by prompt."""
+    results: dict[str, object] = {}
+    for size, measured in runs.items():
+        result = Size.of(measured)
+        name = f"{size} rows" if size else "automatic"
+        print(
+            f"{name:10} {result.tokens_per_second} tokens/s, {result.tokens_per_pass.median:.2f} a"
+            f" pass, {result.nodes.median:.1f} rows, link {result.link_share.median:.0%}, time /"
+            f" floor {result.over_floor}",
+            flush=True,
+        )
+        results[name] = result
+    totals = {size: sum(run.seconds for run in measured) for size, measured in runs.items()}
+    best = min(totals.keys() - {AUTOMATIC}, key=totals.__getitem__)
+    pairs = [run.rate for run in runs[AUTOMATIC]], [run.rate for run in runs[best]]
+    ratio = Spread.of_ratios(*pairs)
+    overall = totals[best] / totals[AUTOMATIC]
+    print(f"automatic / {best} rows: {overall:.3f} in all, by prompt {ratio}")
+    return results | {"best": best, "automatic_over_best": overall, "by_prompt": ratio}
+
+
+def main() -> None:
+    """Measure at each rate."""
+    bench = Benchmark("expert_rows", __doc__)
+    bench.add("--model", type=Path, required=True, help="a mixture of scripts/train_mixture.py")
+    bench.add("--gbps", type=float, nargs="+", default=[0.0, 0.05, 0.2], help="0: resident")
+    bench.add("--memory", type=parse_size, default=parse_size("18MB"), help="budget with a link")
+    bench.add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    bench.add("--prompts", type=int, default=8)
+    bench.add("--tokens", type=int, default=48)
+    flags = bench.start()
+    bench.finish(**{f"{gbps} GB/s": measure(flags, gbps) for gbps in flags.gbps})
+
+
+if __name__ == "__main__":
+    main()

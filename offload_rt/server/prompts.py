@@ -1,0 +1,128 @@
+"""Token ids and images of requests, computed in worker threads."""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from offload_rt.errors import PromptError, SettingsError
+from offload_rt.llm import LLM, token_ids
+from offload_rt.models.image_prompt import ImagePrompt
+from offload_rt.server.bodies import Json
+from offload_rt.server.protocol import ChatRequest, CompletionRequest
+from offload_rt.text.images import DEFAULT_LIMITS, Fetch, extract_images, has_images
+
+GenerationRequest = CompletionRequest | ChatRequest
+Prompt = list[int] | ImagePrompt
+_T = TypeVar("_T")
+# Each decodes the images of one request, up to 300 MB.
+_IMAGE_THREADS = 2
+
+
+@dataclass(eq=False)
+class PromptEncoder:
+    """Converts requests to prompts of a model.
+
+    name   name of the model for clients
+    fetch  reads images behind http URLs; None: refuse them
+    """
+
+    llm: LLM
+    name: str
+    fetch: Fetch | None
+    _image_threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_IMAGE_THREADS, "images")
+    )
+
+    async def prompts(self, request: GenerationRequest) -> list[Prompt]:
+        """Encode and check the prompts of a request."""
+        return await self._in_thread(request, lambda: self._checked(request))
+
+    async def conversation(self, request: ChatRequest) -> Prompt:
+        """Encode a conversation, also one that is too long."""
+        return await self._in_thread(request, lambda: self._render(request))
+
+    async def texts(self, texts: list[str] | list[list[int]]) -> list[list[int]]:
+        """Encode texts."""
+        return await asyncio.to_thread(self._encode, texts, True)
+
+    async def _in_thread(self, request: GenerationRequest, work: Callable[[], _T]) -> _T:
+        """Run in a worker thread. Images have threads of their own, because they take seconds."""
+        is_slow = isinstance(request, ChatRequest) and has_images(request.messages)
+        threads = self._image_threads if is_slow else None
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    def _checked(self, request: GenerationRequest) -> list[Prompt]:
+        prompts: list[Prompt] = []
+        if isinstance(request, ChatRequest):
+            prompts.append(self._render(request))
+        else:
+            prompts += self._encode(request.prompt, request.add_special_tokens)
+        prompts = [self._truncate(prompt, request) for prompt in prompts]
+        for prompt in prompts:
+            self.llm.check_prompt(token_ids(prompt))
+        return prompts
+
+    def _encode(self, texts: list[str] | list[list[int]], special: bool) -> list[list[int]]:
+        return [self.llm.encode(text, special) if isinstance(text, str) else text for text in texts]
+
+    def _truncate(self, prompt: Prompt, request: GenerationRequest) -> Prompt:
+        if not isinstance(prompt, ImagePrompt):
+            return request.truncate(prompt, self.llm.max_model_len)
+        if request.truncate_prompt_tokens is not None:
+            need = "a prompt without images"
+            raise SettingsError("truncate_prompt_tokens", need=need, change="leave it out")
+        return prompt
+
+    def _render(self, request: ChatRequest) -> Prompt:
+        """Encode a conversation.
+
+        Raises PromptError or SettingsError for input that the chat template ignores, and for
+        images that the model cannot read.
+        """
+        variables = request.template_variables
+        # Clients may set variables of the template, but no template of their own.
+        arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+        reserved = variables.keys() & arguments.keys()
+        if reserved:
+            need = "variables of the model's template"
+            raise SettingsError(f"chat_template_kwargs {min(reserved)}", need=need)
+        if request.continue_final_message and request.add_generation_prompt:
+            need = "add_generation_prompt to be false"
+            raise SettingsError("continue_final_message", need=need, change="set it to false")
+        template = str(self.llm.tokenizer and self.llm.tokenizer.chat_template)
+        wanted = request.wanted_format
+        if request.offered_tools and "tools" not in template:
+            need = "a model whose chat template supports tools"
+            raise SettingsError("tools", need=need, change="describe them in the prompt")
+        options = {
+            "add_generation_prompt": request.add_generation_prompt,
+            "continue_final_message": request.continue_final_message,
+            "tools": request.offered_tools,
+            **variables,
+        }
+        if wanted and "response_format" in template:
+            options["response_format"] = wanted
+        turns = request.turns()
+        if "developer" not in template:
+            turns = [_as_system(turn) for turn in turns]
+        return self._encode_chat(turns, options)
+
+    def _encode_chat(self, turns: list[Json], options: Json) -> Prompt:
+        if not has_images(turns):
+            return self.llm.encode_chat(turns, options)
+        if not self.llm.supports_images:
+            have = f"{self.name!r}, which reads text only"
+            change = "leave the images out"
+            raise PromptError("images in messages", need="a vision model", have=have, change=change)
+        messages, images = extract_images(turns, DEFAULT_LIMITS, self.fetch)
+        return self.llm.encode_chat_images(messages, options, images)
+
+
+def _as_system(turn: Json) -> Json:
+    """Rename OpenAI's role of system messages for templates that do not know it."""
+    return turn | {"role": "system"} if turn.get("role") == "developer" else turn

@@ -1,0 +1,153 @@
+"""Images behind URLs: only public addresses are reached, also by redirects, within limits."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx2
+import pytest
+
+from offload_rt.errors import PromptError
+from offload_rt.server import image_urls
+from offload_rt.server.image_urls import ImageFetcher, is_public
+
+CONTENT = bytes(range(256))
+FETCH = ImageFetcher(1000)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers by path; records the Host headers."""
+
+    hosts: list[str]
+
+    def do_GET(self) -> None:
+        self.hosts.append(str(self.headers["Host"]))
+        kind, _, rest = self.path[1:].partition("/")
+        self.send_response({"to": 302, "missing": 404}.get(kind, 200))
+        for name, value in {
+            "to": [("Location", rest)],
+            "html": [("Content-Type", "text/html")],
+            "zip": [("Content-Type", "image/png"), ("Content-Encoding", "gzip")],
+        }.get(kind, [("Content-Type", "image/png; x=y")]):
+            self.send_header(name, value)
+        self.end_headers()
+        if kind == "slow":
+            self.server.stopped.wait()  # type: ignore[attr-defined]
+        self.wfile.write(CONTENT * (5 if kind == "large" else 1))
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Any]:
+    """A server on 127.0.0.1."""
+    handler = type("Recorder", (Handler,), {"hosts": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.stopped = threading.Event()  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.stopped.set()  # type: ignore[attr-defined]
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
+    """Addresses by name, one list per query; 127.0.0.1 alone counts as public."""
+    answers = {"site.example": [["127.0.0.1"]], "inner.example": [["127.0.0.2"]],
+               "both.example": [["127.0.0.1", "10.0.0.1"]],
+               "rebind.example": [["127.0.0.1"], ["127.0.0.2"]]}  # fmt: skip
+
+    def resolve(host: str, port: Any, *_: Any, **__: Any) -> list[Any]:
+        if host not in answers:
+            raise socket.gaierror("unknown")
+        entries = answers[host].pop(0) if len(answers[host]) > 1 else answers[host][0]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (entry, 0)) for entry in entries]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(image_urls, "is_public", lambda address: address == "127.0.0.1")
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("93.184.216.34", True), ("2606:2800:220:1:248:1893:25c8:1946", True),
+        ("::ffff:93.184.216.34", True),
+        ("127.0.0.1", False), ("0.0.0.0", False), ("10.1.2.3", False), ("172.16.0.1", False),
+        ("192.168.1.1", False), ("169.254.169.254", False), ("100.64.0.1", False),
+        ("224.0.0.1", False), ("239.255.255.250", False), ("255.255.255.255", False),
+        ("240.0.0.1", False), ("198.18.0.1", False),
+        ("::1", False), ("::", False), ("fe80::1", False), ("fe80::1%eth0", False),
+        ("fc00::1", False), ("fec0::1", False), ("ff02::1", False), ("ff0e::1", False),
+        ("::ffff:127.0.0.1", False), ("::ffff:10.0.0.1", False), ("::127.0.0.1", False),
+        ("64:ff9b::7f00:1", False), ("2002:7f00:1::", False), ("2001:0:4136:e378::1", False),
+    ],
+)  # fmt: skip
+def test_private_and_special_addresses_are_not_public(address, expected):
+    assert is_public(address) is expected
+
+
+def test_image_is_read_from_the_checked_address(site, names):
+    port = site.server_address[1]
+    assert FETCH(f"http://site.example:{port}/image") == CONTENT
+    assert site.RequestHandlerClass.hosts[-1] == f"site.example:{port}"
+    redirect = f"http://site.example:{port}/to//to//to//image"
+    assert FETCH(redirect) == CONTENT
+    # A second query would have another answer.
+    assert FETCH(f"http://rebind.example:{port}/image") == CONTENT
+    assert names["rebind.example"] == [["127.0.0.2"]]
+
+
+@pytest.mark.usefixtures("names")
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://inner.example:{port}/image", "inner.example is no public address"),
+        ("http://both.example:{port}/image", "both.example is no public address"),
+        ("http://127.0.0.2:{port}/image", "cannot be resolved"),
+        ("http://nowhere.example/", "cannot be resolved"),
+        ("http://site.example:{port}/to/http://inner.example:{port}/image", "inner.example is no"),
+        ("http://site.example:{port}/to/file:///etc/passwd", "a redirect to file"),
+        ("http://site.example:{port}/to//to//to//to//image", "more than 3 redirects"),
+        ("http://site.example:{port}/html", "sent 'text/html': needs image/png"),
+        ("http://site.example:{port}/zip", "compressed"),
+        ("http://site.example:{port}/large", "the image is too large"),
+        ("http://site.example:{port}/missing", "status 404"),
+        ("http://site.example:1/image", "cannot be read"),
+        ("http://[::1/", "cannot be read"),
+    ],
+)
+def test_other_answers_are_refused(site, url, message):
+    n_asked = len(site.RequestHandlerClass.hosts)
+    with pytest.raises(PromptError, match=message):
+        FETCH(url.format(port=site.server_address[1]))
+    hosts = site.RequestHandlerClass.hosts[n_asked:]
+    assert not [host for host in hosts if not host.startswith("site.example")]
+
+
+@pytest.mark.usefixtures("names")
+def test_slow_answer_ends_at_the_timeout(site):
+    with pytest.raises(PromptError, match="no image within 0 s"):
+        ImageFetcher(1000, 0.3)(f"http://site.example:{site.server_address[1]}/slow")
+
+
+@pytest.mark.usefixtures("names")
+def test_certificates_are_checked_for_the_name(monkeypatch):
+    requests = []
+
+    async def answer(_: Any, request: httpx2.Request) -> httpx2.Response:
+        requests.append(request)
+        stream = httpx2.ByteStream(CONTENT)
+        return httpx2.Response(200, headers={"Content-Type": "image/png"}, stream=stream)
+
+    monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", answer)
+    assert FETCH("https://user@SITE.example:8443/a?b=c") == CONTENT
+    (request,) = requests
+    assert str(request.url).endswith("127.0.0.1:8443/a?b=c")
+    assert request.headers["Host"] == "site.example:8443"
+    assert request.extensions["sni_hostname"] == "site.example"

@@ -1,0 +1,240 @@
+"""Images in requests: all APIs, refusals, usage, and URLs."""
+
+import base64
+import io
+import threading
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import pytest
+from PIL import Image
+from support.serving import (
+    LIMITS,
+    TURNS,
+    ListingProcessor,
+    Served,
+    llm,
+    read_images,
+    running,
+    script,
+    served,
+)
+
+from offload_rt.errors import PromptError
+from offload_rt.models.image_prompt import ImagePrompt
+from offload_rt.server import prompts
+
+__all__ = ["llm", "served"]
+
+
+def data_of(*size: int) -> str:
+    """A PNG in base64."""
+    buffer = io.BytesIO()
+    Image.new("RGB", size, "teal").save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+DATA = data_of(5, 3)
+URL = f"data:image/png;base64,{DATA}"
+OPENAI = {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": DATA}
+ANTHROPIC = {"type": "image", "source": SOURCE}
+N_TOKENS = 5 + 2  # columns, and the tokens of "x"
+
+
+@pytest.fixture
+def processor(served: Served, monkeypatch: pytest.MonkeyPatch) -> ListingProcessor:
+    return read_images(served.llm, monkeypatch)
+
+
+def chat_of(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*parts]}], "max_tokens": 3}
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def ask_chat(served: Served) -> tuple[str | None, Any]:
+    parts: Any = [text("a"), OPENAI, text("b")]
+    turns: Any = [{"role": "system", "content": "S"}, {"role": "user", "content": parts}]
+    answer = served.client.chat.completions.create(model="demo", messages=turns)
+    assert answer.usage is not None
+    return answer.choices[0].message.content, answer.usage.prompt_tokens
+
+
+def ask_responses(served: Served) -> tuple[str, Any]:
+    texts = [{"type": "input_text", "text": value} for value in "ab"]
+    image = {"type": "input_image", "image_url": URL, "detail": "auto"}
+    turns: Any = [{"role": "user", "content": [texts[0], image, texts[1]]}]
+    answer = served.client.responses.create(model="demo", input=turns, instructions="S")
+    assert answer.usage is not None
+    return answer.output_text, answer.usage.input_tokens
+
+
+def ask_messages(served: Served) -> tuple[str, Any]:
+    url = f"http://127.0.0.1:{served.port}"
+    client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    turns: Any = [{"role": "user", "content": [text("a"), ANTHROPIC, text("b")]}]
+    fields: Any = {"model": "demo", "messages": turns, "system": "S"}
+    count = client.messages.count_tokens(**fields)
+    answer = client.messages.create(max_tokens=3, **fields)
+    assert count.input_tokens == answer.usage.input_tokens
+    return answer.content[0].text, answer.usage.input_tokens  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("ask", [ask_chat, ask_responses, ask_messages])
+def test_images_of_all_apis_reach_the_processor_alike(
+    served: Served, processor: ListingProcessor, monkeypatch: pytest.MonkeyPatch, ask: Any
+) -> None:
+    requests = script(served.llm, monkeypatch, "seen")
+    assert ask(served) == ("seen", N_TOKENS)
+    messages, images, options = processor.calls[-1]
+    parts = [text("a"), {"type": "image"}, text("b")]
+    assert [(turn["role"], turn["content"]) for turn in messages] == [
+        ("system", "S"),
+        ("user", parts),
+    ]
+    assert [(image.size, image.getpixel((0, 0))) for image in images] == [((5, 3), (0, 128, 128))]
+    assert options["add_generation_prompt"] is True
+    (prompt,) = requests[0][0]
+    assert isinstance(prompt, ImagePrompt) and len(prompt) == N_TOKENS
+
+
+def test_tool_results_contain_images(
+    served: Served, processor: ListingProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(served.llm, monkeypatch, "seen")
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [text("a"), ANTHROPIC]}
+    body = chat_of(result)
+    assert served.post("/v1/messages", body)[0] == 200
+    call = {"type": "function_call_output", "call_id": "1"}
+    output = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": URL}]
+    assert served.post("/v1/responses", {"input": [call | {"output": output}]})[0] == 200
+    for messages, images, _ in processor.calls:
+        assert messages[0]["role"] == "tool" and len(images) == 1
+        assert messages[0]["content"] == [text("a"), {"type": "image"}]
+
+
+def test_models_of_text_refuse_images(served: Served) -> None:
+    for path, part in (("chat/completions", OPENAI), ("messages", ANTHROPIC)):
+        status, answer = served.post(f"/v1/{path}", chat_of(part))
+        assert status == 400
+        assert answer["error"]["message"] == (
+            "images in messages: needs a vision model, has 'demo', which reads text only;"
+            " leave the images out"
+        )
+
+
+def test_models_describe_their_input(
+    served: Served, processor: ListingProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = served.client.models.retrieve("demo").model_dump()
+    assert card["input_modalities"] == ["text", "image"]
+    assert card["max_body"] == LIMITS.body_nbytes
+    monkeypatch.setattr(served.llm, "images", None)
+    assert served.client.models.retrieve("demo").model_dump()["input_modalities"] == ["text"]
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize(
+    ("path", "part", "message"),
+    [
+        ("chat/completions", {"type": "video_url", "video_url": {"url": URL}},
+         "content[1] of type 'video_url': needs text, or an image"),
+        ("chat/completions", {"type": "input_audio", "input_audio": {}}, "type 'input_audio'"),
+        ("chat/completions", {"type": "image_url", "image_url": {"url": "x.png"}},
+         "image 1: no URL"),
+        ("chat/completions", {"type": "image", "image": "/etc/passwd"}, "image 1: no URL"),
+        ("chat/completions", {"type": "image_url", "image_url": {"url": "https://a.example/x"}},
+         "allow_image_urls"),
+        ("chat/completions", {"type": "image_url", "image_url": {"url": URL[:-40]}},
+         "image 1: the image is damaged or incomplete"),
+        ("responses", {"type": "input_image", "file_id": "x"}, "image 1: no URL"),
+        ("responses", {"type": "input_file", "file_id": "x"}, "content[1] of type 'input_file'"),
+        ("messages", {"type": "document", "source": SOURCE}, "content[1] of type 'document'"),
+        ("messages", {"type": "image", "source": SOURCE | {"media_type": "text/html"}},
+         "image 1: the media type of a data URL"),
+    ],
+)  # fmt: skip
+def test_wrong_parts_are_refused_by_name(
+    served: Served, path: str, part: Any, message: str
+) -> None:
+    content = [{"type": "input_text", "text": "a"}, part]
+    turns = [{"role": "user", "content": content}]
+    body = {"input": turns} if path == "responses" else {"messages": turns, "max_tokens": 3}
+    status, answer = served.post(f"/v1/{path}", body)
+    assert status == 400 and message in answer["error"]["message"]
+
+
+@pytest.mark.usefixtures("processor")
+def test_prompts_with_images_are_not_truncated(served: Served) -> None:
+    status, answer = served.post(
+        "/v1/chat/completions", chat_of(OPENAI) | {"truncate_prompt_tokens": 4}
+    )
+    assert status == 400 and "truncate_prompt_tokens" in answer["error"]["message"]
+
+
+@pytest.mark.usefixtures("processor")
+def test_long_prompts_with_images_exceed_the_context(served: Served) -> None:
+    url = f"data:image/png;base64,{data_of(served.llm.max_model_len, 1)}"
+    body = chat_of({"type": "image_url", "image_url": url})
+    status, answer = served.post("/v1/chat/completions", body)
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+
+
+def test_urls_are_read_with_permission(
+    served: Served, processor: ListingProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(url: str) -> bytes:
+        if "bad" in url:
+            raise PromptError("bad.example answered with status 404")
+        return base64.b64decode(DATA)
+
+    script(served.llm, monkeypatch, "seen")
+    source = {"type": "url", "url": "https://a.example/x"}
+    with running(served.llm, limits=replace(LIMITS, fetch=fetch)) as open_server:
+        body = chat_of({"type": "image", "source": source})
+        assert open_server.post("/v1/messages", body)[0] == 200
+        assert processor.calls[-1][1][0].size == (5, 3)
+        body = chat_of({"type": "image", "source": source | {"url": "https://bad.example/x"}})
+        status, answer = open_server.post("/v1/messages", body)
+    assert status == 400 and "image 1: bad.example answered" in answer["error"]["message"]
+
+
+def test_images_delay_no_request_of_text(
+    served: Served, processor: ListingProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of text and /health are answered while more images wait than threads exist."""
+    script(served.llm, monkeypatch, "seen")
+    are_waiting = threading.Semaphore(0)
+    may_go_on = threading.Event()
+    encode = processor.encode_chat
+
+    def slow(*arguments: Any) -> ImagePrompt:
+        are_waiting.release()
+        assert may_go_on.wait(60)
+        return encode(*arguments)
+
+    monkeypatch.setattr(processor, "encode_chat", slow)
+    statuses: list[int] = []
+
+    def ask() -> None:
+        statuses.append(served.post("/v1/chat/completions", chat_of(OPENAI))[0])
+
+    clients = [threading.Thread(target=ask) for _ in range(9)]
+    for client in clients:
+        client.start()
+    try:
+        for _ in range(prompts._IMAGE_THREADS):
+            assert are_waiting.acquire(timeout=60)
+        assert served.request("GET", "/health")[0] == 200
+        body = {"messages": TURNS, "max_tokens": 3}
+        assert served.post("/v1/chat/completions", body)[0] == 200
+        assert not are_waiting.acquire(blocking=False)
+    finally:
+        may_go_on.set()
+    for client in clients:
+        client.join()
+    assert statuses == [200] * 9
