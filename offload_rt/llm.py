@@ -48,6 +48,7 @@ from offload_rt.text.detokenize import (
     load_tokenizer,
     set_chat_template,
 )
+from offload_rt.text.images import extract_images, has_images
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import end_ids, sampling_defaults
@@ -245,6 +246,8 @@ class LLM:
     ) -> list[Output]:
         """Continue prompts: texts, or token ids as a list, an array or a tensor.
 
+        Images: {"prompt": text with placeholders, "multi_modal_data": {"image": images or paths}}.
+
         sampling_params  for all prompts, or a list with an entry per prompt
         use_tqdm         show a progress bar of rich for multiple prompts if stderr is a terminal;
                          vLLM's name
@@ -273,6 +276,9 @@ class LLM:
     ) -> list[Output]:
         """Answer conversations, each a list of {"role": ..., "content": ...}; see `generate`.
 
+        Content is a text, or a list of parts of a text or an image: OpenAI's "image_url" with a
+        data URL, or {"type": "image", "image": ...} with a path or an image of Pillow.
+
         chat_template           replaces the model's template
         add_generation_prompt   append the start of an answer
         continue_final_message  continue the last message instead
@@ -290,8 +296,17 @@ class LLM:
             [single] if single else [turns for turns in messages if not isinstance(turns, Mapping)]
         )
         return self.generate(
-            [self.encode_chat(turns, options) for turns in conversations], sampling_params
+            [self._encode_turns(turns, options) for turns in conversations], sampling_params
         )
+
+    def _encode_turns(
+        self, turns: abc.Sequence[Message], options: Mapping[str, Any]
+    ) -> list[int] | ImagePrompt:
+        """Encode a conversation; its images are files, data URLs or images of Pillow."""
+        if not has_images(turns):
+            return self.encode_chat(turns, options)
+        messages, images = extract_images(turns, reads_files=True)
+        return self.encode_chat_images(messages, options, images)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -527,7 +542,9 @@ class LLM:
             have = ", ".join(sorted(parts)) if isinstance(text, str) else "token ids"
             raise PromptError("multi_modal_data", need="a text with images", have=have)
         images = parts.get("image") or []
-        images = list(images) if isinstance(images, list | tuple) else [images]
+        given = images if isinstance(images, list | tuple) else [images]
+        message = {"content": [{"type": "image", "image": image} for image in given]}
+        images = extract_images([message], reads_files=True)[1]
         return self._image_processor.encode(text, images) if images else text
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
