@@ -336,11 +336,7 @@ class LLM:
         pooling  of the hidden states behind the final norm: "mean" or "last" token
         Raises as `generate` does, and SettingsError for other settings and models.
         """
-        if pooling not in ("mean", "last"):
-            raise SettingsError(f"pooling {pooling!r}", need='"mean" or "last"')
-        if not self.engine.runner.spec.supports_embeddings:
-            need = "a native model (Llama, Mistral, Qwen2, Qwen3) in one process"
-            raise SettingsError("embeddings", need=need)
+        self.check_embeddings(pooling)
         params = SamplingParams(max_tokens=1, temperature=0)
         requests = [self._request(prompt, params) for prompt in _as_list(prompts)]
         for request in requests:
@@ -349,6 +345,17 @@ class LLM:
             pass
         vectors = [request.sequences[0].pooling for request in requests]
         return torch.stack([vector.vector() for vector in vectors if vector is not None])
+
+    def check_embeddings(self, pooling: str) -> None:
+        """Raise SettingsError for an unknown pooling or a model without embeddings."""
+        if pooling not in ("mean", "last"):
+            raise SettingsError(f"pooling {pooling!r}", need='"mean" or "last"')
+        if self.spec.ranks.ranks is not None:
+            raise SettingsError("embeddings with several ranks", need="a single process")
+        model = self.spec.target.checkpoint.spec
+        if not model.supports_embeddings:
+            need = "a native model (Llama, Mistral, Qwen2, Qwen3)"
+            raise SettingsError("embeddings", need=need, have=model.family)
 
     async def astream_all(
         self, prompts: abc.Sequence[Prompt], sampling_params: SamplingParams

@@ -20,6 +20,8 @@ from support.tiny import (
     random_tree,
     save_pair,
 )
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from offload_rt import SamplingParams, StructuredOutputs
 from offload_rt.errors import SettingsError
@@ -390,3 +392,20 @@ def test_settings_that_could_exclude_every_token_are_refused(settings):
         SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(SettingsError, match=f"structured_outputs with {next(iter(settings))}"):
         SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **settings)
+
+
+def test_a_token_beyond_the_limit_of_llguidance_is_refused():
+    def compiled(n):
+        characters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġ" * n]
+        vocab = {character: i for i, character in enumerate(characters)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(["<end>"])
+        return GrammarCompiler(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 258, {257})
+
+    compiler = compiled(1024)
+    grammar = compiler.compile(StructuredOutputs(regex="x| {2000}"))
+    assert bits(grammar.masks_after([()]))[0, 256]
+    compiler.close()
+    with pytest.raises(SettingsError, match="at most 1024 bytes, has a token of 1025"):
+        compiled(1025)

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload_rt.cli.conversation import Conversation, Message
+from offload_rt.cli.conversation import Conversation, Message, split_command
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import exit_code, interrupts_held, show_any_text
 from offload_rt.cli.run import TemplateSettings
@@ -95,7 +95,7 @@ def _chat(flags: Namespace) -> None:
         conversation = Conversation(params, template.system, has_vision=llm.supports_images)
         chat = _Chat(llm, template, settings, console, conversation)
         for line in read_messages():
-            if line.split(maxsplit=1)[:1] == ["/exit"]:
+            if line == "/exit":
                 break
             if line:
                 chat.handle(line)
@@ -117,8 +117,8 @@ class _Chat:
 
     def handle(self, line: str) -> None:
         """Execute a command or answer a message. Print an error and keep the conversation."""
-        command = line.split(maxsplit=1)[0]
         try:
+            command, _ = split_command(line)
             if command == "/stats":
                 print(f"{self.figures}; {self._length()}", file=sys.stderr)
             elif command == "/regen":

@@ -31,6 +31,7 @@ COMMANDS = {
     "/help": "show the commands; Ctrl-C stops an answer and keeps its text",
     "/exit": "end, like Ctrl-D",
 }
+_WITH_ARGUMENT = ("/system", "/set", "/file", "/image", "/save", "/load")
 # Values of settings by type.
 _NEEDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false"}
 # Sampling parameters of /set.
@@ -87,7 +88,7 @@ class Conversation:
 
         Raises SettingsError or PromptError for an unknown command or wrong arguments.
         """
-        command, _, rest = line.partition(" ")
+        command, rest = split_command(line)
         handlers = {
             "/help": self._help,
             "/reset": self._reset,
@@ -101,7 +102,7 @@ class Conversation:
         }
         if command not in handlers:
             raise SettingsError(f"{command} is not a command", change="/help lists the commands")
-        return handlers[command](rest.strip())
+        return handlers[command](rest)
 
     def _help(self, _: str) -> str:
         width = max(map(len, COMMANDS))
@@ -233,6 +234,15 @@ def _loaded(content: Any) -> str | list[Message]:
     if not all(url.startswith("data:image/") for url in urls):
         raise ValueError
     return with_images(str(text["text"]), urls)
+
+
+def split_command(line: str) -> tuple[str, str]:
+    """Split a line into command and argument. Raises SettingsError for a surplus argument."""
+    command, *rest = line.split(maxsplit=1)
+    if rest and command in COMMANDS and command not in _WITH_ARGUMENT:
+        change = f"write {command} alone"
+        raise SettingsError(f"{command} has no argument", change=change)
+    return command, "".join(rest)
 
 
 def _path(command: str, argument: str) -> Path:

@@ -305,7 +305,7 @@ class TracedModel:
         self, i: int, weights: LayerWeights, experts: ExpertNames, split: SplitTensors, x: Tensor
     ) -> Tensor:
         """Apply the module `mlp` of layer i to normed hidden states x (n, width)."""
-        self._move_to(x.device)
+        self.move_to(x.device)
         layer: Any = self.layers[i]
         with self._given(i, weights, experts, split):
             out: Tensor = layer.mlp(x[None])

@@ -107,6 +107,8 @@ def test_images_precede_the_next_message_and_are_saved(conversation, tmp_path):
         ("/file /nowhere", "cannot be read"),
         ("/file .", "cannot be read"),
         ("/save /nowhere/x", "cannot be written"),
+        ("/reset now", "/reset has no argument"),
+        ("/undo 2", "/undo has no argument"),
         ("/set colour 1", "not a parameter of a conversation: needs one of max_tokens, temp"),
         ("/set n 2", "not a parameter"),
         ("/set temperature warm", "needs a number"),

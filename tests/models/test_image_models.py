@@ -10,9 +10,6 @@ from offload_rt.models.image_tower import FAMILIES
 
 pytestmark = pytest.mark.numeric
 
-# Placeholders as plain positions; multimodal positions; features in several layers; image tokens
-# that see each other.
-KINDS = ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"]
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
 
 
@@ -34,17 +31,13 @@ def say(llm, prompts):
     return [output.token_ids for output in llm.generate(prompts, GREEDY)]
 
 
-def test_all_families_are_tested():
-    assert set(FAMILIES) == set(KINDS)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_greedy_text_equals_transformers(model_of, kind):
     """A batch with texts, two images, and an image in another turn or in place of another."""
     model, folder = model_of(kind)
     first, second = (image_inputs(kind, seed) for seed in (1, 2))
     text = prompt_of(9, 12, 140)
-    with open_streamed(folder, max_num_seqs=3, max_model_len=160) as llm:
+    with open_streamed(folder, max_num_seqs=3, max_model_len=240) as llm:
         tower = llm.spec.target.checkpoint.spec.images
         prompts = [image_prompt(model, tower, parts) for parts in (
             [5, first, 7], [5, second, 7], [5, first, 3, second, 2], [5, second, 7, first, 1],
