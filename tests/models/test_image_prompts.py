@@ -117,8 +117,8 @@ def test_placeholders_in_a_text_are_no_images(saved):
     _, _, folder = saved("qwen2_vl")
     parts = [{"type": "text", "text": "<|image_pad|> w20"}, {"type": "image", "image": picture(1)}]
     with open_streamed(folder) as llm:
-        prompt = llm.encode_chat_images(
-            [{"role": "user", "content": [parts[0], {"type": "image"}]}], {}, [picture(1)]
+        prompt = llm.images.encode_chat(
+            [{"role": "user", "content": [parts[0], {"type": "image"}]}], [picture(1)], {}
         )
         assert len(prompt.images) == 1
         with pytest.raises(PromptError, match="tokens"):
