@@ -48,13 +48,13 @@ from offload_rt.text.detokenize import (
     load_tokenizer,
     set_chat_template,
 )
+from offload_rt.text.images import Fetch, extract_images, has_images
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import end_ids, sampling_defaults
 from offload_rt.weights.locate import locate
 
 if TYPE_CHECKING:  # importing transformers costs a second
-    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LLM", "Output", "Piece", "Stats"]
@@ -273,6 +273,8 @@ class LLM:
     ) -> list[Output]:
         """Answer conversations, each a list of {"role": ..., "content": ...}; see `generate`.
 
+        Contents are texts or lists of parts: {"type": "text", "text": ...}, OpenAI's "image_url"
+        with a data URL, or {"type": "image", "image": ...} with a path or Pillow's image.
         chat_template           replaces the model's template
         add_generation_prompt   append the start of an answer
         continue_final_message  continue the last message instead
@@ -290,7 +292,7 @@ class LLM:
             [single] if single else [turns for turns in messages if not isinstance(turns, Mapping)]
         )
         return self.generate(
-            [self.encode_chat(turns, options) for turns in conversations], sampling_params
+            [self.encode_messages(turns, options) for turns in conversations], sampling_params
         )
 
     def stream(
@@ -422,24 +424,31 @@ class LLM:
         """
         return encode_chat(self._tokenizer(), messages, options, self._n_characters)
 
-    def encode_chat_images(
+    def encode_messages(
         self,
         messages: abc.Sequence[Message],
         options: Mapping[str, Any],
-        images: abc.Sequence["Image"],
-    ) -> ImagePrompt:
-        """Return the prompt of a conversation with images, for `generate` and `stream`.
+        fetch: Fetch | None = None,
+        reads_files: bool = True,
+    ) -> list[int] | ImagePrompt:
+        """`encode_chat` for conversations that may contain images.
 
-        options  see `encode_chat`
-        images   images of the parts {"type": "image"}, in order
-        Raises PromptError for a model without images.
+        fetch        reads images behind http URLs; None refuses them
+        reads_files  whether {"type": "image", "image": ...} may contain a path or Pillow's image
+        Raises PromptError for unusable images, and for a model without a vision tower.
         """
-        return self._image_processor.encode_chat(messages, images, options)
+        if not has_images(messages):
+            return self.encode_chat(messages, options)
+        processor = self._image_processor
+        turns, images = extract_images(messages, fetch=fetch, reads_files=reads_files)
+        return processor.encode_chat(turns, images, options)
 
     @property
     def _image_processor(self) -> ImageProcessor:
         if self.images is None:
-            raise PromptError("images", need="a model with a vision tower", have="text only")
+            change = "leave the images out"
+            need = "a model with a vision tower"
+            raise PromptError("images", need=need, have="a model of text", change=change)
         return self.images
 
     @cached_property

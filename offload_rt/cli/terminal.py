@@ -75,7 +75,7 @@ def _session() -> "PromptSession[str]":
                 return
             if not space:
                 yield from self.commands.get_completions(document, event)
-            elif command in ("/file", "/save", "/load"):
+            elif command in ("/file", "/image", "/save", "/load"):
                 yield from self.paths.get_completions(Document(rest), event)
             elif command == "/set":
                 yield from self.names.get_completions(Document(rest), event)

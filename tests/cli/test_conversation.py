@@ -1,6 +1,10 @@
 """Commands of a conversation and the Markdown blocks of its answers."""
 
+import base64
+import io
+
 import pytest
+from PIL import Image
 
 from offload_rt.cli.conversation import Conversation
 from offload_rt.cli.terminal import split_blocks
@@ -40,12 +44,14 @@ def test_saved_conversation_is_loaded_again(conversation, tmp_path):
         "[]",
         "{",
         '{"version": 1}',
-        '{"version": 2, "messages": [], "system": null}',
+        '{"version": 3, "messages": [], "system": null}',
         '{"version": 1, "messages": [], "system": 5}',
         '{"version": 1, "messages": [{"role": "user", "content": "a"}], "system": null}',
         "[" * 100_000,
+        '{"version": 2, "messages": [{"role": "user", "content": [{"image_url": {"url": "http:"}},'
+        ' {"text": "a"}]}, {"role": "assistant", "content": "b"}], "system": null}',
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path, content):
     (tmp_path / "x").write_text(content)
@@ -67,9 +73,36 @@ def test_attached_file_precedes_the_next_message_only(conversation, tmp_path):
     assert conversation.ask("And?")[-1]["content"] == "And?"
 
 
+def test_images_precede_the_next_message_and_are_saved(conversation, tmp_path):
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 3), "teal").save(buffer, "WEBP")
+    (tmp_path / "a.webp").write_bytes(buffer.getvalue())
+    url = f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    (tmp_path / "bad.png").write_bytes(buffer.getvalue()[:-9])
+    with pytest.raises(OffloadError, match="needs a model with a vision tower"):
+        conversation.run(f"/image {tmp_path / 'a.webp'}")
+    conversation.has_vision = True
+    with pytest.raises(OffloadError, match=r"bad.png: no readable image"):
+        conversation.run(f"/image {tmp_path / 'bad.png'}")
+    assert conversation.run(f"/image {tmp_path / 'a.webp'}") == "a.webp is part of the next message"
+    assert conversation.run("/undo") == "removed the attached files"
+    assert conversation.ask("Explain")[-1]["content"] == "Explain"
+    conversation.run(f"/image {tmp_path / 'a.webp'}")
+    asked = conversation.ask("Explain")
+    image = {"type": "image_url", "image_url": {"url": url}}
+    assert asked[-1]["content"] == [image, {"type": "text", "text": "Explain"}]
+    conversation.add_answer(asked, "3")
+    assert conversation.ask("And?")[-1]["content"] == "And?"
+    conversation.run(f"/save {tmp_path / 'chat.json'}")
+    other = Conversation(SamplingParams())
+    other.run(f"/load {tmp_path / 'chat.json'}")
+    assert other.messages == conversation.messages
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("/image", "needs a path"),
         ("/file", "needs a path"),
         ("/file /nowhere", "cannot be read"),
         ("/file .", "cannot be read"),
