@@ -187,7 +187,7 @@ class LLM:
         self.images = None
         if target.checkpoint.images is not None and self.tokenizer is not None:
             tower = target.checkpoint.spec.images
-            assert tower is not None, "see Checkpoint.with_images"
+            assert tower is not None, "see Checkpoint.image_block"
             self.images = ImageProcessor.load(
                 directory, self.tokenizer, tower, config.max_image_pixels
             )
