@@ -187,7 +187,7 @@ class LLM:
         self.images = None
         if target.checkpoint.images is not None and self.tokenizer is not None:
             tower = target.checkpoint.spec.images
-            assert tower is not None, "see Checkpoint.with_images"
+            assert tower is not None, "see Checkpoint.image_block"
             self.images = ImageProcessor.load(
                 directory, self.tokenizer, tower, config.max_image_pixels
             )
@@ -244,6 +244,8 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[Output]:
         """Continue prompts: texts, or token ids as a list, an array or a tensor.
+
+        Images: {"prompt": text with placeholders, "multi_modal_data": {"image": images or paths}}.
 
         sampling_params  for all prompts, or a list with an entry per prompt
         use_tqdm         show a progress bar of rich for multiple prompts if stderr is a terminal;
@@ -459,7 +461,8 @@ class LLM:
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
         if self.tokenizer is None:
             raise PromptError(
-                "the checkpoint has no tokenizer", change="pass the prompt as a list of token ids"
+                "the checkpoint has no tokenizer",
+                change="add its tokenizer.json, or pass token ids in Python",
             )
         return self.tokenizer
 
@@ -536,7 +539,9 @@ class LLM:
             have = ", ".join(sorted(parts)) if isinstance(text, str) else "token ids"
             raise PromptError("multi_modal_data", need="a text with images", have=have)
         images = parts.get("image") or []
-        images = list(images) if isinstance(images, list | tuple) else [images]
+        given = images if isinstance(images, list | tuple) else [images]
+        message = {"content": [{"type": "image", "image": image} for image in given]}
+        images = extract_images([message], reads_files=True)[1]
         return self._image_processor.encode(text, images) if images else text
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:

@@ -196,6 +196,14 @@ class Grammar:
             return list(self._ends) if len(self._ends) == 1 else []
         return list(self._matcher.compute_ff_tokens())
 
+    def forced_after(self, path: Path) -> list[int]:
+        """Return the forced tokens after a path of further tokens; none after an end token."""
+        matcher = self._matcher
+        n = 0 if self._ends.intersection(path) else matcher.try_consume_tokens(list(path))
+        forced = self.forced() if n == len(path) else []
+        matcher.rollback(n)
+        return forced
+
     def advance(self, token: int) -> None:
         """Append a generated token. Raises SettingsError if the grammar becomes too complex."""
         self._known.clear()
