@@ -143,9 +143,7 @@ def test_heads_of_hidden_states_are_refused_with_a_pipeline(tmp_path, monkeypatc
     settings = write_published(tmp_path / "head", tmp_path / "target", kind)
     two_ranks = SimpleNamespace(rank=0, size=2, n_local=2)
     monkeypatch.setattr(ranks_spec, "joined", lambda: two_ranks)
-    with pytest.raises(
-        SettingsError, match=f'drafter="{kind}" with pipeline: needs a drafter'
-    ):
+    with pytest.raises(SettingsError, match=f'drafter="{kind}" with pipeline: needs a drafter'):
         open_llm(pipeline=2, **settings)
 
 
