@@ -48,13 +48,13 @@ from offload_rt.text.detokenize import (
     load_tokenizer,
     set_chat_template,
 )
+from offload_rt.text.images import Fetch, extract_images, has_images
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import end_ids, sampling_defaults
 from offload_rt.weights.locate import locate
 
 if TYPE_CHECKING:  # importing transformers costs a second
-    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LLM", "Output", "Piece", "Stats"]
@@ -187,7 +187,7 @@ class LLM:
         self.images = None
         if target.checkpoint.images is not None and self.tokenizer is not None:
             tower = target.checkpoint.spec.images
-            assert tower is not None, "see Checkpoint.with_images"
+            assert tower is not None, "see Checkpoint.image_block"
             self.images = ImageProcessor.load(
                 directory, self.tokenizer, tower, config.max_image_pixels
             )
@@ -245,6 +245,8 @@ class LLM:
     ) -> list[Output]:
         """Continue prompts: texts, or token ids as a list, an array or a tensor.
 
+        Images: {"prompt": text with placeholders, "multi_modal_data": {"image": images or paths}}.
+
         sampling_params  for all prompts, or a list with an entry per prompt
         use_tqdm         show a progress bar of rich for multiple prompts if stderr is a terminal;
                          vLLM's name
@@ -273,6 +275,8 @@ class LLM:
     ) -> list[Output]:
         """Answer conversations, each a list of {"role": ..., "content": ...}; see `generate`.
 
+        Contents are texts or lists of parts: {"type": "text", "text": ...}, OpenAI's "image_url"
+        with a data URL, or {"type": "image", "image": ...} with a path or Pillow's image.
         chat_template           replaces the model's template
         add_generation_prompt   append the start of an answer
         continue_final_message  continue the last message instead
@@ -290,7 +294,7 @@ class LLM:
             [single] if single else [turns for turns in messages if not isinstance(turns, Mapping)]
         )
         return self.generate(
-            [self.encode_chat(turns, options) for turns in conversations], sampling_params
+            [self.encode_messages(turns, options) for turns in conversations], sampling_params
         )
 
     def stream(
@@ -334,11 +338,7 @@ class LLM:
         pooling  of the hidden states behind the final norm: "mean" or "last" token
         Raises as `generate` does, and SettingsError for other settings and models.
         """
-        if pooling not in ("mean", "last"):
-            raise SettingsError(f"pooling {pooling!r}", need='"mean" or "last"')
-        if not self.engine.runner.spec.supports_embeddings:
-            need = "a native model (Llama, Mistral, Qwen2, Qwen3) in one process"
-            raise SettingsError("embeddings", need=need)
+        self.check_embeddings(pooling)
         params = SamplingParams(max_tokens=1, temperature=0)
         requests = [self._request(prompt, params) for prompt in _as_list(prompts)]
         for request in requests:
@@ -347,6 +347,17 @@ class LLM:
             pass
         vectors = [request.sequences[0].pooling for request in requests]
         return torch.stack([vector.vector() for vector in vectors if vector is not None])
+
+    def check_embeddings(self, pooling: str) -> None:
+        """Raise SettingsError for an unknown pooling or a model without embeddings."""
+        if pooling not in ("mean", "last"):
+            raise SettingsError(f"pooling {pooling!r}", need='"mean" or "last"')
+        if self.spec.ranks.ranks is not None:
+            raise SettingsError("embeddings with several ranks", need="a single process")
+        model = self.spec.target.checkpoint.spec
+        if not model.supports_embeddings:
+            need = "a native model (Llama, Mistral, Qwen2, Qwen3)"
+            raise SettingsError("embeddings", need=need, have=model.family)
 
     async def astream_all(
         self, prompts: abc.Sequence[Prompt], sampling_params: SamplingParams
@@ -415,24 +426,31 @@ class LLM:
         """
         return encode_chat(self._tokenizer(), messages, options, self._n_characters)
 
-    def encode_chat_images(
+    def encode_messages(
         self,
         messages: abc.Sequence[Message],
         options: Mapping[str, Any],
-        images: abc.Sequence["Image"],
-    ) -> ImagePrompt:
-        """Return the prompt of a conversation with images, for `generate` and `stream`.
+        fetch: Fetch | None = None,
+        reads_files: bool = True,
+    ) -> list[int] | ImagePrompt:
+        """`encode_chat` for conversations that may contain images.
 
-        options  see `encode_chat`
-        images   images of the parts {"type": "image"}, in order
-        Raises PromptError for a model without images.
+        fetch        reads images behind http URLs; None refuses them
+        reads_files  whether {"type": "image", "image": ...} may contain a path or Pillow's image
+        Raises PromptError for unusable images, and for a model without a vision tower.
         """
-        return self._image_processor.encode_chat(messages, images, options)
+        if not has_images(messages):
+            return self.encode_chat(messages, options)
+        processor = self._image_processor
+        turns, images = extract_images(messages, fetch=fetch, reads_files=reads_files)
+        return processor.encode_chat(turns, images, options)
 
     @property
     def _image_processor(self) -> ImageProcessor:
         if self.images is None:
-            raise PromptError("images", need="a model with a vision tower", have="text only")
+            change = "leave the images out"
+            need = "a model with a vision tower"
+            raise PromptError("images", need=need, have="a model of text", change=change)
         return self.images
 
     @cached_property
@@ -443,7 +461,8 @@ class LLM:
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
         if self.tokenizer is None:
             raise PromptError(
-                "the checkpoint has no tokenizer", change="pass the prompt as a list of token ids"
+                "the checkpoint has no tokenizer",
+                change="add its tokenizer.json, or pass token ids in Python",
             )
         return self.tokenizer
 
@@ -520,7 +539,9 @@ class LLM:
             have = ", ".join(sorted(parts)) if isinstance(text, str) else "token ids"
             raise PromptError("multi_modal_data", need="a text with images", have=have)
         images = parts.get("image") or []
-        images = list(images) if isinstance(images, list | tuple) else [images]
+        given = images if isinstance(images, list | tuple) else [images]
+        message = {"content": [{"type": "image", "image": image} for image in given]}
+        images = extract_images([message], reads_files=True)[1]
         return self._image_processor.encode(text, images) if images else text
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:

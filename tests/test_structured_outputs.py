@@ -20,12 +20,16 @@ from support.tiny import (
     random_tree,
     save_pair,
 )
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from offload_rt import SamplingParams, StructuredOutputs
 from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import GrammarCompiler
+from offload_rt.executor.sequence import Sequence
+from offload_rt.speculate.forced_chains import append_forced
 from offload_rt.text.detokenize import token_bytes
-from offload_rt.tree.topology import DraftTree
+from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 VOCAB = 336  # more tokens than the tokenizer has
 END, THINK_END = 320, 321
@@ -203,6 +207,32 @@ def test_forced_tokens_need_no_pass(pair):
     assert forced.text == outputs.choice[0] and forced.finish_reason == "stop"
     assert forced.token_ids == plain.token_ids
     assert (forced.stats.n_passes, plain.stats.n_passes) == (1, len(plain.token_ids))
+
+
+def test_forced_tokens_extend_the_leaves_of_a_tree(llm, compiler):
+    """Up to the room of the pass and of the sequence. Drafters learn from their own nodes."""
+    q, z, k = (llm.tokenizer.convert_tokens_to_ids(letter) for letter in "qzk")
+    grammar = compiler.compile(StructuredOutputs(regex="(q|z)jjjj(k|w)"))
+    sequence = Sequence([0], SamplingParams(max_tokens=20), 64, grammar=grammar)
+    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, q, z]))
+
+    def extended(n_nodes, tree=tree):
+        return append_forced([tree], [sequence], n_nodes, None)[0]
+
+    whole = extended(64)
+    chains = [llm.tokenizer.decode(path) for path in whole.paths()]
+    assert chains[-1] == "zjjjj" and "qjjjj" in chains
+    assert whole.n_forced == len(chains) - 3 and whole.paths()[3][0] == q
+    assert extended(5).tokens.tolist() == whole.tokens[:5].tolist()
+    sequence.sampling = SamplingParams(max_tokens=3)
+    assert max(map(len, extended(64).paths())) == 2
+    unverified = replace(tree, n_unverified=1)
+    assert extended(64, unverified) is unverified
+    path = tuple(whole.topology.path_to(chains.index("qjjjj")))
+    drafted, verdict = whole.drafted(Verdict(path, k))
+    assert drafted.tokens.tolist() == [0, q, z]
+    assert verdict == Verdict((1,), int(whole.tokens[path[1]]))
+    assert whole.drafted(Verdict((2,), k))[1] == Verdict((2,), k)
 
 
 def answers(llm, temperature):
@@ -390,3 +420,20 @@ def test_settings_that_could_exclude_every_token_are_refused(settings):
         SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(SettingsError, match=f"structured_outputs with {next(iter(settings))}"):
         SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **settings)
+
+
+def test_a_token_beyond_the_limit_of_llguidance_is_refused():
+    def compiled(n):
+        characters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġ" * n]
+        vocab = {character: i for i, character in enumerate(characters)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(["<end>"])
+        return GrammarCompiler(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 258, {257})
+
+    compiler = compiled(1024)
+    grammar = compiler.compile(StructuredOutputs(regex="x| {2000}"))
+    assert bits(grammar.masks_after([()]))[0, 256]
+    compiler.close()
+    with pytest.raises(SettingsError, match="at most 1024 bytes, has a token of 1025"):
+        compiled(1025)

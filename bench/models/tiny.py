@@ -105,11 +105,18 @@ def _small(
     return made(**{name: sizes[name] for name in known if sizes[name] is not ...}, **parts)
 
 
-def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Return a model of any type with weights that all affect the logits."""
+def random_model(
+    config: PreTrainedConfig, seed: int = 0, has_tower: bool = False
+) -> PreTrainedModel:
+    """Return a model of any type with weights that all affect the logits.
+
+    has_tower  the model for images, of types that also have a model for text alone
+    """
     is_causal = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     auto = (
-        transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForImageTextToText
+        transformers.AutoModelForCausalLM
+        if is_causal and not has_tower
+        else transformers.AutoModelForImageTextToText
     )
     model = auto.from_config(config).eval().float()
     generator = torch.Generator().manual_seed(seed)

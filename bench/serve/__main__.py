@@ -1,4 +1,4 @@
-"""How much throughput does the server gain with several clients, and what does HTTP cost?
+"""How much throughput does the server gain with several clients?
 
     python -m bench.serve [--size 600MB] [--gbps 0.5] [--clients 1 4 16]
     python -m bench.serve --peer
@@ -7,8 +7,8 @@
 Serve the expanded demo target with half its size as budget and a paced disk. A client process
 sends held-out prompts sequentially, then at random moments, n times as often, with at most n
 concurrent requests. Throughput counts all tokens from the first request to the last token. The time
-to the first token starts at the intended request. Then a single client alternates between HTTP and
-`LLM.stream`.
+to the first token starts at the intended request. `python -m bench.serve.overhead` measures the
+cost of HTTP.
 
 With --peer, `offload-rt serve` and `transformers serve` (with its extra dependencies) serve the
 resident demo target in turn. Greedy answers to equal prompts are compared.
@@ -20,94 +20,30 @@ one by one.
 
 import argparse
 import random
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate
-from pathlib import Path
-from socket import create_connection, create_server
 from statistics import median
 
-import uvicorn
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
 from bench.common.checkpoints import TARGET, expanded_model
-from bench.common.measure import ROOT, Benchmark, Spread
+from bench.common.measure import Benchmark, Spread
 from bench.common.pacing import pace
-from bench.common.processes import family
 from bench.common.prompts import held_out_prompts
 from bench.serve.client import Client, Round, Server, client_process
 from bench.serve.load import Counts, load
-from offload_rt import LLM, SamplingParams
+from bench.serve.serving import served, started
+from offload_rt import LLM
 from offload_rt.config import EngineConfig, parse_size
-from offload_rt.server.app import make_app
-from offload_rt.server.service import ServerLimits
-
-
-@contextmanager
-def served(llm: LLM) -> Iterator[Server]:
-    """Serve a model in a thread."""
-    app = make_app(llm, "demo", ServerLimits(1 << 20, 4, 256, 3600))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-    with create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        yield Server(f"http://127.0.0.1:{listening.getsockname()[1]}")
-        server.should_exit = True
-        thread.join()
-
-
-@contextmanager
-def started(*command: str) -> Iterator[str]:
-    """Start a server process and yield its address once it listens."""
-    with create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    program = str(Path(sys.executable).with_name(command[0]))
-    arguments = [program, *command[1:], "--port", str(port)]
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with family(subprocess.Popen(arguments, cwd=ROOT, **silent)) as process:
-        while process.poll() is None:
-            try:
-                create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-
-
-def http_ratios(
-    client: Client, llm: LLM, server: Server, prompts: Sequence[list[int]], n_new: int
-) -> list[float]:
-    """Return seconds per pass of HTTP / `LLM.stream` after the first pass, prompt by prompt."""
-    params = SamplingParams(max_tokens=n_new, temperature=0, ignore_eos=True)
-    ratios = []
-    for i, prompt in enumerate(prompts):
-        times = {}
-        for way in ("http", "stream") if i % 2 else ("stream", "http"):
-            llm.engine.reset_prefix_cache()
-            if way == "http":
-                answer = client.send(server, [prompt], n_new).answers[0]
-                # a chunk per pass
-                times[way] = answer.seconds - answer.first_s, answer.n_chunks - 1
-            else:
-                moments = [time.perf_counter() for _ in llm.stream(prompt, params)]
-                times[way] = moments[-1] - moments[0], len(moments) - 1
-        if all(n for _, n in times.values()):  # skip answers of a single pass
-            http, stream = (seconds / n for seconds, n in (times["http"], times["stream"]))
-            ratios.append(http / stream)
-    return ratios
 
 
 def rounds_of_clients(
     client: Client, prompts: list[list[int]], flags: argparse.Namespace
-) -> tuple[dict[str, list[Round]], list[float]]:
-    """Return rounds by number of clients, and `http_ratios`."""
+) -> dict[str, list[Round]]:
+    """Return rounds by number of clients."""
     config = EngineConfig(
         str(expanded_model(flags.size)),
         drafter=flags.drafter,
@@ -134,7 +70,7 @@ def rounds_of_clients(
                     llm.engine.reset_prefix_cache()
                     answers = client.send(server, prompts, flags.tokens, n, moments)
                     rounds.setdefault(f"{n} clients", []).append(answers)
-            return rounds, http_ratios(client, llm, server, prompts[:4], flags.tokens)
+    return rounds
 
 
 def rounds_of_peer(
@@ -196,7 +132,7 @@ def table(rounds: dict[str, list[Round]], base: str) -> Table:
 
 
 def main() -> None:
-    """Print a table and the cost of HTTP."""
+    """Print a table."""
     bench = Benchmark("serve", __doc__)
     bench.add("--size", default="600MB", help="of the expanded target")
     bench.add("--gbps", type=float, default=0.5, help="rate of its disk")
@@ -221,10 +157,9 @@ def main() -> None:
             rounds = rounds_of_peer(client, [tokenizer.decode(ids) for ids in prompts], flags)
             console.print(table(rounds, "transformers"))
             return bench.finish(rounds=rounds)
-        rounds, ratios = rounds_of_clients(client, prompts, flags)
+        rounds = rounds_of_clients(client, prompts, flags)
     console.print(table(rounds, "sequential"))
-    print(f"seconds per pass, HTTP / LLM.stream, interleaved: {Spread.of(ratios)}")
-    bench.finish(rounds=rounds, http=ratios)
+    bench.finish(rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload_rt.cli.conversation import Conversation, Message
+from offload_rt.cli.conversation import Conversation, Message, split_command
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import exit_code, interrupts_held, show_any_text
 from offload_rt.cli.run import TemplateSettings
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from offload_rt.cli.terminal import AnswerView
     from offload_rt.llm import LLM
+    from offload_rt.models.image_prompt import ImagePrompt
 
 _CHANGE = "/reset starts a new conversation; raise --max-model-len for longer ones"
 
@@ -91,9 +92,10 @@ def _chat(flags: Namespace) -> None:
         load(llm, console, Trace(on=False), params)
         if flags.max_tokens is flags.max_new_tokens is None:
             params = replace(params, max_tokens=None)
-        chat = _Chat(llm, template, settings, console, Conversation(params, template.system))
+        conversation = Conversation(params, template.system, has_vision=llm.supports_images)
+        chat = _Chat(llm, template, settings, console, conversation)
         for line in read_messages():
-            if line.split(maxsplit=1)[:1] == ["/exit"]:
+            if line == "/exit":
                 break
             if line:
                 chat.handle(line)
@@ -115,8 +117,8 @@ class _Chat:
 
     def handle(self, line: str) -> None:
         """Execute a command or answer a message. Print an error and keep the conversation."""
-        command = line.split(maxsplit=1)[0]
         try:
+            command, _ = split_command(line)
             if command == "/stats":
                 print(f"{self.figures}; {self._length()}", file=sys.stderr)
             elif command == "/regen":
@@ -136,31 +138,33 @@ class _Chat:
         """
         template = replace(self.template, system=self.conversation.system)
         try:
-            ids = template.encode(self.llm, messages)
+            prompt = template.encode(self.llm, messages)
         except CapacityError as error:
             problem = "the conversation no longer fits the context"
             raise CapacityError(
                 problem, need=error.need, have=error.have, change=_CHANGE
             ) from error
         with interrupts_held() as received:
-            text, n_tokens = self._stream(ids, received)
+            text, n_tokens = self._stream(prompt, received)
         self.conversation.add_answer(messages, text)
-        if len(ids) + n_tokens >= self.llm.max_model_len:
+        if len(prompt) + n_tokens >= self.llm.max_model_len:
             have = f"room for {self.llm.max_model_len} tokens"
             problem = "the answer is cut off: the context is full"
             raise CapacityError(problem, have=have, change=_CHANGE)
 
-    def _stream(self, ids: list[int], interrupts: list[int]) -> tuple[str, int]:
+    def _stream(self, prompt: "list[int] | ImagePrompt", interrupts: list[int]) -> tuple[str, int]:
         """Print an answer until its end or an interrupt. Returns text and number of tokens."""
+        from offload_rt.llm import token_ids
+
         tokenizer = self.llm.tokenizer
-        prompt = "" if tokenizer is None else str(tokenizer.decode(ids[-8:]))
-        splitter = ReasoningSplitter(THINK.opens(prompt))
+        tail = "" if tokenizer is None else str(tokenizer.decode(token_ids(prompt)[-8:]))
+        splitter = ReasoningSplitter(THINK.opens(tail))
         view = self._view()
         text = ""
         n_tokens = 0
         n_passes = 0
         started = time.perf_counter()
-        pieces = self.llm.stream(ids, self.conversation.params)
+        pieces = self.llm.stream(prompt, self.conversation.params)
         with closing(pieces):  # type: ignore[type-var]  # a generator
             for piece in pieces:
                 text += piece.text

@@ -15,7 +15,7 @@ _SHELLS = ("bash", "zsh", "tcsh")
 # Arguments whose values are paths.
 _PATHS = {
     "positionals", "model", "draft_model", "sidecar", "chat_template", "prompt_file", "trace",
-    "json_schema", "plot", "file",
+    "json_schema", "plot", "file", "image",
 }  # fmt: skip
 
 

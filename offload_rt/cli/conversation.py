@@ -1,6 +1,7 @@
 """A conversation in the terminal and its commands, independent of input and output."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -8,6 +9,13 @@ from typing import Any, get_args
 from offload_rt.config import SamplingParams
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.system.files import write_atomically
+from offload_rt.text.images import (
+    DEFAULT_LIMITS,
+    decode_image,
+    encode_data_url,
+    has_images,
+    read_image,
+)
 
 COMMANDS = {
     "/reset": "start a new conversation",
@@ -16,12 +24,14 @@ COMMANDS = {
     "/system": "TEXT: set the system message; without TEXT: remove it",
     "/set": "NAME VALUE: change a sampling parameter; without VALUE or NAME: show values",
     "/file": "PATH: add a text file to the next message",
+    "/image": "PATH: add an image to the next message: PNG, JPEG, WebP or GIF",
     "/save": "PATH: write the conversation to a JSON file",
     "/load": "PATH: replace the conversation by that of a file",
     "/stats": "show figures of the last answer and the length of the conversation",
     "/help": "show the commands; Ctrl-C stops an answer and keeps its text",
     "/exit": "end, like Ctrl-D",
 }
+_WITH_ARGUMENT = ("/system", "/set", "/file", "/image", "/save", "/load")
 # Values of settings by type.
 _NEEDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false"}
 # Sampling parameters of /set.
@@ -30,33 +40,42 @@ PARAMETERS = [
     for item in fields(SamplingParams)
     if item.metadata and item.name not in ("n", "logprobs", "prompt_logprobs", "max_new_tokens")
 ]
-_VERSION = 1
+# Version 2 may contain images.
+_VERSIONS = (1, 2)
 _MOST_FILE_NBYTES = 1 << 20
+_MOST_SAVED_NBYTES = 1 << 28
 
-Message = dict[str, str]
+# The content is a text, or a list of OpenAI's parts "image_url" and "text".
+Message = dict[str, Any]
 
 
 @dataclass
 class Conversation:
     """Messages so far and the settings of the next answer.
 
-    messages  turns of user and assistant, oldest first
-    attached  texts of files for the next message
+    messages     turns of user and assistant, oldest first
+    attached     texts of files for the next message
+    images       data URLs of images for the next message
+    has_vision   whether the model reads images
     """
 
     params: SamplingParams
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
     attached: list[str] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+    has_vision: bool = False
 
     def ask(self, text: str) -> list[Message]:
         """Return the messages with a new one of the user. `add_answer` makes it permanent."""
-        return [*self.messages, {"role": "user", "content": "\n\n".join([*self.attached, text])}]
+        whole = "\n\n".join([*self.attached, text])
+        content = with_images(whole, self.images) if self.images else whole
+        return [*self.messages, {"role": "user", "content": content}]
 
     def add_answer(self, asked: list[Message], answer: str) -> None:
         """Append the user's message and the answer."""
         self.messages = [*asked, {"role": "assistant", "content": answer}]
-        self.attached = []
+        self._drop_attached()
 
     def regenerate(self) -> list[Message]:
         """Return the messages without the last answer. Raises PromptError without an answer."""
@@ -69,7 +88,7 @@ class Conversation:
 
         Raises SettingsError or PromptError for an unknown command or wrong arguments.
         """
-        command, _, rest = line.partition(" ")
+        command, rest = split_command(line)
         handlers = {
             "/help": self._help,
             "/reset": self._reset,
@@ -77,12 +96,13 @@ class Conversation:
             "/system": self._set_system,
             "/set": self._set,
             "/file": self._attach,
+            "/image": self._attach_image,
             "/save": self._save,
             "/load": self._load,
         }
         if command not in handlers:
             raise SettingsError(f"{command} is not a command", change="/help lists the commands")
-        return handlers[command](rest.strip())
+        return handlers[command](rest)
 
     def _help(self, _: str) -> str:
         width = max(map(len, COMMANDS))
@@ -90,16 +110,20 @@ class Conversation:
 
     def _reset(self, _: str) -> str:
         self.messages = []
-        self.attached = []
+        self._drop_attached()
         return "new conversation"
 
     def _set_system(self, text: str) -> str:
         self.system = text or None
         return f"system message: {text}" if text else "no system message"
 
+    def _drop_attached(self) -> None:
+        self.attached = []
+        self.images = []
+
     def _undo(self, _: str) -> str:
-        if self.attached:
-            self.attached = []
+        if self.attached or self.images:
+            self._drop_attached()
             return "removed the attached files"
         if not self.messages:
             return "the conversation is empty"
@@ -143,9 +167,17 @@ class Conversation:
         self.attached.append(f"{path.name}:\n{fence}\n{text}\n{fence}")
         return f"{path.name} is part of the next message ({len(text)} characters)"
 
+    def _attach_image(self, argument: str) -> str:
+        path = _path("/image", argument)
+        if not self.has_vision:
+            raise PromptError("/image", need="a model with a vision tower", have="a model of text")
+        self.images.append(image_url(path))
+        return f"{path.name} is part of the next message"
+
     def _save(self, argument: str) -> str:
         path = _path("/save", argument)
-        record = {"version": _VERSION, "system": self.system, "messages": self.messages}
+        version = _VERSIONS[has_images(self.messages)]
+        record = {"version": version, "system": self.system, "messages": self.messages}
         try:
             write_atomically(path, json.dumps(record, ensure_ascii=False, indent=1).encode())
         except OSError as error:
@@ -156,9 +188,9 @@ class Conversation:
         path = _path("/load", argument)
         problem = f"{path} is not a saved conversation"
         try:
-            record = json.loads(_read(path))
+            record = json.loads(_read(path, _MOST_SAVED_NBYTES))
             messages = [
-                {"role": str(turn["role"]), "content": str(turn["content"])}
+                {"role": str(turn["role"]), "content": _loaded(turn["content"])}
                 for turn in record["messages"]
             ]
             version = record["version"]
@@ -168,12 +200,49 @@ class Conversation:
                 raise ValueError
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise PromptError(problem, change="choose a file of /save") from error
-        if version != _VERSION:
-            raise PromptError(problem, need=f"version {_VERSION}", have=str(version))
+        if version not in _VERSIONS:
+            raise PromptError(problem, need=f"version {_VERSIONS[-1]}", have=str(version))
         self.messages = messages
         self.system = system
-        self.attached = []
+        self._drop_attached()
         return f"loaded {len(messages)} messages"
+
+
+def with_images(text: str, urls: Sequence[str]) -> list[Message]:
+    """Return the content of a message: images, followed by a text."""
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*images, {"type": "text", "text": text}]
+
+
+def image_url(path: Path) -> str:
+    """Return the data URL of an image file. Raises PromptError for an unusable image."""
+    content = read_image(path, DEFAULT_LIMITS.nbytes)
+    try:
+        decode_image(content)
+    except PromptError as error:
+        problem = f"{path}: {error.problem}"
+        raise PromptError(problem, need=error.need, have=error.have) from error
+    return encode_data_url(content)
+
+
+def _loaded(content: Any) -> str | list[Message]:
+    """Check the content of a saved message. Raises ValueError, TypeError or KeyError."""
+    if isinstance(content, str):
+        return content
+    *images, text = content
+    urls = [str(part["image_url"]["url"]) for part in images]
+    if not all(url.startswith("data:image/") for url in urls):
+        raise ValueError
+    return with_images(str(text["text"]), urls)
+
+
+def split_command(line: str) -> tuple[str, str]:
+    """Split a line into command and argument. Raises SettingsError for a surplus argument."""
+    command, *rest = line.split(maxsplit=1)
+    if rest and command in COMMANDS and command not in _WITH_ARGUMENT:
+        change = f"write {command} alone"
+        raise SettingsError(f"{command} has no argument", change=change)
+    return command, "".join(rest)
 
 
 def _path(command: str, argument: str) -> Path:
@@ -191,12 +260,12 @@ def _parse(item: Field[Any], value: str) -> Any:
     return (item.metadata["parse"] or str)(value)
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, max_nbytes: int = _MOST_FILE_NBYTES) -> str:
     """Read a text file. Raises PromptError for a missing, large or binary file."""
     try:
         content = path.read_bytes()
-        if len(content) > _MOST_FILE_NBYTES:
-            need = f"at most {_MOST_FILE_NBYTES} bytes"
+        if len(content) > max_nbytes:
+            need = f"at most {max_nbytes} bytes"
             raise PromptError(f"{path} is too large", need=need, have=str(len(content)))
         return content.decode()
     except OSError as error:

@@ -16,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.cli.answers import Answers
+from offload_rt.cli.conversation import Message, image_url, with_images
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import exit_code, show_any_text
 from offload_rt.config import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from offload_rt.cli.format import PlainPass
     from offload_rt.llm import LLM, Output, Stats
+    from offload_rt.models.image_prompt import ImagePrompt
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class RunSettings:
     prompt_file: str | None = setting(None, "file with the text to continue; -: stdin")
     chat: bool = setting(
         False, "apply the model's chat template, with the prompt as the user's turn"
+    )
+    image: tuple[str, ...] = setting(
+        (), "image before the prompt in the user's turn, with --chat (repeatable)"
     )
     plan: bool = setting(False, "print placement and predicted time per token, without generating")
     json: bool = setting(
@@ -64,6 +69,8 @@ class RunSettings:
             raise PromptError(
                 "the prompt", need="--prompt or --prompt-file", have=have, change="pass exactly one"
             )
+        if self.image and not self.chat:
+            raise SettingsError("--image", need="--chat", change="add it")
 
     @property
     def structured_outputs(self) -> StructuredOutputs | None:
@@ -96,18 +103,20 @@ class TemplateSettings:
         None, """template variables, like '{"reasoning_effort": "low"}'""", parse=json_object
     )
 
-    def encode(self, llm: "LLM", turns: list[dict[str, str]]) -> list[int]:
+    def encode(self, llm: "LLM", turns: list[Message]) -> "list[int] | ImagePrompt":
         """Encode a conversation. Raises PromptError, and CapacityError if it does not fit."""
-        ids = self.encode_any(llm, turns)
-        llm.check_prompt(ids)
-        return ids
+        from offload_rt.llm import token_ids
 
-    def encode_any(self, llm: "LLM", turns: list[dict[str, str]]) -> list[int]:
+        prompt = self.encode_any(llm, turns)
+        llm.check_prompt(token_ids(prompt))
+        return prompt
+
+    def encode_any(self, llm: "LLM", turns: list[Message]) -> "list[int] | ImagePrompt":
         """Encode a conversation that may be too long. Raises PromptError."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         options = {"add_generation_prompt": True, **thinking, **(self.chat_template_kwargs or {})}
-        return llm.encode_chat([*system, *turns], options)
+        return llm.encode_messages([*system, *turns], options)
 
 
 def new_parser() -> Parser:
@@ -123,6 +132,7 @@ def new_parser() -> Parser:
             'offload-rt run models/demo-target "import os" --max-tokens 32',
             "offload-rt run Qwen/Qwen3-32B --draft-model Qwen/Qwen3-0.6B --device-memory 22GiB"
             " --prompt-file prompt.txt --chat",
+            'offload-rt run Qwen/Qwen3-VL-8B-Instruct "What is on it?" --chat --image photo.jpg',
         ),
     )
 
@@ -178,8 +188,14 @@ def _run(flags: Namespace, answers: Answers) -> None:
         trace.write(Path(settings.trace))
     imported = time.perf_counter()
     with LLM.open(config) as llm:
-        ids = [_encode(llm, text, template if settings.chat else None) for text in prompts]
-        pieces = llm.stream_all(ids, params)  # checks the settings of the answers before loading
+        urls = [image_url(Path(path)) for path in settings.image]
+        encoded = [
+            _encode_turn(llm, text, urls, template) if settings.chat else _encode(llm, text)
+            for text in prompts
+        ]
+        pieces = llm.stream_all(
+            encoded, params
+        )  # checks the settings of the answers before loading
         phases = {"import": imported - started, "plan": time.perf_counter() - imported}
         phases |= load(llm, console, trace, params)
         try:
@@ -245,17 +261,28 @@ def _plain_pass(
     return PlainPass(float(llm.engine.cost.seconds(np.array([1]), context)[0]), False)
 
 
-def _encode(llm: "LLM", prompt: str, template: TemplateSettings | None) -> list[int]:
-    """Encode a prompt, with the chat template if its settings are given."""
+def _encode_turn(
+    llm: "LLM", prompt: str, urls: list[str], template: TemplateSettings
+) -> "list[int] | ImagePrompt":
+    """Encode a user's turn with the chat template."""
+    _check_text(prompt)
+    content = with_images(prompt, urls) if urls else prompt
+    return template.encode(llm, [{"role": "user", "content": content}])
+
+
+def _encode(llm: "LLM", prompt: str) -> list[int]:
+    """Encode a prompt."""
+    _check_text(prompt)
+    ids = llm.encode(prompt)
+    llm.check_prompt(ids)
+    return ids
+
+
+def _check_text(prompt: str) -> None:
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise PromptError("--prompt is not UTF-8 text", change="convert it to UTF-8") from error
-    if template:
-        return template.encode(llm, [{"role": "user", "content": prompt}])
-    ids = llm.encode(prompt)
-    llm.check_prompt(ids)
-    return ids
 
 
 def read_prompt(path: str) -> str:

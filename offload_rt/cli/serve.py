@@ -136,6 +136,8 @@ def _serve(flags: Namespace) -> None:
         ImageFetcher(DEFAULT_LIMITS.nbytes) if settings.allow_image_urls else None,
     )
     with _listen(settings.host, settings.port) as listening, LLM.open(config) as llm:
+        if settings.embeddings:
+            llm.check_embeddings(settings.embeddings)
         chat_format = ChatFormat.select(
             llm.tokenizer, settings.tool_call_parser, settings.reasoning_parser
         )

@@ -23,6 +23,7 @@ from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.sampling import Context, no_numbers, probs, top_tokens
+from offload_rt.speculate.forced_chains import append_forced
 from offload_rt.speculate.protocols import VerificationRule
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
@@ -144,7 +145,10 @@ class Engine(SequencePool):
         n_nodes = min(
             self.scheduler.share(len(decoding)), *(running.n_nodes for running in decoding)
         )
-        return self.drafter.propose([running.sequence for running in decoding], n_nodes)
+        sequences = [running.sequence for running in decoding]
+        trees = self.drafter.propose(sequences, n_nodes)
+        cost = None if self.drafter.limits.fixed_size else self.cost
+        return append_forced(trees, sequences, n_nodes, cost)
 
     def _prompt_parts(self, batch: list[RunningSequence]) -> dict[RunningSequence, int]:
         """Select prompts that exceed the time limit; return their number of rows in this pass."""
@@ -268,8 +272,10 @@ class Engine(SequencePool):
             if n_read and (top := top_tokens(logits[:n_read], self.drafter.n_predicted)):
                 self.drafter.read(sequence, top)
             verdict = self.rule.verify(candidates, target, sequence)
-            predicted = top_tokens(node_logits, self.drafter.n_predicted)
-            self.drafter.learn(sequence, tree, verdict, predicted)
+            drafted, its_verdict = tree.drafted(verdict)
+            drafted_logits = node_logits[: len(drafted.topology)]
+            predicted = top_tokens(drafted_logits, self.drafter.n_predicted)
+            self.drafter.learn(sequence, drafted, its_verdict, predicted)
             sequence.stats.add_tree(candidates, verdict)
             self._commit(running, verdict, states)
             last = verdict.path[-1] if verdict.path else 0

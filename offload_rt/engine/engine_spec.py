@@ -1,6 +1,6 @@
 """Specification of an engine: target, draft and ranks, with their memory plan."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,12 @@ from offload_rt.offload.mirrors import Mirrors
 from offload_rt.offload.placement import MemoryBudget, Plan
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.layout import BlockRecord
+
+_NO_ROOM = (
+    "images are off: the vision tower does not fit; raise --device-memory, or lower"
+    " --max-image-pixels"
+)
 
 
 @dataclass(frozen=True)
@@ -122,16 +128,21 @@ def _plan(
         if config.pipeline > 1
         else ranks.part(whole)
     )
-    if config.max_image_pixels and ranks.ranks is None:
-        checkpoint = checkpoint.with_images()
     checkpoint.format.is_batch_invariant = config.batch_invariant
     mirrors = Mirrors.from_setting(config.mirror, checkpoint.layers)
 
-    def plan_for(link: LinkFormat) -> EngineSpec:
-        layers = link.layers or checkpoint.layers
-        stored = replace(checkpoint, layers=layers)
+    def plan_with(link: LinkFormat, images: BlockRecord | None) -> EngineSpec:
+        stored = replace(checkpoint, layers=link.layers or checkpoint.layers, images=images)
         target = TargetSpec(stored, dtype, device, link, mirrors, config.max_image_pixels)
         return _planned(config, DraftSpec(drafting, target), budget, ranks)
+
+    def plan_for(link: LinkFormat) -> EngineSpec:
+        has_images = config.max_image_pixels > 0 and ranks.ranks is None
+        images = checkpoint.image_block() if has_images else None
+        with suppress(CapacityError) if images is not None else nullcontext():
+            return plan_with(link, images)
+        spec = plan_with(link, None)
+        return replace(spec, notice="\n".join(filter(None, (spec.notice, _NO_ROOM))))
 
     link = choose_link(config, checkpoint, device)
     try:

@@ -16,12 +16,16 @@ from torch import Tensor
 
 from offload_rt.config import StructuredOutputs
 from offload_rt.errors import SettingsError
+from offload_rt.text.detokenize import token_bytes
 
 if TYPE_CHECKING:  # optional packages
     from llguidance import LLMatcher
     from transformers import PreTrainedTokenizerBase
 
 Path = tuple[int, ...]
+
+# llguidance panics for longer tokens.
+_MAX_TOKEN_NBYTES = 1024
 
 # Options of llguidance. Optional white space would let a model pad its answer forever.
 COMPACT_JSON: Any = {
@@ -82,6 +86,9 @@ class GrammarCompiler:
             ) from error
         if not end_ids:
             raise SettingsError("structured outputs", need="a model with an end token")
+        if (n := _longest_token(tokenizer)) > _MAX_TOKEN_NBYTES:
+            need = f"tokens of at most {_MAX_TOKEN_NBYTES} bytes"
+            raise SettingsError("structured outputs", need=need, have=f"a token of {n} bytes")
         n_vocab = max(vocab_size, len(tokenizer))  # models pad their vocabulary
         ends = sorted(end_ids)
         try:
@@ -189,11 +196,30 @@ class Grammar:
             return list(self._ends) if len(self._ends) == 1 else []
         return list(self._matcher.compute_ff_tokens())
 
+    def forced_after(self, path: Path) -> list[int]:
+        """Return the forced tokens after a path of further tokens; none after an end token."""
+        matcher = self._matcher
+        n = 0 if self._ends.intersection(path) else matcher.try_consume_tokens(list(path))
+        forced = self.forced() if n == len(path) else []
+        matcher.rollback(n)
+        return forced
+
     def advance(self, token: int) -> None:
         """Append a generated token. Raises SettingsError if the grammar becomes too complex."""
         self._known.clear()
         self._matcher.consume_token(token)
         self.check()
+
+
+def _longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the bytes of the longest token; 0 if no token can exceed the limit."""
+    # A character has at most four bytes.
+    candidates = (
+        token_bytes(tokenizer, token_id)
+        for token, token_id in tokenizer.get_vocab().items()
+        if 4 * len(token) > _MAX_TOKEN_NBYTES
+    )
+    return max(map(len, candidates), default=0)
 
 
 def _within(around: str | None, source: str) -> str:

@@ -20,7 +20,7 @@ from offload_rt.executor.cuda_graphs import (
     ResidentModel,
     keep_tapped,
 )
-from offload_rt.executor.image_encoder import ImageEncoder, ImageRows
+from offload_rt.executor.image_encoder import ImageEncoder
 from offload_rt.executor.step import Chunk, Segment, Step
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.kv.host import HostCache
@@ -406,19 +406,22 @@ class Runner:
                 for segment in segments
                 if self.spec.state_shapes
             )
-            images = self._image_rows(segments)
-            chunks.append(
-                Chunk(rows, tuple(segments), masks, self._row_inputs(segments), inputs, images)
-            )
+            chunk = Chunk(rows, tuple(segments), masks, self._row_inputs(segments), inputs)
+            chunks.append(self._with_images(chunk))
         return chunks
 
-    def _image_rows(self, segments: list[Segment]) -> tuple[ImageRows, ...]:
-        """Return the image tokens of a chunk; empty without images."""
+    def _with_images(self, chunk: Chunk) -> Chunk:
+        """Add the image tokens of a chunk."""
+        segments = chunk.segments
         if self.images is None or all(segment.step.images is None for segment in segments):
-            return ()
-        token_id = self.images.tower.token_id
-        parts = [part for segment in segments for part in segment.image_rows(token_id)]
-        return tuple(parts) if any(part.image is not None for part in parts) else ()
+            return chunk
+        tower = self.images.tower
+        parts = [part for segment in segments for part in segment.image_rows(tower.token_id)]
+        if not any(part.image is not None for part in parts):
+            return chunk
+        is_apart = tower.is_causal_without_window
+        causal = tuple(segment.mask(is_causal=True) for segment in segments if is_apart)
+        return replace(chunk, images=tuple(parts), causal=causal)
 
     def _chunk_size(self, n_rows: int) -> int:
         """Return the rows per layer call for a pass of `n_rows` rows."""

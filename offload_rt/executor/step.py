@@ -114,10 +114,13 @@ class Segment:
         )
         return indices if self.step.images is None else self.step.images.positions_at(indices)
 
-    def mask(self) -> ops.TreeMask:
-        """Return the visibility of cached rows, without a window, on the host."""
+    def mask(self, is_causal: bool = False) -> ops.TreeMask:
+        """Return the visibility of cached rows, without a window, on the host.
+
+        is_causal  tokens of an image do not see later tokens
+        """
         mask = self.step.topology.mask(self.start, self.stop, self.cache.n_seen)
-        blocks = () if self.step.images is None else self.step.images.blocks
+        blocks = () if is_causal or self.step.images is None else self.step.images.blocks
         first = self.cache.n_committed + self.start
         for start, stop in blocks:
             rows = range(max(start - first, 0), min(stop - first, self.stop - self.start))
@@ -153,6 +156,7 @@ class Chunk:
     masks   visibility per segment, without a window
     inputs  convolution inputs per segment if layers have a state, see `Recurrence`
     images  image tokens of all segments, in order
+    causal  masks of layers without a window, if they differ from `masks`
     """
 
     rows: slice
@@ -161,6 +165,7 @@ class Chunk:
     row_inputs: tuple[Any, ...]
     inputs: tuple[Tensor, ...] = ()
     images: tuple[ImageRows, ...] = ()
+    causal: tuple[ops.TreeMask, ...] = ()
 
     def attend(
         self,
@@ -177,7 +182,8 @@ class Chunk:
     ) -> Tensor:
         """See `PassContext.attend`."""
         outs = []
-        for segment, mask in zip(self.segments, self.masks, strict=True):
+        masks = self.causal if self.causal and window is None else self.masks
+        for segment, mask in zip(self.segments, masks, strict=True):
             rows = segment.rows
             turn = None if rotary is None else (rotary[0][rows], rotary[1][rows])
             qkv = q[rows], None if k is None else k[rows], None if v is None else v[rows]
@@ -212,14 +218,15 @@ class Chunk:
         return [
             *self.row_inputs,
             *self.inputs,
-            *(tensor for mask in self.masks for tensor in mask.tensors),
+            *(tensor for mask in (*self.masks, *self.causal) for tensor in mask.tensors),
         ]
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> "Chunk":
         """Return this chunk with the next tensors of an iterator, e.g. device copies."""
         row_inputs = tuple(itertools.islice(tensors, len(self.row_inputs)))
         inputs = tuple(itertools.islice(tensors, len(self.inputs)))
-        masks = tuple(
-            mask.with_tensors(itertools.islice(tensors, len(mask.tensors))) for mask in self.masks
+        masks, causal = (
+            tuple(mask.with_tensors(itertools.islice(tensors, len(mask.tensors))) for mask in group)
+            for group in (self.masks, self.causal)
         )
-        return replace(self, row_inputs=row_inputs, inputs=inputs, masks=masks)
+        return replace(self, row_inputs=row_inputs, inputs=inputs, masks=masks, causal=causal)

@@ -180,5 +180,5 @@ class ImageProcessor:
 def _failed(error: Exception) -> PromptError:
     said = " ".join(str(error).split())[:200] or type(error).__name__
     return PromptError(
-        f"the model's processor failed: {said}", change="use a placeholder per image"
+        f"the model's processor failed: {said}", change="check the images and their placeholders"
     )

@@ -1,7 +1,6 @@
 """Vision tower of a transformers model: image features, embeddings of rows, positions."""
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,14 +18,16 @@ from offload_rt.models.trace import Call
 from offload_rt.models.traced import ImageInputs, TracedModel
 
 # Model types whose output equals `generate` of transformers in tests.
-FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
+FAMILIES = (
+    "aya_vision", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "internvl", "llava",
+    "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
+    "smolvlm",
+)  # fmt: skip
 # Model types with as many patches as pixels allow; others divide an image into tiles of fixed size.
 _ANY_SIZE = ("mistral3", "gemma4")
 _MOST_TILES = {"llava_next": 5, "internvl": 13, "aya_vision": 13, "idefics3": 17, "smolvlm": 17}
 # Largest number of further features per image token.
 _N_DEEP = 3
-# Model types with bidirectional attention among the tokens of an image.
-_BIDIRECTIONAL = ("gemma3",)
 
 
 class ImageFeatures(NamedTuple):
@@ -56,15 +57,18 @@ class ImageTower:
     family    model type
     token_id  placeholder of image tokens
     inputs    names of the processor's outputs that the tower reads
+    is_causal_without_window  only layers with a window let the tokens of an image see each other
     tensors   names and shapes of its weights
     """
 
     def __init__(self, model: "TracedModel", family: str) -> None:
         self.family = family
-        self.is_bidirectional = family in _BIDIRECTIONAL
         self._model = model
         self._base: Any = model.model.base_model
         self._config: Any = model.model.config
+        among = getattr(model.text, "use_bidirectional_attention", None)
+        self.is_causal_without_window = family == "gemma4"
+        self._is_bidirectional = family == "gemma3" or among == "vision"
         self.token_id: int = (
             getattr(self._config, "image_token_id", None) or self._config.image_token_index
         )
@@ -164,7 +168,7 @@ class ImageTower:
         widest = max(sum(shape) for shape in matrices)
         # Of a layer: its input, norm, queries, keys, values and outputs, or two wide products.
         n_activations = self._most_patches(n_pixels) * 4 * widest
-        width = self._model.text.hidden_size
+        width: int = self._model.text.hidden_size
         n_features = n_kept * self.most_tokens(n_pixels) * width * (1 + _N_DEEP)
         # The processor's pixels are float32.
         return (n_activations + n_features + 3 * n_pixels) * itemsize + 4 * 3 * n_pixels
@@ -179,7 +183,7 @@ class ImageTower:
         """Return the prompt of token ids with a placeholder per image token."""
         is_image = np.array(ids) == self.token_id
         edges = np.flatnonzero(np.diff(is_image, prepend=False, append=False)).reshape(-1, 2)
-        blocks = [(first, stop) for first, stop in edges.tolist()] if self.is_bidirectional else []
+        blocks = [(first, stop) for first, stop in edges.tolist()] if self._is_bidirectional else []
         return ImagePrompt(ids, images, self._positions(ids, images), tuple(blocks))
 
     def _positions(self, ids: list[int], images: Sequence[PromptImage]) -> Tensor | None:
@@ -203,4 +207,5 @@ def _flat(rows: Any) -> Tensor:
 
 
 def _area(side: int | Sequence[int]) -> int:
-    return math.prod((side, side) if isinstance(side, int) else side)
+    height, width = (side, side) if isinstance(side, int) else side
+    return height * width

@@ -32,17 +32,30 @@ def load_processor(path: Path, tokenizer: PreTrainedTokenizerBase, kind: str) ->
         for key, value in settings.items()
         if not key.endswith("_processor") and key not in ("processor_class", "auto_map")
     }
-    known.setdefault("chat_template", _read(path / _TEMPLATE).get("chat_template"))
+    template = tokenizer.chat_template or _read(path / _TEMPLATE).get("chat_template")
+    known.setdefault("chat_template", template)
     try:
         loader: Any = transformers.AutoImageProcessor  # untyped
         images = loader.from_pretrained(path, local_files_only=True)
-        return getattr(transformers, name)(image_processor=images, tokenizer=tokenizer, **known)
+        made = _without_absent_parts(getattr(transformers, name))
+        return made(image_processor=images, tokenizer=tokenizer, **known)
     except Exception as error:  # transformers raises any class
         said = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"the image processor in {path} cannot be loaded: {said}",
             change="download it again, or set --max-image-pixels=0",
         ) from error
+
+
+def _without_absent_parts(made: Any) -> Any:
+    """Return a subclass that does not check absent parts: their classes require torchvision."""
+
+    class Processor(made):  # type: ignore[misc]  # chosen at run time
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument is not None:
+                return super().check_argument_for_proper_class(argument_name, argument)
+
+    return Processor
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def parse_architecture(raw: dict[str, Any]) -> "TransformersModel":
 
 
 def _tower(kind: str, model: TracedModel) -> ImageTower | None:
-    has_tower = hasattr(model.model.base_model, "get_image_features")
+    config = getattr(model.model.config, "vision_config", None)
+    has_tower = config is not None and hasattr(model.model.base_model, "get_image_features")
     return ImageTower(model, kind) if kind in image_tower.FAMILIES and has_tower else None
 
 

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from functools import cache
 
+import psutil
 import torch
 
 from offload_rt.config import EngineConfig, format_size, parse_size
@@ -18,6 +19,7 @@ from offload_rt.offload.placement import MemoryBudget
 from offload_rt.ops.dequantize import Weight
 from offload_rt.ops.linear import linear
 from offload_rt.planning.forecast import CPU_DECODE_GBPS, DECODE_GBPS, LEVEL_S, Machine
+from offload_rt.system.machine import busy_cpus
 from offload_rt.weights.formats import Matrix
 from offload_rt.weights.layout import host_block, packed_layout
 
@@ -27,6 +29,8 @@ _WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _PATIENCE_S = 0.5
 # Bytes of timed quantised matrices. As a scale in any dtype they are a normal number.
 _CODE = 0x3C
+# Other programs that use a smaller share of the CPUs do not distort the rates.
+_IDLE_SHARE = 0.1
 
 
 def this_machine(
@@ -49,8 +53,17 @@ def this_machine(
         level_s=LEVEL_S if device.type == "cuda" else 0.0,
         decode_gbps=DECODE_GBPS if device.type == "cuda" else CPU_DECODE_GBPS,
         times_codes=device.type == "cpu",
-        sources=("compute: timed products", disk_source),
+        sources=("compute: timed products", disk_source, *_load()),
     )
+
+
+def _load() -> tuple[str, ...]:
+    """Return a warning if other programs slow down the timed products."""
+    n_cpus = psutil.cpu_count() or 1
+    n_busy = busy_cpus()
+    if n_busy < _IDLE_SHARE * n_cpus:
+        return ()
+    return (f"other programs use {n_busy:.1f} of {n_cpus} CPUs: the measured rates are too low",)
 
 
 def _budget(config: EngineConfig, device: torch.device, ram: str | None) -> MemoryBudget:

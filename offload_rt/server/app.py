@@ -147,7 +147,7 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
             tokens = token_ids(await service.prompts.conversation(chat))
         else:
             special = request.add_special_tokens
-            tokens = await asyncio.to_thread(service.llm.encode, request.prompt or "", special)
+            tokens = await asyncio.to_thread(service.llm.encode, request.text, special)
         length = {"max_model_len": service.llm.max_model_len}
         return {"tokens": tokens, "count": len(tokens), **length}
 

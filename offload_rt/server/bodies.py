@@ -29,7 +29,7 @@ _MAX_ENTRIES = {
 # Fields of OpenAI, vLLM and llama.cpp that would change the output.
 _NOT_IMPLEMENTED = (
     "guided_decoding_backend", "guided_whitespace_pattern", "grammar", "json_schema",
-    "use_beam_search", "length_penalty",
+    "use_beam_search", "length_penalty", "prompt_logprobs", "return_token_ids",
     "functions", "function_call", "chat_template", "documents", "prompt_embeds",
     "logits_processors", "include_stop_str_in_output", "typical_p", "mirostat", "audio",
     "previous_response_id", "conversation", "background", "mcp_servers", "container",

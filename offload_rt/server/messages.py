@@ -182,7 +182,9 @@ class MessagesWriter:
         return {"stop_reason": reason, "stop_sequence": choice.stop if has_stop else None}
 
     def _usage(self) -> Json:
-        return {"input_tokens": self._answer.n_prompt, "output_tokens": self._answer.n_tokens}
+        cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        n_prompt = self._answer.n_prompt
+        return {"input_tokens": n_prompt, "output_tokens": self._answer.n_tokens, **cached}
 
     def _block(self, block: Json) -> list[str]:
         """Open a block unless a block of this kind is open."""

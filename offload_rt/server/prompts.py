@@ -14,7 +14,7 @@ from offload_rt.llm import LLM, token_ids
 from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.server.bodies import Json
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
-from offload_rt.text.images import DEFAULT_LIMITS, Fetch, extract_images, has_images
+from offload_rt.text.images import Fetch, has_images
 
 GenerationRequest = CompletionRequest | ChatRequest
 Prompt = list[int] | ImagePrompt
@@ -110,17 +110,11 @@ class PromptEncoder:
         turns = request.turns()
         if "developer" not in template:
             turns = [_as_system(turn) for turn in turns]
-        return self._encode_chat(turns, options)
-
-    def _encode_chat(self, turns: list[Json], options: Json) -> Prompt:
-        if not has_images(turns):
-            return self.llm.encode_chat(turns, options)
-        if not self.llm.supports_images:
+        if has_images(turns) and not self.llm.supports_images:
             have = f"{self.name!r}, which reads text only"
             change = "leave the images out"
             raise PromptError("images in messages", need="a vision model", have=have, change=change)
-        messages, images = extract_images(turns, DEFAULT_LIMITS, self.fetch)
-        return self.llm.encode_chat_images(messages, options, images)
+        return self.llm.encode_messages(turns, options, self.fetch, reads_files=False)
 
 
 def _as_system(turn: Json) -> Json:

@@ -19,7 +19,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 # SamplingParams has no such fields, or other values.
 _NOT_SAMPLING = frozenset(
     {"model", "stream", "stream_options", "max_tokens", "truncate_prompt_tokens"}
-    | {"add_special_tokens", "response_format", "structured_outputs"}
+    | {"truncation_side", "add_special_tokens", "response_format", "structured_outputs"}
     | {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 )
 
@@ -61,6 +61,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left"] | None = None
     skip_special_tokens: bool | None = None
     response_format: Json | None = None
     structured_outputs: Json | None = None
@@ -126,15 +127,16 @@ class GenerationRequest(BaseModel):
             if value is not None:
                 formats[name] = value
         wanted = self.wanted_format
-        if wanted is not None and wanted["type"] == "json_object":
-            formats["json_object"] = True
-        elif wanted is not None:
-            description = wanted.get("json_schema")
-            schema = description.get("schema") if isinstance(description, dict) else None
-            if not isinstance(schema, dict):
-                raise SettingsError("response_format", need="json_schema with a schema")
-            formats["json"] = schema
-        return formats
+        if wanted is None:
+            return formats
+        if wanted["type"] == "json_object" and wanted.get("schema") is None:
+            return formats | {"json_object": True}
+        # llama.cpp accepts the schema of a json_object beside its type.
+        place = wanted if wanted["type"] == "json_object" else wanted.get("json_schema")
+        schema = place.get("schema") if isinstance(place, dict) else None
+        if not isinstance(schema, dict):
+            raise SettingsError("response_format", need=f"{wanted['type']} with a schema")
+        return formats | {"json": schema}
 
     def truncate(self, prompt: list[int], max_model_len: int) -> list[int]:
         """Keep the last `truncate_prompt_tokens` tokens; -1 leaves room for one new token."""
@@ -309,6 +311,8 @@ class ChatRequest(GenerationRequest):
         if not self.messages:
             change = "send the user's turn"
             raise PromptError("messages", need="at least one", have="none", change=change)
+        if not all(isinstance(turn.get("role"), str) for turn in self.messages):
+            raise PromptError("messages", need="a role in each message")
         turns = [{**turn, "content": _content_of(turn.get("content"))} for turn in self.messages]
         for turn in turns:
             if isinstance(turn.get("tool_calls"), list):
@@ -325,6 +329,13 @@ class TokenizeRequest(BaseModel):
     prompt: str | None = None
     messages: FailFastList[Json] | None = None
     add_special_tokens: bool = True
+
+    @property
+    def text(self) -> str:
+        """The prompt. Raises SettingsError without a prompt."""
+        if self.prompt is None:
+            raise SettingsError("the body", need="prompt or messages")
+        return self.prompt
 
 
 class DetokenizeRequest(BaseModel):

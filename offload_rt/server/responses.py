@@ -178,8 +178,8 @@ class ResponsesWriter:
     def end(self) -> list[str]:
         """Return the events after the last delta."""
         response = self.whole()
-        kind = f"response.{response['status']}"
-        return [*self._close(), self._event(kind, {"response": response})]
+        status = response["status"]
+        return [*self._close(status), self._event(f"response.{status}", {"response": response})]
 
     def error(self, error: Json) -> list[str]:
         """Return the last events of a stream that fails."""
@@ -193,7 +193,7 @@ class ResponsesWriter:
             (choice,) = self._answer.choices
             if choice.reasoning:
                 self._open("reasoning").text = choice.reasoning
-            if choice.text or not choice.calls:
+            if choice.text or not (choice.reasoning or choice.calls):
                 self._open("message").text = choice.text
             for call in choice.calls:
                 self._open("function_call", call).text = call["function"]["arguments"]
@@ -212,14 +212,18 @@ class ResponsesWriter:
             "total_tokens": n_prompt + n,
         }
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        state = "in_progress" if status == "in_progress" else "completed"
         return self._head | {
             "status": status,
             "error": None,
             "incomplete_details": reason,
-            "output": [item.whole(state) for item in self._items],
+            "output": [item.whole(self._state(item, status)) for item in self._items],
             "usage": None if status == "in_progress" else usage,
         }
+
+    def _state(self, item: _Item, status: str) -> str:
+        """Return the status of an output item; only the last text of an answer can be cut."""
+        is_cut = item is self._items[-1] and item.kind != "function_call"
+        return "incomplete" if is_cut and status != "completed" else "completed"
 
     def _open(self, kind: str, call: Json | None = None) -> _Item:
         """Append an output item."""
@@ -257,8 +261,11 @@ class ResponsesWriter:
         events.append(self._event("response.function_call_arguments.delta", delta))
         return events
 
-    def _close(self) -> list[str]:
-        """Return the last events of the current output item."""
+    def _close(self, status: str = "completed") -> list[str]:
+        """Return the last events of the current output item.
+
+        status  of the response
+        """
         if not self._items:
             return []
         item = self._items[-1]
@@ -273,7 +280,8 @@ class ResponsesWriter:
                 self._event(f"response.{item.part}.done", done),
                 self._event("response.content_part.done", part),
             ]
-        return [*events, self._item_event("response.output_item.done", "completed")]
+        state = self._state(item, status)
+        return [*events, self._item_event("response.output_item.done", state)]
 
     def _place(self) -> Json:
         """Return the fields that locate the current output item."""

@@ -159,6 +159,7 @@ class Service:
     ) -> AsyncGenerator[Delta, None]:
         """Yield the new parts of the answers. Leaving the iterator aborts the answers."""
         started = time.perf_counter()
+        deadline = asyncio.get_running_loop().time() + self.limits.timeout_s
         end = "aborted"
         has_begun = False
         echo = isinstance(request, CompletionRequest) and request.echo
@@ -169,8 +170,8 @@ class Service:
                 params = self._behind_reasoning(params, request, prompts[0])
             async with aclosing(self.llm.astream_all(prompts, params)) as pieces:
                 while True:
-                    left_s = started + self.limits.timeout_s - time.perf_counter()
-                    arrival = await asyncio.wait_for(anext(pieces, None), max(left_s, 0))
+                    async with asyncio.timeout_at(deadline):  # `wait_for` would start a task
+                        arrival = await anext(pieces, None)
                     if arrival is None:
                         break
                     i_prompt, piece = arrival

@@ -1,13 +1,12 @@
 """Prompt lookup: continuations of earlier occurrences of the last tokens."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from offload_rt.executor.sequence import Sequence
-from offload_rt.tree.topology import DraftTree, Topology
+from offload_rt.tree.topology import DraftTree
 
 # Maximum match length in tokens, and number of earlier occurrences to keep.
 _LONGEST = 8
@@ -120,14 +119,4 @@ def append_ngram(tree: DraftTree, tokens: tuple[int, ...], n_nodes: int) -> Draf
             parents.append(node)
             all_tokens.append(token)
         node = child
-    n_new = len(parents) - n_before
-    sampled = tree.sampled
-    if n_new == 0:
-        return tree
-    if sampled is not None:
-        is_sampled = np.pad(sampled.is_sampled, (0, n_new))
-        row_of = np.pad(sampled.row_of, (0, n_new), constant_values=-1)
-        sampled = replace(sampled, is_sampled=is_sampled, row_of=row_of)
-    return replace(
-        tree, topology=Topology(np.array(parents)), tokens=torch.tensor(all_tokens), sampled=sampled
-    )
+    return tree.extended(parents, all_tokens)

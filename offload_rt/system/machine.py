@@ -31,6 +31,11 @@ def cache_nbytes() -> int:
     return max((int(size.removesuffix("K")) << 10 for size in sizes), default=0)
 
 
+def busy_cpus() -> float:
+    """Measure the CPUs that other programs use, while this process sleeps."""
+    return float(psutil.cpu_percent(interval=0.25)) / 100 * (psutil.cpu_count() or 1)
+
+
 def cards() -> list[str]:
     """Return the names of NVIDIA GPUs known to the driver; empty without a driver."""
     import pynvml

@@ -54,7 +54,7 @@ def has_images(messages: Sequence[Message]) -> bool:
     return any(
         isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
         for message in messages
-        if isinstance(message.get("content"), list | tuple)
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
         for part in message["content"]
     )
 
@@ -222,7 +222,7 @@ def _open(content: bytes) -> "Image":
     except Image.DecompressionBombError as error:
         raise PromptError("the image is too large", have=str(error)[:200]) from error
     except Exception as error:  # Pillow's parsers raise errors of a dozen types
-        raise PromptError("no image", need="PNG, JPEG, WebP or GIF") from error
+        raise PromptError("no readable image", need="PNG, JPEG, WebP or GIF") from error
 
 
 def _upright(image: "Image") -> "Image":

@@ -211,6 +211,7 @@ class DraftTree:
     expected      expected tokens of the pass, including the bonus token
     n_unverified  number of trailing nodes that are computed for the drafter only, and never
                   verified or committed
+    n_forced      number of trailing nodes in chains of forced tokens, unknown to the drafter
     """
 
     topology: Topology
@@ -218,6 +219,7 @@ class DraftTree:
     sampled: SampledNodes | None = None
     expected: float = 1.0
     n_unverified: int = 0
+    n_forced: int = 0
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == (len(self.topology),), "a token per node"
@@ -232,9 +234,34 @@ class DraftTree:
 
     def candidates(self) -> DraftTree:
         """Return the verified tree, without the last `n_unverified` nodes."""
-        if self.n_unverified == 0:
+        return self._without(self.n_unverified)
+
+    def drafted(self, verdict: Verdict) -> tuple[DraftTree, Verdict]:
+        """Return the drafter's tree, and the verdict on it."""
+        tree = self._without(self.n_forced)
+        path = tuple(node for node in verdict.path if node < len(tree.topology))
+        after = (*self.tokens[list(verdict.path)].tolist(), verdict.bonus)
+        return tree, Verdict(path, after[len(path)])
+
+    def extended(self, parents: Sequence[int], tokens: Sequence[int]) -> DraftTree:
+        """Return a tree with further deterministic nodes; `parents` and `tokens` are of all."""
+        n_new = len(parents) - len(self.topology)
+        if n_new == 0:
             return self
-        n = len(self.topology) - self.n_unverified
+        import torch
+
+        sampled = self.sampled
+        if sampled is not None:
+            is_sampled = np.pad(sampled.is_sampled, (0, n_new))
+            row_of = np.pad(sampled.row_of, (0, n_new), constant_values=-1)
+            sampled = replace(sampled, is_sampled=is_sampled, row_of=row_of)
+        topology = Topology(np.array(parents))
+        return replace(self, topology=topology, tokens=torch.tensor(tokens), sampled=sampled)
+
+    def _without(self, n_last: int) -> DraftTree:
+        if n_last == 0:
+            return self
+        n = len(self.topology) - n_last
         sampled = self.sampled
         if sampled is not None:
             sampled = replace(sampled, is_sampled=sampled.is_sampled[:n], row_of=sampled.row_of[:n])

@@ -87,13 +87,12 @@ class Checkpoint:
             experts += blocks
         return replace(self, layers=tuple(layers)), tuple(experts)
 
-    def with_images(self) -> "Checkpoint":
-        """Add the vision tower, if it is supported and the checkpoint has an image processor."""
+    def image_block(self) -> BlockRecord | None:
+        """Return the vision tower; None if unsupported, or without an image processor."""
         tower = self.spec.images
         if tower is None or not any((self.path / name).exists() for name in PROCESSOR_FILES):
-            return self
-        block = stored_block(self.format, tower.tensors, Source(self.tensors))
-        return replace(self, images=block)
+            return None
+        return stored_block(self.format, tower.tensors, Source(self.tensors))
 
     @cached_property
     def identity(self) -> str:

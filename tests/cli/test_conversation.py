@@ -1,11 +1,18 @@
 """Commands of a conversation and the Markdown blocks of its answers."""
 
+import base64
+import io
+import re
+
 import pytest
+from PIL import Image
+from rich.console import Console
 
 from offload_rt.cli.conversation import Conversation
-from offload_rt.cli.terminal import split_blocks
+from offload_rt.cli.terminal import MarkdownView, PlainView, split_blocks
 from offload_rt.config import SamplingParams
 from offload_rt.errors import OffloadError
+from offload_rt.text.reasoning import TextPart
 
 
 @pytest.fixture
@@ -40,12 +47,14 @@ def test_saved_conversation_is_loaded_again(conversation, tmp_path):
         "[]",
         "{",
         '{"version": 1}',
-        '{"version": 2, "messages": [], "system": null}',
+        '{"version": 3, "messages": [], "system": null}',
         '{"version": 1, "messages": [], "system": 5}',
         '{"version": 1, "messages": [{"role": "user", "content": "a"}], "system": null}',
         "[" * 100_000,
+        '{"version": 2, "messages": [{"role": "user", "content": [{"image_url": {"url": "http:"}},'
+        ' {"text": "a"}]}, {"role": "assistant", "content": "b"}], "system": null}',
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path, content):
     (tmp_path / "x").write_text(content)
@@ -67,13 +76,42 @@ def test_attached_file_precedes_the_next_message_only(conversation, tmp_path):
     assert conversation.ask("And?")[-1]["content"] == "And?"
 
 
+def test_images_precede_the_next_message_and_are_saved(conversation, tmp_path):
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 3), "teal").save(buffer, "WEBP")
+    (tmp_path / "a.webp").write_bytes(buffer.getvalue())
+    url = f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    (tmp_path / "bad.png").write_bytes(buffer.getvalue()[:-9])
+    with pytest.raises(OffloadError, match="needs a model with a vision tower"):
+        conversation.run(f"/image {tmp_path / 'a.webp'}")
+    conversation.has_vision = True
+    with pytest.raises(OffloadError, match=r"bad.png: no readable image"):
+        conversation.run(f"/image {tmp_path / 'bad.png'}")
+    assert conversation.run(f"/image {tmp_path / 'a.webp'}") == "a.webp is part of the next message"
+    assert conversation.run("/undo") == "removed the attached files"
+    assert conversation.ask("Explain")[-1]["content"] == "Explain"
+    conversation.run(f"/image {tmp_path / 'a.webp'}")
+    asked = conversation.ask("Explain")
+    image = {"type": "image_url", "image_url": {"url": url}}
+    assert asked[-1]["content"] == [image, {"type": "text", "text": "Explain"}]
+    conversation.add_answer(asked, "3")
+    assert conversation.ask("And?")[-1]["content"] == "And?"
+    conversation.run(f"/save {tmp_path / 'chat.json'}")
+    other = Conversation(SamplingParams())
+    other.run(f"/load {tmp_path / 'chat.json'}")
+    assert other.messages == conversation.messages
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("/image", "needs a path"),
         ("/file", "needs a path"),
         ("/file /nowhere", "cannot be read"),
         ("/file .", "cannot be read"),
         ("/save /nowhere/x", "cannot be written"),
+        ("/reset now", "/reset has no argument"),
+        ("/undo 2", "/undo has no argument"),
         ("/set colour 1", "not a parameter of a conversation: needs one of max_tokens, temp"),
         ("/set n 2", "not a parameter"),
         ("/set temperature warm", "needs a number"),
@@ -103,6 +141,40 @@ def test_parameters_are_set_and_shown(conversation):
     assert conversation.params.max_tokens == 9
     conversation.run("/set temperature none")
     assert conversation.params.temperature is None
+
+
+def screen(output: str) -> list[str]:
+    """Lines of a terminal behind this output."""
+    lines, row, column = [""], 0, 0
+    for code, text in re.findall(r"\x1b\[([?\d;]*[A-Za-z])|([\r\n]|[^\r\n\x1b]+)", output):
+        if code == "2K":
+            lines[row] = ""
+        elif code == "1A":
+            row -= 1
+        elif text == "\r":
+            column = 0
+        elif text == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row == len(lines))
+        elif text:
+            lines[row] = lines[row][:column].ljust(column) + text
+            column += len(text)
+    return [line.strip() for line in lines]
+
+
+PARTS = [TextPart("I", True), TextPart(" think\nhard", True), TextPart("The **answer**", False)]
+
+
+def test_reasoning_and_answer_stay_on_a_narrow_screen(capsys):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=40, height=20)
+    for view in (MarkdownView(console), PlainView()):
+        for part in PARTS:
+            view.add(part)
+        view.close()
+    assert capsys.readouterr().out == "I think\nhard\n\nThe **answer**\n"
+    shown = screen(output.getvalue())
+    assert [line for line in shown if line] == ["I think", "hard", "The answer"]
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 import base64
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from openai import OpenAI
 from support.serving import LIMITS, running
+from support.thread_ranks import Board, ThreadRanks
 from support.tiny import CASES, SMALLER, byte_level, open_llm, save_pair
 
-from offload_rt import SamplingParams
+from bench.models.tiny import config_of, random_model
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli import serve
 from offload_rt.errors import SettingsError
 
 TEXTS = ["the quick brown fox jumps", "a lazy dog", "fox"]
@@ -48,9 +52,20 @@ def test_embeddings_equal_those_of_transformers(model, pair, monkeypatch, poolin
         assert llm.engine.n_passes == n_passes + 2, "a pass with a part, one with the rest"
         with pytest.raises(SettingsError, match="pooling"):
             llm.embed(TEXTS, "first")
-        monkeypatch.setattr(type(llm.engine.runner.spec), "supports_embeddings", False)
-        with pytest.raises(SettingsError, match="embeddings"):
+        llm.spec = replace(llm.spec, ranks=replace(llm.spec.ranks, ranks=ThreadRanks(0, Board(2))))
+        with pytest.raises(SettingsError, match="embeddings with several ranks"):
             llm.embed(TEXTS)
+
+
+def test_a_server_refuses_embeddings_of_other_models_before_loading(tmp_path, monkeypatch, capfd):
+    random_model(config_of("gpt2")).save_pretrained(tmp_path)
+    capfd.readouterr()
+    monkeypatch.setattr(LLM, "load", Mock(side_effect=AssertionError("loaded")))
+    assert (
+        serve.main([str(tmp_path), "--port", "0", "--device", "cpu", "--embeddings", "mean"]) == 2
+    )
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and "embeddings: needs a native model" in err
 
 
 def parts_of(engine, n):

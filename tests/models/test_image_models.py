@@ -1,18 +1,16 @@
 """Vision-language models: texts equal transformers' `generate`, for all ways to run them."""
 
 import pytest
-from support.images import generate_images, image_inputs, image_model, image_prompt
-from support.tiny import generate, prompt_of
+from support.images import IMAGE_ID, generate_images, image_inputs, image_model, image_prompt
+from support.tiny import generate, prompt_of, runner_of
 
 from bench.models.tiny import open_streamed
-from offload_rt import SamplingParams
-from offload_rt.models.image_tower import FAMILIES
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig
+from offload_rt.models.image_tower import FAMILIES, ImageTower
 
 pytestmark = pytest.mark.numeric
 
-# Placeholders as plain positions; multimodal positions; features in several layers; image tokens
-# that see each other.
-KINDS = ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"]
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
 
 
@@ -34,17 +32,13 @@ def say(llm, prompts):
     return [output.token_ids for output in llm.generate(prompts, GREEDY)]
 
 
-def test_all_families_are_tested():
-    assert set(FAMILIES) == set(KINDS)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_greedy_text_equals_transformers(model_of, kind):
     """A batch with texts, two images, and an image in another turn or in place of another."""
     model, folder = model_of(kind)
     first, second = (image_inputs(kind, seed) for seed in (1, 2))
     text = prompt_of(9, 12, 140)
-    with open_streamed(folder, max_num_seqs=3, max_model_len=160) as llm:
+    with open_streamed(folder, max_num_seqs=3, max_model_len=240) as llm:
         tower = llm.spec.target.checkpoint.spec.images
         prompts = [image_prompt(model, tower, parts) for parts in (
             [5, first, 7], [5, second, 7], [5, first, 3, second, 2], [5, second, 7, first, 1],
@@ -54,3 +48,57 @@ def test_greedy_text_equals_transformers(model_of, kind):
             expected[0], generate(model, text, 10), expected[2]
         ]  # fmt: skip
         assert say(llm, prompts[1:]) == expected[1:]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4"])
+def test_image_crosses_chunks(model_of, kind):
+    """Tokens of an image that see each other stay in one chunk."""
+    model, folder = model_of(kind)
+    with open_streamed(folder, drafter="none") as llm:
+        tower = llm.spec.target.checkpoint.spec.images
+        runner_of(llm)._chunk_rows = 3
+        prompt = image_prompt(model, tower, [4, image_inputs(kind, 1), 3, image_inputs(kind, 2), 1])
+        assert say(llm, [prompt]) == [generate_images(model, prompt, 10)]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "lookahead", "recycle", "static_tree"])
+def test_drafters_and_placeholders_of_texts(model_of, drafter):
+    """A generated or written placeholder token beside images of other sequences is a token."""
+    model, folder = model_of("qwen3_vl")
+    draft = {"draft_model": str(folder)} if drafter == "static_tree" else {}
+    text = [*prompt_of(3, 9, 140), IMAGE_ID, 7, IMAGE_ID]
+    with open_streamed(folder, drafter=drafter, max_num_seqs=2, **draft) as llm:
+        tower = llm.spec.target.checkpoint.spec.images
+        prompt = image_prompt(model, tower, [4, image_inputs("qwen3_vl", 1), 3])
+        expected = [generate_images(model, prompt, 10), generate(model, text, 10)]
+        assert say(llm, [prompt, text]) == expected
+
+
+def test_features_are_computed_once_and_kept(model_of, monkeypatch):
+    """Also if the prefix cache has been released."""
+    model, folder = model_of("llava")
+    calls = []
+    features = ImageTower.features
+    monkeypatch.setattr(ImageTower, "features", lambda *args: calls.append(1) or features(*args))
+    with open_streamed(folder, drafter="none") as llm:
+        tower = llm.spec.target.checkpoint.spec.images
+        prompt = image_prompt(model, tower, [4, image_inputs("llava", 1), 3])
+        runner_of(llm)._chunk_rows = 8
+        first = say(llm, [prompt])
+        llm.engine.reset_prefix_cache()
+        assert say(llm, [prompt]) == first
+        assert calls == [1]
+
+
+def test_small_budget_leaves_the_tower_out(model_of):
+    """Texts run as without a tower; a notice names the reason."""
+    _, folder = model_of("llava")
+    settings = {"device": "cpu", "max_model_len": 64}
+    with LLM.open(EngineConfig(str(folder), **settings, max_image_pixels=0)) as text:
+        least = text.plan.reserved.total + 3 * text.plan.slot_nbytes
+    with LLM.open(EngineConfig(str(folder), **settings, device_memory=least)) as llm:
+        assert llm.plan.reserved.images == 0
+        assert "vision tower" in llm.spec.notice
+    with LLM.open(EngineConfig(str(folder), **settings)) as llm:
+        assert llm.plan.reserved.images > 0
+        assert "vision tower" not in llm.spec.notice

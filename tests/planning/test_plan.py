@@ -7,15 +7,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 from support.tiny import measure_little
 
 from offload_rt import LLM
-from offload_rt.cli import plan, plan_tables
+from offload_rt.cli import plan, plan_tables, run
 from offload_rt.config import EngineConfig
 from offload_rt.cost.decoding import Decoding
 from offload_rt.cost.roofline import Roof
@@ -502,6 +504,20 @@ def test_plan_measures_this_machine(capsys, monkeypatch):
     assert found["plan"]["budget"]["device"] == less_margin(2000 << 30)
     found = planned(["--model", "llama-68m", "--device-memory", "400MB"], capsys)
     assert found["links"]["disk"] == 7.0 and "--disk: 7GB/s assumed" in found["sources"]
+    assert not any("other programs" in source for source in found["sources"])
+    monkeypatch.setattr(local, "busy_cpus", lambda: 0.9 * psutil.cpu_count())
+    assert plan.main(["--model", "llama-68m", "--device-memory", "400MB"]) == 0
+    n = psutil.cpu_count()
+    assert f"other programs use {0.9 * n:.1f} of {n} CPUs: the" in capsys.readouterr().out
+
+
+def test_ram_beside_a_gpu_is_the_host_memory(monkeypatch):
+    monkeypatch.setattr(plan, "cards", lambda: ["a card"])
+    monkeypatch.setattr(LLM, "open", opened := Mock(side_effect=CapacityError("opened")))
+    model = ["--model", str(Path(__file__).resolve().parents[2] / "models" / "demo-target")]
+    assert plan.main([*model, "--ram", "8GiB"]) == 2
+    assert run.main([*model, "--prompt", "x", "--plan", "--host-memory", "4GiB"]) == 2
+    assert [call.args[0].host_memory for call in opened.call_args_list] == ["8GiB", "4GiB"]
 
 
 def test_draft_uses_the_revision_of_the_target(monkeypatch):

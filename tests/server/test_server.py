@@ -331,6 +331,8 @@ def test_pass_numbers_are_sent_on_request(served):
         ("chat/completions", [TURNS], "body"),
         ("chat/completions", {"messages": TURNS, "stream_options": {}}, "stream_options"),
         ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [*TURNS, {"content": "x"}]}, "role"),
+        ("chat/completions", {"messages": [{"role": 1, "content": "x"}]}, "role"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "vision model"),
         ("chat/completions", {"messages": TURNS, "response_format": {"type": "xml"}},
@@ -388,6 +390,7 @@ def test_tokenize_and_detokenize(served):
     )
     ids = rendered(served.llm)
     assert served.post("/tokenize", {"messages": TURNS})[1]["tokens"] == ids
+    assert served.post("/tokenize", {"content": PROMPT})[0] == 400
 
 
 def test_oversized_bodies_are_refused(served):

@@ -127,7 +127,9 @@ def test_clients_receive_reasoning_content_and_calls(
         counts = (usage.input_tokens, usage.output_tokens)
         details = getattr(usage, "output_tokens_details", None)
     assert counts == (n_prompt, len(PIECES))
-    if ask is not messages:
+    if ask is messages:
+        assert (usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == (0, 0)
+    else:
         assert details.reasoning_tokens == 1  # the pieces that begin inside the reasoning
 
 
@@ -294,6 +296,30 @@ def test_ends_of_answers_have_the_names_of_each_api(
     assert (message.stop_reason, message.stop_sequence) == (reason, stop)
 
 
+@pytest.mark.usefixtures("reasons")
+@pytest.mark.parametrize(
+    ("pieces", "items"),
+    [
+        (PIECES[:2], [("reasoning", "incomplete")]),
+        ((*PIECES[:3], "\n\nSo"), [("reasoning", "completed"), ("message", "incomplete")]),
+        (PIECES, [(kind, "completed") for kind in ("reasoning", "message", "function_call")]),
+    ],
+)
+def test_the_item_that_max_output_tokens_cuts_is_incomplete(
+    served: Served, monkeypatch: pytest.MonkeyPatch, pieces: Any, items: Any
+) -> None:
+    script(served.llm, monkeypatch, *pieces, finish_reason="length")
+    fields: Any = {"model": "demo", "input": "Q", "tools": [RESPONSES_TOOL]}
+    whole = served.client.responses.create(**fields)
+    events: Any = [*served.client.responses.create(**fields, stream=True)]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert events[-1].type == "response.incomplete"
+    for answer in (whole, events[-1].response):
+        assert answer.status == "incomplete"
+        assert [(item.type, item.status) for item in answer.output] == items  # type: ignore[union-attr]
+    assert [(item.type, item.status) for item in done] == items
+
+
 def test_errors_in_the_middle_of_a_stream_reach_the_clients(
     served: Served, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +334,7 @@ def test_errors_in_the_middle_of_a_stream_reach_the_clients(
     assert events[-1].type == "response.failed"
     assert events[-1].response.error is not None
     assert "internal" in events[-1].response.error.message
+    assert events[-1].response.output[0].status == "incomplete"  # type: ignore[union-attr]
     turns: Any = TURNS
     with pytest.raises(anthropic.APIStatusError, match="internal server error"):
         list(client.messages.create(model="demo", max_tokens=9, messages=turns, stream=True))

@@ -112,6 +112,10 @@ def test_rules_that_exclude_every_token_are_refused(llm, params):
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncation_side": "right"}, "truncation_side"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"response_format": {"type": "json_object", "schema": 1}}, "a schema"),
     ],
 )
 def test_fields_without_effect_and_wrong_values_are_refused(served, fields, word):

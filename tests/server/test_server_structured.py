@@ -48,6 +48,7 @@ TOOLS = [
         ({"guided_choice": ["yes", "no"]}, {"choice": ["yes", "no"]}),
         ({"guided_grammar": 'start: "a" "b"'}, {"grammar": 'start: "a" "b"'}),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
     ],
 )  # fmt: skip
 def test_formats_of_a_request_equal_formats_in_python(

@@ -4,6 +4,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.heads import (
@@ -18,8 +19,7 @@ from support.heads import (
 from support.texts import (
     VOCABULARY,
     assert_distribution,
-    exact_distributions,
-    sampled_texts,
+    run_together,
     small_model,
 )
 from support.tiny import drafter_of, generate, open_llm, prompt_of, runner_of
@@ -30,8 +30,10 @@ from offload_rt import SamplingParams
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import SettingsError, UnsupportedModelError
+from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate.block_model import BlockModel
 from offload_rt.speculate.select import load_rule
+from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
 
@@ -159,7 +161,7 @@ def reference(raw, weights, model, states, tokens, path):
     is_nested = "speculators_model_type" in raw
     layers = raw["transformer_layer_config"] if is_nested else raw
     context = rms(states.double().flatten(1) @ w["fc.weight"].T, w["hidden_norm.weight"])
-    x = embedding[[tokens[-1], *path, *[MASK] * (BLOCK - 1 - len(path))]]
+    x = embedding[[tokens[-1], *path, *[keys["mask_token_id"]] * (BLOCK - 1 - len(path))]]
     x = x * keys.get("input_embedding_scale", 1)
     n = len(context)
     positions = torch.arange(n + BLOCK)
@@ -356,17 +358,44 @@ def test_other_configs_are_rejected_by_name(tmp_path, changes, layers, error, me
 
 @pytest.mark.slow
 def test_joint_distribution_of_sampled_trees(tmp_path, monkeypatch):
-    """Residual rules draw children from the distribution of the block with their path."""
-    monkeypatch.setattr("support.texts.N_DRAWS", 400)
-    rule = "traversal"
+    """Siblings are drawn without replacement, grandchildren from the block with their path."""
     model = small_model(VOCABULARY, n_layers=5, sureness=0.5)
     config = DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"mask_token_id": 3}}
-    settings, _, _ = write_block(tmp_path, model, config)
+    settings, raw, weights = write_block(tmp_path, model, config)
+    shape = Topology(np.array([-1, 0, 0, 1, 2]))
+    # The target's most probable tokens, so that all sequences have equal texts.
+    sampling = [
+        SamplingParams(max_new_tokens=4, temperature=0.8, top_k=1, seed=i) for i in range(500)
+    ]
+    sequences = [TokenSequence([1, 3, 2, 0, 1], params, 64) for params in sampling]
+    trees: list[Tensor] = []
     with open_llm(max_model_len=64, **settings) as llm:
-        drafter = drafter_of(llm, "block", rule, DraftLimits(6, 4), level_s=0.0)
-        texts = sampled_texts(runner_of(llm), drafter, load_rule(rule), 6)
-    for found, probs in zip(texts, exact_distributions(model), strict=True):
-        assert_distribution(found, probs)
+        limits = DraftLimits(5, 4)
+        drafter = drafter_of(llm, "block", "traversal", limits, level_s=0.0, shape=shape)
+        propose = drafter.propose
+        states = record_states(monkeypatch, BlockModel)
+
+        def proposed(batch, n_nodes):
+            made = propose(batch, n_nodes)
+            trees.extend(tree.tokens for tree in made if len(tree.topology) == len(shape))
+            return made
+
+        monkeypatch.setattr(drafter, "propose", proposed)
+        run_together(runner_of(llm), drafter, load_rule("traversal"), sequences, 5, 2)
+    assert len(trees) == len(sequences)
+    text = sequences[0].tokens[: 5 + 1]
+    probs = [
+        torch.softmax(reference(raw, weights, model, states[0][:5], text, path) / 0.8, -1).numpy()
+        for path in ([], *([token] for token in range(VOCABULARY)))
+    ]
+    root = probs[0][0]
+    siblings = root[:, None] * root / (1 - root[:, None]) * (1 - np.eye(VOCABULARY))
+    below = np.stack([block[1] for block in probs[1:]])
+    tokens = torch.stack(trees).tolist()
+    assert_distribution(
+        [(a, b, c) for _, a, b, c, _ in tokens], siblings[..., None] * below[:, None]
+    )
+    assert_distribution([(a, b, d) for _, a, b, _, d in tokens], siblings[..., None] * below)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if TYPE in CASES[case][0]])

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Gemma4VisionConfig, PreTrainedModel
 
-from bench.models.tiny import config_of, random_model
+from bench.models.tiny import SIZES, _small, config_of, random_model
 from offload_rt.models.image_prompt import ImagePrompt, PromptImage
 from offload_rt.models.image_tower import ImageTower
 from support.tiny import prompt_of
@@ -17,21 +17,34 @@ IMAGE_ID = 150
 # Sizes of the tower and the projector; those of the whole model are separate.
 _TOWER: dict[str, Any] = {"image_size": 32, "patch_size": 8, "out_hidden_size": 64, "depth": 4}
 _OF_TYPE: dict[str, dict[str, Any]] = {
-    "qwen3_vl": {"deepstack_visual_indexes": [0, 2]}, "gemma3": {"mm_tokens_per_image": 4},
+    "qwen3_vl": {"deepstack_visual_indexes": [0, 2]},
+    "gemma3": {"mm_tokens_per_image": 4},
+    "llava_next": {"image_grid_pinpoints": [[32, 64], [64, 32]]},
+    "internvl": {"image_size": [32, 32], "patch_size": [8, 8]},
+}  # fmt: skip
+_GRIDS = {
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v",
+    "qwen3_5_moe", "glm4v_moe",
 }  # fmt: skip
 
 
 def image_model(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
     """Save a tiny random model with a vision tower; return the model of transformers."""
     config = config_of(kind)
+    if config.vision_config is None:
+        config.vision_config = _small(Gemma4VisionConfig(), SIZES)
     tower = config.vision_config
     more = _OF_TYPE.get(kind, {})
     for name, value in (_TOWER | more).items():
         for part in (tower, config):
             if hasattr(part, name) or name in more:
                 setattr(part, name, value)
+    if kind == "gemma4":  # larger models of the family
+        config.text_config.use_bidirectional_attention = "vision"
+    if kind == "glm4v_moe":
+        config.text_config.rope_parameters["mrope_section"] = [1, 1, 2]
     config.image_token_id = IMAGE_ID
-    model = random_model(type(config).from_dict(config.to_dict()), seed)
+    model = random_model(type(config).from_dict(config.to_dict()), seed, has_tower=True)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text("{}")
     return model
@@ -40,11 +53,22 @@ def image_model(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
 def image_inputs(kind: str, seed: int) -> dict[str, Tensor]:
     """Return random inputs of a tower for an image."""
     generator = torch.Generator().manual_seed(seed)
-    if kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v"):
-        grid = torch.tensor([[1, 4, 6]])
+    if kind in _GRIDS:
         patches = torch.randn(24, 3 * 2 * 8 * 8, generator=generator)
-        return {"pixel_values": patches, "image_grid_thw": grid}
-    return {"pixel_values": torch.randn(1, 3, 32, 32, generator=generator)}
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 6]])}
+    if kind == "gemma4":
+        places = torch.cartesian_prod(torch.arange(6), torch.arange(6))[None]
+        return {
+            "pixel_values": torch.rand(1, 36, 3 * 8 * 8, generator=generator),
+            "image_position_ids": places,
+        }
+    pixels = torch.randn(1, 3, 32, 32, generator=generator)
+    if kind == "llava_next":
+        tiles = torch.randn(1, 3, 3, 32, 32, generator=generator)
+        return {"pixel_values": tiles, "image_sizes": torch.tensor([[40, 20]])}
+    if kind == "mistral3":
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([[32, 32]])}
+    return {"pixel_values": pixels[None] if kind in ("idefics3", "smolvlm") else pixels}
 
 
 def image_prompt(
@@ -74,11 +98,14 @@ def generate_images(model: PreTrainedModel, prompt: ImagePrompt, n_new: int) -> 
     """The greedy continuation of a prompt with images by transformers."""
     ids = torch.tensor([prompt.ids])
     names = prompt.images[0].inputs
-    inputs = {name: torch.cat([image.inputs[name] for image in prompt.images]) for name in names}
+    dim = int(model.config.model_type in ("idefics3", "smolvlm"))
+    inputs = {
+        name: torch.cat([image.inputs[name] for image in prompt.images], dim) for name in names
+    }
     types = (ids == IMAGE_ID).int()
-    inputs["token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"] = types
-    if model.config.model_type in ("llava",):
-        del inputs["mm_token_type_ids"]
+    kind = model.config.model_type
+    if kind in _GRIDS | {"gemma3", "gemma4"}:
+        inputs["token_type_ids" if kind == "gemma3" else "mm_token_type_ids"] = types
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), **inputs, max_new_tokens=n_new,
         min_new_tokens=n_new, do_sample=False, pad_token_id=0,

@@ -65,9 +65,10 @@ def run_together(
     rule: VerificationRule,
     sequences: Iterable[TokenSequence],
     n_nodes: int,
+    n_passes: int | None = None,
 ) -> list[list[int]]:
-    """Continue sequences in one batch to their ends, with trees of up to so many nodes each;
-    returns the new tokens.
+    """Continue sequences in one batch to their ends, or for a number of passes, with trees of up to
+    n_nodes each; returns the new tokens.
     """
     batch = list(sequences)
     engine = Engine(
@@ -80,8 +81,8 @@ def run_together(
     )
     for one in batch:
         engine.add(one)
-    while engine.step():
-        pass
+    passes = itertools.count() if n_passes is None else range(n_passes)
+    any(not engine.step() for _ in passes)
     return [one.tokens[one.n_prompt :] for one in batch]
 
 

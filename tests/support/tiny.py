@@ -39,6 +39,7 @@ from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.executor.step import Step
 from offload_rt.kv.split import LEAST_BUDGET
+from offload_rt.planning import local
 from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts, VerificationRule
@@ -228,8 +229,9 @@ def keep_steady(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is measured in a moment: by a matrix that caches hold, and one layer of the
-    disk.
+    disk; as if no other program ran.
     """
+    monkeypatch.setattr(local, "busy_cpus", lambda: 0.0)
     monkeypatch.setattr(profile, "beyond_caches", lambda device: 4 << 20)
     monkeypatch.setattr(profile, "link_gbps", partial(profile.link_gbps, seconds=0.0))
 

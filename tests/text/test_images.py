@@ -71,10 +71,10 @@ SCANS = encoded(Image.fromarray(PIXELS), "JPEG", progressive=True)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no image: needs PNG, JPEG"),
-        (b"%PDF-1.7", "no image"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image"),
-        (encoded(Image.fromarray(PIXELS), "BMP"), "no image"),
+        (b"", "no readable image: needs PNG, JPEG"),
+        (b"%PDF-1.7", "no readable image"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no readable image"),
+        (encoded(Image.fromarray(PIXELS), "BMP"), "no readable image"),
         (PNG[:-40], "damaged or incomplete"),
         (encoded(Image.fromarray(PIXELS), "JPEG")[:-60], "damaged or incomplete"),
         (SCANS[:-2] + SCANS[SCANS.index(b"\xff\xda") : -2] * 20 + SCANS[-2:], "too many scans"),
@@ -189,5 +189,5 @@ def test_urls_are_fetched_and_files_become_data_urls():
     (image,) = extract_images([{"role": "user", "content": [part]}], fetch=fetch)[1]
     assert image.size == (9, 6) and asked == ["HTTPS://a.example/x"]
     assert encode_data_url(PNG) == URL
-    with pytest.raises(PromptError, match="no image"):
+    with pytest.raises(PromptError, match="no readable image"):
         encode_data_url(b"x")
