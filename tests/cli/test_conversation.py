@@ -33,12 +33,17 @@ def test_undo_and_regenerate_remove_the_last_turn(conversation):
         conversation.regenerate()
 
 
-def test_saved_conversation_is_loaded_again(conversation, tmp_path):
+def test_saved_conversation_is_loaded_again(conversation, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    conversation.run("/save ~/home.json")
+    assert (tmp_path / "home.json").exists()
     path = tmp_path / "my chat.json"
     assert conversation.run(f"/save {path}") == f"saved 4 messages to {path}"
     other = Conversation(SamplingParams())
     assert other.run(f"/load {path}") == "loaded 4 messages"
     assert (other.messages, other.system) == (conversation.messages, "Be brief.")
+    other.run("/system")
+    assert other.system is None
 
 
 @pytest.mark.parametrize(
