@@ -466,7 +466,8 @@ class LLM:
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
         if self.tokenizer is None:
             raise PromptError(
-                "the checkpoint has no tokenizer", change="pass the prompt as a list of token ids"
+                "the checkpoint has no tokenizer",
+                change="add its tokenizer.json, or pass token ids in Python",
             )
         return self.tokenizer
 

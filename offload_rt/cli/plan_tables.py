@@ -140,10 +140,10 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
     assert touched is not None and plan.experts is not None
     n_on_host = plan.experts.n_on_host / touched.n_layers
     print(
-        f"experts per layer: {touched.n_experts}, {touched.n_resident:.0f} on the device,"
-        f" {n_on_host:.0f} in host memory; a token needs {touched.n_used}\nassumed: all experts are"
-        f" equally frequent; the CPU of a GPU machine reads {forecast.machine.ram_gbps:g} GB/s of"
-        " weights"
+        f"experts per layer: {touched.n_experts}, of which a token needs {touched.n_used}\n"
+        f"on average the device holds {touched.n_resident:.0f} experts of a layer, and host memory"
+        f" {n_on_host:.0f}\nassumed: all experts are equally frequent; the CPU of a GPU machine"
+        f" reads {forecast.machine.ram_gbps:g} GB/s of weights"
     )
 
 

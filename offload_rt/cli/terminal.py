@@ -112,10 +112,15 @@ class AnswerView(Protocol):
 
 
 class PlainView:
-    """Print the answer to stdout as it is produced."""
+    """Print the answer to stdout as it is produced, with a blank line behind the reasoning."""
+
+    _is_reasoning = False
 
     def add(self, part: TextPart) -> None:
         """Print the text."""
+        if self._is_reasoning and not part.is_reasoning:
+            print("\n")
+        self._is_reasoning = part.is_reasoning
         print(part.text, end="", flush=True)
 
     def close(self) -> None:
@@ -131,17 +136,23 @@ class MarkdownView:
 
         self._console = console
         self._text = ""
+        self._reasoning = ""  # its last line
         self._live = Live(console=console, transient=True, refresh_per_second=10)
         self._live.start()
 
     def add(self, part: TextPart) -> None:
-        """Show more text; reasoning is dimmed."""
+        """Show more text; reasoning is dimmed, and printed line by line."""
         from rich.markdown import Markdown
         from rich.text import Text
 
         if part.is_reasoning:
-            self._live.console.print(Text(part.text, style="dim"), end="")
+            # The live display erases a line that it did not print itself.
+            lines, line_break, self._reasoning = (self._reasoning + part.text).rpartition("\n")
+            if line_break:
+                self._console.print(Text(lines, style="dim"))
+            self._live.update(Text(self._reasoning, style="dim"))
             return
+        self._end_reasoning()
         self._text += part.text
         done, self._text = split_blocks(self._text)
         if done.strip():
@@ -153,9 +164,19 @@ class MarkdownView:
         """Print the last block."""
         from rich.markdown import Markdown
 
+        self._end_reasoning()
         self._live.stop()
         if self._text.strip():
             self._console.print(Markdown(self._text))
+
+    def _end_reasoning(self) -> None:
+        """Print the last line of the reasoning and a blank line."""
+        from rich.text import Text
+
+        if self._reasoning:
+            self._live.update("")
+            self._console.print(Text(f"{self._reasoning}\n", style="dim"))
+            self._reasoning = ""
 
 
 def split_blocks(text: str) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Pass times, from measured machine rates and the bytes of a pass."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -157,6 +158,8 @@ class TouchedExperts:
     n_resident  mean number of experts per layer on the device
     host        host compute times, to compute some missing experts during copies; None to copy all
     bias        learned correction factor by row count; None for 1
+    n_on_host   mean number of experts per layer in host memory, besides `n_resident`; the host
+                computes no others
     """
 
     tier: str
@@ -167,6 +170,7 @@ class TouchedExperts:
     n_resident: float = 0.0
     host: HostTimes | None = None
     bias: Callable[[np.ndarray], np.ndarray] | None = None
+    n_on_host: float = math.inf
 
     def pass_nbytes(self, n_rows: np.ndarray, gbps: float = 0.0) -> np.ndarray:
         """Return the bytes copied in passes, for equally likely experts and the learned bias.
@@ -180,9 +184,11 @@ class TouchedExperts:
         if self.host is not None and gbps:
             rows_per_expert = n_rows * self.n_used / (touched * self.n_experts)
             share = self.host.at(rows_per_expert) / transfer_s(self.nbytes, gbps)
-            n_missing = np.maximum(
+            n_copied = np.maximum(
                 n_missing * share / (1 + share), np.minimum(n_missing, 1) * np.minimum(share, 1)
             )
+            on_host = min(self.n_on_host / max(self.n_experts - self.n_resident, 1), 1.0)
+            n_missing = np.maximum(n_copied, n_missing * (1 - on_host))
         return np.asarray(n_missing * self.n_layers * self.nbytes)
 
 

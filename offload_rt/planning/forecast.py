@@ -137,10 +137,9 @@ class Machine:
         return PairTimes(target_times, draft_times, self.level_s, n_at_once(draft))
 
     def with_host_experts(self, moved: PassBytes) -> PassBytes:
-        """Compute experts on the CPU of a GPU machine if all are in host memory."""
+        """Compute experts of host memory on the CPU of a GPU machine."""
         experts = moved.experts
-        is_host = experts is not None and experts.tier == "host" and moved.disk_experts is None
-        if experts is None or not is_host or not self.ram_gbps:
+        if experts is None or experts.tier != "host" or not self.ram_gbps:
             return moved
         times = HostTimes((1,), (transfer_s(experts.nbytes, self.ram_gbps),))
         return replace(moved, experts=replace(experts, host=times))

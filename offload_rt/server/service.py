@@ -259,7 +259,9 @@ class Service:
     async def error_response(self, http: Request | None, error: Exception) -> JSONResponse:
         """Convert an exception to a response."""
         if isinstance(error, HTTPException):
-            return error_response(error.status_code, str(error.detail))
+            response = error_response(error.status_code, str(error.detail))
+            response.headers.update(error.headers or {})  # `Allow` of status 405
+            return response
         if isinstance(error, Refused):
             return error_response(error.status, str(error), error.code, error.retry_after_s)
         if not isinstance(error, OffloadError):

@@ -25,7 +25,7 @@ _DATA_URL = re.compile(r"data:([^;,]*)((?:;[^;,]*)*),", re.IGNORECASE)
 # Progressive JPEG repeats passes over the image; small files can contain a million of them.
 _MAX_JPEG_SCANS = 100
 # Pillow holds the interpreter lock while it copies decoded WebP: 66 ms for 20 million pixels.
-_MAX_WEBP_PIXELS = 25_000_000
+_MAX_WEBP_PIXELS = 16_000_000
 
 Fetch = Callable[[str], bytes]
 

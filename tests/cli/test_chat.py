@@ -180,6 +180,14 @@ def test_chat_flags_reach_the_template(talk, llm, model, capfd):
         assert talk(["fox"], "--chat-template-kwargs", wrong)[0] == 2
 
 
+def test_hidden_reasoning_and_lines_with_a_slash(talk):
+    """The template opens the reasoning, which never ends. A path is a message."""
+    flags = ["--quiet", "--max-tokens", "5", "--chat-template-kwargs", '{"mood": "<think>"}']
+    code, out, err = talk(["/usr/bin", "/regen now"], *flags)
+    assert code == 0 and out.strip() and err.startswith("error: /regen has no argument")
+    assert talk(["/usr/bin"], *flags, "--hide-thinking") == (0, "\n", "")
+
+
 def test_chat_reports_a_full_context_and_continues(talk):
     lines = ["the " * 300, "fox", "/stats", "fox", "/reset", "fox"]
     code, out, err = talk(lines, "--quiet")

@@ -2,14 +2,17 @@
 
 import base64
 import io
+import re
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from offload_rt.cli.conversation import Conversation
-from offload_rt.cli.terminal import split_blocks
+from offload_rt.cli.terminal import MarkdownView, PlainView, split_blocks
 from offload_rt.config import SamplingParams
 from offload_rt.errors import OffloadError
+from offload_rt.text.reasoning import TextPart
 
 
 @pytest.fixture
@@ -30,12 +33,17 @@ def test_undo_and_regenerate_remove_the_last_turn(conversation):
         conversation.regenerate()
 
 
-def test_saved_conversation_is_loaded_again(conversation, tmp_path):
+def test_saved_conversation_is_loaded_again(conversation, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    conversation.run("/save ~/home.json")
+    assert (tmp_path / "home.json").exists()
     path = tmp_path / "my chat.json"
     assert conversation.run(f"/save {path}") == f"saved 4 messages to {path}"
     other = Conversation(SamplingParams())
     assert other.run(f"/load {path}") == "loaded 4 messages"
     assert (other.messages, other.system) == (conversation.messages, "Be brief.")
+    other.run("/system")
+    assert other.system is None
 
 
 @pytest.mark.parametrize(
@@ -138,6 +146,40 @@ def test_parameters_are_set_and_shown(conversation):
     assert conversation.params.max_tokens == 9
     conversation.run("/set temperature none")
     assert conversation.params.temperature is None
+
+
+def screen(output: str) -> list[str]:
+    """Lines of a terminal behind this output."""
+    lines, row, column = [""], 0, 0
+    for code, text in re.findall(r"\x1b\[([?\d;]*[A-Za-z])|([\r\n]|[^\r\n\x1b]+)", output):
+        if code == "2K":
+            lines[row] = ""
+        elif code == "1A":
+            row -= 1
+        elif text == "\r":
+            column = 0
+        elif text == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row == len(lines))
+        elif text:
+            lines[row] = lines[row][:column].ljust(column) + text
+            column += len(text)
+    return [line.strip() for line in lines]
+
+
+PARTS = [TextPart("I", True), TextPart(" think\nhard", True), TextPart("The **answer**", False)]
+
+
+def test_reasoning_and_answer_stay_on_a_narrow_screen(capsys):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=40, height=20)
+    for view in (MarkdownView(console), PlainView()):
+        for part in PARTS:
+            view.add(part)
+        view.close()
+    assert capsys.readouterr().out == "I think\nhard\n\nThe **answer**\n"
+    shown = screen(output.getvalue())
+    assert [line for line in shown if line] == ["I think", "hard", "The answer"]
 
 
 @pytest.mark.parametrize(

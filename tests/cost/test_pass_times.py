@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from offload_rt.cost.pass_times import (
     ComputeTimes,
+    HostTimes,
     MachineProfile,
     PassBytes,
     TouchedExperts,
@@ -207,3 +208,14 @@ def test_extrapolated_compute_time_stays_above_the_fastest_measured_pass():
         1.0,
     ]
     assert (falling.at(np.array([100, 10_000]), 1000) > 0).all()
+
+
+def test_host_computes_only_experts_of_host_memory():
+    """Of 60 missing experts a layer, a fast host computes at most those in host memory."""
+    host = HostTimes((1,), (1e-9,))
+    rows = np.array([1, 8, 64])
+    experts = TouchedExperts("host", 5, 64, 8, 10**6, n_resident=4, host=host)
+    all_copied = experts.pass_nbytes(rows)
+    for n_on_host, share in ((0.0, 1.0), (15.0, 0.75), (60.0, 0.0)):
+        copied = replace(experts, n_on_host=n_on_host).pass_nbytes(rows, 1.0)
+        np.testing.assert_allclose(copied, share * all_copied, rtol=1e-5, atol=1e3)

@@ -11,6 +11,7 @@ PRINTED = {
     "chat": "assistant: ",
     "compare_transformers": "equal to transformers: True",
     "generate": "24 tokens",
+    "images": "the answer depends on the image: True",
     "logprobs": "perplexity of the prompt",
     "openai_client": "\n",
     "plan": "predicted",

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import TEMPLATE, Served, llm, served
+from PIL import Image
+from support.serving import TEMPLATE, Served, llm, served, vision
+
+from offload_rt import SamplingParams
 
 selenium = pytest.importorskip("selenium")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
@@ -19,7 +22,7 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
-__all__ = ["TEMPLATE", "llm", "served"]
+__all__ = ["TEMPLATE", "llm", "served", "vision"]
 # Folder for screenshots; unset: none.
 PICTURES = os.environ.get("PAGE_PICTURES")
 
@@ -262,6 +265,83 @@ def test_attached_file_is_sent_with_the_message(page, tmp_path):
     sent = page.execute_script("return JSON.parse(sent.find(Boolean)).messages[0].content")
     assert sent == "Explain\n\nnotes.md:\n````\n```\ncode\n```\n\n````"
     assert page.find_element(By.CSS_SELECTOR, ".file summary").text == "notes.md"
+
+
+PUT = """
+const [event, bytes] = arguments, data = new DataTransfer();
+data.items.add(new File([new Uint8Array(bytes)], `${event}.png`, { type: "image/png" }));
+const options = { bubbles: true, clipboardData: data, dataTransfer: data };
+const made = event === "paste" ? new ClipboardEvent(event, options) : new DragEvent(event, options);
+document.getElementById("prompt").dispatchEvent(made);
+"""
+# Natural width of each loaded image of the conversation.
+WIDTHS = "return [...document.querySelectorAll('article img')].map((image) => image.naturalWidth)"
+
+
+def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
+    path = tmp_path / "teal.png"
+    Image.new("RGB", (60, 40), "teal").save(path)
+    (tmp_path / "noise.png").write_bytes(path.read_bytes() + os.urandom(200_000))
+    parts = [{"type": "image", "image": path}] * 3
+
+    def expected(text: str) -> str:
+        turn = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+        return vision.llm.chat([turn], SamplingParams(max_tokens=4, temperature=0))[0].text
+
+    page.get(f"http://127.0.0.1:{vision.port}/")
+    wait(page, lambda: text_of(page, "model") == "demo")
+    set_limit(page, 4)
+    files = page.find_element(By.ID, "attach-files")
+    files.send_keys(str(tmp_path / "noise.png"))
+    wait(page, lambda: "the server accepts 200000" in text_of(page, "status"))
+    for name in ("first", "second"):
+        files.send_keys(str(path))
+        wait(page, lambda: page.find_elements(By.CSS_SELECTOR, "#attached img"))
+        if name == "first":
+            page.find_element(By.CSS_SELECTOR, "#attached button").send_keys(Keys.ENTER)
+            wait(page, lambda: not page.find_elements(By.CSS_SELECTOR, "#attached li"))
+            assert page.switch_to.active_element.get_attribute("id") == "prompt"
+    for n, event in enumerate(("paste", "drop"), 2):
+        page.execute_script(PUT, event, [*path.read_bytes()])
+        wait(page, lambda n=n: len(page.find_elements(By.CSS_SELECTOR, "#attached img")) == n)
+    picture(page, "image-composer.png")
+    say(page, "What?")
+    assert wait_for_end(page, 1) == [expected("What?")]
+    wait(page, lambda: page.execute_script(WIDTHS) == [60] * 3)
+    page.refresh()
+    wait(page, lambda: page.execute_script(WIDTHS) == [60] * 3)
+    page.find_element(By.XPATH, "//article[contains(@class,'user')]//button[.='Edit']").click()
+    page.find_element(By.ID, "edited").send_keys(" Why?")
+    page.find_element(By.XPATH, "//button[.='Send' and not(@id)]").click()
+    wait(page, lambda: page.find_elements(By.CSS_SELECTOR, ".user .version"))
+    assert wait_for_end(page, 1) == [expected("What? Why?")]
+    picture(page, "image-light.png")
+    click(page, "#export")
+    wait(page, (tmp_path / "conversations.json").exists)
+    click(page, "[aria-label^=Delete]")
+    click(page, "#confirm-yes")
+    wait(page, lambda: not page.find_elements(By.CSS_SELECTOR, "#chats li"))
+    importer = page.find_element(By.ID, "import-file")
+    importer.send_keys(str(tmp_path / "conversations.json"))
+    wait(page, lambda: page.execute_script(WIDTHS) == [60] * 3)
+    click(page, ".regenerate")
+    wait(page, lambda: page.find_elements(By.CSS_SELECTOR, ".assistant .version"))
+    assert wait_for_end(page, 1) == [expected("What? Why?")]
+    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+    small = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", small)
+    page.execute_script(PUT, "paste", [*path.read_bytes()])
+    wait(page, lambda: page.find_elements(By.CSS_SELECTOR, "#attached img"))
+    picture(page, "image-phone-dark.png")
+    assert page.execute_script("return document.documentElement.scrollWidth") <= 390
+
+
+def test_models_of_text_explain_that_they_read_no_images(page, tmp_path):
+    Image.new("RGB", (6, 4), "teal").save(tmp_path / "teal.png")
+    page.find_element(By.ID, "attach-files").send_keys(str(tmp_path / "teal.png"))
+    wait(page, lambda: "demo reads text only; teal.png is an image" in text_of(page, "status"))
+    assert page.find_elements(By.CSS_SELECTOR, "#attached li") == []
 
 
 def test_settings_and_system_message_belong_to_a_conversation(page):

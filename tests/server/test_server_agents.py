@@ -381,6 +381,8 @@ def test_routes_are_described(served: Served) -> None:
     responses = description["paths"]["/v1/completions"]["post"]["responses"]
     assert responses["200"]["content"].keys() == {"application/json", "text/event-stream"}
     assert "4XX" in responses
+    status, headers, _ = served.request("PUT", "/v1/models")
+    assert (status, headers["Allow"]) == (405, "GET")
     for path in ("/metrics", "/health"):
         content = description["paths"][path]["get"]["responses"]["200"].get("content", {})
         sent = served.request("GET", path)[1].get("Content-Type")

@@ -110,8 +110,9 @@ def test_entries_are_counted_before_validation(body, message):
         (b'{"prompt": [' + b'"",' * 40_000 + b'""]}', "40002 strings"),
         (b'{"prompt": [' + b"1," * 300_000 + b"1]}", "300000 values"),
         (b'{"prompt": [' + b"1.5," * 40_000 + b"1]}", "40000 fractions"),
+        (b'{"prompt": "' + b"\\n" * 2_100_000 + b'"}', "2100000 escapes"),
     ],
-    ids=["lists", "objects", "strings", "values", "fractions"],
+    ids=["lists", "objects", "strings", "values", "fractions", "escapes"],
 )
 def test_values_are_counted_before_parsing(body, message, monkeypatch):
     def parse(text: str) -> Any:

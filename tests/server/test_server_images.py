@@ -19,13 +19,15 @@ from support.serving import (
     running,
     script,
     served,
+    vision,
 )
 
+from offload_rt import SamplingParams
 from offload_rt.errors import PromptError
 from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.server import prompts
 
-__all__ = ["llm", "served"]
+__all__ = ["llm", "served", "vision"]
 
 
 def data_of(*size: int) -> str:
@@ -100,6 +102,29 @@ def test_images_of_all_apis_reach_the_processor_alike(
     assert options["add_generation_prompt"] is True
     (prompt,) = requests[0][0]
     assert isinstance(prompt, ImagePrompt) and len(prompt) == N_TOKENS
+
+
+def test_answers_of_a_vision_model_equal_those_of_python(vision: Served) -> None:
+    """The answer depends on the image, and usage counts its 16 tokens."""
+    params = SamplingParams(max_tokens=6, temperature=0)
+    texts = []
+    for colour in ("teal", "red"):
+        image = Image.new("RGB", (50, 40), colour)
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        part = {"type": "image_url", "image_url": {"url": url}}
+        turns: Any = [{"role": "user", "content": [part, text("What?")]}]
+        answer = vision.client.chat.completions.create(
+            model="demo", messages=turns, max_tokens=6, temperature=0
+        )
+        turns[0]["content"][0] = {"type": "image", "image": image}
+        expected = vision.llm.chat(turns, params)[0]
+        assert answer.choices[0].message.content == expected.text
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len(expected.prompt_token_ids) > 16
+        texts.append(expected.text)
+    assert texts[0] != texts[1]
 
 
 def test_tool_results_contain_images(

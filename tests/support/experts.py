@@ -65,6 +65,7 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):
         tier.close()
 
 
+@contextmanager
 def open_touched(folder, n_slots, watch=False, device="cpu", **settings):
     """An LLM with slots for so many experts, all else on the device."""
     settings = {"device": device, "max_model_len": 128, "drafter": "none"} | settings
@@ -79,11 +80,12 @@ def open_touched(folder, n_slots, watch=False, device="cpu", **settings):
         slot = max(tier.layout(i).nbytes for i in range(len(experts)))
         # blocks of a card end at pages
         reserved += len(rest.layers) * 8192 if device == "cuda" else 0
-    llm = LLM.open(EngineConfig(str(folder), device_memory=reserved + n_slots * slot, **settings))
-    if watch:
-        files = llm.spec.files
-        experts = replace(files.experts, tier=Watched(files.experts.tier))
-        llm.spec = replace(llm.spec, files=replace(files, experts=experts))
-    llm.load()
-    assert llm.plan.n_expert_slots == n_slots and set(llm.plan.tiers) == {"device"}
-    return llm
+    config = EngineConfig(str(folder), device_memory=reserved + n_slots * slot, **settings)
+    with LLM.open(config) as llm:
+        if watch:
+            files = llm.spec.files
+            experts = replace(files.experts, tier=Watched(files.experts.tier))
+            llm.spec = replace(llm.spec, files=replace(files, experts=experts))
+        llm.load()
+        assert llm.plan.n_expert_slots == n_slots and set(llm.plan.tiers) == {"device"}
+        yield llm

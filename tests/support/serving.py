@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
+from write_vision import write_vision
 
 from offload_rt import LLM, Piece, SamplingParams
 from offload_rt.models.image_prompt import ImageProcessor, ImagePrompt
@@ -131,6 +132,15 @@ def llm() -> Iterator[LLM]:
 def served(llm: LLM) -> Iterator[Served]:
     """A server of the demonstration models."""
     yield from serve(llm)
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of a tiny random model that reads images."""
+    path = tmp_path_factory.mktemp("vision")
+    write_vision(path)
+    with LLM(str(path), device="cpu", dtype="float32", max_model_len=128) as model:
+        yield from serve(model)
 
 
 @contextmanager

@@ -1,19 +1,20 @@
 // Web page: conversations, their answers, and the passes that produced the answers.
 import { complete, get } from "./api.js";
+import * as attachments from "./attachments.js";
 import { drawLink } from "./charts.js";
+import * as images from "./images.js";
 import { render } from "./render.js";
 import * as store from "./store.js";
 import { drawTree } from "./tree.js";
 
-const MOST_ATTACHED = 256 * 1024;  // bytes of one text file
 const at = (id) => document.getElementById(id);
 
 let conversations = store.loadConversations();
 let openId = store.load("open", null);
 let defaults = store.load("defaults", {});
 let key = store.load("key", "");
-let model = "";
-let attached = [];  // {name, text} of the next message
+let card = { id: "" };  // the model's description
+let attached = [];  // files of the next message
 let editing = null;  // id of the edited message
 let lastTree = null;  // last pass with more than a root
 const running = new Map();  // conversation id -> AbortController of its answer
@@ -78,8 +79,10 @@ function article(message) {
     reasoning.append(element("div", { className: "text" }, render(message.reasoning)));
     whole.append(reasoning);
   }
-  whole.append(element("div", { className: "text" }, render(message.content, message.pieces)));
-  for (const { name, text } of message.attached ?? []) {
+  const files = message.attached ?? [], pictures = files.filter((file) => file.image);
+  if (pictures.length) whole.append(element("div", { className: "pictures" }, ...pictures.map(images.picture)));
+  if (message.content || !pictures.length) whole.append(element("div", { className: "text" }, render(message.content, message.pieces)));
+  for (const { name, text } of files.filter((file) => !file.image)) {
     whole.append(element("details", { className: "file" }, element("summary", { textContent: name }), element("pre", { textContent: text })));
   }
   whole.append(actions(message));
@@ -109,7 +112,7 @@ function editor(message) {
   area.setAttribute("aria-label", "Edited message");
   const done = () => {
     const content = area.value.trim();
-    if (!content) return;
+    if (!content && !message.attached) return;
     editing = null;
     const changed = store.append(open(), message.parent, { role: "user", content, attached: message.attached });
     answer(open(), changed.id);
@@ -168,6 +171,7 @@ async function drop(conversation) {
   if ((await closed(at("confirm"))) !== "yes") return;
   running.get(conversation.id)?.abort();
   conversations = conversations.filter((other) => other !== conversation);
+  images.remove(attachments.imagesOf([conversation]));
   choose(openId === conversation.id ? (conversations[0]?.id ?? null) : openId);
 }
 
@@ -186,8 +190,8 @@ function closed(dialog) {
   return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue), { once: true }));
 }
 
-function exportAll() {
-  const text = JSON.stringify({ version: 1, conversations });
+async function exportAll() {
+  const text = JSON.stringify({ version: 2, conversations, images: await attachments.exported(conversations) });
   const link = element("a", { href: URL.createObjectURL(new Blob([text], { type: "application/json" })), download: "conversations.json" });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
@@ -198,7 +202,8 @@ async function importFile(event) {
   event.target.value = "";
   if (!file) return;
   try {
-    const added = store.imported(await file.text());
+    const { conversations: added, images: urls } = store.imported(await file.text());
+    await attachments.adopt(added, urls);
     conversations = [...added, ...conversations];
     choose(added[0]?.id ?? openId);
     report(`Imported ${added.length} ${added.length === 1 ? "conversation" : "conversations"}`);
@@ -229,8 +234,7 @@ async function send(event) {
 async function answer(conversation, parent) {
   const controller = new AbortController();
   const { system, ...sampling } = conversation.settings;
-  const messages = store.branch(conversation, parent).map(({ role, content, attached: files }) => ({ role, content: withFiles(content, files) }));
-  if (system) messages.unshift({ role: "system", content: system });
+  const asked = store.branch(conversation, parent);
   const message = store.append(conversation, parent, { role: "assistant", content: "", reasoning: "", pieces: [] });
   running.set(conversation.id, controller);
   const isOpen = () => conversation.id === openId;
@@ -238,7 +242,9 @@ async function answer(conversation, parent) {
   show();
   let status = "";
   try {
-    for await (const chunk of complete({ model, messages, ...sampling }, key, controller.signal)) {
+    const messages = await Promise.all(asked.map(async (turn) => ({ role: turn.role, content: await attachments.contentOf(turn) })));
+    if (system) messages.unshift({ role: "system", content: system });
+    for await (const chunk of complete({ model: card.id, messages, ...sampling }, key, controller.signal)) {
       for (const choice of chunk.choices) take(message, choice.delta, chunk.pass, isOpen());
       if (chunk.choices.length && isOpen()) report("");
     }
@@ -265,27 +271,27 @@ function take(message, delta, pass, isOpen) {
   if (pass) showStatistics(message.pieces);
 }
 
-// A fence longer than any in the file keeps the file in one block.
-function withFiles(content, files = []) {
-  const fence = (text) => "`".repeat(Math.max(3, ...(text.match(/`+/g) ?? []).map((run) => run.length + 1)));
-  return [content, ...files.map(({ name, text }) => `${name}:\n${fence(text)}\n${text}\n${fence(text)}`)].filter(Boolean).join("\n\n");
-}
-
 async function attach(files) {
-  for (const file of files) {
-    const text = file.size <= MOST_ATTACHED ? await file.text() : "";
-    if (file.size > MOST_ATTACHED) report(`${file.name} has ${file.size} bytes; at most ${MOST_ATTACHED} can be attached`);
-    else if (text.includes("\0") || text.includes("\uFFFD")) report(`${file.name} is no text in UTF-8`);
-    else attached.push({ name: file.name, text });
+  report("");
+  const sent = open() ? store.branch(open()).flatMap((message) => message.attached ?? []) : [];
+  for (const file of [...files]) {
+    await attachments.read(file, card, [...sent, ...attached]).then((found) => attached.push(found), (error) => report(error.message));
   }
   showAttached();
 }
 
+function detach(file) {
+  attached = attached.filter((other) => other !== file);
+  if (file.image) images.remove([file.image]);
+  showAttached();
+  (at("attached").querySelector("button") ?? at("prompt")).focus();
+}
+
 function showAttached() {
   at("attached").replaceChildren(...attached.map((file) => {
-    const remove = button("×", () => (attached = attached.filter((other) => other !== file), showAttached()));
+    const remove = button("×", () => detach(file));
     remove.setAttribute("aria-label", `Remove ${file.name}`);
-    return element("li", {}, file.name, remove);
+    return element("li", {}, ...(file.image ? [images.picture(file)] : []), element("span", { textContent: file.name }), remove);
   }));
 }
 
@@ -329,8 +335,9 @@ async function editSettings() {
 
 async function findModel() {
   try {
-    model = (await get("v1/models", key)).data[0].id;
-    at("model").textContent = model;
+    [card] = (await get("v1/models", key)).data;
+    at("model").textContent = card.id;
+    at("attach").title = card.input_modalities?.includes("image") ? "Text files and images" : "Text files; this model reads no images";
     report("");
   } catch (error) {
     report(error.message);

@@ -75,18 +75,19 @@ export function matches(conversation, text) {
   return texts.some((value) => value.toLowerCase().includes(wanted));
 }
 
-/** Check imported conversations and give them new ids. Throws an Error for a file of another kind. */
+/** Check imported conversations and give them new ids. Also return their images by id. Throws an Error for a file of another kind. */
 export function imported(text) {
-  let conversations = null;
+  let conversations = null, images = {};
   try {
-    conversations = JSON.parse(text).conversations;
+    ({ conversations, images = {} } = JSON.parse(text));
   } catch { /* reported below */ }
-  const isNode = (node) => typeof node?.content === "string" && ["user", "assistant"].includes(node.role);
+  const isFile = (file) => typeof file?.name === "string" && typeof (file.text ?? file.image) === "string";
+  const isNode = (node) => typeof node?.content === "string" && ["user", "assistant"].includes(node.role) && (node.attached ?? []).every(isFile);
   const isConversation = ({ title, nodes, leaf }) =>
     typeof title === "string" && Object.values(nodes ?? {}).every(isNode) && (leaf === null || leaf in nodes)
     && Object.entries(nodes).every(([id, node]) => node.id === id && (node.parent === null || node.parent in nodes));
   if (!Array.isArray(conversations) || !conversations.every(isConversation)) {
     throw new Error("The file contains no conversations of this page; choose a file of Export");
   }
-  return conversations.map(({ title, nodes, leaf, settings }) => ({ id: newId(), title, nodes, leaf, settings: settings ?? {} }));
+  return { images, conversations: conversations.map(({ title, nodes, leaf, settings }) => ({ id: newId(), title, nodes, leaf, settings: settings ?? {} })) };
 }
