@@ -117,3 +117,24 @@ def test_small_budget_leaves_the_tower_out(model_of):
     with LLM.open(EngineConfig(str(folder), **settings)) as llm:
         assert llm.plan.reserved.images > 0
         assert "vision tower" not in llm.spec.notice
+
+
+def test_prompt_beside_an_answer_is_not_cut_inside_an_image(model_of):
+    """The limit of 32 rows lies inside the image; a later row would miss keys of its tokens."""
+    model, folder = model_of("gemma3")
+    with open_streamed(folder, drafter="none", max_num_seqs=2, max_model_len=200) as llm:
+        tower = llm.spec.target.checkpoint.spec.images
+        prompt = image_prompt(model, tower, [30, image_inputs("gemma3", 1), 9])
+        llm.engine.prompt_seconds = -1.0  # the smallest part
+        answer = llm.stream(prompt_of(5, 4, 140), SamplingParams(max_tokens=60, temperature=0))
+        next(answer)
+        params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=1)
+        (output,) = llm.generate([prompt], params)
+        answer.close()
+    given = [
+        step[token].logprob
+        for step, token in zip(output.prompt_logprobs[1:], prompt.ids[1:], strict=True)
+    ]
+    logprobs = image_logits(model, prompt).log_softmax(-1)
+    expected = logprobs[:-1].gather(1, torch.tensor(prompt.ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(given), expected, atol=ATOL, rtol=0)
