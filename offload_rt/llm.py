@@ -448,9 +448,14 @@ class LLM:
     @property
     def _image_processor(self) -> ImageProcessor:
         if self.images is None:
+            spec = self.spec.target.checkpoint.spec
             change = "leave the images out"
+            have = f"type {spec.family}, of which only the text model is supported"
+            if spec.images is not None:
+                change = "raise --max-image-pixels or --device-memory, and use one process"
+                have = "a tower that is not loaded"
             need = "a model with a vision tower"
-            raise PromptError("images", need=need, have="a model of text", change=change)
+            raise PromptError("images", need=need, have=have, change=change)
         return self.images
 
     @cached_property

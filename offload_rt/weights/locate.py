@@ -28,7 +28,8 @@ from offload_rt.weights.header import TensorRecord
 _ABOUT = (
     INDEX, "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "additional_chat_templates/*.jinja",
+    "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "*processor_config.json",
 )  # fmt: skip
 
 

@@ -1,13 +1,23 @@
 """Vision-language models: texts equal transformers' `generate`, for all ways to run them."""
 
 import pytest
-from support.images import IMAGE_ID, generate_images, image_inputs, image_model, image_prompt
-from support.tiny import generate, prompt_of, runner_of
+import torch
+from support.images import (
+    IMAGE_ID,
+    generate_images,
+    image_inputs,
+    image_logits,
+    image_model,
+    image_prompt,
+)
+from support.tiny import ATOL, generate, prompt_of, runner_of
 
 from bench.models.tiny import open_streamed
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
+from offload_rt.executor.step import Step
 from offload_rt.models.image_tower import FAMILIES, ImageTower
+from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
 
@@ -55,10 +65,15 @@ def test_image_crosses_chunks(model_of, kind):
     """Tokens of an image that see each other stay in one chunk."""
     model, folder = model_of(kind)
     with open_streamed(folder, drafter="none") as llm:
-        tower = llm.spec.target.checkpoint.spec.images
-        runner_of(llm)._chunk_rows = 3
-        prompt = image_prompt(model, tower, [4, image_inputs(kind, 1), 3, image_inputs(kind, 2), 1])
-        assert say(llm, [prompt]) == [generate_images(model, prompt, 10)]
+        runner = runner_of(llm)
+        runner._chunk_rows = 3
+        parts = [4, image_inputs(kind, 1), 3, image_inputs(kind, 2), 1]
+        prompt = image_prompt(model, runner.spec.images, parts)
+        n = len(prompt)
+        ids = torch.tensor(prompt.keyed_ids)
+        step = Step(runner.new_cache(n), ids, Topology.chain(n), n, n, n_chain=n, images=prompt)
+        (logits,) = runner.forward([step])
+    torch.testing.assert_close(logits, image_logits(model, prompt), atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "lookahead", "recycle", "static_tree"])

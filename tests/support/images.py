@@ -96,18 +96,28 @@ def image_prompt(
 
 def generate_images(model: PreTrainedModel, prompt: ImagePrompt, n_new: int) -> list[int]:
     """The greedy continuation of a prompt with images by transformers."""
+    out = model.generate(
+        **_inputs(model, prompt), max_new_tokens=n_new, min_new_tokens=n_new, do_sample=False,
+        pad_token_id=0,
+    )  # fmt: skip
+    return out[0, len(prompt.ids) :].tolist()
+
+
+@torch.no_grad()
+def image_logits(model: PreTrainedModel, prompt: ImagePrompt) -> Tensor:
+    """(n, vocabulary) of a prompt with images by transformers."""
+    return model(**_inputs(model, prompt), use_cache=False).logits[0]
+
+
+def _inputs(model: PreTrainedModel, prompt: ImagePrompt) -> dict[str, Tensor]:
     ids = torch.tensor([prompt.ids])
+    kind = model.config.model_type
+    dim = int(kind in ("idefics3", "smolvlm"))
     names = prompt.images[0].inputs
-    dim = int(model.config.model_type in ("idefics3", "smolvlm"))
     inputs = {
         name: torch.cat([image.inputs[name] for image in prompt.images], dim) for name in names
     }
-    types = (ids == IMAGE_ID).int()
-    kind = model.config.model_type
     if kind in _GRIDS | {"gemma3", "gemma4"}:
-        inputs["token_type_ids" if kind == "gemma3" else "mm_token_type_ids"] = types
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), **inputs, max_new_tokens=n_new,
-        min_new_tokens=n_new, do_sample=False, pad_token_id=0,
-    )  # fmt: skip
-    return out[0, len(prompt.ids) :].tolist()
+        name = "token_type_ids" if kind == "gemma3" else "mm_token_type_ids"
+        inputs[name] = (ids == IMAGE_ID).int()
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
