@@ -1,7 +1,6 @@
 """Ask about images. The model is tiny and random, so its answers have no meaning."""
 
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +12,7 @@ from offload_rt import LLM, SamplingParams
 SCRIPT = MODELS.parent / "scripts" / "write_vision.py"
 
 with TemporaryDirectory() as folder:
-    subprocess.run([sys.executable, str(SCRIPT), "--out", folder], check=True)
+    runpy.run_path(str(SCRIPT))["write_vision"](Path(folder))
     picture = Path(folder, "picture.png")
     Image.linear_gradient("L").save(picture)
     answers = []
