@@ -80,6 +80,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "offline": ([], True),
     "pipeline": (["2"], 2),
     "mirror": (["/mnt/second"], "/mnt/second"),
+    "image": (["a.png", "b.png"], ("a.png", "b.png")),
     "max_image_pixels": (["65536"], 65536),
     "max_tokens": (["7"], 7),
     "max_new_tokens": (["7"], 7),
@@ -210,6 +211,7 @@ def _parsed(cls: type, arguments: list[str]) -> Any:
 def test_every_field_has_a_flag_that_sets_only_it(cls, name):
     texts, value = EXAMPLES[name]
     needed = [] if name in ("model", "prompt_file", "prompt", "plan") else NEEDED.get(cls, [])
+    needed = [*needed, "--chat"] if name == "image" else needed
     flags = [part for text in texts for part in (flag_of(name), text)] or [flag_of(name)]
     got = _parsed(cls, [*needed, *flags])
     is_alias = cls is SamplingParams and name == "max_new_tokens"
