@@ -19,6 +19,40 @@ from offload_rt.tree.topology import DraftTree, Topology
 _N_CHILDREN = 32
 # A round expands the pending nodes in the first non-empty share of the tree, best nodes first.
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
+# The time of a further row is averaged over so many rows.
+_N_FURTHER = 8
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """Costs that decide whether a round of drafting pays.
+
+    level_s  seconds of a round
+    pass_s   (n_nodes,) seconds of a pass whose trees have 1, 2, ... nodes each
+    """
+
+    level_s: float
+    pass_s: np.ndarray
+
+    def required(self, chances: np.ndarray, n_rounds: int = 0) -> tuple[float, float]:
+        """Return the expected tokens that a further node and a further round must gain.
+
+        chances   (m,) of the nodes, descending, the root first
+        n_rounds  completed rounds
+
+        Time is worth the tokens per second of the best prefix of the tree.
+        """
+        pass_s = self.pass_s
+        rates = chances.cumsum() / (pass_s[: len(chances)] + n_rounds * self.level_s)
+        best = int(rates.argmax())
+        last = min(best + _N_FURTHER, len(pass_s) - 1)
+        node_s = (pass_s[last] - pass_s[best]) / max(last - best, 1)
+        return float(rates[best] * node_s), float(rates[best] * self.level_s)
+
+    def pays_at_root(self, acceptance: np.ndarray) -> bool:
+        """Return whether a first round pays, by the acceptance of its children."""
+        of_node, of_round = self.required(np.ones(1))
+        return bool(np.maximum(acceptance - of_node, 0).sum() >= of_round)
 
 
 @dataclass(frozen=True)
@@ -59,7 +93,7 @@ class DynamicTreeBuilder:
     size         (maximum nodes, maximum levels), including the root
     temperature  temperature of the draft's probabilities
     copied       copied continuation to append
-    least_gain   expected tokens required of a round, per token already expected of the tree
+    cost         decides which nodes are expanded
     """
 
     state: TreeState
@@ -67,7 +101,7 @@ class DynamicTreeBuilder:
     temperature: float
     estimates: Estimates
     copied: tuple[int, ...]
-    least_gain: float
+    cost: RoundCost
     n_fixed: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
@@ -75,6 +109,7 @@ class DynamicTreeBuilder:
         root = np.array([0])
         self._nodes = _Nodes(np.ones(1), root - 1, np.array(self.state.tokens), root, root.copy())
         self._expanded = root  # nodes of the next logits
+        self._n_rounds = 0
         # Tokens and probabilities of the candidates below each row.
         self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -92,6 +127,7 @@ class DynamicTreeBuilder:
         """Merge the children of the latest nodes; children that enter are computed next."""
         k = selected.shape[1] // 2
         tokens, values = child_sampling.unpacked(selected, k)
+        self._n_rounds += 1
         nodes = self._nodes
         parents = self._expanded
         probabilities = values.astype(np.float64)
@@ -128,9 +164,10 @@ class DynamicTreeBuilder:
     def _next_round(self, waiting: np.ndarray) -> np.ndarray:
         """Return the nodes to compute next, or none if a round costs more than it gains."""
         chances = self._nodes.chances
-        if chances[waiting].sum() < self.least_gain * chances.sum():
-            return waiting[:0]
-        return self._best(waiting)
+        of_node, of_round = self.cost.required(chances, self._n_rounds)
+        gains = chances[waiting] - of_node
+        pays = gains > 0
+        return self._best(waiting[pays]) if gains[pays].sum() >= of_round else waiting[:0]
 
     def _best(self, waiting: np.ndarray) -> np.ndarray:
         """Return the waiting nodes in the first non-empty share of the tree."""

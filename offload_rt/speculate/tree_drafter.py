@@ -12,7 +12,7 @@ from torch import Tensor
 from offload_rt.cost.tree_size import N_RANKS, best_prefixes
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
-from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
+from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
 from offload_rt.speculate.ngrams import MatchRates, NgramMatch, append_ngram, find_matches
 from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.protocols import Drafter, DraftParts
@@ -24,6 +24,8 @@ from offload_rt.tree.topology import DraftTree, Topology, Verdict
 # `_NGRAM_LENGTH` tokens.
 _NGRAM_RATE = 0.5
 _NGRAM_LENGTH = 8
+# Where drafting does not pay, every 16th text length is drafted nevertheless.
+_SAMPLED = 16
 
 
 @dataclass
@@ -177,13 +179,13 @@ class TreeDrafter(Drafter):
         copied = match.tokens if match else ()
         n_nodes -= len(copied)
         if kind == "dynamic":
+            cost = self._round_cost(sequence, n_nodes, n_sequences)
+            if not copied and not self._pays(sequence, cost, estimates):
+                return None
             state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
-            n = np.array([n_sequences])
-            pass_s = self._cost.seconds(n, len(sequence.tokens), n_sequences=n_sequences)
-            least_gain = self._cost.level(n_sequences) / float(pass_s[0])
             size = (n_nodes, n_levels)
             builder = self._dynamic_type(sequence)(
-                state, size, temperature, estimates, copied, least_gain
+                state, size, temperature, estimates, copied, cost
             )
             return Proposal(builder, estimates, match)
         topology, expected = self._choose(sequence, (n_nodes, n_levels, n_sequences))
@@ -192,6 +194,18 @@ class TreeDrafter(Drafter):
         state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
         plan = StaticTree(topology, expected, kind, temperature, copied)
         return Proposal(self._static(state, plan, estimates.acceptance), estimates, match)
+
+    def _round_cost(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> RoundCost:
+        """Return the costs of a dynamic tree; nodes of a fixed number are free."""
+        sizes = np.ones(n_nodes) if self.limits.fixed_size else np.arange(1, n_nodes + 1)
+        pass_s = self._cost.seconds(n_sequences * sizes, len(sequence.tokens), 0.0, n_sequences)
+        return RoundCost(self._cost.level(n_sequences), pass_s)
+
+    def _pays(self, sequence: Sequence, cost: RoundCost, estimates: Estimates) -> bool:
+        """Return whether to draft; always for some text lengths, to learn the acceptance."""
+        is_sample = len(sequence.tokens) % _SAMPLED == 0
+        acceptance = estimates.acceptance.by_rank()
+        return self.limits.fixed_size or is_sample or cost.pays_at_root(acceptance)
 
     def _dynamic_type(self, sequence: Sequence) -> Callable[..., DynamicTreeBuilder]:
         """Return the constructor of a dynamic tree."""

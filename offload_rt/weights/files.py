@@ -17,6 +17,7 @@ HEADS = "medusa_lm_head.safetensors"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _DAMAGED = "download it again"
 _WHOLE = "give the directory of a whole checkpoint"
+_CONVERT = ", or convert it: torch.load(FILE, weights_only=True), then safetensors.torch.save_file"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -55,8 +56,7 @@ def tensors_of(directory: Path) -> dict[str, TensorRecord]:
         f"{directory} has no safetensors weights",
         need=f"{SINGLE} or {INDEX}",
         have=", ".join(unsupported[:3]) or "no weights at all",
-        change=f"{_WHOLE}, or convert it: torch.load(FILE, weights_only=True), then "
-        "safetensors.torch.save_file",
+        change=_WHOLE + (_CONVERT if unsupported else ""),
     )
 
 

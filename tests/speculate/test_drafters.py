@@ -11,6 +11,7 @@ from support.texts import small_model
 from support.tiny import (
     COMBINATIONS,
     DRAFTERS,
+    Steady,
     begin,
     chi_square_p,
     drafter_of,
@@ -27,6 +28,7 @@ from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import top_tokens
+from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
 from offload_rt.speculate.select import drafter_type, load_rule, pick_drafter
 from offload_rt.system import registry
 from offload_rt.tree.topology import Verdict
@@ -133,6 +135,37 @@ def test_requested_size_is_reached_at_any_draft_cost(llm, name, temperature):
     )
     (tree,) = drafter.propose(sequences, 9)
     assert len(tree.topology) == 9
+
+
+@pytest.mark.parametrize(("row_s", "lengths"), [(3.0, {16, 32}), (0.001, set(range(10, 34)))])
+def test_draft_model_rests_while_rows_are_expensive(llm, monkeypatch, row_s, lengths):
+    """It still drafts at some text lengths, to learn the acceptance."""
+    monkeypatch.setattr(Steady, "seconds", lambda self, n_rows, *_: 1.0 + row_s * n_rows)
+    drafter = drafter_of(llm, "dynamic_tree", "match", LIMITS)
+    drafted = set()
+    extend = DynamicTreeBuilder.extend
+
+    def extended(builder, selected):
+        drafted.add(len(sequence.tokens))
+        extend(builder, selected)
+
+    monkeypatch.setattr(DynamicTreeBuilder, "extend", extended)
+    for n in range(10, 34):
+        sequence = Sequence(list(range(n)), SamplingParams(40, temperature=0.0), 200)
+        drafter.propose([sequence], 9)
+        drafter.end(sequence)
+    assert drafted == lengths
+
+
+@pytest.mark.parametrize(("row_s", "expanded"), [(0.0, 3), (0.5, 1), (2.0, 0)])
+def test_round_pays_by_the_nodes_whose_rows_pay(row_s, expanded):
+    """A pass takes a second and a time per row. The tree has 1.9 expected tokens."""
+    cost = RoundCost(0.05, 1.0 + row_s * np.arange(9))
+    chances = np.array([1.0, 0.6, 0.2, 0.1])
+    of_node, of_round = cost.required(chances)
+    gains = chances[1:] - of_node
+    assert (gains[gains > 0].sum() >= of_round) * (gains > 0).sum() == expanded
+    assert cost.pays_at_root(chances[1:]) == (expanded > 0)
 
 
 @every_combination
