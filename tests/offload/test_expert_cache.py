@@ -329,7 +329,7 @@ def test_placement_prefers_whole_layers_then_experts(mixture_of):
         touched = plan.pass_bytes.experts
         assert plan.experts and not plan.is_resident and plan.device_nbytes <= least
         assert touched == TouchedExperts(
-            "disk", 4, 8, 2, plan.experts.nbytes, plan.n_expert_slots / 4
+            "disk", 4, 8, 2, plan.experts.nbytes, plan.n_expert_slots / 4, n_on_host=0.0
         )
         assert plan.pass_bytes.at(0, 1)["disk"] < sum(whole.layer_nbytes) - plan.reserved.experts
     # Less than two whole layers: rests are streamed as well, and three experts are the least.
