@@ -3,7 +3,7 @@
     python -m bench.stream.lossless [--size 400MB] [--gbps 0.5] [--rounds 5]
 
 Measure encoded / raw bytes of the expanded demo target and of normal random weights; decoded GB/s
-of a thread, by C++ and numba, next to a copy; streamed passes of a single token, encoded / raw,
+of a thread, by C++, next to a copy; streamed passes of a single token, encoded / raw,
 with the disk paced to --gbps. The tokens must be equal.
 """
 
@@ -25,7 +25,7 @@ from offload_rt.dtypes import DType
 from offload_rt.llm import LLM
 from offload_rt.offload.disk import ReadSettings
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
-from offload_rt.ops import cpu, lossless, lossless_kernels
+from offload_rt.ops import lossless
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 from offload_rt.weights.lossless import EncodedImage, encode_layer
@@ -54,13 +54,10 @@ def decode_speeds(image: EncodedImage, rounds: int) -> dict[str, Spread]:
             decode(content[source : source + nbytes], kind, n, out[target:])
 
     ways: dict[str, Callable[[], object]] = {
-        "numba": partial(all_chunks, lossless_kernels.decode),
-        "numba digest": partial(all_chunks, lambda part, *_: lossless_kernels.digest(part)),
+        "decoding": partial(all_chunks, lossless.decode),
+        "digests": partial(all_chunks, lambda part, *_: lossless.digest(part)),
         "copy": lambda: out.__setitem__(slice(None), raw),
     }
-    if cpu.library() is not None:
-        ways["c++"] = partial(all_chunks, lossless.decode)
-        ways["c++ digest"] = partial(all_chunks, lambda part, *_: lossless.digest(part))
     seconds = interleaved({name: partial(timed, work) for name, work in ways.items()}, rounds)
     return {
         name: Spread.of([len(out) / time / 1e9 for time in times])

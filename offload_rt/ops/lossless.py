@@ -1,47 +1,10 @@
-"""Lossless weights: 16 bits in about 11.3, decoded at the speed of a copy.
-
-The format follows TCA-TBE of ZipServ (arXiv 2603.17435). A tensor is divided into chunks of CHUNK
-weights. A word of 16 bits consists of a low byte (sign and kept mantissa) and a high byte:
-
-  bfloat16  the exponent
-  float16   the exponent and the last three bits of the mantissa, zero after a conversion from
-            bfloat16
-  float32   the upper half as bfloat16; a tensor with a nonzero lower half is not encoded
-
-A 3-bit code replaces the high byte. Codes 1 to 7 select the seven most frequent bytes. Code 0 is an
-escape, and the byte follows in a stream. A chunk of n weights, little-endian:
-
-  table      8 bytes: value of each code, the first is 0
-  starts     (n / BLOCK + 1,) uint32, rounded up: number of escapes before each block, and the total
-  escapes    bytes in weight order, zeros up to a multiple of 8
-  signs      64 bytes for each 64 weights: sign, and the upper 7 bits of the mantissa
-  planes     3 x uint64 for each 64 weights: bit i of all codes
-
-Blocks of BLOCK weights are decoded independently. A damaged chunk cannot cause reads outside the
-chunk, because the data after the escapes exceeds the maximum number of escapes. Chunks of tensors
-without encoding contain the raw bytes, zeros up to a multiple of 8.
-"""
+"""Lossless encoding of weights: entry points; see `ops.lossless_reference` for the format."""
 
 import numpy as np
 from torch import Tensor
 
-from offload_rt.dtypes import DType
-from offload_rt.ops import cpu, extension
-
-CHUNK = 1 << 19
-BLOCK = 1 << 12
-GROUP = 64
-RAW, BFLOAT16, HALF, FLOAT = range(4)
-KIND_OF = {DType.BFLOAT16: BFLOAT16, DType.FLOAT16: HALF, DType.FLOAT32: FLOAT}
-
-# A chunk: byte offsets in the encoded and the decoded block, number of weights (bytes if RAW).
-CHUNKS = np.dtype("<i8, <i8, <i4, <i4, <i8")
-CHUNKS.names = ("source", "target", "n", "nbytes", "kind")
-
-
-def chunk_nbytes(n: int, n_escapes: int) -> int:
-    """Return the bytes of an encoded chunk of n weights."""
-    return 8 - (-(4 * (-(-n // BLOCK) + 1) + n_escapes) // 8) * 8 + 88 * -(-n // GROUP)
+from offload_rt.ops import cpu, extension, lossless_reference
+from offload_rt.ops.lossless_reference import FLOAT, HALF, RAW
 
 
 def words_of(part: np.ndarray, kind: int) -> np.ndarray | None:
@@ -77,9 +40,7 @@ def digest(part: np.ndarray) -> int:
     """Compute a 64-bit checksum of dense (n,) uint8; detects any change within four bytes."""
     if (library := cpu.library()) is not None:
         return int(library.offload_rt_digest(part.ctypes.data, len(part)))
-    from offload_rt.ops import lossless_kernels
-
-    return int(lossless_kernels.digest(part))
+    return lossless_reference.digest(part)
 
 
 def decode(chunk: np.ndarray, kind: int, n: int, out: np.ndarray) -> bool:
@@ -97,9 +58,7 @@ def decode(chunk: np.ndarray, kind: int, n: int, out: np.ndarray) -> bool:
                 chunk.ctypes.data, len(chunk), kind, n, out.ctypes.data, False
             )
         )
-    from offload_rt.ops import lossless_kernels
-
-    return bool(lossless_kernels.decode(chunk, kind, n, out))
+    return lossless_reference.decode(chunk, kind, n, out)
 
 
 def decode_block(block: Tensor, n_chunks: int, out: Tensor) -> None:
@@ -112,5 +71,5 @@ def decode_block(block: Tensor, n_chunks: int, out: Tensor) -> None:
 
 
 def is_compiled() -> bool:
-    """Whether the C++ library decodes on a CPU, instead of numba."""
+    """Whether the C++ library decodes on a CPU, instead of numpy."""
     return cpu.library() is not None

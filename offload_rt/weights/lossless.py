@@ -16,7 +16,7 @@ from torch import Tensor
 from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.ops import lossless
-from offload_rt.ops.lossless import CHUNK, CHUNKS, KIND_OF, RAW
+from offload_rt.ops.lossless_reference import CHUNK, CHUNKS, KIND_OF, RAW, chunk_nbytes
 from offload_rt.system.files import write_atomically
 from offload_rt.weights.header import TensorRecord, read_header
 from offload_rt.weights.layout import (
@@ -47,9 +47,7 @@ class Coding:
     def admits(self, n: int, nbytes: int) -> bool:
         """Return whether `nbytes` is a possible size of a chunk with n weights."""
         least, largest = (
-            (align_up(n, 8),) * 2
-            if self.kind == RAW
-            else (lossless.chunk_nbytes(n, m) for m in (0, n))
+            (align_up(n, 8),) * 2 if self.kind == RAW else (chunk_nbytes(n, m) for m in (0, n))
         )
         return least <= nbytes <= largest and nbytes % 8 == 0
 
@@ -164,7 +162,7 @@ def _coding(entry: TensorEntry, escapes: Sequence[int | None]) -> Coding:
     kind = KIND_OF.get(entry.dtype, RAW)
     if None not in escapes:
         sizes = tuple(
-            lossless.chunk_nbytes(n, n_escapes or 0)
+            chunk_nbytes(n, n_escapes or 0)
             for n, n_escapes in zip(cut(entry, kind), escapes, strict=True)
         )
         if sum(sizes) < _WORTH * entry.nbytes:

@@ -42,7 +42,7 @@ from offload_rt.offload.placement import (
 )
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
 from offload_rt.offload.tier import read_parallel
-from offload_rt.ops import cpu, extension, lossless, lossless_kernels
+from offload_rt.ops import cpu, extension, lossless, lossless_reference
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.header import read_header
 from offload_rt.weights.layout import PAGE, host_block
@@ -58,7 +58,7 @@ from offload_rt.weights.lossless import (
 )
 
 Decoder = Callable[[EncodedImage, Tensor], bool]
-DECODERS = ("avx512", "portable", "numba", "kernel", pytest.param("card", marks=pytest.mark.cuda))
+DECODERS = ("avx512", "portable", "numpy", "kernel", pytest.param("card", marks=pytest.mark.cuda))
 # 64 and 4,096 weights start on their own, and a chunk ends after 524,288.
 COUNTS = (1, 7, 63, 64, 65, 4095, 4096, 4097, 20_000)
 SILENT = lambda done, total: None  # noqa: E731
@@ -78,7 +78,7 @@ def decoder_of(name: str) -> Decoder:
         if extension.missing():
             pytest.skip("no card, or the kernels are not built for one")
         return on_card
-    if name != "numba" and cpu.library() is None:
+    if name != "numpy" and cpu.library() is None:
         pytest.skip("there was no g++ when offload_rt was built")
 
     def decode(image: EncodedImage, out: Tensor) -> bool:
@@ -86,10 +86,10 @@ def decoder_of(name: str) -> Decoder:
         for source, target, n, nbytes, kind in image.encoded.chunks.tolist():
             chunk = image.block.numpy()[source : source + nbytes]
             to = out.numpy()[target:]
-            if kind == lossless.RAW:
+            if kind == lossless_reference.RAW:
                 is_sound &= lossless.decode(chunk, kind, n, to)
-            elif name == "numba":
-                is_sound &= bool(lossless_kernels.decode(chunk, kind, n, to))
+            elif name == "numpy":
+                is_sound &= lossless_reference.decode(chunk, kind, n, to)
             else:
                 places = chunk.ctypes.data, nbytes, kind, n, to.ctypes.data
                 is_sound &= cpu.library().offload_rt_decode(*places, name == "portable")
@@ -159,20 +159,24 @@ LAYER = {
 def test_every_bit_of_a_layer_is_restored(decoder):
     image = encode_layer(pack(LAYER), 2)
     kinds = kinds_of(image)
-    assert kinds["long"] == kinds["patterns"] == lossless.BFLOAT16
-    assert (kinds["half"], kinds["single"]) == (lossless.HALF, lossless.FLOAT)
+    assert kinds["long"] == kinds["patterns"] == lossless_reference.BFLOAT16
+    assert (kinds["half"], kinds["single"]) == (lossless_reference.HALF, lossless_reference.FLOAT)
     assert {
         kinds[name] for name in ("real half", "real single", "integers", "long bytes", "one")
-    } == {lossless.RAW}
+    } == {lossless_reference.RAW}
     assert is_same(decoded(image, decoder), LAYER)
 
 
-@pytest.mark.parametrize("kind", [lossless.BFLOAT16, lossless.HALF, lossless.FLOAT])
+@pytest.mark.parametrize(
+    "kind", [lossless_reference.BFLOAT16, lossless_reference.HALF, lossless_reference.FLOAT]
+)
 def test_every_pattern_is_restored_with_any_table(decoder, kind):
     """Including every tensor length, whose last weights fill a group partially. Repeated words
     define the table.
     """
-    dtype = next(dtype.torch for dtype, found in lossless.KIND_OF.items() if found == kind)
+    dtype = next(
+        dtype.torch for dtype, found in lossless_reference.KIND_OF.items() if found == kind
+    )
     words = patterns(torch.uint16).numpy()
     for seed, n in enumerate((65_536, 65_536, 65_536, *COUNTS)):
         part = np.roll(words, 7 * n)[:n].copy()
@@ -181,10 +185,12 @@ def test_every_pattern_is_restored_with_any_table(decoder, kind):
         ]
         part = words if seed == 0 else part
         bits = torch.from_numpy(
-            part.copy() if kind != lossless.FLOAT else part.astype(np.uint32) << 16
+            part.copy() if kind != lossless_reference.FLOAT else part.astype(np.uint32) << 16
         )
         layout = pack({"x": bits.view(dtype)}).layout
-        nbytes = lossless.chunk_nbytes(n, lossless.n_escapes(lossless.count_others(part, kind)))
+        nbytes = lossless_reference.chunk_nbytes(
+            n, lossless.n_escapes(lossless.count_others(part, kind))
+        )
         encoded = EncodedLayer.from_codings(layout, [Coding(kind, (nbytes,))])
         block = host_block(encoded.nbytes)
         encoded.write_table(block)
@@ -194,20 +200,20 @@ def test_every_pattern_is_restored_with_any_table(decoder, kind):
 
 
 @pytest.mark.slow
-def test_digests_of_numba_and_c_are_equal_and_detect_every_bit():
+def test_digests_of_numpy_and_c_are_equal_and_detect_every_bit():
     draw = np.random.default_rng(0)
     for n in (0, 1, 8, 255, 256, 257, 5000):
         content = draw.integers(0, 256, n, np.uint8)
-        digest = int(lossless_kernels.digest(content))
+        digest = lossless_reference.digest(content)
         assert lossless.digest(content) == digest
         for bit in range(0, 8 * n, 1 + n // 10):
             content[bit // 8] ^= 1 << bit % 8
-            assert int(lossless_kernels.digest(content)) != digest
+            assert lossless_reference.digest(content) != digest
             content[bit // 8] ^= 1 << bit % 8
         # Two bits at a distance at which their words share a lane.
         if n >= 512:
             content[[3, 259]] ^= 0x80
-            assert int(lossless_kernels.digest(content)) != digest
+            assert lossless_reference.digest(content) != digest
     assert lossless.digest(np.zeros(256, np.uint8)) != lossless.digest(np.zeros(512, np.uint8))
 
 
@@ -440,11 +446,13 @@ def test_chunk_of_a_wrong_kind_is_refused(tmp_path):
     """Where it has just as many bytes as that kind would."""
     exponents = np.concatenate((np.arange(1552) % 7, 7 + np.arange(2544) % 200)).astype(np.uint16)
     layout = pack({"x": torch.from_numpy(exponents << 7).view(torch.bfloat16)}).layout
-    encoded = EncodedLayer.from_codings(layout, [Coding(lossless.BFLOAT16, (8192,))])
+    encoded = EncodedLayer.from_codings(layout, [Coding(lossless_reference.BFLOAT16, (8192,))])
     block = host_block(encoded.nbytes)
-    lossless.encode(exponents << 7, lossless.BFLOAT16, block.numpy()[encoded.table_nbytes :][:8192])
+    lossless.encode(
+        exponents << 7, lossless_reference.BFLOAT16, block.numpy()[encoded.table_nbytes :][:8192]
+    )
     write_layer(layer_path(tmp_path, 0), "x", 0, EncodedImage(block, encoded.block_layout, encoded))
-    for kind in (lossless.BFLOAT16, lossless.RAW):
+    for kind in (lossless_reference.BFLOAT16, lossless_reference.RAW):
         content = layer_path(tmp_path, 0).read_bytes()
         tensors = safetensors.numpy.load(content)
         size = struct.unpack("<Q", content[:8])[0]
@@ -454,7 +462,7 @@ def test_chunk_of_a_wrong_kind_is_refused(tmp_path):
         layer = read_layer(layer_path(tmp_path, 0), "x", 0, layout)
         with closing(SidecarTier([layer], ReadSettings(), decodes=True)) as tier:
             reads = tier.reads(0, host_block(layout.nbytes))
-            if kind == lossless.RAW:
+            if kind == lossless_reference.RAW:
                 with pytest.raises(LinkError, match="damaged"):
                     read_parallel(reads, 1)
             else:
