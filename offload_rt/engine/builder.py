@@ -19,7 +19,7 @@ from offload_rt.kv.split import state_rows
 from offload_rt.offload.copy_device import CHUNK
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.ops import extension
-from offload_rt.speculate.protocols import ROWS_PER_NODE
+from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.system.numa import cpus_near
 from offload_rt.system.trace import Trace
 

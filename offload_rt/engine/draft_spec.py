@@ -26,12 +26,8 @@ from offload_rt.parallel.tensor_parallel import SharedWeights
 from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.learner import Learner, learning_nbytes
 from offload_rt.speculate.pair_stats import PairStats
-from offload_rt.speculate.protocols import (
-    ROWS_PER_NODE,
-    Drafter,
-    DraftParts,
-    draft_rows,
-)
+from offload_rt.speculate.protocols import Drafter, DraftParts
+from offload_rt.speculate.rows import ROWS_PER_NODE, draft_rows
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.trace import Trace
 from offload_rt.weights import int4

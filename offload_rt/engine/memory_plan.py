@@ -28,7 +28,7 @@ from offload_rt.offload.placement import (
     place_layers,
     with_expert_slots,
 )
-from offload_rt.speculate.protocols import ROWS_PER_NODE, draft_rows, view_rows
+from offload_rt.speculate.rows import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import Matrix, Source, WeightFormat, dense

@@ -1,14 +1,13 @@
-"""Families of the native decoder, and the interpretation of their config.json."""
+"""Families of the native decoder, and the keys of their config.json."""
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import Architecture
-from offload_rt.models.native import GATE_UP, QKV, NativeDecoder
-from offload_rt.models.rope import Rope, RopeConfig
+from offload_rt.models.native import NativeDecoder
+from offload_rt.models.native_config import MOST, native_decoder, window_of, windows_of
 
 _REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -27,13 +26,7 @@ _COMMON = {
     "dtype",
     "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
 }  # fmt: skip
-# Larger than any real size. Bounds allocations from an invalid config before weights are checked.
-_MOST = 2**24
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-# Of a config.json without one, as transformers has it.
-_WINDOW = 4096
-_FIRST_WINDOWED = 28
 
 
 @dataclass(frozen=True)
@@ -76,9 +69,9 @@ def _check_keys(raw: dict[str, Any], family: Family) -> None:
             raise UnsupportedModelError(f"config.json: key {key!r} is missing")
     for key in _SIZES:
         value = raw.get(key)
-        if value is not None and (type(value) is not int or not 1 <= value <= _MOST):
+        if value is not None and (type(value) is not int or not 1 <= value <= MOST):
             raise UnsupportedModelError(
-                f"config.json: {key} is {value!r}", need=f"an integer from 1 to {_MOST}"
+                f"config.json: {key} is {value!r}", need=f"an integer from 1 to {MOST}"
             )
     for key in _SWITCHES:
         if type(raw.get(key, False)) is not bool:
@@ -99,100 +92,6 @@ def _keys_of_any_model() -> set[str]:
     return {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict()}  # type: ignore[no-untyped-call]  # theirs
 
 
-def native_decoder(raw: dict[str, Any], **changes: Any) -> NativeDecoder:
-    """Build a decoder from a config.json; `changes`: biases, head norms and windows of families."""
-    dtype_name = raw.get("dtype") or raw.get("torch_dtype")
-    hidden_size, n_heads, n_layers = (
-        raw[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
-    n_kv_heads = raw.get("num_key_value_heads") or n_heads
-    eps = raw["rms_norm_eps"]
-    activation = raw.get("hidden_act", "silu")
-    n_mtp = raw.get("num_nextn_predict_layers") or 0
-    for name, value, holds, need in (
-        ("dtype", dtype_name, dtype_name in (None, *_DTYPES), ", ".join(_DTYPES)),
-        (
-            "num_key_value_heads",
-            n_kv_heads,
-            n_heads % n_kv_heads == 0,
-            f"a divisor of {n_heads} heads",
-        ),
-        (
-            "hidden_size",
-            hidden_size,
-            raw.get("head_dim") or hidden_size % n_heads == 0,
-            f"a multiple of {n_heads} heads",
-        ),
-        ("hidden_act", activation, activation == "silu", "silu"),
-        ("rms_norm_eps", eps, type(eps) in (int, float) and 0 <= eps < math.inf, "a number >= 0"),
-        (
-            "num_nextn_predict_layers",
-            n_mtp,
-            type(n_mtp) is int and 0 <= n_mtp <= _MOST,
-            "a number of layers",
-        ),
-    ):
-        if not holds:
-            raise UnsupportedModelError(
-                f"config.json: {name} {value!r} is not supported", need=need
-            )
-    head_dim = raw.get("head_dim") or hidden_size // n_heads
-    decoder = NativeDecoder(
-        family=raw["model_type"],
-        dtype_name=dtype_name,
-        n_layers=n_layers,
-        vocab_size=raw["vocab_size"],
-        hidden_size=hidden_size,
-        intermediate_size=raw["intermediate_size"],
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        max_positions=raw["max_position_embeddings"],
-        eps=eps,
-        tied=raw.get("tie_word_embeddings", False),
-        windows=(None,) * n_layers,
-        rope=Rope(RopeConfig.from_config(raw, head_dim)),
-        n_mtp=n_mtp,
-        tp_plan=_TP_PLAN,
-    )
-    return replace(decoder, **changes)
-
-
-def _window(raw: dict[str, Any]) -> int | None:
-    """Return the attention window in positions; None without a window."""
-    window: int | None = raw.get("sliding_window", _WINDOW)
-    if window is not None and (type(window) is not int or not 1 <= window <= _MOST):
-        raise UnsupportedModelError(
-            f"config.json: sliding_window is {window!r}", need=f"a number from 1 to {_MOST}"
-        )
-    return window
-
-
-def _windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
-    """Return the window per layer from `layer_types` (Qwen families)."""
-    window = _window(raw) if raw.get("use_sliding_window") else None
-    n = raw["num_hidden_layers"]
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        first = raw.get("max_window_layers", _FIRST_WINDOWED)
-        if type(first) is not int:
-            raise UnsupportedModelError(
-                f"config.json: max_window_layers is {first!r}", need="a number of layers"
-            )
-        return tuple(window if i >= first else None for i in range(n))
-    if not isinstance(kinds, list) or len(kinds) != n:
-        raise UnsupportedModelError(
-            f"config.json: layer_types is {str(kinds)[:80]}", need=f"a list for {n} layers"
-        )
-    known = {"full_attention": None, "sliding_attention": window}
-    for kind in kinds:
-        if not isinstance(kind, str) or kind not in known:
-            raise UnsupportedModelError(
-                f"config.json: layer type {kind!r} is not understood", have=", ".join(known)
-            )
-    return tuple(known[kind] for kind in kinds)
-
-
 def _llama(raw: dict[str, Any]) -> NativeDecoder:
     # Published Llamas have no biases; the config can enable them.
     bias = raw.get("attention_bias", False)
@@ -200,32 +99,23 @@ def _llama(raw: dict[str, Any]) -> NativeDecoder:
 
 
 def _mistral(raw: dict[str, Any]) -> NativeDecoder:
-    return native_decoder(raw, windows=(_window(raw),) * raw["num_hidden_layers"])
+    return native_decoder(raw, windows=(window_of(raw),) * raw["num_hidden_layers"])
 
 
 def _qwen2(raw: dict[str, Any]) -> NativeDecoder:
-    return native_decoder(raw, windows=_windows(raw), qkv_bias=True)
+    return native_decoder(raw, windows=windows_of(raw), qkv_bias=True)
 
 
 def _mimo(raw: dict[str, Any]) -> NativeDecoder:
     # Qwen2 with a multi-token prediction layer; the config can disable the biases.
-    return native_decoder(raw, windows=_windows(raw), qkv_bias=raw.get("attention_bias", True))
+    return native_decoder(raw, windows=windows_of(raw), qkv_bias=raw.get("attention_bias", True))
 
 
 def _qwen3(raw: dict[str, Any]) -> NativeDecoder:
     bias = raw.get("attention_bias", False)
-    return native_decoder(raw, windows=_windows(raw), qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return native_decoder(raw, windows=windows_of(raw), qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-# How transformers divides the modules of these families among ranks.
-_TP_PLAN = {
-    **{f"layers.*.{name}": "colwise" for name in (*QKV, *GATE_UP)},
-    **{f"layers.*.{name}": "rowwise" for name in ("self_attn.o_proj", "mlp.down_proj")},
-    **{
-        f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce"
-        for name in ("q_norm", "k_norm")
-    },
-}
 _KV = ("num_key_value_heads",)
 _QWEN_KEYS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 FAMILIES = {

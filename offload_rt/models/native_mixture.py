@@ -10,8 +10,8 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.models.architecture import LayerWeights, PassContext
-from offload_rt.models.families import native_decoder
 from offload_rt.models.native import NativeDecoder
+from offload_rt.models.native_config import native_decoder
 from offload_rt.models.transformers import TransformersModel
 
 # Model types with Llama's attention, and whether it norms queries and keys. Biases are part of the

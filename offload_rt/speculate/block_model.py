@@ -12,7 +12,7 @@ from offload_rt.kv.cache import KVBuffer
 from offload_rt.models.block_head import BlockHead
 from offload_rt.ops import to_device
 from offload_rt.speculate.head_model import HeadModel
-from offload_rt.speculate.protocols import ROWS_PER_NODE
+from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.tree_state import TreeBuilder, TreeState, captured
 
 

@@ -12,7 +12,7 @@ from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.ops import to_host
-from offload_rt.speculate.protocols import ROWS_PER_NODE, draft_rows, view_rows
+from offload_rt.speculate.rows import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.speculate.tree_state import (
     DraftState,
     TreeBuilder,

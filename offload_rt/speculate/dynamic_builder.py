@@ -11,7 +11,7 @@ from torch import Tensor
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.pair_stats import Estimates
-from offload_rt.speculate.protocols import ROWS_PER_NODE
+from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.topology import DraftTree, Topology
 

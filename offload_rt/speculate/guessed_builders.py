@@ -10,8 +10,8 @@ from torch import Tensor
 from offload_rt.cost.tree_size import Acceptance
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
-from offload_rt.speculate.protocols import ROWS_PER_NODE
 from offload_rt.speculate.residual import ResidualRule
+from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
 from offload_rt.speculate.tree_state import DraftState
 from offload_rt.tree.topology import DraftTree, Verdict

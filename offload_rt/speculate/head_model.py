@@ -14,7 +14,7 @@ from offload_rt.models.eagle3 import Eagle3
 from offload_rt.models.heads import Head, HeadDecoder, Medusa
 from offload_rt.ops import to_device
 from offload_rt.speculate.draft_model import DraftModel
-from offload_rt.speculate.protocols import ROWS_PER_NODE
+from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.tree_state import DraftState, TreeBuilder, TreeState, captured
 from offload_rt.tree.topology import Topology
 

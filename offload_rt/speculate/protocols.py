@@ -24,11 +24,6 @@ if TYPE_CHECKING:  # a plan asks for limits and types alone
     from offload_rt.tree.topology import DraftTree, Topology, Verdict
     from offload_rt.weights.checkpoint import Checkpoint
 
-# Rows computed for each node of the final tree: a growing tree drops nodes for better ones.
-ROWS_PER_NODE = 2
-_SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
-# Larger trees for streamed layers, behind whose transfer a GPU computes further rows.
-_STREAMED_SIZES = (4096, 2048)
 # Self-drafting: a level costs about as much as a pass, so trees are small.
 SELF_SIZES = (64, 32, 16, 8)
 
@@ -202,37 +197,3 @@ class DrafterType:
     def has_trees(self) -> bool:
         """Whether trees may have more than a root."""
         return self.default_sizes != (1,)
-
-
-def tree_drafter(
-    dynamic_at_zero: bool, dynamic_above: bool, resources: DraftResources = DRAFT_MODEL
-) -> DrafterType:
-    """Type of a `TreeDrafter`; above temperature 0, the rule decides the sampling of children of
-    static trees.
-    """
-
-    def opened(parts: DraftParts) -> Drafter:
-        from offload_rt.speculate.tree_drafter import TreeDrafter
-
-        return TreeDrafter(parts, is_dynamic=(dynamic_at_zero, dynamic_above))
-
-    return DrafterType(
-        open=opened,
-        gives_draft_probs=not dynamic_above,
-        best_rule="coupled" if dynamic_above else "adaptive" if dynamic_at_zero else "traversal",
-        default_sizes=_SIZES if resources.view is None else SELF_SIZES,
-        resources=resources,
-        streamed_sizes=_STREAMED_SIZES if resources.needs_model and resources.view is None else (),
-    )
-
-
-def draft_rows(longest: int, n_nodes: int) -> int:
-    """Rows of the draft's cache for a sequence of up to `longest` tokens and trees of up to
-    `n_nodes`.
-    """
-    return longest - 1 + ROWS_PER_NODE * n_nodes
-
-
-def view_rows(budget: int, n_nodes: int) -> int:
-    """Rows of a view for drafts of trees of up to `n_nodes`."""
-    return budget + ROWS_PER_NODE * n_nodes + 1

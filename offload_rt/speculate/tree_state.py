@@ -15,7 +15,7 @@ from offload_rt.executor.step import Step
 from offload_rt.ops import to_device
 from offload_rt.sampling import generator_on, rejected
 from offload_rt.speculate.child_sampling import fitted
-from offload_rt.speculate.protocols import ROWS_PER_NODE
+from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.tree.topology import GrowingTree, Topology
 
 # Divisor of logits with noise before the softmax: the size of a draft's errors, at any temperature.

@@ -41,7 +41,7 @@ from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import tree_drafter
-from offload_rt.speculate.protocols import draft_rows
+from offload_rt.speculate.rows import draft_rows
 from offload_rt.speculate.select import drafter_type, load_rule
 from offload_rt.speculate.tree_state import DraftState
 from offload_rt.system import registry

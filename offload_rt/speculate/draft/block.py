@@ -13,9 +13,10 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.block_builder import BlockTreeBuilder
 from offload_rt.speculate.block_model import BlockModel, BlockState
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
-from offload_rt.speculate.protocols import DraftParts, DraftResources, tree_drafter
+from offload_rt.speculate.protocols import DraftParts, DraftResources
 from offload_rt.speculate.static_builder import StaticTreeBuilder
 from offload_rt.speculate.tree_drafter import TreeDrafter
+from offload_rt.speculate.tree_types import tree_drafter
 from offload_rt.weights.heads import open_head
 
 # Prior acceptance of the most probable child with the block of its parent, relative to that with a

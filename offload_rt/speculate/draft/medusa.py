@@ -1,7 +1,8 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): each head predicts a token at a fixed distance."""
 
 from offload_rt.speculate.head_model import MedusaModel
-from offload_rt.speculate.protocols import DraftResources, tree_drafter
+from offload_rt.speculate.protocols import DraftResources
+from offload_rt.speculate.tree_types import tree_drafter
 from offload_rt.weights.heads import open_head
 
 DRAFTER = tree_drafter(

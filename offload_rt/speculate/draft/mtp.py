@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from offload_rt.speculate.protocols import DraftResources, tree_drafter
+from offload_rt.speculate.protocols import DraftResources
+from offload_rt.speculate.tree_types import tree_drafter
 from offload_rt.weights.heads import find_mtp
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """Self-drafting with retrieved text chunks, ranked by similarity to the query (TriForce, 2024)."""
 
 from offload_rt.kv.chosen import RetrievalCache
-from offload_rt.speculate.protocols import DraftResources, tree_drafter
+from offload_rt.speculate.protocols import DraftResources
+from offload_rt.speculate.tree_types import tree_drafter
 
 DRAFTER = tree_drafter(
     dynamic_at_zero=False, dynamic_above=False, resources=DraftResources(view=RetrievalCache)

@@ -1,7 +1,8 @@
 """Self-drafting with the cache rows that the last tokens attend to (SnapKV, Li et al. 2024)."""
 
 from offload_rt.kv.chosen import SnapKVCache
-from offload_rt.speculate.protocols import DraftResources, tree_drafter
+from offload_rt.speculate.protocols import DraftResources
+from offload_rt.speculate.tree_types import tree_drafter
 
 DRAFTER = tree_drafter(
     dynamic_at_zero=False, dynamic_above=False, resources=DraftResources(view=SnapKVCache)

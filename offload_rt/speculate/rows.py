@@ -1,0 +1,16 @@
+"""Cache rows of drafts."""
+
+# Rows computed for each node of the final tree: a growing tree drops nodes for better ones.
+ROWS_PER_NODE = 2
+
+
+def draft_rows(longest: int, n_nodes: int) -> int:
+    """Rows of the draft's cache for a sequence of up to `longest` tokens and trees of up to
+    `n_nodes`.
+    """
+    return longest - 1 + ROWS_PER_NODE * n_nodes
+
+
+def view_rows(budget: int, n_nodes: int) -> int:
+    """Rows of a view for drafts of trees of up to `n_nodes`."""
+    return budget + ROWS_PER_NODE * n_nodes + 1
