@@ -32,7 +32,7 @@ class BlockTreeBuilder(DynamicTreeBuilder):
         conditioned_rate, inherited_rate = rates
         chances = self._nodes.chances
         gain = (conditioned_rate - inherited_rate) * chances[best].sum()
-        pays = bool(gain > self.cost.required(chances, self._n_rounds)[1])
+        pays = bool(gain > self.cost.required(chances, self.state.n_passes)[1])
         self.state.recomputes = pays
         return best if pays else places
 

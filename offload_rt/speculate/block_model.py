@@ -23,10 +23,7 @@ class BlockState(TreeState):
     parent states in the plan limits their number.
     cached    keys and values of all tokens but the last, per layer
     blocks    (n_blocks, n_predicted, hidden_size)
-    n_passes  passes over blocks
     """
-
-    n_passes = 0
 
     def __init__(
         self,

@@ -49,10 +49,11 @@ class RoundCost:
         node_s = (pass_s[last] - pass_s[best]) / max(last - best, 1)
         return float(rates[best] * node_s), float(rates[best] * self.level_s)
 
-    def pays_at_root(self, acceptance: np.ndarray) -> bool:
-        """Return whether a first round pays, by the acceptance of its children."""
+    def pays_at_root(self, acceptance: np.ndarray, n_levels: int) -> bool:
+        """Return whether a first round of `n_levels` pays, by the acceptance of children."""
         of_node, of_round = self.required(np.ones(1))
-        return bool(np.maximum(acceptance - of_node, 0).sum() >= of_round)
+        of_level = np.maximum(acceptance - of_node, 0).sum()
+        return bool((of_level ** np.arange(1, n_levels + 1)).sum() >= of_round)
 
 
 @dataclass(frozen=True)

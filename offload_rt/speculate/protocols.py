@@ -181,7 +181,7 @@ class DrafterType:
     gives_draft_probs  children are drawn from known distributions at temperature > 0
     best_rule          default rule, a module name in verify/
     default_sizes      tree sizes, tried in turn until one fits into memory
-    streamed_sizes     larger sizes, tried first if a GPU streams layers
+    streamed_sizes     larger sizes, for layers streamed to a GPU
     n_levels           default depth limit; deeper candidates are rarely reached
     """
 

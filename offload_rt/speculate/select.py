@@ -1,6 +1,5 @@
 """Resolve settings to a drafter, a verification rule, tree limits and a draft checkpoint."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +25,7 @@ if TYPE_CHECKING:  # importing transformers takes a second, and plans need no to
 _TREE_SHARE = 1 / 8
 # Growth of the streamed bytes that a doubled tree size may cost. The forecast of a 70B has 8 % more
 # tokens per pass with trees of 2,048 instead of 1,024 nodes.
-_STREAMED_SHARE = 0.02
+_STREAMED_SHARE = 0.03
 # Drafters of `--drafter auto`, without and with a draft model.
 _DEFAULT = "recycle"
 _DEFAULT_WITH_MODEL = "adaptive_tree"
@@ -86,21 +85,19 @@ class Drafting:
         plain_nbytes     minimum budget without trees
         streamed_nbytes  layer bytes that a pass copies to a GPU in plain decoding
 
-        Larger trees replace resident layers. They are selected if their memory adds less traffic
-        than `_STREAMED_SHARE` per doubling of the size.
+        Larger trees replace resident layers. They are selected while each doubling of the size adds
+        less traffic than `_STREAMED_SHARE`.
         """
         spare = memory_nbytes - plain_nbytes
         room = min(memory_nbytes * _TREE_SHARE, spare)
         sizes = self.type.default_sizes
-        default = next((n for n in sizes if tree_nbytes(n) <= room), sizes[-1])
-        larger = (n for n in (*self.type.streamed_sizes, *sizes) if n > default)
-        per_doubling = _STREAMED_SHARE * streamed_nbytes
-
-        def pays(n: int) -> bool:
-            more = tree_nbytes(n) - tree_nbytes(default)
-            return more <= min(per_doubling * math.log2(n / default), spare - tree_nbytes(default))
-
-        n_nodes = config.tree_size or next((n for n in larger if pays(n)), default)
+        largest = next((n for n in sizes if tree_nbytes(n) <= room), sizes[-1])
+        for n in sorted(n for n in (*self.type.streamed_sizes, *sizes) if n > largest):
+            more = tree_nbytes(n) - tree_nbytes(largest)
+            if more > min(_STREAMED_SHARE * streamed_nbytes, spare - tree_nbytes(largest)):
+                break
+            largest = n
+        n_nodes = config.tree_size or largest
         n_levels = 1 if n_nodes == 1 else config.tree_depth or self.type.n_levels
         is_size_fixed = config.tree_size is not None
         return DraftLimits(n_nodes, n_levels, is_size_fixed, config.tree_depth is not None)

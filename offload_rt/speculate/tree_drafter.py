@@ -50,6 +50,7 @@ class TreeDrafter(Drafter):
     _dynamic: type[DynamicTreeBuilder] = DynamicTreeBuilder
     _static: type[StaticTreeBuilder] = StaticTreeBuilder
     _n_ranks = N_RANKS
+    _n_at_once = 1  # levels of a draft pass
 
     def __init__(self, parts: DraftParts, is_dynamic: tuple[bool, bool]) -> None:
         model = parts.self_model or parts.draft_model
@@ -205,7 +206,7 @@ class TreeDrafter(Drafter):
         """Return whether to draft; always for some text lengths, to learn the acceptance."""
         is_sample = len(sequence.tokens) % _SAMPLED == 0
         acceptance = estimates.acceptance.by_rank()
-        return self.limits.fixed_size or is_sample or cost.pays_at_root(acceptance)
+        return self.limits.fixed_size or is_sample or cost.pays_at_root(acceptance, self._n_at_once)
 
     def _dynamic_type(self, sequence: Sequence) -> Callable[..., DynamicTreeBuilder]:
         """Return the constructor of a dynamic tree."""

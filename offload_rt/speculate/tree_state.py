@@ -39,10 +39,12 @@ class TreeState:
     error       reason to discard the tree, or None
     recomputes  block drafters: compute blocks for the rows to add, instead of using those of their
                 parents
+    n_passes    block drafters: passes over blocks
     """
 
     error: NumericsError | None = None
     recomputes = True
+    n_passes = 0
 
     def __init__(
         self, vocab_size: int, most_rows: int, sequence: Sequence, device: torch.device

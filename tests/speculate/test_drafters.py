@@ -3,6 +3,8 @@ distributions.
 """
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +30,9 @@ from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import top_tokens
+from offload_rt.speculate.block_builder import BlockTreeBuilder
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
+from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.select import drafter_type, load_rule, pick_drafter
 from offload_rt.system import registry
 from offload_rt.tree.topology import Verdict
@@ -165,7 +169,42 @@ def test_round_pays_by_the_nodes_whose_rows_pay(row_s, expanded):
     of_node, of_round = cost.required(chances)
     gains = chances[1:] - of_node
     assert (gains[gains > 0].sum() >= of_round) * (gains > 0).sum() == expanded
-    assert cost.pays_at_root(chances[1:]) == (expanded > 0)
+    assert cost.pays_at_root(chances[1:], 1) == (expanded > 0)
+
+
+@pytest.mark.parametrize("n_levels", [1, 2, 4])
+@pytest.mark.parametrize("level_s", np.arange(0.25, 2, 0.25))
+def test_first_block_pays_by_all_of_its_levels(level_s, n_levels):
+    """A chain whose tokens are accepted with probability 1/2; rows are free."""
+    tokens = sum(0.5**depth for depth in range(n_levels + 1))
+    pays = RoundCost(level_s, np.ones(9)).pays_at_root(np.array([0.5]), n_levels)
+    assert pays == (tokens / (1 + level_s) >= 1)
+
+
+def test_further_block_pays_by_tokens_per_second():
+    """Rounds with the blocks of parents cost nothing."""
+    draw = np.random.default_rng(0)
+    conditioned, inherited = Estimates(), Estimates()
+    conditioned.acceptance.first, inherited.acceptance.first = 0.9, 0.3
+    decisions = set()
+    for n_passes, level_s in itertools.product((1, 3), draw.exponential(0.3, 40)):
+        state = SimpleNamespace(tokens=[0], n_recomputable=4, n_passes=n_passes)
+        cost = RoundCost(level_s, np.ones(16))
+        builder = BlockTreeBuilder(
+            state, (16, 4), 0.0, Estimates(), (), cost, conditioned, inherited
+        )
+        builder._n_rounds = 9
+        chances = -np.sort(-draw.random(7) ** 2)
+        builder._nodes = replace(builder._nodes, chances=np.array([1.0, *chances]))
+        waiting = np.arange(2, 8)
+        places = builder._next_round(waiting)
+        gain = 0.6 * chances[places[:4] - 1].sum()
+        tokens = 1 + chances.sum()
+        seconds = 1 + n_passes * level_s
+        pays = (tokens + gain) / (seconds + level_s) > tokens / seconds
+        assert state.recomputes == pays
+        decisions.add(pays)
+    assert decisions == {True, False}
 
 
 @every_combination

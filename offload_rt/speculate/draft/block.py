@@ -28,6 +28,10 @@ _INHERITED = 0.6
 class BlockDrafter(TreeDrafter):
     """Grow dynamic trees from blocks; draw static trees for rules that need draft probabilities."""
 
+    def __init__(self, parts: DraftParts, is_dynamic: tuple[bool, bool]) -> None:
+        super().__init__(parts, is_dynamic)
+        self._n_at_once = self._model.max_levels - 1
+
     def _grow(self, builders: abc.Sequence[StaticTreeBuilder | DynamicTreeBuilder]) -> int:
         super()._grow(builders)
         states = (builder.state for builder in builders)
