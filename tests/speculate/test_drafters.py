@@ -194,7 +194,7 @@ def test_further_block_pays_by_tokens_per_second():
             state, (16, 4), 0.0, Estimates(), (), cost, conditioned, inherited
         )
         builder._n_rounds = 9
-        chances = -np.sort(-draw.random(7) ** 2)
+        chances = -np.sort(-(draw.random(7) ** 2))
         builder._nodes = replace(builder._nodes, chances=np.array([1.0, *chances]))
         waiting = np.arange(2, 8)
         places = builder._next_round(waiting)
