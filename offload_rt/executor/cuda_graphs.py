@@ -14,8 +14,8 @@ from offload_rt import ops
 from offload_rt.chunks import GRAPH_WIDTHS, max_captured_rows
 from offload_rt.dtypes import DType
 from offload_rt.errors import RankError
-from offload_rt.kv.cache import Attention, ContiguousCache, KVBuffer, KVCache
-from offload_rt.models.architecture import Architecture, LayerWeights
+from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
+from offload_rt.models.architecture import Architecture, Attention, LayerWeights
 from offload_rt.ops import extension
 from offload_rt.system.ranks import Ranks
 from offload_rt.weights.layout import packed_layout
@@ -200,16 +200,10 @@ class GraphPass:
             keep_tapped(self._model.taps, self._tapped, hidden, i + 1)
         self._logits.copy_(model.head(non_layer, hidden))
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *,
-        scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
-        softcap: float | None = None, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def attend(self, asked: Attention) -> Tensor:
         """See `PassContext.attend`."""
-        request = Attention(
-            layer, 0, q, k, v, self._mask.within(window), scale, rotary, softcap, sinks
-        )
-        return self._buffer.attend(layer, self._inputs.rows, request)
+        mask = self._mask.within(asked.window)
+        return self._buffer.attend(asked.layer, self._inputs.rows, asked, mask)
 
 
 class _Reduction:

@@ -13,9 +13,9 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.executor.image_encoder import ImageRows
-from offload_rt.kv.cache import Attention, KVCache
+from offload_rt.kv.cache import KVCache
 from offload_rt.kv.recurrent import Recurrence, RecurrentCache
-from offload_rt.models.architecture import StateShape
+from offload_rt.models.architecture import Attention, StateShape
 from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.tree.topology import GrowingTree, Topology
 
@@ -167,30 +167,13 @@ class Chunk:
     images: tuple[ImageRows, ...] = ()
     causal: tuple[ops.TreeMask, ...] = ()
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        *,
-        scale: float,
-        window: int | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, asked: Attention) -> Tensor:
         """See `PassContext.attend`."""
         outs = []
-        masks = self.causal if self.causal and window is None else self.masks
+        masks = self.causal if self.causal and asked.window is None else self.masks
         for segment, mask in zip(self.segments, masks, strict=True):
-            rows = segment.rows
-            turn = None if rotary is None else (rotary[0][rows], rotary[1][rows])
-            qkv = q[rows], None if k is None else k[rows], None if v is None else v[rows]
-            request = Attention(
-                layer, segment.start, *qkv, mask.within(window), scale, turn, softcap, sinks
-            )
-            outs.append(segment.cache.attend(request))
+            part = asked if len(self.segments) == 1 else asked.of_rows(segment.rows)
+            outs.append(segment.cache.attend(part, segment.start, mask.within(asked.window)))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def recur(

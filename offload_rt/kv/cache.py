@@ -12,7 +12,7 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.errors import CapacityError
 from offload_rt.kv.split import KVBytes
-from offload_rt.models.architecture import Architecture, KVShape
+from offload_rt.models.architecture import Architecture, Attention, KVShape
 
 
 class RowRange(NamedTuple):
@@ -22,29 +22,6 @@ class RowRange(NamedTuple):
     block: int
     start: int
     stop: int
-
-
-@dataclass(frozen=True, eq=False)
-class Attention:
-    """Request of a layer: store k and v of pending rows [start, start + n), and attend with q.
-
-    q       (n, n_heads, head_dim)
-    k, v    (n, n_kv_heads, head_dim); None if already stored
-    mask    visibility of the first n_committed + start + n rows
-    rotary  cosines and sines (n, head_dim) each, to rotate q and k first; None for no rotation
-    softcap, sinks  see `PassContext.attend`
-    """
-
-    layer: int
-    start: int
-    q: Tensor
-    k: Tensor | None
-    v: Tensor | None
-    mask: ops.TreeMask
-    scale: float
-    rotary: tuple[Tensor, Tensor] | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 class KVCache(ABC):
@@ -63,8 +40,12 @@ class KVCache(ABC):
         self._pending: list[int] = []
 
     @abstractmethod
-    def attend(self, asked: Attention) -> Tensor:
-        """Store keys and values; return attention outputs (n, n_heads, head_dim of v)."""
+    def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:
+        """Store keys and values; return attention outputs (n, n_heads, head_dim of v).
+
+        start  index of the first row among the pending rows
+        mask   visibility of the first n_committed + start + n rows
+        """
 
     @abstractmethod
     def move(self, rows: Sequence[int], first: int) -> None:
@@ -185,12 +166,13 @@ class KVBuffer:
         for part in (self.keys, self.values):
             part[:, :, first:].zero_()
 
-    def attend(self, layer: int, rows: slice | Tensor, asked: Attention) -> Tensor:
+    def attend(
+        self, layer: int, rows: slice | Tensor, asked: Attention, mask: ops.TreeMask
+    ) -> Tensor:
         """Store k and v in `rows` of a layer; attend with q to the first mask.n_keys rows."""
         keys = self.keys[layer]
         values = self.values[layer]
         q = asked.q
-        mask = asked.mask
         if asked.k is not None and asked.v is not None:
             q = ops.rotate_and_store(q, asked.k, asked.v, asked.rotary, keys, values, rows)
         seen = keys[:, : mask.n_keys], values[:, : mask.n_keys]
@@ -239,16 +221,16 @@ class ContiguousCache(KVCache):
         """Return the size of `n_rows` rows with elements of `itemsize` bytes, all on the device."""
         return KVBytes(device=n_rows * model.kv_nbytes(itemsize))
 
-    def attend(self, asked: Attention) -> Tensor:
+    def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:
         """Append k and v, and attend to all visible rows."""
-        first = self.n_held + asked.start
+        first = self.n_held + start
         n, layer = self._places[asked.layer] if self._places else (0, asked.layer)
         buffer = self._buffers[n]
-        if self.leader is not None and asked.start == 0:
+        if self.leader is not None and start == 0:
             keys, values = self.leader.rows(asked.layer, range(first))
             buffer.keys[layer, :, :first] = keys
             buffer.values[layer, :, :first] = values
-        return buffer.attend(layer, slice(first, first + len(asked.q)), asked)
+        return buffer.attend(layer, slice(first, first + len(asked.q)), asked, mask)
 
     def copy_prefix(self, leader: KVCache, tokens: list[int]) -> None:
         """Start with tokens of a leader cache, which has their rows or computes them next pass.

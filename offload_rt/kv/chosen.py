@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.kv.cache import Attention, KVBuffer, KVCache
+from offload_rt.kv.cache import KVBuffer, KVCache
 from offload_rt.kv.sparse import SparseCache
-from offload_rt.models.architecture import Architecture
+from offload_rt.models.architecture import Architecture, Attention
 
 # Last tokens, which select rows and are kept; rows per chunk; SnapKV pooling width.
 _N_RECENT = 32
@@ -64,14 +64,12 @@ class ChosenCache(SparseCache):
         super().commit(rows)
         self._is_selecting = False
 
-    def attend(self, asked: Attention) -> Tensor:
+    def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:
         """Attend to the rows of the view, or to all source rows during selection."""
         if not self._is_selecting:
-            return super().attend(asked)
+            return super().attend(asked, start, mask)
         layer = asked.layer
-        start = asked.start
         q = asked.q
-        mask = asked.mask
         scale = asked.scale
         assert asked.k is not None and asked.v is not None, "self-drafting shares no rows"
         first = self.n_kept

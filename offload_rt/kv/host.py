@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.kv.cache import Attention, KVBuffer, KVCache, RowRange
+from offload_rt.kv.cache import KVBuffer, KVCache, RowRange
 from offload_rt.kv.split import PAGE_ROWS, KVShare, RowFormat
-from offload_rt.models.architecture import Architecture
+from offload_rt.models.architecture import Architecture, Attention
 
 
 class RowStore(Protocol):
@@ -104,11 +104,9 @@ class HostCache(KVCache):
             yield first, RowRange(layer, self._blocks[block], start, end)
             first += end - start
 
-    def attend(self, asked: Attention) -> Tensor:
+    def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:
         """See `KVCache.attend`. Attends to rows on the device, then to each prefetched block."""
         layer = asked.layer
-        start = asked.start
-        mask = asked.mask
         scale = asked.scale
         assert asked.k is not None and asked.v is not None, "the plan is for native models"
         if self._staged is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -182,6 +182,37 @@ class LayerWeights(Protocol):
         """Return rows `ids` (n,) of the table `<name>.weight` in the compute dtype: (n, width)."""
 
 
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """Request of a layer: store k and v of the rows in the cache, and attend with q.
+
+    layer    cache layer, an index of `Architecture.kv_shapes`
+    q        (n, n_heads, head_dim)
+    k, v     (n, n_kv_heads, head_dim); None if stored by an earlier request with the same `layer`
+    window   number of visible positions, including the row's position; None for all
+    rotary   cosines and sines (n, head_dim) each, to rotate q and k first; None for no rotation
+    softcap  replaces scores s by softcap * tanh(s / softcap)
+    sinks    (n_heads,) additional score per head in the softmax, without a value
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    scale: float
+    window: int | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def of_rows(self, rows: slice) -> Attention:
+        """Return the request of some rows."""
+        k = None if self.k is None else self.k[rows]
+        v = None if self.v is None else self.v[rows]
+        rotary = None if self.rotary is None else (self.rotary[0][rows], self.rotary[1][rows])
+        return replace(self, q=self.q[rows], k=k, v=v, rotary=rotary)
+
+
 class PassContext(Protocol):
     """The current pass as seen by a layer."""
 
@@ -189,29 +220,8 @@ class PassContext(Protocol):
     def row_inputs(self) -> tuple[Any, ...]:
         """Second result of `Architecture.embed`."""
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        *,
-        scale: float,
-        window: int | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Store k and v (n, n_kv_heads, head_dim) in the cache and return the attention output.
-
-        q        (n, n_heads, head_dim)
-        k, v     None if stored by an earlier call with the same `layer`
-        window   number of visible positions, including the row's position; None for all
-        rotary   cosines and sines (n, head_dim) each, to rotate q and k first; None for no rotation
-        softcap  replaces scores s by softcap * tanh(s / softcap)
-        sinks    (n_heads,) additional score per head in the softmax, without a value
-        Returns (n, n_heads, head_dim of v).
-        """
+    def attend(self, asked: Attention) -> Tensor:
+        """Store keys and values; return the attention output (n, n_heads, head_dim of v)."""
 
 
 class StateContext(PassContext, Protocol):

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from offload_rt.models.architecture import Architecture, LayerWeights, PassContext, TensorShape
+from offload_rt.models.architecture import (
+    Architecture,
+    Attention,
+    LayerWeights,
+    PassContext,
+    TensorShape,
+)
 from offload_rt.models.rope import Rope
 
 if TYPE_CHECKING:
@@ -124,7 +130,7 @@ class NativeDecoder(Architecture):
             k = ops.rms_norm(k, weights.vector("self_attn.k_norm"), self.eps)
         cos, sin = context.row_inputs
         scale = self.head_dim**-0.5
-        out = context.attend(i, q, k, v, scale=scale, window=self.windows[i], rotary=(cos, sin))
+        out = context.attend(Attention(i, q, k, v, scale, self.windows[i], (cos, sin)))
         return weights.linear(out.reshape(len(out), -1), "self_attn.o_proj")
 
     def mlp(self, weights: LayerWeights, x: Tensor, out: Tensor) -> Tensor:

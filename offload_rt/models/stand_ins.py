@@ -11,7 +11,13 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import LayerWeights, PassContext, StateContext, StateShape
+from offload_rt.models.architecture import (
+    Attention,
+    LayerWeights,
+    PassContext,
+    StateContext,
+    StateShape,
+)
 from offload_rt.models.traced_experts import mixture
 
 # Registry names in transformers: for passes, which need no masks, and for tracing.
@@ -113,10 +119,9 @@ class PassCache(Cache):
         self.read.setdefault(self._at[0], set()).add(number)
         self._at = (self._at[0], self._at[1] + 1)
         rows = q[0].transpose(0, 1).contiguous()
-        new = (None, None) if is_kept else (k[0].transpose(0, 1), v[0].transpose(0, 1))
-        out = self._context.attend(
-            number, rows, *new, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+        new_k, new_v = (None if is_kept else part[0].transpose(0, 1) for part in (k, v))
+        asked = Attention(number, rows, new_k, new_v, scale, window, softcap=softcap, sinks=sinks)
+        out = self._context.attend(asked)
         k.kv_layer = v.kv_layer = number  # type: ignore[attr-defined]
         return out[None]
 

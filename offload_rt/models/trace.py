@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import KVShape, StateShape
+from offload_rt.models.architecture import Attention, KVShape, StateShape
 from offload_rt.models.custom_attention import ALIBI
 from offload_rt.models.stand_ins import OTHER_STATE, TRACED
 
@@ -96,14 +96,13 @@ class Trace:
         self.first = torch.empty(0)
         self._hidden = self.first
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any
-    ) -> Tensor:
+    def attend(self, asked: Attention) -> Tensor:
         """Record the shapes of keys and values; see `PassContext.attend`."""
         self._n_calls += 1
-        if k is not None and v is not None:
-            self.shapes[layer] = KVShape(k.shape[1], k.shape[2], v.shape[2])
-        return q.new_empty(*q.shape[:2], self.shapes[layer].v_dim)
+        if asked.k is not None and asked.v is not None:
+            shape = KVShape(asked.k.shape[1], asked.k.shape[2], asked.v.shape[2])
+            self.shapes[asked.layer] = shape
+        return asked.q.new_empty(*asked.q.shape[:2], self.shapes[asked.layer].v_dim)
 
     def recur(self, layer: int, shape: StateShape, x: Tensor, *rows: Tensor) -> Tensor:
         """Record the shape of the state; see `StateContext.recur`."""

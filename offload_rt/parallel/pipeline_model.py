@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offload_rt.models.architecture import (
     Architecture,
+    Attention,
     KVShape,
     LayerWeights,
     Mixture,
@@ -35,10 +36,8 @@ class _StageContext:
     def row_inputs(self) -> tuple[Any, ...]:
         return self.context.row_inputs
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any
-    ) -> Tensor:
-        return self.context.attend(layer - self.first, q, k, v, **options)
+    def attend(self, asked: Attention) -> Tensor:
+        return self.context.attend(replace(asked, layer=asked.layer - self.first))
 
     def recur(self, layer: int, shape: StateShape, *rows: Tensor) -> Tensor:
         return cast("StateContext", self.context).recur(layer - self.first_state, shape, *rows)

@@ -26,7 +26,7 @@ from offload_rt import ops
 from offload_rt.dtypes import DType
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
-from offload_rt.models.architecture import Architecture, LayerWeights
+from offload_rt.models.architecture import Architecture, Attention, LayerWeights
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.streamer import LayerView
 from offload_rt.ops import reference
@@ -120,18 +120,16 @@ class TextContext:
 
     row_inputs: tuple[Any, ...]
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, *,
-        scale: float, window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
-        softcap: float | None = None, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def attend(self, asked: Attention) -> Tensor:
         """See `PassContext.attend`. Only native layers are trained: no softcap, no sinks."""
+        k, v, rotary = asked.k, asked.v, asked.rotary
         assert k is not None and v is not None and rotary is not None, "native layers pass all"
-        places = torch.arange(len(q), device=q.device)
+        places = torch.arange(len(k), device=k.device)
         back = places[:, None] - places
-        q, k = (reference.rotate(states, *rotary) for states in (q, k))
-        visible = (back >= 0) & (back < (window or len(q)))
-        return reference.torch_attention(q, k.transpose(0, 1), v.transpose(0, 1), visible, scale)
+        q, k = (reference.rotate(states, *rotary) for states in (asked.q, k))
+        visible = (back >= 0) & (back < (asked.window or len(q)))
+        keys, values = k.transpose(0, 1), v.transpose(0, 1)
+        return reference.torch_attention(q, keys, values, visible, asked.scale)
 
 
 class Learner:
