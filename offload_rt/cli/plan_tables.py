@@ -1,6 +1,6 @@
 """Text output of `offload-rt plan`: tables, the forecast in sentences, the verdict."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from offload_rt.cli.format import format_speed, placement_table, print_table
 from offload_rt.config import format_size
@@ -45,8 +45,19 @@ def show(forecast: Forecast, others: Alternatives) -> None:
         _print_drafters(others.drafters)
     if others.sweep is not None:
         _print_curve(others.sweep)
-    speed = format_speed(forecast.run.seconds_per_token)
-    print(f"\nverdict: {forecast.verdict}, {speed}")
+    print(f"\nverdict: {_verdict(forecast)}{_fastest_drafter(forecast, others.drafters)}")
+
+
+def _verdict(forecast: Forecast) -> str:
+    return f"{forecast.verdict}, {format_speed(forecast.run.seconds_per_token)}"
+
+
+def _fastest_drafter(forecast: Forecast, drafters: Sequence[RankedDrafter]) -> str:
+    """Return the verdict with the fastest drafter, if it is faster than the forecast."""
+    fastest = drafters[0].forecast if drafters else None
+    if fastest is None or fastest.run.seconds_per_token >= forecast.run.seconds_per_token:
+        return ""
+    return f"; with {drafters[0].title}: {_verdict(fastest)}"
 
 
 def _print_placement(forecast: Forecast) -> None:
@@ -156,10 +167,11 @@ def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
         forecast = choice.forecast
         tokens = f"{forecast.run.tokens_per_pass:.2f}" if forecast else ""
         speed = _speed(forecast) if forecast else "no forecast"
-        name = f"{choice.drafter} {choice.name}".strip()
-        print(_line(name, (size, tokens, speed), 56))
+        if forecast and choice.drafter != "none" and len(forecast.topology) == 1:
+            tokens, speed = "", "does not pay"
+        print(_line(choice.title, (size, tokens, speed), 56))
     for choice in choices:
-        print(f"{choice.drafter} {choice.name}".strip() + f": {choice.source}")
+        print(f"{choice.title}: {choice.source}")
 
 
 def _speed(forecast: Forecast | None) -> str:

@@ -309,8 +309,8 @@ def check_sizes(head: NativeDecoder, target: Architecture, target_hidden: int | 
 def check_taps(taps: Sequence[Any], target: Architecture) -> tuple[int, ...]:
     """Return the taps of a head; raise SettingsError unless the target has these layers."""
     if not taps or not all(type(tap) is int and 0 <= tap <= target.n_layers for tap in taps):
-        have = f"those after {list(taps)} layers"
-        raise target_mismatch("hidden states", have, f"at most {target.n_layers}")
+        have = f"layers {', '.join(map(str, taps))}"
+        raise target_mismatch("choice of hidden states", have, f"layers 0 to {target.n_layers}")
     return tuple(taps)
 
 

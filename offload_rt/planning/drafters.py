@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from offload_rt.config import EngineConfig
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.models.architecture import Architecture
-from offload_rt.models.families import parse_architecture
 from offload_rt.models.head_configs import parse_head
 from offload_rt.planning.acceptance import PRESETS, SELF, Assumed, Preset, assume, power_law
 from offload_rt.planning.forecast import (
@@ -18,7 +18,7 @@ from offload_rt.planning.forecast import (
     without_draft,
 )
 from offload_rt.planning.known_models import KNOWN, known_name
-from offload_rt.planning.sizes import copies, is_plain
+from offload_rt.planning.sizes import copies, is_plain, sizes_of
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
 
@@ -48,6 +48,11 @@ class RankedDrafter:
     forecast: Forecast | None
     source: str
 
+    @property
+    def title(self) -> str:
+        """The drafter and its checkpoint."""
+        return f"{self.drafter} {self.name}".strip()
+
 
 @dataclass(frozen=True)
 class PublishedDrafter:
@@ -66,7 +71,7 @@ class PublishedDrafter:
     def sizes(self, target: Sizes) -> Sizes | None:
         """Return the sizes of the drafter; None without a published shape."""
         if self.name in KNOWN:
-            return Sizes.of_spec(parse_architecture(dict(KNOWN[self.name])), target.dtype)
+            return sizes_of(self.name, None, EngineConfig(self.name))
         if self.drafter == "mtp":
             head = parse_head(None, target.spec)
         else:

@@ -41,7 +41,7 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
     Raises CheckpointError for missing files, UnsupportedModelError for unsupported configs, and
     SettingsError for a draft that does not match the target.
     """
-    target = _sizes_of(config.model, config.revision, config)
+    target = sizes_of(config.model, config.revision, config)
     if config.draft_model is None:
         head = (
             parse_head(None, target.spec)
@@ -53,12 +53,12 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
     head = parse_head(raw, target.spec)
     if head is not None:
         return target, Sizes.of_spec(head, target.dtype)
-    draft = _sizes_of(config.draft_model, None, replace(config, dtype="auto"))
+    draft = sizes_of(config.draft_model, None, replace(config, dtype="auto"))
     check_pair(target.spec, draft.spec, (None, None))
     return target, draft
 
 
-def _sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
+def sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
     """Return the sizes of a model from local file headers, else from its config."""
     checkpoint = None if name.lower() in KNOWN else find_checkpoint(name, revision)
     raw: dict[str, Any] = {}

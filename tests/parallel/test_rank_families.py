@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.heads import small_target, write_published
 from support.thread_ranks import MINE, Board, ThreadRanks, divided_tokens, together, tokens_of
 from support.tiny import generate, keep_steady, measure_little, open_llm, prompt_of
 from torch import Tensor
@@ -207,6 +208,17 @@ def test_pipeline_stages_equal_one_rank(monkeypatch, tmp_path, kind, drafter):
 
     first, second = (generate(model, one, 20) for one in prompts)
     assert together(2, work)[0] == [first, second, first[10:]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"), [("gpt_oss", "eagle"), ("gemma2", "dflash2"), ("qwen3_5_text", "block")]
+)
+def test_heads_of_rank_0_use_the_tables_of_all_ranks(tmp_path, monkeypatch, kind, head):
+    keep_steady(monkeypatch)
+    model = small_target(kind, tmp_path / "target")
+    settings = write_published(tmp_path / "head", tmp_path / "target", head)
+    prompt = prompt_of(0, 9, 8)
+    assert divided_tokens(2, prompt=prompt, **settings) == generate(model, prompt, 16)
 
 
 # Shapes as they are published, with fewer layers.

@@ -36,6 +36,7 @@ def target_of(name: str) -> Sizes:
     [
         ("qwen3.5-27b", "z-lab/Qwen3.5-27B-DFlash", 3.96),
         ("gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", 1.46),
+        ("gpt-oss-120b", "gpt-oss-20b", 12.82),
     ],
 )
 def test_sizes_equal_the_published_files(target, name, gib):
@@ -99,3 +100,8 @@ def test_plan_prints_the_comparison(capsys):
     assert plan.main([*flags, "--json"]) == 0
     drafters = json.loads(capsys.readouterr().out)["drafters"]
     assert {"eagle", "recycle"} <= {one["drafter"] for one in drafters}
+    forecasts = [one for one in drafters if "predicted_tokens_per_second" in one]
+    fastest = max(forecasts, key=lambda one: one["predicted_tokens_per_second"])
+    verdict = text.splitlines()[-1]
+    assert f"; with {fastest['drafter']}" in verdict
+    assert f"{fastest['predicted_tokens_per_second']:.2f} tokens/s" in verdict

@@ -157,3 +157,6 @@ def test_trees_grow_while_layers_are_streamed_to_a_gpu():
         for device in (22, 120, 200)
     }
     assert sizes == {22: 2048, 120: 1024, 200: 1024}
+    # With 128,256 logits per node, only the first doubling beyond 512 nodes pays.
+    larger = planned("llama3-70b", "llama3-8b", 22 << 30, "int4")
+    assert larger.memory.limits.n_nodes == 1024

@@ -1,16 +1,12 @@
 """Published heads on all kinds of targets: texts, hidden states, and modules of the target."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from support.gguf_files import build
-from support.heads import PUBLISHED, write_published
+from support.heads import PUBLISHED, small_target, write_published
 from support.tiny import CASES, generate, keep_steady, open_llm, prompt_of
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from bench.models.tiny import config_of, random_model
 from offload_rt import SamplingParams
 from offload_rt.models.heads import HeadWeights
 from offload_rt.models.native import EMBED, HEAD
@@ -18,15 +14,6 @@ from offload_rt.models.transformers import TransformersModel
 from offload_rt.speculate.head_model import HeadModel
 
 pytestmark = pytest.mark.numeric
-
-
-def target_of(kind: str, folder: Path) -> PreTrainedModel:
-    config = config_of(kind)
-    config.get_text_config().vocab_size = 8
-    config.get_text_config().tie_word_embeddings = kind == "gemma2"
-    model = random_model(config)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -40,7 +27,7 @@ def target_of(kind: str, folder: Path) -> PreTrainedModel:
 )
 def test_heads_draft_for_models_of_transformers(tmp_path, monkeypatch, kind, head, place):
     keep_steady(monkeypatch)
-    model = target_of(kind, tmp_path / "target")
+    model = small_target(kind, tmp_path / "target")
     settings = write_published(tmp_path / "head", tmp_path / "target", head)
     states: dict[int, Tensor] = {}
     observe = HeadModel.observe
@@ -98,7 +85,7 @@ def test_heads_draft_for_quantised_targets(tmp_path, monkeypatch, head):
 
 
 def test_medusa_heads_need_a_native_target(tmp_path):
-    target_of("gpt_oss", tmp_path / "target")
+    small_target("gpt_oss", tmp_path / "target")
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text('{"medusa_num_heads": 2}')
     with pytest.raises(Exception, match="Medusa heads cannot draft for a model of type gpt_oss"):

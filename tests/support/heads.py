@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
+from bench.models.tiny import config_of, random_model
 from offload_rt.models.head_configs import parse_head
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -187,6 +188,16 @@ def random_head(folder: Path, kind: str, model: PreTrainedModel, **changes: Any)
 def few_tokens(name: str = "llama") -> PreTrainedModel:
     """A target of so few tokens that a random head is right now and then."""
     return CASES[name].build(3, **SMALL, vocab_size=VOCAB, num_hidden_layers=5)
+
+
+def small_target(kind: str, folder: Path) -> PreTrainedModel:
+    """Write a random model of transformers with 8 tokens."""
+    config = config_of(kind)
+    config.get_text_config().vocab_size = VOCAB
+    config.get_text_config().tie_word_embeddings = kind == "gemma2"
+    model = random_model(config)
+    model.save_pretrained(folder)
+    return model
 
 
 @dataclass
