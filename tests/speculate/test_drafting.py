@@ -17,6 +17,8 @@ from support.tiny import (
     byte_level,
     chi_square_p,
     drafter_of,
+    generate,
+    keep_steady,
     logits_of,
     metaspace,
     nearly,
@@ -436,3 +438,13 @@ def test_refusal_leaves_no_open_file(zoo, tmp_path):
         with pytest.raises(CapacityError):
             LLM(str(pair.target), draft_model=str(pair.draft), device="cpu", device_memory=1000)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_trees_of_4096_nodes(zoo, monkeypatch):
+    keep_steady(monkeypatch)
+    pair = zoo.pair("llama", 0)
+    settings = {"dtype": "float32", "tree_size": 4096, "draft_model": str(pair.draft)}
+    with open_llm(pair.target, **settings) as llm:
+        output = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))[0]
+    assert output.token_ids == generate(pair.model, prompt_of(0), 4)
+    assert output.stats.nodes_per_tree > 2048
