@@ -65,29 +65,29 @@ def reports(text: str) -> Iterator[Report]:
     """The kernels of one report of ptxas."""
     report = None
     for line in text.splitlines():
-        if found := _ENTRY.search(line):
-            report = Report(found[1], found[2])
-        elif report and (found := _FRAME.search(line)):
-            report.frame, report.spilled = int(found[1]), int(found[2]) + int(found[3])
-        elif report and (found := _USED.search(line)):
-            report.registers = int(found[1])
+        if match := _ENTRY.search(line):
+            report = Report(match[1], match[2])
+        elif report and (match := _FRAME.search(line)):
+            report.frame, report.spilled = int(match[1]), int(match[2]) + int(match[3])
+        elif report and (match := _USED.search(line)):
+            report.registers = int(match[1])
             yield report
             report = None
 
 
-def demangled(found: list[Report]) -> list[Report]:
+def demangled(kernels: list[Report]) -> list[Report]:
     """With names as they are written, without what all of them have in common."""
     names = subprocess.run(
         ["c++filt"],
-        input="\n".join(one.kernel for one in found),
+        input="\n".join(report.kernel for report in kernels),
         capture_output=True,
         text=True,
         check=True,
     )
-    for one, name in zip(found, names.stdout.splitlines(), strict=True):
+    for report, name in zip(kernels, names.stdout.splitlines(), strict=True):
         short = re.sub(r"offload_rt::|\(anonymous namespace\)::|^void ", "", name)
-        one.kernel = re.sub(r"\(.*$", "", short).replace("> >", ">>")
-    return sorted(found, key=lambda one: (one.kernel, one.arch))
+        report.kernel = re.sub(r"\(.*$", "", short).replace("> >", ">>")
+    return sorted(kernels, key=lambda report: (report.kernel, report.arch))
 
 
 def main() -> None:
@@ -99,22 +99,24 @@ def main() -> None:
             sys.exit("kernels: csrc/ has changed since it was built; run scripts/build_kernels.py")
         print("kernels: not checked, there is no nvcc")
         return
-    found = list(reports(log.read_text(encoding="utf-8")))
+    all_reports = list(reports(log.read_text(encoding="utf-8")))
     print(
         f"{'kernel':<58} {'arch':>4} {'registers':>9} {'shared':>7} {'blocks':>6} {'frame':>5}"
         f" {'spilled':>7}"
     )
-    for one in demangled(found):
+    for report in demangled(all_reports):
         sizes = (
             f"{'-' if size is None else size:>{width}}"
-            for size, width in ((one.shared, 7), (one.blocks, 6))
+            for size, width in ((report.shared, 7), (report.blocks, 6))
         )
         print(
-            f"{one.kernel:<58} {one.arch:>4} {one.registers:>9} {' '.join(sizes)} {one.frame:>5}"
-            f" {one.spilled:>7}"
+            f"{report.kernel:<58} {report.arch:>4} {report.registers:>9} {' '.join(sizes)}"
+            f" {report.frame:>5} {report.spilled:>7}"
         )
-    absent = {str(one) for one in architectures} - {one.arch for one in found}
-    spilling = [one for one in found if one.spilled and one.blocks != 0]
+    absent = {str(architecture) for architecture in architectures} - {
+        report.arch for report in all_reports
+    }
+    spilling = [report for report in all_reports if report.spilled and report.blocks != 0]
     if absent or spilling:
         sys.exit(
             f"kernels: {len(spilling)} spill registers, {len(absent)} architectures are missing"

@@ -111,10 +111,10 @@ class Results:
 def measure_floor(course: Course) -> tuple[dict[str, float], int]:
     """GB/s by source, and how many layers fit into the budget beside everything else."""
     drop_from_page_cache(course.job.plain)
-    found = run_json(
+    measured = run_json(
         ["-m", "bench.compare.floor", "--job", course.job.text()], course.timeout_s
     ).result
-    return found["gbps"], found["n_resident"]
+    return measured["gbps"], measured["n_resident"]
 
 
 def run_all(course: Course, peers: Sequence[str]) -> Results:
@@ -122,21 +122,21 @@ def run_all(course: Course, peers: Sequence[str]) -> Results:
     figures.
     """
     reasons = {name: contract.refusal(contract.find(name)) for name in peers}
-    found = Results(
+    results = Results(
         {}, {name: [] for name in peers}, {name: why for name, why in reasons.items() if why}
     )
     for i in range(len(course.prompts)):
         gbps, n_resident = measure_floor(course)
         course = replace(course, job=replace(course.job, n_resident=n_resident))
         for source, rate in gbps.items():
-            found.gbps.setdefault(source, []).append(rate)
+            results.gbps.setdefault(source, []).append(rate)
         for name in (*peers[i % len(peers) :], *peers[: i % len(peers)]):
-            if name not in found.reasons:
-                _take_turn(name, course, i, found)
-    return found
+            if name not in results.reasons:
+                _take_turn(name, course, i, results)
+    return results
 
 
-def _take_turn(name: str, course: Course, i: int, found: Results) -> None:
+def _take_turn(name: str, course: Course, i: int, results: Results) -> None:
     drop_from_page_cache(course.job.plain)
     try:
         asked = (
@@ -148,10 +148,10 @@ def _take_turn(name: str, course: Course, i: int, found: Results) -> None:
         )
         run = run_peer(name, course.job, *asked)
     except RuntimeError as error:
-        found.reasons[name] = str(error)
+        results.reasons[name] = str(error)
         print(f"round {i + 1}  {name}: {error}", flush=True)
         return
-    found.runs[name].append(run)
+    results.runs[name].append(run)
     decode = f"{run.seconds_per_token:.4f} s per token"
     print(f"round {i + 1}  {name}: {decode}, {run.prompt_s:.2f} s for the prompt", flush=True)
 
@@ -222,17 +222,17 @@ def _compare(flags: argparse.Namespace) -> None:
         job = Job(ours, plain, flags.draft_model.resolve(), budget, 0, max_len, folder, limit)
         readers = PLAIN if flags.mixture else READ_GGUF
         peers = flags.peers or (readers if flags.gguf else contract.names())
-        found = run_all(
+        results = run_all(
             Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout, flags.cgroup), peers
         )
         first = OURS[0] if flags.gguf else outcome.REFERENCE
-        reference = [run.token_ids for run in found.runs.get(first, ())]
-        rows = outcome.rows(peers, found.runs, found.reasons, found.gbps, first)
+        reference = [run.token_ids for run in results.runs.get(first, ())]
+        rows = outcome.rows(peers, results.runs, results.reasons, results.gbps, first)
         if not flags.mixture:  # as floats a mixture of 1 GB takes 7 GB
             rows = outcome.with_margins(rows, plain, prompts[1:], reference)
-    said |= {"imports_bytes": imports, "gbps": found.gbps, "rows": [row.entry() for row in rows]}
-    said |= {"ratios": ratios(found, decode_rate), "prompt_ratios": ratios(found, prompt_rate)}
-    _print(rows, found, said)
+    said |= {"imports_bytes": imports, "gbps": results.gbps, "rows": [row.entry() for row in rows]}
+    said |= {"ratios": ratios(results, decode_rate), "prompt_ratios": ratios(results, prompt_rate)}
+    _print(rows, results, said)
     if flags.chart and any(row.reason is None for row in rows):
         draw(rows, caption(said), flags.chart)
     print(json.dumps(said))
@@ -327,17 +327,17 @@ def prompt_rate(run: Run) -> float:
     return 1 / run.prompt_s
 
 
-def ratios(found: Results, rate: Callable[[Run], float]) -> dict[str, dict[str, list[float]]]:
+def ratios(results: Results, rate: Callable[[Run], float]) -> dict[str, dict[str, list[float]]]:
     """Divide each offload_rt's rate by the rates of its peers, round by round: the same prompt each
     time.
 
     Peers of one kind: drafting or plain, with all rounds finished.
     """
-    n_rounds = max(map(len, found.runs.values()), default=0)
-    rates = {name: [rate(run) for run in runs] for name, runs in found.runs.items()}
+    n_rounds = max(map(len, results.runs.values()), default=0)
+    rates = {name: [rate(run) for run in runs] for name, runs in results.runs.items()}
     kinds = {
         name: contract.find(name).DRAFTS
-        for name, runs in found.runs.items()
+        for name, runs in results.runs.items()
         if len(runs) == n_rounds > 0
     }
     return {
@@ -351,10 +351,10 @@ def ratios(found: Results, rate: Callable[[Run], float]) -> dict[str, dict[str, 
     }
 
 
-def _print(rows: Sequence[Row], found: Results, said: Mapping[str, Any]) -> None:
+def _print(rows: Sequence[Row], results: Results, said: Mapping[str, Any]) -> None:
     rates = ", ".join(
         f"{source} {min(rates):.2f} to {max(rates):.2f} GB/s"
-        for source, rates in found.gbps.items()
+        for source, rates in results.gbps.items()
     )
     print(
         f"\n{outcome.table(rows)}\n\nrates measured between the rounds: {rates}; a floor is at the"
@@ -365,13 +365,13 @@ def _print(rows: Sequence[Row], found: Results, said: Mapping[str, Any]) -> None
         f"peaks include the imports of torch and transformers, {imports}, and file pages a peer"
         " maps"
     )
-    for name, runs in found.runs.items():
-        if runs and name not in found.reasons:
+    for name, runs in results.runs.items():
+        if runs and name not in results.reasons:
             decode = Spread.of([decode_rate(run) for run in runs])
             prompt = Spread.of([said["prompt_tokens"] * prompt_rate(run) for run in runs])
             print(f"{contract.find(name).TITLE}: decode {decode}, prompt {prompt} tokens/s")
     for what, rate in (("decode", decode_rate), ("prompt", prompt_rate)):
-        for ours, others in ratios(found, rate).items():
+        for ours, others in ratios(results, rate).items():
             for name, values in others.items():
                 titles = contract.find(ours).TITLE, contract.find(name).TITLE
                 print(f"{what}: {titles[0]} {Spread.of(values)} times as fast as {titles[1]}")

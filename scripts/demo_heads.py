@@ -296,8 +296,8 @@ def _attend(q: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
         (k.roll(len(later) - 1 - i, 2), v.roll(len(later) - 1 - i, 2))
         for i, (k, v) in enumerate(later)
     ]
-    own = [(q * k).sum(-1, keepdim=True) / dim**0.5 for k, _ in paths]
-    weights = torch.cat((scores, *own), -1).softmax(-1)
+    path_scores = [(q * k).sum(-1, keepdim=True) / dim**0.5 for k, _ in paths]
+    weights = torch.cat((scores, *path_scores), -1).softmax(-1)
     out = weights[..., :n] @ first[1]
     for i, (_, v) in enumerate(paths):
         out = out + weights[..., n + i, None] * v

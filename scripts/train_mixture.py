@@ -37,7 +37,7 @@ def upcycled(
     model = MixtralForCausalLM(config).float()
     whole = target.state_dict()
     state = model.state_dict()
-    state |= {name: one.float() for name, one in whole.items() if name in state}
+    state |= {name: tensor.float() for name, tensor in whole.items() if name in state}
     n_neurons = target.config.intermediate_size
     for i in range(config.num_hidden_layers):
         gate, up, down = (
@@ -45,11 +45,11 @@ def upcycled(
             for name in ("gate", "up", "down")
         )
         for expert in range(n_experts):
-            own = torch.randperm(n_neurons)[:width]
+            neurons = torch.randperm(n_neurons)[:width]
             state[f"model.layers.{i}.mlp.experts.gate_up_proj"][expert] = torch.cat(
-                [gate[own], up[own]]
+                [gate[neurons], up[neurons]]
             )
-            state[f"model.layers.{i}.mlp.experts.down_proj"][expert] = down[:, own] * (
+            state[f"model.layers.{i}.mlp.experts.down_proj"][expert] = down[:, neurons] * (
                 n_neurons / width
             )
     model.load_state_dict(state)
@@ -83,7 +83,7 @@ def train(
         # Layer by layer; transformers' models take all layers together, which leaves each as skewed
         # as it likes.
         aux = torch.stack(
-            [load_balancing_loss_func((one,), *sizes) for one in out.router_logits]
+            [load_balancing_loss_func((logits,), *sizes) for logits in out.router_logits]
         ).mean()
         (out.loss + balance * aux).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

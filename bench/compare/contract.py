@@ -112,15 +112,18 @@ class Report:
     def of(cls, raw: dict) -> "Report":
         """Convert the parsed output of `text`."""
         answers = [
-            Answer(one["token_ids"], [(s, n) for s, n in one["arrivals"]]) for one in raw["answers"]
+            Answer(answer["token_ids"], [(s, n) for s, n in answer["arrivals"]])
+            for answer in raw["answers"]
         ]
         return cls(**raw | {"supply": Supply(**raw["supply"]), "answers": answers})
 
 
 def names() -> tuple[str, ...]:
     """All peers, sorted; a leading underscore marks a shared part."""
-    found = (module.name for module in iter_modules(import_module("bench.compare.peers").__path__))
-    return tuple(sorted(name for name in found if not name.startswith("_")))
+    modules = (
+        module.name for module in iter_modules(import_module("bench.compare.peers").__path__)
+    )
+    return tuple(sorted(name for name in modules if not name.startswith("_")))
 
 
 def find(name: str) -> ModuleType:

@@ -134,7 +134,7 @@ class Row:
             if name in entry
         }
         parted = (
-            {"parted": tuple(Parting(**one) for one in entry["parted"])}
+            {"parted": tuple(Parting(**fields) for fields in entry["parted"])}
             if "parted" in entry
             else {}
         )
@@ -154,7 +154,7 @@ def rows(
     reference  peer whose tokens are compared with
     """
     expected = [run.token_ids for run in runs.get(reference, ())]
-    found = [
+    compared = [
         (
             Row(name, contract.find(name).TITLE, reason=reasons[name])
             if name in reasons
@@ -162,7 +162,7 @@ def rows(
         )
         for name in peers
     ]
-    return sorted(found, key=lambda row: (row.reason is not None, row.drafts, _median(row)))
+    return sorted(compared, key=lambda row: (row.reason is not None, row.drafts, _median(row)))
 
 
 def _median(row: Row) -> float:
@@ -201,12 +201,12 @@ def _row(
 
 
 def with_margins(
-    found: Sequence[Row], model: Path, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+    rows: Sequence[Row], model: Path, prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> list[Row]:
     """The rows, with the distance of the best two logits wherever tokens part; `answers` are the
     reference's.
     """
-    parted = {one.prompt for row in found for one in row.parted or ()}
+    parted = {point.prompt for row in rows for point in row.parted or ()}
     asked = {i: {"prompt": prompts[i], "tokens": answers[i]} for i in parted}
     margins = {
         i: (
@@ -222,13 +222,14 @@ def with_margins(
             replace(
                 row,
                 parted=tuple(
-                    replace(one, margin=_at(margins[one.prompt], one.token)) for one in row.parted
+                    replace(point, margin=_at(margins[point.prompt], point.token))
+                    for point in row.parted
                 ),
             )
             if row.parted
             else row
         )
-        for row in found
+        for row in rows
     ]
 
 
@@ -236,13 +237,13 @@ def _at(margins: Sequence[float], i: int) -> float | None:
     return margins[i] if i < len(margins) else None
 
 
-def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
+def parting(a: Sequence[int], b: Sequence[int]) -> int | None:
     """The first place where two answers differ, None where they do not."""
-    if list(one) == list(other):
+    if list(a) == list(b):
         return None
     return next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
+        min(len(a), len(b)),
     )
 
 
@@ -253,9 +254,9 @@ HEADS = ("system", "weights "
          "read/token", "same tokens")  # fmt: skip
 
 
-def table(found: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """All rows as a Markdown table."""
-    cells = [HEADS, *(_cells(row) for row in found)]
+    cells = [HEADS, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells if len(line) > i) for i in range(len(HEADS))]
     widths[1] = max(len(line[1]) for line in cells if len(line) == len(HEADS))
     lines = [

@@ -136,16 +136,16 @@ def open_weights(path: Path, dtype: torch.dtype) -> Weights:
 def all_weights(folder: Path, names: Sequence[str]) -> dict[str, Weights]:
     """Write and open a checkpoint in each format."""
     plain = {name: write_layer(folder, dtype) for name, dtype in DENSE.items()}
-    found = {}
+    weights_by_format = {}
     for name in names:
         if name in DENSE:
-            found[name] = open_weights(plain[name], DENSE[name])
+            weights_by_format[name] = open_weights(plain[name], DENSE[name])
             continue
         is_file = "gguf" in QUANTIZED[name]
-        out = folder / f"layer-{len(found)}{'.gguf' if is_file else ''}"
+        out = folder / f"layer-{len(weights_by_format)}{'.gguf' if is_file else ''}"
         run_python("scripts/quantize.py", str(plain["bf16"]), str(out), *QUANTIZED[name])
-        found[name] = open_weights(out, torch.bfloat16)
-    return found
+        weights_by_format[name] = open_weights(out, torch.bfloat16)
+    return weights_by_format
 
 
 def measure(
@@ -210,16 +210,16 @@ def by_torch(weights: Weights) -> Weights:
 
 def summary(cases: Mapping[str, Mapping[int, Case]]) -> dict[str, Spread]:
     """Return ratios between formats and row counts, round by round."""
-    found = {}
+    ratios = {}
     for name in (name for name in FOUR_BITS if name in cases and "bf16" in cases):
         pairs = zip(cases[name][1].gflops, cases["bf16"][1].gflops, strict=True)
-        found[f"1 row, {name} against bf16"] = Spread.of([mine / bf16 for mine, bf16 in pairs])
+        ratios[f"1 row, {name} against bf16"] = Spread.of([mine / bf16 for mine, bf16 in pairs])
     for name, by_rows in cases.items():
         pairs = zip(by_rows[1].gflops, by_rows[8].gflops, strict=True)
-        found[f"time of 8 rows against 1 row, {name}"] = Spread.of(
+        ratios[f"time of 8 rows against 1 row, {name}"] = Spread.of(
             [8 * single / eight for single, eight in pairs]
         )
-    return found
+    return ratios
 
 
 def report(names: Sequence[str], n_rounds: int) -> dict[str, object]:

@@ -54,8 +54,8 @@ def main() -> int:
         readme.write_text(written_into(readme.read_text(), table(flags.results)))
         return 0
     if flags.here:
-        for found in importlib.import_module(f"bench.gpu.{flags.here}").measure():
-            print(json.dumps(found), flush=True)
+        for result in importlib.import_module(f"bench.gpu.{flags.here}").measure():
+            print(json.dumps(result), flush=True)
         return 0
     import torch
 
@@ -90,7 +90,7 @@ def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) ->
             )
             continue
         begun = time.monotonic()
-        found = run_section(
+        result = run_section(
             [sys.executable, "-m", "bench.gpu", "--here", name], left, path.with_suffix(".log")
         )
         entry = {
@@ -98,10 +98,10 @@ def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) ->
             **device(),
             "commit": now,
             "seconds": time.monotonic() - begun,
-            **found,
+            **result,
         }
         path.write_text(json.dumps(entry, indent=1) + "\n")
-        code = code or int("failed" in found)
+        code = code or int("failed" in result)
         print(f"{name}: {entry.get('failed') or 'done'}, {entry['seconds']:.0f} s", flush=True)
     return code
 
@@ -128,7 +128,7 @@ def run_section(command: list[str], seconds: float, log: Path) -> dict[str, obje
                 reason = f"took more than {seconds:.0f} s"
             else:
                 reason = "; ".join(lines_of(errors)[-6:]) or f"exit code {code}" if code else ""
-        printed = [found for line in lines_of(out) if (found := _parsed(line))]
+        printed = [result for line in lines_of(out) if (result := _parsed(line))]
     result = {"result": printed[-1]} if printed else {}
     if not reason and not printed:
         reason = "it printed nothing"
@@ -138,10 +138,10 @@ def run_section(command: list[str], seconds: float, log: Path) -> dict[str, obje
 def _parsed(line: str) -> dict[str, object] | None:
     """The object on a line; None if a library printed it."""
     try:
-        found = json.loads(line)
+        result = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return result if isinstance(result, dict) else None
 
 
 def device() -> dict[str, str]:

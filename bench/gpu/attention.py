@@ -41,7 +41,7 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
     """Seconds of each by tree size, the floor measured between them, and how often ours takes that
     of flash and the floor.
     """
-    found: dict[str, object] = {}
+    times_by_size: dict[str, object] = {}
     for n in shapes.n_nodes:
         tree = random_tree(n)
         replays, broken = _captured(_works(tree, shapes) | _ceilings(shapes))
@@ -54,8 +54,8 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
             "flash, no mask": ours / medians.get("flash, no mask", float("nan")),
         }
         times = {name: asdict(spread) for name, spread in spreads.items()}
-        found[str(n)] = times | broken | {"floor": floor, "tree_attention against": against}
-        yield found
+        times_by_size[str(n)] = times | broken | {"floor": floor, "tree_attention against": against}
+        yield times_by_size
 
 
 def _ceilings(shapes: Shapes) -> dict[str, Callable[[], object]]:

@@ -32,20 +32,20 @@ def measure() -> Iterator[dict[str, object]]:
 
     Yields the last lines of each; the whole output goes to stderr.
     """
-    found: dict[str, object] = {"kernels": extension.missing() or "built, and one was launched"}
-    yield found
+    results: dict[str, object] = {"kernels": extension.missing() or "built, and one was launched"}
+    yield results
     for path in ON_CARD:
-        found[path] = _run([*_PYTEST, path, "-m", "cuda"])
-        yield found
+        results[path] = _run([*_PYTEST, path, "-m", "cuda"])
+        yield results
     checker = shutil.which("compute-sanitizer")
     if checker is None:
-        yield found | {"memory checker": "not installed"}
+        yield results | {"memory checker": "not installed"}
         return
     # Without torch's caching allocator, or the checker sees only the ends of its large blocks.
     # Captures need it.
     checks = [checker, "--tool", "memcheck", "--error-exitcode", "1"]
     without_cache = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    yield found | {
+    yield results | {
         "memory checker": _run(
             [*checks, *_PYTEST, _KERNELS, "-m", "cuda", "-k", "not captured"], **without_cache
         )

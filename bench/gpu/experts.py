@@ -40,7 +40,7 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
 
     In 16 bits a product of the host, or of one expert, may round differently, so they may part.
     """
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     memory = Path("/dev/shm")
     for kind in shapes.kinds:
         home = (
@@ -53,8 +53,8 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
             AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
             texts: list[list[list[int]]] = []
             for way in WAYS:
-                found[f"{kind}, {way}"] = _measured(Path(folder), way, shapes, texts)
-                yield found
+                results[f"{kind}, {way}"] = _measured(Path(folder), way, shapes, texts)
+                yield results
 
 
 def _measured(

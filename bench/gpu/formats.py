@@ -29,17 +29,17 @@ WAYS = {
 
 def measure(ways: dict[str, tuple[str | None, Shapes]] = WAYS) -> Iterator[dict[str, object]]:
     """Passes of each way, or why it failed."""
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     for name, (format, shapes) in ways.items():
         try:
             target = written(TARGET, shapes.target)
             target = target if format is None else quantized(target, format)
             for passes in measure_passes(target, shapes, link_gbps):
-                yield found | {name: passes}
-            found[name] = passes
+                yield results | {name: passes}
+            results[name] = passes
         except Exception as error:  # the other ways are measured all the same
-            found[name] = {"failed": " ".join(str(error).split())[:300]}
-            yield found
+            results[name] = {"failed": " ".join(str(error).split())[:300]}
+            yield results
 
 
 def quantized(model: Path, format: str) -> Path:

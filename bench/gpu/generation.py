@@ -45,11 +45,11 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
     }
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), shapes.n_prompts + 1)
     with opened(target, shapes.n_layers, (draft, shapes.n_draft_layers), **room) as llm:
-        found = {"plan": plan_of(llm), "acceptance": "of the demonstration pair", "generation": []}
+        result = {"plan": plan_of(llm), "acceptance": "of the demonstration pair", "generation": []}
         for temperature in (0.0, 0.6):
-            for one in _growing(llm, prompts, temperature, shapes.n_new):
-                yield found | {"generation": [*found["generation"], one]}
-            found["generation"].append(one)
+            for entry in _growing(llm, prompts, temperature, shapes.n_new):
+                yield result | {"generation": [*result["generation"], entry]}
+            result["generation"].append(entry)
 
 
 def _growing(

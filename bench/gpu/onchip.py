@@ -34,7 +34,7 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
     """
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), 3)
     gbps = device_gbps()
-    found: list[dict[str, object]] = []
+    results: list[dict[str, object]] = []
     free, _ = torch.cuda.mem_get_info()
     for name, n, nbytes in shapes.targets:
         fits = nbytes < 0.9 * free
@@ -42,8 +42,8 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
             "shape": name,
             "left out": f"{nbytes / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB are free",
         }
-        found.append(_shape(name, n, shapes, prompts, gbps) if fits else left_out)
-        yield {"device_gbps": gbps, "shapes": found}
+        results.append(_shape(name, n, shapes, prompts, gbps) if fits else left_out)
+        yield {"device_gbps": gbps, "shapes": results}
 
 
 def _shape(

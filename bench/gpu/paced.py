@@ -50,8 +50,8 @@ def measure(shapes: Shapes = _SHAPES) -> Iterator[dict[str, object]]:
     """Pass times at every size, each with the rate of the paced link measured just before."""
     link = f"{torch.cuda.get_device_name()}, link paced to {GBPS:.0f} GB/s"
     with patch("offload_rt.offload.stream_cuda.CopyDevice", PacedDevice):
-        for found in measure_passes(written(TARGET, shapes.target), shapes, paced_gbps):
-            yield {"link": link, **found}
+        for passes in measure_passes(written(TARGET, shapes.target), shapes, paced_gbps):
+            yield {"link": link, **passes}
 
 
 def paced_gbps(device: torch.device) -> float:

@@ -30,13 +30,13 @@ def measure() -> Iterator[dict[str, object]]:
     torch.cuda.set_per_process_memory_fraction(
         parse_size(BUDGET) / torch.cuda.mem_get_info(CARD)[1], CARD
     )
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     for name, peer in (("accelerate", _accelerate), ("deepspeed", _deepspeed)):
         try:
-            found[name] = peer()
+            results[name] = peer()
         except Exception as error:  # a peer may raise anything
-            found[name] = {"failed": " ".join(str(error).split())[:300]}
-        yield found
+            results[name] = {"failed": " ".join(str(error).split())[:300]}
+        yield results
         gc.collect()
         torch.cuda.empty_cache()
 

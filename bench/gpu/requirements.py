@@ -30,14 +30,16 @@ def requirements() -> list[Requirement]:
 def unmet(required: list[Requirement]) -> list[Requirement]:
     """Print the installed version of each package. Return the unmet requirements."""
     lacking = []
-    for one in required:
+    for requirement in required:
         try:
-            installed = version(one.name)
+            installed = version(requirement.name)
         except PackageNotFoundError:
             installed = "missing"
-        print(f"{one.name} {installed}")
-        if installed == "missing" or not one.specifier.contains(installed, prereleases=True):
-            lacking.append(one)
+        print(f"{requirement.name} {installed}")
+        if installed == "missing" or not requirement.specifier.contains(
+            installed, prereleases=True
+        ):
+            lacking.append(requirement)
     return lacking
 
 
@@ -45,7 +47,7 @@ def main() -> int:
     """Install what is lacking from the wheels. Exit code 1 where something stays unmet."""
     site, *wheels = map(Path, sys.argv[1:])
     lacking = unmet(requirements())
-    names = {one.name for one in lacking} - {"torch"}
+    names = {requirement.name for requirement in lacking} - {"torch"}
     files = [
         path
         for folder in wheels
@@ -69,9 +71,10 @@ def main() -> int:
             parse_wheel_filename(path.name)[0]: parse_wheel_filename(path.name)[1] for path in files
         }
         lacking = [
-            one
-            for one in lacking
-            if one.name not in carried or not one.specifier.contains(carried[one.name])
+            requirement
+            for requirement in lacking
+            if requirement.name not in carried
+            or not requirement.specifier.contains(carried[requirement.name])
         ]
     if lacking:
         print("unmet, give a folder of wheels:", ", ".join(map(str, lacking)))

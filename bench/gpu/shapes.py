@@ -56,11 +56,11 @@ def repeated(checkpoint: Checkpoint, n_layers: int) -> Checkpoint:
     """
     if n_layers == len(checkpoint.layers):
         return checkpoint
-    own = checkpoint.layers[:-1]
+    streamed = checkpoint.layers[:-1]
     filler = checkpoint.layers[-1]
-    places = sorted(spread(n_layers, len(own)))
+    places = sorted(spread(n_layers, len(streamed)))
     layers = [filler] * n_layers
-    for place, layer in zip(places, own, strict=True):
+    for place, layer in zip(places, streamed, strict=True):
         layers[place] = layer
     spec = replace(checkpoint.spec, n_layers=n_layers, windows=(None,) * n_layers)
     return replace(checkpoint, spec=spec, layers=tuple(layers))

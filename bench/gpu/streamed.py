@@ -52,13 +52,13 @@ def measure_passes(
     }
     limits = {"drafter": "ngram", "tree_size": max(shapes.n_nodes)}
     with opened(target, shapes.n_layers, **limits, **room, **dict(shapes.settings)) as llm:
-        found = {"plan": plan_of(llm), "passes": []}
+        result = {"plan": plan_of(llm), "passes": []}
         for n in shapes.n_nodes:
             park(llm.engine.runner.streamer)
             gbps = rate_of(llm.engine.runner.device)
             times = llm.time_passes(random_tree(n), shapes.context, 3)
             floor_s = llm.plan.pass_bytes.at(shapes.context, n)["host"] / gbps / 1e9
-            found["passes"].append(
+            result["passes"].append(
                 {"rows": n, "seconds": times, "floor_s": floor_s, "link_gbps": gbps}
             )
-            yield found
+            yield result

@@ -13,11 +13,13 @@ _MISSING = "not measured yet"
 
 def table(results: Path) -> str:
     """Markdown: a row for each target, with its figure or why there is none."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    by_section = {
+        path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))
+    }
     devices = sorted(
         {
             f"{entry['device']}, torch {entry['torch']}, commit {entry['commit']}"
-            for entry in found.values()
+            for entry in by_section.values()
         }
     )
     head = (
@@ -26,7 +28,7 @@ def table(results: Path) -> str:
         else "Nothing has been measured on a card yet."
     )
     rows = [
-        f"| {what} | {target} | {_figure(found, section, read)} |"
+        f"| {what} | {target} | {_figure(by_section, section, read)} |"
         for what, target, section, read in _ROWS
     ]
     return "\n".join([head, "", "| what | target | measured |", "|---|---|---|", *rows])
@@ -39,8 +41,8 @@ def written_into(text: str, made: str) -> str:
     return f"{before}{BEGIN}\n{made}\n{END}{after}"
 
 
-def _figure(found: dict[str, Any], section: str, read: Callable[[Any], str]) -> str:
-    entry = found.get(section)
+def _figure(by_section: dict[str, Any], section: str, read: Callable[[Any], str]) -> str:
+    entry = by_section.get(section)
     if entry is None:
         return _MISSING
     try:
@@ -50,14 +52,14 @@ def _figure(found: dict[str, Any], section: str, read: Callable[[Any], str]) -> 
 
 
 def _pass_of(result: Any, rows: int) -> dict[str, Any]:
-    return next(one for one in result["passes"] if one["rows"] == rows)
+    return next(entry for entry in result["passes"] if entry["rows"] == rows)
 
 
 def _against_floor(result: Any) -> str:
-    one = _pass_of(result, 1)
+    entry = _pass_of(result, 1)
     return (
-        f"{median(one['seconds']) / one['floor_s']:.3f} ({median(one['seconds']):.2f} s at"
-        f" {one['link_gbps']:.1f} GB/s)"
+        f"{median(entry['seconds']) / entry['floor_s']:.3f} ({median(entry['seconds']):.2f} s at"
+        f" {entry['link_gbps']:.1f} GB/s)"
     )
 
 
@@ -74,7 +76,8 @@ def _busy(result: Any) -> str:
 
 def _faster(result: Any) -> str:
     return ", ".join(
-        f"{one['times_faster']:.2f}x at T={one['temperature']}" for one in result["generation"]
+        f"{entry['times_faster']:.2f}x at T={entry['temperature']}"
+        for entry in result["generation"]
     )
 
 
@@ -90,17 +93,17 @@ def _attention(result: Any) -> str:
 
 
 def _level(result: Any) -> str:
-    one = next(shape for shape in result["shapes"] if shape["shape"] == "llama-2-7b")
+    entry = next(shape for shape in result["shapes"] if shape["shape"] == "llama-2-7b")
     return ", ".join(
-        f"{n} rows {median(times) / one['floor_s']:.2f}" for n, times in one["levels"].items()
+        f"{n} rows {median(times) / entry['floor_s']:.2f}" for n, times in entry["levels"].items()
     )
 
 
 def _onchip(result: Any) -> str:
     return ", ".join(
-        f"{one['shape']} {one['times_faster']:.2f}x"
-        for one in result["shapes"]
-        if "times_faster" in one
+        f"{entry['shape']} {entry['times_faster']:.2f}x"
+        for entry in result["shapes"]
+        if "times_faster" in entry
     )
 
 
@@ -111,11 +114,11 @@ def _correctness(result: Any) -> str:
 def _peers(result: Any) -> str:
     return ", ".join(
         (
-            f"{name} {one['seconds_per_token']:.2f} s"
-            if "seconds_per_token" in one
-            else f"{name} failed: {one['failed']}"
+            f"{name} {entry['seconds_per_token']:.2f} s"
+            if "seconds_per_token" in entry
+            else f"{name} failed: {entry['failed']}"
         )
-        for name, one in result.items()
+        for name, entry in result.items()
     )
 
 

@@ -93,13 +93,13 @@ def _small(
     config: PreTrainedConfig, sizes: dict[str, Any], forced: tuple[str, ...] = ()
 ) -> PreTrainedConfig:
     made = type(config)
-    own = {**config.__dict__, **made.attribute_map}
+    values = {**config.__dict__, **made.attribute_map}
     parts = {}
     for name in made.sub_configs:
-        if isinstance(own.get(name), PreTrainedConfig):
-            more = OF_TYPE.get(own[name].model_type or name, {})
-            parts[name] = _small(own[name], {**sizes, **more}, tuple(more)).to_dict()
-    known = {name for name in sizes if name in own or name in forced}
+        if isinstance(values.get(name), PreTrainedConfig):
+            more = OF_TYPE.get(values[name].model_type or name, {})
+            parts[name] = _small(values[name], {**sizes, **more}, tuple(more)).to_dict()
+    known = {name for name in sizes if name in values or name in forced}
     if not parts.keys().isdisjoint({"text_config", "decoder"}):
         known &= _OF_WHOLE
     return made(**{name: sizes[name] for name in known if sizes[name] is not ...}, **parts)

@@ -118,12 +118,12 @@ def main() -> None:
     by_kind = mixed_prompts(flags.prompts)
     prompts = [prompt for part in by_kind.values() for prompt in part]
     longest = _N_TOKENS + flags.new_tokens + 1
-    found = []
+    results = []
     with no_pair_stats():
         for temperature in flags.temperatures:
             with METHOD.open(TARGET, flags.nodes, "float32", "2GB", longest) as llm:
                 rates = measure(llm, prompts, flags.new_tokens, temperature, flags.weight)
-            found.append({"temperature": temperature, "rates": rates})
+            results.append({"temperature": temperature, "rates": rates})
             parts = {"all": slice(None)}
             for k, kind in enumerate(by_kind):
                 parts[kind] = slice(k * flags.prompts, (k + 1) * flags.prompts)
@@ -135,7 +135,7 @@ def main() -> None:
                     f" {gain(hindsight, pair)}",
                     flush=True,
                 )
-    bench.finish(found=found)
+    bench.finish(found=results)
 
 
 if __name__ == "__main__":

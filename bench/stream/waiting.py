@@ -116,8 +116,8 @@ def busy(n: int) -> Iterator[list[psutil.Process]]:
 def _foreign_s(processes: list[psutil.Process]) -> float:
     """Return the core seconds used by all further processes."""
     cores = psutil.cpu_times()
-    own = sum(sum(process.cpu_times()[:2]) for process in processes)
-    return cores.user + cores.nice + cores.system - own
+    busy_s = sum(sum(process.cpu_times()[:2]) for process in processes)
+    return cores.user + cores.nice + cores.system - busy_s
 
 
 def fair_slowdown(n_busy: int) -> float:

@@ -95,7 +95,7 @@ class ImagePrompt:
     def rows(self, first: int, stop: int) -> list[tuple[PromptImage, slice]]:
         """Return the images with tokens at indices [first, stop), and these rows of each."""
         bounds = [(image, np.searchsorted(image.rows, (first, stop))) for image in self.images]
-        return [(image, slice(*map(int, found))) for image, found in bounds if found[0] < found[1]]
+        return [(image, slice(*map(int, bound))) for image, bound in bounds if bound[0] < bound[1]]
 
 
 class ImageProcessor:

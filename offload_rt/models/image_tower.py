@@ -193,8 +193,8 @@ class ImageTower:
         rows = torch.tensor([ids])
         grids = torch.cat([image.inputs["image_grid_thw"] for image in images])
         types = (rows == self.token_id).int()
-        found: Tensor = self._base.get_rope_index(rows, types, image_grid_thw=grids)[0]
-        return found[:, 0]
+        positions: Tensor = self._base.get_rope_index(rows, types, image_grid_thw=grids)[0]
+        return positions[:, 0]
 
 
 def _flat(rows: Any) -> Tensor:

@@ -104,10 +104,10 @@ class MatrixStack:
         """Describe groups of matrices with equal shapes in all groups."""
         described = [[_describe(weight) for weight in group] for group in groups]
         n_in = described[0][0].n_in
-        assert all(one.n_in == n_in for group in described for one in group)
-        content = bytearray().join(bytes(one) for group in described for one in group)
+        assert all(matrix.n_in == n_in for group in described for matrix in group)
+        content = bytearray().join(bytes(matrix) for group in described for matrix in group)
         words = np.frombuffer(content, np.int64).reshape(len(groups), len(groups[0]), -1)
-        columns = np.append(0, np.cumsum([one.n_out for one in described[0]]))
+        columns = np.append(0, np.cumsum([matrix.n_out for matrix in described[0]]))
         return cls(words, n_in, columns)
 
 

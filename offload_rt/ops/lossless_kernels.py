@@ -49,10 +49,10 @@ def encode(words, is_half, out):  # type: ignore[no-untyped-def]  # numba infers
             word = np.int64(words[first + i]) if first + i < n else np.int64(0)
             kept = word >> 3 if is_half else word
             signs[first + i] = (word >> 8 & 0x80) | (kept & 0x7F)
-            other = _other(word, is_half)
-            code = codes[other] if first + i < n else np.uint8(1)
+            high = _other(word, is_half)
+            code = codes[high] if first + i < n else np.uint8(1)
             if code == 0:
-                escapes[n_escapes] = other
+                escapes[n_escapes] = high
                 n_escapes += 1
             a |= np.uint64(code & 1) << np.uint64(i)
             b |= np.uint64(code >> 1 & 1) << np.uint64(i)

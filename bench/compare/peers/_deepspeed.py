@@ -54,7 +54,7 @@ def open_engine(job: Job, offload: dict[str, object], source: str) -> DeepSpeedP
     # Fetch complete layers instead of their nine tensors one by one.
     deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
     n_moved = (
-        sum(one.ds_numel for one in model.parameters())
+        sum(parameter.ds_numel for parameter in model.parameters())
         - model.get_input_embeddings().weight.ds_numel
     )
     engine = deepspeed.initialize(model=model, config=settings)[0]

@@ -84,11 +84,14 @@ def nbytes(model: PreTrainedModel) -> int:
     """Bytes of all weights a pass reads; of the embedding it reads a row for each token only."""
     embedding = model.get_input_embeddings().weight
     tied = model.config.tie_word_embeddings
-    return sum(one.numel() * one.element_size() for one in model.parameters()) - (
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) - (
         0 if tied else embedding.numel() * embedding.element_size()
     )
 
 
 def layer_nbytes(model: PreTrainedModel) -> int:
     """Bytes of one decoder layer."""
-    return sum(one.numel() * one.element_size() for one in model.model.layers[0].parameters())
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in model.model.layers[0].parameters()
+    )

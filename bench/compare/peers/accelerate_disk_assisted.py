@@ -25,6 +25,8 @@ def load(job: Job) -> TransformersPeer:
         "num_hidden_layers"
     ]
     model_nbytes = sum(path.stat().st_size for path in job.plain.glob("*.safetensors"))
-    draft_nbytes = sum(one.numel() * one.element_size() for one in draft.parameters())
+    draft_nbytes = sum(
+        parameter.numel() * parameter.element_size() for parameter in draft.parameters()
+    )
     n_displaced = ceil(draft_nbytes / (model_nbytes / n_layers))
     return accelerate_disk.offloaded(job, max(job.n_resident - n_displaced, 0), draft)
