@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from offload_rt.models.image_tower import ImageTower
 
+# Qwen-VL's limit. Processors that scale the shorter side up would fill the memory with a strip.
+_MAX_RATIO = 200
+
 
 @dataclass(frozen=True, eq=False)
 class PromptImage:
@@ -169,11 +172,17 @@ class ImageProcessor:
         return self._tower.prompt(ids, tuple(parts))
 
     def _scaled(self, image: Image) -> Image:
-        """Scale an image down to the largest permitted number of pixels; convert it to RGB."""
-        share = self._max_pixels / (image.width * image.height)
-        if share < 1:
-            size = (int(side * math.sqrt(share)) or 1 for side in image.size)
-            image = image.resize((next(size), next(size)))
+        """Scale an image down to the largest permitted number of pixels; convert it to RGB.
+
+        Raises PromptError for a strip.
+        """
+        if max(image.size) > _MAX_RATIO * min(image.size):
+            need = f"sides that differ by a factor of at most {_MAX_RATIO}"
+            have = f"{image.width} x {image.height} pixels"
+            raise PromptError("an image", need=need, have=have, change="crop it")
+        scale = math.sqrt(self._max_pixels / (image.width * image.height))
+        if scale < 1:
+            image = image.resize((int(image.width * scale) or 1, int(image.height * scale) or 1))
         return image.convert("RGB")
 
 

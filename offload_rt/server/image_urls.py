@@ -68,12 +68,12 @@ class ImageFetcher:
                 raise PromptError(f"{host} sent {kind[:80]!r}", need=", ".join(_TYPES))
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise PromptError(f"{host} sent a compressed answer", need="an image as it is")
-            content = b""
+            content = bytearray()
             async for part in response.aiter_raw():
                 content += part
                 if len(content) > self.max_nbytes:
                     raise PromptError("the image is too large", need=f"{self.max_nbytes} bytes")
-            return content
+            return bytes(content)
 
 
 async def public_address(host: str) -> str:

@@ -117,23 +117,26 @@ class _Reader:
         return {"type": "image"}
 
     def _image(self, part: Mapping[str, Any]) -> "Image":
+        from PIL.Image import Image
+
         source = _source(part)
-        if self.reads_files and not isinstance(source, str | PathLike):
+        if self.reads_files and isinstance(source, Image):
             return _upright(source)
-        is_data = isinstance(source, str) and source[:5].lower() == "data:"
-        is_http = isinstance(source, str) and source[:8].lower().startswith(("http://", "https://"))
-        if is_data:
+        start = source[:8].lower() if isinstance(source, str) else ""
+        if start.startswith("data:"):
             content = decode_data_url(source, self.limits.nbytes)
-        elif is_http:
+        elif start.startswith(("http://", "https://")):
             if self.fetch is None:
                 change = "send it as a data URL, or start the server with --allow-image-urls"
                 raise PromptError("an http URL", need="a data URL", change=change)
             content = self.fetch(source)
-        elif self.reads_files:
+        elif self.reads_files and isinstance(source, str | PathLike):
             content = read_image(Path(source), self.limits.nbytes)
         else:
-            have = reprlib.repr(source)
-            raise PromptError("no URL", need='"data:image/png;base64,..."', have=have)
+            need = '"data:image/png;base64,..."'
+            if self.reads_files:
+                need += ", a path or an image of Pillow"
+            raise PromptError("no URL", need=need, have=reprlib.repr(source))
         return decode_image(content, self.limits)
 
 

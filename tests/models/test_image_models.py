@@ -1,7 +1,11 @@
 """Vision-language models: texts equal transformers' `generate`, for all ways to run them."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+from support.heads import PUBLISHED, write_published
 from support.images import (
     IMAGE_ID,
     generate_images,
@@ -62,27 +66,38 @@ def test_greedy_text_equals_transformers(model_of, kind):
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4"])
 def test_image_crosses_chunks(model_of, kind):
-    """Tokens of an image that see each other stay in one chunk."""
+    """Tokens of an image that see each other stay in one chunk; a tree follows the prompt."""
     model, folder = model_of(kind)
     with open_streamed(folder, drafter="none") as llm:
         runner = runner_of(llm)
         runner._chunk_rows = 3
         parts = [4, image_inputs(kind, 1), 3, image_inputs(kind, 2), 1]
         prompt = image_prompt(model, runner.spec.images, parts)
-        n = len(prompt)
-        ids = torch.tensor(prompt.keyed_ids)
-        step = Step(runner.new_cache(n), ids, Topology.chain(n), n, n, n_chain=n, images=prompt)
+        paths = [[], [7], [9], [7, 5], [7, 3]]
+        tree = Topology(np.array([-1, 0, 0, 1, 1])).after_chain(len(prompt) - 1)
+        ids = torch.tensor([*prompt.keyed_ids, 7, 9, 5, 3])
+        n = len(ids)
+        step = Step(runner.new_cache(n), ids, tree, n, n, n_chain=len(prompt) - 1, images=prompt)
         (logits,) = runner.forward([step])
-    torch.testing.assert_close(logits, image_logits(model, prompt), atol=ATOL, rtol=0)
+    expected = [image_logits(model, replace(prompt, ids=prompt.ids + path)) for path in paths]
+    expected = torch.cat([expected[0], *(rows[-1:] for rows in expected[1:])])
+    torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "lookahead", "recycle", "static_tree"])
-def test_drafters_and_placeholders_of_texts(model_of, drafter):
+@pytest.mark.parametrize(
+    "drafter", ["ngram", "lookahead", "recycle", "static_tree", "dynamic_tree", *PUBLISHED]
+)
+def test_drafters_and_placeholders_of_texts(model_of, tmp_path, drafter):
     """A generated or written placeholder token beside images of other sequences is a token."""
     model, folder = model_of("qwen3_vl")
-    draft = {"draft_model": str(folder)} if drafter == "static_tree" else {}
+    settings = {"drafter": drafter}
+    if drafter in PUBLISHED:
+        settings = write_published(tmp_path / "head", folder, drafter)
+        del settings["directory"]
+    elif "tree" in drafter:
+        settings["draft_model"] = str(folder)
     text = [*prompt_of(3, 9, 140), IMAGE_ID, 7, IMAGE_ID]
-    with open_streamed(folder, drafter=drafter, max_num_seqs=2, **draft) as llm:
+    with open_streamed(folder, max_num_seqs=2, **settings) as llm:
         tower = llm.spec.target.checkpoint.spec.images
         prompt = image_prompt(model, tower, [4, image_inputs("qwen3_vl", 1), 3])
         expected = [generate_images(model, prompt, 10), generate(model, text, 10)]

@@ -110,6 +110,9 @@ def test_large_images_are_scaled_down(saved):
     with open_streamed(folder, max_image_pixels=32 * 32) as llm:
         prompt = llm.images.encode("<|image_pad|>", [picture(1, (128, 128))])
         assert len(prompt) == (32 // 16) ** 2
+        # Scaling the shorter side up would need a thousand times the memory of the strip.
+        with pytest.raises(PromptError, match="factor of at most 200, has 1 x 201 pixels"):
+            llm.images.encode("<|image_pad|>", [Image.new("RGB", (1, 201))])
 
 
 def test_placeholders_in_a_text_are_no_images(saved):

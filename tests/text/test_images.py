@@ -147,6 +147,8 @@ def test_files_and_images_belong_to_python_only(tmp_path):
         {"type": "image_url", "image_url": {"url": f"file://{path}"}},
     ):
         assert "image 1: no URL" in error_of([part])
+    for part in ({"type": "image"}, {"type": "image_url"}, {"type": "image", "image": PIXELS}):
+        assert "image 1: no URL" in error_of([part], reads_files=True)
     part = {"type": "image", "image": tmp_path / "nowhere"}
     assert "cannot be read: No such file" in error_of([part], reads_files=True)
 
