@@ -19,15 +19,14 @@ _ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\d+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _TILE = re.compile(r"Tile<.*?, (\d+), (\d+), (\d+), (\d+)>")
-# Of a multiprocessor: bytes of shared memory, of which each block of it takes a kilobyte beside its
-# own, and threads.
+# Bytes of shared memory of a multiprocessor, and its threads. Each block needs another kilobyte.
 _SHARED = {"80": 164 << 10, "86": 100 << 10, "89": 100 << 10, "90": 228 << 10, "120": 100 << 10}
 _THREADS = {"80": 2048, "86": 1536, "89": 1536, "90": 2048, "120": 1536}
 
 
 @dataclass
 class Report:
-    """One kernel on one architecture; sizes in bytes."""
+    """A kernel on an architecture; sizes in bytes."""
 
     kernel: str
     arch: str
@@ -37,7 +36,7 @@ class Report:
 
     @property
     def shared(self) -> int | None:
-        """What a block of tree attention asks for; the others ask by the size of their input."""
+        """Shared memory of a block of tree attention; None for kernels whose input sets it."""
         tile = _TILE.search(self.kernel)
         if tile is None:
             return None
@@ -62,7 +61,7 @@ class Report:
 
 
 def reports(text: str) -> Iterator[Report]:
-    """The kernels of one report of ptxas."""
+    """Yield the kernels of a ptxas report."""
     report = None
     for line in text.splitlines():
         if match := _ENTRY.search(line):
@@ -76,7 +75,7 @@ def reports(text: str) -> Iterator[Report]:
 
 
 def demangled(kernels: list[Report]) -> list[Report]:
-    """With names as they are written, without what all of them have in common."""
+    """Return the kernels sorted by readable name, without namespaces and arguments."""
     names = subprocess.run(
         ["c++filt"],
         input="\n".join(report.kernel for report in kernels),
@@ -91,7 +90,7 @@ def demangled(kernels: list[Report]) -> list[Report]:
 
 
 def main() -> None:
-    """Print the table; exit 1 where a kernel is missing or spills."""
+    """Print the table; exit 1 if a kernel is missing or spills registers."""
     architectures = build.architectures()
     log = (build.PACKAGE / build.kernels(architectures).file).with_suffix(".log")
     if not log.exists():

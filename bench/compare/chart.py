@@ -35,9 +35,7 @@ def caption(told: Mapping[str, Any]) -> str:
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Write a PNG of seconds per token; rows without figures are left out, those without a draft
-    come first.
-    """
+    """Write a PNG of seconds per token of the rows with figures, plain decoding first."""
     import matplotlib
 
     matplotlib.use("Agg")

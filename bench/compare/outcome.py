@@ -148,10 +148,11 @@ def rows(
     gbps: Mapping[str, Sequence[float]],
     reference: str = REFERENCE,
 ) -> list[Row]:
-    """One row for each peer: plain peers before drafting peers, fast before slow, peers without
-    figures last.
+    """Return a row per peer, sorted: plain before drafting peers, then by speed.
 
-    reference  peer whose tokens are compared with
+    Peers without figures are last.
+
+    reference  peer whose tokens all peers are compared with
     """
     expected = [run.token_ids for run in runs.get(reference, ())]
     compared = [
@@ -203,8 +204,9 @@ def _row(
 def with_margins(
     rows: Sequence[Row], model: Path, prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> list[Row]:
-    """The rows, with the distance of the best two logits wherever tokens part; `answers` are the
-    reference's.
+    """Add the distance of the best two logits to each place where tokens differ.
+
+    answers  tokens of the reference
     """
     parted = {point.prompt for row in rows for point in row.parted or ()}
     asked = {i: {"prompt": prompts[i], "tokens": answers[i]} for i in parted}
@@ -238,7 +240,7 @@ def _at(margins: Sequence[float], i: int) -> float | None:
 
 
 def parting(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first place where two answers differ, None where they do not."""
+    """Return the first index at which two answers differ; None for equal answers."""
     if list(a) == list(b):
         return None
     return next(
@@ -255,7 +257,7 @@ HEADS = ("system", "weights "
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows as a Markdown table."""
+    """Format the rows as a Markdown table."""
     cells = [HEADS, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells if len(line) > i) for i in range(len(HEADS))]
     widths[1] = max(len(line[1]) for line in cells if len(line) == len(HEADS))

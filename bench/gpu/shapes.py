@@ -51,8 +51,9 @@ def written(source: Path, shape: str, *sizes: str) -> Path:
 
 
 def repeated(checkpoint: Checkpoint, n_layers: int) -> Checkpoint:
-    """The same function with more layers: the last one, which changes nothing, is repeated between
-    the others.
+    """Return a checkpoint of `n_layers` layers with the same outputs.
+
+    The last layer adds nothing to the hidden states. Its copies are spread between the layers.
     """
     if n_layers == len(checkpoint.layers):
         return checkpoint

@@ -12,7 +12,7 @@ _MISSING = "not measured yet"
 
 
 def table(results: Path) -> str:
-    """Markdown: a row for each target, with its figure or why there is none."""
+    """Return a Markdown table: a row per target, with its figure or the reason of its absence."""
     by_section = {
         path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))
     }

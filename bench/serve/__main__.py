@@ -14,8 +14,7 @@ With --peer, `offload-rt serve` and `transformers serve` (with its extra depende
 resident demo target in turn. Greedy answers to equal prompts are compared.
 
 With --load, clients send plain requests, grammars and tool calls for these seconds to the resident
-demo target, and disconnect from 30 % of the streams. Answers are compared with those of requests
-one by one.
+demo target. They disconnect from 30 % of the streams. Answers are compared with sequential answers.
 """
 
 import argparse

@@ -132,7 +132,7 @@ class _Chat:
             print(f"error: {error.for_command_line}", file=sys.stderr)
 
     def _answer(self, messages: list[Message]) -> None:
-        """Print the answer to messages whose last one is the user's.
+        """Print the answer to a conversation that ends with a message of the user.
 
         Raises CapacityError or PromptError if the messages cannot be answered.
         """

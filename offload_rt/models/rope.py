@@ -107,7 +107,7 @@ class Rope:
     def _plain(self) -> tuple[Tensor, float]:
         try:
             frequencies, scale = self._init()
-        # transformers computes with whatever stands there and raises anything
+        # transformers does not check these values: invalid values raise arbitrary errors
         except Exception as error:
             said = " ".join(str(error).split())
             raise UnsupportedModelError(

@@ -1,9 +1,8 @@
 """Matrix products and dequantisation by the CPU library (csrc/linear_cpu.h), for every weight
 format.
 
-The library reads weights as they are stored and unpacks one panel at a time. Each output is summed
-in an order that does not depend on the number of rows, so a tree pass and plain decoding give the
-same bits.
+The library reads stored weights and unpacks a panel at a time. The order of summation is
+independent of the number of rows, so tree passes and plain decoding agree bit for bit.
 """
 
 import ctypes

@@ -51,7 +51,7 @@ def open_engine(job: Job, offload: dict[str, object], source: str) -> DeepSpeedP
     kept = HfDeepSpeedConfig(settings)
     deepspeed.init_distributed()
     model = AutoModelForCausalLM.from_pretrained(job.plain, dtype="auto").eval()
-    # Fetch complete layers instead of their nine tensors one by one.
+    # Fetch complete layers instead of their nine tensors separately.
     deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
     n_moved = (
         sum(parameter.ds_numel for parameter in model.parameters())

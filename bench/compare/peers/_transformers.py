@@ -44,7 +44,7 @@ class _Arrivals(BaseStreamer):
 
 
 class TransformersPeer:
-    """A transformers model, whatever brings its weights.
+    """A transformers model with any kind of weight loading.
 
     cold       a checkpoint that its passes read from the disk
     assistant  a draft model for assisted generation

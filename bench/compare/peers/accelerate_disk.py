@@ -1,8 +1,7 @@
-"""Accelerate's disk offload: the safetensors shards are read in place, whole layers stay in memory
-as far as the budget goes.
+"""Accelerate's disk offload: shards are read in place, complete layers stay in memory up to the
+budget.
 
-The page cache is emptied before every pass: on a machine whose memory is smaller than the model it
-could not hold it either.
+The page cache is emptied before every pass, as a machine with less memory than the model would do.
 """
 
 import json
