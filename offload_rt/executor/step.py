@@ -56,40 +56,14 @@ class Step:
         """Number of tokens to compute."""
         return len(self.tokens) - self.n_done
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Serialize for further ranks, without the functions on logits."""
-        counts = self.n_wanted, self.n_prompt, self.n_done, self.n_chain
-        return _sent, (
-            self.cache,
-            self.tokens.numpy(),
-            self.topology,
-            *counts,
-            self.read is not None,
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for further ranks: only rank 0 reads logits and encodes images."""
+        read = None if self.read is None else _unread
+        absent = dict.fromkeys(("reduce", "states", "read_hidden", "images"))
+        return {**vars(self), **absent, "tokens": self.tokens.numpy(), "read": read}
 
-
-def _sent(
-    cache: int,
-    tokens: np.ndarray,
-    topology: Topology | GrowingTree,
-    n_wanted: int,
-    n_prompt: int,
-    n_done: int,
-    n_chain: int,
-    reads: bool,
-) -> Step:
-    """Rebuild a step of rank 0 on a further rank."""
-    read = _unread if reads else None
-    return Step(
-        cache,
-        torch.from_numpy(tokens),
-        topology,
-        n_wanted,
-        n_prompt,
-        n_done,
-        n_chain=n_chain,
-        read=read,
-    )
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "tokens": torch.from_numpy(state["tokens"])})
 
 
 def _unread(logits: Tensor) -> None:
