@@ -420,9 +420,10 @@ def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page):
     assert scrolled <= width == 390
     picture(page, "phone.png")
     click(page, "#menu")
-    assert page.find_element(By.ID, "new").is_displayed()
+    assert page.switch_to.active_element == page.find_element(By.ID, "new")
     picture(page, "phone-menu.png")
-    click(page, "#menu")
+    page.switch_to.active_element.send_keys(Keys.ESCAPE)
+    assert page.switch_to.active_element == page.find_element(By.ID, "menu")
     click(page, "#statistics summary")
     assert page.find_element(By.ID, "tree").is_displayed()
 
@@ -445,6 +446,34 @@ def test_every_control_is_reached_by_the_keyboard(page):
         focused.send_keys(Keys.TAB)
     controls = {"new", "search", "export", "import", "colours", "open-settings", "prompt"}
     assert controls | {"attach", "send"} <= reached
+
+
+def test_escape_discards_and_the_focus_stays_on_the_page(page):
+    set_limit(page, 2)
+    say(page, "import os")
+    wait_for_end(page, 1)
+
+    def press(selector: str, *keys: str) -> str:
+        """Press a button by Enter, then send keys to the focused element; returns the focus."""
+        page.find_element(By.CSS_SELECTOR, selector).send_keys(Keys.ENTER)
+        if keys:
+            page.switch_to.active_element.send_keys(*keys)
+        wait(page, lambda: not page.find_elements(By.CSS_SELECTOR, "dialog[open], #edited"))
+        wait(page, lambda: page.switch_to.active_element.tag_name != "body")
+        focused = page.switch_to.active_element
+        return focused.get_attribute("id") or focused.get_attribute("aria-label")
+
+    for keys, title in (("sys", Keys.ESCAPE), "import os"), (("sys", Keys.ENTER), "import ossys"):
+        press("[aria-label^=Rename]", Keys.END, *keys)
+        assert page.find_element(By.CSS_SELECTOR, "#chats .open").text == title
+    assert press("[aria-label^=Rename]", Keys.ENTER) == "prompt"
+    assert press("#open-settings", "Be terse.", Keys.ESCAPE) == "open-settings"
+    assert "Be terse." not in page.execute_script("return localStorage.conversations")
+    assert press(".user .actions button:last-child", Keys.ESCAPE) == "prompt"
+    click(page, ".regenerate")
+    wait(page, lambda: page.find_elements(By.CSS_SELECTOR, ".version"))
+    wait_for_end(page, 1)
+    assert press("[aria-label='Previous version']") == "Next version"
 
 
 CONTRAST = """

@@ -94,7 +94,12 @@ function actions(message) {
   const versions = store.siblings(open(), message), n = versions.indexOf(message);
   const isRunning = running.has(openId);
   if (versions.length > 1) {
-    const turn = (step) => () => (store.display(open(), versions[n + step]), save(), show());
+    const turn = (step) => () => {
+      store.display(open(), versions[n + step]);
+      save();
+      show();
+      at(`message-${versions[n + step].id}`).querySelector(".actions button:enabled").focus();
+    };
     const back = button("‹", turn(-1), { disabled: n === 0 || isRunning }), on = button("›", turn(1), { disabled: n === versions.length - 1 || isRunning });
     back.setAttribute("aria-label", "Previous version");
     on.setAttribute("aria-label", "Next version");
@@ -136,11 +141,12 @@ function showStatistics(pieces) {
   const passes = pieces.filter((piece) => piece.tokens);
   const sum = (name) => passes.reduce((total, piece) => total + piece[name], 0);
   const tokens = sum("tokens"), seconds = sum("seconds"), busy = passes.map((piece) => piece.busy ?? 0);
+  const busySeconds = passes.reduce((total, piece) => total + (piece.busy ?? 0) * piece.seconds, 0);
   const rate = seconds ? tokens / seconds : 0, number = (value, digits) => (passes.length ? value.toFixed(digits) : "–");
   at("per-second").textContent = number(rate, rate < 10 ? 2 : 0);
   at("per-pass").textContent = number(tokens / passes.length, 2);
   at("passes").textContent = number(passes.length, 0);
-  at("busy").textContent = passes.length ? `${Math.round(100 * busy.at(-1))} %` : "–";
+  at("busy").textContent = passes.length ? `${number(seconds ? (100 * busySeconds) / seconds : 0, 0)} %` : "–";
   at("rate").textContent = passes.length ? `${number(rate, rate < 10 ? 2 : 0)} tokens/s, ${number(tokens / passes.length, 2)} per pass` : "No answer yet";
   // Trees are not stored with a conversation.
   document.body.classList.toggle("no-tree", !lastTree);
@@ -163,7 +169,7 @@ function choose(id) {
 function edit(id) {
   editing = id;
   show();
-  at("edited")?.focus();
+  (at("edited") ?? at("prompt")).focus();
 }
 
 async function drop(conversation) {
@@ -177,10 +183,11 @@ async function drop(conversation) {
 
 async function renameConversation(conversation) {
   at("new-title").value = conversation.title;
-  await closed(at("rename"));
+  if ((await closed(at("rename"))) !== "done") return;
   conversation.title = at("new-title").value.trim() || conversation.title;
   save();
   showList();
+  at("prompt").focus();
 }
 
 /** Show a dialog until it is closed. Returns its value, "" after Escape. */
@@ -319,7 +326,7 @@ async function editSettings() {
   at("key").value = key;
   at("as-default").checked = !open();
   at("as-default").disabled = !open();
-  await closed(at("settings"));
+  if ((await closed(at("settings"))) !== "done") return;
   const settings = {};
   for (const field of fields) {
     if (field.value !== "") settings[field.name] = field.type === "number" ? Number(field.value) : field.value;
@@ -352,6 +359,7 @@ function colour() {
 function toggleMenu(isOpen) {
   document.body.classList.toggle("menu-open", isOpen);
   at("menu").setAttribute("aria-expanded", String(isOpen));
+  if (isOpen) at("new").focus();
 }
 
 // Statistics stand beside the conversation on wide screens and above it, folded, on narrow ones.
@@ -367,7 +375,7 @@ at("prompt").addEventListener("keydown", (event) => {
 });
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]") || editing) return;
-  if (document.body.classList.contains("menu-open")) toggleMenu(false);
+  if (document.body.classList.contains("menu-open")) (toggleMenu(false), at("menu").focus());
   else running.get(openId)?.abort();
 });
 document.addEventListener("click", (event) => event.target.matches?.("button.copy") && copy(event.target.dataset.text, event.target));
