@@ -348,11 +348,10 @@ class SamplingParams:
     penalty, min_tokens, allowed_token_ids, bad_words, temperature, top_k, top_p, min_p.
     An `LLM` replaces None in `LEFT_TO_THE_MODEL` by the value of generation_config.json.
     Without a value there, the field has no effect, and decoding is greedy.
+    Without `max_tokens`, None, an answer ends at the end of the context at the latest.
     """
 
-    max_tokens: int | None = setting(
-        _N_TOKENS, "maximum new tokens; None in Python: up to --max-model-len", parse=int
-    )
+    max_tokens: int | None = setting(_N_TOKENS, "maximum new tokens", parse=int)
     temperature: float | None = setting(
         None, f"0 selects the most probable token{_ELSE} 0", parse=float
     )

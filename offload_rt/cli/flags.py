@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+import textwrap
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
@@ -14,7 +15,18 @@ from offload_rt.system import registry
 # Flags with the entries of a folder as choices.
 FOLDERS = {"drafter": "speculate.draft", "rule": "speculate.verify"}
 
+# A quoted text, or a flag with its value.
+_TOGETHER = re.compile(r'"[^"]*"|--[a-z-]+ [^-\s]\S*')
+
 Settings = TypeVar("Settings")
+
+# Values of flags, by the name of their parser.
+_NEEDS = {
+    "int": "an integer",
+    "float": "a number",
+    "_bias_by_id": 'JSON like {"50256": -100}',
+    "_token_ids": "numbers like 15,7",
+}
 
 
 # Groups of the help. Fields of other classes belong to the group of their class.
@@ -46,6 +58,26 @@ _ENGINE_GROUPS = {
     "ranks": ("exact_parallel", "split_draft", "pipeline"),
 }
 GROUP_OF_FIELD = {name: group for group, names in _ENGINE_GROUPS.items() for name in names}
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wrap the description, and each example as a command of several lines."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        return (super()._expand_help(action) or "").replace("default: None", "default: no limit")
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        title, *examples = text.splitlines()
+        lines = [textwrap.fill(title, width)]
+        for example in examples:
+            # Keep quoted texts, and flags with their values, in a line. Its end has a backslash.
+            kept = _TOGETHER.sub(lambda match: match[0].replace(" ", "\0"), example)
+            parts = textwrap.wrap(
+                kept, width - 2, initial_indent="  ", subsequent_indent=" " * 6,
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+            lines.append(" \\\n".join(parts).replace("\0", " "))
+        return "\n".join(lines) + "\n"
 
 
 class Parser(argparse.ArgumentParser):
@@ -83,13 +115,12 @@ class Parser(argparse.ArgumentParser):
             usage=f"{program} {names} [OPTIONS]" if items else None,
             description=description,
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            epilog="\n".join(["examples:", *(f"  {line}" for line in examples)])
-            if examples
-            else "",
+            formatter_class=_HelpFormatter,
+            epilog="\n".join(["examples:", *examples]) if examples else None,
         )
         if names:
-            self.add_argument("positionals", nargs="*", metavar=names, help="instead of the flags")
+            text = f"like {' and '.join(f'--{name}' for name in self._positionals_by_name)}"
+            self.add_argument("positionals", nargs="*", metavar=names, help=text)
         groups: dict[str, argparse._ArgumentGroup] = {}
         for name, (cls, item) in items.items():
             title = GROUP_OF_FIELD.get(name) or _group_of(cls)
@@ -129,7 +160,7 @@ class Parser(argparse.ArgumentParser):
         if match := re.fullmatch(r"argument (\S+): invalid (\w+)( value)?: '(.*?)'( .*)?", message):
             name, kind, _, value, choices = match.groups()
             close = get_close_matches(value, re.findall(r"'(.*?)'", choices or ""), n=1)
-            need = {"int": "an integer", "float": "a number"}.get(kind, "another value")
+            need = _NEEDS.get(kind, "another value")
             problem = f"{name} is {value!r}"
             message = f"{problem}: needs {need}" if choices is None else f"{problem}{choices}"
         raise SettingsError(
@@ -149,7 +180,7 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
     default = item.default
     if item.name in FOLDERS:
         text += f"; one of auto, {', '.join(registry.names(FOLDERS[item.name]))}"
-    has_default = default not in (None, MISSING, ()) and not isinstance(default, bool)
+    has_default = default not in (None, MISSING, (), "") and not isinstance(default, bool)
     if has_default and "default:" not in text:
         text += "; default: %(default)s"
     if item.metadata["parse"] is bool:

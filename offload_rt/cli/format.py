@@ -70,21 +70,27 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         "CUDA graphs": reserved.graphs,
         "vision tower and image features": reserved.images,
         f"{plan.n_slots} slots": plan.n_slots * plan.slot_nbytes,
-        f"{plan.n_expert_slots} experts of {plan.experts.n_blocks if plan.experts else 0}": (
-            reserved.experts
-        ),
         "buffers of lossless weights": plan.link.buffer if plan.n_slots else 0,
     }
     for item, nbytes in on_device.items():
         if nbytes:
             table.add_row(item, "device", format_size(nbytes))
+    if plan.experts is not None:
+        n_blocks = plan.experts.n_blocks
+        n_on_disk = n_blocks - plan.n_expert_slots - plan.experts.n_on_host
+        held = {"device": plan.n_expert_slots, "host": plan.experts.n_on_host, "disk": n_on_disk}
+        for tier, n in held.items():
+            if n > 0:
+                nbytes = n * plan.experts.nbytes
+                table.add_row(f"{n} of {n_blocks} experts", tier, format_size(nbytes))
     if split is not None:
         offloaded = split.n_blocks * split.block_nbytes * len(plan.tiers)
         table.add_row(f"cache of {split.n_offloaded} tokens", plan.kv_tier, format_size(offloaded))
+    rest = "" if plan.experts is None else ", without experts"
     for tier in ("device", "host", "disk"):
         if plan.tiers.count(tier):
             table.add_row(
-                f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers",
+                f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers{rest}",
                 tier,
                 format_size(plan.on(tier)),
             )

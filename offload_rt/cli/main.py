@@ -37,7 +37,7 @@ def main(given: list[str]) -> int:
     )
     for name, text in VERBS.items():
         verbs.add_parser(name, help=text)
-    return exit_code(lambda: parser.parse_args(given))
+    return exit_code(lambda: parser.parse_args(given or ["--help"]))
 
 
 def _versions() -> str:

@@ -16,6 +16,8 @@ from offload_rt.planning.forecast import Forecast
 from offload_rt.planning.sizes import LOSSLESS_SHARE
 
 _BAR = 40
+# Widths of the first column.
+_WIDE = 64
 
 
 def show(forecast: Forecast, others: Alternatives) -> None:
@@ -113,11 +115,10 @@ def _print_formats(
 ) -> None:
     """Print a row per weight format, and the drafter with the fastest forecast."""
     first, drafters = next(iter(by_format.items()))
-    columns = "bytes per pass", "plain", *(f"with {name}" for name in list(drafters)[1:])
+    columns = "plain pass reads", "plain", *(f"with {name}" for name in list(drafters)[1:])
     print("\nforecast by weight format, tokens/s (s per token)\n" + _line("", columns))
     for name, row in by_format.items():
-        nbytes = format_size(max(row["none"].moved.values(), default=0)) if row["none"] else ""
-        print(_line(name, (nbytes, *map(_speed, row.values()))))
+        print(_line(name, (_traffic(row["none"]), *map(_speed, row.values()))))
     print(
         f"assumed: lossless layers have {LOSSLESS_SHARE:.2f} of their bytes, decoding writes"
         f" {decode_gbps:g} GB/s"
@@ -138,12 +139,12 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
     """Print plain decoding of a mixture by transferred weights, and published rates."""
     print(
         "\nforecast of plain decoding by transferred weights\n"
-        + _line("", ("bytes per pass", "tokens/s"), 50)
+        + _line("", ("bytes per pass", "tokens/s"), _WIDE)
     )
     for name, way in ways.items():
-        nbytes = format_size(sum(way.moved.values())) if way else ""
+        nbytes = _traffic(way)
         chosen = " (the mode of a run)" if name == forecast.mode else ""
-        print(_line(name + chosen, (nbytes, _speed(way)), 50))
+        print(_line(name + chosen, (nbytes, _speed(way)), _WIDE))
     model = forecast.request.config.model.lower().rpartition("/")[2]
     print("".join(f"published: {line}\n" for line in PUBLISHED_RATES.get(model, ())), end="")
     plan = forecast.memory_plan.plan
@@ -172,6 +173,11 @@ def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
         print(_line(choice.title, (size, tokens, speed), 56))
     for choice in choices:
         print(f"{choice.title}: {choice.source}")
+
+
+def _traffic(forecast: Forecast | None) -> str:
+    """Bytes of a pass over its busiest link."""
+    return "" if forecast is None else format_size(max(forecast.moved.values(), default=0))
 
 
 def _speed(forecast: Forecast | None) -> str:

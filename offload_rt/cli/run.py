@@ -66,9 +66,9 @@ class RunSettings:
             return
         if bool(self.prompt) == (self.prompt_file is not None):
             have = "both" if self.prompt else "neither"
-            raise PromptError(
-                "the prompt", need="--prompt or --prompt-file", have=have, change="pass exactly one"
-            )
+            change = "write the prompt after the model, or --prompt-file -: stdin"
+            need = "--prompt or --prompt-file"
+            raise PromptError("the prompt", need=need, have=have, change=change)
         if self.image and not self.chat:
             raise SettingsError("--image", need="--chat", change="add it")
 

@@ -110,7 +110,10 @@ class TracedModel:
         self.decoder: Any = decoder if has_layers else self.model.base_model
         for item in (self.model, self.decoder):
             item.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read tokens
-        self._has_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
+        parameters = inspect.signature(self.decoder.forward).parameters
+        self._has_positions = "position_ids" in parameters
+        # transformers 5.24 deprecates the first name.
+        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache"
         self.text = self.model.config.get_text_config(decoder=True)
         self.state = {name: tuple(item.shape) for name, item in self.model.state_dict().items()}
         self.buffer_names = dict(self.model.named_buffers()).keys()
@@ -414,8 +417,10 @@ class TracedModel:
         """Run the model or its decoder on tokens (n,), calling `visit` in place of each layer."""
         self.visit = visit
         self.positions = positions.unsqueeze(-2)
-        more = {"position_ids": self.positions} if self._has_positions else {}
-        return module(ids[None], past_key_values=self._cache, use_cache=True, **more, **arguments)
+        more: dict[str, Any] = {self._cache_name: self._cache}
+        if self._has_positions:
+            more["position_ids"] = self.positions
+        return module(ids[None], use_cache=True, **more, **arguments)
 
     def _to_rows(self, hidden: Tensor) -> Tensor:
         """Reshape hidden states from the model's shape to (n, width)."""

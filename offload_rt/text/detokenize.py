@@ -233,9 +233,8 @@ def encode_chat(
     options  arguments of `apply_chat_template` and template variables
     Raises PromptError for a missing or failing template, CapacityError above `max_characters`.
     """
-    change = "use another model, or send the whole text as a prompt"
+    change = "set --chat-template to another file, or send the whole text as a prompt"
     if not (tokenizer.chat_template or options.get("chat_template")):
-        change = f"set --chat-template, {change}"
         raise PromptError("the model has no chat template", change=change)
     if isinstance(messages, str) or not all(isinstance(turn, Mapping) for turn in messages):
         need = 'a list of dictionaries with "role" and "content"'
@@ -250,7 +249,7 @@ def encode_chat(
     except CapacityError:
         raise
     except Exception as error:  # templates are programs and raise any class
-        problem = f"the model's chat template failed: {_brief(error)}"
+        problem = f"the chat template failed: {_brief(error).rstrip('.')}"
         raise PromptError(problem, change=change) from error
     return list(ids)
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -312,7 +313,7 @@ def test_trace_has_spans_of_reading_and_computing(line, model, tmp_path):
         (["--prompt", "x", "--drafter", "adaptive-tree"], ["did you mean adaptive_tree?"]),
         (["--prompt", "x", "--dtype", "flaot16"], ["'flaot16'", "did you mean float16?"]),
         (["--prompt", "x", "--max-tokens", "ten"], ["--max-tokens is 'ten': needs an integer"]),
-        (["--prompt", "x", "--logit-bias", "ten"], ["is 'ten': needs another value; see offload"]),
+        (["--prompt", "x", "--logit-bias", "ten"], ["is 'ten': needs JSON like {"]),
         (["the", "quick"], ["arguments: quick; quote a prompt with spaces"]),
         (["--prompt", "x", "--logprobs", "2"], ["--logprobs", "add --json"]),
         (["--prompt", "x", "--n", "2"], ["a temperature above 0"]),
@@ -509,6 +510,30 @@ def test_script_lists_its_verbs(capfd):
     assert cli_main.main(["--help"]) == 0
     out = capfd.readouterr().out
     assert all(verb in out for verb in ("run", "plan", "calibrate", "report"))
+    assert cli_main.main([]) == 0
+    assert capfd.readouterr().out == out
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_help_fits_the_terminal_and_keeps_its_examples(width, capfd, monkeypatch):
+    n_examples = 0
+    for verb in cli_main.VERBS:
+        shown = []
+        for columns in (1000, width):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            assert cli_main.main([verb, "--help"]) == 0
+            shown.append(capfd.readouterr().out)
+        whole, wrapped = shown
+        assert max(map(len, wrapped.splitlines())) <= width, verb
+        examples = [text.partition("examples:")[2] for text in (whole, wrapped)]
+        commands = [
+            [shlex.split(line) for line in re.sub(r"\\\n", "", text).splitlines() if line]
+            for text in examples
+        ]
+        assert commands[0] == commands[1]
+        n_examples += len(commands[0])
+        assert not re.search(r"default: (None|$)", whole)
+    assert n_examples > 10
 
 
 def test_bash_completes_verbs_flags_and_choices(capfd, tmp_path):
@@ -535,7 +560,6 @@ def test_bash_completes_verbs_flags_and_choices(capfd, tmp_path):
     ("arguments", "word"),
     [
         (["rum"], "mean run?"),
-        ([], "COMMAND"),
         (["--model", "m", "run"], "COMMAND"),
         (["Run"], "'run'"),
     ],

@@ -4,6 +4,7 @@ is what was computed.
 
 import json
 import math
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,19 @@ def test_experts_beyond_memory_are_read_from_disk() -> None:
     of_disk = 36 * plan.experts.nbytes * 4 * (1 - n_there / 128)
     assert n_there < 100 and found[3].moved["disk"] == pytest.approx(of_disk, rel=1e-6)
     assert seconds[3] > of_disk / 7e9
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_printed_experts_are_complete_and_traffic_agrees(capsys: pytest.CaptureFixture) -> None:
+    assert plan.main(["mixtral-8x7b", "--gpu", "rtx3090", "--ram", "64GiB"]) == 0
+    out, err = capsys.readouterr()
+    held = {
+        tier: int(n) for n, tier in re.findall(r"(\d+) of 256 experts +│ (device|host|disk)", out)
+    }
+    assert min(held.values()) > 0 and sum(held.values()) == 256 and err == ""
+    host_link = re.findall(r"host link │ +([\d.]+) GiB", out)
+    rows = re.findall(r"(?:^bf16|\(the mode of a run\)) +([\d.]+) GiB +[\d.]+$", out, re.M)
+    assert rows == 2 * host_link
 
 
 def test_streamed_layers_precede_experts_in_host_memory() -> None:
