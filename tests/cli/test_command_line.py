@@ -532,7 +532,7 @@ def test_help_fits_the_terminal_and_keeps_its_examples(width, capfd, monkeypatch
         ]
         assert commands[0] == commands[1]
         n_examples += len(commands[0])
-        assert not re.search(r"default: (None|$)", whole)
+        assert not re.search(r"default: *(None|$)", whole, re.M)
     assert n_examples > 10
 
 
