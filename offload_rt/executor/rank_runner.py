@@ -95,18 +95,15 @@ class RankRunner(Runner):
     do = _on_all_ranks(Runner.do)
     assume_context = _on_all_ranks(Runner.assume_context)
 
-    def use_graphs(
-        self,
-        limit: GraphShape,
-        capture: Capture,
-        seconds: float = 0.0,
-        capture_pass: Capture | None = None,
-    ) -> None:
+    def use_graphs(self, limit: GraphShape, capture: Capture, seconds: float = 0.0) -> None:
         """See `Runner.use_graphs`.
 
         Nothing is captured in advance: ranks have separate clocks but must capture equal shapes.
         """
-        super().use_graphs(limit, capture, 0.0, partial(capture_together, capture, self.ranks))
+        super().use_graphs(limit, capture)
+
+    def _pass_capture(self, capture: Capture) -> Capture:
+        return partial(capture_together, capture, self.ranks)
 
 
 class PipelineRunner(RankRunner):

@@ -142,18 +142,11 @@ class Runner:
         )
         return [bool(flag) for flag in flags]
 
-    def use_graphs(
-        self,
-        limit: GraphShape,
-        capture: Capture,
-        seconds: float = 0.0,
-        capture_pass: Capture | None = None,
-    ) -> None:
+    def use_graphs(self, limit: GraphShape, capture: Capture, seconds: float = 0.0) -> None:
         """Use CUDA graphs for passes of a single sequence. All layers must be resident.
 
-        limit         largest captured shape
-        seconds       time limit for capturing likely shapes in advance
-        capture_pass  captures a complete pass; None for `capture`
+        limit    largest captured shape
+        seconds  time limit for capturing likely shapes in advance
         """
         if self.kv is not ContiguousCache or not self.spec.supports_graphs:
             return
@@ -161,9 +154,13 @@ class Runner:
         new_buffer = partial(
             KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device
         )
-        self._graphs = GraphRunner(model, limit, new_buffer, capture, capture_pass or capture)
+        self._graphs = GraphRunner(model, limit, new_buffer, capture, self._pass_capture(capture))
         if seconds:
             self._graphs.prepare(seconds)
+
+    def _pass_capture(self, capture: Capture) -> Capture:
+        """Return the capture of complete passes."""
+        return capture
 
     def resident_layers(self) -> list[LayerWeights]:
         """Return the weights of all layers, which must be resident."""
