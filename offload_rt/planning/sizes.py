@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
@@ -97,8 +98,11 @@ def _config_of(name: str, revision: str | None, offline: bool) -> dict[str, Any]
         need = (
             "a config.json, its directory, a GGUF file, a hub id like org/name, or a built-in shape"
         )
-        problem = f"no model called {name}"
-        raise CheckpointError(problem, need=need, have=", ".join(KNOWN), change="use one of them")
+        close = get_close_matches(name.lower(), KNOWN)
+        change = (
+            f"did you mean {', '.join(close)}?" if close else "`offload-rt plan --list` prints all"
+        )
+        raise CheckpointError(f"no model called {name}", need=need, change=change)
     if known is None or revision is not None:
         return find_config(name, revision, offline)
     try:

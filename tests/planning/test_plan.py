@@ -449,7 +449,8 @@ def test_missing_model_is_one_sentence(tmp_path, capsys):
     damaged = tmp_path / "config.json"
     damaged.write_text("{", encoding="utf-8")
     for model, told in [
-        ("no-such-model", "qwen3-235b-a22b"),
+        ("no-such-model", "--list` prints all"),
+        ("Qwen3-9B", "did you mean qwen3-8b"),
         ("nobody/nothing-of-this-name", "not in the hub cache"),
         (str(tmp_path / "nowhere"), "no model called"),
         (str(damaged), "not JSON"),
