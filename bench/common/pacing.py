@@ -17,7 +17,8 @@ from offload_rt.offload.streamer import Streamer
 from offload_rt.offload.tier import Read, Tier
 from offload_rt.weights.layout import Layout
 
-# Queued parts of a link: the current and the next.
+# Queued parts of a link: the current and the next. A link with a single part idles until a thread
+# wakes.
 N_QUEUED = 2
 
 
@@ -68,7 +69,7 @@ class PacedTier:
 
 class _PacedDisk(PacedTier):
     def __init__(self, source: SidecarTier | DiskTier, link: PacedLink) -> None:
-        super().__init__(source, link)
+        super().__init__(source, link, N_QUEUED)
         self.settings: ReadSettings = source.settings
 
 

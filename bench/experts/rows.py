@@ -2,10 +2,11 @@
 
     python -m bench.experts.rows --model DIR [--gbps 0 0.05 0.2] [--rows 1 2 4 8 16 32]
 
-Decode with trees of a fixed size, and with the automatic size, of the demo draft model. DIR is a
-mixture of `scripts/train_mixture.py`; prompts are held-out text at temperature 0, interleaved. With
-a rate, experts beyond the memory are read on demand over a paced link. The floor of a run is the
-larger of its link time (bytes / rate) and its time without waits for the link.
+Decode with trees of a fixed size, and with the automatic size, of the demo draft model, and without
+a draft model. DIR is a mixture of `scripts/train_mixture.py`; prompts are held-out text at
+temperature 0, interleaved. With a rate, experts beyond the memory are read on demand over a paced
+link. A draft model occupies memory, so fewer experts are cached. The floor of a run is the larger
+of its link time (bytes / rate) and its time without waits for the link.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, parse_size
 
 AUTOMATIC = 0
+PLAIN = -1
 # Prompts before the measurement: they fill the slots and teach the statistics of the pair.
 _N_FIRST = 4
 
@@ -77,11 +79,11 @@ class Size:
 
 
 def open_size(folder: Path, n_rows: int, memory: int, gbps: float) -> LLM:
-    """Open the mixture with trees of `n_rows` nodes; resident without a rate."""
+    """Open the mixture with trees of `n_rows` nodes, or `PLAIN`; resident without a rate."""
     settings = {"device": "cpu", "max_model_len": 256}
     settings |= {"device_memory": memory} if gbps else {}
     plain = {"drafter": "none"}
-    drafts = plain if n_rows == 1 else {"draft_model": DRAFT, "tree_size": n_rows or None}
+    drafts = plain if n_rows == PLAIN else {"draft_model": DRAFT, "tree_size": n_rows or None}
     llm = LLM.open(EngineConfig(str(folder), **settings, **drafts))
     if gbps:
         assert llm.spec.files.experts is not None, "the plan loads experts on demand"
@@ -109,7 +111,7 @@ def decode(llm: LLM, prompt: list[int], n_tokens: int, gbps: float) -> Run:
 def measure(flags: argparse.Namespace, gbps: float) -> dict[str, object]:
     """Measure all sizes at a rate of the link, or resident at 0."""
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(flags.model), flags.prompts + _N_FIRST)
-    sizes = [*flags.rows, AUTOMATIC]
+    sizes = [PLAIN, *flags.rows, AUTOMATIC]
     runs: dict[int, list[Run]] = {size: [] for size in sizes}
     with ExitStack() as stack, no_pair_stats():
         llms = {
@@ -117,7 +119,12 @@ def measure(flags: argparse.Namespace, gbps: float) -> dict[str, object]:
             for size in sizes
         }
         plan = llms[AUTOMATIC].plan
-        kept = f"{plan.n_expert_slots} of {plan.experts.n_blocks} experts cached" if gbps else ""
+        kept = ""
+        if gbps:
+            n_plain = llms[PLAIN].plan.n_expert_slots
+            kept = (
+                f"{plan.n_expert_slots} of {plan.experts.n_blocks} experts cached, plain {n_plain}"
+            )
         print(f"\n## {f'link of {gbps} GB/s, {kept}' if gbps else 'resident'}", flush=True)
         for i, prompt in enumerate(prompts):
             order = sizes[i % len(sizes) :] + sizes[: i % len(sizes)]
@@ -136,7 +143,7 @@ def summary(runs: Mapping[int, Sequence[Run]]) -> dict[str, object]:
     results: dict[str, object] = {}
     for size, measured in runs.items():
         result = Size.of(measured)
-        name = f"{size} rows" if size else "automatic"
+        name = {AUTOMATIC: "automatic", PLAIN: "no draft"}.get(size, f"{size} rows")
         print(
             f"{name:10} {result.tokens_per_second} tokens/s, {result.tokens_per_pass.median:.2f} a"
             f" pass, {result.nodes.median:.1f} rows, link {result.link_share.median:.0%}, time /"
@@ -145,12 +152,14 @@ def summary(runs: Mapping[int, Sequence[Run]]) -> dict[str, object]:
         )
         results[name] = result
     totals = {size: sum(run.seconds for run in measured) for size, measured in runs.items()}
-    best = min(totals.keys() - {AUTOMATIC}, key=totals.__getitem__)
+    best = min(totals.keys() - {AUTOMATIC, PLAIN}, key=totals.__getitem__)
     pairs = [run.rate for run in runs[AUTOMATIC]], [run.rate for run in runs[best]]
     ratio = Spread.of_ratios(*pairs)
     overall = totals[best] / totals[AUTOMATIC]
-    print(f"automatic / {best} rows: {overall:.3f} in all, by prompt {ratio}")
-    return results | {"best": best, "automatic_over_best": overall, "by_prompt": ratio}
+    plain = totals[PLAIN] / totals[AUTOMATIC]
+    print(f"automatic / {best} rows: {overall:.3f} in all, by prompt {ratio}; / plain: {plain:.3f}")
+    ratios = {"automatic_over_best": overall, "automatic_over_plain": plain, "by_prompt": ratio}
+    return results | {"best": best} | ratios
 
 
 def main() -> None:

@@ -55,6 +55,14 @@ class RoundCost:
         of_level = np.maximum(acceptance - of_node, 0).sum()
         return bool((of_level ** np.arange(1, n_levels + 1)).sum() >= of_round)
 
+    def n_worth(self, chances: np.ndarray) -> int:
+        """Return how many nodes below the root maximize the tokens per second, without drafting.
+
+        chances  (m,) of the nodes, descending; m < n_nodes
+        """
+        tokens = np.append(1.0, 1 + chances.cumsum())
+        return int((tokens / self.pass_s[: len(tokens)]).argmax())
+
 
 @dataclass(frozen=True)
 class _Nodes:

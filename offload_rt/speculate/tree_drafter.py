@@ -21,7 +21,7 @@ from offload_rt.tree.search import TreeTable, search
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 # A copied continuation is appended if its acceptance rate reaches `_NGRAM_RATE`, up to
-# `_NGRAM_LENGTH` tokens.
+# `_NGRAM_LENGTH` tokens whose rows pay.
 _NGRAM_RATE = 0.5
 _NGRAM_LENGTH = 8
 # Where drafting does not pay, every 16th text length is drafted nevertheless.
@@ -176,11 +176,11 @@ class TreeDrafter(Drafter):
         if self._is_coupled(temperature):
             n_coupled = n_levels - 1
             temperature = 0.0
+        cost = self._round_cost(sequence, n_nodes, n_sequences)
         match = self._likely_match(sequence, min(n_levels - 1, n_nodes - 2))
-        copied = match.tokens if match else ()
+        copied = self._worth_copying(match, cost) if match else ()
         n_nodes -= len(copied)
         if kind == "dynamic":
-            cost = self._round_cost(sequence, n_nodes, n_sequences)
             if not copied and not self._pays(sequence, cost, estimates):
                 return None
             state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
@@ -207,6 +207,11 @@ class TreeDrafter(Drafter):
         is_sample = len(sequence.tokens) % _SAMPLED == 0
         acceptance = estimates.acceptance.by_rank()
         return self.limits.fixed_size or is_sample or cost.pays_at_root(acceptance, self._n_at_once)
+
+    def _worth_copying(self, match: NgramMatch, cost: RoundCost) -> tuple[int, ...]:
+        """Return the copied tokens whose rows pay."""
+        chances = self._rates.rate(match.n_equal) ** np.arange(1, len(match.tokens) + 1)
+        return match.tokens[: cost.n_worth(chances)]
 
     def _dynamic_type(self, sequence: Sequence) -> Callable[..., DynamicTreeBuilder]:
         """Return the constructor of a dynamic tree."""

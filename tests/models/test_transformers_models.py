@@ -35,6 +35,7 @@ from offload_rt.engine import builder
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.executor.step import Step
 from offload_rt.models import tensor_names, traced_experts
+from offload_rt.models.custom_attention import _with_positions
 from offload_rt.models.families import FAMILIES, parse_architecture
 from offload_rt.models.transformers import TransformersModel
 from offload_rt.ops import reference
@@ -245,6 +246,17 @@ def test_linear_biases_of_falcon_equal_transformers(tmp_path):
     model.save_pretrained(tmp_path)
     with open_llm(tmp_path) as llm:
         check_tree(runner_of(llm), model, 3)
+
+
+def test_linear_biases_keep_16_bits_of_slopes_and_positions():
+    slopes = torch.tensor([0.84090, 0.0110485, 0.00390625])
+    positions = torch.tensor([[0, 1, 255, 256, 257, 3001, 60001]])
+    q = torch.zeros(1, 3, 1, 4).bfloat16()
+    k = torch.zeros(1, 1, 7, 4).bfloat16()
+    q, k = _with_positions(q, k, slopes, positions)
+    biases = (q.double() @ k.double().mT)[0, :, 0]
+    expected = slopes.double()[:, None] * positions
+    assert bool(((biases - expected).abs() <= 2**-16 * expected).all())
 
 
 def test_sparse_attention_ends_where_its_indexer_selects():

@@ -161,6 +161,18 @@ def test_draft_model_rests_while_rows_are_expensive(llm, monkeypatch, row_s, len
     assert drafted == lengths
 
 
+@pytest.mark.parametrize(("row_s", "n_copied"), [(0.0, 8), (1.0, 2), (3.0, 1), (9.0, 0)])
+def test_tokens_are_copied_while_their_rows_pay(llm, monkeypatch, row_s, n_copied):
+    """Copy k is accepted with 0.85^k; n copies take `1 + row_s * (1 + n)` seconds."""
+    monkeypatch.setattr(Steady, "seconds", lambda self, n_rows, *_: 1.0 + row_s * n_rows)
+    drafter = drafter_of(llm, "dynamic_tree", "match", replace(LIMITS, n_levels=12))
+    sequence = Sequence([*range(9)] * 2, SamplingParams(40, temperature=0.0), 200)
+    drafter.propose([sequence], 12)
+    proposal = drafter._proposals.get(sequence)
+    assert (proposal.builder.copied if proposal else ()) == tuple(range(n_copied))
+    drafter.end(sequence)
+
+
 @pytest.mark.parametrize(("row_s", "expanded"), [(0.0, 3), (0.5, 1), (2.0, 0)])
 def test_round_pays_by_the_nodes_whose_rows_pay(row_s, expanded):
     """A pass takes a second and a time per row. The tree has 1.9 expected tokens."""
