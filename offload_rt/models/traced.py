@@ -7,7 +7,7 @@ each layer, or maps final hidden states to logits.
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -34,8 +34,15 @@ from offload_rt.models.stand_ins import (
     register,
 )
 from offload_rt.models.trace import Call, Place, Trace, find_mixtures, make_model
-from offload_rt.models.traced_experts import Touched, choose_llama4_experts, experts_of
+from offload_rt.models.traced_experts import (
+    MatrixOfModules,
+    Touched,
+    choose_llama4_experts,
+    experts_of,
+)
 
+# Module of the router in mixtures with native attention.
+_ROUTER = frozenset({"mlp.gate"})
 # Number of rows for tracing: differs from every model size, so row dimensions are recognizable.
 _N_ROWS = 7
 
@@ -310,7 +317,9 @@ class TracedModel:
         """Apply the module `mlp` of layer i to normed hidden states x (n, width)."""
         self.move_to(x.device)
         layer: Any = self.layers[i]
-        with self._given(i, weights, experts, split):
+        # torch would convert a router of another dtype, and depend on the number of rows.
+        is_ours = self._device.type == "cpu" and weights.expert_share is None
+        with self._given(i, weights, experts, split, _ROUTER if is_ours else ()):
             out: Tensor = layer.mlp(x[None])
         return out[0]
 
@@ -351,9 +360,17 @@ class TracedModel:
 
     @contextmanager
     def _given(
-        self, i: int, weights: LayerWeights, experts: ExpertNames, split: SplitTensors
+        self,
+        i: int,
+        weights: LayerWeights,
+        experts: ExpertNames,
+        split: SplitTensors,
+        products: Collection[str] = (),
     ) -> Iterator[None]:
-        """Bind the weights of layer i, or for -1 the weights outside the layers; unbind on exit."""
+        """Bind the weights of layer i, or for -1 the weights outside the layers; unbind on exit.
+
+        products  matrices that the module uses in products only, by module
+        """
         self._weights = weights
         is_card = self._device.type == "cuda"
         mixture = self.mixtures.get(i)
@@ -372,6 +389,8 @@ class TracedModel:
                 tensor.table[tensor.key] = experts_of(
                     parts, (len(parts), *tensor.shape[1:]), weights, is_card
                 )
+            elif (module := tensor.name.removesuffix(".weight")) in products:
+                tensor.table[tensor.key] = MatrixOfModules([module], weights)
             elif part := split.get(tensor.name):
                 tensor.table[tensor.key] = torch.cat(
                     [weights.tensor(name, tensor.dtype) for name, _ in part]

@@ -228,11 +228,11 @@ class _Experts:
         """Return a stack of each part of the matrices; None if not stored so."""
         return [self.weights.stacked(names) for names in zip(*self.names, strict=True)]
 
-    def __getitem__(self, expert: Any) -> "_Matrix":
-        return _Matrix(self.names[int(expert)], self.weights)
+    def __getitem__(self, expert: Any) -> "MatrixOfModules":
+        return MatrixOfModules(self.names[int(expert)], self.weights)
 
 
-class _Matrix:
+class MatrixOfModules:
     """Matrix with its rows stored in several tensors; supports only `linear` and `matmul`."""
 
     def __init__(self, names: list[str], weights: LayerWeights) -> None:
@@ -245,7 +245,7 @@ class _Matrix:
     ) -> Tensor:
         x, matrix, *bias = args
         is_product = function in (F.linear, Tensor.matmul) and bias in ([], [None])
-        assert is_product, "experts compute products without bias"
+        assert is_product, "modules compute products without bias"
         return torch.cat([matrix._weights.linear(x, name) for name in matrix._names], dim=-1)
 
 
