@@ -12,8 +12,10 @@ from support.heads import (
     few_tokens,
     layer_config,
     layer_shapes,
+    mlp,
     record_states,
     rms,
+    rotated,
     write_random,
 )
 from support.texts import (
@@ -164,15 +166,6 @@ def reference(raw, weights, model, states, tokens, path):
     x = embedding[[tokens[-1], *path, *[keys["mask_token_id"]] * (BLOCK - 1 - len(path))]]
     x = x * keys.get("input_embedding_scale", 1)
     n = len(context)
-    positions = torch.arange(n + BLOCK)
-    frequencies = 1 / (10000.0 ** (torch.arange(0, 8, 2).float() / 8))
-    angles = (positions[:, None].float() * frequencies).repeat(1, 2)
-    cos, sin = angles.cos().double(), angles.sin().double()
-
-    def rotated(x: Tensor, first: int) -> Tensor:
-        turned = torch.cat((-x[..., 4:], x[..., :4]), -1)
-        return x * cos[first:, None] + turned * sin[first:, None]
-
     for i in range(N_LAYERS):
         p = f"layers.{i}."
         h = rms(x, w[f"{p}input_layernorm.weight"])
@@ -186,7 +179,7 @@ def reference(raw, weights, model, states, tokens, path):
         k = (both @ w[f"{p}self_attn.k_proj.weight"].T).view(-1, 1, 8)
         v = both @ w[f"{p}self_attn.v_proj.weight"].T
         q = rotated(rms(q, w[f"{p}self_attn.q_norm.weight"]), n)
-        k = rotated(rms(k, w[f"{p}self_attn.k_norm.weight"]), 0)
+        k = rotated(rms(k, w[f"{p}self_attn.k_norm.weight"]))
         is_windowed = layers.get("layer_types", [""] * N_LAYERS)[i] == "sliding_attention"
         is_causal = is_windowed
         if raw.get("sliding_window_non_causal"):
@@ -219,8 +212,7 @@ def reference(raw, weights, model, states, tokens, path):
             dynamic = h @ w[f"{p}mlp_conv.kernel_projection.weight"].T
             dynamic = dynamic.view(BLOCK, 2, TAPS, -1)
             h = convolve(h, base[0], dynamic[:, 0])
-        gate = torch.nn.functional.silu(h @ w[f"{p}mlp.gate_proj.weight"].T)
-        out = (gate * (h @ w[f"{p}mlp.up_proj.weight"].T)) @ w[f"{p}mlp.down_proj.weight"].T
+        out = mlp(w, p, h)
         if has_convolutions:
             out = convolve(out, base[1], dynamic[:, 1])
         x = x + out

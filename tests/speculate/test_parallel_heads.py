@@ -11,12 +11,13 @@ from support.heads import (
     few_tokens,
     layer_config,
     layer_shapes,
+    mlp,
     record_states,
     rms,
+    rotated,
     write_random,
 )
 from support.tiny import generate, open_llm, prompt_of
-from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from offload_rt import SamplingParams
@@ -90,14 +91,6 @@ def reference(raw, weights, states, tokens, n_parallel):
     x = fused @ w["fc.weight"].T
     embedded = w["embed_tokens.weight"][[*tokens[1:], *[MASK] * (n_parallel - 1)]]
     n = len(x)
-    frequencies = 1 / 10000.0 ** (torch.arange(0, 8, 2).float() / 8)
-    angles = torch.arange(n)[:, None].float() * frequencies
-    cos, sin = angles.cos().double(), angles.sin().double()
-
-    def rotated(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
     for i in range(N_LAYERS):
         first = "layers.0." if "speculators_model_type" in raw else "midlayer."
         p = f"layers.{i}." if i else first
@@ -107,17 +100,14 @@ def reference(raw, weights, states, tokens, n_parallel):
             normed = rms(x, w[f"{p}hidden_norm.weight"])
             h = torch.cat((rms(embedded, w[f"{p}input_layernorm.weight"]), normed), 1)
             x = normed if raw.get("norm_before_residual") else x
-        q, k, v = (
-            (h @ w[f"{p}self_attn.{name}_proj.weight"].T).view(n, -1, 8).transpose(0, 1)
-            for name in "qkv"
-        )
-        scores = rotated(q) @ rotated(k).transpose(1, 2) / 8**0.5
+        q, k, v = ((h @ w[f"{p}self_attn.{name}_proj.weight"].T).view(n, -1, 8) for name in "qkv")
+        q, k, v = (part.transpose(0, 1) for part in (rotated(q), rotated(k), v))
+        scores = q @ k.transpose(1, 2) / 8**0.5
         hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
         out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
         x = x + out.transpose(0, 1).flatten(1) @ w[f"{p}self_attn.o_proj.weight"].T
         h = rms(x, w[f"{p}post_attention_layernorm.weight"])
-        gate = F.silu(h @ w[f"{p}mlp.gate_proj.weight"].T)
-        x = x + (gate * (h @ w[f"{p}mlp.up_proj.weight"].T)) @ w[f"{p}mlp.down_proj.weight"].T
+        x = x + mlp(w, p, h)
     logits = rms(x, w["norm.weight"])[-n_parallel:] @ w["lm_head.weight"].T
     whole = torch.full((n_parallel, len(w["embed_tokens.weight"])), -torch.inf).double()
     return whole.index_copy(1, torch.tensor(KEPT), logits)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import silu
 from transformers import LlamaConfig, PreTrainedModel
 
 from bench.models.tiny import config_of, random_model
@@ -334,6 +335,23 @@ def write_random(
 def rms(x: Tensor, weight: Tensor) -> Tensor:
     """RMS norm with the epsilon of layer_config."""
     return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def rotated(x: Tensor, first: int = 0) -> Tensor:
+    """Rotary embedding of x (n, heads, 8) at the positions from `first`, in float64."""
+    frequencies = 1 / 10000.0 ** (torch.arange(0, 8, 2).float() / 8)
+    angles = torch.arange(first, first + len(x))[:, None, None].float() * frequencies
+    cos, sin = angles.cos().double(), angles.sin().double()
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def mlp(weights: Weights, prefix: str, h: Tensor) -> Tensor:
+    """The gated MLP of a layer of layer_config."""
+    gate, up, down = (
+        weights[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up", "down")
+    )
+    return (silu(h @ gate) * (h @ up)) @ down
 
 
 def record_states(monkeypatch: pytest.MonkeyPatch, drafter: type[Any]) -> list[Tensor]:
