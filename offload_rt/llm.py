@@ -531,7 +531,12 @@ class LLM:
         )
         content = self._content(prompt)
         text = content if isinstance(content, str) else None
-        return Request([self._sequence(content, answer) for answer in answer_params], text)
+        outputs = params.structured_outputs
+        grammar = None if outputs is None else self._compile(outputs)
+        sequences = [
+            self._sequence(content, answer, grammar and grammar.copy()) for answer in answer_params
+        ]
+        return Request(sequences, text)
 
     def _content(self, prompt: Prompt) -> Any:
         """Return the text, the token ids or the prompt with images."""
@@ -549,7 +554,9 @@ class LLM:
         images = extract_images([message], reads_files=True)[1]
         return self._image_processor.encode(text, images) if images else text
 
-    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+    def _sequence(
+        self, prompt: Prompt, params: SamplingParams, grammar: Grammar | None
+    ) -> Sequence:
         images = prompt if isinstance(prompt, ImagePrompt) else None
         if images is not None:
             ids = list(images.ids)
@@ -561,9 +568,6 @@ class LLM:
         text = None
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer, ids, params.stop, params.skip_special_tokens)
-        grammar = None
-        if params.structured_outputs is not None:
-            grammar = self._compile(params.structured_outputs)
         return Sequence(
             ids, params, self.max_model_len, self._end_ids, text, grammar, images=images
         )

@@ -209,6 +209,21 @@ def test_forced_tokens_need_no_pass(pair):
     assert (forced.stats.n_passes, plain.stats.n_passes) == (1, len(plain.token_ids))
 
 
+def test_answers_of_a_request_share_a_compiled_grammar(llm, monkeypatch):
+    """Each answer equals the answer of a request with its seed."""
+    outputs = StructuredOutputs(regex="[a-z]{12}")
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, structured_outputs=outputs)
+    alone = [llm.generate("x", replace(params, seed=seed))[0].text for seed in (3, 4, 5)]
+    compiled = []
+    original = GrammarCompiler.compile
+    monkeypatch.setattr(
+        GrammarCompiler, "compile", lambda *args: compiled.append(args) or original(*args)
+    )
+    (output,) = llm.generate("x", replace(params, n=3))
+    assert [answer.text for answer in output.outputs] == alone and len(set(alone)) > 1
+    assert len(compiled) == 1
+
+
 def test_forced_tokens_extend_the_leaves_of_a_tree(llm, compiler):
     """Up to the room of the pass and of the sequence. Drafters learn from their own nodes."""
     q, z, k = (llm.tokenizer.convert_tokens_to_ids(letter) for letter in "qzk")
@@ -384,6 +399,8 @@ def test_grammar_may_begin_behind_free_text(llm, compiler, outputs):
     [
         ({"json": {"type": "foo"}}, "Invalid type"),
         ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
+        ({"regex": "a" * 300_000}, "at most 262144 characters, has 300"),
+        ({"choice": [f"choice {i}" for i in range(20_000)]}, "at most 262144 characters"),
         ({"json": {"not": {}}}, "Unimplemented"),
         ({"regex": "(a"}, "unclosed group"),
         ({"grammar": "start: missing"}, "missing"),

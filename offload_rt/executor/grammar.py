@@ -27,6 +27,9 @@ Path = tuple[int, ...]
 # llguidance panics for longer tokens.
 _MAX_TOKEN_NBYTES = 1024
 
+# A compiled grammar takes up to 100 times the bytes of its text, and 10 s per MB.
+_MAX_CHARACTERS = 1 << 18
+
 # Options of llguidance. Optional white space would let a model pad its answer forever.
 COMPACT_JSON: Any = {
     "whitespace_flexible": False,
@@ -109,6 +112,9 @@ class GrammarCompiler:
             source = _within(outputs.around, self._source(outputs))
         except (ValueError, RecursionError) as error:
             raise SettingsError(f"structured outputs: {str(error)[:300]}") from error
+        if len(source) > _MAX_CHARACTERS:
+            need = f"a grammar of at most {_MAX_CHARACTERS} characters"
+            raise SettingsError("structured outputs", need=need, have=str(len(source)))
         matcher = self._matcher(self._tokenizer, source, log_level=0)
         _check(matcher)
         return Grammar(matcher, self._n_words, self._ends, self._threads)
@@ -151,6 +157,10 @@ class Grammar:
         self._threads = threads
         self._masks: Future[Tensor] | None = None
         self._known: dict[Path, Tensor] = {}
+
+    def copy(self) -> "Grammar":
+        """Return an independent position in the same compiled grammar."""
+        return Grammar(self._matcher.deep_copy(), self._n_words, self._ends, self._threads)
 
     def start_masks(self, paths: Sequence[Path]) -> None:
         """Start to compute the masks after these paths in a thread, during a forward pass."""

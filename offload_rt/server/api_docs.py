@@ -17,14 +17,17 @@ td { padding-right: 2rem }</style>
 """
 
 
+# 4XX responses of a route.
+REFUSAL: Json = {"4XX": {"description": "Refused request", "content": {"application/json": {}}}}
+
+
 def body_of(kind: type[BaseModel]) -> Json:
     """Describe a request body and the types of its responses, for a route's `openapi_extra`."""
     schema = kind.model_json_schema(ref_template=_REFERENCE + "{model}")
     types = ["application/json", *(["text/event-stream"] if "stream" in kind.model_fields else [])]
-    refusal = {"description": "Refused request", "content": {"application/json": {}}}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": {"200": {"content": {name: {} for name in types}}, "4XX": refusal},
+        "responses": {"200": {"content": {name: {} for name in types}}, **REFUSAL},
     }
 
 

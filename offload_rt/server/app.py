@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from offload_rt import __version__
 from offload_rt.errors import OffloadError
 from offload_rt.llm import LLM, token_ids
-from offload_rt.server.api_docs import add_docs, body_of
+from offload_rt.server.api_docs import REFUSAL, add_docs, body_of
 from offload_rt.server.bodies import Json
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.completions import ChatWriter, CompletionWriter
@@ -83,7 +83,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         """List the model."""
         return {"object": "list", "data": [service.card]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", openapi_extra={"responses": REFUSAL})
     async def model(name: str) -> Json:
         """Describe the model."""
         service.check_model(name)

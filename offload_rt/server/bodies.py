@@ -4,6 +4,7 @@ Unknown fields are ignored. Known fields without an implementation are refused.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
@@ -26,6 +27,8 @@ _MAX_ENTRIES = {
     "bad_words": 1024,
     "allowed_token_ids": 1 << 14,
 }
+# Texts of a list together.
+_MAX_CHARACTERS = {"stop": 1 << 16, "bad_words": 1 << 16}
 # Fields of OpenAI, vLLM and llama.cpp that would change the output.
 _NOT_IMPLEMENTED = (
     "guided_decoding_backend", "guided_whitespace_pattern", "grammar", "json_schema",
@@ -77,11 +80,7 @@ def read_body(kind: type[Body], raw: bytes, max_prompts: int, max_prompt_tokens:
 
     Raises SettingsError for the first wrong value.
     """
-    max_values = max(_MAX_COUNTS.values, max_prompt_tokens)
-    limits = _MAX_COUNTS._replace(values=max_values)
-    for name, count, limit in zip(BodyCounts._fields, BodyCounts.of_json(raw), limits, strict=True):
-        if count > limit:
-            raise SettingsError(f"{count} {name} in the body", need=f"at most {limit}")
+    check_counts("the body", [raw], max_prompt_tokens)
     try:
         body = json.loads(str(raw, "utf-8"))  # bytes may also be UTF-16, with other counts
     except (ValueError, RecursionError) as error:
@@ -90,6 +89,20 @@ def read_body(kind: type[Body], raw: bytes, max_prompts: int, max_prompt_tokens:
         raise SettingsError("the body", need="a JSON object", have=type(body).__name__)
     _check_entries(body, max_prompts)
     return validate(kind, body)
+
+
+def check_counts(name: str, texts: Iterable[bytes], max_values: int = 0) -> None:
+    """Raise SettingsError if JSON texts contain too much together, before any object is built.
+
+    name        of the texts
+    max_values  raises the limit of values
+    """
+    nothing = BodyCounts(0, 0, 0, 0, 0)
+    counts = map(sum, zip(nothing, *map(BodyCounts.of_json, texts), strict=True))
+    limits = _MAX_COUNTS._replace(values=max(_MAX_COUNTS.values, max_values))
+    for kind, count, limit in zip(BodyCounts._fields, counts, limits, strict=True):
+        if count > limit:
+            raise SettingsError(f"{count} {kind} in {name}", need=f"at most {limit}")
 
 
 def validate(kind: type[Body], body: Json) -> Body:
@@ -113,6 +126,12 @@ def _check_entries(body: Json, max_prompts: int) -> None:
         value = body.get(name)
         if isinstance(value, list | dict) and len(value) > limit:
             raise SettingsError(f"{len(value)} entries in {name}", need=f"at most {limit}")
+    for name, limit in _MAX_CHARACTERS.items():
+        value = body.get(name)
+        texts = value if isinstance(value, list | str) else ()
+        n = sum(len(text) for text in texts if isinstance(text, str))
+        if n > limit:
+            raise SettingsError(f"{n} characters in {name}", need=f"at most {limit}")
     for name in _NOT_IMPLEMENTED:
         if body.get(name) not in (None, False, [], {}, "none"):
             raise SettingsError(f"{name} is not implemented", change="leave it out")

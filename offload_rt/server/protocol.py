@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, PlainValidator
 
 from offload_rt.config import SamplingParams, StructuredOutputs
 from offload_rt.errors import PromptError, SettingsError
-from offload_rt.server.bodies import FailFastList, Json
+from offload_rt.server.bodies import FailFastList, Json, check_counts
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.text.images import IMAGE_PARTS
 
@@ -126,6 +126,8 @@ class GenerationRequest(BaseModel):
             value = getattr(self, f"guided_{name}")
             if value is not None:
                 formats[name] = value
+        if isinstance(formats.get("json"), str):
+            check_counts("the JSON schema", [formats["json"].encode("utf-8", "replace")])
         wanted = self.wanted_format
         if wanted is None:
             return formats
@@ -314,9 +316,12 @@ class ChatRequest(GenerationRequest):
         if not all(isinstance(turn.get("role"), str) for turn in self.messages):
             raise PromptError("messages", need="a role in each message")
         turns = [{**turn, "content": _content_of(turn.get("content"))} for turn in self.messages]
+        calling = [turn for turn in turns if isinstance(turn.get("tool_calls"), list)]
+        texts = [_arguments_of(call) for turn in calling for call in turn["tool_calls"]]
+        check_counts("arguments of calls", [text.encode("utf-8", "replace") for text in texts])
+        for turn in calling:
+            turn["tool_calls"] = [_parse_arguments(call) for call in turn["tool_calls"]]
         for turn in turns:
-            if isinstance(turn.get("tool_calls"), list):
-                turn["tool_calls"] = [_parse_arguments(call) for call in turn["tool_calls"]]
             # gpt-oss has its own name, and refuses reasoning beside content and calls.
             if "reasoning_content" in turn and not (turn["content"] and turn.get("tool_calls")):
                 turn["thinking"] = turn["reasoning_content"]
@@ -349,17 +354,25 @@ def _check_logprobs(name: str, n: int | None) -> None:
         raise SettingsError(f"{name} is {n}", need=f"0 to {_MAX_LOGPROBS}", change="ask for fewer")
 
 
+def _arguments_of(call: Any) -> str:
+    """Return the JSON text of a call's arguments; empty for arguments of other types."""
+    try:
+        arguments = call["function"]["arguments"]
+    except (TypeError, KeyError):
+        return ""
+    return arguments if isinstance(arguments, str) else ""
+
+
 def _parse_arguments(call: Any) -> Any:
     """Replace the JSON text of a call's arguments by an object, as templates require.
 
     Returns the call unchanged if that fails; the template then decides.
     """
     try:
-        function = call["function"]
-        arguments = json.loads(function["arguments"])
-    except (TypeError, KeyError, ValueError, RecursionError):
+        arguments = json.loads(_arguments_of(call))
+    except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _content_of(content: Any) -> str | list[Json]:

@@ -112,7 +112,7 @@ class Service:
         write  builds the formatter of the answer
         """
         self.check_model(request.model)
-        params = request.params(self.limits.n_answers, self.chat_format)
+        params = await asyncio.to_thread(request.params, self.limits.n_answers, self.chat_format)
         n_answers = request.n_prompts * params.n
         answer = Answer(request, n_answers, self.llm.tokenizer)
         writer = write(answer)

@@ -381,6 +381,7 @@ def test_routes_are_described(served: Served) -> None:
     responses = description["paths"]["/v1/completions"]["post"]["responses"]
     assert responses["200"]["content"].keys() == {"application/json", "text/event-stream"}
     assert "4XX" in responses
+    assert "4XX" in description["paths"]["/v1/models/{name}"]["get"]["responses"]
     status, headers, _ = served.request("PUT", "/v1/models")
     assert (status, headers["Allow"]) == (405, "GET")
     for path in ("/metrics", "/health"):

@@ -95,6 +95,8 @@ class Recorder(BaseModel):
         ({"stop": ["x"] * 65}, "65 entries in stop"),
         ({"stop_token_ids": [1] * 1025}, "1025 entries in stop_token_ids"),
         ({"tools": [{}] * 1025}, "1025 entries in tools"),
+        ({"stop": ["x" * 40_000] * 2}, "80000 characters in stop"),
+        ({"bad_words": ["x" * 40_000] * 2}, "80000 characters in bad_words"),
     ],
 )
 def test_entries_are_counted_before_validation(body, message):
@@ -121,6 +123,26 @@ def test_values_are_counted_before_parsing(body, message, monkeypatch):
     monkeypatch.setattr(bodies.json, "loads", parse)
     with pytest.raises(SettingsError, match=message):
         bodies.read_body(Recorder, body, 32, 256)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"guided_json": "[" * 40_000}, "40000 containers in the JSON schema"),
+        ({"structured_outputs": {"json": "1," * 300_000}}, "300000 values in the JSON schema"),
+        ({"messages": [{"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": "[],[]" * 10_000}},
+            {"function": {"name": "f", "arguments": '"[[",[]' * 15_000}}]}]},
+         "35000 containers in arguments of calls"),
+    ],
+)  # fmt: skip
+def test_json_inside_texts_is_counted_before_parsing(body, message, monkeypatch):
+    raw = json.dumps({"messages": TURNS} | body).encode()
+    request = bodies.read_body(protocol.ChatRequest, raw, 32, 256)
+    monkeypatch.setattr(json, "loads", lambda _: pytest.fail("a text above the limits was parsed"))
+    with pytest.raises(SettingsError, match=message):
+        request.formats()
+        request.turns()
 
 
 def test_texts_do_not_count_as_values():
@@ -177,10 +199,13 @@ def test_requests_are_parsed_and_checked_off_the_event_loop(served, monkeypatch)
     watch(service, "read_body")
     for name in ("encode", "encode_chat", "check_prompt", "_request"):
         watch(served.llm, name)
+    watch(protocol.GenerationRequest, "sampling_params")
     for body in ({"prompt": "x"}, {"prompt": [5]}):
         assert served.post("/v1/completions", body | {"max_tokens": 1})[0] == 200
     assert served.post("/v1/chat/completions", {"messages": TURNS, "max_tokens": 1})[0] == 200
-    assert {name for name, _ in places} >= {"read_body", "encode", "encode_chat", "check_prompt"}
+    assert {name for name, _ in places} >= {
+        "read_body", "encode", "encode_chat", "check_prompt", "sampling_params"
+    }  # fmt: skip
     assert not any(on_loop for _, on_loop in places)
 
 

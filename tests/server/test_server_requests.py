@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 from support.serving import LIMITS, PROMPT, TURNS, Served, engine_held, llm, running, served
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import SettingsError
+from offload_rt.server.answer import Answer
+from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.protocol import CompletionRequest
 from offload_rt.server.tool_formats.hermes import HermesParser
 from offload_rt.text.detokenize import token_bytes
 
@@ -182,6 +187,16 @@ def test_offsets_of_a_stream_with_stop_strings_point_into_its_text(served):
         logprobs = choice["logprobs"] or {"tokens": [], "text_offset": []}
         for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
             assert whole[offset:].startswith(token)
+
+
+def test_offsets_of_an_answer_count_the_space_of_its_first_word():
+    """Decoders of SentencePiece drop this space unless a prompt precedes it."""
+    tokenizer = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}))
+    tokenizer.decoder = decoders.Metaspace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    answer = Answer(CompletionRequest(prompt="one", logprobs=0), 1, fast)
+    answer.start([[0]], ChatFormat.select(fast, "hermes", "none"))
+    assert answer.choices[0].locate([1, 2]) == [0, len(" two")]
 
 
 def test_bytes_of_partial_characters_are_raw(served):
