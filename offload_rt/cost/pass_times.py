@@ -25,16 +25,12 @@ def transfer_s(nbytes: float, gbps: float) -> float:
 class MachineProfile:
     """Bandwidths of a machine, and compute times of a model if measured.
 
-    source       origin of the rates, for tables
-    measured     False for assumed rates
     link_gbps    (tier, GB/s) of streamed layers, as pairs
     memory_gbps  GB/s of weights read by the device in computing a token
     fixed_s      seconds of a pass besides layers: embedding, head, sampling
     compute      compute times of whole passes by rows and context; None until measured
     """
 
-    source: str
-    measured: bool
     link_gbps: tuple[tuple[str, float], ...]
     memory_gbps: float
     fixed_s: float = 0.0

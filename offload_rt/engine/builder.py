@@ -140,7 +140,7 @@ def _measure(spec: EngineSpec, runner: Runner, closes: ExitStack) -> CostEstimat
     memory = spec.memory
     moved = spec.pass_bytes
     machine = (
-        MachineProfile("not measured", False, (("disk", 1.0), ("host", 1.0)), 1.0)
+        MachineProfile((("disk", 1.0), ("host", 1.0)), 1.0)
         if memory.limits.n_nodes == 1
         else _machine(spec, runner)
     )

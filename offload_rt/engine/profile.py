@@ -108,9 +108,7 @@ def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device)
     memory = memory_gbps(dtype, device)
     # Without a GPU host and device are the same memory.
     host = memory if device.type == "cpu" else upload_gbps(device)
-    return MachineProfile(
-        f"this machine, {device.type}", True, (("disk", disk), ("host", host)), memory
-    )
+    return MachineProfile((("disk", disk), ("host", host)), memory)
 
 
 def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
@@ -189,7 +187,7 @@ def pass_profile(
         {"disk": disk_rate} if moved.disk_experts is not None else {}
     )
     compute_gbps = moved.computed / compute.seconds[0][0] / 1e9
-    return MachineProfile("this machine", True, tuple(links.items()), compute_gbps, 0.0, compute)
+    return MachineProfile(tuple(links.items()), compute_gbps, 0.0, compute)
 
 
 def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:

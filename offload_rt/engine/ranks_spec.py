@@ -256,7 +256,7 @@ class RanksSpec:
         times = _compute_times(target, model, limits.n_nodes, product_gbps)
         links = (("disk", profile.link_gbps(disk, model.n_layers)),)
         nbytes = sum(disk.nbytes(i) for i, tier in enumerate(memory.plan.tiers) if tier == "disk")
-        machine = MachineProfile("this machine", True, links, product_gbps[0], compute=times)
+        machine = MachineProfile(links, product_gbps[0], compute=times)
         ranks = model.ranks
 
         def slowest_s(sizes: np.ndarray) -> np.ndarray:
@@ -365,7 +365,7 @@ def _step_seconds(choices: Sequence[DraftChoice]) -> list[float]:
     ]
     torch.cuda.empty_cache()
     target = choices[0].draft.target
-    machine = MachineProfile("passes are alike", False, (), 1.0)
+    machine = MachineProfile((), 1.0)
     if any(not memory.plan.is_resident for _, memory in fitting):
         with closing(DiskTier(target.checkpoint.layers)) as files:
             machine = profile.profile(files, 1, target.dtype.torch, target.device)

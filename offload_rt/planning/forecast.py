@@ -378,9 +378,7 @@ def predict(
     costs = machine.costs(target, draft, fitted.plan)
     itemsize = target.dtype.itemsize
     exchanged = machine.ranks.crossing(target.spec, itemsize) if fitted.plan.streamed_nbytes else 0
-    profile = MachineProfile(
-        machine.title, False, machine.links, 1.0, machine.fixed_s, costs.target
-    )
+    profile = MachineProfile(machine.links, 1.0, machine.fixed_s, costs.target)
     moved = replace(machine.with_host_experts(moved), exchanged=exchanged)
     cost = CostEstimator(profile, moved)
     by_rank = request.acceptance.by_rank

@@ -21,7 +21,7 @@ from offload_rt.tree.topology import Topology
 def estimator(
     target: ComputeTimes, moved: PassBytes, links: tuple[tuple[str, float], ...] = ()
 ) -> CostEstimator:
-    return CostEstimator(MachineProfile("assumed", False, links, 1.0, 0.01, target), moved)
+    return CostEstimator(MachineProfile(links, 1.0, 0.01, target), moved)
 
 
 def test_draft_time_is_a_draft_pass_per_level():

@@ -7,7 +7,7 @@ from offload_rt.cost.pass_times import MachineProfile, PassBytes
 
 
 def test_draft_level_costs_its_bytes_until_measured():
-    profile = MachineProfile("assumed", False, (), memory_gbps=500.0)
+    profile = MachineProfile((), memory_gbps=500.0)
     cost = CostEstimator(profile, PassBytes((), 10**9), draft_nbytes=13 * 10**9)
     assert cost.level_s == pytest.approx(0.026)
     cost.drafted(4, 4 * 0.05)

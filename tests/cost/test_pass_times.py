@@ -23,7 +23,7 @@ LINKS = (("disk", 2.0), ("host", 20.0))
 
 
 def profile_of(disk: float, host: float, memory: float, fixed: float = 0.0) -> MachineProfile:
-    return MachineProfile("assumed", False, (("disk", disk), ("host", host)), memory, fixed)
+    return MachineProfile((("disk", disk), ("host", host)), memory, fixed)
 
 
 def plan_of(n_layers: int, device: float, host: float | None = None) -> Plan:
@@ -34,7 +34,7 @@ def plan_of(n_layers: int, device: float, host: float | None = None) -> Plan:
 
 def constant(compute_s: float, fixed_s: float = 0.0) -> MachineProfile:
     times = ComputeTimes((1,), (0,), ((compute_s,),))
-    return MachineProfile("assumed", False, LINKS, 1.0, fixed_s, times)
+    return MachineProfile(LINKS, 1.0, fixed_s, times)
 
 
 def event_loop_s(plan: Plan, compute_s: float, draft_s: float, more: float = 0.0) -> float:
@@ -133,7 +133,7 @@ def test_pass_time_equals_its_slowest_stage(rates, moved, fixed):
 
 
 def test_unused_tiers_need_no_rate():
-    profile = MachineProfile("assumed", False, (("disk", 2.0),), 10.0)
+    profile = MachineProfile((("disk", 2.0),), 10.0)
     moved = PassBytes((("host", 0), ("disk", 4 * GB)), GB)
     assert pass_time(profile, moved) == pytest.approx(2.0)
 
@@ -157,7 +157,7 @@ def test_slots_hide_drafting_behind_the_link(ahead, between, seconds):
 
 def test_draft_times_broadcast_with_row_counts():
     compute = ComputeTimes((1, 101), (0, 1), ((1.0, 2.0),) * 2)
-    profile = MachineProfile("assumed", False, (), 1.0, 0.0, compute)
+    profile = MachineProfile((), 1.0, 0.0, compute)
     moved = PassBytes((), GB)
     seconds = pass_times(profile, moved, np.array([[1], [51]]), 0, np.array([0.0, 0.25, 0.5]))
     assert seconds == pytest.approx(np.array([[1.0, 1.25, 1.5], [1.5, 1.75, 2.0]]))
@@ -187,7 +187,7 @@ def test_more_memory_is_never_slower(n, host, compute_s, draft_s):
 
 
 def test_touched_experts_grow_with_the_rows_of_a_pass():
-    profile = MachineProfile("assumed", False, (("disk", 2.0), ("host", 1.0)), 100.0)
+    profile = MachineProfile((("disk", 2.0), ("host", 1.0)), 100.0)
     experts = TouchedExperts("disk", 10, 4, 1, 10**8, n_resident=2)
     moved = PassBytes((("disk", GB), ("host", 0)), 10**6, experts=experts)
     for n_rows, share in ((1, 1 / 4), (2, 7 / 16), (500, 1.0)):

@@ -466,7 +466,7 @@ def test_moved_bytes_count_visible_rows_only(n_resident, context, windows):
 def test_pass_time_includes_weights_and_rows():
     rows = StreamedRows("disk", 100, 10**6, (None,) * 10, 512)
     moved = PassBytes((("host", 0), ("disk", 2 * 10**9)), 10**6, rows=rows)
-    profile = MachineProfile("imagined", False, (("disk", 2.0), ("host", 1.0)), 100.0)
+    profile = MachineProfile((("disk", 2.0), ("host", 1.0)), 100.0)
     for context, n_rows, seconds in ((50, 1, 1.0), (500, 1, 3.0), (500, 512, 3.0), (500, 513, 5.0)):
         assert pass_time(profile, moved, n_rows, context) == pytest.approx(seconds, rel=1e-3)
     alone = PassBytes((), 10**6, rows=rows)
@@ -478,7 +478,7 @@ def test_pass_time_includes_weights_and_rows():
 
 def test_self_drafting_level_waits_for_no_link():
     rows = StreamedRows("disk", 10, 10**6, (None,) * 10, 512)
-    profile = MachineProfile("imagined", False, (("disk", 2.0),), 100.0)
+    profile = MachineProfile((("disk", 2.0),), 100.0)
     cost = CostEstimator(profile, PassBytes((), 10**9, rows=rows), draft_context=500)
     assert cost.level(1) == pytest.approx(0.01)
     cost.passed(1, 500, 0.0, 25.0, 0.2)  # ten times slower than it was thought

@@ -350,7 +350,7 @@ def test_expert_bytes_are_learned_per_row_count():
     """Routers select the same experts for all rows, while the formula predicts ten times the bytes
     for 16 rows.
     """
-    machine = MachineProfile("some", True, (("disk", 1.0),), 100.0)
+    machine = MachineProfile((("disk", 1.0),), 100.0)
     n = np.array([1, 2, 16, 64])
     formula = TouchedExperts("disk", 48, 128, 8, 10**6, 32.0)
     same = 48 * 6 * 10**6 / 1e9

@@ -123,7 +123,7 @@ def test_passes_are_timed_without_the_host(mixture_of, monkeypatch):
     def profile_passes(runner, moved, rows, disk):
         feed(runner, runner.new_cache(40), prompt_of(0, 9, 150), Topology.chain(9))
         assert not runner.experts.host.is_on
-        return MachineProfile("some", True, (("host", 1.0),), 1.0)
+        return MachineProfile((("host", 1.0),), 1.0)
 
     monkeypatch.setattr(profile, "pass_profile", profile_passes)
     folder = mixture_of("qwen3_moe")[1]
@@ -318,7 +318,7 @@ def test_cost_model_divides_experts_like_the_run():
         ends = max(n_used - len(here), len(here) * seconds)
         of_host = HostTimes((1,), (seconds * link_s,))
         experts = TouchedExperts("host", 5, 64, n_used, 10**6, host=of_host)
-        machine = MachineProfile("some", True, (("host", 1.0),), 1.0)
+        machine = MachineProfile((("host", 1.0),), 1.0)
         foretold = (
             float(pass_times(machine, PassBytes((), 0, experts=experts), np.array([1]), 0)[0])
             / 5

@@ -398,9 +398,7 @@ def test_attention_time_counts_each_sequence():
 def test_no_tree_if_a_level_costs_a_pass(pair, name, far_s, pays):
     """The cost model knows pass times of few and many rows."""
     compute = ComputeTimes((1, 64), (64, 150), ((1.0, 1.1), (far_s, 1.1 * far_s)))
-    cost = CostEstimator(
-        MachineProfile("a test", True, (), 1e-9, 0.0, compute), PassBytes((), 1), 0, 32
-    )
+    cost = CostEstimator(MachineProfile((), 1e-9, 0.0, compute), PassBytes((), 1), 0, 32)
     sequences = [Sequence(prompt_of(seed, 150), SamplingParams(30), 200) for seed in (0, 1)]
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         drafter = drafter_of(llm, name, "traversal", DraftLimits(16, 8))
