@@ -16,8 +16,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_TIMES_CACHE", 0)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "scripts_here")
 def test_all_formats_multiply_the_same_weights(tmp_path):
     """Products of float checkpoints, a quantised checkpoint and a GGUF file differ from float32 by
     rounding.

@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import select
-import signal
 import sys
 import termios
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import speaking_checkpoint
-from support.command_line import surroundings
+from support.programs import started, wait_until
 from transformers import AutoTokenizer
 
 from offload_rt import LLM, SamplingParams
@@ -208,14 +207,10 @@ def test_chat_reports_a_full_context_and_continues(talk):
 class Terminal:
     """A program at the other end of a pseudo-terminal."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, ours: int) -> None:
         self.seen = ""
-        self.pid, self.ours = pty.fork()
-        if not self.pid:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            line = [sys.executable, "-m", "offload_rt.chat", *arguments]
-            os.execve(sys.executable, line, surroundings(TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1"))
-        self.before = termios.tcgetattr(self.ours)
+        self.ours = ours
+        self.before = termios.tcgetattr(ours)
 
     def until(self, wanted: str) -> str:
         """Return the output up to these characters."""
@@ -227,7 +222,7 @@ class Terminal:
         return shown
 
     def read(self) -> None:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the program has ended
             if select.select([self.ours], [], [], 0.2)[0]:
                 self.seen += os.read(self.ours, 1 << 16).decode(errors="replace")
 
@@ -235,37 +230,39 @@ class Terminal:
         os.write(self.ours, text.encode())
 
 
-@pytest.mark.slow
-def test_terminal_edits_messages_and_stops_answers(model):
+def test_terminal_edits_messages_and_stops_answers(model, tmp_path):
     """Ctrl-C stops an answer, and at the prompt clears the line. Ctrl-D ends the program and
     restores the terminal.
     """
     flags = ["--device", "cpu", "--max-model-len", "8192", "--drafter", "none"]
-    terminal = Terminal("--model", str(model), *flags)
-    terminal.until("Ctrl-D ends")
-    terminal.until(PROMPT)
-    terminal.type("the fix\x7f\x7fox\x1b\rover\r")  # two characters deleted, a second line
-    terminal.until("over")
-    terminal.until(ANSWERING)
-    terminal.type("\x03")
-    shown = terminal.until("tokens per pass")
-    assert "tokens/s, 1.00" in shown and "Traceback" not in shown
-    terminal.until(PROMPT)
-    terminal.type("/sta\t")
-    terminal.until("/stats")
-    terminal.type("\n")  # as Enter arrives that is pressed during an answer
-    terminal.until("the conversation has")
-    terminal.until(PROMPT)
-    terminal.type("lost\x03")
-    terminal.until("Ctrl-D ends")
-    terminal.until(PROMPT)
-    terminal.type("/stats\n")
-    terminal.until("the conversation has")
-    terminal.until(PROMPT)
-    terminal.type("\x04")
-    limit = time.monotonic() + PATIENCE_S
-    while not (ended := os.waitpid(terminal.pid, os.WNOHANG))[0]:
-        assert time.monotonic() < limit, terminal.seen
-        terminal.read()
-    assert os.waitstatus_to_exitcode(ended[1]) == 0
-    assert termios.tcgetattr(terminal.ours) == terminal.before
+    ours, theirs = pty.openpty()
+    terminal = Terminal(ours)
+    environment = {"terminal": os.ttyname(theirs), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    line = ["--model", str(model), *flags]
+    with started("offload_rt.chat", line, tmp_path, **environment) as (program,):
+        terminal.until("Ctrl-D ends")
+        terminal.until(PROMPT)
+        terminal.type("the fix\x7f\x7fox\x1b\rover\r")  # two characters deleted, a second line
+        terminal.until("over")
+        terminal.until(ANSWERING)
+        terminal.type("\x03")
+        shown = terminal.until("tokens per pass")
+        assert "tokens/s, 1.00" in shown and "Traceback" not in shown
+        terminal.until(PROMPT)
+        terminal.type("/sta\t")
+        terminal.until("ts")  # rendered with or without the typed part
+        terminal.type("\n")  # as Enter arrives that is pressed during an answer
+        terminal.until("the conversation has")
+        terminal.until(PROMPT)
+        terminal.type("lost\x03")
+        terminal.until("Ctrl-D ends")
+        terminal.until(PROMPT)
+        terminal.type("/stats\n")
+        terminal.until("the conversation has")
+        terminal.until(PROMPT)
+        terminal.type("\x04")
+        wait_until(lambda: terminal.read() or not program.process.is_alive())
+        assert program.code() == 0
+    assert termios.tcgetattr(ours) == terminal.before
+    for end in (ours, theirs):
+        os.close(end)

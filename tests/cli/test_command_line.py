@@ -1,5 +1,6 @@
 """The command line: exit codes, stdout, stderr, and one sentence for each mistake."""
 
+import io
 import itertools
 import json
 import re
@@ -21,7 +22,7 @@ from support.checkpoints import (
     speaking_checkpoint,
     write_checkpoint,
 )
-from support.command_line import PROMPT, SMALL, command, surroundings
+from support.command_line import PROMPT, SMALL, surroundings
 
 from offload_rt import LLM, SamplingParams, Stats
 from offload_rt.cli import calibrate, run
@@ -74,30 +75,18 @@ def spoken(model: Path) -> Callable[..., Any]:
     return generate
 
 
-# Processes.
-
-
-def process(*arguments: str, stdin: str = "", **changes: str) -> subprocess.CompletedProcess[bytes]:
-    where = surroundings(**changes)
-    return subprocess.run(
-        command(*arguments), input=stdin.encode(), capture_output=True, env=where, timeout=300
-    )
-
-
-@pytest.mark.slow
-def test_run_prints_text_to_stdout_and_report_to_stderr(tmp_path):
+def test_text_without_a_place_in_the_encoding_is_replaced(tmp_path, line, monkeypatch):
     directory = speaking_checkpoint(tmp_path, BYTES)
     arguments = ["--model", str(directory), *SMALL, "--max-new-tokens", "40", "--prompt-file", "-"]
-    done = process(*arguments, stdin="é", PYTHONIOENCODING="ascii")
     with LLM(str(directory), device="cpu", max_model_len=64) as llm:
         text = llm.generate("é", SamplingParams(max_new_tokens=40))[0].text
-    assert done.returncode == 0 and not text.isascii()
-    assert done.stdout == text.encode("ascii", "replace") + b"\n"
-    report = done.stderr.decode()
-    assert "40 tokens in" in report and "per pass" in report and "Traceback" not in report
-
-
-# The same program inside this process.
+    stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é".encode())))
+    monkeypatch.setattr(sys, "stdout", stdout)
+    code, _, report = line(*arguments)
+    assert code == 0 and not text.isascii()
+    assert stdout.buffer.getvalue() == text.encode("ascii", "replace") + b"\n"
+    assert "40 tokens in" in report and "per pass" in report
 
 
 def _refused(got: tuple[int, str, str], *words: str) -> None:

@@ -1,9 +1,15 @@
 """Each example runs offline and prints the results that it announces."""
 
+import os
 import runpy
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support.programs import started, wait_until
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 PRINTED = {
@@ -26,7 +32,25 @@ def test_every_example_has_an_expected_output():
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_example_prints_its_result(name, monkeypatch, capfd):
+def test_example_prints_its_result(name, monkeypatch, capfd, tmp_path):
+    popen = subprocess.Popen
+
+    @contextmanager
+    def served(command: list[str]) -> Iterator[SimpleNamespace]:
+        cache = os.environ["XDG_CACHE_HOME"]  # has the times of earlier examples
+        with started(command[2], command[3:], tmp_path, XDG_CACHE_HOME=cache) as (program,):
+            wait_until(lambda: "for clients" in program.err)
+            yield SimpleNamespace(
+                stderr=program.err.splitlines(), terminate=program.process.terminate
+            )
+
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda command, **more: (
+            served(command) if "offload_rt.serve" in command else popen(command, **more)
+        ),
+    )
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")

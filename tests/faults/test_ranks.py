@@ -9,12 +9,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 
 import psutil
 import pytest
 from support.command_line import surroundings
-from support.run_ranks import PATIENCE_S, Rank, started
+from support.programs import PATIENCE_S, Program, started, wait_until
 
 # What runs go on with until they are stopped.
 ENDLESS = [
@@ -71,33 +70,21 @@ LLM(sys.argv[1] if os.environ["RANK"] == "0" else "/no/such/model", device="cpu"
 """
 
 
-def _when(is_so: Callable[[], bool]) -> None:
-    """Wait for a state."""
-    until = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def _ends(ranks: list[Rank]) -> list[int | None]:
+def _ends(ranks: list[Program]) -> list[int | None]:
     """Exit codes of all ranks, which end soon."""
     until = time.monotonic() + SOON_S
     return [one.code(max(until - time.monotonic(), 0)) for one in ranks]
 
 
-def _kill(rank: Rank, number: signal.Signals = signal.SIGKILL) -> None:
-    os.kill(rank.process.pid, number)
-
-
-def _named(rank: int, ranks: list[Rank]) -> str:
+def _named(rank: int, ranks: list[Program]) -> str:
     return f"error: rank {rank} (process {ranks[rank].process.pid} on {os.uname().nodename})"
 
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_killed_rank_ends_the_others_with_its_name(killed, model, begins_with, tmp_path):
-    with started("offload_rt.run", ["--model", str(model), *ENDLESS], tmp_path) as ranks:
-        _when(lambda: len(ranks[0].out) > 20)
-        _kill(ranks[killed])
+    with started("offload_rt.run", ["--model", str(model), *ENDLESS], tmp_path, 2) as ranks:
+        wait_until(lambda: len(ranks[0].out) > 20)
+        ranks[killed].signal(signal.SIGKILL)
         assert _ends(ranks) == ([-9, 3] if killed == 0 else [3, -9])
         assert ranks[1 - killed].err == f"{_named(killed, ranks)} has ended\n"
         assert ranks[0].out[:20] == begins_with[:20] and ranks[1].out == ""
@@ -107,8 +94,8 @@ def test_killed_rank_ends_the_others_with_its_name(killed, model, begins_with, t
 def test_rank_that_fails_to_start_is_named(how, model, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(_LOADS)
-    with started(str(script), [how, "1", "--model", str(model), *ENDLESS], tmp_path) as ranks:
-        _when(lambda: ranks[1].process.exitcode is not None)
+    with started(str(script), [how, "1", "--model", str(model), *ENDLESS], tmp_path, 2) as ranks:
+        wait_until(lambda: ranks[1].process.exitcode is not None)
         codes = _ends(ranks)
         why = {"dies": " has ended\n", "fails": ": the disk has gone\n"}.get(
             how, f": no model called {how}: no such"
@@ -120,10 +107,10 @@ def test_rank_that_fails_to_start_is_named(how, model, tmp_path):
 
 def test_interrupt_ends_all_ranks_with_one_message(model, tmp_path):
     """A terminal sends it to all of them."""
-    with started("offload_rt.run", ["--model", str(model), *ENDLESS], tmp_path) as ranks:
-        _when(lambda: len(ranks[0].out) > 20)
+    with started("offload_rt.run", ["--model", str(model), *ENDLESS], tmp_path, 2) as ranks:
+        wait_until(lambda: len(ranks[0].out) > 20)
         for one in ranks:
-            _kill(one, signal.SIGINT)
+            one.signal(signal.SIGINT)
         assert _ends(ranks)[0] == 130
         assert (ranks[0].err, ranks[1].err) == ("interrupted\n", "")
         assert ranks[0].out.endswith("\n")
@@ -133,7 +120,7 @@ def test_interrupt_ends_all_ranks_with_one_message(model, tmp_path):
 def test_script_with_one_llm_need_not_close_it(model, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(_FORGETFUL)
-    with started(str(script), [str(model)], tmp_path) as ranks:
+    with started(str(script), [str(model)], tmp_path, 2) as ranks:
         assert [one.code() for one in ranks] == [0, 0]
         refusal = "a second LLM in a run of several ranks; use the existing LLM, or start a new run"
         assert ranks[0].out.splitlines() == ["20", refusal]
@@ -143,7 +130,7 @@ def test_script_with_one_llm_need_not_close_it(model, tmp_path):
 def test_uncaught_error_names_the_failed_rank(model, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(_RAISING)
-    with started(str(script), [str(model)], tmp_path) as ranks:
+    with started(str(script), [str(model)], tmp_path, 2) as ranks:
         assert _ends(ranks) == [1, 1]
         assert (
             f"{_named(1, ranks)[7:]}: no model called /no/such/model"
@@ -155,7 +142,10 @@ def test_uncaught_error_names_the_failed_rank(model, tmp_path):
 def test_only_rank_0_prints_and_writes(model, tmp_path):
     path = tmp_path / "trace.json"
     with started(
-        "offload_rt.run", ["--model", str(model), *SHORT, "--json", "--trace", str(path)], tmp_path
+        "offload_rt.run",
+        ["--model", str(model), *SHORT, "--json", "--trace", str(path)],
+        tmp_path,
+        2,
     ) as ranks:
         assert [one.code() for one in ranks] == [0, 0]
         assert (
@@ -182,21 +172,21 @@ def test_chat_with_several_ranks(model, tmp_path):
         "--pipeline",
         "2",
     ]
-    with started("offload_rt.chat", line, tmp_path, given="the quick\nbrown\n") as ranks:
+    with started("offload_rt.chat", line, tmp_path, 2, given="the quick\nbrown\n") as ranks:
         assert [one.code() for one in ranks] == [0, 0], ranks[0].err
         assert ranks[0].out.count("\n") >= 2 and (ranks[1].out, ranks[1].err) == ("", "")
 
 
 def test_server_ends_when_a_rank_dies_between_passes(model, tmp_path):
     line = ["--model", str(model), "--device", "cpu", "--port", "0", "--pipeline", "2"]
-    with started("offload_rt.serve", line, tmp_path) as ranks:
-        _when(lambda: "for people" in ranks[0].err)
+    with started("offload_rt.serve", line, tmp_path, 2) as ranks:
+        wait_until(lambda: "for people" in ranks[0].err)
         url = re.search(r"http://127.0.0.1:\d+/v1", ranks[0].err)[0] + "/completions"
         body = json.dumps({"prompt": "the quick", "max_tokens": 4}).encode()
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         answer = json.load(urllib.request.urlopen(request, timeout=PATIENCE_S))
         assert answer["usage"]["completion_tokens"] == 4
-        _kill(ranks[1])
+        ranks[1].signal(signal.SIGKILL)
         assert _ends(ranks) == [3, -9]
         assert (
             ranks[0].err.splitlines()[-1] == f"{_named(1, ranks)} has ended" and ranks[1].err == ""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.heads import few_tokens, write_published
-from support.run_ranks import started
+from support.programs import started
 from support.tiny import generate, open_llm, prompt_of
 
 from offload_rt import LLM

@@ -4,8 +4,6 @@ import http.client
 import json
 import signal
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -24,6 +22,7 @@ from support.serving import (
     llm,
     running,
     served,
+    serving,
 )
 
 from offload_rt import LLM, SamplingParams, StructuredOutputs
@@ -525,24 +524,8 @@ def test_response_format_reaches_the_template(served, monkeypatch):
     assert text == alone(served.llm, prompt, max_tokens=4, structured_outputs=outputs)
 
 
-@pytest.mark.slow
 def test_sigterm_lets_answers_finish(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "offload_rt.serve",
-        "--model",
-        str(MODELS / "demo-target"),
-        "--port",
-        "0",
-    ]
-    with subprocess.Popen(
-        [*command, "--device-memory", "1GB", "--drafter", "none", "--served-model-name", "demo"],
-        stderr=subprocess.PIPE, text=True,
-    ) as program:  # fmt: skip
-        assert program.stderr is not None
-        told = next(line for line in program.stderr if "for clients" in line)
-        port = int(told.split("127.0.0.1:")[1].split("/")[0])
+    with serving("offload_rt.serve", tmp_path, "--served-model-name", "demo") as (program, port):
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
         chunks = iter(
             client.completions.create(
@@ -550,11 +533,10 @@ def test_sigterm_lets_answers_finish(tmp_path):
             )
         )
         next(chunks)
-        program.send_signal(signal.SIGTERM)
+        program.signal(signal.SIGTERM)
         rest = list(chunks)
         assert rest[-1].choices[0].finish_reason == "length"
-        assert program.wait(60) == 0
-        assert "Traceback" not in program.stderr.read()
+        assert program.code() == 0 and "Traceback" not in program.err
 
 
 def test_port_in_use_is_reported_before_loading(capsys):

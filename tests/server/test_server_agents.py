@@ -4,7 +4,6 @@ import json
 import re
 from typing import Any
 
-import anthropic
 import pytest
 from fastapi.routing import APIRoute
 from support.serving import TURNS, Served, llm, running, script, served
@@ -24,13 +23,6 @@ PIECES = ("<thi", "nk>\nOne", " two</think>", "\n\nSo: <tool", '_call>{"name": "
           'ments": {"a": 1}}</tool_call>')  # fmt: skip
 ANSWER = ("One two", "So: ", [("add", {"a": 1})])
 THINKING = "{{ messages[0].content }}{% if tools %}</think>{% endif %}"
-
-
-@pytest.fixture
-def client(served: Served) -> anthropic.Anthropic:
-    return anthropic.Anthropic(
-        base_url=f"http://127.0.0.1:{served.port}", api_key="any", max_retries=0
-    )
 
 
 @pytest.fixture
@@ -89,8 +81,7 @@ def responses(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
 
 def messages(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
     """Ask by /v1/messages."""
-    url = f"http://127.0.0.1:{served.port}"
-    asking = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    asking = served.anthropic
     fields: Any = {"model": "demo", "max_tokens": 50, "messages": TURNS, "tools": [ANTHROPIC_TOOL]}
     if not stream:
         answer = asking.messages.create(**fields)
@@ -285,14 +276,14 @@ def test_unknown_parts_of_requests_are_refused(
     ],
 )
 def test_ends_of_answers_have_the_names_of_each_api(
-    served: Served, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, ending: Any,
+    served: Served, monkeypatch: pytest.MonkeyPatch, ending: Any,
     status: str, reason: str, stop: str | None,
 ) -> None:  # fmt: skip
     script(served.llm, monkeypatch, "x", **ending)
     response = served.client.responses.create(model="demo", input="Q")
     assert (response.status, response.output_text) == (status, "x")
     turns: Any = TURNS
-    message = client.messages.create(model="demo", max_tokens=9, messages=turns)
+    message = served.anthropic.messages.create(model="demo", max_tokens=9, messages=turns)
     assert (message.stop_reason, message.stop_sequence) == (reason, stop)
 
 
@@ -321,7 +312,7 @@ def test_the_item_that_max_output_tokens_cuts_is_incomplete(
 
 
 def test_errors_in_the_middle_of_a_stream_reach_the_clients(
-    served: Served, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def failing(*_: Any) -> Any:
         from offload_rt.llm import Piece
@@ -335,9 +326,15 @@ def test_errors_in_the_middle_of_a_stream_reach_the_clients(
     assert events[-1].response.error is not None
     assert "internal" in events[-1].response.error.message
     assert events[-1].response.output[0].status == "incomplete"  # type: ignore[union-attr]
+    from anthropic import APIStatusError  # imports for seconds
+
     turns: Any = TURNS
-    with pytest.raises(anthropic.APIStatusError, match="internal server error"):
-        list(client.messages.create(model="demo", max_tokens=9, messages=turns, stream=True))
+    with pytest.raises(APIStatusError, match="internal server error"):
+        list(
+            served.anthropic.messages.create(
+                model="demo", max_tokens=9, messages=turns, stream=True
+            )
+        )
 
 
 def test_keys_of_both_clients_and_other_origins_are_accepted(served: Served) -> None:

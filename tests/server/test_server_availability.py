@@ -5,12 +5,9 @@ import gc
 import http.client
 import json
 import logging
-import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -31,6 +28,7 @@ from support.serving import (
     llm,
     running,
     served,
+    serving,
     wait_until,
 )
 
@@ -395,61 +393,51 @@ def test_repeated_log_messages_are_dropped(monkeypatch):
     assert record is not None and record.getMessage() == "line 7"
 
 
-@pytest.fixture(scope="module")
-def program() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The server as a program with few files, and its port."""
-    n_files = 500
-    command = [sys.executable, "-m", "offload_rt.serve", "--model", str(MODELS / "demo-target")]
-    flags = ["--port", "0", "--device-memory", "1GB", "--drafter", "none", "--drain", "1"]
-    limit = f"import resource, os, sys; resource.setrlimit(7, ({n_files}, {n_files})); "
-    launch = [sys.executable, "-c", limit + "os.execv(sys.argv[1], sys.argv[1:])"]
-    with subprocess.Popen([*launch, *command, *flags], stderr=subprocess.PIPE, text=True) as child:
-        assert child.stderr is not None
-        announced = next(line for line in child.stderr if "for clients" in line)
-        match = re.search(r"127\.0\.0\.1:(\d+)", announced)
-        assert match is not None
-        yield child, int(match[1])
-        child.kill()
+_FEW_FILES = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_NOFILE, (500, 500))
+runpy.run_module("offload_rt.serve", run_name="__main__")
+"""
 
 
-@pytest.mark.slow
-def test_flood_of_connections_and_shutdown(program):
-    child, port = program
-    clients = []
-    for _ in range(600):
-        client = socket.create_connection(("127.0.0.1", port), timeout=20)
-        client.sendall(b"GET /health HTTP/1.1\r\nX: ")
-        clients.append(client)
-    for client in clients:
-        client.close()
+def test_flood_of_connections_and_shutdown(tmp_path):
+    """Of a program with few files."""
+    script = tmp_path / "script.py"
+    script.write_text(_FEW_FILES)
+    with serving(str(script), tmp_path, "--drain", "1") as (program, port):
+        clients = []
+        for _ in range(600):
+            client = socket.create_connection(("127.0.0.1", port), timeout=20)
+            client.sendall(b"GET /health HTTP/1.1\r\nX: ")
+            clients.append(client)
+        for client in clients:
+            client.close()
 
-    def is_healthy() -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
-                client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-                return client.recv(12) == b"HTTP/1.1 200"
-        except OSError:
-            return False
+        def is_healthy() -> bool:
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+                    client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                    return client.recv(12) == b"HTTP/1.1 200"
+            except OSError:
+                return False
 
-    wait_until(is_healthy)
-    # Half a head, half a body, and an answer that outlasts the drain.
-    raw = json.dumps({"prompt": PROMPT, "max_tokens": 10**6, "ignore_eos": True}).encode()
-    open_requests = [
-        b"GET /health HTTP/1.1\r\nX: ",
-        parse_head("/v1/completions", 1000).replace(b"Host: x", b"Host: localhost") + b"{",
-        parse_head("/v1/completions", len(raw)).replace(b"Host: x", b"Host: localhost") + raw,
-    ]
-    clients = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in open_requests]
-    for client, content in zip(clients, open_requests, strict=True):
-        client.sendall(content)
-    wait_until(is_healthy)
-    child.send_signal(signal.SIGTERM)
-    answers = [read_all(client) for client in clients]
-    assert child.wait(60) == 0
-    assert answers[1].startswith(b"HTTP/1.1 503") and b"shutting down" in answers[1]
-    assert child.stderr is not None
-    log = child.stderr.read()
-    assert "Traceback" not in log and len(log) < 20_000
+        wait_until(is_healthy)
+        # Half a head, half a body, and an answer that outlasts the drain.
+        raw = json.dumps({"prompt": PROMPT, "max_tokens": 10**6, "ignore_eos": True}).encode()
+        open_requests = [
+            b"GET /health HTTP/1.1\r\nX: ",
+            parse_head("/v1/completions", 1000).replace(b"Host: x", b"Host: localhost") + b"{",
+            parse_head("/v1/completions", len(raw)).replace(b"Host: x", b"Host: localhost") + raw,
+        ]
+        clients = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in open_requests]
+        for client, content in zip(clients, open_requests, strict=True):
+            client.sendall(content)
+        wait_until(is_healthy)
+        program.signal(signal.SIGTERM)
+        answers = [read_all(client) for client in clients]
+        assert program.code() == 0
+        assert answers[1].startswith(b"HTTP/1.1 503") and b"shutting down" in answers[1]
+        assert "Traceback" not in program.err and len(program.err) < 20_000
 
 
 # What an HTTP client relies on

@@ -6,7 +6,6 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import pytest
 from PIL import Image
 from support.serving import (
@@ -76,8 +75,7 @@ def ask_responses(served: Served) -> tuple[str, Any]:
 
 
 def ask_messages(served: Served) -> tuple[str, Any]:
-    url = f"http://127.0.0.1:{served.port}"
-    client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    client = served.anthropic
     turns: Any = [{"role": "user", "content": [text("a"), ANTHROPIC, text("b")]}]
     fields: Any = {"model": "demo", "messages": turns, "system": "S"}
     count = client.messages.count_tokens(**fields)

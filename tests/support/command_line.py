@@ -1,7 +1,6 @@
 """Command lines of tests: programs, prompts and checks of error messages."""
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +14,6 @@ BUDGET = "1000000"  # of six layers one is resident, and three fit into slots
 
 
 SMALL = ["--device", "cpu", "--max-model-len", "64", "--device-memory", BUDGET]
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "offload_rt.run", *arguments]
 
 
 def surroundings(**changes: str) -> dict[str, str]:

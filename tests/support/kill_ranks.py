@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 from support.checkpoints import speaking_checkpoint
-from support.run_ranks import Rank, started
+from support.programs import Program, started
 
 LIMIT_S = 10.0
 SIGNALS = [signal.SIGKILL] * 3 + [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -42,7 +42,7 @@ def ending(said: str, codes: list[int | None], was_over: bool, has_left: bool, r
     return "silent" if not said else "other"
 
 
-def _end(ranks: list[Rank], has_agent: bool, until: float) -> float:
+def _end(ranks: list[Program], has_agent: bool, until: float) -> float:
     """Wait for all to end, for so long; returns the seconds it took."""
     started_s = time.monotonic()
     told = False
@@ -82,16 +82,14 @@ def main() -> None:
             has_agent = chance.random() < 0.5
             moment = chance.random() * 1.1 * lasts_s
             folder = Path(name) / str(i)
-            with started("offload_rt.run", line, folder) as ranks:
+            with started("offload_rt.run", line, folder, 2) as ranks:
                 if i < 0:
                     lasts_s = _end(ranks, has_agent, time.monotonic() + 120)
                     continue
                 time.sleep(moment)
                 was_over = all(one.process.exitcode is not None for one in ranks)
                 if not was_over:
-                    ranks[rank].process.is_alive() and __import__("os").kill(
-                        ranks[rank].process.pid, number
-                    )
+                    ranks[rank].signal(number)
                 seconds = _end(ranks, has_agent, time.monotonic() + LIMIT_S)
                 codes = [one.process.exitcode for one in ranks]
                 said = "".join(one.err for one in ranks)

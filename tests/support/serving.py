@@ -2,9 +2,9 @@
 
 import http.client
 import json
+import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from offload_rt.models.image_prompt import ImageProcessor, ImagePrompt
 from offload_rt.server.app import make_app
 from offload_rt.server.connection import ConnectionLimits, make_server
 from offload_rt.server.service import ServerLimits
+from support.programs import Program, started, wait_until
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 PROMPT = "def read_lines(path):\n"
@@ -48,6 +49,14 @@ class Served:
     @property
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="any", max_retries=0)
+
+    @property
+    def anthropic(self) -> Any:
+        """Client of Anthropic, whose import lasts seconds."""
+        from anthropic import Anthropic
+
+        url = f"http://127.0.0.1:{self.port}"
+        return Anthropic(base_url=url, api_key="any", max_retries=0)
 
     @property
     def service(self) -> Any:
@@ -84,14 +93,6 @@ class Served:
         wait_until(lambda: not (self.llm.engine.n_running or self.llm.engine.n_waiting))
 
 
-def wait_until(holds: Any) -> None:
-    """Poll a condition for at most one minute."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.005)
-
-
 def serve(
     llm: LLM, connections: ConnectionLimits = CONNECTIONS, sndbuf: int = 0, **settings: Any
 ) -> Iterator[Served]:
@@ -114,6 +115,17 @@ def serve(
 
 
 running = contextmanager(serve)
+
+
+@contextmanager
+def serving(program: str, folder: Path, *flags: str) -> Iterator[tuple[Program, int]]:
+    """Run a server of the demonstration model as a program; yields it and its port."""
+    line = ["--model", str(MODELS / "demo-target"), "--port", "0", "--device-memory", "1GB"]
+    with started(program, [*line, "--drafter", "none", *flags], folder) as (child,):
+        wait_until(lambda: "for clients" in child.err)
+        address = re.search(r"127\.0\.0\.1:(\d+)", child.err)
+        assert address is not None
+        yield child, int(address[1])
 
 
 @pytest.fixture(scope="module")
