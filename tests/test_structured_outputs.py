@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.tiny import (
     CASES,
-    COMBINATIONS,
+    EACH_IN_ONE,
     SMALLER,
     byte_level,
     chi_square_p,
@@ -284,7 +284,7 @@ def watched_trees(drafter, monkeypatch):
     return trees
 
 
-@pytest.mark.parametrize(("drafter", "rule"), COMBINATIONS)
+@pytest.mark.parametrize(("drafter", "rule"), EACH_IN_ONE)
 def test_answers_of_every_drafter_and_rule_stay_in_the_grammar(
     pair, compiler, plain_answers, monkeypatch, drafter, rule
 ):

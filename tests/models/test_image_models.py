@@ -25,7 +25,7 @@ from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
 
-GREEDY = SamplingParams(max_tokens=10, temperature=0)
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,9 @@ def test_greedy_text_equals_transformers(model_of, kind):
         prompts = [image_prompt(model, tower, parts) for parts in (
             [5, first, 7], [5, second, 7], [5, first, 3, second, 2], [5, second, 7, first, 1],
         )]  # fmt: skip
-        expected = [generate_images(model, prompt, 10) for prompt in prompts]
+        expected = [generate_images(model, prompt, 6) for prompt in prompts]
         assert say(llm, [prompts[0], text, prompts[2]]) == [
-            expected[0], generate(model, text, 10), expected[2]
+            expected[0], generate(model, text, 6), expected[2]
         ]  # fmt: skip
         assert say(llm, prompts[1:]) == expected[1:]
 
@@ -100,7 +100,7 @@ def test_drafters_and_placeholders_of_texts(model_of, tmp_path, drafter):
     with open_streamed(folder, max_num_seqs=2, **settings) as llm:
         tower = llm.spec.target.checkpoint.spec.images
         prompt = image_prompt(model, tower, [4, image_inputs("qwen3_vl", 1), 3])
-        expected = [generate_images(model, prompt, 10), generate(model, text, 10)]
+        expected = [generate_images(model, prompt, 6), generate(model, text, 6)]
         assert say(llm, [prompt, text]) == expected
 
 

@@ -67,7 +67,7 @@ def model_of(
                 patch.setitem(bench.models.tiny.SIZES, "num_experts_per_tok", 4)
                 model = random_model(config_of(kind))
             model.save_pretrained(folder)
-            made[kind] = model, folder, generate(model, prompt_of(0, 15, 150), 24)
+            made[kind] = model, folder, generate(model, prompt_of(0, 15, 150), 12)
         return made[kind]
 
     return get
@@ -84,7 +84,7 @@ def test_greedy_tokens_of_two_ranks_equal_transformers(model_of, kind, is_exact)
         "place": "disk" if is_exact else "resident",
         "exact_parallel": is_exact,
     }
-    assert divided_tokens(2, folder, prompt_of(0, 15, 150), 24, **settings) == expected
+    assert divided_tokens(2, folder, prompt_of(0, 15, 150), 12, **settings) == expected
 
 
 @pytest.mark.slow
@@ -97,9 +97,9 @@ def test_trees_of_three_ranks_equal_transformers(monkeypatch, tmp_path):
     config.num_key_value_heads = 3
     model = random_model(config)
     model.save_pretrained(tmp_path)
-    expected = generate(model, prompt_of(0, 15, 150), 24)
+    expected = generate(model, prompt_of(0, 15, 150), 12)
     settings = {"dtype": "float32", "place": "disk", "drafter": "recycle", "exact_parallel": True}
-    assert divided_tokens(3, tmp_path, prompt_of(0, 15, 150), 24, **settings) == expected
+    assert divided_tokens(3, tmp_path, prompt_of(0, 15, 150), 12, **settings) == expected
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def test_exact_ranks_equal_one_rank_bit_for_bit(model_of, kind, place):
 def test_fused_expert_codes_are_divided(mxfp4_checkpoint):
     settings = {"dtype": "float32", "place": "disk"}
     with open_llm(mxfp4_checkpoint, **settings) as llm:
-        expected = tokens_of(llm, prompt_of(0, 15, 150), 24)
+        expected = tokens_of(llm, prompt_of(0, 15, 150), 12)
     assert (
         divided_tokens(
-            2, mxfp4_checkpoint, prompt_of(0, 15, 150), 24, **settings, exact_parallel=True
+            2, mxfp4_checkpoint, prompt_of(0, 15, 150), 12, **settings, exact_parallel=True
         )
         == expected
     )

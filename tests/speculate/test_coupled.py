@@ -211,15 +211,12 @@ def test_texts_equal_plain_decoding_with_any_drafter(pair, plain_texts, drafter,
     """Token for token; together and alone."""
     settings = {"max_model_len": 64, "tree_size": tree_size, **pair.settings(drafter, "coupled")}
     with open_llm(pair.target, **settings) as llm:
-        for seed, expected in plain_texts.items():
-            outputs = llm.generate(PROMPTS, params_of(seed))
-            assert [one.token_ids for one in outputs] == expected
-            assert llm.generate(PROMPTS[0], params_of(seed)[0])[0].token_ids == expected[0]
-            has_room = (
-                drafter_type(drafter).resources.view is None
-            )  # for what all sequences draft with
-            if tree_size == 24 and "draft_model" in settings and has_room:
-                assert all(one.stats.n_passes < N_NEW for one in outputs), "nothing was accepted"
+        outputs = llm.generate(PROMPTS, params_of(1))
+        assert [one.token_ids for one in outputs] == plain_texts[1]
+        assert llm.generate(PROMPTS[0], params_of(900)[0])[0].token_ids == plain_texts[900][0]
+        has_room = drafter_type(drafter).resources.view is None  # for drafts of all sequences
+        if tree_size == 24 and "draft_model" in settings and has_room:
+            assert all(one.stats.n_passes < N_NEW for one in outputs), "nothing was accepted"
 
 
 # Drafting by the same noise

@@ -21,8 +21,8 @@ from support.texts import (
 )  # fmt: skip
 from support.tiny import (
     CASES,
-    COMBINATIONS,
     DRAFTERS,
+    EACH_IN_ONE,
     byte_level,
     drafter_of,
     generate,
@@ -85,14 +85,7 @@ def assert_greedy(llm, expected):
 
 
 # At temperature zero no tree is sampled, and all rules take the same path.
-@pytest.mark.parametrize(
-    ("drafter", "rule"),
-    [
-        (name, rule)
-        for name, rule in COMBINATIONS
-        if name == "static_tree" or rule == drafter_type(name).best_rule
-    ],
-)
+@pytest.mark.parametrize(("drafter", "rule"), EACH_IN_ONE)
 def test_greedy_tokens_equal_transformers(zoo, texts, drafter, rule):
     pair = zoo.pair("llama", 0)
     with open_llm(
@@ -108,9 +101,9 @@ def steady(monkeypatch):
     keep_steady(monkeypatch)
 
 
-@pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
-def test_logit_changes_apply_along_each_path(zoo, texts, drafter):
-    """Penalties, biases and masked end tokens change each text."""
+@pytest.fixture(scope="module")
+def changed(zoo, texts):
+    """Sampling parameters that change each text, and the changed answers of plain decoding."""
     pair = zoo.pair("llama", 0)
     ends = {tokens[3] for tokens in texts("llama")}
     bias = {texts("llama")[0][0]: -4.0, 5: 3.0}
@@ -130,18 +123,28 @@ def test_logit_changes_apply_along_each_path(zoo, texts, drafter):
     ]
     with open_llm(pair.target, max_model_len=256) as llm:
         expected = answers(llm.generate(PROMPTS, params))
-    with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings(drafter)) as llm:
-        assert answers(llm.generate(PROMPTS, params)) == expected
-    for prompt, one, (tokens, _, _), plain in zip(
-        PROMPTS, params, expected, texts("llama"), strict=True
-    ):
+    return params, expected
+
+
+def test_logit_changes_equal_transformers(zoo, texts, changed):
+    """Penalties, biases and masked end tokens change each text."""
+    model = zoo.pair("llama", 0).model
+    for prompt, one, (tokens, _, _), plain in zip(PROMPTS, *changed, texts("llama"), strict=True):
         context = list(prompt)
         change = modifiers(one, len(prompt))
         for token in tokens:
-            row = change(torch.tensor([context]), logits_of(pair.model, context)[-1:])
+            row = change(torch.tensor([context]), logits_of(model, context)[-1:])
             assert token == int(row.argmax())
             context.append(token)
         assert tokens != plain[: len(tokens)], "it changes nothing here"
+
+
+@pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
+def test_logit_changes_apply_along_each_path(zoo, changed, drafter):
+    pair = zoo.pair("llama", 0)
+    params, expected = changed
+    with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings(drafter)) as llm:
+        assert answers(llm.generate(PROMPTS, params)) == expected
 
 
 @pytest.mark.parametrize("rule", registry.names("speculate.verify"))
@@ -504,7 +507,7 @@ def test_draft_with_a_shorter_context_continues(zoo, tmp_path, monkeypatch, draf
 
     monkeypatch.setattr(DraftState, "start", start_seen)
     prompt = prompt_of(0, 30)
-    n_new = 110
+    n_new = 60
     draft = with_config(pair, tmp_path / "short", max_position_embeddings=n_positions)
     with open_llm(
         pair.target, max_model_len=160, tree_depth=6, draft_model=str(draft), drafter=drafter

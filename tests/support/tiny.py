@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -144,6 +145,12 @@ COMBINATIONS = [
     # They are self_window with another cache.
     if drafter not in ("self_snapkv", "self_retrieval") or rule == drafter_type(drafter).best_rule
 ]
+# Every drafter and every rule in one combination.
+EACH_IN_ONE = [
+    (drafter, rule)
+    for drafter, rule in COMBINATIONS
+    if drafter == "static_tree" or rule == drafter_type(drafter).best_rule
+]
 PLACES = {"resident": {"device"}, "disk": {"disk"}, "mixed": {"device", "disk"}}
 
 
@@ -242,7 +249,6 @@ class Zoo:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._models: dict[tuple[str, int, torch.dtype], PreTrainedModel] = {}
-        self._texts: dict[tuple[str, int], list[int]] = {}
         self._pairs: dict[tuple[str, int], Pair] = {}
 
     def model(self, name: str, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -270,9 +276,7 @@ class Zoo:
 
     def greedy(self, name: str, seed: int, n_new: int = 64) -> list[int]:
         """Greedy continuation of `prompt_of(seed)` by transformers in float32."""
-        if (name, seed) not in self._texts:
-            self._texts[name, seed] = generate(self.model(name, seed), prompt_of(seed), n_new)
-        return self._texts[name, seed]
+        return generate(self.model(name, seed), prompt_of(seed), n_new)
 
 
 def prompt_of(seed: int, n: int = 21, vocab_size: int = 128) -> list[int]:
@@ -282,8 +286,22 @@ def prompt_of(seed: int, n: int = 21, vocab_size: int = 128) -> list[int]:
     ).tolist()
 
 
+_TEXTS: WeakKeyDictionary[PreTrainedModel, dict[Any, list[int]]] = WeakKeyDictionary()
+
+
 def generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> list[int]:
-    """The greedy continuation by transformers, of exactly so many tokens."""
+    """The greedy continuation by transformers, of exactly so many tokens.
+
+    Computed once per model, dtype and prompt: change no weights after the first call.
+    """
+    texts = _TEXTS.setdefault(model, {})
+    key = model.dtype, tuple(prompt)
+    if len(texts.get(key, ())) < n_new:
+        texts[key] = _generate(model, prompt, n_new)
+    return texts[key][:n_new]
+
+
+def _generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> list[int]:
     ids = torch.tensor([list(prompt)])
     options = {
         "max_new_tokens": n_new,
