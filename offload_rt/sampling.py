@@ -215,8 +215,12 @@ class _Change:
         seen = set(context.tokens) if self._penalty != 1.0 else ()
         ends = context.end_ids if self._n_early > 0 else ()
         bad_tokens = [word[0] for word in params.bad_words_ids if len(word) == 1]
-        self._bad_phrases = [word for word in params.bad_words_ids if len(word) > 1]
-        self._recent = answer[-max(map(len, self._bad_phrases), default=1) :]
+        self._bad_ends: dict[tuple[int, ...], list[int]] = {}  # by the tokens before them
+        for word in params.bad_words_ids:
+            if len(word) > 1:
+                self._bad_ends.setdefault(word[:-1], []).append(word[-1])
+        self._n_before = sorted(set(map(len, self._bad_ends)))
+        self._recent = answer[-max(self._n_before, default=1) :]
         ids = (
             seen,
             answer if self._counts else (),
@@ -266,10 +270,9 @@ class _Change:
         if len(self._bad):
             logits = logits.index_fill(1, self._bad, -torch.inf)
         completed = [
-            (row, phrase[-1])
+            (row, end)
             for row, path in enumerate(paths)
-            for phrase in self._bad_phrases
-            if _ends_with(self._recent, path, phrase[:-1])
+            for end in self._ends_after((*self._recent, *path))
         ]
         if completed:
             (cells,) = to_device([torch.tensor(completed, dtype=torch.int64)], logits.device)
@@ -277,11 +280,10 @@ class _Change:
             logits = logits.index_put((cells[:, 0], cells[:, 1]), minus_inf)
         return logits
 
-
-def _ends_with(answer: Sequence[int], path: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Whether the answer and a path behind it end with these tokens."""
-    tail = [*answer, *path][-len(tokens) :]
-    return tail == [*tokens]
+    def _ends_after(self, tokens: tuple[int, ...]) -> Iterator[int]:
+        """Yield the last tokens of bad words that would be completed after these tokens."""
+        for n in self._n_before:
+            yield from self._bad_ends.get(tokens[-n:], ())
 
 
 def _occurrences(logits: Tensor, tokens: Tensor, on_path: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ _Body = TypeVar("_Body", bound=BaseModel)
 _RETRY_S = 5
 # A stream gets this long to send the error of a timeout.
 _STREAM_GRACE_S = 5
+# Grammars of all open requests together: compiled, a character takes up to 100 bytes.
+_MAX_GRAMMAR_CHARACTERS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,11 @@ class Refused(Exception):
 
 @dataclass(eq=False)
 class Service:
-    """A model and its open requests."""
+    """A model and its open requests.
+
+    n_open                answers of these requests
+    n_grammar_characters  of their structured outputs
+    """
 
     llm: LLM
     name: str
@@ -84,6 +90,7 @@ class Service:
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     n_open: int = 0
+    n_grammar_characters: int = 0
     _parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
     prompts: PromptEncoder = field(init=False)
 
@@ -116,8 +123,10 @@ class Service:
         n_answers = request.n_prompts * params.n
         answer = Answer(request, n_answers, self.llm.tokenizer)
         writer = write(answer)
-        self._admit(n_answers)
-        deltas = self._deltas(answer, request, params)
+        outputs = params.structured_outputs
+        n_characters = 0 if outputs is None else len(ascii(outputs))
+        self._admit(n_answers, n_characters)
+        deltas = self._deltas(answer, request, params, n_characters)
         if not request.stream:
             await _unless_gone(http, _exhaust(deltas))
             return await asyncio.to_thread(lambda: JSONResponse(writer.whole()))
@@ -140,8 +149,12 @@ class Service:
             self.n_open -= n
         return request.whole(vectors, sum(map(len, prompts)), self.name)
 
-    def _admit(self, n: int) -> None:
-        """Reserve queue places, until `_deltas` ends. Raises Refused if the queue is full."""
+    def _admit(self, n: int, n_characters: int = 0) -> None:
+        """Reserve queue places, until `_deltas` ends. Raises Refused if the queue is full.
+
+        n             answers
+        n_characters  of a grammar
+        """
         engine = self.llm.engine
         if engine.is_short:
             reason = "device memory is exhausted by running answers"
@@ -152,10 +165,14 @@ class Service:
             raise SettingsError(f"{n} answers in one request", need=need, change=change)
         if self.n_open + n - engine.n_running > self.limits.n_waiting:
             raise Refused(429, "the queue is full", retry_after_s=_RETRY_S)
+        if self.n_grammar_characters + n_characters > _MAX_GRAMMAR_CHARACTERS:
+            reason = "the structured outputs of open requests are too large together"
+            raise Refused(429, reason, retry_after_s=_RETRY_S)
         self.n_open += n
+        self.n_grammar_characters += n_characters
 
     async def _deltas(
-        self, answer: Answer, request: GenerationRequest, params: SamplingParams
+        self, answer: Answer, request: GenerationRequest, params: SamplingParams, n_characters: int
     ) -> AsyncGenerator[Delta, None]:
         """Yield the new parts of the answers. Leaving the iterator aborts the answers."""
         started = time.perf_counter()
@@ -195,6 +212,7 @@ class Service:
             raise
         finally:
             self.n_open -= len(answer.choices)
+            self.n_grammar_characters -= n_characters
             self.metrics.requests.labels(end).inc()
             self.metrics.request_seconds.observe(time.perf_counter() - started)
 

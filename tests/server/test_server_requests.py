@@ -1,16 +1,28 @@
 """Fields of requests and responses: sampling, prompts, tools, log-probabilities."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.serving import LIMITS, PROMPT, TURNS, Served, engine_held, llm, running, served
+from support.serving import (
+    LIMITS,
+    PROMPT,
+    TURNS,
+    Served,
+    engine_held,
+    llm,
+    running,
+    served,
+    wait_until,
+)
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import SettingsError
+from offload_rt.server import service
 from offload_rt.server.answer import Answer
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.protocol import CompletionRequest
@@ -334,6 +346,23 @@ def test_full_queue_is_a_rate_limit(served):
             served.service.n_open -= LIMITS.n_waiting
     assert status == 429 and int(headers["Retry-After"]) > 0
     assert json.loads(text)["error"]["type"] == "rate_limit_error"
+
+
+def test_large_grammars_wait_for_the_end_of_others(served, monkeypatch):
+    """The limit holds for grammars of open requests together, and only for them."""
+    grammar = {"guided_choice": ["yes", "n" * 1000]}
+    monkeypatch.setattr(service, "_MAX_GRAMMAR_CHARACTERS", 1500)
+    with ThreadPoolExecutor() as threads:
+        with engine_held(served.llm):
+            first = threads.submit(served.post, "/v1/completions", GREEDY | grammar)
+            wait_until(lambda: served.service.n_open == 1)
+            status, headers, text = served.asked("/v1/completions", GREEDY | grammar)
+            plain = threads.submit(served.post, "/v1/completions", GREEDY)
+            wait_until(lambda: served.service.n_open == 2)
+        assert first.result()[0] == plain.result()[0] == 200
+    assert status == 429 and int(headers["Retry-After"]) > 0
+    assert served.post("/v1/completions", GREEDY | grammar)[0] == 200
+    assert served.service.n_grammar_characters == 0
 
 
 def test_several_greedy_answers_are_equal(served):
