@@ -54,7 +54,7 @@ SETTINGS = [
         "repetition_penalty": 1.3,
     },
     {"temperature": 1.0, "allowed_token_ids": (3, 9, 40, 41)},
-    {"temperature": 1.0, "bad_words_ids": ((5,), (7, 8), (1, 2, 3))},
+    {"temperature": 1.0, "bad_words_ids": ((5,), (7, 8), (7, 9), (1, 2, 3))},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
     {"temperature": 1.4, "top_p": 0.85, "min_p": 0.05},
     {"temperature": 1.4, "top_k": 12, "min_p": 0.2},

@@ -37,8 +37,8 @@ _Body = TypeVar("_Body", bound=BaseModel)
 _RETRY_S = 5
 # A stream gets this long to send the error of a timeout.
 _STREAM_GRACE_S = 5
-# Grammars of all open requests together: compiled, a character takes up to 100 bytes.
-_MAX_GRAMMAR_CHARACTERS = 1 << 21
+# Grammars of all open requests together: while compiled, a character takes up to 400 bytes.
+_MAX_GRAMMAR_CHARACTERS = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,9 @@ class Service:
             raise SettingsError(f"{n} answers in one request", need=need, change=change)
         if self.n_open + n - engine.n_running > self.limits.n_waiting:
             raise Refused(429, "the queue is full", retry_after_s=_RETRY_S)
+        if n_characters > _MAX_GRAMMAR_CHARACTERS:
+            need = f"at most {_MAX_GRAMMAR_CHARACTERS} characters"
+            raise SettingsError("structured outputs", need=need, have=str(n_characters))
         if self.n_grammar_characters + n_characters > _MAX_GRAMMAR_CHARACTERS:
             reason = "the structured outputs of open requests are too large together"
             raise Refused(429, reason, retry_after_s=_RETRY_S)

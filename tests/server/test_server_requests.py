@@ -1,7 +1,6 @@
 """Fields of requests and responses: sampling, prompts, tools, log-probabilities."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from support.serving import (
     llm,
     running,
     served,
-    wait_until,
 )
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -348,21 +346,18 @@ def test_full_queue_is_a_rate_limit(served):
     assert json.loads(text)["error"]["type"] == "rate_limit_error"
 
 
-def test_large_grammars_wait_for_the_end_of_others(served, monkeypatch):
-    """The limit holds for grammars of open requests together, and only for them."""
-    grammar = {"guided_choice": ["yes", "n" * 1000]}
+def test_grammars_of_open_requests_are_bounded_together(served, monkeypatch):
+    body = GREEDY | {"guided_choice": ["yes", "n" * 1000]}
     monkeypatch.setattr(service, "_MAX_GRAMMAR_CHARACTERS", 1500)
-    with ThreadPoolExecutor() as threads:
-        with engine_held(served.llm):
-            first = threads.submit(served.post, "/v1/completions", GREEDY | grammar)
-            wait_until(lambda: served.service.n_open == 1)
-            status, headers, text = served.asked("/v1/completions", GREEDY | grammar)
-            plain = threads.submit(served.post, "/v1/completions", GREEDY)
-            wait_until(lambda: served.service.n_open == 2)
-        assert first.result()[0] == plain.result()[0] == 200
+    monkeypatch.setattr(served.service, "n_grammar_characters", 1000)
+    status, headers, _ = served.asked("/v1/completions", body)
     assert status == 429 and int(headers["Retry-After"]) > 0
-    assert served.post("/v1/completions", GREEDY | grammar)[0] == 200
+    assert served.post("/v1/completions", GREEDY)[0] == 200
+    monkeypatch.setattr(served.service, "n_grammar_characters", 0)
+    assert served.post("/v1/completions", body)[0] == 200
     assert served.service.n_grammar_characters == 0
+    status, answer = served.post("/v1/completions", body | {"guided_choice": ["n" * 2000]})
+    assert status == 400 and "at most 1500" in answer["error"]["message"]
 
 
 def test_several_greedy_answers_are_equal(served):
