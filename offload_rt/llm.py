@@ -629,7 +629,8 @@ def _as_list(prompts: Prompt | abc.Sequence[Prompt]) -> list[Prompt]:
         is_single = bool(prompts) and isinstance(prompts[0], Integral)
     else:
         is_single = getattr(prompts, "ndim", 1) < 2
-    return [prompts] if is_single else list(prompts)  # type: ignore[list-item, arg-type]  # checked above
+    given: Any = prompts
+    return [given] if is_single else list(given)
 
 
 def _content(prompt: Prompt) -> Any:

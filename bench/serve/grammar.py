@@ -140,7 +140,9 @@ def time_masks(flags: argparse.Namespace) -> dict[str, object]:
     logits = torch.randn(flags.nodes, n)
     out = torch.empty_like(logits)
     params = SamplingParams(temperature=flags.temperature)
-    masks_ms, masked_ms, plain_ms = [], [], []
+    masks_ms = []
+    masked_ms = []
+    plain_ms = []
     committed: list[int] = []
     for token in tokenizer.encode(_ANSWER):
         paths = random_paths(at(compiler, outputs, committed), flags.nodes, numbers)

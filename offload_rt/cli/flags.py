@@ -201,7 +201,8 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
 
 def from_flags(cls: type[Settings], namespace: argparse.Namespace) -> Settings:
     """Build settings from parsed flags. Raises SettingsError for invalid values."""
-    values = {item.name: getattr(namespace, item.name, None) for item in fields(cls)}  # type: ignore[arg-type]  # a dataclass
+    names = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # a dataclass
+    values = {name: getattr(namespace, name, None) for name in names}
     return cls(
         **{
             name: tuple(v) if isinstance(v, list) else v

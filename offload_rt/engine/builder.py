@@ -13,7 +13,6 @@ from offload_rt.engine.link_rates import copy_chunk
 from offload_rt.engine.loader import Loader, Meter, Progress, open_files
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.executor.cuda_graphs import Capture, CudaCapture, GraphShape
-from offload_rt.executor.rank_runner import PipelineRunner
 from offload_rt.executor.runner import Runner
 from offload_rt.kv.split import state_rows
 from offload_rt.offload.copy_device import CHUNK
@@ -65,7 +64,7 @@ def load(spec: EngineSpec, trace: Trace, progress: Progress | None = None) -> En
             memory.n_sequences,
             state_rows(runner.spec, spec.target.dtype.itemsize),
         )
-        is_captured = spec.device.type == "cpu" or not isinstance(runner, PipelineRunner)
+        is_captured = spec.device.type == "cpu" or spec.ranks.pipeline == 1
         notices = (
             _REFUSED if host.is_refused else "",
             "" if is_captured else "passes of a pipeline are not captured as CUDA graphs",
@@ -168,7 +167,6 @@ def _machine(spec: EngineSpec, runner: Runner) -> MachineProfile:
     if moved.disk_experts is not None and spec.files.experts is not None:
         disk = spec.files.experts.tier
     machine = profile.pass_profile(runner, moved, (memory.limits.n_nodes, longest), disk)
-    if isinstance(runner, PipelineRunner) and machine.compute and not machine.link_gbps:
-        runner.overlap(machine.compute)
-        return replace(machine, compute=machine.compute.pipelined(runner.ranks.size))
+    if machine.compute and not machine.link_gbps:
+        return replace(machine, compute=runner.overlap(machine.compute))
     return machine

@@ -37,7 +37,7 @@ def _expand_segments() -> None:
     Otherwise fragmentation between blocks of varying sizes counts against a tight memory cap. WSL
     is excluded: its driver refuses such memory (pytorch/pytorch 192330).
     """
-    has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types there
+    has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     is_set = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if not (has_begun or is_set or "microsoft" in platform.release().lower()):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -17,7 +17,6 @@ import torch
 
 from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes
 from offload_rt.cost.tree_size import ExpertsBias
-from offload_rt.executor.rank_runner import PipelineRunner
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
 from offload_rt.offload.disk import DiskTier, ReadSettings
@@ -133,7 +132,7 @@ def timed(device: torch.device, work: Callable[[], object], n_times: int = 3) ->
     seconds = []
     for _ in range(1 + n_times):
         if device.type == "cuda":
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record()
             work()
@@ -228,12 +227,7 @@ def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:
     if order:
         begun = arrived[n_prefetched - 1] if n_prefetched else started
         seconds = max(arrived[-1] - begun, 1e-9) * len(order) / (len(arrived) - n_prefetched)
-    return nbytes / _all_stages_s(runner, seconds) / 1e9
-
-
-def _all_stages_s(runner: Runner, seconds: float) -> float:
-    """Return the sum over all pipeline stages; without a pipeline, the value itself."""
-    return runner.ranks.total(seconds)[0] if isinstance(runner, PipelineRunner) else seconds
+    return nbytes / runner.sum_over_stages(seconds) / 1e9
 
 
 def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> ComputeTimes | None:
@@ -318,7 +312,7 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
             if not n_left:
                 break
     runner.free_cache(cache)
-    return [_all_stages_s(runner, pass_s) for pass_s in seconds]
+    return [runner.sum_over_stages(pass_s) for pass_s in seconds]
 
 
 def _seconds_replayed(runner: Runner, step: Step) -> float:

@@ -14,7 +14,7 @@ from offload_rt import ops
 from offload_rt.chunks import GRAPH_WIDTHS, max_captured_rows
 from offload_rt.dtypes import DType
 from offload_rt.errors import RankError
-from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
+from offload_rt.kv.cache import KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture, Attention, LayerWeights
 from offload_rt.ops import extension
 from offload_rt.system.ranks import Ranks
@@ -296,7 +296,7 @@ class GraphRunner:
     def fits(self, cache: KVCache, shape: GraphShape) -> bool:
         """Return whether a graph can serve a pass. The cache needs a spare row after its keys."""
         has_rows = shape.n_rows <= self._limit_rows and shape.n_tree_rows <= self._limit.n_tree_rows
-        return isinstance(cache, ContiguousCache) and has_rows and shape.n_keys < cache.capacity
+        return cache.buffer is not None and has_rows and shape.n_keys < cache.capacity
 
     def forward(self, buffer: KVBuffer, rows: PassRows, reduce: Reduce | None = None) -> Tensor:
         """Compute n rows and write their keys and values to the buffer.

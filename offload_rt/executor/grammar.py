@@ -95,7 +95,8 @@ class GrammarCompiler:
         n_vocab = max(vocab_size, len(tokenizer))  # models pad their vocabulary
         ends = sorted(end_ids)
         try:
-            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab, ends)  # type: ignore[arg-type]  # checked there
+            fast: Any = tokenizer  # checked there
+            self._tokenizer = llguidance.hf.from_tokenizer(fast, n_vocab, ends)
         except ValueError as error:
             reason = str(error)[:200]
             raise SettingsError(

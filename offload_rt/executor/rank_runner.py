@@ -114,12 +114,18 @@ class PipelineRunner(RankRunner):
         self._times: ComputeTimes | None = None
 
     @_on_all_ranks
-    def overlap(self, times: ComputeTimes) -> None:
+    def overlap(self, times: ComputeTimes) -> ComputeTimes:
         """Split the rows of a pass into parts that overlap on all ranks.
 
         times  measured times of a pass, which decide the number of parts
+        Returns the times of passes in parts.
         """
         self._times = times
+        return times.pipelined(self.ranks.size)
+
+    def sum_over_stages(self, seconds: float) -> float:
+        """See `Runner.sum_over_stages`."""
+        return self.ranks.total(seconds)[0]
 
     def _chunk_size(self, n_rows: int) -> int:
         if self._times is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.chunks import CHUNK_ROWS
+from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.executor.cuda_graphs import (
     Capture,
     GraphRunner,
@@ -197,7 +198,7 @@ class Runner:
         """Execute a step by a CUDA graph; returns the same as `forward`."""
         cache = self._caches[step.cache]
         n_tokens = len(step.tokens)
-        assert self._graphs is not None and isinstance(cache, ContiguousCache), "see replays"
+        assert self._graphs is not None and cache.buffer is not None, "see replays"
         segment = Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
         rows = torch.arange(step.n_done, n_tokens) + cache.n_held
         inputs = PassRows(
@@ -292,17 +293,16 @@ class Runner:
         """
         cache = self._caches[old]
         if (is_alone or not self.has_graphs) and cache.extend(capacity, n_nodes):
-            if self.has_graphs and isinstance(cache, ContiguousCache):
+            if self.has_graphs and cache.buffer is not None:
                 cache.buffer.clear(cache.n_committed)
             return old
         # Copy through host memory: the device may not have memory for both caches.
-        moved = cache.to_host() if may_move and isinstance(cache, ContiguousCache) else None
+        moved = cache.to_host() if may_move else None
         del cache
         self.free_cache(old)
         id = self.new_cache(capacity, is_alone, share)
-        new = self._caches[id]
-        if moved is not None and isinstance(new, ContiguousCache):
-            new.load(moved)
+        if moved is not None:
+            self._caches[id].load(moved)
         return id
 
     def copy_prefix(self, id: int, source: int, tokens: list[int]) -> None:
@@ -310,10 +310,7 @@ class Runner:
 
         If either cache stores rows off the device, the rows are recomputed instead.
         """
-        cache = self._caches[id]
-        leader = self._caches[source]
-        if isinstance(cache, ContiguousCache) and isinstance(leader, ContiguousCache):
-            cache.copy_prefix(leader, tokens)
+        self._caches[id].copy_prefix(self._caches[source], tokens)
 
     def new_view(self, source: int, kind: type[SparseCache], budget: int, n_pending: int) -> int:
         """Create a sparse view of a cache for drafts with a budget of verified rows; return its id.
@@ -330,7 +327,7 @@ class Runner:
         """Free the memory of a cache."""
         cache = self._caches.pop(id)
         cache.close()
-        if self._graphs is not None and isinstance(cache, ContiguousCache):
+        if self._graphs is not None and cache.buffer is not None:
             self._graphs.free(cache.buffer)
 
     def n_committed(self, id: int) -> int:
@@ -352,6 +349,14 @@ class Runner:
     def do(self, work: Callable[..., Result], *args: Any) -> Result:
         """Call a function with this runner; ranks call it together, as a single broadcast."""
         return work(self, *args)
+
+    def overlap(self, times: ComputeTimes) -> ComputeTimes:
+        """Overlap the stages of a pipeline; return the times of a pass, here unchanged."""
+        return times
+
+    def sum_over_stages(self, seconds: float) -> float:
+        """Return the sum of seconds over all stages of a pipeline."""
+        return seconds
 
     def assume_context(self, id: int, n: int) -> None:
         """Mark n rows of a cache as committed, with arbitrary content, to time passes."""

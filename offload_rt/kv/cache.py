@@ -30,9 +30,11 @@ class KVCache(ABC):
     Subclasses decide on storage and attention; this class tracks tokens.
 
     leader  cache to copy committed rows from in the next pass; None if rows are present
+    buffer  memory of all rows on the device, for CUDA graphs; None if some rows are elsewhere
     """
 
     leader: "KVCache | None" = None
+    buffer: "KVBuffer | None" = None
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -69,6 +71,18 @@ class KVCache(ABC):
     def extend(self, capacity: int, n_nodes: int) -> bool:
         """Extend to `capacity` rows, with trees of `n_nodes`, in place; return success."""
         return capacity <= self.capacity
+
+    def copy_prefix(  # noqa: B027  # default: the rows are recomputed
+        self, leader: "KVCache", tokens: list[int]
+    ) -> None:
+        """Start with tokens of a leader cache, which has their rows or computes them next pass."""
+
+    def to_host(self) -> "MovedRows | None":
+        """Copy the committed tokens and rows to host memory, if the cache supports it."""
+        return None
+
+    def load(self, moved: "MovedRows") -> None:  # noqa: B027  # default: the rows are recomputed
+        """Load tokens and rows saved by `to_host`, if the cache supports it."""
 
     def close(self) -> None:  # noqa: B027  # default: nothing shared
         """Return shared memory."""
@@ -194,6 +208,8 @@ class ContiguousCache(KVCache):
     places  (buffer index, layer index within the buffer) of each layer
     """
 
+    buffer: KVBuffer
+
     def __init__(
         self, buffer: KVBuffer, *more: KVBuffer, places: Sequence[tuple[int, int]] = ()
     ) -> None:
@@ -233,12 +249,14 @@ class ContiguousCache(KVCache):
         return buffer.attend(layer, slice(first, first + len(asked.q)), asked, mask)
 
     def copy_prefix(self, leader: KVCache, tokens: list[int]) -> None:
-        """Start with tokens of a leader cache, which has their rows or computes them next pass.
+        """See `KVCache.copy_prefix`.
 
-        Rows are copied layer by layer in that pass, after the leader's attention.
+        Rows are copied layer by layer in that pass, after the leader's attention. Rows of a leader
+        off the device are recomputed instead.
         """
-        self.committed = tokens
-        self.leader = leader
+        if leader.buffer is not None:
+            self.committed = tokens
+            self.leader = leader
 
     def commit(self, rows: Sequence[int]) -> None:
         """See `KVCache.commit`."""
@@ -253,14 +271,14 @@ class ContiguousCache(KVCache):
             self.leader = None
 
     def to_host(self) -> MovedRows:
-        """Copy the committed tokens and rows to host memory."""
+        """See `KVCache.to_host`."""
         n = self.n_committed
         parts = [(buffer.keys[:, :, :n], buffer.values[:, :, :n]) for buffer in self._buffers]
         rows = [KVBuffer(*(part.to("cpu", copy=True) for part in pair)) for pair in parts]
         return MovedRows(self.committed, rows, {})
 
     def load(self, moved: MovedRows) -> None:
-        """Load tokens and rows saved by `to_host`."""
+        """See `KVCache.load`."""
         self.committed = moved.tokens
         n = len(moved.tokens)
         for target, source in zip(self._buffers, moved.rows, strict=True):

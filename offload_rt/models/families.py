@@ -89,7 +89,8 @@ def _keys_of_any_model() -> set[str]:
     # takes seconds, for configs with rare keys
     from transformers import GenerationConfig, PreTrainedConfig
 
-    return {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict()}  # type: ignore[no-untyped-call]  # theirs
+    generation: Any = GenerationConfig  # untyped
+    return {*PreTrainedConfig().to_dict(), *generation().to_dict()}
 
 
 def _llama(raw: dict[str, Any]) -> NativeDecoder:

@@ -24,7 +24,8 @@ class CopyDevice:
     def __init__(self, device: torch.device, chunk_nbytes: int = CHUNK) -> None:
         self._device = device
         self._chunk_nbytes = chunk_nbytes
-        self._last, self._next = Stream(device), Stream(device)  # type: ignore[no-untyped-call]  # torch has no types there
+        self._last = Stream(device)  # type: ignore[no-untyped-call]  # torch has no types there
+        self._next = Stream(device)  # type: ignore[no-untyped-call]
         self._lock = Lock()  # for streamers that share the device
         self._turn = Event()  # type: ignore[no-untyped-call]  # as above
 

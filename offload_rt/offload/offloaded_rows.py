@@ -211,7 +211,8 @@ class FileRows(OffloadedRows):
         try:
             self._place = str(cache_directory())
             os.makedirs(self._place, exist_ok=True)
-            self._file = TemporaryFile(dir=self._place, buffering=0)  # noqa: SIM115  # closed in `close`
+            # closed in `close`
+            self._file = TemporaryFile(dir=self._place, buffering=0)  # noqa: SIM115
         except (OSError, RuntimeError) as error:
             raise self._no_room(error) from error
         try:

@@ -26,4 +26,4 @@ def pin(block: Tensor) -> bool:
 
 def unpin(block: Tensor) -> None:
     """Unregister a block before its memory is freed."""
-    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]  # as above
+    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]

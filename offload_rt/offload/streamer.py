@@ -58,18 +58,19 @@ class LayerSources:
         """Return the layout of layer i in a GPU slot: equal tensor order, aligned for kernels."""
         return self.source(i).layout(i).packed
 
+    def _pinned(self, i: int) -> PackedLayer | None:
+        tier = self.streamed[i]
+        return tier.image(i) if isinstance(tier, MemoryTier) and tier.is_pinned(i) else None
+
     def is_transient(self, i: int) -> bool:
         """Return whether layer i passes a host slot: read from disk, or from unpinned memory."""
-        tier = self.streamed[i]
-        return tier is not None and not (isinstance(tier, MemoryTier) and tier.is_pinned(i))
+        return self.streamed[i] is not None and self._pinned(i) is None
 
     def on_host(self) -> "LayerSources":
         """Return sources that stop at the host: pinned layers in place, further layers in slots."""
         here = MemoryTier()
-        for i, tier in enumerate(self.streamed):
-            here.put(
-                i, tier.image(i) if isinstance(tier, MemoryTier) and tier.is_pinned(i) else _NOTHING
-            )
+        for i in range(len(self.streamed)):
+            here.put(i, self._pinned(i) or _NOTHING)
         streamed = tuple(
             tier if self.is_transient(i) else None for i, tier in enumerate(self.streamed)
         )

@@ -9,9 +9,9 @@ from offload_rt.ops.tree_mask import TreeMask, make_tree_mask
 from offload_rt.ops.verification import Candidates, can_verify, verify
 
 __all__ = [
-    "Candidates", "TreeMask", "add_rms_norm", "can_verify", "commit_rows", "fill", "goes_by_extent", "make_tree_mask",
-    "merge", "partial_attention", "rms_norm", "rotate_and_store", "silu_mul", "to_device", "to_host", "tree_attention",
-    "verify",
+    "Candidates", "TreeMask", "add_rms_norm", "can_verify", "commit_rows", "fill", "goes_by_extent",
+    "make_tree_mask", "merge", "partial_attention", "rms_norm", "rotate_and_store", "silu_mul",
+    "to_device", "to_host", "tree_attention", "verify",
 ]  # fmt: skip
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -35,7 +35,8 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor
     if layer_cpu.serves(x, delta, weight):
         return layer_cpu.rms_norm(x, weight, eps, delta)
     has_kernel = _in_vectors(x, delta, weight) and x.shape[-1] <= _WIDEST_NORMED
-    out: Tensor = (extension.kernels() if has_kernel else reference).add_rms_norm(x, delta, weight, eps)
+    kernels = extension.kernels() if has_kernel else reference
+    out: Tensor = kernels.add_rms_norm(x, delta, weight, eps)
     return out
 
 
@@ -48,8 +49,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor,
-    rows: slice | Tensor,
+    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None,
+    keys: Tensor, values: Tensor, rows: slice | Tensor,
 ) -> Tensor:  # fmt: skip
     """Rotate q and k, store k and v in a layer's cache, return q; see the reference."""
     if (
@@ -99,7 +100,7 @@ def tree_attention(
 def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `tree_attention` to a part of the keys, and the log-sum-exp (n, heads) for `merge`."""
+    """Compute `tree_attention` to a part of the keys, and log-sum-exp (n, heads) for `merge`."""
     if attention_cpu.serves(q, k, v):
         return attention_cpu.tree_attention(q, k, v, mask, scale, softcap)
     if softcap is not None or not goes_by_extent(q) or q.shape[-1] != v.shape[-1]:
@@ -110,7 +111,7 @@ def partial_attention(
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Join attention to two disjoint parts of the keys; see the reference. The kernel launches once."""
+    """Join attention to two disjoint parts of the keys in one launch; see the reference."""
     dtypes = {out_a.dtype, out_b.dtype}
     if not extension.serves(out_a) or not dtypes <= {*_HALVES, torch.float32}:
         return reference.merge(out_a, lse_a, out_b, lse_b)

@@ -90,7 +90,9 @@ class NoiseRows:
     """Noise of a sequence. Rows are cached, because trees of consecutive passes overlap."""
 
     def __init__(self, seed: int) -> None:
-        self._seed, self._first, self._rows = seed, 0, torch.empty(0, 0)
+        self._seed = seed
+        self._first = 0
+        self._rows = torch.empty(0, 0)
 
     def at(self, first: int, n: int, n_tokens: int, device: torch.device) -> Tensor:
         """Return `exponentials` at n positions from `first`; drop earlier rows."""

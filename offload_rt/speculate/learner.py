@@ -122,7 +122,8 @@ class TextContext:
 
     def attend(self, asked: Attention) -> Tensor:
         """See `PassContext.attend`. Only native layers are trained: no softcap, no sinks."""
-        k, v, rotary = asked.k, asked.v, asked.rotary
+        k, v = asked.k, asked.v
+        rotary = asked.rotary
         assert k is not None and v is not None and rotary is not None, "native layers pass all"
         places = torch.arange(len(k), device=k.device)
         back = places[:, None] - places

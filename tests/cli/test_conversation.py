@@ -150,7 +150,8 @@ def test_parameters_are_set_and_shown(conversation):
 
 def screen(output: str) -> list[str]:
     """Lines of a terminal behind this output."""
-    lines, row, column = [""], 0, 0
+    lines = [""]
+    row, column = 0, 0
     for code, text in re.findall(r"\x1b\[([?\d;]*[A-Za-z])|([\r\n]|[^\r\n\x1b]+)", output):
         if code == "2K":
             lines[row] = ""

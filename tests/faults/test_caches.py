@@ -14,15 +14,18 @@ from support.command_line import Line
 from offload_rt.system import files, numba_cache
 
 DAMAGE = {
-    "empty": b"", "cut": b'{"version": 1, "entr', "binary": bytes(range(256)), "deep": b"[" * 200_000, "list": b"[]",
+    "empty": b"", "cut": b'{"version": 1, "entr', "binary": bytes(range(256)),
+    "deep": b"[" * 200_000, "list": b"[]",
     "long number": b'{"version": 1, "entries": {"x": ' + b"9" * 5000 + b"}}",
-    "other version": b'{"version": 99, "entries": {}}', "entries of a list": b'{"version": 1, "entries": [1]}',
+    "other version": b'{"version": 99, "entries": {}}',
+    "entries of a list": b'{"version": 1, "entries": [1]}',
 }  # fmt: skip
 NAMES = ("disk.json", "passes.json", "pairs.json")
 # What may stand in the place of an entry, or anywhere in it.
 ODD = (
-    None, True, 0, -1, 1, 10**300, 1e308, 5e-324, float("nan"), float("inf"), "", "x", [], [1], [1, 10**9],
-    [float("inf"), 1], [1 << 20, 10**12], {}, {"seconds": 7}, [[[]]], {"acceptance": {"0": [[1], [2]]}},
+    None, True, 0, -1, 1, 10**300, 1e308, 5e-324, float("nan"), float("inf"), "", "x",
+    [], [1], [1, 10**9], [float("inf"), 1], [1 << 20, 10**12], [[[]]],
+    {}, {"seconds": 7}, {"acceptance": {"0": [[1], [2]]}},
 )  # fmt: skip
 
 
@@ -37,7 +40,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def drafted(model: Path, draft: Path) -> list[str]:
     """The arguments of a run that keeps all there is to keep."""
     flags = {
-        "model": model, "draft-model": draft, "tree-size": 8, "tree-depth": 3, "max-model-len": 128, "device": "cpu",
+        "model": model, "draft-model": draft, "tree-size": 8, "tree-depth": 3,
+        "max-model-len": 128, "device": "cpu",
         "prompt": "the quick brown", "max-new-tokens": 12, "device-memory": 1_600_000,
     }  # fmt: skip
     return [

@@ -44,10 +44,12 @@ FEW_TOKENS = ["--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-token
 INDEX = "model.safetensors.index.json"
 FAMILIES = {
     "llama": {},
-    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},
+    "mistral": {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8,
+    },
     "qwen2": {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8,
-        "max_window_layers": 1, "head_dim": None,
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True,
+        "sliding_window": 8, "max_window_layers": 1, "head_dim": None,
     },
     "qwen3": {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
@@ -58,7 +60,10 @@ ROPES = (
     None,
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "dynamic", "factor": 2.0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1},
+    {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+        "beta_fast": 32, "beta_slow": 1,
+    },
     {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,

@@ -67,8 +67,8 @@ def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseExcep
     ],
 )
 def test_json_reports_the_text_before_a_failure(
-    error: BaseException, code: int, reason: str, said: str, line: Line, model: Path, begins_with: str,
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, code: int, reason: str, said: str, line: Line, model: Path,
+    begins_with: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     flags = [
         "--model",
@@ -238,8 +238,8 @@ def test_disk_lost_while_streaming_leaves_no_thread_and_no_file(
 
 @pytest.mark.parametrize(
     ("drafter", "rule", "temperature"),
-    [("static_tree", "coupled", 0.0), ("dynamic_tree", "coupled", 0.8), ("static_tree", "specinfer", 0.8),
-     ("static_tree", "traversal", 0.8)],
+    [("static_tree", "coupled", 0.0), ("dynamic_tree", "coupled", 0.8),
+     ("static_tree", "specinfer", 0.8), ("static_tree", "traversal", 0.8)],
 )  # fmt: skip
 def test_draft_with_nan_logits_is_disabled_for_its_sequence(tmp_path, drafter, rule, temperature):
     config = llama_config()

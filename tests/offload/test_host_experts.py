@@ -44,7 +44,9 @@ CPU = torch.device("cpu")
 
 def set_rates(host, seconds):
     """Set the host's seconds per expert, relative to a copy of one second."""
-    host.copy_s, host.times, host.is_on = 1.0, HostTimes((1,), (seconds,)), True
+    host.copy_s = 1.0
+    host.times = HostTimes((1,), (seconds,))
+    host.is_on = True
 
 
 @pytest.fixture

@@ -193,7 +193,9 @@ def assert_attention(found, q, k, v, mask):
     """Output and log-sum-exp are close to the reference's for the keys that are there; mask (n,
     n_keys) bool.
     """
-    (out, lse), mask, n_keys = found, mask.to(q.device), mask.shape[1]
+    out, lse = found
+    n_keys = mask.shape[1]
+    mask = mask.to(q.device)
     k, v = (x[:, :n_keys].double() for x in (k, v))
     exact, exact_lse = reference.partial_attention(q.double(), k, v, mask, q.shape[2] ** -0.5)
     assert out.dtype == q.dtype and out.shape == q.shape and lse.dtype == torch.float32

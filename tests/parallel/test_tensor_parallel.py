@@ -942,7 +942,8 @@ def test_lossless_weights_of_cuda_ranks_are_encoded_while_loading(monkeypatch):
     config = EngineConfig(str(whole.path), link_format="lossless")
     for rank in range(2):
         ranks = ThreadRanks(rank, Board(2))
-        checkpoint = divide(whole, TensorParallelModel.for_rank(whole.spec, ranks, is_exact=False))  # type: ignore[arg-type]
+        shard = TensorParallelModel.for_rank(whole.spec, ranks, is_exact=False)  # type: ignore[arg-type]
+        checkpoint = divide(whole, shard)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", lambda *_, **__: None)  # on a card that is not here
             chosen = link.choose_link(config, checkpoint, torch.device("cuda", 0))

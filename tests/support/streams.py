@@ -137,8 +137,11 @@ class Watched:
         self.n_done: dict[int, int] = {}
         self.nbytes = 0
         self.trap = trap
-        self._source, self._late_s, self._random = source, late_s, random.Random(seed)
-        self._lock, self._n_asked = threading.Lock(), dict[int, int]()
+        self._source = source
+        self._late_s = late_s
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._n_asked = dict[int, int]()
 
     def layout(self, i: int) -> Layout:
         return self._source.layout(i)
