@@ -1,19 +1,15 @@
 """Record how a model of transformers calls its layers, attention and experts on shapes."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import Attention, KVShape, StateShape
-from offload_rt.models.custom_attention import ALIBI
+from offload_rt.models.architecture import Attention, KVShape, PassContext, StateShape
 from offload_rt.models.stand_ins import OTHER_STATE, TRACED
-
-if TYPE_CHECKING:
-    from offload_rt.models.traced import TracedModel
 
 OWN_CODE = "use custom attention code"
 
@@ -30,24 +26,22 @@ class Call(NamedTuple):
 
 
 class Place(nn.Module):
-    """Replacement of a layer that forwards attribute access to it."""
+    """Replacement of a layer that forwards attribute access to it.
 
-    def __init__(self, model: "TracedModel", i: int) -> None:
+    visit  called with hidden states and arguments in place of the layer
+    """
+
+    def __init__(self, layer: nn.Module, visit: Callable[[Tensor, Call], Any]) -> None:
         super().__init__()
-        self.__dict__["_of"] = (model, i)
+        self.__dict__ |= {"_layer": layer, "_visit": visit}  # no submodules
 
     def __getattr__(self, name: str) -> Any:
-        model, i = self.__dict__["_of"]
-        return getattr(model.layers[i], name)
+        return getattr(self.__dict__["_layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Pass hidden states and arguments to the model's current `visit` function."""
-        model, i = self.__dict__["_of"]
+        """Call `visit`."""
         hidden = args[0] if args else kwargs.pop("hidden_states")
-        if model.has_custom_attention:
-            kwargs |= {key: model.positions for key in ALIBI if kwargs.get(key) is not None}
-        out = model.visit(i, hidden, Call(args[1:], kwargs))
-        return (out, *[None] * (model.n_outputs - 1)) if model.n_outputs else out
+        return self._visit(hidden, Call(args[1:], kwargs))
 
 
 def make_model(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
@@ -83,12 +77,15 @@ class LayerMixture(NamedTuple):
 
 
 class Trace:
-    """Recorder of a traced model's layers; implements `PassContext` for them."""
+    """Recorder of a traced model's layers; implements `PassContext` for them.
+
+    run_layer  runs the module of a layer within a context
+    """
 
     row_inputs = ()
 
-    def __init__(self, model: "TracedModel") -> None:
-        self._model = model
+    def __init__(self, run_layer: Callable[[int, Tensor, Call, PassContext], Tensor]) -> None:
+        self._run_layer = run_layer
         self.shapes: dict[int, KVShape] = {}
         self.state_shapes: list[StateShape] = []
         self.n_layers = 0
@@ -120,7 +117,7 @@ class Trace:
         n_before = self._n_calls
         self._hidden = hidden
         try:
-            self._hidden = self._model.run_layer(i, hidden, call, self)
+            self._hidden = self._run_layer(i, hidden, call, self)
         except (NotImplementedError, RuntimeError):  # some mixtures read values, after attention
             if self._n_calls == n_before:
                 raise

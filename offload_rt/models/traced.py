@@ -148,7 +148,7 @@ class TracedModel:
                 elif type(module).__name__ == "Llama4TextMoe":
                     choose_llama4_experts(module)
                 self.has_custom_attention |= replace_attention(module)
-            places[i] = Place(self, i)
+            places[i] = Place(layer, partial(self._visit_place, i))
         has_bias = self.has_custom_attention and not ALIBI.isdisjoint(
             inspect.signature(self.layers[0].forward).parameters
         )
@@ -195,7 +195,7 @@ class TracedModel:
         modules = (module for layer in self.layers for module in layer.modules())
         hooks += [module.register_forward_hook(note, with_kwargs=True) for module in modules]
         config = self.model.config
-        trace = Trace(self)
+        trace = Trace(self.run_layer)
         config._experts_implementation = NAME
         rows = torch.zeros(_N_ROWS, dtype=torch.int64, device="meta")
         self.move_to(rows.device)
@@ -440,6 +440,14 @@ class TracedModel:
         if self._has_positions:
             more["position_ids"] = self.positions
         return module(ids[None], use_cache=True, **more, **arguments)
+
+    def _visit_place(self, i: int, hidden: Tensor, call: Call) -> Any:
+        """Call `visit` in place of layer i; return as many outputs as the layer."""
+        if self.has_custom_attention:
+            biased = [key for key in ALIBI if call.kwargs.get(key) is not None]
+            call.kwargs.update(dict.fromkeys(biased, self.positions))
+        out = self.visit(i, hidden, call)
+        return (out, *[None] * (self.n_outputs - 1)) if self.n_outputs else out
 
     def _to_rows(self, hidden: Tensor) -> Tensor:
         """Reshape hidden states from the model's shape to (n, width)."""

@@ -16,6 +16,7 @@ from offload_rt.models.native import NativeDecoder
 from offload_rt.weights.checkpoint import Checkpoint, assemble, without_quantization
 from offload_rt.weights.files import read_config, tensors_of
 from offload_rt.weights.formats import StoredTensor, format_of
+from offload_rt.weights.gguf import SUFFIX
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.source import OTHER_CONFIG, Source
 
@@ -26,6 +27,8 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
     Raises UnsupportedModelError for an unsupported config, SettingsError for a head of another
     model, CheckpointError for other problems.
     """
+    if directory.suffix == SUFFIX:  # such files contain complete models
+        return None
     config = read_config(directory)
     head = parse_head(without_quantization(config), target.spec)
     if head is None:

@@ -208,8 +208,8 @@ def test_torchrun_ends_all_ranks(model, tmp_path):
     env = surroundings(XDG_CACHE_HOME=str(tmp_path / "cache"))
     with (tmp_path / "err").open("w") as err:
         run = subprocess.Popen(
-            [*line, "offload_rt.run", "--model", str(model), *ENDLESS], stdout=subprocess.PIPE, stderr=err, env=env, cwd=tmp_path,
-            start_new_session=True,
+            [*line, "offload_rt.run", "--model", str(model), *ENDLESS],
+            stdout=subprocess.PIPE, stderr=err, env=env, cwd=tmp_path, start_new_session=True,
         )  # fmt: skip
     try:
         assert run.stdout is not None and len(os.read(run.stdout.fileno(), 1)) == 1

@@ -241,7 +241,7 @@ def test_queued_copies_never_exceed_the_slots(n_slots, files):
         n_done = 0
         for _ in range(2):
             for block in b.streamer.sweep():
-                assert eventually(lambda: b.device.copies.n_copies == n_done + n_slots)  # noqa: B023
+                assert eventually(lambda n=n_done + n_slots: b.device.copies.n_copies == n)
                 b.device.look(block)
                 n_done += 1
 

@@ -941,8 +941,8 @@ def test_lossless_weights_of_cuda_ranks_are_encoded_while_loading(monkeypatch):
     whole = open_checkpoint(Path(__file__).resolve().parents[2] / "models" / "demo-target")
     config = EngineConfig(str(whole.path), link_format="lossless")
     for rank in range(2):
-        ranks = ThreadRanks(rank, Board(2))
-        shard = TensorParallelModel.for_rank(whole.spec, ranks, is_exact=False)  # type: ignore[arg-type]
+        ranks: Any = ThreadRanks(rank, Board(2))
+        shard = TensorParallelModel.for_rank(whole.spec, ranks, is_exact=False)
         checkpoint = divide(whole, shard)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", lambda *_, **__: None)  # on a card that is not here

@@ -307,7 +307,8 @@ def test_the_item_that_max_output_tokens_cuts_is_incomplete(
     assert events[-1].type == "response.incomplete"
     for answer in (whole, events[-1].response):
         assert answer.status == "incomplete"
-        assert [(item.type, item.status) for item in answer.output] == items  # type: ignore[union-attr]
+        parts: list[Any] = [*answer.output]
+        assert [(item.type, item.status) for item in parts] == items
     assert [(item.type, item.status) for item in done] == items
 
 

@@ -29,6 +29,7 @@ from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelErr
 from offload_rt.models.rope import Rope
 from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.text.detokenize import encode_chat, load_tokenizer
+from offload_rt.weights import gguf
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import end_ids
 from offload_rt.weights.formats import Matrix, Source, format_of
@@ -219,6 +220,22 @@ def test_split_file_is_read(tmp_path):
     paths[1].unlink()
     with pytest.raises(CheckpointError, match=f"{paths[1].name}: No such file"):
         open_checkpoint(locate(str(tmp_path)))
+
+
+def test_header_is_parsed_once_per_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / name for name in ("target.gguf", "draft.gguf")]
+    for path in paths:
+        build(path, CASES["llama"].build(0), "Q8_0")
+    parsed = list[Path]()
+    read_file = gguf._read_file
+
+    def counted(path: Path) -> Any:
+        parsed.append(path)
+        return read_file(path)
+
+    monkeypatch.setattr(gguf, "_read_file", counted)
+    with open_llm(paths[0], dtype="float32", draft_model=str(paths[1])):
+        assert parsed == paths
 
 
 def test_directory_of_several_files_is_refused_by_name(tmp_path):
