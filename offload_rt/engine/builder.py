@@ -166,7 +166,4 @@ def _machine(spec: EngineSpec, runner: Runner) -> MachineProfile:
     disk = spec.files.disk if spec.device.type == "cpu" else None
     if moved.disk_experts is not None and spec.files.experts is not None:
         disk = spec.files.experts.tier
-    machine = profile.pass_profile(runner, moved, (memory.limits.n_nodes, longest), disk)
-    if machine.compute and not machine.link_gbps:
-        return replace(machine, compute=runner.overlap(machine.compute))
-    return machine
+    return profile.pass_profile(runner, moved, (memory.limits.n_nodes, longest), disk)

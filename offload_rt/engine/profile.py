@@ -186,6 +186,8 @@ def pass_profile(
         {"disk": disk_rate} if moved.disk_experts is not None else {}
     )
     compute_gbps = moved.computed / compute.seconds[0][0] / 1e9
+    if not links:
+        compute = runner.overlap(compute)
     return MachineProfile(tuple(links.items()), compute_gbps, 0.0, compute)
 
 

@@ -82,11 +82,11 @@ def sequences(*prompts, **more):
 
 def run(llm, several):
     """All of them, to their ends."""
-    for one in several:
-        llm.engine.add(one)
-    while any(one.finish_reason is None for one in several):
+    for sequence in several:
+        llm.engine.add(sequence)
+    while any(sequence.finish_reason is None for sequence in several):
         llm.engine.step()
-    return [one.tokens[one.n_prompt :] for one in several]
+    return [sequence.tokens[sequence.n_prompt :] for sequence in several]
 
 
 def assert_released(llm):

@@ -88,11 +88,14 @@ def test_at_most_eight_frames_between_engine_thread_and_matrix_product(zoo, monk
 
 def alone(llm, prompts, params):
     outputs = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
-    return [(one.token_ids, one.text, one.finish_reason) for one in outputs]
+    return [(output.token_ids, output.text, output.finish_reason) for output in outputs]
 
 
 def together(llm, prompts, params):
-    return [(one.token_ids, one.text, one.finish_reason) for one in llm.generate(prompts, params)]
+    return [
+        (output.token_ids, output.text, output.finish_reason)
+        for output in llm.generate(prompts, params)
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def test_oom_keeps_verified_sequences_of_the_batch(zoo, full):
     with open_llm(pair.target, draft_model=str(pair.draft), tree_size=96, max_model_len=120) as llm:
         full(llm, most_probs=7)
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=30))
-    assert [one.token_ids for one in outputs] == [
+    assert [output.token_ids for output in outputs] == [
         generate(pair.model, prompt, 30) for prompt in prompts
     ]
 

@@ -94,7 +94,7 @@ def test_shared_prefix_of_a_batch_is_computed_once(opened, monkeypatch):
         passes = watch(monkeypatch, llm.engine.runner)[llm.engine.runner]
         forward = Runner.forward
         outputs = llm.generate(batch, SamplingParams(max_new_tokens=8))
-        assert passes[0] == (0, 27 + 3 + 3) and [one.token_ids for one in outputs] == expected
+        assert passes[0] == (0, 27 + 3 + 3) and [output.token_ids for output in outputs] == expected
         errors = [torch.OutOfMemoryError(), ValueError()]
 
         def failing(runner, steps):
@@ -108,14 +108,14 @@ def test_shared_prefix_of_a_batch_is_computed_once(opened, monkeypatch):
             with pytest.raises(ValueError):
                 llm.generate(batch, SamplingParams(max_new_tokens=8))
             outputs = llm.generate(batch, SamplingParams(max_new_tokens=8))
-        assert [one.token_ids for one in outputs] == expected
+        assert [output.token_ids for output in outputs] == expected
         llm.engine.reset_prefix_cache()
         passes.clear()
         several = [
             Sequence(list(prompt), SamplingParams(max_new_tokens=8), 128) for prompt in batch[:2]
         ]
-        for one in several:
-            llm.engine.add(one)
+        for sequence in several:
+            llm.engine.add(sequence)
             llm.engine.step()
         assert passes == [(0, 27), (27, 1 + 3)]
 

@@ -85,7 +85,7 @@ def test_chunks_and_batches_equal_single_rows_bit_for_bit(zoo, name, dtype, monk
     prompts = [prompt_of(seed, n) for seed, n in enumerate((5, 33, 1, 16))]
     with open_llm(zoo.directory(name, 0), dtype=dtype) as llm:
         runner = runner_of(llm)
-        expected = [decoded(runner, one, n_prompt=1) for one in prompts]
+        expected = [decoded(runner, prompt, n_prompt=1) for prompt in prompts]
         for chunk_rows in (512, 7):
             monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
             steps = prompt_steps(runner, prompts, 64)

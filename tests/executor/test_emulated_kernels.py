@@ -125,7 +125,9 @@ class Launches(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         on_card = [
-            one.inner for one in tree_leaves((args, kwargs, out)) if isinstance(one, FakeCudaTensor)
+            leaf.inner
+            for leaf in tree_leaves((args, kwargs, out))
+            if isinstance(leaf, FakeCudaTensor)
         ]
         is_no_copy = name == "copy_" and len({one.data_ptr() for one in on_card}) == 1
         if on_card and not (

@@ -153,13 +153,13 @@ def test_fetched_rows_belong_to_their_sequence(zoo):
         runner = runner_of(llm)
         for seed in (1, 2):
             caches = new_caches(runner)
-            for one in caches:
-                feed(runner, one, prompt_of(seed, 60), random_tree(60, 0, 1), 1)
-                runner.commit(one, range(60))
-            whole, parts = (feed(runner, one, prompt_of(seed, N_NODES), tree) for one in caches)
+            for cache in caches:
+                feed(runner, cache, prompt_of(seed, 60), random_tree(60, 0, 1), 1)
+                runner.commit(cache, range(60))
+            whole, parts = (feed(runner, cache, prompt_of(seed, N_NODES), tree) for cache in caches)
             torch.testing.assert_close(parts, whole, atol=2e-4, rtol=2e-4)
-            for one in caches:
-                runner.free_cache(one)
+            for cache in caches:
+                runner.free_cache(cache)
 
 
 def test_window_fetches_only_visible_blocks(runner):
@@ -251,7 +251,7 @@ def test_next_turn_computes_new_tokens_only(pair):
             n_known.clear()
             said = llm.generate(text, SamplingParams(max_new_tokens=N_NEW))[0].token_ids
             assert said == generate(pair.model, text, N_NEW) and n_known[0] == n_before
-            assert [type(one) for one in runner._caches.values()] == [HostCache]
+            assert [type(cache) for cache in runner._caches.values()] == [HostCache]
             n_before = len(text) + N_NEW - 1
             text = text + said + prompt_of(turn + 1, 6)
         llm.engine.reset_prefix_cache()
@@ -319,8 +319,8 @@ def test_caches_fit_the_split_and_a_single_cache_always_fits(more, caches):
         assert -(-one.n_offloaded // split.block_rows) <= split.n_blocks
     shares = [split.share(n + nodes, nodes, i == 0) for i, (n, nodes) in enumerate(caches)]
     if split.fits(shares):
-        assert sum(one.n_on_device for one in shares) <= split.n_on_device
-        assert sum(-(-one.n_offloaded // split.block_rows) for one in shares) <= split.n_blocks
+        assert sum(share.n_on_device for share in shares) <= split.n_on_device
+        assert sum(-(-share.n_offloaded // split.block_rows) for share in shares) <= split.n_blocks
 
 
 # The rows.
@@ -532,9 +532,9 @@ def test_failed_read_ends_the_pass_and_the_next_pass_works(runner, monkeypatch):
     tokens = prompt_of(0, 300)
     with beyond(runner, N_NODES + 8) as store:
         caches = new_caches(runner)
-        for one in caches:
-            feed(runner, one, tokens, random_tree(300, 0, 1), 1)
-            runner.commit(one, range(300))
+        for cache in caches:
+            feed(runner, cache, tokens, random_tree(300, 0, 1), 1)
+            runner.commit(cache, range(300))
         expected = feed(runner, caches[0], prompt_of(1, N_NODES), tree)
         request = store._request
 
@@ -552,5 +552,5 @@ def test_failed_read_ends_the_pass_and_the_next_pass_works(runner, monkeypatch):
         torch.testing.assert_close(
             feed(runner, caches[1], prompt_of(1, N_NODES), tree), expected, atol=2e-4, rtol=2e-4
         )
-        for one in caches:
-            runner.free_cache(one)
+        for cache in caches:
+            runner.free_cache(cache)

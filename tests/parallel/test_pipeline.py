@@ -64,8 +64,10 @@ def _said(
     with started(
         str(script), [json.dumps([settings, prompts, params, n_parts])], folder, n
     ) as ranks:
-        assert [one.code() for one in ranks] == [0] * n, "".join(one.err for one in ranks)[-2000:]
-        assert not any(one.out for one in ranks[1:])
+        assert [rank.code() for rank in ranks] == [0] * n, "".join(rank.err for rank in ranks)[
+            -2000:
+        ]
+        assert not any(rank.out for rank in ranks[1:])
         return ranks[0].out, json.loads(ranks[0].err.splitlines()[-1])
 
 

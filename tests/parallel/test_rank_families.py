@@ -206,7 +206,7 @@ def test_pipeline_stages_equal_one_rank(monkeypatch, tmp_path, kind, drafter):
             )
             return [one.token_ids for one in (*found, *again)]
 
-    first, second = (generate(model, one, 20) for one in prompts)
+    first, second = (generate(model, prompt, 20) for prompt in prompts)
     assert together(2, work)[0] == [first, second, first[10:]]
 
 
@@ -295,11 +295,11 @@ def test_ranks_hold_every_expert_once_and_all_routers(model_of, kind):
         )
         assert len({(one.start, one.stop) for part in own for one in part}) == sum(map(len, own))
         router = checkpoint.spec.model.mixtures[i].router
-        tensors = {tuple(one.shape) for one in router.parameters()} if router else set()
+        tensors = {tuple(parameter.shape) for parameter in router.parameters()} if router else set()
         of_router = [
-            one
-            for one in checkpoint.spec.layer_tensors(i)
-            if one.name not in names and one.shape in tensors
+            tensor
+            for tensor in checkpoint.spec.layer_tensors(i)
+            if tensor.name not in names and tensor.shape in tensors
         ]
         assert of_router and all(
             one in rank.spec.layer_tensors(i) for one in of_router for rank in ranks

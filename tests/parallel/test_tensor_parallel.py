@@ -190,29 +190,29 @@ def test_ranks_hold_all_tensors_together(zoo, name, is_exact):
     """Each byte is held once, except norms and, with fewer heads than ranks, keys and values."""
     checkpoint = open_checkpoint(zoo.directory(name, 0))
     size = 4
-    boards = [
+    specs = [
         TensorParallelModel.for_rank(checkpoint.spec, ThreadRanks(rank, Board(size)), is_exact)
         for rank in range(size)
     ]
-    ranks = [divide(checkpoint, one) for one in boards]
-    for one in checkpoint.records:
-        shares = [own for rank in ranks for own in rank.records if own.name == one.name]
+    ranks = [divide(checkpoint, spec) for spec in specs]
+    for record in checkpoint.records:
+        shares = [own for rank in ranks for own in rank.records if own.name == record.name]
         n_bytes = sum(own.nbytes for own in shares)
-        is_vector = "norm" in one.name
+        is_vector = "norm" in record.name
         n_same = (
             size
             if is_vector
             else (
                 size // min(checkpoint.spec.n_kv_heads, size)
-                if re.search("[kv]_proj", one.name)
+                if re.search("[kv]_proj", record.name)
                 else 1
             )
         )
-        assert n_bytes == n_same * one.nbytes, one.name
+        assert n_bytes == n_same * record.nbytes, record.name
         starts = {own.start + k * own.stride for own in shares for k in range(own.n_pieces)}
-        assert len(starts) * (shares[0].stop - shares[0].start) == one.nbytes
+        assert len(starts) * (shares[0].stop - shares[0].start) == record.nbytes
     assert all(
-        one.kv_shapes[0].n_heads == max(checkpoint.spec.n_kv_heads // size, 1) for one in boards
+        spec.kv_shapes[0].n_heads == max(checkpoint.spec.n_kv_heads // size, 1) for spec in specs
     )
 
 
@@ -307,8 +307,10 @@ def general_model(kind: str) -> Any:
     }  # fmt: skip
     torch.manual_seed(4)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes)).eval()
-    for one in model.parameters():
-        one.data = float(one.dim() == 1 and one.mean() == 1) + 0.2 * torch.randn(one.shape)
+    for parameter in model.parameters():
+        parameter.data = float(parameter.dim() == 1 and parameter.mean() == 1) + 0.2 * torch.randn(
+            parameter.shape
+        )
     return model
 
 
@@ -555,7 +557,7 @@ def test_ranks_stream_converted_weights(tmp_path, monkeypatch, flags):
             files = [one.payload for one in target.link.sidecar or ()] or [
                 one for of in target.checkpoint.layers for one in of
             ]
-            assert {one.path.parent.name for one in files} == {f"rank-{MINE.ranks.rank}"}
+            assert {file.path.parent.name for file in files} == {f"rank-{MINE.ranks.rank}"}
             llm.load()
             return tokens_of(llm, prompt_of(0))
 
@@ -657,8 +659,8 @@ def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
     content[record.start : record.stop] = bytes(record.stop - record.start)
     weights.write_bytes(content)
     assert all(
-        "is not layer 0 of this checkpoint; run `offload-rt convert` again" in one
-        for one in notices(path)
+        "is not layer 0 of this checkpoint; run `offload-rt convert` again" in notice
+        for notice in notices(path)
     )
 
 
@@ -783,7 +785,7 @@ def test_samples_batches_and_prompt_logprobs_equal_one_rank(pair, monkeypatch):
 
     alone = work()
     ranks = together(2, work)[0]
-    assert [one.token_ids for one in ranks] == [one.token_ids for one in alone]
+    assert [rank.token_ids for rank in ranks] == [one.token_ids for one in alone]
     for mine, theirs in zip(
         ranks[2].prompt_logprobs[1:], alone[2].prompt_logprobs[1:], strict=True
     ):

@@ -59,7 +59,7 @@ def test_tree_below_a_chain(topology, n):
     assert len(longer) == n + len(topology)
     assert longer.parents[:n].tolist() == list(range(-1, n - 1))
     for node in range(len(topology)):
-        above = {one + n for one in ancestors(topology, node)}
+        above = {ancestor + n for ancestor in ancestors(topology, node)}
         assert ancestors(longer, n + node) == set(range(n)) | above
 
 
@@ -106,7 +106,9 @@ def test_path_tokens_exclude_the_root(topology):
     tokens = torch.arange(len(topology)) + 100
     tree = DraftTree(topology, tokens)
     for node in range(len(topology)):
-        assert tree.path_to(node) == sorted(one + 100 for one in ancestors(topology, node) if one)
+        assert tree.path_to(node) == sorted(
+            ancestor + 100 for ancestor in ancestors(topology, node) if ancestor
+        )
 
 
 @given(trees, st.data())

@@ -22,7 +22,7 @@ from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from write_gguf import Stored
 
-from offload_rt import SamplingParams
+from offload_rt import LLM, SamplingParams
 from offload_rt.dtypes import DType
 from offload_rt.engine.memory_plan import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
@@ -85,8 +85,8 @@ def test_matrix_equals_its_reference(type, tmp_path):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         stored = fmt.stored(f"{name}.weight", (64, 256), None, source)
         content = {
-            one.name: source.read(one._replace(dtype=source.expect(one).stored_dtype()))
-            for one in stored.tensors
+            tensor.name: source.read(tensor._replace(dtype=source.expect(tensor).stored_dtype()))
+            for tensor in stored.tensors
         }
         packed = pack_block(content, {name: stored} if isinstance(stored, Matrix) else None)
         view = fmt.view(packed.layout, packed.block, dtype)
@@ -215,7 +215,7 @@ def test_split_file_is_read(tmp_path):
     paths = write_gguf.split(metadata, stored, 3, tmp_path / "m.gguf")
     model.load_state_dict(exact)
     assert locate(str(paths[2])) == locate(str(tmp_path)) == paths[0]
-    assert {one.path for one in open_checkpoint(paths[0]).records} == set(paths)
+    assert {record.path for record in open_checkpoint(paths[0]).records} == set(paths)
     check_tokens(tmp_path, model)
     paths[1].unlink()
     with pytest.raises(CheckpointError, match=f"{paths[1].name}: No such file"):
@@ -234,7 +234,7 @@ def test_header_is_parsed_once_per_load(tmp_path: Path, monkeypatch: pytest.Monk
         return read_file(path)
 
     monkeypatch.setattr(gguf, "_read_file", counted)
-    with open_llm(paths[0], dtype="float32", draft_model=str(paths[1])):
+    with LLM(str(paths[0]), str(paths[1]), device="cpu", dtype="float32"):
         assert parsed == paths
 
 

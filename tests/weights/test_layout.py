@@ -188,7 +188,8 @@ def test_view_multiplies_with_its_rows(name, stored_in, computed_in):
         view.linear(x, "first").double(), exact, rtol=tolerance, atol=4 * tolerance
     )
     assert all(
-        torch.equal(one, view.linear(x, "first")) for one in view.linears(x, ("first", "first"))
+        torch.equal(product, view.linear(x, "first"))
+        for product in view.linears(x, ("first", "first"))
     )
     assert torch.equal(view.rows(torch.tensor([3, 0, 3]), "first"), matrix[[3, 0, 3]])
     assert torch.equal(view.vector("norm"), norm.to(computed_in))
