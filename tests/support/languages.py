@@ -3,12 +3,14 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.protocols import VerificationRule
 from offload_rt.speculate.residual import Decision, ResidualRule
 from offload_rt.speculate.verify import coupled, match
@@ -36,25 +38,34 @@ class Language:
                     if probs.sum()
                     else torch.eye(VOCABULARY, dtype=torch.float64)[0]
                 )
-        self._continuations: dict[tuple, Tensor] = {}
+        self._below: dict[tuple, Tensor] = {}
 
     def after(self, text) -> Tensor:
         """The distribution of the token that follows."""
         return self._draft_probs[tuple(text)]
 
+    def below(self, text: tuple) -> Tensor:
+        """(VOCABULARY,) * (LONGEST - len(text)): the distribution of the tokens after the next
+        token, per next token.
+        """
+        if text not in self._below:
+            self._below[text] = torch.stack(
+                [self.continuations((*text, token)) for token in range(VOCABULARY)]
+            )
+        return self._below[text]
+
     def continuations(self, text: tuple) -> Tensor:
         """(VOCABULARY,) * (LONGEST - len(text)): the distribution of the tokens that follow, up to
         the last.
         """
-        if text not in self._continuations:
-            probs = torch.ones((), dtype=torch.float64)
-            if len(text) < LONGEST:
-                below = torch.stack(
-                    [self.continuations((*text, token)) for token in range(VOCABULARY)]
-                )
-                probs = self.after(text).view(-1, *[1] * (below.ndim - 1)) * below
-            self._continuations[text] = probs
-        return self._continuations[text]
+        if len(text) == LONGEST:
+            return torch.ones((), dtype=torch.float64)
+        return weighted(self.after(text), self.below(text))
+
+
+def weighted(probs: Tensor, below: Tensor) -> Tensor:
+    """Multiply the rows of `below` (VOCABULARY, ...) by the probabilities of their tokens."""
+    return probs.view(-1, *[1] * (below.ndim - 1)) * below
 
 
 class Blocks(Language):
@@ -180,6 +191,12 @@ def decisions(decide: Decide, tree: DraftTree, target: Tensor) -> Iterator[tuple
         yield found, p
 
 
+@cache
+def _sequence() -> Sequence:
+    """Its noise, computed once, has no influence on scripted verdicts."""
+    return sequence_of(0)
+
+
 class _Fork(Exception):
     """Raised at a draw that the script does not decide yet."""
 
@@ -205,7 +222,7 @@ def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tupl
             patch.setattr(match, "draw", draw)
             patch.setattr(coupled, "draw", draw)
             try:
-                verdict = verify(tree, target, sequence_of(0))
+                verdict = verify(tree, target, _sequence())
             except _Fork as fork:
                 scripts += [
                     ((*script, token), p * q)
@@ -234,11 +251,9 @@ def distribution_under(
     expected = 0.0
     for tree, p_tree in trees:
         for found, p in outcomes(tree, target_probs(target, tree)):
-            path = tree.path_to(found.end)
+            path = tuple(tree.path_to(found.end))
             expected += p_tree * p * (len(path) + 1)
-            for bonus, p_bonus in enumerate(found.probs.tolist()):
-                prefix = (*path, bonus)
-                probs[prefix] += p_tree * p * p_bonus * target.continuations(prefix)
+            probs[path] += weighted(p_tree * p * found.probs, target.below(path))
     return probs, expected
 
 

@@ -1,0 +1,113 @@
+"""Fixtures of every test. `tests/conftest.py` registers them."""
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from safetensors.torch import load_file, save_file
+
+from bench.models.tiny import config_of, random_model
+from offload_rt.cli import run
+from offload_rt.ops import linear
+from support.command_line import Line
+from support.quantized import MXFP4_CONFIG
+from support.tiny import Zoo
+
+# A busy machine is no failure, and every run tries the same examples.
+settings.register_profile("offload_rt", deadline=None, derandomize=True)
+settings.load_profile("offload_rt")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a CUDA device if none is available."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measurements are written to a folder of this run, and nothing asks the hub."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        # Which product is faster is measured, and a busy machine measures anything.
+        patch.setattr(linear, "prefers_torch", lambda dtype: False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Numbers that a test draws without a generator do not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def line(capfd: pytest.CaptureFixture[str]) -> Iterator[Line]:
+    """Call a command's main function; returns exit code, stdout and stderr."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments: str, main: Callable[[list[str]], int] = run.main) -> tuple[int, str, str]:
+        capfd.readouterr()
+        return main(list(arguments)), *capfd.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """Tiny checkpoints of every family, made when they are first asked for."""
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="session")
+def mxfp4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint as gpt-oss is published."""
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    generator = torch.Generator().manual_seed(0)
+    model = random_model(config_of("gpt_oss"))
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [
+        name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
+        n, n_in, n_out = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(
+            256, (n, n_out, n_in // 32, 16), generator=generator
+        ).byte()
+        tensors[f"{name}_scales"] = torch.randint(
+            121, 126, (n, n_out, n_in // 32), generator=generator
+        ).byte()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": MXFP4_CONFIG}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mixture_of(tmp_path_factory):
+    """Return a function from model type to the transformers model and its checkpoint. Each model
+    has eight experts and selects two per row.
+    """
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            config = config_of(kind)
+            for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+                if hasattr(config, name):
+                    setattr(config, name, 8)
+            model = random_model(config)
+            folder = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(folder)
+            made[kind] = model, folder
+        return made[kind]
+
+    return get
