@@ -442,7 +442,7 @@ class LLM:
         if not has_images(messages):
             return self.encode_chat(messages, options)
         processor = self._image_processor
-        turns, images = extract_images(messages, fetch=fetch, reads_files=reads_files)
+        turns, images = extract_images(messages, processor.scaled, fetch, reads_files=reads_files)
         return processor.encode_chat(turns, images, options)
 
     @property
@@ -549,10 +549,14 @@ class LLM:
             have = ", ".join(sorted(parts)) if isinstance(text, str) else "token ids"
             raise PromptError("multi_modal_data", need="a text with images", have=have)
         images = parts.get("image") or []
+        if not images:
+            return text
+        processor = self._image_processor
         given = images if isinstance(images, list | tuple) else [images]
         message = {"content": [{"type": "image", "image": image} for image in given]}
-        images = extract_images([message], reads_files=True)[1]
-        return self._image_processor.encode(text, images) if images else text
+        return processor.encode(
+            text, extract_images([message], processor.scaled, reads_files=True)[1]
+        )
 
     def _sequence(
         self, prompt: Prompt, params: SamplingParams, grammar: Grammar | None

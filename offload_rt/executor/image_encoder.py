@@ -52,11 +52,11 @@ class ImageEncoder:
         """Return the features of an image."""
         features = self._kept.get(image.key)
         if features is None:
-            names = list(image.inputs)
-            tensors = ops.to_device(list(image.inputs.values()), self._device)
+            inputs = {**image.inputs, **image.pixels()}
+            tensors = ops.to_device(list(inputs.values()), self._device)
             with self._trace.span(COMPUTE, "image"):
                 features = self.tower.features(
-                    self._weights, dict(zip(names, tensors, strict=True))
+                    self._weights, dict(zip(inputs, tensors, strict=True))
                 )
             assert len(features.rows) == len(image.rows), "a row per image token"
         self._kept[image.key] = features

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from offload_rt.models.image_tower import ImageTower
+    from offload_rt.models.processors import ProcessedImage
 
 # Qwen-VL's limit. Processors that scale the shorter side up would fill the memory with a strip.
 _MAX_RATIO = 200
@@ -31,24 +32,22 @@ _MAX_RATIO = 200
 class PromptImage:
     """An image of a prompt.
 
-    key     negative number derived from the content; equal for equal inputs only
+    key     negative number derived from the content; equal for equal images only
     rows    (n,) int64 indices of its tokens in the prompt, ascending
-    inputs  arguments of the vision tower, e.g. pixel values and grid
+    inputs  small arguments of the vision tower, e.g. the grid
+    pixels  computes further arguments of the tower, which need more memory than the image
     """
 
     key: int
     rows: np.ndarray
     inputs: Mapping[str, Tensor]
+    pixels: Callable[[], Mapping[str, Tensor]]
 
-    @classmethod
-    def of_inputs(cls, rows: np.ndarray, inputs: Mapping[str, Tensor]) -> Self:
-        """Derive the key from the inputs."""
-        digest = hashlib.sha256()
-        for name in sorted(inputs):
-            tensor = inputs[name].contiguous()
-            digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-            digest.update(tensor.numpy().tobytes())
-        return cls(-1 - int.from_bytes(digest.digest()[:7]), rows, inputs)
+
+def image_key(size: Sequence[int], content: bytes) -> int:
+    """Return the key of an image from its size and pixels."""
+    digest = hashlib.sha256(repr(tuple(size)).encode() + content).digest()
+    return -1 - int.from_bytes(digest[:7])
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +110,6 @@ class ImageProcessor:
         self._processor = processor
         self._tower = tower
         self._max_pixels = max_pixels
-        # Gemma 3 marks the place of an image by another token than its rows.
-        self._place = processor.image_token
 
     @classmethod
     def load(
@@ -124,13 +121,12 @@ class ImageProcessor:
         return cls(load_processor(path, tokenizer, tower.family), tower, max_pixels)
 
     def encode(self, text: str, images: Sequence[Image]) -> ImagePrompt:
-        """Encode a text with a placeholder per image. Raises PromptError."""
-        fitting = [self._scaled(image) for image in images]
+        """Encode a text with a placeholder per image of `scaled`. Raises PromptError."""
         try:
-            ids = self._processor(text=[text], images=fitting)["input_ids"][0]
+            out = self._processor(text=[text], images=images)
         except Exception as error:  # processors raise any class
             raise _failed(error) from error
-        return self._prompt(list(ids), fitting)
+        return self._prompt(out)
 
     def encode_chat(
         self,
@@ -140,39 +136,46 @@ class ImageProcessor:
     ) -> ImagePrompt:
         """Encode a conversation; its parts {"type": "image"} correspond to the images, in order.
 
+        images   of `scaled`
         options  arguments of `apply_chat_template` and template variables
         Raises PromptError.
         """
-        fitting = [self._scaled(image) for image in images]
         template = options.get("chat_template") or self._processor.tokenizer.chat_template
         encoding = {
             "chat_template": template or self._processor.chat_template,
             "tokenize": True, "return_dict": True, "sanitize_control_tokens": True,
-            "processor_kwargs": {"images": fitting},
+            "processor_kwargs": {"images": images},
         }  # fmt: skip
         turns = [dict(message) for message in messages]
         try:
             out = self._processor.apply_chat_template(turns, **{**options, **encoding})
         except Exception as error:  # templates and processors raise any class
             raise _failed(error) from error
-        return self._prompt(list(out["input_ids"][0]), fitting)
+        return self._prompt(out)
 
-    def _prompt(self, ids: list[int], images: Sequence[Image]) -> ImagePrompt:
+    def _prompt(self, out: Mapping[str, Any]) -> ImagePrompt:
         """Divide the placeholders of a prompt between its images."""
+        ids = list(out["input_ids"][0])
         rows = np.flatnonzero(np.array(ids) == self._tower.token_id)
+        place = self._processor.tokenizer.convert_ids_to_tokens(self._tower.token_id)
         parts = []
         first = 0
-        for image in images:
-            out = self._processor(text=[self._place], images=[image], return_tensors="pt")
-            n = int((out["input_ids"] == self._tower.token_id).sum())
-            inputs = {name: out[name] for name in self._tower.inputs if name in out}
-            parts.append(PromptImage.of_inputs(rows[first : first + n], inputs))
-            first += n
+        for processed in out["processed_images"]:
+            stop = first + processed.text.count(place)
+            parts.append(self._image(rows[first:stop], processed))
+            first = stop
         assert first == len(rows), "an image has as many tokens alone as in its prompt"
         return self._tower.prompt(ids, tuple(parts))
 
-    def _scaled(self, image: Image) -> Image:
-        """Scale an image down to the largest permitted number of pixels; convert it to RGB.
+    def _image(self, rows: np.ndarray, processed: ProcessedImage) -> PromptImage:
+        key = image_key(processed.image.size, processed.image.tobytes())
+        small = {
+            name: value for name, value in processed.small.items() if name in self._tower.inputs
+        }
+        return PromptImage(key, rows, small, processed.pixels)
+
+    def scaled(self, image: Image) -> Image:
+        """Scale an image down to the largest permitted number of pixels.
 
         Raises PromptError for a strip.
         """
@@ -183,7 +186,7 @@ class ImageProcessor:
         scale = math.sqrt(self._max_pixels / (image.width * image.height))
         if scale < 1:
             image = image.resize((int(image.width * scale) or 1, int(image.height * scale) or 1))
-        return image.convert("RGB")
+        return image
 
 
 def _failed(error: Exception) -> PromptError:

@@ -22,20 +22,18 @@ class ImageFetcher:
     the name server has no effect. Proxies of the environment are ignored: they resolve names.
 
     max_nbytes  size of an image
-    timeout_s   time for an image, redirects included
     """
 
     max_nbytes: int
-    timeout_s: float = 20.0
 
-    def __call__(self, url: str) -> bytes:
-        """Read an image. Raises PromptError if that fails."""
-        return asyncio.run(self._read(url))
+    def __call__(self, url: str, timeout_s: float) -> bytes:
+        """Read an image within a time, redirects included. Raises PromptError if that fails."""
+        return asyncio.run(self._read(url, timeout_s))
 
-    async def _read(self, url: str) -> bytes:
+    async def _read(self, url: str, timeout_s: float) -> bytes:
         try:
             async with (
-                asyncio.timeout(self.timeout_s),
+                asyncio.timeout(timeout_s),
                 httpx2.AsyncClient(trust_env=False, headers=_HEADERS) as client,
             ):
                 target = httpx2.URL(url)
@@ -45,7 +43,7 @@ class ImageFetcher:
                         return answer
                     target = answer
         except TimeoutError as error:
-            raise PromptError(f"{url[:200]}: no image within {self.timeout_s:.0f} s") from error
+            raise PromptError(f"{url[:200]}: no image within {timeout_s:.1f} s") from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise PromptError(f"{url[:200]} cannot be read", have=str(error)[:200]) from error
         raise PromptError(f"{url[:200]}: more than {_MAX_REDIRECTS} redirects")

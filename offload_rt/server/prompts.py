@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from offload_rt.errors import PromptError, SettingsError
+from offload_rt.errors import SettingsError
 from offload_rt.llm import LLM, token_ids
 from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.server.bodies import Json
@@ -19,7 +19,7 @@ from offload_rt.text.images import Fetch, has_images
 GenerationRequest = CompletionRequest | ChatRequest
 Prompt = list[int] | ImagePrompt
 _T = TypeVar("_T")
-# Each decodes the images of one request, up to 300 MB.
+# Each decodes an image at a time, up to 300 MB with a copy.
 _IMAGE_THREADS = 2
 
 
@@ -27,12 +27,10 @@ _IMAGE_THREADS = 2
 class PromptEncoder:
     """Converts requests to prompts of a model.
 
-    name   name of the model for clients
     fetch  reads images behind http URLs; None: refuse them
     """
 
     llm: LLM
-    name: str
     fetch: Fetch | None
     _image_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_IMAGE_THREADS, "images")
@@ -110,10 +108,6 @@ class PromptEncoder:
         turns = request.turns()
         if "developer" not in template:
             turns = [_as_system(turn) for turn in turns]
-        if has_images(turns) and not self.llm.supports_images:
-            have = f"{self.name!r}, which reads text only"
-            change = "leave the images out"
-            raise PromptError("images in messages", need="a vision model", have=have, change=change)
         return self.llm.encode_messages(turns, options, self.fetch, reads_files=False)
 
 

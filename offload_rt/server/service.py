@@ -95,7 +95,7 @@ class Service:
     prompts: PromptEncoder = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompts = PromptEncoder(self.llm, self.name, self.limits.fetch)
+        self.prompts = PromptEncoder(self.llm, self.limits.fetch)
 
     async def read(self, http: Request, kind: type[_Body]) -> _Body:
         """Read and validate a body in a worker thread, one body at a time.

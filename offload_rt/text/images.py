@@ -5,6 +5,7 @@ import binascii
 import io
 import re
 import reprlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -27,7 +28,8 @@ _MAX_JPEG_SCANS = 100
 # Pillow holds the interpreter lock while it copies decoded WebP: 66 ms for 20 million pixels.
 _MAX_WEBP_PIXELS = 16_000_000
 
-Fetch = Callable[[str], bytes]
+# Reads a URL within a number of seconds.
+Fetch = Callable[[str, float], bytes]
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,15 @@ class ImageLimits:
     n_images      number of images
     nbytes        size of an encoded image
     n_pixels      pixels of an image
-    total_pixels  pixels of all images; 100 million take 300 MB
+    total_pixels  pixels of all images, before they are scaled down
+    fetch_s       seconds to read all images behind http URLs
     """
 
     n_images: int = 32
     nbytes: int = 20 << 20
     n_pixels: int = 50_000_000
     total_pixels: int = 100_000_000
+    fetch_s: float = 20.0
 
 
 DEFAULT_LIMITS = ImageLimits()
@@ -61,18 +65,20 @@ def has_images(messages: Sequence[Message]) -> bool:
 
 def extract_images(
     messages: Sequence[Message],
-    limits: ImageLimits = DEFAULT_LIMITS,
+    fit: "Callable[[Image], Image]",
     fetch: Fetch | None = None,
+    limits: ImageLimits = DEFAULT_LIMITS,
     reads_files: bool = False,
 ) -> "tuple[list[Message], list[Image]]":
     """Decode the images of a conversation, in order.
 
-    fetch        reads http URLs; None refuses them
+    fit          scales an image down, before the next image is decoded
+    fetch        reads http URLs within seconds; None refuses them
     reads_files  whether parts may contain paths and images of Pillow; never for requests of clients
     Returns the messages with {"type": "image"} for each image, and the images.
     Raises PromptError for unusable images, for video and audio.
     """
-    reader = _Reader(limits, fetch, reads_files)
+    reader = _Reader(limits, fit, fetch, reads_files)
     return [reader.convert(message) for message in messages], reader.images
 
 
@@ -81,10 +87,12 @@ class _Reader:
     """Decodes the images of one conversation."""
 
     limits: ImageLimits
+    fit: "Callable[[Image], Image]"
     fetch: Fetch | None
     reads_files: bool
     images: "list[Image]" = field(default_factory=list)
     n_pixels: int = 0
+    fetch_s: float = 0.0
 
     def convert(self, message: Message) -> Message:
         """Replace the images of a message."""
@@ -108,12 +116,12 @@ class _Reader:
             if self.n_pixels > self.limits.total_pixels:
                 need = f"at most {self.limits.total_pixels} in all images"
                 raise PromptError("too many pixels", need=need, change="send smaller images")
+            self.images.append(self.fit(image))
         except PromptError as error:
             problem = f"image {n}: {error.problem}"
             raise PromptError(
                 problem, need=error.need, have=error.have, change=error.change
             ) from error
-        self.images.append(image)
         return {"type": "image"}
 
     def _image(self, part: Mapping[str, Any]) -> "Image":
@@ -129,7 +137,9 @@ class _Reader:
             if self.fetch is None:
                 change = "send it as a data URL, or start the server with --allow-image-urls"
                 raise PromptError("an http URL", need="a data URL", change=change)
-            content = self.fetch(source)
+            started = time.monotonic()
+            content = self.fetch(source, self.limits.fetch_s - self.fetch_s)
+            self.fetch_s += time.monotonic() - started
         elif self.reads_files and isinstance(source, str | PathLike):
             content = read_image(Path(source), self.limits.nbytes)
         else:

@@ -1,10 +1,15 @@
 """Vision-language models: texts equal transformers' `generate`, for all ways to run them."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from quantize import Choice, quantized
+from quantize import config_of as quantization_config
+from safetensors.torch import load_file, save_file
+from support.fake_gpu import fake_gpu
 from support.heads import PUBLISHED, write_published
 from support.images import (
     IMAGE_ID,
@@ -14,13 +19,14 @@ from support.images import (
     image_model,
     image_prompt,
 )
-from support.tiny import ATOL, generate, prompt_of, runner_of
+from support.tiny import ATOL, generate, keep_steady, prompt_of, runner_of
 
 from bench.models.tiny import open_streamed
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.executor.step import Step
 from offload_rt.models.image_tower import FAMILIES, ImageTower
+from offload_rt.ops.noise import exponentials
 from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
@@ -105,7 +111,7 @@ def test_drafters_and_placeholders_of_texts(model_of, tmp_path, drafter):
 
 
 def test_features_are_computed_once_and_kept(model_of, monkeypatch):
-    """Also if the prefix cache has been released."""
+    """Also if the prefix cache has been released, until other images need the memory."""
     model, folder = model_of("llava")
     calls = []
     features = ImageTower.features
@@ -118,6 +124,11 @@ def test_features_are_computed_once_and_kept(model_of, monkeypatch):
         llm.engine.reset_prefix_cache()
         assert say(llm, [prompt]) == first
         assert calls == [1]
+        runner_of(llm).images._max_rows = len(prompt.images[0].rows)
+        say(llm, [image_prompt(model, tower, [4, image_inputs("llava", 2), 3])])
+        llm.engine.reset_prefix_cache()
+        assert say(llm, [prompt]) == first
+        assert calls == [1] * 3
 
 
 def test_small_budget_leaves_the_tower_out(model_of):
@@ -153,3 +164,92 @@ def test_prompt_beside_an_answer_is_not_cut_inside_an_image(model_of):
     logprobs = image_logits(model, prompt).log_softmax(-1)
     expected = logprobs[:-1].gather(1, torch.tensor(prompt.ids[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(given), expected, atol=ATOL, rtol=0)
+
+
+def test_sampled_text_follows_the_noise_of_the_seed(model_of):
+    """Rule `coupled` draws argmax(probability / noise) of transformers' distribution."""
+    model, folder = model_of("qwen3_vl")
+    params = SamplingParams(max_tokens=8, seed=6, temperature=1.0)
+    settings = {"drafter": "adaptive_tree", "rule": "coupled", "draft_model": str(folder)}
+    with open_streamed(folder, **settings) as llm:
+        tower = llm.spec.target.checkpoint.spec.images
+        prompt = image_prompt(model, tower, [4, image_inputs("qwen3_vl", 1), 3])
+        (output,) = llm.generate([prompt], params)
+    ids = prompt.ids + output.token_ids
+    rows = image_logits(model, replace(prompt, ids=ids)).softmax(-1)
+    n = len(prompt)
+    noise = exponentials(6, n, 8, rows.shape[1], torch.device("cpu"))
+    assert output.token_ids == (rows[n - 1 : -1] / noise).argmax(-1).tolist()
+
+
+def test_images_of_preempted_and_aborted_sequences(model_of, monkeypatch):
+    model, folder = model_of("qwen2_vl")
+    with open_streamed(folder, drafter="none", max_num_seqs=2) as llm:
+        tower = llm.spec.target.checkpoint.spec.images
+        prompts = [
+            image_prompt(model, tower, [4, image_inputs("qwen2_vl", seed), 3]) for seed in (1, 2)
+        ]
+        aborted = llm.stream(prompts[1], GREEDY)
+        next(aborted)
+        aborted.close()
+        forward = runner_of(llm).forward
+        n_steps = []
+
+        def alone(steps):
+            n_steps.append(len(steps))
+            if len(n_steps) > 2 and len(steps) > 1:
+                raise torch.OutOfMemoryError("no room for two")
+            return forward(steps)
+
+        monkeypatch.setattr(runner_of(llm), "forward", alone)
+        assert say(llm, prompts) == [generate_images(model, prompt, 10) for prompt in prompts]
+        assert n_steps.count(2) > 2
+
+
+def test_images_on_a_pretended_gpu(model_of, monkeypatch):
+    model, folder = model_of("llava")
+    keep_steady(monkeypatch)
+    with fake_gpu(monkeypatch), LLM(str(folder), device="cuda", drafter="none") as llm:
+        tower = llm.spec.target.checkpoint.spec.images
+        prompt = image_prompt(model, tower, [4, image_inputs("llava", 1), 3])
+        (output,) = llm.generate([prompt], replace(GREEDY, max_tokens=2))
+    assert output.token_ids == generate_images(model, prompt, 2)
+
+
+def rewritten(folder, target, tensors, more):
+    """Copy a checkpoint with other tensors and further entries of its config."""
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | more
+    (target / "config.json").write_text(json.dumps(config))
+    (target / "preprocessor_config.json").write_text("{}")
+    return target
+
+
+def test_quantised_weights_and_prediction_layer_behind_images(model_of, tmp_path):
+    """Matrices of 4 bits, drafter `mtp`; the tower is stored as it is."""
+    model, folder = model_of("qwen3_5")
+    tensors = load_file(folder / "model.safetensors")
+    prefix = "model.language_model."
+    choice = Choice("gptq", group_size=16)
+    text = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    stored, exact = quantized(text, choice)
+    assert stored.keys() - exact.keys()
+    tower = {name: tensor for name, tensor in tensors.items() if name not in text}
+    last = f"{prefix}layers.3."
+    layer = {
+        f"mtp.layers.0.{name.removeprefix(last)}": tensor.clone()
+        for name, tensor in text.items()
+        if name.startswith(last)
+    }
+    layer["mtp.norm.weight"] = tensors[f"{prefix}norm.weight"].clone()
+    layer["mtp.fc.weight"] = torch.eye(64).repeat(1, 2)
+    for name in ("embedding", "hidden"):
+        layer[f"mtp.pre_fc_norm_{name}.weight"] = torch.zeros(64)
+    more = {"quantization_config": quantization_config(choice)}
+    quantised = rewritten(folder, tmp_path / "quantised", stored | tower | layer, more)
+    plain = type(model).from_pretrained(rewritten(folder, tmp_path / "plain", exact | tower, {}))
+    with open_streamed(quantised, drafter="mtp") as llm:
+        tower = llm.spec.target.checkpoint.spec.images
+        prompt = image_prompt(model, tower, [4, image_inputs("qwen3_5", 1), 3])
+        assert say(llm, [prompt]) == [generate_images(plain, prompt, 10)]

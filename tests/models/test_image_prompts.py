@@ -1,6 +1,9 @@
 """Prompts with images: processors of transformers, their limits, and the forms of a request."""
 
+import base64
+import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,7 +82,9 @@ def save_processor(kind, folder):
     )  # fmt: skip
     fast.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": name, **options}))
-    return load_processor(folder, fast, kind)
+    processor = load_processor(folder, fast, kind)
+    processor.__class__ = type(processor).__base__  # transformers' class
+    return processor
 
 
 @pytest.mark.parametrize("kind", _PROCESSORS)
@@ -108,11 +113,12 @@ def test_chat_with_images_equals_transformers(saved, kind):
 def test_large_images_are_scaled_down(saved):
     _, _, folder = saved("qwen2_vl")
     with open_streamed(folder, max_image_pixels=32 * 32) as llm:
-        prompt = llm.images.encode("<|image_pad|>", [picture(1, (128, 128))])
-        assert len(prompt) == (32 // 16) ** 2
+        image = llm.images.scaled(picture(1, (128, 128)))
+        assert image.size == (32, 32)
+        assert len(llm.images.encode("<|image_pad|>", [image])) == (32 // 16) ** 2
         # Scaling the shorter side up would need a thousand times the memory of the strip.
         with pytest.raises(PromptError, match="factor of at most 200, has 1 x 201 pixels"):
-            llm.images.encode("<|image_pad|>", [Image.new("RGB", (1, 201))])
+            llm.images.scaled(Image.new("RGB", (1, 201)))
 
 
 def test_placeholders_in_a_text_are_no_images(saved):
@@ -137,3 +143,31 @@ def test_without_pixels_the_tower_is_not_loaded(saved):
             llm.chat(
                 [{"role": "user", "content": [{"type": "image", "image": picture(1)}]}], GREEDY
             )
+
+
+def resident(name):
+    """Bytes of the process by /proc: VmRSS, or VmHWM for the peak."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{name}:")[2].split()[0]) << 10
+
+
+def test_peak_memory_does_not_grow_with_the_number_of_images(saved):
+    """Each image is scaled down before the next is decoded; a prompt holds no patches."""
+    _, _, folder = saved("qwen2_vl")
+    n_images = 8
+    buffer = io.BytesIO()
+    Image.linear_gradient("L").resize((2000, 2000)).convert("RGB").save(buffer, "JPEG")
+    url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    parts = [{"type": "image_url", "image_url": url}] * n_images
+    n_pixels = 500 * 500
+    with open_streamed(folder, max_image_pixels=n_pixels) as llm:
+        processor = llm.images._processor.image_processor
+        processor.size = {"shortest_edge": 256, "longest_edge": n_pixels}
+        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
+        before = resident("VmRSS")
+        prompt = llm.encode_messages([{"role": "user", "content": parts}], {})
+        growth = resident("VmHWM") - before
+    assert len(prompt.images) == n_images and len(prompt.images[0].rows) > 900
+    assert all(set(image.inputs) == {"image_grid_thw"} for image in prompt.images)
+    # All decoded images need 96 MB.
+    assert growth < 85_000_000

@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,7 +15,7 @@ from offload_rt.server import image_urls
 from offload_rt.server.image_urls import ImageFetcher, is_public
 
 CONTENT = bytes(range(256))
-FETCH = ImageFetcher(1000)
+FETCH = partial(ImageFetcher(1000), timeout_s=20.0)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -130,14 +131,25 @@ def test_other_answers_are_refused(site, url, message):
     assert not [host for host in hosts if not host.startswith("site.example")]
 
 
+@pytest.mark.parametrize(
+    "host",
+    ["2130706433", "0x7f000001", "0177.0.0.1", "127.1", "[::1]", "[::ffff:7f00:1]", "localhost"],
+)
+def test_notations_of_private_addresses_are_refused(host):
+    with pytest.raises(PromptError, match=r"is no public address|cannot be (read|resolved)"):
+        FETCH(f"http://{host}:1/image")
+
+
 @pytest.mark.usefixtures("names")
 def test_slow_answer_ends_at_the_timeout(site):
-    with pytest.raises(PromptError, match="no image within 0 s"):
-        ImageFetcher(1000, 0.3)(f"http://site.example:{site.server_address[1]}/slow")
+    with pytest.raises(PromptError, match=r"no image within 0\.3 s"):
+        ImageFetcher(1000)(f"http://site.example:{site.server_address[1]}/slow", 0.3)
 
 
-@pytest.mark.usefixtures("names")
-def test_certificates_are_checked_for_the_name(monkeypatch):
+@pytest.mark.parametrize("address", ["127.0.0.1", "2606:2800:220:1:248:1893:25c8:1946"])
+def test_certificates_are_checked_for_the_name(names, monkeypatch, address):
+    names["site.example"] = [[address]]
+    monkeypatch.setattr(image_urls, "is_public", lambda _: True)
     requests = []
 
     async def answer(_: Any, request: httpx2.Request) -> httpx2.Response:
@@ -148,6 +160,7 @@ def test_certificates_are_checked_for_the_name(monkeypatch):
     monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", answer)
     assert FETCH("https://user@SITE.example:8443/a?b=c") == CONTENT
     (request,) = requests
-    assert str(request.url).endswith("127.0.0.1:8443/a?b=c")
+    assert (request.url.host, request.url.port) == (address, 8443)
+    assert request.url.raw_path == b"/a?b=c"
     assert request.headers["Host"] == "site.example:8443"
     assert request.extensions["sni_hostname"] == "site.example"

@@ -145,8 +145,8 @@ def test_models_of_text_refuse_images(served: Served) -> None:
         status, answer = served.post(f"/v1/{path}", chat_of(part))
         assert status == 400
         assert answer["error"]["message"] == (
-            "images in messages: needs a vision model, has 'demo', which reads text only;"
-            " leave the images out"
+            "images: needs a model with a vision tower,"
+            " has type llama, of which only the text model is supported; leave the images out"
         )
 
 
@@ -210,7 +210,7 @@ def test_long_prompts_with_images_exceed_the_context(served: Served) -> None:
 def test_urls_are_read_with_permission(
     served: Served, processor: ListingProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fetch(url: str) -> bytes:
+    def fetch(url: str, _: float) -> bytes:
         if "bad" in url:
             raise PromptError("bad.example answered with status 404")
         return base64.b64decode(DATA)

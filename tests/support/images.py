@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Gemma4VisionConfig, PreTrainedModel
 
 from bench.models.tiny import SIZES, _small, config_of, random_model
-from offload_rt.models.image_prompt import ImagePrompt, PromptImage
+from offload_rt.models.image_prompt import ImagePrompt, PromptImage, image_key
 from offload_rt.models.image_tower import ImageTower
 from support.tiny import prompt_of
 
@@ -89,7 +89,10 @@ def image_prompt(
                 else features.flatten(0, -2).shape[0]
             )
             rows = torch.arange(len(ids), len(ids) + n_rows).numpy()
-            images.append(PromptImage.of_inputs(rows, part))
+            key = image_key((len(rows),), part["pixel_values"].numpy().tobytes())
+            small = {name: value for name, value in part.items() if name != "pixel_values"}
+            pixels = {"pixel_values": part["pixel_values"]}
+            images.append(PromptImage(key, rows, small, lambda pixels=pixels: pixels))
             ids += [IMAGE_ID] * n_rows
     return tower.prompt(ids, tuple(images))
 
@@ -113,10 +116,8 @@ def _inputs(model: PreTrainedModel, prompt: ImagePrompt) -> dict[str, Tensor]:
     ids = torch.tensor([prompt.ids])
     kind = model.config.model_type
     dim = int(kind in ("idefics3", "smolvlm"))
-    names = prompt.images[0].inputs
-    inputs = {
-        name: torch.cat([image.inputs[name] for image in prompt.images], dim) for name in names
-    }
+    parts = [{**image.inputs, **image.pixels()} for image in prompt.images]
+    inputs = {name: torch.cat([part[name] for part in parts], dim) for name in parts[0]}
     if kind in _GRIDS | {"gemma3", "gemma4"}:
         name = "token_type_ids" if kind == "gemma3" else "mm_token_type_ids"
         inputs[name] = (ids == IMAGE_ID).int()

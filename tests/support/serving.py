@@ -198,6 +198,9 @@ class ListingProcessor(ImageProcessor):
         self.llm = llm
         self.calls: list[Any] = []
 
+    def scaled(self, image: Any) -> Any:
+        return image
+
     def encode_chat(self, messages: Any, images: Any, options: Any) -> ImagePrompt:
         self.calls.append((messages, images, options))
         n_rows = sum(image.width for image in images)

@@ -30,10 +30,14 @@ PNG = encoded(Image.fromarray(PIXELS))
 URL = url_of(PNG)
 
 
+def same(image: Image.Image) -> Image.Image:
+    return image
+
+
 def error_of(content: Any, **options: Any) -> str:
     """Sentence about a message with this content."""
     with pytest.raises(PromptError) as raised:
-        extract_images([{"role": "user", "content": content}], **options)
+        extract_images([{"role": "user", "content": content}], same, **options)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -123,7 +127,7 @@ def test_parts_of_all_apis_are_extracted_in_order():
         {"role": "user", "content": [*PARTS, text], "name": "n"},
         {"role": "user", "content": [text, url]},
     ]
-    found, extracted = extract_images(messages)
+    found, extracted = extract_images(messages, same)
     mark = {"type": "image"}
     assert found == [
         messages[0],
@@ -139,7 +143,7 @@ def test_files_and_images_belong_to_python_only(tmp_path):
     path.write_bytes(PNG)
     for source in (path, str(path), Image.fromarray(PIXELS)):
         message = {"role": "user", "content": [{"type": "image", "image": source}]}
-        (image,) = extract_images([message], reads_files=True)[1]
+        (image,) = extract_images([message], same, reads_files=True)[1]
         assert np.array_equal(np.asarray(image), PIXELS)
     for part in (
         {"type": "image", "image": str(path)},
@@ -180,16 +184,21 @@ def test_number_and_total_of_images_are_limited():
     assert "image 2: too many pixels: needs at most 107" in error_of(PARTS[:2], limits=limits)
 
 
-def test_urls_are_fetched_and_files_become_data_urls():
+def test_urls_are_fetched_and_files_become_data_urls(monkeypatch):
     asked = []
+    clock = [5.0]
+    monkeypatch.setattr(images.time, "monotonic", lambda: clock[0])
 
-    def fetch(url: str) -> bytes:
-        asked.append(url)
+    def fetch(url: str, timeout_s: float) -> bytes:
+        asked.append((url, timeout_s))
+        clock[0] += 3
         return PNG
 
     part = {"type": "image_url", "image_url": {"url": "HTTPS://a.example/x"}}
-    (image,) = extract_images([{"role": "user", "content": [part]}], fetch=fetch)[1]
-    assert image.size == (9, 6) and asked == ["HTTPS://a.example/x"]
+    found = extract_images([{"role": "user", "content": [part, part]}], same, fetch)[1]
+    assert [image.size for image in found] == [(9, 6)] * 2
+    # 20 seconds in total
+    assert asked == [("HTTPS://a.example/x", 20), ("HTTPS://a.example/x", 17)]
     assert encode_data_url(PNG) == URL
     with pytest.raises(PromptError, match="no readable image"):
         encode_data_url(b"x")
