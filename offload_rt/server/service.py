@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from offload_rt.config import SamplingParams
+from offload_rt.config import SamplingParams, StructuredOutputs
 from offload_rt.errors import CapacityError, DeviceError, OffloadError, SettingsError, UserError
 from offload_rt.llm import LLM, Piece, token_ids
 from offload_rt.sampling import Logprob
@@ -123,8 +123,7 @@ class Service:
         n_answers = request.n_prompts * params.n
         answer = Answer(request, n_answers, self.llm.tokenizer)
         writer = write(answer)
-        outputs = params.structured_outputs
-        n_characters = 0 if outputs is None else len(ascii(outputs))
+        n_characters = await asyncio.to_thread(_n_characters, params.structured_outputs)
         self._admit(n_answers, n_characters)
         deltas = self._deltas(answer, request, params, n_characters)
         if not request.stream:
@@ -323,6 +322,10 @@ class _EventStream(StreamingResponse):
             # Suspended generators would wait for the garbage collector.
             for generator in self._generators:
                 await generator.aclose()
+
+
+def _n_characters(outputs: StructuredOutputs | None) -> int:
+    return 0 if outputs is None else len(ascii(outputs))
 
 
 async def _exhaust(deltas: AsyncIterator[Delta]) -> None:
