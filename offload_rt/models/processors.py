@@ -85,7 +85,8 @@ def _image_by_image(made: Any) -> Any:
         ) -> tuple[dict[str, list[ProcessedImage]], list[str]]:
             kwargs["return_tensors"] = "pt"
             parts = []
-            for image in make_flat_list_of_images(images):
+            flat: Any = make_flat_list_of_images(images)
+            for image in flat:
                 process = partial(super()._process_images, [image], **kwargs)
                 outputs, (text,) = process()
                 small = {name: outputs[name] for name in outputs if not _has_pixels(name)}
