@@ -185,9 +185,9 @@ class LLM:
             self.spec = plan_engine(config, checkpoint, pick_drafter(config))
         target = self.spec.target
         self.images = None
-        if target.checkpoint.images is not None and self.tokenizer is not None:
+        if target.checkpoint.images and self.tokenizer is not None:
             tower = target.checkpoint.spec.images
-            assert tower is not None, "see Checkpoint.image_block"
+            assert tower is not None, "see Checkpoint.image_blocks"
             self.images = ImageProcessor.load(
                 directory, self.tokenizer, tower, config.max_image_pixels
             )

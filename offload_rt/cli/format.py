@@ -59,6 +59,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     table.add_column("size", justify="right")
     reserved = plan.reserved
     split = plan.split
+    tower = "slots of the vision tower" if reserved.streamed_images else "vision tower, resident"
     n_rows = cache_rows if split is None else split.n_on_device
     on_device = {
         "embedding, last norm, head": reserved.non_layer,
@@ -68,7 +69,7 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         "4-bit copies of the other layers": plan.copies_nbytes,
         "reserved for libraries": reserved.libraries,
         "CUDA graphs": reserved.graphs,
-        "vision tower and image features": reserved.images,
+        f"{tower}, image features": reserved.images,
         f"{plan.n_slots} slots": plan.n_slots * plan.slot_nbytes,
         "buffers of lossless weights": plan.link.buffer if plan.n_slots else 0,
     }
@@ -94,6 +95,10 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
                 tier,
                 format_size(plan.on(tier)),
             )
+    if reserved.streamed_images:
+        table.add_row(
+            "vision tower, streamed for each image", "disk", format_size(reserved.streamed_images)
+        )
     if plan.n_host_slots:
         table.add_row(
             f"{plan.n_host_slots} slots",

@@ -1,6 +1,6 @@
 """Specification of an engine: target, draft and ranks, with their memory plan."""
 
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -131,17 +131,22 @@ def _plan(
     checkpoint.format.is_batch_invariant = config.batch_invariant
     mirrors = Mirrors.from_setting(config.mirror, checkpoint.layers)
 
-    def plan_with(link: LinkFormat, images: BlockRecord | None) -> EngineSpec:
+    def plan_with(
+        link: LinkFormat, images: tuple[BlockRecord, ...] = (), streams: bool = False
+    ) -> EngineSpec:
         stored = replace(checkpoint, layers=link.layers or checkpoint.layers, images=images)
-        target = TargetSpec(stored, dtype, device, link, mirrors, config.max_image_pixels)
+        target = TargetSpec(stored, dtype, device, link, mirrors, config.max_image_pixels, streams)
         return _planned(config, DraftSpec(drafting, target), budget, ranks)
 
     def plan_for(link: LinkFormat) -> EngineSpec:
         has_images = config.max_image_pixels > 0 and ranks.ranks is None
-        images = checkpoint.image_block() if has_images else None
-        with suppress(CapacityError) if images is not None else nullcontext():
-            return plan_with(link, images)
-        spec = plan_with(link, None)
+        images = checkpoint.image_blocks() if has_images else ()
+        if not images:
+            return plan_with(link)
+        for streams in (False, True):
+            with suppress(CapacityError):
+                return plan_with(link, images, streams)
+        spec = plan_with(link)
         return replace(spec, notice="\n".join(filter(None, (spec.notice, _NO_ROOM))))
 
     link = choose_link(config, checkpoint, device)
@@ -158,7 +163,7 @@ def _planned(
 ) -> EngineSpec:
     """Plan memory for a given transfer format, and open the target's files."""
     target = draft.target
-    budget = target.budget_after_encoding(budget)
+    budget = target.with_buffers(budget)
 
     def fit_sizes(sizes: Sizes | None, config: EngineConfig) -> MemoryPlan:
         return plan_memory(config, draft.drafting, (target.sizes, sizes), target.dtype, budget)

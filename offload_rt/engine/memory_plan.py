@@ -67,6 +67,7 @@ class Sizes:
                       the shapes of the architecture
     rounding          format of weights quantised while they are loaded; "none" otherwise
     images            bytes of the vision tower, its activations and features; 0 without images
+    streamed_images   bytes of the vision tower that stay on disk
     head_share        stored bytes of the output matrix, relative to its bytes in `dtype`
     matrix            largest quantised matrix of the layers, for timing; None for plain weights
     """
@@ -83,6 +84,7 @@ class Sizes:
     divided: "Callable[[], Sizes | None] | None" = field(default=None, compare=False, repr=False)
     rounding: str = "none"
     images: int = 0
+    streamed_images: int = 0
     head_share: float = 1.0
     matrix: Matrix | None = field(default=None, compare=False, repr=False)
 
@@ -524,6 +526,7 @@ def reserved_memory(
         stand_in=draft.stand_in if draft else 0,
         experts=target.experts.least if target.experts else 0,
         images=target.images,
+        streamed_images=target.streamed_images,
     )
 
 

@@ -1,6 +1,6 @@
 """Specification of the target model: sizes for planning, opened files, loading."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -27,10 +27,17 @@ from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
-from offload_rt.system.trace import Trace
+from offload_rt.system.trace import IMAGES, Trace
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import PAGE, BlockRecord, PackedLayer, align_up
 from offload_rt.weights.lossless import EncodedImage, EncodedLayer, encode_layer
+
+# A block of the vision tower is read while the previous block is computed.
+_TOWER_SLOTS = 2
+_STREAMED_TOWER = (
+    "the vision tower is streamed from disk for each image: it does not fit; raise"
+    " --device-memory to keep it resident"
+)
 
 
 @dataclass(frozen=True)
@@ -53,16 +60,20 @@ class TargetFiles:
 
     disk     streamed layers
     experts  experts loaded on demand; None if experts are part of their layers
+    images   streamed blocks of the vision tower; None if they are resident
     """
 
     disk: DiskTier | SidecarTier
     experts: ExpertFiles | None = None
+    images: DiskTier | None = None
 
     def close(self) -> None:
         """Close the files."""
         self.disk.close()
         if self.experts is not None:
             self.experts.tier.close()
+        if self.images is not None:
+            self.images.close()
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,7 @@ class TargetSpec:
     link    transfer format of streamed layers
     mirrors  copies of the checkpoint on other disks
     image_pixels  pixels of the largest image
+    streams_images  the blocks of the vision tower are read from disk for each image
     """
 
     checkpoint: Checkpoint
@@ -81,6 +93,7 @@ class TargetSpec:
     link: LinkFormat
     mirrors: Mirrors = NO_MIRRORS
     image_pixels: int = 0
+    streams_images: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -90,31 +103,40 @@ class TargetSpec:
     @property
     def notices(self) -> tuple[str, ...]:
         """Notices about format, architecture and link; empty strings if there are none."""
-        return self.checkpoint.format.notice, self.checkpoint.spec.notice, self.link.notice
+        return (
+            self.checkpoint.format.notice,
+            self.checkpoint.spec.notice,
+            self.link.notice,
+            _STREAMED_TOWER if self.streams_images else "",
+        )
 
     @cached_property
     def sizes(self) -> Sizes:
         """Sizes with whole layers."""
-        with closing(DiskTier(self.checkpoint.layers)) as files:
-            layer_nbytes = _layer_nbytes(self.checkpoint, files, self.is_packed)
         sizes = Sizes.of_checkpoint(self.checkpoint, self.dtype)
         return replace(
             sizes,
-            layer_nbytes=layer_nbytes,
+            layer_nbytes=_block_nbytes(self.checkpoint.layers, self.is_packed),
             link=self.link.sizes,
             divided=self._sizes_by_expert,
             images=self._image_nbytes,
+            streamed_images=sum(self._tower_nbytes[1:]) if self.streams_images else 0,
         )
 
     @property
     def _image_nbytes(self) -> int:
         """Bytes of the vision tower, its activations, and the features of kept images."""
         tower = self.checkpoint.spec.images
-        if self.checkpoint.images is None or tower is None:
+        if not self.checkpoint.images or tower is None:
             return 0
-        return self.checkpoint.images.nbytes + tower.scratch_nbytes(
-            self.image_pixels, KEPT_IMAGES, self.dtype.itemsize
-        )
+        rest, *blocks = self._tower_nbytes
+        weights = rest + (_TOWER_SLOTS * max(blocks) if self.streams_images else sum(blocks))
+        return weights + tower.scratch_nbytes(self.image_pixels, KEPT_IMAGES, self.dtype.itemsize)
+
+    @cached_property
+    def _tower_nbytes(self) -> tuple[int, ...]:
+        """Bytes of the vision tower outside its blocks, then of each block."""
+        return _block_nbytes(self.checkpoint.images, self.is_packed)
 
     def _sizes_by_expert(self) -> Sizes | None:
         """Sizes with experts as separate blocks; None for indivisible files."""
@@ -123,19 +145,19 @@ class TargetSpec:
         if divided is None or mixture is None:
             return None
         rest, records = divided
-        with (
-            closing(DiskTier(records, packed=self.is_packed)) as experts,
-            closing(DiskTier(rest.layers)) as files,
-        ):
+        with closing(DiskTier(records, packed=self.is_packed)) as experts:
             nbytes = max(experts.layout(i).nbytes for i in range(len(records)))
-            layers = _layer_nbytes(rest, files, self.is_packed)
+        layers = _block_nbytes(rest.layers, self.is_packed)
         return replace(self.sizes, layer_nbytes=layers, experts=ExpertSizes(mixture, nbytes))
 
-    def budget_after_encoding(self, budget: MemoryBudget) -> MemoryBudget:
-        """Reserve host memory for the unencoded layer if layers are encoded during loading."""
-        if not self.link.encodes:
-            return budget
-        return replace(budget, buffers=budget.buffers + max(_packed_nbytes(self.checkpoint)))
+    def with_buffers(self, budget: MemoryBudget) -> MemoryBudget:
+        """Reserve host memory for layers encoded during loading, and for streamed images."""
+        buffers = budget.buffers
+        if self.link.encodes:  # an unencoded layer
+            buffers += max(map(_packed_nbytes, self.checkpoint.layers))
+        if self.streams_images and budget.has_card:
+            buffers += _TOWER_SLOTS * max(self._tower_nbytes[1:])
+        return replace(budget, buffers=buffers)
 
     def check_placement(self, plan: Plan) -> None:
         """Raise CapacityError if layers on disk would have to be encoded during loading."""
@@ -154,15 +176,21 @@ class TargetSpec:
         """Open the files of a placement. Measures the disk's best read settings once."""
         layers = self.checkpoint.layers
         settings = profile.read_settings(layers) if reads_disk else ReadSettings()
+        images = (
+            DiskTier(self.checkpoint.images[1:], settings, mirrors=self.mirrors)
+            if self.streams_images
+            else None
+        )
         if plan.experts is not None and (divided := self.checkpoint.by_expert()) is not None:
             rest, records = divided
             tier = DiskTier(records, settings, self.device.type == "cuda", self.mirrors)
             disk = DiskTier(rest.layers, settings, mirrors=self.mirrors)
-            return TargetFiles(disk, ExpertFiles(rest, records, tier))
+            return TargetFiles(disk, ExpertFiles(rest, records, tier), images)
         if self.link.sidecar:
             decodes = self.device.type == "cpu"
-            return TargetFiles(SidecarTier(self.link.sidecar, settings, decodes, self.mirrors))
-        return TargetFiles(DiskTier(layers, settings, mirrors=self.mirrors))
+            sidecar = SidecarTier(self.link.sidecar, settings, decodes, self.mirrors)
+            return TargetFiles(sidecar, images=images)
+        return TargetFiles(DiskTier(layers, settings, mirrors=self.mirrors), images=images)
 
     def layers(self, files: TargetFiles) -> Checkpoint:
         """Return the checkpoint without experts that are separate blocks."""
@@ -184,8 +212,9 @@ class TargetSpec:
 
     def _tiers(self, plan: Plan) -> tuple[str, ...]:
         """Return the tier of each block of the checkpoint."""
-        n_more = len(self.checkpoint.blocks) - len(plan.tiers)
-        return (*plan.tiers, *["device"] * n_more)
+        n_streamed = len(self.checkpoint.images[1:]) if self.streams_images else 0
+        n_resident = len(self.checkpoint.blocks) - len(plan.tiers) - n_streamed
+        return (*plan.tiers, *["device"] * n_resident, *["disk"] * n_streamed)
 
     def load(
         self, loader: Loader, plan: Plan, files: TargetFiles, stored: DiskTier
@@ -243,12 +272,8 @@ class TargetSpec:
         checkpoint = self.layers(files)
         runner = loader.runner(checkpoint.spec, checkpoint.format, self.dtype.torch, sources, trace)
         n_layers = checkpoint.spec.n_layers
-        tower = checkpoint.spec.images
-        if checkpoint.images is not None and tower is not None:
-            image = sources.resident.image(n_layers + 1)
-            view = checkpoint.format.view(image.layout, image.block, self.dtype.torch)
-            n_kept = KEPT_IMAGES * tower.most_tokens(self.image_pixels)
-            runner.images = ImageEncoder(tower, view, self.device, n_kept, trace)
+        if checkpoint.images:
+            runner.images = self._image_encoder(loader, runner, files, sources.resident)
         if plan.split is not None:
             if isinstance(runner.streamer, CudaStreamer):
                 runner.offloaded_rows = HostRows(plan.split, n_layers, runner.streamer, loader.cpus)
@@ -261,23 +286,43 @@ class TargetSpec:
             )
         return runner
 
+    def _image_encoder(
+        self, loader: Loader, runner: Runner, files: TargetFiles, resident: MemoryTier
+    ) -> ImageEncoder:
+        tower = self.checkpoint.spec.images
+        assert tower is not None, "see Checkpoint.image_blocks"
+        first = len(self.checkpoint.layers) + 1
+        blocks = loader.new_tier()
+        n_blocks = len(self.checkpoint.images) - 1
+        for i in range(n_blocks if files.images is None else 0):
+            blocks.put(i, resident.image(first + 1 + i))
+        tiers = (files.images,) * n_blocks
+        sources = LayerSources(blocks, tiers, _TOWER_SLOTS, _TOWER_SLOTS, loader.cpus)
+        view = partial(runner.format.view, dtype=runner.dtype)
+        rest = resident.image(first)
+        n_kept = KEPT_IMAGES * tower.most_tokens(self.image_pixels)
+        streamer = runner.streamer.share_link(sources, IMAGES)
+        weights = view(rest.layout, rest.block)
+        return ImageEncoder(tower, weights, streamer, view, self.device, n_kept, runner.trace)
+
 
 def compute_dtype(name: str, checkpoint: Checkpoint) -> DType:
     """Return the dtype of a setting; auto selects the dtype of the checkpoint."""
     return DTYPES[(checkpoint.spec.dtype_name or checkpoint.dtype) if name == "auto" else name]
 
 
-def _layer_nbytes(checkpoint: Checkpoint, files: DiskTier, is_packed: bool) -> tuple[int, ...]:
-    """Return the bytes of each layer's block as stored, or the maximum of stored and packed.
+def _block_nbytes(blocks: Sequence[BlockRecord], is_packed: bool) -> tuple[int, ...]:
+    """Return the bytes of each block as stored, or the maximum of stored and packed.
 
-    Host slots always hold stored layers.
+    Host slots always hold stored blocks.
     """
-    stored = [files.layout(i).nbytes for i in range(checkpoint.spec.n_layers)]
-    return tuple(map(max, stored, _packed_nbytes(checkpoint))) if is_packed else tuple(stored)
+    with closing(DiskTier(blocks)) as files:
+        stored = [files.layout(i).nbytes for i in range(len(blocks))]
+    return tuple(map(max, stored, map(_packed_nbytes, blocks))) if is_packed else tuple(stored)
 
 
-def _packed_nbytes(checkpoint: Checkpoint) -> list[int]:
-    return [align_up(layer.layout.nbytes, PAGE) for layer in checkpoint.layers]
+def _packed_nbytes(block: BlockRecord) -> int:
+    return align_up(block.layout.nbytes, PAGE)
 
 
 def _encode(loader: Loader, stored: DiskTier, i: int, planned: int) -> PackedLayer:

@@ -1,16 +1,20 @@
 """Image features of a pass, computed by the vision tower and kept for later rows."""
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.models.architecture import LayerWeights
 from offload_rt.models.image_prompt import PromptImage
 from offload_rt.models.image_tower import ImageFeatures, ImageTower
+from offload_rt.offload.streamer import Streamer
 from offload_rt.system.trace import COMPUTE, Trace
+from offload_rt.weights.layout import Layout
 
 # Features of this number of largest images are kept.
 KEPT_IMAGES = 2
@@ -30,6 +34,9 @@ class ImageRows(NamedTuple):
 class ImageEncoder:
     """Compute the features of images, and keep the most recent features.
 
+    weights   of the tower outside its blocks
+    blocks    streamer of the tower's blocks
+    view      returns the weights of a block
     max_rows  image tokens to keep; an image in use may exceed them
     """
 
@@ -37,27 +44,32 @@ class ImageEncoder:
         self,
         tower: ImageTower,
         weights: LayerWeights,
+        blocks: Streamer,
+        view: Callable[[Layout, Tensor], LayerWeights],
         device: torch.device,
         max_rows: int,
         trace: Trace,
     ) -> None:
         self.tower = tower
         self._weights = weights
+        self._blocks = blocks
+        self._view = view
         self._device = device
         self._max_rows = max_rows
         self._trace = trace
         self._kept: OrderedDict[int, ImageFeatures] = OrderedDict()
 
     def features(self, image: PromptImage) -> ImageFeatures:
-        """Return the features of an image."""
+        """Return the features of an image. Raises LinkError if a block fails to arrive."""
         features = self._kept.get(image.key)
         if features is None:
             inputs = {**image.inputs, **image.pixels()}
             tensors = ops.to_device(list(inputs.values()), self._device)
-            with self._trace.span(COMPUTE, "image"):
-                features = self.tower.features(
-                    self._weights, dict(zip(inputs, tensors, strict=True))
-                )
+            inputs = dict(zip(inputs, tensors, strict=True))
+            with self._trace.span(COMPUTE, "image"), closing(self._blocks.sweep()) as sweep:
+                blocks = (self._view(block.layout, block.data) for block in sweep)
+                features = self.tower.features(self._weights, blocks, inputs)
+                deque(blocks, maxlen=0)  # release the last block
             assert len(features.rows) == len(image.rows), "a row per image token"
         self._kept[image.key] = features
         self._kept.move_to_end(image.key)
@@ -67,6 +79,10 @@ class ImageEncoder:
         ):
             self._kept.popitem(last=False)
         return features
+
+    def close(self) -> None:
+        """Stop all transfers."""
+        self._blocks.close()
 
     def rows(self, parts: Sequence[ImageRows], non_layer: LayerWeights) -> ImageFeatures:
         """Return the features of the image tokens of a chunk, in order."""

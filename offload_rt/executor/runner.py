@@ -178,6 +178,8 @@ class Runner:
             self.offloaded_rows.close()
         if self.experts is not None:
             self.experts.close()
+        if self.images is not None:
+            self.images.close()
         self.streamer.close()
 
     @property

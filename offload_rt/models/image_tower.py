@@ -1,8 +1,9 @@
 """Vision tower of a transformers model: image features, embeddings of rows, positions."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,6 +52,18 @@ class ImageFeatures(NamedTuple):
         return cls(torch.cat([part.rows for part in parts]), tuple(map(torch.cat, deep)))
 
 
+@dataclass
+class TowerPart:
+    """Weights of a block of the tower, or the weights outside its blocks.
+
+    tensors  names and shapes
+    tables   parameters of modules to bind: table, key, name, and a dtype unlike the model's
+    """
+
+    tensors: list[TensorShape] = field(default_factory=list)
+    tables: list[tuple[dict[str, Any], str, str, torch.dtype | None]] = field(default_factory=list)
+
+
 class ImageTower:
     """Modules of a model that map pixels to embeddings.
 
@@ -58,7 +71,7 @@ class ImageTower:
     token_id  placeholder of image tokens
     inputs    names of the processor's outputs that the tower reads
     is_causal_without_window  only layers with a window let the tokens of an image see each other
-    tensors   names and shapes of its weights
+    parts     weights outside the blocks, then the weights of each block, in order of use
     """
 
     def __init__(self, model: "TracedModel", family: str) -> None:
@@ -74,17 +87,30 @@ class ImageTower:
         )
         self._features = self._base.get_image_features
         self.inputs = tuple(inspect.signature(inspect.unwrap(self._features)).parameters)
-        self._tables: list[tuple[dict[str, Any], str, str, torch.dtype | None]] = []
-        self.tensors: list[TensorShape] = []
-        self._weights: LayerWeights
+        self._weights: LayerWeights | None = None
+        self._blocks: Iterator[LayerWeights] = iter(())
         self._is_list = True
         self._n_deep = 0
         text = {id(module) for module in model.decoder.modules()}
-        for name, module in self._base.named_modules():
-            if id(module) not in text and "audio" not in name:
-                self._bind(f"{model.model.base_model_prefix}.{name}".rstrip("."), module)
+        modules = {
+            f"{model.model.base_model_prefix}.{name}".rstrip("."): module
+            for name, module in self._base.named_modules()
+            if id(module) not in text and "audio" not in name
+        }
+        lists = [module for module in modules.values() if isinstance(module, nn.ModuleList)]
+        blocks = max(lists, key=len, default=nn.ModuleList())
+        self.parts = [TowerPart() for _ in range(1 + len(blocks))]
+        owners = {
+            id(module): part
+            for part, block in zip(self.parts[1:], blocks, strict=True)
+            for module in block.modules()
+        }
+        for name, module in modules.items():
+            self._bind(name, module, owners.get(id(module), self.parts[0]))
+        for part, block in zip(self.parts[1:], blocks, strict=True):
+            block.forward = partial(self._block, part, block.forward)
 
-    def _bind(self, name: str, module: nn.Module) -> None:
+    def _bind(self, name: str, module: nn.Module, part: TowerPart) -> None:
         """List the weights of a module; redirect linear modules."""
         if isinstance(module, PreTrainedModel) and module is not self._base:
             supports = "sdpa" if module._supports_sdpa else "eager"
@@ -92,36 +118,54 @@ class ImageTower:
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
                 if tensor is not None and key not in module._non_persistent_buffers_set:
-                    self.tensors.append(TensorShape(f"{name}.{key}", tuple(tensor.shape)))
+                    part.tensors.append(TensorShape(f"{name}.{key}", tuple(tensor.shape)))
                     dtype = None if tensor.dtype == self._model.model.dtype else tensor.dtype
                     if type(module) is not nn.Linear:
-                        self._tables.append((table, key, f"{name}.{key}", dtype))
+                        part.tables.append((table, key, f"{name}.{key}", dtype))
         if type(module) is nn.Linear:
             module.forward = partial(self._linear, name)  # type: ignore[method-assign]
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
+        assert self._weights is not None, "see _bound"
         return self._weights.linear(x, name)
 
+    def _block(
+        self, part: TowerPart, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Forward of a block with the next weights."""
+        with self._bound(part, next(self._blocks)):
+            return forward(*args, **kwargs)
+
     @contextmanager
-    def _given(self, weights: LayerWeights) -> Iterator[None]:
-        """Bind the weights; unbind on exit."""
+    def _bound(self, part: TowerPart, weights: LayerWeights) -> Iterator[None]:
+        """Bind the weights of a part; unbind on exit."""
+        outer = self._weights
         self._weights = weights
-        for table, key, name, dtype in self._tables:
-            table[key] = weights.tensor(name, dtype)
         try:
+            for table, key, name, dtype in part.tables:
+                table[key] = weights.tensor(name, dtype)
             yield
         finally:
-            for table, key, *_ in self._tables:
+            self._weights = outer
+            for table, key, *_ in part.tables:
                 table[key] = None
 
-    def features(self, weights: LayerWeights, inputs: Mapping[str, Tensor]) -> ImageFeatures:
-        """Compute the features of an image; inputs on the device."""
+    def features(
+        self, weights: LayerWeights, blocks: Iterator[LayerWeights], inputs: Mapping[str, Tensor]
+    ) -> ImageFeatures:
+        """Compute the features of an image.
+
+        weights  outside the blocks
+        blocks   weights of each block, in order; weights expire at the next step
+        inputs   on the device
+        """
+        self._blocks = blocks
         cast = {
             name: value.to(weights.dtype) if value.is_floating_point() else value
             for name, value in inputs.items()
         }
         self._model.move_to(inputs["pixel_values"].device)
-        with self._given(weights):
+        with self._bound(self.parts[0], weights):
             out = self._features(**cast, return_dict=True)
         rows = out.pooler_output
         self._is_list = not isinstance(rows, Tensor)
@@ -164,8 +208,8 @@ class ImageTower:
 
     def scratch_nbytes(self, n_pixels: int, n_kept: int, itemsize: int) -> int:
         """Return the bytes of activations for an image, and of the features of `n_kept` images."""
-        matrices = [tensor.shape for tensor in self.tensors if len(tensor.shape) == 2]
-        widest = max(sum(shape) for shape in matrices)
+        shapes = (tensor.shape for part in self.parts for tensor in part.tensors)
+        widest = max(sum(shape) for shape in shapes if len(shape) == 2)
         # Of a layer: its input, norm, queries, keys, values and outputs, or two wide products.
         n_activations = self._most_patches(n_pixels) * 4 * widest
         width: int = self._model.text.hidden_size

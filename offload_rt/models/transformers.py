@@ -209,7 +209,7 @@ class TransformersModel(Architecture):
         """Locate tensors by transformers' key mapping. See `Architecture.of_checkpoint`."""
         names = TensorNames(self.model, shapes)
         # Text models are also published with the config of the whole model.
-        has_tower = self.tower is not None and self.tower.tensors[0].name in names.parts
+        has_tower = self.tower is not None and self.tower.parts[0].tensors[0].name in names.parts
         return replace(
             self,
             tower=self.tower if has_tower else None,

@@ -24,6 +24,7 @@ from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Read, Tier
 from offload_rt.system.files import cache_directory
 from offload_rt.system.numa import Cpus, staying_near
+from offload_rt.system.trace import KV
 from offload_rt.weights.layout import PAGE, Layout, PackedLayer, TensorEntry, align_up, host_block
 
 
@@ -85,7 +86,7 @@ class OffloadedRows(ABC):
                 slot_nbytes=self.split.block_nbytes,
             )
             if self._stream is None:
-                self._stream = self._link.share_link(sources)
+                self._stream = self._link.share_link(sources, KV)
             else:
                 self._stream.set_sources(sources)
             self._prefetched = ranges

@@ -24,7 +24,8 @@ class ReservedMemory:
     stand_in   resident copy of a streamed layer for self-drafting, per layer
     experts    slots of experts loaded on demand
     graphs     memory pool and logits of captured passes
-    images     vision tower, its activations and features
+    images     vision tower or two blocks of it, its activations and features
+    streamed_images  bytes of the vision tower on disk, read for each image; not on the device
     """
 
     non_layer: int
@@ -36,6 +37,7 @@ class ReservedMemory:
     experts: int = 0
     graphs: int = 0
     images: int = 0
+    streamed_images: int = 0
 
     @property
     def total(self) -> int:

@@ -17,7 +17,7 @@ from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.ops.lossless import decode_block
-from offload_rt.system.trace import KV, LINK, Trace, slot_lane, span_name
+from offload_rt.system.trace import LINK, Trace, slot_lane, span_name
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class CudaStreamer(Streamer):
         self._feeder = Thread(target=self._work, name="copies", daemon=True)  # see ThreadStreamer
         self._feeder.start()
 
-    def share_link(self, sources: LayerSources) -> Self:
+    def share_link(self, sources: LayerSources, lane: str) -> Self:
         """See `Streamer.share_link`. Copies of both streamers alternate."""
-        return type(self)(sources, self._trace, self.device, self.meter, KV)
+        return type(self)(sources, self._trace, self.device, self.meter, lane)
 
     def set_sources(self, sources: LayerSources) -> None:
         """See `Streamer.set_sources`."""

@@ -17,7 +17,6 @@ from offload_rt.offload.tier import Read
 from offload_rt.system.numa import Cpus, stay_near, staying_near
 from offload_rt.system.trace import (
     DISK,
-    KV,
     LINK,
     NOTHING_ASKED,
     SLOTS_FULL,
@@ -167,9 +166,9 @@ class ThreadStreamer(ReadThreads, Streamer):
         n_threads = max((sources.source(i).n_parallel for i in self.order), default=0)
         self._start(n_threads)
 
-    def share_link(self, sources: LayerSources) -> Self:
-        """Create a streamer with separate trace lanes; see `Streamer.share_link`."""
-        return type(self)(sources, self._trace, meter=self.meter, lane=KV)
+    def share_link(self, sources: LayerSources, lane: str) -> Self:
+        """See `Streamer.share_link`."""
+        return type(self)(sources, self._trace, meter=self.meter, lane=lane)
 
     def close(self) -> None:
         """Stop all reads, join the threads and free the slots; idempotent."""

@@ -147,8 +147,11 @@ class Streamer(ABC):
             self._changed.notify_all()
 
     @abstractmethod
-    def share_link(self, sources: LayerSources) -> Self:
-        """Create a streamer for further sources on the same link and meter."""
+    def share_link(self, sources: LayerSources, lane: str) -> Self:
+        """Create a streamer for further sources on the same link and meter.
+
+        lane  lane of its transfers in the trace
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -12,16 +12,17 @@ from offload_rt.system.files import write_atomically
 
 FORMAT = "offload_rt timeline 1"
 # Lanes. A link has a lane per slot, and a lane for idle reasons; see `slot_lane` and `waits`.
-# KV rows cross the layers' link through separate slots.
+# KV rows and the vision tower cross the layers' link through separate slots.
 DISK = "disk"
 LINK = "link"
 KV = "keys and values"
+IMAGES = "vision tower"
 WAIT = "wait"
 COMPUTE = "compute"
 DRAFT = "draft"
 VERIFY = "verify"
 EXPERTS = "experts"
-_ORDER = (DISK, LINK, EXPERTS, KV, WAIT, COMPUTE, DRAFT, VERIFY)
+_ORDER = (DISK, LINK, EXPERTS, KV, IMAGES, WAIT, COMPUTE, DRAFT, VERIFY)
 # Reasons for an idle link.
 SLOTS_FULL = "slots full"
 NOTHING_ASKED = "nothing asked for"
@@ -39,7 +40,7 @@ def waits(link: str) -> str:
 
 def span_name(link: str, i: int) -> str:
     """Return the span name of the i-th block of a link."""
-    kind = {KV: "rows", EXPERTS: "expert"}.get(link, "layer")
+    kind = {KV: "rows", EXPERTS: "expert", IMAGES: "block"}.get(link, "layer")
     return f"{kind} {i}"
 
 

@@ -31,7 +31,7 @@ class Checkpoint:
     non_layer  in the order of `spec.non_layer_tensors()`
     config     config of the model, including `quantization_config`
     tensors    all tensors by the model's names
-    images     vision tower, if it is used
+    images     vision tower, if it is used: tensors outside its blocks, then its blocks
     whole      complete checkpoint, if this is a part
     """
 
@@ -42,13 +42,13 @@ class Checkpoint:
     non_layer: BlockRecord
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict, compare=False, repr=False)
-    images: BlockRecord | None = None
+    images: tuple[BlockRecord, ...] = ()
     whole: "Checkpoint | None" = field(default=None, compare=False, repr=False)
 
     @property
     def blocks(self) -> tuple[BlockRecord, ...]:
         """Layers, the tensors outside the layers, then the vision tower if it is used."""
-        return (*self.layers, self.non_layer, *([self.images] if self.images else []))
+        return (*self.layers, self.non_layer, *self.images)
 
     @property
     def records(self) -> Iterator[TensorRecord]:
@@ -87,12 +87,13 @@ class Checkpoint:
             experts += blocks
         return replace(self, layers=tuple(layers)), tuple(experts)
 
-    def image_block(self) -> BlockRecord | None:
-        """Return the vision tower; None if unsupported, or without an image processor."""
+    def image_blocks(self) -> tuple[BlockRecord, ...]:
+        """Return the vision tower; empty if unsupported, or without an image processor."""
         tower = self.spec.images
         if tower is None or not any((self.path / name).exists() for name in PROCESSOR_FILES):
-            return None
-        return stored_block(self.format, tower.tensors, Source(self.tensors))
+            return ()
+        source = Source(self.tensors)
+        return tuple(stored_block(self.format, part.tensors, source) for part in tower.parts)
 
     @cached_property
     def identity(self) -> str:

@@ -1,0 +1,132 @@
+"""A vision tower without room for all its blocks: they are read from disk for each image."""
+
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from support.fake_gpu import fake_gpu
+from support.images import generate_images, image_inputs, image_model, image_prompt
+from support.tiny import runner_of
+
+from offload_rt import LLM, SamplingParams, ops
+from offload_rt.config import EngineConfig
+from offload_rt.engine import loader
+from offload_rt.errors import LinkError
+from offload_rt.executor.image_encoder import KEPT_IMAGES
+from offload_rt.offload import stream_threads
+
+pytestmark = pytest.mark.numeric
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+SETTINGS = {"max_model_len": 200, "drafter": "none"}
+
+
+def open_streamed_tower(folder, device="cpu"):
+    """Open an LLM with a byte less than streamed layers and a resident tower need."""
+    with LLM.open(EngineConfig(str(folder), device=device, **SETTINGS)) as unloaded:
+        plan = unloaded.plan
+        assert plan.reserved.images
+        assert not plan.reserved.streamed_images
+        assert "vision tower" not in unloaded.spec.notice
+    budget = plan.reserved.total + min(2 * plan.slot_nbytes, sum(plan.layer_nbytes)) - 1
+    llm = LLM(str(folder), device=device, device_memory=budget, **SETTINGS)
+    assert llm.plan.reserved.streamed_images
+    assert "the vision tower is streamed" in llm.spec.notice
+    return llm
+
+
+def prompt_of(kind, model, llm):
+    """Return a prompt with two images."""
+    parts = [5, image_inputs(kind, 1), 7, image_inputs(kind, 2), 2]
+    return image_prompt(model, llm.spec.target.checkpoint.spec.images, parts)
+
+
+def features_of(llm, prompt):
+    """Return the features of each image, on the host."""
+    encoder = runner_of(llm).images
+    with torch.inference_mode():
+        features = [encoder.features(image) for image in prompt.images]
+    return [ops.to_host([image.rows, *image.deep]) for image in features]
+
+
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [
+        *((kind, "cpu") for kind in ("qwen3_vl", "gemma4", "mistral3", "llava_next")),
+        ("llava", "cuda"),
+    ],
+)
+def test_features_and_texts_of_a_streamed_tower(tmp_path, monkeypatch, kind, device):
+    """They equal the resident tower's, bit for bit; the blocks are read once per image."""
+    model = image_model(kind, tmp_path)
+    with fake_gpu(monkeypatch) if device == "cuda" else nullcontext():
+        with LLM(str(tmp_path), device=device, **SETTINGS) as llm:
+            prompt = prompt_of(kind, model, llm)
+            resident = features_of(llm, prompt)
+        with open_streamed_tower(tmp_path, device) as llm:
+            blocks = llm.spec.files.images
+            reads = blocks.reads
+            n_reads = Counter()
+
+            def count(i, into):
+                n_reads[i] += 1
+                return reads(i, into)
+
+            monkeypatch.setattr(blocks, "reads", count)
+            (output,) = llm.generate(prompt, GREEDY)
+            assert output.token_ids == generate_images(model, prompt, 6)
+            # The first two blocks are read ahead: once before `count` and after the last image.
+            assert n_reads[2] == n_reads[3] == len(prompt.images)
+            assert max(n_reads.values()) == len(prompt.images)
+            streamed = features_of(llm, prompt)
+    for features, expected in zip(streamed, resident, strict=True):
+        assert len(features) == len(expected)
+        assert all(map(torch.equal, features, expected))
+
+
+def test_weights_of_a_streamed_tower_fit_the_plan(tmp_path, monkeypatch):
+    """Compare allocated bytes with those of a run of text with equal placement of the layers."""
+    model = image_model("qwen3_vl", tmp_path)
+    nbytes = []
+
+    def allocate(n, allocated=loader.host_block):
+        nbytes.append(n)
+        return allocated(n)
+
+    for module in (loader, stream_threads):
+        monkeypatch.setattr(module, "host_block", allocate)
+    with open_streamed_tower(tmp_path) as llm:
+        plan = llm.plan
+        spec = llm.spec.target.checkpoint.spec
+        llm.generate(prompt_of("qwen3_vl", model, llm), GREEDY)
+        whole = llm.spec.target.checkpoint.images
+        scratch = spec.images.scratch_nbytes(llm.spec.target.image_pixels, KEPT_IMAGES, 4)
+    with_images = sum(nbytes)
+    nbytes.clear()
+    budget = plan.budget.device - plan.reserved.images
+    with LLM(
+        str(tmp_path), device="cpu", device_memory=budget, max_image_pixels=0, **SETTINGS
+    ) as llm:
+        assert (llm.plan.tiers, llm.plan.n_slots) == (plan.tiers, plan.n_slots)
+        llm.generate([1, 2, 3], GREEDY)
+    assert with_images - sum(nbytes) == plan.reserved.images - scratch
+    assert plan.reserved.images - scratch < sum(block.nbytes for block in whole)
+
+
+def test_failed_read_of_a_block_ends_the_request(tmp_path, monkeypatch):
+    """The next request reads the blocks again."""
+    model = image_model("llava", tmp_path)
+
+    def fail():
+        raise LinkError("the disk has gone")
+
+    with open_streamed_tower(tmp_path) as llm:
+        prompt = prompt_of("llava", model, llm)
+        blocks = llm.spec.files.images
+        with monkeypatch.context() as patch:
+            patch.setattr(blocks, "reads", lambda *_: [fail])
+            with pytest.raises(LinkError, match="the disk has gone"):
+                llm.generate(prompt, GREEDY)
+        (output,) = llm.generate(prompt, GREEDY)
+        assert output.token_ids == generate_images(model, prompt, 6)
