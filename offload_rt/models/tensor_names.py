@@ -18,6 +18,20 @@ from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import Part, TensorShape
 from offload_rt.models.traced import ExpertNames, SplitTensors, TracedModel
 
+# compressed-tensors stores each expert of Llama 4 as three modules.
+_COMPRESSED = (
+    WeightConverter(
+        ["feed_forward.experts.*.gate_proj.weight", "feed_forward.experts.*.up_proj.weight"],
+        "feed_forward.experts.gate_up_proj",
+        [MergeModulelist(0), Concatenate(1)],
+    ),
+    WeightConverter(
+        "feed_forward.experts.*.down_proj.weight",
+        "feed_forward.experts.down_proj",
+        [MergeModulelist(0)],
+    ),
+)
+
 
 class TensorNames:
     """Match a model's tensors with the tensors of a checkpoint.
@@ -31,7 +45,7 @@ class TensorNames:
         self.parts: dict[str, Part] = {}
         self._model = model
         self._base = model.model.base_model_prefix
-        transforms = get_model_conversion_mapping(model.model)
+        transforms = [*get_model_conversion_mapping(model.model), *_COMPRESSED]
         self._renamings = [name for name in transforms if isinstance(name, WeightRenaming)]
         self._converters = [name for name in transforms if isinstance(name, WeightConverter)]
         self._of_experts: dict[str, dict[str, dict[str, None]]] = {}

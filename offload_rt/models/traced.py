@@ -387,7 +387,10 @@ class TracedModel:
         for tensor in tensors:
             if parts := experts.get(tensor.name):
                 tensor.table[tensor.key] = experts_of(
-                    parts, (len(parts), *tensor.shape[1:]), weights, is_card
+                    parts,
+                    (len(parts), *tensor.shape[1:]),
+                    weights,
+                    is_card and tensor.name not in self.transposed,
                 )
             elif (module := tensor.name.removesuffix(".weight")) in products:
                 tensor.table[tensor.key] = MatrixOfModules([module], weights)

@@ -247,8 +247,8 @@ class TransformersModel(Architecture):
         experts = self._experts(i)
         for name, shape in self.model.shapes[i].items():
             parts = [matrix_name for names in experts.get(name, ()) for matrix_name in names]
-            rows = math.prod(shape[:2]) // max(len(parts), 1)
-            matrix = shape[:0:-1] if name in self.model.transposed else (rows, *shape[2:])
+            ordered = (shape[0], *shape[:0:-1]) if name in self.model.transposed else shape
+            matrix = (math.prod(ordered[:2]) // max(len(parts), 1), *ordered[2:])
             stored = self._split(i).get(name, [TensorShape(name, shape)])
             tensors += [
                 TensorShape(f"{matrix_name}.weight", matrix) for matrix_name in parts

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import quantize
+import torch
 from quantize import Choice
 from safetensors.torch import load_file, save_file
 from support.experts import open_touched
@@ -20,6 +21,8 @@ from offload_rt.weights.files import read_json
 pytestmark = pytest.mark.numeric
 
 _PROJECTIONS = r".*_proj\.weight|.*kv_a_proj_with_mqa\.weight|.*in_proj_qkvz\.weight"
+# Stored modules of each fused parameter of experts.
+_PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _EXPERTS = r".*\.experts\.\d+\.\w+_proj\.weight"
 
 
@@ -53,6 +56,7 @@ PUBLISHED = {
     "Qwen3-235B-FP8": Published("qwen3_moe", _FP8),
     "Qwen3-Next-FP8": Published("qwen3_next", _FP8),
     "Llama-4": Published("llama4_text", None),
+    "Llama-4-FP8": Published("llama4_text", Choice("float-quantized", group_size=-1), _EXPERTS),
 }
 
 
@@ -66,6 +70,36 @@ def model_of(kind):
     return random_model(config)
 
 
+def divided(tensors):
+    """Store each expert of Llama 4 as three modules, as compressed-tensors does."""
+    stored = {}
+    for name, tensor in tensors.items():
+        base, _, kind = name.rpartition(".experts.")
+        parts = _PARTS.get(kind, ())
+        if not parts:
+            stored[name] = tensor
+        for expert, matrix in enumerate(tensor if parts else ()):
+            for part, rows in zip(parts, matrix.T.chunk(len(parts)), strict=True):
+                stored[f"{base}.experts.{expert}.{part}_proj.weight"] = rows.contiguous()
+    return stored
+
+
+def joined(tensors, fused):
+    """Return the inverse of `divided`; `fused` has the names of the result."""
+
+    def experts(base, part, n):
+        names = [f"{base}.experts.{i}.{part}_proj.weight" for i in range(n)]
+        return torch.stack([tensors[name].T for name in names])
+
+    whole = {}
+    for name, tensor in fused.items():
+        base, _, kind = name.rpartition(".experts.")
+        parts = _PARTS.get(kind, ())
+        each = [experts(base, part, len(tensor)) for part in parts]
+        whole[name] = torch.cat(each, -1) if each else tensors[name]
+    return whole
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_logits_equal_transformers_with_experts_on_demand(name, tmp_path, monkeypatch):
     published = PUBLISHED[name]
@@ -75,9 +109,9 @@ def test_logits_equal_transformers_with_experts_on_demand(name, tmp_path, monkey
     if choice is not None:
         monkeypatch.setattr(quantize, "_MATRIX", re.compile(published.quantised))
         tensors = load_file(tmp_path / "model.safetensors")
-        stored, exact = quantize.quantized(tensors, choice)
-        assert len(stored) > len(tensors)
-        save_file(exact, tmp_path / "model.safetensors", {"format": "pt"})
+        stored, exact = quantize.quantized(divided(tensors), choice)
+        assert len(stored) > len(exact)
+        save_file(joined(exact, tensors), tmp_path / "model.safetensors", {"format": "pt"})
         model = type(model).from_pretrained(tmp_path)
         save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
         config = read_json(tmp_path / "config.json")
