@@ -1,13 +1,16 @@
 """Which experts should stay cached, and does prefetching for the next layer pay?
 
     python -m bench.experts.policy --model FOLDER [--shares 0.15 0.4] [--rows 1 8] [--card]
+        [--latency 0 1]
 
 Replay the router choices of a mixture on held-out text (e.g. of `scripts/train_mixture.py`) through
 `ExpertCache` on a virtual clock. Without --model, routers use all experts equally often. Counts are
 relative to the needed experts. The floor of fetches is Belady's optimal eviction without
-prefetching. The time unit is the link time for the experts of a row.
+prefetching. The time unit is the link time for the experts of a row. A disk adds a latency to
+each request, except for the block that follows the previous request.
 """
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -101,22 +104,36 @@ class Choices:
         }
 
 
+@dataclass(frozen=True)
+class Link:
+    """Transfers of a block in a second each.
+
+    latency  further seconds of a request
+    is_card  transfers keep their order; otherwise needed experts overtake predicted experts
+    """
+
+    latency: float = 0.0
+    is_card: bool = False
+
+    @property
+    def request_s(self) -> float:
+        """Seconds of a separate request."""
+        return 1.0 + self.latency
+
+
 @dataclass
 class Transfer:
     """A block in transfer to a slot."""
 
     block: int
     slot: int
-    seconds_left: float = 1.0
+    seconds_left: float
 
 
 class Replayed(ExpertCache):
-    """Cache with empty blocks on a virtual clock; a transfer takes a second.
+    """Cache with empty blocks on a virtual clock; see `Link`."""
 
-    is_card  transfers keep their order; otherwise needed experts overtake predicted experts
-    """
-
-    def __init__(self, sizes: ExpertSizes, n_slots: int, is_card: bool) -> None:
+    def __init__(self, sizes: ExpertSizes, n_slots: int, link: Link) -> None:
         tier = MemoryTier()
         for i in range(sizes.n_blocks):
             tier.put(i, _EMPTY)
@@ -125,7 +142,8 @@ class Replayed(ExpertCache):
         self.n_needed = 0
         self.n_cached = 0
         self.n_fetched = 0
-        self._is_card = is_card
+        self._link = link
+        self._last = -1  # latest block on the link
         self._urgent: list[Transfer] = []
         self._idle: list[Transfer] = []
 
@@ -142,6 +160,9 @@ class Replayed(ExpertCache):
         if not queue:
             return False
         transfer = queue[0]
+        if transfer.seconds_left == self._link.request_s and transfer.block == self._last + 1:
+            transfer.seconds_left = 1.0
+        self._last = transfer.block
         seconds = min(transfer.seconds_left, until - self.now)
         self.now += seconds
         transfer.seconds_left -= seconds
@@ -156,8 +177,8 @@ class Replayed(ExpertCache):
         """Release nothing."""
 
     def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
-        queue = self._urgent if is_needed or self._is_card else self._idle
-        queue.append(Transfer(block, slot))
+        queue = self._urgent if is_needed or self._link.is_card else self._idle
+        queue.append(Transfer(block, slot, self._link.request_s))
         self.n_fetched += 1
 
     def _pending(self) -> set[int]:
@@ -177,14 +198,14 @@ class Replayed(ExpertCache):
         self.n_cached += sum(
             block in self._slot_of and block not in pending for block in self._wanted
         )
-        if self._is_card:
+        if self._link.is_card:
             return
         predicted = self._idle
         self._idle = []
         for transfer in predicted:
             if transfer.block in self._wanted:
                 self._urgent.append(transfer)
-            elif transfer.seconds_left == 1.0:
+            elif transfer.seconds_left == self._link.request_s:
                 self._free(transfer.block)
                 self.n_fetched -= 1
             else:
@@ -226,7 +247,7 @@ POLICIES = (
 
 def replay(
     passes: list[tuple[np.ndarray, np.ndarray]], n_experts: int, policy: Policy, share: float,
-    computing: float, is_card: bool,
+    computing: float, link: Link,
 ) -> Outcome:  # fmt: skip
     """Replay passes with slots for a share of all experts; the first half fills the slots.
 
@@ -236,7 +257,7 @@ def replay(
     sizes = ExpertSizes(Mixture(tuple(range(n_layers)), n_experts, n_used), 1)
     n_slots = max(int(share * sizes.n_blocks), n_used + 1)
     with patch.multiple(expert_cache, _MEMORY=policy.memory, _AHEAD=policy.ahead):
-        cache = Replayed(sizes, n_slots, is_card)
+        cache = Replayed(sizes, n_slots, link)
         for n, (chosen, expected) in enumerate(passes):
             if n == len(passes) // 2:
                 cache.n_needed = cache.n_cached = cache.n_fetched = 0
@@ -319,6 +340,7 @@ def main() -> None:
     bench.add("--rows", type=int, nargs="+", default=[1, 8])
     bench.add("--passes", type=int, default=500)
     bench.add("--computing", type=float, default=0.1, help="see `replay`")
+    bench.add("--latency", type=float, nargs="+", default=[0.0], help="of requests, in transfers")
     bench.add("--card", action="store_true", help="transfers keep their order, as on a GPU")
     bench.add("--gbps", type=float, default=0.0, help="also run the model behind such a link")
     bench.add("--memory", type=parse_size, default=parse_size("18MB"), help="budget of that run")
@@ -338,12 +360,14 @@ def main() -> None:
             floor = belady(passes, choices.n_experts, share)
             print(f"\nslots for {share:.0%}, {n_rows} rows; Belady fetches {floor:.3f}")
             results[f"{share} {n_rows} floor"] = floor
-            for policy in POLICIES:
+            for latency, policy in itertools.product(flags.latency, POLICIES):
+                link = Link(latency, flags.card)
                 n_experts = choices.n_experts
-                outcome = replay(passes, n_experts, policy, share, flags.computing, flags.card)
+                outcome = replay(passes, n_experts, policy, share, flags.computing, link)
                 figures = ", ".join(f"{key} {value:.3f}" for key, value in asdict(outcome).items())
-                print(policy, figures, flush=True)
-                results[f"{share} {n_rows} {policy.memory} {policy.ahead}"] = outcome
+                print(f"latency {latency}", policy, figures, flush=True)
+                key = f"{share} {n_rows} {policy.memory} {policy.ahead} latency {latency}"
+                results[key] = outcome
     bench.finish(**results)
 
 
