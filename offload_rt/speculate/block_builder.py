@@ -32,7 +32,8 @@ class BlockTreeBuilder(DynamicTreeBuilder):
         conditioned_rate, inherited_rate = rates
         chances = self._nodes.chances
         gain = (conditioned_rate - inherited_rate) * chances[best].sum()
-        pays = bool(gain > self.cost.required(chances, self.state.n_passes)[1])
+        rate = self.cost.best(chances, self.state.n_passes)[1]
+        pays = bool(gain > rate * self.cost.level_s)
         self.state.recomputes = pays
         return best if pays else places
 

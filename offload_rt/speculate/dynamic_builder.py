@@ -19,8 +19,6 @@ from offload_rt.tree.topology import DraftTree, Topology
 _N_CHILDREN = 32
 # A round expands the pending nodes in the first non-empty share of the tree, best nodes first.
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
-# The time of a further row is averaged over so many rows.
-_N_FURTHER = 8
 
 
 @dataclass(frozen=True)
@@ -34,34 +32,48 @@ class RoundCost:
     level_s: float
     pass_s: np.ndarray
 
-    def required(self, chances: np.ndarray, n_rounds: int = 0) -> tuple[float, float]:
-        """Return the expected tokens that a further node and a further round must gain.
+    def best(self, chances: np.ndarray, n_rounds: int = 0) -> tuple[int, float]:
+        """Return the last node and the tokens per second of the best prefix of a tree.
 
         chances   (m,) of the nodes, descending, the root first
-        n_rounds  completed rounds
-
-        Time is worth the tokens per second of the best prefix of the tree.
+        n_rounds  rounds of drafting
         """
-        pass_s = self.pass_s
-        rates = chances.cumsum() / (pass_s[: len(chances)] + n_rounds * self.level_s)
-        best = int(rates.argmax())
-        last = min(best + _N_FURTHER, len(pass_s) - 1)
-        node_s = (pass_s[last] - pass_s[best]) / max(last - best, 1)
-        return float(rates[best] * node_s), float(rates[best] * self.level_s)
+        chances = chances[: len(self.pass_s)]
+        rates = chances.cumsum() / (self.pass_s[: len(chances)] + n_rounds * self.level_s)
+        last = int(rates.argmax())
+        return last, float(rates[last])
 
     def pays_at_root(self, acceptance: np.ndarray, n_levels: int) -> bool:
         """Return whether a first round of `n_levels` pays, by the acceptance of children."""
-        of_node, of_round = self.required(np.ones(1))
-        of_level = np.maximum(acceptance - of_node, 0).sum()
-        return bool((of_level ** np.arange(1, n_levels + 1)).sum() >= of_round)
+        levels = [np.ones(1)]
+        for _ in range(n_levels):
+            levels.append(_descending(np.outer(levels[-1], acceptance))[: len(self.pass_s)])
+        return self.best(_descending(np.concatenate(levels)), 1)[1] >= self.best(np.ones(1))[1]
+
+    def least_worth(self, chances: np.ndarray, waiting: np.ndarray, n_rounds: int) -> float:
+        """Return the least chance of a waiting node whose child pays; above 1 if no round pays.
+
+        chances   (m,) of the nodes, descending, the root first
+        waiting   (n,) chances of the nodes without drafted children
+        n_rounds  completed rounds
+
+        A child is as likely as its parent.
+        """
+        after = _descending(np.append(chances, waiting))
+        last, rate = self.best(after, n_rounds + 1)
+        return float(after[last]) if rate >= self.best(chances, n_rounds)[1] else np.inf
 
     def n_worth(self, chances: np.ndarray) -> int:
         """Return how many nodes below the root maximize the tokens per second, without drafting.
 
         chances  (m,) of the nodes, descending; m < n_nodes
         """
-        tokens = np.append(1.0, 1 + chances.cumsum())
-        return int((tokens / self.pass_s[: len(tokens)]).argmax())
+        return self.best(np.append(1.0, chances))[0]
+
+
+def _descending(chances: np.ndarray) -> np.ndarray:
+    """Return all values in descending order."""
+    return -np.sort(-chances, axis=None)
 
 
 @dataclass(frozen=True)
@@ -173,10 +185,8 @@ class DynamicTreeBuilder:
     def _next_round(self, waiting: np.ndarray) -> np.ndarray:
         """Return the nodes to compute next, or none if a round costs more than it gains."""
         chances = self._nodes.chances
-        of_node, of_round = self.cost.required(chances, self._n_rounds)
-        gains = chances[waiting] - of_node
-        pays = gains > 0
-        return self._best(waiting[pays]) if gains[pays].sum() >= of_round else waiting[:0]
+        least = self.cost.least_worth(chances, chances[waiting], self._n_rounds)
+        return self._best(waiting[chances[waiting] >= least])
 
     def _best(self, waiting: np.ndarray) -> np.ndarray:
         """Return the waiting nodes in the first non-empty share of the tree."""

@@ -173,15 +173,46 @@ def test_tokens_are_copied_while_their_rows_pay(llm, monkeypatch, row_s, n_copie
     drafter.end(sequence)
 
 
-@pytest.mark.parametrize(("row_s", "expanded"), [(0.0, 3), (0.5, 1), (2.0, 0)])
-def test_round_pays_by_the_nodes_whose_rows_pay(row_s, expanded):
-    """A pass takes a second and a time per row. The tree has 1.9 expected tokens."""
-    cost = RoundCost(0.05, 1.0 + row_s * np.arange(9))
-    chances = np.array([1.0, 0.6, 0.2, 0.1])
-    of_node, of_round = cost.required(chances)
-    gains = chances[1:] - of_node
-    assert (gains[gains > 0].sum() >= of_round) * (gains > 0).sum() == expanded
-    assert cost.pays_at_root(chances[1:], 1) == (expanded > 0)
+def best_rate(chances, cost, n_rounds):
+    """Return the largest tokens per second of all prefixes of a tree."""
+    ordered = sorted(chances, reverse=True)[: len(cost.pass_s)]
+    return max(
+        sum(ordered[: n + 1]) / (cost.pass_s[n] + n_rounds * cost.level_s)
+        for n in range(len(ordered))
+    )
+
+
+def test_round_pays_by_the_best_prefix_of_all_nodes():
+    """Rows become cheaper or dearer with their number, as in mixtures and dense models."""
+    draw = np.random.default_rng(0)
+    decisions = set()
+    for power, level_s, n_rounds in itertools.product((0.5, 1, 2), draw.random(9) / 5, (0, 1, 3)):
+        cost = RoundCost(level_s, 1 + draw.random() * np.arange(12) ** power)
+        chances = np.array([1.0, *-np.sort(-draw.random(7))])
+        waiting = chances[2:6]
+        least = cost.least_worth(chances, waiting, n_rounds)
+        both = [*chances, *waiting]
+        after = best_rate(both, cost, n_rounds + 1)
+        pays = after >= best_rate(chances, cost, n_rounds)
+        assert pays == (least <= 1)
+        kept = [chance for chance in both if chance >= least]
+        assert not pays or best_rate(kept, cost, n_rounds + 1) == pytest.approx(after)
+        decisions.add((pays, bool((waiting >= least).any())))
+    assert decisions == {(True, True), (False, False)}
+
+
+def test_first_round_pays_by_the_best_prefix_of_its_levels():
+    draw = np.random.default_rng(0)
+    decisions = set()
+    for n_levels, row_s in itertools.product((1, 2, 3), draw.random(20)):
+        cost = RoundCost(draw.random() / 2, 1 + row_s * np.sqrt(np.arange(9)))
+        acceptance = -np.sort(-draw.random(3)) / 2
+        paths = (itertools.product(acceptance, repeat=n) for n in range(n_levels + 1))
+        chances = [float(np.prod(path)) for level in paths for path in level]
+        pays = best_rate(chances, cost, 1) >= best_rate([1.0], cost, 0)
+        assert cost.pays_at_root(acceptance, n_levels) == pays
+        decisions.add(pays)
+    assert decisions == {True, False}
 
 
 @pytest.mark.parametrize("n_levels", [1, 2, 4])
