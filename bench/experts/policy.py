@@ -141,7 +141,6 @@ class Replayed(ExpertCache):
         self.now = 0.0
         self.n_needed = 0
         self.n_cached = 0
-        self.n_fetched = 0
         self._link = link
         self._last = -1  # latest block on the link
         self._urgent: list[Transfer] = []
@@ -179,7 +178,6 @@ class Replayed(ExpertCache):
     def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
         queue = self._urgent if is_needed or self._link.is_card else self._idle
         queue.append(Transfer(block, slot, self._link.request_s))
-        self.n_fetched += 1
 
     def _pending(self) -> set[int]:
         return {transfer.block for transfer in self._urgent + self._idle}
@@ -207,7 +205,6 @@ class Replayed(ExpertCache):
                 self._urgent.append(transfer)
             elif transfer.seconds_left == self._link.request_s:
                 self._free(transfer.block)
-                self.n_fetched -= 1
             else:
                 self._idle.append(transfer)
 
