@@ -20,17 +20,27 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", re.IGNORECASE)
 
 
+# Fewer bytes without a unit are a forgotten unit.
+_LEAST_WITHOUT_UNIT = 2**20
+
+
 def parse_size(text: str | int) -> int:
     """Parse bytes from `"22GiB"`, `"1.5 GB"`, `"800M"` or a number of bytes.
 
-    Raises SettingsError for any other text.
+    Raises SettingsError for any other text, and for small numbers in a text without a unit.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     match = _SIZE.fullmatch(str(text))
     if match is None:
         raise SettingsError(f"{text!r} is not a size", change='write it like "22GiB" or "800MB"')
-    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    nbytes = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    if nbytes < _LEAST_WITHOUT_UNIT and str(text).strip()[-1].isdigit():
+        raise SettingsError(
+            f"{text!r} has no unit and means bytes",
+            change=f'write it like "{str(text).strip()}GiB"',
+        )
+    return nbytes
 
 
 def format_size(nbytes: float) -> str:
@@ -309,7 +319,7 @@ class StructuredOutputs:
             try:
                 object.__setattr__(self, "json", json.loads(self.json))
             except ValueError as error:
-                raise SettingsError("the JSON schema is not JSON", have=str(error)) from error
+                raise SettingsError("--json-schema is not JSON", have=str(error)) from error
         if not isinstance(self.choice, str) and isinstance(self.choice or (), Iterable):
             object.__setattr__(self, "choice", tuple(self.choice or ()))
         formats = {
@@ -332,6 +342,13 @@ class StructuredOutputs:
         if self.json_object:
             object.__setattr__(self, "json", {"type": "object"})
             object.__setattr__(self, "json_object", False)
+
+    @property
+    def flag(self) -> str:
+        """The format as a setting in messages."""
+        if self.json is not None:
+            return "--json-schema"
+        return "--regex" if self.regex is not None else "--choice" if self.choice else "--grammar"
 
 
 # Settings that could exclude each token of a grammar, or continue behind its end.

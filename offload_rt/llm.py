@@ -476,7 +476,7 @@ class LLM:
         if not ids:
             raise PromptError("the prompt is empty", need="at least one token", change="add text")
         if len(ids) >= self.max_model_len:
-            can_grow = self.max_model_len < self.spec.target.checkpoint.spec.max_positions
+            can_grow = self.spec.has_more_positions
             limit = "--max-model-len" if can_grow else "the model's positions"
             raise CapacityError(
                 "the prompt is too long", have=str(len(ids)),

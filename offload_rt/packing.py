@@ -15,6 +15,9 @@ REFERENCE_WEIGHTS = 1 << 19
 REFERENCE_NBYTES = 16 << 20
 # Outputs that a product widens to float32 at a time on a CPU without the library.
 PRODUCT_OUTPUTS = 256
+# Rows that the CUDA kernel multiplies by codes at most, and divisor of their inputs (csrc/kernels.h).
+CODED_ROWS = 32
+_CODED_INPUTS = 32
 # Rows that the CPU library multiplies at a time (kMostRows in csrc/linear_cpu.h).
 PRODUCT_ROWS = 384
 
@@ -34,6 +37,8 @@ def product_nbytes(n_out: int, n_in: int, itemsize: int, has_card: bool) -> int:
 ORDERS = ("rows", "columns", "awq", "plain", "e2m1", "nf4")
 
 Order = Literal["rows", "columns", "awq", "plain", "e2m1", "nf4"]
+# Orders of zero points with a kernel, by the order of the codes: packed along the outputs.
+ZERO_ORDERS = {"columns": "rows", "rows": "columns", "awq": "awq", "plain": "plain"}
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,21 @@ class Packing:
     def is_transposed(self) -> bool:
         """Whether the codes are of the transpose, so that group indices refer to rows."""
         return self.order in ("columns", "awq")
+
+    def has_direct_product(self, n_in: int, zeros: Order | None) -> bool:
+        """Return whether a CUDA kernel multiplies few rows by these codes without decoding them.
+
+        n_in   inputs of the matrix
+        zeros  order of the zero points; None without
+        """
+        block_in = self.block[0 if self.is_transposed else 1]
+        return (
+            self.order not in ("awq", "nf4")
+            and self.bits == (8 if self.order == "plain" else 4)
+            and zeros in (None, ZERO_ORDERS.get(self.order))
+            and n_in % _CODED_INPUTS == 0
+            and (block_in % 8 == 0 or block_in >= n_in)
+        )
 
     def code_shape(self, n_rows: int, n_columns: int) -> tuple[int, int]:
         """Return the shape of the codes of a matrix."""

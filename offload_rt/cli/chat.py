@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from offload_rt.llm import LLM
     from offload_rt.models.image_prompt import ImagePrompt
 
-_CHANGE = "/reset starts a new conversation; raise --max-model-len for longer ones"
+_CHANGE = "/reset starts a new conversation"
+_LONGER = f"{_CHANGE}; raise --max-model-len for longer ones"
 
 
 @dataclass(frozen=True)
@@ -137,20 +138,19 @@ class _Chat:
         Raises CapacityError or PromptError if the messages cannot be answered.
         """
         template = replace(self.template, system=self.conversation.system)
+        change = _LONGER if self.llm.spec.has_more_positions else _CHANGE
         try:
             prompt = template.encode(self.llm, messages)
         except CapacityError as error:
             problem = "the conversation no longer fits the context"
-            raise CapacityError(
-                problem, need=error.need, have=error.have, change=_CHANGE
-            ) from error
+            raise CapacityError(problem, need=error.need, have=error.have, change=change) from error
         with interrupts_held() as received:
             text, n_tokens = self._stream(prompt, received)
         self.conversation.add_answer(messages, text)
         if len(prompt) + n_tokens >= self.llm.max_model_len:
             have = f"room for {self.llm.max_model_len} tokens"
             problem = "the answer is cut off: the context is full"
-            raise CapacityError(problem, have=have, change=_CHANGE)
+            raise CapacityError(problem, have=have, change=change)
 
     def _stream(self, prompt: "list[int] | ImagePrompt", interrupts: list[int]) -> tuple[str, int]:
         """Print an answer until its end or an interrupt. Returns text and number of tokens."""

@@ -1,6 +1,7 @@
 """Text output of `offload-rt plan`: tables, the forecast in sentences, the verdict."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from textwrap import fill
 
 from offload_rt.cli.format import format_speed, placement_table, print_table
 from offload_rt.config import format_size
@@ -16,6 +17,7 @@ from offload_rt.planning.forecast import Forecast
 from offload_rt.planning.sizes import LOSSLESS_SHARE
 
 _BAR = 40
+_COLUMNS = 100
 # Widths of the first column.
 _WIDE = 64
 
@@ -30,15 +32,16 @@ def show(forecast: Forecast, others: Alternatives) -> None:
         print(f"mixture: a run reads {forecast.mode}")
     for place, placed in others.places.items():
         print(f"with the draft model {place}: {format_speed(placed.run.seconds_per_token)}")
-    print(f"the bottleneck is {forecast.bound}")
+    _print_wrapped(f"the bottleneck is {forecast.bound}")
     for name, share in forecast.busy.items():
         link = "host-to-card link" if name == "host" else "disk"
         print(f"the {link} is busy for {share:.1%} of a pass")
     if len(forecast.topology) > 1:
-        print(f"acceptance: {forecast.acceptance_source}")
-    print("\n".join(machine.sources))
+        _print_wrapped(f"acceptance: {forecast.acceptance_source}")
+    for source in machine.sources:
+        _print_wrapped(source)
     if short := short_context(forecast):
-        print(short)
+        _print_wrapped(short)
     if others.formats:
         _print_formats(others.formats, machine.decode_gbps)
     if others.experts:
@@ -47,7 +50,12 @@ def show(forecast: Forecast, others: Alternatives) -> None:
         _print_drafters(others.drafters)
     if others.sweep is not None:
         _print_curve(others.sweep)
-    print(f"\nverdict: {_verdict(forecast)}{_fastest_drafter(forecast, others.drafters)}")
+    print()
+    _print_wrapped(f"verdict: {_verdict(forecast)}{_fastest_drafter(forecast, others.drafters)}")
+
+
+def _print_wrapped(sentence: str) -> None:
+    print(fill(sentence, _COLUMNS, break_long_words=False, break_on_hyphens=False))
 
 
 def _verdict(forecast: Forecast) -> str:
@@ -84,7 +92,7 @@ def _print_placement(forecast: Forecast) -> None:
 
 
 def _print_trees(forecast: Forecast) -> None:
-    """Print the tree and the gain over the fastest plain decoding."""
+    """Print the tree and the gain over plain decoding without a draft model."""
     topology = forecast.topology
     draft = forecast.request.models[1]
     plain_s = forecast.plain.seconds_per_token
@@ -93,13 +101,13 @@ def _print_trees(forecast: Forecast) -> None:
     if draft is not None and draft.rounding != "none":
         print(f"draft model quantised to {draft.rounding}: {format_size(draft.nbytes)}")
     if len(topology) > 1:
-        print(
+        _print_wrapped(
             f"trees of {len(topology)} nodes on {topology.n_levels} levels:"
             f" {forecast.run.tokens_per_pass:.2f} tokens per pass of {forecast.run.pass_s:.2f} s,"
             f" including {forecast.draft_s:.2f} s of drafting"
         )
     elif forecast.memory_plan.limits.n_nodes > 1 and not has_draft:
-        print(
+        _print_wrapped(
             f"the acceptance of --drafter {forecast.request.config.drafter} depends on the text:"
             " this is a forecast of plain decoding"
         )
@@ -107,7 +115,7 @@ def _print_trees(forecast: Forecast) -> None:
         advice = f"drafting is {gain:.2f} times as fast"
         if gain < 1:
             advice = "it is faster: omit the draft model, or lower --max-model-len"
-        print(f"plain decoding: {format_speed(plain_s)}; {advice}")
+        _print_wrapped(f"plain decoding: {format_speed(plain_s)}; {advice}")
 
 
 def _print_formats(
@@ -132,7 +140,7 @@ def _print_formats(
         name = fitting[min(fitting)].replace("none", "plain decoding")
         print(f"fastest forecast with {first} weights: {name}, {format_speed(min(fitting))}")
     if (itself := drafters.get(SELF)) is not None:
-        print(f"acceptance of --drafter self: {itself.request.acceptance.source}")
+        _print_wrapped(f"acceptance of --drafter self: {itself.request.acceptance.source}")
 
 
 def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> None:
@@ -146,16 +154,20 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
         chosen = " (the mode of a run)" if name == forecast.mode else ""
         print(_line(name + chosen, (nbytes, _speed(way)), _WIDE))
     model = forecast.request.config.model.lower().rpartition("/")[2]
-    print("".join(f"published: {line}\n" for line in PUBLISHED_RATES.get(model, ())), end="")
+    for line in PUBLISHED_RATES.get(model, ()):
+        _print_wrapped(f"published: {line}")
     plan = forecast.memory_plan.plan
     touched = plan.touched
     assert touched is not None and plan.experts is not None
     n_on_host = plan.experts.n_on_host / touched.n_layers
-    print(
-        f"experts per layer: {touched.n_experts}, of which a token needs {touched.n_used}\n"
+    print(f"experts per layer: {touched.n_experts}, of which a token needs {touched.n_used}")
+    _print_wrapped(
         f"on average the device holds {touched.n_resident:.0f} experts of a layer, and host memory"
-        f" {n_on_host:.0f}\nassumed: all experts are equally frequent; the CPU of a GPU machine"
-        f" reads {forecast.machine.ram_gbps:g} GB/s of weights"
+        f" {n_on_host:.0f}"
+    )
+    _print_wrapped(
+        "assumed: all experts are equally frequent; the CPU of a GPU machine reads"
+        f" {forecast.machine.ram_gbps:g} GB/s of weights"
     )
 
 
@@ -172,7 +184,7 @@ def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
             tokens, speed = "", "does not pay"
         print(_line(choice.title, (size, tokens, speed), 56))
     for choice in choices:
-        print(f"{choice.title}: {choice.source}")
+        _print_wrapped(f"{choice.title}: {choice.source}")
 
 
 def _traffic(forecast: Forecast | None) -> str:

@@ -233,7 +233,9 @@ def _report(
         for output in outputs
         for answer in output.outputs
     ):
-        limit = f"the context of {llm.max_model_len} tokens is full; raise --max-model-len"
+        limit = f"the context of {llm.max_model_len} tokens is full"
+        if llm.spec.has_more_positions:
+            limit += "; raise --max-model-len"
         console.print(limit, highlight=False, soft_wrap=True)
     for n, output in enumerate(outputs, 1):
         heading = f"prompt {n}: " if len(outputs) > 1 else ""

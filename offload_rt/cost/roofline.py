@@ -42,7 +42,8 @@ class Roof:
     gap_s      seconds between two kernels of a layer
     launch_s   host seconds per kernel launch; the host runs ahead of the device
     products   (rows, seconds per weight) of measured products, ascending; empty if not measured
-    decode_s   seconds to decode a weight
+    decode_s   seconds to decode a quantised weight before a product
+    n_coded_rows  most rows that are multiplied by the codes without decoding
     """
 
     flops: float
@@ -51,6 +52,7 @@ class Roof:
     launch_s: float = 0.0
     products: tuple[tuple[int, float], ...] = ()
     decode_s: float = 0.0
+    n_coded_rows: float = math.inf
 
     @classmethod
     def from_card(cls, card: Card) -> "Roof":
@@ -85,10 +87,13 @@ class Roof:
         """Return the seconds of multiplying `n_rows` rows with `n_weights` weights.
 
         itemsize  bytes of a weight in the dtype of the computation
-        share     stored bytes of the weights relative to `itemsize`
+        share     stored bytes of the weights relative to `itemsize`, read by products with codes
         """
         flops = 2 * n_rows * n_weights
-        decode_s = self.decode_s * n_weights
+        decode_s = 0.0
+        if n_rows > self.n_coded_rows:
+            decode_s = self.decode_s * n_weights
+            share = 1.0
         if self.products and n_rows <= self.products[-1][0]:
             widths, seconds = zip(*self.products, strict=True)
             measured_s = share * n_weights * float(np.interp(n_rows, widths, seconds))

@@ -71,19 +71,19 @@ def memory_budget(config: EngineConfig, device: torch.device, n_local: int = 1) 
     """
     spare = less_margin(memory_free()) // n_local
     if device.type == "cpu":
-        return MemoryBudget(
-            _checked(config.device_nbytes, "--device-memory", spare, memory_limit())
-        )
+        limit = memory_limit()
+        nbytes = _checked(config.device_nbytes, "--device-memory", spare, limit)
+        return MemoryBudget(nbytes, most=limit)
     torch.cuda.empty_cache()  # memory of closed engines is free as well
     free_nbytes, _ = torch.cuda.mem_get_info(device)  # excludes the context of this process
+    most = max(free_nbytes - DRIVER, 0)
     device_nbytes = _checked(
-        config.device_nbytes,
-        "--device-memory",
-        less_margin(free_nbytes),
-        max(free_nbytes - DRIVER, 0),
+        config.device_nbytes, "--device-memory", less_margin(free_nbytes), most
     )
     host_nbytes = _checked(config.host_nbytes, "--host-memory", spare, memory_limit())
-    return MemoryBudget(device_nbytes, host_nbytes, LIBRARIES, has_card=True, buffers=READ_BUFFERS)
+    return MemoryBudget(
+        device_nbytes, host_nbytes, LIBRARIES, has_card=True, buffers=READ_BUFFERS, most=most
+    )
 
 
 def _checked(asked: int | None, flag: str, default: int, limit: int) -> int:

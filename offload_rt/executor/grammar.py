@@ -112,12 +112,12 @@ class GrammarCompiler:
         try:
             source = _within(outputs.around, self._source(outputs))
         except (ValueError, RecursionError) as error:
-            raise SettingsError(f"structured outputs: {str(error)[:300]}") from error
+            raise SettingsError(f"{outputs.flag}: {str(error)[:300]}") from error
         if len(source) > _MAX_CHARACTERS:
             need = f"a grammar of at most {_MAX_CHARACTERS} characters"
-            raise SettingsError("structured outputs", need=need, have=str(len(source)))
+            raise SettingsError(outputs.flag, need=need, have=str(len(source)))
         matcher = self._matcher(self._tokenizer, source, log_level=0)
-        _check(matcher)
+        _check(matcher, outputs.flag)
         return Grammar(matcher, self._n_words, self._ends, self._threads)
 
     def _source(self, outputs: StructuredOutputs) -> str:
@@ -243,7 +243,7 @@ def _within(around: str | None, source: str) -> str:
     return json.dumps({"grammars": grammars})
 
 
-def _check(matcher: "LLMatcher") -> None:
+def _check(matcher: "LLMatcher", name: str = "structured outputs") -> None:
     if matcher.is_error():
         reason = " ".join(matcher.get_error().split())[:300]
-        raise SettingsError(f"structured outputs: {reason}")
+        raise SettingsError(f"{name}: {reason}")

@@ -14,8 +14,9 @@ from offload_rt import ops
 from offload_rt.models import cpu_experts
 from offload_rt.models.architecture import ExpertShare, HostWork, LayerExperts, LayerWeights
 from offload_rt.ops import extension
-from offload_rt.ops.few_rows import MOST_ROWS, Stack, multiply_stack, serves_stack
+from offload_rt.ops.few_rows import Stack, multiply_stack, serves_stack
 from offload_rt.ops.linear import linear
+from offload_rt.packing import CODED_ROWS
 
 # Compute capability times ten from which torch's grouped products leave the row counts on the GPU
 # (pytorch issues 161407, 186620).
@@ -120,7 +121,7 @@ def _grouped_products(
     if stacks is None:
         return grouped_mm_experts_forward if is_on_card else None
     # torch's kernel for later GPUs multiplies many rows faster, and does not wait for the host.
-    is_torch_faster = n_chosen > MOST_ROWS * module.num_experts
+    is_torch_faster = n_chosen > CODED_ROWS * module.num_experts
     if is_on_card and is_torch_faster and extension.capability(hidden.device) >= _GROUPED_MM:
         return grouped_mm_experts_forward
     return partial(_mix_stacks, stacks)

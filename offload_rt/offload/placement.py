@@ -54,6 +54,7 @@ class MemoryBudget:
     libraries  CUDA libraries, on the device
     has_card   the device has separate memory, so disk reads also cross the host's link
     buffers    host memory for reading, and for off-device KV rows
+    most       largest `device` that a setting can allow; None if unknown
     """
 
     device: int
@@ -61,6 +62,7 @@ class MemoryBudget:
     libraries: int = 0
     has_card: bool = False
     buffers: int = 0
+    most: int | None = None
 
     def host_room(self, nbytes: int) -> int:
         """Return the number of blocks of `nbytes` bytes that fit on the host."""
@@ -248,12 +250,15 @@ def place_layers(
     free = budget.device - reserved.total
     least = least_budget(layer_nbytes, reserved, link)
     if budget.device < least:
-        sizes = "--max-model-len or --tree-size"
+        is_possible = budget.most is None or least <= budget.most
+        change = (
+            f"set --device-memory to {least}B or more" if is_possible else "use a larger device"
+        )
         raise CapacityError(
             "the device memory budget is too small",
             need=f"{format_size(least)} ({least} bytes) at least",
             have=format_size(budget.device),
-            change=f"set --device-memory to {least} or more, or lower {sizes}",
+            change=f"{change}, or lower --max-model-len or --tree-size",
         )
     if free >= sum(layer_nbytes):
         return Plan(("device",) * n, tuple(layer_nbytes), 0, reserved, budget, link)
@@ -298,7 +303,7 @@ def _host_slots(n_slots: int, nbytes: int, budget: MemoryBudget) -> int:
             "the host memory budget is too small for host slots of disk layers",
             need=f"{format_size(least)} ({least} bytes) at least",
             have=format_size(budget.host),
-            change=f"set --host-memory to {least} or more, or raise --device-memory",
+            change=f"set --host-memory to {least}B or more, or raise --device-memory",
         )
     return min(n_slots, budget.host_room(nbytes))
 

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from offload_rt.ops import extension
-from offload_rt.packing import BLOCKS, KERNEL_BLOCKS, NF4, ORDERS, REFERENCE_WEIGHTS, Order, Packing
+from offload_rt.packing import (
+    BLOCKS,
+    KERNEL_BLOCKS,
+    NF4,
+    ORDERS,
+    REFERENCE_WEIGHTS,
+    ZERO_ORDERS,
+    Order,
+    Packing,
+)
 
 # Nibble of column i in an AWQ word of eight columns.
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -18,8 +27,6 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Dtypes of power-of-two scales.
 POWERS_OF_TWO = (torch.uint8, torch.float8_e8m0fnu)
-# Orders of zero points with a kernel, by the order of the codes: packed along the outputs.
-ZERO_ORDERS = {"columns": "rows", "rows": "columns", "awq": "awq", "plain": "plain"}
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,12 @@ from offload_rt.ops import extension
 from offload_rt.ops.dequantize import (
     KERNEL_DTYPES,
     POWERS_OF_TWO,
-    ZERO_ORDERS,
     CodedMatrix,
     kernel_codes,
 )
-from offload_rt.packing import ORDERS
+from offload_rt.packing import CODED_ROWS, ORDERS
 
-# Most rows with one matrix and the divisor of their inputs, as in csrc/kernels.h.
-MOST_ROWS = 32
+# Divisor of the inputs of plain matrices, as in csrc/kernels.h.
 _INPUTS = 32
 _HALVES = (torch.float16, torch.bfloat16)
 _DENSE = len(ORDERS) + 1
@@ -29,20 +27,15 @@ Stack = Tensor | CodedMatrix
 def serves_few_rows(x: Tensor, weight: CodedMatrix) -> bool:
     """Whether the kernel multiplies the rows x (n, n_in) by these codes directly."""
     has_codes = weight.codes.is_contiguous() and weight.codes.data_ptr() % 8 == 0
-    return 0 < len(x) <= MOST_ROWS and has_codes and _has_kernel(x.dtype, weight)
+    return 0 < len(x) <= CODED_ROWS and has_codes and _has_kernel(x.dtype, weight)
 
 
 def _has_kernel(dtype: torch.dtype, weight: CodedMatrix) -> bool:
-    packing = weight.packing
-    block_in = packing.block[0 if weight.is_transposed else 1]
+    zeros = None if weight.zeros is None else weight.zeros.order
     return (
         dtype in _HALVES
-        and packing.order not in ("awq", "nf4")
-        and packing.bits == (8 if packing.order == "plain" else 4)
         and weight.groups is None
-        and (weight.zeros is None or weight.zeros.order == ZERO_ORDERS.get(packing.order))
-        and weight.shape[1] % _INPUTS == 0
-        and (block_in % 8 == 0 or block_in >= weight.shape[1])
+        and weight.packing.has_direct_product(weight.shape[1], zeros)
         and weight.product in KERNEL_DTYPES
     )
 

@@ -23,6 +23,7 @@ from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.engine.draft_rounding import KEPT_TOKENS, plan_draft
 from offload_rt.engine.memory_plan import (
+    DRIVER,
     LIBRARIES,
     MemoryPlan,
     Sizes,
@@ -109,7 +110,9 @@ class Machine:
         device = less_margin(card.free_nbytes) if device_memory is None else device_memory
         return cls(
             title=card.title,
-            budget=MemoryBudget(device, less_margin(ram), LIBRARIES, has_card=True),
+            budget=MemoryBudget(
+                device, less_margin(ram), LIBRARIES, has_card=True, most=card.free_nbytes - DRIVER
+            ),
             links=(("disk", disk_gbps), ("host", link_gbps or card.link.gbps)),
             roof=lambda *_: Roof.from_card(card),
             fixed_s=_FIXED_S,
@@ -126,14 +129,14 @@ class Machine:
         """Return the compute times. CUDA graphs replay draft models and resident native targets."""
         is_encoded = [target.link is not None and tier != "device" for tier in plan.tiers]
         decode_s = transfer_s(decoded_nbytes(target, is_encoded), self.decode_gbps)
-        target_times = self._times(target, plan.is_resident, self.ranks, decode_s=decode_s)
+        target_times = self._times(
+            target, plan.is_resident, self.ranks, sum(target.layer_nbytes), decode_s=decode_s
+        )
         draft_times = None
         if draft is not None:
-            is_rounded = draft.stand_in or draft.rounding != "none"
-            share = draft_nbytes(draft, plan) / decoded_nbytes(draft) if is_rounded else 1.0
             coded = 1 - plan.tiers.count("device") / len(plan.tiers) if draft.stand_in else 1.0
             ranks = self.ranks if draft.stand_in or self.ranks.split_draft else ALONE
-            draft_times = self._times(draft, True, ranks, share, coded=coded)
+            draft_times = self._times(draft, True, ranks, draft_nbytes(draft, plan), coded=coded)
         return PairTimes(target_times, draft_times, self.level_s, n_at_once(draft))
 
     def with_host_experts(self, moved: PassBytes) -> PassBytes:
@@ -149,25 +152,29 @@ class Machine:
         sizes: Sizes,
         is_replayed: bool,
         ranks: Parallelism,
-        share: float = 1.0,
+        nbytes: int,
         decode_s: float = 0.0,
         coded: float = 1.0,
     ) -> ComputeTimes:
         """Return the compute times of a rank's shard.
 
-        share     see `Roof.product_s`, unless products of the quantised matrices are measured
+        nbytes    stored bytes of the layers
         decode_s  seconds of decoding lossless layers
         coded     share of the layers with quantised matrices, if any
         """
         spec = ranks.with_part_of_head(sizes.spec)
         itemsize = sizes.dtype.itemsize
         plain = layers = self.roof(sizes.dtype, None)
+        share = 1.0
         if sizes.matrix is not None and self.times_codes:
             layers = plain.mixed(self.roof(sizes.dtype, sizes.matrix), coded)
-            share = 1.0
-        elif sizes.matrix is not None and not sizes.stand_in and sizes.rounding != "int4":
-            # Products with int4 copies need no decoding.
-            layers = replace(plain, decode_s=transfer_s(itemsize, self.decode_gbps))
+        elif sizes.matrix is not None:
+            share = nbytes / decoded_nbytes(sizes)
+            layers = replace(
+                plain,
+                decode_s=transfer_s(itemsize, self.decode_gbps),
+                n_coded_rows=sizes.matrix.n_coded_rows(sizes.dtype),
+            )
         return plain.compute_times(
             spec, sizes.dtype, is_replayed and spec.supports_graphs, share,
             lambda n_rows: decode_s + ranks.exchange_s(sizes.spec, itemsize, n_rows),
@@ -186,6 +193,7 @@ class Machine:
             device=n_cards * self.budget.device,
             libraries=n_cards * self.budget.libraries,
             host=self.budget.host // n,
+            most=self.budget.most and n_cards * self.budget.most,
         )
         rates = (
             ("disk", links["disk"] / n),
@@ -265,12 +273,10 @@ class Forecast:
 
     @cached_property
     def plain(self) -> Decoding:
-        """The fastest plain decoding: without a draft model, more layers stay on the device."""
-        alone = None
-        if self.request.models[1] is not None:
-            alone = predict_if_it_fits(without_draft(self.request), self.machine)
-        candidates = [self.single, *([alone.single] if alone else [])]
-        return min(candidates, key=lambda decoding: decoding.pass_s)
+        """Plain decoding; without a draft model, more layers stay on the device."""
+        if self.request.models[1] is None:
+            return self.single
+        return predict(without_draft(self.request), self.machine).single
 
     @property
     def verdict(self) -> str:

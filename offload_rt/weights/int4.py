@@ -5,6 +5,7 @@ Products are torch's tinygemm, fast for few rows. Rounding errors only affect th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,6 +47,10 @@ class Int4Matrix(Matrix):
     def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
         """Return 0: products read the codes."""
         return 0
+
+    def n_coded_rows(self, dtype: DType) -> float:
+        """Return infinity: all products read the codes."""
+        return math.inf
 
 
 class Format(dense.Format):

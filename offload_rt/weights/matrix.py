@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload_rt.dtypes import DType
-from offload_rt.packing import Order, Packing, product_nbytes
+from offload_rt.packing import CODED_ROWS, Order, Packing, product_nbytes
 from offload_rt.weights.source import StoredTensor
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class Matrix(ABC):
     def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
         """Return the temporary bytes of a product in `dtype`."""
         return product_nbytes(*self.shape, dtype.itemsize, has_card)
+
+    def n_coded_rows(self, dtype: DType) -> float:
+        """Return the most rows in `dtype` that a GPU multiplies by the codes without decoding."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,12 @@ class QuantizedMatrix(Matrix):
         nested = () if self.nested is None else (self.nested.scales, self.nested.table)
         parts = (self.codes, self.scales, zeros, self.groups, *nested)
         return tuple(part for part in parts if part is not None)
+
+    def n_coded_rows(self, dtype: DType) -> float:
+        """See `Matrix.n_coded_rows`."""
+        zeros = None if self.zeros is None else self.zeros.order
+        is_direct = self.groups is None and self.packing.has_direct_product(self.shape[1], zeros)
+        return CODED_ROWS if is_direct and dtype.itemsize == 2 else 0
 
     @cached_property
     def _stored_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

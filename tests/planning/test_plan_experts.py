@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.plans import MIXTURE
+from support.plans import AWQ, MIXTURE
 from support.tiny import measure_little
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -35,7 +35,8 @@ from offload_rt.planning.forecast import (
     predict,
 )
 from offload_rt.planning.hardware import find_card
-from offload_rt.planning.sizes import find_models, formats, lossless
+from offload_rt.planning.sizes import find_models, lossless
+from offload_rt.weights.formats import format_of
 
 GPT_OSS_EXPERT = (5760 + 2880) * 2880 * 17 // 32 + 2 * (5760 + 2880)  # and its biases
 
@@ -196,9 +197,10 @@ def test_encoded_and_dense_layers_are_planned_as_a_whole() -> None:
 
 def test_quantised_experts_of_touched_rows_are_decoded() -> None:
     """All of a dense layer, of a mixture as many as are met by one row, and more by many."""
-    int4 = formats(find_models(EngineConfig("qwen3-30b-a3b"))[0], True)["int4, groups of 128"]
+    spec = find_models(EngineConfig("qwen3-30b-a3b"))[0].spec
+    awq = Sizes.of_spec(spec, DType.BFLOAT16, format_of(AWQ))
     slow = replace(Machine.with_card(find_card("h200"), 64 << 30, 7.0), decode_gbps=1.0)
-    request = forecast(int4, card="h200").request
+    request = forecast(awq, card="h200").request
     fast, decoding = (predict(request, replace(slow, decode_gbps=rate)) for rate in (1e6, 1.0))
     met = 48 * (8 * 3 * 2048 * 768 + 2048 * (4096 + 2 * 512) + 4096 * 2048)
     assert decoding.row_s - fast.row_s == pytest.approx(2 * met / 1e9, rel=0.01)

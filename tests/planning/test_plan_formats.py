@@ -13,7 +13,7 @@ import torch
 import write_gguf
 from quantize import Choice
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
-from support.plans import MIXTURE
+from support.plans import AWQ, MIXTURE
 from support.tiny import measure_little
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,8 +31,15 @@ from offload_rt.planning.forecast import Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.local import measure_roof
-from offload_rt.planning.sizes import copies, find_models, formats, is_plain, lossless
-from offload_rt.weights.formats import Matrix
+from offload_rt.planning.sizes import (
+    copies,
+    decoded_nbytes,
+    find_models,
+    formats,
+    is_plain,
+    lossless,
+)
+from offload_rt.weights.formats import Matrix, format_of
 
 CARD = ["--gpu", "rtx4090", "--ram", "160GiB"]
 WIDE = {
@@ -227,11 +234,28 @@ def test_decoding_takes_its_time_in_a_pass():
     assert encoded.compute_s - plain.compute_s == pytest.approx(
         n_streamed * n_bytes / 1e9, rel=0.01
     )
-    # Quantised layers are decoded where they lie as well.
-    int4 = predict(request(formats(target, True)["int4, groups of 128"]), card)
-    assert int4.memory_plan.plan.is_resident and int4.compute_s == pytest.approx(
+    # Quantised layers without a kernel for their codes are decoded on the device as well.
+    awq = predict(request(Sizes.of_spec(target.spec, target.dtype, format_of(AWQ))), card)
+    assert awq.memory_plan.plan.is_resident and awq.compute_s == pytest.approx(
         32 * n_bytes / 1e9, rel=0.01
     )
+
+
+def test_few_rows_of_codes_save_exactly_their_bytes():
+    target = sizes_of("qwen3-8b")
+    card = Machine.with_card(find_card("rtx4090"), 10**11, 7.0)
+    plain = predict(request(target), card)
+    by_name = formats(target, True)
+    for name in ("fp8, blocks 128x128", "int4, groups of 128"):
+        coded = predict(request(by_name[name]), card)
+        saved = sum(target.layer_nbytes) - sum(by_name[name].layer_nbytes)
+        bandwidth = card.roof(target.dtype, None).bandwidth
+        assert plain.row_s - coded.row_s == pytest.approx(saved / bandwidth, rel=1e-3)
+        times = card.costs(by_name[name], None, coded.memory_plan.plan).target
+        few, many = times.at(np.array([32, 64]), 0)
+        decoding = decoded_nbytes(target) / (1e9 * card.decode_gbps)
+        assert few < 1.1 * times.at(np.array([1]), 0)[0] and many > decoding
+    assert 2 * coded.row_s < plain.row_s
 
 
 # Measured products of quantised matrices

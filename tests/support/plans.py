@@ -7,3 +7,5 @@ MIXTURE = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 64, "torch_dtype": "bfloat16",
 }  # fmt: skip
+# A format without a product of few rows by its codes.
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
