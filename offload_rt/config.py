@@ -21,7 +21,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", re.IGNORECASE)
 
 
 # Fewer bytes without a unit are a forgotten unit.
-_LEAST_WITHOUT_UNIT = 2**20
+_LEAST_WITHOUT_UNIT = 1000
 
 
 def parse_size(text: str | int) -> int:
@@ -35,7 +35,7 @@ def parse_size(text: str | int) -> int:
     if match is None:
         raise SettingsError(f"{text!r} is not a size", change='write it like "22GiB" or "800MB"')
     nbytes = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
-    if nbytes < _LEAST_WITHOUT_UNIT and str(text).strip()[-1].isdigit():
+    if 0 < nbytes < _LEAST_WITHOUT_UNIT and str(text).strip()[-1].isdigit():
         raise SettingsError(
             f"{text!r} has no unit and means bytes",
             change=f'write it like "{str(text).strip()}GiB"',

@@ -15,7 +15,7 @@ REFERENCE_WEIGHTS = 1 << 19
 REFERENCE_NBYTES = 16 << 20
 # Outputs that a product widens to float32 at a time on a CPU without the library.
 PRODUCT_OUTPUTS = 256
-# Rows that the CUDA kernel multiplies by codes at most, and divisor of their inputs (csrc/kernels.h).
+# Maximum rows of the CUDA product of codes, and divisor of their inputs (csrc/kernels.h).
 CODED_ROWS = 32
 _CODED_INPUTS = 32
 # Rows that the CPU library multiplies at a time (kMostRows in csrc/linear_cpu.h).

@@ -133,6 +133,8 @@ NEEDED = {EngineConfig: ["--model", "m"], RunSettings: ["--prompt", "p"]}
     b=st.sampled_from(["", "B", "b"]),
 )
 def test_size_is_number_times_unit(number, unit, b):
+    if not unit + b:
+        number += 1000  # smaller numbers need a unit
     for text in (
         f"{number}{unit}{b}",
         f" {number} {unit.upper()}{b} ",
@@ -140,6 +142,12 @@ def test_size_is_number_times_unit(number, unit, b):
         f"{number}.0{unit}{b}",
     ):
         assert parse_size(text) == number * UNITS[unit]
+
+
+@pytest.mark.parametrize("text", ["5", "999", " 24 "])
+def test_small_sizes_need_a_unit(text):
+    with pytest.raises(SettingsError, match=f'write it like "{text.strip()}GiB"'):
+        parse_size(text)
 
 
 @pytest.mark.parametrize(

@@ -251,9 +251,7 @@ def place_layers(
     least = least_budget(layer_nbytes, reserved, link)
     if budget.device < least:
         is_possible = budget.most is None or least <= budget.most
-        change = (
-            f"set --device-memory to {least}B or more" if is_possible else "use a larger device"
-        )
+        change = f"set --device-memory to {least} or more" if is_possible else "use a larger device"
         raise CapacityError(
             "the device memory budget is too small",
             need=f"{format_size(least)} ({least} bytes) at least",
@@ -303,7 +301,7 @@ def _host_slots(n_slots: int, nbytes: int, budget: MemoryBudget) -> int:
             "the host memory budget is too small for host slots of disk layers",
             need=f"{format_size(least)} ({least} bytes) at least",
             have=format_size(budget.host),
-            change=f"set --host-memory to {least}B or more, or raise --device-memory",
+            change=f"set --host-memory to {least} or more, or raise --device-memory",
         )
     return min(n_slots, budget.host_room(nbytes))
 
