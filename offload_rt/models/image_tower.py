@@ -24,8 +24,9 @@ FAMILIES = (
     "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
     "smolvlm",
 )  # fmt: skip
-# Model types with as many patches as pixels allow; others divide an image into tiles of fixed size.
-_ANY_SIZE = ("mistral3", "gemma4")
+# Model types whose towers mask patches by patches. Their patches increase with the pixels, as do
+# those of models with multimodal positions. Other models use tiles of fixed size.
+_MASKED = ("mistral3", "gemma4")
 _MOST_TILES = {"llava_next": 5, "internvl": 13, "aya_vision": 13, "idefics3": 17, "smolvlm": 17}
 # Largest number of further features per image token.
 _N_DEEP = 3
@@ -194,8 +195,8 @@ class ImageTower:
         """Return the patches of an image of `n_pixels` pixels, at most."""
         vision = self._config.vision_config
         n_per_patch = _area(vision.patch_size)
-        side: Any = None if self.family in _ANY_SIZE else getattr(vision, "image_size", None)
-        if side is None:
+        side: Any = getattr(vision, "image_size", None)
+        if side is None or self.family in _MASKED or hasattr(self._base, "get_rope_index"):
             return -(-n_pixels // n_per_patch)
         n_in_tile = _area(side) // n_per_patch + 1
         return _MOST_TILES.get(self.family, 1) * n_in_tile
@@ -211,7 +212,10 @@ class ImageTower:
         shapes = (tensor.shape for part in self.parts for tensor in part.tensors)
         widest = max(sum(shape) for shape in shapes if len(shape) == 2)
         # Of a layer: its input, norm, queries, keys, values and outputs, or two wide products.
-        n_activations = self._most_patches(n_pixels) * 4 * widest
+        n_patches = self._most_patches(n_pixels)
+        n_activations = n_patches * 4 * widest
+        if self.family in _MASKED:
+            n_activations += n_patches**2
         width: int = self._model.text.hidden_size
         n_features = n_kept * self.most_tokens(n_pixels) * width * (1 + _N_DEEP)
         # The processor's pixels are float32.

@@ -3,17 +3,20 @@
 from collections import Counter
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from support.fake_gpu import fake_gpu
 from support.images import generate_images, image_inputs, image_model, image_prompt
 from support.tiny import runner_of
+from torch.profiler import ProfilerActivity, profile
 
 from offload_rt import LLM, SamplingParams, ops
 from offload_rt.config import EngineConfig
 from offload_rt.engine import loader
 from offload_rt.errors import LinkError
 from offload_rt.executor.image_encoder import KEPT_IMAGES
+from offload_rt.models.image_prompt import PromptImage
 from offload_rt.offload import stream_threads
 
 pytestmark = pytest.mark.numeric
@@ -113,6 +116,47 @@ def test_weights_of_a_streamed_tower_fit_the_plan(tmp_path, monkeypatch):
         llm.generate([1, 2, 3], GREEDY)
     assert with_images - sum(nbytes) == plan.reserved.images - scratch
     assert plan.reserved.images - scratch < sum(block.nbytes for block in whole)
+
+
+def allocation_peak(run):
+    """Return the largest number of allocated bytes during a run, by torch's profiler."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    events = recorded.profiler.kineto_results.events()
+    return int(np.cumsum([event.nbytes() for event in events if event.name() == "[memory]"]).max())
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_rows"),
+    [("qwen2_vl", 324), ("glm4v", 324), ("mistral3", 324), ("gemma4", 144), ("llava", 16)],
+)
+def test_activations_of_a_large_image_fit_the_plan(tmp_path, kind, n_rows):
+    """Compute the features of an image of 36 x 36 patches of 8 x 8 pixels, or of one tile."""
+    image_model(kind, tmp_path)
+    n = 36
+    inputs = {
+        "mistral3": {
+            "pixel_values": torch.zeros(1, 3, 8 * n, 8 * n),
+            "image_sizes": torch.tensor([[8 * n, 8 * n]]),
+        },
+        "gemma4": {
+            "pixel_values": torch.zeros(1, n * n, 3 * 8 * 8),
+            "image_position_ids": torch.cartesian_prod(*[torch.arange(n)] * 2)[None],
+        },
+        "llava": image_inputs(kind, 0),
+    }.get(
+        kind,
+        {
+            "pixel_values": torch.zeros(n * n, 3 * 2 * 8 * 8),
+            "image_grid_thw": torch.tensor([[1, n, n]]),
+        },
+    )
+    with LLM(str(tmp_path), device="cpu", **SETTINGS) as llm, torch.inference_mode():
+        encoder = runner_of(llm).images
+        copies = {name: value.clone() for name, value in inputs.items()}
+        image = PromptImage(-1, np.arange(n_rows), {}, lambda: copies)
+        peak = allocation_peak(lambda: encoder.features(image))
+        assert peak <= encoder.tower.scratch_nbytes((8 * n) ** 2, KEPT_IMAGES, 4)
 
 
 def test_failed_read_of_a_block_ends_the_request(tmp_path, monkeypatch):
