@@ -186,7 +186,7 @@ def test_sequences_join_and_leave_a_running_batch(llama_pair, drafter):
         got = {}
         for n_step in range(100):
             for i in joins.get(n_step, ()):
-                sequences[i] = llm._sequence(prompts[i], params[i])
+                sequences[i] = llm._sequence(prompts[i], params[i], None)
                 ids[engine.add(sequences[i])] = i
             if n_step == 8:
                 engine.abort(next(id for id, i in ids.items() if i == 3))
@@ -212,7 +212,7 @@ def test_prompt_passes_do_not_train_the_cost_model(zoo):
         learned = []
         llm.engine.cost.passed = lambda n_rows, *_: learned.append(n_rows)
         first, second = (
-            llm._sequence(prompt_of(seed), SamplingParams(max_new_tokens=n))
+            llm._sequence(prompt_of(seed), SamplingParams(max_new_tokens=n), None)
             for seed, n in ((0, 9), (1, 4))
         )
         llm.engine.add(first)

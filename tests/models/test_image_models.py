@@ -202,7 +202,9 @@ def test_images_of_preempted_and_aborted_sequences(model_of, monkeypatch):
             return forward(steps)
 
         monkeypatch.setattr(runner_of(llm), "forward", alone)
-        assert say(llm, prompts) == [generate_images(model, prompt, 10) for prompt in prompts]
+        assert say(llm, prompts) == [
+            generate_images(model, prompt, GREEDY.max_tokens) for prompt in prompts
+        ]
         assert n_steps.count(2) > 2
 
 
@@ -252,4 +254,4 @@ def test_quantised_weights_and_prediction_layer_behind_images(model_of, tmp_path
     with open_streamed(quantised, drafter="mtp") as llm:
         tower = llm.spec.target.checkpoint.spec.images
         prompt = image_prompt(model, tower, [4, image_inputs("qwen3_5", 1), 3])
-        assert say(llm, [prompt]) == [generate_images(plain, prompt, 10)]
+        assert say(llm, [prompt]) == [generate_images(plain, prompt, GREEDY.max_tokens)]

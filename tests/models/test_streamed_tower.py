@@ -81,8 +81,10 @@ def test_features_and_texts_of_a_streamed_tower(tmp_path, monkeypatch, kind, dev
             (output,) = llm.generate(prompt, GREEDY)
             assert output.token_ids == generate_images(model, prompt, 6)
             # The first two blocks are read ahead: once before `count` and after the last image.
-            assert n_reads[2] == n_reads[3] == len(prompt.images)
-            assert max(n_reads.values()) == len(prompt.images)
+            # A GPU's host slots are filled further ahead.
+            n_more = int(device == "cuda")
+            assert all(n_reads[i] - len(prompt.images) in (0, n_more) for i in (2, 3))
+            assert max(n_reads.values()) <= len(prompt.images) + n_more
             streamed = features_of(llm, prompt)
     for features, expected in zip(streamed, resident, strict=True):
         assert len(features) == len(expected)

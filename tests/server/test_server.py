@@ -333,7 +333,7 @@ def test_pass_numbers_are_sent_on_request(served):
         ("chat/completions", {"messages": [*TURNS, {"content": "x"}]}, "role"),
         ("chat/completions", {"messages": [{"role": 1, "content": "x"}]}, "role"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "vision model"),
+            "vision tower"),
         ("chat/completions", {"messages": TURNS, "response_format": {"type": "xml"}},
             "response_format 'xml'"),
         ("chat/completions", {"messages": TURNS, "tool_choice": "required"}, "tool_choice"),

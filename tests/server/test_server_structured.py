@@ -74,7 +74,7 @@ def test_formats_of_a_request_equal_formats_in_python(
     [
         ({"guided_json": {"type": "foo"}}, "Invalid type"),
         ({"guided_json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
-        ({"guided_json": "{"}, "JSON schema"),
+        ({"guided_json": "{"}, "json_schema is not JSON"),
         ({"guided_regex": "(a"}, "unclosed"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "exactly one"),
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
