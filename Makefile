@@ -79,7 +79,7 @@ $(OLDEST)/installed: pyproject.toml scripts/oldest.py | venv
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" -c $(OLDEST)/constraints.txt
 	touch $@
 
-# Without the comparison with transformers' dequantised MXFP4 model, whose logits differ in transformers 5.21.
+# Without the comparison with transformers' dequantised MXFP4 model, whose logits differed in transformers 5.21.
 test-oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" tests/models tests/text tests/weights \
 		tests/parallel/test_rank_families.py --ignore tests/weights/test_mxfp4.py

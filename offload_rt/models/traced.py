@@ -318,7 +318,7 @@ class TracedModel:
         self.move_to(x.device)
         layer: Any = self.layers[i]
         # torch would convert a router of another dtype, and depend on the number of rows.
-        is_ours = self._device.type == "cpu" and weights.expert_share is None
+        is_ours = self._device.type == "cpu"
         with self._given(i, weights, experts, split, _ROUTER if is_ours else ()):
             out: Tensor = layer.mlp(x[None])
         return out[0]

@@ -111,7 +111,7 @@ def test_bundled_wheels_replace_old_packages(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr(sys, "argv", ["requirements.py", str(tmp_path / "site")])
     assert requirements.main() == 1
-    assert "unmet, give a folder of wheels: transformers<6,>=5.21" in capsys.readouterr().out
+    assert "unmet, give a folder of wheels: transformers<6,>=5.24" in capsys.readouterr().out
     sys.argv.append(str(tmp_path))
     assert requirements.main() == 0
     assert "installed: transformers-5.99.0-py3-none-any.whl" in capsys.readouterr().out
