@@ -169,10 +169,10 @@ class EngineConfig:
         " store the result for later runs",
         choices=("off", "on", "keep"),
     )
-    batch_invariant: bool = setting(
+    torch_products: bool = setting(
         False,
-        "on a CPU, use our product of many rows even if torch's is much faster by measurement, so"
-        " that speculation repeats plain decoding bit for bit",
+        "let torch multiply 16 and more rows of 16-bit weights on a CPU; faster with AMX, but"
+        " speculation repeats plain decoding only up to rounding",
     )
     exact_parallel: bool = setting(
         False,

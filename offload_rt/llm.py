@@ -99,7 +99,7 @@ class LLM:
         draft_context: int | None = None,
         draft_quantize: str = "auto",
         learn_draft: str = "off",
-        batch_invariant: bool = False,
+        torch_products: bool = False,
         exact_parallel: bool = False,
         split_draft: str = "auto",
         revision: str | None = None,
@@ -121,7 +121,7 @@ class LLM:
                 max_model_len,
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
                 draft_context, draft_quantize, learn_draft,
-                batch_invariant, exact_parallel, split_draft, revision, offline,
+                torch_products, exact_parallel, split_draft, revision, offline,
                 chat_template, pipeline, mirror, max_image_pixels,
             )
         )  # fmt: skip

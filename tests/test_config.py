@@ -70,7 +70,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "draft_context": (["256"], 256),
     "draft_quantize": (["int4"], "int4"),
     "learn_draft": (["keep"], "keep"),
-    "batch_invariant": ([], True),
+    "torch_products": ([], True),
     "exact_parallel": ([], True),
     "split_draft": (["on"], "on"),
     "revision": (["main"], "main"),

@@ -53,7 +53,7 @@ _ENGINE_GROUPS = {
         "draft_context",
         "draft_quantize",
         "learn_draft",
-        "batch_invariant",
+        "torch_products",
     ),
     "ranks": ("exact_parallel", "split_draft", "pipeline"),
 }

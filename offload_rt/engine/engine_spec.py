@@ -133,7 +133,7 @@ def _plan(
         if config.pipeline > 1
         else ranks.part(whole)
     )
-    checkpoint.format.is_batch_invariant = config.batch_invariant
+    checkpoint.format.allows_torch = config.torch_products
     mirrors = Mirrors.from_setting(config.mirror, checkpoint.layers)
 
     def plan_with(

@@ -41,7 +41,7 @@ _CANDIDATES = (
 )
 _ROUNDS = 3
 _PASSES = "passes.json"
-_PASSES_VERSION = 2
+_PASSES_VERSION = 3
 _REPEATS = 2
 _EXPERTS = "experts.json"
 # Valid seconds of a pass. Cached values outside are damage and would overflow later arithmetic.

@@ -9,7 +9,7 @@ from offload_rt.errors import CapacityError
 from offload_rt.kv.split import KVSplit
 from offload_rt.models.architecture import Mixture
 
-# Two slots overlap transfer and compute; a third absorbs jitter.
+# Two slots overlap transfer and compute; a third device slot absorbs jitter.
 _LEAST_SLOTS = 2
 BEST_SLOTS = 3
 
@@ -294,7 +294,7 @@ def with_host_slots(plan: Plan) -> Plan:
 
 
 def _host_slots(n_slots: int, nbytes: int, budget: MemoryBudget) -> int:
-    """Return the number of host slots of `nbytes`: up to the number of device slots."""
+    """Return the number of host slots of `nbytes`: two, for reads and copies at the same time."""
     least = budget.buffers + nbytes
     if budget.host < least:
         raise CapacityError(
@@ -303,7 +303,7 @@ def _host_slots(n_slots: int, nbytes: int, budget: MemoryBudget) -> int:
             have=format_size(budget.host),
             change=f"set --host-memory to {least} or more, or raise --device-memory",
         )
-    return min(n_slots, budget.host_room(nbytes))
+    return min(n_slots, _LEAST_SLOTS, budget.host_room(nbytes))
 
 
 def fill(layers: Sequence[int], nbytes: Sequence[int], room: int, n_most: int) -> set[int]:

@@ -1,18 +1,15 @@
 """Products with weights in any stored form, and their dequantisation."""
 
 import math
-import platform
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload_rt.ops import build, cpu, extension, linear_cpu
+from offload_rt.ops import extension, linear_cpu
 from offload_rt.ops.dequantize import (
     BlockMatrix,
     CodedMatrix,
@@ -24,14 +21,9 @@ from offload_rt.ops.dequantize import (
 )
 from offload_rt.ops.few_rows import multiply_few_rows, serves_few_rows
 from offload_rt.packing import PRODUCT_OUTPUTS
-from offload_rt.system.files import read_cached, write_cached
 
-# Rows from which torch's product may be preferred, and the ratio of times that justifies the loss
-# of batch invariance.
+# Rows from which torch's product may be faster, with AMX.
 _MANY_ROWS = 16
-_CLEARLY = 1.25
-_CACHE = "products.json"
-_VERSION = 1
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -39,24 +31,24 @@ def linear(
     x: Tensor,
     weight: Weight,
     bias: Tensor | None = None,
-    is_batch_invariant: bool = False,
+    allows_torch: bool = False,
 ) -> Tensor:
     """Multiply x (..., n_in) by the transposed weight (n_out, n_in) and add bias (n_out,): (...,
     n_out) in x's dtype.
 
     Accumulates in float32 or better. Encoded weights have the exact values of their format. On a
-    CPU with the library, the result of a row does not depend on other rows. Many rows are an
-    exception where `prefers_torch` measured that torch's product is faster, unless
-    `is_batch_invariant`.
+    CPU with the library, the result of a row does not depend on other rows.
+
+    allows_torch  let torch multiply many rows of 16 bits; results may depend on other rows
     """
     if x.dim() != 2:
-        return linear(x.reshape(-1, x.shape[-1]), weight, bias, is_batch_invariant).view(
+        return linear(x.reshape(-1, x.shape[-1]), weight, bias, allows_torch).view(
             *x.shape[:-1], -1
         )
     if isinstance(weight, TinygemmMatrix):
         y = weight.product(x)
         return y if bias is None else y.add_(bias)
-    if _uses_library(weight, x, is_batch_invariant):
+    if _uses_library(weight, x, allows_torch):
         return linear_cpu.linear(x, (weight,), (bias,))[0]
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
     if x.device.type == "cpu" and not needs_gradient and not _has_fast_product(x, weight):
@@ -79,15 +71,14 @@ def linears(
     x: Tensor,
     weights: Sequence[Weight],
     biases: Sequence[Tensor | None],
-    is_batch_invariant: bool = False,
+    allows_torch: bool = False,
 ) -> list[Tensor]:
     """Apply `linear` with several weights; in one call of the CPU library where it serves all."""
-    served = [weight for weight in weights if _uses_library(weight, x, is_batch_invariant)]
+    served = [weight for weight in weights if _uses_library(weight, x, allows_torch)]
     if len(served) == len(weights) and x.dim() == 2:
         return linear_cpu.linear(x, served, biases)
     return [
-        linear(x, weight, bias, is_batch_invariant)
-        for weight, bias in zip(weights, biases, strict=True)
+        linear(x, weight, bias, allows_torch) for weight, bias in zip(weights, biases, strict=True)
     ]
 
 
@@ -103,60 +94,18 @@ def stack(x: Tensor, weights: Sequence[Sequence[Weight]]) -> linear_cpu.MatrixSt
 
 
 def _is_stackable(weight: Weight, x: Tensor) -> TypeGuard[Tensor | CodedMatrix | BlockMatrix]:
-    is_plain = isinstance(weight, Tensor) and prefers_torch(x.dtype)
-    return not (is_plain or isinstance(weight, TinygemmMatrix)) and linear_cpu.serves(x, weight)
+    return not isinstance(weight, TinygemmMatrix) and linear_cpu.serves(x, weight)
 
 
 def _uses_library(
-    weight: Weight, x: Tensor, is_batch_invariant: bool
+    weight: Weight, x: Tensor, allows_torch: bool
 ) -> TypeGuard[Tensor | CodedMatrix | BlockMatrix]:
     """Whether the CPU library multiplies x (n, n_in) and this weight."""
     needs_gradient = x.requires_grad and torch.is_grad_enabled()
     if isinstance(weight, TinygemmMatrix) or needs_gradient or not linear_cpu.serves(x, weight):
         return False
-    is_same = isinstance(weight, Tensor) and weight.dtype == x.dtype
-    is_torch_possible = not is_batch_invariant and x.shape[0] >= _MANY_ROWS
-    return not (is_torch_possible and is_same and prefers_torch(x.dtype))
-
-
-@cache
-def prefers_torch(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies many rows much faster than the CPU library, e.g. by AMX; measured
-    once per machine.
-    """
-    # torch has no fast product of 16 bits without AVX512-bf16
-    if dtype != torch.float32 and cpu.level() < 3:
-        return False
-    machine = (
-        platform.machine(),
-        cpu.level(),
-        torch.get_num_threads(),
-        torch.__version__,
-        build.cpu(cpu.level()).file,
-        str(dtype),
-    )
-    key = repr(machine)
-    known = read_cached(_CACHE, _VERSION)
-    if not isinstance(known.get(key), bool):
-        known[key] = _is_torch_faster(dtype)
-        write_cached(_CACHE, _VERSION, known)
-    return bool(known[key])
-
-
-def _is_torch_faster(dtype: torch.dtype) -> bool:
-    """Time both products with 64 rows and a matrix of 2048 x 2048, in turn, four times each."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, 2048, generator=generator).to(dtype) for n in (64, 2048))
-    seconds: dict[str, list[float]] = {"torch": [], "library": []}
-    for _ in range(4):
-        for name, times in seconds.items():
-            started = time.perf_counter()
-            if name == "torch":
-                F.linear(x, weight)
-            else:
-                linear_cpu.linear(x, (weight,), (None,))
-            times.append(time.perf_counter() - started)
-    return min(seconds["library"]) > _CLEARLY * min(seconds["torch"])
+    is_same = isinstance(weight, Tensor) and weight.dtype == x.dtype and x.dtype in _HALVES
+    return not (allows_torch and is_same and x.shape[0] >= _MANY_ROWS)
 
 
 def _has_fast_product(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> bool:

@@ -36,7 +36,7 @@ class View(LayerWeights):
     """Weights of a layer, see `WeightFormat.view`; other dtypes are converted at each use."""
 
     def __init__(
-        self, layout: Layout, block: Tensor, dtype: torch.dtype, is_batch_invariant: bool = False
+        self, layout: Layout, block: Tensor, dtype: torch.dtype, allows_torch: bool = False
     ) -> None:
         self._tensors = _Tensors(layout, block)
         self._matrices: dict[str, Weight] = {}
@@ -45,7 +45,7 @@ class View(LayerWeights):
         self.layout = layout
         self.block = block
         self._dtype = dtype
-        self._is_batch_invariant = is_batch_invariant
+        self._allows_torch = allows_torch
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,7 +60,7 @@ class View(LayerWeights):
         """See `LayerWeights.linear`."""
         from offload_rt.ops.linear import linear  # not at the top: a plan computes nothing
 
-        return linear(x, self._weight(name), self._bias(name), self._is_batch_invariant)
+        return linear(x, self._weight(name), self._bias(name), self._allows_torch)
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """See `LayerWeights.linears`; a single product on a GPU, to save launches, if possible."""
@@ -76,7 +76,7 @@ class View(LayerWeights):
         ):
             weights = [self._weight(name) for name in names]
             biases = [self._bias(name) for name in names]
-            return tuple(linears(x, weights, biases, self._is_batch_invariant))
+            return tuple(linears(x, weights, biases, self._allows_torch))
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(linear(x, weight, bias), widths, dim=1))
 

@@ -2,7 +2,6 @@
 that this machine has.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,8 +24,6 @@ from offload_rt.ops.dequantize import (
 from offload_rt.ops.linear import dequantize, linear
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Before conftest replaces it.
-PREFERS_TORCH = linear_module.prefers_torch
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 pytestmark = [
@@ -314,45 +311,17 @@ def test_products_without_the_library_differ_only_by_rounding(dtype, monkeypatch
         assert float(((linear(x, matrix, bias).double() - exact).abs() / size).max()) < tolerance
 
 
-def test_torch_multiplies_many_rows_if_faster(monkeypatch):
+def test_torch_multiplies_many_rows_of_16_bits_only_if_allowed(monkeypatch):
     rows: list[int] = []
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows.append(len(x))
         return x @ weight.T
 
-    monkeypatch.setattr(linear_module, "prefers_torch", lambda dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(linear_module.F, "linear", multiply)
     weight = torch.randn(10, 32)
     for dtype in FLOATS:
         for n in (1, 15, 16, 300):
             linear(torch.randn(n, 32).to(dtype), weight.to(dtype))
-            linear(torch.randn(n, 32).to(dtype), weight.to(dtype), is_batch_invariant=True)
-    assert rows == [16, 300]
-
-
-def test_prefers_torch_is_measured_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured: list[torch.dtype] = []
-    monkeypatch.setattr(
-        linear_module, "_is_torch_faster", lambda dtype: bool(measured.append(dtype)) or True
-    )
-    for content in ("nothing", "kept", "damaged"):
-        if content == "damaged":
-            file = tmp_path / "offload_rt" / "products.json"
-            file.write_text(file.read_text().replace("true", "7"))
-        assert PREFERS_TORCH.__wrapped__(torch.float32)
-    assert measured == [torch.float32] * 2
-
-
-def test_measurement_prefers_the_faster_product(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(linear_module.time, "perf_counter", lambda: clock[0])
-
-    def takes(seconds: float) -> Callable[..., None]:
-        return lambda *_: clock.__setitem__(0, clock[0] + seconds)
-
-    for torch_s, library_s, expected in ((1.0, 1.1, False), (1.0, 1.4, True), (1.4, 1.0, False)):
-        monkeypatch.setattr(linear_module.F, "linear", takes(torch_s))
-        monkeypatch.setattr(linear_cpu, "linear", takes(library_s))
-        assert linear_module._is_torch_faster(torch.bfloat16) is expected
+            linear(torch.randn(n, 32).to(dtype), weight.to(dtype), allows_torch=True)
+    assert rows == [16, 300] * 2

@@ -25,12 +25,9 @@ import json, os, sys
 import torch
 from offload_rt import LLM, SamplingParams
 from offload_rt.executor import runner
-from offload_rt.ops import linear
 from offload_rt.cost.pass_times import (ComputeTimes)
 settings, prompts, params, n_parts = json.loads(sys.argv[1])
 runner.CHUNK_ROWS = 64
-# A measurement would select the product, and thereby the rounding.
-linear.prefers_torch = lambda dtype: False
 # Ranks divide the cores; sums with different thread counts round differently.
 os.sched_getaffinity = lambda _: {0}
 torch.set_num_threads(1)
@@ -59,8 +56,7 @@ def _said(
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(_SCRIPT)
-    # Without the flag, each process measures which product is faster.
-    settings = settings | {"batch_invariant": True} | ({"pipeline": n} if n > 1 else {})
+    settings = settings | ({"pipeline": n} if n > 1 else {})
     with started(
         str(script), [json.dumps([settings, prompts, params, n_parts])], folder, n
     ) as ranks:

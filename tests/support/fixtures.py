@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from bench.models.tiny import config_of, random_model
 from offload_rt.cli import run
-from offload_rt.ops import linear
 from support.command_line import Line
 from support.quantized import MXFP4_CONFIG
 from support.tiny import Zoo
@@ -37,8 +36,6 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        # Which product is faster is measured, and a busy machine measures anything.
-        patch.setattr(linear, "prefers_torch", lambda dtype: False)
         yield
 
 

@@ -33,8 +33,8 @@ class WeightFormat(ABC):  # formats override what differs from plain tensors
     """
 
     name: ClassVar[str]
-    # Products are independent of the number of rows, even where torch's product is faster.
-    is_batch_invariant = False
+    # Torch may multiply many rows of 16 bits; their results may then depend on other rows.
+    allows_torch = False
 
     def __init__(self, quantization_config: object = None, notice: str = "") -> None:
         """Raises UnsupportedModelError for an unsupported config."""
@@ -58,7 +58,7 @@ class WeightFormat(ABC):  # formats override what differs from plain tensors
 
         block  (>= layout.nbytes,) uint8, unchanged during use of the view
         """
-        return View(layout, block, dtype, self.is_batch_invariant)
+        return View(layout, block, dtype, self.allows_torch)
 
 
 def format_of(quantization_config: object) -> WeightFormat:

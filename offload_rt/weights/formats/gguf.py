@@ -83,7 +83,7 @@ class Format(QuantizedFormat):
         """See `WeightFormat.view`."""
         if self._head_dim is None:
             return super().view(layout, block, dtype)
-        return _RotatedView(layout, block, dtype, self.is_batch_invariant, self._head_dim)
+        return _RotatedView(layout, block, dtype, self.allows_torch, self._head_dim)
 
 
 class _RotatedView(view.View):
@@ -94,10 +94,10 @@ class _RotatedView(view.View):
         layout: Layout,
         block: Tensor,
         dtype: torch.dtype,
-        is_batch_invariant: bool,
+        allows_torch: bool,
         head_dim: int,
     ) -> None:
-        super().__init__(layout, block, dtype, is_batch_invariant)
+        super().__init__(layout, block, dtype, allows_torch)
         self._head_dim = head_dim
 
     def linear(self, x: Tensor, name: str) -> Tensor:
