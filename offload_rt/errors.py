@@ -7,6 +7,7 @@ interface names it in its own form. Command lines are in backticks and keep thei
 
 import errno
 import re
+from typing import Self
 
 # Messages of allocators, threads and the dynamic loader without memory.
 _NO_MEMORY = (
@@ -66,6 +67,11 @@ class OffloadError(Exception):
         """The sentence with flags."""
         return _SETTING.sub(_as_flag, self._sentence)
 
+    def prefixed(self, prefix: str) -> Self:
+        """Return a copy whose problem begins with `prefix`."""
+        problem = f"{prefix}: {self.problem}"
+        return type(self)(problem, need=self.need, have=self.have, change=self.change)
+
 
 def _as_flag(match: re.Match[str]) -> str:
     """`--link-format=raw` is `--link-format raw`."""
@@ -120,6 +126,10 @@ class PromptError(UserError):
 
 class CapacityError(UserError):
     """A memory budget or context length below the required size."""
+
+
+class CacheError(OffloadError, RuntimeWarning):
+    """An unwritable cache folder: a warning during runs, an error of `offload-rt calibrate`."""
 
 
 class LinkError(OffloadError):

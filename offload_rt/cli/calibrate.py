@@ -7,6 +7,7 @@ number of sequences.
 
 import json
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from offload_rt.cli.run import read_prompt
 from offload_rt.config import EngineConfig, SamplingParams, check_positive, setting
 from offload_rt.cost.pass_times import transfer_s
 from offload_rt.cost.tree_size import DraftLimits, sizes_up_to
-from offload_rt.errors import PromptError, SettingsError
+from offload_rt.errors import CacheError, PromptError, SettingsError
 
 if TYPE_CHECKING:
     from offload_rt.cost.estimator import CostEstimator
@@ -125,6 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _calibrate(flags: Namespace) -> None:
     settings = from_flags(CalibrateSettings, flags)
     config = from_flags(EngineConfig, flags)
+    from offload_rt.weights.locate import check_paths
+
+    check_paths(config)
     if config.draft_model is None:
         raise SettingsError("calibrate", need="a draft model", change="set --draft-model")
     if config.tree_size == 1:
@@ -134,9 +138,13 @@ def _calibrate(flags: Namespace) -> None:
     if settings.plot is not None:
         check_picture("--plot", settings.plot)
     prompts = _prompts(settings.prompt_file)
-    from offload_rt.weights.locate import check_paths
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheError)
+        _measure(config, settings, prompts)
 
-    check_paths(config)
+
+def _measure(config: EngineConfig, settings: CalibrateSettings, prompts: list[str]) -> None:
+    """Measure, print the results and save them. Raises CacheError if they cannot be saved."""
     from offload_rt.cli.format import quiet_libraries
     from offload_rt.llm import LLM
 
@@ -148,6 +156,11 @@ def _calibrate(flags: Namespace) -> None:
     with LLM.from_config(replace(config, drafter="static_tree", rule="auto")) as llm:
         _generate(llm, settings, prompts)
         findings = _find(llm, settings.temperature, min(settings.tokens, llm.max_model_len - 1))
+        _print(findings, settings)
+
+
+def _print(findings: Findings, settings: CalibrateSettings) -> None:
+    """Print the findings as tables or JSON, and draw the plots."""
     if settings.json:
         text = json.dumps(
             vars(findings),

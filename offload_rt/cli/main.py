@@ -1,6 +1,7 @@
 """Console script `offload-rt`: selects the command."""
 
 import sys
+import warnings
 from importlib import import_module
 from typing import NoReturn
 
@@ -49,6 +50,18 @@ def _versions() -> str:
     return ", ".join([f"offload-rt {__version__}", f"Python {python_version()}", *packages])
 
 
+def _one_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """Format a warning without its place in the code."""
+    return f"warning: {message}\n"
+
+
 def script(*verb: str) -> NoReturn:
     """Run the console script as this process, optionally with a fixed command."""
+    warnings.formatwarning = _one_line
     sys.exit(run_program(lambda: main([*verb, *sys.argv[1:]])))

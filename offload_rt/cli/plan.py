@@ -6,6 +6,7 @@ disk. Without a draft model or self-drafting, the forecast is of plain decoding.
 """
 
 import gc
+import re
 import sys
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ _NO_FLAGS = ("device", "host_memory", "rule")
 _SELF = "self"
 _DRAFTERS = ("auto", "none", _SELF)
 _MODEL_DRAFTERS = ("adaptive_tree", "dynamic_tree", "static_tree")
+# A run sets a budget of host memory, a plan the memory of the machine.
+_HOST_ADVICE = re.compile(r"set --host-memory to \d+ or more")
 _LISTS = {"--list": KNOWN, "--list-gpus": [card.name for card in CARDS]}
 
 
@@ -75,9 +78,22 @@ def main(arguments: list[str] | None = None) -> int:
     # no garbage.
     gc.disable()
     try:
-        return exit_code(lambda: print_plan(parser.parse_args(arguments)))
+        return exit_code(lambda: _plan(parser.parse_args(arguments)))
     finally:
         gc.enable()
+
+
+def _plan(flags: Namespace) -> None:
+    try:
+        print_plan(flags)
+    except CapacityError as error:
+        problem, change = map(_with_ram, (error.problem, error.change))
+        raise CapacityError(problem, need=error.need, have=error.have, change=change) from error
+
+
+def _with_ram(text: str) -> str:
+    """Name the flag of this command for host memory."""
+    return _HOST_ADVICE.sub("raise --ram", text).replace("--host-memory", "--ram")
 
 
 def print_plan(flags: Namespace, disk_source: str = "disk: set by --disk") -> None:
@@ -93,10 +109,7 @@ def print_plan(flags: Namespace, disk_source: str = "disk: set by --disk") -> No
     try:
         _print_plan(settings, config, disk_source)
     except CapacityError as error:
-        problem = f"does not fit: {error.problem}"
-        raise CapacityError(
-            problem, need=error.need, have=error.have, change=error.change
-        ) from error
+        raise error.prefixed("does not fit") from error
 
 
 def _print_plan(settings: PlanSettings, config: EngineConfig, disk_source: str) -> None:

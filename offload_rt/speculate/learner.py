@@ -31,7 +31,7 @@ from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.streamer import LayerView
 from offload_rt.ops import reference
 from offload_rt.sampling import TopTokens
-from offload_rt.system.files import cache_directory, write_atomically
+from offload_rt.system.files import cache_directory, write_cache_file
 from offload_rt.weights.view import View
 
 _RANK = 16
@@ -227,20 +227,23 @@ class Learner:
         return -((probs * best).sum(-1) + (1 - probs.sum(-1)).clamp(min=0) * rest)
 
     def save(self) -> None:
-        """Save adapters with a gain; ignore an unwritable cache."""
-        with suppress(OSError, RuntimeError):
-            if self._kept_as is not None and self._serves:
-                cache_directory().mkdir(parents=True, exist_ok=True)
-                parameters = {
-                    name: parameter.data for name, parameter in self._parameters().items()
-                }
-                write_atomically(self._path, save(parameters))
-            elif self._kept_as is not None:
+        """Save adapters with a gain, remove adapters without."""
+        if self._kept_as is None:
+            return
+        if self._serves:
+            parameters = {name: parameter.data for name, parameter in self._parameters().items()}
+            write_cache_file(self._file, save(parameters))
+        else:
+            with suppress(OSError, RuntimeError):
                 self._path.unlink(missing_ok=True)
 
     @property
+    def _file(self) -> str:
+        return f"draft-{self._kept_as}.safetensors"
+
+    @property
     def _path(self) -> Path:
-        return cache_directory() / f"draft-{self._kept_as}.safetensors"
+        return cache_directory() / self._file
 
     def _parameters(self) -> dict[str, Tensor]:
         return {

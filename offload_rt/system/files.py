@@ -3,8 +3,11 @@
 import json
 import os
 import secrets
+import warnings
 from pathlib import Path
 from typing import Any
+
+from offload_rt.errors import CacheError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -41,11 +44,19 @@ def read_cached(name: str, version: int) -> dict[str, Any]:
 
 
 def write_cached(name: str, version: int, entries: dict[str, Any]) -> None:
-    """Write a cache file; ignore an unwritable cache, so that later runs measure again."""
+    """Write a cache file of JSON; see `write_cache_file`."""
+    write_cache_file(name, json.dumps({"version": version, "entries": entries}))
+
+
+def write_cache_file(name: str, content: str | bytes) -> None:
+    """Write a file of the cache folder; warn with a CacheError if that fails."""
     try:
-        cache_directory().mkdir(parents=True, exist_ok=True)
-        write_atomically(
-            cache_directory() / name, json.dumps({"version": version, "entries": entries})
-        )
-    except (OSError, RuntimeError):
-        return
+        folder = cache_directory()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / name, content)
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        # Equal texts for all files: Python's warning filter shows the first.
+        problem = f"cannot save measurements in {os.environ.get('XDG_CACHE_HOME') or '~/.cache'}"
+        change = "make room there, or set XDG_CACHE_HOME to a writable folder"
+        warnings.warn(CacheError(f"{problem} ({reason})", change=change), stacklevel=1)

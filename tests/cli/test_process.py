@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from offload_rt.cli import process
+from offload_rt.cli import main, process
 from offload_rt.cli.process import INTERRUPTED, exit_code, run_program
-from offload_rt.errors import LinkError, PromptError
+from offload_rt.errors import CacheError, LinkError, PromptError
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +120,15 @@ assert run_program(lambda: exit_code(work)) == 130
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stderr) == (0, "interrupted\n")
+
+
+def test_warning_of_a_program_is_one_line(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(main, "run_program", lambda program: 7)
+    with pytest.raises(SystemExit, match="7"):
+        main.script("run")
+    shown = warnings.formatwarning(CacheError("a full disk", change="make room"), CacheError, "", 1)
+    assert shown == "warning: a full disk; make room\n"
 
 
 def test_ignored_signal_stays_ignored():

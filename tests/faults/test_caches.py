@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 from support.command_line import Line
 
+from offload_rt.cli import calibrate
+from offload_rt.errors import CacheError
 from offload_rt.system import files, numba_cache
 
 DAMAGE = {
@@ -65,7 +68,34 @@ def test_unwritable_cache_folder_ends_no_run(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)  # where a name of any bytes may be a folder after all
     monkeypatch.setenv("XDG_CACHE_HOME", place)
-    assert line(*drafted) == whole
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        assert line(*drafted) == whole
+    n_expected = 0 if Path(place).is_dir() else 1
+    assert [warning.category for warning in shown] == [CacheError] * n_expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unsaved_calibration_is_an_error(
+    name: str, drafted: list[str], line: Line, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statistics of the pair are saved last, after the printed results."""
+    write = files.write_atomically
+
+    def write_others(path: Path, content: str) -> None:
+        if path.name == name:
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(files, "write_atomically", write_others)
+    first = drafted.index("--prompt")
+    flags = [*drafted[:first], "--drafter", "static_tree", "--tokens", "2"]
+    code, out, err = line(*flags, "--device-memory", "1600000", main=calibrate.main)
+    assert code == 3 and bool(out) == (name == "pairs.json")
+    assert err.splitlines()[-1] == (
+        f"error: cannot save measurements in {cache.parent} (No space left on device); make room"
+        " there, or set XDG_CACHE_HOME to a writable folder"
+    )
 
 
 def test_full_disk_under_the_cache_ends_no_run(drafted, line, whole, cache, monkeypatch):
@@ -73,7 +103,8 @@ def test_full_disk_under_the_cache_ends_no_run(drafted, line, whole, cache, monk
     monkeypatch.setattr(
         os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
-    assert line(*drafted) == whole
+    with pytest.warns(CacheError, match="No space left on device"):
+        assert line(*drafted) == whole
     assert {path.name: path.read_bytes() for path in cache.iterdir()} == before
 
 
@@ -83,7 +114,8 @@ def test_missing_home_means_no_cache(monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    files.write_cached("disk.json", 1, {})
+    with pytest.warns(CacheError, match="home directory"):
+        files.write_cached("disk.json", 1, {})
     assert files.read_cached("disk.json", 1) == {}
 
 

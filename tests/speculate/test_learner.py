@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
-from offload_rt.errors import SettingsError
+from offload_rt.errors import CacheError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.sampling import TopTokens, top_tokens
@@ -317,6 +317,10 @@ def test_learned_weights_are_kept_for_the_pair(zoo, tmp_path):
     assert [one.name for one in cache_directory().glob("*draft-*")] == [
         path.name
     ] and path.read_bytes() == content
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(CacheError):
+        patch.setenv("XDG_CACHE_HOME", "/dev/null")
+        with open_llm(pair.target, **settings) as llm:
+            learner_of(llm)._serve(True)
     for damaged in (content[: len(content) // 2], b"", content[:-4] + b"\xff\xff\xff\xff"):
         path.write_bytes(damaged)
         with open_llm(pair.target, **settings) as llm:
