@@ -29,7 +29,7 @@ from offload_rt.engine.engine_spec import EngineSpec, plan_engine
 from offload_rt.engine.engine_thread import EngineThread, IndexedPiece, closed
 from offload_rt.engine.loader import Progress
 from offload_rt.engine.outputs import Output, Piece, Request, Stats
-from offload_rt.errors import CapacityError, PromptError, SettingsError
+from offload_rt.errors import CapacityError, PromptError, SettingsError, UserError
 from offload_rt.executor.grammar import Grammar, GrammarCompiler
 from offload_rt.executor.pooling import Pooling
 from offload_rt.executor.sequence import Sequence
@@ -256,7 +256,7 @@ class LLM:
         requests = self._requests(_as_list(prompts), sampling_params)
         console = Console(stderr=True, quiet=not use_tqdm or len(requests) == 1)
         n_done = 0
-        with progress_bar(console, "prompts", MofNCompleteColumn()) as bar:
+        with progress_bar(console, "prompts", MofNCompleteColumn) as bar:
             for _, piece in self._pieces(requests):
                 n_done += piece.output is not None
                 bar(n_done, len(requests))
@@ -340,7 +340,7 @@ class LLM:
         """
         self.check_embeddings(pooling)
         params = SamplingParams(max_tokens=1, temperature=0)
-        requests = [self._request(prompt, params) for prompt in _as_list(prompts)]
+        requests = self._requests(_as_list(prompts), params)
         for request in requests:
             request.sequences[0].pooling = Pooling(pooling == "mean")
         for _ in self._open_thread.pieces(requests):
@@ -501,7 +501,15 @@ class LLM:
         if len(params) != len(prompts):
             need = f"one SamplingParams or {len(prompts)}"
             raise SettingsError("generate", need=need, have=str(len(params)))
-        return [self._request(*pair) for pair in zip(prompts, params, strict=True)]
+        requests = []
+        for i, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._request(prompt, prompt_params))
+            except UserError as error:
+                if len(prompts) == 1:
+                    raise
+                raise error.prefixed(f"prompts[{i}]") from error
+        return requests
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         """Build the request of a prompt. Raises SettingsError for multiple greedy answers."""

@@ -273,6 +273,8 @@ def test_prompts_can_be_texts_or_ids(speaking):
             assert "needs a text, or whole numbers" in str(caught.value) and "\n" not in str(
                 caught.value
             )
+        with pytest.raises(PromptError, match=r"^prompts\[1\]: the prompt: needs a text"):
+            llm.generate(["the fox", 3, None], params)
         for wrong in ({"max_tokens": 3}, 3, [3]):
             with pytest.raises(SettingsError, match="needs SamplingParams"):
                 llm.generate("x", wrong)

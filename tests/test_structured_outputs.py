@@ -397,13 +397,13 @@ def test_grammar_may_begin_behind_free_text(llm, compiler, outputs):
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ({"json": {"type": "foo"}}, "Invalid type"),
+        ({"json": {"type": "foo"}}, "^json_schema: .*Invalid type"),
         ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
-        ({"regex": "a" * 300_000}, "at most 262144 characters, has 300"),
-        ({"choice": [f"choice {i}" for i in range(20_000)]}, "at most 262144 characters"),
+        ({"regex": "a" * 300_000}, "^regex: .*at most 262144 characters, has 300"),
+        ({"choice": [f"choice {i}" for i in range(20_000)]}, "^choice: .*at most 262144 char"),
         ({"json": {"not": {}}}, "Unimplemented"),
-        ({"regex": "(a"}, "unclosed group"),
-        ({"grammar": "start: missing"}, "missing"),
+        ({"regex": "(a"}, "^regex: .*unclosed group"),
+        ({"grammar": "start: missing"}, "^grammar: .*missing"),
     ],
 )  # fmt: skip
 def test_an_unsupported_grammar_is_refused(llm, outputs, message):

@@ -80,7 +80,7 @@ class Answers:
                 if piece.index == 0:
                     print(piece.text, end="", flush=True)
         else:
-            with progress_bar(console, "prompts", MofNCompleteColumn()) as bar:
+            with progress_bar(console, "prompts", MofNCompleteColumn) as bar:
                 for i, piece in pieces:
                     self._add(i, piece)
                     bar(len(self._outputs), len(prompts))

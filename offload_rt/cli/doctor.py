@@ -84,14 +84,14 @@ def _print(flags: Namespace) -> None:
         print(json.dumps(content))
         return
     print(
-        f"\n{'model':<15}{'draft':<14}{'plain':>9}{'with draft':>12}  verdict"
-        " (forecast in tokens/s, 2048 tokens of context)"
+        "\nforecast in tokens/s, 2048 tokens of context\n"
+        f"{'model':<14}{'draft':<12}{'plain':>8}{'with draft':>12}  verdict"
     )
     for prospect in prospects:
         plain, rate = ("" if x is None else f"{x:.3g}" for x in (prospect.plain, prospect.rate))
         rate = rate if prospect.draft else ""
-        start = f"{prospect.model:<15}{prospect.draft or 'none':<14}"
-        print(f"{start}{plain:>9}{rate:>12}  {prospect.verdict}")
+        start = f"{prospect.model:<14}{prospect.draft or 'none':<12}"
+        print(f"{start}{plain:>8}{rate:>12}  {prospect.verdict}")
     print("`offload-rt plan MODEL --draft-model DRAFT` explains a forecast")
 
 
@@ -127,9 +127,7 @@ def _checks(disk_gbps: float | None) -> Iterator[Check]:
         )
         yield Check("CPU kernels", "missing: torch's products are several times slower", fix)
     else:
-        # no kernel of ours uses AMX
-        amx = "; AMX with --torch-products" if torch.cpu._is_amx_tile_supported() else ""
-        yield Check("CPU kernels", f"built, using {_LEVELS[cpu.level()]}{amx}")
+        yield Check("CPU kernels", f"built, using {_LEVELS[cpu.level()]}")
     yield from _gpus(build.find_compiler("nvcc"))
 
 

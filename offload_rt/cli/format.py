@@ -4,6 +4,8 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -17,6 +19,8 @@ if TYPE_CHECKING:  # A plan does not need them, and importing them lasts seconds
     from offload_rt.executor.stats import PassTimes
     from offload_rt.llm import LLM, Stats
     from offload_rt.system.trace import Trace
+
+_COLUMNS = 100
 
 
 def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -> dict[str, float]:
@@ -116,9 +120,29 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
+def columns() -> int:
+    """Return the columns of the terminal, 100 without a terminal."""
+    return get_terminal_size((_COLUMNS, 1)).columns
+
+
+def print_sentence(sentence: str) -> None:
+    """Print to stdout, wrapped between words to the terminal, at most 100 columns."""
+    width = min(columns(), _COLUMNS)
+    print(fill(sentence, width, break_long_words=False, break_on_hyphens=False))
+
+
+def plain_table(first: str, *heads: str) -> Table:
+    """Return a table without lines; columns after the first are aligned on the right."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for head in heads:
+        table.add_column(head, justify="right")
+    return table
+
+
 def print_table(table: Table) -> None:
     """Print to stdout. Raises OSError for a closed pipe, where rich would exit."""
-    console = Console()
+    console = Console(width=columns())
     with console.capture() as captured:
         console.print(table)
     print(captured.get(), end="", flush=True)

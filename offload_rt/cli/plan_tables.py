@@ -1,9 +1,17 @@
 """Text output of `offload-rt plan`: tables, the forecast in sentences, the verdict."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from textwrap import fill
 
-from offload_rt.cli.format import format_speed, placement_table, print_table
+from rich.table import Table
+
+from offload_rt.cli.format import (
+    columns,
+    format_speed,
+    placement_table,
+    plain_table,
+    print_sentence,
+    print_table,
+)
 from offload_rt.config import format_size
 from offload_rt.planning.acceptance import SELF
 from offload_rt.planning.alternatives import (
@@ -16,10 +24,9 @@ from offload_rt.planning.drafters import RankedDrafter
 from offload_rt.planning.forecast import Forecast
 from offload_rt.planning.sizes import LOSSLESS_SHARE
 
-_BAR = 40
-_COLUMNS = 100
-# Widths of the first column.
-_WIDE = 64
+# Columns of the terminal beside the bars of a curve, and the maximum of a bar.
+_BESIDE_BAR = 60
+_LONGEST_BAR = 40
 
 
 def show(forecast: Forecast, others: Alternatives) -> None:
@@ -29,19 +36,21 @@ def show(forecast: Forecast, others: Alternatives) -> None:
     print(f"predicted: {format_speed(forecast.run.seconds_per_token)}")
     _print_trees(forecast)
     if forecast.mode:
-        print(f"mixture: a run reads {forecast.mode}")
+        print_sentence(f"mixture: a run reads {forecast.mode}")
     for place, placed in others.places.items():
-        print(f"with the draft model {place}: {format_speed(placed.run.seconds_per_token)}")
-    _print_wrapped(f"the bottleneck is {forecast.bound}")
+        print_sentence(
+            f"with the draft model {place}: {format_speed(placed.run.seconds_per_token)}"
+        )
+    print_sentence(f"the bottleneck is {forecast.bound}")
     for name, share in forecast.busy.items():
         link = "host-to-card link" if name == "host" else "disk"
         print(f"the {link} is busy for {share:.1%} of a pass")
     if len(forecast.topology) > 1:
-        _print_wrapped(f"acceptance: {forecast.acceptance_source}")
+        print_sentence(f"acceptance: {forecast.acceptance_source}")
     for source in machine.sources:
-        _print_wrapped(source)
+        print_sentence(source)
     if short := short_context(forecast):
-        _print_wrapped(short)
+        print_sentence(short)
     if others.formats:
         _print_formats(others.formats, machine.decode_gbps)
     if others.experts:
@@ -51,11 +60,7 @@ def show(forecast: Forecast, others: Alternatives) -> None:
     if others.sweep is not None:
         _print_curve(others.sweep)
     print()
-    _print_wrapped(f"verdict: {_verdict(forecast)}{_fastest_drafter(forecast, others.drafters)}")
-
-
-def _print_wrapped(sentence: str) -> None:
-    print(fill(sentence, _COLUMNS, break_long_words=False, break_on_hyphens=False))
+    print_sentence(f"verdict: {_verdict(forecast)}{_fastest_drafter(forecast, others.drafters)}")
 
 
 def _verdict(forecast: Forecast) -> str:
@@ -101,13 +106,13 @@ def _print_trees(forecast: Forecast) -> None:
     if draft is not None and draft.rounding != "none":
         print(f"draft model quantised to {draft.rounding}: {format_size(draft.nbytes)}")
     if len(topology) > 1:
-        _print_wrapped(
+        print_sentence(
             f"trees of {len(topology)} nodes on {topology.n_levels} levels:"
             f" {forecast.run.tokens_per_pass:.2f} tokens per pass of {forecast.run.pass_s:.2f} s,"
             f" including {forecast.draft_s:.2f} s of drafting"
         )
     elif forecast.memory_plan.limits.n_nodes > 1 and not has_draft:
-        _print_wrapped(
+        print_sentence(
             f"the acceptance of --drafter {forecast.request.config.drafter} depends on the text:"
             " this is a forecast of plain decoding"
         )
@@ -115,7 +120,7 @@ def _print_trees(forecast: Forecast) -> None:
         advice = f"drafting is {gain:.2f} times as fast"
         if gain < 1:
             advice = "it is faster: omit the draft model, or lower --max-model-len"
-        _print_wrapped(f"plain decoding: {format_speed(plain_s)}; {advice}")
+        print_sentence(f"plain decoding: {format_speed(plain_s)}; {advice}")
 
 
 def _print_formats(
@@ -123,11 +128,13 @@ def _print_formats(
 ) -> None:
     """Print a row per weight format, and the drafter with the fastest forecast."""
     first, drafters = next(iter(by_format.items()))
-    columns = "plain pass reads", "plain", *(f"with {name}" for name in list(drafters)[1:])
-    print("\nforecast by weight format, tokens/s (s per token)\n" + _line("", columns))
+    heads = "plain pass reads", "plain", *(f"with {name}" for name in list(drafters)[1:])
+    print("\nforecast by weight format, tokens/s (s per token)")
+    table = plain_table("", *heads)
     for name, row in by_format.items():
-        print(_line(name, (_traffic(row["none"]), *map(_speed, row.values()))))
-    print(
+        table.add_row(name, _traffic(row["none"]), *map(_speed, row.values()))
+    print_table(table)
+    print_sentence(
         f"assumed: lossless layers have {LOSSLESS_SHARE:.2f} of their bytes, decoding writes"
         f" {decode_gbps:g} GB/s"
     )
@@ -138,34 +145,34 @@ def _print_formats(
     }
     if len(fitting) > 1:
         name = fitting[min(fitting)].replace("none", "plain decoding")
-        print(f"fastest forecast with {first} weights: {name}, {format_speed(min(fitting))}")
+        print_sentence(
+            f"fastest forecast with {first} weights: {name}, {format_speed(min(fitting))}"
+        )
     if (itself := drafters.get(SELF)) is not None:
-        _print_wrapped(f"acceptance of --drafter self: {itself.request.acceptance.source}")
+        print_sentence(f"acceptance of --drafter self: {itself.request.acceptance.source}")
 
 
 def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> None:
     """Print plain decoding of a mixture by transferred weights, and published rates."""
-    print(
-        "\nforecast of plain decoding by transferred weights\n"
-        + _line("", ("bytes per pass", "tokens/s"), _WIDE)
-    )
+    print("\nforecast of plain decoding by transferred weights")
+    table = plain_table("", "bytes per pass", "tokens/s")
     for name, way in ways.items():
-        nbytes = _traffic(way)
         chosen = " (the mode of a run)" if name == forecast.mode else ""
-        print(_line(name + chosen, (nbytes, _speed(way)), _WIDE))
+        table.add_row(name + chosen, _traffic(way), _speed(way))
+    print_table(table)
     model = forecast.request.config.model.lower().rpartition("/")[2]
     for line in PUBLISHED_RATES.get(model, ()):
-        _print_wrapped(f"published: {line}")
+        print_sentence(f"published: {line}")
     plan = forecast.memory_plan.plan
     touched = plan.touched
     assert touched is not None and plan.experts is not None
     n_on_host = plan.experts.n_on_host / touched.n_layers
     print(f"experts per layer: {touched.n_experts}, of which a token needs {touched.n_used}")
-    _print_wrapped(
+    print_sentence(
         f"on average the device holds {touched.n_resident:.0f} experts of a layer, and host memory"
         f" {n_on_host:.0f}"
     )
-    _print_wrapped(
+    print_sentence(
         "assumed: all experts are equally frequent; the CPU of a GPU machine reads"
         f" {forecast.machine.ram_gbps:g} GB/s of weights"
     )
@@ -173,8 +180,8 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
 
 def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
     """Print a row per drafter, fastest first, then the sources of the acceptance."""
-    columns = "drafter size", "tokens per pass", "tokens/s"
-    print("\nforecast by drafter, tokens/s (s per token)\n" + _line("", columns, 56))
+    print("\nforecast by drafter, tokens/s (s per token)")
+    table = plain_table("", "drafter size", "tokens per pass", "tokens/s")
     for choice in choices:
         size = format_size(choice.nbytes) if choice.nbytes else ""
         forecast = choice.forecast
@@ -182,9 +189,10 @@ def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
         speed = _speed(forecast) if forecast else "no forecast"
         if forecast and choice.drafter != "none" and len(forecast.topology) == 1:
             tokens, speed = "", "does not pay"
-        print(_line(choice.title, (size, tokens, speed), 56))
+        table.add_row(choice.title, size, tokens, speed)
+    print_table(table)
     for choice in choices:
-        _print_wrapped(f"{choice.title}: {choice.source}")
+        print_sentence(f"{choice.title}: {choice.source}")
 
 
 def _traffic(forecast: Forecast | None) -> str:
@@ -199,17 +207,18 @@ def _speed(forecast: Forecast | None) -> str:
     return f"{1 / seconds:.2f}" + (f" ({seconds:.2f} s)" if seconds > 1 else "")
 
 
-def _line(name: str, cells: Iterable[str], width: int = 20) -> str:
-    return f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells)
-
-
 def _print_curve(curve: Sweep) -> None:
     """Print a line per point: x, tokens per second as number and bar, bottleneck."""
     print(f"\ntokens/s by {curve.over}")
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    longest = max(min(columns() - _BESIDE_BAR, _LONGEST_BAR), 10)
     rates = [1 / point.run.seconds_per_token if point else 0.0 for _, point in curve.points]
     for (x, point), rate in zip(curve.points, rates, strict=True):
         if point is None:
-            print(f"{x:10.6g}  does not fit")
+            table.add_row(f"{x:.6g}", "", "", "does not fit")
         else:
-            bar = "#" * max(round(_BAR * rate / max(rates)), 1)
-            print(f"{x:10.6g}  {rate:8.3f}  {bar:{_BAR}}  {point.bound.split(':')[0]}")
+            bar = "#" * max(round(longest * rate / max(rates)), 1)
+            table.add_row(f"{x:.6g}", f"{rate:.3f}", bar, point.bound.split(":")[0])
+    print_table(table)

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -25,11 +25,13 @@ def read_messages() -> Iterator[str]:
             sys.stdin.reconfigure(encoding="utf-8", errors="replace")
         yield from (line.strip() for line in sys.stdin)
         return
-    session = _session()
+    from prompt_toolkit.utils import is_dumb_terminal
+
+    prompt: Callable[[str], str] = input if is_dumb_terminal() else _session().prompt
     print(f"{_KEYS}; /help lists commands", file=sys.stderr)
     while True:
         try:
-            text = session.prompt("> ")
+            text = prompt("> ")
         except KeyboardInterrupt:  # pressed too late for an answer: keep the conversation
             print(_KEYS, file=sys.stderr)
             continue

@@ -7,8 +7,13 @@ from typing import Protocol
 
 from rich import progress
 from rich.console import Console
+from rich.table import Column
+from rich.text import Text
 
 _SECONDS_BETWEEN_DRAWS = 0.1
+# Columns of the terminal for title and figures, and the maximum of the bar.
+_BESIDE_BAR = 50
+_LONGEST_BAR = 40
 
 
 class Draw(Protocol):
@@ -18,11 +23,21 @@ class Draw(Protocol):
         """Show `done` of `total`, and a new title."""
 
 
+class _Title(progress.ProgressColumn):
+    """Title, shortened in a narrow terminal."""
+
+    def render(self, task: progress.Task) -> Text:
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+
 @contextmanager
 def progress_bar(
-    console: Console, title: str, *columns: progress.ProgressColumn, is_transient: bool = False
+    console: Console,
+    title: str,
+    *figures: type[progress.ProgressColumn],
+    is_transient: bool = False,
 ) -> Iterator[Draw]:
-    """Show a bar; yields a function that updates it.
+    """Show a bar in one line; yields a function that updates it.
 
     is_transient  remove the bar at the end
     """
@@ -36,14 +51,12 @@ def progress_bar(
             bar.update(task, completed=done, total=total, description=title, refresh=True)
 
     # Drawn by the caller: an interrupt can break the wait for a separate drawing thread.
-    shown = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        *columns,
-        progress.TimeElapsedColumn(),
-    )
+    length = min(console.width - _BESIDE_BAR, _LONGEST_BAR)
+    kinds: list[type[progress.ProgressColumn]] = [*figures, progress.TimeElapsedColumn]
     with progress.Progress(
-        *shown,
+        _Title(),
+        *([progress.BarColumn(length)] if length > 0 else []),
+        *(kind(table_column=Column(no_wrap=True)) for kind in kinds),
         console=console,
         disable=not console.is_terminal,
         auto_refresh=False,
@@ -71,8 +84,8 @@ def loading_bar(
         loaded = total
         bar(done, total, next_phase if done >= total else title)
 
-    columns = progress.DownloadColumn(), progress.TransferSpeedColumn()
-    with progress_bar(console, verb, *columns) as bar:
+    figures = progress.DownloadColumn, progress.TransferSpeedColumn
+    with progress_bar(console, verb, *figures) as bar:
         yield draw
         if loaded:
             bar(int(loaded), int(loaded), verb)

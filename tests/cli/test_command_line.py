@@ -25,12 +25,13 @@ from support.checkpoints import (
 from support.command_line import PROMPT, SMALL, surroundings
 
 from offload_rt import LLM, SamplingParams, Stats
-from offload_rt.cli import calibrate, run
+from offload_rt.cli import calibrate, chat, run
 from offload_rt.cli import format as cli_format
 from offload_rt.cli import main as cli_main
 from offload_rt.cli.calibrate import Findings
 from offload_rt.config import EngineConfig
 from offload_rt.cost.tree_size import N_RANKS
+from offload_rt.engine import device
 
 PLAIN = ["--drafter", "none"]
 
@@ -216,12 +217,9 @@ def test_json_reports_trees(line, drafting, spoken):
     assert min(seconds) > 0 and max(seconds) < stats["seconds"]
 
 
-def test_calibrate_requires_a_draft_model(model, capfd):
-    assert calibrate.main(["--model", str(model), "--device", "cpu"]) == 2
-    out, err = capfd.readouterr()
-    assert (
-        out == "" and err.startswith("error: ") and "--draft-model" in err and err.count("\n") == 1
-    )
+def test_calibrate_requires_a_model_and_a_draft_model(model, line):
+    for name, word in ((str(model), "set --draft-model"), ("/nope", "no model called /nope")):
+        _refused(line(name, "--device", "cpu", main=calibrate.main), word)
 
 
 @pytest.mark.parametrize(
@@ -314,6 +312,7 @@ def test_trace_has_spans_of_reading_and_computing(line, model, tmp_path):
             ["--tree-depth with --drafter none"]),
         (["--prompt", "x", "--tree-siez", "4"], ["did you mean --tree-size?"]),
         (["--prompt", "x", "--host-memory", "1GB"], ["--host-memory"]),
+        (["--prompt", "x", "--json-schema", "/dev/null"], ["error: --json-schema is not JSON"]),
         (["--prompt", "x", "--max-model-len", "100000"], ["--max-model-len", "8192"]),
         (["--prompt", "x", "--device-memory", "1000TiB"], ["--device-memory", "1024000.00 GiB"]),
         (["--prompt", "x", "--device-memory", "lots"], ["'lots'", "22GiB"]),
@@ -322,6 +321,14 @@ def test_trace_has_spans_of_reading_and_computing(line, model, tmp_path):
 )  # fmt: skip
 def test_mistakes_are_one_sentence_and_exit_code_2(arguments, words, line, model):
     _refused(line("--model", str(model), *SMALL, *arguments), *words)
+
+
+@pytest.mark.parametrize(
+    ("limit", "advice"), [(1 << 40, "set --device-memory to "), (1000, "use a larger device")]
+)
+def test_budget_is_advised_only_within_the_memory(limit, advice, line, model, monkeypatch):
+    monkeypatch.setattr(device, "memory_limit", lambda: limit)
+    _refused(line(str(model), "x", "--device", "cpu", "--device-memory", "1000"), advice)
 
 
 def test_binary_prompt_file_is_refused(line, model, tmp_path):
@@ -449,6 +456,20 @@ def test_context_error_never_exceeds_the_model_positions(line, tmp_path):
         "20",
     )
     assert "raise --max-model-len" in err
+
+
+@pytest.mark.parametrize("length", [20, 40])
+def test_longer_context_is_advised_only_if_possible(length, line, tmp_path, monkeypatch):
+    directory = speaking_checkpoint(tmp_path, max_position_embeddings=40)
+    (tmp_path / "chat.jinja").write_text("the")
+    given = ["--device", "cpu", "--max-model-len", str(length), "--drafter", "none"]
+    _, _, report = line(str(directory), "the", *given, "--max-tokens", "99")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the\n"))
+    template = ["--chat-template", str(tmp_path / "chat.jinja")]
+    _, _, answered = line(str(directory), *given, *template, "--quiet", main=chat.main)
+    assert f"the context of {length} tokens is full" in report
+    assert "the answer is cut off: the context is full" in answered
+    assert [report.count("raise"), answered.count("raise")] == [int(length < 40)] * 2
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,10 @@ def test_budget_named_by_the_error_is_the_smallest(layers, need):
     named = int(re.search(r"\((\d+) bytes\)", caught.value.need).group(1))
     assert str(named) in caught.value.change
     place_layers(layers, need, MemoryBudget(named))
-    with pytest.raises(CapacityError):
-        place_layers(layers, need, MemoryBudget(named - 1))
+    for most, advice in ((named, f"set --device-memory to {named} "), (named - 1, "use a larger")):
+        with pytest.raises(CapacityError) as caught:
+            place_layers(layers, need, MemoryBudget(named - 1, most=most))
+        assert caught.value.change.startswith(advice)
 
 
 @given(layers=LAYERS, need=NEED, more=st.integers(0, 1000), host=st.integers(0, 10**6))

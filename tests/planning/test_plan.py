@@ -4,6 +4,8 @@ sentence.
 
 import itertools
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ from offload_rt.models.families import parse_architecture
 from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning import local
 from offload_rt.planning.acceptance import assume
-from offload_rt.planning.alternatives import Alternatives, sweep
+from offload_rt.planning.alternatives import Alternatives, Sweep, sweep
+from offload_rt.planning.drafters import RankedDrafter
 from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN, known_name
@@ -64,10 +67,12 @@ def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[st
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one sentence of a plan that is refused."""
+    """The one sentence of a plan that is refused; its flags exist."""
     assert plan.main(arguments) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.startswith("error: ") and error.count("\n") == 1
+    flags = re.findall(r"--[a-z][a-z-]*", re.sub("`.*?`", "", error))
+    assert {*flags} <= plan.new_parser()._option_string_actions.keys()
     return error
 
 
@@ -266,6 +271,26 @@ def test_verdict_is_the_last_line_of_a_plan(rate, verdict, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"verdict: {verdict}, {rate:.2f} ")
 
 
+def test_plan_fits_a_narrow_terminal(monkeypatch, capsys):
+    """No line is too long, and no character is missing."""
+    forecast = predict(request("llama2-70b", "llama2-7b"), machine(ram=64 * 10**9))
+    drafter = RankedDrafter("eagle", "publisher/a-long-name-without-spaces", 9**9, forecast, "?")
+    others = Alternatives(
+        formats={"fp8, blocks 128x128": {"none": forecast, "draft model": None, "self": forecast}},
+        experts={}, sweep=Sweep("GiB of host memory", ((16, None), (32, forecast), (64, forecast))),
+        places={"sharded over all cards": forecast}, drafters=(drafter,),
+    )  # fmt: skip
+    shown = []
+    for columns in (60, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        plan_tables.show(forecast, others)
+        shown.append(capsys.readouterr().out)
+        lines = shown[-1].splitlines()
+        assert max(map(len, lines)) <= columns and "…" not in shown[-1]
+    narrow, wide = (Counter(filter(str.isalnum, text)) for text in shown)
+    assert narrow == wide
+
+
 def test_ram_describes_another_machine(monkeypatch):
     """On a CPU the budget of the run, beside a GPU the host memory."""
     cpu = torch.device("cpu")
@@ -421,6 +446,7 @@ def test_hub_id_is_planned_without_a_network(capsys):
         (["--gpu", "rtx4090", "--ram", "much"], "not a size"),
         (["--gpu", "rtx4090", "--device-memory", "23GiB"], "at most 22.89 GiB"),
         (["--gpu", "rtx4090", "--device-memory", "2GiB"], "does not fit: the device memory"),
+        (["--gpu", "rtx4090", "--ram", "1GiB"], "; raise --ram, or raise --device-memory"),
         (["--gpu", "rtx4090", "--max-model-len", "9000"], "4096"),
         (["--gpu", "rtx4090", "--context", "4000"], "lower --context"),
         (
