@@ -1,6 +1,6 @@
 """Is the working tree slower than another revision of this repository?
 
-    python -m bench.compare.revision 516abd7 [--size 2100MB] [--rounds 3] [--avx2]
+    python -m bench.compare.revision 516abd7 [--size 2100MB] [--rounds 3] [--only TEXT] [--avx2]
 
 Check the revision out into a temporary directory. In every round each tree runs each case in a new
 process: the expanded demo target, streamed in a quarter of its size or resident, without a drafter
@@ -104,6 +104,7 @@ def main() -> None:
     bench.add("--rounds", type=int, default=3)
     bench.add("--prompts", type=int, default=3)
     bench.add("--new-tokens", type=int, default=32)
+    bench.add("--only", default="", help="run the cases with this text in their names")
     bench.add("--avx2", action="store_true", help="restrict torch, MKL and oneDNN to AVX2")
     flags = bench.start()
     if flags.avx2:
@@ -116,6 +117,7 @@ def main() -> None:
         for memory in (size // 4, 2 * size)
         for draft, temperature in ((None, 0.0), (DRAFT, 0.0), (DRAFT, 0.6))
     ]
+    cases = [case for case in cases if flags.only in str(case)]
     ratios = {}
     with TemporaryDirectory() as scratch, checked_out(flags.revision, Path(scratch)) as root:
         trees = {

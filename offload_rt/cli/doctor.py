@@ -127,7 +127,9 @@ def _checks(disk_gbps: float | None) -> Iterator[Check]:
         )
         yield Check("CPU kernels", "missing: torch's products are several times slower", fix)
     else:
-        yield Check("CPU kernels", f"built, using {_LEVELS[cpu.level()]}")
+        # no kernel of ours uses AMX
+        amx = "; AMX with --torch-products" if torch.cpu._is_amx_tile_supported() else ""
+        yield Check("CPU kernels", f"built, using {_LEVELS[cpu.level()]}{amx}")
     yield from _gpus(build.find_compiler("nvcc"))
 
 

@@ -58,6 +58,12 @@ def test_complete_machine_needs_no_fix(capsys, monkeypatch):
     assert "nothing to fix\n" in out and re.search(r"qwen3-1.7b +(qwen3-0.6b|none) ", out)
 
 
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_amx_names_the_setting_that_uses_it(has_amx, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    assert ("--torch-products" in run(capsys)["CPU kernels"]["value"]) is has_amx
+
+
 def test_missing_compiler_and_slow_disk_have_a_fix(capsys, monkeypatch):
     monkeypatch.setattr(cpu, "library", lambda isa=None: None)
     monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: None)
