@@ -56,14 +56,16 @@ def speaking(tmp_path_factory):
     return path
 
 
-def assert_logprobs(found, tokens, rows, k):
+def assert_logprobs(logprobs, tokens, rows, k):
     """Of the model's raw distribution after each of the rows of logits, by transformers."""
-    assert len(found) == len(tokens)
-    for one, token, row in zip(found, tokens, torch.log_softmax(rows.double(), -1), strict=True):
-        assert one[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
-        assert one[token].rank == 1 + int((row > row[token] + 1e-6).sum())
-        best = sorted((id for id in one if one[id].rank <= k), key=lambda id: one[id].rank)
-        assert best == row.topk(k).indices.tolist() and len(one) <= k + 1
+    assert len(logprobs) == len(tokens)
+    for by_id, token, row in zip(
+        logprobs, tokens, torch.log_softmax(rows.double(), -1), strict=True
+    ):
+        assert by_id[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert by_id[token].rank == 1 + int((row > row[token] + 1e-6).sum())
+        best = sorted((id for id in by_id if by_id[id].rank <= k), key=lambda id: by_id[id].rank)
+        assert best == row.topk(k).indices.tolist() and len(by_id) <= k + 1
 
 
 # Log-probabilities
@@ -77,13 +79,13 @@ def test_logprobs_equal_the_taken_tokens(llm, pair, temperature):
         for k in (0, 2, 5)
     ]
     outputs = llm.generate(PROMPTS, several)
-    assert any(one.stats.n_passes < 11 for one in outputs)
-    for one, params in zip(outputs, several, strict=True):
-        logits = logits_of(pair.model, one.prompt_token_ids + one.token_ids)[
-            len(one.prompt_token_ids) - 1 : -1
+    assert any(output.stats.n_passes < 11 for output in outputs)
+    for output, params in zip(outputs, several, strict=True):
+        logits = logits_of(pair.model, output.prompt_token_ids + output.token_ids)[
+            len(output.prompt_token_ids) - 1 : -1
         ]
-        assert_logprobs(one.logprobs, one.token_ids, logits, params.logprobs)
-        assert one.prompt_logprobs is None
+        assert_logprobs(output.logprobs, output.token_ids, logits, params.logprobs)
+        assert output.prompt_logprobs is None
 
 
 @pytest.mark.parametrize("drafter", ["none", "recycle", "dynamic_tree"])
@@ -97,25 +99,32 @@ def test_prompt_logprobs_are_computed_in_chunks_of_the_prefill(pair, drafter, mo
         )
         asked = llm.generate(PROMPTS, SamplingParams(max_tokens=3, prompt_logprobs=2))
         plain = llm.generate(PROMPTS, SamplingParams(max_tokens=3))
-    assert [one.token_ids for one in asked] == [one.token_ids for one in plain]
-    for one in asked:
-        first, *found = one.prompt_logprobs
+    assert [output.token_ids for output in asked] == [output.token_ids for output in plain]
+    for output in asked:
+        first, *logprobs = output.prompt_logprobs
         assert first is None
         assert_logprobs(
-            found, one.prompt_token_ids[1:], logits_of(pair.model, one.prompt_token_ids)[:-1], 2
+            logprobs,
+            output.prompt_token_ids[1:],
+            logits_of(pair.model, output.prompt_token_ids)[:-1],
+            2,
         )
-    assert {one.logprobs for one in asked} == {None} == {one.prompt_logprobs for one in plain}
-    assert max(widths) <= 64 and sum(widths) >= sum(len(one) - 1 for one in PROMPTS)
+    assert (
+        {output.logprobs for output in asked}
+        == {None}
+        == {output.prompt_logprobs for output in plain}
+    )
+    assert max(widths) <= 64 and sum(widths) >= sum(len(prompt) - 1 for prompt in PROMPTS)
 
 
 def test_pieces_have_the_logprobs_of_their_tokens(llm):
     params = SamplingParams(max_tokens=9, logprobs=1, prompt_logprobs=1)
     first, *others = pieces = list(llm.stream(PROMPTS[0], params))
     assert first.prompt_logprobs == pieces[-1].output.prompt_logprobs and not any(
-        one.prompt_logprobs for one in others
+        piece.prompt_logprobs for piece in others
     )
-    assert [found for one in pieces for found in one.logprobs] == pieces[-1].output.logprobs
-    assert all(len(one.logprobs) == len(one.token_ids) for one in pieces)
+    assert [by_id for piece in pieces for by_id in piece.logprobs] == pieces[-1].output.logprobs
+    assert all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)
 
 
 def test_logprobs_have_the_text_of_their_tokens(speaking):
@@ -123,8 +132,8 @@ def test_logprobs_have_the_text_of_their_tokens(speaking):
         output = llm.generate("the fox", SamplingParams(max_tokens=3, logprobs=2))[0]
     assert all(
         x.decoded_token == llm.tokenizer.decode([id])
-        for one in output.logprobs
-        for id, x in one.items()
+        for by_id in output.logprobs
+        for id, x in by_id.items()
     )
 
 
@@ -181,14 +190,14 @@ def test_n_answers_equal_their_seeds(llm):
     params = {"max_tokens": 8, "temperature": 1.0}
     whole = llm.generate(PROMPTS[0], SamplingParams(n=3, seed=5, **params))[0]
     alone = [llm.generate(PROMPTS[0], SamplingParams(seed=seed, **params))[0] for seed in (5, 6, 7)]
-    assert [one.token_ids for one in whole.outputs] == [one.token_ids for one in alone]
-    assert [one.index for one in whole.outputs] == [0, 1, 2] and whole.outputs[0] is whole
+    assert [output.token_ids for output in whole.outputs] == [output.token_ids for output in alone]
+    assert [output.index for output in whole.outputs] == [0, 1, 2] and whole.outputs[0] is whole
     pieces = list(llm.stream(PROMPTS[0], SamplingParams(n=3, seed=5, **params)))
-    for one in whole.outputs:
+    for output in whole.outputs:
         assert [
-            token for piece in pieces if piece.index == one.index for token in piece.token_ids
-        ] == one.token_ids
-    assert [one.output is not None for one in pieces] == [False] * (len(pieces) - 1) + [True]
+            token for piece in pieces if piece.index == output.index for token in piece.token_ids
+        ] == output.token_ids
+    assert [piece.output is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     for answer in whole.outputs:
         ends = [piece.finish_reason for piece in pieces if piece.index == answer.index]
         assert ends == [None] * (len(ends) - 1) + [answer.finish_reason]
@@ -325,22 +334,22 @@ async def collect(llm, prompt, params):
 
 
 def threads():
-    return [one for one in threading.enumerate() if one.name.startswith("engine")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("engine")]
 
 
 def count_steps(llm, monkeypatch, fail_at=None):
     """Record the number of sequences of each pass; pass `fail_at` fails."""
-    found = []
+    batch_sizes = []
     step = llm.engine._pass
 
     def counted(going):
-        found.append(len(going))
-        if len(found) == fail_at:
+        batch_sizes.append(len(going))
+        if len(batch_sizes) == fail_at:
             raise DeviceError("the card is gone")
         step(going)
 
     monkeypatch.setattr(llm.engine, "_pass", counted)
-    return found
+    return batch_sizes
 
 
 def test_tasks_share_passes_and_equal_generate(llm, monkeypatch):
@@ -353,17 +362,20 @@ def test_tasks_share_passes_and_equal_generate(llm, monkeypatch):
 
     async def main():
         return await asyncio.gather(
-            *(collect(llm, *one) for one in zip(prompts, several, strict=True))
+            *(collect(llm, *request) for request in zip(prompts, several, strict=True))
         )
 
     for pieces, want in zip(asyncio.run(main()), expected, strict=True):
-        assert [one.token_ids for one in pieces[-1].output.outputs] == [
-            one.token_ids for one in want.outputs
+        assert [output.token_ids for output in pieces[-1].output.outputs] == [
+            output.token_ids for output in want.outputs
         ]
-        for one in want.outputs:
+        for output in want.outputs:
             assert [
-                token for piece in pieces if piece.index == one.index for token in piece.token_ids
-            ] == one.token_ids
+                token
+                for piece in pieces
+                if piece.index == output.index
+                for token in piece.token_ids
+            ] == output.token_ids
     assert max(passes) == 5, "all five answers were in one pass"
     assert (
         asyncio.run(collect(llm, PROMPTS[0], several[0]))[-1].output.token_ids
@@ -430,10 +442,10 @@ def test_error_reaches_all_waiting_tasks(llm, monkeypatch):
 
     async def main():
         return await asyncio.gather(
-            *(collect(llm, one, params) for one in PROMPTS), return_exceptions=True
+            *(collect(llm, prompt, params) for prompt in PROMPTS), return_exceptions=True
         )
 
-    assert [type(one) for one in asyncio.run(main())] == [DeviceError] * 3
+    assert [type(error) for error in asyncio.run(main())] == [DeviceError] * 3
     monkeypatch.undo()
     assert (
         asyncio.run(collect(llm, PROMPTS[0], params))[-1].output.token_ids
@@ -467,7 +479,7 @@ def test_close_ends_the_thread_and_wakes_waiting_tasks(pair):
             *tasks, anext(late), collect(llm, PROMPTS[0], None), return_exceptions=True
         )
 
-    assert [str(one) for one in asyncio.run(main())] == [
+    assert [str(error) for error in asyncio.run(main())] == [
         "this LLM is closed; create another LLM"
     ] * 5
 
@@ -486,9 +498,9 @@ def test_planned_number_of_long_sequences_runs_together(zoo, n):
             engine.add(sequence)
         engine.step()
         assert (engine.n_running, engine.n_waiting) == (n, 4 - n)
-        while any(one.finish_reason is None for one in sequences):
+        while any(sequence.finish_reason is None for sequence in sequences):
             engine.step()
-    for one, prompt in zip(sequences, prompts, strict=True):
-        assert one.tokens[len(prompt) :] == generate(
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        assert sequence.tokens[len(prompt) :] == generate(
             zoo.model("llama", 0), prompt, 40 - len(prompt)
         )

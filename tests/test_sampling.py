@@ -80,7 +80,9 @@ def random_logits(seed, n=16, scale=3.0):
 
 
 @pytest.mark.parametrize(
-    "settings", SETTINGS, ids=lambda one: " ".join(f"{name}={value}" for name, value in one.items())
+    "settings",
+    SETTINGS,
+    ids=lambda settings: " ".join(f"{name}={value}" for name, value in settings.items()),
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_probabilities_equal_transformers(settings, seed):
@@ -135,17 +137,17 @@ def test_bad_words_can_span_answer_and_path():
 def test_logprobs_have_ranks_of_the_raw_distribution(dtype, k):
     logits = random_logits(8, n=70)[0].to(dtype)
     chosen = torch.arange(70) % VOCABULARY
-    found = token_logprobs(logits, chosen.tolist(), k, "<{}>".format)
+    logprobs = token_logprobs(logits, chosen.tolist(), k, "<{}>".format)
     all_of = torch.log_softmax(logits.double(), -1)
-    assert len(found) == 70
-    for one, token, row in zip(found, chosen.tolist(), all_of, strict=True):
+    assert len(logprobs) == 70
+    for by_id, token, row in zip(logprobs, chosen.tolist(), all_of, strict=True):
         best = row.sort(descending=True, stable=True).values[: VOCABULARY if k < 0 else k].tolist()
-        assert next(iter(one)) == token and len(one) in (len(best), len(best) + 1)
-        assert one[token].decoded_token == f"<{token}>"
-        for id, (logprob, rank, _) in one.items():
+        assert next(iter(by_id)) == token and len(by_id) in (len(best), len(best) + 1)
+        assert by_id[token].decoded_token == f"<{token}>"
+        for id, (logprob, rank, _) in by_id.items():
             assert abs(logprob - float(row[id])) < 1e-5
             assert rank == 1 + int((row > row[id]).sum()) or float((row == row[id]).sum()) > 1
-        others = [one[id].logprob for id in one if one[id].rank <= len(best)]
+        others = [by_id[id].logprob for id in by_id if by_id[id].rank <= len(best)]
         assert sorted(others, reverse=True)[: len(best)] == pytest.approx(best, abs=1e-5)
 
 
@@ -153,11 +155,11 @@ def test_logprobs_have_ranks_of_the_raw_distribution(dtype, k):
 def test_top_tokens_are_the_most_probable(dtype):
     logits = random_logits(6, n=70)[0].to(dtype)
     best = torch.softmax(logits.double(), -1).topk(5)
-    found = top_tokens(logits, 5)
-    assert found.tokens.shape == (70, 5) and found.probs.dtype == torch.float32
-    torch.testing.assert_close(found.probs.double(), best.values, atol=1e-6, rtol=1e-5)
+    top = top_tokens(logits, 5)
+    assert top.tokens.shape == (70, 5) and top.probs.dtype == torch.float32
+    torch.testing.assert_close(top.probs.double(), best.values, atol=1e-6, rtol=1e-5)
     assert torch.equal(
-        logits.gather(-1, found.tokens).sort(-1).values, logits.topk(5).values.sort(-1).values
+        logits.gather(-1, top.tokens).sort(-1).values, logits.topk(5).values.sort(-1).values
     )
     assert top_tokens(logits, 0) is None and top_tokens(logits, 1000).tokens.shape == (
         70,
@@ -345,8 +347,8 @@ def test_ends_of_the_unit_interval_give_possible_tokens(monkeypatch, at, token):
 
 def test_draw_takes_one_random_number():
     """A seed therefore has the same meaning for every distribution."""
-    one = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     other = torch.Generator().manual_seed(3)
-    draw(torch.tensor([[0.5, 0.5]]), one)
+    draw(torch.tensor([[0.5, 0.5]]), generator)
     draw(torch.softmax(torch.randn(1, 1000), -1), other)
-    assert torch.equal(one.get_state(), other.get_state())
+    assert torch.equal(generator.get_state(), other.get_state())

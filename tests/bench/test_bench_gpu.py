@@ -71,7 +71,7 @@ def test_repeated_layers_keep_the_text(small):
 
 def told(measure):
     """Return the results that a section yields, as JSON."""
-    return [json.loads(json.dumps(found)) for found in measure]
+    return [json.loads(json.dumps(record)) for record in measure]
 
 
 @pytest.mark.slow
@@ -90,10 +90,10 @@ def test_experts_section_runs(monkeypatch):
     # grouped products of 16 bits are a card's alone
     monkeypatch.setattr(experts, "WAYS", experts.WAYS[1:])
     with fake_gpu(monkeypatch):
-        *_, found = told(experts.measure(experts.Shapes(0, "268MiB", ("some",), 4, 1)))
-    assert len(found) == 2 and found["some, all moved"]["same"]
-    assert all(one["seconds"]["median"] > 0 for one in found.values())
-    assert found["some, host computes some"]["host_s"] and found["some, all moved"]["n_slots"]
+        *_, record = told(experts.measure(experts.Shapes(0, "268MiB", ("some",), 4, 1)))
+    assert len(record) == 2 and record["some, all moved"]["same"]
+    assert all(way["seconds"]["median"] > 0 for way in record.values())
+    assert record["some, host computes some"]["host_s"] and record["some, all moved"]["n_slots"]
 
 
 def test_streamed_section_measures_the_link_without_layer_copies(small, monkeypatch):
@@ -115,10 +115,10 @@ def test_streamed_section_measures_the_link_without_layer_copies(small, monkeypa
     monkeypatch.setattr(streamed, "opened", watched)
     monkeypatch.setattr(streamed, "link_gbps", link_gbps)
     with fake_gpu(monkeypatch):
-        found = told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1, 8))))
+        records = told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1, 8))))
     assert are_parked == [True, True]
-    assert found[-1]["plan"]["streamed_layers"] > 0 and found[-1]["plan"]["streamed_bytes"] > 0
-    assert [[one["rows"] for one in each["passes"]] for each in found] == [[1], [1, 8]]
+    assert records[-1]["plan"]["streamed_layers"] > 0 and records[-1]["plan"]["streamed_bytes"] > 0
+    assert [[timing["rows"] for timing in each["passes"]] for each in records] == [[1], [1, 8]]
 
 
 def test_paced_section_reports_the_paced_link(small, monkeypatch):
@@ -127,9 +127,10 @@ def test_paced_section_reports_the_paced_link(small, monkeypatch):
     monkeypatch.setattr(paced, "paced_gbps", lambda device: 25.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     with fake_gpu(monkeypatch):
-        (found,) = told(paced.measure(streamed.Shapes("", 11, "275MiB", (1,))))
+        (record,) = told(paced.measure(streamed.Shapes("", 11, "275MiB", (1,))))
     assert (
-        found["link"] == "a card, link paced to 25 GB/s" and found["passes"][0]["link_gbps"] == 25.0
+        record["link"] == "a card, link paced to 25 GB/s"
+        and record["passes"][0]["link_gbps"] == 25.0
     )
 
 
@@ -145,11 +146,11 @@ def test_formats_section_continues_after_a_failure(small, monkeypatch):
     monkeypatch.setattr(formats, "written", small)
     monkeypatch.setattr(formats, "link_gbps", lambda device: 1.0)
     with fake_gpu(monkeypatch):
-        found = told(formats.measure(ways))[-1]
-    assert "no kernel decodes lossless weights" in found["lossless"]["failed"]
-    assert "passes" in found["host"] and "passes" in found["int4"], found
-    plain = found["host"]["passes"][0]["floor_s"]
-    quantised = found["int4"]["passes"][0]["floor_s"]
+        results = told(formats.measure(ways))[-1]
+    assert "no kernel decodes lossless weights" in results["lossless"]["failed"]
+    assert "passes" in results["host"] and "passes" in results["int4"], results
+    plain = results["host"]["passes"][0]["floor_s"]
+    quantised = results["int4"]["passes"][0]["floor_s"]
     assert quantised < 0.5 * plain
 
 
@@ -173,9 +174,9 @@ def test_correctness_section_keeps_output_and_exit_code(monkeypatch, capfd):
     monkeypatch.setattr(correctness, "_PYTEST", (sys.executable, "-c", program))
     monkeypatch.setattr(correctness, "shutil", SimpleNamespace(which=lambda _: None))
     monkeypatch.setattr(correctness.extension, "missing", lambda: "no card")
-    found = told(correctness.measure())[-1]
-    assert found["kernels"] == "no card" and found["memory checker"] == "not installed"
-    assert found["tests/test_no_such_file.py"].endswith("exit code 4")
+    record = told(correctness.measure())[-1]
+    assert record["kernels"] == "no card" and record["memory checker"] == "not installed"
+    assert record["tests/test_no_such_file.py"].endswith("exit code 4")
     assert "no tests ran" in capfd.readouterr().err
 
 
@@ -211,13 +212,14 @@ def test_generation_section_runs(small, monkeypatch):
     monkeypatch.setattr(generation, "opened", partial(shapes.opened, **FEW_A_PASS))
     keep_steady(monkeypatch)
     with fake_gpu(monkeypatch):
-        found = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 8)))
+        records = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 8)))
     assert (
-        found[-1]["plan"]["streamed_layers"] > 0
-        and found[-1]["acceptance"] == "of the demonstration pair"
+        records[-1]["plan"]["streamed_layers"] > 0
+        and records[-1]["acceptance"] == "of the demonstration pair"
     )
     grown = [
-        [(one["temperature"], len(one["runs"])) for one in each["generation"]] for each in found
+        [(entry["temperature"], len(entry["runs"])) for entry in each["generation"]]
+        for each in records
     ]
     assert grown == [[(0.0, 1)], [(0.0, 1), (0.6, 1)]]
 
@@ -236,8 +238,8 @@ def test_onchip_section_runs(small, monkeypatch):
     keep_steady(monkeypatch)
     with fake_gpu(monkeypatch):
         targets = (("llama-2-7b", 8, 1e9), ("llama-33b", 60, 65e9))
-        found = told(onchip.measure(onchip.Shapes(targets, 12, (1, 8))))
-    shape, left_out = found[-1]["shapes"]
+        records = told(onchip.measure(onchip.Shapes(targets, 12, (1, 8))))
+    shape, left_out = records[-1]["shapes"]
     assert left_out == {"shape": "llama-33b", "left out": "65 GB of weights, 4 GB are free"}
     assert shape["floor_s"] > 0 and set(shape["levels"]) == {"1", "8"} and shape["times_faster"] > 0
 
@@ -264,10 +266,10 @@ def test_attention_section_runs(monkeypatch):
     monkeypatch.setattr(attention, "in_turn", in_turn)
     monkeypatch.setattr(attention, "_flex", no_compiler)
     with fake_gpu(monkeypatch):
-        found = told(attention.measure(attention.Shapes((3, 1), 4, 2, 64, 10, 16, 1024)))
-    assert [list(each) for each in found] == [["3"], ["3", "1"]]
-    three = found[-1]["3"]
-    one = found[-1]["1"]
+        records = told(attention.measure(attention.Shapes((3, 1), 4, 2, 64, 10, 16, 1024)))
+    assert [list(each) for each in records] == [["3"], ["3", "1"]]
+    three = records[-1]["3"]
+    single = records[-1]["1"]
     assert three["flex_attention"] == {"failed": "no compiler"}
     assert {name for name, value in three.items() if "median" in value} == {
         "tree_attention",
@@ -289,7 +291,7 @@ def test_attention_section_runs(monkeypatch):
         "floor": 2 / three["floor"]["seconds"],
         "flash, no mask": 1.0,
     }
-    assert not any("failed" in value for value in one.values())
+    assert not any("failed" in value for value in single.values())
 
 
 @pytest.mark.parametrize(
@@ -325,8 +327,8 @@ def test_section_timeout_ends_its_processes(tmp_path, monkeypatch):
         "import subprocess, sys; print('{\"a\": 1}', flush=True);"
         f" subprocess.run([sys.executable, '-c', {child!r}])"
     )
-    found = run_section([sys.executable, "-c", code], 5, tmp_path / "log")
-    assert found == {"failed": "took more than 5 s", "result": {"a": 1}}
+    result = run_section([sys.executable, "-c", code], 5, tmp_path / "log")
+    assert result == {"failed": "took more than 5 s", "result": {"a": 1}}
     assert is_soon_over(int(pid.read_text()))
 
 

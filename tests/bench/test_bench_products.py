@@ -21,14 +21,14 @@ def test_all_formats_multiply_the_same_weights(tmp_path):
     """Products of float checkpoints, a quantised checkpoint and a GGUF file differ from float32 by
     rounding.
     """
-    found = products.all_weights(tmp_path, [*products.DENSE, "int4, groups of 128", "Q4_0"])
+    by_format = products.all_weights(tmp_path, [*products.DENSE, "int4, groups of 128", "Q4_0"])
     for name, (_, n_in) in products.MATRICES.items():
         x = torch.randn(3, n_in, generator=torch.Generator().manual_seed(1))
-        expected = found["float32"].views[0].linear(x, name)
-        for kind, weights in found.items():
+        expected = by_format["float32"].views[0].linear(x, name)
+        for kind, weights in by_format.items():
             y = weights.views[0].linear(x.to(weights.dtype), name).float()
             error = (y - expected).norm() / expected.norm()
             assert error < (0.2 if kind in products.FOUR_BITS else 0.02), (kind, name)
             assert kind == "float32" or error > 0
     n = 3 * 256 * 512
-    assert found["bf16"].nbytes == 2 * n and found["Q4_0"].nbytes == n // 32 * 18
+    assert by_format["bf16"].nbytes == 2 * n and by_format["Q4_0"].nbytes == n // 32 * 18

@@ -56,26 +56,26 @@ def test_rows_have_a_floor_and_are_sorted_by_kind_and_speed():
         "vllm_prefetch": [],
     }
     gbps = {"disk": [1.0, 2.0, 3.0], "memory": [10.0]}
-    found = outcome.rows(list(runs), runs, {"vllm_prefetch": "not installed: vllm"}, gbps)
-    plain, drafted, missing = found
+    rows = outcome.rows(list(runs), runs, {"vllm_prefetch": "not installed: vllm"}, gbps)
+    plain, drafted, missing = rows
     # faster, but of another kind
     assert (drafted.name, missing.name) == ("offload_rt_speculative", "vllm_prefetch")
     # 1 GB at 3 GB/s at best, for two tokens a pass
     assert drafted.floor_s == pytest.approx(1 / 3 / 2)
     assert plain.floor_s == pytest.approx(0.1)
     assert drafted.parted == (Parting(0, 2),) and plain.parted == ()
-    lines = outcome.table(found).splitlines()
+    lines = outcome.table(rows).splitlines()
     assert "parts at token 3 of prompt 1" in lines[3] and "2.67 GB" not in lines[3]
     assert "did not run: not installed: vllm" in lines[4]
-    assert [Row.of(json.loads(json.dumps(row.entry()))) for row in found] == found
+    assert [Row.of(json.loads(json.dumps(row.entry()))) for row in rows] == rows
 
 
 def test_resident_model_has_a_table_and_a_chart(tmp_path):
     """Nothing moves then, and a system that would read the disk has no floor."""
     runs = {"accelerate_disk": [run_of([1, 2], [(1.0, 1), (2.0, 2)], "disk", 0)]}
-    found = outcome.rows(list(runs), runs, {}, {"disk": [0.0]})
-    assert found[0].floor_s == 0 and "| -       |" in outcome.table(found)
-    chart.draw(found, "title", tmp_path / "chart.png")
+    rows = outcome.rows(list(runs), runs, {}, {"disk": [0.0]})
+    assert rows[0].floor_s == 0 and "| -       |" in outcome.table(rows)
+    chart.draw(rows, "title", tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -89,7 +89,7 @@ def test_compare_refuses_a_model_without_tokenizer(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", PEERS)
 def test_every_peer_satisfies_the_contract(name):
     peer = contract.find(name)
-    assert peer.TITLE and all(isinstance(one, str) for one in peer.PACKAGES)
+    assert peer.TITLE and all(isinstance(package, str) for package in peer.PACKAGES)
     assert callable(peer.load)
     assert contract.refusal(peer) is None or len(contract.refusal(peer)) > 10
 
@@ -112,12 +112,12 @@ def test_failing_peer_is_a_row_with_its_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
     monkeypatch.setattr(compare, "run_peer", fail)
     job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 256, tmp_path)
-    found = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), ["offload_rt_plain"])
-    assert found.reasons == {"offload_rt_plain": "out of luck"}
+    comparison = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), ["offload_rt_plain"])
+    assert comparison.reasons == {"offload_rt_plain": "out of luck"}
     assert tried == ["offload_rt_plain"]
-    rows = outcome.rows(["offload_rt_plain"], found.runs, found.reasons, found.gbps)
+    rows = outcome.rows(["offload_rt_plain"], comparison.runs, comparison.reasons, comparison.gbps)
     assert "did not run: out of luck" in outcome.table(rows)
-    assert compare.ratios(found, compare.decode_rate) == {}
+    assert compare.ratios(comparison, compare.decode_rate) == {}
 
 
 def test_rounds_start_with_a_different_peer(tmp_path, monkeypatch):
@@ -129,7 +129,7 @@ def test_rounds_start_with_a_different_peer(tmp_path, monkeypatch):
     )
     job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 256, tmp_path)
     peers = ["offload_rt_plain", "offload_rt_speculative", "transformers_resident"]
-    found = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), peers)
+    comparison = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), peers)
     assert turns == [([[1]], name) for name in peers] + [
         ([[2]], name) for name in (*peers[1:], peers[0])
     ]
@@ -137,7 +137,7 @@ def test_rounds_start_with_a_different_peer(tmp_path, monkeypatch):
         "offload_rt_plain": {"transformers_resident": [1.0, 1.0]},
         "offload_rt_speculative": {},
     }
-    assert compare.ratios(found, compare.decode_rate) == of_its_kind
+    assert compare.ratios(comparison, compare.decode_rate) == of_its_kind
 
 
 @pytest.mark.usefixtures("scripts_here")

@@ -59,13 +59,13 @@ def run(
 @pytest.mark.parametrize(("end", "card"), [("passed", "ok"), ("skipped", "failed with 1")])
 def test_failing_step_does_not_stop_the_next(tmp_path, end, card):
     """Tests that are all skipped, as without kernels, have failed."""
-    code, found, logs = run(tmp_path, "first", end=end)
+    code, results, logs = run(tmp_path, "first", end=end)
     assert code == 1
     assert (
-        found.pop("kernels").startswith("over after")
+        results.pop("kernels").startswith("over after")
         and "7 passed so far" in (logs / "kernels.log").read_text()
     )
-    assert found == {
+    assert results == {
         "environment": "ok: ran "
                        "bench/gpu/requirements.py", "build": "ok: ran -c",
         "streams": "failed with 1: 2 failed", "card": f"{card}: 3 {end}",
@@ -77,19 +77,20 @@ def test_failing_step_does_not_stop_the_next(tmp_path, end, card):
 
 @pytest.mark.parametrize("script", ["first", "second"])
 def test_steps_without_a_gpu_report_it(tmp_path, script):
-    code, found, _ = run(tmp_path, script, n_cards=0)
-    assert code == 1 and found.pop("environment").startswith("ok")
-    assert len(found) > 5 and all("can use no GPU" in result for result in found.values())
+    code, results, _ = run(tmp_path, script, n_cards=0)
+    assert code == 1 and results.pop("environment").startswith("ok")
+    assert len(results) > 5 and all("can use no GPU" in result for result in results.values())
 
 
 def test_second_run_executes_the_named_steps(tmp_path):
     """A section that prints nothing has failed; ranks need two cards."""
-    code, found, _ = run(tmp_path, "second", "", "attention", "peers", "ranks")
-    assert code == 1 and list(found) == ["environment", "attention", "peers", "ranks"]
+    code, results, _ = run(tmp_path, "second", "", "attention", "peers", "ranks")
+    assert code == 1 and list(results) == ["environment", "attention", "peers", "ranks"]
     assert (
-        found["attention"].startswith("failed with 1") and found["peers"] == "ok: peers: done, 5 s"
+        results["attention"].startswith("failed with 1")
+        and results["peers"] == "ok: peers: done, 5 s"
     )
-    assert found["ranks"] == "left out: there is one GPU"
+    assert results["ranks"] == "left out: there is one GPU"
 
 
 def test_bundled_wheels_replace_old_packages(tmp_path, monkeypatch, capsys):

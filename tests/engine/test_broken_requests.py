@@ -52,16 +52,16 @@ def spoil(llm, monkeypatch, prompt, after):
     forward = llm.engine.runner.forward
     spoiled = []
 
-    def wrong(one):
-        return one.sequence.tokens[: len(prompt)] == prompt and one.sequence.n_new >= after
+    def wrong(running):
+        return running.sequence.tokens[: len(prompt)] == prompt and running.sequence.n_new >= after
 
     def spoiling(steps):
-        caches = [one.cache for one in llm.engine._running if wrong(one)]
-        found = forward(steps)
+        caches = [running.cache for running in llm.engine._running if wrong(running)]
+        logits = forward(steps)
         for i in (i for i, step in enumerate(steps) if step.cache in caches):
-            found[i] = found[i] * torch.nan
-            spoiled.append(weakref.ref(found[i]))
-        return found
+            logits[i] = logits[i] * torch.nan
+            spoiled.append(weakref.ref(logits[i]))
+        return logits
 
     monkeypatch.setattr(runner, "forward", spoiling)
     return spoiled
@@ -70,8 +70,8 @@ def spoil(llm, monkeypatch, prompt, after):
 async def gathered(llm, prompts, params):
     """Return the tokens or the error of each concurrent stream."""
 
-    async def collect(prompt, one):
-        return [token async for piece in llm.astream(prompt, one) for token in piece.token_ids]
+    async def collect(prompt, params):
+        return [token async for piece in llm.astream(prompt, params) for token in piece.token_ids]
 
     return await asyncio.gather(*map(collect, prompts, params), return_exceptions=True)
 
@@ -120,21 +120,23 @@ def test_nan_logits_end_their_sequence_alone(zoo, monkeypatch, device, drafter, 
             patch.setattr(
                 llm.engine.drafter,
                 "read",
-                lambda one, all: is_right.append(all.probs.isfinite().all()) or read(one, all),
+                lambda sequence, all: (
+                    is_right.append(all.probs.isfinite().all()) or read(sequence, all)
+                ),
             )
             gc.collect()
             gc.disable()
             first, wrong, last = several = sequences(*PROMPTS)
-            found = run(llm, several)
+            outputs = run(llm, several)
             assert isinstance(wrong.error, NumericsError) and wrong.finish_reason == "error"
-            assert found[::2] == expected[::2] and found[1] == expected[1][: len(found[1])]
-            assert first.error is None is last.error and len(found[1]) >= after
-            assert spoiled and not any(one() is not None for one in spoiled), (
+            assert outputs[::2] == expected[::2] and outputs[1] == expected[1][: len(outputs[1])]
+            assert first.error is None is last.error and len(outputs[1]) >= after
+            assert spoiled and not any(reference() is not None for reference in spoiled), (
                 "the error holds no memory of the device"
             )
             gc.enable()
             assert all(is_right) and len(is_right) == (2 if drafter == "recycle" else 0)
-            assert wrong not in [one.sequence for one in llm.engine._kept], (
+            assert wrong not in [kept.sequence for kept in llm.engine._kept], (
                 "its rows may be no numbers"
             )
             for answer in (
@@ -162,7 +164,7 @@ def test_error_of_a_task_does_not_reach_other_tasks(speaking, monkeypatch):
 
     with open_llm(speaking, max_num_seqs=4) as llm:
         more = ({}, {"logit_bias": {3: 1.0}}, {"stop": "none such"}, {"prompt_logprobs": 2})
-        params = [replace(PARAMS, **one) for one in more]
+        params = [replace(PARAMS, **changes) for changes in more]
         prompts = ["the fox", "a dog", "the quick", "jumps"]
         expected = llm.generate(prompts, params)[0].token_ids
         break_for(engine_module, "probs", lambda _, sampling: sampling.logit_bias)
@@ -170,7 +172,7 @@ def test_error_of_a_task_does_not_reach_other_tasks(speaking, monkeypatch):
         break_for(Sequence, "read", lambda sequence, _: sequence.sampling.prompt_logprobs)
         first, *others = asyncio.run(gathered(llm, prompts, params))
         assert first == expected
-        assert [(type(one), str(one)) for one in others] == [
+        assert [(type(error), str(error)) for error in others] == [
             (ZeroDivisionError, "probs"), (ZeroDivisionError, "add"), (ZeroDivisionError, "read")
         ]  # fmt: skip
         assert_released(llm)
@@ -189,7 +191,7 @@ def test_sequence_too_large_for_memory_ends_alone(zoo, monkeypatch):
         monkeypatch.setattr(llm.engine.runner, "forward", full)
         _, wrong, _ = several = sequences(PROMPTS[0], too_long, PROMPTS[1])
         assert run(llm, several)[::2] == [
-            generate(zoo.model("llama", 0), one, 12) for one in PROMPTS[:2]
+            generate(zoo.model("llama", 0), prompt, 12) for prompt in PROMPTS[:2]
         ]
         assert isinstance(wrong.error, DeviceError) and "memory is used up" in str(wrong.error)
         assert_released(llm)

@@ -107,12 +107,12 @@ def test_every_drafter_and_rule_runs_on_cuda(zoo, card, drafter, rule):
     size = {} if drafter == "none" else {"tree_size": 24}
     with card(), on_card(pair.target, **size, **pair.settings(drafter, rule)) as llm:
         params = SamplingParams(max_new_tokens=6)
-        found = [llm.generate(prompt_of(seed), params)[0].token_ids for seed in (0, 1)]
+        tokens = [llm.generate(prompt_of(seed), params)[0].token_ids for seed in (0, 1)]
         is_sampled = llm.generate(
             [prompt_of(0), prompt_of(1)], SamplingParams(max_new_tokens=4, temperature=0.8, seed=1)
         )
-    assert found == [generate(pair.model, prompt_of(seed), 6) for seed in (0, 1)]
-    assert [len(one.token_ids) for one in is_sampled] == [4, 4]
+    assert tokens == [generate(pair.model, prompt_of(seed), 6) for seed in (0, 1)]
+    assert [len(output.token_ids) for output in is_sampled] == [4, 4]
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,12 @@ def test_kernel_logits_differ_only_by_rounding(tmp_path, card, heads):
     model = CASES["llama"].build(0, **sizes)
     model.save_pretrained(tmp_path)
     exact, rounded = (
-        [one.cpu().float() for one in logits_on("cpu", tmp_path, dtype)]
+        [logits.cpu().float() for logits in logits_on("cpu", tmp_path, dtype)]
         for dtype in ("float32", "bfloat16")
     )
     with card():
-        found = [one.cpu().float() for one in logits_on("cuda", tmp_path, "bfloat16")]
-    for mine, its, probs in zip(found, rounded, exact, strict=True):
+        on_cuda = [logits.cpu().float() for logits in logits_on("cuda", tmp_path, "bfloat16")]
+    for mine, its, probs in zip(on_cuda, rounded, exact, strict=True):
         assert (mine - probs).abs().mean() < 1.5 * (its - probs).abs().mean() + 1e-3
 
 
@@ -164,7 +164,7 @@ def test_close_releases_cuda_graphs(zoo, card):
             llm.generate(prompt_of(0), SamplingParams(max_new_tokens=8))
             held = [weakref.ref(runner) for runner in (llm.engine.runner, llm.engine.draft)]
         del llm
-        assert [one() for one in held] == [None, None]
+        assert [reference() for reference in held] == [None, None]
     finally:
         gc.enable()
 
@@ -185,7 +185,7 @@ def test_close_releases_host_memory(zoo, card):
             held = [weakref.ref(image.block) for tier in tiers for image in tier._images.values()]
             del tiers
         del llm
-        assert held and not any(one() for one in held)
+        assert held and not any(reference() for reference in held)
     finally:
         gc.enable()
 
@@ -236,12 +236,14 @@ def logits_on(device, directory, dtype):
         str(directory), device=device, dtype=dtype, drafter="ngram", tree_size=32, max_model_len=192
     ) as llm:
         runner = llm.engine.runner
-        found = []
+        logits = []
         cache = prefill(runner, prompt_of(0, 40), 180)
         for seed in (0, 1, 2, 0, 1):
-            found.append(feed(runner, cache, prompt_of(seed, 23), random_tree(23, seed, 6)).clone())
+            logits.append(
+                feed(runner, cache, prompt_of(seed, 23), random_tree(23, seed, 6)).clone()
+            )
             runner.discard(cache)
-        return found
+        return logits
 
 
 def test_memory_cap_ends_after_a_load_error(zoo, card, monkeypatch):
@@ -269,25 +271,25 @@ def test_memory_cap_ends_after_a_load_error(zoo, card, monkeypatch):
     ],
 )
 def test_expandable_segments_unless_configured(monkeypatch, begun, variable, release, expected):
-    found = []
+    applied = []
     with fake_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
         if variable:
             monkeypatch.setenv(variable, "max_split_size_mb:64")
-        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", applied.append)
         monkeypatch.setattr(engine_device.platform, "release", lambda: release)
-        assert engine_device.pick_device("cpu").type == "cpu" and not found
+        assert engine_device.pick_device("cpu").type == "cpu" and not applied
         assert engine_device.pick_device("auto").type == "cuda"
-    assert found == expected
+    assert applied == expected
 
 
 def counted_steps(llm, counts, params):
     """Return waits, uploads and drafted levels per step, without the first two steps."""
     draft = llm.engine.draft
     n_levels = [0]
-    found = []
+    steps = []
     if draft is not None:
         forward = draft.forward
 
@@ -301,10 +303,10 @@ def counted_steps(llm, counts, params):
         before = counts.n_waits, counts.n_uploads, n_levels[0]
         if not llm.engine.step():
             break
-        found.append(
+        steps.append(
             (counts.n_waits - before[0], counts.n_uploads - before[1], n_levels[0] - before[2])
         )
-    return found[2:]
+    return steps[2:]
 
 
 @pytest.mark.parametrize(
@@ -437,5 +439,5 @@ def test_passes_are_captured_while_loading(zoo, monkeypatch):
                     8,
                 ]
             text = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=10))[0].token_ids
-    assert n_loaded == 8 and not any(isinstance(one, GraphPass) for one in captured[n_loaded:])
+    assert n_loaded == 8 and not any(isinstance(entry, GraphPass) for entry in captured[n_loaded:])
     assert text == generate(pair.model, prompt_of(0), 10)

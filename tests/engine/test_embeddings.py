@@ -86,8 +86,8 @@ def test_embeddings_over_http(model, pair):
             client: OpenAI = served.client
             for content in (TEXTS, prompts):
                 answer = client.embeddings.create(model="demo", input=content)
-                found = np.array([entry.embedding for entry in answer.data])
-                assert np.allclose(found, vectors, atol=1e-5)
+                embeddings = np.array([entry.embedding for entry in answer.data])
+                assert np.allclose(embeddings, vectors, atol=1e-5)
                 assert answer.usage.total_tokens == sum(map(len, prompts))
             body = {"input": TEXTS[0]}
             plain = served.post("/v1/embeddings", body)[1]["data"][0]["embedding"]

@@ -87,7 +87,9 @@ def test_at_most_eight_frames_between_engine_thread_and_matrix_product(zoo, monk
 
 
 def alone(llm, prompts, params):
-    outputs = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    outputs = [
+        llm.generate(prompt, sampling)[0] for prompt, sampling in zip(prompts, params, strict=True)
+    ]
     return [(output.token_ids, output.text, output.finish_reason) for output in outputs]
 
 
@@ -258,7 +260,7 @@ class TreeDrafter(Unlearning):
         self._n = 0
 
     def propose(self, sequences, n_nodes):
-        return [self._tree(one) for one in sequences]
+        return [self._tree(sequence) for sequence in sequences]
 
     def _tree(self, sequence):
         self._n += 1
@@ -278,13 +280,14 @@ def run_with_trees(llm, drafter, prompts, params):
     """Return the answers of an engine with another drafter."""
     engine = engine_of(llm, drafter)
     sequences = [
-        Sequence(list(prompt), one, 160) for prompt, one in zip(prompts, params, strict=True)
+        Sequence(list(prompt), sampling, 160)
+        for prompt, sampling in zip(prompts, params, strict=True)
     ]
     for sequence in sequences:
         engine.add(sequence)
     while engine.step():
         pass
-    return [one.tokens[one.n_prompt :] for one in sequences]
+    return [sequence.tokens[sequence.n_prompt :] for sequence in sequences]
 
 
 def test_dynamic_rope_grows_past_the_limit(tmp_path):
@@ -385,7 +388,7 @@ class FullTrees(Unlearning):
         self._n = 0
 
     def propose(self, sequences, n_nodes):
-        return [self._tree(one) for one in sequences]
+        return [self._tree(sequence) for sequence in sequences]
 
     def _tree(self, sequence):
         self._n += 1

@@ -40,9 +40,9 @@ def test_long_prompt_is_chunked_while_others_decode(kind, opened, monkeypatch):
             assert first.n_new > n_before or first.finish_reason, (
                 "it goes on while the prompt is computed"
             )
-    for one in (first, long):
-        assert one.tokens == one.tokens[: one.n_prompt] + generate(
-            model, one.tokens[: one.n_prompt], 24
+    for sequence in (first, long):
+        assert sequence.tokens == sequence.tokens[: sequence.n_prompt] + generate(
+            model, sequence.tokens[: sequence.n_prompt], 24
         )
     assert [step[-1] for step in rows if len(step) == 2][:3] == [32, 32, 32]
     assert len(long.logprobs) - long.n_prompt == 24 or len(long.logprobs) == 24
@@ -64,10 +64,11 @@ def test_chunked_prompt_has_the_same_logprobs(opened):
             engine.step()
         engine.abort(1)
     assert len(expected) == len(LONG) and expected[0] is None
-    for found, one in zip(long.logprobs[1 : len(LONG)], expected[1:], strict=True):
-        assert found.keys() == one.keys()
+    for logprobs, wanted in zip(long.logprobs[1 : len(LONG)], expected[1:], strict=True):
+        assert logprobs.keys() == wanted.keys()
         assert all(
-            found[token].logprob == pytest.approx(one[token].logprob, abs=1e-4) for token in one
+            logprobs[token].logprob == pytest.approx(wanted[token].logprob, abs=1e-4)
+            for token in wanted
         )
 
 
@@ -85,8 +86,8 @@ def test_prompt_chunks_fill_the_allowed_time(opened):
         engine = llm.engine
         engine.prompt_seconds = 1e6
         first, long = (
-            Sequence(one, SamplingParams(temperature=0, max_tokens=9), 256)
-            for one in ([1, 2], [*LONG])
+            Sequence(prompt, SamplingParams(temperature=0, max_tokens=9), 256)
+            for prompt in ([1, 2], [*LONG])
         )
         engine.add(first)
         engine.step()

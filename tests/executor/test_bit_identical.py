@@ -35,7 +35,7 @@ def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
     token at a time.
     """
     cache = runner.new_cache(len(tokens))
-    found = []
+    logits = []
     for start, stop in [(0, n_prompt), *((n, n + 1) for n in range(n_prompt, len(tokens)))]:
         step = Step(
             cache,
@@ -44,10 +44,10 @@ def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
             stop - start,
             n_prompt,
         )
-        found += runner.forward([step])
+        logits += runner.forward([step])
         runner.commit(cache, range(stop - start))
     runner.free_cache(cache)
-    return torch.cat(found)
+    return torch.cat(logits)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -73,11 +73,11 @@ def test_tree_logits_equal_plain_decoding_bit_for_bit(zoo, name, dtype):
             (got,) = runner.forward([step])
             paths = [[0, *tree.path_to(node)] for node in range(len(tree))]
             for node in [*range(0, len(tree), 5), len(tree) - 1]:
-                tokens = text + lacking + [drafted[one] for one in paths[node]]
+                tokens = text + lacking + [drafted[ancestor] for ancestor in paths[node]]
                 assert torch.equal(got[node], decoded(runner, tokens, n_prompt=len(prompt))[-1])
             longest = max(paths, key=len)
-            runner.commit(cache, [*range(len(lacking)), *(len(lacking) + one for one in longest)])
-            text += lacking + [drafted[one] for one in longest]
+            runner.commit(cache, [*range(len(lacking)), *(len(lacking) + node for node in longest)])
+            text += lacking + [drafted[node] for node in longest]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -115,5 +115,5 @@ def test_tree_of_more_than_2048_nodes(zoo):
         cache = prefill(runner, prompt, len(prompt) + len(tree))
         got = feed(runner, cache, drafted, tree)
         for node in (0, 2047, 2048, len(tree) - 1):
-            path = [drafted[one] for one in (0, *tree.path_to(node))]
+            path = [drafted[ancestor] for ancestor in (0, *tree.path_to(node))]
             assert torch.equal(got[node], decoded(runner, prompt + path, len(prompt))[-1])

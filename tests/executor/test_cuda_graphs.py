@@ -198,17 +198,17 @@ def test_sampling_probabilities_are_captured(zoo, reduce):
         runner_of(graphs).use_graphs(GraphShape(8, 256, 64), record_graph)
         caches = [runner_of(llm).new_cache(256) for llm in (plain, graphs)]
         for turn in range(4):
-            found = []
+            draws = []
             for llm, cache in zip((plain, graphs), caches, strict=True):
                 tokens = torch.tensor(prompt_of(turn, 7))
                 tree = random_tree(7, turn)
                 step = Step(cache, tokens, tree, 3 + turn, 7, reduce=reduce)
                 tokens, values = unpacked(runner_of(llm).forward([step])[0], reduce.k)
                 assert tokens.shape == values.shape == (3 + turn, reduce.k)
-                found.append((tokens, values.copy()))
+                draws.append((tokens, values.copy()))
                 runner_of(llm).discard(cache)
-            np.testing.assert_array_equal(found[0][0], found[1][0])
-            np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-3, atol=1e-4)
+            np.testing.assert_array_equal(draws[0][0], draws[1][0])
+            np.testing.assert_allclose(draws[0][1], draws[1][1], rtol=1e-3, atol=1e-4)
         assert len(runner_of(graphs)._graphs._reductions) == 1
 
 
@@ -243,7 +243,9 @@ def test_fixed_mask_holds_its_latest_tree(seed):
             PassRows(torch.zeros(n, dtype=torch.int64), torch.arange(n), angles, mask), capacity - 1
         )
         for window in (None, 1, 4, 25):
-            got, want = (replace(one, window=window).dense() for one in (inputs.mask, mask))
+            got, want = (
+                replace(tree_mask, window=window).dense() for tree_mask in (inputs.mask, mask)
+            )
             want = torch.ones(n, mask.n_keys, dtype=torch.bool) if want is None else want
             assert torch.equal(got[:n, : mask.n_keys], want)
             assert not got[:, mask.n_keys :].any()

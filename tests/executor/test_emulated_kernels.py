@@ -55,20 +55,20 @@ def logits_of_steps(runner):
     """Logits of a prompt, a tree below it, and a tree below a path of the first tree."""
     cache = prefill(runner, prompt_of(0, 20), 96)
     first = random_tree(24, 1, reach=6)
-    found = [feed(runner, cache, prompt_of(1, 24), first)]
+    logits = [feed(runner, cache, prompt_of(1, 24), first)]
     runner.commit(cache, [0, *first.path_to(23)])
     tree = random_tree(9, 2).after_chain(3)
-    return [*found, feed(runner, cache, prompt_of(2, len(tree)), tree)]
+    return [*logits, feed(runner, cache, prompt_of(2, len(tree)), tree)]
 
 
 def logits_of_passes(runner):
     """Of a prompt, and of trees of almost the same size, one below the other."""
     cache = prefill(runner, prompt_of(0, 20), 300)
-    found = []
+    logits = []
     for seed, n in enumerate((6, 8, 5, 7, 8)):
-        found.append(feed(runner, cache, prompt_of(seed, n), random_tree(n, seed)).clone())
+        logits.append(feed(runner, cache, prompt_of(seed, n), random_tree(n, seed)).clone())
         runner.commit(cache, [0, 1])
-    return found
+    return logits
 
 
 def assert_close(mine, plain):
@@ -129,7 +129,7 @@ class Launches(TorchDispatchMode):
             for leaf in tree_leaves((args, kwargs, out))
             if isinstance(leaf, FakeCudaTensor)
         ]
-        is_no_copy = name == "copy_" and len({one.data_ptr() for one in on_card}) == 1
+        is_no_copy = name == "copy_" and len({tensor.data_ptr() for tensor in on_card}) == 1
         if on_card and not (
             func.is_view or is_no_copy or name in ("_unsafe_view", "empty", "new_empty", "detach")
         ):

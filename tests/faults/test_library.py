@@ -87,12 +87,12 @@ def test_json_reports_the_text_before_a_failure(
     assert got == code
     assert err.startswith(said)
     assert err.count("\n") == 1
-    found = json.loads(out)
-    assert list(found) == ["text", "token_ids", "finish_reason", "stats"]
-    assert found["finish_reason"] == reason
-    assert found["stats"] is None
-    assert 0 < len(found["token_ids"]) < 40
-    assert begins_with.startswith(found["text"])
+    answer = json.loads(out)
+    assert list(answer) == ["text", "token_ids", "finish_reason", "stats"]
+    assert answer["finish_reason"] == reason
+    assert answer["stats"] is None
+    assert 0 < len(answer["token_ids"]) < 40
+    assert begins_with.startswith(answer["text"])
 
 
 def test_failure_before_the_first_token_prints_no_json(line, model, monkeypatch):
@@ -250,12 +250,12 @@ def test_draft_with_nan_logits_is_disabled_for_its_sequence(tmp_path, drafter, r
     prompts = [[1, 7], [1, 2]]
     params = SamplingParams(max_new_tokens=8, temperature=temperature, seed=1, ignore_eos=True)
     with LLM(target, device="cpu", drafter="none", rule="coupled") as plain:
-        expected = [one.token_ids for one in plain.generate(prompts, params)]
+        expected = [output.token_ids for output in plain.generate(prompts, params)]
     told = pytest.warns(
         RuntimeWarning, match="drafting skipped: the draft model's logits contain NaN or Inf"
     )
     with LLM(target, draft, device="cpu", drafter=drafter, rule=rule, tree_size=8) as llm, told:
-        found = llm.generate(prompts, params)
-    assert rule != "coupled" or [one.token_ids for one in found] == expected
-    assert [len(one.token_ids) for one in found] == [8, 8]
-    assert found[0].stats.nodes_per_tree == 1 < found[1].stats.nodes_per_tree
+        outputs = llm.generate(prompts, params)
+    assert rule != "coupled" or [output.token_ids for output in outputs] == expected
+    assert [len(output.token_ids) for output in outputs] == [8, 8]
+    assert outputs[0].stats.nodes_per_tree == 1 < outputs[1].stats.nodes_per_tree

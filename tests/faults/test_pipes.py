@@ -24,8 +24,8 @@ def stdout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], TextIO]]
         return opened[-1]
 
     yield replace
-    for one in opened:
-        one.close()  # raises where what could not be written is still there
+    for stream in opened:
+        stream.close()  # raises where what could not be written is still there
 
 
 @pytest.mark.parametrize("kind", KINDS)

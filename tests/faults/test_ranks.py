@@ -73,7 +73,7 @@ LLM(sys.argv[1] if os.environ["RANK"] == "0" else "/no/such/model", device="cpu"
 def _ends(ranks: list[Program]) -> list[int | None]:
     """Exit codes of all ranks, which end soon."""
     until = time.monotonic() + SOON_S
-    return [one.code(max(until - time.monotonic(), 0)) for one in ranks]
+    return [rank.code(max(until - time.monotonic(), 0)) for rank in ranks]
 
 
 def _named(rank: int, ranks: list[Program]) -> str:
@@ -109,8 +109,8 @@ def test_interrupt_ends_all_ranks_with_one_message(model, tmp_path):
     """A terminal sends it to all of them."""
     with started("offload_rt.run", ["--model", str(model), *ENDLESS], tmp_path, 2) as ranks:
         wait_until(lambda: len(ranks[0].out) > 20)
-        for one in ranks:
-            one.signal(signal.SIGINT)
+        for rank in ranks:
+            rank.signal(signal.SIGINT)
         assert _ends(ranks)[0] == 130
         assert (ranks[0].err, ranks[1].err) == ("interrupted\n", "")
         assert ranks[0].out.endswith("\n")
@@ -121,7 +121,7 @@ def test_script_with_one_llm_need_not_close_it(model, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(_FORGETFUL)
     with started(str(script), [str(model)], tmp_path, 2) as ranks:
-        assert [one.code() for one in ranks] == [0, 0]
+        assert [rank.code() for rank in ranks] == [0, 0]
         refusal = "a second LLM in a run of several ranks; use the existing LLM, or start a new run"
         assert ranks[0].out.splitlines() == ["20", refusal]
         assert (ranks[1].out, ranks[1].err) == ("", "")
@@ -147,7 +147,7 @@ def test_only_rank_0_prints_and_writes(model, tmp_path):
         tmp_path,
         2,
     ) as ranks:
-        assert [one.code() for one in ranks] == [0, 0]
+        assert [rank.code() for rank in ranks] == [0, 0]
         assert (
             len(json.loads(ranks[0].out)["token_ids"]) == 5
             and json.loads(path.read_text())["traceEvents"]
@@ -173,7 +173,7 @@ def test_chat_with_several_ranks(model, tmp_path):
         "2",
     ]
     with started("offload_rt.chat", line, tmp_path, 2, given="the quick\nbrown\n") as ranks:
-        assert [one.code() for one in ranks] == [0, 0], ranks[0].err
+        assert [rank.code() for rank in ranks] == [0, 0], ranks[0].err
         assert ranks[0].out.count("\n") >= 2 and (ranks[1].out, ranks[1].err) == ("", "")
 
 
@@ -214,12 +214,12 @@ def test_torchrun_ends_all_ranks(model, tmp_path):
     try:
         assert run.stdout is not None and len(os.read(run.stdout.fileno(), 1)) == 1
         ranks = psutil.Process(run.pid).children()
-        (killed,) = (one for one in ranks if one.environ()["RANK"] == "1")
+        (killed,) = (rank for rank in ranks if rank.environ()["RANK"] == "1")
         killed.kill()
         run.communicate(timeout=PATIENCE_S)
-        assert run.returncode != 0 and not any(one.is_running() for one in ranks)
+        assert run.returncode != 0 and not any(rank.is_running() for rank in ranks)
         lines = (tmp_path / "err").read_text().splitlines()
-        (said,) = (one for one in lines if one.startswith(("error: ", "interrupted")))
+        (said,) = (line for line in lines if line.startswith(("error: ", "interrupted")))
         assert said.startswith(f"error: rank 1 (process {killed.pid} on ")
     finally:
         run.kill()

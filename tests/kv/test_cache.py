@@ -49,7 +49,7 @@ def step(runner, cache, seed, generator):
     logits = feed(runner, cache, tokens, tree.after_chain(n_lacking))
     assert logits.isfinite().all(), "a row that is not committed was read"
     node = int(torch.randint(len(tree), (), generator=generator))
-    rows = [*range(n_lacking), *(n_lacking + one for one in [0, *tree.path_to(node)])]
+    rows = [*range(n_lacking), *(n_lacking + ancestor for ancestor in [0, *tree.path_to(node)])]
     runner.commit(cache, rows)
     return [tokens[row] for row in rows]
 

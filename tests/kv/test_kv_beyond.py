@@ -115,32 +115,34 @@ def test_host_cache_equals_device_cache(runner, n_on_device, chunk_rows, monkeyp
         caches = new_caches(runner)
         for step in range(16):
             tokens = tokens[: draw.integers(len(tokens) + 1)] if step in (4, 9) else tokens
-            assert {runner.rewind(one, tokens) for one in caches} == {len(tokens)}
+            assert {runner.rewind(cache_id, tokens) for cache_id in caches} == {len(tokens)}
             n_lacking = {0: 230, 6: 200, 10: 300}.get(step, int(draw.integers(12)))
             tree = random_tree(N_NODES, step)
             new = prompt_of(step, n_lacking + N_NODES)
             whole, parts = (
-                feed(runner, one, new, tree.after_chain(n_lacking), N_NODES) for one in caches
+                feed(runner, cache_id, new, tree.after_chain(n_lacking), N_NODES)
+                for cache_id in caches
             )
             torch.testing.assert_close(parts, whole, atol=2e-4, rtol=2e-4)
             if step in (5, 6):
-                for one in caches:
-                    runner.discard(one)
+                for cache_id in caches:
+                    runner.discard(cache_id)
                 continue
             path = [n_lacking + node for node in (0, *tree.path_to(int(draw.integers(N_NODES))))]
-            for one in caches:
-                runner.commit(one, [*range(n_lacking), *path])
+            for cache_id in caches:
+                runner.commit(cache_id, [*range(n_lacking), *path])
             tokens = tokens + [new[row] for row in (*range(n_lacking), *path)]
             some = range(*sorted(draw.integers(len(tokens) + 1, size=2).tolist()))
             for layer, of in ((0, range(len(tokens))), (runner.spec.n_layers - 1, some)):
                 for got, expected in zip(
-                    *(runner._caches[one].rows(layer, of) for one in caches[::-1]), strict=True
+                    *(runner._caches[cache_id].rows(layer, of) for cache_id in caches[::-1]),
+                    strict=True,
                 ):
                     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
         cache = runner._caches[caches[1]]
         assert len(cache.committed) > 330 and (len(cache._blocks) > 1 or n_on_device == 400)
-        for one in caches:
-            runner.free_cache(one)
+        for cache_id in caches:
+            runner.free_cache(cache_id)
         assert len(runner.offloaded_rows._free) == runner.offloaded_rows._n_blocks, (
             "all blocks were given back"
         )
@@ -167,7 +169,7 @@ def test_window_fetches_only_visible_blocks(runner):
         cache = offloaded_cache(runner)
         runner.assume_context(cache, 400)
         for layer in range(runner.spec.n_layers):
-            n = sum(one.stop - one.start for one in runner._caches[cache].offloaded(layer))
+            n = sum(span.stop - span.start for span in runner._caches[cache].offloaded(layer))
             window = runner.spec.window(layer)
             assert n == 400 if window is None else window - 1 <= n <= window + host.PAGE_ROWS
         runner.free_cache(cache)
@@ -229,7 +231,7 @@ def test_greedy_tokens_equal_transformers(pair, drafter):
         rows = llm.plan.pass_bytes.rows
         stats = first.stats
         weights = llm.plan.streamed_nbytes
-    assert [first.token_ids, *(one.token_ids for one in together)] == [expected[0], *expected]
+    assert [first.token_ids, *(output.token_ids for output in together)] == [expected[0], *expected]
     # What came is the layers and the rows of each pass, and what the slots took in besides.
     least = (stats.n_passes - 1) * (
         0.9 * weights + rows.pass_nbytes(250) - 8 * rows.layer_nbytes(0, rows.n_resident + 1) * 3
@@ -267,8 +269,10 @@ def test_layers_on_device_with_keys_and_values_on_disk(pair, tmp_path):
     with LLM.from_config(EngineConfig(str(pair.target), **given), trace) as llm:
         assert set(llm.plan.tiers) == {"device"} and not llm.plan.is_resident
         prompt = prompt_of(3, 200)
-        found = llm.generate(prompt, SamplingParams(max_new_tokens=N_NEW))[0]
-        assert found.token_ids == generate(pair.model, prompt, N_NEW) and found.stats.link_bytes > 0
+        output = llm.generate(prompt, SamplingParams(max_new_tokens=N_NEW))[0]
+        assert (
+            output.token_ids == generate(pair.model, prompt, N_NEW) and output.stats.link_bytes > 0
+        )
         assert len(llm.time_plain(200)) == 3
     trace.write(tmp_path / "trace.json")
     spans = report.read(tmp_path / "trace.json")
@@ -291,7 +295,7 @@ def test_device_and_host_budgets_hold_on_cuda(pair, monkeypatch, drafter, pins):
             counted = CountingHost(patch)
             with LLM(str(pair.target), **given) as llm:
                 assert "host" in llm.plan.tiers and llm.plan.kv_tier == "host"
-                found = llm.generate(prompts, SamplingParams(max_new_tokens=5))
+                outputs = llm.generate(prompts, SamplingParams(max_new_tokens=5))
                 cache = offloaded_cache(runner_of(llm), 320 + N_NODES - 1)
                 buffer = runner_of(llm)._caches[cache]._buffer
                 assert buffer.keys.nbytes + buffer.values.nbytes <= llm.plan.reserved.cache
@@ -299,7 +303,7 @@ def test_device_and_host_budgets_hold_on_cuda(pair, monkeypatch, drafter, pins):
                     assert counted.most["layers"] <= given["host_memory"] - READ_BUFFERS
             del llm
         assert counted.now["layers"] == 0
-    assert [one.token_ids for one in found] == expected
+    assert [output.token_ids for output in outputs] == expected
 
 
 @settings(
@@ -314,9 +318,9 @@ def test_caches_fit_the_split_and_a_single_cache_always_fits(more, caches):
     split = KVSplit.least(parse_architecture(KNOWN["llama2-7b"]), 1600, 64, rows, 512)
     split = replace(split, n_on_device=min(split.n_on_device + more, 1600))
     for is_alone in (False, True):
-        one = split.share(caches[0][0] + caches[0][1], caches[0][1], is_alone)
-        assert split.fits([one]) and one.n_on_device <= split.n_on_device
-        assert -(-one.n_offloaded // split.block_rows) <= split.n_blocks
+        share = split.share(caches[0][0] + caches[0][1], caches[0][1], is_alone)
+        assert split.fits([share]) and share.n_on_device <= split.n_on_device
+        assert -(-share.n_offloaded // split.block_rows) <= split.n_blocks
     shares = [split.share(n + nodes, nodes, i == 0) for i, (n, nodes) in enumerate(caches)]
     if split.fits(shares):
         assert sum(share.n_on_device for share in shares) <= split.n_on_device
@@ -340,13 +344,13 @@ def test_rows_round_trip_and_fp8_rounds_by_row_and_head(dtype, n_heads):
         RowFormat(n_heads, 24, DType.from_torch(dtype), is_fp8) for is_fp8 in (False, True)
     )
     for i in range(2):
-        for one, there in zip(plain.unpack(plain.pack(*pair)[i]), pair, strict=True):
-            assert torch.equal(one, there[i])
-        for one, there in zip(fp8.unpack(fp8.pack(*pair)[i]), pair, strict=True):
+        for unpacked, there in zip(plain.unpack(plain.pack(*pair)[i]), pair, strict=True):
+            assert torch.equal(unpacked, there[i])
+        for unpacked, there in zip(fp8.unpack(fp8.pack(*pair)[i]), pair, strict=True):
             # Three bits behind the first; near zero steps of 2^-9 of a code, of which 448 is the
             # largest.
             most = there[i].float().abs().amax(-1, keepdim=True)
-            error = (one.float() - there[i].float()).abs()
+            error = (unpacked.float() - there[i].float()).abs()
             assert (error <= there[i].float().abs() * 2**-4 * 1.1 + most / 448 * 2**-9).all()
             assert error.max() > 0
     assert plain.nbytes % 64 == fp8.nbytes % 64 == 0
@@ -363,12 +367,12 @@ def test_fp8_logits_are_close_and_reported(pair):
         assert "fp8" in llm.spec.notice and "not exactly" in llm.spec.notice
         runner = runner_of(llm)
         tokens = prompt_of(0, 200)
-        found = []
+        logits = []
         for cache in (runner.new_cache(310), offloaded_cache(runner, 310, 1)):
             feed(runner, cache, tokens, random_tree(200, 0, 1), 1)
             runner.commit(cache, range(200))
-            found.append(feed(runner, cache, [1], random_tree(1, 0)))
-        error = (found[1] - found[0]).norm() / found[0].norm()
+            logits.append(feed(runner, cache, [1], random_tree(1, 0)))
+        error = (logits[1] - logits[0]).norm() / logits[0].norm()
     assert 1e-5 < error < 0.2
     with LLM(str(pair.target), **given) as llm:
         assert "fp8" not in llm.spec.notice
@@ -399,25 +403,24 @@ def test_device_split_moves_the_fewest_bytes_at_any_context(share, max_len, n_no
     with pytest.raises(CapacityError) as refused:
         planned(1000)
     least = int(str(refused.value).split("(")[1].split(" bytes")[0])
-    found = planned(int(least + share * (whole + 2**31)))
+    plan = planned(int(least + share * (whole + 2**31)))
     row = SPEC.kv_nbytes(2)
-    assert found.device_nbytes <= found.budget.device
-    if found.split is None:
+    assert plan.device_nbytes <= plan.budget.device
+    if plan.split is None:
         return
-    of_layer = found.layer_nbytes[0]
-    n_on_device = found.split.n_on_device
-    spare = found.budget.device - found.device_nbytes
-    assert spare < max(row, of_layer) if found.tiers.count("device") == 32 else spare < row
-    for n_fewer in range(found.tiers.count("device") + 1):
+    of_layer = plan.layer_nbytes[0]
+    n_on_device = plan.split.n_on_device
+    spare = plan.budget.device - plan.device_nbytes
+    assert spare < max(row, of_layer) if plan.tiers.count("device") == 32 else spare < row
+    for n_fewer in range(plan.tiers.count("device") + 1):
         more = (spare + n_fewer * of_layer) // row
         other = replace(
-            found.split, n_on_device=min(n_on_device + more, found.split.n_rows)
+            plan.split, n_on_device=min(n_on_device + more, plan.split.n_rows)
         ).streamed("disk")
         for context in (0, 100, max_len // 2, max_len - 1):
-            mine = found.pass_bytes.at(context).get("disk", 0)
+            mine = plan.pass_bytes.at(context).get("disk", 0)
             assert (
-                mine
-                <= found.streamed_nbytes + n_fewer * of_layer + other.pass_nbytes(context) + row
+                mine <= plan.streamed_nbytes + n_fewer * of_layer + other.pass_nbytes(context) + row
             )
 
 

@@ -60,7 +60,7 @@ def random_rows(n, generator):
 def recurrence(rows, state):
     """Compute outputs and the last state row by row, as the rule is defined."""
     outs = []
-    q, k = (one.repeat_interleave(N_V_HEADS // N_K_HEADS, 1) for one in rows[:2])
+    q, k = (term.repeat_interleave(N_V_HEADS // N_K_HEADS, 1) for term in rows[:2])
     for query, key, v, log_decay, beta in zip(q, k, *rows[2:], strict=True):
         state = log_decay.exp()[:, None, None] * state
         u = beta[:, None] * (v - (state * key[..., None]).sum(1))
@@ -82,17 +82,17 @@ def test_tree_node_state_equals_its_path(n, n_above, reach):
         random_tree(n, seed=n, reach=reach),
     )
     sees = tree.mask(0, n, 0).dense()
-    none = DeltaTerms(*(one[:0] for one in rows[1:]))
+    none = DeltaTerms(*(term[:0] for term in rows[1:]))
     sees = torch.ones(1, 1, dtype=torch.bool) if sees is None else sees
     first, above = delta_rule(rows.part(0, n_above), state, sees[:n_above, :n_above], none)
     last, own = delta_rule(rows.part(n_above), state, sees[n_above:], above)
     outs = torch.cat((first, last))
     for node in {*range(0, n, 1 + n // 60), n - 1}:
         path = [0, *tree.path_to(node)]
-        expected, behind = recurrence([one[path] for one in rows], state)
+        expected, behind = recurrence([term[path] for term in rows], state)
         torch.testing.assert_close(outs[node], expected[-1], atol=1e-12, rtol=0)
     path = [0, *tree.path_to(n - 1)]
-    _, behind = recurrence([one[path] for one in rows], state)
+    _, behind = recurrence([term[path] for term in rows], state)
     moved = state.clone()
     fold(moved, DeltaTerms(*(torch.cat(pair)[path] for pair in zip(above, own, strict=True))))
     torch.testing.assert_close(moved, behind, atol=1e-12, rtol=0)
@@ -133,17 +133,18 @@ class Net:
             last = self.x[layer, list(text[-self.shape.kernel :])]
             mixed = F.silu((last * self.weight[layer, :, -len(last) :].T).sum(0))
             q, k, v = (
-                one.view(-1, width)
-                for one, width in zip(mixed.split(self.shape.widths), self.dims, strict=True)
+                part.view(-1, width)
+                for part, width in zip(mixed.split(self.shape.widths), self.dims, strict=True)
             )
             q, k = (
-                (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt())[None] for one in (q, k)
+                (vector / (vector.square().sum(-1, keepdim=True) + 1e-6).sqrt())[None]
+                for vector in (q, k)
             )
             rows = DeltaRows(
                 q / self.shape.k_dim**0.5,
                 k,
                 v[None],
-                *(one[layer, text[-1:]] for one in (self.log_decays, self.beta)),
+                *(term[layer, text[-1:]] for term in (self.log_decays, self.beta)),
             )
             outs, state = recurrence(rows, state)
             self.known[layer, text] = outs[0], state
@@ -167,7 +168,7 @@ class Net:
                     return None
                 part = slice(first, first + n_rows)
                 segment = Segment(step, cache, first, min(first + n_rows, len(tokens)), part)
-                given = (one[layer, tokens[part]] for one in (self.x, self.log_decays, self.beta))
+                given = (term[layer, tokens[part]] for term in (self.x, self.log_decays, self.beta))
                 x, *rates = given
                 inputs = segment.inputs(self.shape.kernel)
                 asked = Recurrence(
@@ -181,7 +182,7 @@ class Net:
                     segment.mask(),
                 )
                 outs[layer].append(cache.recur(asked))
-        return [torch.cat(one) for one in outs]
+        return [torch.cat(parts) for parts in outs]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -210,12 +211,12 @@ def test_any_cache_history_equals_its_tokens(seed):
         outs = net.run(cache, step, int(draw.choice([20, 64, 500])), fails_at)
         paths = [[0, *tree.path_to(node)] for node in range(n_nodes)]
         rows = [list(range(n)) for n in range(1, n_lacking + 1)]
-        rows += [[*range(n_lacking), *(n_lacking + one for one in path)] for path in paths]
-        for layer, found in enumerate(outs or ()):
+        rows += [[*range(n_lacking), *(n_lacking + node for node in path)] for path in paths]
+        for layer, out in enumerate(outs or ()):
             wanted = [
-                net.expected(layer, (*before, *(tokens[one] for one in path)))[0] for path in rows
+                net.expected(layer, (*before, *(tokens[row] for row in path)))[0] for path in rows
             ]
-            torch.testing.assert_close(found, torch.stack(wanted), atol=1e-12, rtol=0)
+            torch.testing.assert_close(out, torch.stack(wanted), atol=1e-12, rtol=0)
         if outs is not None and draw.random() < 0.9:
             cache.commit(rows[n_lacking + draw.integers(n_nodes)])
         seen["failed" if outs is None else "left"] += not cache.committed[len(before) :]
@@ -251,14 +252,14 @@ def test_batch_texts_equal_transformers(saved, steady, monkeypatch, settings):
     """Prompts end within, at and behind a block border; two prompts share a prefix."""
     model, folder = saved
     n = 24
-    settings = {name: str(folder) if one is True else one for name, one in settings.items()}
+    settings = {name: str(folder) if value is True else value for name, value in settings.items()}
     prompts = [
         prompt_of(seed, size, 150) for seed, size in ((1, 70), (2, BLOCK_ROWS + 1), (3, 5), (1, 90))
     ]
     with open_llm(folder, "disk", max_model_len=160, max_num_seqs=4, **settings) as llm:
         ((_, passes),) = watch(monkeypatch, runner_of(llm)).items()
         results = llm.generate(prompts, SamplingParams(max_new_tokens=n))
-        assert [one.token_ids for one in results] == [
+        assert [result.token_ids for result in results] == [
             generate(model, prompt, n) for prompt in prompts
         ]
         assert (max(n_rows for _, n_rows in passes[2:]) > len(prompts)) == bool(settings)
@@ -280,7 +281,7 @@ def test_trees_see_long_prompts(saved, n_chain):
         step = Step(cache, torch.tensor(tokens), tree.after_chain(150), 30, 200, n_chain=n_chain)
         (got,) = runner.forward([step])
         paths = [
-            tokens[:150] + [tokens[150 + one] for one in [0, *tree.path_to(node)]]
+            tokens[:150] + [tokens[150 + ancestor] for ancestor in [0, *tree.path_to(node)]]
             for node in range(30)
         ]
         for node, path in enumerate(paths):
@@ -288,7 +289,7 @@ def test_trees_see_long_prompts(saved, n_chain):
                 got[node], logits_of(model, committed + path)[-1], atol=2e-3, rtol=0
             )
         path = [0, *tree.path_to(29)]
-        runner.commit(cache, [*range(150), *(150 + one for one in path)])
+        runner.commit(cache, [*range(150), *(150 + node for node in path)])
         more = prompt_of(3, 7, 150)
         behind = feed(runner, cache, more, random_tree(7, seed=2))
         expected = logits_of(model, committed + paths[29] + [more[0]])[-1]
@@ -315,15 +316,15 @@ def test_second_turn_computes_new_tokens_only(saved, steady, monkeypatch):
             assert say(llm, prompt, 5) == generate(model, prompt, 5)
             assert passes[0] == (n_known, len(prompt) - n_known)
         (cache,) = runner._caches.values()
-        kept = [one for state in (cache.state, *cache._kept.values()) for one in state]
-        nbytes = sum(one.nbytes for one in kept)
+        kept = [tensor for state in (cache.state, *cache._kept.values()) for tensor in state]
+        nbytes = sum(tensor.nbytes for tensor in kept)
         assert (
             nbytes
             <= state_rows(runner.spec, 4) * runner.spec.kv_nbytes(4)
             == llm.plan.reserved.cache
             - (
                 llm.spec.memory.cache_rows * runner.spec.kv_nbytes(4)
-                + sum(one.row_nbytes(4) for one in runner.spec.state_shapes)
+                + sum(shape.row_nbytes(4) for shape in runner.spec.state_shapes)
             )
         )
 
@@ -357,14 +358,17 @@ def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_ro
         (both,) = llm.generate(
             first, SamplingParams(max_new_tokens=6, n=2, temperature=1.0, top_k=1)
         )
-        assert passes[0] == (0, 100 + 2) and [one.token_ids for one in both.outputs] == expected[:2]
+        assert (
+            passes[0] == (0, 100 + 2)
+            and [output.token_ids for output in both.outputs] == expected[:2]
+        )
         for is_short in (False, True):
             llm.engine.reset_prefix_cache()
             passes.clear()
             if is_short:
                 monkeypatch.setattr(Runner, "layer", failing)
             results = llm.generate(batch, SamplingParams(max_new_tokens=6))
-            assert [one.token_ids for one in results] == expected
+            assert [result.token_ids for result in results] == expected
             assert passes[0] == (0, 100 + 2 + 6 + 5 + 9)
         assert passes[1] == (0, sum(map(len, batch)))
 

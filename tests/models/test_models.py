@@ -54,7 +54,7 @@ def test_tree_nodes_see_their_path(zoo, name, chunk_rows, monkeypatch):
             runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
         )
     for node in range(len(tree)):
-        path = [drafted[one] for one in [0, *tree.path_to(node)]]
+        path = [drafted[ancestor] for ancestor in [0, *tree.path_to(node)]]
         expected = logits_of(zoo.model(name, 0), committed + lacking + path)[-1]
         torch.testing.assert_close(got[node], expected, atol=ATOL, rtol=0)
 

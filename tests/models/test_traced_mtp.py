@@ -58,10 +58,10 @@ class Target:
         for name in ("embedding", "hidden"):
             self.own[f"mtp.pre_fc_norm_{name}.weight"] = 0.2 * torch.randn(d, generator=draw)
         self.layer.save_pretrained(folder)
-        for name, one in load_file(folder / "model.safetensors").items():
+        for name, tensor in load_file(folder / "model.safetensors").items():
             short = name.removeprefix("model.").removeprefix("language_model.")
             if short.startswith(("layers.0.", "norm.")):
-                self.own[f"mtp.{short}"] = one
+                self.own[f"mtp.{short}"] = tensor
         self.model.save_pretrained(folder)
         file = folder / "model.safetensors"
         save_file(load_file(file) | self.own, file, {"format": "pt"})
@@ -128,21 +128,23 @@ def test_mtp_layer_equals_its_definition(target_of, monkeypatch, kind):
             engine.add(sequence)
             for _ in range(3):
                 engine.step()
-        assert sum(one.n_new - one.stats.n_passes for one in several) > 2, (
+        assert sum(sequence.n_new - sequence.stats.n_passes for sequence in several) > 2, (
             "hardly anything was accepted"
         )
         probes = [
             Probe(
-                drafter._model.start(one, 24, is_alone=False),
+                drafter._model.start(sequence, 24, is_alone=False),
                 [([0, 0], [4, 6]), ([1, 2, 1], [1, 1, 7])],
             )
-            for one in several
+            for sequence in several
         ]
         assert drafter._model.grow(probes) == 3
     for sequence, probe in zip(several, probes, strict=True):
-        for path, found in zip(PATHS, probe.logits, strict=True):
+        for path, logits in zip(PATHS, probe.logits, strict=True):
             wanted = target.expected_logits(sequence.tokens, path)
-            torch.testing.assert_close(found, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
+            torch.testing.assert_close(
+                logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0
+            )
 
 
 @pytest.mark.parametrize(("kind", "place"), [("qwen3_next", "disk"), ("qwen3_5", "resident")])
@@ -159,10 +161,10 @@ def test_greedy_tokens_equal_transformers(target_of, kind, place):
         assert not llm.engine.drafter._model._inputs and not llm.engine.draft._caches, (
             "ended sequences are released"
         )
-    assert [one.token_ids for one in outputs] == [
+    assert [output.token_ids for output in outputs] == [
         generate(target.model, prompt, 24) for prompt in prompts
     ]
-    assert all(one.stats.nodes_per_tree > 1 for one in outputs)
+    assert all(output.stats.nodes_per_tree > 1 for output in outputs)
 
 
 @pytest.mark.parametrize("n", [208, 150])
@@ -215,5 +217,5 @@ def test_joint_distribution_equals_the_target(tmp_path, monkeypatch):
         drafter = drafter_of(llm, "mtp", "coupled", DraftLimits(10, 4, fixed_size=True))
         texts = sampled_texts(runner_of(llm), drafter, load_rule("coupled"), 10)
         assert drafter.pair_stats.estimates, "nothing was drafted"
-    for found, probs in zip(texts, exact_distributions(target.model), strict=True):
-        assert_distribution(found, probs)
+    for sampled, probs in zip(texts, exact_distributions(target.model), strict=True):
+        assert_distribution(sampled, probs)

@@ -182,17 +182,17 @@ def test_quantised_experts_are_dequantised_separately(model_of, tmp_path, choice
 def test_rows_of_a_tensor_can_be_several_matrices(zoo, tmp_path, monkeypatch):
     """A checkpoint with fused queries, keys and values, as in transformers' name mapping."""
     monkeypatch.delitem(FAMILIES, "llama")
-    parts = [f"self_attn.{one}_proj.weight" for one in "qkv"]
+    parts = [f"self_attn.{letter}_proj.weight" for letter in "qkv"]
     conversion_mapping.get_checkpoint_conversion_mapping("llama")  # makes the table
     joined = WeightConverter("self_attn.qkv.weight", parts, [Chunk(dim=0)])
     table = conversion_mapping._checkpoint_conversion_mapping_cache
     monkeypatch.setitem(table, "LlamaForCausalLM", [joined])
     model = zoo.model("llama-biases", 5)
-    tensors = {name: one.clone() for name, one in model.state_dict().items()}
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for i in range(model.config.num_hidden_layers):
         start = f"model.layers.{i}."
         tensors[f"{start}self_attn.qkv.weight"] = torch.cat(
-            [tensors.pop(start + one) for one in parts]
+            [tensors.pop(start + part) for part in parts]
         )
     save_file(tensors, tmp_path / "model.safetensors")
     model.config.save_pretrained(tmp_path)

@@ -53,10 +53,10 @@ class Engine(TorchFunctionMode):
         last: Stream | None = None
         while True:
             self._pass_moments()
-            ready = [one for one in self.streams if one.ready_at is not None]
+            ready = [stream for stream in self.streams if stream.ready_at is not None]
             if not ready or (until is not None and until.at is not None):
                 return
-            stream = last if last in ready else min(ready, key=lambda one: one.ready_at)
+            stream = last if last in ready else min(ready, key=lambda stream: stream.ready_at)
             target, source = stream.work.popleft()[1]
             torch.Tensor.copy_(target, source)
             self.now += len(source)

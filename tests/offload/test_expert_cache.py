@@ -49,7 +49,9 @@ def visit(cache, device, k, experts):
         came.append(expert)
     assert sorted(came) == sorted(experts)
     looks = device.seen()
-    assert [found for _, found in looks] == [wanted(3 * k + one) for one in came for _ in range(2)]
+    assert [seen for _, seen in looks] == [
+        wanted(3 * k + expert) for expert in came for _ in range(2)
+    ]
 
 
 @DEVICES
@@ -86,8 +88,8 @@ def test_cached_experts_are_not_read_and_the_most_used_stay(files):
 
 def test_unused_experts_are_evicted(files):
     with cache_on(Host, files, 2) as (cache, tier, device):
-        for one in [0] * 60 + [1] * 30 + [2] + [1]:
-            visit(cache, device, 0, [one])
+        for expert in [0] * 60 + [1] * 30 + [2] + [1]:
+            visit(cache, device, 0, [expert])
     assert n_reads(tier) == {0: 1, 1: 1, 2: 1}
 
 
@@ -184,7 +186,7 @@ def test_texts_equal_transformers(mixture_of, kind, monkeypatch):
     keep_steady(monkeypatch)
     model, folder = mixture_of(kind)
     prompts = [prompt_of(seed, n, 150) for seed, n in enumerate((15, 70, 3))]
-    texts = [generate(model, one, 12) for one in prompts]
+    texts = [generate(model, prompt, 12) for prompt in prompts]
     params = SamplingParams(max_new_tokens=12, temperature=0.0)
     for n_slots, more in (
         (3, {}),
@@ -196,9 +198,9 @@ def test_texts_equal_transformers(mixture_of, kind, monkeypatch):
             together = (
                 llm.generate(prompts, params)
                 if "max_num_seqs" in more
-                else [llm.generate(one, params)[0] for one in prompts]
+                else [llm.generate(prompt, params)[0] for prompt in prompts]
             )
-            assert [one.token_ids for one in together] == texts
+            assert [output.token_ids for output in together] == texts
 
 
 def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
@@ -209,8 +211,8 @@ def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
     prompt = prompt_of(4, 9, 150)
     text = [*prompt, *generate(model, prompt, 8)]
     hooks = [
-        one.mlp.gate.register_forward_hook(lambda *io: chosen.append(io[2][2]))
-        for one in model.model.layers
+        layer.mlp.gate.register_forward_hook(lambda *io: chosen.append(io[2][2]))
+        for layer in model.model.layers
     ]
     model(torch.tensor([text]), use_cache=False)
     for hook in hooks:
@@ -226,7 +228,9 @@ def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
         n_before = 0
 
         def watched(k, n_rows, work):
-            missing.extend(8 * k + one for one in n_rows if 8 * k + one not in cache._slot_of)
+            missing.extend(
+                8 * k + expert for expert in n_rows if 8 * k + expert not in cache._slot_of
+            )
             touched.append(set(n_rows))
             return arrive(k, n_rows, work)
 
@@ -237,8 +241,10 @@ def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
             missing.clear()
             feed(runner, rows, text[start:stop], Topology.chain(stop - start))
             runner.commit(rows, range(stop - start))
-            assert touched == [set(one[start:stop].flatten().tolist()) for one in chosen]
-            assert runner.streamer.meter.read()[0] - before == sum(of_block[one] for one in missing)
+            assert touched == [set(experts[start:stop].flatten().tolist()) for experts in chosen]
+            assert runner.streamer.meter.read()[0] - before == sum(
+                of_block[block] for block in missing
+            )
             n_fetched = cache.n_fetched - n_before
             n_before = cache.n_fetched
             assert n_fetched == len(missing)
@@ -313,8 +319,8 @@ def test_cuda_computes_more_experts_than_the_host_holds(mixture_of, monkeypatch,
             (4 + experts.n_on_host) / 3
         )
         assert isinstance(runner_of(llm).experts, TieredExperts)
-        texts = [llm.generate(one, params)[0].token_ids for one in prompts]
-    assert texts == [generate(model, one, 8) for one in prompts]
+        texts = [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
+    assert texts == [generate(model, prompt, 8) for prompt in prompts]
 
 
 def test_placement_prefers_whole_layers_then_experts(mixture_of):
@@ -361,8 +367,8 @@ def test_expert_bytes_are_learned_per_row_count():
         experts=profile.experts_bias("one", 99, closes),
     )
 
-    def seconds(one):
-        return one.fixed(0.0).seconds(n, 100) / one._slack
+    def seconds(estimator):
+        return estimator.fixed(0.0).seconds(n, 100) / estimator._slack
 
     before = seconds(cost)
     np.testing.assert_allclose(before, formula.pass_nbytes(n) / 1e9, rtol=0.01)

@@ -52,16 +52,16 @@ def set_rates(host, seconds):
 @pytest.fixture
 def computed(monkeypatch):
     """The blocks that hosts compute, by threads of their own."""
-    found = []
+    blocks = []
     compute = HostExperts._compute
 
     def watched(self, work, first, block, rows):
         assert threading.current_thread() is not threading.main_thread()
-        found.append(block)
+        blocks.append(block)
         return compute(self, work, first, block, rows)
 
     monkeypatch.setattr(HostExperts, "_compute", watched)
-    return found
+    return blocks
 
 
 def check_texts(model, folder, monkeypatch, computed, ways, **settings):
@@ -112,7 +112,7 @@ def test_host_experts_add_no_waits(mixture_of, monkeypatch, computed):
         runner = runner_of(llm)
         feed(runner, runner.new_cache(40), prompt, Topology.chain(15))  # times experts
         assert runner.experts.host.is_on and all(
-            one > 0 for one in runner.experts.host.times.seconds
+            seconds > 0 for seconds in runner.experts.host.times.seconds
         )
         set_rates(runner.experts.host, 0.5)
         computed.clear()
@@ -162,12 +162,12 @@ def test_experts_on_all_three_tiers_are_computed(files):
         requests += [(i % 2, chance.sample(range(3), chance.randrange(1, 4))) for i in range(12)]
         n_computed = 0
         for k, experts in requests:
-            found = {}
+            contents = {}
 
-            def compute(x, expert, view, found=found):
-                found[expert] = content(view.layout, view.data)
+            def compute(x, expert, view, contents=contents):
+                contents[expert] = content(view.layout, view.data)
                 time.sleep(0.005)
-                assert found[expert] == content(view.layout, view.data)
+                assert contents[expert] == content(view.layout, view.data)
                 return x
 
             work = HostWork(compute, lambda expert: torch.full((1, 1), float(expert)))
@@ -176,9 +176,13 @@ def test_experts_on_all_three_tiers_are_computed(files):
                 if isinstance(came, LayerView):
                     device.look(came)
                     copied.append(expert)
-            assert [seen for _, seen in device.seen()] == [wanted(3 * k + one) for one in copied]
-            assert found == {one: wanted(3 * k + one) for one in set(experts) - set(copied)}
-            n_computed += len(found)
+            assert [seen for _, seen in device.seen()] == [
+                wanted(3 * k + expert) for expert in copied
+            ]
+            assert contents == {
+                expert: wanted(3 * k + expert) for expert in set(experts) - set(copied)
+            }
+            n_computed += len(contents)
             assert not images._taken.any()
         cache.host.close()
     assert n_computed
@@ -210,7 +214,7 @@ def visit(cache, k, experts, compute):
     work = HostWork(compute, lambda expert: torch.full((1, 1), float(expert)))
     came = dict(cache.arrive(k, dict.fromkeys(experts, 1), work))
     assert came.keys() == set(experts)
-    return {one for one in came if not isinstance(came[one], torch.Tensor)}, came
+    return {expert for expert in came if not isinstance(came[expert], torch.Tensor)}, came
 
 
 def test_host_and_device_compute_concurrently():
@@ -228,15 +232,17 @@ def test_host_and_device_compute_concurrently():
         go.set()
         others = dict(arriving)
         assert not isinstance(view, torch.Tensor) and others.keys() == {0, 1, 2} - {first}
-        assert all(torch.equal(out, torch.full((2, 1), 10.0 * one)) for one, out in others.items())
+        assert all(
+            torch.equal(out, torch.full((2, 1), 10.0 * expert)) for expert, out in others.items()
+        )
 
 
 def test_frequently_used_experts_are_copied_to_the_device():
     """An expert used once is not copied."""
     with beside(0.01, 2) as (cache, device):
         times = []
-        for one in [0] * 20 + [1] * 20:
-            times.append(visit(cache, 0, [one], lambda x, *_: x)[0])
+        for expert in [0] * 20 + [1] * 20:
+            times.append(visit(cache, 0, [expert], lambda x, *_: x)[0])
             device.copies.synchronize()
         assert times == [set(), *[{0}] * 19, set(), *[{1}] * 19]
         n_copies = device.copies.n_copies

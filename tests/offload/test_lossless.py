@@ -175,7 +175,9 @@ def test_every_pattern_is_restored_with_any_table(decoder, kind):
     define the table.
     """
     dtype = next(
-        dtype.torch for dtype, found in lossless_reference.KIND_OF.items() if found == kind
+        dtype.torch
+        for dtype, dtype_kind in lossless_reference.KIND_OF.items()
+        if dtype_kind == kind
     )
     words = patterns(torch.uint16).numpy()
     for seed, n in enumerate((65_536, 65_536, 65_536, *COUNTS)):
@@ -233,7 +235,7 @@ def test_hostile_chunk_stays_within_its_bounds(decoder):
     draw = np.random.default_rng(0)
     images = (encode_layer(pack({"x": normal(n)}), 1) for n in range(5000, 5100))
     image = next(
-        one for one in images if one.encoded.payload_nbytes % 16 == 0
+        image for image in images if image.encoded.payload_nbytes % 16 == 0
     )  # then a block before the wall is aligned
     block = before_a_wall(image.encoded.table_nbytes + image.encoded.payload_nbytes)
     for kind in ("random", "ones", "zeros", "starts"):
@@ -321,7 +323,9 @@ def test_sidecar_restores_the_checkpoint(model, converted):
         blocks_of(model, converted),
         strict=True,
     ):
-        assert layer.encoded.payload_nbytes < 0.8 * sum(one.stop - one.start for one in records)
+        assert layer.encoded.payload_nbytes < 0.8 * sum(
+            record.stop - record.start for record in records
+        )
         assert layer.encoded.nbytes <= estimate(records)
         for record, entry in zip(records, layer.encoded.layout.entries, strict=True):
             content = record.path.read_bytes()[record.start : record.stop]
@@ -590,13 +594,13 @@ def test_rates_are_measured_once_and_after_cache_damage(model, converted, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     checkpoint = open_checkpoint(model)
     measured = []
-    found = []
+    decoded = []
     layers = open_sidecar(checkpoint, converted)
     decode = lossless.decode
 
     def sound(*parts: Any) -> bool:
-        found.append(decode(*parts))
-        return found[-1]
+        decoded.append(decode(*parts))
+        return decoded[-1]
 
     def clock(device: torch.device, work: Callable[[], object]) -> list[float]:
         measured.append("decoder")
@@ -613,7 +617,7 @@ def test_rates_are_measured_once_and_after_cache_damage(model, converted, monkey
         rates = link_rates.measured_rates(checkpoint, layers, torch.device("cpu"))
         assert rates == LinkRates(3.0, layers[0].encoded.layout.nbytes / 2e-6 / 1e9)
         assert sorted(measured) == ["decoder", "link"]
-    assert len(found) == len(layers[0].encoded.chunks) and all(found)
+    assert len(decoded) == len(layers[0].encoded.chunks) and all(decoded)
     path = tmp_path / "offload_rt" / "link.json"
     content = json.loads(path.read_text())
     for damaged in (0.0, "fast", None, 1e9, float("nan")):

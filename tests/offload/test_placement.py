@@ -156,9 +156,9 @@ def test_resident_and_host_layers_are_spread_evenly(n, fits, hosted):
     plan = place_layers([100] * n, ReservedMemory(0, 0, 0), MemoryBudget(fits * 100, hosted * 100))
     for tiers, tier in (
         (plan.tiers, "device"),
-        (tuple(one for one in plan.tiers if one != "device"), "host"),
+        (tuple(layer_tier for layer_tier in plan.tiers if layer_tier != "device"), "host"),
     ):
-        picked = [i for i, one in enumerate(tiers) if one == tier]
+        picked = [i for i, layer_tier in enumerate(tiers) if layer_tier == tier]
         gaps = [
             b - a for a, b in itertools.pairwise([*picked, *(i + len(tiers) for i in picked[:1])])
         ]

@@ -493,10 +493,10 @@ def test_gpu_copies_are_traced_by_events(files, tmp_path):
     device.close()
     for tier in tiers:
         tier.close()
-    found = lanes_of(trace, tmp_path)
-    copied = [name for lane in ("link, slot 0", "link, slot 1") for name in found[lane]]
+    lanes = lanes_of(trace, tmp_path)
+    copied = [name for lane in ("link, slot 0", "link, slot 1") for name in lanes[lane]]
     assert {"layer 0", "layer 2", "layer 3"} <= {*copied} and "layer 1" not in copied
-    assert "layer 3" in found["disk, slot 0"]
+    assert "layer 3" in lanes["disk, slot 0"]
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert (
         max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")

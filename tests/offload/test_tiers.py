@@ -154,11 +154,11 @@ def test_done_ahead_works_one_ahead_in_order():
         begun.append(i)
         return i
 
-    for i, found in enumerate(done_ahead((partial(work, i) for i in range(5)), "works")):
+    for i, result in enumerate(done_ahead((partial(work, i) for i in range(5)), "works")):
         until = time.monotonic() + 20
         while len(begun) < min(i + 2, 5) and time.monotonic() < until:
             time.sleep(0.001)
-        assert found == i
+        assert result == i
         assert len(begun) == min(i + 2, 5)
     assert list(done_ahead([], "works")) == []
 
@@ -169,9 +169,9 @@ class _Held:
 
 def test_done_ahead_releases_returned_results():
     """It is a layer of gigabytes."""
-    for found in done_ahead([_Held] * 3, "works"):
-        held = weakref.ref(found)
-        del found
+    for result in done_ahead([_Held] * 3, "works"):
+        held = weakref.ref(result)
+        del result
         assert held() is None
 
 
@@ -368,7 +368,7 @@ def test_blocks_request_huge_pages():
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()
         if not name.endswith(":"):
-            first, end = (int(one, 16) for one in name.split("-"))
+            first, end = (int(address, 16) for address in name.split("-"))
             permissions = rest[0] if first <= block.data_ptr() < end else ""
         elif name == "VmFlags:" and permissions:
             assert permissions == "rw-p" and "hg" in rest

@@ -54,7 +54,7 @@ class Case:
     def random(cls, seed: int, dtype: torch.dtype) -> "Case":
         generator = np.random.default_rng(seed)
         n, n_before, n_groups = (
-            int(generator.integers(*one)) for one in ((1, 50), (0, 300), (1, 3))
+            int(generator.integers(*limits)) for limits in ((1, 50), (0, 300), (1, 3))
         )
         heads = n_groups * int(generator.choice([1, 2, 3, 4, 7, 8]))
         dim = 2 * int(generator.integers(1, 70))
@@ -99,7 +99,7 @@ class Case:
     def decoded(self, node: int, level: int, n_threads: int) -> tuple[Tensor, Tensor]:
         """Compute a node as plain decoding does: one row after the keys of its path in order."""
         path = [0, *self.tree.path_to(node)]
-        places = [*range(self.n_before), *(self.n_before + one for one in path)]
+        places = [*range(self.n_before), *(self.n_before + node for node in path)]
         mask = make_tree_mask(np.array([-1]), 0, len(places) - 1).within(self.window)
         return self.of(
             self.q[node : node + 1], self.k[:, places], self.v[:, places], mask, level, n_threads
@@ -116,7 +116,7 @@ def exact(case: Case) -> tuple[Tensor, Tensor]:
     sums = []
     for node in range(len(q)):
         path = [0, *case.tree.path_to(node)]
-        places = [*range(case.n_before), *(case.n_before + one for one in path)][
+        places = [*range(case.n_before), *(case.n_before + node for node in path)][
             -(case.window or 1 << 30) :
         ]
         keys, values = (x[:, places].repeat_interleave(heads, 0) for x in (k, v))
@@ -185,7 +185,7 @@ def test_invisible_rows_are_not_read(level, dtype, poison):
         for node in {0, len(case.q) // 2, len(case.q) - 1}:
             seen = [
                 *range(case.n_before),
-                *(case.n_before + one for one in (0, *case.tree.path_to(node))),
+                *(case.n_before + node for node in (0, *case.tree.path_to(node))),
             ]
             hidden = torch.ones(case.k.shape[1], dtype=torch.bool)
             hidden[seen[-(case.window or 1 << 30) :]] = False
@@ -209,10 +209,10 @@ def test_threads_share_many_keys_of_a_few_heads(level):
             torch.randn(n, heads, 64).to(dtype) for n, heads in ((3, 2), (1, 3003), (1, 3003))
         )
         mask = Topology(np.array([-1, 0, 0])).mask(0, 3, 3000)
-        one, four = (
+        single, four = (
             attention_cpu.tree_attention(q, k, v, mask, 0.1, None, None, level, n) for n in (1, 4)
         )
-        assert_same(one, four)
+        assert_same(single, four)
 
 
 def test_sinks_equal_the_definition(level):

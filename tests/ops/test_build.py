@@ -57,7 +57,7 @@ def calls(folder: Path) -> list[int]:
 
 def test_library_is_built_once_in_the_cache(folders, capfd):
     with ThreadPoolExecutor(2) as pool:  # the second waits for the first
-        paths = {one.result() for one in [pool.submit(find, TINY) for _ in range(2)]}
+        paths = {future.result() for future in [pool.submit(find, TINY) for _ in range(2)]}
     assert len(calls(folders)) == 1
     assert capfd.readouterr().err == "building csrc/ (tiny) with compiler, once for this machine\n"
     (path,) = paths
@@ -177,8 +177,8 @@ def test_kernels_are_built_for_the_present_devices(card, folders, monkeypatch, r
     monkeypatch.setattr(extension, "_launch_failure", lambda: "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert extension.missing() == ""
-    codes = [{one for one in recipe.arguments if one.startswith("-gencode")} for recipe in asked]
-    assert [len(one) for one in codes] == [6, 5, 3]
+    codes = [{flag for flag in recipe.arguments if flag.startswith("-gencode")} for recipe in asked]
+    assert [len(flags) for flags in codes] == [6, 5, 3]
     last = {12.7: "90", 12.8: "120"}[release]
     pairs = ("89", "sm_89"), (last, f"sm_{last}"), (last, f"compute_{last}")
     assert codes[2] == {f"-gencode=arch=compute_{a},code={b}" for a, b in pairs}

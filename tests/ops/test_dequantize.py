@@ -51,7 +51,7 @@ def arguments(kind: str, seed: int, dtype: torch.dtype, device: str) -> list:
         zeros = packed_zeros(stored, ZERO_ORDERS[packing.order], packing.bits)
         words = Packing(ZERO_ORDERS[packing.order], packing.bits, (1, 1)).code_shape(*scales.shape)
         zeros = zeros[tuple(map(slice, words))].contiguous()
-    tensors = [one if one is None else one.to(device) for one in (codes, scales, zeros, groups)]
+    tensors = [x if x is None else x.to(device) for x in (codes, scales, zeros, groups)]
     numbers = [KINDS.index(kind), packing.bits, *packing.block, offset]
     return [*tensors, *numbers, torch.full(shape, torch.nan, dtype=dtype, device=device)]
 

@@ -136,7 +136,7 @@ def test_other_shapes_are_left_to_dequantising() -> None:
 
 def apart(matrices: list[torch.Tensor]) -> torch.Tensor:
     """Stack tensors at a distance, as in a block with further tensors between them."""
-    words = torch.stack([one.contiguous().view(torch.uint8).flatten() for one in matrices])
+    words = torch.stack([matrix.contiguous().view(torch.uint8).flatten() for matrix in matrices])
     store = torch.full((len(words), -(-words.shape[1] // 256) * 256 + 256), 0xFF, dtype=torch.uint8)
     store[:, : words.shape[1]] = words
     first = matrices[0]
@@ -148,12 +148,13 @@ def random_stack(kind: str, n: int, device: str) -> tuple[Any, list[torch.Tensor
     """Matrices (24, 96) as a stack, and the values of each."""
     if kind == "dense":
         matrices = [torch.randn(24, 96).bfloat16() for _ in range(n)]
-        return apart(matrices).to(device), [one.double() for one in matrices]
+        return apart(matrices).to(device), [matrix.double() for matrix in matrices]
     coded = [random_matrix(kind, 24, 96, torch.bfloat16) for _ in range(n)]
     codes = [
-        one.codes.view(torch.uint8).roll(i, 0).view(one.codes.dtype) for i, one in enumerate(coded)
+        matrix.codes.view(torch.uint8).roll(i, 0).view(matrix.codes.dtype)
+        for i, matrix in enumerate(coded)
     ]
-    scales = [one.scales.roll(i, 1) for i, one in enumerate(coded)]
+    scales = [matrix.scales.roll(i, 1) for i, matrix in enumerate(coded)]
     points = coded[0].zeros
     zeros = [points and replace(points, codes=points.codes.roll(i, 1)) for i in range(n)]
     values = [
@@ -189,17 +190,17 @@ def test_rows_are_multiplied_by_their_matrix(
     rows = torch.randint(7, (n,)).to(device)
     bias = torch.randn(len(counts), 24).bfloat16().to(device)
     ends = torch.zeros(len(counts), dtype=torch.int32, device=device)
-    found = []
+    products = []
 
     def compute() -> None:
-        found.append(multiply_stack(x, rows, ends, stack, bias, library))
+        products.append(multiply_stack(x, rows, ends, stack, bias, library))
 
     compute()
     replay = (record_graph if device == "cpu" else CudaCapture())(compute)
     for given in (counts[::-1], counts):
         ends.copy_(torch.tensor(given).cumsum(0))
         replay()
-        y = found[1].cpu().double()
+        y = products[1].cpu().double()
         numbers = torch.arange(len(given)).repeat_interleave(torch.tensor(given))
         assert not y[len(numbers) :].any()
         for row, number in enumerate(numbers.tolist()):
@@ -208,7 +209,7 @@ def test_rows_are_multiplied_by_their_matrix(
             size = values[number].abs() @ own.abs() + bias.cpu().double()[number].abs()
             assert float(((y[row] - exact).abs() / size).max()) < 8e-3
         assert torch.equal(
-            multiply_stack(x[rows], None, ends, stack, bias, library).cpu(), found[1].cpu()
+            multiply_stack(x[rows], None, ends, stack, bias, library).cpu(), products[1].cpu()
         )
 
 

@@ -169,9 +169,9 @@ CASES = [random_case(seed) for seed in range(32)] + SPLIT
 )
 def test_tree_attention(kernels, case):
     q, k, v, parents = inputs(case, kernels.device)
-    given = [one.to(kernels.device) for one in mask_of(case, parents)]
-    found = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
-    assert_attention(found, q, k, v, visible(case, parents))
+    given = [tensor.to(kernels.device) for tensor in mask_of(case, parents)]
+    result = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
+    assert_attention(result, q, k, v, visible(case, parents))
 
 
 # Multiprocessors with 228, 164 and 100 KB hold other tiles of many rows; see
@@ -185,15 +185,15 @@ def test_tree_attention_of_many_rows_with_various_shared_memory(kernels, monkeyp
     for window in (0, 50):
         case = Case(20, 19, 199, 8, 1, dim, window, torch.float16, 10 * dim + card, n_chain=30)
         q, k, v, parents = inputs(case, kernels.device)
-        found = kernels.tree_attention(q, k, v, *mask_of(case, parents), window, dim**-0.5)
-        assert_attention(found, q, k, v, visible(case, parents))
+        result = kernels.tree_attention(q, k, v, *mask_of(case, parents), window, dim**-0.5)
+        assert_attention(result, q, k, v, visible(case, parents))
 
 
-def assert_attention(found, q, k, v, mask):
+def assert_attention(result, q, k, v, mask):
     """Output and log-sum-exp are close to the reference's for the keys that are there; mask (n,
     n_keys) bool.
     """
-    out, lse = found
+    out, lse = result
     n_keys = mask.shape[1]
     mask = mask.to(q.device)
     k, v = (x[:, :n_keys].double() for x in (k, v))
@@ -217,12 +217,12 @@ def test_tree_attention_with_spare_keys_and_rows(kernels, seed):
     n_left = draw.randrange(case.n)
     masks[case.n - n_left :] = 0
     depths[case.n - n_left :] = 0
-    given = [one.to(kernels.device) for one in (masks, depths, *others)]
-    found = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
+    given = [tensor.to(kernels.device) for tensor in (masks, depths, *others)]
+    result = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
     mask = visible(case, parents)
     at = torch.arange(mask.shape[1]) - case.n_before
     mask[case.n - n_left :] = (at < 0) & (at > -case.window) if case.window else at < 0
-    assert_attention(found, q, k, v, mask)
+    assert_attention(result, q, k, v, mask)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -233,20 +233,20 @@ def test_captured_tree_attention_serves_other_trees(kernels, seed):
     cases = []
     for case in (long, short):
         *stores, parents = inputs(case, kernels.device)
-        masks = (one.to(kernels.device) for one in mask_of(case, parents, n_most=1000))
+        masks = (tensor.to(kernels.device) for tensor in mask_of(case, parents, n_most=1000))
         cases.append(([*stores, *masks], visible(case, parents)))
     (at_capture, _), (other, mask) = cases
-    found = []
+    results = []
 
     def compute():
-        found.append(kernels.tree_attention(*at_capture, long.window, long.dim**-0.5))
+        results.append(kernels.tree_attention(*at_capture, long.window, long.dim**-0.5))
 
     compute()
     replay = (record_graph if kernels.device == "cpu" else CudaCapture())(compute)
     for place, new in zip(at_capture, other, strict=True):
         place.copy_(new)
     replay()
-    assert_attention(found[1], *at_capture[:3], mask)
+    assert_attention(results[1], *at_capture[:3], mask)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -255,14 +255,14 @@ def test_two_parts_of_the_keys_merge_to_the_whole(kernels, seed):
     draw = random.Random(seed)
     case = replace(random_case(300 + seed), n_before=draw.choice([65, 128, 700]))
     q, k, v, parents = inputs(case, kernels.device)
-    given = [one.to(kernels.device) for one in mask_of(case, parents)]
+    given = [tensor.to(kernels.device) for tensor in mask_of(case, parents)]
     whole = TreeMask(*given, k.shape[1], window=case.window or None)
     n = draw.choice([1, 33, case.n_before])
     parts = [
         kernels.tree_attention(
-            q, keys, values, one.bits, one.depths, one.key_depths, one.extent, case.window, 0.1
+            q, keys, values, mask.bits, mask.depths, mask.key_depths, mask.extent, case.window, 0.1
         )
-        for one, keys, values in zip(
+        for mask, keys, values in zip(
             whole.split(n), (k[:, :n], k[:, n:]), (v[:, :n], v[:, n:]), strict=True
         )
     ]
@@ -551,13 +551,15 @@ def strided(generator, dtype, *shape, device="cpu"):
     return store.to(device)[..., 8:-16]
 
 
-def assert_rounds_alike(found, expected):
+def assert_rounds_alike(actual, expected):
     """Within one step of the dtype, which another order of a float32 sum may decide, and seldom
     that.
     """
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1.01 * torch.finfo(found.dtype).eps)
-    assert (found == expected).float().mean() > 0.9
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    torch.testing.assert_close(
+        actual, expected, atol=1e-6, rtol=1.01 * torch.finfo(actual.dtype).eps
+    )
+    assert (actual == expected).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -596,8 +598,8 @@ def test_rotate_and_store(kernels, seed):
     heads = kv_heads * group
     product = strided(generator, dtype, n, (heads + 2 * kv_heads) * dim, device=kernels.device)
     qkv = [
-        one.view(n, -1, dim)
-        for one in product.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+        part.view(n, -1, dim)
+        for part in product.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
     ]
     rotary = [strided(generator, dtype, n, dim, device=kernels.device) for _ in range(2)]
     stores = [
@@ -632,7 +634,7 @@ def samples(device):
     """One call of each op."""
     case = random_case(3)
     q, k, v, parents = inputs(case, device)
-    attention = (q, k, v, *(one.to(device) for one in mask_of(case, parents)), case.window, 0.1)
+    attention = (q, k, v, *(part.to(device) for part in mask_of(case, parents)), case.window, 0.1)
     parents = parents.to(device)
     store = torch.randn(2, 2, 20, 64, device=device)
     tree, target = drafted(3)

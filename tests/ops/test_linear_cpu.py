@@ -266,7 +266,8 @@ def test_groups_equal_separate_products_bit_for_bit(level, dtype):
         starts = [0, *ends[:-1]]
         expected = [
             torch.cat(
-                [linear(shared if rows is shared else rows[first:end], one) for one in pair], 1
+                [linear(shared if rows is shared else rows[first:end], matrix) for matrix in pair],
+                1,
             )
             for first, end, pair in zip(starts, ends, pairs, strict=True)
         ]

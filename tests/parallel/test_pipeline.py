@@ -36,8 +36,8 @@ if n_parts:
 with LLM(device="cpu", **settings) as llm:
     for seed in (0, 1):
         sampling = SamplingParams(max_tokens=12, logprobs=3, seed=seed, ignore_eos=True, **params)
-        for one in llm.generate(prompts, sampling):
-            print(json.dumps([one.token_ids, one.prompt_logprobs, one.logprobs]))
+        for output in llm.generate(prompts, sampling):
+            print(json.dumps([output.token_ids, output.prompt_logprobs, output.logprobs]))
     print(json.dumps(llm.plan.tiers), file=sys.stderr)
 """
 
@@ -72,8 +72,8 @@ def _as_one(
 ) -> list[str]:
     """Assert that ranks print the output of one rank bit for bit; return the tiers of rank 0."""
     text, tiers = _said(folder / "several", n, settings, prompts, **params)
-    one, _ = _said(folder / "one", 1, settings, prompts, **params)
-    assert text == one and len(text.splitlines()) == 2 * len(prompts)
+    single, _ = _said(folder / "one", 1, settings, prompts, **params)
+    assert text == single and len(text.splitlines()) == 2 * len(prompts)
     return tiers
 
 
@@ -182,14 +182,14 @@ def test_layer_division_minimises_the_fullest_rank(seed):
     n_ranks = int(chance.integers(1, 4))
     sizes = chance.integers(1, 10, n).tolist()
     rooms = chance.integers(1, 30, n_ranks).tolist()
-    found = divide_layers(sizes, rooms)
+    parts = divide_layers(sizes, rooms)
 
     def load(stops: tuple[int, ...]) -> float:
         ranges = itertools.pairwise((0, *stops, n))
         return max(sum(sizes[a:b]) / room for (a, b), room in zip(ranges, rooms, strict=True))
 
     best = min(load(stops) for stops in itertools.combinations(range(1, n), n_ranks - 1))
-    assert [one.start for one in found] == [0, *(one.stop for one in found[:-1])] and found[
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])] and parts[
         -1
     ].stop == n
-    assert load(tuple(one.stop for one in found[:-1])) == pytest.approx(best)
+    assert load(tuple(part.stop for part in parts[:-1])) == pytest.approx(best)

@@ -114,8 +114,8 @@ def test_exact_ranks_equal_one_rank_bit_for_bit(model_of, kind, place):
         settings = {"dtype": "bfloat16", "place": place, "exact_parallel": True}
         with open_llm(model_of(kind)[1], **settings) as llm:
             output = llm.generate([prompt_of(3, 30, 150)], params)[0]
-        rows = [one for one in (*output.prompt_logprobs, *output.logprobs) if one]
-        return torch.tensor([[one[token].logprob for token in sorted(one)] for one in rows])
+        rows = [row for row in (*output.prompt_logprobs, *output.logprobs) if row]
+        return torch.tensor([[row[token].logprob for token in sorted(row)] for row in rows])
 
     assert torch.equal(work(), together(2, work)[0])
 
@@ -140,7 +140,7 @@ def test_grouped_products_of_ranks_sum_to_the_whole(size, is_exact):
     hidden = torch.randn(9, 64, generator=generator)
     scores = torch.rand(9, 2, generator=generator)
     chosen = torch.rand(9, 4, generator=generator).argsort(1)[:, :2]
-    whole = {name: one.data for name, one in experts.named_parameters()}
+    whole = {name: parameter.data for name, parameter in experts.named_parameters()}
     expected = torch.zeros_like(hidden)
     for row, numbers in enumerate(chosen.tolist()):
         for expert, score in zip(numbers, scores[row], strict=True):
@@ -149,9 +149,9 @@ def test_grouped_products_of_ranks_sum_to_the_whole(size, is_exact):
     shares = [range(4 * rank // size, 4 * (rank + 1) // size) for rank in range(size)]
     parts = []
     for own in shares:
-        for name, one in whole.items():
+        for name, weight in whole.items():
             setattr(
-                experts, name, torch.nn.Parameter(one[own.start : own.stop], requires_grad=False)
+                experts, name, torch.nn.Parameter(weight[own.start : own.stop], requires_grad=False)
             )
         share = ExpertShare(own, is_exact, lambda x: x)
         grouped = partial(traced_experts._renumbered, own, grouped_mm_experts_forward, experts)
@@ -197,14 +197,14 @@ def test_pipeline_stages_equal_one_rank(monkeypatch, tmp_path, kind, drafter):
         }
         settings |= {} if drafter == "none" else {"tree_size": 8}
         with LLM(str(tmp_path / kind), device="cpu", max_model_len=128, **settings) as llm:
-            found = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
             assert drafter == "none" or not llm.plan.is_resident
             # The first goes back to a place before its end, and on from there.
             again = llm.generate(
-                [prompts[0] + found[0].token_ids[:10]],
+                [prompts[0] + outputs[0].token_ids[:10]],
                 SamplingParams(max_tokens=10, ignore_eos=True),
             )
-            return [one.token_ids for one in (*found, *again)]
+            return [output.token_ids for output in (*outputs, *again)]
 
     first, second = (generate(model, prompt, 20) for prompt in prompts)
     assert together(2, work)[0] == [first, second, first[10:]]
@@ -244,10 +244,10 @@ def test_rank_holds_its_share_of_the_bytes(kind):
         ).to_dict()
     )
 
-    def numbers(one: Any) -> int:
+    def numbers(spec: Any) -> int:
         tensors = [
-            *one.non_layer_tensors(),
-            *(own for i in range(one.n_layers) for own in one.layer_tensors(i)),
+            *spec.non_layer_tensors(),
+            *(own for i in range(spec.n_layers) for own in spec.layer_tensors(i)),
         ]
         return sum(math.prod(shape) for _, shape in tensors)
 
@@ -256,7 +256,7 @@ def test_rank_holds_its_share_of_the_bytes(kind):
             TensorParallelModel.for_rank(spec, ThreadRanks(rank, Board(size)), is_exact)
             for rank in range(size)
         ]
-        shares = [numbers(one) for one in ranks]
+        shares = [numbers(rank) for rank in ranks]
         assert max(shares) <= 1.03 * numbers(spec) / size, (kind, size)
 
 
@@ -277,23 +277,25 @@ def test_ranks_hold_every_expert_once_and_all_routers(model_of, kind):
     for i in mixture.layers:
         names = checkpoint.spec.expert_names(i)
         whole = [
-            one
-            for one in checkpoint.layers[i]
-            if one.key in names or one.key.rpartition(".")[0] in names
+            record
+            for record in checkpoint.layers[i]
+            if record.key in names or record.key.rpartition(".")[0] in names
         ]
-        spans = {(one.path, one.start, one.stop) for one in whole}
+        spans = {(record.path, record.start, record.stop) for record in whole}
         own = [
             [
-                one
-                for one in rank.layers[i]
-                if one.key in names or one.key.rpartition(".")[0] in names
+                record
+                for record in rank.layers[i]
+                if record.key in names or record.key.rpartition(".")[0] in names
             ]
             for rank in ranks
         ]
-        assert sum(one.nbytes for part in own for one in part) == sum(
+        assert sum(record.nbytes for part in own for record in part) == sum(
             stop - start for _, start, stop in spans
         )
-        assert len({(one.start, one.stop) for part in own for one in part}) == sum(map(len, own))
+        assert len({(record.start, record.stop) for part in own for record in part}) == sum(
+            map(len, own)
+        )
         router = checkpoint.spec.model.mixtures[i].router
         tensors = {tuple(parameter.shape) for parameter in router.parameters()} if router else set()
         of_router = [
@@ -302,5 +304,5 @@ def test_ranks_hold_every_expert_once_and_all_routers(model_of, kind):
             if tensor.name not in names and tensor.shape in tensors
         ]
         assert of_router and all(
-            one in rank.spec.layer_tensors(i) for one in of_router for rank in ranks
+            tensor in rank.spec.layer_tensors(i) for tensor in of_router for rank in ranks
         )

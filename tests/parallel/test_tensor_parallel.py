@@ -166,7 +166,7 @@ def test_parts_of_a_matrix_join_to_the_whole(tmp_path, choice, dim):
         and dim == 1
         and (choice.format == "nf4" or choice.desc_act or choice.group_size == 80)
     )
-    found = []
+    parts = []
     for rank in (0, 1):
         fmt = format_of(config_of(choice) if choice else None)
         cut = Cut(dim, rank * n, n)
@@ -180,8 +180,8 @@ def test_parts_of_a_matrix_join_to_the_whole(tmp_path, choice, dim):
             for read in files.reads(0, block):
                 read()
             view = fmt.view(files.layout(0), block, torch.bfloat16)
-            found.append(view.rows(torch.arange(cut.shape(SHAPE)[0]), NAME.removesuffix(".weight")))
-    assert torch.equal(torch.cat(found, dim), exact[NAME].bfloat16())
+            parts.append(view.rows(torch.arange(cut.shape(SHAPE)[0]), NAME.removesuffix(".weight")))
+    assert torch.equal(torch.cat(parts, dim), exact[NAME].bfloat16())
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3-window"])
@@ -237,7 +237,7 @@ def test_rank_reads_and_holds_its_share(tmp_path, monkeypatch, choice):
         convert_for_ranks(path, "--link-format", "raw")
     prefer(monkeypatch, not is_converted)
     whole = open_checkpoint(path)
-    n_layers = sum(one.nbytes for layer in whole.layers for one in layer)
+    n_layers = sum(record.nbytes for layer in whole.layers for record in layer)
 
     fill = DirectFiles.fill
 
@@ -318,7 +318,7 @@ def general_model(kind: str) -> Any:
 # target's keys.
 @pytest.mark.parametrize(
     ("drafter", "is_exact"),
-    [*((one, False) for one in DRAFTERS), ("adaptive_tree", True), ("self_window", True)],
+    [*((drafter, False) for drafter in DRAFTERS), ("adaptive_tree", True), ("self_window", True)],
 )
 def test_every_drafter_gives_the_targets_tokens(pair, monkeypatch, drafter, is_exact):
     keep_steady(monkeypatch)
@@ -406,15 +406,15 @@ def places(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "found"),
+    ("seconds", "placement"),
     [
         ((1.0, 2.0, 2.0), ["all", "nothing"]),
         ((2.0, 1.0, 1.0), ["part", "part"]),
         ((2.0, 1.0, 3.0), ["all", "nothing"]),  # by the slowest rank
     ],
 )
-def test_draft_placement_minimises_the_level_time(pair, monkeypatch, seconds, found):
-    assert places(pair, monkeypatch, *seconds) == found
+def test_draft_placement_minimises_the_level_time(pair, monkeypatch, seconds, placement):
+    assert places(pair, monkeypatch, *seconds) == placement
     assert places(pair, monkeypatch, *seconds, split_draft="on") == ["part", "part"]
     assert places(pair, monkeypatch, *seconds, split_draft="off") == ["all", "nothing"]
     assert places(pair, monkeypatch, 9.0, 1.0, 1.0, learn_draft="on") == ["all", "nothing"]
@@ -452,7 +452,7 @@ def test_draft_placement_counts_the_memory_of_the_target(tmp_path, monkeypatch):
     drafted = (1e-4, 1.1e-4, 1.1e-4)
     divided, exact, whole = (
         planned(pair, "on"),
-        *(planned(pair, one, exact_parallel=True) for one in ("on", "off")),
+        *(planned(pair, split, exact_parallel=True) for split in ("on", "off")),
     )
     with monkeypatch.context() as patch:
         patch.setattr(profile, "link_gbps", lambda *_, **__: 1e3)
@@ -461,13 +461,15 @@ def test_draft_placement_counts_the_memory_of_the_target(tmp_path, monkeypatch):
             "part",
         ]
     # and some pages
-    least, enough = (one.reserved.total + 2 * one.slot_nbytes + 16384 for one in (exact, whole))
+    least, enough = (plan.reserved.total + 2 * plan.slot_nbytes + 16384 for plan in (exact, whole))
     assert places(pair, monkeypatch, *drafted, device_memory=least) == ["part", "part"]
-    found = []
+    placements = []
     for gbps in (1e-3, 1e3):
         monkeypatch.setattr(profile, "link_gbps", lambda *_, rate=gbps, **__: rate)
-        found.append(places(pair, monkeypatch, *drafted, device_memory=enough, exact_parallel=True))
-    assert found == [["part", "part"], ["all", "nothing"]]
+        placements.append(
+            places(pair, monkeypatch, *drafted, device_memory=enough, exact_parallel=True)
+        )
+    assert placements == [["part", "part"], ["all", "nothing"]]
 
 
 def test_indivisible_draft_is_on_rank_0(pair, tmp_path, monkeypatch):
@@ -500,7 +502,7 @@ FORMATS: list[tuple[Choice | str, int, int]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("choice", "o", "down"), FORMATS, ids=lambda one: id_of(one) or str(one))
+@pytest.mark.parametrize(("choice", "o", "down"), FORMATS, ids=lambda x: id_of(x) or str(x))
 def test_formats_are_cut_by_outputs_where_required(tmp_path, choice, o, down):
     """With groups in any order, blocks longer than a part, and continuous blocks."""
     path, model = quantised(tmp_path, choice, intermediate_size=256 if choice == "Q4_K" else 512)
@@ -554,8 +556,8 @@ def test_ranks_stream_converted_weights(tmp_path, monkeypatch, flags):
                 if target.link.sidecar
                 else not llm.spec.notice
             )
-            files = [one.payload for one in target.link.sidecar or ()] or [
-                one for of in target.checkpoint.layers for one in of
+            files = [record.payload for record in target.link.sidecar or ()] or [
+                record for of in target.checkpoint.layers for record in of
             ]
             assert {file.path.parent.name for file in files} == {f"rank-{MINE.ranks.rank}"}
             llm.load()
@@ -569,8 +571,8 @@ def test_ranks_stream_converted_weights(tmp_path, monkeypatch, flags):
     assert together(2, work)[0] == generate(model, prompt_of(0), 16)
     prefer(monkeypatch, not is_exact)
     assert all(
-        "passes are faster so than from what offload-rt convert has written" in one
-        for one in together(2, look)
+        "passes are faster so than from what offload-rt convert has written" in notice
+        for notice in together(2, look)
     )
 
 
@@ -608,8 +610,8 @@ def test_cuda_rank_streams_converted_weights(tmp_path, monkeypatch, flags, where
     with fake_gpu(monkeypatch, has_kernels=True):
         expected, *none = run()
         convert_for_ranks(path, *flags)
-        found, *has = run()
-    assert (found, none, has) == (expected, [False, False], [not flags, bool(flags)])
+        text, *has = run()
+    assert (text, none, has) == (expected, [False, False], [not flags, bool(flags)])
 
 
 def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
@@ -654,7 +656,7 @@ def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
     weights = next(path.glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     record = next(
-        one for name, one in read_header(weights).items() if "layers.0.self_attn.q" in name
+        entry for name, entry in read_header(weights).items() if "layers.0.self_attn.q" in name
     )
     content[record.start : record.stop] = bytes(record.stop - record.start)
     weights.write_bytes(content)
@@ -753,8 +755,8 @@ def test_memory_limits_decide_the_way_of_division(tmp_path, monkeypatch):
 
     assert together(2, lambda: work((1 << 18, 1 << 18))) == ["outputs"] * 2
     assert together(2, lambda: work((0, 1 << 18))) == ["inputs"] * 2
-    found, short = together(2, lambda: work((1 << 18, -(1 << 18))))
-    assert found.startswith("another rank has too little memory") and short.startswith(
+    message, short = together(2, lambda: work((1 << 18, -(1 << 18))))
+    assert message.startswith("another rank has too little memory") and short.startswith(
         "the device memory budget is too"
     )
 
@@ -785,7 +787,7 @@ def test_samples_batches_and_prompt_logprobs_equal_one_rank(pair, monkeypatch):
 
     alone = work()
     ranks = together(2, work)[0]
-    assert [rank.token_ids for rank in ranks] == [one.token_ids for one in alone]
+    assert [rank.token_ids for rank in ranks] == [output.token_ids for output in alone]
     for mine, theirs in zip(
         ranks[2].prompt_logprobs[1:], alone[2].prompt_logprobs[1:], strict=True
     ):
@@ -805,8 +807,8 @@ def test_exact_parallel_sums_equal_one_rank_bit_for_bit(pair):
             ranks = llm.engine.runner.spec.ranks if hasattr(MINE, "ranks") else None
             # of embeddings alone
             assert ranks is None or ranks.n_reduced == ranks.n_gathered // (1 + 4 * 3)
-            rows = [one for one in (*output.prompt_logprobs, *output.logprobs) if one]
-            return torch.tensor([[one[token].logprob for token in sorted(one)] for one in rows])
+            rows = [row for row in (*output.prompt_logprobs, *output.logprobs) if row]
+            return torch.tensor([[row[token].logprob for token in sorted(row)] for row in rows])
 
     assert torch.equal(work(), together(2, work)[0])
 
@@ -853,7 +855,7 @@ def test_ranks_capture_and_replay_the_same_passes(pair, monkeypatch, fails):
         if not isinstance(of, GraphPass):  # what rank 0 makes of logits
             return compute
         what = len(of._logits)
-        n = [one for one, _ in log].count("capture")
+        n = [event for event, _ in log].count("capture")
         log.append(("capture", what))
         if rank == 1 and n in refuses:
             raise torch.OutOfMemoryError
@@ -865,10 +867,10 @@ def test_ranks_capture_and_replay_the_same_passes(pair, monkeypatch, fails):
         return replay
 
     def runner(*given: Any) -> Runner:
-        found = make(*given)
+        built = make(*given)
         # Rank 0 captures in its engine thread.
-        found.use_graphs(GraphShape(64, 512, 128), partial(capture, MINE.ranks.rank), 1.0)
-        return found
+        built.use_graphs(GraphShape(64, 512, 128), partial(capture, MINE.ranks.rank), 1.0)
+        return built
 
     monkeypatch.setattr(loader.Loader, "runner", runner)
     settings = pair.settings("adaptive_tree") | {
@@ -887,7 +889,7 @@ def test_ranks_capture_and_replay_the_same_passes(pair, monkeypatch, fails):
         generate(pair.model, prompt_of(3, 9), 12),
     ]
     assert logs[0] == logs[1]
-    n_replays = [one for one, _ in logs[0]].count("replay")
+    n_replays = [event for event, _ in logs[0]].count("replay")
     assert n_replays == 0 if fails == "always" else n_replays > 10
 
 

@@ -97,7 +97,7 @@ def test_known_shapes_have_the_published_parameter_counts(name, billions):
     spec = parse_architecture(KNOWN[name])
     tensors = [
         *spec.non_layer_tensors(),
-        *[one for i in range(spec.n_layers) for one in spec.layer_tensors(i)],
+        *[tensor for i in range(spec.n_layers) for tensor in spec.layer_tensors(i)],
     ]
     assert sum(int(np.prod(shape)) for _, shape in tensors) / 1e9 == pytest.approx(
         billions, rel=0.01
@@ -111,11 +111,11 @@ def test_gpu_is_described_by_its_figures(capsys):
         card, name="", title="", source=""
     )
     model = ["--model", "llama-68m", "--ram", "16GiB"]
-    expected, found = (
+    expected, described = (
         planned([*model, "--gpu", gpu], capsys)["predicted_seconds_per_token"]
         for gpu in ("rtx4090", figures)
     )
-    assert found == expected
+    assert described == expected
 
 
 def test_roofline_is_the_longer_of_reading_and_multiplying():
@@ -155,7 +155,7 @@ def test_measured_products_scale_with_the_weights(monkeypatch):
         assert roof.product_s(10**6, n_rows, 2) == pytest.approx(10**6 * of_a_weight, rel=1e-4)
     measure_little(monkeypatch)
     measured = measure_roof(DType.FLOAT32, torch.device("cpu"))
-    seconds = [one for _, one in measured.products]
+    seconds = [duration for _, duration in measured.products]
     assert seconds == sorted(seconds) and seconds[0] > 0 and measured.products[0][0] == 1
 
 
@@ -206,38 +206,40 @@ def test_captured_passes_are_counted_on_cuda(nbytes, captures_target):
         return plan.reserved.graphs
 
     captured = sizes if captures_target else sizes[1:]
-    pools = [one.view_nbytes + one.spec.scratch_nbytes(96, 96, 2) for one in captured]
+    pools = [model.view_nbytes + model.spec.scratch_nbytes(96, 96, 2) for model in captured]
     assert graphs(True) == max(pools) + len(captured) * 96 * 32000 * 2
     assert graphs(False) == 0
 
 
 def test_llama2_70b_is_planned_for_a_4090_without_weights(capsys):
     arguments = [*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--offline"]
-    found = planned([*arguments, *PUBLISHED], capsys)
-    assert found["plan"]["tiers"].count("host") + found["plan"]["tiers"].count("device") == 80
+    result = planned([*arguments, *PUBLISHED], capsys)
+    assert result["plan"]["tiers"].count("host") + result["plan"]["tiers"].count("device") == 80
     # Sequoia on this card: 0.57
-    assert found["predicted_seconds_per_token"] == pytest.approx(0.54, abs=0.08)
-    assert found["bound"].startswith("the host-to-card link")
+    assert result["predicted_seconds_per_token"] == pytest.approx(0.54, abs=0.08)
+    assert result["bound"].startswith("the host-to-card link")
     # An int4 draft and dynamic trees, each with its measured ratio of tokens per pass.
     faster = planned(arguments, capsys)
     assert faster["draft_quantize"] == "int4"
-    assert faster["predicted_seconds_per_token"] < 0.9 * found["predicted_seconds_per_token"]
+    assert faster["predicted_seconds_per_token"] < 0.9 * result["predicted_seconds_per_token"]
     source = faster["acceptance"]["source"]
     assert "times 1.15 for dynamic" in source and "times 0.96 for a draft in int4" in source
 
 
 def test_plan_reports_link_share_and_level_time(capsys):
     arguments = [*PAIR, "--gpu", "rtx4090", "--ram", "160GB", "--tree-size", "64", *PUBLISHED]
-    found = planned(arguments, capsys)
-    nbytes = found["link_seconds"]["host"] * found["links"]["host"]
-    rate = found["links"]["host"]
-    assert found["pass_over_link"]["host"] == pytest.approx(found["pass_seconds"] / (nbytes / rate))
-    assert (
-        0.9 < found["link_busy"]["host"] == pytest.approx(1 / found["pass_over_link"]["host"])
-        and found["link_busy"]["host"] <= 1
+    result = planned(arguments, capsys)
+    nbytes = result["link_seconds"]["host"] * result["links"]["host"]
+    rate = result["links"]["host"]
+    assert result["pass_over_link"]["host"] == pytest.approx(
+        result["pass_seconds"] / (nbytes / rate)
     )
-    level = found["draft_level"]
-    assert level["seconds"] * (found["tree_levels"] - 1) == pytest.approx(found["draft_seconds"])
+    assert (
+        0.9 < result["link_busy"]["host"] == pytest.approx(1 / result["pass_over_link"]["host"])
+        and result["link_busy"]["host"] <= 1
+    )
+    level = result["draft_level"]
+    assert level["seconds"] * (result["tree_levels"] - 1) == pytest.approx(result["draft_seconds"])
     assert level["ratio"] == pytest.approx(
         level["seconds"] / (level["nbytes"] / level["gbps"] / 1e9)
     )
@@ -247,17 +249,17 @@ def test_plan_reports_link_share_and_level_time(capsys):
     )
     assert plan.main(arguments) == 0
     out = capsys.readouterr().out
-    assert f"busy for {found['link_busy']['host']:.1%} of a pass" in out
+    assert f"busy for {result['link_busy']['host']:.1%} of a pass" in out
     # One plain figure, of the faster placement: without the draft model.
-    plain_s = found["predicted_plain_seconds_per_token"]
-    alone = found["formats"]["fp16"]["none"]["predicted_seconds_per_token"]
+    plain_s = result["predicted_plain_seconds_per_token"]
+    alone = result["formats"]["fp16"]["none"]["predicted_seconds_per_token"]
     assert plain_s == pytest.approx(alone)
-    assert plain_s < found["link_seconds"]["host"]
-    gain = plain_s / found["predicted_seconds_per_token"]
+    assert plain_s < result["link_seconds"]["host"]
+    gain = plain_s / result["predicted_seconds_per_token"]
     assert f"plain decoding: {1 / plain_s:.2f} tokens/s ({plain_s:.2f} s per token)" in out
     assert out.count(f"{gain:.2f} times as fast") == 1
-    rate = found["predicted_tokens_per_second"]
-    assert out.endswith(f"verdict: slow, {rate:.2f} tokens/s\n") and found["verdict"] == "slow"
+    rate = result["predicted_tokens_per_second"]
+    assert out.endswith(f"verdict: slow, {rate:.2f} tokens/s\n") and result["verdict"] == "slow"
 
 
 @pytest.mark.parametrize(
@@ -311,7 +313,7 @@ def test_resident_model_is_forecast_as_graph_replay():
     forecast = predict(narrow, card)
     plan = forecast.memory_plan.plan
     disk = replace(plan, tiers=("disk",) * len(plan.tiers))
-    resident, streamed = (card.costs(target, draft, one) for one in (plan, disk))
+    resident, streamed = (card.costs(target, draft, memory_plan) for memory_plan in (plan, disk))
     assert forecast.compute_s == pytest.approx(float(resident.target.at(np.array([16]), 128)[0]))
     assert resident.draft == streamed.draft
     # At least the launches of two layers, and what the host does between two levels.
@@ -320,16 +322,16 @@ def test_resident_model_is_forecast_as_graph_replay():
 
 @pytest.mark.parametrize("rates", ["7GB/s", "4GB/s,3GB/s"])
 def test_layers_beyond_host_memory_are_read_from_disk(rates, capsys):
-    found = planned([*PAIR, "--gpu", "rtx4090", "--ram", "64GiB", "--disk", rates], capsys)
-    assert 0 < found["plan"]["tiers"].count("disk") < 80
-    assert found["bound"].startswith("the disk")
+    result = planned([*PAIR, "--gpu", "rtx4090", "--ram", "64GiB", "--disk", rates], capsys)
+    assert 0 < result["plan"]["tiers"].count("disk") < 80
+    assert result["bound"].startswith("the disk")
     nbytes = sum(
         n
-        for t, n in zip(found["plan"]["tiers"], found["plan"]["layer_nbytes"], strict=True)
+        for t, n in zip(result["plan"]["tiers"], result["plan"]["layer_nbytes"], strict=True)
         if t == "disk"
     )
-    assert found["link_seconds"]["disk"] == pytest.approx(nbytes / 7e9)
-    assert found["pass_seconds"] == pytest.approx(nbytes / 7e9, rel=0.02)
+    assert result["link_seconds"]["disk"] == pytest.approx(nbytes / 7e9)
+    assert result["pass_seconds"] == pytest.approx(nbytes / 7e9, rel=0.02)
 
 
 @pytest.mark.parametrize("over", ["ram", "memory"])
@@ -338,7 +340,7 @@ def test_more_memory_is_never_slower(over):
     seconds = [forecast.run.seconds_per_token for _, forecast in points if forecast is not None]
     if over == "ram":  # 137 GB of layers, until all fit
         assert [x for x, _ in points] == [16, 32, 64, 128, 256]
-        on_disk = [one.memory_plan.plan.tiers.count("disk") for _, one in points]
+        on_disk = [forecast.memory_plan.plan.tiers.count("disk") for _, forecast in points]
         assert on_disk == sorted(on_disk, reverse=True) and on_disk[0] > 60 and on_disk[-1] == 0
     else:
         assert len(seconds) > 8
@@ -358,7 +360,7 @@ def test_longer_context_takes_memory_and_time():
         return predict(request(context=context, max_model_len=context + 16), card)
 
     forecasts = [forecast(n, machine("l40")) for n in (64, 1024, 4032)]
-    residents = [one.memory_plan.plan.tiers.count("device") for one in forecasts]
+    residents = [forecast.memory_plan.plan.tiers.count("device") for forecast in forecasts]
     assert residents == sorted(residents, reverse=True) and residents[-1] < residents[0]
     assert forecasts[-1].compute_s > forecasts[0].compute_s
     tight = machine(device_memory=19 * 2**30)
@@ -379,15 +381,18 @@ def test_local_statistics_precede_published_figures(monkeypatch):
     for _ in range(50):
         seen.observe(3, 1)
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats({"dynamic 0.0": Estimates(seen)}))
-    found = assume("auto", NO_CHECKPOINTS, names, 0.0)
-    assert "measured on this machine" in found.source and found.by_rank == pytest.approx(
+    acceptance = assume("auto", NO_CHECKPOINTS, names, 0.0)
+    assert "measured on this machine" in acceptance.source and acceptance.by_rank == pytest.approx(
         seen.by_rank()
     )
 
 
 def test_acceptance_can_be_given():
-    found = assume("0.7,0.1", NO_CHECKPOINTS, ("a", "b"), 0.0)
-    assert found.by_rank[:3] == pytest.approx([0.7, 0.1, 0.0]) and len(found.by_rank) == N_RANKS
+    acceptance = assume("0.7,0.1", NO_CHECKPOINTS, ("a", "b"), 0.0)
+    assert (
+        acceptance.by_rank[:3] == pytest.approx([0.7, 0.1, 0.0])
+        and len(acceptance.by_rank) == N_RANKS
+    )
     for wrong in ("0.7,x", "0.7,0.6", "0.5,nan", "0.1,0.7"):
         with pytest.raises(SettingsError):
             assume(wrong, NO_CHECKPOINTS, ("a", "b"), 0.0)
@@ -488,8 +493,8 @@ def test_config_file_and_its_directory_give_the_same_plan(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(KNOWN["llama2-70b"]), encoding="utf-8")
     card = ["--gpu", "l40", "--ram", "160GB"]
     by_name, by_file, by_directory = (
-        planned(["--model", str(one), *card], capsys)["plan"]
-        for one in ("llama2-70b", tmp_path / "config.json", tmp_path)
+        planned(["--model", str(model), *card], capsys)["plan"]
+        for model in ("llama2-70b", tmp_path / "config.json", tmp_path)
     )
     assert by_name == by_file == by_directory
 
@@ -520,18 +525,18 @@ def test_plan_measures_this_machine(capsys, monkeypatch):
         "--max-model-len",
         "256",
     ]
-    found = planned(
+    result = planned(
         [*arguments, "--draft-model", str(models / "demo-draft"), "--tree-size", "8"], capsys
     )
-    assert found["machine"].startswith("this machine")
-    assert found["plan"]["tiers"].count("disk") > 0 and found["predicted_seconds_per_token"] > 0
-    assert any("measured with the model's files" in one for one in found["sources"])
+    assert result["machine"].startswith("this machine")
+    assert result["plan"]["tiers"].count("disk") > 0 and result["predicted_seconds_per_token"] > 0
+    assert any("measured with the model's files" in source for source in result["sources"])
     # Another memory than this machine's; the budget follows from it.
-    found = planned([*arguments[:2], "--ram", "2000GiB", "--max-model-len", "256"], capsys)
-    assert found["plan"]["budget"]["device"] == less_margin(2000 << 30)
-    found = planned(["--model", "llama-68m", "--device-memory", "400MB"], capsys)
-    assert found["links"]["disk"] == 7.0 and "--disk: 7GB/s assumed" in found["sources"]
-    assert not any("other programs" in source for source in found["sources"])
+    result = planned([*arguments[:2], "--ram", "2000GiB", "--max-model-len", "256"], capsys)
+    assert result["plan"]["budget"]["device"] == less_margin(2000 << 30)
+    result = planned(["--model", "llama-68m", "--device-memory", "400MB"], capsys)
+    assert result["links"]["disk"] == 7.0 and "--disk: 7GB/s assumed" in result["sources"]
+    assert not any("other programs" in source for source in result["sources"])
     monkeypatch.setattr(local, "busy_cpus", lambda: 0.9 * psutil.cpu_count())
     assert plan.main(["--model", "llama-68m", "--device-memory", "400MB"]) == 0
     n = psutil.cpu_count()

@@ -99,9 +99,9 @@ def test_plan_prints_the_comparison(capsys):
     assert "forecast by drafter" in text and "github.com/Tencent/AngelSlim" in text
     assert plan.main([*flags, "--json"]) == 0
     drafters = json.loads(capsys.readouterr().out)["drafters"]
-    assert {"eagle", "recycle"} <= {one["drafter"] for one in drafters}
-    forecasts = [one for one in drafters if "predicted_tokens_per_second" in one]
-    fastest = max(forecasts, key=lambda one: one["predicted_tokens_per_second"])
+    assert {"eagle", "recycle"} <= {row["drafter"] for row in drafters}
+    forecasts = [row for row in drafters if "predicted_tokens_per_second" in row]
+    fastest = max(forecasts, key=lambda row: row["predicted_tokens_per_second"])
     verdict = text.splitlines()[-1]
     assert f"; with {fastest['drafter']}" in verdict
     assert f"{fastest['predicted_tokens_per_second']:.2f} tokens/s" in verdict

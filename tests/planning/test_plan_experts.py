@@ -86,7 +86,7 @@ def test_separately_stored_experts_give_the_same_plan() -> None:
         moe = f"model.layers.{i}.block_sparse_moe."
         shapes |= {f"{layer}{norm}_layernorm.weight": (64,) for norm in ("input", "post_attention")}
         rows = {"q": 64, "k": 32, "v": 32, "o": 64}
-        shapes |= {f"{layer}self_attn.{one}_proj.weight": (n, 64) for one, n in rows.items()}
+        shapes |= {f"{layer}self_attn.{letter}_proj.weight": (n, 64) for letter, n in rows.items()}
         shapes |= {
             f"{moe}experts.{e}.{w}.weight": (128, 64) for e in range(8) for w in ("w1", "w3")
         }
@@ -94,7 +94,7 @@ def test_separately_stored_experts_give_the_same_plan() -> None:
             f"{moe}gate.weight": (8, 64)
         }
     one_by_one, _ = spec.of_checkpoint(shapes)
-    assert all(len(one.shape) < 3 for one in one_by_one.layer_tensors(0))
+    assert all(len(tensor.shape) < 3 for tensor in one_by_one.layer_tensors(0))
     divided, expected = (
         Sizes.of_spec(architecture, DType.BFLOAT16).by_expert()
         for architecture in (one_by_one, spec)
@@ -111,7 +111,7 @@ def test_gpt_oss_config_gives_the_size_of_its_checkpoint(
     alone = tmp_path / "config.json"
     alone.write_text((mxfp4_checkpoint / "config.json").read_text())
     by_config, by_headers = (
-        find_models(EngineConfig(str(one)))[0] for one in (alone, mxfp4_checkpoint)
+        find_models(EngineConfig(str(path)))[0] for path in (alone, mxfp4_checkpoint)
     )
     padding = 256 * len(by_headers.spec.layer_tensors(0))
     for mine, theirs in zip(by_config.layer_nbytes, by_headers.layer_nbytes, strict=True):
@@ -121,8 +121,8 @@ def test_gpt_oss_config_gives_the_size_of_its_checkpoint(
 
 
 def test_missing_experts_cross_the_link_in_every_pass() -> None:
-    found = forecast(find_models(EngineConfig("qwen3-30b-a3b"))[0])
-    plan = found.memory_plan.plan
+    result = forecast(find_models(EngineConfig("qwen3-30b-a3b"))[0])
+    plan = result.memory_plan.plan
     expert = plan.experts.nbytes
     room = plan.budget.device - plan.reserved.total + plan.reserved.experts
     assert plan.n_expert_slots == (room - sum(plan.layer_nbytes)) // expert
@@ -130,9 +130,9 @@ def test_missing_experts_cross_the_link_in_every_pass() -> None:
     missing = 48 * expert * 8 * (1 - plan.n_expert_slots / 48 / 128)
     assert sum(plan.pass_bytes.at(0).values()) == pytest.approx(missing, rel=1e-6)
     # Processor and link share the missing experts and end together.
-    assert found.moved["host"] == pytest.approx(missing * 25 / (25 + RAM_GBPS), rel=1e-3)
-    ways = expert_ways(found)
-    assert found.mode == ON_CPU and ways[ON_CPU].plain == found.plain
+    assert result.moved["host"] == pytest.approx(missing * 25 / (25 + RAM_GBPS), rel=1e-3)
+    ways = expert_ways(result)
+    assert result.mode == ON_CPU and ways[ON_CPU].plain == result.plain
     assert ways[ON_DEMAND].moved["host"] == pytest.approx(missing, rel=1e-6)
     assert ways[ON_DEMAND].plain.pass_s > missing / 25e9
     whole = ways[WHOLE_LAYERS]
@@ -153,13 +153,13 @@ def test_expert_misses_equal_those_of_random_tokens() -> None:
 
 def test_experts_beyond_memory_are_read_from_disk() -> None:
     target = find_models(EngineConfig("gpt-oss-120b"))[0]
-    found = [forecast(target, ram << 30) for ram in (96, 72, 32, 24)]
-    seconds = [one.plain.pass_s for one in found]
+    results = [forecast(target, ram << 30) for ram in (96, 72, 32, 24)]
+    seconds = [result.plain.pass_s for result in results]
     assert seconds[0] == seconds[1] < seconds[2] < seconds[3]
-    plan = found[3].memory_plan.plan
+    plan = results[3].memory_plan.plan
     n_there = (plan.n_expert_slots + plan.experts.n_on_host) / 36
     of_disk = 36 * plan.experts.nbytes * 4 * (1 - n_there / 128)
-    assert n_there < 100 and found[3].moved["disk"] == pytest.approx(of_disk, rel=1e-6)
+    assert n_there < 100 and results[3].moved["disk"] == pytest.approx(of_disk, rel=1e-6)
     assert seconds[3] > of_disk / 7e9
 
 
@@ -191,8 +191,8 @@ def test_encoded_and_dense_layers_are_planned_as_a_whole() -> None:
         lossless(find_models(EngineConfig("qwen3-30b-a3b"))[0], True),
         find_models(EngineConfig("llama2-7b"))[0],
     ):
-        found = forecast(sizes)
-        assert found.memory_plan.plan.experts is None and expert_ways(found) == {}
+        result = forecast(sizes)
+        assert result.memory_plan.plan.experts is None and expert_ways(result) == {}
 
 
 def test_quantised_experts_of_touched_rows_are_decoded() -> None:

@@ -76,7 +76,7 @@ def test_mixture_is_planned_by_all_weights_and_touched_experts(tmp_path):
     target = sizes_of(str(path))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE))
-    layer = sum(one.numel() for one in model.model.layers[1].parameters())
+    layer = sum(parameter.numel() for parameter in model.model.layers[1].parameters())
     experts = 8 * 3 * 64 * 128
     assert all(
         2 * layer <= nbytes <= 2 * layer + 30 * 256 for nbytes in target.layer_nbytes
@@ -118,16 +118,16 @@ def test_quantised_checkpoint_is_planned_by_its_headers(choice, tmp_path, capsys
     config = llama_config(**WIDE)
     write_checkpoint(tmp_path / "plain", config, llama_tensors(config))
     quantize.write(tmp_path / "plain", tmp_path / "quantised", choice)
-    found = planned(["--model", str(tmp_path / "quantised"), *CARD], capsys)
+    result = planned(["--model", str(tmp_path / "quantised"), *CARD], capsys)
     with LLM.open(EngineConfig(str(tmp_path / "quantised"), device="cpu", drafter="none")) as llm:
         loaded = llm.plan
     assert (
-        found["plan"]["reserved"]["non_layer"] == loaded.reserved.non_layer
-        and found["formats"] == {}
+        result["plan"]["reserved"]["non_layer"] == loaded.reserved.non_layer
+        and result["formats"] == {}
     )
-    for n, packed in zip(loaded.layer_nbytes, found["plan"]["layer_nbytes"], strict=True):
+    for n, packed in zip(loaded.layer_nbytes, result["plan"]["layer_nbytes"], strict=True):
         assert n == pytest.approx(packed, rel=0.08)  # on a CPU as they lie in files
-    assert 2 * sum(found["plan"]["layer_nbytes"]) < sum(
+    assert 2 * sum(result["plan"]["layer_nbytes"]) < sum(
         Sizes.of_spec(parse_architecture(config), DType.FLOAT32).layer_nbytes
     )
 
@@ -159,12 +159,12 @@ def test_gguf_file_is_planned_by_its_header(tmp_path, capsys):
     metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q4_0")
     path = tmp_path / "model.gguf"
     path.write_bytes(write_gguf.file_bytes(metadata, stored))
-    found = planned(["--model", str(path), *CARD], capsys)
+    result = planned(["--model", str(path), *CARD], capsys)
     n_weights = 256 * (2 * 256 + 2 * 128) + 3 * 256 * 512
     blocks = n_weights // 32 * 18
     assert all(
         blocks <= nbytes <= blocks + 2 * 256 * 4 + 9 * 256
-        for nbytes in found["plan"]["layer_nbytes"]
+        for nbytes in result["plan"]["layer_nbytes"]
     )
 
 
@@ -175,7 +175,9 @@ def test_formats_take_their_bytes():
     target = sizes_of("llama2-7b")
     by_name = formats(target, on_card=True)
     plain = sum(target.layer_nbytes)
-    shares = {name: sum((one.link or one).layer_nbytes) / plain for name, one in by_name.items()}
+    shares = {
+        name: sum((sizes.link or sizes).layer_nbytes) / plain for name, sizes in by_name.items()
+    }
     # A scale of 4 bytes for 128 x 128 weights, one of 2 for 128.
     expected = {
         "fp16": 1.0,
@@ -192,15 +194,15 @@ def test_formats_take_their_bytes():
 
 def test_plan_table_shows_formats_side_by_side(capsys):
     pair = ["--model", "llama2-70b", "--draft-model", "llama2-7b", "--max-new-tokens", "16"]
-    found = planned([*pair, *CARD], capsys)
-    rows = found["formats"]
+    result = planned([*pair, *CARD], capsys)
+    rows = result["formats"]
     assert list(rows) == ["fp16", "lossless", "fp8, blocks 128x128", "int4, groups of 128"]
     seconds = [row["none"]["predicted_seconds_per_token"] for row in rows.values()]
     trees = [row["draft model"]["predicted_seconds_per_token"] for row in rows.values()]
     assert seconds == sorted(seconds, reverse=True) and trees == sorted(trees, reverse=True)
     assert (
         rows["fp16"]["draft model"]["predicted_seconds_per_token"]
-        == found["predicted_seconds_per_token"]
+        == result["predicted_seconds_per_token"]
     )
     assert rows["fp16"]["self"] == {}  # 38 GB of copies
     assert plan.main([*pair, *CARD]) == 0
@@ -218,7 +220,8 @@ def test_plan_table_shows_formats_side_by_side(capsys):
 def test_lossless_layers_take_less_host_memory(capsys):
     arguments = ["--model", "llama2-70b", "--gpu", "rtx4090", "--ram", "100GiB", "--disk", "1GB/s"]
     raw, encoded = (
-        planned([*arguments, "--link-format", one], capsys) for one in ("raw", "lossless")
+        planned([*arguments, "--link-format", link_format], capsys)
+        for link_format in ("raw", "lossless")
     )
     assert raw["plan"]["tiers"].count("disk") > 0 == encoded["plan"]["tiers"].count("disk")
     assert encoded["predicted_seconds_per_token"] < 0.5 * raw["predicted_seconds_per_token"]
@@ -286,7 +289,7 @@ def test_measured_products_of_quantised_matrices_replace_an_assumed_decoding():
         n_coded = 4 - n_device
         expected = (n_device + 4 * n_coded) / 4 * layers + head
         assert times is not None and times.at(np.array([1]), 0)[0] == pytest.approx(expected)
-    kinds = {type(one).__name__ for one in asked}
+    kinds = {type(matrix).__name__ for matrix in asked}
     assert kinds == {"NoneType", "QuantizedMatrix", "Int4Matrix"}
 
 
@@ -343,26 +346,30 @@ def test_self_draft_is_chosen_if_its_copies_fit(capsys):
         "--max-model-len",
         "1024",
     ]
-    found = planned([*arguments, "--drafter", "self"], capsys)
-    tiers = found["plan"]["tiers"]
-    copied = found["plan"]["reserved"]["stand_in"] * (64 - tiers.count("device"))
+    result = planned([*arguments, "--drafter", "self"], capsys)
+    tiers = result["plan"]["tiers"]
+    copied = result["plan"]["reserved"]["stand_in"] * (64 - tiers.count("device"))
     resident = sum(
-        n for tier, n in zip(tiers, found["plan"]["layer_nbytes"], strict=True) if tier == "device"
+        n for tier, n in zip(tiers, result["plan"]["layer_nbytes"], strict=True) if tier == "device"
     )
     assert (
         0.25
         < copied
-        / sum(n for t, n in zip(tiers, found["plan"]["layer_nbytes"], strict=True) if t != "device")
+        / sum(
+            n for t, n in zip(tiers, result["plan"]["layer_nbytes"], strict=True) if t != "device"
+        )
         < 0.3
     )
-    level = found["draft_level"]
+    level = result["draft_level"]
     assert level["nbytes"] == resident + copied + 2 * 151936 * 5120
     assert 1 < level["ratio"] < 1.3
-    assert "a guess" in found["acceptance"]["source"] and "SubSpec" in found["acceptance"]["source"]
+    assert (
+        "a guess" in result["acceptance"]["source"] and "SubSpec" in result["acceptance"]["source"]
+    )
     # SubSpec: 12.5 times as fast as plain decoding, of a 32B on 24 GB. Without copies, our plain
     # decoding keeps more layers resident.
     assert (
-        4 < found["predicted_plain_seconds_per_token"] / found["predicted_seconds_per_token"] < 20
+        4 < result["predicted_plain_seconds_per_token"] / result["predicted_seconds_per_token"] < 20
     )
     # Beside a draft model the faster of the two is named.
     assert plan.main([*arguments, "--draft-model", "qwen3-0.6b"]) == 0

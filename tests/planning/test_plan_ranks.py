@@ -68,10 +68,10 @@ def test_other_formats_are_divided():
     assert sum(lossless(part, True).link.layer_nbytes) == pytest.approx(
         sum(lossless(whole, True).link.layer_nbytes) / 2, rel=1e-4
     )
-    for name, one in formats(part, True).items():
+    for name, divided in formats(part, True).items():
         of_all = formats(whole, True)[name]
-        assert sum(one.layer_nbytes) == pytest.approx(sum(of_all.layer_nbytes) / 2, rel=1e-3)
-        assert one.non_layer_nbytes == pytest.approx(of_all.non_layer_nbytes / 2, rel=1e-3)
+        assert sum(divided.layer_nbytes) == pytest.approx(sum(of_all.layer_nbytes) / 2, rel=1e-3)
+        assert divided.non_layer_nbytes == pytest.approx(of_all.non_layer_nbytes / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
@@ -105,14 +105,14 @@ def test_exchanged_bytes_equal_a_ring(n):
 
 
 def test_two_ranks_move_half_the_layers_over_each_link():
-    one = forecast(Parallelism(), max_model_len=512)
+    single = forecast(Parallelism(), max_model_len=512)
     two = forecast(FAST, max_model_len=512)
-    resident = [found.memory_plan.plan.tiers.count("device") for found in (one, two)]
+    resident = [result.memory_plan.plan.tiers.count("device") for result in (single, two)]
     assert resident[1] > 2 * resident[0]
-    for n, found, k in zip((1, 2), (one, two), resident, strict=True):
+    for n, result, k in zip((1, 2), (single, two), resident, strict=True):
         nbytes = (LAYERS - k) * Parallelism(n).part(sizes()).layer_nbytes[0]
-        assert found.moved == {"host": nbytes}
-        assert found.plain.pass_s == pytest.approx(nbytes / 25e9, rel=0.01)
+        assert result.moved == {"host": nbytes}
+        assert result.plain.pass_s == pytest.approx(nbytes / 25e9, rel=0.01)
     # Half of the head as well.
     spec = replace(two.request.models[0].spec, vocab_size=VOCAB // 2)
     alone = two.machine.roof(DType.BFLOAT16, None).compute_times(
@@ -122,17 +122,17 @@ def test_two_ranks_move_half_the_layers_over_each_link():
 
 
 def test_ranks_of_a_machine_share_memory_disk_and_links():
-    one = Machine.with_card(CARD, 160 * 10**9, 8.0)
-    machine = one.of_rank(replace(FAST, n=4, shared_link=True))
-    assert machine.budget == replace(one.budget, host=one.budget.host // 4)
+    whole = Machine.with_card(CARD, 160 * 10**9, 8.0)
+    machine = whole.of_rank(replace(FAST, n=4, shared_link=True))
+    assert machine.budget == replace(whole.budget, host=whole.budget.host // 4)
     assert (
         dict(machine.links) == {"disk": 2.0, "host": 12.5}
-        and dict(one.of_rank(FAST).links)["host"] == 25.0
+        and dict(whole.of_rank(FAST).links)["host"] == 25.0
     )
-    assert one.of_rank(Parallelism()) is one
-    pipeline = one.of_rank(Parallelism(4, pipeline=True))
-    assert pipeline.links == one.links and pipeline.budget.host == one.budget.host
-    assert pipeline.budget.device == 4 * one.budget.device
+    assert whole.of_rank(Parallelism()) is whole
+    pipeline = whole.of_rank(Parallelism(4, pipeline=True))
+    assert pipeline.links == whole.links and pipeline.budget.host == whole.budget.host
+    assert pipeline.budget.device == 4 * whole.budget.device
 
 
 def test_whole_draft_exchanges_nothing():
@@ -166,9 +166,9 @@ def test_ranks_without_network_exchange_over_the_layer_links():
 
 
 def test_pipeline_has_room_for_more_layers_and_one_link():
-    one = forecast(Parallelism(), max_model_len=512)
+    single = forecast(Parallelism(), max_model_len=512)
     row = forecast(Parallelism(8, 12.5, True, pipeline=True), max_model_len=512)
-    assert one.bound.startswith("the host-to-card link") and row.moved == {}
+    assert single.bound.startswith("the host-to-card link") and row.moved == {}
     assert row.exchange_s == pytest.approx(7 * 20e-6 + 7 * 2 * D / 12.5e9)
     roof = row.machine.roof(DType.BFLOAT16, None)
     assert row.plain.pass_s > sum(sizes().layer_nbytes) / roof.bandwidth  # one card after the other
@@ -222,16 +222,17 @@ PAIR = [
 def test_plan_of_two_ranks_reports_share_and_exchange(capsys):
     asked = [*PAIR, "--ranks", "2", "--link-format", "lossless", "--max-new-tokens", "16"]
     assert plan.main([*asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     part = Parallelism(2).part(sizes())
     assert (
-        found["plan"]["layer_nbytes"] == list(part.layer_nbytes) and found["ranks"]["gbps"] == 12.5
+        result["plan"]["layer_nbytes"] == list(part.layer_nbytes)
+        and result["ranks"]["gbps"] == 12.5
     )
-    assert found["plan"]["reserved"]["non_layer"] == part.non_layer_nbytes
-    assert 0 < found["exchange_seconds"] < found["compute_seconds"]
+    assert result["plan"]["reserved"]["non_layer"] == part.non_layer_nbytes
+    assert 0 < result["exchange_seconds"] < result["compute_seconds"]
     assert (
-        found["predicted_seconds_per_token"]
-        == found["formats"]["lossless"]["draft model"]["predicted_seconds_per_token"]
+        result["predicted_seconds_per_token"]
+        == result["formats"]["lossless"]["draft model"]["predicted_seconds_per_token"]
     )
     assert plan.main([*asked, "--network", "1GB/s"]) == 0
     out = capsys.readouterr().out
@@ -253,13 +254,13 @@ def test_plan_of_two_ranks_reports_share_and_exchange(capsys):
 )
 def test_draft_is_planned_where_it_is_faster(more, place, capsys):
     asked = [*PAIR, "--ranks", "2", *more, "--max-new-tokens", "4", "--tree-size", "64"]
-    found = {}
+    results = {}
     for split in ("auto", "on", "off"):
         assert plan.main([*asked, "--split-draft", split, "--json"]) == 0
-        found[split] = json.loads(capsys.readouterr().out)
-    seconds = {split: one["predicted_seconds_per_token"] for split, one in found.items()}
+        results[split] = json.loads(capsys.readouterr().out)
+    seconds = {split: result["predicted_seconds_per_token"] for split, result in results.items()}
     assert seconds["auto"] == min(seconds.values())
-    assert found["auto"]["ranks"]["split_draft"] == (place != "on the first card")
+    assert results["auto"]["ranks"]["split_draft"] == (place != "on the first card")
     assert plan.main(asked) == 0
     told = [
         line

@@ -86,9 +86,9 @@ def test_logarithm_is_exact_over_the_whole_range():
         [torch.arange(5000), torch.randint(2**32, (5000,)), 2**32 - 1 - torch.arange(5000)]
     )
     x = (words.double() + 0.5) / 2**32
-    found = noise._minus_log(x)
-    assert torch.equal(found.float(), -torch.where(x > 0.5, torch.log1p(x - 1), x.log()).float())
-    assert 0 < float(found.min()) < 2**-32 and float(found.max()) < 23
+    result = noise._minus_log(x)
+    assert torch.equal(result.float(), -torch.where(x > 0.5, torch.log1p(x - 1), x.log()).float())
+    assert 0 < float(result.min()) < 2**-32 and float(result.max()) < 23
 
 
 def test_noise_is_uniform_and_independent():
@@ -107,8 +107,8 @@ def test_noise_is_uniform_and_independent():
             (-(-exponentials(3 + 2**32, 0, 150, 150, CPU)).expm1() * 10).long(),
         ),
     }
-    for name, (one, beside) in pairs.items():
-        counts = torch.bincount((10 * one + beside).flatten(), minlength=100).numpy()
+    for name, (numbers, beside) in pairs.items():
+        counts = torch.bincount((10 * numbers + beside).flatten(), minlength=100).numpy()
         assert chi_square_p(counts, np.full(100, counts.sum() / 100)) > 1e-6, name
 
 
@@ -149,9 +149,12 @@ def test_impossible_tokens_are_never_drawn():
     """Including denormal probabilities; at temperature 0 only the most probable token is drawn."""
     tiny = torch.tensor([0.0, 1e-45, 1.0, 0.0])
     largest = float(noise._minus_log(torch.tensor([2.0**-33]).double()))
-    for one in (torch.full((4,), largest), torch.tensor([2.0**-33, largest, largest, 2.0**-33])):
-        assert coupled.draw(tiny, one) == 2
-        assert coupled.draw(tiny.double(), one) == 2
+    for numbers in (
+        torch.full((4,), largest),
+        torch.tensor([2.0**-33, largest, largest, 2.0**-33]),
+    ):
+        assert coupled.draw(tiny, numbers) == 2
+        assert coupled.draw(tiny.double(), numbers) == 2
 
 
 # The promise
@@ -168,7 +171,8 @@ N_NEW = 20
 
 def params_of(seed):
     return [
-        SamplingParams(max_new_tokens=N_NEW, seed=seed + i, **one) for i, one in enumerate(PARAMS)
+        SamplingParams(max_new_tokens=N_NEW, seed=seed + i, **settings)
+        for i, settings in enumerate(PARAMS)
     ]
 
 
@@ -199,7 +203,7 @@ def test_plain_decoding_draws_by_the_noise(pair, plain_texts):
             row = exponentials(params.seed, len(tokens), 1, len(target), CPU)[0]
             tokens.append(int((target.log() - row.log()).argmax()))
         assert tokens[len(prompt) :] == text
-    others = [one == other for one, other in zip(*plain_texts.values(), strict=True)]
+    others = [text == other for text, other in zip(*plain_texts.values(), strict=True)]
     assert others == [False, False, False, True]
 
 
@@ -212,11 +216,11 @@ def test_texts_equal_plain_decoding_with_any_drafter(pair, plain_texts, drafter,
     settings = {"max_model_len": 64, "tree_size": tree_size, **pair.settings(drafter, "coupled")}
     with open_llm(pair.target, **settings) as llm:
         outputs = llm.generate(PROMPTS, params_of(1))
-        assert [one.token_ids for one in outputs] == plain_texts[1]
+        assert [output.token_ids for output in outputs] == plain_texts[1]
         assert llm.generate(PROMPTS[0], params_of(900)[0])[0].token_ids == plain_texts[900][0]
         has_room = drafter_type(drafter).resources.view is None  # for drafts of all sequences
         if tree_size == 24 and "draft_model" in settings and has_room:
-            assert all(one.stats.n_passes < N_NEW for one in outputs), "nothing was accepted"
+            assert all(output.stats.n_passes < N_NEW for output in outputs), "nothing was accepted"
 
 
 # Drafting by the same noise
@@ -245,9 +249,9 @@ def test_draft_equal_to_the_target_predicts_the_draws(twin, drafter):
         ]
         for prompt, params in zip(([1, 2, 3], [4]), several, strict=True):
             engine.add(Sequence(list(prompt), params, 128))
-        found = [len(event.token_ids) for _ in range(8) for event in engine.step()]
+        lengths = [len(event.token_ids) for _ in range(8) for event in engine.step()]
     # A grown tree has other branches, too, instead of a last node now and then.
-    assert found == [5] * 16 if drafter == "static_tree" else sum(found) > 72
+    assert lengths == [5] * 16 if drafter == "static_tree" else sum(lengths) > 72
 
 
 def test_verdict_depends_on_the_position():

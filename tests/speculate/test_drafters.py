@@ -51,7 +51,7 @@ def seen(name, rule):
 
 
 every_combination = pytest.mark.parametrize(
-    ("name", "rule"), {seen(*one): one for one in COMBINATIONS}.values()
+    ("name", "rule"), {seen(*combination): combination for combination in COMBINATIONS}.values()
 )
 
 
@@ -85,7 +85,10 @@ def sequences_of(temperature, seed=0, n_new=N_NEW):
         SamplingParams(max_new_tokens=n, temperature=temperature, seed=seed + i)
         for i, n in enumerate(n_new)
     ]
-    return [Sequence(list(prompt), one, 200) for prompt, one in zip(PROMPTS, several, strict=True)]
+    return [
+        Sequence(list(prompt), sampling, 200)
+        for prompt, sampling in zip(PROMPTS, several, strict=True)
+    ]
 
 
 def drafter_with(llm, sequences, name, *arguments, **options):
@@ -119,9 +122,9 @@ def test_one_tree_per_sequence_within_its_limits(llm, name, rule, temperature):
         assert (
             drafter.limits.n_nodes <= LIMITS.n_nodes and drafter.limits.n_levels <= LIMITS.n_levels
         )
-        before = [list(one.tokens) for one in sequences]
+        before = [list(sequence.tokens) for sequence in sequences]
         trees = drafter.propose(sequences, n_nodes)
-        assert [one.tokens for one in sequences] == before
+        assert [sequence.tokens for sequence in sequences] == before
         for tree, sequence in zip(trees, sequences, strict=True):
             assert_tree(tree, sequence, n_nodes, 128)
         assert len(trees[0].topology) == 1, "only the bonus is left to produce"
@@ -267,7 +270,7 @@ def test_drafter_continues_after_every_verdict_on_every_node(llm, name, rule):
                 )
                 drafter.learn(sequence, tree, verdict, top_tokens(logits, drafter.n_predicted))
                 sequence.extend([*tree.tokens[path].tolist(), verdict.bonus])
-            sequences = [one for one in sequences if one.finish_reason is None]
+            sequences = [sequence for sequence in sequences if sequence.finish_reason is None]
 
 
 def drawn_children(tree, node):
@@ -343,7 +346,7 @@ def small(tmp_path_factory):
 def exact_draws(probs, given, n, independent):
     """The distribution of n sampled children in order: {tokens: probability}."""
     probs = np.where(np.isin(np.arange(len(probs)), list(given)), 0.0, probs)
-    found = {}
+    chances = {}
     for tokens in itertools.product(range(len(probs)), repeat=n):
         left = probs.copy()
         p = 1.0
@@ -351,8 +354,8 @@ def exact_draws(probs, given, n, independent):
             p *= left[token] / left.sum()
             if not independent:
                 left[token] = 0.0
-        found[tokens] = p
-    return found
+        chances[tokens] = p
+    return chances
 
 
 @pytest.mark.parametrize(
@@ -367,7 +370,7 @@ def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
     with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
         drafter = drafter_of(llm, name, rule, DraftLimits(5, 3, fixed_size=True))
         several = [SamplingParams(4, temperature=TEMPERATURE, seed=seed) for seed in range(N_DRAWS)]
-        sequences = [Sequence(list(prompt), one, 64) for one in several]
+        sequences = [Sequence(list(prompt), sampling, 64) for sampling in several]
         trees = [
             tree
             for k in range(0, N_DRAWS, 250)

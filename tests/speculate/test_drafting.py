@@ -128,7 +128,7 @@ def in_order(probs, n, struck=()):
     """Return the distribution of n tokens drawn without replacement; an exhausted distribution
     becomes uniform.
     """
-    found = {}
+    chances = {}
     for tokens in itertools.permutations(set(range(len(probs))) - set(struck), n):
         p = 1.0
         left = {token: float(probs[token]) for token in range(len(probs)) if token not in struck}
@@ -137,8 +137,8 @@ def in_order(probs, n, struck=()):
             total = sum(left.values())
             q = left.pop(token)
             p *= q / total if total > 0 else 1 / n_left
-        found[tokens] = p
-    return found
+        chances[tokens] = p
+    return chances
 
 
 def assert_drawn(children, exact):
@@ -148,8 +148,8 @@ def assert_drawn(children, exact):
         assert max(exact.values()) > 0.999
         return
     possible = [(counts[tokens], p * len(children)) for tokens, p in exact.items() if p > 0]
-    common = [one for one in possible if one[1] >= 8]
-    rare = np.array([one for one in possible if one[1] < 8]).reshape(-1, 2).sum(0)
+    common = [cell for cell in possible if cell[1] >= 8]
+    rare = np.array([cell for cell in possible if cell[1] < 8]).reshape(-1, 2).sum(0)
     observed, expected = np.array([*common, rare] if rare[1] else common).T
     assert chi_square_p(observed, expected) > 1e-6
 
@@ -200,7 +200,9 @@ def test_dynamic_tree_is_the_most_probable_tree(zoo, temperature, n_levels):
         for seed in range(3):
             prompt = prompt_of(seed, 12)
             several = [SamplingParams(40, temperature=temperature, seed=seed) for seed in (1, 2)]
-            trees = drafter.propose([Sequence(list(prompt), one, 200) for one in several], 12)
+            trees = drafter.propose(
+                [Sequence(list(prompt), sampling, 200) for sampling in several], 12
+            )
             wanted = best_nodes(pair.draft_model, prompt, 11, n_levels, temperature or 1.0)
             for tree in trees:
                 assert [tuple(tree.path_to(node)) for node in range(1, 12)] == wanted
@@ -218,8 +220,8 @@ def cache(tmp_path, monkeypatch):
 
 def counts_of(pair_stats):
     return {
-        key: (one.acceptance.counts(), one.calibration.counts(), one.bias.counts())
-        for key, one in pair_stats.estimates.items()
+        key: (estimate.acceptance.counts(), estimate.calibration.counts(), estimate.bias.counts())
+        for key, estimate in pair_stats.estimates.items()
     }
 
 
@@ -398,9 +400,9 @@ def copy_of(directory, folder, tokenizer):
     return folder
 
 
-def first_difference(one, other):
+def first_difference(first, other):
     ours, theirs = (
-        {i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (one, other)
+        {i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (first, other)
     )
     return next(i for i in range(999) if ours.get(i) != theirs.get(i))
 

@@ -125,7 +125,7 @@ def test_published_example_of_block_verification():
     """
     p = torch.tensor([1.0, 2.0], dtype=torch.float64) / 3
     q = torch.tensor([2.0, 1.0], dtype=torch.float64) / 3
-    found = {sequoia.RULE: 0.0, traversal.RULE: 0.0, None: 0.0}
+    accepted = {sequoia.RULE: 0.0, traversal.RULE: 0.0, None: 0.0}
     for tokens in ([a, b] for a in range(2) for b in range(2)):
         is_sampled = np.array([False, True, True])
         sampled = SampledNodes(is_sampled, torch.stack([q, q]), np.array([0, 1, -1]))
@@ -133,10 +133,10 @@ def test_published_example_of_block_verification():
         p_tree = float(q[tokens].prod())
         for rule in (sequoia.RULE, traversal.RULE):
             for decision, p_found in decisions(rule.decide, tree, torch.stack([p, p, p])):
-                found[rule] += p_tree * p_found * len(tree.path_to(decision.end))
-        found[None] += p_tree * (block_verification([p, p, p], [q, q], tokens) - 1)
-    assert abs(found[sequoia.RULE] - 10 / 9) < 1e-12
-    assert abs(found[traversal.RULE] - 11 / 9) < 1e-12 and abs(found[None] - 11 / 9) < 1e-12
+                accepted[rule] += p_tree * p_found * len(tree.path_to(decision.end))
+        accepted[None] += p_tree * (block_verification([p, p, p], [q, q], tokens) - 1)
+    assert abs(accepted[sequoia.RULE] - 10 / 9) < 1e-12
+    assert abs(accepted[traversal.RULE] - 11 / 9) < 1e-12 and abs(accepted[None] - 11 / 9) < 1e-12
 
 
 # Trees that are not what the rule is told.
@@ -148,11 +148,11 @@ def test_published_example_of_block_verification():
 def bonus_of_the_target(rule) -> Outcomes:
     """The bonus is drawn from the target's distribution, not from the residual."""
 
-    def found(tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
+    def changed(tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
         for decision, p in decisions(rule.decide, tree, target):
             yield replace(decision, probs=target[decision.end]), p
 
-    return found
+    return changed
 
 
 def probs_before(rule) -> Outcomes:
@@ -172,11 +172,13 @@ def by_number(
 ) -> Iterator[tuple[Decision, float, float]]:
     """Yield the outcome for each interval of a random number shared by all nodes."""
     while start < stop:
-        found = rule.decide(
+        decision = rule.decide(
             tree, target, torch.full((len(tree.topology),), start, dtype=torch.float64)
         )
-        until = min([stop, *(acceptance for acceptance in found.acceptance if acceptance > start)])
-        yield found, start, until
+        until = min(
+            [stop, *(acceptance for acceptance in decision.acceptance if acceptance > start)]
+        )
+        yield decision, start, until
         start = until
 
 
@@ -301,9 +303,9 @@ def plain_bottom_up(tree: DraftTree, target: Tensor, uniforms: Tensor) -> tuple[
         for child, probs in child_probs(tree, node):
             token = int(tree.tokens[child])
             share = float(a * b[token] / (1 if probs is None else probs[token]))
-            found = visit(child, min(1.0, share))
-            if found is not None:
-                return found
+            result = visit(child, min(1.0, share))
+            if result is not None:
+                return result
             left = struck(a * b, probs, token)
             total = float(left.sum())
             b = left / total if total > 0 else target[node].double()
@@ -375,12 +377,12 @@ def test_kernel_decides_like_the_plain_rule(rule, dtype):
     ends = set()
     for seed in range(60):
         tree, target, uniforms = random_case(seed, dtype)
-        found = load_rule(rule).decide(tree, target, uniforms)
+        decision = load_rule(rule).decide(tree, target, uniforms)
         end, probs = PLAIN[rule](tree, target, uniforms)
-        assert found.end == end, seed
-        assert found.probs.dtype == dtype
+        assert decision.end == end, seed
+        assert decision.probs.dtype == dtype
         torch.testing.assert_close(
-            found.probs.double(), probs, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5
+            decision.probs.double(), probs, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5
         )
         ends.add(int(tree.topology.depths[end]))
     assert ends >= {0, 1, 2, 3}
@@ -396,8 +398,8 @@ def test_sampled_siblings_are_verified_first(rule):
     )
     tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 0, 1]), sampled)
     target = torch.full((3, 3), 1 / 3)
-    found = load_rule(rule).decide(tree, target, torch.zeros(3, dtype=torch.float64))
-    assert found.end == 2
+    decision = load_rule(rule).decide(tree, target, torch.zeros(3, dtype=torch.float64))
+    assert decision.end == 2
 
 
 def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
@@ -432,11 +434,11 @@ def test_adaptive_rule_depends_on_the_temperature(temperature, rule):
     sampling = SamplingParams(temperature=temperature, seed=5)
     for seed in range(8):
         tree, target, _ = random_case(seed, torch.float32)
-        found, expected = (
+        decided, expected = (
             load_rule(name).verify(tree, target, Sequence([1], sampling, 64))
             for name in ("adaptive", rule)
         )
-        assert found == expected
+        assert decided == expected
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -499,14 +501,14 @@ def test_large_vocabulary_in_float32(sharpness):
         # Numbers close to 1 reject everything, which is the longest way through the residuals.
         for numbers in (uniforms, torch.full_like(uniforms, 0.999999)):
             for rule, plain in PLAIN.items():
-                found = load_rule(rule).decide(tree, target, numbers)
+                decision = load_rule(rule).decide(tree, target, numbers)
                 end, probs = plain(tree, target, numbers)
                 assert (
-                    found.end == end
-                    and bool(found.probs.isfinite().all())
-                    and bool((found.probs >= 0).all())
+                    decision.end == end
+                    and bool(decision.probs.isfinite().all())
+                    and bool((decision.probs >= 0).all())
                 )
-                torch.testing.assert_close(found.probs.double(), probs, rtol=1e-3, atol=1e-6)
+                torch.testing.assert_close(decision.probs.double(), probs, rtol=1e-3, atol=1e-6)
         for rule in RULES:
             verdict = load_rule(rule).verify(tree, target, sequence_of(seed))
             check_verdict(verdict, tree, target)
@@ -530,9 +532,9 @@ def test_temperature_0_takes_the_argmax_path(rule):
                 break
             nodes = nodes if rule in ("match", "coupled") else nodes[:1]
             path = tree.topology.path_to(nodes[0])
-        found = module.verify(tree, right, sequence_of(seed))
-        assert tree.tokens[list(found.path)].tolist() == tree.tokens[path].tolist()
-        assert found.bonus == int(right[(0, *path)[-1]].argmax())
+        verdict = module.verify(tree, right, sequence_of(seed))
+        assert tree.tokens[list(verdict.path)].tolist() == tree.tokens[path].tolist()
+        assert verdict.bonus == int(right[(0, *path)[-1]].argmax())
         depths.add(len(path))
     assert depths >= {0, 1, 2}
 
@@ -547,10 +549,10 @@ def test_small_residual_keeps_its_digits(rule):
     tree = DraftTree(Topology(np.array([-1, 0, 0, 0])), torch.tensor([0, 0, 1, 2]), sampled)
     target = torch.tensor([[0.1, 0.1, 0.1, 0.4, 0.3]] * 4)
     uniforms = torch.full((4,), 0.99, dtype=torch.float64)
-    found = load_rule(rule).decide(tree, target, uniforms)
+    decision = load_rule(rule).decide(tree, target, uniforms)
     end, probs = PLAIN[rule](tree, target, uniforms)
-    assert found.end == end == 0
-    torch.testing.assert_close(found.probs.double(), probs, rtol=0, atol=1e-6)
+    assert decision.end == end == 0
+    torch.testing.assert_close(decision.probs.double(), probs, rtol=0, atol=1e-6)
 
 
 SIBLINGS = Topology(np.array([-1, 0, 0]))
@@ -566,8 +568,8 @@ def test_subnormal_residual_is_used_up(rule):
     )
     tree = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]), sampled)
     target = torch.tensor([[0.4, 0.1, 0.3, 0.2]] * 3)
-    found = load_rule(rule).decide(tree, target, torch.tensor([0.999] * 3, dtype=torch.float64))
-    torch.testing.assert_close(found.probs, torch.tensor([0.0, 0.0, 1.0, 0.0]))
+    decision = load_rule(rule).decide(tree, target, torch.tensor([0.999] * 3, dtype=torch.float64))
+    torch.testing.assert_close(decision.probs, torch.tensor([0.0, 0.0, 1.0, 0.0]))
 
 
 def test_draft_distribution_has_no_subnormal_numbers():
@@ -585,5 +587,7 @@ def test_deterministic_children_with_all_the_probability(rule):
     assert probs.double().sum() < 1
     tree = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]))
     target = probs.repeat(3, 1)
-    found = load_rule(rule).decide(tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64))
-    assert found.probs.sum() > 0
+    decision = load_rule(rule).decide(
+        tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64)
+    )
+    assert decision.probs.sum() > 0

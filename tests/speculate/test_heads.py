@@ -83,15 +83,15 @@ def decoder_layer(w: Weights, prefix: str, model: PreTrainedModel, x: Tensor, h:
     )
     if f"{prefix}self_attn.q_norm.weight" in w:
         q, k = (
-            rms(one, w[f"{prefix}self_attn.{name}_norm.weight"])
-            for one, name in ((q, "q"), (k, "k"))
+            rms(vectors, w[f"{prefix}self_attn.{name}_norm.weight"])
+            for vectors, name in ((q, "q"), (k, "k"))
         )
     frequencies = 1 / 10000.0 ** (torch.arange(0, dim, 2).float() / dim)
     angles = torch.arange(len(h))[:, None].float() * frequencies
     turns = torch.complex(angles.cos().to(h.dtype), angles.sin().to(h.dtype))
 
-    def turned(one: Tensor) -> Tensor:
-        pairs = torch.complex(*one.chunk(2, -1)) * turns
+    def turned(x: Tensor) -> Tensor:
+        pairs = torch.complex(*x.chunk(2, -1)) * turns
         return torch.cat((pairs.real, pairs.imag), -1)
 
     out = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True, enable_gqa=True)
@@ -114,11 +114,11 @@ def states_of(model: PreTrainedModel, tokens: Sequence[int]) -> list[Tensor]:
     """(n, d) behind 0, 1, ... all layers, the last norm not applied; and with it."""
     last: list[Tensor] = []
     handle = model.model.norm.register_forward_pre_hook(lambda _, given: last.append(given[0][0]))
-    found = model(
+    states = model(
         torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True
     ).hidden_states
     handle.remove()
-    return [*(one[0] for one in found[:-1]), last[0], found[-1][0]]
+    return [*(state[0] for state in states[:-1]), last[0], states[-1][0]]
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def expected_logits(
             x + F.silu(F.linear(x, w[f"{i}.0.linear.weight"], w[f"{i}.0.linear.bias"]))
             for i in range(N_HEADS)
         ]
-        return torch.cat([F.linear(one, w[f"{i}.1.weight"]) for i, one in enumerate(blocks)])[
+        return torch.cat([F.linear(block, w[f"{i}.1.weight"]) for i, block in enumerate(blocks)])[
             : 1 + len(path)
         ]
     if kind == "eagle":
@@ -164,7 +164,7 @@ def expected_logits(
         prefix, of_embedding, of_hidden, project, last = mtp_names(kind, model)
         hidden = states[-2] if kind == "mimo" else states[-1]
     inputs = tokens[1:]
-    found = []
+    logits = []
     for token in [*path, None]:
         embedded = embedding[torch.tensor(inputs)]
         if kind == "eagle":
@@ -178,7 +178,7 @@ def expected_logits(
             elif not is_nested and not config.get("norm_output", True):
                 output = given
             some = F.linear(output, w["lm_head.weight"])[-1]
-            found.append(
+            logits.append(
                 some.new_full((len(embedding),), -torch.inf).index_copy(
                     0, torch.tensor(heads.KEPT), some
                 )
@@ -193,10 +193,10 @@ def expected_logits(
             )
             out = decoder_layer(w, prefix, model, x, rms(x, w[f"{prefix}input_layernorm.weight"]))
             given = rms(out, w[f"{last}.weight"])
-            found.append(F.linear(given, head)[-1])
+            logits.append(F.linear(given, head)[-1])
         hidden = torch.cat((hidden, given[-1:]))
         inputs = [*inputs, token]
-    return torch.stack(found)
+    return torch.stack(logits)
 
 
 SPECULATORS = {"speculators_model_type": "eagle3"}
@@ -255,16 +255,16 @@ def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, cha
             engine.add(sequence)
             for _ in range(2):
                 engine.step()
-        assert sum(one.n_new - one.stats.n_passes for one in several) > 2, (
+        assert sum(sequence.n_new - sequence.stats.n_passes for sequence in several) > 2, (
             "hardly anything was accepted"
         )
-        states = [drafter._model.start(one, 24, is_alone=False) for one in several]
+        states = [drafter._model.start(sequence, 24, is_alone=False) for sequence in several]
         probes = [Probe(state, [([0, 0], [4, 6]), ([1, 2, 1], [1, 1, 7])]) for state in states]
         assert drafter._model.grow(probes) == 3
     for sequence, probe in zip(several, probes, strict=True):
-        for path, found in zip(PATHS, probe.logits, strict=True):
+        for path, logits in zip(PATHS, probe.logits, strict=True):
             wanted = expected_logits(kind, weights, model, sequence.tokens, path, changes)[-1]
-            torch.testing.assert_close(found, wanted, atol=1e-9, rtol=0)
+            torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=0)
 
 
 EAGLE_CHANGES = [
@@ -292,8 +292,8 @@ def test_definition_equals_speculators(tmp_path, changes):
     own = {} if changes.get("embed_requires_grad") else {"embed_tokens": model.model.embed_tokens}
     shared = {f"{name}.weight": module.weight for name, module in own.items()}
     peer.load_state_dict(weights | shared, strict=False)
-    found: list[Tensor] = []
-    peer.lm_head.register_forward_hook(lambda _, __, out: found.append(out[0]))
+    outputs: list[Tensor] = []
+    peer.lm_head.register_forward_hook(lambda _, __, out: outputs.append(out[0]))
     tokens = prompt_of(0, 10, VOCAB)
     path = [4, 1]
     states = states_of(model, tokens[:-1])
@@ -308,7 +308,7 @@ def test_definition_equals_speculators(tmp_path, changes):
         )
     expected = expected_logits("eagle", weights, model, tokens, path, changes)[:, heads.KEPT]
     torch.testing.assert_close(
-        torch.stack([logits[n - 1] for logits in found]), expected, atol=1e-4, rtol=1e-4
+        torch.stack([logits[n - 1] for logits in outputs]), expected, atol=1e-4, rtol=1e-4
     )
 
 
@@ -365,9 +365,11 @@ def test_greedy_tokens_equal_transformers(tmp_path, kind, place):
         assert not llm.engine.drafter._model._inputs and not llm.engine.draft._caches, (
             "ended sequences are released"
         )
-    assert [one.token_ids for one in outputs] == [generate(model, prompt, 24) for prompt in prompts]
+    assert [output.token_ids for output in outputs] == [
+        generate(model, prompt, 24) for prompt in prompts
+    ]
     assert alone.token_ids == outputs[2].token_ids
-    assert all(one.stats.nodes_per_tree > 1 for one in outputs)
+    assert all(output.stats.nodes_per_tree > 1 for output in outputs)
 
 
 def counting(folder: Path, kind: str) -> dict[str, Any]:
@@ -388,9 +390,9 @@ def counting(folder: Path, kind: str) -> dict[str, Any]:
     model.lm_head.weight.data = 2 * eye.roll(1, 0)
     weights = {name: torch.zeros(shape) for name, shape in shapes_of(kind, model).items()}
     weights |= {
-        name: torch.ones(one.shape)
-        for name, one in weights.items()
-        if one.dim() == 1 and "bias" not in name
+        name: torch.ones(weight.shape)
+        for name, weight in weights.items()
+        if weight.dim() == 1 and "bias" not in name
     }
     if kind == "medusa":
         weights |= {f"{i}.1.weight": 2 * eye.roll(i + 2, 0) for i in range(N_HEADS)}
@@ -429,11 +431,11 @@ def test_perfect_head_drafts_its_full_reach(tmp_path, kind, temperature):
             [3, 4, 5], SamplingParams(20, temperature=temperature, seed=0), 128
         )
         engine.add(sequence)
-        found = [len(event.token_ids) for _ in range(4) for event in engine.step()]
+        lengths = [len(event.token_ids) for _ in range(4) for event in engine.step()]
     assert sequence.tokens == list(range(3, 3 + len(sequence.tokens)))
     # The first pass has no hidden states to draft from; then as many levels as there may be, or
     # heads.
-    assert found == [1, *([4] * 3 if kind == "medusa" else [5] * 3)]
+    assert lengths == [1, *([4] * 3 if kind == "medusa" else [5] * 3)]
 
 
 @pytest.mark.slow
@@ -447,8 +449,8 @@ def test_joint_distribution_equals_the_target(tmp_path, monkeypatch, kind, rule)
         drafter = drafter_of(llm, settings["drafter"], rule, DraftLimits(10, 4, fixed_size=True))
         texts = sampled_texts(runner_of(llm), drafter, load_rule(rule), 10)
         assert drafter.pair_stats.estimates, "nothing was drafted"
-    for found, probs in zip(texts, exact_distributions(model), strict=True):
-        assert_distribution(found, probs)
+    for sampled, probs in zip(texts, exact_distributions(model), strict=True):
+        assert_distribution(sampled, probs)
 
 
 def test_oom_keeps_the_texts(tmp_path, monkeypatch):
@@ -466,27 +468,27 @@ def test_oom_keeps_the_texts(tmp_path, monkeypatch):
 
             def failing(*asked: Any, plain: Callable[..., Any] = plain, calls: Any = calls) -> Any:
                 nonlocal n_failed
-                found = plain(*asked)
+                drafted = plain(*asked)
                 if next(calls) in (1, 4):
                     n_failed += 1
                     raise torch.OutOfMemoryError
-                return found
+                return drafted
 
             with monkeypatch.context() as patch:
                 patch.setattr(model_type, name, failing)
                 prompts = [prompt_of(0, 9, VOCAB), prompt_of(1, 20, VOCAB)]
                 outputs = llm.generate(prompts, SamplingParams(max_new_tokens=20))
-            assert [one.token_ids for one in outputs] == [
+            assert [output.token_ids for output in outputs] == [
                 generate(model, prompt, 20) for prompt in prompts
             ]
-            assert all(one.stats.nodes_per_tree > 1.5 for one in outputs), "it drafts no more"
+            assert all(output.stats.nodes_per_tree > 1.5 for output in outputs), "it drafts no more"
     assert n_failed == 6
 
 
 def test_hidden_states_of_captured_passes_equal_ordinary_passes(tmp_path):
     with open_llm(**random_head(tmp_path, "eagle", few_tokens())) as llm:
         runner = runner_of(llm)
-        found: list[Tensor] = []
+        states: list[Tensor] = []
         for graphs in (False, True):
             if graphs:
                 runner.use_graphs(GraphShape(64, 512, 128), record_graph)
@@ -495,10 +497,10 @@ def test_hidden_states_of_captured_passes_equal_ordinary_passes(tmp_path):
                 feed(runner, cache, prompt_of(seed, n, VOCAB), random_tree(n, seed))
                 (tapped,) = runner.tapped
                 assert tapped.shape == (n, 3, 16)
-                found.append(tapped.clone())
+                states.append(tapped.clone())
             runner.free_cache(cache)
         assert runner._graphs is not None
-    for mine, its in zip(found[4:], found[:4], strict=True):
+    for mine, its in zip(states[4:], states[:4], strict=True):
         torch.testing.assert_close(mine, its, atol=2e-4, rtol=1e-4)
 
 
@@ -518,12 +520,12 @@ def test_heads_draft_on_cuda(tmp_path, monkeypatch, kind):
             SamplingParams(max_new_tokens=6),
             SamplingParams(max_new_tokens=6, temperature=0.8, seed=1),
         ]
-        found = llm.generate(prompts, several)
+        outputs = llm.generate(prompts, several)
     wanted = generate(model, prompts[0], 6)
-    assert alone.token_ids == found[0].token_ids == wanted
+    assert alone.token_ids == outputs[0].token_ids == wanted
     assert (
-        len(found[1].token_ids) == 6
-        and min(one.stats.nodes_per_tree for one in (alone, *found)) > 1
+        len(outputs[1].token_ids) == 6
+        and min(output.stats.nodes_per_tree for output in (alone, *outputs)) > 1
     )
 
 
@@ -545,9 +547,9 @@ def test_heads_select_their_drafter_and_reserve_memory(tmp_path):
             assert (drafting.name, drafting.rule) == (name, load_rule("coupled"))
             assert without.spec.draft.drafting.draft is None
             nbytes = sum(
-                one.nbytes
-                for one in random_weights(kind, model).values()
-                if one.is_floating_point()
+                tensor.nbytes
+                for tensor in random_weights(kind, model).values()
+                if tensor.is_floating_point()
             )
             assert drafting.draft is not None and drafting.draft.nbytes == nbytes < reserved.draft
             assert drafting.draft.identity != llm.spec.target.checkpoint.identity

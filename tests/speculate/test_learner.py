@@ -26,7 +26,6 @@ from offload_rt.errors import CacheError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.sampling import TopTokens, top_tokens
-from offload_rt.speculate import learner
 from offload_rt.speculate.learner import Learner, Passage
 from offload_rt.speculate.select import load_rule
 from offload_rt.system.files import cache_directory
@@ -54,29 +53,29 @@ def weights_of(llm: LLM) -> Tensor:
     return torch.cat([block.data.clone() for block in llm.engine.draft.streamer.sweep()])
 
 
-def change(one: Learner, seed: int = 0) -> None:
+def change(learner: Learner, seed: int = 0) -> None:
     """Set random values, as after learning."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in one._parameters().items():
+    for name, parameter in learner._parameters().items():
         if name.endswith(".b"):
             parameter.data.copy_(CHANGED * torch.randn(parameter.shape, generator=generator))
 
 
-def read(one: Learner, passages: list[Passage], waited_s: float = 1e9) -> None:
+def read(learner: Learner, passages: list[Passage], waited_s: float = 1e9) -> None:
     """Feed passages to a learner, with a given link wait after every layer."""
     for passage in passages:
         n = len(passage.labels.tokens)
         sequence = Sequence(
             passage.tokens[: len(passage.tokens) - n + 1].tolist(), SamplingParams(1000), 1000
         )
-        one.add(sequence, passage.labels)
+        learner.add(sequence, passage.labels)
         sequence.extend([*passage.tokens[-n + 1 :].tolist(), 0])
-        one.end(sequence)
+        learner.end(sequence)
     while True:
-        before = one._n_slices
-        one._meter.waited_s += waited_s
-        one.work()
-        if one._n_slices == before:
+        before = learner._n_slices
+        learner._meter.waited_s += waited_s
+        learner.work()
+        if learner._n_slices == before:
             return
 
 
@@ -87,20 +86,20 @@ def learner_of(llm: LLM) -> Learner:
 
 def learns_at_every_layer(llm: LLM) -> Learner:
     """Make a learner learn and serve at every layer, with or without gain."""
-    one = learner_of(llm)
+    learner = learner_of(llm)
 
     def meanwhile() -> None:
-        one._meter.waited_s += 1e9
-        one.work()
+        learner._meter.waited_s += 1e9
+        learner.work()
 
-    one._judge = lambda gain: one._serve(True)
+    learner._judge = lambda gain: learner._serve(True)
     llm.engine.runner.meanwhile = meanwhile
-    return one
+    return learner
 
 
-def adapted(one: Learner, model: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def adapted(learner: Learner, model: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Each matrix of the draft in transformers, with a and b of its change."""
-    for i, view in enumerate(one._layers):
+    for i, view in enumerate(learner._layers):
         for name, adapter in view.adapters.items():
             yield model.get_submodule(f"model.layers.{i}.{name}").weight, adapter.a, adapter.b
 
@@ -123,21 +122,21 @@ def test_loss_and_gradients_equal_cross_entropy_of_transformers(zoo, name):
     passage = passage_of(pair.model, 7)
     model = nearly(pair.draft_model, 0.0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        one = Learner(llm.engine.draft, LinkMeter())
-        change(one)
+        learner = Learner(llm.engine.draft, LinkMeter())
+        change(learner)
         without = cross_entropy(model, passage).detach()
-        for weight, a, b in adapted(one, model):
+        for weight, a, b in adapted(learner, model):
             weight.data += (b @ a).detach()
         changed = cross_entropy(model, passage)
         for is_served in (False, True):
-            one._serve(is_served)
+            learner._serve(is_served)
             for share, wanted in ((0.0, without), (1.0, changed.detach())):
                 torch.testing.assert_close(
-                    one.loss(passage, share).double(), wanted, rtol=2e-4, atol=2e-4
+                    learner.loss(passage, share).double(), wanted, rtol=2e-4, atol=2e-4
                 )
         changed.sum().backward()
-        one.loss(passage, 1.0).sum().backward()
-        for weight, a, b in adapted(one, model):
+        learner.loss(passage, 1.0).sum().backward()
+        for weight, a, b in adapted(learner, model):
             torch.testing.assert_close(b.grad, weight.grad @ a.detach().T, rtol=1e-3, atol=1e-3)
             torch.testing.assert_close(a.grad, b.detach().T @ weight.grad, rtol=1e-3, atol=1e-3)
 
@@ -146,7 +145,7 @@ def test_loss_and_gradients_equal_cross_entropy_of_transformers(zoo, name):
 def test_learning_lowers_the_loss_on_unseen_texts(zoo, tmp_path):
     """The target is the draft with a change of rank two. Two runs give equal losses."""
     draft = zoo.pair("llama", 0).model
-    found = []
+    runs = []
     target = nearly(draft, 0.0)
     generator = torch.Generator().manual_seed(0)
     for layer in target.model.layers:
@@ -158,19 +157,19 @@ def test_learning_lowers_the_loss_on_unseen_texts(zoo, tmp_path):
     passages = [passage_of(pair.model, seed) for seed in range(20)]
     for _ in range(2):
         with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-            one = Learner(llm.engine.draft, LinkMeter())
+            learner = Learner(llm.engine.draft, LinkMeter())
             before = weights_of(llm)
-            read(one, passages)
+            read(learner, passages)
             unseen = [passage_of(pair.model, seed) for seed in range(100, 110)]
             with torch.no_grad():
                 losses = [
-                    torch.cat([one.loss(text, share) for text in unseen]).mean()
+                    torch.cat([learner.loss(text, share) for text in unseen]).mean()
                     for share in (0.0, 1.0)
                 ]
-            found.append([float(loss) for loss in losses])
-            assert one.n_predicted and not torch.equal(weights_of(llm), before)
-    assert found[0] == found[1]
-    assert found[0][1] < found[0][0] - 0.1
+            runs.append([float(loss) for loss in losses])
+            assert learner.n_predicted and not torch.equal(weights_of(llm), before)
+    assert runs[0] == runs[1]
+    assert runs[0][1] < runs[0][0] - 0.1
 
 
 def test_passage_has_accepted_tokens_and_predictions(zoo):
@@ -181,36 +180,36 @@ def test_passage_has_accepted_tokens_and_predictions(zoo):
     text = prompt_of(1, 120)
     predicted = TopTokens(torch.arange(120 * 8).view(120, 8) % 128, torch.full((120, 8), 0.1))
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        one = Learner(llm.engine.draft, LinkMeter())
+        learner = Learner(llm.engine.draft, LinkMeter())
         sequence = Sequence(text[:50], SamplingParams(1000), 118)
         for first in range(49, 119, 10):
-            one.add(sequence, TopTokens(*(part[first : first + 10] for part in predicted)))
+            learner.add(sequence, TopTokens(*(part[first : first + 10] for part in predicted)))
             sequence.extend(text[first + 1 : first + 11])
-        one.end(sequence)
-    assert [(len(passage.tokens), len(passage.labels.tokens)) for passage in one._new] == [
+        learner.end(sequence)
+    assert [(len(passage.tokens), len(passage.labels.tokens)) for passage in learner._new] == [
         (89, 40),
         (118, 29),
     ]
-    for passage, last in zip(one._new, (89, 118), strict=True):
+    for passage, last in zip(learner._new, (89, 118), strict=True):
         assert passage.tokens.tolist() == text[max(last - len(passage.tokens), 0) : last]
-        for found, all_of_it in zip(passage.labels, predicted, strict=True):
-            assert torch.equal(found, all_of_it[last - len(found) : last])
+        for labels, all_of_it in zip(passage.labels, predicted, strict=True):
+            assert torch.equal(labels, all_of_it[last - len(labels) : last])
 
 
 def test_learning_ends_without_gain(zoo, monkeypatch):
     """Draft and target are equal: weights stay, and requests for predictions end."""
     pair = zoo.pair("llama", 0)
-    monkeypatch.setattr(learner, "_PATIENCE", 12)
+    monkeypatch.setattr("offload_rt.speculate.learner._PATIENCE", 12)
     with open_llm(pair.target, draft_model=str(pair.target)) as llm:
-        one = Learner(llm.engine.draft, LinkMeter())
+        learner = Learner(llm.engine.draft, LinkMeter())
         before = weights_of(llm)
-        drafter = drafter_of(llm, "adaptive_tree", "match", DraftLimits(8, 4), learner=one)
+        drafter = drafter_of(llm, "adaptive_tree", "match", DraftLimits(8, 4), learner=learner)
         assert drafter.n_predicted == 8
-        read(one, [passage_of(pair.model, seed) for seed in range(40)])
-        assert one.n_predicted == 0 and torch.equal(weights_of(llm), before)
-        n_slices = one._n_slices
-        read(one, [passage_of(pair.model, 50)])
-        assert one._n_slices == n_slices
+        read(learner, [passage_of(pair.model, seed) for seed in range(40)])
+        assert learner.n_predicted == 0 and torch.equal(weights_of(llm), before)
+        n_slices = learner._n_slices
+        read(learner, [passage_of(pair.model, 50)])
+        assert learner._n_slices == n_slices
         engine = engine_of(llm, drafter, n_nodes=8)
         engine.add(Sequence([1, 2, 3], SamplingParams(30), 64))
         while engine.step():
@@ -225,14 +224,14 @@ def test_learning_uses_only_idle_link_time(zoo):
     pair = zoo.pair("llama", 0)
     passages = [passage_of(pair.model, seed) for seed in range(3)]
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        one = Learner(llm.engine.draft, LinkMeter())
-        read(one, passages, waited_s=0.0)
-        one._slice_s = 100.0
-        read(one, [], waited_s=99.0)
-        assert one._n_slices == 0
-        one._meter.waited_s += 99.9
-        one.work()
-        assert one._n_slices == 1 and one._slice_s < 99.0
+        learner = Learner(llm.engine.draft, LinkMeter())
+        read(learner, passages, waited_s=0.0)
+        learner._slice_s = 100.0
+        read(learner, [], waited_s=99.0)
+        assert learner._n_slices == 0
+        learner._meter.waited_s += 99.9
+        learner.work()
+        assert learner._n_slices == 1 and learner._slice_s < 99.0
 
 
 def test_learning_ends_without_memory(zoo, monkeypatch):
@@ -241,13 +240,13 @@ def test_learning_ends_without_memory(zoo, monkeypatch):
 
     pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        one = Learner(llm.engine.draft, LinkMeter())
+        learner = Learner(llm.engine.draft, LinkMeter())
         before = weights_of(llm)
-        change(one)
-        one._serve(True)
-        monkeypatch.setattr(one, "loss", no_memory)
-        read(one, [passage_of(pair.model, 0)])
-        assert one.n_predicted == 0 and torch.equal(weights_of(llm), before)
+        change(learner)
+        learner._serve(True)
+        monkeypatch.setattr(learner, "loss", no_memory)
+        read(learner, [passage_of(pair.model, 0)])
+        assert learner.n_predicted == 0 and torch.equal(weights_of(llm), before)
 
 
 @pytest.mark.parametrize(
@@ -255,17 +254,17 @@ def test_learning_ends_without_memory(zoo, monkeypatch):
 )
 def test_greedy_tokens_equal_transformers_while_learning(zoo, monkeypatch, drafter, place):
     keep_steady(monkeypatch)
-    monkeypatch.setattr(learner, "_RATE", CHANGED)
+    monkeypatch.setattr("offload_rt.speculate.learner._RATE", CHANGED)
     pair = zoo.pair("llama", 0)
     prompts = [prompt_of(seed, 9) for seed in range(2)]
     with open_llm(
         pair.target, place, draft_model=str(pair.draft), drafter=drafter, learn_draft="on"
     ) as llm:
         before = weights_of(llm)
-        one = learns_at_every_layer(llm)
-        found = llm.generate(prompts, SamplingParams(max_new_tokens=60))
-        assert one._n_slices > 16 and not torch.equal(weights_of(llm), before)
-    assert [output.token_ids for output in found] == [
+        learner = learns_at_every_layer(llm)
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=60))
+        assert learner._n_slices > 16 and not torch.equal(weights_of(llm), before)
+    assert [output.token_ids for output in outputs] == [
         generate(pair.model, prompt, 60) for prompt in prompts
     ]
 
@@ -273,19 +272,19 @@ def test_greedy_tokens_equal_transformers_while_learning(zoo, monkeypatch, draft
 @pytest.mark.slow
 def test_joint_distribution_while_learning(tmp_path, monkeypatch):
     """Weights change between the layers of the verifying pass."""
-    monkeypatch.setattr(learner, "_RATE", CHANGED)
-    monkeypatch.setattr(learner, "_N_USES", 1)
+    monkeypatch.setattr("offload_rt.speculate.learner._RATE", CHANGED)
+    monkeypatch.setattr("offload_rt.speculate.learner._N_USES", 1)
     pair = small_pair(tmp_path)
     with open_llm(
         pair.target, draft_model=str(pair.draft), max_model_len=64, learn_draft="on"
     ) as llm:
-        one = learns_at_every_layer(llm)
+        learner = learns_at_every_layer(llm)
         before = weights_of(llm)
-        drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(10, 4), learner=one)
+        drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(10, 4), learner=learner)
         texts = sampled_texts(llm.engine.runner, drafter, load_rule("traversal"), 10)
-        assert one._n_slices > 10 and not torch.equal(weights_of(llm), before)
-    for found, probs in zip(texts, exact_distributions(pair.model), strict=True):
-        assert_distribution(found, probs)
+        assert learner._n_slices > 10 and not torch.equal(weights_of(llm), before)
+    for sampled, probs in zip(texts, exact_distributions(pair.model), strict=True):
+        assert_distribution(sampled, probs)
 
 
 def test_learned_weights_are_kept_for_the_pair(zoo, tmp_path):
@@ -296,10 +295,10 @@ def test_learned_weights_are_kept_for_the_pair(zoo, tmp_path):
     other = zoo.pair("llama", 1)
     settings = {"draft_model": str(pair.draft), "learn_draft": "keep"}
     with open_llm(pair.target, **settings) as llm:
-        one = learner_of(llm)
+        learner = learner_of(llm)
         original = weights_of(llm)
-        change(one)
-        one._serve(True)
+        change(learner)
+        learner._serve(True)
         served = weights_of(llm)
     assert not torch.equal(original, served)
     (path,) = cache_directory().glob("draft-*")
@@ -314,7 +313,7 @@ def test_learned_weights_are_kept_for_the_pair(zoo, tmp_path):
             assert torch.equal(weights_of(llm), original)
     with open_llm(pair.target, draft_model=str(other.draft), learn_draft="keep") as llm:
         assert not learner_of(llm)._serves
-    assert [one.name for one in cache_directory().glob("*draft-*")] == [
+    assert [path.name for path in cache_directory().glob("*draft-*")] == [
         path.name
     ] and path.read_bytes() == content
     with pytest.MonkeyPatch.context() as patch, pytest.warns(CacheError):

@@ -59,7 +59,8 @@ def peer_cache(model, tokens):
         )
         queries.append(apply_rotary_pos_emb(q.transpose(1, 2), q.transpose(1, 2), *cos_sin)[0][0])
     return *(
-        torch.stack([getattr(one, name)[0] for one in cache.layers]) for name in ("keys", "values")
+        torch.stack([getattr(layer, name)[0] for layer in cache.layers])
+        for name in ("keys", "values")
     ), queries
 
 
@@ -134,14 +135,14 @@ def test_window_view_equals_streamingllm(zoo, name):
         assert runner.rewind(id, tokens[:-1]) == N - 1
         kept = [*range(view.n_kept), *range(view.first_recent, N - 1)]
         assert 3 < view.n_kept < 20 and len(kept) == view.n_held <= BUDGET
-        found = step_of(runner, id, tokens, N - 1)
+        logits = step_of(runner, id, tokens, N - 1)
     keys, values, _ = peer_cache(model, tokens[:-1])
     moved = torch.arange(len(kept)) - torch.tensor(kept)
     cos, sin = model.model.rotary_emb(keys[:, 0], moved[None])
     scale = model.model.rotary_emb.attention_scaling
     keys = keys[:, :, kept] * cos / scale + rotate_half(keys[:, :, kept]) * sin / scale
     expected = peer_logits(model, tokens[-1], len(kept), keys, values[:, :, kept])
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("n", [N, N + 3])
@@ -172,13 +173,13 @@ def test_selected_rows_equal_the_published_algorithms(zoo, kind, published, n):
             held.append(rows)
         # A token later: chosen rows, then all from the recent ones on.
         step = Step(id, torch.tensor([tokens[-1], 5]), Topology.chain(2), 1, n + 1, n_done=1)
-        found = runner.forward([step])[0][0]
+        logits = runner.forward([step])[0][0]
     recent = torch.arange(n_known, n).expand(len(keys[0]), -1)
     at = torch.stack([torch.cat((rows, recent), 1) for rows in held])[..., None].expand(
         -1, -1, -1, keys.shape[-1]
     )
     expected = peer_logits(model, 5, n, keys.gather(2, at), values.gather(2, at))
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +191,7 @@ PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 90, 40, 61))]
 
 
 @pytest.mark.parametrize(
-    ("family", "drafter"), [*(("llama", one) for one in LONG), ("mistral", "self_window")]
+    ("family", "drafter"), [*(("llama", drafter) for drafter in LONG), ("mistral", "self_window")]
 )
 def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, family, drafter):
     """In a batch. At the start of a tree, a view holds exact copies of committed rows and reads
@@ -227,11 +228,11 @@ def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, fa
         llm.engine.scheduler = type(llm.engine.scheduler)(10_000, 24)
         llm.engine.drafter._model._n_rows = 1000
         outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=60))
-    assert [one.token_ids for one in outputs] == [
+    assert [output.token_ids for output in outputs] == [
         generate(pair.model, prompt, 60) for prompt in PROMPTS
     ]
-    assert all(one.stats.tokens_per_pass > 1 for one in outputs), [
-        one.stats.tokens_per_pass for one in outputs
+    assert all(output.stats.tokens_per_pass > 1 for output in outputs), [
+        output.stats.tokens_per_pass for output in outputs
     ]
     assert max(n for n, _, _ in seen) > 130 and len({first for *_, first in seen}) > 8, (
         "views were filled anew"
@@ -287,9 +288,11 @@ def test_joint_distribution_of_sampled_tokens(small, exact, name, rule):
             several = [
                 SamplingParams(N_NEW, seed=seed, **params) for seed in range(first, first + 100)
             ]
-            batch = [Sequence(list(prompt), one, 64) for one in several]
+            batch = [Sequence(list(prompt), sampling, 64) for sampling in several]
             texts += run_together(llm.engine.runner, drafter, load_rule(rule), batch, 6)
-            assert any(one.stats.n_passes < N_NEW for one in batch), "nothing was accepted"
+            assert any(sequence.stats.n_passes < N_NEW for sequence in batch), (
+                "nothing was accepted"
+            )
     assert_distribution(texts, probs)
 
 
@@ -341,9 +344,9 @@ def test_triforce_guesses_save_passes_and_keep_the_trees(
             proposals(llm, drafter, sequences, monkeypatch)
             for drafter, sequences in zip((guessed, plain), several, strict=True)
         )
-    for one, other in zip(trees, expected, strict=True):
-        assert torch.equal(one.tokens, other.tokens) and len(one.tokens) == 30
-        assert one.topology.parents.tolist() == other.topology.parents.tolist()
+    for tree, other in zip(trees, expected, strict=True):
+        assert torch.equal(tree.tokens, other.tokens) and len(tree.tokens) == 30
+        assert tree.topology.parents.tolist() == other.topology.parents.tolist()
     assert n_passes < n_plain or models == "pair"
 
 
@@ -417,7 +420,7 @@ def test_sequences_beyond_the_views_decode_plainly(pair):
         )
         llm.engine.scheduler = type(llm.engine.scheduler)(10_000, 8)
         again = llm.generate(prompt_of(2, 40), SamplingParams(max_new_tokens=20))[0]
-    assert [one.token_ids for one in outputs] == [
+    assert [output.token_ids for output in outputs] == [
         generate(pair.model, prompt_of(seed, 40), 20) for seed in range(3)
     ]
     assert outputs[0].stats.n_passes < 20 == outputs[2].stats.n_passes > again.stats.n_passes

@@ -51,8 +51,8 @@ def published(
 
     def greedy(path: tuple[int, ...]) -> list[int]:
         """Return the model's predictions after the text and after each token of a path."""
-        found: list[int] = logits_of(model, [*text, *path])[len(text) - 1 :].argmax(-1).tolist()
-        return found
+        predicted: list[int] = logits_of(model, [*text, *path])[len(text) - 1 :].argmax(-1).tolist()
+        return predicted
 
     for start in range(len(text) - LENGTH + 1):
         remember(text[start : start + LENGTH])
@@ -161,7 +161,7 @@ def test_sequences_join_and_leave(tame):
         while engine.step():
             n_columns |= {state.n_columns for state in drafter._states.values()}
         engine.reset_prefix_cache()
-    texts = [one.tokens[one.n_prompt :] for one in sequences[:3]]
+    texts = [sequence.tokens[sequence.n_prompt :] for sequence in sequences[:3]]
     assert texts == [generate(model, prompt, 30) for prompt in prompts[:3]]
     assert len(n_columns) > 3 and not drafter._states
 

@@ -180,7 +180,7 @@ def test_reference_equals_speculators(tmp_path, monkeypatch, case):
     peer.load_state_dict(weights | {"t2d": peer.t2d}, strict=False)
     n_pad = N_PARALLEL
     with torch.no_grad():
-        _, found, _ = peer(
+        _, logits, _ = peer(
             F.pad(states.flatten(1), (0, 0, 0, n_pad))[None],
             torch.tensor([[*tokens[1:], *[0] * n_pad]]),
             torch.zeros(1, n + n_pad, dtype=torch.int64),
@@ -188,4 +188,4 @@ def test_reference_equals_speculators(tmp_path, monkeypatch, case):
         )
     expected = reference(raw, weights, states, tokens, N_PARALLEL)[:, KEPT]
     # Norms of transformers compute in float32.
-    torch.testing.assert_close(found[0, n - 1 :], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits[0, n - 1 :], expected, atol=1e-5, rtol=0)

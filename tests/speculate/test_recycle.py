@@ -57,23 +57,23 @@ def test_table_is_bounded_and_keeps_recent_entries(several, n_most):
     table = PredictionTable(n_most)
     wanted = list(kept(table, several).items())
     assert len(table) == min(len(wanted), n_most)
-    for key, found in wanted[-n_most:]:
-        assert dict(table.find(key)) == found
+    for key, successors in wanted[-n_most:]:
+        assert dict(table.find(key)) == successors
 
 
 def best_paths(
     table: PredictionTable, tokens: list[int], n: int, n_levels: int
 ) -> list[tuple[int, ...]]:
     """The n paths below the last token with the highest products of probabilities; brute force."""
-    found = []
+    paths = []
     waiting = [(-1.0, ())]
-    while waiting and len(found) <= n:
+    while waiting and len(paths) <= n:
         chance, path = heapq.heappop(waiting)
-        found.append(path)
+        paths.append(path)
         if len(path) + 1 < n_levels:
             for token, p in table.find((*tokens, *path)[-3:]):
                 heapq.heappush(waiting, (chance * p, (*path, token)))
-    return found[1:]
+    return paths[1:]
 
 
 @pytest.mark.parametrize("n_levels", [2, 4, 30])
@@ -114,10 +114,10 @@ def test_copied_continuation_competes_with_predictions():
         9,
     )
     tree.grow(9)
-    found = list(zip(tree.parents, tree.tokens, tree.chances, strict=True))
+    nodes = list(zip(tree.parents, tree.tokens, tree.chances, strict=True))
     wanted = [(-1, 7, 1.0), (0, 1, 0.6), (1, 4, 0.54), (0, 2, 0.5), (3, 3, 0.4), (1, 5, 0.3)]
-    assert [one[:2] for one in found] == [one[:2] for one in wanted]
-    np.testing.assert_allclose([one[2] for one in found], [one[2] for one in wanted], rtol=1e-6)
+    assert [node[:2] for node in nodes] == [node[:2] for node in wanted]
+    np.testing.assert_allclose([node[2] for node in nodes], [node[2] for node in wanted], rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +139,9 @@ def test_prompt_predictions_are_recorded(zoo, llm):
         context = tuple(prompt[end - 3 : end])
         assert (context in drafter._table) == (end > 40 - N_NODES)
         if context in drafter._table:
-            found = dict(drafter._table.find(context))
-            assert list(found) == best.indices[end - 1].tolist()
-            np.testing.assert_allclose(list(found.values()), best.values[end - 1], rtol=1e-3)
+            successors = dict(drafter._table.find(context))
+            assert list(successors) == best.indices[end - 1].tolist()
+            np.testing.assert_allclose(list(successors.values()), best.values[end - 1], rtol=1e-3)
 
 
 class Dear(Steady):

@@ -59,8 +59,8 @@ def test_copy_takes_a_third_and_rounds_to_half_a_step():
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
     copy = rounded(layer, "int4", CPU)
     ours, theirs = (
-        f.view(one.layout, one.block, int4.DTYPE.torch)
-        for f, one in ((int4.Format(), copy), (Dense(None), layer))
+        f.view(stored.layout, stored.block, int4.DTYPE.torch)
+        for f, stored in ((int4.Format(), copy), (Dense(None), layer))
     )
     matrix = theirs.tensor("up.weight").float()
     bias = theirs.tensor("up.bias").float()
@@ -68,7 +68,9 @@ def test_copy_takes_a_third_and_rounds_to_half_a_step():
     steps = (matrix.view(96, 2, 64).amax(-1) - matrix.view(96, 2, 64).amin(-1)) / 15
     # Half a step, and what bfloat16 rounds of scales, zero points and sums.
     assert ((got - matrix).abs().view(96, 2, 64).amax(-1) < 0.5 * steps + 0.05).all()
-    codes = sum(one.nbytes for one in copy.layout.entries if one.name.startswith("up.weight."))
+    codes = sum(
+        entry.nbytes for entry in copy.layout.entries if entry.name.startswith("up.weight.")
+    )
     assert codes < 0.3 * 2 * 96 * 128
     assert torch.equal(ours.vector("norm"), theirs.vector("norm"))
     assert torch.equal(ours.linear(x[:, :30], "odd"), theirs.linear(x[:, :30], "odd"))

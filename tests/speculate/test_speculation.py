@@ -59,7 +59,7 @@ LENGTHS = (32, 24, 12, 28)
 
 
 def answers(outputs):
-    return [(one.token_ids, one.text, one.finish_reason) for one in outputs]
+    return [(output.token_ids, output.text, output.finish_reason) for output in outputs]
 
 
 def expected_of(model, prompts=PROMPTS, lengths=LENGTHS):
@@ -79,9 +79,9 @@ def assert_greedy(llm, expected):
     """In a batch and alone; returns the passes that the batch took and the tokens it gave."""
     params = [SamplingParams(max_new_tokens=n) for n in LENGTHS]
     outputs = llm.generate(PROMPTS, params)
-    assert [one.token_ids for one in outputs] == expected
+    assert [output.token_ids for output in outputs] == expected
     assert llm.generate(PROMPTS[0], params[0])[0].token_ids == expected[0]
-    return sum(one.stats.n_passes for one in outputs), sum(LENGTHS)
+    return sum(output.stats.n_passes for output in outputs), sum(LENGTHS)
 
 
 # At temperature zero no tree is sampled, and all rules take the same path.
@@ -119,7 +119,8 @@ def changed(zoo, texts):
         },
     ]
     params = [
-        SamplingParams(max_new_tokens=n, **one) for n, one in zip(LENGTHS, several, strict=True)
+        SamplingParams(max_new_tokens=n, **settings)
+        for n, settings in zip(LENGTHS, several, strict=True)
     ]
     with open_llm(pair.target, max_model_len=256) as llm:
         expected = answers(llm.generate(PROMPTS, params))
@@ -129,9 +130,11 @@ def changed(zoo, texts):
 def test_logit_changes_equal_transformers(zoo, texts, changed):
     """Penalties, biases and masked end tokens change each text."""
     model = zoo.pair("llama", 0).model
-    for prompt, one, (tokens, _, _), plain in zip(PROMPTS, *changed, texts("llama"), strict=True):
+    for prompt, sampling, (tokens, _, _), plain in zip(
+        PROMPTS, *changed, texts("llama"), strict=True
+    ):
         context = list(prompt)
-        change = modifiers(one, len(prompt))
+        change = modifiers(sampling, len(prompt))
         for token in tokens:
             row = change(torch.tensor([context]), logits_of(model, context)[-1:])
             assert token == int(row.argmax())
@@ -159,7 +162,7 @@ def test_temperature_close_to_zero_is_greedy(zoo, texts, rule):
             SamplingParams(max_new_tokens=n, temperature=temperature, seed=1)
             for n, temperature in several
         ]
-        assert [one.token_ids for one in llm.generate(PROMPTS, params)] == texts("llama")
+        assert [output.token_ids for output in llm.generate(PROMPTS, params)] == texts("llama")
 
 
 # Sampled: the same distribution of whole texts
@@ -182,8 +185,8 @@ def distributions(small):
 
 
 def assert_exact(texts, distributions):
-    for found, probs in zip(texts, distributions, strict=True):
-        assert_distribution(found, probs)
+    for sampled, probs in zip(texts, distributions, strict=True):
+        assert_distribution(sampled, probs)
 
 
 @pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, "dynamic_tree"])
@@ -323,10 +326,11 @@ def test_committed_rows_equal_a_fresh_prefill(zoo, monkeypatch, family, name, ru
 
         monkeypatch.setattr(DraftState, "start", start_poisoned)
         sequences = [
-            Sequence(list(prompt), one, 128) for prompt, one in zip(PROMPTS, params, strict=False)
+            Sequence(list(prompt), sampling, 128)
+            for prompt, sampling in zip(PROMPTS, params, strict=False)
         ]
-        for one in sequences:
-            engine.add(one)
+        for sequence in sequences:
+            engine.add(sequence)
         while engine.step():
             for cache in list(engine.runner._caches):
                 assert_fresh(engine.runner, cache)
@@ -441,7 +445,9 @@ def test_batch_rows_end_like_solo_runs(speaking, drafter, cut):
         **speaking.settings(drafter),
     ) as llm:
         assert answers(llm.generate(prompts, ENDS)) == plain
-        assert [answers(llm.generate(*one))[0] for one in zip(prompts, ENDS, strict=True)] == plain
+        assert [
+            answers(llm.generate(*request))[0] for request in zip(prompts, ENDS, strict=True)
+        ] == plain
         for prompt, params, expected in zip(prompts, ENDS, plain, strict=True):
             pieces = list(llm.stream(prompt, params))
             assert [token for piece in pieces for token in piece.token_ids] == expected[0]
@@ -539,9 +545,9 @@ def test_draft_with_a_differently_padded_vocabulary(tmp_path, n_more, temperatur
             pair.target, max_model_len=256, tree_size=48, **pair.settings(drafter)
         ) as llm:
             got = llm.generate(prompts, params)
-        assert all(one.stats.n_passes < 30 for one in got), "nothing was accepted"
+        assert all(output.stats.n_passes < 30 for output in got), "nothing was accepted"
         if temperature == 0:
-            assert [one.token_ids for one in got] == [
+            assert [output.token_ids for output in got] == [
                 generate(model, prompt, 30) for prompt in prompts
             ]
 
@@ -555,7 +561,7 @@ def test_trees_grow_when_other_sequences_end(zoo, monkeypatch):
     keep_steady(monkeypatch)
     lengths = [9, *[1] * 6, 30, 30]
     params = [SamplingParams(n, temperature=0) for n in lengths]
-    several = [Sequence(prompt_of(i), one, 128) for i, one in enumerate(params)]
+    several = [Sequence(prompt_of(i), sampling, 128) for i, sampling in enumerate(params)]
     settings = {"max_num_seqs": 8, "tree_size": 32, **pair.settings("dynamic_tree")}
     with open_llm(pair.target, **settings) as llm:
         for part in several[:7], several[7:]:

@@ -52,7 +52,7 @@ def case(
         block,
         0 if is_float or kind == "plain" else 1 << bits - 1,
     )
-    grid = tuple(-(-n // one) for n, one in zip(shape, block, strict=True))
+    grid = tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
     dtype = WORDS.get(kind, torch.int32)
     codes = torch.randint(
         torch.iinfo(dtype).min,

@@ -110,8 +110,8 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             tensors = [*tensors_of(args), *tensors_of(kwargs.values())]
-            if any(isinstance(one, FakeCudaTensor) for one in tensors):
-                assert all(isinstance(one, FakeCudaTensor) for one in tensors), (
+            if any(isinstance(tensor, FakeCudaTensor) for tensor in tensors):
+                assert all(isinstance(tensor, FakeCudaTensor) for tensor in tensors), (
                     "attention over two devices"
                 )
                 return FakeCudaTensor(_called(func, args, kwargs))
@@ -127,7 +127,7 @@ def _inner(value: Any) -> Any:
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to a value, or to each element of a list or tuple."""
     return (
-        type(value)(_each(change, one) for one in value)
+        type(value)(_each(change, element) for element in value)
         if type(value) in (list, tuple)
         else change(value)
     )
@@ -135,21 +135,23 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 
 def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function with the inner tensors."""
-    return func(*_each(_inner, args), **{name: _each(_inner, one) for name, one in kwargs.items()})
+    return func(*_each(_inner, args), **{name: _each(_inner, x) for name, x in kwargs.items()})
 
 
 def _on_device(value: Any) -> Any:
-    return _each(lambda one: FakeCudaTensor(one) if isinstance(one, Tensor) else one, value)
+    return _each(lambda part: FakeCudaTensor(part) if isinstance(part, Tensor) else part, value)
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [*tensors_of(args), *tensors_of(kwargs.values())]
-    n_on_device = sum(isinstance(one, FakeCudaTensor) for one in tensors)
+    n_on_device = sum(isinstance(tensor, FakeCudaTensor) for tensor in tensors)
     wanted = kwargs.get("device")
     wanted = None if wanted is None else torch.device(wanted).type
     if n_on_device and func not in _MAY_MIX:
         strangers = [
-            one for one in tensors if not isinstance(one, FakeCudaTensor) and one.dim() > 0
+            tensor
+            for tensor in tensors
+            if not isinstance(tensor, FakeCudaTensor) and tensor.dim() > 0
         ]
         assert not strangers, f"{func} takes tensors of two devices"
     _count(func, args, wanted, kwargs.get("non_blocking", False))
@@ -183,7 +185,7 @@ def _count(func: Any, args: Any, wanted: str | None, is_async: bool) -> None:
     """Count waits and uploads of a call."""
     if func is _aten.copy_.default:
         to, source, is_async = (
-            *(isinstance(one, FakeCudaTensor) for one in args[:2]),
+            *(isinstance(tensor, FakeCudaTensor) for tensor in args[:2]),
             is_async or args[2:3] == (True,),
         )
     elif func is _aten._to_copy.default:
@@ -191,9 +193,9 @@ def _count(func: Any, args: Any, wanted: str | None, is_async: bool) -> None:
         source = isinstance(args[0], FakeCudaTensor)
         to = to or (wanted is None and source)
     elif func in (_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl_.default):
-        places = [one for one in args[1] if one is not None]
+        places = [index for index in args[1] if index is not None]
         to = isinstance(args[0], FakeCudaTensor)
-        source = all(isinstance(one, FakeCudaTensor) for one in places)
+        source = all(isinstance(index, FakeCudaTensor) for index in places)
     else:
         to = False
         source = func in (_aten._local_scalar_dense.default, _aten.nonzero.default)
@@ -309,8 +311,8 @@ class _Kernels:
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> Any:
-            tensors = [one for one in args if isinstance(one, Tensor)]
-            n_of_host = sum(not isinstance(one, FakeCudaTensor) for one in tensors)
+            tensors = [argument for argument in args if isinstance(argument, Tensor)]
+            n_of_host = sum(not isinstance(tensor, FakeCudaTensor) for tensor in tensors)
             assert n_of_host == (name in ("transfer", "commit_rows")), (
                 f"{name} takes tensors of two devices"
             )
@@ -474,11 +476,11 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 
     torch's tree_leaves would take most of the time of the fake GPU.
     """
-    for one in values:
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            yield from tensors_of(one)
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_of(value)
 
 
 class _Recording(TorchDispatchMode):
@@ -490,7 +492,7 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in _TO_THE_HOST, f"{func} waits for the device while it is captured"
-        ends = {one.device.type for one in tensors_of(args)}
+        ends = {tensor.device.type for tensor in tensors_of(args)}
         ends |= {torch.device(kwargs["device"]).type} if kwargs and kwargs.get("device") else set()
         assert func not in _COPIES or len(ends) == 1, (
             f"{func} copies unpinned memory of the host while it is captured"

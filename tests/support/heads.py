@@ -61,8 +61,8 @@ def shapes_of(kind: str, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
         return shapes | {f"{i}.1.weight": (vocab, d) for i in range(N_HEADS)}
     first = "model.layers.0."
     layer = {
-        name.removeprefix(first): tuple(one.shape)
-        for name, one in model.state_dict().items()
+        name.removeprefix(first): tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
         if first in name
     }
     if kind == "eagle":

@@ -46,12 +46,12 @@ def _end(ranks: list[Program], has_agent: bool, until: float) -> float:
     """Wait for all to end, for so long; returns the seconds it took."""
     started_s = time.monotonic()
     told = False
-    while any(one.process.exitcode is None for one in ranks) and time.monotonic() < until:
-        if has_agent and not told and any(one.process.exitcode for one in ranks):
+    while any(rank.process.exitcode is None for rank in ranks) and time.monotonic() < until:
+        if has_agent and not told and any(rank.process.exitcode for rank in ranks):
             told = True
             time.sleep(0.1)
-            for one in ranks:
-                one.process.terminate()
+            for rank in ranks:
+                rank.process.terminate()
         time.sleep(0.01)
     return time.monotonic() - started_s
 
@@ -87,12 +87,12 @@ def main() -> None:
                     lasts_s = _end(ranks, has_agent, time.monotonic() + 120)
                     continue
                 time.sleep(moment)
-                was_over = all(one.process.exitcode is not None for one in ranks)
+                was_over = all(rank.process.exitcode is not None for rank in ranks)
                 if not was_over:
                     ranks[rank].signal(number)
                 seconds = _end(ranks, has_agent, time.monotonic() + LIMIT_S)
-                codes = [one.process.exitcode for one in ranks]
-                said = "".join(one.err for one in ranks)
+                codes = [rank.process.exitcode for rank in ranks]
+                said = "".join(rank.err for rank in ranks)
                 left = [
                     p.name
                     for p in (folder / "cache").rglob("*")

@@ -179,16 +179,16 @@ def decisions(decide: Decide, tree: DraftTree, target: Tensor) -> Iterator[tuple
         rejected, accepted, p = worlds.pop()
         # 0 accepts a node that has any chance, 1 none.
         uniforms = torch.tensor([float(node in rejected) for node in range(n)], dtype=torch.float64)
-        found = decide(tree, target, uniforms)
-        for node in tree.topology.path_to(found.end):
-            acceptance = found.acceptance[node]
+        decision = decide(tree, target, uniforms)
+        for node in tree.topology.path_to(decision.end):
+            acceptance = decision.acceptance[node]
             if node in accepted or np.isnan(acceptance):
                 continue
             if acceptance < 1:
                 worlds.append((rejected | {node}, accepted, p * (1 - acceptance)))
             accepted = accepted | {node}
             p = p * acceptance
-        yield found, p
+        yield decision, p
 
 
 @cache
@@ -250,10 +250,10 @@ def distribution_under(
     probs = torch.zeros((VOCABULARY,) * LONGEST, dtype=torch.float64)
     expected = 0.0
     for tree, p_tree in trees:
-        for found, p in outcomes(tree, target_probs(target, tree)):
-            path = tuple(tree.path_to(found.end))
+        for decision, p in outcomes(tree, target_probs(target, tree)):
+            path = tuple(tree.path_to(decision.end))
             expected += p_tree * p * (len(path) + 1)
-            probs[path] += weighted(p_tree * p * found.probs, target.below(path))
+            probs[path] += weighted(p_tree * p * decision.probs, target.below(path))
     return probs, expected
 
 

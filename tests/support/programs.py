@@ -96,9 +96,9 @@ def started(
     try:
         yield programs
     finally:
-        for one in programs:
-            one.process.kill()
-            one.process.join()
+        for running in programs:
+            running.process.kill()
+            running.process.join()
 
 
 def _run(program: str, arguments: list[str], files: list[str], environment: dict[str, str]) -> None:

@@ -44,10 +44,11 @@ def spoil_value(value: Any, chance: random.Random) -> Any:
     key = chance.choice(list(value))
     match chance.randrange(8):
         case 0:
-            return {name: one for name, one in value.items() if name != key}
+            return {name: field for name, field in value.items() if name != key}
         case 1:
             return {
-                str(chance.choice(ODD)) if name == key else name: one for name, one in value.items()
+                str(chance.choice(ODD)) if name == key else name: field
+                for name, field in value.items()
             }
         case 2:
             return {**value, str(chance.choice(ODD)): value[key]}

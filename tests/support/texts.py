@@ -79,11 +79,11 @@ def run_together(
         cost=Steady(),
         trace=Trace(on=False),
     )
-    for one in batch:
-        engine.add(one)
+    for sequence in batch:
+        engine.add(sequence)
     passes = itertools.count() if n_passes is None else range(n_passes)
     any(not engine.step() for _ in passes)
-    return [one.tokens[one.n_prompt :] for one in batch]
+    return [sequence.tokens[sequence.n_prompt :] for sequence in batch]
 
 
 def sampled_texts(
@@ -92,7 +92,7 @@ def sampled_texts(
     """Per prompt N_DRAWS texts, each with a seed of its own, in batches of both prompts side by
     side.
     """
-    found: list[list[list[int]]] = [[], []]
+    texts: list[list[list[int]]] = [[], []]
     for start in range(0, 2 * N_DRAWS, 200):
         several = [
             SamplingParams(max_new_tokens=N_NEW, seed=i, **PARAMS[i % 2])
@@ -102,15 +102,15 @@ def sampled_texts(
             TokenSequence(list(PROMPTS[i % 2]), params, 64) for i, params in enumerate(several)
         ]
         for i, text in enumerate(run_together(runner, drafter, rule, batch, n_nodes)):
-            found[i % 2].append(text)
-    return found
+            texts[i % 2].append(text)
+    return texts
 
 
 def exact_distributions(model: PreTrainedModel) -> list[np.ndarray]:
     """Of the texts that `sampled_texts` draws, per prompt."""
     return [
-        exact_distribution(model, prompt, SamplingParams(**one))
-        for prompt, one in zip(PROMPTS, PARAMS, strict=True)
+        exact_distribution(model, prompt, SamplingParams(**settings))
+        for prompt, settings in zip(PROMPTS, PARAMS, strict=True)
     ]
 
 
@@ -138,23 +138,25 @@ def modifiers(
     """Return transformers' logits processors before the temperature, in the order of transformers
     and vLLM.
     """
-    found = LogitsProcessorList()
+    processors = LogitsProcessorList()
     if params.logit_bias:
-        found.append(
+        processors.append(
             SequenceBiasLogitsProcessor(
                 {(token,): float(bias) for token, bias in params.logit_bias.items()}
             )
         )
-    found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.0))
-    found.append(OverAnswer(n_prompt, params.presence_penalty, params.frequency_penalty))
+    processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.0))
+    processors.append(OverAnswer(n_prompt, params.presence_penalty, params.frequency_penalty))
     if params.bad_words_ids:
-        found.append(NoBadWordsLogitsProcessor([[*word] for word in params.bad_words_ids]))
+        processors.append(NoBadWordsLogitsProcessor([[*word] for word in params.bad_words_ids]))
     if params.allowed_token_ids:
-        found.append(PrefixConstrainedLogitsProcessor(lambda *_: [*params.allowed_token_ids], 1))
+        processors.append(
+            PrefixConstrainedLogitsProcessor(lambda *_: [*params.allowed_token_ids], 1)
+        )
     ends = [*end_ids, *params.stop_token_ids]
     if params.min_tokens and ends:
-        found.append(MinNewTokensLengthLogitsProcessor(n_prompt, params.min_tokens, ends))
-    return found
+        processors.append(MinNewTokensLengthLogitsProcessor(n_prompt, params.min_tokens, ends))
+    return processors
 
 
 def exact_distribution(

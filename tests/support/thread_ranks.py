@@ -45,13 +45,13 @@ class ThreadRanks:
     def _together(self, given: Any, make: Callable[[list[Any]], Any]) -> Any:
         self._board.given[self.rank] = given
         self._board.barrier.wait()
-        found = make(self._board.given)
+        result = make(self._board.given)
         self._board.barrier.wait()
-        return found
+        return result
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.n_reduced += 1
-        return self._together(x, lambda given: sum(one.float() for one in given).to(x.dtype))
+        return self._together(x, lambda given: sum(tensor.float() for tensor in given).to(x.dtype))
 
     def all_gather(self, x: Tensor) -> Tensor:
         self.n_gathered += 1
@@ -64,7 +64,9 @@ class ThreadRanks:
         return self._together(numbers, lambda given: list(map(min, zip(*given, strict=True))))
 
     def total(self, *numbers: float) -> list[float]:
-        return self._together(numbers, lambda given: [sum(one) for one in zip(*given, strict=True)])
+        return self._together(
+            numbers, lambda given: [sum(column) for column in zip(*given, strict=True)]
+        )
 
     def send(self, x: Tensor, to: int) -> None:
         self._board.mail[self.rank, to].put(x.clone())
@@ -104,13 +106,13 @@ def together(size: int, work: Callable[[], Any]) -> list[Any]:
     return None.
     """
     board = Board(size)
-    found = [None] * size
+    results = [None] * size
     errors = list[BaseException]()
 
     def run(rank: int) -> None:
         MINE.ranks = ThreadRanks(rank, board)
         try:
-            found[rank] = work()
+            results[rank] = work()
         except SystemExit:
             pass
         except BaseException as error:
@@ -119,14 +121,14 @@ def together(size: int, work: Callable[[], Any]) -> list[Any]:
             MINE.ranks.leave()
 
     ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join(PATIENCE_S)
-    causes = [one for one in errors if not isinstance(one, threading.BrokenBarrierError)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(PATIENCE_S)
+    causes = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
     if errors:
         raise (causes or errors)[0]
-    return found
+    return results
 
 
 def tokens_of(llm: LLM, prompt: list[int], n: int = 16, **params: Any) -> list[int]:

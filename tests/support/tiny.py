@@ -187,8 +187,8 @@ def save_pair(
 ) -> Pair:
     """Save both models as checkpoints, optionally with a tokenizer."""
     pair = Pair(model, folder / "target", draft, folder / "draft")
-    for one, path in ((model, pair.target), (draft, pair.draft)):
-        one.save_pretrained(path)
+    for saved, path in ((model, pair.target), (draft, pair.draft)):
+        saved.save_pretrained(path)
         if tokenizer is not None:
             add_tokenizer(path, tokenizer)
     return pair
@@ -397,10 +397,10 @@ def drafter_of(
 
 def begin(llm: LLM, drafter: Drafter, sequences: Sequence[TokenSequence], n_nodes: int) -> None:
     """Start sequences with target caches of all but their last tokens."""
-    for one in sequences:
-        before = one.tokens[:-1]
+    for sequence in sequences:
+        before = sequence.tokens[:-1]
         cache = prefill(runner_of(llm), before, 256) if before else runner_of(llm).new_cache(1)
-        drafter.begin(one, cache, n_nodes)
+        drafter.begin(sequence, cache, n_nodes)
 
 
 def engine_of(
@@ -574,7 +574,7 @@ def check_tree(runner, model, n=8):
     )
     got = tree_logits(runner, committed, lacking, drafted, tree)
     for node in range(n):
-        path = [drafted[one] for one in [0, *tree.path_to(node)]]
+        path = [drafted[ancestor] for ancestor in [0, *tree.path_to(node)]]
         expected = logits_of(model, committed + lacking + path)[-1]
         torch.testing.assert_close(
             got[node], expected, atol=ATOL * float(expected.abs().max()), rtol=0

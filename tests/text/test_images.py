@@ -49,8 +49,8 @@ def error_of(content: Any, **options: Any) -> str:
 def test_formats_are_decoded_as_pillow_does(kind, options):
     content = encoded(Image.fromarray(PIXELS), kind, **options)
     expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
-    found = decode_image(content)
-    assert found.mode == "RGB" and np.array_equal(np.asarray(found), expected)
+    image = decode_image(content)
+    assert image.mode == "RGB" and np.array_equal(np.asarray(image), expected)
     if kind in ("PNG", "WEBP"):
         assert np.array_equal(expected, PIXELS)
 
@@ -127,9 +127,9 @@ def test_parts_of_all_apis_are_extracted_in_order():
         {"role": "user", "content": [*PARTS, text], "name": "n"},
         {"role": "user", "content": [text, url]},
     ]
-    found, extracted = extract_images(messages, same)
+    marked, extracted = extract_images(messages, same)
     mark = {"type": "image"}
-    assert found == [
+    assert marked == [
         messages[0],
         {"role": "user", "content": [mark] * 4 + [text], "name": "n"},
         {"role": "user", "content": [text, mark]},
@@ -172,8 +172,8 @@ def test_files_and_images_belong_to_python_only(tmp_path):
     ids=range(8),
 )
 def test_wrong_parts_are_named(content, message):
-    found = error_of(content)
-    assert message.replace("--allow-image-urls", "allow_image_urls") in found
+    error = error_of(content)
+    assert message.replace("--allow-image-urls", "allow_image_urls") in error
 
 
 def test_number_and_total_of_images_are_limited():
@@ -195,8 +195,8 @@ def test_urls_are_fetched_and_files_become_data_urls(monkeypatch):
         return PNG
 
     part = {"type": "image_url", "image_url": {"url": "HTTPS://a.example/x"}}
-    found = extract_images([{"role": "user", "content": [part, part]}], same, fetch)[1]
-    assert [image.size for image in found] == [(9, 6)] * 2
+    fetched = extract_images([{"role": "user", "content": [part, part]}], same, fetch)[1]
+    assert [image.size for image in fetched] == [(9, 6)] * 2
     # 20 seconds in total
     assert asked == [("HTTPS://a.example/x", 20), ("HTTPS://a.example/x", 17)]
     assert encode_data_url(PNG) == URL

@@ -124,9 +124,9 @@ def expected_stop(tokenizer, prompt, ids, stops):
     """
     for n in range(1, len(ids) + 1):
         text = answer_of(tokenizer, prompt, ids[:n])
-        found = [text.find(stop) for stop in stops if stop in text]
-        if found:
-            return n, text[: min(found)], True
+        positions = [text.find(stop) for stop in stops if stop in text]
+        if positions:
+            return n, text[: min(positions)], True
     return len(ids), answer_of(tokenizer, prompt, ids), False
 
 

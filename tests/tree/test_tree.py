@@ -23,11 +23,11 @@ def visible(topology, start, stop):
 
 def ancestors(topology, node):
     """The node and all above it."""
-    found = set()
+    nodes = set()
     while node >= 0:
-        found.add(node)
+        nodes.add(node)
         node = int(topology.parents[node])
-    return found
+    return nodes
 
 
 @given(trees | chains, st.data())

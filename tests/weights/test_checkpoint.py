@@ -374,7 +374,7 @@ def test_copies_and_other_shards_have_the_same_identity(tmp_path):
     single = _single(tmp_path / "single")
     sharded = _sharded(tmp_path / "sharded")
     copy = Path(shutil.copytree(single, tmp_path / "copy", copy_function=shutil.copyfile))
-    assert len({open_checkpoint(one).identity for one in (single, sharded, copy)}) == 1
+    assert len({open_checkpoint(path).identity for path in (single, sharded, copy)}) == 1
     assert len(open_checkpoint(single).identity) == 24
 
 
@@ -389,9 +389,9 @@ def test_fine_tune_has_another_identity(name, tmp_path):
 
 
 def test_other_config_has_another_identity(tmp_path):
-    one = _single(tmp_path / "one")
+    first = _single(tmp_path / "one")
     other = _single(tmp_path / "other", rope_theta=5e5)
-    assert open_checkpoint(one).identity != open_checkpoint(other).identity
+    assert open_checkpoint(first).identity != open_checkpoint(other).identity
 
 
 # Nothing moves before all is checked.

@@ -118,7 +118,9 @@ def test_kernels_give_the_same_weights(choice, tmp_path, monkeypatch):
     assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact.bfloat16())
 
 
-@pytest.mark.parametrize("choice", [one for one in CHOICES if "quantized" in one.format], ids=id_of)
+@pytest.mark.parametrize(
+    "choice", [choice for choice in CHOICES if "quantized" in choice.format], ids=id_of
+)
 def test_compressed_tensors_decompresses_to_the_same(choice, tmp_path):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
@@ -321,10 +323,10 @@ PACKED = config_of(Choice("pack-quantized"))
 
 def group(**changes: Any) -> dict[str, Any]:
     """PACKED with other weights in its group."""
-    one = PACKED["config_groups"]["group_0"]
+    template = PACKED["config_groups"]["group_0"]
     return {
         **PACKED,
-        "config_groups": {"group_0": {**one, "weights": {**one["weights"], **changes}}},
+        "config_groups": {"group_0": {**template, "weights": {**template["weights"], **changes}}},
     }
 
 
@@ -394,15 +396,16 @@ def test_float_matrices_are_used_unchanged(tmp_path):
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     name = "model.layers.1.mlp.up_proj"
     tensors = {
-        one: tensor
-        for one, tensor in load_file(directory / "model.safetensors").items()
-        if name not in one
+        key: tensor
+        for key, tensor in load_file(directory / "model.safetensors").items()
+        if name not in key
     }
     save_file(
         {**tensors, f"{name}.weight": plain[f"{name}.weight"]}, directory / "model.safetensors"
     )
     layers = open_checkpoint(directory).layers
-    assert [[one.key for one in layer if "up_proj" in one.key] for layer in layers[:2]] == [
+    keys = [[record.key for record in layer if "up_proj" in record.key] for layer in layers[:2]]
+    assert keys == [
         [f"mlp.up_proj.{part}" for part in ("qweight", "scales", "qzeros")], ["mlp.up_proj.weight"],
     ]  # fmt: skip
     dense = write_checkpoint(
@@ -410,8 +413,8 @@ def test_float_matrices_are_used_unchanged(tmp_path):
     )
     prompt = prompt_of(0, vocab_size=40)
     texts = []
-    for one in (directory, dense):
-        with open_llm(one, dtype="float32") as llm:
+    for path in (directory, dense):
+        with open_llm(path, dtype="float32") as llm:
             texts.append(llm.generate(prompt).pop().token_ids)
     assert texts[0] == texts[1]
 
@@ -419,7 +422,10 @@ def test_float_matrices_are_used_unchanged(tmp_path):
 def test_trivial_groups_are_not_loaded(tmp_path):
     for desc_act in (True, False):
         directory, _, _ = tiny_model(tmp_path / str(desc_act), Choice("gptq", desc_act=desc_act))
-        assert any("g_idx" in one.key for one in open_checkpoint(directory).layers[0]) == desc_act
+        assert (
+            any("g_idx" in record.key for record in open_checkpoint(directory).layers[0])
+            == desc_act
+        )
 
 
 def test_groups_can_differ_between_layers(tmp_path):
@@ -456,8 +462,11 @@ def test_modules_can_differ_in_bits(tmp_path):
     """compressed-tensors by groups, the narrower target first; GPTQ by its overrides."""
     wide = Choice("pack-quantized", 8)
     narrow = Choice("pack-quantized", 3)
-    one, other = (config_of(choice)["config_groups"]["group_0"] for choice in (wide, narrow))
-    config = {**PACKED, "config_groups": {"a": one, "b": {**other, "targets": ["re:.*down_proj"]}}}
+    first, other = (config_of(choice)["config_groups"]["group_0"] for choice in (wide, narrow))
+    config = {
+        **PACKED,
+        "config_groups": {"a": first, "b": {**other, "targets": ["re:.*down_proj"]}},
+    }
     stored, exact, source = one_matrix(tmp_path, narrow, torch.float16)
     view = view_of(format_of(config), source, stored, torch.float16)
     assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact)
@@ -494,10 +503,10 @@ def test_single_scale_of_a_matrix(shape, tmp_path):
 
 def test_quantised_activations_are_ignored_with_a_notice(tmp_path):
     assert format_of(PACKED).notice == ""
-    one = PACKED["config_groups"]["group_0"]
+    group = PACKED["config_groups"]["group_0"]
     config = {
         **PACKED,
-        "config_groups": {"a": {**one, "input_activations": {"num_bits": 8}}},
+        "config_groups": {"a": {**group, "input_activations": {"num_bits": 8}}},
         "kv_cache_scheme": {"a": 1},
     }
     assert "quantised activations and keys and values" in format_of(config).notice
@@ -508,8 +517,8 @@ def test_quantised_activations_are_ignored_with_a_notice(tmp_path):
 
 def test_memory_is_planned_by_packed_bytes_and_one_matrix(tmp_path):
     directory, _, _ = tiny_model(tmp_path, Choice("awq"))
-    quantised, plain = (open_checkpoint(one) for one in (directory, tmp_path / "plain"))
-    sizes = [Sizes.of_checkpoint(one, DType.FLOAT32) for one in (quantised, plain)]
+    quantised, plain = (open_checkpoint(path) for path in (directory, tmp_path / "plain"))
+    sizes = [Sizes.of_checkpoint(checkpoint, DType.FLOAT32) for checkpoint in (quantised, plain)]
     assert max(sizes[0].layer_nbytes) < 0.3 * max(sizes[1].layer_nbytes)
     assert 64 * 96 * 4 <= sizes[0].view_nbytes - sizes[1].view_nbytes < 64 * 96 * 4 + (32 << 20)
 
@@ -530,8 +539,8 @@ def test_script_quantises_the_demo_pair(tmp_path, monkeypatch):
         json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["bits"] == 8
     )
     texts = []
-    for one in (tmp_path / "q", root / "models" / "demo-draft"):
-        with LLM(str(one), device="cpu", dtype="float32") as llm:
+    for path in (tmp_path / "q", root / "models" / "demo-draft"):
+        with LLM(str(path), device="cpu", dtype="float32") as llm:
             texts.append(llm.generate("Once upon a time", SamplingParams(12)).pop().text)
     assert texts[0] == texts[1]
 
@@ -549,8 +558,8 @@ def test_sharded_checkpoint_is_quantised_and_written_plain(tmp_path):
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     write(source, tmp_path / "q", Choice("pack-quantized"), tmp_path / "exact")
     texts = []
-    for one in (tmp_path / "q", tmp_path / "exact"):
-        with open_llm(one, dtype="float32") as llm:
+    for path in (tmp_path / "q", tmp_path / "exact"):
+        with open_llm(path, dtype="float32") as llm:
             texts.append(
                 llm.generate(prompt_of(0, vocab_size=40), SamplingParams(12)).pop().token_ids
             )

@@ -314,7 +314,9 @@ def test_any_header_is_read_or_refused(tmp_path):
     """Bytes, lengths and counts overwritten anywhere in it."""
     metadata, stored = small()
     whole = write_gguf.file_bytes(metadata, stored)
-    n_head = len(whole) - sum(len(one.data) + -len(one.data) % 32 for one in stored.values())
+    n_head = len(whole) - sum(
+        len(tensor.data) + -len(tensor.data) % 32 for tensor in stored.values()
+    )
     draw = random.Random(7)
     path = tmp_path / "x.gguf"
     path.write_bytes(whole)

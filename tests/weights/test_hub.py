@@ -72,28 +72,28 @@ class Hub:
     def reply(self, path: str, wanted: str | None) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body for a path; wanted: its range."""
         self.n_requests += 1
-        found = re.fullmatch(r"/api/models/(\w+/\w+)(/revision/\w+|/tree/\w+)?", path)
+        match = re.fullmatch(r"/api/models/(\w+/\w+)(/revision/\w+|/tree/\w+)?", path)
         if self.is_down:
             return 503, {}, b""
-        if found and found[1] in self.repositories:
-            root = self.repositories[found[1]]
-            files = [one for one in sorted(root.rglob("*")) if one.is_file()]
-            names = [str(one.relative_to(root)) for one in files]
+        if match and match[1] in self.repositories:
+            root = self.repositories[match[1]]
+            files = [file for file in sorted(root.rglob("*")) if file.is_file()]
+            names = [str(file.relative_to(root)) for file in files]
             tree = [
                 {"type": "file", "path": n, "size": f.stat().st_size, "oid": n}
                 for n, f in zip(names, files, strict=True)
             ]
             about = {
-                "id": found[1],
+                "id": match[1],
                 "sha": COMMIT,
                 "siblings": [{"rfilename": name} for name in names],
             }
-            told = tree if (found[2] or "").startswith("/tree") else about
+            told = tree if (match[2] or "").startswith("/tree") else about
             return 200, {"Content-Type": "application/json"}, json.dumps(told).encode()
-        found = re.fullmatch(r"/(\w+/\w+)/resolve/\w+/(.+)", path)
-        if not found or found[1] not in self.repositories:
+        match = re.fullmatch(r"/(\w+/\w+)/resolve/\w+/(.+)", path)
+        if not match or match[1] not in self.repositories:
             return 404, {"X-Error-Code": "RepoNotFound"}, b""
-        file = self.repositories[found[1]] / found[2]
+        file = self.repositories[match[1]] / match[2]
         if not file.is_file():
             return 404, {"X-Error-Code": "EntryNotFound"}, b""
         content = file.read_bytes()
@@ -101,7 +101,7 @@ class Hub:
         headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
         if wanted is None:
             return 200, headers, content
-        first, last = (int(one) for one in wanted.removeprefix("bytes=").split("-"))
+        first, last = (int(bound) for bound in wanted.removeprefix("bytes=").split("-"))
         part = content[first : last + 1]
         return (
             206,
@@ -228,10 +228,10 @@ def test_plan_fetches_configs_only(hub, tmp_path, line, monkeypatch):
     hub.forget()
     flags = ["--model", NAME, "--device", "cpu", "--max-model-len", "300", "--plan", "--json"]
     code, out, err = line(*flags)
-    found = json.loads(out)
+    result = json.loads(out)
     assert code == 0 and "planning from configs" in err
     assert not hub.sent_weights()
-    assert found["links"]["disk"] == 2.5 and found["plan"]["tiers"] == ["device"] * 3
+    assert result["links"]["disk"] == 2.5 and result["plan"]["tiers"] == ["device"] * 3
     # Once the weights are here, the plan is that of the run.
     assert line("--model", NAME, *SMALL)[0] == 0
     code, out, err = line(*flags)

@@ -135,7 +135,9 @@ def test_every_format_matches_its_config():
         "say here which config a new format matches"
     )
     for name, config in CONFIGS.items():
-        matching = [one for one in CONFIGS if registry.find("weights.formats", one).matches(config)]
+        matching = [
+            name for name in CONFIGS if registry.find("weights.formats", name).matches(config)
+        ]
         assert matching == [name]
         assert format_of(config).name == name
 
