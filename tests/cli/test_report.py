@@ -49,14 +49,14 @@ def written(path: Path, spans: tuple = STEP) -> Path:
 
 
 def test_shares_of_a_handmade_timeline(tmp_path):
-    found = report.shares(report.read(written(tmp_path / "t.json")))
-    assert found.n_steps == 1
-    assert found.seconds == pytest.approx(9.5)
-    shares = (found.link, found.compute, found.draft, found.verify, found.wait, found.rest)
+    times = report.shares(report.read(written(tmp_path / "t.json")))
+    assert times.n_steps == 1
+    assert times.seconds == pytest.approx(9.5)
+    shares = (times.link, times.compute, times.draft, times.verify, times.wait, times.rest)
     assert [share * 9.5 for share in shares] == pytest.approx([7, 6, 1, 0.5, 2, 0], abs=1e-5)
-    still = {lane: share * 9.5 for lane, share in found.idle[SLOTS_FULL].items()}
+    still = {lane: share * 9.5 for lane, share in times.idle[SLOTS_FULL].items()}
     assert still == pytest.approx({DRAFT: 1.0, COMPUTE: 1.0, VERIFY: 0.5})
-    assert list(found.idle) == [SLOTS_FULL]
+    assert list(times.idle) == [SLOTS_FULL]
 
 
 def test_time_before_the_first_draft_is_excluded(tmp_path):
@@ -65,29 +65,30 @@ def test_time_before_the_first_draft_is_excluded(tmp_path):
         (waits(LINK), NOTHING_ASKED, -1.0, 0.0),
         (COMPUTE, "layer 0", -4.0, -2.0),
     )
-    found = report.shares(report.read(written(tmp_path / "t.json", before + STEP)))
+    times = report.shares(report.read(written(tmp_path / "t.json", before + STEP)))
     alone = report.shares(report.read(written(tmp_path / "u.json")))
     assert (
-        found.idle[SLOTS_FULL] == pytest.approx(alone.idle[SLOTS_FULL], abs=1e-6)
-        and len(found.idle) == 1
+        times.idle[SLOTS_FULL] == pytest.approx(alone.idle[SLOTS_FULL], abs=1e-6)
+        and len(times.idle) == 1
     )
     numbers = [
-        [value for name, value in vars(one).items() if name != "idle"] for one in (found, alone)
+        [value for name, value in vars(shares).items() if name != "idle"]
+        for shares in (times, alone)
     ]
     assert numbers[0] == pytest.approx(numbers[1], abs=1e-6)
 
 
 def test_idle_link_without_reason_is_reported(tmp_path):
     spans = tuple(span for span in STEP if span[0] != waits(LINK))
-    found = report.shares(report.read(written(tmp_path / "t.json", spans)))
-    assert sum(found.idle["between two reads"].values()) * 9.5 == pytest.approx(2.5, abs=1e-5)
+    times = report.shares(report.read(written(tmp_path / "t.json", spans)))
+    assert sum(times.idle["between two reads"].values()) * 9.5 == pytest.approx(2.5, abs=1e-5)
 
 
 def test_resident_layers_are_reported(tmp_path):
     spans = tuple(span for span in STEP if not span[0].startswith(LINK))
-    found = report.shares(report.read(written(tmp_path / "t.json", spans)))
-    assert (found.link, found.idle) == (0, {})
-    assert "all layers were resident" in report.text(found)
+    times = report.shares(report.read(written(tmp_path / "t.json", spans)))
+    assert (times.link, times.idle) == (0, {})
+    assert "all layers were resident" in report.text(times)
 
 
 def test_disabled_trace_is_empty(tmp_path):
@@ -108,9 +109,9 @@ def test_timeline_without_a_full_pass_is_refused(spans, tmp_path):
 
 
 def event(**changes: object) -> str:
-    one = {"ph": "X", "name": "n", "pid": 0, "tid": 0, "ts": 0, "dur": 1} | changes
+    span = {"ph": "X", "name": "n", "pid": 0, "tid": 0, "ts": 0, "dur": 1} | changes
     titles = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": COMPUTE}}
-    return json.dumps({"traceEvents": [titles, one], "otherData": {"format": FORMAT}})
+    return json.dumps({"traceEvents": [titles, span], "otherData": {"format": FORMAT}})
 
 
 @pytest.mark.parametrize(
@@ -179,22 +180,22 @@ def test_real_run_is_traced_and_reported(drafted, tmp_path, capsys):
     assert spans[-1].end_s - spans[0].start_s < took
     capsys.readouterr()
     assert report.main([str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert 0 < found["compute"] < 1 and 0 < found["verify"] < 1
+    times = json.loads(capsys.readouterr().out)
+    assert 0 < times["compute"] < 1 and 0 < times["verify"] < 1
     assert (
         0.9
-        < found["compute"] + found["draft"] + found["verify"] + found["wait"] + found["rest"]
+        < times["compute"] + times["draft"] + times["verify"] + times["wait"] + times["rest"]
         < 1.001
     )
     if drafted:
         assert any(span.lane == DRAFT and span.name == "level 1" for span in spans)
     else:
-        assert found["n_steps"] == 12
+        assert times["n_steps"] == 12
         lanes = {span.lane for span in spans}
         assert {slot_lane(LINK, 0), slot_lane(LINK, 1), waits(LINK)} <= lanes
         assert (
             0
-            < found["link"] + sum(sum(during.values()) for during in found["idle"].values())
+            < times["link"] + sum(sum(during.values()) for during in times["idle"].values())
             < 1.02
         )
         for slot in (0, 1):  # what is in a slot never overlaps

@@ -40,7 +40,7 @@ def chat(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
         (choice,) = answer.choices
         message: Any = choice.message
         calls = message.tool_calls or []
-        found = (getattr(message, "reasoning_content", ""), message.content or "")
+        texts = (getattr(message, "reasoning_content", ""), message.content or "")
     else:
         with served.client.chat.completions.stream(
             **fields, stream_options={"include_usage": True}
@@ -49,11 +49,11 @@ def chat(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
             answer = events.get_final_completion()
         deltas: Any = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
         reasoning = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
-        found = (reasoning, "".join(delta.content or "" for delta in deltas))
+        texts = (reasoning, "".join(delta.content or "" for delta in deltas))
         (choice,) = answer.choices
         calls = choice.message.tool_calls or []
     named = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
-    return (*found, named), choice.finish_reason, answer.usage
+    return (*texts, named), choice.finish_reason, answer.usage
 
 
 def responses(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
@@ -73,10 +73,10 @@ def responses(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
     kinds = [item.type for item in answer.output]
     assert kinds == ["reasoning", "message", "function_call"]
     call = output["function_call"]
-    found = (output["reasoning"].content[0].text, output["message"].content[0].text,
+    texts = (output["reasoning"].content[0].text, output["message"].content[0].text,
              [(call.name, json.loads(call.arguments))])  # fmt: skip
-    assert answer.output_text == found[1] and call.call_id
-    return found, answer.status, answer.usage
+    assert answer.output_text == texts[1] and call.call_id
+    return texts, answer.status, answer.usage
 
 
 def messages(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
@@ -346,9 +346,9 @@ def test_keys_of_both_clients_and_other_origins_are_accepted(served: Served) -> 
         keys = ({"x-api-key": "secret"}, 200), ({"x-api-key": "x"}, 401), (bearer, 200), ({}, 401)
         for key, status in keys:
             for path in ("/openapi.json", "/docs", "/v1/models"):
-                found = guarded.request("GET", path, headers={**headers, **key})
-                assert found[0] == status
-                assert found[1]["Access-Control-Allow-Origin"] == "https://a.example"
+                answer = guarded.request("GET", path, headers={**headers, **key})
+                assert answer[0] == status
+                assert answer[1]["Access-Control-Allow-Origin"] == "https://a.example"
         preflight = {"Access-Control-Request-Method": "POST",
                      "Access-Control-Request-Headers": "authorization"}  # fmt: skip
         for origin, status in (("https://a.example", 200), ("https://b.example", 400)):

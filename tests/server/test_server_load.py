@@ -50,9 +50,9 @@ def get(served: Served, path: str, method: str = "GET") -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     connection.request(method, path)
     response = connection.getresponse()
-    found = response.status, response.read()
+    answer = response.status, response.read()
     connection.close()
-    return found
+    return answer
 
 
 @contextmanager
@@ -72,28 +72,30 @@ def sent(served: Served, **body: Any) -> Iterator[socket.socket]:
 
 def test_two_hundred_concurrent_requests_are_answered_or_rejected(served):
     prompts = [f"def f{k % 8}(x):\n    return " for k in range(200)]
-    expected = {one: alone(served.llm, one, max_tokens=4) for one in set(prompts)}
+    expected = {prompt: alone(served.llm, prompt, max_tokens=4) for prompt in set(prompts)}
     with ThreadPoolExecutor(200) as pool:
         with engine_held(served.llm):  # nobody is answered until all have come
             asked = [
                 pool.submit(
                     served.asked,
                     "/v1/completions",
-                    {"prompt": one, "max_tokens": 4, "temperature": 0},
+                    {"prompt": prompt, "max_tokens": 4, "temperature": 0},
                 )
-                for one in prompts
+                for prompt in prompts
             ]
-            wait_until(lambda: sum(one.done() for one in asked) == len(prompts) - LIMITS.n_waiting)
-        found = [one.result() for one in asked]
-    assert sorted({status for status, _, _ in found}) == [200, 429]
-    for prompt, (status, headers, text) in zip(prompts, found, strict=True):
+            wait_until(
+                lambda: sum(future.done() for future in asked) == len(prompts) - LIMITS.n_waiting
+            )
+        answers = [future.result() for future in asked]
+    assert sorted({status for status, _, _ in answers}) == [200, 429]
+    for prompt, (status, headers, text) in zip(prompts, answers, strict=True):
         answer = json.loads(text)
         if status == 200:
             assert answer["choices"][0]["text"] == expected[prompt]
         else:
             assert int(headers["Retry-After"]) > 0 and "x-should-retry" not in headers
             assert answer["error"]["type"] == "rate_limit_error"
-    assert sum(status == 200 for status, _, _ in found) == LIMITS.n_waiting
+    assert sum(status == 200 for status, _, _ in answers) == LIMITS.n_waiting
 
 
 def test_clients_with_grammars_and_tools_get_the_answers_of_lone_requests(served):
@@ -137,10 +139,10 @@ def test_clients_disconnect_during_decoding(served):
     for _ in range(3):
         with sent(served, stream=True, prompt=[PROMPT, "class "], max_tokens=200) as connection:
             assert connection.recv(100)
-    found = served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 24, "temperature": 0})[
+    answer = served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 24, "temperature": 0})[
         1
     ]
-    assert found["choices"][0]["text"] == alone(served.llm, PROMPT, max_tokens=24)
+    assert answer["choices"][0]["text"] == alone(served.llm, PROMPT, max_tokens=24)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -163,7 +165,7 @@ def test_failing_request_fails_alone(served, stream, monkeypatch):
             several = [{}, {"logit_bias": {"0": 1.0}}, {"logit_bias": {"1": 1.0}}]
             asked = [pool.submit(served.asked, "/v1/completions", body | more) for more in several]
             wait_until(lambda: served.service.n_open == 3)
-        right, *wrong = [one.result() for one in asked]
+        right, *wrong = [future.result() for future in asked]
     assert right[0] == 200
     if stream:
         chunks = [
@@ -223,13 +225,13 @@ DEEP = b"[" * 90_000 + b"]" * 90_000
 )
 def test_hostile_bodies_are_refused(served, body, word):
     n_passes = served.llm.engine.n_passes
-    status, found = served.post("/v1/completions", body)
+    status, answer = served.post("/v1/completions", body)
     assert (
         status == 400
-        and found["error"]["type"] == "invalid_request_error"
-        and word in found["error"]["message"]
+        and answer["error"]["type"] == "invalid_request_error"
+        and word in answer["error"]["message"]
     )
-    assert found["error"]["message"].count("; ") < 9, "of a million wrong items the first is told"
+    assert answer["error"]["message"].count("; ") < 9, "of a million wrong items the first is told"
     assert served.llm.engine.n_passes == n_passes
 
 
@@ -249,8 +251,8 @@ def test_hostile_bodies_are_refused(served, body, word):
     ],
 )
 def test_hostile_chats_are_refused(served, body):
-    status, found = served.post("/v1/chat/completions", body)
-    assert status == 400 and found["error"]["type"] == "invalid_request_error"
+    status, answer = served.post("/v1/chat/completions", body)
+    assert status == 400 and answer["error"]["type"] == "invalid_request_error"
 
 
 def test_hostile_tokenize_requests_are_refused(served):
@@ -272,11 +274,11 @@ def test_answers_beyond_the_context_end_with_length(served):
         "temperature": 0,
         "top_k": 10**30,
     }
-    status, found = served.post("/v1/completions", body)
-    assert status == 200 and found["choices"][0]["finish_reason"] == "length"
+    status, answer = served.post("/v1/completions", body)
+    assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
     assert (
-        found["usage"]["total_tokens"] == served.llm.max_model_len
-        and found["usage"]["prompt_tokens"] == n
+        answer["usage"]["total_tokens"] == served.llm.max_model_len
+        and answer["usage"]["prompt_tokens"] == n
     )
 
 
@@ -290,8 +292,8 @@ def test_answers_beyond_the_context_end_with_length(served):
     ],
 )  # fmt: skip
 def test_unknown_routes_and_methods_are_reported(served, method, path, status):
-    found, text = get(served, path, method)
-    assert found == status and json.loads(text)["error"]["type"] == "invalid_request_error"
+    code, text = get(served, path, method)
+    assert code == status and json.loads(text)["error"]["type"] == "invalid_request_error"
 
 
 def test_invalid_http_is_refused(served):
@@ -310,21 +312,23 @@ def test_invalid_http_is_refused(served):
                 connection.sendall(raw)
             except OSError:  # it has been sent away already
                 continue
-    found = served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "temperature": 0})[1]
-    assert found["choices"][0]["text"] == alone(served.llm, PROMPT, max_tokens=4)
+    reply = served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "temperature": 0})[1]
+    assert reply["choices"][0]["text"] == alone(served.llm, PROMPT, max_tokens=4)
 
 
 def test_server_shutdown_leaves_no_thread(llm):
     llm.generate("x", SamplingParams(max_tokens=1))
-    before = {one for one in threading.enumerate() if not one.name.startswith("engine")}
+    before = {thread for thread in threading.enumerate() if not thread.name.startswith("engine")}
     with running(llm, limits=replace(LIMITS, n_waiting=2)) as short:
         with ThreadPoolExecutor(8) as pool:
             asked = [
                 pool.submit(short.post, "/v1/completions", {"prompt": "x", "max_tokens": 4})
                 for _ in range(8)
             ]
-            assert {one.result()[0] for one in asked} <= {200, 429}
+            assert {future.result()[0] for future in asked} <= {200, 429}
         with sent(short, stream=True):
             pass
-    left = {one for one in threading.enumerate() if not one.name.startswith("engine")} - before
-    wait_until(lambda: not any(one.is_alive() for one in left))
+    left = {
+        thread for thread in threading.enumerate() if not thread.name.startswith("engine")
+    } - before
+    wait_until(lambda: not any(thread.is_alive() for thread in left))

@@ -123,7 +123,7 @@ def test_grammar_and_parser_of_a_format_agree(
 
 def parsed(chat_format: ChatFormat, text: str, tail: str = "") -> tuple[str, str, list[Any]]:
     """Parse a text in pieces of several sizes. Returns reasoning, content and calls."""
-    found = set()
+    results = set()
     for size in (1, 3, 7, len(text)):
         schemas = {str(entry["name"]): entry["parameters"] for entry in FUNCTIONS}
         parser = chat_format.parser(schemas, tail)
@@ -132,8 +132,8 @@ def parsed(chat_format: ChatFormat, text: str, tail: str = "") -> tuple[str, str
         calls = [call["function"] for part in parts for call in part.calls]
         reasoning = "".join(part.reasoning for part in parts)
         content = "".join(part.text for part in parts)
-        found.add((reasoning, content, json.dumps(calls)))
-    ((reasoning, content, calls),) = found
+        results.add((reasoning, content, json.dumps(calls)))
+    ((reasoning, content, calls),) = results
     named = [(call["name"], json.loads(call["arguments"])) for call in json.loads(calls)]
     return reasoning, content, named
 
@@ -173,9 +173,9 @@ def test_text_beside_calls_is_content(
     tokenizer: Any, name: str, text: str, content: str | None, n_calls: int
 ) -> None:
     """A content of None is the whole text."""
-    found = parsed(ChatFormat.select(tokenizer, name, "auto"), text)
-    assert found[:2] == ("", text if content is None else content)
-    assert [called for called, _ in found[2]] == ["add"] * n_calls
+    answer = parsed(ChatFormat.select(tokenizer, name, "auto"), text)
+    assert answer[:2] == ("", text if content is None else content)
+    assert [called for called, _ in answer[2]] == ["add"] * n_calls
 
 
 @pytest.mark.parametrize("text", ["3", "true", "null", '"a"', "a", "[1, 2", '{"a": 1}'])
