@@ -313,7 +313,7 @@ def test_learned_weights_are_kept_for_the_pair(zoo, tmp_path):
             assert torch.equal(weights_of(llm), original)
     with open_llm(pair.target, draft_model=str(other.draft), learn_draft="keep") as llm:
         assert not learner_of(llm)._serves
-    assert [path.name for path in cache_directory().glob("*draft-*")] == [
+    assert [kept.name for kept in cache_directory().glob("*draft-*")] == [
         path.name
     ] and path.read_bytes() == content
     with pytest.MonkeyPatch.context() as patch, pytest.warns(CacheError):

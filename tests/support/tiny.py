@@ -4,7 +4,7 @@ the reference.
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -274,7 +274,7 @@ class Zoo:
             )
         return self._pairs[name, seed]
 
-    def greedy(self, name: str, seed: int, n_new: int = 64) -> list[int]:
+    def greedy(self, name: str, seed: int, n_new: int = 64) -> GreedyText:
         """Greedy continuation of `prompt_of(seed)` by transformers in float32."""
         return generate(self.model(name, seed), prompt_of(seed), n_new)
 
@@ -286,19 +286,73 @@ def prompt_of(seed: int, n: int = 21, vocab_size: int = 128) -> list[int]:
     ).tolist()
 
 
+class GreedyText(Sequence[int]):
+    """The greedy continuation of a prompt by transformers.
+
+    Comparison with a text takes a single forward pass: each token of the text must be the most
+    probable one after its predecessors. Other uses and unequal texts generate the continuation.
+
+    n_new       number of tokens
+    successors  returns the most probable token after the prompt and after each token of a text
+    produce     generates the continuation
+    known       the tokens known so far, shared by all texts of the prompt
+    """
+
+    def __init__(
+        self,
+        n_new: int,
+        successors: Callable[[list[int]], list[int]],
+        produce: Callable[[int], list[int]],
+        known: list[int],
+    ) -> None:
+        self._n_new = n_new
+        self._successors = successors
+        self._produce = produce
+        self._known = known
+
+    def tokens(self) -> list[int]:
+        if len(self._known) < self._n_new:
+            self._known[:] = self._produce(self._n_new)
+        return self._known[: self._n_new]
+
+    def __eq__(self, text: object) -> bool:
+        if not isinstance(text, list):
+            return NotImplemented
+        is_known = len(self._known) >= self._n_new
+        if not is_known and len(text) == self._n_new and self._successors(text)[:-1] == text:
+            self._known[:] = text
+        return self.tokens() == text
+
+    __hash__ = None
+
+    def __len__(self) -> int:
+        return self._n_new
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.tokens()[i]
+
+    def __radd__(self, before: list[int]) -> list[int]:
+        return before + self.tokens()
+
+    def __repr__(self) -> str:
+        return repr(self.tokens())
+
+
 _TEXTS: WeakKeyDictionary[PreTrainedModel, dict[Any, list[int]]] = WeakKeyDictionary()
 
 
-def generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> list[int]:
+def generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> GreedyText:
     """The greedy continuation by transformers, of exactly so many tokens.
 
     Computed once per model, dtype and prompt: change no weights after the first call.
     """
-    texts = _TEXTS.setdefault(model, {})
-    key = model.dtype, tuple(prompt)
-    if len(texts.get(key, ())) < n_new:
-        texts[key] = _generate(model, prompt, n_new)
-    return texts[key][:n_new]
+    known = _TEXTS.setdefault(model, {}).setdefault((model.dtype, tuple(prompt)), [])
+    return GreedyText(
+        n_new,
+        lambda text: logits_of(model, [*prompt, *text])[len(prompt) - 1 :].argmax(-1).tolist(),
+        partial(_generate, model, prompt),
+        known,
+    )
 
 
 def _generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> list[int]:
