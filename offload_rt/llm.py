@@ -34,7 +34,8 @@ from offload_rt.executor.grammar import Grammar, GrammarCompiler
 from offload_rt.executor.pooling import Pooling
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
-from offload_rt.models.image_prompt import ImageProcessor, ImagePrompt
+from offload_rt.models.image_prompt import ImagePrompt
+from offload_rt.models.processors import ImageProcessor
 from offload_rt.offload.placement import Plan
 from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
 from offload_rt.system.progress import loading_bar, progress_bar

@@ -1,31 +1,13 @@
 """Prompts with images: token ids, pixel values, positions."""
 
-from __future__ import annotations
-
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-
-from offload_rt.errors import PromptError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from PIL.Image import Image
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
-
-    from offload_rt.models.image_tower import ImageTower
-    from offload_rt.models.processors import ProcessedImage
-
-# Qwen-VL's limit. Processors that scale the shorter side up would fill the memory with a strip.
-_MAX_RATIO = 200
+from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,99 +80,3 @@ class ImagePrompt:
         """Return the images with tokens at indices [first, stop), and these rows of each."""
         bounds = [(image, np.searchsorted(image.rows, (first, stop))) for image in self.images]
         return [(image, slice(*map(int, bound))) for image, bound in bounds if bound[0] < bound[1]]
-
-
-class ImageProcessor:
-    """Processor of a checkpoint with images.
-
-    max_pixels  larger images are scaled down
-    """
-
-    def __init__(self, processor: Any, tower: ImageTower, max_pixels: int) -> None:
-        self._processor = processor
-        self._tower = tower
-        self._max_pixels = max_pixels
-
-    @classmethod
-    def load(
-        cls, path: Path, tokenizer: PreTrainedTokenizerBase, tower: ImageTower, max_pixels: int
-    ) -> Self:
-        """Load the processor of a checkpoint directory. Raises CheckpointError."""
-        from offload_rt.models.processors import load_processor
-
-        return cls(load_processor(path, tokenizer, tower.family), tower, max_pixels)
-
-    def encode(self, text: str, images: Sequence[Image]) -> ImagePrompt:
-        """Encode a text with a placeholder per image of `scaled`. Raises PromptError."""
-        try:
-            out = self._processor(text=[text], images=images)
-        except Exception as error:  # processors raise any class
-            raise _failed(error) from error
-        return self._prompt(out)
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        images: Sequence[Image],
-        options: Mapping[str, Any],
-    ) -> ImagePrompt:
-        """Encode a conversation; its parts {"type": "image"} correspond to the images, in order.
-
-        images   of `scaled`
-        options  arguments of `apply_chat_template` and template variables
-        Raises PromptError.
-        """
-        template = options.get("chat_template") or self._processor.tokenizer.chat_template
-        encoding = {
-            "chat_template": template or self._processor.chat_template,
-            "tokenize": True, "return_dict": True, "sanitize_control_tokens": True,
-            "processor_kwargs": {"images": images},
-        }  # fmt: skip
-        turns = [dict(message) for message in messages]
-        try:
-            out = self._processor.apply_chat_template(turns, **{**options, **encoding})
-        except Exception as error:  # templates and processors raise any class
-            raise _failed(error) from error
-        return self._prompt(out)
-
-    def _prompt(self, out: Mapping[str, Any]) -> ImagePrompt:
-        """Divide the placeholders of a prompt between its images."""
-        ids = list(out["input_ids"][0])
-        rows = np.flatnonzero(np.array(ids) == self._tower.token_id)
-        place = self._processor.tokenizer.convert_ids_to_tokens(self._tower.token_id)
-        parts = []
-        first = 0
-        for processed in out["processed_images"]:
-            stop = first + processed.text.count(place)
-            parts.append(self._image(rows[first:stop], processed))
-            first = stop
-        assert first == len(rows), "an image has as many tokens alone as in its prompt"
-        return self._tower.prompt(ids, tuple(parts))
-
-    def _image(self, rows: np.ndarray, processed: ProcessedImage) -> PromptImage:
-        key = image_key(processed.image.size, processed.image.tobytes())
-        small = {
-            name: value for name, value in processed.small.items() if name in self._tower.inputs
-        }
-        return PromptImage(key, rows, small, processed.pixels)
-
-    def scaled(self, image: Image) -> Image:
-        """Scale an image down to the largest permitted number of pixels.
-
-        Raises PromptError for a strip.
-        """
-        if max(image.size) > _MAX_RATIO * min(image.size):
-            need = f"sides that differ by a factor of at most {_MAX_RATIO}"
-            have = f"{image.width} x {image.height} pixels"
-            raise PromptError("an image", need=need, have=have, change="crop it")
-        scale = math.sqrt(self._max_pixels / (image.width * image.height))
-        if scale < 1:
-            image = image.resize((int(image.width * scale) or 1, int(image.height * scale) or 1))
-        return image
-
-
-def _failed(error: Exception) -> PromptError:
-    said = " ".join(str(error).split())[:200] or type(error).__name__
-    return PromptError(
-        f"the model's processor failed: {said}", change="check the images and their placeholders"
-    )

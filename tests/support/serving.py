@@ -18,7 +18,8 @@ from openai import OpenAI
 from write_vision import write_vision
 
 from offload_rt import LLM, Piece, SamplingParams
-from offload_rt.models.image_prompt import ImageProcessor, ImagePrompt
+from offload_rt.models.image_prompt import ImagePrompt
+from offload_rt.models.processors import ImageProcessor
 from offload_rt.server.app import make_app
 from offload_rt.server.connection import ConnectionLimits, make_server
 from offload_rt.server.service import ServerLimits
