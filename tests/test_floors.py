@@ -41,21 +41,10 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def nodes_of(tree: ast.AST, has_types: bool) -> Iterator[ast.AST]:
-    """Yield all nodes of a tree; without has_types, none below `if TYPE_CHECKING`."""
-    yield tree
-    is_types = isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING"
-    for node in tree.orelse if is_types and not has_types else ast.iter_child_nodes(tree):
-        yield from nodes_of(node, has_types)
-
-
-def imported(path: Path, has_types: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield line and full name of every import of a file, at any depth.
-
-    has_types  include imports for type checking
-    """
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and full name of every import of a file, at any depth, also for types."""
     package = ("offload_rt", *path.relative_to(ROOT).parts[:-1])
-    for node in nodes_of(tree_of(path), has_types):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -143,13 +132,13 @@ def module_of(path: Path) -> str:
     return ".".join(("offload_rt", *path.relative_to(ROOT).with_suffix("").parts))
 
 
-def cycles(modules: list[Path], has_types: bool) -> list[list[str]]:
+def cycles(modules: list[Path]) -> list[list[str]]:
     """Import cycles between modules: groups that reach each other. Packages are no modules here."""
     names = {module_of(path): path for path in modules if path.name != "__init__.py"}
     edges = {
         name: {
             module
-            for _, full in imported(path, has_types)
+            for _, full in imported(path)
             for module in (full, full.rpartition(".")[0])
             if module in names
         }
@@ -175,13 +164,8 @@ def cycles(modules: list[Path], has_types: bool) -> list[list[str]]:
 
 
 def test_modules_import_each_other_without_cycles():
-    """Imports within functions count as well."""
-    assert cycles(MODULES, has_types=False) == []
-
-
-def test_types_refer_to_each_other_without_cycles():
-    """Except for the vision tower: a property of a model, whose modules the tower calls."""
-    assert cycles([path for path in MODULES if path.stem != "image_tower"], True) == []
+    """Imports within functions and for types count as well."""
+    assert cycles(MODULES) == []
 
 
 def test_package_root_imports_only_its_exports():

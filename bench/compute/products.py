@@ -21,7 +21,7 @@ from torch import Tensor
 from bench.common.measure import ROOT, Spread
 from bench.common.peaks import fma_gflops, read_gbps
 from bench.common.processes import run_python
-from offload_rt.models.architecture import LayerWeights
+from offload_rt.models.layers import LayerWeights
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.tier import read_parallel
 from offload_rt.system.machine import cache_nbytes

@@ -29,7 +29,7 @@ from bench.experts.mixtures import open_paced
 from offload_rt import SamplingParams
 from offload_rt.config import parse_size
 from offload_rt.cost.pass_times import TouchedExperts
-from offload_rt.models.architecture import Mixture
+from offload_rt.models.layers import Mixture
 from offload_rt.offload import expert_cache
 from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.memory import MemoryTier

@@ -10,7 +10,8 @@ from offload_rt.chunks import CHUNK_ROWS
 from offload_rt.cost.card import Card
 from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.dtypes import DType
-from offload_rt.models.architecture import Architecture, TensorShape
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import TensorShape
 
 # Reached share of published rates. Products of 8192 by 8192 in torch: 158.6 of 165.2 TFLOP/s on an
 # RTX 4090, 215 of 312 on an A800 (github.com/mli/transformers-benchmarks, issue 4). The lower share

@@ -16,8 +16,8 @@ from offload_rt.engine.target_spec import TargetSpec
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.cuda_graphs import Capture, CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
-from offload_rt.models.architecture import LayerWeights
 from offload_rt.models.heads import Head
+from offload_rt.models.layers import LayerWeights
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import Plan

@@ -16,7 +16,8 @@ from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.errors import CapacityError, UnsupportedModelError
 from offload_rt.kv.split import KVBytes, KVSplit, RowFormat, state_rows
-from offload_rt.models.architecture import Architecture, TensorShape
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import TensorShape
 from offload_rt.offload.placement import (
     BEST_SLOTS,
     ExpertSizes,

@@ -15,7 +15,8 @@ from offload_rt.chunks import GRAPH_WIDTHS, max_captured_rows
 from offload_rt.dtypes import DType
 from offload_rt.errors import RankError
 from offload_rt.kv.cache import KVBuffer, KVCache
-from offload_rt.models.architecture import Architecture, Attention, LayerWeights
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import Attention, LayerWeights
 from offload_rt.ops import extension
 from offload_rt.system.ranks import Ranks
 from offload_rt.weights.layout import packed_layout

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.models.architecture import LayerWeights
 from offload_rt.models.image_prompt import PromptImage
 from offload_rt.models.image_tower import ImageFeatures, ImageTower
+from offload_rt.models.layers import LayerWeights
 from offload_rt.offload.streamer import Streamer
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.weights.layout import Layout

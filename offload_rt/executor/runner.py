@@ -28,8 +28,9 @@ from offload_rt.kv.host import HostCache
 from offload_rt.kv.recurrent import RecurrentCache
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.kv.split import KVShare
-from offload_rt.models.architecture import Architecture, LayerWeights
+from offload_rt.models.architecture import Architecture
 from offload_rt.models.heads import HeadDecoder
+from offload_rt.models.layers import LayerWeights
 from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.offloaded_rows import OffloadedRows
 from offload_rt.offload.streamer import LayerView, Streamer

@@ -12,7 +12,8 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.errors import CapacityError
 from offload_rt.kv.split import KVBytes
-from offload_rt.models.architecture import Architecture, Attention, KVShape
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import Attention, KVShape
 
 
 class RowRange(NamedTuple):

@@ -10,7 +10,8 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.kv.cache import KVBuffer, KVCache
 from offload_rt.kv.sparse import SparseCache
-from offload_rt.models.architecture import Architecture, Attention
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import Attention
 
 # Last tokens, which select rows and are kept; rows per chunk; SnapKV pooling width.
 _N_RECENT = 32

@@ -9,7 +9,8 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.kv.cache import KVBuffer, KVCache, RowRange
 from offload_rt.kv.split import PAGE_ROWS, KVShare, RowFormat
-from offload_rt.models.architecture import Architecture, Attention
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import Attention
 
 
 class RowStore(Protocol):

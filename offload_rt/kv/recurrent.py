@@ -11,7 +11,8 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.kv.cache import ContiguousCache, KVCache, MovedRows
 from offload_rt.kv.split import N_KEPT
-from offload_rt.models.architecture import Architecture, StateShape
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import StateShape
 from offload_rt.ops.delta_rule import (
     BLOCK_ROWS,
     DeltaRows,

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload_rt.models.architecture import LayerWeights, TensorShape
 from offload_rt.models.heads import Head, HeadWeights
+from offload_rt.models.layers import LayerWeights, TensorShape
 from offload_rt.models.native import EMBED, HEAD, QKV, NativeDecoder, norm
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload_rt.models.architecture import LayerWeights
+from offload_rt.models.layers import LayerWeights
 
 # Expert modules of each projection, by expert.
 Modules = Sequence[Sequence[str]]

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload_rt.models.architecture import LayerWeights, TensorShape
 from offload_rt.models.block_head import BlockHead
+from offload_rt.models.layers import LayerWeights, TensorShape
 from offload_rt.models.native import GATE_UP
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from offload_rt.models.architecture import LayerWeights, Part, PassContext, TensorShape
 from offload_rt.models.heads import HeadDecoder, HeadWeights
+from offload_rt.models.layers import LayerWeights, Part, PassContext, TensorShape
 from offload_rt.models.native import EMBED, QKV, NativeDecoder, norm
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload_rt.errors import SettingsError
-from offload_rt.models.architecture import Architecture, LayerWeights, TensorShape
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import LayerWeights, TensorShape
 from offload_rt.models.native import EMBED, HEAD, NORM, NativeDecoder, norm
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from offload_rt.models.architecture import LayerWeights, TensorShape
 from offload_rt.models.image_prompt import ImagePrompt, PromptImage
+from offload_rt.models.layers import LayerWeights, TensorShape
 from offload_rt.models.trace import Call
 from offload_rt.models.traced import ImageInputs, TracedModel
 

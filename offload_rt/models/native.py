@@ -9,13 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from offload_rt.models.architecture import (
-    Architecture,
-    Attention,
-    LayerWeights,
-    PassContext,
-    TensorShape,
-)
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import Attention, LayerWeights, PassContext, TensorShape
 from offload_rt.models.rope import Rope
 
 if TYPE_CHECKING:

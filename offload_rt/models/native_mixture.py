@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.models.architecture import LayerWeights, PassContext
+from offload_rt.models.layers import LayerWeights, PassContext
 from offload_rt.models.native import NativeDecoder
 from offload_rt.models.native_config import native_decoder
 from offload_rt.models.transformers import TransformersModel

@@ -11,13 +11,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import (
-    Attention,
-    LayerWeights,
-    PassContext,
-    StateContext,
-    StateShape,
-)
+from offload_rt.models.layers import Attention, LayerWeights, PassContext, StateContext, StateShape
 from offload_rt.models.traced_experts import mixture
 
 # Registry names in transformers: for passes, which need no masks, and for tracing.

@@ -15,7 +15,7 @@ from transformers.core_model_loading import (
 )
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import Part, TensorShape
+from offload_rt.models.layers import Part, TensorShape
 from offload_rt.models.traced import ExpertNames, SplitTensors, TracedModel
 
 # compressed-tensors stores each expert of Llama 4 as three modules.

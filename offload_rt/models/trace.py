@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import Attention, KVShape, PassContext, StateShape
+from offload_rt.models.layers import Attention, KVShape, PassContext, StateShape
 from offload_rt.models.stand_ins import OTHER_STATE, TRACED
 
 OWN_CODE = "use custom attention code"

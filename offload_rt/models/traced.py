@@ -18,13 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import (
-    LayerExperts,
-    LayerWeights,
-    PassContext,
-    TensorShape,
-)
 from offload_rt.models.custom_attention import ALIBI, replace_attention
+from offload_rt.models.layers import LayerExperts, LayerWeights, PassContext, TensorShape
 from offload_rt.models.stand_ins import (
     MASKED,
     NAME,

@@ -12,7 +12,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from offload_rt import ops
 from offload_rt.models import cpu_experts
-from offload_rt.models.architecture import ExpertShare, HostWork, LayerExperts, LayerWeights
+from offload_rt.models.layers import ExpertShare, HostWork, LayerExperts, LayerWeights
 from offload_rt.ops import extension
 from offload_rt.ops.few_rows import Stack, multiply_stack, serves_stack
 from offload_rt.ops.linear import linear

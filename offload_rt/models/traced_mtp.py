@@ -7,8 +7,9 @@ from typing import Self
 
 from torch import Tensor
 
-from offload_rt.models.architecture import Architecture, LayerWeights, Part
+from offload_rt.models.architecture import Architecture
 from offload_rt.models.heads import MTP_LAYOUTS, Mtp, MtpLayout
+from offload_rt.models.layers import LayerWeights, Part
 from offload_rt.models.traced import TracedModel
 from offload_rt.models.transformers import TransformersModel
 

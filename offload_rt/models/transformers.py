@@ -15,8 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models import image_tower
-from offload_rt.models.architecture import (
-    Architecture,
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.image_tower import ImageTower
+from offload_rt.models.layers import (
     KVShape,
     LayerWeights,
     Mixture,
@@ -25,7 +26,6 @@ from offload_rt.models.architecture import (
     StateShape,
     TensorShape,
 )
-from offload_rt.models.image_tower import ImageTower
 from offload_rt.models.stand_ins import OTHER_STATE, TRACED
 from offload_rt.models.tensor_names import TensorNames
 from offload_rt.models.trace import OWN_CODE

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.cuda import Event
 
 from offload_rt.errors import LinkError
-from offload_rt.models.architecture import HostWork, LayerExperts, LayerWeights
+from offload_rt.models.layers import HostWork, LayerExperts, LayerWeights
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.meter import LinkMeter

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.cost.pass_times import HostTimes
-from offload_rt.models.architecture import HostWork, LayerWeights
+from offload_rt.models.layers import HostWork, LayerWeights
 from offload_rt.system.numa import Cpus, stay_near
 from offload_rt.weights.layout import Layout, PackedLayer
 

@@ -7,7 +7,7 @@ from offload_rt.config import format_size
 from offload_rt.cost.pass_times import PassBytes, TouchedExperts
 from offload_rt.errors import CapacityError
 from offload_rt.kv.split import KVSplit
-from offload_rt.models.architecture import Mixture
+from offload_rt.models.layers import Mixture
 
 # Two slots overlap transfer and compute; a third device slot absorbs jitter.
 _LEAST_SLOTS = 2

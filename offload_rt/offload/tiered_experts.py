@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 from torch.cuda import Event
 
-from offload_rt.models.architecture import HostWork
+from offload_rt.models.layers import HostWork
 from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.expert_cache import CardExperts, MakeWeights, ThreadExperts
 from offload_rt.offload.host_experts import HostExperts

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from offload_rt.models.architecture import (
-    Architecture,
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import (
     Attention,
     KVShape,
     LayerWeights,

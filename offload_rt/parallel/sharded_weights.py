@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import NamedTuple, cast
 
 from offload_rt.errors import CheckpointError, UnsupportedModelError
-from offload_rt.models.architecture import TensorShape
+from offload_rt.models.layers import TensorShape
 from offload_rt.parallel.tensor_parallel import Cut, TensorParallelModel
 from offload_rt.system.ranks import Ranks
 from offload_rt.weights.checkpoint import Checkpoint, stored_block

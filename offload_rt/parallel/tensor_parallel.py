@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import (
-    Architecture,
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import (
     ExpertShare,
     KVShape,
     LayerWeights,

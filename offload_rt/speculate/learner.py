@@ -26,7 +26,8 @@ from offload_rt import ops
 from offload_rt.dtypes import DType
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
-from offload_rt.models.architecture import Architecture, Attention, LayerWeights
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import Attention, LayerWeights
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.streamer import LayerView
 from offload_rt.ops import reference

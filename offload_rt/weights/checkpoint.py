@@ -11,8 +11,9 @@ from typing import Any
 
 from offload_rt.dtypes import DTYPES, DType
 from offload_rt.errors import CheckpointError
-from offload_rt.models.architecture import Architecture, Part, TensorShape
+from offload_rt.models.architecture import Architecture
 from offload_rt.models.families import parse_architecture
+from offload_rt.models.layers import Part, TensorShape
 from offload_rt.weights.files import PROCESSOR_FILES, read_config, tensors_of
 from offload_rt.weights.formats import Matrix, WeightFormat, format_of
 from offload_rt.weights.gguf import SUFFIX, read_gguf

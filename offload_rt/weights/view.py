@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload_rt.models.architecture import LayerWeights
+from offload_rt.models.layers import LayerWeights
 from offload_rt.weights.layout import Layout
 from offload_rt.weights.matrix import QuantizedMatrix
 

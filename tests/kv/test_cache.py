@@ -9,7 +9,7 @@ from support.tiny import feed, open_llm, prefill, prompt_of, random_tree, runner
 from offload_rt.errors import CapacityError
 from offload_rt.kv.cache import ContiguousCache
 from offload_rt.kv.split import KVBytes
-from offload_rt.models.architecture import KVShape
+from offload_rt.models.layers import KVShape
 from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric

@@ -30,7 +30,7 @@ from offload_rt.cost.pass_times import (
 )
 from offload_rt.engine import profile
 from offload_rt.engine.memory_plan import READ_BUFFERS
-from offload_rt.models.architecture import HostWork
+from offload_rt.models.layers import HostWork
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.streamer import LayerView

@@ -24,8 +24,8 @@ from bench.models.tiny import config_of, random_model
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import ranks_spec
 from offload_rt.models import traced_experts
-from offload_rt.models.architecture import ExpertShare
 from offload_rt.models.families import parse_architecture
+from offload_rt.models.layers import ExpertShare
 from offload_rt.parallel.pipeline_model import divisible
 from offload_rt.parallel.sharded_weights import divide
 from offload_rt.parallel.tensor_parallel import TensorParallelModel

@@ -61,7 +61,7 @@ from offload_rt.errors import (
 )
 from offload_rt.executor.cuda_graphs import GraphPass, GraphShape
 from offload_rt.executor.runner import Runner
-from offload_rt.models.architecture import TensorShape
+from offload_rt.models.layers import TensorShape
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.placement import Plan
 from offload_rt.ops.lossless import decode

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
-from offload_rt.models.architecture import Mixture
+from offload_rt.models.layers import Mixture
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import CardExperts, ThreadExperts
 from offload_rt.offload.memory import MemoryTier

@@ -274,7 +274,7 @@ class Zoo:
             )
         return self._pairs[name, seed]
 
-    def greedy(self, name: str, seed: int, n_new: int = 64) -> GreedyText:
+    def greedy(self, name: str, seed: int, n_new: int = 64) -> "GreedyText":
         """Greedy continuation of `prompt_of(seed)` by transformers in float32."""
         return generate(self.model(name, seed), prompt_of(seed), n_new)
 

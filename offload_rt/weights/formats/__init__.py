@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from offload_rt.dtypes import DType
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.models.architecture import LayerWeights
+from offload_rt.models.layers import LayerWeights
 from offload_rt.system import registry
 from offload_rt.weights.layout import Layout
 from offload_rt.weights.matrix import Matrix

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
-from offload_rt.models.architecture import LayerWeights
+from offload_rt.models.layers import LayerWeights
 from offload_rt.packing import BLOCKS
 from offload_rt.weights import view
 from offload_rt.weights.formats import Matrix, Source, StoredTensor
