@@ -32,11 +32,6 @@ PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 150))]
 
 
 @pytest.fixture(scope="module")
-def pair(zoo):
-    return zoo.pair("llama", 0)
-
-
-@pytest.fixture(scope="module")
 def llm(pair):
     """With trees of a fixed size, so that a seed makes a text."""
     with pytest.MonkeyPatch.context() as patch:

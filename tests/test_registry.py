@@ -42,7 +42,7 @@ def test_unknown_entry_is_refused_with_the_known_entries(name):
     assert repr(name) in str(caught.value)
 
 
-def test_drafter_in_a_single_new_file_gets_the_resources_it_declares(zoo, tmp_path, monkeypatch):
+def test_drafter_in_a_single_new_file_gets_the_resources_it_declares(pair, tmp_path, monkeypatch):
     (tmp_path / "windowed_triforce.py").write_text(
         "from offload_rt.kv.window import WindowCache\n"
         "from offload_rt.speculate.draft.triforce import TriForce\n"
@@ -54,7 +54,6 @@ def test_drafter_in_a_single_new_file_gets_the_resources_it_declares(zoo, tmp_pa
     )
     folder = offload_rt.speculate.draft
     monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
-    pair = zoo.pair("llama", 0)
     settings = pair.settings("windowed_triforce") | {"tree_size": 8}
     with open_llm(pair.target, **settings) as llm:
         drafter = llm.engine.drafter

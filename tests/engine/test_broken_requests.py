@@ -103,8 +103,7 @@ def assert_released(llm):
         ("cpu", "adaptive_tree", 3), ("card", "none", 3),
      ("card", "adaptive_tree", 3)],
 )  # fmt: skip
-def test_nan_logits_end_their_sequence_alone(zoo, monkeypatch, device, drafter, after):
-    pair = zoo.pair("llama", 0)
+def test_nan_logits_end_their_sequence_alone(pair, monkeypatch, device, drafter, after):
     expected = [generate(pair.model, prompt, 12) for prompt in PROMPTS]
     settings = {"max_model_len": 128, "max_num_seqs": 3, **pair.settings(drafter)}
     settings |= {} if drafter == "none" else {"tree_size": 24}

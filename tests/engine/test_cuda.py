@@ -101,9 +101,8 @@ def test_greedy_tokens_equal_transformers(zoo, card, name, where):
         ("static_tree", "match"),
     ],
 )  # fmt: skip
-def test_every_drafter_and_rule_runs_on_cuda(zoo, card, drafter, rule):
+def test_every_drafter_and_rule_runs_on_cuda(pair, card, drafter, rule):
     """Two prompts in turn, since graphs of the first prompt end with it; then both at once."""
-    pair = zoo.pair("llama", 0)
     size = {} if drafter == "none" else {"tree_size": 24}
     with card(), on_card(pair.target, **size, **pair.settings(drafter, rule)) as llm:
         params = SamplingParams(max_new_tokens=6)
@@ -151,9 +150,8 @@ def test_kernel_logits_differ_only_by_rounding(tmp_path, card, heads):
         assert (mine - probs).abs().mean() < 1.5 * (its - probs).abs().mean() + 1e-3
 
 
-def test_close_releases_cuda_graphs(zoo, card):
+def test_close_releases_cuda_graphs(pair, card):
     """At once, not when Python looks for circles: it holds the weights."""
-    pair = zoo.pair("llama", 0)
     gc.collect()
     gc.disable()
     try:
@@ -318,10 +316,9 @@ def counted_steps(llm, counts, params):
     ],
 )
 def test_host_waits_for_each_level_the_pass_and_the_verdict(
-    zoo, monkeypatch, drafter, rule, temperature, place
+    pair, monkeypatch, drafter, rule, temperature, place
 ):
     """Only layers pass through the copy engine, neither inputs of a pass nor rows to commit."""
-    pair = zoo.pair("llama", 0)
     settings = {"tree_size": 24, "tree_depth": 5}
     with fake_gpu(monkeypatch, has_kernels=True) as counts:
         settings |= {"max_model_len": 128, "device": "cuda"} | pair.settings(drafter, rule)
@@ -348,9 +345,8 @@ def test_nan_logits_are_detected_on_cuda(tmp_path, monkeypatch, has_kernels):
         llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
 
 
-def test_draft_is_captured_before_layers_are_copied(zoo, monkeypatch):
+def test_draft_is_captured_before_layers_are_copied(pair, monkeypatch):
     """A capture beside copies would wait for them."""
-    pair = zoo.pair("llama", 0)
     order = []
     copy = FakeCopyDevice.copy
 
@@ -417,9 +413,8 @@ def test_threads_with_streams_select_the_device(zoo, monkeypatch):
         assert counts.selected == {"copies", "engine_0"}
 
 
-def test_passes_are_captured_while_loading(zoo, monkeypatch):
+def test_passes_are_captured_while_loading(pair, monkeypatch):
     """Of all widths up to the largest tree; no sequence captures them again."""
-    pair = zoo.pair("llama", 0)
     captured = []
 
     def capture(compute):

@@ -110,11 +110,6 @@ def speaking(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def llama_pair(zoo):
-    return zoo.pair("llama", 0)
-
-
 @pytest.mark.parametrize("place", ["resident", "mixed"])
 def test_batch_rows_equal_solo_runs(speaking, place):
     """Different lengths, different ends, greedy and sampled side by side."""
@@ -171,13 +166,13 @@ def measured(sequence):
 
 
 @pytest.mark.parametrize("drafter", ["none", "adaptive_tree"])
-def test_sequences_join_and_leave_a_running_batch(llama_pair, drafter):
+def test_sequences_join_and_leave_a_running_batch(pair, drafter):
     """Sequences equal their solo runs while others join or are aborted, and leave no cache."""
     prompts = [prompt_of(seed, n) for seed, n in enumerate((4, 21, 9, 15, 7))]
     params = [SamplingParams(max_new_tokens=n) for n in (30, 12, 25, 40, 18)]
     if drafter == "none":  # with trees, other numbers of nodes spend the random numbers differently
         params[2] = SamplingParams(max_new_tokens=25, temperature=1.0, seed=3)
-    with open_llm(llama_pair.target, max_model_len=256, **llama_pair.settings(drafter)) as llm:
+    with open_llm(pair.target, max_model_len=256, **pair.settings(drafter)) as llm:
         solo = alone(llm, prompts, params)
         engine = llm.engine
         caches = llm.engine.runner._caches

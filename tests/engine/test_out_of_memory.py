@@ -4,7 +4,7 @@ lost.
 
 import pytest
 import torch
-from support.tiny import generate, open_llm, prompt_of
+from support.tiny import assert_continued, generate, open_llm, prompt_of
 
 from offload_rt import SamplingParams
 from offload_rt.engine import engine as engine_module
@@ -38,8 +38,7 @@ def full(monkeypatch):
     return fill
 
 
-def test_oom_shrinks_a_large_tree(zoo, full, capfd):
-    pair = zoo.pair("llama", 0)
+def test_oom_shrinks_a_large_tree(pair, full, capfd):
     with open_llm(pair.target, draft_model=str(pair.draft), tree_size=64) as llm:
         seen = full(llm, most_rows=25)
         output = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=40))[0]
@@ -51,15 +50,12 @@ def test_oom_shrinks_a_large_tree(zoo, full, capfd):
     assert capfd.readouterr().err.count("device memory ran out: trees shrink to 32 nodes") == 1
 
 
-def test_oom_keeps_verified_sequences_of_the_batch(zoo, full):
-    pair = zoo.pair("llama", 0)
+def test_oom_keeps_verified_sequences_of_the_batch(pair, full):
     prompts = [prompt_of(seed, n) for seed, n in ((0, 21), (1, 9), (2, 30))]
     with open_llm(pair.target, draft_model=str(pair.draft), tree_size=96, max_model_len=120) as llm:
         full(llm, most_probs=7)
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=30))
-    assert [output.token_ids for output in outputs] == [
-        generate(pair.model, prompt, 30) for prompt in prompts
-    ]
+    assert_continued(outputs, pair.model, prompts, 30)
 
 
 def test_oom_prefills_in_smaller_chunks(zoo, full):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import speaking_checkpoint
 from support.command_line import PROMPT, SMALL, Speaks
+from support.processes import handled
 
 from offload_rt import LLM, SamplingParams
 
@@ -14,9 +15,8 @@ from offload_rt import LLM, SamplingParams
 @pytest.fixture(autouse=True)
 def _heed_interrupts() -> Iterator[None]:
     """Restore SIGINT, which background shells ignore for their processes."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    with handled(signal.SIGINT, signal.default_int_handler):
+        yield
 
 
 @pytest.fixture(scope="session")

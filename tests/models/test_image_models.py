@@ -1,5 +1,6 @@
 """Vision-language models: texts equal transformers' `generate`, for all ways to run them."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -37,13 +38,11 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0)
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory):
     """Of a type: the model in transformers, and its checkpoint."""
-    made = {}
 
+    @functools.cache
     def get(kind):
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            made[kind] = image_model(kind, folder), folder
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind)
+        return image_model(kind, folder), folder
 
     return get
 

@@ -1,6 +1,7 @@
 """Prompts with images: processors of transformers, their limits, and the forms of a request."""
 
 import base64
+import functools
 import io
 import json
 from pathlib import Path
@@ -55,13 +56,11 @@ def picture(seed, size=(48, 32)):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Of a type: model and processor of transformers, and their checkpoint."""
-    made = {}
 
+    @functools.cache
     def get(kind):
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            made[kind] = image_model(kind, folder), save_processor(kind, folder), folder
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind)
+        return image_model(kind, folder), save_processor(kind, folder), folder
 
     return get
 

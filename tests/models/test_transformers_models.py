@@ -2,6 +2,7 @@
 equal transformers.
 """
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -68,15 +69,13 @@ KINDS = [
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory):
     """Of a type: the model in transformers, and its checkpoint."""
-    made = {}
 
+    @functools.cache
     def get(kind):
-        if kind not in made:
-            model = random_model(tiny_config(kind))
-            folder = tmp_path_factory.mktemp(kind)
-            model.save_pretrained(folder)
-            made[kind] = model, folder
-        return made[kind]
+        model = random_model(tiny_config(kind))
+        folder = tmp_path_factory.mktemp(kind)
+        model.save_pretrained(folder)
+        return model, folder
 
     return get
 

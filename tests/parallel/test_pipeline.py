@@ -112,11 +112,10 @@ def test_streamed_pipeline_equals_one_rank(drafter, zoo, tmp_path):
         assert "disk" in tiers and _tokens(text) == [zoo.greedy("llama-tied", 0, 12)] * 2
 
 
-def test_pipeline_with_draft_model_gives_the_targets_tokens(zoo, tmp_path):
+def test_pipeline_with_draft_model_gives_the_targets_tokens(pair, tmp_path):
     """The draft is on rank 0 alone; the rows of a tree follow each other through the ranks in three
     parts.
     """
-    pair = zoo.pair("llama", 0)
     settings = {
         "model": str(pair.target),
         "draft_model": str(pair.draft),

@@ -2,6 +2,7 @@
 experts.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -55,20 +56,18 @@ def model_of(
     """Return a function from model type to the transformers model, its checkpoint and its greedy
     text.
     """
-    made: dict[str, tuple[Any, Path, list[int]]] = {}
 
+    @functools.cache
     def get(kind: str) -> tuple[Any, Path, list[int]]:
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            with pytest.MonkeyPatch.context() as patch:
-                for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-                    patch.setitem(bench.models.tiny.SIZES, name, 8)
-                # whose sum has an order
-                patch.setitem(bench.models.tiny.SIZES, "num_experts_per_tok", 4)
-                model = random_model(config_of(kind))
-            model.save_pretrained(folder)
-            made[kind] = model, folder, generate(model, prompt_of(0, 15, 150), 12)
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+                patch.setitem(bench.models.tiny.SIZES, name, 8)
+            # whose sum has an order
+            patch.setitem(bench.models.tiny.SIZES, "num_experts_per_tok", 4)
+            model = random_model(config_of(kind))
+        model.save_pretrained(folder)
+        return model, folder, generate(model, prompt_of(0, 15, 150), 12)
 
     return get
 

@@ -177,11 +177,6 @@ def params_of(seed):
 
 
 @pytest.fixture(scope="module")
-def pair(zoo):
-    return zoo.pair("llama", 0)
-
-
-@pytest.fixture(scope="module")
 def plain_texts(pair):
     """By seed, each decoded alone and without trees."""
     with open_llm(pair.target, max_model_len=64, rule="coupled") as llm:

@@ -65,9 +65,8 @@ def test_matrix_is_rounded_to_the_nearest_code(rounding):
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_text_and_draft_distribution(zoo, rounding):
+def test_text_and_draft_distribution(pair, rounding):
     """The text equals plain decoding; sampled trees carry the distribution of the rounded draft."""
-    pair = zoo.pair("llama", 0)
     prompt = prompt_of(0, 12)
     settings = {"draft_model": str(pair.draft), "draft_quantize": rounding}
     with open_llm(pair.target, "disk", **settings) as llm:
@@ -142,8 +141,7 @@ def test_rounded_draft_of_7b_needs_less_than_4_gb():
     ("settings", "have"),
     [({"drafter": "recycle"}, "none"), ({"learn_draft": "on"}, "a draft model of type llama")],
 )
-def test_unsuitable_draft_is_rejected(zoo, settings, have):
-    pair = zoo.pair("llama", 0)
+def test_unsuitable_draft_is_rejected(pair, settings, have):
     if "learn_draft" in settings:
         settings = {"draft_model": str(pair.draft), **settings}
     with pytest.raises(SettingsError, match=f"draft_quantize int8: .*has {have}"):

@@ -69,11 +69,6 @@ right = pytest.mark.parametrize(("name", "rule"), SAMPLING)
 
 
 @pytest.fixture(scope="module")
-def pair(zoo):
-    return zoo.pair("llama", 0)
-
-
-@pytest.fixture(scope="module")
 def llm(pair):
     """Target and draft model of every drafter here."""
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:

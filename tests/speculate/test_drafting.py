@@ -190,9 +190,8 @@ def best_nodes(model, tokens, n, n_levels, temperature):
 
 
 @pytest.mark.parametrize(("temperature", "n_levels"), [(0.0, 3), (0.0, 9), (0.8, 4), (0.3, 9)])
-def test_dynamic_tree_is_the_most_probable_tree(zoo, temperature, n_levels):
+def test_dynamic_tree_is_the_most_probable_tree(pair, temperature, n_levels):
     """Nodes have the highest path probabilities, in descending order, independent of the seed."""
-    pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         drafter = drafter_of(
             llm, "dynamic_tree", "match", DraftLimits(12, n_levels, fixed_size=True), level_s=0.0
@@ -226,8 +225,7 @@ def counts_of(pair_stats):
 
 
 @pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "adaptive_tree"])
-def test_pair_statistics_are_restored(zoo, cache, drafter):
-    pair = zoo.pair("llama", 0)
+def test_pair_statistics_are_restored(pair, cache, drafter):
     with open_llm(pair.target, **pair.settings(drafter)) as llm:
         for temperature in (0.0, 0.8):
             llm.generate(
@@ -247,9 +245,8 @@ def test_pair_statistics_are_restored(zoo, cache, drafter):
     assert counts_of(PairStats.load(*pair_ids)) == learned, "one pair is kept beside the other"
 
 
-def test_checkpoints_of_the_same_shapes_share_no_statistics(zoo, cache, tmp_path):
+def test_checkpoints_of_the_same_shapes_share_no_statistics(pair, cache, tmp_path):
     """For example a model and its fine-tune."""
-    pair = zoo.pair("llama", 0)
     tuned = nearly(pair.model, 0.001)
     tuned.save_pretrained(tmp_path / "tuned")
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
@@ -298,10 +295,9 @@ NO_TIMES = [
 ]  # fmt: skip
 
 
-def test_invalid_pass_times_are_measured_again(zoo, cache, monkeypatch):
+def test_invalid_pass_times_are_measured_again(pair, cache, monkeypatch):
     """Valid stored times are used; impossible times are ignored."""
     monkeypatch.setattr(profile, "_still_holds", lambda runner, compute: True)
-    pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         runner = llm.engine.runner
         moved = llm.plan.pass_bytes
@@ -318,9 +314,8 @@ def test_invalid_pass_times_are_measured_again(zoo, cache, monkeypatch):
             assert compute.seconds != tuple(map(tuple, TIMES)), entry
 
 
-def test_acceptance_counts_the_outcome_of_nodes(zoo):
+def test_acceptance_counts_the_outcome_of_nodes(pair):
     """Verdicts that always accept the second child make the second rank the best."""
-    pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         shape = Topology(np.array([-1, 0, 0, 1, 2]))
         drafter = drafter_of(llm, "static_tree", "match", DraftLimits(9, 4), shape=shape)
@@ -343,8 +338,7 @@ def engine_plan(pair, **settings):
         return llm.spec
 
 
-def test_plan_includes_the_draft(zoo):
-    pair = zoo.pair("llama", 0)
+def test_plan_includes_the_draft(pair):
     plain = engine_plan(pair, drafter="none")
     copying = engine_plan(pair, tree_size=32)
     drafted = engine_plan(pair, draft_model=str(pair.draft), tree_size=32)
@@ -363,9 +357,8 @@ def test_plan_includes_the_draft(zoo):
     ("drafter", "tree_size"),
     [("none", None), ("ngram", None), ("ngram", 16), ("static_tree", None), ("static_tree", 16)],
 )
-def test_too_small_budget_names_the_flag(zoo, drafter, tree_size):
+def test_too_small_budget_names_the_flag(pair, drafter, tree_size):
     """The named budget and larger budgets suffice; one byte less fails."""
-    pair = zoo.pair("llama", 0)
     settings = {"tree_size": tree_size, **pair.settings(drafter)}
     with pytest.raises(CapacityError, match="device_memory") as caught:
         engine_plan(pair, device_memory=1000, **settings)
@@ -377,8 +370,7 @@ def test_too_small_budget_names_the_flag(zoo, drafter, tree_size):
         engine_plan(pair, device_memory=least - 1, **settings)
 
 
-def test_trees_shrink_with_little_memory(zoo):
-    pair = zoo.pair("llama", 0)
+def test_trees_shrink_with_little_memory(pair):
     sizes = []
     for budget in (450_000, 1_000_000, 4_000_000, 1_000_000_000):
         drawn_up = engine_plan(pair, draft_model=str(pair.draft), device_memory=budget)
@@ -407,8 +399,7 @@ def first_difference(first, other):
     return next(i for i in range(999) if ours.get(i) != theirs.get(i))
 
 
-def test_different_tokenizer_is_refused_with_the_first_token(zoo, tmp_path):
-    pair = zoo.pair("llama", 0)
+def test_different_tokenizer_is_refused_with_the_first_token(pair, tmp_path):
     ours = byte_level()
     target = copy_of(pair.target, tmp_path / "target", ours)
     for name, theirs in (("longer", byte_level(330)), ("other", metaspace())):
@@ -425,16 +416,14 @@ def test_different_tokenizer_is_refused_with_the_first_token(zoo, tmp_path):
     ).close()
 
 
-def test_vocabularies_without_tokenizers_must_have_equal_sizes(zoo, tmp_path):
-    pair = zoo.pair("llama", 0)
+def test_vocabularies_without_tokenizers_must_have_equal_sizes(pair, tmp_path):
     other = CASES["llama"].build(0, vocab_size=96, num_hidden_layers=1)
     other.save_pretrained(tmp_path)
     with pytest.raises(SettingsError, match="96 tokens"):
         LLM(str(pair.target), draft_model=str(tmp_path), device="cpu")
 
 
-def test_refusal_leaves_no_open_file(zoo, tmp_path):
-    pair = zoo.pair("llama", 0)
+def test_refusal_leaves_no_open_file(pair, tmp_path):
     for _ in range(2):
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(CapacityError):
@@ -442,9 +431,8 @@ def test_refusal_leaves_no_open_file(zoo, tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_trees_of_4096_nodes(zoo, monkeypatch):
+def test_trees_of_4096_nodes(pair, monkeypatch):
     keep_steady(monkeypatch)
-    pair = zoo.pair("llama", 0)
     settings = {"dtype": "float32", "tree_size": 4096, "draft_model": str(pair.draft)}
     with open_llm(pair.target, **settings) as llm:
         output = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))[0]

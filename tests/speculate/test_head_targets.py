@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.gguf_files import build
 from support.heads import PUBLISHED, small_target, write_published
-from support.tiny import CASES, generate, keep_steady, open_llm, prompt_of
+from support.tiny import CASES, assert_continued, generate, keep_steady, open_llm, prompt_of
 from torch import Tensor
 
 from offload_rt import SamplingParams
@@ -78,9 +78,7 @@ def test_heads_draft_for_quantised_targets(tmp_path, monkeypatch, head):
     prompts = [prompt_of(seed, n, 32) for seed, n in enumerate((9, 20))]
     with open_llm(place="mixed", dtype="float32", **settings) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=16))
-    assert [output.token_ids for output in outputs] == [
-        generate(model, prompt, 16) for prompt in prompts
-    ]
+    assert_continued(outputs, model, prompts, 16)
     assert all(output.stats.nodes_per_tree > 1 for output in outputs)
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from support.texts import assert_distribution, exact_distributions, sampled_texts, small_pair
 from support.tiny import (
+    assert_continued,
     drafter_of,
     engine_of,
-    generate,
     keep_steady,
     logits_of,
     nearly,
@@ -172,11 +172,10 @@ def test_learning_lowers_the_loss_on_unseen_texts(zoo, tmp_path):
     assert runs[0][1] < runs[0][0] - 0.1
 
 
-def test_passage_has_accepted_tokens_and_predictions(zoo):
+def test_passage_has_accepted_tokens_and_predictions(pair):
     """Rows of several passes with the preceding text, and no token after the end of the
     sequence.
     """
-    pair = zoo.pair("llama", 0)
     text = prompt_of(1, 120)
     predicted = TopTokens(torch.arange(120 * 8).view(120, 8) % 128, torch.full((120, 8), 0.1))
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
@@ -196,9 +195,8 @@ def test_passage_has_accepted_tokens_and_predictions(zoo):
             assert torch.equal(labels, all_of_it[last - len(labels) : last])
 
 
-def test_learning_ends_without_gain(zoo, monkeypatch):
+def test_learning_ends_without_gain(pair, monkeypatch):
     """Draft and target are equal: weights stay, and requests for predictions end."""
-    pair = zoo.pair("llama", 0)
     monkeypatch.setattr("offload_rt.speculate.learner._PATIENCE", 12)
     with open_llm(pair.target, draft_model=str(pair.target)) as llm:
         learner = Learner(llm.engine.draft, LinkMeter())
@@ -217,11 +215,10 @@ def test_learning_ends_without_gain(zoo, monkeypatch):
         assert drafter.n_predicted == 0
 
 
-def test_learning_uses_only_idle_link_time(zoo):
+def test_learning_uses_only_idle_link_time(pair):
     """No learning without link waits, nor during waits shorter than a slice; the slice estimate
     decays.
     """
-    pair = zoo.pair("llama", 0)
     passages = [passage_of(pair.model, seed) for seed in range(3)]
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         learner = Learner(llm.engine.draft, LinkMeter())
@@ -234,11 +231,10 @@ def test_learning_uses_only_idle_link_time(zoo):
         assert learner._n_slices == 1 and learner._slice_s < 99.0
 
 
-def test_learning_ends_without_memory(zoo, monkeypatch):
+def test_learning_ends_without_memory(pair, monkeypatch):
     def no_memory(*_: object) -> Tensor:
         raise torch.OutOfMemoryError
 
-    pair = zoo.pair("llama", 0)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         learner = Learner(llm.engine.draft, LinkMeter())
         before = weights_of(llm)
@@ -252,10 +248,9 @@ def test_learning_ends_without_memory(zoo, monkeypatch):
 @pytest.mark.parametrize(
     ("drafter", "place"), [("adaptive_tree", "disk"), ("static_tree", "resident")]
 )
-def test_greedy_tokens_equal_transformers_while_learning(zoo, monkeypatch, drafter, place):
+def test_greedy_tokens_equal_transformers_while_learning(pair, monkeypatch, drafter, place):
     keep_steady(monkeypatch)
     monkeypatch.setattr("offload_rt.speculate.learner._RATE", CHANGED)
-    pair = zoo.pair("llama", 0)
     prompts = [prompt_of(seed, 9) for seed in range(2)]
     with open_llm(
         pair.target, place, draft_model=str(pair.draft), drafter=drafter, learn_draft="on"
@@ -264,9 +259,7 @@ def test_greedy_tokens_equal_transformers_while_learning(zoo, monkeypatch, draft
         learner = learns_at_every_layer(llm)
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=60))
         assert learner._n_slices > 16 and not torch.equal(weights_of(llm), before)
-    assert [output.token_ids for output in outputs] == [
-        generate(pair.model, prompt, 60) for prompt in prompts
-    ]
+    assert_continued(outputs, pair.model, prompts, 60)
 
 
 @pytest.mark.slow
@@ -287,11 +280,10 @@ def test_joint_distribution_while_learning(tmp_path, monkeypatch):
         assert_distribution(sampled, probs)
 
 
-def test_learned_weights_are_kept_for_the_pair(zoo, tmp_path):
+def test_learned_weights_are_kept_for_the_pair(zoo, pair, tmp_path):
     """It is served from the first draft of the next run on, until it gains no more; another draft
     does not get it.
     """
-    pair = zoo.pair("llama", 0)
     other = zoo.pair("llama", 1)
     settings = {"draft_model": str(pair.draft), "learn_draft": "keep"}
     with open_llm(pair.target, **settings) as llm:
@@ -331,16 +323,14 @@ def test_learned_weights_are_kept_for_the_pair(zoo, tmp_path):
     "settings",
     [{"drafter": "recycle"}, {"drafter": "self"}, {"drafter": "triforce", "draft_model": ""}],
 )
-def test_unsupported_drafters_refuse_learning(zoo, settings):
-    pair = zoo.pair("llama", 0)
+def test_unsupported_drafters_refuse_learning(pair, settings):
     if "draft_model" in settings:
         settings = settings | {"draft_model": str(pair.draft)}
     with pytest.raises(SettingsError, match="learn_draft"):
         open_llm(pair.target, learn_draft="on", **settings)
 
 
-def test_learning_reserves_memory(zoo):
-    pair = zoo.pair("llama", 0)
+def test_learning_reserves_memory(pair):
     reserved = []
     for learn in ("off", "on"):
         with open_llm(pair.target, draft_model=str(pair.draft), learn_draft=learn) as llm:

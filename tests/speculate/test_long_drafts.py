@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from support.texts import assert_distribution, exact_distribution, run_together, small_model
 from support.tiny import (
+    assert_continued,
     begin,
     drafter_of,
     generate,
@@ -182,11 +183,6 @@ def test_selected_rows_equal_the_published_algorithms(zoo, kind, published, n):
     torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
 
 
-@pytest.fixture(scope="module")
-def pair(zoo):
-    return zoo.pair("llama", 0)
-
-
 PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 90, 40, 61))]
 
 
@@ -228,9 +224,7 @@ def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, fa
         llm.engine.scheduler = type(llm.engine.scheduler)(10_000, 24)
         llm.engine.drafter._model._n_rows = 1000
         outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=60))
-    assert [output.token_ids for output in outputs] == [
-        generate(pair.model, prompt, 60) for prompt in PROMPTS
-    ]
+    assert_continued(outputs, pair.model, PROMPTS, 60)
     assert all(output.stats.tokens_per_pass > 1 for output in outputs), [
         output.stats.tokens_per_pass for output in outputs
     ]

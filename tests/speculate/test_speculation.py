@@ -86,8 +86,7 @@ def assert_greedy(llm, expected):
 
 # At temperature zero no tree is sampled, and all rules take the same path.
 @pytest.mark.parametrize(("drafter", "rule"), EACH_IN_ONE)
-def test_greedy_tokens_equal_transformers(zoo, texts, drafter, rule):
-    pair = zoo.pair("llama", 0)
+def test_greedy_tokens_equal_transformers(pair, texts, drafter, rule):
     with open_llm(
         pair.target, max_model_len=256, tree_size=24, tree_depth=5, **pair.settings(drafter, rule)
     ) as llm:
@@ -102,9 +101,8 @@ def steady(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def changed(zoo, texts):
+def changed(pair, texts):
     """Sampling parameters that change each text, and the changed answers of plain decoding."""
-    pair = zoo.pair("llama", 0)
     ends = {tokens[3] for tokens in texts("llama")}
     bias = {texts("llama")[0][0]: -4.0, 5: 3.0}
     several = [
@@ -143,17 +141,15 @@ def test_logit_changes_equal_transformers(zoo, texts, changed):
 
 
 @pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
-def test_logit_changes_apply_along_each_path(zoo, changed, drafter):
-    pair = zoo.pair("llama", 0)
+def test_logit_changes_apply_along_each_path(pair, changed, drafter):
     params, expected = changed
     with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings(drafter)) as llm:
         assert answers(llm.generate(PROMPTS, params)) == expected
 
 
 @pytest.mark.parametrize("rule", registry.names("speculate.verify"))
-def test_temperature_close_to_zero_is_greedy(zoo, texts, rule):
+def test_temperature_close_to_zero_is_greedy(pair, texts, rule):
     """However close: the draft's distribution must not overflow either."""
-    pair = zoo.pair("llama", 0)
     with open_llm(
         pair.target, max_model_len=256, tree_size=24, **pair.settings("adaptive_tree", rule)
     ) as llm:
@@ -273,8 +269,7 @@ def test_every_size_and_length_equals_plain_decoding_at_temperature_0(
 
 
 @pytest.fixture(scope="module")
-def wide_llm(zoo):
-    pair = zoo.pair("llama", 0)
+def wide_llm(pair):
     with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
         yield llm
 
@@ -339,9 +334,8 @@ def test_committed_rows_equal_a_fresh_prefill(zoo, monkeypatch, family, name, ru
     assert sequences[0].tokens[len(PROMPTS[0]) :] == expected_of(pair.model, PROMPTS[:1], [20])[0]
 
 
-def test_draft_computes_no_token_twice(zoo, monkeypatch):
+def test_draft_computes_no_token_twice(pair, monkeypatch):
     """After a commit the draft receives only the bonus token and leaves without a row."""
-    pair = zoo.pair("llama", 0)
     lacking = []
     start = DraftState.start
 
@@ -361,9 +355,8 @@ def test_draft_computes_no_token_twice(zoo, monkeypatch):
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-def test_caches_never_exceed_the_plan(zoo, monkeypatch, is_captured):
+def test_caches_never_exceed_the_plan(pair, monkeypatch, is_captured):
     """With any number of prompts: caches of a wave are freed before the next wave."""
-    pair = zoo.pair("llama", 0)
     stores = WeakKeyDictionary()
     most = {}
     new_cache = Runner.new_cache
@@ -501,9 +494,8 @@ def with_config(pair, folder, **changes):
     ("drafter", "n_positions"),
     [("dynamic_tree", 64), ("static_tree", 8), ("static_tree", 1)],
 )
-def test_draft_with_a_shorter_context_continues(zoo, tmp_path, monkeypatch, drafter, n_positions):
+def test_draft_with_a_shorter_context_continues(pair, tmp_path, monkeypatch, drafter, n_positions):
     """The draft sees a moving window; drafts stay useful unless the window is tiny."""
-    pair = zoo.pair("llama", 0)
     seen = []
     start = DraftState.start
 
@@ -547,17 +539,14 @@ def test_draft_with_a_differently_padded_vocabulary(tmp_path, n_more, temperatur
             got = llm.generate(prompts, params)
         assert all(output.stats.n_passes < 30 for output in got), "nothing was accepted"
         if temperature == 0:
-            assert [output.token_ids for output in got] == [
-                generate(model, prompt, 30) for prompt in prompts
-            ]
+            assert_continued(got, model, prompts, 30)
 
 
 # Copying
 
 
-def test_trees_grow_when_other_sequences_end(zoo, monkeypatch):
+def test_trees_grow_when_other_sequences_end(pair, monkeypatch):
     """The first sequence began beside many others, which limits the first trees of later ones."""
-    pair = zoo.pair("llama", 0)
     keep_steady(monkeypatch)
     lengths = [9, *[1] * 6, 30, 30]
     params = [SamplingParams(n, temperature=0) for n in lengths]

@@ -1,5 +1,6 @@
 """Fixtures of every test. `tests/conftest.py` registers them."""
 
+import functools
 import json
 import signal
 from collections.abc import Callable, Iterator
@@ -13,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from bench.models.tiny import config_of, random_model
 from offload_rt.cli import run
 from support.command_line import Line
+from support.processes import handled
 from support.quantized import MXFP4_CONFIG
-from support.tiny import Zoo
+from support.tiny import Pair, Zoo
 
 # A busy machine is no failure, and every run tries the same examples.
 settings.register_profile("offload_rt", deadline=None, derandomize=True)
@@ -48,20 +50,25 @@ def seeded() -> None:
 @pytest.fixture
 def line(capfd: pytest.CaptureFixture[str]) -> Iterator[Line]:
     """Call a command's main function; returns exit code, stdout and stderr."""
-    handler = signal.getsignal(signal.SIGTERM)
 
     def call(*arguments: str, main: Callable[[list[str]], int] = run.main) -> tuple[int, str, str]:
         capfd.readouterr()
         return main(list(arguments)), *capfd.readouterr()
 
-    yield call
-    signal.signal(signal.SIGTERM, handler)
+    with handled(signal.SIGTERM, signal.getsignal(signal.SIGTERM)):
+        yield call
 
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """Tiny checkpoints of every family, made when they are first asked for."""
     return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="session")
+def pair(zoo: Zoo) -> Pair:
+    """A small Llama with a draft model."""
+    return zoo.pair("llama", 0)
 
 
 @pytest.fixture(scope="session")
@@ -93,18 +100,16 @@ def mixture_of(tmp_path_factory):
     """Return a function from model type to the transformers model and its checkpoint. Each model
     has eight experts and selects two per row.
     """
-    made = {}
 
+    @functools.cache
     def get(kind):
-        if kind not in made:
-            config = config_of(kind)
-            for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-                if hasattr(config, name):
-                    setattr(config, name, 8)
-            model = random_model(config)
-            folder = tmp_path_factory.mktemp(kind)
-            model.save_pretrained(folder)
-            made[kind] = model, folder
-        return made[kind]
+        config = config_of(kind)
+        for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+            if hasattr(config, name):
+                setattr(config, name, 8)
+        model = random_model(config)
+        folder = tmp_path_factory.mktemp(kind)
+        model.save_pretrained(folder)
+        return model, folder
 
     return get

@@ -1,7 +1,11 @@
 """Processes that tests start and look for."""
 
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -12,6 +16,16 @@ def is_soon_over(pid: int) -> bool:
     while _is_running(pid) and time.monotonic() < until:
         time.sleep(0.02)
     return not _is_running(pid)
+
+
+@contextmanager
+def handled(number: int, handler: Any) -> Iterator[None]:
+    """Handle a signal, and restore its handler at the end."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def is_written(path: Path) -> bool:

@@ -29,7 +29,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, Output, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.tree_size import DraftLimits
@@ -353,6 +353,14 @@ def generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> Greed
         partial(_generate, model, prompt),
         known,
     )
+
+
+def assert_continued(
+    outputs: Sequence[Output], model: PreTrainedModel, prompts: Sequence[Sequence[int]], n_new: int
+) -> None:
+    """Assert that answers are the greedy continuations by transformers."""
+    expected = [generate(model, prompt, n_new) for prompt in prompts]
+    assert [output.token_ids for output in outputs] == expected
 
 
 def _generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> list[int]:
