@@ -23,6 +23,7 @@ from support.tiny import (
     CASES,
     DRAFTERS,
     EACH_IN_ONE,
+    assert_continued,
     byte_level,
     drafter_of,
     generate,

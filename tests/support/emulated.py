@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import shutil
 import subprocess
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -47,12 +48,11 @@ def _command(target: Path) -> list[str]:
     return ["g++", *flags, *folders, "-x", "c++", *sources, "-x", "none", *link, "-o", str(target)]
 
 
-@cache
-def load() -> str:
-    """Build if the sources are new, load, and return the name of the library in torch.ops."""
+def built(sources: Sequence[Path], command: Callable[[Path], list[str]]) -> Path:
+    """Return the library of some sources, built once for their content and this torch."""
     if shutil.which("g++") is None:
-        pytest.skip("the emulated kernels need g++")
-    text = torch.__version__.encode() + b"".join(path.read_bytes() for path in _sources())
+        pytest.skip("needs g++")
+    text = torch.__version__.encode() + b"".join(path.read_bytes() for path in sources)
     target = BUILD / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
     BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / "lock").open("w") as lock:
@@ -60,8 +60,14 @@ def load() -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             unfinished = target.with_suffix(".tmp")
-            subprocess.run(_command(unfinished), check=True)
+            subprocess.run(command(unfinished), check=True)
             unfinished.replace(target)
-    torch.ops.load_library(str(target))
+    return target
+
+
+@cache
+def load() -> str:
+    """Build if the sources are new, load, and return the name of the library in torch.ops."""
+    torch.ops.load_library(str(built(_sources(), _command)))
     extension.describe(LIBRARY)
     return LIBRARY

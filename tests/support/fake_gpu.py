@@ -13,9 +13,6 @@ import ctypes
 import functools
 import queue
 import random
-import shutil
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,10 +36,7 @@ from support import emulated
 
 PATIENCE_S = 30.0  # longer work hangs
 DEVICE = torch.device("cuda", 0)
-_GUARD = """
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
-"""
+_GUARD = Path(__file__).with_name("cuda_guard.cpp")
 _aten = torch.ops.aten
 # Operations that accept tensors of both devices.
 _MAY_MIX = {_aten.copy_.default, _aten._to_copy.default, _aten.index.Tensor,
@@ -328,19 +322,10 @@ def _set_guard() -> None:
     """Register a device guard, which a build of torch without CUDA lacks."""
     if torch.version.cuda is not None:
         pytest.skip("a build of torch with CUDA has its own guard")
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
     home = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "guard.cpp").write_text(_GUARD)
-        library = Path(folder) / "guard.so"
-        subprocess.run(
-            ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}",
-                str(Path(folder) / "guard.cpp"),
-             f"-L{home / 'lib'}", "-lc10", "-o", str(library)],
-            check=True,
-        )  # fmt: skip
-        ctypes.CDLL(str(library))
+    options = ["-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", str(_GUARD)]
+    options += [f"-L{home / 'lib'}", "-lc10", "-o"]
+    ctypes.CDLL(str(emulated.built([_GUARD], lambda target: ["g++", *options, str(target)])))
 
 
 # The copy engine
