@@ -1,6 +1,8 @@
 """Quantised checkpoints: weights and tokens equal each format's reference."""
 
+import functools
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -191,27 +193,40 @@ def test_three_bits_are_packed_like_autogptq():
 # A checkpoint, from the disk to the tokens
 
 
-def tiny_model(folder: Path, choice: Choice) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """A quantised Llama, its config, and the plain weights that compute the same."""
-    config = llama_config(
-        num_hidden_layers=4,
-        hidden_size=64,
-        intermediate_size=96,
-        head_dim=16,
-        max_position_embeddings=256,
-        eos_token_id=None,
-    )
-    # wide, so that texts vary
-    tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}
-    write_checkpoint(folder / "plain", config, tensors)
-    write(folder / "plain", folder / "quantized", choice)
-    return folder / "quantized", config, quantized(tensors, choice)[1]
+CONFIG = llama_config(
+    num_hidden_layers=4, hidden_size=64, intermediate_size=96, head_dim=16,
+    max_position_embeddings=256, eos_token_id=None,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of CONFIG, with wide weights, so that texts vary."""
+    tensors = {name: 3 * tensor for name, tensor in llama_tensors(CONFIG).items()}
+    return write_checkpoint(tmp_path_factory.mktemp("plain"), CONFIG, tensors)
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(
+    plain: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Choice], tuple[Path, dict[str, Tensor]]]:
+    """Return a function from a format to the checkpoint, and plain weights that compute the
+    same.
+    """
+
+    @functools.cache
+    def get(choice: Choice) -> tuple[Path, dict[str, Tensor]]:
+        folder = tmp_path_factory.mktemp(choice.format) / "m"
+        write(plain, folder, choice)
+        return folder, quantized(load_file(plain / "model.safetensors"), choice)[1]
+
+    return get
 
 
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
-def test_tokens_equal_transformers_with_dequantised_weights(choice, tmp_path):
-    directory, config, exact = tiny_model(tmp_path, choice)
-    model = LlamaForCausalLM(LlamaConfig(**config, eos_token_id=None))
+def test_tokens_equal_transformers_with_dequantised_weights(choice, checkpoint_of):
+    directory, exact = checkpoint_of(choice)
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG, eos_token_id=None))
     model.load_state_dict({name: tensor.float() for name, tensor in exact.items()})
     prompt = prompt_of(0, vocab_size=40)
     expected = generate(model.eval(), prompt, 24)
@@ -229,12 +244,12 @@ def test_tokens_equal_transformers_with_dequantised_weights(choice, tmp_path):
     ids=id_of,
 )
 def test_passes_over_resident_quantised_weights_are_captured(
-    choice, has_kernels, tmp_path, monkeypatch
+    choice, has_kernels, checkpoint_of, monkeypatch
 ):
     """A capture refuses copies of unpinned memory; in passes over streamed weights nothing waits
     for such copies either.
     """
-    directory, *_ = tiny_model(tmp_path, choice)
+    directory, _ = checkpoint_of(choice)
     settings = {"dtype": "bfloat16", "drafter": "none", "max_model_len": 64}
     prompt = prompt_of(0, vocab_size=40)
     with (
@@ -266,8 +281,8 @@ SPOILS: dict[str, Callable[[Tensor], Tensor | None]] = {
 
 
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
-def test_damaged_tensors_are_refused_by_name(choice, tmp_path):
-    directory, _, _ = tiny_model(tmp_path, choice)
+def test_damaged_tensors_are_refused_by_name(choice, checkpoint_of, tmp_path):
+    directory = shutil.copytree(checkpoint_of(choice)[0], tmp_path / "m")
     whole = (directory / "model.safetensors").read_bytes()
     optional = {("missing", "g_idx"), ("missing", "weight_g_idx"), ("missing", "weight_shape")}
     module = "model.layers.2.mlp.up_proj."
@@ -310,8 +325,8 @@ def noted(x: Tensor, **changes: Any) -> Tensor:
             lambda x: noted(x, nested_offset=None), "offset"),
     ],
 )  # fmt: skip
-def test_contradictory_tensors_are_refused(choice, name, change, message, tmp_path):
-    directory, _, _ = tiny_model(tmp_path, choice)
+def test_contradictory_tensors_are_refused(choice, name, change, message, checkpoint_of, tmp_path):
+    directory = shutil.copytree(checkpoint_of(choice)[0], tmp_path / "m")
     spoiled(directory, f"model.layers.1.mlp.up_proj.{name}", change)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(directory)
@@ -390,10 +405,11 @@ def test_any_config_value_is_accepted_or_refused(config):
 # What lies beside the quantised matrices
 
 
-def test_float_matrices_are_used_unchanged(tmp_path):
+def test_float_matrices_are_used_unchanged(plain, checkpoint_of, tmp_path):
     """With or without a list of ignored modules."""
-    directory, config, exact = tiny_model(tmp_path, Choice("awq"))
-    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    source, exact = checkpoint_of(Choice("awq"))
+    directory = shutil.copytree(source, tmp_path / "m")
+    weights = load_file(plain / "model.safetensors")
     name = "model.layers.1.mlp.up_proj"
     tensors = {
         key: tensor
@@ -401,7 +417,7 @@ def test_float_matrices_are_used_unchanged(tmp_path):
         if name not in key
     }
     save_file(
-        {**tensors, f"{name}.weight": plain[f"{name}.weight"]}, directory / "model.safetensors"
+        {**tensors, f"{name}.weight": weights[f"{name}.weight"]}, directory / "model.safetensors"
     )
     layers = open_checkpoint(directory).layers
     keys = [[record.key for record in layer if "up_proj" in record.key] for layer in layers[:2]]
@@ -409,7 +425,7 @@ def test_float_matrices_are_used_unchanged(tmp_path):
         [f"mlp.up_proj.{part}" for part in ("qweight", "scales", "qzeros")], ["mlp.up_proj.weight"],
     ]  # fmt: skip
     dense = write_checkpoint(
-        tmp_path / "dense", config, {**exact, f"{name}.weight": plain[f"{name}.weight"]}
+        tmp_path / "dense", CONFIG, {**exact, f"{name}.weight": weights[f"{name}.weight"]}
     )
     prompt = prompt_of(0, vocab_size=40)
     texts = []
@@ -419,9 +435,9 @@ def test_float_matrices_are_used_unchanged(tmp_path):
     assert texts[0] == texts[1]
 
 
-def test_trivial_groups_are_not_loaded(tmp_path):
+def test_trivial_groups_are_not_loaded(checkpoint_of):
     for desc_act in (True, False):
-        directory, _, _ = tiny_model(tmp_path / str(desc_act), Choice("gptq", desc_act=desc_act))
+        directory, _ = checkpoint_of(Choice("gptq", desc_act=desc_act))
         assert (
             any("g_idx" in record.key for record in open_checkpoint(directory).layers[0])
             == desc_act
@@ -445,8 +461,8 @@ def test_groups_can_differ_between_layers(tmp_path):
         assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact)
 
 
-def test_zero_biases_are_dropped_and_others_refused(tmp_path):
-    directory, _, _ = tiny_model(tmp_path, Choice("gptq"))
+def test_zero_biases_are_dropped_and_others_refused(checkpoint_of, tmp_path):
+    directory = shutil.copytree(checkpoint_of(Choice("gptq"))[0], tmp_path / "m")
     tensors = load_file(directory / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.bias"
     for value in (0.0, 1.0):
@@ -501,7 +517,7 @@ def test_single_scale_of_a_matrix(shape, tmp_path):
         assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), codes.float() * 0.3)
 
 
-def test_quantised_activations_are_ignored_with_a_notice(tmp_path):
+def test_quantised_activations_are_ignored_with_a_notice(checkpoint_of):
     assert format_of(PACKED).notice == ""
     group = PACKED["config_groups"]["group_0"]
     config = {
@@ -510,15 +526,13 @@ def test_quantised_activations_are_ignored_with_a_notice(tmp_path):
         "kv_cache_scheme": {"a": 1},
     }
     assert "quantised activations and keys and values" in format_of(config).notice
-    directory, _, _ = tiny_model(tmp_path, Choice("fp8"))
-    with LLM(str(directory), device="cpu") as llm:
+    with LLM(str(checkpoint_of(Choice("fp8"))[0]), device="cpu") as llm:
         assert "quantised activations" in llm.spec.notice
 
 
-def test_memory_is_planned_by_packed_bytes_and_one_matrix(tmp_path):
-    directory, _, _ = tiny_model(tmp_path, Choice("awq"))
-    quantised, plain = (open_checkpoint(path) for path in (directory, tmp_path / "plain"))
-    sizes = [Sizes.of_checkpoint(checkpoint, DType.FLOAT32) for checkpoint in (quantised, plain)]
+def test_memory_is_planned_by_packed_bytes_and_one_matrix(plain, checkpoint_of):
+    checkpoints = map(open_checkpoint, (checkpoint_of(Choice("awq"))[0], plain))
+    sizes = [Sizes.of_checkpoint(checkpoint, DType.FLOAT32) for checkpoint in checkpoints]
     assert max(sizes[0].layer_nbytes) < 0.3 * max(sizes[1].layer_nbytes)
     assert 64 * 96 * 4 <= sizes[0].view_nbytes - sizes[1].view_nbytes < 64 * 96 * 4 + (32 << 20)
 
