@@ -6,17 +6,11 @@ from typing import Any
 import pytest
 from support.fake_gpu import record_graph
 from support.heads import HEADS, few_tokens, random_head
-from support.tiny import keep_steady, open_llm
+from support.tiny import open_llm
 
 from offload_rt import LLM
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.models.families import FAMILIES
-
-
-@pytest.fixture
-def steady(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keep_steady(monkeypatch)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from support.tiny import (
     assert_continued,
     feed,
     generate,
-    keep_steady,
     logits_of,
     open_llm,
     prefill,
@@ -236,12 +235,6 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("delta")
     model.save_pretrained(folder)
     return model, folder
-
-
-@pytest.fixture
-def steady(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keep_steady(monkeypatch)
 
 
 @pytest.mark.parametrize(

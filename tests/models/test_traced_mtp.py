@@ -16,7 +16,6 @@ from support.tiny import (
     drafter_of,
     engine_of,
     generate,
-    keep_steady,
     open_llm,
     prompt_of,
     runner_of,
@@ -31,7 +30,7 @@ from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
 from offload_rt.speculate.select import load_rule
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("steady")]
 
 # A mixture, one beside pictures, a dense layer beside pictures, and a text model alone.
 KINDS = ["qwen3_next", "qwen3_5_moe", "qwen3_5", "qwen3_5_text"]
@@ -108,12 +107,6 @@ def target_of(tmp_path_factory):
     return lambda kind: (
         made.get(kind) or made.setdefault(kind, Target(kind, tmp_path_factory.mktemp(kind)))
     )
-
-
-@pytest.fixture(autouse=True)
-def steady(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keep_steady(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -88,16 +88,10 @@ def test_streamed_tree_logits_equal_transformers(model_of, kind):
         check_tree(runner_of(llm), model)
 
 
-@pytest.fixture
-def cold_caches(tmp_path, monkeypatch):
-    """Start without measurements of earlier runs."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cold"))
-
-
 @pytest.mark.parametrize(
     "kind", ["gemma3n_text", "gpt_oss", "deepseek_v3", "phi3", "gpt2", "qwen3_next"]
 )
-def test_default_settings_give_the_text_of_transformers(model_of, kind, cold_caches):
+def test_default_settings_give_the_text_of_transformers(model_of, kind, empty_cache):
     """Resident, with the default drafter, tree size and --max-model-len."""
     model, folder = model_of(kind)
     prompt = prompt_of(0, 15, 150)
@@ -110,7 +104,7 @@ def test_default_settings_give_the_text_of_transformers(model_of, kind, cold_cac
 
 @pytest.mark.parametrize(("kind", "drafts_itself"), [("gpt2", False), ("opt", True)])
 def test_learned_positions_are_used_to_the_last(
-    tmp_path, cold_caches, monkeypatch, kind, drafts_itself
+    tmp_path, empty_cache, monkeypatch, kind, drafts_itself
 ):
     """Trees and measurements stay within 64 positions, including those of a draft model."""
     # Passes are timed, but trees do not depend on the times: a busy machine would draft nothing.

@@ -1,7 +1,6 @@
 """A draft that learns the target's predictions: loss, updates, timing and exact texts."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,14 +29,9 @@ from offload_rt.speculate.learner import Learner, Passage
 from offload_rt.speculate.select import load_rule
 from offload_rt.system.files import cache_directory
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("empty_cache")]
 
 CHANGED = 0.1
-
-
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def passage_of(model: PreTrainedModel, seed: int, n: int = 40, n_labelled: int = 25) -> Passage:

@@ -16,7 +16,7 @@ from offload_rt.cli import run
 from support.command_line import Line
 from support.processes import handled
 from support.quantized import MXFP4_CONFIG
-from support.tiny import Pair, Zoo
+from support.tiny import Pair, Zoo, keep_steady
 
 # A busy machine is no failure, and every run tries the same examples.
 settings.register_profile("offload_rt", deadline=None, derandomize=True)
@@ -45,6 +45,18 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def seeded() -> None:
     """Numbers that a test draws without a generator do not depend on the tests before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start without measurements of earlier tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def steady(empty_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make tree sizes independent of the clock and of earlier tests."""
+    keep_steady(monkeypatch)
 
 
 @pytest.fixture
