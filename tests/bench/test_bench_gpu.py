@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.fake_gpu import FakeCopyDevice, fake_gpu
 from support.processes import is_soon_over, is_written
-from support.tiny import keep_steady
+from support.tiny import keep_steady, say
 from transformers import Qwen3MoeConfig
 
 from bench.common.measure import UNKNOWN, Spread
@@ -33,7 +33,7 @@ from bench.gpu import (
 )
 from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM
 from offload_rt.ops import extension
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,13 +60,13 @@ def test_repeated_layers_keep_the_text(small):
     with LLM(
         str(shapes.TARGET), device="cpu", dtype="float32", drafter="none", max_model_len=64
     ) as llm:
-        want = llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].token_ids
+        want = say(llm, PROMPT, 20)
     target = small(shapes.TARGET, "")
     with shapes.opened(
         target, 11, device="cpu", dtype="float32", drafter="none", max_model_len=64
     ) as llm:
         assert len(llm.plan.tiers) == 11
-        assert llm.generate(PROMPT, SamplingParams(max_new_tokens=20))[0].token_ids == want
+        assert say(llm, PROMPT, 20) == want
 
 
 def told(measure):

@@ -18,6 +18,7 @@ from support.tiny import (
     prefill,
     prompt_of,
     random_tree,
+    say,
 )
 
 from offload_rt import LLM, SamplingParams
@@ -88,7 +89,7 @@ def test_greedy_tokens_equal_transformers(zoo, card, name, where):
             budget["host_memory"] = least_on_host(directory)
         with on_card(directory, drafter="none", **budget) as llm:
             assert set(llm.plan.tiers) == {"device", {"unpinned": "host"}.get(where, where)}
-            got = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=12))[0].token_ids
+            got = say(llm, prompt_of(0), 12)
     assert got == zoo.greedy(name, 0, 12)
 
 
@@ -129,7 +130,7 @@ def test_trees_of_general_models_run_on_cuda(mixture_of, card, monkeypatch, kind
     settings = {"device": "cuda", "drafter": "recycle", "tree_size": 8, "max_model_len": 128}
     with card(), open_touched(folder, 4, **settings, **host) as llm:
         assert (llm.plan.pass_bytes.disk_experts is not None) == bool(host)
-        text = llm.generate(prompt_of(0, 15, 150), SamplingParams(max_new_tokens=8))[0].token_ids
+        text = say(llm, prompt_of(0, 15, 150), 8)
     assert text == generate(model, prompt_of(0, 15, 150), 8)
 
 
@@ -396,7 +397,7 @@ def test_failed_capture_disables_graphs_with_a_notice(zoo, monkeypatch, capfd):
         monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
         monkeypatch.setattr(torch.cuda, "stream", nullcontext)
         with on_card(zoo.directory("llama", 0), drafter="none") as llm:
-            got = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=12))[0].token_ids
+            got = say(llm, prompt_of(0), 12)
     assert got == zoo.greedy("llama", 0, 12) and BrokenGraph.n_captures == 2
     assert (
         capfd.readouterr().err.count("CUDA graphs are off, which slows small passes: CUBLAS_STATUS")
@@ -433,6 +434,6 @@ def test_passes_are_captured_while_loading(pair, monkeypatch):
                     4,
                     8,
                 ]
-            text = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=10))[0].token_ids
+            text = say(llm, prompt_of(0), 10)
     assert n_loaded == 8 and not any(isinstance(entry, GraphPass) for entry in captured[n_loaded:])
     assert text == generate(pair.model, prompt_of(0), 10)

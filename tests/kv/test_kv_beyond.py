@@ -23,6 +23,7 @@ from support.tiny import (
     random_tree,
     runner_of,
     save_pair,
+    say,
 )
 
 from offload_rt import LLM, SamplingParams
@@ -251,7 +252,7 @@ def test_next_turn_computes_new_tokens_only(pair):
         )
         for turn in range(3):
             n_known.clear()
-            said = llm.generate(text, SamplingParams(max_new_tokens=N_NEW))[0].token_ids
+            said = say(llm, text, N_NEW)
             assert said == generate(pair.model, text, N_NEW) and n_known[0] == n_before
             assert [type(cache) for cache in runner._caches.values()] == [HostCache]
             n_before = len(text) + N_NEW - 1

@@ -24,6 +24,7 @@ from support.tiny import (
     prompt_steps,
     random_tree,
     runner_of,
+    say,
     tree_logits,
 )
 from transformers import GptOssForCausalLM, Mxfp4Config, conversion_mapping
@@ -97,9 +98,7 @@ def test_default_settings_give_the_text_of_transformers(model_of, kind, empty_ca
     prompt = prompt_of(0, 15, 150)
     with LLM(str(folder), device="cpu") as llm:
         assert llm.max_model_len == 512
-        assert llm.generate(prompt, SamplingParams(max_new_tokens=24)).pop().token_ids == generate(
-            model, prompt, 24
-        )
+        assert say(llm, prompt, 24) == generate(model, prompt, 24)
 
 
 @pytest.mark.parametrize(("kind", "drafts_itself"), [("gpt2", False), ("opt", True)])

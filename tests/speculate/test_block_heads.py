@@ -24,7 +24,7 @@ from support.texts import (
     run_together,
     small_model,
 )
-from support.tiny import drafter_of, generate, open_llm, prompt_of, runner_of
+from support.tiny import drafter_of, generate, open_llm, prompt_of, runner_of, say
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
@@ -309,7 +309,7 @@ def test_logits_of_consecutive_blocks_equal_the_reference(tmp_path, monkeypatch,
     monkeypatch.setattr(CostEstimator, "level", lambda *_: 0.0)
     prompt = prompt_of(0, 9, model.config.vocab_size)
     with open_llm(dtype="float64", tree_size=16, **settings) as llm:
-        text = llm.generate(prompt, SamplingParams(max_new_tokens=16))[0].token_ids
+        text = say(llm, prompt, 16)
     assert text == generate(model.double(), prompt, 16)
     assert len({len(tokens) for tokens, *_ in blocks}) > 4
     assert {len(path) for _, _, path, _ in blocks} >= {0, 1, 2}

@@ -17,10 +17,9 @@ from support.heads import (
     rotated,
     write_random,
 )
-from support.tiny import generate, open_llm, prompt_of
+from support.tiny import generate, open_llm, prompt_of, say
 from transformers import LlamaConfig, PreTrainedModel
 
-from offload_rt import SamplingParams
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.speculate.head_model import ParallelModel
 
@@ -131,11 +130,11 @@ def test_logits_of_consecutive_passes_equal_the_reference(tmp_path, monkeypatch,
     monkeypatch.setattr(ParallelModel, "_begin", begun)
     prompt = prompt_of(0, 9, model.config.vocab_size)
     with open_llm(dtype="float64", **settings) as llm:
-        text = llm.generate(prompt, SamplingParams(max_new_tokens=16))[0].token_ids
+        text = say(llm, prompt, 16)
         n_first = len(drafts)
         # Continue in the caches of a shared prefix.
         prompt_2 = [*prompt, *text[:5], 3, 1]
-        text_2 = llm.generate(prompt_2, SamplingParams(max_new_tokens=8))[0].token_ids
+        text_2 = say(llm, prompt_2, 8)
     model.double()
     assert text == generate(model, prompt, 16) and text_2 == generate(model, prompt_2, 8)
     assert n_first > 4 and len(drafts) > n_first + 1

@@ -34,6 +34,7 @@ from support.tiny import (
     prefill,
     prompt_of,
     save_pair,
+    say,
 )
 
 from offload_rt import SamplingParams
@@ -458,7 +459,7 @@ def test_limits_within_a_path_are_respected(speaking, drafter, cut):
     """
     prompt = prompt_of(3, 20)
     with open_llm(speaking.target, max_model_len=60) as llm:
-        text = llm.generate(prompt, SamplingParams(max_new_tokens=99))[0].token_ids
+        text = say(llm, prompt, 99)
     cut.clear()
     for max_model_len, several in (
         (60, range(1, 24)),

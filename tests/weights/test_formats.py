@@ -18,7 +18,7 @@ from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 from support.checkpoints import pack as pack_block
 from support.fake_gpu import fake_gpu
 from support.quantized import id_of
-from support.tiny import generate, open_llm, prompt_of
+from support.tiny import generate, open_llm, prompt_of, say
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -231,9 +231,9 @@ def test_tokens_equal_transformers_with_dequantised_weights(choice, checkpoint_o
     prompt = prompt_of(0, vocab_size=40)
     expected = generate(model.eval(), prompt, 24)
     with open_llm(directory, "disk", dtype="float32") as llm:
-        plain = llm.generate(prompt, SamplingParams(24)).pop().token_ids
+        plain = say(llm, prompt, 24)
     with open_llm(directory, dtype="float32", draft_model=str(directory)) as llm:
-        drafted = llm.generate(prompt, SamplingParams(24)).pop().token_ids
+        drafted = say(llm, prompt, 24)
     assert plain == drafted == expected
     assert len(set(expected)) > 5
 
@@ -256,12 +256,12 @@ def test_passes_over_resident_quantised_weights_are_captured(
         fake_gpu(monkeypatch, has_kernels=has_kernels),
         LLM(str(directory), device="cuda", **settings) as llm,
     ):
-        captured = llm.generate(prompt, SamplingParams(4)).pop().token_ids
+        captured = say(llm, prompt, 4)
         runner = llm.engine.runner
         passes = runner._graphs._passes.values()
         assert any(graph._captured._replay for graphs in passes for graph in graphs.values())
         monkeypatch.setattr(runner, "_graphs", None)
-        assert llm.generate(prompt, SamplingParams(4)).pop().token_ids == captured
+        assert say(llm, prompt, 4) == captured
 
 
 def spoiled(directory: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> None:
@@ -574,8 +574,6 @@ def test_sharded_checkpoint_is_quantised_and_written_plain(tmp_path):
     texts = []
     for path in (tmp_path / "q", tmp_path / "exact"):
         with open_llm(path, dtype="float32") as llm:
-            texts.append(
-                llm.generate(prompt_of(0, vocab_size=40), SamplingParams(12)).pop().token_ids
-            )
+            texts.append(say(llm, prompt_of(0, vocab_size=40), 12))
     assert texts[0] == texts[1]
     assert open_checkpoint(tmp_path / "q").nbytes < 0.7 * open_checkpoint(tmp_path / "exact").nbytes

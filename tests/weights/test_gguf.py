@@ -16,7 +16,7 @@ from quantize import write_one_file
 from support.checkpoints import llama_config, llama_tensors
 from support.checkpoints import pack as pack_block
 from support.gguf_files import build, stored_tensors
-from support.tiny import CASES, generate, open_llm, prompt_of
+from support.tiny import CASES, generate, open_llm, prompt_of, say
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -56,9 +56,9 @@ def check_tokens(path: Path, model: PreTrainedModel) -> None:
     prompt = prompt_of(0)
     expected = generate(model, prompt, N_NEW)
     with open_llm(path, "disk", dtype="float32") as llm:
-        plain = llm.generate(prompt, SamplingParams(N_NEW)).pop().token_ids
+        plain = say(llm, prompt, N_NEW)
     with open_llm(path, dtype="float32", draft_model=str(path)) as llm:
-        drafted = llm.generate(prompt, SamplingParams(N_NEW)).pop().token_ids
+        drafted = say(llm, prompt, N_NEW)
     assert plain == drafted == expected
     assert len(set(expected)) > 5
 
@@ -138,7 +138,7 @@ def test_mixtures_are_read(kind: str, mixture_of, tmp_path: Path) -> None:
     expected = generate(model, prompt, 8)
     for place in ("resident", "disk"):
         with open_llm(path, place, dtype="float32") as llm:
-            assert llm.generate(prompt, SamplingParams(8)).pop().token_ids == expected
+            assert say(llm, prompt, 8) == expected
 
 
 @pytest.mark.parametrize("name", ["llama-linear", "llama-llama3"])

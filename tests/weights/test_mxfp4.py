@@ -7,11 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import pack
 from support.quantized import MXFP4_CONFIG
-from support.tiny import check_tree, generate, open_llm, prompt_of, runner_of
+from support.tiny import check_tree, generate, open_llm, prompt_of, runner_of, say
 from transformers import GptOssForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from offload_rt import SamplingParams
 from offload_rt.errors import CheckpointError
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, format_of
@@ -31,9 +30,7 @@ def test_tokens_equal_transformers_with_dequantised_weights(mxfp4_checkpoint):
     for drafter in ("none", "recycle"):
         with open_llm(mxfp4_checkpoint, "disk", dtype="float32", drafter=drafter) as llm:
             check_tree(runner_of(llm), model)
-            assert (
-                llm.generate(prompt, SamplingParams(max_new_tokens=24)).pop().token_ids == expected
-            )
+            assert say(llm, prompt, 24) == expected
     assert len(set(expected)) > 5
 
 

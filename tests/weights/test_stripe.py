@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
-from support.tiny import open_llm, prompt_of
+from support.tiny import open_llm, prompt_of, say
 
 from offload_rt.cli import convert
-from offload_rt.config import SamplingParams
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import tensors_of
@@ -51,7 +50,7 @@ def test_divided_checkpoint_continues_equally(model, tmp_path, striped_to):
     texts = []
     for directory in (model, first):
         with open_llm(directory, "disk", dtype="float32") as llm:
-            texts.append(llm.generate(prompt_of(0, vocab_size=40), SamplingParams(8))[0].token_ids)
+            texts.append(say(llm, prompt_of(0, vocab_size=40), 8))
     assert texts[0] == texts[1]
     places = {record.path.resolve().parent for record in tensors_of(first).values()}
     assert places == {model.resolve(), first.resolve(), second.resolve()}
