@@ -49,9 +49,7 @@ def test_best_prefix_is_the_smallest_nearly_optimal_prefix(seed):
 
 
 @given(st.integers(0, 10**6))
-def test_best_prefixes_minimize_time_per_token_of_all_trees(
-    seed,
-):
+def test_best_prefixes_minimize_time_per_token_of_all_trees(seed):
     random = np.random.default_rng(seed)
     chances = [
         np.sort(random.random(random.integers(7)) * scale)[::-1] for scale in (1.0, 0.6, 0.2)

@@ -3,14 +3,15 @@ unchanged texts.
 """
 
 import copy
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.heads import PATHS, Probe
-from support.texts import VOCABULARY, assert_distribution, exact_distributions, sampled_texts
+from support.heads import Probe, probe
+from support.texts import VOCABULARY, assert_distributions, exact_distributions, sampled_texts
 from support.tiny import (
     assert_continued,
     drafter_of,
@@ -103,10 +104,7 @@ class Target:
 @pytest.fixture(scope="module")
 def target_of(tmp_path_factory):
     """Of a type; each is made once."""
-    made: dict[str, Target] = {}
-    return lambda kind: (
-        made.get(kind) or made.setdefault(kind, Target(kind, tmp_path_factory.mktemp(kind)))
-    )
+    return functools.cache(lambda kind: Target(kind, tmp_path_factory.mktemp(kind)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,30 +113,10 @@ def test_mtp_layer_equals_its_definition(target_of, monkeypatch, kind):
     monkeypatch.setattr(head_model, "CHUNK_ROWS", 4)
     target = target_of(kind)
     with open_llm(target.folder, drafter="mtp") as llm:
-        drafter = drafter_of(llm, "mtp", "match", DraftLimits(24, 5, fixed_size=True))
-        engine = engine_of(llm, drafter, n_nodes=72)
-        several = [TokenSequence(prompt_of(n, n, 8), SamplingParams(60), 128) for n in (9, 1, 30)]
-        for sequence in several:
-            engine.add(sequence)
-            for _ in range(3):
-                engine.step()
-        assert sum(sequence.n_new - sequence.stats.n_passes for sequence in several) > 2, (
-            "hardly anything was accepted"
-        )
-        probes = [
-            Probe(
-                drafter._model.start(sequence, 24, is_alone=False),
-                [([0, 0], [4, 6]), ([1, 2, 1], [1, 1, 7])],
-            )
-            for sequence in several
-        ]
-        assert drafter._model.grow(probes) == 3
-    for sequence, probe in zip(several, probes, strict=True):
-        for path, logits in zip(PATHS, probe.logits, strict=True):
-            wanted = target.expected_logits(sequence.tokens, path)
-            torch.testing.assert_close(
-                logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0
-            )
+        probed = list(probe(llm, "mtp", 3))
+    for tokens, path, logits in probed:
+        wanted = target.expected_logits(tokens, path)
+        torch.testing.assert_close(logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize(("kind", "place"), [("qwen3_next", "disk"), ("qwen3_5", "resident")])
@@ -209,5 +187,4 @@ def test_joint_distribution_equals_the_target(tmp_path, monkeypatch):
         drafter = drafter_of(llm, "mtp", "coupled", DraftLimits(10, 4, fixed_size=True))
         texts = sampled_texts(runner_of(llm), drafter, load_rule("coupled"), 10)
         assert drafter.pair_stats.estimates, "nothing was drafted"
-    for sampled, probs in zip(texts, exact_distributions(target.model), strict=True):
-        assert_distribution(sampled, probs)
+    assert_distributions(texts, exact_distributions(target.model))

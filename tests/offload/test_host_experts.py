@@ -92,11 +92,7 @@ def test_cuda_texts_equal_transformers(mixture_of, kind, monkeypatch, computed):
     check_texts(*mixture_of(kind), monkeypatch, computed, ways)
 
 
-def test_host_computes_quantised_experts_from_their_codes(
-    mxfp4_checkpoint,
-    monkeypatch,
-    computed,
-):
+def test_host_computes_quantised_experts_from_their_codes(mxfp4_checkpoint, monkeypatch, computed):
     options = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.float32}
     model = GptOssForCausalLM.from_pretrained(mxfp4_checkpoint, **options).eval()
     check_texts(model, mxfp4_checkpoint, monkeypatch, computed, [(0.3, {})], dtype="float32")

@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support import emulated
-from support.coded_matrices import (
-    FLOATS,
-    KINDS,
-    assert_equal,
-    case,
-    packed_zeros,
-    random_blocks,
-)
+from support.coded_matrices import FLOATS, KINDS, assert_equal, case, packed_zeros, random_blocks
 from transformers.integrations.gguf.dequant import GGML_BLOCK, GGML_NAME
 
 from offload_rt.ops import extension

@@ -11,12 +11,7 @@ from support.fake_gpu import record_graph
 from offload_rt.executor.cuda_graphs import CudaCapture
 from offload_rt.ops import extension
 from offload_rt.ops.dequantize import CodedMatrix, ZeroCodes, reference_dequantize
-from offload_rt.ops.few_rows import (
-    multiply_few_rows,
-    multiply_stack,
-    serves_few_rows,
-    serves_stack,
-)
+from offload_rt.ops.few_rows import multiply_few_rows, multiply_stack, serves_few_rows, serves_stack
 from offload_rt.packing import Packing
 
 KINDS = ("rows", "columns", "plain", "e2m1", "float8")

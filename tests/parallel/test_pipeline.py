@@ -127,10 +127,7 @@ def test_pipeline_with_draft_model_gives_the_targets_tokens(pair, tmp_path):
 
 
 def test_pipeline_requires_as_many_ranks(zoo):
-    with pytest.raises(
-        SettingsError,
-        match="has 1 started, and 6 layers; start it by",
-    ):
+    with pytest.raises(SettingsError, match="has 1 started, and 6 layers; start it by"):
         LLM(str(zoo.directory("llama", 0)), device="cpu", pipeline=2)
 
 

@@ -102,8 +102,7 @@ def test_trees_of_three_ranks_equal_transformers(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"),
-    [("qwen3_next", "disk"), ("qwen3_moe", "resident"), ("gpt_oss", "disk")],
+    ("kind", "place"), [("qwen3_next", "disk"), ("qwen3_moe", "resident"), ("gpt_oss", "disk")]
 )
 def test_exact_ranks_equal_one_rank_bit_for_bit(model_of, kind, place):
     """In bfloat16, which exposes the order of sums."""

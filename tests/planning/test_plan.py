@@ -263,8 +263,7 @@ def test_plan_reports_link_share_and_level_time(capsys):
 
 
 @pytest.mark.parametrize(
-    ("rate", "verdict"),
-    [(5.0, "interactive"), (4.99, "slow"), (0.5, "slow"), (0.49, "batch only")],
+    ("rate", "verdict"), [(5.0, "interactive"), (4.99, "slow"), (0.5, "slow"), (0.49, "batch only")]
 )
 def test_verdict_is_the_last_line_of_a_plan(rate, verdict, capsys):
     forecast = predict(request("llama-68m", None), machine())

@@ -105,8 +105,7 @@ def test_separately_stored_experts_give_the_same_plan() -> None:
 
 
 def test_gpt_oss_config_gives_the_size_of_its_checkpoint(
-    mxfp4_checkpoint: Path,
-    tmp_path: Path,
+    mxfp4_checkpoint: Path, tmp_path: Path
 ) -> None:
     alone = tmp_path / "config.json"
     alone.write_text((mxfp4_checkpoint / "config.json").read_text())
@@ -229,10 +228,7 @@ def with_slots(mixture: Path, n_slots: int, **settings: Any) -> EngineConfig:
 
 @pytest.mark.parametrize("drafter", ["none", "recycle"])
 def test_plan_and_run_agree_for_a_mixture(
-    mixture: Path,
-    drafter: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    mixture: Path, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`offload-rt plan`, `run --plan` and the run have the same placement and limits."""
     measure_little(monkeypatch)

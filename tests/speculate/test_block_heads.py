@@ -18,12 +18,7 @@ from support.heads import (
     rotated,
     write_random,
 )
-from support.texts import (
-    VOCABULARY,
-    assert_distribution,
-    run_together,
-    small_model,
-)
+from support.texts import VOCABULARY, assert_distribution, run_together, small_model
 from support.tiny import drafter_of, generate, open_llm, prompt_of, runner_of, say
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config

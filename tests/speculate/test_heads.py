@@ -14,12 +14,12 @@ from support.fake_gpu import fake_gpu, record_graph
 from support.heads import (
     MTP,
     N_HEADS,
-    PATHS,
     VOCAB,
     Probe,
     Weights,
     few_tokens,
     mtp_names,
+    probe,
     random_head,
     random_weights,
     rms,
@@ -28,7 +28,7 @@ from support.heads import (
 )
 from support.texts import (
     VOCABULARY,
-    assert_distribution,
+    assert_distributions,
     exact_distributions,
     sampled_texts,
     small_model,
@@ -247,25 +247,10 @@ def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, cha
     make_double(model)
     weights = {name: weight.double() for name, weight in weights.items()}
     with open_llm(dtype="float64", **settings) as llm:
-        drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(24, 5, fixed_size=True))
-        engine = engine_of(llm, drafter, n_nodes=72)
-        several = [
-            TokenSequence(prompt_of(n, n, VOCAB), SamplingParams(60), 128) for n in (9, 1, 30)
-        ]
-        for sequence in several:
-            engine.add(sequence)
-            for _ in range(2):
-                engine.step()
-        assert sum(sequence.n_new - sequence.stats.n_passes for sequence in several) > 2, (
-            "hardly anything was accepted"
-        )
-        states = [drafter._model.start(sequence, 24, is_alone=False) for sequence in several]
-        probes = [Probe(state, [([0, 0], [4, 6]), ([1, 2, 1], [1, 1, 7])]) for state in states]
-        assert drafter._model.grow(probes) == 3
-    for sequence, probe in zip(several, probes, strict=True):
-        for path, logits in zip(PATHS, probe.logits, strict=True):
-            wanted = expected_logits(kind, weights, model, sequence.tokens, path, changes)[-1]
-            torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=0)
+        probed = list(probe(llm, settings["drafter"], 2))
+    for tokens, path, logits in probed:
+        wanted = expected_logits(kind, weights, model, tokens, path, changes)[-1]
+        torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=0)
 
 
 EAGLE_CHANGES = [
@@ -448,8 +433,7 @@ def test_joint_distribution_equals_the_target(tmp_path, monkeypatch, kind, rule)
         drafter = drafter_of(llm, settings["drafter"], rule, DraftLimits(10, 4, fixed_size=True))
         texts = sampled_texts(runner_of(llm), drafter, load_rule(rule), 10)
         assert drafter.pair_stats.estimates, "nothing was drafted"
-    for sampled, probs in zip(texts, exact_distributions(model), strict=True):
-        assert_distribution(sampled, probs)
+    assert_distributions(texts, exact_distributions(model))
 
 
 def test_oom_keeps_the_texts(tmp_path, monkeypatch):
@@ -566,10 +550,7 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
         opened(with_mtp, tree_size=2) as llm,
         opened(with_mtp, drafter="recycle", tree_size=2) as plain,
     ):
-        assert (llm.spec.draft.drafting.name, plain.spec.draft.drafting.name) == (
-            "mtp",
-            "recycle",
-        )
+        assert (llm.spec.draft.drafting.name, plain.spec.draft.drafting.name) == ("mtp", "recycle")
         too_little = {
             "device_memory": plain.plan.reserved.total + 2 * max(plain.plan.layer_nbytes),
             "tree_size": 2,

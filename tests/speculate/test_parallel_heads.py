@@ -170,10 +170,7 @@ def test_reference_equals_speculators(tmp_path, monkeypatch, case):
     layers = LlamaConfig(**raw["transformer_layer_config"], attn_implementation="sdpa")
     keys = {key: value for key, value in raw.items() if key.startswith(("norm", "fc", "eagle"))}
     config = core.PEagleSpeculatorConfig(
-        transformer_layer_config=layers,
-        draft_vocab_size=len(KEPT),
-        mask_token_id=MASK,
-        **keys,
+        transformer_layer_config=layers, draft_vocab_size=len(KEPT), mask_token_id=MASK, **keys
     )
     peer = core.PEagleDraftModel(config).double()
     peer.load_state_dict(weights | {"t2d": peer.t2d}, strict=False)

@@ -11,7 +11,7 @@ import torch
 from support.fake_gpu import record_graph
 from support.texts import (
     VOCABULARY,
-    assert_distribution,
+    assert_distributions,
     exact_distributions,
     modifiers,
     run_together,
@@ -182,11 +182,6 @@ def distributions(small):
     return exact_distributions(small.model)
 
 
-def assert_exact(texts, distributions):
-    for sampled, probs in zip(texts, distributions, strict=True):
-        assert_distribution(sampled, probs)
-
-
 @pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, "dynamic_tree"])
 def test_match_texts_equal_plain_decoding(small, small_llm, drafter):
     """Token for token: one draw per token, and no draws by these drafters. Lookahead adds
@@ -220,7 +215,9 @@ JOINT = [("static_tree", "specinfer"), ("dynamic_tree", "coupled")]
 @pytest.mark.parametrize(("name", "rule"), JOINT)
 def test_joint_distribution_of_sampled_tokens(small_llm, distributions, name, rule):
     drafter = drafter_of(small_llm, name, rule, DraftLimits(6, 4))
-    assert_exact(sampled_texts(small_llm.engine.runner, drafter, load_rule(rule), 6), distributions)
+    assert_distributions(
+        sampled_texts(small_llm.engine.runner, drafter, load_rule(rule), 6), distributions
+    )
 
 
 @pytest.mark.slow
@@ -236,7 +233,7 @@ def test_joint_distribution_in_bfloat16(tmp_path):
         assert engine.runner.dtype == engine.draft.dtype == torch.bfloat16
         drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(6, 4))
         texts = sampled_texts(engine.runner, drafter, load_rule("traversal"), 6)
-    assert_exact(texts, exact_distributions(model.float()))
+    assert_distributions(texts, exact_distributions(model.float()))
 
 
 # Every size, length and temperature
@@ -493,8 +490,7 @@ def with_config(pair, folder, **changes):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "n_positions"),
-    [("dynamic_tree", 64), ("static_tree", 8), ("static_tree", 1)],
+    ("drafter", "n_positions"), [("dynamic_tree", 64), ("static_tree", 8), ("static_tree", 1)]
 )
 def test_draft_with_a_shorter_context_continues(pair, tmp_path, monkeypatch, drafter, n_positions):
     """The draft sees a moving window; drafts stay useful unless the window is tiny."""

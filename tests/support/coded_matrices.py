@@ -6,12 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.ops.dequantize import (
-    BLOCKS,
-    ORDERS,
-    Order,
-    Packing,
-)
+from offload_rt.ops.dequantize import BLOCKS, ORDERS, Order, Packing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -1,6 +1,7 @@
 """Draft heads of random weights in their published layouts, and a tree of fixed nodes."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig, PreTrainedModel
 
 from bench.models.tiny import config_of, random_model
+from offload_rt import LLM, SamplingParams
+from offload_rt.cost.tree_size import DraftLimits
+from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.models.head_configs import parse_head
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.weights.checkpoint import open_checkpoint
 from support.texts import SMALL
-from support.tiny import CASES, SPREAD
+from support.tiny import CASES, SPREAD, drafter_of, engine_of, prompt_of
 
 VOCAB = 8
 
@@ -88,10 +92,7 @@ def shapes_of(kind: str, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(
-    kind: str,
-    model: PreTrainedModel,
-    seed: int = 5,
-    more: dict[str, tuple[int, ...]] | None = None,
+    kind: str, model: PreTrainedModel, seed: int = 5, more: dict[str, tuple[int, ...]] | None = None
 ) -> Weights:
     """Random weights of a head, with shapes of further tensors."""
     generator = torch.Generator().manual_seed(seed)
@@ -223,6 +224,29 @@ class Probe:
 
 
 PATHS = [[], [4], [6], [4, 1], [6, 1], [4, 7]]
+
+
+def probe(llm: LLM, name: str, n_steps: int) -> Iterator[tuple[list[int], list[int], Tensor]]:
+    """Yield tokens of sequences, PATHS, and a drafter's logits behind each path.
+
+    The sequences have seen trees with accepted and rejected nodes, `n_steps` between joining.
+    """
+    drafter = drafter_of(llm, name, "match", DraftLimits(24, 5, fixed_size=True))
+    engine = engine_of(llm, drafter, n_nodes=72)
+    several = [TokenSequence(prompt_of(n, n, VOCAB), SamplingParams(60), 128) for n in (9, 1, 30)]
+    for sequence in several:
+        engine.add(sequence)
+        for _ in range(n_steps):
+            engine.step()
+    assert sum(sequence.n_new - sequence.stats.n_passes for sequence in several) > 2, (
+        "hardly anything was accepted"
+    )
+    states = [drafter._model.start(sequence, 24, is_alone=False) for sequence in several]
+    probes = [Probe(state, [([0, 0], [4, 6]), ([1, 2, 1], [1, 1, 7])]) for state in states]
+    assert drafter._model.grow(probes) == 3
+    for sequence, grown in zip(several, probes, strict=True):
+        for path, logits in zip(PATHS, grown.logits, strict=True):
+            yield sequence.tokens, path, logits
 
 
 HEADS = ("eagle", "medusa", "qwen")

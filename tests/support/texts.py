@@ -196,3 +196,9 @@ def assert_distribution(texts: Iterable[Sequence[int]], probs: np.ndarray) -> No
     keep = expected > 0
     assert keep.sum() > 10, "too few texts to tell distributions apart"
     assert chi_square_p(observed[keep], expected[keep]) > 1e-6
+
+
+def assert_distributions(texts: Sequence[Iterable[Sequence[int]]], probs: list[np.ndarray]) -> None:
+    """`assert_distribution` for the texts of each prompt."""
+    for of_prompt, expected in zip(texts, probs, strict=True):
+        assert_distribution(of_prompt, expected)

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import LLM, SamplingParams
-from support.tiny import (
-    open_llm,
-)
+from support.tiny import open_llm
 
 MINE = threading.local()
 

@@ -293,10 +293,7 @@ def small() -> tuple[dict[str, Any], dict[str, Stored]]:
     metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q8_0")
     return (
         metadata
-        | {
-            "tokenizer.ggml.tokens": ["a", "b", "c"],
-            "tokenizer.ggml.scores": [0.5, 1.5, 2.5],
-        },
+        | {"tokenizer.ggml.tokens": ["a", "b", "c"], "tokenizer.ggml.scores": [0.5, 1.5, 2.5]},
         stored,
     )
 
