@@ -50,6 +50,9 @@ chat: venv
 serve: venv
 	$(PY) -m offload_rt.serve $(CHAT)
 
+# Without cached bytecode, the programs of tests compile the package at each start.
+unexport PYTHONDONTWRITEBYTECODE
+
 # worksteal divides the tests into contiguous halves, so that most checkpoints are written once.
 PYTEST = $(PY) -m pytest -n 2 --dist worksteal
 

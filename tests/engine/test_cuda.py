@@ -153,7 +153,6 @@ def test_kernel_logits_differ_only_by_rounding(tmp_path, card, heads):
 
 def test_close_releases_cuda_graphs(pair, card):
     """At once, not when Python looks for circles: it holds the weights."""
-    gc.collect()
     gc.disable()
     try:
         with (
@@ -171,7 +170,6 @@ def test_close_releases_cuda_graphs(pair, card):
 def test_close_releases_host_memory(zoo, card):
     """Immediately, including streamed layers, which threads have used."""
     directory = zoo.directory("llama", 0)
-    gc.collect()
     gc.disable()
     try:
         with card(), on_card(directory, drafter="none", device_memory=little(directory)) as llm:

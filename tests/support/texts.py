@@ -93,10 +93,10 @@ def sampled_texts(
     side.
     """
     texts: list[list[list[int]]] = [[], []]
-    for start in range(0, 2 * N_DRAWS, 200):
+    for start in range(0, 2 * N_DRAWS, 100):
         several = [
             SamplingParams(max_new_tokens=N_NEW, seed=i, **PARAMS[i % 2])
-            for i in range(start, start + 200)
+            for i in range(start, start + 100)
         ]
         batch = [
             TokenSequence(list(PROMPTS[i % 2]), params, 64) for i, params in enumerate(several)
