@@ -162,6 +162,9 @@ class TracedModel:
         buffers = [(table, key) for table, key in keys if table[key] is not None]
         for table, key in buffers:
             table[key] = torch.empty_like(table[key], device="cpu")
+        for module in modules:  # skip parameters: without values, their initialization is wasted
+            if not module._non_persistent_buffers_set and not module._modules:
+                module._is_hf_initialized = True
         self.model.initialize_weights()
         for module in modules:  # freeze frequencies that would depend on the sequence length
             kind = getattr(module, "rope_type", None)
