@@ -7,6 +7,7 @@ import weakref
 from collections import abc
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from contextlib import aclosing, closing
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn
 from torch import Tensor
 
+from offload_rt.bad_words import BadWords
 from offload_rt.config import EngineConfig, SamplingParams, StructuredOutputs
 from offload_rt.engine.builder import load
 from offload_rt.engine.engine import Engine
@@ -542,8 +544,10 @@ class LLM:
         text = content if isinstance(content, str) else None
         outputs = params.structured_outputs
         grammar = None if outputs is None else self._compile(outputs)
+        bad_words = BadWords(bad_words_ids)
         sequences = [
-            self._sequence(content, answer, grammar and grammar.copy()) for answer in answer_params
+            self._sequence(content, answer, grammar and grammar.copy(), copy(bad_words))
+            for answer in answer_params
         ]
         return Request(sequences, text)
 
@@ -568,7 +572,7 @@ class LLM:
         )
 
     def _sequence(
-        self, prompt: Prompt, params: SamplingParams, grammar: Grammar | None
+        self, prompt: Prompt, params: SamplingParams, grammar: Grammar | None, bad_words: BadWords
     ) -> Sequence:
         images = prompt if isinstance(prompt, ImagePrompt) else None
         if images is not None:
@@ -582,7 +586,7 @@ class LLM:
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer, ids, params.stop, params.skip_special_tokens)
         return Sequence(
-            ids, params, self.max_model_len, self._end_ids, text, grammar, images=images
+            ids, params, self.max_model_len, self._end_ids, text, grammar, bad_words, images=images
         )
 
     def _compile(self, outputs: StructuredOutputs) -> Grammar:

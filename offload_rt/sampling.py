@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload_rt.bad_words import BadWords
 from offload_rt.config import SamplingParams
 from offload_rt.errors import NumericsError
 from offload_rt.ops.transfer import to_device, to_host
@@ -27,14 +28,16 @@ def no_numbers() -> NumericsError:
 class Context(NamedTuple):
     """Text before the nodes of a tree.
 
-    tokens    tokens of prompt and answer
-    n_prompt  length of the prompt
-    end_ids   tokens that end the answer
+    tokens     tokens of prompt and answer
+    n_prompt   length of the prompt
+    end_ids    tokens that end the answer
+    bad_words  `bad_words_ids` of the parameters, and the position of the answer in them
     """
 
     tokens: Sequence[int] = ()
     n_prompt: int = 0
     end_ids: AbstractSet[int] = frozenset()
+    bad_words: BadWords = BadWords()
 
 
 def probs(
@@ -214,19 +217,13 @@ class _Change:
         self._n_early = params.min_tokens - len(answer)  # end tokens are masked above this depth
         seen = set(context.tokens) if self._penalty != 1.0 else ()
         ends = context.end_ids if self._n_early > 0 else ()
-        bad_tokens = [word[0] for word in params.bad_words_ids if len(word) == 1]
-        self._bad_ends: dict[tuple[int, ...], list[int]] = {}  # by the tokens before them
-        for word in params.bad_words_ids:
-            if len(word) > 1:
-                self._bad_ends.setdefault(word[:-1], []).append(word[-1])
-        self._n_before = sorted(set(map(len, self._bad_ends)))
-        self._recent = answer[-max(self._n_before, default=1) :]
+        self._bad_words = context.bad_words
         ids = (
             seen,
             answer if self._counts else (),
             ends,
             bias,
-            bad_tokens,
+            self._bad_words.singles,
             params.allowed_token_ids,
         )
         host = [torch.tensor([*part], dtype=torch.int64) for part in ids]
@@ -269,21 +266,12 @@ class _Change:
             logits = torch.full_like(logits, -torch.inf).index_copy_(1, self._allowed, allowed)
         if len(self._bad):
             logits = logits.index_fill(1, self._bad, -torch.inf)
-        completed = [
-            (row, end)
-            for row, path in enumerate(paths)
-            for end in self._ends_after((*self._recent, *path))
-        ]
+        completed = self._bad_words.ends(paths)
         if completed:
             (cells,) = to_device([torch.tensor(completed, dtype=torch.int64)], logits.device)
             minus_inf = logits.new_full((), -torch.inf)
             logits = logits.index_put((cells[:, 0], cells[:, 1]), minus_inf)
         return logits
-
-    def _ends_after(self, tokens: tuple[int, ...]) -> Iterator[int]:
-        """Yield the last tokens of bad words that would be completed after these tokens."""
-        for n in self._n_before:
-            yield from self._bad_ends.get(tokens[-n:], ())
 
 
 def _occurrences(logits: Tensor, tokens: Tensor, on_path: Tensor) -> Tensor:

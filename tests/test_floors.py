@@ -11,7 +11,7 @@ import offload_rt
 
 ROOT = Path(offload_rt.__file__).parent
 FLOORS = (
-    {"errors", "dtypes", "packing", "chunks"},
+    {"errors", "dtypes", "packing", "chunks", "bad_words"},
     {"system"},
     {"config", "ops"},
     {"models", "tree", "text", "sampling"},

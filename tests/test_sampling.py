@@ -17,7 +17,9 @@ from transformers.generation.logits_process import (
 )
 
 from offload_rt import SamplingParams, sampling
+from offload_rt.bad_words import BadWords
 from offload_rt.errors import NumericsError
+from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import Context, draw, probs, token_logprobs, top_tokens
 
 pytestmark = pytest.mark.numeric
@@ -89,7 +91,8 @@ def test_probabilities_equal_transformers(settings, seed):
     logits, contexts = random_logits(seed, n=70)
     contexts[3] = []
     before = logits.clone()
-    got = probs(logits, SamplingParams(**settings), Context(), contexts)
+    context = Context(bad_words=BadWords(settings.get("bad_words_ids", ())))
+    got = probs(logits, SamplingParams(**settings), context, contexts)
     expected = peer_probs(logits, settings, contexts)
     assert got.dtype == torch.float32
     assert torch.equal(got > 0, expected > 0), "the filters keep other tokens"
@@ -119,17 +122,41 @@ def test_answer_alone_is_counted_and_ends_wait_for_min_tokens(min_tokens):
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
+def behind(words, tokens):
+    """Bad words behind an answer."""
+    sequence = Sequence([0], SamplingParams(max_tokens=99), 99, bad_words=BadWords(words))
+    sequence.extend(tokens)
+    return sequence.bad_words
+
+
 def test_bad_words_can_span_answer_and_path():
     logits, contexts = random_logits(9, n=70)
     tokens = contexts[0][:9]
     paths = [context[: i % 4] for i, context in enumerate(contexts)]
     words = [(*(tokens + path)[-n:], 10 * n) for path in paths for n in (1, 2, 4)]
     settings = {"temperature": 1.0, "bad_words_ids": tuple(dict.fromkeys(words)), "top_k": 20}
-    got = probs(logits, SamplingParams(**settings), Context(tokens, 6), paths)
+    context = Context(tokens, 6, bad_words=behind(words, tokens[6:]))
+    got = probs(logits, SamplingParams(**settings), context, paths)
     answers = [tokens[6:] + path for path in paths]
     expected = peer_probs(logits, settings, answers)
     assert torch.equal(got > 0, expected > 0)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+token_lists = st.lists(st.integers(0, 2), max_size=6)
+
+
+@given(st.lists(token_lists.filter(bool), max_size=8), token_lists, st.lists(token_lists))
+def test_ends_of_bad_words_equal_brute_force(words, answer, paths):
+    position = behind(words, answer)
+    ends = {
+        (row, word[-1])
+        for row, path in enumerate(paths)
+        for word in words
+        if len(word) > 1 and (answer + path)[-len(word) + 1 :] == word[:-1]
+    }
+    assert set(position.ends(paths)) == ends
+    assert position.singles == [word[0] for word in words if len(word) == 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -295,7 +295,7 @@ class Engine(SequencePool):
         """
         n = len(tree.topology)
         paths = tree.paths() if sequence.sampling.looks_back else []
-        context = Context(sequence.tokens, sequence.n_prompt, sequence.end_ids)
+        context = Context(sequence.tokens, sequence.n_prompt, sequence.end_ids, sequence.bad_words)
         out = self._probs_buffer(logits, n)
         masks = None
         if sequence.grammar is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from offload_rt.bad_words import BadWords
 from offload_rt.config import SamplingParams
 from offload_rt.executor.grammar import Grammar
 from offload_rt.executor.pooling import Pooling
@@ -26,6 +27,7 @@ class Sequence:
     end_ids        end tokens of the sampling parameters, and of the model unless ignored
     text           detokenizer with stop strings; None without a tokenizer
     grammar        position in the grammar of structured outputs; None without a grammar
+    bad_words      position in the excluded token sequences
     finish_reason  None while running; "stop" (end token or stop string), "length" or "error"
     error          reason of finish_reason "error"
     pooling        embedding of the prompt; None if not requested
@@ -41,6 +43,7 @@ class Sequence:
     end_ids: frozenset[int] = frozenset()
     text: TextStream | None = None
     grammar: Grammar | None = None
+    bad_words: BadWords = field(default_factory=BadWords)
     finish_reason: str | None = None
     error: Exception | None = None
     pooling: Pooling | None = None
@@ -109,6 +112,7 @@ class Sequence:
         n_before = len(self.tokens)
         for token in tokens:
             self.tokens.append(token)
+            self.bad_words.advance(token)
             may_stop = self.n_new > self.sampling.min_tokens
             if token in self.end_ids or (self.text is not None and self.text.add(token, may_stop)):
                 self.finish_reason = "stop"
