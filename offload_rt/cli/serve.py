@@ -1,5 +1,6 @@
 """`offload-rt serve`: OpenAI-compatible HTTP server with a web page."""
 
+import gc
 import os
 import socket
 import sys
@@ -154,6 +155,8 @@ def _serve(flags: Namespace) -> None:
             print(f"warning: {warning}", file=sys.stderr)
         at = f"http://{settings.host}:{listening.getsockname()[1]}"
         print(f"{name}: {at}/v1 for clients, {at} for people", file=sys.stderr, flush=True)
+        gc.collect()
+        gc.freeze()  # a full collection of all libraries holds the interpreter lock for 0.2 s
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again after its end
             server.run([listening])
 

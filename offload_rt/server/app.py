@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, PlainTextResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
@@ -106,7 +106,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         )
 
     @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
-    async def embeddings(http: Request) -> Json:
+    async def embeddings(http: Request) -> Response:
         """Embed texts, if the server was started with `--embeddings`."""
         return await service.embed(await service.read(http, EmbeddingsRequest))
 
@@ -139,23 +139,25 @@ def _add_agent_routes(app: FastAPI, service: Service) -> None:
 
 def _add_extra_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
-    async def tokenize(http: Request) -> Json:
+    async def tokenize(http: Request) -> Response:
         """Convert a text or a conversation to token ids."""
         request = await service.read(http, TokenizeRequest)
         if request.messages is not None:
-            chat = ChatRequest(messages=request.messages)
+            chat = await asyncio.to_thread(request.chat)
             tokens = token_ids(await service.prompts.conversation(chat))
         else:
             special = request.add_special_tokens
             tokens = await asyncio.to_thread(service.llm.encode, request.text, special)
         length = {"max_model_len": service.llm.max_model_len}
-        return {"tokens": tokens, "count": len(tokens), **length}
+        content = {"tokens": tokens, "count": len(tokens), **length}
+        return await asyncio.to_thread(JSONResponse, content)
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
-    async def detokenize(http: Request) -> Json:
+    async def detokenize(http: Request) -> Response:
         """Convert token ids to a text."""
         request = await service.read(http, DetokenizeRequest)
-        return {"prompt": await asyncio.to_thread(service.decode, request.tokens)}
+        text = await asyncio.to_thread(service.decode, request.tokens)
+        return await asyncio.to_thread(JSONResponse, {"prompt": text})
 
     @app.get("/health", response_class=Response)
     async def health() -> Response:

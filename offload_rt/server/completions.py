@@ -40,7 +40,7 @@ class CompletionWriter:
 
     def add(self, delta: Delta) -> list[str]:
         """Return the chunk of a delta."""
-        part = {"index": delta.index, "finish_reason": delta.finish_reason}
+        part = self._end(delta.index)
         chunk = self._chunk([part | self._delta(delta)]) | self._extras(delta.piece)
         return [event(chunk)]
 
@@ -56,8 +56,7 @@ class CompletionWriter:
     def whole(self) -> Json:
         """Return the complete response."""
         choices = [
-            {"index": i, "finish_reason": choice.finish_reason, **self._whole(choice)}
-            for i, choice in enumerate(self.answer.choices)
+            self._end(i) | self._whole(choice) for i, choice in enumerate(self.answer.choices)
         ]
         return self._head | {"choices": choices, "usage": self.usage()}
 
@@ -67,6 +66,11 @@ class CompletionWriter:
         n = self.answer.n_tokens
         return {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
 
+    def _end(self, i: int) -> Json:
+        """Return the end of an answer, with vLLM's reason."""
+        choice = self.answer.choices[i]
+        return {"index": i, "finish_reason": choice.finish_reason, "stop_reason": choice.stop}
+
     def _delta(self, delta: Delta) -> Json:
         logprobs = _logprobs(delta.logprobs, delta.offsets)
         return {"text": delta.parsed.text, "logprobs": logprobs}
@@ -75,15 +79,16 @@ class CompletionWriter:
         return {"text": choice.text, "logprobs": _logprobs(choice.logprobs, choice.offsets)}
 
     def _chunk(self, choices: list[Json]) -> Json:
-        usage = {"usage": None} if self._options.include_usage else {}
+        usage: Json = {}
+        if self._options.include_usage:
+            usage["usage"] = self.usage() if self._options.continuous_usage_stats else None
         return self._head | {"object": self.chunk_kind, "choices": choices} | usage
 
     def _extras(self, piece: Piece | None) -> Json:
         """Return the fields of a chunk that `stream_options` requests."""
-        if piece is None:
+        if piece is None or not self._options.include_passes:
             return {}
-        usage = {"usage": self.usage()} if self._options.continuous_usage_stats else {}
-        return usage | ({"pass": _pass(piece)} if self._options.include_passes else {})
+        return {"pass": _pass(piece)}
 
 
 class ChatWriter(CompletionWriter):

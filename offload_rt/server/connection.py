@@ -109,6 +109,14 @@ class BoundedProtocol(H11Protocol):
         else:
             self.transport.abort()
 
+    def shutdown(self) -> None:
+        """Refuse an incomplete request, or close the connection behind its last answer."""
+        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_started:
+            self.transport.write(_BUSY)
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
         self._stop_header_timer()

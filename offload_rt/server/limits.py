@@ -87,6 +87,8 @@ class Limits:
             except OverflowError:
                 text = f"the request body exceeds {self.body_nbytes} bytes"
                 refusal = error_response(413, text)
+        if messages and messages[-1]["type"] == "http.disconnect":
+            return  # the client, or the end of the server, cut the body
 
         async def replay() -> Message:
             return messages.pop(0) if messages else await receive()

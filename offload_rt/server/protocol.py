@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, PlainValidator
 
 from offload_rt.config import SamplingParams, StructuredOutputs
 from offload_rt.errors import PromptError, SettingsError
-from offload_rt.server.bodies import FailFastList, Json, check_counts
+from offload_rt.server.bodies import FailFastList, Json, check_counts, validate
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.text.images import IMAGE_PARTS
 
@@ -21,6 +21,7 @@ _NOT_SAMPLING = frozenset(
     {"model", "stream", "stream_options", "max_tokens", "truncate_prompt_tokens"}
     | {"truncation_side", "add_special_tokens", "response_format", "structured_outputs"}
     | {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    | {"json_schema", "grammar"}
 )
 
 
@@ -28,12 +29,12 @@ class StreamOptions(BaseModel):
     """Contents of a stream beside the text.
 
     include_usage           a last chunk with token counts
-    continuous_usage_stats  token counts in every chunk
+    continuous_usage_stats  with include_usage, token counts in every chunk
     include_passes          the forward pass behind every chunk, as `pass`
     """
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
     include_passes: bool = False
 
 
@@ -69,6 +70,8 @@ class GenerationRequest(BaseModel):
     guided_regex: str | None = None
     guided_choice: FailFastList[str] | None = None
     guided_grammar: str | None = None
+    json_schema: Json | None = None
+    grammar: str | None = None
 
     @property
     def options(self) -> StreamOptions:
@@ -126,6 +129,11 @@ class GenerationRequest(BaseModel):
             value = getattr(self, f"guided_{name}")
             if value is not None:
                 formats[name] = value
+        # Names of llama.cpp, whose clients send an empty grammar.
+        if self.json_schema is not None:
+            formats["json"] = self.json_schema
+        if self.grammar:
+            formats["grammar"] = self.grammar
         if isinstance(formats.get("json"), str):
             check_counts("the JSON schema", [formats["json"].encode("utf-8", "replace")])
         wanted = self.wanted_format
@@ -317,7 +325,7 @@ class ChatRequest(GenerationRequest):
             raise PromptError("messages", need="a role in each message")
         turns = [{**turn, "content": _content_of(turn.get("content"))} for turn in self.messages]
         calling = [turn for turn in turns if isinstance(turn.get("tool_calls"), list)]
-        texts = [_arguments_of(call) for turn in calling for call in turn["tool_calls"]]
+        texts = [_arguments_of(call) or "" for turn in calling for call in turn["tool_calls"]]
         check_counts("arguments of calls", [text.encode("utf-8", "replace") for text in texts])
         for turn in calling:
             turn["tool_calls"] = [_parse_arguments(call) for call in turn["tool_calls"]]
@@ -329,11 +337,15 @@ class ChatRequest(GenerationRequest):
 
 
 class TokenizeRequest(BaseModel):
-    """Body of /tokenize."""
+    """Body of /tokenize: a text, or the fields of a chat request that its prompt depends on."""
 
     prompt: str | None = None
     messages: FailFastList[Json] | None = None
     add_special_tokens: bool = True
+    tools: FailFastList[Json] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Json | None = None
 
     @property
     def text(self) -> str:
@@ -342,11 +354,15 @@ class TokenizeRequest(BaseModel):
             raise SettingsError("the body", need="prompt or messages")
         return self.prompt
 
+    def chat(self) -> ChatRequest:
+        """Return the chat request."""
+        return validate(ChatRequest, self.model_dump(exclude={"prompt", "add_special_tokens"}))
+
 
 class DetokenizeRequest(BaseModel):
     """Body of /detokenize."""
 
-    tokens: FailFastList[Annotated[int, Field(ge=0, lt=2**32)]]
+    tokens: FailFastList[Annotated[int, Field(strict=True, ge=0, lt=2**32)]]
 
 
 def _check_logprobs(name: str, n: int | None) -> None:
@@ -354,22 +370,26 @@ def _check_logprobs(name: str, n: int | None) -> None:
         raise SettingsError(f"{name} is {n}", need=f"0 to {_MAX_LOGPROBS}", change="ask for fewer")
 
 
-def _arguments_of(call: Any) -> str:
-    """Return the JSON text of a call's arguments; empty for arguments of other types."""
+def _arguments_of(call: Any) -> str | None:
+    """Return the JSON text of a call's arguments; None for arguments of other types."""
     try:
         arguments = call["function"]["arguments"]
     except (TypeError, KeyError):
-        return ""
-    return arguments if isinstance(arguments, str) else ""
+        return None
+    return arguments if isinstance(arguments, str) else None
 
 
 def _parse_arguments(call: Any) -> Any:
     """Replace the JSON text of a call's arguments by an object, as templates require.
 
+    An empty text stands for no arguments, as in vLLM.
     Returns the call unchanged if that fails; the template then decides.
     """
+    text = _arguments_of(call)
+    if text is None:
+        return call
     try:
-        arguments = json.loads(_arguments_of(call))
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -38,7 +38,7 @@ _RETRY_S = 5
 # A stream gets this long to send the error of a timeout.
 _STREAM_GRACE_S = 5
 # Grammars of all open requests together: while compiled, a character takes up to 400 bytes.
-_MAX_GRAMMAR_CHARACTERS = 1 << 19
+_MAX_GRAMMAR_CHARACTERS = 3 << 17
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Service:
         events = self._events(first, deltas, writer)
         return _EventStream(events, deltas, self.limits.timeout_s + _STREAM_GRACE_S)
 
-    async def embed(self, request: EmbeddingsRequest) -> Json:
+    async def embed(self, request: EmbeddingsRequest) -> Response:
         """Answer a request for embeddings."""
         self.check_model(request.model)
         if not self.limits.pooling:
@@ -146,7 +146,10 @@ class Service:
             vectors = await asyncio.to_thread(self.llm.embed, prompts, self.limits.pooling)
         finally:
             self.n_open -= n
-        return request.whole(vectors, sum(map(len, prompts)), self.name)
+        n_tokens = sum(map(len, prompts))
+        return await asyncio.to_thread(
+            lambda: JSONResponse(request.whole(vectors, n_tokens, self.name))
+        )
 
     def _admit(self, n: int, n_characters: int = 0) -> None:
         """Reserve queue places, until `_deltas` ends. Raises Refused if the queue is full.
@@ -234,12 +237,15 @@ class Service:
     ) -> AsyncGenerator[str, None]:
         """Yield server-sent events. An error in the middle is the last event."""
         try:
-            for event in [*writer.start(), *writer.add(first)]:
+            # The first and last events of some APIs repeat fields of any size.
+            for event in await asyncio.to_thread(writer.start):
+                yield event
+            for event in writer.add(first):
                 yield event
             async for delta in deltas:
                 for event in writer.add(delta):
                     yield event
-            for event in writer.end():
+            for event in await asyncio.to_thread(writer.end):
                 yield event
         except Exception as error:
             response = await self.error_response(None, error)

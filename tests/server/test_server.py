@@ -236,12 +236,8 @@ def test_usage_is_sent_on_request(served, path, is_last, is_continuous):
     if is_last:
         last = chunks.pop()
         assert last["choices"] == [] and last["usage"] == expected
-    told = [
-        chunk.get("usage")
-        for chunk in chunks
-        if chunk["choices"][0].get("delta", {}).get("role") is None
-    ]
-    if is_continuous:
+    told = [chunk.get("usage") for chunk in chunks]
+    if is_last and is_continuous:
         counts = [one["completion_tokens"] for one in told]
         assert counts == sorted(counts) and told[-1] == expected
     else:
@@ -390,6 +386,24 @@ def test_tokenize_and_detokenize(served):
     ids = rendered(served.llm)
     assert served.post("/tokenize", {"messages": TURNS})[1]["tokens"] == ids
     assert served.post("/tokenize", {"content": PROMPT})[0] == 400
+
+
+def test_tokenize_counts_the_prompt_of_a_chat_request(served):
+    turns = [*TURNS, {"role": "assistant", "content": "x ="}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for fields in (
+        {"tools": tools},
+        {"chat_template_kwargs": {"mark": "several tokens"}},
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ):
+        body = {"messages": turns, **fields}
+        answer = served.post("/v1/chat/completions", {**body, "max_tokens": 1})[1]
+        assert served.post("/tokenize", body)[1]["count"] == answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("token", ["5", 5.0, True, None, [5]])
+def test_detokenize_accepts_integers_only(served, token):
+    assert served.post("/detokenize", {"tokens": [5, token]})[0] == 400
 
 
 def test_oversized_bodies_are_refused(served):

@@ -25,6 +25,7 @@ from support.serving import (
     PROMPT,
     TURNS,
     Served,
+    engine_held,
     llm,
     running,
     served,
@@ -33,7 +34,7 @@ from support.serving import (
 )
 
 from offload_rt.errors import PromptError, SettingsError
-from offload_rt.server import bodies, completions, connection, protocol, service
+from offload_rt.server import bodies, completions, connection, protocol, responses, service
 from offload_rt.server.connection import ConnectionLimits, LogRate
 from offload_rt.server.limits import Access
 
@@ -110,9 +111,10 @@ def test_entries_are_counted_before_validation(body, message):
         (b'{"prompt": [' + b'"",' * 40_000 + b'""]}', "40002 strings"),
         (b'{"prompt": [' + b"1," * 300_000 + b"1]}", "300000 values"),
         (b'{"prompt": [' + b"1.5," * 40_000 + b"1]}", "40000 fractions"),
-        (b'{"prompt": "' + b"\\n" * 2_100_000 + b'"}', "2100000 escapes"),
+        (b'{"prompt": [1' + (b"," + b"2" * 4300) * 21 + b"]}", "4284 blocks of 21 digits"),
+        (b'{"prompt": "' + b"\\n" * 600_000 + b'"}', "600000 escapes"),
     ],
-    ids=["lists", "objects", "strings", "values", "fractions", "escapes"],
+    ids=["lists", "objects", "strings", "values", "fractions", "numbers", "escapes"],
 )
 def test_values_are_counted_before_parsing(body, message, monkeypatch):
     def parse(text: str) -> Any:
@@ -198,11 +200,16 @@ def test_requests_are_parsed_and_checked_off_the_event_loop(served, monkeypatch)
     for name in ("encode", "encode_chat", "check_prompt", "_request"):
         watch(served.llm, name)
     watch(protocol.GenerationRequest, "sampling_params")
+    for name in ("start", "end", "whole"):
+        watch(responses.ResponsesWriter, name)
     for body in ({"prompt": "x"}, {"prompt": [5]}):
         assert served.post("/v1/completions", body | {"max_tokens": 1})[0] == 200
     assert served.post("/v1/chat/completions", {"messages": TURNS, "max_tokens": 1})[0] == 200
+    for stream in (False, True):
+        body = {"input": "x", "max_output_tokens": 1, "stream": stream}
+        assert served.asked("/v1/responses", body)[0] == 200
     assert {name for name, _ in places} >= {
-        "read_body", "encode", "encode_chat", "check_prompt", "sampling_params"
+        "read_body", "encode", "encode_chat", "check_prompt", "sampling_params", "start", "end"
     }  # fmt: skip
     assert not any(on_loop for _, on_loop in places)
 
@@ -352,6 +359,26 @@ def test_header_timeout_ends_with_the_head(llm):
         assert accepted._header_timer is None
 
 
+def test_incomplete_requests_do_not_delay_the_end(llm):
+    """A half-sent body is refused at once, while a running answer is finished."""
+    with running(llm) as server, closing(connect(server)) as client:
+        statuses: list[int] = []
+        body = {"prompt": PROMPT, "max_tokens": 2}
+        asking = threading.Thread(
+            target=lambda: statuses.append(server.post("/v1/completions", body)[0])
+        )
+        with engine_held(llm):
+            asking.start()
+            wait_until(lambda: server.service.n_open)
+            client.sendall(parse_head("/v1/completions", 100) + b"{")
+            wait_until(lambda: len(server.http_server.server_state.tasks) == 2)
+            server.http_server.should_exit = True
+            assert read_all(client).startswith(b"HTTP/1.1 503")
+            assert not statuses
+        asking.join()
+    assert statuses == [200]
+
+
 def test_surplus_connections_are_refused(llm):
     with running(llm, replace(CONNECTIONS, n_connections=3, header_s=600)) as server:
         idle = [connect(server) for _ in range(3)]
@@ -436,7 +463,8 @@ def test_flood_of_connections_and_shutdown(tmp_path):
         program.signal(signal.SIGTERM)
         answers = [read_all(client) for client in clients]
         assert program.code() == 0
-        assert answers[1].startswith(b"HTTP/1.1 503") and b"shutting down" in answers[1]
+        assert answers[1].startswith(b"HTTP/1.1 503")
+        assert answers[2].startswith(b"HTTP/1.1 503") and b"shutting down" in answers[2]
         assert "Traceback" not in program.err and len(program.err) < 20_000
 
 
@@ -531,7 +559,9 @@ def test_public_address_without_a_key_is_warned_of(monkeypatch, capsys):
     class Stopped:
         def __init__(self, *_: Any) -> None: ...
 
-        def run(self, sockets: list[socket.socket]) -> None: ...
+        def run(self, sockets: list[socket.socket]) -> None:
+            assert gc.get_freeze_count() > 0, "collections traverse the objects of libraries"
+            gc.unfreeze()
 
     monkeypatch.setattr(connection, "make_server", Stopped)
     model = ["--model", str(MODELS / "demo-target"), "--port", "0", "--device-memory", "1GB"]

@@ -23,7 +23,7 @@ from offload_rt.errors import SettingsError
 from offload_rt.server import service
 from offload_rt.server.answer import Answer
 from offload_rt.server.chat_format import ChatFormat
-from offload_rt.server.protocol import CompletionRequest
+from offload_rt.server.protocol import ChatRequest, CompletionRequest
 from offload_rt.server.tool_formats.hermes import HermesParser
 from offload_rt.text.detokenize import token_bytes
 
@@ -90,6 +90,24 @@ def test_a_bad_word_does_not_occur(served):
     assert word in text and word not in found
 
 
+def test_stop_reason_is_the_stop_string_or_token(served):
+    plain = complete(served, logprobs=0)
+    second = plain["logprobs"]["tokens"][1]
+    assert plain["stop_reason"] is None
+    assert complete(served, stop=[second])["stop_reason"] == second
+    (token,) = served.llm.encode(second, add_special_tokens=False)
+    assert complete(served, stop_token_ids=[token])["stop_reason"] == token
+
+
+def test_empty_arguments_of_a_call_are_an_empty_object():
+    texts = ["", "{}", {"a": 1}, '{"a": 1}', "{"]
+    calls = [{"function": {"name": "f", "arguments": text}} for text in texts]
+    request = ChatRequest(messages=[{"role": "assistant", "tool_calls": calls}])
+    (turn,) = request.turns()
+    arguments = [call["function"]["arguments"] for call in turn["tool_calls"]]
+    assert arguments == [{}, {}, {"a": 1}, {"a": 1}, "{"]
+
+
 def test_only_allowed_tokens_occur(served):
     allowed = served.llm.encode("abc", add_special_tokens=False)
     choice = complete(served, allowed_token_ids=allowed, logprobs=0)
@@ -130,6 +148,8 @@ def test_rules_that_exclude_every_token_are_refused(llm, params):
         ({"truncation_side": "right"}, "truncation_side"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"return_token_ids": True}, "return_token_ids"),
+        ({"length_penalty": 1.5}, "length_penalty"),
+        ({"xtc_probability": 0.5}, "xtc_probability"),
         ({"response_format": {"type": "json_object", "schema": 1}}, "a schema"),
     ],
 )
@@ -146,6 +166,11 @@ def test_neutral_values_of_missing_features_are_accepted(served):
         "use_beam_search": False,
         "functions": [],
         "function_call": "none",
+        "length_penalty": 1.0,
+        "typical_p": 1,
+        "mirostat": 0,
+        "xtc_probability": 0.0,
+        "grammar": "",
     }
     body = {"messages": TURNS, "max_tokens": 1, "skip_special_tokens": True}
     assert served.post("/v1/chat/completions", body | neutral)[0] == 200

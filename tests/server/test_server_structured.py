@@ -49,6 +49,8 @@ TOOLS = [
         ({"guided_grammar": 'start: "a" "b"'}, {"grammar": 'start: "a" "b"'}),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
+        ({"json_schema": SCHEMA}, {"json": SCHEMA}),
+        ({"grammar": 'root ::= "a" [0-9]{3}'}, {"grammar": 'root ::= "a" [0-9]{3}'}),
     ],
 )  # fmt: skip
 def test_formats_of_a_request_equal_formats_in_python(
