@@ -301,8 +301,9 @@ def test_learned_weights_are_kept_for_the_pair(zoo, pair, tmp_path):
     assert [kept.name for kept in cache_directory().glob("*draft-*")] == [
         path.name
     ] and path.read_bytes() == content
+    (tmp_path / "file").touch()
     with pytest.MonkeyPatch.context() as patch, pytest.warns(CacheError):
-        patch.setenv("XDG_CACHE_HOME", "/dev/null")
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         with open_llm(pair.target, **settings) as llm:
             learner_of(llm)._serve(True)
     for damaged in (content[: len(content) // 2], b"", content[:-4] + b"\xff\xff\xff\xff"):
