@@ -34,7 +34,7 @@ from offload_rt.executor.grammar import Grammar, GrammarCompiler
 from offload_rt.sampling import Context, probs
 
 _TEXT = {"type": "string"}
-_SCHEMA = {
+SCHEMA = {
     "type": "object",
     "properties": {
         "title": _TEXT,
@@ -44,7 +44,7 @@ _SCHEMA = {
     "required": ["title", "sizes", "text"],
     "additionalProperties": False,
 }
-_ANSWER = '{"title": "A fox", "sizes": [1, 22, 333], "text": "def walk(path): return 1'
+ANSWER = '{"title": "A fox", "sizes": [1, 22, 333], "text": "def walk(path): return 1'
 _LEVELS = 12
 # Files of the tokenizer's text; 4,000 suffice for 131,072 tokens.
 _FILES = 4000
@@ -87,7 +87,7 @@ def compare_passes(flags: argparse.Namespace) -> dict[str, object]:
         assert llm.tokenizer is not None
         for prompt in held_out_prompts(llm.tokenizer, flags.prompts):
             works = {
-                "grammar": partial(seconds_per_pass, llm, prompt, StructuredOutputs(json=_SCHEMA)),
+                "grammar": partial(seconds_per_pass, llm, prompt, StructuredOutputs(json=SCHEMA)),
                 "plain": partial(seconds_per_pass, llm, prompt, None),
             }
             results = interleaved(works, flags.rounds, warm_up=not pairs)
@@ -136,7 +136,7 @@ def time_masks(flags: argparse.Namespace) -> dict[str, object]:
     tokenizer = trained_tokenizer(n)
     compiler = GrammarCompiler(tokenizer, n, {0})
     numbers = random.Random(0)
-    outputs = StructuredOutputs(json=_SCHEMA)
+    outputs = StructuredOutputs(json=SCHEMA)
     logits = torch.randn(flags.nodes, n)
     out = torch.empty_like(logits)
     params = SamplingParams(temperature=flags.temperature)
@@ -144,7 +144,7 @@ def time_masks(flags: argparse.Namespace) -> dict[str, object]:
     masked_ms = []
     plain_ms = []
     committed: list[int] = []
-    for token in tokenizer.encode(_ANSWER):
+    for token in tokenizer.encode(ANSWER):
         paths = random_paths(at(compiler, outputs, committed), flags.nodes, numbers)
         grammar = at(compiler, outputs, committed)  # without cached masks
         masks_ms.append(1e3 * timed(partial(grammar.masks_after, paths)))

@@ -1,8 +1,8 @@
 """Grammars of structured outputs, as token masks for the nodes of draft trees.
 
 llguidance compiles JSON schemas, regular expressions and Lark grammars, and computes masks.
-xgrammar masks draft trees in one call (`traverse_draft_tree`), but requires triton and a compiler
-of CUDA kernels; llguidance is one wheel of 3 MB without dependencies.
+xgrammar masks draft trees in one call (`traverse_draft_tree`), in 1.0 to 1.4 times the time, and
+requires triton; llguidance is one wheel of 3 MB without dependencies.
 """
 
 import json
