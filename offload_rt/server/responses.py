@@ -4,9 +4,9 @@ import reprlib
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from offload_rt.errors import SettingsError
 from offload_rt.server.answer import Answer, Delta
@@ -14,6 +14,12 @@ from offload_rt.server.bodies import FailFastList, Json, validate
 from offload_rt.server.protocol import ChatRequest, text_of
 from offload_rt.server.turns import Turns, as_tool
 from offload_rt.server.writer import event
+
+# OpenAI's limits. A stream repeats the metadata three times.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
 
 
 class ResponsesRequest(BaseModel):
@@ -36,7 +42,7 @@ class ResponsesRequest(BaseModel):
     text: Json | None = None
     prompt: Literal[None] = None
     truncation: Literal["disabled"] | None = None
-    metadata: Json | None = None
+    metadata: Metadata | None = None
     chat_template_kwargs: Json | None = None
 
     def chat(self) -> ChatRequest:

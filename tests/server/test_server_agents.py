@@ -247,6 +247,7 @@ def test_fields_of_agents_apis_reach_the_model(
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "image"),
         ("responses", {"seed": 2**70}, "seed"),
+        ("responses", {"metadata": {"key": "x" * 513}}, "metadata"),
         ("responses", {"text": {"format": {"type": "xml"}}}, "xml"),
         ("responses", {"input": []}, "messages"),
         ("responses", {"tool_choice": {"type": "allowed_tools"}}, "allowed_tools"),
