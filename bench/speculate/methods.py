@@ -10,6 +10,7 @@ from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.speculate.select import drafter_type, pick_drafter
+from offload_rt.speculate.tree_drafter import TreeDrafter
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.rounding import ROUNDINGS
 
@@ -49,9 +50,13 @@ class Method:
     level_s: float = 0.0
 
     def open(
-        self, model: str, n_nodes: int, dtype: str, device_memory: str | int, max_model_len: int
-    ) -> LLM:
-        """Open a model with this method and trees of n nodes, independent of cost."""
+        self, model: str, n_nodes: int, dtype: str, device_memory: str | int, max_model_len: int,
+        depth: int | None = None,
+    ) -> LLM:  # fmt: skip
+        """Open a model with this method and trees of n nodes, independent of cost.
+
+        depth  levels of trees with several children; None for the drafter's default
+        """
         uses_draft = drafter_type(self.drafter).resources.needs_checkpoint
         draft = self.draft if uses_draft else None
         config = EngineConfig(
@@ -60,16 +65,17 @@ class Method:
             rule=self.rule,
             draft_context=self.draft_context, draft_quantize=self.rounding,
             tree_size=None if self.drafter == "none" else n_nodes,
-            tree_depth=n_nodes if self.shape is chain else None,
+            tree_depth=n_nodes if self.shape is chain else depth,
         )  # fmt: skip
         chosen = pick_drafter(config)
         shape = self.shape(n_nodes) if self.shape is not None else None
 
         def open_drafter(parts: DraftParts) -> Drafter:
             # A fixed cost makes trees independent of the machine.
-            return chosen.type.open(
-                replace(parts, cost=parts.cost.fixed(self.level_s), shape=shape)
-            )
+            fixed = replace(parts, cost=parts.cost.fixed(self.level_s), shape=shape)
+            if shape is not None:
+                return TreeDrafter(fixed, is_dynamic=(False, False))
+            return chosen.type.open(fixed)
 
         drafting = replace(chosen, type=replace(chosen.type, open=open_drafter))
         llm = LLM.open(config, drafting)
@@ -102,6 +108,7 @@ SYSTEMS = (
     Method("dynamic, coupled", "dynamic_tree", "coupled"),
     Method("adaptive", "adaptive_tree"),
     Method("EAGLE-3", "eagle", draft=EAGLE3),
+    Method("EAGLE-3, one chain", "eagle", "match", chain, draft=EAGLE3),
     # A pass over further blocks costs more than it gains, or nothing.
     Method("block", "block", draft=BLOCK, level_s=1e9),
     Method("conditioned block", "block", draft=BLOCK),

@@ -67,12 +67,16 @@ class Counted:
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts of a model, new tokens and temperatures."""
+    """Prompts of a model, new tokens and temperatures.
+
+    depth  levels of trees, see `Method.open`
+    """
 
     model: str
     prompts: Sequence[list[int]]
     n_new: int
     temperatures: Sequence[float]
+    depth: int | None
 
     @cached_property
     def longest(self) -> int:
@@ -89,7 +93,7 @@ class Texts:
     def count(self, method: Method, n_rows: int) -> Iterator[Counted]:
         """Measure a method at each temperature."""
         runs: dict[float, list[tuple[float, float]]] = {}
-        with method.open(self.model, n_rows, "float32", "2GB", self.longest) as llm:
+        with method.open(self.model, n_rows, "float32", "2GB", self.longest, self.depth) as llm:
             engine = llm.engine
             parts = DraftParts(
                 engine.drafter.limits, engine.cost.fixed(level_s=0.0), "without_replacement"
@@ -172,7 +176,7 @@ def measured(flags: argparse.Namespace) -> list[Counted]:
         if flags.long:
             model = stretched(Path(folder) / "long", flags.long)
             prompts = held_out_texts(flags.prompts, flags.long)
-        texts = Texts(model, prompts, flags.new_tokens, flags.temperatures)
+        texts = Texts(model, prompts, flags.new_tokens, flags.temperatures, flags.depth)
         for n_rows in flags.rows:
             for method in LONG if flags.long else SYSTEMS:
                 if not flags.systems or method.name in flags.systems:
@@ -195,6 +199,7 @@ def main() -> None:
     bench.add("--prompts", type=int, default=24)
     bench.add("--new-tokens", type=int, default=64)
     bench.add("--systems", nargs="+", help="names; default: all")
+    bench.add("--depth", type=int, help="tree levels, the root included")
     bench.add(
         "--long",
         type=int,
@@ -209,8 +214,8 @@ def main() -> None:
     flags = bench.parse()
     if flags.table:
         lines = [json.loads(line) for line in flags.table.read_text().splitlines()]
-        keys = ("long", "prompts", "new_tokens")
-        same = [line for line in lines if all(line[key] == getattr(flags, key) for key in keys)]
+        keys = ("long", "prompts", "new_tokens", "depth")
+        same = [line for line in lines if all(line.get(key) == getattr(flags, key) for key in keys)]
         counts = [Counted(**count) for line in same for count in line["found"]]
         print(
             table(
