@@ -1,5 +1,6 @@
 """Experts of traced mixtures: computed together, or loaded on demand."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -277,15 +278,11 @@ class Touched:
         has_host = self.experts.has_host
         choices = [chosen] if predicted is None else [chosen, predicted]
         on_host = ops.to_host([*choices, *([hidden.contiguous()] if has_host else [])])
-        n_experts = module.num_experts
-        counts = [
-            choice.flatten().bincount(minlength=n_experts) for choice in on_host[: len(choices)]
-        ]
+        counts = on_host[0].flatten().bincount(minlength=module.num_experts)
         part = slice(self.owned.start, self.owned.stop)
-        start = sum(counts[0][: self.owned.start].tolist())
-        self.experts.expect([] if predicted is None else _ranked(counts[1][part]))
-        n_rows = counts[0][part].tolist()
-        ends = (start + counts[0][part].cumsum(0)).tolist()
+        self.experts.expect([] if predicted is None else _ranked(on_host[1], self.owned))
+        n_rows = counts[part].tolist()
+        ends = counts.cumsum(0)[part].tolist()
 
         def places(expert: int, order: Tensor) -> Tensor:
             return order[ends[expert] - n_rows[expert] : ends[expert]]
@@ -336,9 +333,10 @@ class Touched:
         return out + weights.tensor(f"{name}_bias.{expert}") if module.has_bias else out
 
 
-def _ranked(counts: Tensor) -> list[int]:
-    """Return the indices with nonzero counts, most frequent first."""
-    ranked: list[int] = counts.argsort(descending=True, stable=True)[
-        : int((counts > 0).sum())
-    ].tolist()
-    return ranked
+def _ranked(chosen: Tensor, owned: range) -> list[int]:
+    """Return the experts of choices (n_rows, n_used) by frequency, numbered within `owned`.
+
+    Equally frequent experts keep the order of the router, which is by probability.
+    """
+    counts = Counter(chosen.T.flatten().tolist())
+    return [expert - owned.start for expert, _ in counts.most_common() if expert in owned]

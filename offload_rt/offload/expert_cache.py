@@ -116,9 +116,10 @@ class ExpertCache(ABC):
                 likely = np.argsort(-use[k * n : (k + 1) * n], kind="stable")[: self.mixture.n_used]
                 least = self._least_use()
                 experts = [expert for expert in likely.tolist() if use[k * n + expert] > least]
-            self._ahead = deque(
-                k * n + expert for expert in experts[: ceil(_AHEAD * self.mixture.n_used)]
-            )
+            blocks = [k * n + expert for expert in experts]
+            missing = [block for block in blocks if block not in self._slot_of]
+            omitted = set(missing[ceil(_AHEAD * self.mixture.n_used) :])
+            self._ahead = deque(block for block in blocks if block not in omitted)
 
     def _release(self, block: int) -> None:
         """Mark a block as computed and free its slot for eviction."""

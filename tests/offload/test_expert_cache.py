@@ -24,6 +24,7 @@ from offload_rt.cost.pass_times import MachineProfile, PassBytes, TouchedExperts
 from offload_rt.engine import profile
 from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.errors import CapacityError, LinkError
+from offload_rt.models import traced_experts
 from offload_rt.models.families import parse_architecture
 from offload_rt.models.traced_experts import Touched
 from offload_rt.offload import expert_cache
@@ -109,6 +110,21 @@ def test_expected_experts_are_read_during_compute(files, monkeypatch):
         device.seen()
         visit(cache, device, 1, [0, 2])
     assert list(dict.fromkeys(order)) == [1, 2, 5, 3] and set(n_reads(tier).values()) == {1}
+
+
+def test_cached_predictions_leave_the_prefetch_to_missing_experts(files):
+    with cache_on(Host, files, 5) as (cache, tier, device):
+        visit(cache, device, 1, [0])
+        cache.expect(1, [0, 1, 2])
+        visit(cache, device, 0, [0])
+        assert eventually(lambda: n_reads(tier).get(4) == 1)
+    assert n_reads(tier) == {3: 1, 0: 1, 4: 1}
+
+
+def test_predictions_are_ranked_by_frequency_and_probability():
+    chosen = torch.tensor([[5, 1, 4], [1, 7, 5], [0, 1, 2]])
+    assert traced_experts._ranked(chosen, range(8)) == [1, 5, 0, 7, 4, 2]
+    assert traced_experts._ranked(chosen, range(4, 8)) == [1, 3, 0]
 
 
 @READING
