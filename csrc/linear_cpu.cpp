@@ -96,6 +96,25 @@ EXPORT void offload_rt_linear(const Matrix* matrices, int n_matrices, int dtype,
   linear(matrices, n_matrices, dtype, n_threads);
 }
 
+// Products of ranges of rows: range i ends at row ends[i] and is multiplied by the matrices of group groups[i] of a stack
+// (groups, n_matrices), whose outputs are columns [columns[j], columns[j + 1]) of y. x: rows `ldx` numbers apart.
+EXPORT void offload_rt_linear_groups(const Matrix* stack, int n_matrices, const int64_t* columns, const int64_t* groups,
+                                     const int64_t* ends, int n_ranges, const char* x, int64_t ldx, char* y, int dtype,
+                                     int n_threads) {
+  const int64_t itemsize = dtype == kFloat32 ? 4 : 2, ldy = columns[n_matrices];
+  std::vector<Matrix> matrices;
+  matrices.reserve(n_ranges * n_matrices);
+  int64_t start = 0;
+  for (int i = 0; i < n_ranges; start = ends[i++])
+    for (int j = 0; j < n_matrices; ++j) {
+      Matrix m = stack[groups[i] * n_matrices + j];
+      m.x = x + start * ldx * itemsize, m.y = y + (start * ldy + columns[j]) * itemsize;
+      m.n_rows = ends[i] - start, m.ldx = ldx, m.ldy = ldy;
+      matrices.push_back(m);
+    }
+  linear(matrices.data(), n_ranges * n_matrices, dtype, n_threads);
+}
+
 // Rows of a matrix as numbers: rows (n_rows,), or null for all of them; out (n_rows, n_in) dense.
 EXPORT void offload_rt_unpack(const Matrix* m, const int64_t* rows, int64_t n_rows, void* out, int dtype, int n_threads) {
   unpack_rows(*m, rows, n_rows, out, dtype, n_threads);

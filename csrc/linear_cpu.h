@@ -19,7 +19,7 @@ constexpr int kTile = 8, kTiledOuts = 64;
 // Inputs and multiplications that one thread finishes before another wakes.
 constexpr int64_t kSerialInputs = 1 << 14, kSerialProducts = 1 << 17;
 // Most rows whose weights are decoded in registers, and the outputs that a thread multiplies at a time.
-constexpr int kDecodedRows = 4, kDecodedOuts = 32;
+constexpr int kDecodedRows = 4, kDecodedOuts = 96;
 // Outputs of a row and a vector of places behind them.
 constexpr int kLine = kPanelOuts + kLanes;
 constexpr int64_t kBlockNbytes = 2048;
@@ -724,8 +724,8 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
   constexpr int N = M == 1 ? (has_tables ? 4 : 8) : M == 2 ? 4 : 2;
   float totals[kPanelOuts * M];
   const Gathered gathered = gathered_in(reinterpret_cast<uint8_t*>(panel_memory.reserve(kGatheredNbytes)), first_out, depth);
-  // The next outputs follow in memory.
-  const int64_t ahead = is_gathered(m) ? 0 : N * m.row_nbytes;
+  // The next outputs follow in memory. The processor prefetches rows of a single block itself.
+  const bool has_prefetch = !is_gathered(m) && m.n_in > depth;
   Nibbles nibbles[N];
   const auto add = [&](int64_t first, int out) {
     const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
@@ -736,8 +736,9 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
 #pragma GCC unroll 8
     for (int i = 0; i < N * M; ++i) sums[i] = V{};
     for (int chunk = 0; chunk * kChunk<X> < n; ++chunk) {
+      if (has_prefetch)
 #pragma GCC unroll 8
-      for (int j = 0; j < N; ++j) __builtin_prefetch(nibbles[j].bytes + ahead + chunk * (kChunk<X> * 9 / 16));
+        for (int j = 0; j < N; ++j) __builtin_prefetch(nibbles[j].bytes + N * m.row_nbytes + chunk * (kChunk<X> * 9 / 16));
 #pragma GCC unroll 4
       for (int pair = 0; pair < N; pair += 2)
         decode<method, 2>(nibbles + pair, order, n < depth, chunk, [&](int j, int i, auto values) __attribute__((always_inline)) {

@@ -15,7 +15,7 @@ enum Method {
   kNoMethod,     // by `unpack`, in the order of inputs
   kFloatTables,  // table of 16 products per group, float32
   kShortTables,  // the same in bfloat16: AVX2, or products of bfloat16
-  kHalves,       // a fixed table, then the scale in the two bytes before every kPart inputs
+  kHalves,       // a fixed table, then the scale in the two bytes before every kPart inputs, float32
   kScaled,       // the same with prepared scales
   kShifted,      // the same and a minimum; both differ for low and high nibbles
 };
@@ -40,7 +40,7 @@ struct Gathered {
 template <typename X>
 Method method_of(const Matrix& m) {
   switch (m.kind) {
-    case kQ4_0: case kIq4Nl: return kHalves;
+    case kQ4_0: case kIq4Nl: return sizeof(X) == 2 ? kScaled : kHalves;
     case kIq4Xs: return kScaled;
     case kQ4_1: case kQ4_K: return kShifted;
     case kE2m1: {
@@ -258,6 +258,7 @@ inline void write_scales(const Matrix& m, int64_t row, int64_t first, int n, Nib
       for (int i = 0; i < n_parts; ++i) to.scales[0][i] = number(exponents, kExponent8, i);
       return;
     }
+    case kQ4_0: case kIq4Nl: read_halves<18>(to.bytes, n_parts, to.scales[0]); return;
     case kQ4_1:
       read_halves<20>(to.bytes, n_parts, to.scales[0]);
       read_halves<20>(to.bytes + 2, n_parts, to.minima[0]);
@@ -473,7 +474,6 @@ inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const 
         places = _mm512_or_si512(half ? places : _mm512_and_si512(places, mask), second);
         const auto values = [&](int i) {
           const V numbers = load(reinterpret_cast<const float*>(order.table));
-          if constexpr (method == kHalves) return numbers * half_at(nibbles[j].bytes + offsets[i] - 2);
           const float scale = nibbles[j].scales[half][part + i];
           if constexpr (method == kScaled) return numbers * scale;
           return fma(numbers, set1(scale), set1(nibbles[j].minima[half][part + i]));

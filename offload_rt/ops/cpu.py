@@ -19,6 +19,10 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "offload_rt_digest": (ctypes.c_uint64, (_ADDRESS, _SIZE)),
     "offload_rt_decode": (ctypes.c_bool, (_ADDRESS, _SIZE, _INT, _SIZE, _ADDRESS, ctypes.c_bool)),
     "offload_rt_linear": (None, (_ADDRESS, _INT, _INT, _INT)),
+    "offload_rt_linear_groups": (
+        None,
+        (_ADDRESS, _INT, _ADDRESS, _ADDRESS, _ADDRESS, _INT, _ADDRESS, _SIZE, _ADDRESS, _INT, _INT),
+    ),
     "offload_rt_unpack": (None, (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _INT, _INT)),
     "offload_rt_fma_rate": (ctypes.c_double, (_SIZE, _ADDRESS)),
 }

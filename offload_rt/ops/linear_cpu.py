@@ -81,7 +81,11 @@ def linear(
             matrix.bias = bias.data_ptr()
             matrix.bias_dtype = cpu.DTYPES[bias.dtype]
     array = (_MatrixStruct * len(matrices))(*matrices)
-    _call(ctypes.addressof(array), len(array), x.dtype)
+    library = cpu.library()
+    assert library is not None
+    library.offload_rt_linear(
+        ctypes.addressof(array), len(array), cpu.DTYPES[x.dtype], torch.get_num_threads()
+    )
     return outputs
 
 
@@ -91,12 +95,14 @@ class MatrixStack:
 
     words     (n_groups, n_matrices, words of `_MatrixStruct`) int64
     n_in      inputs of all matrices
-    columns   first output column of each matrix of a group, and the number of columns
+    columns   first output column of each matrix of a group, and the number of columns, int64
+    n_out     the number of columns
     """
 
     words: np.ndarray
     n_in: int
     columns: np.ndarray
+    n_out: int
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[Tensor | CodedMatrix | BlockMatrix]]) -> "MatrixStack":
@@ -107,7 +113,7 @@ class MatrixStack:
         content = bytearray().join(bytes(matrix) for group in described for matrix in group)
         words = np.frombuffer(content, np.int64).reshape(len(groups), len(groups[0]), -1)
         columns = np.append(0, np.cumsum([matrix.n_out for matrix in described[0]]))
-        return cls(words, n_in, columns)
+        return cls(words, n_in, columns, int(columns[-1]))
 
 
 def linear_groups(
@@ -123,16 +129,17 @@ def linear_groups(
     if x.shape[1] != stack.n_in:  # the kernel would read other memory
         raise RuntimeError(f"x has {x.shape[1]} columns, its weights {stack.n_in}")
     x = x if x.stride(-1) == 1 else x.contiguous()
-    n_out = int(stack.columns[-1])
-    y = torch.empty(ends[-1], n_out, dtype=x.dtype)
-    starts = np.array((0, *ends[:-1]))[:, None]
-    words = stack.words[np.array(groups)]
-    words[:, :, 0] = x.data_ptr() + starts * (x.stride(0) * x.itemsize * (x.shape[0] > 1))
-    words[:, :, 1] = y.data_ptr() + (starts * n_out + stack.columns[:-1]) * y.itemsize
-    words[:, :, 2] = np.array(ends)[:, None] - starts
-    words[:, :, 3] = x.stride(0)
-    words[:, :, 4] = n_out
-    _call(words.ctypes.data, words.shape[0] * words.shape[1], x.dtype)
+    y = torch.empty(ends[-1], stack.n_out, dtype=x.dtype)
+    library = cpu.library()
+    assert library is not None
+    n = len(groups)
+    ranges = (ctypes.c_int64 * (2 * n))(*groups, *ends)
+    address = ctypes.addressof(ranges)
+    library.offload_rt_linear_groups(
+        stack.words.ctypes.data, stack.words.shape[1], stack.columns.ctypes.data, address,
+        address + 8 * n, n, x.data_ptr(), x.stride(0) if x.shape[0] > 1 else 0, y.data_ptr(),
+        cpu.DTYPES[x.dtype], torch.get_num_threads(),
+    )  # fmt: skip
     return y
 
 
@@ -146,13 +153,6 @@ def _product(matrix: _MatrixStruct, x: Tensor, y: Tensor) -> _MatrixStruct:
     matrix.ldx = x.stride(0)
     matrix.ldy = y.stride(0)
     return matrix
-
-
-def _call(matrices: int | None, n_matrices: int, dtype: torch.dtype) -> None:
-    """Multiply matrices at an address."""
-    library = cpu.library()
-    assert library is not None
-    library.offload_rt_linear(matrices, n_matrices, cpu.DTYPES[dtype], torch.get_num_threads())
 
 
 def unpack(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None) -> Tensor:

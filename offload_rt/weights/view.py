@@ -39,6 +39,7 @@ class View(LayerWeights):
         self, layout: Layout, block: Tensor, dtype: torch.dtype, allows_torch: bool = False
     ) -> None:
         self._tensors = _Tensors(layout, block)
+        self._vectors: dict[str, Tensor] = {}
         self._matrices: dict[str, Weight] = {}
         # by the first matrix of the first expert
         self._expert_stacks: dict[str, MatrixStack | None] = {}
@@ -55,6 +56,13 @@ class View(LayerWeights):
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See `LayerWeights.tensor`."""
         return self._tensors[name].to(dtype or self._dtype)
+
+    def vector(self, name: str) -> Tensor:
+        """See `LayerWeights.vector`; kept, because norms of GGUF files are float32."""
+        vector = self._vectors.get(name)
+        if vector is None:
+            self._vectors[name] = vector = super().vector(name)
+        return vector
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See `LayerWeights.linear`."""
