@@ -21,6 +21,10 @@ _SEQUOIA = "Sequoia (arXiv 2402.12374)"
 # T = 0: 1.15 with 64 nodes, 1.19 with 512 (`python -m bench.speculate.systems --rows 64 512
 # --temperatures 0 --systems "static, match" "dynamic, match"`).
 _DYNAMIC_RATIO = 1.15
+# Tokens per pass of dynamic trees relative to trees extrapolated from a chain of 8 nodes,
+# demonstration EAGLE-3 head at T = 0: 0.83 with 64 nodes, 0.78 with 256 (`python -m
+# bench.speculate.systems --rows 8 64 256 --depth 8 --temperatures 0 --prompts 12`).
+_CHAIN_RATIO = 0.8
 DEMO_PAIR = "measured with the demonstration pair"
 
 
@@ -29,7 +33,7 @@ class Assumed:
     """Acceptance by rank, (N_RANKS,), and its source in words.
 
     is_static      published or measured for trees of a fixed shape
-    dynamic_ratio  factor of the tokens per pass by trees grown by confidence
+    dynamic_ratio  factor of the tokens per pass of trees grown by confidence
     """
 
     by_rank: np.ndarray
@@ -46,6 +50,13 @@ class Assumed:
             f" {DEMO_PAIR}"
         )
         return replace(self, source=source, dynamic_ratio=_DYNAMIC_RATIO)
+
+    def extrapolated(self) -> "Assumed":
+        """Return the acceptance of trees, if this is of a chain."""
+        source = (
+            f"{self.source}; times {_CHAIN_RATIO} for trees extrapolated from a chain, {DEMO_PAIR}"
+        )
+        return replace(self, source=source, dynamic_ratio=_CHAIN_RATIO)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ class PublishedDrafter:
             power = fitted_power(*(nearest[key] for key in _FIGURE_KEYS))
             pair = (self.target, self.name)
             preset = Preset(self.name, pair, power=round(power, 3), is_static=False, **nearest)
+            if nearest["n_nodes"] == nearest["n_levels"]:
+                return preset.assumed.extrapolated()
         is_at_zero = temperature == nearest["temperature"] == 0
         return preset.assumed.with_dynamic_trees() if is_at_zero else preset.assumed
 
