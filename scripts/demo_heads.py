@@ -5,6 +5,7 @@ the forward passes for inference.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,21 +48,24 @@ class Taught:
 
 
 @torch.no_grad()
-def taught(target: LlamaForCausalLM, tokens: Tensor) -> Taught:
-    """Compute the target's hidden states for tokens (rows, n), stored in bf16."""
+def tapped_states(target: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `taps` and `final` of `Taught` for tokens (rows, n), in the dtype of the target."""
     states: list[Tensor] = []
     hooks = [
         target.model.layers[tap - 1].register_forward_hook(lambda _, __, out: states.append(out))
         for tap in TAPS
     ]
-    parts = []
-    for part in tokens.split(16):
-        states.clear()
-        final = target.model(part, use_cache=False).last_hidden_state
-        parts.append((torch.cat(states, -1).bfloat16(), final.bfloat16()))
+    final = target.model(tokens, use_cache=False).last_hidden_state
     for hook in hooks:
         hook.remove()
-    return Taught(tokens, *(torch.cat(each) for each in zip(*parts, strict=True)))
+    return torch.cat(states, -1), final
+
+
+def taught(target: LlamaForCausalLM, tokens: Tensor) -> Taught:
+    """Compute the target's hidden states for tokens (rows, n), stored in bf16."""
+    parts = (tapped_states(target, part) for part in tokens.split(16))
+    stored = [(taps.bfloat16(), final.bfloat16()) for taps, final in parts]
+    return Taught(tokens, *(torch.cat(each) for each in zip(*stored, strict=True)))
 
 
 def divergence(logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
@@ -241,33 +245,40 @@ class Eagle3(nn.Module):
         self.norm.load_state_dict(target.model.norm.state_dict())
         self.lm_head.weight.data.copy_(target.get_input_embeddings().weight)
 
-    def loss(self, target: LlamaForCausalLM, text: Taught) -> Tensor:
-        """Return the mean divergence over the passes on states of the target and of the head.
+    def forward(self, taps: Tensor, embedded: Tensor) -> Iterator[Tensor]:
+        """Yield the outputs (rows, n, d) of passes on states of the target, then of the head.
+
+        taps      (rows, n, taps * d) of tokens 0 to n - 1
+        embedded  (rows, n, d) tokens 1 to n
 
         Row j combines token j + 1 and the state of token j. In pass s its state is the output of
         row j - 1 in pass s - 1. It sees rows up to j - s of the first pass, and its path since.
         """
         layer = self.midlayer
         attention = layer.self_attn
-        device = text.tokens.device
-        n = text.tokens.shape[1] - 1
-        positions = torch.arange(n, device=device).expand(len(text.tokens), n)
+        positions = torch.arange(taps.shape[1], device=taps.device).expand(taps.shape[:2])
         keys: list[tuple[Tensor, Tensor]] = []
-        losses = []
-        embedding = target.get_input_embeddings().weight
-        embedded = F.embedding(text.tokens[:, 1:], embedding)
-        hidden = self.fc(text.taps[:, :-1])
-        for step in range(1 + N_OWN_STEPS):
+        hidden = self.fc(taps)
+        while True:
             inputs = (layer.input_layernorm(embedded), layer.hidden_norm(hidden))
             q, k, v = (attention.heads(name, torch.cat(inputs, -1), positions) for name in "qkv")
             keys.append((k, v))
             hidden = hidden + attention.mix(_attend(q, keys))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            places = step + torch.randperm(n - step, device=device)[: n // _LOSS_SHARE]
+            yield hidden
+            hidden = hidden.roll(1, 1)
+
+    def loss(self, target: LlamaForCausalLM, text: Taught) -> Tensor:
+        """Return the mean divergence over the passes."""
+        n = text.tokens.shape[1] - 1
+        embedding = target.get_input_embeddings().weight
+        losses = []
+        passes = self(text.taps[:, :-1], F.embedding(text.tokens[:, 1:], embedding))
+        for step, hidden in zip(range(1 + N_OWN_STEPS), passes, strict=False):
+            places = step + torch.randperm(n - step, device=hidden.device)[: n // _LOSS_SHARE]
             logits = self.lm_head(self.norm(hidden[:, places])).flatten(0, 1)
             wanted = F.linear(text.final[:, 1 + places], embedding).flatten(0, 1)
-            losses.append(divergence(logits, wanted, torch.ones(len(logits), device=device)))
-            hidden = hidden.roll(1, 1)
+            losses.append(divergence(logits, wanted, torch.ones(len(logits), device=hidden.device)))
         return torch.stack(losses).mean()
 
     def config(self, target: LlamaForCausalLM) -> dict[str, Any]:

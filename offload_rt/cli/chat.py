@@ -189,9 +189,9 @@ class _Chat:
 
         from offload_rt.cli.terminal import MarkdownView, PlainView
 
-        if self.settings.plain or not sys.stdout.isatty():
-            return PlainView()
-        return MarkdownView(Console())
+        console = Console()
+        is_plain = self.settings.plain or not console.is_interactive
+        return PlainView() if is_plain else MarkdownView(console)
 
     def _length(self) -> str:
         """Tokens of the conversation, and the most that fit."""

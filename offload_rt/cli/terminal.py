@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _KEYS = "Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer, Ctrl-D ends"
+_DUMB_KEYS = "Enter sends, Ctrl-C stops an answer, Ctrl-D ends"
 
 
 def read_messages() -> Iterator[str]:
@@ -27,13 +28,15 @@ def read_messages() -> Iterator[str]:
         return
     from prompt_toolkit.utils import is_dumb_terminal
 
-    prompt: Callable[[str], str] = input if is_dumb_terminal() else _session().prompt
-    print(f"{_KEYS}; /help lists commands", file=sys.stderr)
+    is_dumb = is_dumb_terminal()
+    prompt: Callable[[str], str] = input if is_dumb else _session().prompt
+    keys = _DUMB_KEYS if is_dumb else _KEYS
+    print(f"{keys}; /help lists commands", file=sys.stderr)
     while True:
         try:
             text = prompt("> ")
         except KeyboardInterrupt:  # pressed too late for an answer: keep the conversation
-            print(_KEYS, file=sys.stderr)
+            print(keys, file=sys.stderr)
             continue
         except EOFError:
             return

@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,12 @@ def write_cache_file(name: str, content: str | bytes) -> None:
         write_atomically(folder / name, content)
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        # Equal texts for all files: Python's warning filter shows the first.
-        problem = f"cannot save measurements in {os.environ.get('XDG_CACHE_HOME') or '~/.cache'}"
-        change = "make room there, or set XDG_CACHE_HOME to a writable folder"
-        warnings.warn(CacheError(f"{problem} ({reason})", change=change), stacklevel=1)
+        place = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        _warn(f"cannot save measurements in {place} ({reason})")
+
+
+# Once per process: libraries reset Python's record of shown warnings.
+@cache
+def _warn(problem: str) -> None:
+    change = "make room there, or set XDG_CACHE_HOME to a writable folder"
+    warnings.warn(CacheError(problem, change=change), stacklevel=1)

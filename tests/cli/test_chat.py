@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import chat, run
-from offload_rt.cli.terminal import read_messages
+from offload_rt.cli.terminal import PlainView, read_messages
 from offload_rt.errors import PromptError
 from offload_rt.executor.runner import Runner
 from offload_rt.kv.cache import n_shared
@@ -231,7 +231,7 @@ class Terminal:
         os.write(self.ours, text.encode())
 
 
-def test_dumb_terminal_reads_plain_lines(monkeypatch, capsys):
+def test_dumb_terminal_shows_plain_lines(monkeypatch, capsys):
     """Ctrl-D ends the input."""
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "dumb")
@@ -240,6 +240,9 @@ def test_dumb_terminal_reads_plain_lines(monkeypatch, capsys):
     os.write(ours, b"the fox\n\x04")
     assert list(read_messages()) == ["the fox"]
     assert "\x1b" not in capsys.readouterr().out + os.read(ours, 1000).decode()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(os.dup(theirs), "w"))
+    view = chat._Chat(None, None, chat.ChatSettings(), None, None)._view()
+    assert isinstance(view, PlainView)
 
 
 def test_terminal_edits_messages_and_stops_answers(model, tmp_path):

@@ -106,7 +106,7 @@ def assert_released(llm):
 def test_nan_logits_end_their_sequence_alone(pair, monkeypatch, device, drafter, after):
     expected = [generate(pair.model, prompt, 12) for prompt in PROMPTS]
     settings = {"max_model_len": 128, "max_num_seqs": 3, **pair.settings(drafter)}
-    settings |= {} if drafter == "none" else {"tree_size": 24}
+    settings |= {} if drafter == "none" else {"tree_size": 8}
     card = fake_gpu(monkeypatch) if device == "card" else nullcontext()
     with (
         card,

@@ -104,7 +104,7 @@ def test_greedy_tokens_equal_transformers(zoo, card, name, where):
 )  # fmt: skip
 def test_every_drafter_and_rule_runs_on_cuda(pair, card, drafter, rule):
     """Two prompts in turn, since graphs of the first prompt end with it; then both at once."""
-    size = {} if drafter == "none" else {"tree_size": 24}
+    size = {} if drafter == "none" else {"tree_size": 8}
     with card(), on_card(pair.target, **size, **pair.settings(drafter, rule)) as llm:
         params = SamplingParams(max_new_tokens=6)
         tokens = [llm.generate(prompt_of(seed), params)[0].token_ids for seed in (0, 1)]

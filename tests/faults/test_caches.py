@@ -69,7 +69,7 @@ def test_unwritable_cache_folder_ends_no_run(
     monkeypatch.chdir(tmp_path)  # where a name of any bytes may be a folder after all
     monkeypatch.setenv("XDG_CACHE_HOME", place)
     with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("default")
+        warnings.simplefilter("always")
         assert line(*drafted) == whole
     n_expected = 0 if Path(place).is_dir() else 1
     assert [warning.category for warning in shown] == [CacheError] * n_expected

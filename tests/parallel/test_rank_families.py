@@ -27,6 +27,7 @@ from offload_rt.engine import ranks_spec
 from offload_rt.models import traced_experts
 from offload_rt.models.families import parse_architecture
 from offload_rt.models.layers import ExpertShare
+from offload_rt.models.native import EMBED, HEAD
 from offload_rt.parallel.pipeline_model import divisible
 from offload_rt.parallel.sharded_weights import divide
 from offload_rt.parallel.tensor_parallel import TensorParallelModel
@@ -216,7 +217,20 @@ def test_heads_of_rank_0_use_the_tables_of_all_ranks(tmp_path, monkeypatch, kind
     model = small_target(kind, tmp_path / "target")
     settings = write_published(tmp_path / "head", tmp_path / "target", head)
     prompt = prompt_of(0, 9, 8)
-    assert divided_tokens(2, prompt=prompt, **settings) == generate(model, prompt, 16)
+    x = torch.randn(3, model.get_input_embeddings().weight.shape[1])
+
+    def work() -> tuple[list[int], Tensor, Tensor]:
+        with open_llm(**settings) as llm:
+            tokens = tokens_of(llm, prompt)
+            weights = llm.engine.draft.non_layer
+            table = weights.rows(torch.arange(8), EMBED)
+            return tokens, table, weights.target.linear(x, weights.shared[HEAD])
+
+    tokens, table, product = together(2, work)[0]
+    assert tokens == generate(model, prompt, 16)
+    torch.testing.assert_close(table, model.get_input_embeddings().weight, atol=0, rtol=0)
+    expected = x @ model.get_output_embeddings().weight.T
+    torch.testing.assert_close(product, expected, atol=1e-4, rtol=1e-4)
 
 
 # Shapes as they are published, with fewer layers.

@@ -213,6 +213,25 @@ def test_first_round_pays_by_the_best_prefix_of_its_levels():
     assert decisions == {True, False}
 
 
+@pytest.mark.parametrize("plain", [0, 200_000])
+@pytest.mark.parametrize("doubled", [1024, 2048, 4096])
+@pytest.mark.parametrize("more", [-2, 2])
+def test_default_tree_doubles_for_3_percent_of_the_streamed_bytes(plain, doubled, more):
+    """Trees of 100 bytes per node; an eighth of the memory has room for 512 nodes."""
+    memory = 8 * 512 * 100
+    streamed = int(100 * doubled / 2 / 0.03) + more
+    drafting = pick_drafter(EngineConfig("target", "draft"))
+    limits = drafting.limits(
+        EngineConfig("target"), lambda n: 100 * n, memory, plain, streamed_nbytes=streamed
+    )
+    larger = [
+        n
+        for n in (1024, 2048, 4096)
+        if 100 * n / 2 <= 0.03 * streamed and 100 * n <= memory - plain
+    ]
+    assert limits.n_nodes == max(larger, default=512)
+
+
 @pytest.mark.parametrize("n_levels", [1, 2, 4])
 @pytest.mark.parametrize("level_s", np.arange(0.25, 2, 0.25))
 def test_first_block_pays_by_all_of_its_levels(level_s, n_levels):
