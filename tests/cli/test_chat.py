@@ -129,7 +129,7 @@ def test_chat_turns_reuse_the_prefix_cache(talk, llm, monkeypatch):
     monkeypatch.setattr(Runner, "forward", counted)
     lines = ["the fox", "", "jumps", "/help", "/what", "/reset", "dog", "/exit", "never"]
     code, out, err = talk(lines, "--system", "lazy", "--max-new-tokens", "7")
-    assert (code, out) == (0, "".join(one.text + "\n" for one in (first, second, again)))
+    assert (code, out) == (0, "".join(answer.text + "\n" for answer in (first, second, again)))
     assert "Ctrl-C" in err and "/what is not a command" in err
     # An answer's text may have other tokens than those that were produced: it is kept as far as
     # they are the same.

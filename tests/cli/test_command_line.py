@@ -138,28 +138,28 @@ def test_report_names_the_seconds_of_each_phase(line, model, monkeypatch):
 def test_calibrate_prints_one_json_object(drafting, capfd):
     assert calibrate.main([*drafting, "--tokens", "10", "--json"]) == 0
     out, report = capfd.readouterr()
-    found = json.loads(out)
-    assert list(found) == [item.name for item in fields(Findings)]
-    assert len(found["acceptance"]) == N_RANKS and found["acceptance"] == sorted(
-        found["acceptance"], reverse=True
+    findings = json.loads(out)
+    assert list(findings) == [item.name for item in fields(Findings)]
+    assert len(findings["acceptance"]) == N_RANKS and findings["acceptance"] == sorted(
+        findings["acceptance"], reverse=True
     )
-    assert len(found["widths"]) == len(found["pass_s"]) == len(found["compute_s"])
-    assert min(found["link_s"], *found["pass_s"]) > 0
-    assert (found["sizes"], found["depths"]) == ([1, 8, 16], [1, 2, 4])
-    costs = [cost for row in found["cost"] for cost in row if cost is not None]
+    assert len(findings["widths"]) == len(findings["pass_s"]) == len(findings["compute_s"])
+    assert min(findings["link_s"], *findings["pass_s"]) > 0
+    assert (findings["sizes"], findings["depths"]) == ([1, 8, 16], [1, 2, 4])
+    costs = [cost for row in findings["cost"] for cost in row if cost is not None]
     # One node is one level, and several are more than one.
-    assert [[cost is not None for cost in row] for row in found["cost"]] == [
+    assert [[cost is not None for cost in row] for row in findings["cost"]] == [
         [True, False, False],
         *[[False, True, True]] * 2,
     ]
     assert min(costs) > 0
-    n_nodes, n_levels, seconds = found["best"]
+    n_nodes, n_levels, seconds = findings["best"]
     assert 1 <= n_nodes <= 24 and 1 <= n_levels <= 4
     assert seconds <= min(costs) * 1.01  # the smallest of those that are as good
     # The cache has room for one sequence of 127 tokens, and a tree.
-    assert [(one["batch"], one["context"]) for one in found["optima"]] == [(1, 127)]
-    assert all(one["n_nodes"] <= 24 for one in found["optima"])
-    assert all(one["token_s"] <= one["plain_s"] for one in found["optima"])
+    assert [(optimum["batch"], optimum["context"]) for optimum in findings["optima"]] == [(1, 127)]
+    assert all(optimum["n_nodes"] <= 24 for optimum in findings["optima"])
+    assert all(optimum["token_s"] <= optimum["plain_s"] for optimum in findings["optima"])
     assert report.count("tokens per pass") == report.count(" s per token") == 8
     assert report.count("adaptive_tree: ") == report.count("static_tree: ") == 4
 
@@ -391,18 +391,18 @@ def test_interrupt_prints_all_answers_and_the_speed(prompts, n, count, line, mod
     flags += [part for prompt in prompts for part in ("--prompt", prompt)]
 
     def answers() -> list[dict[str, Any]]:
-        found = json.loads(line(*flags, "--json")[1])
-        objects = found if len(prompts) > 1 else [found]
-        return [one for answer in objects for one in answer.get("outputs", [answer])]
+        parsed = json.loads(line(*flags, "--json")[1])
+        objects = parsed if len(prompts) > 1 else [parsed]
+        return [output for answer in objects for output in answer.get("outputs", [answer])]
 
     whole = answers()
     assert "the context of 64 tokens is full; raise --max-model-len" in line(*flags)[2]
     monkeypatch.setattr(LLM, "load", interrupted_load(5))
     cut = answers()
-    assert all(one["finish_reason"] == "interrupted" for one in cut)
-    assert [one["token_ids"] for one in cut] == [one["token_ids"][:5] for one in whole]
+    assert all(output["finish_reason"] == "interrupted" for output in cut)
+    assert [output["token_ids"] for output in cut] == [output["token_ids"][:5] for output in whole]
     code, out, err = line(*flags)
-    assert code == 130 and all(one["text"] in out for one in cut)
+    assert code == 130 and all(output["text"] in out for output in cut)
     assert out.count("--- answer 2 of 2\n") == (n - 1) * len(prompts)
     assert all(f"[{i}] {prompt}\n" in err for i, prompt in enumerate(prompts, 1))
     assert re.search(rf"tokens/s\n{count} [\d.]+ s, .*pass\ninterrupted\n$", err)
@@ -602,7 +602,7 @@ def test_several_prompts_are_a_batch(line, model, spoken):
     assert out == f"{texts[0]}\n\n{texts[1]}\n\n"
     assert f"[1] {PROMPT}\n" in err and "[2] the ...\n" in err
     assert f"[1] {PROMPT}\n" in line(*arguments[:-2])[2]
-    found = json.loads(line(*arguments, "--json")[1])
-    assert [one["text"] for one in found] == texts and all(
-        len(one["token_ids"]) == 9 for one in found
+    outputs = json.loads(line(*arguments, "--json")[1])
+    assert [output["text"] for output in outputs] == texts and all(
+        len(output["token_ids"]) == 9 for output in outputs
     )

@@ -39,13 +39,15 @@ def test_known_models_have_a_speed_and_the_faster_draft(capsys, monkeypatch):
         (fast, ["slow", "interactive"]),
         (tiny, ["does not fit", "interactive"]),
     ):
-        monkeypatch.setattr("offload_rt.planning.local.this_machine", lambda *_, one=described: one)
+        monkeypatch.setattr(
+            "offload_rt.planning.local.this_machine", lambda *_, machine=described: machine
+        )
         assert doctor.main(["--json"]) == 0
-        found = json.loads(capsys.readouterr().out)["models"]
-        assert [one["verdict"] for one in found] == expected
+        models = json.loads(capsys.readouterr().out)["models"]
+        assert [model["verdict"] for model in models] == expected
         if described is fast:
-            assert found[0]["draft"] == "llama2-7b" and found[0]["rate"] > 5 * found[0]["plain"]
-            assert found[1]["draft"] is None and found[1]["rate"] == found[1]["plain"]
+            assert models[0]["draft"] == "llama2-7b" and models[0]["rate"] > 5 * models[0]["plain"]
+            assert models[1]["draft"] is None and models[1]["rate"] == models[1]["plain"]
 
 
 def test_complete_machine_needs_no_fix(capsys, monkeypatch):

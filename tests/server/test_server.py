@@ -40,25 +40,29 @@ __all__ = ["llm", "served"]
 def rendered(llm: LLM, **more: Any) -> list[int]:
     """The conversation as transformers makes token ids of it."""
     assert llm.tokenizer is not None
-    found = llm.tokenizer.apply_chat_template(
+    encoding = llm.tokenizer.apply_chat_template(
         TURNS, add_generation_prompt=True, return_dict=True, **more
     )
-    return list(found["input_ids"])
+    return list(encoding["input_ids"])
 
 
 def test_completion_equals_generate(served):
-    found = served.client.completions.create(
+    completion = served.client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=12, temperature=0
     )
-    assert found.choices[0].text == alone(served.llm, PROMPT, max_tokens=12)
-    assert (found.object, found.model, found.choices[0].finish_reason) == (
+    assert completion.choices[0].text == alone(served.llm, PROMPT, max_tokens=12)
+    assert (completion.object, completion.model, completion.choices[0].finish_reason) == (
         "text_completion",
         "demo",
         "length",
     )
     n_prompt = len(served.llm.encode(PROMPT))
-    assert found.usage is not None
-    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (
+    assert completion.usage is not None
+    assert (
+        completion.usage.prompt_tokens,
+        completion.usage.completion_tokens,
+        completion.usage.total_tokens,
+    ) == (
         n_prompt,
         12,
         n_prompt + 12,
@@ -102,11 +106,11 @@ def test_chat_stream_sends_role_first_and_usage_last(served):
 
 def test_chat_uses_the_template_of_the_model(served):
     parts = [{"type": "text", "text": "import "}, {"type": "text", "text": "os\n"}]
-    found = served.client.chat.completions.create(
+    completion = served.client.chat.completions.create(
         model="demo", messages=[{"role": "user", "content": parts}], max_tokens=8, temperature=0,
         extra_body={"chat_template_kwargs": {"mark": "x = "}},
     )  # fmt: skip
-    assert found.choices[0].message.content == alone(
+    assert completion.choices[0].message.content == alone(
         served.llm, rendered(served.llm, mark="x = "), max_tokens=8
     )
 
@@ -122,18 +126,18 @@ def test_n_answers_equal_their_seeds(served):
 def test_stop_string_ends_an_answer_and_is_excluded(served):
     text = alone(served.llm, PROMPT, max_tokens=16)
     stop = text[5:8]
-    found = served.client.completions.create(
+    completion = served.client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=16, temperature=0, stop=[stop]
     )
-    assert found.choices[0].text == text[: text.index(stop)]
-    assert found.choices[0].finish_reason == "stop"
+    assert completion.choices[0].text == text[: text.index(stop)]
+    assert completion.choices[0].finish_reason == "stop"
 
 
 def test_completion_logprobs_with_echo(served):
-    found = served.client.completions.create(
+    completion = served.client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=3, temperature=0, logprobs=2, echo=True
     )
-    choice = found.choices[0]
+    choice = completion.choices[0]
     ids = served.llm.encode(PROMPT)
     logprobs = choice.logprobs
     assert (
@@ -155,7 +159,7 @@ def test_completion_logprobs_with_echo(served):
         assert choice.text[start:].startswith(token)
     whole = served.llm.generate(ids, SamplingParams(max_tokens=3, logprobs=2))[0]
     assert whole.logprobs is not None
-    own = [found[id].logprob for id, found in zip(whole.token_ids, whole.logprobs, strict=True)]
+    own = [row[id].logprob for id, row in zip(whole.token_ids, whole.logprobs, strict=True)]
     assert logprobs.token_logprobs[len(ids) :] == pytest.approx(own, abs=1e-4)
 
 
@@ -175,36 +179,38 @@ def test_max_tokens_0_reads_the_prompt_only(served):
     assert alone.usage is not None and alone.usage.completion_tokens == 0
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     for i, prompt in enumerate(asked["prompt"]):
-        one = alone.choices[i]
+        empty = alone.choices[i]
         more = with_one.choices[i]
         assert (
-            one.logprobs is not None and more.logprobs is not None and one.logprobs.token_logprobs
+            empty.logprobs is not None
+            and more.logprobs is not None
+            and empty.logprobs.token_logprobs
         )
-        assert one.logprobs.token_logprobs == more.logprobs.token_logprobs[:-1]
+        assert empty.logprobs.token_logprobs == more.logprobs.token_logprobs[:-1]
         expected = served.llm.generate(prompt, params)[0].prompt_logprobs
         assert expected is not None
-        own = [
-            found[id].logprob for id, found in zip(prompt[1:], expected[1:], strict=True) if found
-        ]
-        assert one.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
-        assert more.text.startswith(one.text) and one.finish_reason == "length"
+        own = [row[id].logprob for id, row in zip(prompt[1:], expected[1:], strict=True) if row]
+        assert empty.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
+        assert more.text.startswith(empty.text) and empty.finish_reason == "length"
         chunks = [choice for chunk in streamed for choice in chunk.choices if choice.index == i]
         assert (
-            "".join(choice.text for choice in chunks) == one.text
+            "".join(choice.text for choice in chunks) == empty.text
             and chunks[-1].finish_reason == "length"
         )
-        greedy = [max(best, key=lambda text: best[text]) for best in one.logprobs.top_logprobs[1:]]
+        greedy = [
+            max(best, key=lambda text: best[text]) for best in empty.logprobs.top_logprobs[1:]
+        ]
         assert any(
-            text == token for text, token in zip(greedy, one.logprobs.tokens[1:], strict=True)
+            text == token for text, token in zip(greedy, empty.logprobs.tokens[1:], strict=True)
         )
 
 
 @pytest.mark.parametrize("k", [0, 5, 20])
 def test_logprobs_have_the_requested_count(served, k):
-    found = served.client.completions.create(
+    completion = served.client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=k
     )
-    logprobs = found.choices[0].logprobs
+    logprobs = completion.choices[0].logprobs
     assert (
         logprobs is not None
         and logprobs.top_logprobs is not None
@@ -219,7 +225,7 @@ def test_logprobs_have_the_requested_count(served, k):
         model="demo", messages=TURNS, max_tokens=4, temperature=0, logprobs=True, top_logprobs=k
     )
     assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content is not None
-    assert [len(one.top_logprobs) for one in chat.choices[0].logprobs.content] == [k] * 4
+    assert [len(token.top_logprobs) for token in chat.choices[0].logprobs.content] == [k] * 4
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -238,7 +244,7 @@ def test_usage_is_sent_on_request(served, path, is_last, is_continuous):
         assert last["choices"] == [] and last["usage"] == expected
     told = [chunk.get("usage") for chunk in chunks]
     if is_last and is_continuous:
-        counts = [one["completion_tokens"] for one in told]
+        counts = [usage["completion_tokens"] for usage in told]
         assert counts == sorted(counts) and told[-1] == expected
     else:
         assert told == [None] * len(told)
@@ -258,26 +264,26 @@ def test_chat_logprobs_are_equal_in_a_stream(served):
     assert whole is not None and whole.content is not None
     streamed: list[Any] = []
     for chunk in served.client.chat.completions.create(**asked, stream=True):
-        found = chunk.choices[0].logprobs
-        streamed += found.content or [] if found else []
-    assert [one.token for one in streamed] == [one.token for one in whole.content] and len(
+        logprobs = chunk.choices[0].logprobs
+        streamed += logprobs.content or [] if logprobs else []
+    assert [token.token for token in streamed] == [token.token for token in whole.content] and len(
         streamed
     ) == 5
-    for one in whole.content:
-        assert len(one.top_logprobs) == 2 and bytes(one.bytes or []).decode() == one.token
-        assert one.top_logprobs[0].logprob >= one.top_logprobs[1].logprob
+    for token in whole.content:
+        assert len(token.top_logprobs) == 2 and bytes(token.bytes or []).decode() == token.token
+        assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
 
 
 def test_biases_and_penalties_reach_the_model(served):
     ids = served.llm.generate(PROMPT, SamplingParams(max_tokens=6))[0].token_ids
     asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
-    found = served.client.completions.create(
+    completion = served.client.completions.create(
         **asked, logit_bias={str(ids[0]): -100}, extra_body={"repetition_penalty": 1.3}
     )
     text = alone(
         served.llm, PROMPT, max_tokens=6, logit_bias={ids[0]: -100}, repetition_penalty=1.3
     )
-    assert found.choices[0].text == text != alone(served.llm, PROMPT, max_tokens=6)
+    assert completion.choices[0].text == text != alone(served.llm, PROMPT, max_tokens=6)
 
 
 def test_pass_numbers_are_sent_on_request(served):
@@ -287,19 +293,19 @@ def test_pass_numbers_are_sent_on_request(served):
     connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
     events = connection.getresponse().read().decode().split("\n\n")
     passes = [
-        one["pass"]
+        chunk["pass"]
         for event in events
-        if event.startswith("data: {") and "pass" in (one := json.loads(event[6:]))
+        if event.startswith("data: {") and "pass" in (chunk := json.loads(event[6:]))
     ]
-    assert sum(one["tokens"] for one in passes) == 12
-    for one in passes:
-        assert one["parents"][0] == -1 and all(
-            0 <= parent < node for node, parent in enumerate(one["parents"]) if node
+    assert sum(chunk["tokens"] for chunk in passes) == 12
+    for chunk in passes:
+        assert chunk["parents"][0] == -1 and all(
+            0 <= parent < node for node, parent in enumerate(chunk["parents"]) if node
         )
-        assert [one["parents"][node] for node in one["path"]] == [0, *one["path"]][
-            : len(one["path"])
+        assert [chunk["parents"][node] for node in chunk["path"]] == [0, *chunk["path"]][
+            : len(chunk["path"])
         ]
-        assert one["seconds"] > 0 and 0 <= one["link_busy"] <= 1.01
+        assert chunk["seconds"] > 0 and 0 <= chunk["link_busy"] <= 1.01
 
 
 @pytest.mark.parametrize(
@@ -319,7 +325,7 @@ def test_pass_numbers_are_sent_on_request(served):
         ("completions", {"prompt": "x " * 5000}, "too long"),
         ("completions", {"prompt": ["x"] * 40}, "40 entries in prompt"),
         ("completions", {}, "prompt"),
-        *(("completions", one, "body") for one in ([1, 2], "text", 5, True, b"null")),
+        *(("completions", prompt, "body") for prompt in ([1, 2], "text", 5, True, b"null")),
         ("completions", b"", "body"),
         ("completions", {"prompt": [[]]}, "prompt"),
         ("completions", b"{", "JSON"),
@@ -339,9 +345,9 @@ def test_pass_numbers_are_sent_on_request(served):
     ],
 )  # fmt: skip
 def test_invalid_values_are_refused(served, path, body, word):
-    status, found = served.post(f"/v1/{path}", body)
-    assert status == 400 and found["error"]["type"] == "invalid_request_error"
-    assert word in found["error"]["message"]
+    status, answer = served.post(f"/v1/{path}", body)
+    assert status == 400 and answer["error"]["type"] == "invalid_request_error"
+    assert word in answer["error"]["message"]
 
 
 def test_unknown_fields_are_ignored(served):
@@ -352,10 +358,10 @@ def test_unknown_fields_are_ignored(served):
         "parallel_tool_calls": True,
         "reasoning_effort": "low",
     }
-    status, found = served.post(
+    status, answer = served.post(
         "/v1/chat/completions", {"messages": TURNS, "max_tokens": 2, **more}
     )
-    assert status == 200 and found["usage"]["completion_tokens"] == 2
+    assert status == 200 and answer["usage"]["completion_tokens"] == 2
 
 
 def test_openai_client_raises_its_errors(served):
@@ -365,7 +371,7 @@ def test_openai_client_raises_its_errors(served):
         served.client.completions.create(model="demo", prompt="x " * 5000)
     assert caught.value.code == "context_length_exceeded"
     assert (
-        [one.id for one in served.client.models.list()]
+        [model.id for model in served.client.models.list()]
         == ["demo"]
         == [served.client.models.retrieve("demo").id]
     )
@@ -407,8 +413,8 @@ def test_detokenize_accepts_integers_only(served, token):
 
 
 def test_oversized_bodies_are_refused(served):
-    status, found = served.post("/v1/completions", {"prompt": "x" * 300_000})
-    assert status == 413 and "200000 bytes" in found["error"]["message"]
+    status, answer = served.post("/v1/completions", {"prompt": "x" * 300_000})
+    assert status == 413 and "200000 bytes" in answer["error"]["message"]
 
 
 def test_api_key_model_names_and_timeouts_are_respected(llm):
@@ -422,15 +428,15 @@ def test_api_key_model_names_and_timeouts_are_respected(llm):
         assert guarded.post("/v1/completions", ask, {**key, "Host": "evil.example"})[0] == 403
         guarded.service.limits = replace(limits, timeout_s=0.2)
         with engine_held(llm):
-            status, found = guarded.post("/v1/completions", ask, key)
-        assert status == 504 and "took more than" in found["error"]["message"]
+            status, answer = guarded.post("/v1/completions", ask, key)
+        assert status == 504 and "took more than" in answer["error"]["message"]
         guarded.wait_until_idle()
         with ThreadPoolExecutor(24) as pool:
             many = [
                 pool.submit(guarded.post, "/v1/completions", {**ask, "max_tokens": 20}, key)
                 for _ in range(24)
             ]
-            assert {one.result()[0] for one in many} <= {200, 429, 504}
+            assert {future.result()[0] for future in many} <= {200, 429, 504}
         guarded.wait_until_idle()
         for path in ("/", "/page/app.js", "/health"):
             connection = http.client.HTTPConnection("127.0.0.1", guarded.port)
@@ -484,10 +490,10 @@ def test_chat_returns_tool_calls(llm):
 
 def test_tools_reach_the_template(served):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    found = served.client.chat.completions.create(
+    completion = served.client.chat.completions.create(
         model="demo", messages=TURNS, tools=tools, max_tokens=4, temperature=0
     )
-    assert found.choices[0].message.content == alone(
+    assert completion.choices[0].message.content == alone(
         served.llm, rendered(served.llm, tools=tools), max_tokens=4
     )
 

@@ -509,8 +509,8 @@ def test_host_names_are_parsed(llm, host, status):
 def test_authorization_scheme_ignores_case(llm, authorization, status):
     with running(llm, access=Access("secret")) as guarded:
         headers = {"Authorization": authorization}
-        found, _, body = guarded.request("GET", "/v1/models", headers=headers)
-        assert found == status
+        code, _, body = guarded.request("GET", "/v1/models", headers=headers)
+        assert code == status
         if status == 401:
             error = json.loads(body)["error"]
             assert error["type"] == "authentication_error" and error["code"] == "invalid_api_key"

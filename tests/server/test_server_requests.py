@@ -86,8 +86,8 @@ def test_bad_words_and_allowed_tokens_hold_at_every_node_of_a_tree(llm):
 def test_a_bad_word_does_not_occur(served):
     text = complete(served)["text"]
     word = text.split()[0]
-    found = complete(served, bad_words=[word])["text"]
-    assert word in text and word not in found
+    changed = complete(served, bad_words=[word])["text"]
+    assert word in text and word not in changed
 
 
 def test_stop_reason_is_the_stop_string_or_token(served):
