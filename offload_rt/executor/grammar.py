@@ -27,8 +27,8 @@ Path = tuple[int, ...]
 # llguidance panics for longer tokens.
 _MAX_TOKEN_NBYTES = 1024
 
-# A compiled grammar takes up to 100 times the bytes of its text, and 10 s per MB.
-_MAX_CHARACTERS = 1 << 18
+# Compiling a grammar takes up to 750 times the bytes of its text, and 10 s per MB.
+_MAX_CHARACTERS = 3 << 16
 
 # Options of llguidance. Optional white space would let a model pad its answer forever.
 COMPACT_JSON: Any = {

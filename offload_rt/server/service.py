@@ -37,8 +37,8 @@ _Body = TypeVar("_Body", bound=BaseModel)
 _RETRY_S = 5
 # A stream gets this long to send the error of a timeout.
 _STREAM_GRACE_S = 5
-# Grammars of all open requests together: while compiled, a character takes up to 400 bytes.
-_MAX_GRAMMAR_CHARACTERS = 3 << 17
+# Grammars of all open requests together. Compiling a character takes up to 750 bytes.
+_MAX_GRAMMAR_CHARACTERS = 3 << 16
 
 
 @dataclass(frozen=True)
