@@ -14,6 +14,7 @@ let openId = store.load("open", null);
 let defaults = store.load("defaults", {});
 let key = store.load("key", "");
 let card = { id: "" };  // the model's description
+let cardRead;  // promise of it
 let attached = [];  // files of the next message
 let editing = null;  // id of the edited message
 let lastTree = null;  // last pass with more than a root
@@ -279,9 +280,11 @@ function take(message, delta, pass, isOpen) {
 }
 
 async function attach(files) {
+  files = [...files];
+  await cardRead;
   report("");
   const sent = open() ? store.branch(open()).flatMap((message) => message.attached ?? []) : [];
-  for (const file of [...files]) {
+  for (const file of files) {
     await attachments.read(file, card, [...sent, ...attached]).then((found) => attached.push(found), (error) => report(error.message));
   }
   showAttached();
@@ -337,7 +340,7 @@ async function editSettings() {
   store.keep("defaults", defaults);
   store.keep("key", key);
   save();
-  findModel();
+  cardRead = findModel();
 }
 
 async function findModel() {
@@ -402,4 +405,4 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
 at("colours").checked = store.load("colours", true);
 colour();
 placeStatistics();
-findModel();
+cardRead = findModel();
