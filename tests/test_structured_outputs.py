@@ -21,8 +21,9 @@ from support.tiny import (
     save_pair,
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from bench.common.checkpoints import TARGET
 from offload_rt import SamplingParams, StructuredOutputs
 from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import GrammarCompiler
@@ -170,6 +171,27 @@ def formats():
         StructuredOutputs(choice=CHOICES),
         StructuredOutputs(grammar='start: "the " animal+\nanimal: "fox" | "dog" | "[" animal "]"'),
     ]
+
+
+def test_rejected_objects_leave_no_trace_in_masks_of_a_list():
+    """Tokens of several characters, as in the vocabulary of the demonstration model."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    drafted = compiler.compile(StructuredOutputs(json_object=True))
+    plain = drafted.copy()
+    answer, rejected, accepted = (
+        tokenizer(text, add_special_tokens=False).input_ids
+        for text in ('{":}ad":', ' {",{', ' [":losing')
+    )
+    for token in answer:
+        drafted.advance(token)
+        plain.advance(token)
+    drafted.masks_after([tuple(rejected)])
+    for token in accepted:
+        drafted.advance(token)
+        plain.advance(token)
+    assert torch.equal(drafted.masks_after([()]), plain.masks_after([()]))
+    compiler.close()
 
 
 def test_forced_tokens_are_the_only_allowed_tokens(llm, compiler):

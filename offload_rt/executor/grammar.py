@@ -140,6 +140,9 @@ class GrammarCompiler:
 class Grammar:
     """Position of an answer in a grammar.
 
+    Drafted tokens are consumed by copies of the matcher: after `rollback` behind a mask, llguidance
+    1.9.1 takes a text of a list for the name of a property.
+
     matcher  state behind the generated tokens
     n_words  words of 32 tokens in a mask
     ends     end tokens; text behind an end token is not constrained
@@ -182,19 +185,17 @@ class Grammar:
         All tokens are allowed after an end token and after paths outside the grammar.
         Returns (n, words) int32, bit t of a row for token t.
         """
-        matcher = self._matcher
-        path: Path = ()  # consumed by the matcher
+        path: Path = ()
+        matcher = None  # behind `path`
         for next_path in sorted(set(paths) - self._known.keys()):
-            pairs = zip(path, next_path, strict=False)
-            n_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            matcher.rollback(len(path) - n_shared)
-            new = tuple(takewhile(lambda token: token not in self._ends, next_path[n_shared:]))
-            path = next_path[: n_shared + matcher.try_consume_tokens(list(new))]
+            if matcher is None or next_path[: len(path)] != path:
+                path, matcher = (), self._matcher.deep_copy()
+            tokens = takewhile(lambda token: token not in self._ends, next_path[len(path) :])
+            path += next_path[len(path) :][: matcher.try_consume_tokens(list(tokens))]
             mask = torch.full((self._n_words,), -1, dtype=torch.int32)
             if path == next_path:
                 matcher.unsafe_compute_mask_ptr(mask.data_ptr(), 4 * self._n_words)
             self._known[next_path] = mask
-        matcher.rollback(len(path))
         return torch.stack([self._known[path] for path in paths])
 
     def n_allowed(self, tokens: Sequence[int]) -> int:
@@ -209,11 +210,11 @@ class Grammar:
 
     def forced_after(self, path: Path) -> list[int]:
         """Return the forced tokens after a path of further tokens; none after an end token."""
-        matcher = self._matcher
-        n = 0 if self._ends.intersection(path) else matcher.try_consume_tokens(list(path))
-        forced = self.forced() if n == len(path) else []
-        matcher.rollback(n)
-        return forced
+        if self._ends.intersection(path):
+            return []
+        after = self.copy()
+        is_inside = after._matcher.try_consume_tokens(list(path)) == len(path)
+        return after.forced() if is_inside else []
 
     def advance(self, token: int) -> None:
         """Append a generated token. Raises SettingsError if the grammar becomes too complex."""
