@@ -233,7 +233,7 @@ def encode_chat(
     options  arguments of `apply_chat_template` and template variables
     Raises PromptError for a missing or failing template, CapacityError above `max_characters`.
     """
-    change = "set --chat-template to another file, or send the whole text as a prompt"
+    change = "set --chat-template to a file, or send the whole text as a prompt"
     if not (tokenizer.chat_template or options.get("chat_template")):
         raise PromptError("the model has no chat template", change=change)
     if isinstance(messages, str) or not all(isinstance(turn, Mapping) for turn in messages):
