@@ -4,7 +4,6 @@ import hashlib
 import os
 import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from copy import copy
@@ -41,7 +40,7 @@ _CANDIDATES = (
 )
 _ROUNDS = 3
 _PASSES = "passes.json"
-_PASSES_VERSION = 3
+_PASSES_VERSION = 4
 _REPEATS = 2
 _EXPERTS = "experts.json"
 # Valid seconds of a pass. Cached values outside are damage and would overflow later arithmetic.
@@ -295,11 +294,15 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
     # Two kinds: layers with and without experts. Later layers may depend on state of earlier
     # layers, and cannot run alone.
     mixed = spec.mixture.layers if spec.mixture else ()
-    n_left = Counter(i in mixed for i in range(spec.n_layers))
-    with closing(runner.streamer.sweep()) as sweep:
-        for block in sweep:
-            n_alike = n_left.pop(block.i in mixed, 0)
-            for at, (width, context) in enumerate(passes if n_alike else ()):
+    kinds = [i in mixed for i in range(spec.n_layers)]
+    first_layers = {kinds.index(kind): kinds.count(kind) for kind in set(kinds)}
+    for i, n_alike in first_layers.items():
+        is_last = i == max(first_layers)
+        with closing(runner.streamer.sweep()) as sweep:
+            block = next(block for block in sweep if block.i == i)
+            # Prefetches of further layers would compete for the processors of a CPU.
+            runner.streamer.park()
+            for at, (width, context) in enumerate(passes):
                 # Room for the root and one level: learned position tables end at max_positions.
                 n_before = min(context, spec.max_positions - 2)
                 runner.assume_context(cache, n_before)
@@ -308,11 +311,9 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
                 step = Step(cache, tokens, Topology.star(width), width, n_before)
                 if not runner.replays(step):
                     layer_s, head_s = _seconds_of_parts(runner, block, step)
-                    seconds[at] += n_alike * layer_s + (0.0 if n_left else head_s)
-                elif not n_left:
+                    seconds[at] += n_alike * layer_s + is_last * head_s
+                elif is_last:
                     seconds[at] = _seconds_replayed(runner, step)
-            if not n_left:
-                break
     runner.free_cache(cache)
     return [runner.sum_over_stages(pass_s) for pass_s in seconds]
 

@@ -87,7 +87,7 @@ class CudaStreamer(Streamer):
 
     def set_sources(self, sources: LayerSources) -> None:
         """See `Streamer.set_sources`."""
-        self._park()
+        self.park()
         self._upstream.set_sources(sources.on_host())
         super().set_sources(sources)
 
@@ -109,6 +109,21 @@ class CudaStreamer(Streamer):
         """Wait until all writes have reached the host."""
         while self._writes:
             self.device.wait(self._writes.popleft()[0])
+
+    def park(self) -> None:
+        """See `Streamer.park`."""
+        with self._changed:
+            self._is_parked = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_feeding)
+        self.device.synchronize()
+        self._count_finished()
+        self._ready.clear()
+        # Compute may still read slots that no copy has waited for.
+        self._free = [self.device.record_compute()] * len(self._free)
+        self._n_consumed = 0
+        self._error = None
+        self._decoded = None
 
     def close(self) -> None:
         """See `Streamer.close`."""
@@ -150,20 +165,6 @@ class CudaStreamer(Streamer):
             self._ready.popleft()
             self._n_consumed += 1
             self._changed.notify_all()
-
-    def _park(self) -> None:
-        with self._changed:
-            self._is_parked = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_feeding)
-        self.device.synchronize()
-        self._count_finished()
-        self._ready.clear()
-        # Compute may still read slots that no copy has waited for.
-        self._free = [self.device.record_compute()] * len(self._free)
-        self._n_consumed = 0
-        self._error = None
-        self._decoded = None
 
     def _work(self) -> None:
         """Enqueue copies into free slots until closed; errors are raised by `sweep`."""

@@ -170,6 +170,16 @@ class ThreadStreamer(ReadThreads, Streamer):
         """See `Streamer.share_link`."""
         return type(self)(sources, self._trace, meter=self.meter, lane=lane)
 
+    def park(self) -> None:
+        """See `Streamer.park`."""
+        with self._changed:
+            self._is_parked = True
+            self._changed.wait_for(lambda: not self._n_reading)
+            self._fetches.clear()
+            self._n_consumed = 0
+            self._error = None
+            self._note_standstill()
+
     def close(self) -> None:
         """Stop all reads, join the threads and free the slots; idempotent."""
         self._end()
@@ -201,15 +211,6 @@ class ThreadStreamer(ReadThreads, Streamer):
                 self._fetches.popleft()
             self._n_consumed += 1
             self._changed.notify_all()
-
-    def _park(self) -> None:
-        with self._changed:
-            self._is_parked = True
-            self._changed.wait_for(lambda: not self._n_reading)
-            self._fetches.clear()
-            self._n_consumed = 0
-            self._error = None
-            self._note_standstill()
 
     def _next(self) -> Fetch | None:
         """See `ReadThreads._next`; starts a new fetch if a slot is free."""

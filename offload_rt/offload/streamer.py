@@ -119,7 +119,7 @@ class Streamer(ABC):
         is_whole = False
         is_partial = self.order and self._n_consumed % len(self.order)
         if self._is_parked or is_partial:
-            self._park()
+            self.park()
             with self._changed:
                 self._is_parked = False
                 self._changed.notify_all()
@@ -135,11 +135,11 @@ class Streamer(ABC):
             is_whole = True
         finally:
             if not is_whole and sweep == self._n_sweeps:
-                self._park()
+                self.park()
 
     def set_sources(self, sources: LayerSources) -> None:
         """Switch to new sources, whose layers must fit the slots; drop prefetched layers."""
-        self._park()
+        self.park()
         with self._changed:
             self._sources = sources
             self.order = sources.order
@@ -154,6 +154,13 @@ class Streamer(ABC):
         """
 
     @abstractmethod
+    def park(self) -> None:
+        """Wait for running transfers, drop prefetched layers, stop prefetching; idempotent.
+
+        The latest layer stays valid until the next sweep, which restarts prefetching.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Stop all transfers, join the threads and free the slots; idempotent."""
 
@@ -164,10 +171,6 @@ class Streamer(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Free the slot of the latest layer."""
-
-    @abstractmethod
-    def _park(self) -> None:
-        """Wait for running transfers, drop prefetched layers, stop prefetching; idempotent."""
 
     def resident(self, i: int) -> LayerView | None:
         """Return layer i if resident on the device, else None."""

@@ -1,10 +1,14 @@
 """Measured rates of memory and link."""
 
+import time
+
 import pytest
 import torch
 from support.fake_gpu import fake_gpu
 
+from bench.models.tiny import config_of, open_streamed, random_model
 from offload_rt.engine import link_rates, profile
+from offload_rt.offload.disk import DiskTier
 
 
 def test_memory_rate_is_measured_beyond_the_caches(monkeypatch):
@@ -85,3 +89,33 @@ def test_chunks_of_copies_are_selected_by_measurement(monkeypatch, tmp_path):
         assert Link.n_copies == n_measured
         rates = link_rates.chunk_rates(card)
     assert rates == pytest.approx(_GBPS)
+
+
+def test_no_layer_is_read_while_passes_are_timed(tmp_path, monkeypatch):
+    """Reads on the processors of the computation would prolong it."""
+    reads = DiskTier.reads
+    timed = profile._seconds_of_parts
+    n_reads = []
+
+    def slow_reads(tier, i, into):
+        def slow(read):
+            time.sleep(0.02 * i)
+            n_reads.append(i)
+            return read()
+
+        return [lambda read=read: slow(read) for read in reads(tier, i, into)]
+
+    def watched(runner, block, step):
+        n_before = len(n_reads)
+        time.sleep(0.03)
+        seconds = timed(runner, block, step)
+        assert len(n_reads) == n_before
+        return seconds
+
+    random_model(config_of("llama")).save_pretrained(tmp_path)
+    monkeypatch.setattr(DiskTier, "reads", slow_reads)
+    monkeypatch.setattr(profile, "_seconds_of_parts", watched)
+    with open_streamed(tmp_path, drafter="none") as llm:
+        runner = llm.engine.runner
+        seconds = runner.do(profile.seconds_of_passes, [(1, 8), (4, 8)])
+    assert n_reads and min(seconds) > 0

@@ -291,6 +291,23 @@ def test_abandoned_sweep_leaves_the_next_complete(name, make, n_taken, files):
 
 
 @every_bench
+def test_parked_streamer_keeps_the_latest_layer_and_reads_no_other(name, make, files):
+    with bench(name, make, files, n_slots=2, late_s=0.002) as b:
+        for n_taken in (1, 3):
+            with closing(b.streamer.sweep()) as sweep:
+                for _ in range(n_taken):
+                    block = next(sweep)
+                b.streamer.park()
+                n_read = sum(b.tiers[0].n_done.values())
+                b.device.look(block)
+                time.sleep(0.01)
+                b.device.look(block)
+                b.check([n_taken - 1])
+                assert sum(b.tiers[0].n_done.values()) == n_read
+            b.sweep()
+
+
+@every_bench
 def test_close_waits_for_a_running_read(name, make, files):
     going = threading.Event()
     go_on = threading.Event()
