@@ -1,8 +1,10 @@
 """Pass times, from measured machine rates and the bytes of a pass."""
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -54,6 +56,10 @@ class ComputeTimes:
     contexts: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
 
+    @cached_property
+    def _table(self) -> np.ndarray:
+        return np.array(self.seconds)
+
     def at(self, n_rows: np.ndarray, context: int, n_sequences: int = 1) -> np.ndarray:
         """Interpolate seconds linearly, and extrapolate beyond the largest measurements.
 
@@ -89,10 +95,7 @@ class ComputeTimes:
         return np.asarray(seconds * (1 + (parts - 1) / n_stages))
 
     def _at(self, n_rows: np.ndarray, context: int) -> np.ndarray:
-        table = np.array(self.seconds)
-        by_width = [
-            _interpolate(np.array([context]), self.contexts, column)[0] for column in table.T
-        ]
+        by_width = _interpolate_rows(context, self.contexts, self._table)
         # Extrapolation of noisy times may fall below zero. No pass is faster than the fastest
         # measured pass.
         return np.asarray(np.maximum(_interpolate(n_rows, self.widths, by_width), min(by_width)))
@@ -294,6 +297,15 @@ def _link_times(
         by_rows = by_rows + n_rows * moved.exchanged * (tier == "host")
         times = np.maximum(times, (weights + (nbytes - weights) * n_chunks + by_rows) / rate)
     return times, busiest[1]
+
+
+def _interpolate_rows(x: float, xs: Sequence[float], rows: np.ndarray) -> np.ndarray:
+    """Interpolate between the rows of a table, as in `_interpolate`."""
+    if len(xs) == 1:
+        return np.asarray(rows[0])
+    i = min(max(bisect(xs, x) - 1, 0), len(xs) - 2)
+    weight = max((x - xs[i]) / (xs[i + 1] - xs[i]), 0.0)
+    return np.asarray(rows[i] + weight * (rows[i + 1] - rows[i]))
 
 
 def _interpolate(x: np.ndarray, xs: Sequence[float], ys: Sequence[float]) -> np.ndarray:
