@@ -5,8 +5,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload_rt.config import SamplingParams, StructuredOutputs
     from offload_rt.llm import LLM, Output, Piece, Stats
+    from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 
 # How long the threads of a matrix product spin for each other before they sleep; read when torch
 # loads. By default it is milliseconds: beside a busy process they then take the cores from each
@@ -24,9 +24,9 @@ def __getattr__(name: str) -> Any:
     # On demand: `--help` and a wrong flag answer at once instead of after the seconds torch takes
     # to load.
     if name in ("SamplingParams", "StructuredOutputs"):
-        from offload_rt import config
+        from offload_rt import sampling_params
 
-        return getattr(config, name)
+        return getattr(sampling_params, name)
     if name in __all__:
         from offload_rt import llm
 

@@ -24,7 +24,7 @@ from rich.progress import MofNCompleteColumn
 from torch import Tensor
 
 from offload_rt.bad_words import BadWords
-from offload_rt.config import EngineConfig, SamplingParams, StructuredOutputs
+from offload_rt.config import EngineConfig
 from offload_rt.engine.builder import load
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.engine_spec import EngineSpec, plan_engine
@@ -39,6 +39,7 @@ from offload_rt.executor.step import Step
 from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.models.processors import ImageProcessor
 from offload_rt.offload.placement import Plan
+from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
 from offload_rt.system.progress import loading_bar, progress_bar
 from offload_rt.system.ranks import is_first, joined

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from offload_rt.bad_words import BadWords
-from offload_rt.config import SamplingParams
 from offload_rt.errors import NumericsError
 from offload_rt.ops.transfer import to_device, to_host
+from offload_rt.sampling_params import SamplingParams
 
 # Rows computed together; intermediate results need a multiple of the memory of a distribution.
 _N_ROWS = 64

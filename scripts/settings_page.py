@@ -10,7 +10,8 @@ from offload_rt.cli.flags import GROUP_OF_FIELD
 from offload_rt.cli.plan_settings import PlanSettings
 from offload_rt.cli.run import RunSettings, TemplateSettings
 from offload_rt.cli.serve import ServeSettings
-from offload_rt.config import EngineConfig, SamplingParams, flag_of
+from offload_rt.config import EngineConfig, flag_of
+from offload_rt.sampling_params import SamplingParams
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "settings.md"
 _HEAD = """# Settings

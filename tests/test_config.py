@@ -13,15 +13,9 @@ from offload_rt.cli.calibrate import CalibrateSettings
 from offload_rt.cli.chat import ChatSettings
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.run import RunSettings, TemplateSettings
-from offload_rt.config import (
-    EngineConfig,
-    SamplingParams,
-    StructuredOutputs,
-    flag_of,
-    format_size,
-    parse_size,
-)
+from offload_rt.config import EngineConfig, flag_of, format_size, parse_size
 from offload_rt.errors import OffloadError, PromptError, SettingsError
+from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 
 CLASSES = (
     EngineConfig,

@@ -32,13 +32,14 @@ from bench.common.processes import run_json
 from bench.compare.contract import Job
 from bench.compare.outcome import run_peer
 from bench.stream import mirrors
-from offload_rt.config import SamplingParams, format_size, parse_size
+from offload_rt.config import format_size, parse_size
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
 from offload_rt.llm import LLM
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, Streamer
+from offload_rt.sampling_params import SamplingParams
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 

@@ -20,12 +20,13 @@ import torch
 from bench.common.checkpoints import expanded_model
 from bench.common.measure import Benchmark, Spread, interleaved, timed
 from bench.common.pacing import pace
-from offload_rt.config import EngineConfig, SamplingParams
+from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
 from offload_rt.llm import LLM
 from offload_rt.offload.disk import ReadSettings
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
 from offload_rt.ops import lossless
+from offload_rt.sampling_params import SamplingParams
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 from offload_rt.weights.lossless import EncodedImage, encode_layer

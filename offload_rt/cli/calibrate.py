@@ -20,10 +20,11 @@ from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.picture import check_picture, panels, save
 from offload_rt.cli.process import exit_code
 from offload_rt.cli.run import read_prompt
-from offload_rt.config import EngineConfig, SamplingParams, check_positive, setting
+from offload_rt.config import EngineConfig, check_positive, setting
 from offload_rt.cost.pass_times import transfer_s
 from offload_rt.cost.tree_size import DraftLimits, sizes_up_to
 from offload_rt.errors import CacheError, PromptError, SettingsError
+from offload_rt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from offload_rt.cost.estimator import CostEstimator

@@ -15,8 +15,9 @@ from offload_rt.cli.conversation import Conversation, Message, split_command
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import exit_code, interrupts_held, show_any_text
 from offload_rt.cli.run import TemplateSettings
-from offload_rt.config import EngineConfig, SamplingParams, setting
+from offload_rt.config import EngineConfig, setting
 from offload_rt.errors import CapacityError, OffloadError
+from offload_rt.sampling_params import SamplingParams
 from offload_rt.text.reasoning import THINK, ReasoningSplitter
 
 if TYPE_CHECKING:

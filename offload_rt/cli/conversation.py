@@ -6,8 +6,8 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from offload_rt.config import SamplingParams
 from offload_rt.errors import PromptError, SettingsError
+from offload_rt.sampling_params import SamplingParams
 from offload_rt.system.files import write_atomically
 from offload_rt.text.images import (
     DEFAULT_LIMITS,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from offload_rt.config import EngineConfig, SamplingParams, format_size
+from offload_rt.config import EngineConfig, format_size
 from offload_rt.offload.placement import Plan
+from offload_rt.sampling_params import SamplingParams
 from offload_rt.system.progress import loading_bar
 
 if TYPE_CHECKING:  # A plan does not need them, and importing them lasts seconds.

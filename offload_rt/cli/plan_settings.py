@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from offload_rt.config import EngineConfig, SamplingParams, check_positive, setting
+from offload_rt.config import EngineConfig, check_positive, setting
 from offload_rt.errors import SettingsError
 from offload_rt.planning.hardware import parse_rate
+from offload_rt.sampling_params import SamplingParams
 
 _SWEEPS = ("ram", "memory")
 # Defaults of the machine.

@@ -19,14 +19,9 @@ from offload_rt.cli.answers import Answers
 from offload_rt.cli.conversation import Message, image_url, with_images
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import exit_code, show_any_text
-from offload_rt.config import (
-    EngineConfig,
-    SamplingParams,
-    StructuredOutputs,
-    check_folder,
-    setting,
-)
+from offload_rt.config import EngineConfig, check_folder, setting
 from offload_rt.errors import PromptError, SettingsError
+from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from rich.console import Console

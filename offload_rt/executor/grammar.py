@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from offload_rt.config import StructuredOutputs
 from offload_rt.errors import SettingsError
+from offload_rt.sampling_params import StructuredOutputs
 from offload_rt.text.detokenize import token_bytes
 
 if TYPE_CHECKING:  # optional packages

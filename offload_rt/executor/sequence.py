@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from offload_rt.bad_words import BadWords
-from offload_rt.config import SamplingParams
 from offload_rt.executor.grammar import Grammar
 from offload_rt.executor.pooling import Pooling
 from offload_rt.executor.stats import SequenceStats
 from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.ops.noise import NoiseRows
 from offload_rt.sampling import Logprob, token_logprobs
+from offload_rt.sampling_params import SamplingParams
 from offload_rt.text.detokenize import TextStream
 
 

@@ -22,8 +22,6 @@ from offload_rt.packing import (
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 # The values of e2m1, the 4-bit float of MXFP4.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# Values of the codes of IQ4_NL and IQ4_XS.
-IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Dtypes of power-of-two scales.
 POWERS_OF_TWO = (torch.uint8, torch.float8_e8m0fnu)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, PlainValidator
 
-from offload_rt.config import SamplingParams, StructuredOutputs
 from offload_rt.errors import PromptError, SettingsError
+from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 from offload_rt.server.bodies import FailFastList, Json, check_counts, validate
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.text.images import IMAGE_PARTS

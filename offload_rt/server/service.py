@@ -17,10 +17,10 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from offload_rt.config import SamplingParams, StructuredOutputs
 from offload_rt.errors import CapacityError, DeviceError, OffloadError, SettingsError, UserError
 from offload_rt.llm import LLM, Piece, token_ids
 from offload_rt.sampling import Logprob
+from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 from offload_rt.server.answer import Answer, Delta
 from offload_rt.server.bodies import Json, read_body
 from offload_rt.server.chat_format import ChatFormat

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offload_rt.config import LEFT_TO_THE_MODEL, SamplingParams
 from offload_rt.errors import CheckpointError, SettingsError
+from offload_rt.sampling_params import LEFT_TO_THE_MODEL, SamplingParams
 from offload_rt.weights import gguf
 from offload_rt.weights.header import TensorRecord, read_header
 
