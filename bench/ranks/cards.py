@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from bench.common.measure import Benchmark
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict_if_it_fits

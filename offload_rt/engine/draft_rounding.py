@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from offload_rt.config import EngineConfig
 from offload_rt.cost.tree_size import Acceptance
-from offload_rt.engine.memory_plan import MemoryPlan, Sizes
+from offload_rt.engine.memory_plan import MemoryPlan
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.tree.search import search
 

@@ -11,7 +11,8 @@ from offload_rt.cost.estimator import CostEstimator
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.loader import Loader, Meter, open_files
-from offload_rt.engine.memory_plan import MemoryPlan, Sizes, largest
+from offload_rt.engine.memory_plan import MemoryPlan
+from offload_rt.engine.model_sizes import Sizes, largest
 from offload_rt.engine.target_spec import TargetSpec
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.cuda_graphs import Capture, CudaCapture, GraphShape

@@ -12,7 +12,8 @@ from offload_rt.engine.device import device_notice, memory_budget, pick_device
 from offload_rt.engine.draft_rounding import fixed_rounding, plan_draft
 from offload_rt.engine.draft_spec import DraftSpec
 from offload_rt.engine.link import LinkFormat, as_they_are, choose_link
-from offload_rt.engine.memory_plan import MemoryPlan, Sizes, plan_memory
+from offload_rt.engine.memory_plan import MemoryPlan, plan_memory
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.engine.ranks_spec import RanksSpec
 from offload_rt.engine.target_spec import TargetFiles, TargetSpec, compute_dtype
 from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError

@@ -25,7 +25,9 @@ from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.draft_spec import DraftSpec
 from offload_rt.engine.link import convert_flags
-from offload_rt.engine.memory_plan import SHORTEST_CONTEXT, MemoryPlan, Sizes, reserved_memory
+from offload_rt.engine.memory_plan import SHORTEST_CONTEXT, MemoryPlan
+from offload_rt.engine.model_sizes import Sizes
+from offload_rt.engine.reserved_memory import reserved_memory
 from offload_rt.engine.target_spec import TargetFiles, TargetSpec
 from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
 from offload_rt.executor.rank_runner import RankRunner

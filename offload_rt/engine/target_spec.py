@@ -12,7 +12,7 @@ from offload_rt.dtypes import DTYPES, DType
 from offload_rt.engine import profile
 from offload_rt.engine.link import LinkFormat
 from offload_rt.engine.loader import Block, Loader
-from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, DeviceError
 from offload_rt.executor.image_encoder import KEPT_IMAGES, ImageEncoder
 from offload_rt.executor.runner import Runner

@@ -8,7 +8,8 @@ import numpy as np
 
 from offload_rt.config import format_size
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import less_margin, reserved_memory
+from offload_rt.engine.memory_plan import less_margin
+from offload_rt.engine.reserved_memory import reserved_memory
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.offload.placement import least_budget
 from offload_rt.planning.acceptance import SELF, Assumed

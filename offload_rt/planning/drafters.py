@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_rt.config import EngineConfig
-from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.head_configs import parse_head
 from offload_rt.planning.acceptance import PRESETS, SELF, Assumed, Preset, assume, power_law

@@ -22,14 +22,8 @@ from offload_rt.cost.roofline import Roof
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.engine.draft_rounding import KEPT_TOKENS, plan_draft
-from offload_rt.engine.memory_plan import (
-    DRIVER,
-    LIBRARIES,
-    MemoryPlan,
-    Sizes,
-    less_margin,
-    plan_memory,
-)
+from offload_rt.engine.memory_plan import DRIVER, LIBRARIES, MemoryPlan, less_margin, plan_memory
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError
 from offload_rt.models.heads import Head
 from offload_rt.offload.placement import MemoryBudget, Plan

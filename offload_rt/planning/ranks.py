@@ -13,7 +13,7 @@ from typing import Any
 from offload_rt.cost.card import Card
 from offload_rt.cost.pass_times import transfer_s
 from offload_rt.cost.roofline import layer_weights, n_weights
-from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.architecture import Architecture
 

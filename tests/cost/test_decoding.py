@@ -8,7 +8,7 @@ from offload_rt.cost.decoding import PairTimes, predict_decoding
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import PRESETS, power_law
 from offload_rt.planning.forecast import Machine, PlanRequest, predict

@@ -39,7 +39,8 @@ from offload_rt.cost.pass_times import (
 )
 from offload_rt.dtypes import DType
 from offload_rt.engine import builder
-from offload_rt.engine.memory_plan import READ_BUFFERS, Sizes, plan_memory
+from offload_rt.engine.memory_plan import READ_BUFFERS, plan_memory
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, LinkError
 from offload_rt.kv import host
 from offload_rt.kv import split as kv_split

@@ -25,7 +25,8 @@ from offload_rt.cost.decoding import Decoding
 from offload_rt.cost.roofline import Roof
 from offload_rt.cost.tree_size import N_RANKS, Acceptance
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes, less_margin, plan_memory
+from offload_rt.engine.memory_plan import less_margin, plan_memory
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.models.families import parse_architecture
 from offload_rt.offload.placement import MemoryBudget

@@ -11,7 +11,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.cost.decoding import PairTimes
 from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import Assumed, power_law
 from offload_rt.planning.drafters import compare, fitted_power, published

@@ -20,7 +20,7 @@ from offload_rt import LLM
 from offload_rt.cli import plan, run
 from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.alternatives import expert_ways

@@ -22,7 +22,8 @@ from offload_rt.cli import plan
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.cost.roofline import Roof, layer_weights
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes, reserved_memory
+from offload_rt.engine.model_sizes import Sizes
+from offload_rt.engine.reserved_memory import reserved_memory
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.families import parse_architecture
 from offload_rt.planning import local

@@ -13,7 +13,7 @@ from offload_rt.cli import plan
 from offload_rt.cli.format import format_speed
 from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import assume

@@ -9,7 +9,8 @@ from offload_rt.config import EngineConfig
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.engine.draft_rounding import plan_draft
-from offload_rt.engine.memory_plan import Sizes, plan_memory
+from offload_rt.engine.memory_plan import plan_memory
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.models.families import parse_architecture

@@ -25,7 +25,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.ops import extension, linear_cpu
 from offload_rt.weights.checkpoint import open_checkpoint

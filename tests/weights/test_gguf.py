@@ -24,7 +24,7 @@ from write_gguf import Stored
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import Sizes
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.models.rope import Rope
 from offload_rt.packing import REFERENCE_NBYTES

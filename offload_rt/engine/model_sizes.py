@@ -1,0 +1,191 @@
+"""Sizes of a model in memory, from its checkpoint or from its architecture alone."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from offload_rt.cost.roofline import n_weights
+from offload_rt.dtypes import DType
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import TensorShape
+from offload_rt.offload.placement import ExpertSizes, LinkSizes
+from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.formats import Matrix, Source, StoredTensor, WeightFormat, dense
+from offload_rt.weights.layout import BlockRecord, Layout, packed_layout
+from offload_rt.weights.rounding import rounded_layout
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model in memory.
+
+    layer_nbytes      bytes of each layer's block
+    non_layer_nbytes  bytes of the weights outside the layers
+    dtype             of the weights
+    view_nbytes       scratch bytes of products on a card, e.g. a dequantised matrix
+    host_view_nbytes  the same on a CPU
+    stand_in          bytes of a layer's copy, for the copies of a self-drafting target
+    link              sizes of the layers in transfer; None if equal
+    experts           experts as separate blocks; None if experts are part of their layers
+    divided           returns the sizes with experts as separate blocks; None to compute them from
+                      the shapes of the architecture
+    rounding          format of weights quantised while they are loaded; "none" otherwise
+    images            bytes of the vision tower, its activations and features; 0 without images
+    streamed_images   bytes of the vision tower that stay on disk
+    head_share        stored bytes of the output matrix, relative to its bytes in `dtype`
+    matrix            largest quantised matrix of the layers, for timing; None for plain weights
+    """
+
+    spec: Architecture
+    layer_nbytes: tuple[int, ...]
+    non_layer_nbytes: int
+    dtype: DType
+    view_nbytes: int = 0
+    host_view_nbytes: int = 0
+    stand_in: int = 0
+    link: LinkSizes | None = None
+    experts: ExpertSizes | None = None
+    divided: "Callable[[], Sizes | None] | None" = field(default=None, compare=False, repr=False)
+    rounding: str = "none"
+    images: int = 0
+    streamed_images: int = 0
+    head_share: float = 1.0
+    matrix: Matrix | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(self.layer_nbytes) + self.non_layer_nbytes
+
+    def by_expert(self) -> "Sizes | None":
+        """Return the sizes with experts as separate blocks.
+
+        None without experts, for encoded layers, and for indivisible files.
+        """
+        mixture = self.spec.mixture
+        if mixture is None or self.link is not None:
+            return None
+        if self.divided is not None:
+            return self.divided()
+        nbytes = {i: _expert_nbytes(self, i) for i in mixture.layers}
+        layers = tuple(
+            layer - nbytes.get(i, 0) * mixture.n_experts
+            for i, layer in enumerate(self.layer_nbytes)
+        )
+        experts = ExpertSizes(mixture, max(nbytes.values()))
+        return replace(self, layer_nbytes=layers, experts=experts)
+
+    def rounded(self, rounding: str) -> "Sizes":
+        """Return the sizes after quantisation while loading, see `weights.rounding`."""
+        if rounding == self.rounding:
+            return self
+        spec = self.spec
+        dtype = self.dtype
+
+        def layout(tensors: Sequence[TensorShape]) -> Layout:
+            plain = ((name, shape, dtype) for name, shape in tensors)
+            return rounded_layout(plain, rounding)
+
+        kinds = dict.fromkeys(map(spec.layer_tensors, range(spec.n_layers)))
+        layouts = {layer: layout(layer) for layer in kinds}
+        non_layer = layout(spec.non_layer_tensors())
+        layers = [matrix for part in layouts.values() for matrix in part.matrices.values()]
+        heads = tuple(non_layer.matrices.values())
+        matrices = (*layers, *heads)
+        head_nbytes = sum(non_layer.by_name[part.name].nbytes for m in heads for part in m.tensors)
+        plain_nbytes = sum(math.prod(matrix.shape) for matrix in heads) * dtype.itemsize
+        return replace(
+            self,
+            layer_nbytes=tuple(layouts[spec.layer_tensors(i)].nbytes for i in range(spec.n_layers)),
+            non_layer_nbytes=non_layer.nbytes,
+            view_nbytes=max(self.view_nbytes, _scratch_nbytes(matrices, dtype, True)),
+            host_view_nbytes=max(self.host_view_nbytes, _scratch_nbytes(matrices, dtype, False)),
+            rounding=rounding,
+            head_share=head_nbytes / plain_nbytes if heads else 1.0,
+            matrix=largest(layers),
+        )
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint, dtype: DType) -> "Sizes":
+        """Return the sizes of stored tensors, for compute in `dtype`."""
+        return cls(
+            spec=checkpoint.spec,
+            layer_nbytes=tuple(layer.nbytes for layer in checkpoint.layers),
+            non_layer_nbytes=checkpoint.non_layer.nbytes,
+            dtype=dtype if checkpoint.spec.taps else checkpoint.dtype,
+            view_nbytes=_scratch_nbytes(checkpoint.blocks, dtype, True),
+            host_view_nbytes=_scratch_nbytes(checkpoint.blocks, dtype, False),
+            matrix=largest(m for layer in checkpoint.layers for m in layer.matrices.values()),
+        )
+
+    @classmethod
+    def of_spec(
+        cls, spec: Architecture, dtype: DType, layer_format: WeightFormat | None = None
+    ) -> "Sizes":
+        """Return the sizes of an architecture with weights of `dtype`, in device layout.
+
+        layer_format  format of the layers; None for plain weights
+        """
+        stores: WeightFormat = layer_format or dense.Format(None)
+        stored = {
+            layer: [
+                stores.stored(name, shape, dtype, Source({}))
+                for tensor in layer
+                for name, shape in _matrices(tensor)
+            ]
+            for layer in dict.fromkeys(map(spec.layer_tensors, range(spec.n_layers)))
+        }
+        nbytes = {
+            layer: packed_layout(
+                (part.name, part.shape, part.dtype or dtype)
+                for tensor in tensors
+                for part in tensor.tensors
+            ).nbytes
+            for layer, tensors in stored.items()
+        }
+        tensors = tuple(chain(*stored.values()))
+        return cls(
+            spec=spec,
+            layer_nbytes=tuple(nbytes[spec.layer_tensors(i)] for i in range(spec.n_layers)),
+            non_layer_nbytes=n_weights(spec.non_layer_tensors()) * dtype.itemsize,
+            dtype=dtype,
+            view_nbytes=_scratch_nbytes(tensors, dtype, True),
+            host_view_nbytes=_scratch_nbytes(tensors, dtype, False),
+            matrix=largest(tensor for tensor in tensors if isinstance(tensor, Matrix)),
+        )
+
+
+def largest(matrices: Iterable[Matrix]) -> Matrix | None:
+    """Return the matrix with the most weights, the first of equal ones; None without matrices."""
+    return max(matrices, key=lambda matrix: math.prod(matrix.shape), default=None)
+
+
+def _scratch_nbytes(
+    parts: Iterable[BlockRecord | StoredTensor | Matrix], dtype: DType, has_card: bool
+) -> int:
+    """Return the bytes of the largest temporary copy for compute in `dtype`."""
+    return max((part.scratch_nbytes(dtype, has_card) for part in parts), default=0)
+
+
+def _expert_nbytes(sizes: Sizes, i: int) -> int:
+    """Return the bytes of an expert of layer i; other tensors are not quantised."""
+    spec = sizes.spec
+    assert spec.mixture is not None
+    owners = spec.expert_names(i)
+    tensors = spec.layer_tensors(i)
+    rest = [
+        tensor
+        for tensor in tensors
+        if not owners.keys() & {tensor.name, tensor.name.rpartition(".")[0]}
+    ]
+    rest_nbytes = n_weights(rest) * sizes.dtype.itemsize
+    return (sizes.layer_nbytes[i] - rest_nbytes) // spec.mixture.n_experts
+
+
+def _matrices(tensor: TensorShape) -> list[TensorShape]:
+    """Split a tensor of all experts into the matrices that checkpoints store."""
+    name, shape = tensor
+    if len(shape) != 3 or shape[1] == 1:  # a convolution
+        return [tensor]
+    return [TensorShape(f"{name}.{i}.weight", shape[1:]) for i in range(shape[0])]
