@@ -16,8 +16,9 @@ from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, DeviceError
 from offload_rt.executor.image_encoder import KEPT_IMAGES, ImageEncoder
 from offload_rt.executor.runner import Runner
+from offload_rt.offload.card_experts import CardExperts
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.expert_cache import CardExperts, ExpertCache, ThreadExperts
+from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
@@ -26,6 +27,7 @@ from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan, with_h
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources
+from offload_rt.offload.thread_experts import ThreadExperts
 from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
 from offload_rt.system.trace import IMAGES, Trace
 from offload_rt.weights.checkpoint import Checkpoint

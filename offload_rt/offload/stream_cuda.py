@@ -97,12 +97,13 @@ class CudaStreamer(Streamer):
         moves  targets and sources, (n,) uint8 each
         """
         # Keep sources until copied, for at most two writes; a third write waits.
-        while self._writes and (len(self._writes) > 1 or self._has_occurred(self._writes[0][0])):
+        while self._writes and (len(self._writes) > 1 or self.has_occurred(self._writes[0][0])):
             self.device.wait(self._writes.popleft()[0])
         _, done = self.device.copy(moves, self.device.record_compute())
         self._writes.append((done, moves))
 
-    def _has_occurred(self, event: Event) -> bool:
+    def has_occurred(self, event: Event) -> bool:
+        """Return whether an event has occurred on the device."""
         return self.device.seconds_between(event, event) is not None
 
     def finish_writes(self) -> None:

@@ -8,13 +8,15 @@ from torch import Tensor
 from torch.cuda import Event
 
 from offload_rt.models.layers import HostWork
+from offload_rt.offload.card_experts import CardExperts
 from offload_rt.offload.copy_device import CopyDevice
-from offload_rt.offload.expert_cache import CardExperts, MakeWeights, ThreadExperts
+from offload_rt.offload.expert_cache import MakeWeights
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.placement import ExpertSizes
 from offload_rt.offload.stream_cuda import CudaStreamer
+from offload_rt.offload.thread_experts import ThreadExperts
 from offload_rt.offload.tier import Read, Tier
 from offload_rt.system.numa import Cpus, staying_near
 from offload_rt.system.trace import Trace

@@ -7,11 +7,12 @@ from dataclasses import replace
 from offload_rt import LLM
 from offload_rt.config import EngineConfig
 from offload_rt.models.layers import Mixture
+from offload_rt.offload.card_experts import CardExperts
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.expert_cache import CardExperts, ThreadExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import ExpertSizes
 from offload_rt.offload.streamer import LayerSources, LayerView
+from offload_rt.offload.thread_experts import ThreadExperts
 from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import open_checkpoint
