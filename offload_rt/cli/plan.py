@@ -6,7 +6,6 @@ disk. Without a draft model or self-drafting, the forecast is of plain decoding.
 """
 
 import gc
-import re
 import sys
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Mapping
@@ -34,8 +33,6 @@ _NO_FLAGS = ("device", "host_memory", "rule")
 _SELF = "self"
 _DRAFTERS = ("auto", "none", _SELF)
 _MODEL_DRAFTERS = ("adaptive_tree", "dynamic_tree", "static_tree")
-# A run sets a budget of host memory, a plan the memory of the machine.
-_HOST_ADVICE = re.compile(r"set --host-memory to \d+ or more")
 _LISTS = {"--list": KNOWN, "--list-gpus": [card.name for card in CARDS]}
 
 
@@ -87,13 +84,10 @@ def _plan(flags: Namespace) -> None:
     try:
         print_plan(flags)
     except CapacityError as error:
-        problem, change = map(_with_ram, (error.problem, error.change))
+        # A run has a budget of host memory, a plan the memory of the machine.
+        texts = (error.problem, error.change)
+        problem, change = (text.replace("--host-memory", "--ram") for text in texts)
         raise CapacityError(problem, need=error.need, have=error.have, change=change) from error
-
-
-def _with_ram(text: str) -> str:
-    """Name the flag of this command for host memory."""
-    return _HOST_ADVICE.sub("raise --ram", text).replace("--host-memory", "--ram")
 
 
 def print_plan(flags: Namespace, disk_source: str = "disk: set by --disk") -> None:

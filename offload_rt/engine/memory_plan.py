@@ -297,11 +297,11 @@ class _Memory:
             budget = replace(budget, buffers=budget.buffers + self._bytes(max_len, split).host)
         if budget.host < budget.buffers:
             raise CapacityError(
-                "the host memory budget is too small for keys and "
-                "values", need=f"{format_size(budget.buffers)} at least",
-                have=format_size(budget.host), change="raise --host-memory or --device-memory, or "
-                                                      "lower --max-model-len",
-            )  # fmt: skip
+                "the host memory budget is too small for keys and values",
+                need=f"{format_size(budget.buffers)} at least",
+                have=format_size(budget.host),
+                change="raise --host-memory or --device-memory, or lower --max-model-len",
+            )
         reserved = self._reserved(max_len, split)
         link = self.target.link
         return replace(place_layers(self.target.layer_nbytes, reserved, budget, link), split=split)

@@ -301,7 +301,7 @@ def _host_slots(n_slots: int, nbytes: int, budget: MemoryBudget) -> int:
             "the host memory budget is too small for host slots of disk layers",
             need=f"{format_size(least)} ({least} bytes) at least",
             have=format_size(budget.host),
-            change=f"set --host-memory to {least} or more, or raise --device-memory",
+            change="raise --host-memory or --device-memory",
         )
     return min(n_slots, _LEAST_SLOTS, budget.host_room(nbytes))
 

@@ -451,7 +451,7 @@ def test_hub_id_is_planned_without_a_network(capsys):
         (["--gpu", "rtx4090", "--ram", "much"], "not a size"),
         (["--gpu", "rtx4090", "--device-memory", "23GiB"], "at most 22.89 GiB"),
         (["--gpu", "rtx4090", "--device-memory", "2GiB"], "does not fit: the device memory"),
-        (["--gpu", "rtx4090", "--ram", "1GiB"], "; raise --ram, or raise --device-memory"),
+        (["--gpu", "rtx4090", "--ram", "1GiB"], "; raise --ram or --device-memory"),
         (["--gpu", "rtx4090", "--max-model-len", "9000"], "4096"),
         (["--gpu", "rtx4090", "--context", "4000"], "lower --context"),
         (
