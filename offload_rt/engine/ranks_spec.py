@@ -107,17 +107,11 @@ class RanksSpec:
         sizes = Sizes.of_checkpoint(checkpoint, dtype)
         n_rows = config.max_model_len or SHORTEST_CONTEXT
         stage = _stage(checkpoint, range(spec.n_layers), ranks)
-        draft = (
-            Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype))
-            if drafting.draft
-            else None
-        )
-        stage_sizes = replace(
-            sizes, non_layer_nbytes=Sizes.of_checkpoint(stage, dtype).non_layer_nbytes
-        )
-        reserved = reserved_memory(
-            stage_sizes, draft, dtype, budget.has_card, n_rows, config.tree_size or 1
-        )
+        non_layer_nbytes = Sizes.of_checkpoint(stage, dtype).non_layer_nbytes
+        target = replace(sizes, non_layer_nbytes=non_layer_nbytes)
+        draft = drafting.draft and Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype))
+        n_nodes = config.tree_size or 1
+        reserved = reserved_memory(target, draft, dtype, budget.has_card, n_rows, n_nodes)
         on_device = max(budget.device - reserved.total + reserved.cache - budget.libraries, 1)
         with_host = on_device + max(budget.host - budget.buffers, 0)
         rooms = ranks.all_gather(torch.tensor([[on_device, with_host]])).view(-1, 2)
