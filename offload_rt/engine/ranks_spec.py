@@ -109,7 +109,9 @@ class RanksSpec:
         stage = _stage(checkpoint, range(spec.n_layers), ranks)
         non_layer_nbytes = Sizes.of_checkpoint(stage, dtype).non_layer_nbytes
         target = replace(sizes, non_layer_nbytes=non_layer_nbytes)
-        draft = drafting.draft and Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype))
+        draft = None
+        if drafting.draft is not None:
+            draft = Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype))
         n_nodes = config.tree_size or 1
         reserved = reserved_memory(target, draft, dtype, budget.has_card, n_rows, n_nodes)
         on_device = max(budget.device - reserved.total + reserved.cache - budget.libraries, 1)
