@@ -308,7 +308,9 @@ def _interpolate_rows(x: float, xs: Sequence[float], rows: np.ndarray) -> np.nda
     return np.asarray(rows[i] + weight * (rows[i + 1] - rows[i]))
 
 
-def _interpolate(x: np.ndarray, xs: Sequence[float], ys: Sequence[float]) -> np.ndarray:
+def _interpolate(
+    x: np.ndarray, xs: Sequence[float], ys: Sequence[float] | np.ndarray
+) -> np.ndarray:
     """Interpolate linearly; extrapolate beyond the last point, and stay level before the first."""
     if len(xs) > 1:
         far = 1e3 * xs[-1]
