@@ -269,6 +269,8 @@ def test_prompts_can_be_texts_or_ids(speaking):
         assert [got.token_ids for got in llm.generate(torch.tensor([ids, ids]), params)] == [
             expected
         ] * 2
+        pieces = [piece for _, piece in llm.stream_all("the quick fox", params)]
+        assert [token for piece in pieces for token in piece.token_ids] == expected
         assert llm.generate([], params) == []
         arrays = [torch.tensor([1.0]), np.array(3)]
         for wrong in (None, 5, 1.5, b"text", [1, "x"], [1.5], [[1, 2], None], [[[1]]], *arrays):
@@ -465,7 +467,7 @@ def test_close_ends_the_thread_and_wakes_waiting_tasks(pair):
                 started.set()
 
         tasks = [asyncio.create_task(wait()) for _ in range(3)]
-        late = llm._open_thread.apieces([llm._request(PROMPTS[0], None)])
+        late = llm._open_thread.apieces([llm.requests.build(PROMPTS[0])])
         await started.wait()
         assert len(threads()) == n_before + 1
         llm.close()

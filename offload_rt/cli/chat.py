@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from offload_rt.cli.terminal import AnswerView
     from offload_rt.llm import LLM
-    from offload_rt.models.image_prompt import ImagePrompt
+    from offload_rt.models.image_prompt import EncodedPrompt
 
 _CHANGE = "/reset starts a new conversation"
 _LONGER = f"{_CHANGE}; raise --max-model-len for longer ones"
@@ -90,7 +90,7 @@ def _chat(flags: Namespace) -> None:
     console = Console(stderr=True, quiet=settings.quiet)
     with LLM.open(config) as llm:
         # Report a missing or failing template before loading.
-        template.encode(llm, [{"role": "user", "content": "Hello"}])
+        template.encode(llm.requests, [{"role": "user", "content": "Hello"}])
         load(llm, console, Trace(on=False), params)
         if flags.max_tokens is flags.max_new_tokens is None:
             params = replace(params, max_tokens=None)
@@ -139,9 +139,10 @@ class _Chat:
         Raises CapacityError or PromptError if the messages cannot be answered.
         """
         template = replace(self.template, system=self.conversation.system)
-        change = _LONGER if self.llm.spec.has_more_positions else _CHANGE
+        change = _LONGER if self.llm.requests.has_more_positions else _CHANGE
         try:
-            prompt = template.encode(self.llm, messages)
+            prompt = template.encode(self.llm.requests, messages)
+            self.llm.requests.check_prompt(prompt)
         except CapacityError as error:
             problem = "the conversation no longer fits the context"
             raise CapacityError(problem, need=error.need, have=error.have, change=change) from error
@@ -153,9 +154,9 @@ class _Chat:
             problem = "the answer is cut off: the context is full"
             raise CapacityError(problem, have=have, change=change)
 
-    def _stream(self, prompt: "list[int] | ImagePrompt", interrupts: list[int]) -> tuple[str, int]:
+    def _stream(self, prompt: "EncodedPrompt", interrupts: list[int]) -> tuple[str, int]:
         """Print an answer until its end or an interrupt. Returns text and number of tokens."""
-        from offload_rt.llm import token_ids
+        from offload_rt.models.image_prompt import token_ids
 
         tokenizer = self.llm.tokenizer
         tail = "" if tokenizer is None else str(tokenizer.decode(token_ids(prompt)[-8:]))
@@ -198,5 +199,5 @@ class _Chat:
         """Tokens of the conversation, and the most that fit."""
         template = replace(self.template, system=self.conversation.system)
         messages = self.conversation.messages
-        n_tokens = len(template.encode_any(self.llm, messages)) if messages else 0
+        n_tokens = len(template.encode(self.llm.requests, messages)) if messages else 0
         return f"the conversation has {n_tokens} of {self.llm.max_model_len} tokens"

@@ -69,8 +69,7 @@ class Conversation:
     def ask(self, text: str) -> list[Message]:
         """Return the messages with a new one of the user. `add_answer` makes it permanent."""
         whole = "\n\n".join([*self.attached, text])
-        content = with_images(whole, self.images) if self.images else whole
-        return [*self.messages, {"role": "user", "content": content}]
+        return [*self.messages, user_turn(whole, self.images)]
 
     def add_answer(self, asked: list[Message], answer: str) -> None:
         """Append the user's message and the answer."""
@@ -208,8 +207,12 @@ class Conversation:
         return f"loaded {len(messages)} messages"
 
 
-def with_images(text: str, urls: Sequence[str]) -> list[Message]:
-    """Return the content of a message: images, followed by a text."""
+def user_turn(text: str, urls: Sequence[str]) -> Message:
+    """Return a message of the user: images, followed by a text."""
+    return {"role": "user", "content": _content(text, urls) if urls else text}
+
+
+def _content(text: str, urls: Sequence[str]) -> list[Message]:
     images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [*images, {"type": "text", "text": text}]
 
@@ -233,7 +236,7 @@ def _loaded(content: Any) -> str | list[Message]:
     urls = [str(part["image_url"]["url"]) for part in images]
     if not all(url.startswith("data:image/") for url in urls):
         raise ValueError
-    return with_images(str(text["text"]), urls)
+    return _content(str(text["text"]), urls)
 
 
 def split_command(line: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.cli.answers import Answers
-from offload_rt.cli.conversation import Message, image_url, with_images
+from offload_rt.cli.conversation import Message, image_url, user_turn
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import exit_code, show_any_text
 from offload_rt.config import EngineConfig, check_folder, setting
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from offload_rt.cli.format import PlainPass
+    from offload_rt.engine.request_builder import RequestBuilder
     from offload_rt.llm import LLM, Output, Stats
-    from offload_rt.models.image_prompt import ImagePrompt
+    from offload_rt.models.image_prompt import EncodedPrompt
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ class RunSettings:
             change = "write the prompt after the model, or --prompt-file -: stdin"
             need = "--prompt or --prompt-file"
             raise PromptError("the prompt", need=need, have=have, change=change)
+        try:
+            "".join(self.prompt).encode()
+        except UnicodeEncodeError as error:
+            raise PromptError("--prompt is not UTF-8 text", change="convert it to UTF-8") from error
         if self.image and not self.chat:
             raise SettingsError("--image", need="--chat", change="add it")
 
@@ -98,20 +103,12 @@ class TemplateSettings:
         None, """template variables, like '{"reasoning_effort": "low"}'""", parse=json_object
     )
 
-    def encode(self, llm: "LLM", turns: list[Message]) -> "list[int] | ImagePrompt":
-        """Encode a conversation. Raises PromptError, and CapacityError if it does not fit."""
-        from offload_rt.llm import token_ids
-
-        prompt = self.encode_any(llm, turns)
-        llm.check_prompt(token_ids(prompt))
-        return prompt
-
-    def encode_any(self, llm: "LLM", turns: list[Message]) -> "list[int] | ImagePrompt":
+    def encode(self, requests: "RequestBuilder", turns: list[Message]) -> "EncodedPrompt":
         """Encode a conversation that may be too long. Raises PromptError."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         options = {"add_generation_prompt": True, **thinking, **(self.chat_template_kwargs or {})}
-        return llm.encode_messages([*system, *turns], options)
+        return requests.encode_messages([*system, *turns], options)
 
 
 def new_parser() -> Parser:
@@ -185,12 +182,11 @@ def _run(flags: Namespace, answers: Answers) -> None:
     with LLM.open(config) as llm:
         urls = [image_url(Path(path)) for path in settings.image]
         encoded = [
-            _encode_turn(llm, text, urls, template) if settings.chat else _encode(llm, text)
+            template.encode(llm.requests, [user_turn(text, urls)]) if settings.chat else text
             for text in prompts
         ]
-        pieces = llm.stream_all(
-            encoded, params
-        )  # checks the settings of the answers before loading
+        # Check prompts and settings before loading.
+        pieces = llm.stream_all(encoded, params)
         phases = {"import": imported - started, "plan": time.perf_counter() - imported}
         phases |= load(llm, console, trace, params)
         try:
@@ -229,7 +225,7 @@ def _report(
         for answer in output.outputs
     ):
         limit = f"the context of {llm.max_model_len} tokens is full"
-        if llm.spec.has_more_positions:
+        if llm.requests.has_more_positions:
             limit += "; raise --max-model-len"
         console.print(limit, highlight=False, soft_wrap=True)
     for n, output in enumerate(outputs, 1):
@@ -256,30 +252,6 @@ def _plain_pass(
     import numpy as np
 
     return PlainPass(float(llm.engine.cost.seconds(np.array([1]), context)[0]), False)
-
-
-def _encode_turn(
-    llm: "LLM", prompt: str, urls: list[str], template: TemplateSettings
-) -> "list[int] | ImagePrompt":
-    """Encode a user's turn with the chat template."""
-    _check_text(prompt)
-    content = with_images(prompt, urls) if urls else prompt
-    return template.encode(llm, [{"role": "user", "content": content}])
-
-
-def _encode(llm: "LLM", prompt: str) -> list[int]:
-    """Encode a prompt."""
-    _check_text(prompt)
-    ids = llm.encode(prompt)
-    llm.check_prompt(ids)
-    return ids
-
-
-def _check_text(prompt: str) -> None:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError("--prompt is not UTF-8 text", change="convert it to UTF-8") from error
 
 
 def read_prompt(path: str) -> str:

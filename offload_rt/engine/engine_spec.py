@@ -57,11 +57,6 @@ class EngineSpec:
         """Device of all models."""
         return self.target.device
 
-    @property
-    def has_more_positions(self) -> bool:
-        """Whether the model allows a longer context than the memory plan."""
-        return self.memory.max_model_len < self.target.checkpoint.spec.max_positions
-
     def close(self) -> None:
         """Close the target's files."""
         self.files.close()

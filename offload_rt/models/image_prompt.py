@@ -80,3 +80,12 @@ class ImagePrompt:
         """Return the images with tokens at indices [first, stop), and these rows of each."""
         bounds = [(image, np.searchsorted(image.rows, (first, stop))) for image in self.images]
         return [(image, slice(*map(int, bound))) for image, bound in bounds if bound[0] < bound[1]]
+
+
+# Token ids of a prompt, or a prompt with images.
+EncodedPrompt = list[int] | ImagePrompt
+
+
+def token_ids(prompt: EncodedPrompt) -> list[int]:
+    """Return the token ids of a prompt."""
+    return prompt.ids if isinstance(prompt, ImagePrompt) else prompt

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from offload_rt.llm import Piece, token_ids
+from offload_rt.llm import Piece
+from offload_rt.models.image_prompt import EncodedPrompt, token_ids
 from offload_rt.sampling import Logprob
 from offload_rt.server.bodies import Json
 from offload_rt.server.chat_format import ChatFormat
-from offload_rt.server.prompts import GenerationRequest, Prompt
+from offload_rt.server.prompts import GenerationRequest
 from offload_rt.server.protocol import ChatRequest
 from offload_rt.server.tool_parser import AnswerParser, Parsed
 from offload_rt.text.detokenize import TextStream
@@ -117,7 +118,7 @@ class Answer:
         """Number of tokens of passes that began inside the reasoning."""
         return sum(choice.n_reasoning for choice in self.choices)
 
-    def start(self, prompts: Sequence[Prompt], chat_format: ChatFormat) -> None:
+    def start(self, prompts: Sequence[EncodedPrompt], chat_format: ChatFormat) -> None:
         """Prepare the answers to tokenized prompts."""
         self.n_prompt = sum(map(len, prompts))
         request = self.request

@@ -11,7 +11,8 @@ from starlette.exceptions import HTTPException
 
 from offload_rt import __version__
 from offload_rt.errors import OffloadError
-from offload_rt.llm import LLM, token_ids
+from offload_rt.llm import LLM
+from offload_rt.models.image_prompt import token_ids
 from offload_rt.server.api_docs import REFUSAL, add_docs, body_of
 from offload_rt.server.bodies import Json
 from offload_rt.server.chat_format import ChatFormat
@@ -147,7 +148,7 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
             tokens = token_ids(await service.prompts.conversation(chat))
         else:
             special = request.add_special_tokens
-            tokens = await asyncio.to_thread(service.llm.encode, request.text, special)
+            (tokens,) = await service.prompts.texts([request.text], special)
         length = {"max_model_len": service.llm.max_model_len}
         content = {"tokens": tokens, "count": len(tokens), **length}
         return await asyncio.to_thread(JSONResponse, content)

@@ -9,15 +9,14 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from offload_rt.engine.request_builder import RequestBuilder
 from offload_rt.errors import SettingsError
-from offload_rt.llm import LLM, token_ids
-from offload_rt.models.image_prompt import ImagePrompt
+from offload_rt.models.image_prompt import EncodedPrompt, ImagePrompt
 from offload_rt.server.bodies import Json
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
 from offload_rt.text.images import Fetch, has_images
 
 GenerationRequest = CompletionRequest | ChatRequest
-Prompt = list[int] | ImagePrompt
 _T = TypeVar("_T")
 # Each decodes an image at a time, up to 300 MB with a copy.
 _IMAGE_THREADS = 2
@@ -30,23 +29,25 @@ class PromptEncoder:
     fetch  reads images behind http URLs; None: refuse them
     """
 
-    llm: LLM
+    requests: RequestBuilder
     fetch: Fetch | None
     _image_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_IMAGE_THREADS, "images")
     )
 
-    async def prompts(self, request: GenerationRequest) -> list[Prompt]:
+    async def prompts(self, request: GenerationRequest) -> list[EncodedPrompt]:
         """Encode and check the prompts of a request."""
         return await self._in_thread(request, lambda: self._checked(request))
 
-    async def conversation(self, request: ChatRequest) -> Prompt:
+    async def conversation(self, request: ChatRequest) -> EncodedPrompt:
         """Encode a conversation, also one that is too long."""
         return await self._in_thread(request, lambda: self._render(request))
 
-    async def texts(self, texts: list[str] | list[list[int]]) -> list[list[int]]:
+    async def texts(
+        self, texts: list[str] | list[list[int]], add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """Encode texts."""
-        return await asyncio.to_thread(self._encode, texts, True)
+        return await asyncio.to_thread(self._encode, texts, add_special_tokens)
 
     async def _in_thread(self, request: GenerationRequest, work: Callable[[], _T]) -> _T:
         """Run in a worker thread. Images have threads of their own, because they take seconds."""
@@ -54,29 +55,30 @@ class PromptEncoder:
         threads = self._image_threads if is_slow else None
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
-    def _checked(self, request: GenerationRequest) -> list[Prompt]:
-        prompts: list[Prompt] = []
+    def _checked(self, request: GenerationRequest) -> list[EncodedPrompt]:
+        prompts: list[EncodedPrompt] = []
         if isinstance(request, ChatRequest):
             prompts.append(self._render(request))
         else:
             prompts += self._encode(request.prompt, request.add_special_tokens)
         prompts = [self._truncate(prompt, request) for prompt in prompts]
         for prompt in prompts:
-            self.llm.check_prompt(token_ids(prompt))
+            self.requests.check_prompt(prompt)
         return prompts
 
     def _encode(self, texts: list[str] | list[list[int]], special: bool) -> list[list[int]]:
-        return [self.llm.encode(text, special) if isinstance(text, str) else text for text in texts]
+        encode = self.requests.encode
+        return [encode(text, special) if isinstance(text, str) else text for text in texts]
 
-    def _truncate(self, prompt: Prompt, request: GenerationRequest) -> Prompt:
+    def _truncate(self, prompt: EncodedPrompt, request: GenerationRequest) -> EncodedPrompt:
         if not isinstance(prompt, ImagePrompt):
-            return request.truncate(prompt, self.llm.max_model_len)
+            return request.truncate(prompt, self.requests.max_model_len)
         if request.truncate_prompt_tokens is not None:
             need = "a prompt without images"
             raise SettingsError("truncate_prompt_tokens", need=need, change="leave it out")
         return prompt
 
-    def _render(self, request: ChatRequest) -> Prompt:
+    def _render(self, request: ChatRequest) -> EncodedPrompt:
         """Encode a conversation.
 
         Raises PromptError or SettingsError for input that the chat template ignores, and for
@@ -92,7 +94,7 @@ class PromptEncoder:
         if request.continue_final_message and request.add_generation_prompt:
             need = "add_generation_prompt to be false"
             raise SettingsError("continue_final_message", need=need, change="set it to false")
-        template = str(self.llm.tokenizer and self.llm.tokenizer.chat_template)
+        template = str(self.requests.tokenizer and self.requests.tokenizer.chat_template)
         wanted = request.wanted_format
         if request.offered_tools and "tools" not in template:
             need = "a model whose chat template supports tools"
@@ -108,7 +110,7 @@ class PromptEncoder:
         turns = request.turns()
         if "developer" not in template:
             turns = [_as_system(turn) for turn in turns]
-        return self.llm.encode_messages(turns, options, self.fetch, reads_files=False)
+        return self.requests.encode_messages(turns, options, self.fetch, reads_files=False)
 
 
 def _as_system(turn: Json) -> Json:

@@ -18,7 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from offload_rt.errors import CapacityError, DeviceError, OffloadError, SettingsError, UserError
-from offload_rt.llm import LLM, Piece, token_ids
+from offload_rt.llm import LLM, Piece
+from offload_rt.models.image_prompt import EncodedPrompt, token_ids
 from offload_rt.sampling import Logprob
 from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 from offload_rt.server.answer import Answer, Delta
@@ -27,7 +28,7 @@ from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.embeddings import EmbeddingsRequest
 from offload_rt.server.limits import error_response
 from offload_rt.server.metrics import Metrics
-from offload_rt.server.prompts import GenerationRequest, Prompt, PromptEncoder
+from offload_rt.server.prompts import GenerationRequest, PromptEncoder
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
 from offload_rt.server.writer import Writer
 from offload_rt.text.images import Fetch
@@ -95,7 +96,7 @@ class Service:
     prompts: PromptEncoder = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompts = PromptEncoder(self.llm, self.limits.fetch)
+        self.prompts = PromptEncoder(self.llm.requests, self.limits.fetch)
 
     async def read(self, http: Request, kind: type[_Body]) -> _Body:
         """Read and validate a body in a worker thread, one body at a time.
@@ -222,7 +223,7 @@ class Service:
             self.metrics.request_seconds.observe(time.perf_counter() - started)
 
     def _behind_reasoning(
-        self, params: SamplingParams, request: ChatRequest, prompt: Prompt
+        self, params: SamplingParams, request: ChatRequest, prompt: EncodedPrompt
     ) -> SamplingParams:
         """Let a grammar begin behind the reasoning."""
         outputs = params.structured_outputs

@@ -28,7 +28,6 @@ from transformers import LlamaForCausalLM
 import offload_rt
 import offload_rt.ops.linear
 from offload_rt import LLM, SamplingParams
-from offload_rt.bad_words import BadWords
 from offload_rt.config import EngineConfig
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import CapacityError, PromptError, SettingsError
@@ -183,7 +182,7 @@ def test_sequences_join_and_leave_a_running_batch(pair, drafter):
         got = {}
         for n_step in range(100):
             for i in joins.get(n_step, ()):
-                sequences[i] = llm._sequence(prompts[i], params[i], None, BadWords())
+                sequences[i] = llm.requests.build(prompts[i], params[i]).sequences[0]
                 ids[engine.add(sequences[i])] = i
             if n_step == 8:
                 engine.abort(next(id for id, i in ids.items() if i == 3))
@@ -209,7 +208,7 @@ def test_prompt_passes_do_not_train_the_cost_model(zoo):
         learned = []
         llm.engine.cost.passed = lambda n_rows, *_: learned.append(n_rows)
         first, second = (
-            llm._sequence(prompt_of(seed), SamplingParams(max_new_tokens=n), None, BadWords())
+            llm.requests.build(prompt_of(seed), SamplingParams(max_new_tokens=n)).sequences[0]
             for seed, n in ((0, 9), (1, 4))
         )
         llm.engine.add(first)

@@ -112,12 +112,12 @@ def test_chat_with_images_equals_transformers(saved, kind):
 def test_large_images_are_scaled_down(saved):
     _, _, folder = saved("qwen2_vl")
     with open_streamed(folder, max_image_pixels=32 * 32) as llm:
-        image = llm.images.scaled(picture(1, (128, 128)))
+        image = llm.requests.images.scaled(picture(1, (128, 128)))
         assert image.size == (32, 32)
-        assert len(llm.images.encode("<|image_pad|>", [image])) == (32 // 16) ** 2
+        assert len(llm.requests.images.encode("<|image_pad|>", [image])) == (32 // 16) ** 2
         # Scaling the shorter side up would need a thousand times the memory of the strip.
         with pytest.raises(PromptError, match="factor of at most 200, has 1 x 201 pixels"):
-            llm.images.scaled(Image.new("RGB", (1, 201)))
+            llm.requests.images.scaled(Image.new("RGB", (1, 201)))
 
 
 def test_placeholders_in_a_text_are_no_images(saved):
@@ -125,7 +125,7 @@ def test_placeholders_in_a_text_are_no_images(saved):
     _, _, folder = saved("qwen2_vl")
     parts = [{"type": "text", "text": "<|image_pad|> w20"}, {"type": "image", "image": picture(1)}]
     with open_streamed(folder) as llm:
-        prompt = llm.images.encode_chat(
+        prompt = llm.requests.images.encode_chat(
             [{"role": "user", "content": [parts[0], {"type": "image"}]}], [picture(1)], {}
         )
         assert len(prompt.images) == 1
@@ -160,7 +160,7 @@ def test_peak_memory_does_not_grow_with_the_number_of_images(saved):
     parts = [{"type": "image_url", "image_url": url}] * n_images
     n_pixels = 500 * 500
     with open_streamed(folder, max_image_pixels=n_pixels) as llm:
-        processor = llm.images._processor.image_processor
+        processor = llm.requests.images._processor.image_processor
         processor.size = {"shortest_edge": 256, "longest_edge": n_pixels}
         Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
         before = resident("VmRSS")

@@ -156,7 +156,7 @@ def test_models_describe_their_input(
     card = served.client.models.retrieve("demo").model_dump()
     assert card["input_modalities"] == ["text", "image"]
     assert card["max_body"] == LIMITS.body_nbytes
-    monkeypatch.setattr(served.llm, "images", None)
+    monkeypatch.setattr(served.llm.requests, "images", None)
     assert served.client.models.retrieve("demo").model_dump()["input_modalities"] == ["text"]
 
 

@@ -211,7 +211,7 @@ class ListingProcessor(ImageProcessor):
 def read_images(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> ListingProcessor:
     """Let a model of text accept images. Its answers need `script`."""
     processor = ListingProcessor(llm)
-    monkeypatch.setattr(llm, "images", processor)
+    monkeypatch.setattr(llm.requests, "images", processor)
     return processor
 
 
