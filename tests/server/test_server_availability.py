@@ -190,15 +190,16 @@ def test_requests_are_parsed_and_checked_off_the_event_loop(served, monkeypatch)
     def watch(owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
-        def watched(*args: Any) -> Any:
+        def watched(*args: Any, **options: Any) -> Any:
             places.append((name, is_on_event_loop()))
-            return original(*args)
+            return original(*args, **options)
 
         monkeypatch.setattr(owner, name, watched)
 
     watch(service, "read_body")
-    for name in ("encode", "encode_chat", "check_prompt", "_request"):
-        watch(served.llm, name)
+    builder = ("encode", "encode_messages", "check_prompt", "build")
+    for name in builder:
+        watch(served.llm.requests, name)
     watch(protocol.GenerationRequest, "sampling_params")
     for name in ("start", "end", "whole"):
         watch(responses.ResponsesWriter, name)
@@ -208,9 +209,8 @@ def test_requests_are_parsed_and_checked_off_the_event_loop(served, monkeypatch)
     for stream in (False, True):
         body = {"input": "x", "max_output_tokens": 1, "stream": stream}
         assert served.asked("/v1/responses", body)[0] == 200
-    assert {name for name, _ in places} >= {
-        "read_body", "encode", "encode_chat", "check_prompt", "sampling_params", "start", "end"
-    }  # fmt: skip
+    expected = {"read_body", "sampling_params", "start", "end", *builder}
+    assert {name for name, _ in places} >= expected
     assert not any(on_loop for _, on_loop in places)
 
 
