@@ -12,7 +12,7 @@ constexpr int kTileRows = 6, kTileOuts = 4;
 constexpr int kTileRows = 4, kTileOuts = 3;
 #endif
 // Outputs of a panel of few and of many rows, and most outputs of any; rows that are multiplied at a time.
-constexpr int kFewOuts = 24, kManyOuts = 96, kPanelOuts = 128, kMostRows = 384;
+constexpr int kFewRows = 4 * kTileRows, kFewOuts = 24, kManyOuts = 96, kPanelOuts = 128, kMostRows = 384;
 // Outputs of a panel of one row or of unpacked weights, and of its tasks: two threads that take 8 rows of a matrix in turn
 // defeat the processor's prefetching.
 constexpr int kTile = 8, kTiledOuts = 64;
@@ -72,9 +72,30 @@ inline void add_sums(const V* sums, int n, float* totals, bool is_first) {
 #endif
 }
 
+// Weights of the next panel, prefetched during the products of this panel: each tile prefetches a row.
+//   next        before the first row to prefetch, later the row of the latest tile
+//   row_nbytes  distance of rows
+//   step        bytes per vector of inputs
+//   n_rows      rows left
+struct Ahead {
+  const uint8_t* next;
+  int64_t row_nbytes, step;
+  int n_rows;
+
+  const uint8_t* take_row() {
+    if (n_rows > 0) --n_rows, next += row_nbytes;
+    return next;
+  }
+};
+// Few rows multiply too little for that: their tiles prefetch the rows of the next tile.
+struct NextTile {};
+
 // Adds a block of n inputs to M x N outputs of y, whose tiles are stored densely: y (M * N).
-template <int M, int N, typename X, typename W>
-inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, float* y, bool is_first) {
+template <int M, int N, typename X, typename W, typename Next>
+inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, float* y, bool is_first, Next& next) {
+  constexpr bool is_next_tile = __is_same(Next, NextTile);
+  const uint8_t* ahead = nullptr;
+  if constexpr (!is_next_tile) ahead = next.take_row();
   V sums[M * N];
 #pragma GCC unroll 24
   for (int i = 0; i < M * N; ++i) sums[i] = V{};
@@ -85,8 +106,9 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) {
         b[j] = (__m512bh)_mm512_loadu_si512(w + j * ldw + k);
-        __builtin_prefetch(M == 1 ? w + j * ldw + k + kAheadInRow / 2 : w + (N + j) * ldw + k);
+        if constexpr (is_next_tile) __builtin_prefetch(M == 1 ? w + j * ldw + k + kAheadInRow / 2 : w + (N + j) * ldw + k);
       }
+      if constexpr (!is_next_tile) __builtin_prefetch(ahead, 0, 2), ahead += next.step;
 #pragma GCC unroll 8
       for (int i = 0; i < M; ++i) {
         const __m512bh a = (__m512bh)_mm512_loadu_si512(x + i * ldx + k);
@@ -115,8 +137,9 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) {
       b[j] = load(w + j * ldw + k);
-      __builtin_prefetch(w + (N + j) * ldw + k);
+      if constexpr (is_next_tile) __builtin_prefetch(w + (N + j) * ldw + k);
     }
+    if constexpr (!is_next_tile) __builtin_prefetch(ahead, 0, 2), ahead += next.step;
 #pragma GCC unroll 8
     for (int i = 0; i < M; ++i) {
       const V a = load(x + i * ldx + k);
@@ -127,11 +150,17 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
   add_sums(sums, M * N, y, is_first);
 }
 
-template <int M, int N, typename X, typename W>
-inline void add_tiles(const X* x, const W* w, int64_t ldw, int n_outs, int n, float* y, bool is_first) {
+template <int M, int N, typename X, typename W, typename Next>
+inline void add_tiles(const X* x, const W* w, int64_t ldw, int n_outs, int n, float* y, bool is_first, Next& next) {
   int j = 0;
-  for (; j + N <= n_outs; j += N) add_tile<M, N>(x, kDepth<X>, w + j * ldw, ldw, n, y + j * M, is_first);
-  for (; j < n_outs; ++j) add_tile<M, 1>(x, kDepth<X>, w + j * ldw, ldw, n, y + j * M, is_first);
+  for (; j + N <= n_outs; j += N) {
+    if constexpr (!__is_same(Next, NextTile)) {  // the inputs of the next rows
+      const char* behind = reinterpret_cast<const char*>(x) + M * kBlockNbytes * (n_outs + j) / n_outs;
+      for (int64_t i = 0; i < M * N * kBlockNbytes / n_outs; i += 64) __builtin_prefetch(behind + i);
+    }
+    add_tile<M, N>(x, kDepth<X>, w + j * ldw, ldw, n, y + j * M, is_first, next);
+  }
+  for (; j < n_outs; ++j) add_tile<M, 1>(x, kDepth<X>, w + j * ldw, ldw, n, y + j * M, is_first, next);
 }
 
 // Outputs of a tile by its rows: as many as registers hold the sums of.
@@ -142,19 +171,19 @@ constexpr int kOuts[] = {0, 8, 4, 3, 3};
 #endif
 
 // Adds a block of n inputs to n_rows x n_outs outputs. The tiles of a row tile are stored one behind the other.
-template <typename X, typename W>
-void add_block(const X* x, int n_rows, const W* w, int64_t ldw, int n_outs, int n, float* y, bool is_first) {
+template <typename X, typename W, typename Next>
+void add_block(const X* x, int n_rows, const W* w, int64_t ldw, int n_outs, int n, float* y, bool is_first, Next next) {
   for (int row = 0; row < n_rows; row += kTileRows) {
     const X* from = x + row * kDepth<X>;
     float* to = y + row * n_outs;
     switch (smaller(kTileRows, n_rows - row)) {
-      case 1: add_tiles<1, kOuts[1]>(from, w, ldw, n_outs, n, to, is_first); break;
-      case 2: add_tiles<2, kOuts[2]>(from, w, ldw, n_outs, n, to, is_first); break;
-      case 3: add_tiles<3, kOuts[3]>(from, w, ldw, n_outs, n, to, is_first); break;
-      case 4: add_tiles<4, kOuts[4]>(from, w, ldw, n_outs, n, to, is_first); break;
+      case 1: add_tiles<1, kOuts[1]>(from, w, ldw, n_outs, n, to, is_first, next); break;
+      case 2: add_tiles<2, kOuts[2]>(from, w, ldw, n_outs, n, to, is_first, next); break;
+      case 3: add_tiles<3, kOuts[3]>(from, w, ldw, n_outs, n, to, is_first, next); break;
+      case 4: add_tiles<4, kOuts[4]>(from, w, ldw, n_outs, n, to, is_first, next); break;
 #if LEVEL >= 2
-      case 5: add_tiles<5, kOuts[5]>(from, w, ldw, n_outs, n, to, is_first); break;
-      case 6: add_tiles<6, kOuts[6]>(from, w, ldw, n_outs, n, to, is_first); break;
+      case 5: add_tiles<5, kOuts[5]>(from, w, ldw, n_outs, n, to, is_first, next); break;
+      case 6: add_tiles<6, kOuts[6]>(from, w, ldw, n_outs, n, to, is_first, next); break;
 #endif
     }
   }
@@ -661,9 +690,11 @@ void write_tiles(const Matrix& m, const float* tiles, int n_rows, int64_t first_
 // Stands for weights that are unpacked to a panel.
 struct Unpacked {};
 
-// A panel of outputs for all rows. x: blocks of kDepth<X> inputs of all rows, one behind the other.
+// A panel of outputs for all rows. x: blocks of kDepth<X> inputs of all rows, one behind the other; next_out: first output
+// of this thread's next panel.
 template <typename X, typename W, typename T>
-void multiply_panel(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, T* y, int64_t ldy) {
+void multiply_panel(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, int64_t next_out,
+                    T* y, int64_t ldy) {
   constexpr int depth = kDepth<X>;
   constexpr bool is_direct = !__is_same(W, Unpacked);
   uint8_t* memory = reinterpret_cast<uint8_t*>(panel_memory.reserve(kPanelOuts * (kBlockNbytes + kMostRows * 4) + kGatheredNbytes));
@@ -674,6 +705,12 @@ void multiply_panel(const Matrix& m, const Order<X>& order, const X* x, int n_ro
   const int64_t n_fill = is_gathered(m) || n_outs <= kTile ? 1 : kPanelOuts / n_outs;
   for (int64_t begin = 0; begin < m.n_in; begin += n_fill * depth) {
     const int64_t end = smaller(begin + n_fill * depth, m.n_in);
+    const auto ahead_of = [&](int64_t first) {
+      const int64_t next = first + n_fill * depth < m.n_in ? first + n_fill * depth : 0, out = next > 0 ? first_out : next_out;
+      if (is_gathered(m) || out >= m.n_out) return Ahead{reinterpret_cast<const uint8_t*>(x), 0, 0, 0};
+      const uint8_t* before = m.codes + (out - 1) * m.row_nbytes + next * m.row_nbytes / m.n_in;
+      return Ahead{before, m.row_nbytes, kStep<X> * m.row_nbytes / m.n_in, n_outs};
+    };
     const auto padded = [&](int n) { return round_up(n, order.method == kNoMethod ? kStep<X> : kChunk<X>); };
     if constexpr (!is_direct) {
       if (is_gathered(m)) gather_panel(m, order.method != kNoMethod, n_outs, begin, static_cast<int>(end - begin), gathered);
@@ -706,9 +743,10 @@ void multiply_panel(const Matrix& m, const Order<X>& order, const X* x, int n_ro
       const X* block = x + first * n_rows;
       if constexpr (is_direct) {
         const W* w = reinterpret_cast<const W*>(m.codes + first_out * m.row_nbytes) + first;
-        add_block(block, n_rows, w, m.n_in, n_outs, n, tiles, first == 0);
+        if (n_rows <= kFewRows) add_block(block, n_rows, w, m.n_in, n_outs, n, tiles, first == 0, NextTile{});
+        else if constexpr (__is_same(W, X)) add_block(block, n_rows, w, m.n_in, n_outs, n, tiles, first == 0, ahead_of(first));
       } else {
-        add_block(block, n_rows, panel + (first - begin) * n_outs, depth, n_outs, padded(n), tiles, first == 0);
+        add_block(block, n_rows, panel + (first - begin) * n_outs, depth, n_outs, padded(n), tiles, first == 0, ahead_of(first));
       }
     }
   }
@@ -799,7 +837,7 @@ template <typename X>
 struct Product {
   const Matrix* matrix;
   Order<X> order;
-  int n_rows;
+  int n_rows, n_threads;
   const X* x = nullptr;  // blocks of kDepth<X> inputs of all rows, one behind the other
   int64_t n_outs;        // of a task
   int64_t panel_outs;    // that are multiplied at a time
@@ -807,10 +845,11 @@ struct Product {
   bool is_decoded, is_direct;
 
   Product(const Matrix& m, int64_t first_row, int n_threads)
-      : matrix(&m), order(m), n_rows(static_cast<int>(smaller<int64_t>(kMostRows, m.n_rows - first_row))) {
-    // Few rows read a dense matrix as it lies; for more of them a panel is unpacked once.
-    const bool is_few = n_rows <= 4 * kTileRows;
-    is_direct = is_few && m.n_in % kStep<X> == 0 && (m.kind == kDenseBFloat16 || (sizeof(X) == 4 && m.kind <= kDenseFloat16));
+      : matrix(&m), order(m), n_rows(static_cast<int>(smaller<int64_t>(kMostRows, m.n_rows - first_row))), n_threads(n_threads) {
+    // Weights of the product's type are read in place. Few rows convert other dense weights at each use; for more rows a
+    // panel is unpacked once.
+    const bool is_few = n_rows <= kFewRows, is_same = m.kind == (sizeof(X) == 2 ? kDenseBFloat16 : kDenseFloat32);
+    is_direct = m.n_in % kStep<X> == 0 && (is_same || (is_few && sizeof(X) == 4 && m.kind <= kDenseFloat16));
     is_decoded = n_rows <= kDecodedRows && order.method != kNoMethod;
     const bool is_tiled = is_few && (n_rows == 1 || !is_direct);
     n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_tiled ? kTiledOuts : is_few ? kFewOuts : kManyOuts;
@@ -863,7 +902,8 @@ void multiply_task(const Product<X>& product, int64_t task, T* y) {
     return;
   }
   const auto multiply_as = [&](auto type, int64_t out, int64_t stop) {
-    multiply_panel<X, decltype(type)>(m, product.order, product.x, n_rows, out, static_cast<int>(stop - out), y, m.ldy);
+    const int64_t next_out = stop < last ? stop : first + product.n_threads * product.n_outs;  // threads take turns
+    multiply_panel<X, decltype(type)>(m, product.order, product.x, n_rows, out, static_cast<int>(stop - out), next_out, y, m.ldy);
   };
   for (int64_t out = first; out < last; out += product.panel_outs) {
     const int64_t stop = smaller(out + product.panel_outs, last);
