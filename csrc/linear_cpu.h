@@ -73,7 +73,7 @@ inline void add_sums(const V* sums, int n, float* totals, bool is_first) {
 }
 
 // Weights of the next panel, prefetched during the products of this panel: each tile prefetches a row.
-//   next        before the first row to prefetch, later the row of the latest tile
+//   next        next row to prefetch; after the last row, tiles repeat it
 //   row_nbytes  distance of rows
 //   step        bytes per vector of inputs
 //   n_rows      rows left
@@ -84,7 +84,7 @@ struct Ahead {
 
   const uint8_t* take_row() {
     if (n_rows > 0) --n_rows, next += row_nbytes;
-    return next;
+    return next - row_nbytes;
   }
 };
 // Few rows multiply too little for that: their tiles prefetch the rows of the next tile.
@@ -705,11 +705,12 @@ void multiply_panel(const Matrix& m, const Order<X>& order, const X* x, int n_ro
   const int64_t n_fill = is_gathered(m) || n_outs <= kTile ? 1 : kPanelOuts / n_outs;
   for (int64_t begin = 0; begin < m.n_in; begin += n_fill * depth) {
     const int64_t end = smaller(begin + n_fill * depth, m.n_in);
+    // The next panel has the next inputs of these outputs, or the first inputs of the next outputs.
     const auto ahead_of = [&](int64_t first) {
       const int64_t next = first + n_fill * depth < m.n_in ? first + n_fill * depth : 0, out = next > 0 ? first_out : next_out;
       if (is_gathered(m) || out >= m.n_out) return Ahead{reinterpret_cast<const uint8_t*>(x), 0, 0, 0};
-      const uint8_t* before = m.codes + (out - 1) * m.row_nbytes + next * m.row_nbytes / m.n_in;
-      return Ahead{before, m.row_nbytes, kStep<X> * m.row_nbytes / m.n_in, n_outs};
+      const uint8_t* codes = m.codes + out * m.row_nbytes + next * m.row_nbytes / m.n_in;
+      return Ahead{codes, m.row_nbytes, kStep<X> * m.row_nbytes / m.n_in, n_outs};
     };
     const auto padded = [&](int n) { return round_up(n, order.method == kNoMethod ? kStep<X> : kChunk<X>); };
     if constexpr (!is_direct) {
