@@ -33,12 +33,12 @@ from expansion import (
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from offload_rt.config import format_size, parse_size
-from offload_rt.errors import CapacityError, CheckpointError, OffloadError, SettingsError
+from offload_rt.config import parse_size
+from offload_rt.errors import CheckpointError, OffloadError, SettingsError
 from offload_rt.models.families import parse_architecture
 from offload_rt.models.native import NativeDecoder
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint
-from offload_rt.weights.files import read_json
+from offload_rt.weights.files import check_room, read_json
 from offload_rt.weights.locate import locate
 
 VERSION = 1
@@ -118,7 +118,8 @@ def write(
     target = parse_architecture(config)
     itemsize = DTYPES[recipe["dtype"]].itemsize
     files = shards(target, itemsize, recipe["shard_nbytes"])
-    _check_disk(out.parent, sum(piece.nbytes(itemsize) for file in files for piece in file))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_room(out.parent, 2**20 + sum(piece.nbytes(itemsize) for file in files for piece in file))
     partial, old = (out.parent / f".{out.name}.{os.getpid()}.{end}" for end in ("partial", "old"))
     try:
         partial.mkdir()
@@ -133,17 +134,6 @@ def write(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _check_disk(directory: Path, nbytes: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(directory).free
-    if free < nbytes + 2**20:
-        raise CapacityError(
-            f"the disk of {directory} is too "
-            f"full", need=format_size(nbytes + 2**20), have=format_size(free),
-            change="free some space or give a smaller shape",
-        )  # fmt: skip
 
 
 def _write_weights(

@@ -1,25 +1,35 @@
-"""`offload-rt convert`: write encoded weights, or the shard of each rank, for later runs.
+"""`offload-rt convert`: write encoded weights, shards of ranks, or an unquantised checkpoint.
 
-Each layer is a file, written atomically. After an interrupt the same command continues.
-It also verifies existing files and rewrites damaged layers.
+Of encoded weights and shards, each layer is a file, written atomically. After an interrupt the same
+command continues. It also verifies existing files and rewrites damaged layers.
 """
 
 import sys
 from argparse import Namespace
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import exit_code
-from offload_rt.config import setting
+from offload_rt.config import flag_of, setting
 from offload_rt.errors import SettingsError
 
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """Content and location of the sidecar."""
+    """Content and location of the written files."""
 
-    model: str = setting(MISSING, "directory of a checkpoint, or a hub id")
+    model: str = setting(MISSING, "directory of a checkpoint, GGUF file, or hub id")
+    dequantize: str | None = setting(
+        None,
+        "new directory for an unquantised safetensors checkpoint of a GGUF file or of quantised"
+        " weights, with config, tokenizer and chat template",
+    )
+    dtype: str = setting(
+        "auto",
+        "dtype of the weights of --dequantize; auto: the dtype of a run",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
     link_format: str = setting(
         "auto",
         "lossless: encoded bit for bit; raw: unchanged shards, with --ranks; auto: raw for"
@@ -44,10 +54,11 @@ def new_parser() -> Parser:
     """Return the parser of the command."""
     return Parser(
         "offload-rt convert",
-        "Write losslessly encoded weights for later runs.",
+        "Write losslessly encoded weights for later runs, or dequantise a checkpoint.",
         ConvertSettings,
         examples=(
             "offload-rt convert DIR",
+            "offload-rt convert model-Q4_K_M.gguf --dequantize DIR",
             "offload-rt convert DIR --ranks 2",
             "offload-rt convert DIR --stripe /mnt/second/DIR",
         ),
@@ -62,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _convert(flags: Namespace) -> None:
     settings = from_flags(ConvertSettings, flags)
+    _check_combination(settings)
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
     from offload_rt.weights.checkpoint import open_checkpoint
     from offload_rt.weights.locate import locate
@@ -76,6 +88,8 @@ def _convert(flags: Namespace) -> None:
     from offload_rt.system.progress import loading_bar
 
     quiet_libraries()
+    if settings.dequantize is not None:
+        return _dequantize(path, settings)
     if settings.stripe is not None:
         return _stripe(path, settings)
     checkpoint = open_checkpoint(path)
@@ -109,13 +123,40 @@ def _convert(flags: Namespace) -> None:
         )
 
 
+def _check_combination(settings: ConvertSettings) -> None:
+    """Raise SettingsError for settings of different conversions."""
+    given = {
+        item.name for item in fields(settings) if getattr(settings, item.name) != item.default
+    } - {"model", "revision", "offline"}
+    if "dtype" in given and "dequantize" not in given:
+        raise SettingsError("--dtype is a setting of --dequantize", change="omit it")
+    for mode, allowed in (("dequantize", {"dtype"}), ("stripe", set[str]())):
+        if mode in given and (others := given - allowed - {mode}):
+            problem = f"--{mode} excludes {', '.join(sorted(map(flag_of, others)))}"
+            raise SettingsError(problem, change="omit either")
+
+
+def _dequantize(source: Path, settings: ConvertSettings) -> None:
+    """Write a checkpoint without quantisation."""
+    assert settings.dequantize is not None
+    from rich.console import Console
+
+    from offload_rt.dtypes import DTYPES
+    from offload_rt.offload.dense_checkpoint import write_dense
+    from offload_rt.system.progress import loading_bar
+    from offload_rt.weights.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(source)
+    dtype = checkpoint.dtype if settings.dtype == "auto" else DTYPES[settings.dtype]
+    directory = Path(settings.dequantize).expanduser().resolve()
+    with loading_bar(Console(stderr=True), "written", next_phase=None) as bar:
+        nbytes = write_dense(checkpoint, directory, dtype, bar)
+    print(f"{directory}: {nbytes / 1e9:.2f} GB in {dtype.value}")
+
+
 def _stripe(source: Path, settings: ConvertSettings) -> None:
     """Divide a checkpoint between its disk and those of further folders."""
     assert settings.stripe is not None
-    if settings.ranks is not None or settings.sidecar or settings.link_format != "auto":
-        raise SettingsError(
-            "--stripe divides the files of the checkpoint", change="omit the other settings"
-        )
     if source.is_file():
         raise SettingsError(
             "--stripe", need="safetensors files", have=source.name, change="use --mirror"

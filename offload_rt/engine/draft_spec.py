@@ -121,7 +121,7 @@ class DraftSpec:
                 f"--drafter={self.drafting.name}",
                 need="unquantised weights",
                 have=f"weights of format {target.format.name}",
-                change="leave it out, or set a draft model",
+                change="write them by `offload-rt convert --dequantize`, or set a draft model",
             )
         view_nbytes = Sizes.of_checkpoint(target, int4.DTYPE).view_nbytes
         is_cuda = self.target.device.type == "cuda"

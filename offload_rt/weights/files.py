@@ -1,11 +1,13 @@
 """Files of a checkpoint directory: configs, the index, and headers of shards."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offload_rt.errors import CheckpointError, SettingsError
+from offload_rt.config import format_size
+from offload_rt.errors import CapacityError, CheckpointError, SettingsError
 from offload_rt.sampling_params import LEFT_TO_THE_MODEL, SamplingParams
 from offload_rt.weights import gguf
 from offload_rt.weights.header import TensorRecord, read_header
@@ -15,6 +17,7 @@ INDEX = "model.safetensors.index.json"
 HEADS = "medusa_lm_head.safetensors"
 # A checkpoint with images has one of these.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _DAMAGED = "download it again"
 _WHOLE = "give the directory of a whole checkpoint"
 _CONVERT = ", or convert it: torch.load(FILE, weights_only=True), then safetensors.torch.save_file"
@@ -37,6 +40,27 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read the config of a directory or GGUF file; raises as `read_json` or `read_gguf`."""
     is_gguf = path.suffix == gguf.SUFFIX
     return gguf.read_gguf(path)[0] if is_gguf else read_json(path / "config.json")
+
+
+def companions(directory: Path) -> list[Path]:
+    """Return the files of a checkpoint besides its weights."""
+    return [
+        path
+        for path in directory.iterdir()
+        if path.is_file() and path.suffix not in _WEIGHTS and path.name != INDEX
+    ]
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Raise CapacityError if the disk of an existing folder has less than `nbytes` free."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise CapacityError(
+            f"the disk of {folder} is too full",
+            need=format_size(nbytes),
+            have=f"{format_size(free)} free",
+            change="free space, or name a folder on another disk",
+        )
 
 
 def tensors_of(directory: Path) -> dict[str, TensorRecord]:

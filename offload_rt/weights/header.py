@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.packing import BLOCKS
 
+# The data of a safetensors file begins at a multiple of this.
+_ALIGNMENT = 8
 # Compute dtypes.
 FLOATS = {"F64": DType.FLOAT64, "F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 _DTYPES = FLOATS | {
@@ -87,3 +90,20 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
             name, entry["dtype"], tuple(entry["shape"]), path, start, stop, name, stamp
         )
     return records
+
+
+def header_of(records: Iterable[TensorRecord]) -> bytes:
+    """Return the bytes of a safetensors file in front of these tensors, in their order."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for record in records:
+        stop = start + record.nbytes
+        header[record.name] = {
+            "dtype": record.dtype,
+            "shape": record.shape,
+            "data_offsets": (start, stop),
+        }
+        start = stop
+    content = json.dumps(header).encode()
+    content += b" " * (-len(content) % _ALIGNMENT)
+    return struct.pack("<Q", len(content)) + content

@@ -4,20 +4,15 @@ import json
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from offload_rt.config import format_size
-from offload_rt.errors import CapacityError, CheckpointError, SettingsError
-from offload_rt.weights.files import INDEX, tensors_of
-from offload_rt.weights.header import TensorRecord
+from offload_rt.errors import CheckpointError, SettingsError
+from offload_rt.weights.files import INDEX, check_room, companions, tensors_of
+from offload_rt.weights.header import TensorRecord, header_of
 
 _LAYER = re.compile(r"\.(\d+)\.")
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
-# The data of a safetensors file begins at a multiple of this.
-_ALIGNMENT = 8
 
 Progress = Callable[[int, int], None]
 
@@ -41,14 +36,7 @@ def stripe(
             raise SettingsError(f"--stripe {folder} is the checkpoint", change="name a new folder")
         folder.mkdir(parents=True, exist_ok=True)
     for folder, nbytes in zip(folders, sizes[1:], strict=True):
-        free = shutil.disk_usage(folder).free
-        if free < nbytes:
-            raise CapacityError(
-                f"--stripe {folder}",
-                need=format_size(nbytes),
-                have=f"{format_size(free)} free",
-                change="free space, or name a folder on another disk",
-            )
+        check_room(folder, nbytes)
     top = folders[0]
     files = {record.name: record.path.name for record in shares[0]}
     for path in {record.path for record in shares[0]}:
@@ -62,9 +50,8 @@ def stripe(
         if folder != top:
             _link(top / name, folder / name)
         files |= dict.fromkeys((record.name for record in share), name)
-    for path in source.iterdir():
-        if path.is_file() and path.suffix not in _WEIGHTS and path.name != INDEX:
-            shutil.copyfile(path, top / path.name)
+    for path in companions(source):
+        shutil.copyfile(path, top / path.name)
     (top / INDEX).write_text(json.dumps({"weight_map": files}), encoding="utf-8")
     return sizes
 
@@ -103,19 +90,10 @@ def _write(path: Path, records: Sequence[TensorRecord]) -> Iterable[int]:
 
     A failure leaves no file.
     """
-    header = {}
-    start = 0
-    for record in records:
-        stop = start + record.nbytes
-        shape = list(record.shape)
-        header[record.name] = {"dtype": record.dtype, "shape": shape, "data_offsets": [start, stop]}
-        start = stop
-    content = json.dumps(header).encode()
-    content += b" " * (-len(content) % _ALIGNMENT)
     unfinished = path.with_suffix(".tmp")
     try:
         with unfinished.open("wb") as file:
-            file.write(struct.pack("<Q", len(content)) + content)
+            file.write(header_of(records))
             file.flush()
             for record in records:
                 with record.path.open("rb") as source:

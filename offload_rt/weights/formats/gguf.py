@@ -100,6 +100,19 @@ class _RotatedView(view.View):
         super().__init__(layout, block, dtype, allows_torch)
         self._head_dim = head_dim
 
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """See `LayerWeights.tensor`."""
+        values = super().tensor(name, dtype)
+        return self._reordered(values[None], name.removesuffix(".bias"))[0]
+
+    def rows(self, ids: Tensor, name: str) -> Tensor:
+        """See `LayerWeights.rows`."""
+        if name in _ROTATED:
+            half = self._head_dim // 2
+            within = ids % self._head_dim
+            ids = ids - within + within % half * 2 + within // half
+        return super().rows(ids, name)
+
     def linear(self, x: Tensor, name: str) -> Tensor:
         """See `LayerWeights.linear`."""
         return self._reordered(super().linear(x, name), name)

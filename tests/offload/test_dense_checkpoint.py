@@ -1,0 +1,170 @@
+"""`offload-rt convert --dequantize`: weights, logits and files equal transformers' model."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import write_gguf
+from quantize import Choice, quantized, write
+from safetensors.torch import load_file
+from support.checkpoints import llama_config, llama_tensors, write_checkpoint
+from support.gguf_files import build
+from support.quantized import id_of
+from support.tiny import CASES, generate, open_llm, prompt_of, say
+from transformers import AutoModelForCausalLM
+
+from offload_rt.cli import convert
+from offload_rt.offload import dense_checkpoint
+from offload_rt.text.detokenize import encode_chat, load_tokenizer
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-target"
+CONFIG = llama_config(
+    num_hidden_layers=2, hidden_size=64, intermediate_size=96, head_dim=16,
+    max_position_embeddings=256, eos_token_id=None,
+)  # fmt: skip
+
+
+@pytest.fixture
+def dequantised(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that runs the command in float32 and returns the new directory."""
+
+    def run(source: Path, *flags: str) -> Path:
+        out = tmp_path / "dense"
+        flags = ("--dequantize", str(out), *(flags or ("--dtype", "float32")))
+        assert convert.main([str(source), *flags]) == 0
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *(Choice(name) for name in ("gptq", "awq", "fp8", "nf4", "int-quantized")),
+        Choice("pack-quantized", desc_act=True),
+    ],
+    ids=id_of,
+)
+def test_quantised_directory_has_the_reference_weights(choice, tmp_path, dequantised):
+    """Both checkpoints have transformers' text."""
+    source = write_checkpoint(
+        tmp_path / "source",
+        CONFIG,
+        {name: 3 * tensor for name, tensor in llama_tensors(CONFIG).items()},
+    )
+    write(source, tmp_path / "quantised", choice)
+    (tmp_path / "quantised" / "quantize_config.json").write_text("{}")
+    (tmp_path / "quantised" / "chat_template.jinja").write_text("{{ messages }}")
+    exact = quantized(load_file(source / "model.safetensors"), choice)[1]
+    out = dequantised(tmp_path / "quantised")
+    stored = load_file(out / "model.safetensors")
+    assert stored.keys() == exact.keys()
+    assert all(torch.equal(stored[name], exact[name].float()) for name in exact)
+    names = {path.name for path in out.iterdir()}
+    assert names == {"model.safetensors", "config.json", "chat_template.jinja"}
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    prompt = prompt_of(0, vocab_size=40)
+    with open_llm(tmp_path / "quantised", dtype="float32") as llm:
+        expected = say(llm, prompt, 12)
+    with open_llm(out) as llm:
+        assert say(llm, prompt, 12) == expected
+    assert generate(AutoModelForCausalLM.from_pretrained(out).eval(), prompt, 12) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "type"),
+    [
+        ("llama", "F16"),
+        ("llama-tied", "Q8_0"),
+        ("llama-biases", "Q8_0"),
+        ("llama-llama3", "Q4_0"),
+        ("qwen2", "Q4_0"),
+        ("qwen3", "Q8_0"),
+        ("mixtral", "Q4_0"),
+        ("qwen3_moe", "Q8_0"),
+    ],
+)
+def test_gguf_file_has_the_logits_of_transformers(name, type, mixture_of, tmp_path, dequantised):
+    """Also tied embeddings, biases in llama.cpp's order of rows, and experts."""
+    model = CASES[name].build(0) if name in CASES else copy.deepcopy(mixture_of(name)[0])
+    model.config.eos_token_id = model.config.sliding_window = None
+    for layer in model.model.layers if name not in CASES else ():
+        layer.mlp.gate.norm_topk_prob = True
+    more = {}
+    if name == "qwen2":
+        more = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
+        more["qwen2.rope.scaling.original_context_length"] = 64
+    model = build(tmp_path / "m.gguf", model, type, more)
+    converted = AutoModelForCausalLM.from_pretrained(dequantised(tmp_path / "m.gguf"))
+    assert type == "F16" or converted.dtype == torch.float32
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in converted.state_dict().items())
+    ids = torch.tensor([prompt_of(0)])
+    with torch.no_grad():
+        assert torch.equal(converted.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_weights_are_rounded_once_to_the_dtype_of_a_run(tmp_path, dequantised):
+    model = build(tmp_path / "m.gguf", CASES["llama"].build(0), "Q4_0")
+    stored = load_file(dequantised(tmp_path / "m.gguf", "--dtype", "auto") / "model.safetensors")
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[key].bfloat16()) for key, tensor in stored.items())
+
+
+def test_gguf_file_becomes_a_checkpoint_with_its_tokenizer(tmp_path, dequantised):
+    path = tmp_path / "m.gguf"
+    template = "{% for turn in messages %}<{{ turn['content'] }}>{% endfor %}"
+    more = write_gguf.tokenizer(DEMO / "tokenizer.json") | {
+        "tokenizer.chat_template": template,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 3,
+    }
+    build(path, CASES["llama"].build(0), "F16", more)
+    out = dequantised(path)
+    theirs, mine = load_tokenizer(path), load_tokenizer(out)
+    messages = [{"role": "user", "content": "naïve 12 <|im_end|>\n"}]
+    assert encode_chat(mine, messages, {}) == encode_chat(theirs, messages, {})
+    special = json.loads((out / "generation_config.json").read_text())
+    assert (special["eos_token_id"], special["pad_token_id"]) == ([2], 3)
+
+
+def test_fused_experts_are_refused(mxfp4_checkpoint, tmp_path, capfd):
+    out = str(tmp_path / "dense")
+    assert convert.main([str(mxfp4_checkpoint), "--dequantize", out]) == 2
+    assert "all experts in one tensor" in capfd.readouterr().err
+
+
+def test_rows_of_a_large_matrix_are_written_in_parts(tmp_path, dequantised, monkeypatch):
+    monkeypatch.setattr(dense_checkpoint, "_N_ROWS", 24)
+    model = build(tmp_path / "m.gguf", CASES["llama"].build(0), "Q8_0")
+    stored = load_file(dequantised(tmp_path / "m.gguf") / "model.safetensors")
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in stored.items())
+
+
+def test_failure_leaves_no_directory(tmp_path, capfd, monkeypatch):
+    build(tmp_path / "m.gguf", CASES["llama"].build(0), "Q8_0")
+    monkeypatch.setattr(dense_checkpoint, "check_room", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert.main([str(tmp_path / "m.gguf"), "--dequantize", str(tmp_path / "dense")])
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--dequantize", "OUT", "--ranks", "2"), "--dequantize excludes --ranks"),
+        (("--dequantize", "OUT", "--stripe", "x"), "--dequantize excludes --stripe"),
+        (("--dtype", "float32"), "--dtype is a setting of --dequantize"),
+        (("--dequantize", "IN"), "has contents"),
+    ],
+)
+def test_contradictory_settings_are_refused(flags, message, tmp_path, capfd):
+    build(tmp_path / "m.gguf", CASES["llama"].build(0), "Q8_0")
+    names = {"OUT": str(tmp_path / "dense"), "IN": str(tmp_path)}
+    flags = [names.get(flag, flag) for flag in flags]
+    assert convert.main([str(tmp_path / "m.gguf"), *flags]) == 2
+    assert message in capfd.readouterr().err
