@@ -102,7 +102,7 @@ struct Tree : Verify {
     float part = 0.f;
 #pragma unroll 8
     for (int t = first + threadIdx.x; t < last; t += kVerifyThreads) {
-      const float left = fmaxf(factor * from[t] - share * probs[t] - floor, 0.f);
+      const float left = fmaxf(rounded_product(factor, from[t]) - rounded_product(share, probs[t]) - floor, 0.f);
       to[t] = left;
       part += left;
     }

@@ -54,6 +54,8 @@ __device__ __forceinline__ V shuffle_from(V value, int lane) {
 }
 // Bit i is set where lane i says so.
 __device__ __forceinline__ uint32_t ballot(bool says) { return __ballot_sync(kWholeWarp, says); }
+// A product that the compiler does not fuse with a later sum: equal products cancel exactly.
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ int first_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
 __device__ __forceinline__ int last_bit(uint32_t bits) { return 31 - __clz(static_cast<int>(bits)); }
 __device__ __forceinline__ int count_bits(uint64_t bits) { return __popcll(bits); }

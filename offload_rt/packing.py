@@ -18,6 +18,8 @@ PRODUCT_OUTPUTS = 256
 # Maximum rows of the CUDA product of codes, and divisor of their inputs (csrc/kernels.h).
 CODED_ROWS = 32
 _CODED_INPUTS = 32
+# Remaining share of 16-bit layers after lossless encoding (docs/formats.md: 0.70 for two models).
+LOSSLESS_SHARE = 0.70
 # Rows that the CPU library multiplies at a time (kMostRows in csrc/linear_cpu.h).
 PRODUCT_ROWS = 384
 

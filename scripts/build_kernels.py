@@ -1,24 +1,29 @@
 """Build csrc/ into the package: CUDA kernels if nvcc is installed, CPU libraries if g++ is.
 
-    python scripts/build_kernels.py
+    python scripts/build_kernels.py [--this-machine]
 
-Print a line per library: built, present, or the reason why not. The libraries fit the installed
-torch only. The output of ptxas stays beside the kernels for scripts/check_kernels.py. Missing
-libraries are built at first use.
+With --this-machine, build only for the instructions and GPUs of this machine. Print a line per
+library: built, present, or the reason why not. The libraries fit the installed torch only. The
+output of ptxas stays beside the kernels for scripts/check_kernels.py. Missing libraries are built
+at first use.
 """
 
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from offload_rt.ops import build, cpu
+from offload_rt.ops import build, cpu, extension
 
 
 def main() -> None:
     """Build all libraries and remove those of earlier sources."""
-    # Tests use every instruction set of this machine.
-    levels = range(cpu.level() + 1)
-    recipes = [*map(build.cpu, levels), build.kernels(build.architectures())]
+    if "--this-machine" in sys.argv[1:]:
+        recipes = [build.cpu(cpu.level()), build.kernels(extension.targets())]
+    else:
+        # Tests use every instruction set of this machine.
+        levels = range(cpu.level() + 1)
+        recipes = [*map(build.cpu, levels), build.kernels(build.architectures())]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(_build, recipes))
 

@@ -2,7 +2,8 @@
 [--again]`.
 
 Each section is a process of its own and writes `bench/results/gpu/<section>.json`, with device,
-driver and commit. The section's stderr is written to `<section>.log` beside the result. Sections
+driver and commit, anew after each measurement. The section's stderr is written to
+`<section>.stderr.log`. Sections
 with a result for this commit are skipped, so the same command resumes an interrupted run. If a
 section fails or its time is over, its results up to then are kept with the reason. Without a .git
 folder, set OFFLOAD_RT_COMMIT.
@@ -13,17 +14,18 @@ import importlib
 import json
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryFile
 
 from bench.common.measure import ROOT, UNKNOWN, commit
 from bench.common.processes import family, lines_of
 from bench.gpu.table import table, written_into
 
 SECTIONS = (
-    "ceilings", "correctness", "attention", "streamed", "paced", "generation", "onchip", "experts",
-    "formats", "peers",
+    "ceilings", "correctness", "attention", "streamed", "products", "paced", "generation", "onchip",
+    "experts", "formats", "peers",
 )  # fmt: skip
 RESULTS = ROOT / "bench/results/gpu"
 _BUILD = "from offload_rt.ops import extension; raise SystemExit(extension.missing() or 0)"
@@ -42,6 +44,7 @@ def main() -> int:
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder the results are written to"
     )
+    parser.add_argument("--logs", type=Path, help="folder of the logs; default: of the results")
     parser.add_argument("--here", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument(
         "--table",
@@ -62,11 +65,12 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: bench.gpu needs a CUDA device, and torch can use none", file=sys.stderr)
         return 3
-    return _run(flags.section, time.monotonic() + flags.minutes * 60, flags.again, flags.results)
+    until = time.monotonic() + flags.minutes * 60
+    flags.results.mkdir(parents=True, exist_ok=True)
+    return _run(flags.section, until, flags.again, flags.results, flags.logs or flags.results)
 
 
-def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) -> int:
-    results.mkdir(parents=True, exist_ok=True)
+def _run(sections: tuple[str, ...], until: float, again: bool, results: Path, logs: Path) -> int:
     # In a further process: a CUDA context here would use half a GiB of the sections' memory.
     built = subprocess.run(
         [sys.executable, "-c", _BUILD], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False
@@ -90,19 +94,17 @@ def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) ->
             )
             continue
         begun = time.monotonic()
-        result = run_section(
-            [sys.executable, "-m", "bench.gpu", "--here", name], left, path.with_suffix(".log")
-        )
-        entry = {
-            "section": name,
-            **device(),
-            "commit": now,
-            "seconds": time.monotonic() - begun,
-            **result,
-        }
-        path.write_text(json.dumps(entry, indent=1) + "\n")
+        about = {"section": name, **device(), "commit": now}
+
+        def record(found: dict[str, object]) -> None:
+            entry = {**about, "seconds": time.monotonic() - begun, **found}  # noqa: B023
+            path.write_text(json.dumps(entry, indent=1) + "\n")  # noqa: B023
+
+        command = [sys.executable, "-m", "bench.gpu", "--here", name]
+        result = run_section(command, left, logs / f"{name}.stderr.log", record)
         code = code or int("failed" in result)
-        print(f"{name}: {entry.get('failed') or 'done'}, {entry['seconds']:.0f} s", flush=True)
+        end = result.get("failed") or "done"
+        print(f"{name}: {end}, {time.monotonic() - begun:.0f} s", flush=True)
     return code
 
 
@@ -113,26 +115,48 @@ def _is_measured(path: Path, now: str) -> bool:
     return entry.get("commit") == now and "failed" not in entry
 
 
-def run_section(command: list[str], seconds: float, log: Path) -> dict[str, object]:
-    """Return the last object that a section printed, and the reason if it failed. A section prints
-    all that it knows so far.
+def run_section(
+    command: list[str],
+    seconds: float,
+    log: Path,
+    record: Callable[[dict[str, object]], None] = lambda _: None,
+) -> dict[str, object]:
+    """Return the last object that a section printed, and the reason if it failed.
 
-    log  receives its stderr
+    A section prints all that it knows so far. Each object is printed and recorded at once.
+
+    log     receives its stderr
+    record  receives {"result": object}, and at the end the returned value
     """
-    reason = ""
-    with TemporaryFile("w+") as out, log.open("w+") as errors:
-        with family(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)) as process:
-            try:
-                code = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                reason = f"took more than {seconds:.0f} s"
-            else:
-                reason = "; ".join(lines_of(errors)[-6:]) or f"exit code {code}" if code else ""
-        printed = [result for line in lines_of(out) if (result := _parsed(line))]
-    result = {"result": printed[-1]} if printed else {}
-    if not reason and not printed:
+    result: dict[str, object] = {}
+    is_late = False
+    with log.open("w+") as errors:
+        pipe = subprocess.PIPE
+        started = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=errors, text=True)
+        with family(started) as process:
+
+            def stop() -> None:
+                nonlocal is_late
+                is_late = True
+                process.kill()
+
+            timer = threading.Timer(seconds, stop)
+            timer.start()
+            for line in process.stdout or ():
+                if (found := _parsed(line)) is not None:
+                    result = {"result": found}
+                    record(result)
+                    print(json.dumps(found), flush=True)
+            code = process.wait()
+            timer.cancel()
+        reason = "; ".join(lines_of(errors)[-6:]) or f"exit code {code}" if code else ""
+    if is_late:
+        reason = f"took more than {seconds:.0f} s"
+    elif not reason and not result:
         reason = "it printed nothing"
-    return result | ({"failed": reason} if reason else {})
+    result |= {"failed": reason} if reason else {}
+    record(result)
+    return result
 
 
 def _parsed(line: str) -> dict[str, object] | None:

@@ -1,4 +1,4 @@
-"""How fast is tree attention compared with a dense mask, no mask, FlexAttention, and the floor?
+"""How fast is tree attention compared with a dense mask, no mask, and the floor?
 
 All are captured as CUDA graphs: the passes of the package replay them, and small trees would
 measure launches otherwise.
@@ -17,7 +17,7 @@ from offload_rt import ops
 from offload_rt.ops import reference
 from offload_rt.tree.topology import Topology
 
-EXPECTED_S = 100
+EXPECTED_S = 25
 _PRODUCT = "matrix product"
 _COPY = "copy on the card"
 
@@ -28,7 +28,7 @@ class Shapes:
     small.
     """
 
-    n_nodes: tuple[int, ...] = (768, 1, 64, 256, 2048)
+    n_nodes: tuple[int, ...] = (768, 1, 256)
     heads: int = 64
     kv_heads: int = 8
     head_dim: int = 128
@@ -135,34 +135,4 @@ def _works(tree: Topology, shapes: Shapes) -> dict[str, Callable[[], object]]:
         works["sdpa, dense mask, groups as rows"] = lambda: reference.grouped_attention(
             q, k, v, dense, scale
         )
-        works["flex_attention"] = _Flex(queries, k[None], v[None], dense, scale)
     return works
-
-
-class _Flex:
-    """torch's FlexAttention, compiled at its first call."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, dense: Tensor, scale: float) -> None:
-        self._tensors = (q, k, v)
-        self._dense = dense
-        self._scale = scale
-        self._compiled: Callable[[], object] | None = None
-
-    def __call__(self) -> object:
-        self._compiled = self._compiled or _flex(*self._tensors, self._dense, self._scale)
-        return self._compiled()
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, dense: Tensor, scale: float) -> Callable[[], object]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    compiled = torch.compile(flex_attention)
-    blocks = create_block_mask(
-        lambda batch, head, row, key: dense[row, key],
-        None,
-        None,
-        dense.shape[0],
-        dense.shape[1],
-        device=str(CARD),
-    )
-    return lambda: compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True)

@@ -1,7 +1,7 @@
 """Check the packages that pyproject.toml requires: `requirements.py SITE [WHEELS]`.
 
-Installs the wheels of missing or outdated packages into the folder SITE; torch is used as it is.
-Prints each version.
+Installs all wheels of a folder into the folder SITE, which precedes installed packages. Prints each
+installed version.
 """
 
 import subprocess
@@ -11,10 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import parse_wheel_filename
+from packaging.utils import canonicalize_name, parse_wheel_filename
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-_TESTS = ("pytest", "hypothesis")
+_TESTS = ("pytest", "pytest-xdist", "hypothesis")
+# Packages without which the steps on a GPU run, too.
+_OPTIONAL = ("numba",)
 
 
 def requirements() -> list[Requirement]:
@@ -29,7 +31,7 @@ def requirements() -> list[Requirement]:
 
 def unmet(required: list[Requirement]) -> list[Requirement]:
     """Print the installed version of each package. Return the unmet requirements."""
-    lacking = []
+    lacking: list[Requirement] = []
     for requirement in required:
         try:
             installed = version(requirement.name)
@@ -44,43 +46,25 @@ def unmet(required: list[Requirement]) -> list[Requirement]:
 
 
 def main() -> int:
-    """Install what is lacking from the wheels. Exit code 1 where something stays unmet."""
-    site, *wheels = map(Path, sys.argv[1:])
-    lacking = unmet(requirements())
-    names = {requirement.name for requirement in lacking} - {"torch"}
-    files = [
-        path
-        for folder in wheels
-        for path in folder.glob("*.whl")
-        if parse_wheel_filename(path.name)[0] in names
-    ]
-    if files:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-index",
-            "--no-deps",
-            "--target",
-            str(site),
-        ]
-        subprocess.run([*command, *map(str, files)], check=True)
-        carried = {
-            parse_wheel_filename(path.name)[0]: parse_wheel_filename(path.name)[1] for path in files
-        }
-        lacking = [
-            requirement
-            for requirement in lacking
-            if requirement.name not in carried
-            or not requirement.specifier.contains(carried[requirement.name])
-        ]
+    """Install the wheels of a folder. Exit code 1 if a requirement stays unmet."""
+    site, *folders = map(Path, sys.argv[1:])
+    wheels = [path for folder in folders for path in sorted(folder.glob("*.whl"))]
+    if wheels:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        options = ["--no-compile", "--no-cache-dir", "--target", str(site)]
+        subprocess.run([*pip, *options, *map(str, wheels)], check=True)
+    carried = dict(parse_wheel_filename(path.name)[:2] for path in wheels)
+    lacking = []
+    for requirement in unmet(requirements()):
+        name = canonicalize_name(requirement.name)
+        version = carried.get(name)
+        is_met = version is not None and requirement.specifier.contains(version, prereleases=True)
+        if not is_met and name not in _OPTIONAL:
+            lacking.append(requirement)
+    print("installed:", ", ".join(path.name for path in wheels) or "no wheels")
     if lacking:
         print("unmet, give a folder of wheels:", ", ".join(map(str, lacking)))
-        return 1
-    print("installed:", ", ".join(path.name for path in files) or "nothing was lacking")
-    return 0
+    return int(bool(lacking))
 
 
 if __name__ == "__main__":

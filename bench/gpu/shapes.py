@@ -111,3 +111,7 @@ def plan_of(llm: LLM) -> dict[str, object]:
         "n_slots": plan.n_slots,
         "streamed_bytes": plan.on("host"), "notice": llm.engine.notice,
     }  # fmt: skip
+
+
+if __name__ == "__main__":
+    written(TARGET, "llama-2-70b")

@@ -1,6 +1,6 @@
 # Steps of a run on a machine with a GPU; sourced by first.sh and second.sh, which set `limit_s`.
 #
-# Environment: OUT, folder of the logs (default: build/gpu); PYTHON, the interpreter with torch (default: python3);
+# Environment: OUT, folder of the results (default: build/gpu); PYTHON, the interpreter with torch (default: python3);
 # WHEELS, a folder of wheels for packages that are missing or too old. Nothing is downloaded.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
@@ -9,7 +9,7 @@ PYTHON=${PYTHON:-python3}
 WHEELS=${1:-${WHEELS:-}}
 work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
-mkdir -p "$OUT"
+mkdir -p "$OUT" "$work/logs"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH="$work/site:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OFFLOAD_RT_COMMIT="${OFFLOAD_RT_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}"
 started=$SECONDS
@@ -34,9 +34,10 @@ step() {
   ((most = most < left ? most : left))
   begun=$SECONDS
   echo "== $name (at most $most s)"
-  STEP_S=$most timeout --kill-after=5 "$most" "$@" > "$OUT/$name.log" 2>&1
+  STEP_S=$most timeout --kill-after=5 "$most" "$@" > "$work/logs/$name.log" 2>&1
   code=$?
-  reason=$(grep -v '^[[:space:]]*$' "$OUT/$name.log" | tail -n 1 | cut -c 1-150)
+  tar -czf "$OUT/logs.tar.gz" -C "$work" logs # after each step: the next may be the last
+  reason=$(grep -v '^[[:space:]]*$' "$work/logs/$name.log" | tail -n 1 | cut -c 1-150)
   case $code in
     0) note "$name" $((SECONDS - begun)) "ok: $reason" ;;
     124 | 137) note "$name" $((SECONDS - begun)) "over after $most s: $reason" ;;
@@ -66,19 +67,11 @@ tests() { # files
   ((PIPESTATUS[0] == 0)) && tail -n 1 "$work/pytest.txt" | grep -q ' passed'
 }
 
-# A section of bench.gpu in the step's time. The step's log has the section's log and its result.
+# A section of bench.gpu in the step's time. Each result is written to $OUT and printed at once.
 section() { # name
-  local said code minutes
+  local minutes
   minutes=$(printf '%d.%02d' $(((STEP_S - 10) / 60)) $(((STEP_S - 10) % 60 * 100 / 60)))
-  said=$("$PYTHON" -m bench.gpu --again --section "$1" --minutes "$minutes" --results "$work/results")
-  code=$?
-  if [[ -e $work/results/$1.json ]]; then
-    cat "$work/results/$1.log" "$work/results/$1.json"
-  else
-    code=1
-  fi
-  echo "$said"
-  return "$code"
+  "$PYTHON" -m bench.gpu --again --section "$1" --minutes "$minutes" --results "$OUT" --logs "$work/logs"
 }
 
 finish() {

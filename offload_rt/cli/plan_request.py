@@ -101,7 +101,7 @@ def request_of(settings: PlanSettings, config: EngineConfig, machine: Machine) -
     if config.link_format == "lossless":
         target = lossless(target, on_card)
     if config.drafter == SELF:
-        draft = copies(target, on_card)
+        draft = copies(target)
         drafter = SELF
     else:
         trees = "adaptive_tree" if config.drafter == "auto" else config.drafter
@@ -154,15 +154,15 @@ def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
     """Return the identities of local checkpoints; empty strings without local files or a draft."""
     from offload_rt.speculate.select import find_draft
     from offload_rt.weights.checkpoint import open_checkpoint
-    from offload_rt.weights.int4 import Format
     from offload_rt.weights.locate import locate
+    from offload_rt.weights.rounding import COPIES
 
     if has_no_weights(config.model, config.draft_model):
         return "", ""
     try:
         target = open_checkpoint(locate(config.model, config.revision, offline=True))
         if drafter == SELF:
-            return target.identity, Format.name
+            return target.identity, COPIES
         draft = find_draft(replace(config, offline=True), None, target, None).draft
     except OffloadError:
         return "", ""

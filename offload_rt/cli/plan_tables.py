@@ -13,6 +13,7 @@ from offload_rt.cli.format import (
     print_table,
 )
 from offload_rt.config import format_size
+from offload_rt.packing import LOSSLESS_SHARE
 from offload_rt.planning.acceptance import SELF
 from offload_rt.planning.alternatives import (
     PUBLISHED_RATES,
@@ -22,7 +23,6 @@ from offload_rt.planning.alternatives import (
 )
 from offload_rt.planning.drafters import RankedDrafter
 from offload_rt.planning.forecast import Forecast
-from offload_rt.planning.sizes import LOSSLESS_SHARE
 
 # Columns of the terminal beside the bars of a curve, and the maximum of a bar.
 _BESIDE_BAR = 60

@@ -18,7 +18,8 @@ _AUTO = ("none", "int4")
 # Select a quantised draft model if it saves this share of the time per token: the estimates are not
 # more precise.
 _LEAST_GAIN = 0.02
-
+# Rate of a GPU's memory relative to its link: 1,008 / 25 GB/s of an RTX 4090, more on others.
+_MEMORY_RATE = 40
 
 Fit = Callable[[Sizes | None, EngineConfig], MemoryPlan]
 
@@ -68,20 +69,20 @@ def plan_draft(
     has_card   whether the draft model computes on a GPU
     fit        plans memory for a draft model and settings, or raises CapacityError
 
-    `auto` compares streamed bytes per expected token. It keeps the weights without streamed layers,
-    and on a CPU, where int4 products may be slower.
+    `auto` compares the time of streamed bytes and of draft levels per expected token. It keeps the
+    weights without streamed layers, and on a CPU, where int4 products may be slower.
     """
     rounding = fixed_rounding(config, draft, can_round)
     if rounding is None and not has_card:
         rounding = "none"
     if draft is not None and rounding is None:
-        return _fewest_bytes(config, draft, fit)
+        return _fastest(config, draft, fit)
     sizes = draft.rounded(rounding) if draft is not None and rounding else None
     return PlannedDraft(sizes, fit(sizes, config))
 
 
-def _fewest_bytes(config: EngineConfig, draft: Sizes, fit: Fit) -> PlannedDraft:
-    """Return the format with the fewest streamed bytes per expected token."""
+def _fastest(config: EngineConfig, draft: Sizes, fit: Fit) -> PlannedDraft:
+    """Return the format with the least estimated time per expected token."""
     error: CapacityError | None = None
     fitting = list[PlannedDraft]()
     for rounding in _AUTO:
@@ -96,15 +97,19 @@ def _fewest_bytes(config: EngineConfig, draft: Sizes, fit: Fit) -> PlannedDraft:
     if not fitting:
         assert error is not None, "every format was tried"
         raise error
-    per_token = _streamed_per_token(fitting, config.max_num_seqs)
+    per_token = _cost_per_token(fitting, config.max_num_seqs, draft.nbytes)
     best = min(range(len(fitting)), key=per_token.__getitem__)
     return fitting[best if per_token[best] < (1 - _LEAST_GAIN) * per_token[0] else 0]
 
 
-def _streamed_per_token(plans: Sequence[PlannedDraft], n_sequences: int) -> list[float]:
-    """Return the streamed bytes of each plan per expected token of a fair draft model.
+def _cost_per_token(
+    plans: Sequence[PlannedDraft], n_sequences: int, plain_nbytes: int
+) -> list[float]:
+    """Return the time of each plan per expected token of a fair draft model, in streamed bytes.
 
     Saved memory may also serve larger trees.
+
+    plain_nbytes  bytes of the unquantised draft model
     """
     limits = [plan.memory.limits for plan in plans]
     tokens = [1.0] * len(plans)
@@ -113,7 +118,22 @@ def _streamed_per_token(plans: Sequence[PlannedDraft], n_sequences: int) -> list
         values = search(Acceptance().by_rank(), largest.n_nodes, largest.n_levels).values
         tokens = [float(values[limit.n_nodes, limit.n_levels]) for limit in limits]
     return [
-        sum(plan.memory.plan.pass_bytes.at(0, n_sequences).values())
+        (
+            sum(plan.memory.plan.pass_bytes.at(0, n_sequences).values())
+            + plan.memory.limits.n_levels * _level_nbytes(plan, plain_nbytes) / _MEMORY_RATE
+        )
         / (KEPT_TOKENS[plan.rounding] * n_tokens)
         for plan, n_tokens in zip(plans, tokens, strict=True)
     ]
+
+
+def _level_nbytes(plan: PlannedDraft, plain_nbytes: int) -> int:
+    """Return the bytes of device memory that a draft level moves.
+
+    Many rows write and read decoded matrices besides their codes.
+    """
+    sizes = plan.sizes
+    assert sizes is not None, "a draft model is planned"
+    n_rows = plan.memory.limits.n_nodes / plan.memory.limits.n_levels
+    is_coded = sizes.matrix is None or n_rows <= sizes.matrix.n_coded_rows(sizes.dtype)
+    return sizes.nbytes if is_coded else sizes.nbytes + 2 * plain_nbytes

@@ -31,11 +31,11 @@ from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.speculate.rows import ROWS_PER_NODE, draft_rows
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.trace import Trace
-from offload_rt.weights import int4
 from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.formats import dense
 from offload_rt.weights.layout import PAGE, Layout, PackedLayer, align_up
 from offload_rt.weights.lossless import EncodedImage
-from offload_rt.weights.rounding import rounded, rounded_layout
+from offload_rt.weights.rounding import COPIES, COPY_DTYPE, rounded, rounded_layout
 
 # Repetitions; the median counts.
 _N_TIMES = 3
@@ -123,11 +123,10 @@ class DraftSpec:
                 have=f"weights of format {target.format.name}",
                 change="write them by `offload-rt convert --dequantize`, or set a draft model",
             )
-        view_nbytes = Sizes.of_checkpoint(target, int4.DTYPE).view_nbytes
-        is_cuda = self.target.device.type == "cuda"
-        layouts = [rounded_layout(layer.layout.tensors, "int4", is_cuda) for layer in target.layers]
+        view_nbytes = Sizes.of_checkpoint(target, COPY_DTYPE).view_nbytes
+        layouts = [rounded_layout(layer.layout.tensors, COPIES) for layer in target.layers]
         return Sizes(
-            target.spec, (0,) * target.spec.n_layers, 0, int4.DTYPE, view_nbytes,
+            target.spec, (0,) * target.spec.n_layers, 0, COPY_DTYPE, view_nbytes,
             stand_in=max(layout.nbytes for layout in layouts),
             matrix=largest(matrix for layout in layouts for matrix in layout.matrices.values()),
         )  # fmt: skip
@@ -188,10 +187,10 @@ class DraftSpec:
             layer = tier.image(i) if isinstance(tier, MemoryTier) else None
             if layer is None or isinstance(layer, EncodedImage):
                 layer = loader.reader(stored, i)()
-            resident.put(i, rounded(layer, "int4", loader.device))
+            resident.put(i, rounded(layer, COPIES, loader.device))
         copies = LayerSources(resident, (None,) * len(sources.streamed), 0)
         spec = self.target.checkpoint.spec
-        return loader.runner(spec, int4.Format(), int4.DTYPE.torch, copies, Trace(on=False))
+        return loader.runner(spec, dense.Format(), COPY_DTYPE.torch, copies, Trace(on=False))
 
     def use_graphs(
         self, runner: Runner, memory: MemoryPlan, capture: Capture, seconds: float
@@ -271,7 +270,7 @@ class DraftSpec:
     def _identity(self) -> str:
         """Key of the draft's weights in the statistics of pairs."""
         if self.checkpoint is None:
-            return int4.Format.name
+            return COPIES
         rounding = self.drafting.rounding
         identity = self.checkpoint.identity
         return identity if rounding == "none" else f"{identity} {rounding}"
@@ -304,8 +303,7 @@ class DraftSpec:
         rounding = self.drafting.rounding
         if rounding == "none":
             return layouts
-        on_card = self.target.device.type == "cuda"
-        return [rounded_layout(layout.tensors, rounding, on_card) for layout in layouts]
+        return [rounded_layout(layout.tensors, rounding) for layout in layouts]
 
 
 def _fill_with_zeros(tier: MemoryTier, layouts: Sequence[Layout], device: torch.device) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload_rt.config import EngineConfig
+from offload_rt.config import EngineConfig, format_size
 from offload_rt.cost.pass_times import PassBytes
 from offload_rt.engine import profile
 from offload_rt.engine.device import device_notice, memory_budget, pick_device
@@ -19,6 +19,8 @@ from offload_rt.engine.target_spec import TargetFiles, TargetSpec, compute_dtype
 from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
 from offload_rt.offload.mirrors import Mirrors
 from offload_rt.offload.placement import MemoryBudget, Plan
+from offload_rt.ops import extension
+from offload_rt.packing import LOSSLESS_SHARE
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import BlockRecord
@@ -200,6 +202,7 @@ def _planned(
         *target.notices,
         _kv_notice(plan),
         _draft_notice(config, draft),
+        _lossless_notice(config, target, plan),
     )
     return EngineSpec(
         target, draft, ranks, memory, files, ranks.pass_bytes(plan),
@@ -215,6 +218,24 @@ def _draft_notice(config: EngineConfig, draft: DraftSpec) -> str:
     return (
         f"the draft model is quantised to {rounding} while it is loaded, for fewer streamed bytes"
         " per token; --draft-quantize none keeps its weights"
+    )
+
+
+def _lossless_notice(config: EngineConfig, target: TargetSpec, plan: Plan) -> str:
+    """Return the command that encodes layers which stream to a GPU as they are.
+
+    Encoded layers have 0.70 of their bytes, and the GPU decodes faster than its link.
+    """
+    checkpoint = target.checkpoint
+    is_raw = config.link_format == "auto" and target.link.sizes is None and config.pipeline == 1
+    empty = torch.empty(0, device=target.device)
+    is_plain = checkpoint.format.name == "dense" and target.dtype.itemsize == 2
+    if not (is_raw and is_plain and plan.on("host") and extension.serves(empty)):
+        return ""
+    nbytes = int(LOSSLESS_SHARE * sum(layer.layout.nbytes for layer in checkpoint.layers))
+    return (
+        f"losslessly encoded layers would need {LOSSLESS_SHARE:.0%} of the transfers: run"
+        f" `offload-rt convert {config.model}` once, which writes about {format_size(nbytes)}"
     )
 
 

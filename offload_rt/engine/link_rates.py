@@ -82,15 +82,15 @@ def _remembered(key: str, measure: Callable[[], float]) -> float:
 def copy_chunk(device: torch.device) -> int:
     """Return the bytes per chunk of copies to a GPU, measured once per GPU model and cached.
 
-    Returns the smallest size with at least 98 % of the highest rate: a copy of another stream waits
-    for the current chunk.
+    Returns the smallest size with at least 99.5 % of the highest rate: a copy of another stream
+    waits for the current chunk.
     """
 
     def measure() -> float:
         rates = chunk_rates(device)
         torch.cuda.empty_cache()
         return next(
-            size / (1 << 20) for size, rate in rates.items() if rate >= 0.98 * max(rates.values())
+            size / (1 << 20) for size, rate in rates.items() if rate >= 0.995 * max(rates.values())
         )
 
     return int(_remembered(f"MiB per chunk {torch.cuda.get_device_name(device)}", measure)) << 20

@@ -94,28 +94,7 @@ class BlockMatrix:
     type: str
 
 
-@dataclass(frozen=True)
-class TinygemmMatrix:
-    """4-bit matrix (n_out, n_in) for torch's tinygemm, which multiplies and rounds in bfloat16.
-
-    codes   interleaved by `aten._convert_weight_to_int4pack`
-    scales  (n_groups, n_out, 2) scales and zero points
-    """
-
-    shape: tuple[int, int]
-    codes: Tensor
-    scales: Tensor
-
-    def product(self, x: Tensor) -> Tensor:
-        """Multiply x (n, n_in) by the transposed matrix: (n, n_out)."""
-        aten = torch.ops.aten
-        multiply = aten._weight_int4pack_mm if x.is_cuda else aten._weight_int4pack_mm_for_cpu
-        n_group = x.shape[1] // len(self.scales)
-        out: Tensor = multiply(x.to(torch.bfloat16), self.codes, n_group, self.scales)
-        return out.to(x.dtype)
-
-
-Weight = Tensor | CodedMatrix | BlockMatrix | TinygemmMatrix
+Weight = Tensor | CodedMatrix | BlockMatrix
 
 
 def kernel_codes(codes: Tensor, packing: Packing) -> tuple[int, Tensor]:

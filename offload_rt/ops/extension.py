@@ -20,22 +20,25 @@ def missing() -> str:
     """Load or build the kernels and launch a kernel. Return the reason of a failure, or ""."""
     if not torch.cuda.is_available():
         return "torch finds no GPU"
-    devices = filter(_is_supported, range(torch.cuda.device_count()))
-    offered = build.architectures()
-    targets = {
-        max(target for target in offered if target <= capability(device)) for device in devices
-    }
-    if not targets:
+    here = targets()
+    if not here:
         return f"they need compute capability {build.ARCHITECTURES[0] / 10}"
     try:
         library = build.find(
-            *map(build.kernels, (build.ALL_ARCHITECTURES, build.ARCHITECTURES, targets))
+            *map(build.kernels, (build.ALL_ARCHITECTURES, build.ARCHITECTURES, here))
         )
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # untyped in torch
     except (build.NotBuilt, OSError) as error:
         return str(error)
     describe("offload_rt")
     return _launch_failure() if _is_supported(torch.cuda.current_device()) else ""
+
+
+def targets() -> set[int]:
+    """Return the architectures of the kernels for the GPUs of this machine."""
+    devices = filter(_is_supported, range(torch.cuda.device_count()))
+    offered = build.architectures()
+    return {max(target for target in offered if target <= capability(device)) for device in devices}
 
 
 def _launch_failure() -> str:

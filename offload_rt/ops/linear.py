@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,6 @@ from offload_rt.ops import extension, linear_cpu
 from offload_rt.ops.dequantize import (
     BlockMatrix,
     CodedMatrix,
-    TinygemmMatrix,
     Weight,
     ZeroCodes,
     dequantize_blocks,
@@ -45,9 +43,6 @@ def linear(
         return linear(x.reshape(-1, x.shape[-1]), weight, bias, allows_torch).view(
             *x.shape[:-1], -1
         )
-    if isinstance(weight, TinygemmMatrix):
-        y = weight.product(x)
-        return y if bias is None else y.add_(bias)
     if _uses_library(weight, x, allows_torch):
         return linear_cpu.linear(x, (weight,), (bias,))[0]
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
@@ -74,9 +69,8 @@ def linears(
     allows_torch: bool = False,
 ) -> list[Tensor]:
     """Apply `linear` with several weights; in one call of the CPU library where it serves all."""
-    served = [weight for weight in weights if _uses_library(weight, x, allows_torch)]
-    if len(served) == len(weights) and x.dim() == 2:
-        return linear_cpu.linear(x, served, biases)
+    if x.dim() == 2 and all(_uses_library(weight, x, allows_torch) for weight in weights):
+        return linear_cpu.linear(x, weights, biases)
     return [
         linear(x, weight, bias, allows_torch) for weight, bias in zip(weights, biases, strict=True)
     ]
@@ -87,36 +81,27 @@ def stack(x: Tensor, weights: Sequence[Sequence[Weight]]) -> linear_cpu.MatrixSt
 
     None if the CPU library may not multiply all of them.
     """
-    groups = [[weight for weight in group if _is_stackable(weight, x)] for group in weights]
-    if any(len(served) < len(group) for served, group in zip(groups, weights, strict=True)):
+    if not all(linear_cpu.serves(x, weight) for group in weights for weight in group):
         return None
-    return linear_cpu.MatrixStack.of(groups)
+    return linear_cpu.MatrixStack.of(weights)
 
 
-def _is_stackable(weight: Weight, x: Tensor) -> TypeGuard[Tensor | CodedMatrix | BlockMatrix]:
-    return not isinstance(weight, TinygemmMatrix) and linear_cpu.serves(x, weight)
-
-
-def _uses_library(
-    weight: Weight, x: Tensor, allows_torch: bool
-) -> TypeGuard[Tensor | CodedMatrix | BlockMatrix]:
+def _uses_library(weight: Weight, x: Tensor, allows_torch: bool) -> bool:
     """Whether the CPU library multiplies x (n, n_in) and this weight."""
     needs_gradient = x.requires_grad and torch.is_grad_enabled()
-    if isinstance(weight, TinygemmMatrix) or needs_gradient or not linear_cpu.serves(x, weight):
+    if needs_gradient or not linear_cpu.serves(x, weight):
         return False
     is_same = isinstance(weight, Tensor) and weight.dtype == x.dtype and x.dtype in _HALVES
     return not (allows_torch and is_same and x.shape[0] >= _MANY_ROWS)
 
 
-def _has_fast_product(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> bool:
+def _has_fast_product(x: Tensor, weight: Weight) -> bool:
     """Whether torch multiplies these tensors at the rate of float32, or has to convert nothing."""
     is_same = isinstance(weight, Tensor) and weight.dtype == x.dtype
     return is_same and (x.dtype not in _HALVES or torch.cpu._is_avx512_bf16_supported())
 
 
-def _linear_by_parts(
-    x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor | None
-) -> Tensor:
+def _linear_by_parts(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """`linear` by torch in float32 or better, with some outputs of the weight widened at a time."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     n_out = weight.shape[0]

@@ -189,7 +189,7 @@ def by_format(
             requests["draft model"] = replace(request, models=(sizes, draft))
         if is_plain(sizes) and sizes.spec.supports_self_draft:
             config = replace(request.config, drafter=SELF, draft_model=None, draft_quantize="auto")
-            models = (sizes, copies(sizes, on_card))
+            models = (sizes, copies(sizes))
             requests[SELF] = replace(
                 request, config=config, models=models, acceptance=self_acceptance
             )

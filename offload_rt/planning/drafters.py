@@ -218,7 +218,7 @@ def _self_drafting(plain: PlanRequest, machine: Machine, temperature: float) -> 
         return RankedDrafter(SELF, "", 0, None, reason)
     names = (known_name(plain.config.model) or plain.config.model.lower(), SELF)
     acceptance = assume("auto", ("", ""), names, temperature)
-    return _choice(plain, machine, (SELF, ""), copies(target, machine.budget.has_card), acceptance)
+    return _choice(plain, machine, (SELF, ""), copies(target), acceptance)
 
 
 def _seconds(choice: RankedDrafter) -> float:

@@ -17,16 +17,15 @@ from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelEr
 from offload_rt.models.families import parse_architecture
 from offload_rt.models.head_configs import parse_head
 from offload_rt.offload.placement import ExpertSizes, LinkSizes
+from offload_rt.packing import LOSSLESS_SHARE
 from offload_rt.planning.known_models import KNOWN, known_name
 from offload_rt.speculate.select import check_pair
-from offload_rt.weights import gguf, int4
+from offload_rt.weights import gguf
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint, open_headers
 from offload_rt.weights.formats import format_of, mxfp4
 from offload_rt.weights.locate import find_config, locate
-from offload_rt.weights.rounding import rounded_layout
+from offload_rt.weights.rounding import COPIES, COPY_DTYPE, rounded_layout
 
-# Remaining share of 16-bit layers after lossless encoding (docs/formats.md: 0.70 for two models).
-LOSSLESS_SHARE = 0.70
 # float8 as published by DeepSeek and Qwen, and W4A16 as written by llm-compressor.
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 _WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
@@ -200,7 +199,7 @@ def lossless(sizes: Sizes, on_card: bool) -> Sizes:
     return replace(sizes, link=link)
 
 
-def copies(sizes: Sizes, on_card: bool) -> Sizes:
+def copies(sizes: Sizes) -> Sizes:
     """Return the sizes of the 4-bit layer copies of a self-drafting target.
 
     Raises SettingsError for quantised weights.
@@ -209,9 +208,9 @@ def copies(sizes: Sizes, on_card: bool) -> Sizes:
     spec = sizes.spec
     layers = {spec.layer_tensors(i) for i in range(spec.n_layers)}
     plain = ([(name, shape, sizes.dtype) for name, shape in layer] for layer in layers)
-    layouts = [rounded_layout(layer, "int4", on_card) for layer in plain]
+    layouts = [rounded_layout(layer, COPIES) for layer in plain]
     return Sizes(
-        spec, (0,) * spec.n_layers, 0, int4.DTYPE,
+        spec, (0,) * spec.n_layers, 0, COPY_DTYPE,
         stand_in=max(layout.nbytes for layout in layouts),
         matrix=largest(matrix for layout in layouts for matrix in layout.matrices.values()),
     )  # fmt: skip

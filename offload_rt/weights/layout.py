@@ -179,7 +179,8 @@ def packed_layout(
 def host_block(nbytes: int) -> "Tensor":
     """Allocate (nbytes,) uint8 of page-aligned memory, in huge pages if available.
 
-    The system regains the memory when the tensor and its views are deleted.
+    Child processes do not inherit it: a fork would copy pages that a GPU has pinned. The system
+    regains the memory when the tensor and its views are deleted.
     """
     import torch  # not at the top: a plan lays out blocks without memory
 
@@ -187,8 +188,9 @@ def host_block(nbytes: int) -> "Tensor":
     pages = mmap.mmap(
         -1, align_up(max(nbytes, 1), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            pages.madvise(getattr(mmap, advice))
     return (
         torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
         if nbytes

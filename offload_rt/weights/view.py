@@ -162,13 +162,12 @@ class View(LayerWeights):
         from torch.nn.functional import embedding
 
         from offload_rt.ops import linear_cpu
-        from offload_rt.ops.dequantize import CodedMatrix, TinygemmMatrix
+        from offload_rt.ops.dequantize import CodedMatrix
         from offload_rt.ops.linear import dequantize
 
         weight = self._weight(name)
         if isinstance(weight, torch.Tensor):
             return embedding(ids, weight).to(self._dtype)
-        assert not isinstance(weight, TinygemmMatrix), "copies of layers contain no tables"
         out = torch.empty(len(ids) * weight.shape[1], dtype=self._dtype, device=ids.device)
         is_awq = isinstance(weight, CodedMatrix) and weight.packing.order == "awq"
         if not is_awq or linear_cpu.serves(out, weight):

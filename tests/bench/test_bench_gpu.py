@@ -27,6 +27,7 @@ from bench.gpu import (
     generation,
     onchip,
     paced,
+    products,
     shapes,
     streamed,
     timing,
@@ -158,7 +159,7 @@ def test_kernels_are_built_in_a_further_process(monkeypatch, tmp_path, capsys):
     """A CUDA context of this process would use memory of the sections."""
     monkeypatch.setattr(extension, "missing", lambda: pytest.fail("a context"))
     monkeypatch.setattr(sections.subprocess, "run", failing(sections.subprocess.run))
-    assert sections._run(("ceilings",), 0.0, True, tmp_path) == 3
+    assert sections._run(("ceilings",), 0.0, True, tmp_path, tmp_path) == 3
     assert capsys.readouterr().err == "error: there are no kernels: the driver is old\n"
 
 
@@ -244,13 +245,27 @@ def test_onchip_section_runs(small, monkeypatch):
     assert shape["floor_s"] > 0 and set(shape["levels"]) == {"1", "8"} and shape["times_faster"] > 0
 
 
+def test_products_section_runs(monkeypatch):
+    monkeypatch.setattr(products, "captured", lambda work: work)
+    monkeypatch.setattr(products, "device_gbps", lambda: 1000.0)
+    calls = []
+    in_turn = lambda replays: {  # noqa: E731
+        name: Spread.of([float(len(calls) or calls.append(work()) or 1)])
+        for name, work in replays.items()
+    }
+    monkeypatch.setattr(products, "in_turn", in_turn)
+    with fake_gpu(monkeypatch):
+        *_, record = told(products.measure(products.Shapes(64, 128, (1, 40))))
+    assert set(record) == {"device_gbps", "1", "40"}
+    floors = {name: entry["floor_s"] for name, entry in record["40"].items()}
+    assert floors["bf16"] == 64 * 128 * 2 / 1e12
+    assert floors["int4"] < floors["int8"] < floors["bf16"]
+
+
 def test_attention_section_runs(monkeypatch):
     """Run every kernel once. A fake clock measures 1 s per product and copy, and 2 s
     per attention.
     """
-
-    def no_compiler(*_):
-        raise RuntimeError("no compiler")
 
     def captured(work):
         work()
@@ -264,13 +279,11 @@ def test_attention_section_runs(monkeypatch):
 
     monkeypatch.setattr(attention, "captured", captured)
     monkeypatch.setattr(attention, "in_turn", in_turn)
-    monkeypatch.setattr(attention, "_flex", no_compiler)
     with fake_gpu(monkeypatch):
         records = told(attention.measure(attention.Shapes((3, 1), 4, 2, 64, 10, 16, 1024)))
     assert [list(each) for each in records] == [["3"], ["3", "1"]]
     three = records[-1]["3"]
     single = records[-1]["1"]
-    assert three["flex_attention"] == {"failed": "no compiler"}
     assert {name for name, value in three.items() if "median" in value} == {
         "tree_attention",
         "flash, no mask",

@@ -210,6 +210,21 @@ def test_budget_is_compared_with_free_memory(zoo, monkeypatch):
             LLM.open(EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER + 1))
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_told"),
+    [({}, True), ({"link_format": "raw"}, False), ({"dtype": "float32"}, False)],
+)
+def test_streamed_16_bit_layers_name_the_lossless_encoding(zoo, monkeypatch, settings, is_told):
+    directory = zoo.directory("llama", 0, dtype=torch.bfloat16)
+    with fake_gpu(monkeypatch, has_kernels=True):
+        settings = {"device": "cuda", "drafter": "none", **settings}
+        settings["device_memory"] = least_streaming(directory, **settings)
+        with LLM.open(EngineConfig(str(directory), **settings)) as unloaded:
+            notice = unloaded.spec.notice
+            assert unloaded.plan.on("host")
+    assert (f"run `offload-rt convert {directory}` once, which writes about " in notice) == is_told
+
+
 def test_matrix_products_accumulate_in_float32_while_open(zoo, card):
     directory = zoo.directory("llama", 0)
     products = torch.backends.cuda.matmul

@@ -104,7 +104,7 @@ def test_self_draft_is_refused_for_general_models():
     target = Sizes.of_spec(parse_architecture(MIXTURE), DType.BFLOAT16)
     with pytest.raises(UnsupportedModelError, match="draft for itself"):
         predict(
-            request(target, copies(target, True), "self"),
+            request(target, copies(target), "self"),
             Machine.with_card(find_card("l40"), 10**10, 7.0),
         )
 
@@ -282,7 +282,7 @@ def test_measured_products_of_quantised_matrices_replace_an_assumed_decoding():
     for sizes in list(formats(plain, False).values())[2:]:
         assert predict(request(sizes), machine).row_s == pytest.approx(4 * layers + head)
     # A resident target drafts by its plain layers, a streamed one by its copies.
-    draft = copies(plain, False)
+    draft = copies(plain)
     for n_device in (4, 1):
         tiers = ("device",) * n_device + ("disk",) * (4 - n_device)
         placed = predict(request(plain), machine).memory_plan.plan
@@ -291,7 +291,7 @@ def test_measured_products_of_quantised_matrices_replace_an_assumed_decoding():
         expected = (n_device + 4 * n_coded) / 4 * layers + head
         assert times is not None and times.at(np.array([1]), 0)[0] == pytest.approx(expected)
     kinds = {type(matrix).__name__ for matrix in asked}
-    assert kinds == {"NoneType", "QuantizedMatrix", "Int4Matrix"}
+    assert kinds == {"NoneType", "QuantizedMatrix"}
 
 
 def test_matrix_of_each_format_is_timed(tmp_path, monkeypatch):
@@ -333,7 +333,7 @@ def test_self_draft_is_planned_as_loaded(tmp_path):
         EngineConfig(str(tmp_path), device="cpu", drafter="self", device_memory=1_000_000)
     ) as llm:
         loaded = llm.spec.draft.sizes()
-    assert copies(target, on_card=False).stand_in == loaded.stand_in
+    assert copies(target).stand_in == loaded.stand_in
 
 
 def test_self_draft_is_chosen_if_its_copies_fit(capsys):

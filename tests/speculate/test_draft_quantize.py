@@ -92,7 +92,7 @@ def test_text_and_draft_distribution(pair, rounding):
     for name, weight in weights.items():
         weight.data = saved[name]
     assert output.token_ids == generate(pair.model, prompt, 24)
-    # torch's int4 product needs a multiple of 32 inputs; the last matrix of a layer has 48.
+    # int4 needs a multiple of 32 inputs; the last matrix of a layer has 48.
     assert n_rounded == (6 if rounding == "int4" else 7) * (len(layers) - 1) + 1
     expected = torch.softmax(logits.detach() / 0.8, -1)
     # int4 multiplies in bfloat16.
@@ -103,10 +103,12 @@ def test_text_and_draft_distribution(pair, rounding):
 
 
 def planned(
-    target: str, draft: str, device: int, draft_quantize: str = "auto", has_card: bool = True
-):
+    target: str, draft: str, device: int, draft_quantize: str = "auto", has_card: bool = True,
+    tree_size: int | None = None,
+):  # fmt: skip
     """The draft model of a plan for a GPU, with its memory plan."""
-    config = EngineConfig(target, draft, draft_quantize=draft_quantize, max_model_len=512)
+    settings = {"draft_quantize": draft_quantize, "tree_size": tree_size, "max_model_len": 512}
+    config = EngineConfig(target, draft, **settings)
     sizes, draft = (
         Sizes.of_spec(parse_architecture(KNOWN[name]), DType.FLOAT16) for name in (target, draft)
     )
@@ -119,8 +121,10 @@ def planned(
     return plan_draft(config, draft, True, has_card, fit)
 
 
-def test_auto_quantises_if_fewer_bytes_cross_the_link():
-    assert planned(*PAIR, 22 << 30).rounding == "int4"
+def test_auto_quantises_if_streamed_bytes_and_draft_levels_take_less_time():
+    assert planned(*PAIR, 22 << 30, tree_size=256).rounding == "int4"
+    # A level of 85 rows decodes the codes, which costs more than the bytes on the link.
+    assert planned(*PAIR, 22 << 30).rounding == "none"
     assert planned(*PAIR, 200 << 30).rounding == "none"  # resident
     assert planned(*PAIR, 22 << 30, has_card=False).rounding == "none"
     # A small draft saves too few bytes.
@@ -135,7 +139,7 @@ def test_auto_quantises_if_fewer_bytes_cross_the_link():
 def test_rounded_draft_of_7b_needs_less_than_4_gb():
     plain, rounded = (planned(*PAIR, 22 << 30, name).sizes for name in ("none", "int4"))
     assert plain.nbytes == pytest.approx(13.48e9, rel=0.01)
-    assert rounded.nbytes == pytest.approx(3.98e9, rel=0.01)
+    assert rounded.nbytes == pytest.approx(3.82e9, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ from offload_rt.cli.format import placement_table
 from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
 from offload_rt.errors import CapacityError, UnsupportedModelError
-from offload_rt.weights import int4
 from offload_rt.weights.formats.dense import Format as Dense
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
-from offload_rt.weights.rounding import rounded
+from offload_rt.weights.rounding import COPIES, COPY_DTYPE, rounded
 
 pytestmark = pytest.mark.numeric
 
@@ -57,14 +56,14 @@ def test_copy_takes_a_third_and_rounds_to_half_a_step():
     layer = PackedLayer(host_block(layout.nbytes), layout)
     for tensor in layout.views(layer.block).values():
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
-    copy = rounded(layer, "int4", CPU)
+    copy = rounded(layer, COPIES, CPU)
     ours, theirs = (
-        f.view(stored.layout, stored.block, int4.DTYPE.torch)
-        for f, stored in ((int4.Format(), copy), (Dense(None), layer))
+        f.view(stored.layout, stored.block, COPY_DTYPE.torch)
+        for f, stored in ((Dense(None), copy), (Dense(None), layer))
     )
     matrix = theirs.tensor("up.weight").float()
     bias = theirs.tensor("up.bias").float()
-    got = (ours.linear(torch.eye(128, dtype=int4.DTYPE.torch), "up").float() - bias).T
+    got = (ours.linear(torch.eye(128, dtype=COPY_DTYPE.torch), "up").float() - bias).T
     steps = (matrix.view(96, 2, 64).amax(-1) - matrix.view(96, 2, 64).amin(-1)) / 15
     # Half a step, and what bfloat16 rounds of scales, zero points and sums.
     assert ((got - matrix).abs().view(96, 2, 64).amax(-1) < 0.5 * steps + 0.05).all()

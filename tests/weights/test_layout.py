@@ -3,7 +3,9 @@ stores them.
 """
 
 import itertools
+import re
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +110,18 @@ def test_host_block_starts_on_a_page_and_is_writable_to_its_end(nbytes):
     assert nbytes == 0 or block.data_ptr() % PAGE == 0
     block.fill_(7)
     assert int(block.sum()) == 7 * nbytes
+
+
+def test_child_processes_do_not_inherit_a_host_block():
+    """The kernel marks its pages "dc": do not copy on fork."""
+    block = host_block(8 << 20)
+    text = Path("/proc/self/smaps").read_text()
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
+        start, end = (int(address, 16) for address in part.split(" ", 1)[0].split("-"))
+        if start <= block.data_ptr() < end:
+            assert " dc" in part[part.index("VmFlags:") :]
+            return
+    pytest.fail("no mapping contains the block")
 
 
 # weights/formats/

@@ -72,6 +72,8 @@ inline uint32_t ballot(bool says) {
       &own);
   return own.taken;
 }
+// The emulation is compiled without contraction.
+inline float rounded_product(float a, float b) { return a * b; }
 inline int first_bit(uint32_t bits) { return __builtin_ctz(bits); }
 inline int last_bit(uint32_t bits) { return 31 - __builtin_clz(bits); }
 inline int count_bits(uint64_t bits) { return __builtin_popcountll(bits); }

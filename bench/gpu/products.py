@@ -1,0 +1,58 @@
+"""Matrix products of a 7B draft model's shapes by format and rows, against reading the weights."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.gpu.timing import CARD, captured, device_gbps, in_turn
+from offload_rt.dtypes import DType
+from offload_rt.ops.dequantize import Weight
+from offload_rt.ops.linear import linear
+from offload_rt.weights.layout import PackedLayer, packed_layout
+from offload_rt.weights.rounding import ROUNDINGS, rounded
+
+EXPECTED_S = 25
+_NAME = "matrix.weight"
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of a matrix (n_out, n_in) and numbers of rows; a test makes them small."""
+
+    n_out: int = 11008
+    n_in: int = 4096
+    rows: tuple[int, ...] = (1, 16, 64, 128)
+
+
+def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
+    """Seconds of a product by format and rows, and of reading the weights once."""
+    gbps = device_gbps()
+    dense = torch.randn(shapes.n_out, shapes.n_in, dtype=torch.bfloat16)
+    weights = {"bf16": (dense.to(CARD), dense.nbytes)}
+    weights |= {rounding: coded(dense, rounding) for rounding in ROUNDINGS}
+    results: dict[str, object] = {"device_gbps": gbps}
+    for n in shapes.rows:
+        x = torch.randn(n, shapes.n_in, dtype=torch.bfloat16, device=CARD)
+        replays = {name: captured(product(x, weight)) for name, (weight, _) in weights.items()}
+        results[str(n)] = {
+            name: {"median": spread.median, "floor_s": weights[name][1] / gbps / 1e9}
+            for name, spread in in_turn(replays).items()
+        }
+        yield results
+
+
+def product(x: Tensor, weight: Weight) -> Callable[[], Tensor]:
+    """Return the product of x and a weight as a function without arguments."""
+    return lambda: linear(x, weight)
+
+
+def coded(dense: Tensor, rounding: str) -> tuple[Weight, int]:
+    """Quantise a matrix as a draft model is, and return its bytes."""
+    layout = packed_layout([(_NAME, tuple(dense.shape), DType.BFLOAT16)], {})
+    block = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.views(block)[_NAME].copy_(dense)
+    layer = rounded(PackedLayer(block, layout), rounding, CARD)
+    (matrix,) = layer.layout.matrices.values()
+    return matrix.weight(layer.layout.views(layer.block)), layer.layout.nbytes
