@@ -2,15 +2,20 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-# The demonstration: a checkpoint four times larger than its memory budget, and a draft model for its trees.
+# The demonstration: SmolLM2-135M-Instruct, expanded to about three times its memory budget.
 SIZE ?= 1600MB
-BUDGET ?= 400MB
+BUDGET ?= 600MB
 TOKENS ?= 128
-EXPANDED := demo-cache/expanded-$(SIZE)
-ENGINE = --model $(EXPANDED) --draft-model models/demo-draft --device-memory $(BUDGET)
-PROMPT ?= def read_lines(path, encoding="utf-8"):
+PROMPT ?= How do plants make food from sunlight?
+# The model as a GGUF file, the same weights in bfloat16, and the expansion, whose wider MLPs compute the same.
+GGUF := demo-cache/SmolLM2-135M-Instruct.Q4_1.gguf
+DENSE := demo-cache/SmolLM2-135M-Instruct
+EXPANDED := demo-cache/SmolLM2-135M-Instruct-$(SIZE)
+# A draft model or head; without it the text itself proposes the trees.
+DRAFT ?= $(wildcard models/smollm2-eagle3)
+DRAFTING = $(if $(DRAFT),--draft-model $(DRAFT))
 
-.PHONY: venv kernels run chat serve docs test test-fast test-isa test-oldest lint bench compare clean
+.PHONY: venv kernels run run-small chat serve docs test test-fast test-isa test-oldest lint bench compare clean
 
 venv: .venv/installed .venv/kernels
 
@@ -36,19 +41,31 @@ LLAMA_CMAKE ?= -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_OPENSSL=OFF
 kernels: .venv/installed
 	$(PY) scripts/build_kernels.py
 
-run: venv
-	$(PY) scripts/expand.py --source models/demo-target --out $(EXPANDED) --size $(SIZE)
-	$(PY) -m offload_rt.run $(ENGINE) --plan
-	$(PY) -m offload_rt.run $(ENGINE) --max-new-tokens $(TOKENS) --prompt '$(PROMPT)' --show-tree --baseline
+$(GGUF): | .venv/installed
+	$(PY) scripts/fetch_model.py --out $(@D)
 
-# The demo pair continues code. Its chat template passes the messages through.
-CHAT = --model models/demo-target --draft-model models/demo-draft --chat-template models/chat.jinja
+$(DENSE)/model.safetensors: $(GGUF)
+	$(PY) -m offload_rt.convert $(GGUF) --dequantize $(DENSE)
 
-chat: venv
-	$(PY) -m offload_rt.chat $(CHAT) --max-tokens 200 --plain
+run: venv $(DENSE)/model.safetensors
+	$(PY) scripts/expand.py --source $(DENSE) --out $(EXPANDED) --size $(SIZE) --keep-width
+	$(PY) -m offload_rt.run --model $(EXPANDED) --device-memory $(BUDGET) $(DRAFTING) --plan
+	$(PY) -m offload_rt.run --model $(EXPANDED) --device-memory $(BUDGET) $(DRAFTING) --max-new-tokens $(TOKENS) \
+		--prompt '$(PROMPT)' --chat --show-tree --baseline
 
-serve: venv
-	$(PY) -m offload_rt.serve $(CHAT)
+# The demo pair of this repository needs no download. It continues code.
+SMALL := demo-cache/expanded-400MB
+
+run-small: venv
+	$(PY) scripts/expand.py --source models/demo-target --out $(SMALL) --size 400MB
+	$(PY) -m offload_rt.run --model $(SMALL) --draft-model models/demo-draft --device-memory 100MB --max-new-tokens $(TOKENS) \
+		--prompt 'def read_lines(path, encoding="utf-8"):' --show-tree --baseline
+
+chat: venv $(GGUF)
+	$(PY) -m offload_rt.chat --model $(GGUF) $(DRAFTING)
+
+serve: venv $(GGUF)
+	$(PY) -m offload_rt.serve --model $(GGUF) $(DRAFTING)
 
 # Without cached bytecode, the programs of tests compile the package at each start.
 unexport PYTHONDONTWRITEBYTECODE

@@ -28,7 +28,9 @@ from expansion import (
     check,
     residual_of,
     shape_for,
+    shape_of,
     shards,
+    wider_mlp,
 )
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -188,10 +190,9 @@ def chosen_shape(args: argparse.Namespace, source: NativeDecoder, itemsize: int)
             raise SettingsError(
                 "--size chooses the shape by itself", change="give either --size or single sizes"
             )
-        return shape_for(parse_size(args.size), source, itemsize)
-    names = ("hidden_size", "n_layers", "n_heads", "n_kv_heads", "head_dim", "intermediate_size")
-    source_shape = Shape(*(getattr(source, name) for name in names))
-    return replace(LLAMAS[args.like] if args.like else source_shape, **given)
+        select = wider_mlp if args.keep_width else shape_for
+        return select(parse_size(args.size), source, itemsize)
+    return replace(LLAMAS[args.like] if args.like else shape_of(source), **given)
 
 
 def expand(args: argparse.Namespace) -> None:
@@ -243,6 +244,11 @@ def parser() -> argparse.ArgumentParser:
     shape = flags.add_mutually_exclusive_group()
     shape.add_argument("--like", choices=LLAMAS, help="use the shape of this model")
     shape.add_argument("--size", help='select a shape of about this size, like "1.5GB"')
+    flags.add_argument(
+        "--keep-width",
+        action="store_true",
+        help="with --size, widen the MLP only, so that draft heads of the source fit",
+    )
     sizes = (
         "--hidden-size",
         "--layers",

@@ -6,7 +6,7 @@ heads and neurons read only zeros. Therefore they write zeros, for arbitrary wei
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from safetensors import safe_open
@@ -339,6 +339,34 @@ def shape_for(nbytes: int, source: NativeDecoder, itemsize: int) -> Shape:
             return shape
     problem = f"no model of {format_size(nbytes)} holds the source"
     raise CapacityError(problem, change="raise --size, or give the sizes themselves")
+
+
+def wider_mlp(nbytes: int, source: NativeDecoder, itemsize: int) -> Shape:
+    """Return the source's shape with an MLP such that the target has about `nbytes`.
+
+    Raises CapacityError if `nbytes` is too small.
+    """
+    shape = shape_of(source)
+    n_weights = nbytes // itemsize - 2 * source.vocab_size * shape.hidden_size
+    n_heads = shape.num_attention_heads + shape.num_key_value_heads
+    attention = 2 * shape.hidden_size * n_heads * shape.head_dim
+    neurons = (n_weights / shape.num_hidden_layers - attention) / (3 * shape.hidden_size)
+    if neurons < source.intermediate_size:
+        problem = f"the source needs more than {format_size(nbytes)}"
+        raise CapacityError(problem, change="raise --size")
+    return replace(shape, intermediate_size=round(neurons / 32) * 32)
+
+
+def shape_of(source: NativeDecoder) -> Shape:
+    """Return the shape of the source."""
+    return Shape(
+        source.hidden_size,
+        source.n_layers,
+        source.n_heads,
+        source.n_kv_heads,
+        source.head_dim,
+        source.intermediate_size,
+    )
 
 
 def _shape_of_width(width: int, n_weights: int, source: NativeDecoder) -> Shape | None:

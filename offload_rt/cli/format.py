@@ -171,7 +171,8 @@ def speed_line(seconds_per_token: float, plain: PlainPass | None) -> str:
     if plain is None:
         return line
     origin = "measured" if plain.is_measured else "estimated; --baseline measures it"
-    return f"{line}, {plain.seconds / seconds_per_token:.1f} times plain decoding ({origin})"
+    speedup = plain.seconds / seconds_per_token
+    return f"{line}, {speedup:.1f} times plain decoding at {1 / plain.seconds:.3g} ({origin})"
 
 
 @dataclass(frozen=True)

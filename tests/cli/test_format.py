@@ -33,7 +33,7 @@ def test_report_begins_with_speed_and_gain():
     totals = Totals.of_passes(passes(), 1)
     lines = report(totals, PlainPass(1.2, True), {"import": 3.0, "load": 0.2}).splitlines()
     assert lines == [
-        "2.50 tokens/s, 3.0 times plain decoding (measured)",
+        "2.50 tokens/s, 3.0 times plain decoding at 0.833 (measured)",
         "10 tokens in 4.70 s, 2.00 tokens per pass",
         "start: import 3.0 s, load 0.2 s, first pass 1.4 s",
     ]

@@ -316,6 +316,7 @@ def test_full_disk_is_detected_first(expand, source, tmp_path, monkeypatch, caps
     (["--max-position-embeddings", "64"], "--max-position-embeddings"),
     (["--shard-size", "2K"], "raise --shard-size"),
     (["--size", "20KB"], "raise --size"),
+    (["--size", "20KB", "--keep-width"], "raise --size"),
     (["--size", "1GB", "--layers", "9"], "either --size or"),
     (["--source", "nowhere/at/all"], "no such directory"),
 ])  # fmt: skip
@@ -349,6 +350,20 @@ def test_shape_of_the_given_size(expand, nbytes):
     assert shape.num_hidden_layers >= max(8, shape.hidden_size // 128)
     assert shape.hidden_size == shape.num_attention_heads * shape.head_dim
     assert math.log2(expand.residual_of(source, target).mean_square) % 2 == 0
+
+
+def test_kept_width_has_the_hidden_states_of_the_source(expand, source, tmp_path):
+    """Therefore draft heads of the source fit."""
+    out = run(expand, source, tmp_path / "out", "--size", "500KB", "--keep-width")
+    assert abs(open_checkpoint(out).nbytes / 500e3 - 1) < 0.03
+    ids = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        small, large = (
+            load(path)(ids, output_hidden_states=True).hidden_states for path in (source, out)
+        )
+    assert len(small) == len(large)
+    for states, expanded in zip(small, large, strict=True):
+        torch.testing.assert_close(expanded, states, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.skipif(

