@@ -27,6 +27,7 @@ from offload_rt.engine.outputs import Output, Piece, Request, Stats
 from offload_rt.engine.request_builder import Prompt, RequestBuilder
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.pooling import Pooling
+from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.models.image_prompt import EncodedPrompt, token_ids
 from offload_rt.offload.placement import Plan
@@ -339,8 +340,16 @@ class LLM:
                 yield piece
 
     def time_plain(self, context: int, n_passes: int = 3) -> list[float]:
-        """`time_passes` of one token; `max_model_len` limits the context."""
-        return self.time_passes(Topology.chain(1), min(context, self.max_model_len - 1), n_passes)
+        """Return the seconds of passes of plain greedy decoding after `context` tokens.
+
+        A pass includes sampling and verification. `max_model_len` limits the context.
+        """
+        n_prompt = max(min(context, self.max_model_len - n_passes - 1), 1)
+        params = SamplingParams(max_tokens=n_passes + 1, ignore_eos=True)
+        sequence = Sequence([0] * n_prompt, params, self.max_model_len)
+        self.engine.decode_plainly(sequence)
+        # The first pass computes the prompt.
+        return [times.ended - times.started for times, _, _ in sequence.stats.passes][-n_passes:]
 
     def time_passes(self, topology: Topology, context: int, n_passes: int = 3) -> list[float]:
         """Return the seconds of passes over a tree after `context` tokens.

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from shutil import get_terminal_size
+from statistics import median
 from textwrap import fill
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # A plan does not need them, and importing them lasts seconds
     from offload_rt.system.trace import Trace
 
 _COLUMNS = 100
+# Passes of one row that tell the time of plain decoding.
+_N_PLAIN = 4
 
 
 def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -> dict[str, float]:
@@ -157,22 +160,13 @@ def format_speed(seconds_per_token: float) -> str:
     return f"{rate:.{digits}f} tokens/s{slow}"
 
 
-@dataclass(frozen=True)
-class PlainPass:
-    """Seconds of a pass of plain decoding, measured or estimated by the cost model."""
-
-    seconds: float
-    is_measured: bool
-
-
-def speed_line(seconds_per_token: float, plain: PlainPass | None) -> str:
-    """Return the speed, and the speed-up over plain decoding if known."""
+def speed_line(seconds_per_token: float, plain_s: float | None) -> str:
+    """Return the speed, and the speed-up over measured passes of plain decoding."""
     line = format_speed(seconds_per_token)
-    if plain is None:
+    if plain_s is None:
         return line
-    origin = "measured" if plain.is_measured else "estimated; --baseline measures it"
-    speedup = plain.seconds / seconds_per_token
-    return f"{line}, {speedup:.1f} times plain decoding at {1 / plain.seconds:.3g} ({origin})"
+    speedup = plain_s / seconds_per_token
+    return f"{line}, {speedup:.1f} times plain decoding at {1 / plain_s:.3g}"
 
 
 @dataclass(frozen=True)
@@ -185,6 +179,7 @@ class Totals:
     pass_nbytes        mean bytes over the link in a pass of decoding
     link_gbps          rate of the link in these passes; 0 without traffic
     link_busy          share of their time with link transfers
+    plain_s            median seconds of a pass of one row; None for few such passes
     """
 
     n_tokens: int
@@ -196,6 +191,7 @@ class Totals:
     pass_nbytes: float
     link_gbps: float
     link_busy: float
+    plain_s: float | None
 
     @classmethod
     def of_passes(cls, passes: "Sequence[tuple[PassTimes, int]]", n_answers: int) -> "Totals":
@@ -205,6 +201,7 @@ class Totals:
         nbytes = sum(times.link_nbytes for times, _ in decoding)
         link_s = sum(times.link_busy_s for times, _ in decoding)
         first, last = passes[0][0], passes[-1][0]
+        plain = [t.ended - t.started for t, _ in decoding if t.n_rows == 1]
         return cls(
             n_tokens=sum(n for _, n in passes),
             n_answers=n_answers,
@@ -215,28 +212,34 @@ class Totals:
             pass_nbytes=nbytes / len(decoding),
             link_gbps=nbytes / link_s / 1e9 if link_s else 0.0,
             link_busy=link_s / seconds,
+            plain_s=median(plain) if len(plain) >= _N_PLAIN else None,
         )
 
 
 def report(
-    totals: Totals, plain: PlainPass | None, phases: Mapping[str, float], is_verbose: bool = False
+    totals: Totals,
+    baseline_s: float | None,
+    phases: Mapping[str, float],
+    is_verbose: bool = False,
 ) -> str:
     """Return the closing report: speed, tokens, start; with details about plain decoding and link.
 
-    plain   None without trees
+    The speed-up is printed if passes of plain decoding were measured, here or as a baseline.
+
     phases  seconds of the phases before the first pass, by name; empty after an early end
     """
+    plain_s = totals.plain_s if baseline_s is None else baseline_s
     answers = f" of {totals.n_answers} answers" if totals.n_answers > 1 else ""
     lines = [
-        speed_line(totals.seconds_per_token, plain),
+        speed_line(totals.seconds_per_token, plain_s),
         f"{totals.n_tokens} tokens{answers} in {totals.seconds:.2f} s,"
         f" {totals.n_tokens / totals.n_passes:.2f} tokens per pass",
     ]
     if phases:
         start = {**phases, "first pass": totals.first_s}
         lines.append("start: " + ", ".join(f"{name} {s:.1f} s" for name, s in start.items()))
-    if is_verbose and plain is not None:
-        lines.append(f"a pass of plain decoding takes {plain.seconds:.3f} s")
+    if is_verbose and plain_s is not None:
+        lines.append(f"a pass of plain decoding takes {plain_s:.3f} s")
     if is_verbose:
         lines.append(_link_line(totals))
     return "\n".join(lines)

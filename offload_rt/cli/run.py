@@ -26,9 +26,8 @@ from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from offload_rt.cli.format import PlainPass
     from offload_rt.engine.request_builder import RequestBuilder
-    from offload_rt.llm import LLM, Output, Stats
+    from offload_rt.llm import LLM, Output
     from offload_rt.models.image_prompt import EncodedPrompt
 
 
@@ -216,8 +215,7 @@ def _report(
 
     context = max(len(output.prompt_token_ids) for output in outputs)
     baseline = median(llm.time_plain(context)) if settings.baseline else None
-    plain = _plain_pass(llm, outputs[0].stats, context, baseline)
-    text = report(answers.totals(), plain, phases, settings.verbose)
+    text = report(answers.totals(), baseline, phases, settings.verbose)
     console.print(text, highlight=False, soft_wrap=True)
     if any(
         answer.finish_reason == "length" and len(answer.token_ids) < (n_wanted or math.inf)
@@ -234,24 +232,6 @@ def _report(
         shape = describe(output.topology) if settings.show_tree else None
         for line in filter(None, (trees, shape)):
             console.print(heading + line, highlight=False, soft_wrap=True, markup=False)
-
-
-def _plain_pass(
-    llm: "LLM", stats: "Stats", context: int, measured_s: float | None
-) -> "PlainPass | None":
-    """Return the time of plain decoding after `context` tokens, measured or by the cost model.
-
-    Returns None if nothing was drafted.
-    """
-    from offload_rt.cli.format import PlainPass
-
-    if measured_s is not None:
-        return PlainPass(measured_s, True)
-    if stats.measured_seconds_per_token is None or stats.nodes_per_tree <= 1:
-        return None
-    import numpy as np
-
-    return PlainPass(float(llm.engine.cost.seconds(np.array([1]), context)[0]), False)
 
 
 def read_prompt(path: str) -> str:

@@ -202,10 +202,10 @@ class Calibration(_Ratios):
     `tries` sums the draft probabilities of a bin; `hits` counts the target's choices.
     """
 
-    _EDGES = np.exp(
+    EDGES = np.exp(
         -np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.4, 1.8, 2.3, 3.0, 4.0, 5.0, 6.5])
     )[::-1]
-    N = len(_EDGES) + 1
+    N = len(EDGES) + 1
 
     def observe(self, probabilities: np.ndarray, hit: int | None) -> None:
         """Record the candidates of a node.
@@ -213,7 +213,7 @@ class Calibration(_Ratios):
         probabilities  (n,) draft probability per candidate
         hit            index of the target's choice; None if it is not a candidate
         """
-        bins = np.searchsorted(self._EDGES, probabilities)
+        bins = np.searchsorted(self.EDGES, probabilities)
         self._fade()
         np.add.at(self.tries, bins, probabilities)
         if hit is not None:
@@ -221,8 +221,17 @@ class Calibration(_Ratios):
 
     def chances(self, probabilities: np.ndarray) -> np.ndarray:
         """Return the probability of being the target's choice, in the shape of `probabilities`."""
-        ratio = (self.hits + _PRIOR_WEIGHT / 4) / (self.tries + _PRIOR_WEIGHT / 4)
-        return np.minimum(probabilities * ratio[np.searchsorted(self._EDGES, probabilities)], 1.0)
+        ratio = self.ratios()
+        factors = ratio[np.searchsorted(self.EDGES, probabilities)]
+        return np.asarray(np.minimum(probabilities * factors, 1.0))
+
+    def ratios(self, prior: float = 1.0) -> np.ndarray:
+        """Return the target choices per draft probability of each bin, (N,).
+
+        prior  ratio of an empty bin
+        """
+        weight = _PRIOR_WEIGHT / 4
+        return np.asarray((self.hits + prior * weight) / (self.tries + weight))
 
 
 class ExpectedTokensBias(_Ratios):

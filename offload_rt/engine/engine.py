@@ -23,6 +23,7 @@ from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
 from offload_rt.sampling import Context, no_numbers, probs, top_tokens
+from offload_rt.speculate.draft.none import PlainDecoding
 from offload_rt.speculate.forced_chains import append_forced
 from offload_rt.speculate.protocols import VerificationRule
 from offload_rt.system.trace import Trace
@@ -103,6 +104,18 @@ class Engine(SequencePool):
             if sequence.finish_reason is not None:
                 self._finish(running)
         return events
+
+    def decode_plainly(self, sequence: Sequence) -> None:
+        """Generate a sequence without drafting, while no other sequence runs."""
+        drafter = self.drafter
+        self.drafter = PlainDecoding()  # type: ignore[abstract]  # methods without a body
+        try:
+            self.add(sequence)
+            while self.step():
+                pass
+        finally:
+            self.reset_prefix_cache()
+            self.drafter = drafter
 
     def close(self) -> None:
         """Save learned statistics, end all transfers and release the weights."""

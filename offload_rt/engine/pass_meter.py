@@ -75,6 +75,7 @@ class PassMeter:
             busy_s - self._busy_s,
             self._link.waited_s - self._waited_s,
             None if load.has_prompt else self._predicted_s,
+            load.n_rows,
         )
         if not load.has_prompt:
             link_s = times.link_busy_s

@@ -14,6 +14,7 @@ class PassTimes:
     link_busy_s   seconds of link transfers
     waited_s      seconds the device waited for layers
     predicted_s   predicted seconds of drafting, pass and verification; None for prompt passes
+    n_rows        rows of all sequences
     """
 
     started: float
@@ -24,6 +25,7 @@ class PassTimes:
     link_busy_s: float
     waited_s: float
     predicted_s: float | None
+    n_rows: int
 
 
 @dataclass

@@ -2,16 +2,18 @@
 
 import pytest
 
-from offload_rt.cli.format import PlainPass, Totals, format_speed, report
+from offload_rt.cli.format import Totals, format_speed, report
 from offload_rt.executor.stats import PassTimes
 
 
-def passes(*, link_nbytes: int = 0, n_tokens: int = 2) -> list[tuple[PassTimes, int]]:
+def passes(
+    *, link_nbytes: int = 0, n_tokens: int = 2, n_rows: int = 8
+) -> list[tuple[PassTimes, int]]:
     """A prompt pass of 1.5 s, and four passes of 0.8 s that wait for the link half of the time."""
     ends = [1.5, 2.3, 3.1, 3.9, 4.7]
     link_s = 0.4 if link_nbytes else 0.0
-    prompt = PassTimes(0.0, 0.1, 1.4, 1.5, link_nbytes, 1.5 * bool(link_nbytes), 0.0, None)
-    rest = (PassTimes(x - 0.8, x, x, x, link_nbytes, link_s, 0.0, 1.0) for x in ends[1:])
+    prompt = PassTimes(0.0, 0.1, 1.4, 1.5, link_nbytes, 1.5 * bool(link_nbytes), 0.0, None, 9)
+    rest = (PassTimes(x - 0.8, x, x, x, link_nbytes, link_s, 0.0, 1.0, n_rows) for x in ends[1:])
     return [(times, n_tokens) for times in (prompt, *rest)]
 
 
@@ -31,13 +33,15 @@ def test_speed_has_seconds_per_token_above_one(seconds, text):
 def test_report_begins_with_speed_and_gain():
     """The speed is that of decoding, without the pass over the prompt."""
     totals = Totals.of_passes(passes(), 1)
-    lines = report(totals, PlainPass(1.2, True), {"import": 3.0, "load": 0.2}).splitlines()
+    lines = report(totals, 1.2, {"import": 3.0, "load": 0.2}).splitlines()
     assert lines == [
-        "2.50 tokens/s, 3.0 times plain decoding at 0.833 (measured)",
+        "2.50 tokens/s, 3.0 times plain decoding at 0.833",
         "10 tokens in 4.70 s, 2.00 tokens per pass",
         "start: import 3.0 s, load 0.2 s, first pass 1.4 s",
     ]
-    assert "estimated" in report(totals, PlainPass(1.2, False), {})
+    assert "times" not in report(totals, None, {})
+    single = Totals.of_passes(passes(n_rows=1, n_tokens=1), 1)
+    assert report(single, None, {}).startswith("1.25 tokens/s, 1.0 times plain decoding\n")
     several = report(Totals.of_passes(passes(n_tokens=6), 3), None, {}).splitlines()
     assert several == ["7.50 tokens/s", "30 tokens of 3 answers in 4.70 s, 6.00 tokens per pass"]
 

@@ -15,9 +15,17 @@ from support.tiny import Steady, Zoo, engine_of, logits_of, open_llm, prompt_of
 from offload_rt import LLM, SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.sequence import Sequence
-from offload_rt.speculate.draft.recycle import PredictedTree, PredictionTable, Recycling
+from offload_rt.speculate.draft import recycle
+from offload_rt.speculate.draft.recycle import (
+    KeyCalibration,
+    PredictedTree,
+    PredictionTable,
+    Recycling,
+)
+from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import DraftParts
 from offload_rt.speculate.select import drafter_type
+from offload_rt.tree.topology import Verdict
 
 N_NODES = 24
 PARTS = DraftParts(DraftLimits(N_NODES, 6), Steady(), "without_replacement")
@@ -44,12 +52,18 @@ def kept(
     return wanted
 
 
+def found(table: PredictionTable, context: tuple[int, ...]) -> dict[int, float]:
+    """Return the predicted tokens after a context, with their probabilities."""
+    prediction = table.find(context)
+    return dict(zip(prediction.tokens, prediction.probs, strict=True)) if prediction else {}
+
+
 @given(predictions, contexts)
 def test_table_finds_the_newest_prediction_of_the_longest_context(several, context):
     table = PredictionTable()
     wanted = kept(table, several)
     keys = [context[k:] for k in range(len(context)) if context[k:] in wanted]
-    assert dict(table.find(context)) == (wanted[keys[0]] if keys else {})
+    assert found(table, context) == (wanted[keys[0]] if keys else {})
 
 
 @given(predictions, st.integers(1, 8))
@@ -58,21 +72,23 @@ def test_table_is_bounded_and_keeps_recent_entries(several, n_most):
     wanted = list(kept(table, several).items())
     assert len(table) == min(len(wanted), n_most)
     for key, successors in wanted[-n_most:]:
-        assert dict(table.find(key)) == successors
+        assert found(table, key) == successors
 
 
 def best_paths(
     table: PredictionTable, tokens: list[int], n: int, n_levels: int
 ) -> list[tuple[int, ...]]:
-    """The n paths below the last token with the highest products of probabilities; brute force."""
+    """The n paths below the last token with the highest products of acceptance; brute force."""
     paths = []
     waiting = [(-1.0, ())]
     while waiting and len(paths) <= n:
         chance, path = heapq.heappop(waiting)
         paths.append(path)
         if len(path) + 1 < n_levels:
-            for token, p in table.find((*tokens, *path)[-3:]):
-                heapq.heappush(waiting, (chance * p, (*path, token)))
+            prediction = table.find((*tokens, *path)[-3:])
+            prior = recycle._PRIOR[prediction.n_key] if prediction else 0.0
+            for token, p in found(table, (*tokens, *path)[-3:]).items():
+                heapq.heappush(waiting, (chance * p * prior, (*path, token)))
     return paths[1:]
 
 
@@ -89,7 +105,8 @@ def test_tree_has_the_most_probable_nodes(n_levels):
         )
     for _ in range(20):
         tokens = random.integers(5, size=4).tolist()
-        tree = PredictedTree(table, Sequence(tokens, SamplingParams(), 99), {}, n_levels)
+        sequence = Sequence(tokens, SamplingParams(), 99)
+        tree = PredictedTree(table, KeyCalibration(PairStats(), 0.0), sequence, {}, n_levels)
         for n in (5, 60):  # it grows on from where it stands
             tree.grow(n)
             paths: list[tuple[int, ...]] = [()]
@@ -100,15 +117,17 @@ def test_tree_has_the_most_probable_nodes(n_levels):
             assert tree.contexts == [(*tokens, *path)[-3:] for path in paths]
 
 
-def test_copied_continuation_competes_with_predictions():
+def test_copied_continuation_competes_with_predictions(monkeypatch):
     """Its probability counts below its starting node, and a token keeps the higher of two
     probabilities.
     """
+    monkeypatch.setattr(recycle, "_PRIOR", (1.0,) * 4)
     table = PredictionTable()
     table.keep((7,), [1, 2], [0.6, 0.3])
     table.keep((1,), [4], [0.9])
     tree = PredictedTree(
         table,
+        KeyCalibration(PairStats(), 0.0),
         Sequence([7], SamplingParams(), 99),
         {(2,): 0.5, (2, 3): 0.4, (1,): 0.1, (1, 5): 0.05},
         9,
@@ -139,7 +158,7 @@ def test_prompt_predictions_are_recorded(zoo, llm):
         context = tuple(prompt[end - 3 : end])
         assert (context in drafter._table) == (end > 40 - N_NODES)
         if context in drafter._table:
-            successors = dict(drafter._table.find(context))
+            successors = found(drafter._table, context)
             assert list(successors) == best.indices[end - 1].tolist()
             np.testing.assert_allclose(list(successors.values()), best.values[end - 1], rtol=1e-3)
 
@@ -175,8 +194,9 @@ class Steep(Steady):
         return 1.0 + np.maximum(n_rows - 10, 0)
 
 
-def test_rows_of_a_pass_go_to_the_best_predicted_sequence():
+def test_rows_of_a_pass_go_to_the_best_predicted_sequence(monkeypatch):
     """A badly predicted sequence gets no rows that are cheap only because of the batch."""
+    monkeypatch.setattr(recycle, "_PRIOR", (1.0,) * 4)
     drafter = Recycling(replace(PARTS, cost=Steep()))
     for before in (1, 2, 3, 4, 5, 11, 12, 13):
         drafter._table.keep((before,), [before + 1], [0.9 if before < 9 else 0.5])
@@ -184,3 +204,25 @@ def test_rows_of_a_pass_go_to_the_best_predicted_sequence():
     assert [len(tree.topology) for tree in drafter.propose(sequences, N_NODES)] == [6, 4]
     drafter._table.keep((12,), [13], [0.001])
     assert [len(tree.topology) for tree in drafter.propose(sequences, N_NODES)] == [6, 2]
+
+
+class Gentle(Steady):
+    """A further row costs a fifth of the first."""
+
+    def seconds(self, n_rows: np.ndarray, *_: object) -> np.ndarray:
+        return 0.8 + 0.2 * n_rows
+
+
+def test_wrong_predictions_end_drafting_until_they_are_right():
+    """Root predictions are compared with the text also in passes without a tree."""
+    drafter = Recycling(replace(PARTS, cost=Gentle()))
+    sequence = Sequence([7], SamplingParams(99), 128)
+    sizes = []
+    for token in [2] * 30 + [1] * 60:
+        drafter._table.keep((7,), [1], [0.9])
+        (tree,) = drafter.propose([sequence], N_NODES)
+        path = (1,) if token == 1 and len(tree.topology) > 1 else ()
+        sizes.append(len(tree.topology))
+        drafter.learn(sequence, tree, Verdict(path, 3 if path else token), None)
+    assert sizes[0] == 2 and sum(sizes[:30]) <= 30 + 4 and sizes[29] == 1
+    assert sizes[-1] == 2

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 class PlainDecoding(Drafter):
     """Propose only the last token."""
 
-    def __init__(self, parts: DraftParts) -> None:
-        self.limits = DraftLimits(n_nodes=1, n_levels=1)
+    limits = DraftLimits(n_nodes=1, n_levels=1)
+
+    def __init__(self, parts: DraftParts | None = None) -> None:
+        """Take the arguments of all drafters."""
 
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
         """Return a root-only tree per sequence."""

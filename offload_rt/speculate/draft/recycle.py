@@ -1,35 +1,54 @@
 """Token recycling: trees of earlier target predictions. Needs no draft model.
 
 Token Recycling (Luo et al. 2024, arXiv 2408.08696) with three changes. Predictions are stored with
-their probabilities under the last three, two and one tokens before them. Trees grow best-first by
-the product of probabilities. Prompt lookup adds its continuations.
+their probabilities under the last tokens before them, of several lengths. Trees grow best-first by
+the product of acceptance probabilities, calibrated by the length. Prompt lookup adds its
+continuations.
 """
 
 import heapq
 import time
 from array import array
+from bisect import bisect
 from collections import OrderedDict, abc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from offload_rt.cost.tree_size import ExpectedTokensBias, best_prefix, best_prefixes
+from offload_rt.cost.tree_size import (
+    Calibration,
+    ExpectedTokensBias,
+    best_prefix,
+    best_prefixes,
+)
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.ngrams import MatchRates, NgramMatch, copied_paths, find_matches
+from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 _SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 1)
 # Maximum tokens per table key, and maximum keys of all sequences, about 300 bytes each.
 _LONGEST = 3
+# Prior ratio of acceptance to stored probability, by the tokens of the key.
+_PRIOR = (0.0, 0.35, 0.6, 0.8)
 _MOST_KEYS = 1 << 17
 # Initial size of a growing tree. The size doubles while more than half of its nodes are verified.
 _N_FIRST = 16
 
 _Context = tuple[int, ...]
+
+
+class Prediction(NamedTuple):
+    """Predicted tokens with their probabilities, stored under a key of `n_key` tokens."""
+
+    n_key: int
+    tokens: "array[int]"
+    probs: "array[float]"
 
 
 class PredictionTable:
@@ -54,12 +73,41 @@ class PredictionTable:
         while len(self._after) > self._capacity:
             self._after.popitem(last=False)
 
-    def find(self, context: _Context) -> Iterator[tuple[int, float]]:
-        """Return tokens and probabilities after the longest stored suffix of a context."""
+    def find(self, context: _Context) -> Prediction | None:
+        """Return the prediction after the longest stored suffix of a context."""
         for k in range(len(context)):
             if prediction := self._after.get(context[k:]):
-                return zip(*prediction, strict=True)
-        return iter(())
+                return Prediction(len(context) - k, *prediction)
+        return None
+
+
+class KeyCalibration:
+    """Acceptance of stored predictions, by the tokens of their key and their probability."""
+
+    def __init__(self, stats: PairStats, temperature: float) -> None:
+        self._calibrations = [
+            stats.at(f"recycled {n}", temperature).calibration for n in range(_LONGEST + 1)
+        ]
+        self._edges = Calibration.EDGES.tolist()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Use the observations so far for later estimates."""
+        self._ratios = [
+            calibration.ratios(prior).tolist()
+            for calibration, prior in zip(self._calibrations, _PRIOR, strict=True)
+        ]
+
+    def chances(self, prediction: Prediction) -> Iterator[tuple[int, float]]:
+        """Return the predicted tokens with their acceptance probabilities."""
+        ratios = self._ratios[prediction.n_key]
+        for token, p in zip(prediction.tokens, prediction.probs, strict=True):
+            yield token, min(p * ratios[bisect(self._edges, p)], 1.0)
+
+    def observe(self, prediction: Prediction, token: int) -> None:
+        """Record the actual token after a key."""
+        hit = prediction.tokens.index(token) if token in prediction.tokens else None
+        self._calibrations[prediction.n_key].observe(np.array(prediction.probs), hit)
 
 
 class PredictedTree:
@@ -71,12 +119,14 @@ class PredictedTree:
     def __init__(
         self,
         table: PredictionTable,
+        calibration: KeyCalibration,
         sequence: Sequence,
         copied: dict[tuple[int, ...], float],
         n_levels: int,
     ) -> None:
         tokens = sequence.tokens
         self._table = table
+        self._calibration = calibration
         self._n_allowed = sequence.n_allowed
         self._copied = copied
         self._n_levels = n_levels
@@ -84,6 +134,8 @@ class PredictedTree:
         self.tokens = [tokens[-1]]
         self.chances = [1.0]
         self.contexts = [tuple(tokens[-_LONGEST:])]
+        # Prediction below each node, in the order of the nodes.
+        self._predictions: list[Prediction | None] = []
         self._paths: list[tuple[int, ...]] = [()]
         self._below: dict[tuple[int, ...], list[int]] = {}
         for path in copied:
@@ -110,14 +162,23 @@ class PredictedTree:
         """Push the children of a node onto the candidate heap."""
         path = self._paths[node]
         chance = self.chances[node]
+        prediction = self._table.find(self.contexts[node])
+        self._predictions.append(prediction)
         if len(path) + 1 >= self._n_levels:
             return
-        chances = {token: chance * p for token, p in self._table.find(self.contexts[node])}
+        below = self._calibration.chances(prediction) if prediction else ()
+        chances = {token: chance * p for token, p in below}
         for token in self._below.get(path, ()):
             copied = chance * self._copied[*path, token] / self._copied.get(path, 1.0)
             chances[token] = max(chances.get(token, 0.0), copied)
         for token, p in chances.items():
             heapq.heappush(self._best, (-p, node, token))
+
+    def learn(self, nodes: abc.Sequence[int], after: abc.Sequence[int]) -> None:
+        """Compare the predictions below accepted nodes with the actual tokens."""
+        for node, token in zip(nodes, after, strict=True):
+            if (prediction := self._predictions[node]) is not None:
+                self._calibration.observe(prediction, token)
 
 
 @dataclass
@@ -141,6 +202,7 @@ class Recycling(Drafter):
         self._stats = parts.pair_stats
         self._table = PredictionTable()
         self._rates = MatchRates()
+        self._calibrations: dict[float, KeyCalibration] = {}
         self._proposals: dict[Sequence, _Proposal] = {}
 
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
@@ -177,6 +239,7 @@ class Recycling(Drafter):
         after = [*tree.tokens[nodes[1:]].tolist(), verdict.bonus]
         if proposal.match is not None:
             self._rates.observe(proposal.match, after)
+        proposal.tree.learn(nodes, after)
         self._bias(sequence).observe(proposal.expected, len(after))
         if predicted is not None:
             contexts = proposal.tree.contexts
@@ -193,6 +256,11 @@ class Recycling(Drafter):
         for context, tokens, probs in rows:
             self._table.keep(context, tokens, probs)
 
+    def _calibration(self, temperature: float) -> KeyCalibration:
+        if temperature not in self._calibrations:
+            self._calibrations[temperature] = KeyCalibration(self._stats, temperature)
+        return self._calibrations[temperature]
+
     def _bias(self, sequence: Sequence) -> ExpectedTokensBias:
         return self._stats.at("recycled", sequence.temperature).bias
 
@@ -201,7 +269,10 @@ class Recycling(Drafter):
         n_levels = min(self.limits.n_levels, sequence.n_left)
         started = time.perf_counter()
         matches = find_matches(sequence, n_levels - 1) if n_nodes > 1 else []
-        tree = PredictedTree(self._table, sequence, copied_paths(matches, self._rates), n_levels)
+        calibration = self._calibration(sequence.temperature)
+        calibration.refresh()
+        copied = copied_paths(matches, self._rates)
+        tree = PredictedTree(self._table, calibration, sequence, copied, n_levels)
         size = n_nodes if self.limits.fixed_size else min(_N_FIRST, n_nodes)
         while True:
             tree.grow(size)
