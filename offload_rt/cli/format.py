@@ -179,7 +179,7 @@ class Totals:
     pass_nbytes        mean bytes over the link in a pass of decoding
     link_gbps          rate of the link in these passes; 0 without traffic
     link_busy          share of their time with link transfers
-    plain_s            median seconds of a pass of one row; None for few such passes
+    plain_s            median seconds of a pass of one row beside passes with trees; None for few
     """
 
     n_tokens: int
@@ -212,7 +212,7 @@ class Totals:
             pass_nbytes=nbytes / len(decoding),
             link_gbps=nbytes / link_s / 1e9 if link_s else 0.0,
             link_busy=link_s / seconds,
-            plain_s=median(plain) if len(plain) >= _N_PLAIN else None,
+            plain_s=median(plain) if _N_PLAIN <= len(plain) < len(decoding) else None,
         )
 
 

@@ -40,8 +40,10 @@ def test_report_begins_with_speed_and_gain():
         "start: import 3.0 s, load 0.2 s, first pass 1.4 s",
     ]
     assert "times" not in report(totals, None, {})
-    single = Totals.of_passes(passes(n_rows=1, n_tokens=1), 1)
-    assert report(single, None, {}).startswith("1.25 tokens/s, 1.0 times plain decoding\n")
+    plain = passes(n_rows=1, n_tokens=1)
+    assert "times" not in report(Totals.of_passes(plain, 1), None, {})
+    mixed = Totals.of_passes([*plain, passes()[1]], 1)
+    assert report(mixed, None, {}).startswith("1.50 tokens/s, 1.2 times plain decoding at 1.25\n")
     several = report(Totals.of_passes(passes(n_tokens=6), 3), None, {}).splitlines()
     assert several == ["7.50 tokens/s", "30 tokens of 3 answers in 4.70 s, 6.00 tokens per pass"]
 
