@@ -1,17 +1,27 @@
 """Functions compiled by numba, cached on disk if possible."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-from numba import njit
+try:
+    from numba import njit
+except ImportError as error:  # numba refuses a newer numpy, too
+    warnings.warn(f"functions for numba stay interpreted: {error}", stacklevel=2)
+    njit = None
 
 
 def compiled(
     *, fastmath: bool | set[str] = False, nogil: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function for compilation at the first call; arguments as in numba's `njit`."""
+    """Decorate a function for compilation at the first call; arguments as in numba's `njit`.
+
+    Without numba the function stays interpreted, hundreds of times slower.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if njit is None:
+            return function
         try:
             return njit(cache=True, fastmath=fastmath, nogil=nogil)(function)
         except RuntimeError:  # no writable cache folder

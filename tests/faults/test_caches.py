@@ -3,17 +3,21 @@
 import json
 import os
 import random
+import runpy
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.command_line import Line
 
 from offload_rt.cli import calibrate
 from offload_rt.errors import CacheError
+from offload_rt.ops import lossless_kernels
 from offload_rt.system import files, numba_cache
 
 DAMAGE = {
@@ -172,3 +176,16 @@ def test_functions_compile_without_a_cache_folder(monkeypatch):
         return 2 * x
 
     assert double(2.0) == 4.0
+
+
+def test_functions_run_without_numba(monkeypatch):
+    """For example if numpy is newer than numba admits."""
+    words = np.random.default_rng(0).integers(1 << 16, size=500, dtype=np.uint16)
+    expected = lossless_kernels.count_others(words, False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.warns(UserWarning, match="stay interpreted: import of numba"):
+        plain = runpy.run_path(numba_cache.__file__)["compiled"]
+    monkeypatch.setattr(numba_cache, "compiled", plain)
+    count = runpy.run_path(lossless_kernels.__file__)["count_others"]
+    assert not hasattr(count, "py_func")  # compiled functions have it
+    assert np.array_equal(count(words, False), expected)

@@ -319,9 +319,9 @@ class _Kernels:
 
 @functools.cache
 def _set_guard() -> None:
-    """Register a device guard, which a build of torch without CUDA lacks."""
-    if torch.version.cuda is not None:
-        pytest.skip("a build of torch with CUDA has its own guard")
+    """Register a device guard that works without a device."""
+    if torch.cuda.device_count():
+        pytest.skip("the device needs its own guard")
     home = Path(torch.__file__).parent
     options = ["-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", str(_GUARD)]
     options += [f"-L{home / 'lib'}", "-lc10", "-o"]
