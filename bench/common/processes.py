@@ -70,9 +70,14 @@ def family(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
         yield process
     finally:
         if process.poll() is None:
-            for member in (*psutil.Process(process.pid).children(recursive=True), process):
-                member.kill()
+            kill_family(process)
             process.wait()
+
+
+def kill_family(process: subprocess.Popen) -> None:
+    """Kill a running process and its children."""
+    for member in (*psutil.Process(process.pid).children(recursive=True), process):
+        member.kill()
 
 
 def lines_of(file: IO[str]) -> list[str]:

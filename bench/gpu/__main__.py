@@ -2,11 +2,10 @@
 [--again]`.
 
 Each section is a process of its own and writes `bench/results/gpu/<section>.json`, with device,
-driver and commit, anew after each measurement. The section's stderr is written to
-`<section>.stderr.log`. Sections
-with a result for this commit are skipped, so the same command resumes an interrupted run. If a
-section fails or its time is over, its results up to then are kept with the reason. Without a .git
-folder, set OFFLOAD_RT_COMMIT.
+driver and commit, anew after each measurement. The section's stderr is written to `<section>.log`
+beside the result. Sections with a result for this commit are skipped, so the same command resumes
+an interrupted run. If a section fails or its time is over, its results up to then are kept with the
+reason. Without a .git folder, set OFFLOAD_RT_COMMIT.
 """
 
 import argparse
@@ -17,25 +16,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from bench.common.measure import ROOT, UNKNOWN, commit
-from bench.common.processes import family, lines_of
+from bench.common.processes import family, kill_family, lines_of
 from bench.gpu.table import table, written_into
 
 SECTIONS = (
     "ceilings", "correctness", "attention", "streamed", "products", "paced", "generation", "onchip",
-    "experts", "formats", "peers",
+    "experts", "formats", "peers", "rows", "flex",
 )  # fmt: skip
 RESULTS = ROOT / "bench/results/gpu"
-_BUILD = "from offload_rt.ops import extension; raise SystemExit(extension.missing() or 0)"
+# Kept as the reason if this program itself is killed.
+_KILLED = {"failed": "it was killed"}
 
 
 def main() -> int:
     """Run the sections without results while there is time."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--minutes", type=float, default=9, help="no section begins that would not end in this time"
+        "--minutes",
+        type=float,
+        default=9,
+        help="only the first section begins too late for its time",
     )
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument(
@@ -44,7 +48,6 @@ def main() -> int:
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder the results are written to"
     )
-    parser.add_argument("--logs", type=Path, help="folder of the logs; default: of the results")
     parser.add_argument("--here", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument(
         "--table",
@@ -57,28 +60,27 @@ def main() -> int:
         readme.write_text(written_into(readme.read_text(), table(flags.results)))
         return 0
     if flags.here:
-        for result in importlib.import_module(f"bench.gpu.{flags.here}").measure():
-            print(json.dumps(result), flush=True)
+        _print(flags.here)
         return 0
     import torch
 
     if not torch.cuda.is_available():
         print("error: bench.gpu needs a CUDA device, and torch can use none", file=sys.stderr)
         return 3
-    until = time.monotonic() + flags.minutes * 60
-    flags.results.mkdir(parents=True, exist_ok=True)
-    return _run(flags.section, until, flags.again, flags.results, flags.logs or flags.results)
+    return _run(flags.section, time.monotonic() + flags.minutes * 60, flags.again, flags.results)
 
 
-def _run(sections: tuple[str, ...], until: float, again: bool, results: Path, logs: Path) -> int:
-    # In a further process: a CUDA context here would use half a GiB of the sections' memory.
-    built = subprocess.run(
-        [sys.executable, "-c", _BUILD], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False
-    )
-    if built.returncode:
-        reason = built.stderr.strip().rpartition("\n")[2]
-        print(f"error: there are no kernels: {reason}", file=sys.stderr)
-        return 3
+def _print(section: str) -> None:
+    """Measure a section and print its results, with the reason if there are no kernels."""
+    from offload_rt.ops import extension
+
+    reason = extension.missing()
+    for result in importlib.import_module(f"bench.gpu.{section}").measure():
+        print(json.dumps({**result, "no kernels": reason} if reason else result), flush=True)
+
+
+def _run(sections: tuple[str, ...], until: float, again: bool, results: Path) -> int:
+    results.mkdir(parents=True, exist_ok=True)
     now = commit()
     code = 0
     for name in sections:
@@ -88,24 +90,27 @@ def _run(sections: tuple[str, ...], until: float, again: bool, results: Path, lo
             continue
         left = until - time.monotonic()
         expected = importlib.import_module(f"bench.gpu.{name}").EXPECTED_S
-        if left < expected:
+        if left < expected and name != sections[0]:
             print(
                 f"{name}: left out, {left:.0f} s are left and it takes about {expected}", flush=True
             )
             continue
         begun = time.monotonic()
-        about = {"section": name, **device(), "commit": now}
-
-        def record(found: dict[str, object]) -> None:
-            entry = {**about, "seconds": time.monotonic() - begun, **found}  # noqa: B023
-            path.write_text(json.dumps(entry, indent=1) + "\n")  # noqa: B023
-
+        record = partial(_write, path, {"section": name, **device(), "commit": now}, begun)
         command = [sys.executable, "-m", "bench.gpu", "--here", name]
-        result = run_section(command, left, logs / f"{name}.stderr.log", record)
+        result = run_section(command, left, path.with_suffix(".log"), record)
         code = code or int("failed" in result)
         end = result.get("failed") or "done"
         print(f"{name}: {end}, {time.monotonic() - begun:.0f} s", flush=True)
     return code
+
+
+def _write(path: Path, about: dict[str, str], begun: float, result: dict[str, object]) -> None:
+    """Replace the result file of a section."""
+    entry = {**about, "seconds": time.monotonic() - begun, **result}
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(entry, indent=1) + "\n")
+    unfinished.replace(path)
 
 
 def _is_measured(path: Path, now: str) -> bool:
@@ -126,31 +131,30 @@ def run_section(
     A section prints all that it knows so far. Each object is printed and recorded at once.
 
     log     receives its stderr
-    record  receives {"result": object}, and at the end the returned value
+    record  receives the result so far, as if it were killed now, and at the end the returned value
     """
     result: dict[str, object] = {}
-    is_late = False
+    late = threading.Event()
     with log.open("w+") as errors:
         pipe = subprocess.PIPE
         started = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=errors, text=True)
         with family(started) as process:
 
             def stop() -> None:
-                nonlocal is_late
-                is_late = True
-                process.kill()
+                late.set()
+                kill_family(process)  # its children hold the pipe open, too
 
             timer = threading.Timer(seconds, stop)
             timer.start()
             for line in process.stdout or ():
                 if (found := _parsed(line)) is not None:
                     result = {"result": found}
-                    record(result)
+                    record(result | _KILLED)
                     print(json.dumps(found), flush=True)
             code = process.wait()
             timer.cancel()
         reason = "; ".join(lines_of(errors)[-6:]) or f"exit code {code}" if code else ""
-    if is_late:
+    if late.is_set():
         reason = f"took more than {seconds:.0f} s"
     elif not reason and not result:
         reason = "it printed nothing"

@@ -26,6 +26,8 @@ _COPY = "copy on the card"
 class Shapes:
     """Sizes of trees, those of the README first, with heads and keys before them; a test makes them
     small.
+
+    has_flex  whether to compile and measure FlexAttention, too
     """
 
     n_nodes: tuple[int, ...] = (768, 1, 256)
@@ -35,6 +37,7 @@ class Shapes:
     prefix: int = 4096
     product_width: int = 8192
     nbytes_copied: int = 1 << 30
+    has_flex: bool = False
 
 
 def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
@@ -135,4 +138,35 @@ def _works(tree: Topology, shapes: Shapes) -> dict[str, Callable[[], object]]:
         works["sdpa, dense mask, groups as rows"] = lambda: reference.grouped_attention(
             q, k, v, dense, scale
         )
+        if shapes.has_flex:
+            works["flex_attention"] = _Flex(queries, k[None], v[None], dense, scale)
     return works
+
+
+class _Flex:
+    """torch's FlexAttention, compiled at its first call."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, dense: Tensor, scale: float) -> None:
+        self._tensors = (q, k, v)
+        self._dense = dense
+        self._scale = scale
+        self._compiled: Callable[[], object] | None = None
+
+    def __call__(self) -> object:
+        self._compiled = self._compiled or _flex(*self._tensors, self._dense, self._scale)
+        return self._compiled()
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, dense: Tensor, scale: float) -> Callable[[], object]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention)
+    blocks = create_block_mask(
+        lambda batch, head, row, key: dense[row, key],
+        None,
+        None,
+        dense.shape[0],
+        dense.shape[1],
+        device=str(CARD),
+    )
+    return lambda: compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True)

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Measure generation, attention, models on the card, peers, mixtures, formats and ranks, after first.sh.
+# Measure generation, models on the card, formats, peers, further trees, mixtures and ranks, after first.sh.
 #
 #   OUT=logs LIMIT_S=535 bench/gpu/second.sh [folder of wheels, or ''] [step ...]
 #
-# Runs the named steps, or all of them, while there is time. Each has a log in $OUT; second.txt is the table of all steps.
+# Runs the named steps, or all of them, while there is time. See steps.sh for the files in $OUT.
 set -u
 limit_s=${LIMIT_S:-3600}
 # shellcheck source=bench/gpu/steps.sh
 source "$(dirname "$0")/steps.sh"
 shift $(($# > 0 ? 1 : 0))
-names=${*:-generation attention onchip paced formats experts peers correctness ranks}
+names=${*:-generation onchip formats peers correctness rows paced experts flex ranks}
 
 ranks() {
   set -o pipefail
@@ -25,13 +25,10 @@ sys.exit(texts[0] != texts[1])' "$work/alone.json" "$work/both.json"
 }
 export -f ranks
 
-step environment 60 bash -c environment
-n_cards=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())' 2> /dev/null || echo 0)
+# shellcheck disable=SC2086
+prepare $names
 for name in $names; do
-  if ((n_cards == 0)); then
-    failed=1
-    skip "$name" "torch of $PYTHON can use no GPU"
-  elif [[ $name != ranks ]]; then
+  if [[ $name != ranks ]]; then
     step "$name" 540 bash -c "section $name"
   elif ((n_cards > 1)); then
     step ranks 240 bash -c ranks

@@ -2,6 +2,9 @@
 #
 # Environment: OUT, folder of the results (default: build/gpu); PYTHON, the interpreter with torch (default: python3);
 # WHEELS, a folder of wheels for packages that are missing or too old. Nothing is downloaded.
+#
+# $OUT receives three files, complete up to the present: NAME.txt, a table of all steps; NAME.log, their output with a
+# line per measurement; NAME.tar.gz, the result files of sections and their stderr, for bench/results/gpu.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 OUT=${OUT:-$PWD/build/gpu}
@@ -9,21 +12,22 @@ PYTHON=${PYTHON:-python3}
 WHEELS=${1:-${WHEELS:-}}
 work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
-mkdir -p "$OUT" "$work/logs"
+mkdir -p "$OUT" "$work/results"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH="$work/site:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OFFLOAD_RT_COMMIT="${OFFLOAD_RT_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}"
 started=$SECONDS
 failed=0
-summary="$OUT/$(basename "$0" .sh).txt"
-printf '%-12s %8s  %s\n' step seconds result > "$summary"
+files="$OUT/$(basename "$0" .sh)"
+: > "$files.log"
+printf '%-12s %8s  %s\n' step seconds result | tee "$files.txt"
 
 note() { # name, seconds, result
-  printf '%-12s %8s  %s\n' "$1" "$2" "$3" >> "$summary"
+  printf '%-12s %8s  %s\n' "$1" "$2" "$3" | tee -a "$files.txt"
 }
 
 # Run a step: name, its limit in seconds, command. The step gets less time where the run's limit is near.
 step() {
-  local name=$1 most=$2 left begun code reason
+  local name=$1 most=$2 left begun code first reason
   shift 2
   left=$((limit_s - (SECONDS - started)))
   if ((left < 10)); then
@@ -33,11 +37,12 @@ step() {
   fi
   ((most = most < left ? most : left))
   begun=$SECONDS
-  echo "== $name (at most $most s)"
-  STEP_S=$most timeout --kill-after=5 "$most" "$@" > "$work/logs/$name.log" 2>&1
+  echo "== $name (at most $most s)" >> "$files.log"
+  first=$(($(wc -c < "$files.log") + 1))
+  STEP_S=$most timeout --kill-after=5 "$most" "$@" >> "$files.log" 2>&1
   code=$?
-  tar -czf "$OUT/logs.tar.gz" -C "$work" logs # after each step: the next may be the last
-  reason=$(grep -v '^[[:space:]]*$' "$work/logs/$name.log" | tail -n 1 | cut -c 1-150)
+  tar -czf "$files.tar.gz" -C "$work" results # after each step: the next may be the last
+  reason=$(tail -c "+$first" "$files.log" | grep -v '^[[:space:]]*$' | tail -n 1 | cut -c 1-150)
   case $code in
     0) note "$name" $((SECONDS - begun)) "ok: $reason" ;;
     124 | 137) note "$name" $((SECONDS - begun)) "over after $most s: $reason" ;;
@@ -58,7 +63,36 @@ environment() {
   nproc
   free -g | head -n 2
   df -h /dev/shm | tail -n 1
+  "$PYTHON" -c 'import sys, torch
+n_cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print("torch", torch.__version__, "with", n_cards, "GPUs")
+open(sys.argv[1], "w").write(str(n_cards))' "$work/n_cards"
   "$PYTHON" bench/gpu/requirements.py "$work/site" ${WHEELS:+"$WHEELS"}
+}
+
+# Build the libraries into the package: tests have an empty cache.
+build() {
+  "$PYTHON" scripts/build_kernels.py --this-machine && "$PYTHON" -c 'from offload_rt.ops import extension
+reason = extension.missing()
+print(reason or "built, and one was launched")
+raise SystemExit(bool(reason))'
+}
+
+# Check packages and GPU, build, and expand the 70B shape meanwhile. Without a GPU leave out all steps.
+prepare() { # names of the steps
+  step environment 40 bash -c environment
+  n_cards=$(cat "$work/n_cards" 2> /dev/null || echo 0)
+  if ((n_cards == 0)); then
+    failed=1
+    for name in build "$@"; do
+      skip "$name" "torch of $PYTHON can use no GPU"
+    done
+    finish
+  fi
+  "$PYTHON" -m bench.gpu.shapes > "$work/results/expand.log" 2>&1 &
+  export EXPANDING=$!
+  step build 110 bash -c build
+  export OFFLOAD_RT_BUILD=0 # a failed build takes its time once
 }
 
 # Pytest on the tests that need a card. Fails if none passed: without kernels all are skipped.
@@ -67,18 +101,19 @@ tests() { # files
   ((PIPESTATUS[0] == 0)) && tail -n 1 "$work/pytest.txt" | grep -q ' passed'
 }
 
-# A section of bench.gpu in the step's time. Each result is written to $OUT and printed at once.
+# A section of bench.gpu in the step's time, after the expansion, which would use the link's memory.
 section() { # name
-  local minutes
-  minutes=$(printf '%d.%02d' $(((STEP_S - 10) / 60)) $(((STEP_S - 10) % 60 * 100 / 60)))
-  "$PYTHON" -m bench.gpu --again --section "$1" --minutes "$minutes" --results "$OUT" --logs "$work/logs"
+  local left
+  tail --pid "$EXPANDING" -n +1 -f "$work/results/expand.log"
+  left=$((STEP_S - SECONDS - 5))
+  ((left = left < 1 ? 1 : left))
+  "$PYTHON" -m bench.gpu --again --section "$1" --results "$work/results" \
+    --minutes "$(printf '%d.%03d' $((left / 60)) $((left % 60 * 1000 / 60)))"
 }
 
 finish() {
-  echo
-  cat "$summary"
   exit $failed
 }
 
-export -f environment tests section
+export -f environment build tests section
 export OUT PYTHON WHEELS work

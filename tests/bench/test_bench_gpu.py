@@ -1,8 +1,8 @@
 """GPU benchmarks without a GPU: models of a shape, sections, and the table of results."""
 
 import json
-import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -155,18 +155,29 @@ def test_formats_section_continues_after_a_failure(small, monkeypatch):
     assert quantised < 0.5 * plain
 
 
-def test_kernels_are_built_in_a_further_process(monkeypatch, tmp_path, capsys):
-    """A CUDA context of this process would use memory of the sections."""
-    monkeypatch.setattr(extension, "missing", lambda: pytest.fail("a context"))
-    monkeypatch.setattr(sections.subprocess, "run", failing(sections.subprocess.run))
-    assert sections._run(("ceilings",), 0.0, True, tmp_path, tmp_path) == 3
-    assert capsys.readouterr().err == "error: there are no kernels: the driver is old\n"
+def test_results_without_kernels_state_the_reason(monkeypatch, capsys):
+    monkeypatch.setattr(streamed, "measure", lambda: iter([{"passes": []}]))
+    for reason in ("", "the driver is old"):
+        monkeypatch.setattr(extension, "missing", lambda reason=reason: reason)
+        sections._print("streamed")
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {"passes": []} and second == first | {"no kernels": "the driver is old"}
 
 
-def failing(run):
-    """Replace the program of a process by a failing program."""
-    program = "raise SystemExit('building\\nthe driver is old')"
-    return lambda command, **how: run([*command[:2], program], **how)
+def test_only_the_first_section_begins_late(monkeypatch, tmp_path, capsys):
+    """A step of a single section uses the time that is left."""
+    monkeypatch.setattr(sections, "device", lambda: {"device": "a card"})
+    begun = []
+
+    def run_section(command, seconds, log, record):
+        begun.append(command[-1])
+        record({"failed": "late"})
+        return {}
+
+    monkeypatch.setattr(sections, "run_section", run_section)
+    assert sections._run(("ceilings", "streamed"), 0.0, True, tmp_path) == 0
+    assert begun == ["ceilings"] and "streamed: left out" in capsys.readouterr().out
+    assert json.loads((tmp_path / "ceilings.json").read_text())["failed"] == "late"
 
 
 def test_correctness_section_keeps_output_and_exit_code(monkeypatch, capfd):
@@ -267,6 +278,9 @@ def test_attention_section_runs(monkeypatch):
     per attention.
     """
 
+    def no_compiler(*_):
+        raise RuntimeError("no compiler")
+
     def captured(work):
         work()
         return work
@@ -279,11 +293,16 @@ def test_attention_section_runs(monkeypatch):
 
     monkeypatch.setattr(attention, "captured", captured)
     monkeypatch.setattr(attention, "in_turn", in_turn)
+    monkeypatch.setattr(attention, "_flex", no_compiler)
+    sizes = attention.Shapes((3, 1), 4, 2, 64, 10, 16, 1024)
     with fake_gpu(monkeypatch):
-        records = told(attention.measure(attention.Shapes((3, 1), 4, 2, 64, 10, 16, 1024)))
+        records = told(attention.measure(sizes))
+        (with_flex,) = told(attention.measure(replace(sizes, n_nodes=(3,), has_flex=True)))
     assert [list(each) for each in records] == [["3"], ["3", "1"]]
     three = records[-1]["3"]
     single = records[-1]["1"]
+    assert with_flex["3"]["flex_attention"] == {"failed": "no compiler"}
+    assert set(with_flex["3"]) == {*three, "flex_attention"}
     assert {name for name, value in three.items() if "median" in value} == {
         "tree_attention",
         "flash, no mask",
@@ -325,24 +344,30 @@ def test_section_results_are_kept(code, expected, tmp_path):
 
 
 def test_section_timeout_ends_its_processes(tmp_path, monkeypatch):
-    """It is over when the section has started another process."""
+    """It is over when the section has started another process, which holds its output open."""
     pid = tmp_path / "pid"
-    wait = subprocess.Popen.wait
 
-    def waited(process, timeout=None):
-        while timeout and not is_written(pid):
-            assert process.poll() is None
-        return wait(process, timeout and 0.0)
+    class Timer(threading.Timer):
+        def run(self):
+            while not is_written(pid):
+                pass
+            self.function()
 
-    monkeypatch.setattr(subprocess.Popen, "wait", waited)
-    child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    monkeypatch.setattr(sections.threading, "Timer", Timer)
+    ended = tmp_path / "ended"
+    child = (
+        f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(20);"
+        f" open({str(ended)!r}, 'w')"
+    )
     code = (
         "import subprocess, sys; print('{\"a\": 1}', flush=True);"
         f" subprocess.run([sys.executable, '-c', {child!r}])"
     )
-    result = run_section([sys.executable, "-c", code], 5, tmp_path / "log")
+    records = []
+    result = run_section([sys.executable, "-c", code], 5, tmp_path / "log", records.append)
     assert result == {"failed": "took more than 5 s", "result": {"a": 1}}
-    assert is_soon_over(int(pid.read_text()))
+    assert records == [{"failed": "it was killed", "result": {"a": 1}}, result]
+    assert is_soon_over(int(pid.read_text())) and not ended.exists()
 
 
 def test_failed_or_outdated_sections_run_again(tmp_path):

@@ -3,18 +3,20 @@
 import ctypes
 import os
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import build_kernels
 import pytest
 import torch
 from support.fake_gpu import fake_gpu
 from support.processes import is_soon_over, is_written
 
-from offload_rt.ops import build, extension
+from offload_rt.ops import build, cpu, extension
 from offload_rt.ops.build import NotBuilt, Recipe, find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +85,15 @@ def test_library_of_the_package_has_priority(folders):
     here = replace(TINY, name="here")
     (folders / "package" / everywhere.file).write_bytes(b"")
     assert find(everywhere, here) == folders / "package" / everywhere.file
+    assert calls(folders) == []
+
+
+def test_build_can_be_off(folders, monkeypatch):
+    monkeypatch.setenv("OFFLOAD_RT_BUILD", "0")
+    with pytest.raises(NotBuilt, match="OFFLOAD_RT_BUILD is 0"):
+        find(TINY)
+    (folders / "package" / TINY.file).write_bytes(b"")
+    assert find(TINY) == folders / "package" / TINY.file
     assert calls(folders) == []
 
 
@@ -182,6 +193,23 @@ def test_kernels_are_built_for_the_present_devices(card, folders, monkeypatch, r
     last = {12.7: "90", 12.8: "120"}[release]
     pairs = ("89", "sm_89"), (last, f"sm_{last}"), (last, f"compute_{last}")
     assert codes[2] == {f"-gencode=arch=compute_{a},code={b}" for a, b in pairs}
+
+
+def test_libraries_of_this_machine_are_built_into_the_package(card, folders, monkeypatch):
+    """Programs with another cache find them without a further build."""
+    compiler(
+        folders,
+        'case "$1" in --version) echo release 12.8 ;; *) '
+        'while [ "$1" != -o ]; do shift; done; echo > "$2" ;; esac',
+    )
+    for name in ("nvcc", "g++"):
+        (folders / "bin" / name).symlink_to(folders / "bin" / "compiler")
+    monkeypatch.setattr(sys, "argv", ["build_kernels.py", "--this-machine"])
+    build_kernels.main()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folders / "another"))
+    monkeypatch.setenv("OFFLOAD_RT_BUILD", "0")
+    kernels = find(*map(build.kernels, (build.ALL_ARCHITECTURES, build.ARCHITECTURES, {89, 120})))
+    assert {kernels, find(build.cpu(cpu.level()))} == {*(folders / "package").glob("*.so")}
 
 
 def test_kernels_that_load_but_fail_are_missing(card, monkeypatch):
