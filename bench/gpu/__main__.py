@@ -39,7 +39,7 @@ def main() -> int:
         "--minutes",
         type=float,
         default=9,
-        help="only the first section begins too late for its time",
+        help="no section but the first begins that would not end in this time",
     )
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument(

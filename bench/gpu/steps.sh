@@ -37,7 +37,7 @@ step() {
   fi
   ((most = most < left ? most : left))
   begun=$SECONDS
-  echo "== $name (at most $most s)" >> "$files.log"
+  printf '\n== %s (at most %s s)\n' "$name" "$most" >> "$files.log"
   first=$(($(wc -c < "$files.log") + 1))
   STEP_S=$most timeout --kill-after=5 "$most" "$@" >> "$files.log" 2>&1
   code=$?
@@ -104,7 +104,7 @@ tests() { # files
 # A section of bench.gpu in the step's time, after the expansion, which would use the link's memory.
 section() { # name
   local left
-  tail --pid "$EXPANDING" -n +1 -f "$work/results/expand.log"
+  tail --pid "$EXPANDING" -n 1 -f "$work/results/expand.log"
   left=$((STEP_S - SECONDS - 5))
   ((left = left < 1 ? 1 : left))
   "$PYTHON" -m bench.gpu --again --section "$1" --results "$work/results" \
