@@ -10,11 +10,11 @@ limit_s=${LIMIT_S:-535}
 source "$(dirname "$0")/steps.sh"
 
 prepare kernels ceilings streamed products streams card attention
-step kernels 60 bash -c 'tests tests/ops/test_kernels.py tests/ops/test_few_rows.py'
+step kernels 55 bash -c 'tests tests/ops/test_kernels.py tests/ops/test_few_rows.py'
 step ceilings 35 bash -c 'section ceilings'
-step streamed 125 bash -c 'section streamed'
+step streamed 120 bash -c 'section streamed'
 step products 35 bash -c 'section products'
-step streams 30 bash -c 'tests tests/offload/test_streamers.py'
-step card 60 bash -c 'tests -n 4 tests/engine/test_cuda.py'
-step attention 40 bash -c 'section attention'
+step streams 25 bash -c 'tests tests/offload/test_streamers.py'
+step card 55 bash -c 'tests -n 4 tests/engine/test_cuda.py'
+step attention 35 bash -c 'section attention'
 finish

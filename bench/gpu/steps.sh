@@ -80,7 +80,7 @@ raise SystemExit(bool(reason))'
 
 # Check packages and GPU, build, and expand the 70B shape meanwhile. Without a GPU leave out all steps.
 prepare() { # names of the steps
-  step environment 40 bash -c environment
+  step environment 65 bash -c environment
   n_cards=$(cat "$work/n_cards" 2> /dev/null || echo 0)
   if ((n_cards == 0)); then
     failed=1

@@ -99,6 +99,14 @@ def _level(result: Any) -> str:
     )
 
 
+def _products(result: Any) -> str:
+    return ", ".join(
+        f"{n} rows {times['int4']['median'] / times['bf16']['median']:.2f}"
+        for n, times in result.items()
+        if n.isdecimal()
+    )
+
+
 def _onchip(result: Any) -> str:
     return ", ".join(
         f"{entry['shape']} {entry['times_faster']:.2f}x"
@@ -134,6 +142,7 @@ _ROWS: tuple[tuple[str, str, str, Callable[[Any], str]], ...] = (
      "products and memory",
      ">= 2x; <= 1.2x; -", "attention", _attention),
     ("a level of a 7B draft / (its bytes / device bandwidth)", "<= 1.2", "onchip", _level),
+    ("a product of a 7B draft in int4 / in bfloat16", "< 1", "products", _products),
     ("whole models on the card, trees against plain", "", "onchip", _onchip),
     ("ops against their references, a whole model, memory "
      "checker", "all", "correctness", _correctness),
