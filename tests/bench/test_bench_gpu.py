@@ -273,6 +273,11 @@ def test_products_section_runs(monkeypatch):
     assert floors["int4"] < floors["int8"] < floors["bf16"]
 
 
+def test_products_alternate_between_copies():
+    work = products.product(torch.eye(2), [(torch.eye(2), 0), (2 * torch.eye(2), 0)])
+    assert [work()[0, 0].item() for _ in range(3)] == [1, 2, 1]
+
+
 def test_attention_section_runs(monkeypatch):
     """Run every kernel once. A fake clock measures 1 s per product and copy, and 2 s
     per attention.
@@ -302,7 +307,7 @@ def test_attention_section_runs(monkeypatch):
     three = records[-1]["3"]
     single = records[-1]["1"]
     assert with_flex["3"]["flex_attention"] == {"failed": "no compiler"}
-    assert set(with_flex["3"]) == {*three, "flex_attention"}
+    assert "flex_attention" not in three and with_flex["3"].keys() > three.keys()
     assert {name for name, value in three.items() if "median" in value} == {
         "tree_attention",
         "flash, no mask",
