@@ -8,7 +8,7 @@ try:
     from numba import njit
 except ImportError as error:  # numba refuses a newer numpy, too
     warnings.warn(f"functions for numba stay interpreted: {error}", stacklevel=2)
-    njit = None
+    njit = None  # type: ignore[assignment]
 
 
 def compiled(
