@@ -166,10 +166,16 @@ struct Dequantize {
 
 void dequantize(const Dequantize& args, cudaStream_t stream);
 
+// A divisor of numbers below 2^31, by a product; see `quotient` in csrc/few_rows.cuh.
+struct Divisor {
+  uint32_t factor;
+  int shift;
+};
+
 // x w^T + bias for quantised or 16-bit w (n_out, n_in) of any kind but kAwq and kNormal4; kColumns stores its transpose.
 // Eight neighbouring inputs share a scale, n_in is a multiple of kFewInputs, codes have 4 or 8 bits by their kind.
 // Few rows share one w. With `ends`, any number of rows is sorted by matrix; rows past the last end become zeros.
-constexpr int kMostFewRows = 32, kFewInputs = 32, kMostFewOutputs = 65535 * 16;
+constexpr int kMostFewRows = 128, kFewInputs = 32, kMostFewOutputs = 65535 * 16;
 struct FewRows {
   const void* x;         // (rows of x, n_in) of kind_of_x, rows at multiples of 16 bytes
   const int64_t* rows;   // (n_rows,) row of x of each row of y, or null: the same row
@@ -183,9 +189,13 @@ struct FewRows {
   int n_rows, n_matrices, n_out, n_in, n_scales, block_out, block_in, offset;  // offset: subtracted, or added to packed zeros
   CodeKind kind;
   FloatKind kind_of_x, scale_kind;
+  Divisor by_block_out, by_block_in;  // set by `few_rows`
 };
 
-void few_rows(const FewRows& args, cudaStream_t stream);
+void few_rows(FewRows args, cudaStream_t stream);
+// For kRows and kColumns with scales of 16 bits, whole steps of inputs in a group, and alignment to 16 bytes.
+bool serves_int4(const FewRows& args);
+void few_rows_int4(const FewRows& args, cudaStream_t stream);
 
 // A layer encoded without loss; see offload_rt/ops/lossless.py. `block` begins with the chunks.
 struct LosslessChunk {

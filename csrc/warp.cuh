@@ -82,6 +82,44 @@ __device__ __forceinline__ uint32_t pack<BFloat16>(float low, float high) {
   return both;
 }
 
+// a & mask | bits in one instruction, which the compiler does not choose for two constants.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(a), "r"(mask), "r"(bits));
+  return y;
+}
+
+// a - b and a * b of two pairs of T, each rounded once.
+template <typename T>
+__device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b);
+template <typename T>
+__device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b);
+template <>
+__device__ __forceinline__ uint32_t subtract_pair<Half>(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+template <>
+__device__ __forceinline__ uint32_t multiply_pair<Half>(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+// Before 9.0 bfloat16 has no other arithmetic than a * b + c: b times -1, and a negative zero, which changes no sum.
+template <>
+__device__ __forceinline__ uint32_t subtract_pair<BFloat16>(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(b), "r"(0xbf80bf80u), "r"(a));
+  return y;
+}
+template <>
+__device__ __forceinline__ uint32_t multiply_pair<BFloat16>(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(0x80008000u));
+  return y;
+}
+
 // The two of them, widened; the lower half first.
 template <typename T>
 __device__ __forceinline__ float2 unpack(uint32_t both);

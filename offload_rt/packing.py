@@ -1,5 +1,6 @@
 """Memory order of the codes of quantised matrices, without torch."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,13 +16,20 @@ REFERENCE_WEIGHTS = 1 << 19
 REFERENCE_NBYTES = 16 << 20
 # Outputs that a product widens to float32 at a time on a CPU without the library.
 PRODUCT_OUTPUTS = 256
-# Maximum rows of the CUDA product of codes, and divisor of their inputs (csrc/kernels.h).
+# Rows that the CUDA product of codes multiplies at a time, maximum rows of a product with 4-bit
+# integers, and divisor of their inputs (csrc/kernels.h).
 CODED_ROWS = 32
+_INT4_ROWS = 128
 _CODED_INPUTS = 32
 # Remaining share of 16-bit layers after lossless encoding (docs/formats.md: 0.70 for two models).
 LOSSLESS_SHARE = 0.70
 # Rows that the CPU library multiplies at a time (kMostRows in csrc/linear_cpu.h).
 PRODUCT_ROWS = 384
+
+
+def coded_reads(n_rows: float) -> int:
+    """Return how often the CUDA product of codes reads them."""
+    return max(math.ceil(n_rows / CODED_ROWS), 1)
 
 
 def product_nbytes(n_out: int, n_in: int, itemsize: int, has_card: bool) -> int:
@@ -104,20 +112,25 @@ class Packing:
         """Whether the codes are of the transpose, so that group indices refer to rows."""
         return self.order in ("columns", "awq")
 
-    def has_direct_product(self, n_in: int, zeros: Order | None) -> bool:
-        """Return whether a CUDA kernel multiplies few rows by these codes without decoding them.
+    def n_coded_rows(self, n_in: int, zeros: Order | None) -> int:
+        """Return how many rows a CUDA kernel multiplies by these codes without decoding them.
 
         n_in   inputs of the matrix
         zeros  order of the zero points; None without
         """
-        block_in = self.block[0 if self.is_transposed else 1]
-        return (
+        block_out, block_in = self.block[::-1] if self.is_transposed else self.block
+        has_kernel = (
             self.order not in ("awq", "nf4")
             and self.bits == (8 if self.order == "plain" else 4)
             and zeros in (None, ZERO_ORDERS.get(self.order))
             and n_in % _CODED_INPUTS == 0
             and (block_in % 8 == 0 or block_in >= n_in)
         )
+        if not has_kernel:
+            return 0
+        is_int4 = self.order in ("rows", "columns") and block_out == 1
+        has_groups = block_in % _CODED_INPUTS == 0 or block_in >= n_in
+        return _INT4_ROWS if is_int4 and has_groups else CODED_ROWS
 
     def code_shape(self, n_rows: int, n_columns: int) -> tuple[int, int]:
         """Return the shape of the codes of a matrix."""

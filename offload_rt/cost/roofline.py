@@ -12,6 +12,7 @@ from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.dtypes import DType
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.layers import TensorShape
+from offload_rt.packing import coded_reads
 
 # Reached share of published rates. Products of 8192 by 8192 in torch: 158.6 of 165.2 TFLOP/s on an
 # RTX 4090, 215 of 312 on an A800 (github.com/mli/transformers-benchmarks, issue 4). The lower share
@@ -95,6 +96,8 @@ class Roof:
         if n_rows > self.n_coded_rows:
             decode_s = self.decode_s * n_weights
             share = 1.0
+        elif self.n_coded_rows < math.inf:
+            share *= coded_reads(n_rows)
         if self.products and n_rows <= self.products[-1][0]:
             widths, seconds = zip(*self.products, strict=True)
             measured_s = share * n_weights * float(np.interp(n_rows, widths, seconds))

@@ -8,6 +8,7 @@ from offload_rt.cost.tree_size import Acceptance
 from offload_rt.engine.memory_plan import MemoryPlan
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.packing import coded_reads
 from offload_rt.tree.search import search
 
 # Tokens per pass relative to the unquantised draft model, measured with the demonstration pair and
@@ -136,4 +137,6 @@ def _level_nbytes(plan: PlannedDraft, plain_nbytes: int) -> int:
     assert sizes is not None, "a draft model is planned"
     n_rows = plan.memory.limits.n_nodes / plan.memory.limits.n_levels
     is_coded = sizes.matrix is None or n_rows <= sizes.matrix.n_coded_rows(sizes.dtype)
-    return sizes.nbytes if is_coded else sizes.nbytes + 2 * plain_nbytes
+    if not is_coded:
+        return sizes.nbytes + 2 * plain_nbytes
+    return sizes.nbytes if sizes.matrix is None else sizes.nbytes * coded_reads(n_rows)

@@ -13,7 +13,7 @@ from offload_rt.ops.dequantize import (
     CodedMatrix,
     kernel_codes,
 )
-from offload_rt.packing import CODED_ROWS, ORDERS
+from offload_rt.packing import ORDERS
 
 # Divisor of the inputs of plain matrices, as in csrc/kernels.h.
 _INPUTS = 32
@@ -27,17 +27,14 @@ Stack = Tensor | CodedMatrix
 def serves_few_rows(x: Tensor, weight: CodedMatrix) -> bool:
     """Whether the kernel multiplies the rows x (n, n_in) by these codes directly."""
     has_codes = weight.codes.is_contiguous() and weight.codes.data_ptr() % 8 == 0
-    return 0 < len(x) <= CODED_ROWS and has_codes and _has_kernel(x.dtype, weight)
+    return has_codes and 0 < len(x) <= _most_rows(x.dtype, weight)
 
 
-def _has_kernel(dtype: torch.dtype, weight: CodedMatrix) -> bool:
+def _most_rows(dtype: torch.dtype, weight: CodedMatrix) -> int:
+    """Return the rows of a product with a kernel; 0 without."""
+    is_served = dtype in _HALVES and weight.groups is None and weight.product in KERNEL_DTYPES
     zeros = None if weight.zeros is None else weight.zeros.order
-    return (
-        dtype in _HALVES
-        and weight.groups is None
-        and weight.packing.has_direct_product(weight.shape[1], zeros)
-        and weight.product in KERNEL_DTYPES
-    )
+    return weight.packing.n_coded_rows(weight.shape[1], zeros) if is_served else 0
 
 
 def serves_stack(dtype: torch.dtype, stack: Stack) -> bool:
@@ -51,7 +48,7 @@ def serves_stack(dtype: torch.dtype, stack: Stack) -> bool:
             and not stack.shape[2] % _INPUTS
         )
     has_scales = stack.scales.dtype == stack.product or _has_exponents(stack)
-    return has_scales and _has_kernel(dtype, stack)
+    return has_scales and _most_rows(dtype, stack) > 0
 
 
 def _has_exponents(weight: CodedMatrix) -> bool:

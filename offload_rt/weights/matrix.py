@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload_rt.dtypes import DType
-from offload_rt.packing import CODED_ROWS, Order, Packing, product_nbytes
+from offload_rt.packing import Order, Packing, product_nbytes
 from offload_rt.weights.source import StoredTensor
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ class QuantizedMatrix(Matrix):
     def n_coded_rows(self, dtype: DType) -> float:
         """See `Matrix.n_coded_rows`."""
         zeros = None if self.zeros is None else self.zeros.order
-        is_direct = self.groups is None and self.packing.has_direct_product(self.shape[1], zeros)
-        return CODED_ROWS if is_direct and dtype.itemsize == 2 else 0
+        is_direct = self.groups is None and dtype.itemsize == 2
+        return self.packing.n_coded_rows(self.shape[1], zeros) if is_direct else 0
 
     @cached_property
     def _stored_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -110,12 +110,48 @@ def test_unit_vectors_give_the_weights(kernels: tuple[Any, str], kind: str) -> N
         assert torch.equal(y.cpu(), expected[first : first + 32])
 
 
-def test_a_row_has_the_same_bits_in_any_company(kernels: tuple[Any, str]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("product", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["rows", "columns", "rows, zeros", "columns, zeros"])
+def test_int4_weights_are_exact_at_all_steps_of_the_inputs(
+    kernels: tuple[Any, str], kind: str, product: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Scales may have the dtype of the rows or not; a step of a block has 1,024 inputs."""
     library, device = kernels
-    matrix = moved(random_matrix("rows", 48, 608, torch.bfloat16), device)
-    x = torch.randn(32, 608).bfloat16().to(device)
+    matrix = random_matrix(kind, 76, 5152, product)
+    expected = values_of(matrix).to(product).to(dtype).T.contiguous()
+    for first, n_rows in ((992, 100), (4090, 8), (5140, 12)):
+        x = torch.zeros(n_rows, 5152, dtype=dtype)
+        x[range(n_rows), range(first, first + n_rows)] = 1
+        assert serves_few_rows(x, matrix)
+        y = multiply_few_rows(x.to(device), moved(matrix, device), None, library)
+        assert torch.equal(y.cpu(), expected[first : first + n_rows])
+
+
+@pytest.mark.parametrize("offset", [8, 20])
+@pytest.mark.parametrize("group", [8, 32, 24, 96])
+def test_any_groups_and_offsets_of_int4_are_exact(
+    kernels: tuple[Any, str], group: int, offset: int
+) -> None:
+    library, device = kernels
+    matrix = random_matrix("rows", 24, 288, torch.bfloat16)
+    scales = torch.rand(24, 288 // group).bfloat16()
+    packing = replace(matrix.packing, block=(1, group), offset=offset)
+    matrix = replace(matrix, packing=packing, scales=scales)
+    expected = values_of(matrix).bfloat16().T.contiguous()
+    x = torch.eye(288).bfloat16()[200:232]
+    y = multiply_few_rows(x.to(device), moved(matrix, device), None, library)
+    assert torch.equal(y.cpu(), expected[200:232])
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "plain"])
+def test_a_row_has_the_same_bits_in_any_company(kernels: tuple[Any, str], kind: str) -> None:
+    library, device = kernels
+    matrix = moved(random_matrix(kind, 80, 2080, torch.bfloat16), device)
+    n_rows = 32 if kind == "plain" else 128
+    x = torch.randn(n_rows, 2080).bfloat16().to(device)
     full = multiply_few_rows(x, matrix, None, library)
-    for first, last in ((0, 1), (3, 12), (5, 25), (30, 32)):
+    for first, last in ((0, 1), (3, 12), (5, 25), (n_rows - 2, n_rows)):
         assert torch.equal(
             multiply_few_rows(x[first:last], matrix, None, library), full[first:last]
         )
@@ -123,7 +159,9 @@ def test_a_row_has_the_same_bits_in_any_company(kernels: tuple[Any, str]) -> Non
 
 def test_other_shapes_are_left_to_dequantising() -> None:
     matrix = random_matrix("rows", 16, 64, torch.bfloat16)
-    assert not serves_few_rows(torch.zeros(33, 64).bfloat16(), matrix)
+    assert not serves_few_rows(torch.zeros(129, 64).bfloat16(), matrix)
+    narrow_groups = replace(matrix, packing=replace(matrix.packing, block=(1, 16)))
+    assert not serves_few_rows(torch.zeros(33, 64).bfloat16(), narrow_groups)
     assert not serves_few_rows(torch.zeros(1, 64), matrix)
     narrow = random_matrix("plain", 16, 33, torch.bfloat16)
     assert not serves_few_rows(torch.zeros(1, 33).bfloat16(), narrow)

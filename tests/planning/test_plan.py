@@ -221,7 +221,7 @@ def test_llama2_70b_is_planned_for_a_4090_without_weights(capsys):
     assert result["bound"].startswith("the host-to-card link")
     # Dynamic trees and an int4 draft, each with its measured ratio of tokens per pass.
     faster = planned(arguments, capsys)
-    assert faster["draft_quantize"] == "none"
+    assert faster["draft_quantize"] == "int4"
     assert faster["predicted_seconds_per_token"] < 0.9 * result["predicted_seconds_per_token"]
     source = planned([*arguments, "--draft-quantize", "int4"], capsys)["acceptance"]["source"]
     assert "times 1.15 for dynamic" in source and "times 0.96 for a draft in int4" in source

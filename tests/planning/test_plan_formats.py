@@ -250,15 +250,23 @@ def test_few_rows_of_codes_save_exactly_their_bytes():
     card = Machine.with_card(find_card("rtx4090"), 10**11, 7.0)
     plain = predict(request(target), card)
     by_name = formats(target, True)
-    for name in ("fp8, blocks 128x128", "int4, groups of 128"):
+    for name, rows in (
+        ("fp8, blocks 128x128", [32, 32, 64]),
+        ("int4, groups of 128", [32, 128, 192]),
+    ):
         coded = predict(request(by_name[name]), card)
         saved = sum(target.layer_nbytes) - sum(by_name[name].layer_nbytes)
         bandwidth = card.roof(target.dtype, None).bandwidth
         assert plain.row_s - coded.row_s == pytest.approx(saved / bandwidth, rel=1e-3)
         times = card.costs(by_name[name], None, coded.memory_plan.plan).target
-        few, many = times.at(np.array([32, 64]), 0)
+        few, most, many = times.at(np.array(rows), 0)
         decoding = decoded_nbytes(target) / (1e9 * card.decode_gbps)
-        assert few < 1.1 * times.at(np.array([1]), 0)[0] and many > decoding
+        assert few < 1.1 * times.at(np.array([1]), 0)[0] and most < decoding < many
+    # Every 32 rows read the codes of 4 bits again. Weights of 16 bits are read once.
+    nbytes = sum(by_name["int4, groups of 128"].layer_nbytes)
+    plain_times = card.costs(target, None, plain.memory_plan.plan).target
+    added, plain_added = (np.diff(each.at(np.array([32, 64]), 0)) for each in (times, plain_times))
+    assert added - plain_added == pytest.approx(nbytes / bandwidth, rel=1e-3)
     assert 2 * coded.row_s < plain.row_s
 
 

@@ -123,8 +123,9 @@ def planned(
 
 def test_auto_quantises_if_streamed_bytes_and_draft_levels_take_less_time():
     assert planned(*PAIR, 22 << 30, tree_size=256).rounding == "int4"
-    # A level of 85 rows decodes the codes, which costs more than the bytes on the link.
-    assert planned(*PAIR, 22 << 30).rounding == "none"
+    assert planned(*PAIR, 22 << 30).rounding == "int4"
+    # A level of 171 rows decodes the codes, which costs more than the bytes on the link.
+    assert planned(*PAIR, 30 << 30, tree_size=4096).rounding == "none"
     assert planned(*PAIR, 200 << 30).rounding == "none"  # resident
     assert planned(*PAIR, 22 << 30, has_card=False).rounding == "none"
     # A small draft saves too few bytes.

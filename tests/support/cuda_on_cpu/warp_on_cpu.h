@@ -137,6 +137,20 @@ float2 unpack(uint32_t both) {
   return {widen<T>(both & 0xffff), widen<T>(both >> 16)};
 }
 
+inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) | bits; }
+
+// Differences of codes and zero points are exact in float32, and so are products of two numbers of 16 bits.
+template <typename T>
+uint32_t subtract_pair(uint32_t a, uint32_t b) {
+  const float2 x = unpack<T>(a), y = unpack<T>(b);
+  return pack<T>(x.x - y.x, x.y - y.y);
+}
+template <typename T>
+uint32_t multiply_pair(uint32_t a, uint32_t b) {
+  const float2 x = unpack<T>(a), y = unpack<T>(b);
+  return pack<T>(x.x * y.x, x.y * y.y);
+}
+
 struct MatrixLoad {
   uint32_t* r;
   const void* row;
