@@ -11,6 +11,7 @@ from torch import Tensor
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.pair_stats import Estimates
+from offload_rt.speculate.recycler import RecycledCandidates
 from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.topology import DraftTree, Topology
@@ -126,6 +127,8 @@ class DynamicTreeBuilder:
     n_fixed: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
+        # Further candidates: earlier predictions of the target.
+        self.recycled: RecycledCandidates | None = None
         self._n_nodes, self._n_levels = self.size
         root = np.array([0])
         self._nodes = _Nodes(np.ones(1), root - 1, np.array(self.state.tokens), root, root.copy())
@@ -164,8 +167,47 @@ class DynamicTreeBuilder:
             depths=nodes.depths[above] + 1,
             rows=np.full(len(above), -1),
         )
+        if self.recycled is not None:
+            children = self._with_recycled(children)
         self._nodes = nodes.merged(children, self._n_nodes)
         self._expand()
+
+    def _with_recycled(self, children: _Nodes) -> _Nodes:
+        """Add recycled children of the expanded nodes; equal tokens keep the higher chance."""
+        assert self.recycled is not None, "candidates exist"
+        places = zip(children.parents.tolist(), children.tokens.tolist(), strict=True)
+        place_of = {place: i for i, place in enumerate(places)}
+        new: list[tuple[float, int, int]] = []
+        for parent in self._expanded.tolist():
+            above = float(self._nodes.chances[parent])
+            row = int(self._nodes.rows[parent])
+            for token, p in self.recycled.below(row, self._path(parent)):
+                i = place_of.get((parent, token))
+                if i is None:
+                    new.append((above * p, parent, token))
+                else:
+                    children.chances[i] = max(children.chances[i], above * p)
+        if not new:
+            return children
+        chances, parents, tokens = zip(*new, strict=True)
+        above_nodes = np.array(parents)
+        more = _Nodes(
+            chances=np.array(chances),
+            parents=above_nodes,
+            tokens=np.array(tokens),
+            depths=self._nodes.depths[above_nodes] + 1,
+            rows=np.full(len(new), -1),
+        )
+        columns = zip(vars(children).values(), vars(more).values(), strict=True)
+        return _Nodes(*(np.concatenate(pair) for pair in columns))
+
+    def _path(self, node: int) -> tuple[int, ...]:
+        """Return the tokens below the root up to a node."""
+        path: list[int] = []
+        while node > 0:
+            path.append(int(self._nodes.tokens[node]))
+            node = int(self._nodes.parents[node])
+        return tuple(path[::-1])
 
     def _expand(self) -> None:
         """Add rows of the nodes to compute next, best first.
@@ -219,6 +261,8 @@ class DynamicTreeBuilder:
         """Compare the candidates along the accepted path, root first, with the actual tokens."""
         rows = self._nodes.rows[[node for node in path if node < len(self._nodes.rows)]]
         for row, token in zip(rows.tolist(), after, strict=False):
+            if self.recycled is not None:
+                self.recycled.observe(row, token)
             if row in self._seen:
                 tokens, probabilities = self._seen[row]
                 hit = next(iter(np.flatnonzero(tokens == token).tolist()), None)

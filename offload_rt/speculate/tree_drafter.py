@@ -16,6 +16,7 @@ from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
 from offload_rt.speculate.ngrams import MatchRates, NgramMatch, append_ngram, find_matches
 from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.protocols import Drafter, DraftParts
+from offload_rt.speculate.recycler import N_PREDICTED, Recycler, context_of
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
 from offload_rt.tree.search import TreeTable, search
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
@@ -45,6 +46,8 @@ class TreeDrafter(Drafter):
     """Propose trees with a draft model.
 
     is_dynamic  (at temperature 0, above): grow trees by confidence instead of a selected shape
+    recycles    earlier predictions of the target compete with the draft for the nodes of dynamic
+                trees
     """
 
     _dynamic: type[DynamicTreeBuilder] = DynamicTreeBuilder
@@ -52,7 +55,9 @@ class TreeDrafter(Drafter):
     _n_ranks = N_RANKS
     _n_at_once = 1  # levels of a draft pass
 
-    def __init__(self, parts: DraftParts, is_dynamic: tuple[bool, bool]) -> None:
+    def __init__(
+        self, parts: DraftParts, is_dynamic: tuple[bool, bool], recycles: bool = False
+    ) -> None:
         model = parts.self_model or parts.draft_model
         assert model is not None, "a tree drafter declares a model"
         self._model = model
@@ -63,7 +68,9 @@ class TreeDrafter(Drafter):
         self._shape = parts.shape
         self.pair_stats = parts.pair_stats
         self._learner = parts.learner
-        self.n_predicted = parts.learner.n_predicted if parts.learner else 0
+        self._recycler = Recycler(parts.pair_stats) if recycles else None
+        self.reads_prompt = recycles
+        self._count_predicted()
         self._is_dynamic = is_dynamic
         # Tables, each with the number of observations that triggers a new search.
         self._tables: dict[str, tuple[TreeTable, int]] = {}
@@ -108,7 +115,14 @@ class TreeDrafter(Drafter):
         if self._learner is not None and predicted is not None:
             nodes = [0, *verdict.path]
             self._learner.add(sequence, TopTokens(predicted.tokens[nodes], predicted.probs[nodes]))
-            self.n_predicted = self._learner.n_predicted
+            self._count_predicted()
+        if self._recycler is not None and predicted is not None:
+            contexts = [context_of(sequence.tokens)]
+            for parent, token in zip(
+                tree.topology.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True
+            ):
+                contexts.append(context_of(contexts[parent], (token,)))
+            self._recycler.learn(contexts, [0, *verdict.path], predicted)
         proposal = self._proposals.get(sequence)
         if proposal is None:
             return
@@ -117,6 +131,15 @@ class TreeDrafter(Drafter):
         if proposal.match is not None:
             self._rates.observe(proposal.match, after)
         proposal.builder.learn([0, *verdict.path], after)
+
+    def _count_predicted(self) -> None:
+        n_recycled = N_PREDICTED if self._recycler is not None else 0
+        self.n_predicted = max(n_recycled, self._learner.n_predicted if self._learner else 0)
+
+    def read(self, sequence: Sequence, predicted: TopTokens) -> None:
+        """Store the target's predictions at the prompt's last tokens."""
+        if self._recycler is not None:
+            self._recycler.read(sequence, predicted)
 
     def observe(self, sequence: Sequence, first: int, states: abc.Sequence[Tensor]) -> None:
         """Pass the target's hidden states to the draft head."""
@@ -188,6 +211,8 @@ class TreeDrafter(Drafter):
             builder = self._dynamic_type(sequence)(
                 state, size, temperature, estimates, copied, cost
             )
+            if self._recycler is not None:
+                builder.recycled = self._recycler.candidates(sequence)
             return Proposal(builder, estimates, match)
         topology, expected = self._choose(sequence, (n_nodes, n_levels, n_sequences))
         if len(topology) == 1:

@@ -40,6 +40,7 @@ from support.tiny import (
     engine_of,
     feed,
     generate,
+    keep_steady,
     open_llm,
     prefill,
     prompt_of,
@@ -354,6 +355,18 @@ def test_greedy_tokens_equal_transformers(tmp_path, kind, place):
     assert_continued(outputs, model, prompts, 24)
     assert alone.token_ids == outputs[2].token_ids
     assert all(output.stats.nodes_per_tree > 1 for output in outputs)
+
+
+def test_earlier_predictions_complete_the_trees_of_a_useless_head(tmp_path, monkeypatch):
+    """The second run of a text finds the target's predictions of the first run."""
+    keep_steady(monkeypatch)
+    model = CASES["llama"].build(0)
+    settings = random_head(tmp_path, "eagle", model)
+    prompt = prompt_of(0, 20)
+    with open_llm(**settings, place="resident", tree_size=24) as llm:
+        first, second = (llm.generate(prompt, SamplingParams(max_new_tokens=32))[0] for _ in "12")
+    assert first.token_ids == second.token_ids
+    assert second.stats.tokens_per_pass > 1.5 * first.stats.tokens_per_pass
 
 
 def counting(folder: Path, kind: str) -> dict[str, Any]:

@@ -15,15 +15,11 @@ from support.tiny import Steady, Zoo, engine_of, logits_of, open_llm, prompt_of
 from offload_rt import LLM, SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.sequence import Sequence
-from offload_rt.speculate.draft import recycle
-from offload_rt.speculate.draft.recycle import (
-    KeyCalibration,
-    PredictedTree,
-    PredictionTable,
-    Recycling,
-)
+from offload_rt.speculate import recycler
+from offload_rt.speculate.draft.recycle import PredictedTree, Recycling
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import DraftParts
+from offload_rt.speculate.recycler import KeyCalibration, PredictionTable
 from offload_rt.speculate.select import drafter_type
 from offload_rt.tree.topology import Verdict
 
@@ -86,7 +82,7 @@ def best_paths(
         paths.append(path)
         if len(path) + 1 < n_levels:
             prediction = table.find((*tokens, *path)[-3:])
-            prior = recycle._PRIOR[prediction.n_key] if prediction else 0.0
+            prior = recycler._PRIOR[prediction.n_key] if prediction else 0.0
             for token, p in found(table, (*tokens, *path)[-3:]).items():
                 heapq.heappush(waiting, (chance * p * prior, (*path, token)))
     return paths[1:]
@@ -121,7 +117,7 @@ def test_copied_continuation_competes_with_predictions(monkeypatch):
     """Its probability counts below its starting node, and a token keeps the higher of two
     probabilities.
     """
-    monkeypatch.setattr(recycle, "_PRIOR", (1.0,) * 4)
+    monkeypatch.setattr(recycler, "_PRIOR", (1.0,) * 4)
     table = PredictionTable()
     table.keep((7,), [1, 2], [0.6, 0.3])
     table.keep((1,), [4], [0.9])
@@ -156,9 +152,9 @@ def test_prompt_predictions_are_recorded(zoo, llm):
     best = torch.softmax(logits_of(model, prompt), -1).topk(8)
     for end in range(3, 41):
         context = tuple(prompt[end - 3 : end])
-        assert (context in drafter._table) == (end > 40 - N_NODES)
-        if context in drafter._table:
-            successors = found(drafter._table, context)
+        assert (context in drafter._recycler.table) == (end > 40 - N_NODES)
+        if context in drafter._recycler.table:
+            successors = found(drafter._recycler.table, context)
             assert list(successors) == best.indices[end - 1].tolist()
             np.testing.assert_allclose(list(successors.values()), best.values[end - 1], rtol=1e-3)
 
@@ -196,13 +192,13 @@ class Steep(Steady):
 
 def test_rows_of_a_pass_go_to_the_best_predicted_sequence(monkeypatch):
     """A badly predicted sequence gets no rows that are cheap only because of the batch."""
-    monkeypatch.setattr(recycle, "_PRIOR", (1.0,) * 4)
+    monkeypatch.setattr(recycler, "_PRIOR", (1.0,) * 4)
     drafter = Recycling(replace(PARTS, cost=Steep()))
     for before in (1, 2, 3, 4, 5, 11, 12, 13):
-        drafter._table.keep((before,), [before + 1], [0.9 if before < 9 else 0.5])
+        drafter._recycler.table.keep((before,), [before + 1], [0.9 if before < 9 else 0.5])
     sequences = [Sequence([start], SamplingParams(20), 128) for start in (1, 11)]
     assert [len(tree.topology) for tree in drafter.propose(sequences, N_NODES)] == [6, 4]
-    drafter._table.keep((12,), [13], [0.001])
+    drafter._recycler.table.keep((12,), [13], [0.001])
     assert [len(tree.topology) for tree in drafter.propose(sequences, N_NODES)] == [6, 2]
 
 
@@ -219,7 +215,7 @@ def test_wrong_predictions_end_drafting_until_they_are_right():
     sequence = Sequence([7], SamplingParams(99), 128)
     sizes = []
     for token in [2] * 30 + [1] * 60:
-        drafter._table.keep((7,), [1], [0.9])
+        drafter._recycler.table.keep((7,), [1], [0.9])
         (tree,) = drafter.propose([sequence], N_NODES)
         path = (1,) if token == 1 and len(tree.topology) > 1 else ()
         sizes.append(len(tree.topology))
