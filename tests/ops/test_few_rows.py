@@ -128,18 +128,19 @@ def test_int4_weights_are_exact_at_all_steps_of_the_inputs(
         assert torch.equal(y.cpu(), expected[first : first + n_rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("offset", [8, 20])
 @pytest.mark.parametrize("group", [8, 32, 24, 96])
 def test_any_groups_and_offsets_of_int4_are_exact(
-    kernels: tuple[Any, str], group: int, offset: int
+    kernels: tuple[Any, str], group: int, offset: int, dtype: torch.dtype
 ) -> None:
     library, device = kernels
     matrix = random_matrix("rows", 24, 288, torch.bfloat16)
     scales = torch.rand(24, 288 // group).bfloat16()
     packing = replace(matrix.packing, block=(1, group), offset=offset)
     matrix = replace(matrix, packing=packing, scales=scales)
-    expected = values_of(matrix).bfloat16().T.contiguous()
-    x = torch.eye(288).bfloat16()[200:232]
+    expected = values_of(matrix).bfloat16().to(dtype).T.contiguous()
+    x = torch.eye(288).to(dtype)[200:232]
     y = multiply_few_rows(x.to(device), moved(matrix, device), None, library)
     assert torch.equal(y.cpu(), expected[200:232])
 
