@@ -1,4 +1,4 @@
-"""Draft heads of the demonstration target, in torch for training: DFlash and EAGLE-3.
+"""Draft heads in torch for training: DFlash and EAGLE-3.
 
 Both save the tensor names and the config of the published layouts. `offload_rt/models/` contains
 the forward passes for inference.
@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-# Number of target layers whose output is tapped.
-TAPS = (2, 4, 6)
+# Layers of the demonstration target whose outputs its heads read, counted from 1.
+DEMO_TAPS = (2, 4, 6)
 BLOCK_SIZE = 10
 # Token at positions to predict. Prompts contain it only at their start.
 MASK_TOKEN = 0
@@ -33,27 +33,33 @@ _DECAY = 7.0
 class Taught:
     """Texts with the target's states.
 
-    tokens  (rows, n)
-    taps    (rows, n, taps * hidden) hidden states, concatenated
-    final   (rows, n, hidden) states before the output matrix
+    tokens     (rows, n)
+    taps       (rows, n, taps * hidden) hidden states, concatenated
+    final      (rows, n, hidden) states before the output matrix
+    is_taught  (rows, n) positions whose prediction counts
     """
 
     tokens: Tensor
     taps: Tensor
     final: Tensor
+    is_taught: Tensor
 
     def rows(self, places: Tensor) -> "Taught":
         """Select texts, with states in float32."""
-        return Taught(self.tokens[places], self.taps[places].float(), self.final[places].float())
+        parts = self.tokens, self.taps, self.final, self.is_taught
+        tokens, taps, final, is_taught = (part[places] for part in parts)
+        return Taught(tokens, taps.float(), final.float(), is_taught)
 
 
 @torch.no_grad()
-def tapped_states(target: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def tapped_states(
+    target: LlamaForCausalLM, tokens: Tensor, taps: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """Return `taps` and `final` of `Taught` for tokens (rows, n), in the dtype of the target."""
     states: list[Tensor] = []
     hooks = [
         target.model.layers[tap - 1].register_forward_hook(lambda _, __, out: states.append(out))
-        for tap in TAPS
+        for tap in taps
     ]
     final = target.model(tokens, use_cache=False).last_hidden_state
     for hook in hooks:
@@ -61,11 +67,12 @@ def tapped_states(target: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Ten
     return torch.cat(states, -1), final
 
 
-def taught(target: LlamaForCausalLM, tokens: Tensor) -> Taught:
+def taught(target: LlamaForCausalLM, tokens: Tensor, taps: tuple[int, ...]) -> Taught:
     """Compute the target's hidden states for tokens (rows, n), stored in bf16."""
-    parts = (tapped_states(target, part) for part in tokens.split(16))
-    stored = [(taps.bfloat16(), final.bfloat16()) for taps, final in parts]
-    return Taught(tokens, *(torch.cat(each) for each in zip(*stored, strict=True)))
+    parts = (tapped_states(target, part, taps) for part in tokens.split(16))
+    stored = [(tapped.bfloat16(), final.bfloat16()) for tapped, final in parts]
+    tapped, final = (torch.cat(each) for each in zip(*stored, strict=True))
+    return Taught(tokens, tapped, final, torch.ones_like(tokens, dtype=torch.bool))
 
 
 def divergence(logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
@@ -75,10 +82,10 @@ def divergence(logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
     return (each * weights).sum() / weights.sum()
 
 
-def rotated(x: Tensor, positions: Tensor) -> Tensor:
+def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Apply rotary embeddings to x (rows, heads, n, head_dim) at positions (rows, n)."""
     half = x.shape[-1] // 2
-    frequencies = 10000.0 ** (-torch.arange(half, device=x.device) / half)
+    frequencies = theta ** (-torch.arange(half, device=x.device) / half)
     angles = positions[:, None, :, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     a, b = x.chunk(2, -1)
@@ -91,6 +98,7 @@ class Attention(nn.Module):
     def __init__(self, config: Any, n_in: int, qk_norm: bool) -> None:
         super().__init__()
         self.dim = config.head_dim
+        self.theta = config.rope_parameters["rope_theta"]
         n_q = config.num_attention_heads * self.dim
         n_kv = config.num_key_value_heads * self.dim
         self.q_proj = nn.Linear(n_in, n_q, bias=False)
@@ -107,7 +115,8 @@ class Attention(nn.Module):
         out = getattr(self, f"{name}_proj")(x).unflatten(-1, (-1, self.dim)).transpose(1, 2)
         if name == "v":
             return out
-        return rotated(getattr(self, f"{name}_norm")(out) if self.qk_norm else out, positions)
+        out = getattr(self, f"{name}_norm")(out) if self.qk_norm else out
+        return rotated(out, positions, self.theta)
 
     def mix(self, out: Tensor) -> Tensor:
         """Project attention outputs (rows, heads, n, head_dim) to the hidden size."""
@@ -150,16 +159,19 @@ class DFlash(nn.Module):
     with further known tokens, for conditioned blocks.
     """
 
-    def __init__(self, target: LlamaForCausalLM, n_layers: int = 3) -> None:
+    def __init__(
+        self, target: LlamaForCausalLM, taps: tuple[int, ...], n_layers: int = 3
+    ) -> None:
         super().__init__()
         config = target.config
         d = config.hidden_size
-        self.fc = nn.Linear(len(TAPS) * d, d, bias=False)
+        self.taps = taps
+        self.fc = nn.Linear(len(taps) * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, wide=False) for _ in range(n_layers))
         self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
         # Start from the target's last layers, on the states between them.
-        self.fc.weight.data = torch.eye(d).repeat(1, len(TAPS)) / len(TAPS)
+        self.fc.weight.data = torch.eye(d).repeat(1, len(taps)) / len(taps)
         for layer, known in zip(self.layers, target.model.layers[-n_layers:], strict=True):
             layer.load_state_dict(known.state_dict(), strict=False)
         self.norm.load_state_dict(target.model.norm.state_dict())
@@ -211,7 +223,7 @@ class DFlash(nn.Module):
         hidden = self(text.taps, F.embedding(tokens, embedding), starts).flatten(0, 1)
         row = torch.arange(rows, device=device)[:, None, None]
         final = text.final[row, at].flatten(0, 2)
-        is_predicted = ahead.flatten() >= 0
+        is_predicted = (ahead >= 0).flatten() & text.is_taught[row, at].flatten()
         logits, wanted = (F.linear(part[is_predicted], embedding) for part in (hidden, final))
         return divergence(logits, wanted, torch.exp(-ahead.flatten()[is_predicted] / _DECAY))
 
@@ -222,7 +234,7 @@ class DFlash(nn.Module):
             "speculators_model_type": "dflash",
             "speculators_version": "0.9.0",
             "speculators_config": {},
-            "aux_hidden_state_layer_ids": list(TAPS),
+            "aux_hidden_state_layer_ids": list(self.taps),
             "block_size": BLOCK_SIZE,
             "mask_token_id": MASK_TOKEN,
             "sample_from_anchor": True,
@@ -233,17 +245,27 @@ class DFlash(nn.Module):
 class Eagle3(nn.Module):
     """EAGLE-3 (Li et al. 2025): a layer on embedding and fused states, trained on own outputs."""
 
-    def __init__(self, target: LlamaForCausalLM) -> None:
+    def __init__(
+        self, target: LlamaForCausalLM, taps: tuple[int, ...], vocabulary: Tensor | None = None
+    ) -> None:
+        """Create a head that predicts the tokens of `vocabulary` (n,), ascending, or all."""
         super().__init__()
         config = target.config
         d = config.hidden_size
-        self.fc = nn.Linear(len(TAPS) * d, d, bias=False)
+        self.taps = taps
+        self.vocabulary = vocabulary
+        self.fc = nn.Linear(len(taps) * d, d, bias=False)
         self.midlayer = Layer(config, wide=True)
         self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(d, config.vocab_size, bias=False)
         self.midlayer.mlp.load_state_dict(target.model.layers[-1].mlp.state_dict())
         self.norm.load_state_dict(target.model.norm.state_dict())
-        self.lm_head.weight.data.copy_(target.get_input_embeddings().weight)
+        output = self._predicted(target.get_output_embeddings().weight).detach().clone()
+        self.lm_head = nn.Linear(d, len(output), bias=False)
+        self.lm_head.weight.data = output
+
+    def _predicted(self, matrix: Tensor) -> Tensor:
+        """Select the rows of the predicted tokens."""
+        return matrix if self.vocabulary is None else matrix[self.vocabulary]
 
     def forward(self, taps: Tensor, embedded: Tensor) -> Iterator[Tensor]:
         """Yield the outputs (rows, n, d) of passes on states of the target, then of the head.
@@ -270,14 +292,16 @@ class Eagle3(nn.Module):
 
     def loss(self, target: LlamaForCausalLM, text: Taught) -> Tensor:
         """Return the mean divergence over the passes."""
-        n = text.tokens.shape[1] - 1
         embedding = target.get_input_embeddings().weight
+        output = self._predicted(target.get_output_embeddings().weight)
         losses = []
         passes = self(text.taps[:, :-1], F.embedding(text.tokens[:, 1:], embedding))
         for step, hidden in zip(range(1 + N_OWN_STEPS), passes, strict=False):
-            places = step + torch.randperm(n - step, device=hidden.device)[: n // _LOSS_SHARE]
-            logits = self.lm_head(self.norm(hidden[:, places])).flatten(0, 1)
-            wanted = F.linear(text.final[:, 1 + places], embedding).flatten(0, 1)
+            rows, places = text.is_taught[:, 1 + step :].nonzero(as_tuple=True)
+            chosen = torch.randperm(len(rows), device=rows.device)[: len(rows) // _LOSS_SHARE]
+            rows, places = rows[chosen], places[chosen] + step
+            logits = self.lm_head(self.norm(hidden[rows, places]))
+            wanted = F.linear(text.final[rows, 1 + places], output)
             losses.append(divergence(logits, wanted, torch.ones(len(logits), device=hidden.device)))
         return torch.stack(losses).mean()
 
@@ -286,8 +310,8 @@ class Eagle3(nn.Module):
         return {
             **_layer_config(target, "llama", 1),
             "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": target.config.vocab_size,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in TAPS]},
+            "draft_vocab_size": len(self.lm_head.weight),
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps]},
         }
 
 
@@ -320,7 +344,9 @@ def _layer_config(target: LlamaForCausalLM, model_type: str, n_layers: int) -> d
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
         "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")  # fmt: skip
     sizes = {name: getattr(config, name) for name in names}
-    return {"model_type": model_type, "num_hidden_layers": n_layers, **sizes, "dtype": "bfloat16"}
+    rope = {"rope_theta": config.rope_parameters["rope_theta"]}
+    kind = {"model_type": model_type, "num_hidden_layers": n_layers}
+    return {**kind, **sizes, **rope, "dtype": "bfloat16"}
 
 
 def save_head(head: DFlash | Eagle3, target: LlamaForCausalLM, out: Path) -> None:
@@ -329,6 +355,11 @@ def save_head(head: DFlash | Eagle3, target: LlamaForCausalLM, out: Path) -> Non
     weights = {
         name: p.detach().cpu().bfloat16().contiguous() for name, p in head.named_parameters()
     }
+    if isinstance(head, Eagle3) and head.vocabulary is not None:
+        weights["d2t"] = head.vocabulary - torch.arange(len(head.vocabulary))
+        is_predicted = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+        is_predicted[head.vocabulary] = True
+        weights["t2d"] = is_predicted
     partial = out / "model.safetensors.partial"
     save_file(weights, partial, {"format": "pt"})
     partial.rename(out / "model.safetensors")

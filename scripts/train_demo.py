@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
-from demo_heads import DFlash, Eagle3, save_head, taught
+from demo_heads import DEMO_TAPS, DFlash, Eagle3, save_head, taught
 from muon import Muon
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -445,11 +445,11 @@ def train_head(args: argparse.Namespace, corpus: Corpus, kind: type[DFlash] | ty
     bos = tokenizer.bos_token_id
     written = written_text(args, target, stream, bos)
     more = draw_windows(stream, len(written) // 4, written.shape[1], bos)
-    pool = taught(target, torch.cat((written, more)).to(args.device))
+    pool = taught(target, torch.cat((written, more)).to(args.device), DEMO_TAPS)
     held_out = draw_windows(pack(tokenizer, corpus.held_out), 8, written.shape[1], bos)
-    unseen = taught(target, held_out.to(args.device)).rows(torch.arange(len(held_out)))
+    unseen = taught(target, held_out.to(args.device), DEMO_TAPS).rows(torch.arange(len(held_out)))
     torch.manual_seed(args.seed)
-    model = kind(target).to(args.device)
+    model = kind(target, DEMO_TAPS).to(args.device)
 
     def loss_at(fraction: float) -> Tensor:
         rows = torch.randint(0, len(pool.tokens), (args.head_rows,))

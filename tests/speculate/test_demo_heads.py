@@ -13,7 +13,7 @@ from offload_rt import LLM, Output, SamplingParams
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.sequence import Sequence
-from scripts.demo_heads import BLOCK_SIZE, MASK_TOKEN, DFlash, Eagle3, tapped_states
+from scripts.demo_heads import BLOCK_SIZE, DEMO_TAPS, MASK_TOKEN, DFlash, Eagle3, tapped_states
 
 PROMPT = "def read_lines(path, encoding=None):\n    "
 TARGET = str(MODELS / "demo-target")
@@ -45,7 +45,7 @@ def test_draft_logits_equal_the_forward_of_training(kind):
     """After the last token, and after a drafted token."""
     folder = MODELS / {"block": "demo-block", "eagle": "demo-eagle3"}[kind]
     target = LlamaForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-    head = {"block": DFlash, "eagle": Eagle3}[kind](target)
+    head = {"block": DFlash, "eagle": Eagle3}[kind](target, DEMO_TAPS)
     head.load_state_dict(load_file(folder / "model.safetensors"))
     settings = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "tree_size": 8}
     with LLM(TARGET, str(folder), **settings) as llm:
@@ -60,7 +60,7 @@ def test_draft_logits_equal_the_forward_of_training(kind):
         drafter._model.grow([probe])
     tokens = torch.tensor([[*sequence.tokens, drafted]])
     n = tokens.shape[1] - 2
-    taps, _ = tapped_states(target, tokens)
+    taps, _ = tapped_states(target, tokens, DEMO_TAPS)
     embedding = target.get_input_embeddings().weight
     if isinstance(head, DFlash):
         block = torch.full((1, BLOCK_SIZE), MASK_TOKEN)

@@ -1,0 +1,226 @@
+"""Train draft heads of a chat model on conversations that the model writes itself.
+
+    python scripts/train_drafts.py write --target DIR --work DIR --minutes 60
+    python scripts/train_drafts.py states --target DIR --work DIR
+    python scripts/train_drafts.py eagle3 --target DIR --work DIR --minutes 90 --out DIR
+    python scripts/train_drafts.py block --target DIR --work DIR --minutes 60 --out DIR
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from chat_text import BatchWriter, Turn, conversations
+from demo_heads import DFlash, Eagle3, Taught, save_head, tapped_states
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from train_demo import Run, start_from, train
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+# Conversations that are only measured: the first batch.
+HELD_OUT = "text-0-00000.safetensors"
+# Tokens before the user's turn, which are the same in all conversations.
+N_HEADER = 24
+
+
+def write(args: argparse.Namespace) -> None:
+    """Write conversations until the time is over, a file per batch."""
+    target = load_target(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    began = time.monotonic()
+    n_tokens = 0
+    texts = conversations(tokenizer, BatchWriter(target), args.batch, args.answer_tokens)
+    for number, turns in enumerate(texts):
+        save_turns(turns, args.work / f"text-{args.seed}-{number:05d}.safetensors")
+        n_tokens += sum(len(turn.tokens) - turn.n_prompt for turn in turns)
+        minutes = (time.monotonic() - began) / 60
+        print(f"{n_tokens} tokens of answers in {minutes:.1f} minutes", flush=True)
+        if minutes > args.minutes:
+            return
+
+
+def load_target(args: argparse.Namespace) -> LlamaForCausalLM:
+    """Load the target in bf16, without gradients."""
+    target = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
+    return target.eval().requires_grad_(False)
+
+
+def save_turns(turns: list[Turn], path: Path) -> None:
+    """Write conversations as one stream of tokens with lengths."""
+    save(
+        path,
+        tokens=torch.tensor([token for turn in turns for token in turn.tokens]),
+        lengths=torch.tensor([len(turn.tokens) for turn in turns]),
+        n_prompt=torch.tensor([turn.n_prompt for turn in turns]),
+    )
+
+
+def save(path: Path, **tensors: Tensor) -> None:
+    """Write a file as a whole or not at all."""
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial)
+    partial.rename(path)
+
+
+def states(args: argparse.Namespace) -> None:
+    """Compute the target's hidden states of all conversations."""
+    target = load_target(args)
+    for path in sorted(args.work.glob("text-*.safetensors")):
+        out = args.work / path.name.replace("text", "states")
+        if out.exists():
+            continue
+        stored = load_file(path)
+        rows = stored["tokens"].split(stored["lengths"].tolist())
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        parts: dict[int, Tensor] = {}
+        for first in range(0, len(order), 16):
+            chosen = order[first : first + 16]
+            padded = torch.nn.utils.rnn.pad_sequence([rows[i] for i in chosen], batch_first=True)
+            taps, final = tapped_states(target, padded, taps_of(target))
+            for i, state in zip(chosen, torch.cat((taps, final), -1), strict=True):
+                parts[i] = state[: len(rows[i])]
+        save(out, states=torch.cat([parts[i] for i in range(len(rows))]))
+        print(out.name, flush=True)
+
+
+def taps_of(target: LlamaForCausalLM) -> tuple[int, ...]:
+    """Return the default taps of EAGLE-3: a low, the middle and a high layer."""
+    n = target.config.num_hidden_layers
+    return 2, n // 2, n - 3
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Conversations in memory, their states in mapped files.
+
+    tokens    a tensor per conversation
+    n_prompt  (conversations,)
+    places    file and first row of each conversation
+    """
+
+    tokens: list[Tensor]
+    n_prompt: list[int]
+    places: list[tuple[Any, int]]
+
+    @classmethod
+    def read(cls, paths: list[Path]) -> "Texts":
+        """Open files of conversations that have states."""
+        texts = cls([], [], [])
+        for path in paths:
+            stored = load_file(path)
+            lengths = stored["lengths"].tolist()
+            file = safe_open(path.with_name(path.name.replace("text", "states")), "pt")
+            slices = file.get_slice("states")
+            starts = (stored["lengths"].cumsum(0) - stored["lengths"]).tolist()
+            texts.tokens.extend(stored["tokens"].split(lengths))
+            texts.n_prompt.extend(stored["n_prompt"].tolist())
+            texts.places.extend((slices, start) for start in starts)
+        return texts
+
+    def batches(self, n_tokens: int, d: int) -> Iterator[Taught]:
+        """Yield batches of about `n_tokens` tokens of similar length, in random order.
+
+        d  hidden size of the target
+        """
+        lengths = torch.tensor([len(row) for row in self.tokens])
+        while True:
+            order = (lengths + 24 * torch.rand(len(lengths))).argsort().tolist()
+            groups: list[list[int]] = [[]]
+            for i in order:
+                if (len(groups[-1]) + 1) * len(self.tokens[i]) > n_tokens:
+                    groups.append([])
+                groups[-1].append(i)
+            for at in torch.randperm(len(groups)).tolist():
+                yield self.taught(groups[at], d)
+
+    def taught(self, chosen: list[int], d: int) -> Taught:
+        """Return conversations with the target's states; turns of user and target count."""
+        length = max(len(self.tokens[i]) for i in chosen)
+        tokens = torch.zeros(len(chosen), length, dtype=torch.int64)
+        is_taught = torch.zeros(len(chosen), length, dtype=torch.bool)
+        stored = torch.zeros(len(chosen), length, 4 * d, dtype=torch.bfloat16)
+        for row, i in enumerate(chosen):
+            n = len(self.tokens[i])
+            slices, start = self.places[i]
+            tokens[row, :n] = self.tokens[i]
+            is_taught[row, N_HEADER : n - 1] = True
+            stored[row, :n] = slices[start : start + n]
+        return Taught(tokens, stored[..., : 3 * d], stored[..., 3 * d :], is_taught)
+
+
+def train_head(args: argparse.Namespace) -> None:
+    """Distil a draft head from the stored states."""
+    target = load_target(args)
+    d = target.config.hidden_size
+    paths = sorted(args.work.glob("text-*.safetensors"))
+    with_states = [p for p in paths if p.with_name(p.name.replace("text", "states")).exists()]
+    texts = Texts.read([path for path in with_states if path.name != HELD_OUT])
+    held_out = Texts.read([args.work / HELD_OUT])
+    unseen = held_out.taught(list(range(0, len(held_out.tokens), 4)), d)
+    head: DFlash | Eagle3
+    if args.stage == "block":
+        head = DFlash(target, taps_of(target), args.layers)
+    else:
+        head = Eagle3(target, taps_of(target), frequent_tokens(texts, args.vocabulary))
+    head.float()
+    print(f"{sum(p.numel() for p in head.parameters())} parameters", flush=True)
+    if args.start:
+        start_from(head, args.start)
+    batches = texts.batches(args.batch_tokens, d)
+
+    def loss_at(_: float) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return head.loss(target, next(batches))
+
+    def check() -> float:
+        with torch.no_grad(), torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16):
+            torch.manual_seed(0)
+            save_head(head, target, args.out)
+            return head.loss(target, unseen).item()
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    rates = args.rate * 6e-3, args.rate * 2e-3
+    checkpoint = args.work / f"{args.stage}.weights"
+    run = Run(args.minutes, checkpoint, *rates, report_s=120, compiles=False)
+    train(head, loss_at, run, check)
+    save_head(head, target, args.out)
+    print(f"held out {check():.4f}")
+
+
+def frequent_tokens(texts: Texts, n: int) -> Tensor:
+    """Return the `n` most frequent tokens (n,) of the conversations, ascending."""
+    counts = torch.bincount(torch.cat(texts.tokens), minlength=n)
+    print(f"{counts.topk(n).values.sum() / counts.sum():.4f} of the text in the vocabulary")
+    return counts.topk(n).indices.sort().values
+
+
+def main() -> None:
+    """Run a stage."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    stages = {"write": write, "states": states, "eagle3": train_head, "block": train_head}
+    parser.add_argument("stage", choices=stages)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--batch", type=int, default=192)
+    parser.add_argument("--answer-tokens", type=int, default=256)
+    parser.add_argument("--batch-tokens", type=int, default=6144)
+    parser.add_argument("--vocabulary", type=int, default=16384, help="tokens of an EAGLE-3 head")
+    parser.add_argument("--layers", type=int, default=2, help="layers of a block drafter")
+    parser.add_argument("--start", type=Path, help="weights to continue from")
+    parser.add_argument("--rate", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    args.work.mkdir(parents=True, exist_ok=True)
+    stages[args.stage](args)
+
+
+if __name__ == "__main__":
+    main()
