@@ -160,9 +160,7 @@ def user_turns(
     header = chat_header(tokenizer)
     while True:
         picks = torch.randint(2 * len(OPENINGS), (batch,)).tolist()
-        openings = [
-            tokenizer(OPENINGS[i]).input_ids if i < len(OPENINGS) else [] for i in picks
-        ]
+        openings = [tokenizer(OPENINGS[i]).input_ids if i < len(OPENINGS) else [] for i in picks]
         temperatures = 0.7 + 0.4 * torch.rand(batch)
         for opening, text in zip(
             openings,
@@ -201,9 +199,7 @@ def conversations(
     while True:
         began = time.monotonic()
         # Sort four batches by length: a batch then has little padding.
-        prompts = sorted(
-            (chat_prompt(tokenizer, next(turns)) for _ in range(4 * batch)), key=len
-        )
+        prompts = sorted((chat_prompt(tokenizer, next(turns)) for _ in range(4 * batch)), key=len)
         print(f"{len(prompts)} user turns in {time.monotonic() - began:.0f} s", flush=True)
         for first in range(0, len(prompts), batch):
             part = prompts[first : first + batch]

@@ -159,9 +159,7 @@ class DFlash(nn.Module):
     with further known tokens, for conditioned blocks.
     """
 
-    def __init__(
-        self, target: LlamaForCausalLM, taps: tuple[int, ...], n_layers: int = 3
-    ) -> None:
+    def __init__(self, target: LlamaForCausalLM, taps: tuple[int, ...], n_layers: int = 3) -> None:
         super().__init__()
         config = target.config
         d = config.hidden_size

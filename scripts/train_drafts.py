@@ -1,9 +1,9 @@
 """Train draft heads of a chat model on conversations that the model writes itself.
 
-    python scripts/train_drafts.py write --target DIR --work DIR --minutes 60
-    python scripts/train_drafts.py states --target DIR --work DIR
-    python scripts/train_drafts.py eagle3 --target DIR --work DIR --minutes 90 --out DIR
-    python scripts/train_drafts.py block --target DIR --work DIR --minutes 60 --out DIR
+python scripts/train_drafts.py write --target DIR --work DIR --minutes 60
+python scripts/train_drafts.py states --target DIR --work DIR
+python scripts/train_drafts.py eagle3 --target DIR --work DIR --minutes 90 --out DIR
+python scripts/train_drafts.py block --target DIR --work DIR --minutes 60 --out DIR
 """
 
 import argparse
