@@ -1,5 +1,7 @@
 """Write docs/page.png, the web page of a running server: `python scripts/page_picture.py URL`.
 
+The server of the picture streams the model of `make run`:
+`offload-rt serve demo-cache/SmolLM2-135M-Instruct-1600MB --device-memory 600MB`.
 Needs chromium and chromedriver.
 """
 
@@ -13,7 +15,10 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "page.png"
-QUESTIONS = ("Why do cats purr?", "How do plants make food from sunlight?")
+QUESTIONS = (
+    "What is the capital of France, and what is it famous for?",
+    "Give me three tips for learning a language.",
+)
 N_TOKENS = 128
 # Longest time of an answer.
 PATIENCE_S = 600

@@ -3,9 +3,9 @@
     python -m bench.compare.rounding [--model demo-cache/SmolLM2-135M-Instruct]
 
 Answer questions greedily with offload_rt. Compute the logits of these texts by transformers, some
-of whose operations are replaced by functions of `offload_rt.ops`. A place differs if the most probable
-token is another token. Its gap is the difference of the two logits. The last columns are root mean
-square differences to the logits of unchanged transformers, and to float32.
+of whose operations are replaced by functions of `offload_rt.ops`. A place differs if the most
+probable token is another token. Its gap is the difference of the two logits. The last columns are
+root mean square differences to the logits of unchanged transformers, and to float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from bench.common.measure import ROOT, Benchmark
 from offload_rt import LLM, SamplingParams, ops
 from offload_rt.ops.linear import linear
+from offload_rt.text.detokenize import encode_chat
 
 QUESTIONS = (
     "Why is the sky blue?", "How do plants make food from sunlight?",
@@ -109,10 +110,9 @@ def main() -> None:
     bench.add("--tokens", type=int, default=96)
     flags = bench.start()
     tokenizer = AutoTokenizer.from_pretrained(flags.model)
+    options = {"add_generation_prompt": True}
     prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-        )
+        encode_chat(tokenizer, [{"role": "user", "content": question}], options)
         for question in QUESTIONS
     ]
     with LLM(flags.model, dtype="bfloat16", drafter="none", max_model_len=512) as llm:
