@@ -1,7 +1,8 @@
 # Steps of a run on a machine with a GPU; sourced by first.sh and second.sh, which set `limit_s`.
 #
 # Environment: OUT, folder of the results (default: build/gpu); PYTHON, the interpreter with torch (default: python3);
-# WHEELS, a folder of wheels for packages that are missing or too old. Nothing is downloaded.
+# WHEELS, a folder of wheels for packages that are missing or too old; OFFLOAD_RT_COMMIT, without a .git folder. Nothing
+# is downloaded.
 #
 # $OUT receives three files, complete up to the present: NAME.txt, a table of all steps; NAME.log, their output with a
 # line per measurement; NAME.tar.gz, the result files of sections and their stderr, for bench/results/gpu.
