@@ -2,15 +2,17 @@
 distribution.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_gpu import fake_gpu
 from support.texts import modifiers
 from support.tiny import chi_square_p
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -20,7 +22,7 @@ from offload_rt import SamplingParams, sampling
 from offload_rt.bad_words import BadWords
 from offload_rt.errors import NumericsError
 from offload_rt.executor.sequence import Sequence
-from offload_rt.sampling import Context, draw, probs, token_logprobs, top_tokens
+from offload_rt.sampling import Context, NodeProbs, draw, token_logprobs, top_tokens
 
 pytestmark = pytest.mark.numeric
 
@@ -92,7 +94,7 @@ def test_probabilities_equal_transformers(settings, seed):
     contexts[3] = []
     before = logits.clone()
     context = Context(bad_words=BadWords(settings.get("bad_words_ids", ())))
-    got = probs(logits, SamplingParams(**settings), context, contexts)
+    got = NodeProbs(logits, SamplingParams(**settings), context, contexts)[:]
     expected = peer_probs(logits, settings, contexts)
     assert got.dtype == torch.float32
     assert torch.equal(got > 0, expected > 0), "the filters keep other tokens"
@@ -116,7 +118,9 @@ def test_answer_alone_is_counted_and_ends_wait_for_min_tokens(min_tokens):
         "frequency_penalty": 0.7,
         "min_tokens": min_tokens,
     }
-    got = probs(logits, SamplingParams(**settings), Context(tokens, 6, frozenset({1, 50})), paths)
+    got = NodeProbs(
+        logits, SamplingParams(**settings), Context(tokens, 6, frozenset({1, 50})), paths
+    )[:]
     expected = peer_probs(logits, settings, [tokens + path for path in paths], 6, [1, 50])
     assert torch.equal(got > 0, expected > 0)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
@@ -136,7 +140,7 @@ def test_bad_words_can_span_answer_and_path():
     words = [(*(tokens + path)[-n:], 10 * n) for path in paths for n in (1, 2, 4)]
     settings = {"temperature": 1.0, "bad_words_ids": tuple(dict.fromkeys(words)), "top_k": 20}
     context = Context(tokens, 6, bad_words=behind(words, tokens[6:]))
-    got = probs(logits, SamplingParams(**settings), context, paths)
+    got = NodeProbs(logits, SamplingParams(**settings), context, paths)[:]
     answers = [tokens[6:] + path for path in paths]
     expected = peer_probs(logits, settings, answers)
     assert torch.equal(got > 0, expected > 0)
@@ -209,11 +213,11 @@ def test_probabilities_sum_to_one_and_keep_the_best_token(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=penalty
     )
     logits, contexts = random_logits(seed, n=3)
-    got = probs(logits, params, Context(), contexts)
+    got = NodeProbs(logits, params, Context(), contexts)[:]
     assert (got >= 0).all()
     torch.testing.assert_close(got.sum(-1), torch.ones(3), atol=1e-5, rtol=0)
     greedy = SamplingParams(temperature=0.0, repetition_penalty=penalty)
-    best = probs(logits, greedy, Context(), contexts).argmax(-1)
+    best = torch.tensor(NodeProbs(logits, greedy, Context(), contexts).best(slice(None)))
     assert (got.gather(-1, best[:, None]).ravel() > 0).all(), (
         "the most probable token is never filtered"
     )
@@ -258,29 +262,32 @@ def rows_of_all_kinds(seed, n_tokens):
 )
 def test_top_p_equals_a_full_sort(n_tokens, top_p, temperature, top_k, seed):
     logits = rows_of_all_kinds(seed, n_tokens)
-    got = probs(
-        logits, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), Context(), []
-    )
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    got = NodeProbs(logits, params, Context(), [])[:]
     assert torch.equal(got, plain_top_p(logits, temperature, top_p, min(top_k, n_tokens)))
 
 
 @pytest.mark.parametrize("penalty", [1.0, 2.0])
-def test_only_required_rows_are_fully_sorted(monkeypatch, penalty):
-    """Each with its own path, where a penalty looks back on it."""
-    sort = torch.Tensor.sort
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_few_tokens_of_peaked_rows_are_sorted(monkeypatch, device, penalty):
+    """Each row with its own path, where a penalty looks back on it. A GPU sorts rows together."""
+    sort = sampling._descending
     ordered = []
     monkeypatch.setattr(
-        torch.Tensor,
-        "sort",
-        lambda self, *args, **more: ordered.append(self.shape) or sort(self, *args, **more),
+        sampling, "_descending", lambda rows: ordered.append(tuple(rows.shape)) or sort(rows)
     )
     logits = 6 * torch.randn(150, 2000, generator=torch.Generator().manual_seed(0))
     flat = [3, 70, 149]
     logits[flat] = 1.0
     paths = [[row, row + 1] for row in range(150)]
     settings = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": penalty}
-    got = probs(logits, SamplingParams(**settings), Context(), paths)
-    assert ordered == [(len(flat), 2000)]
+    with fake_gpu(monkeypatch) if device == "cuda" else nullcontext():
+        nodes = NodeProbs(logits.to(device), SamplingParams(**settings), Context(), paths)
+        got = nodes[:].cpu()
+    if device == "cuda":
+        assert ordered == [(len(flat), 2000)]
+    else:
+        assert [row for row, (_, n) in enumerate(ordered) if n > 1000] == flat
     looked_back = logits.clone()
     for row, path in enumerate(paths):
         looked_back[row, path] = torch.where(
@@ -289,43 +296,69 @@ def test_only_required_rows_are_fully_sorted(monkeypatch, penalty):
     assert torch.equal(got, plain_top_p(looked_back, 0.8, 0.9, 2000))
 
 
-@pytest.mark.parametrize("penalty", [1.0, 2.5])
-def test_temperature_0_is_one_hot(penalty):
-    logits, contexts = random_logits(1)
-    chain = RepetitionPenaltyLogitsProcessor(penalty)
-    best = [
-        int(chain(torch.tensor([c]), row[None]).argmax())
-        for row, c in zip(logits, contexts, strict=True)
-    ]
-    params = SamplingParams(temperature=0.0, repetition_penalty=penalty, top_p=0.5, top_k=3)
-    got = probs(logits, params, Context(), contexts)
-    assert torch.equal(got, torch.eye(VOCABULARY)[best])
-    assert draw(got, torch.Generator()) == best
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_best_token_has_the_largest_changed_logit(settings, dtype):
+    """Of equal logits, the first; whatever the filters."""
+    logits, contexts = random_logits(1, n=70)
+    logits = (2 * logits).round().to(dtype)  # with many ties
+    settings = {**settings, "temperature": 0.0}
+    context = Context(bad_words=BadWords(settings.get("bad_words_ids", ())))
+    got = NodeProbs(logits, SamplingParams(**settings), context, contexts).best(slice(None))
+    chain = modifiers(SamplingParams(**settings), 0, ())
+    wide = logits.to(torch.promote_types(dtype, torch.float32))
+    for token, row, path in zip(got, wide, contexts, strict=True):
+        changed = chain(torch.tensor([path]), row[None])[0].tolist()
+        assert token == changed.index(max(changed))
+
+
+def grammar_masks(n):
+    """Random masks that allow token 0: (n, words), and as (n, VOCABULARY) bool."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (n, -(-VOCABULARY // 32)), generator=generator)
+    words = words.int() | 1
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32) & 1
+    return words, bits.flatten(1)[:, :VOCABULARY].bool()
+
+
+@pytest.mark.parametrize("has_masks", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_nodes_are_independent(settings, has_masks):
+    """A distribution and a greedy choice do not depend on what else is read."""
+    logits, contexts = random_logits(4, n=70)
+    masks, is_allowed = grammar_masks(70)
+    context = Context(bad_words=BadWords(settings.get("bad_words_ids", ())))
+    nodes = NodeProbs(
+        logits, SamplingParams(**settings), context, contexts, None, masks if has_masks else None
+    )
+    together = nodes[:]
+    for n in (0, 3, 64, 69):
+        assert torch.equal(nodes[n : n + 1], together[n : n + 1])
+        assert nodes.best(slice(n, n + 1)) == nodes.best(slice(None))[n : n + 1]
+    assert torch.equal(nodes[60:69], together[60:69])
+    if has_masks:
+        assert not together[~is_allowed].any()
+        assert is_allowed.gather(1, torch.tensor(nodes.best(slice(None)))[:, None]).all()
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-37, 1e-45, 1e-300])
 def test_temperature_close_to_zero_is_the_limit(temperature):
     """Overflow must not destroy the distribution."""
     logits, contexts = random_logits(2, scale=30.0)
-    got = probs(logits, SamplingParams(temperature=temperature), Context(), contexts)
+    got = NodeProbs(logits, SamplingParams(temperature=temperature), Context(), contexts)[:]
     torch.testing.assert_close(got, torch.eye(VOCABULARY)[logits.argmax(-1)], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_nan_logits_raise(wrong, temperature):
+@pytest.mark.parametrize("read", [NodeProbs.best, NodeProbs.__getitem__])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_row_without_numbers_or_possible_tokens_raises_where_read(wrong, read):
     logits, contexts = random_logits(0)
-    logits[5, 17] = wrong
-    with pytest.raises(NumericsError):
-        probs(logits, SamplingParams(temperature=temperature), Context(), contexts)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_row_without_possible_tokens_raises(temperature):
-    logits, contexts = random_logits(0)
-    logits[3] = -torch.inf
-    with pytest.raises(NumericsError):
-        probs(logits, SamplingParams(temperature=temperature), Context(), contexts)
+    logits[5, slice(None) if wrong < 0 else 17] = wrong
+    nodes = NodeProbs(logits, SamplingParams(temperature=0.8), Context(), contexts)
+    for at in (slice(5, 6), slice(None)):
+        with pytest.raises(NumericsError):
+            read(nodes, at)
+    read(nodes, slice(0, 5))
 
 
 # The draw

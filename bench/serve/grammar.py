@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from bench.common.checkpoints import DRAFT, expanded_model
@@ -31,7 +32,7 @@ from bench.common.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams, StructuredOutputs
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.executor.grammar import Grammar, GrammarCompiler
-from offload_rt.sampling import Context, probs
+from offload_rt.sampling import Context, NodeProbs
 
 _TEXT = {"type": "string"}
 SCHEMA = {
@@ -130,6 +131,13 @@ def random_paths(grammar: Grammar, n_nodes: int, numbers: random.Random) -> list
     return paths
 
 
+def distributions(
+    logits: Tensor, params: SamplingParams, out: Tensor, masks: Tensor | None = None
+) -> Tensor:
+    """Compute the distributions of all nodes."""
+    return NodeProbs(logits, params, Context(), [], out, masks)[:]
+
+
 def time_masks(flags: argparse.Namespace) -> dict[str, object]:
     """Print and return the milliseconds of masks, and of distributions with and without them."""
     n = flags.vocabulary
@@ -148,7 +156,7 @@ def time_masks(flags: argparse.Namespace) -> dict[str, object]:
         paths = random_paths(at(compiler, outputs, committed), flags.nodes, numbers)
         grammar = at(compiler, outputs, committed)  # without cached masks
         masks_ms.append(1e3 * timed(partial(grammar.masks_after, paths)))
-        plain = partial(probs, logits, params, Context(), [], out)
+        plain = partial(distributions, logits, params, out)
         masked = partial(plain, grammar.masks_after(paths))
         works = {"masked": partial(timed, masked), "plain": partial(timed, plain)}
         results = interleaved(works, 1)

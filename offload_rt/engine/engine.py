@@ -22,10 +22,11 @@ from offload_rt.errors import DeviceError
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
-from offload_rt.sampling import Context, no_numbers, probs, top_tokens
+from offload_rt.sampling import Context, NodeProbs, no_numbers, top_tokens
 from offload_rt.speculate.draft.none import PlainDecoding
 from offload_rt.speculate.forced_chains import append_forced
 from offload_rt.speculate.protocols import VerificationRule
+from offload_rt.speculate.verify.match import walk
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
@@ -281,10 +282,13 @@ class Engine(SequencePool):
             n_read = len(logits) - len(tree.topology)
             node_logits = logits[n_read:]
             candidates = tree.candidates()
-            target = self._target_probs(sequence, candidates, node_logits)
+            target = self._node_probs(sequence, candidates, node_logits)
             if n_read and (top := top_tokens(logits[:n_read], self.drafter.n_predicted)):
                 self.drafter.read(sequence, top)
-            verdict = self.rule.verify(candidates, target, sequence)
+            if sequence.temperature:
+                verdict = self.rule.verify(candidates, target, sequence)
+            else:  # every rule accepts the greedy choices alone
+                verdict = walk(candidates, target, target.best)
             drafted, its_verdict = tree.drafted(verdict)
             drafted_logits = node_logits[: len(drafted.topology)]
             predicted = top_tokens(drafted_logits, self.drafter.n_predicted)
@@ -300,21 +304,20 @@ class Engine(SequencePool):
                 sequence.read(node_logits.index_select(0, *rows), k)
         return sequence.n_new - n_before
 
-    def _target_probs(self, sequence: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
-        """Compute the target's distribution of the next token after every node of a tree.
+    def _node_probs(self, sequence: Sequence, tree: DraftTree, logits: Tensor) -> NodeProbs:
+        """Return the target's distributions after the nodes of a tree, valid until the next call.
 
         logits  (>= n, vocabulary) of the tree's n nodes and of unverified nodes
-        Returns (n, vocabulary), valid until the next call.
         """
         n = len(tree.topology)
         paths = tree.paths() if sequence.sampling.looks_back else []
         context = Context(sequence.tokens, sequence.n_prompt, sequence.end_ids, sequence.bad_words)
-        out = self._probs_buffer(logits, n)
+        out = self._probs_buffer(logits, n) if sequence.temperature else None
         masks = None
         if sequence.grammar is not None:
             (masks,) = ops.to_device([sequence.grammar.masks()], logits.device)
             sequence.grammar.check()
-        return probs(logits[:n], sequence.sampling, context, paths, out, masks)
+        return NodeProbs(logits[:n], sequence.sampling, context, paths, out, masks)
 
     def _commit(self, running: RunningSequence, verdict: Verdict, states: Tensor) -> None:
         """Commit the rows of missing tokens and of the accepted path; pass states to the drafter.

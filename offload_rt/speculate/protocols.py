@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a plan asks for limits and types alone
     from offload_rt.cost.estimator import CostEstimator
     from offload_rt.executor.sequence import Sequence
     from offload_rt.kv.sparse import SparseCache
-    from offload_rt.sampling import TopTokens
+    from offload_rt.sampling import NodeProbs, TopTokens
     from offload_rt.speculate.draft_model import DraftModel
     from offload_rt.speculate.learner import Learner
     from offload_rt.tree.topology import DraftTree, Topology, Verdict
@@ -98,8 +98,11 @@ class VerificationRule(Protocol):
     def coupled_up_to(self) -> float:
         """Highest temperature for coupled sampling, which is valid for any tree."""
 
-    def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
-        """Verify a tree against the target's distribution (n, vocabulary) after each node."""
+    def verify(self, tree: DraftTree, target: NodeProbs | Tensor, sequence: Sequence) -> Verdict:
+        """Verify a tree at a positive temperature.
+
+        target  distributions (n, vocabulary) after each node, computed when read
+        """
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.executor.sequence import Sequence
 from offload_rt.ops import Candidates
-from offload_rt.sampling import draw
+from offload_rt.sampling import NodeProbs, draw
 from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.tree.topology import DraftTree, Verdict
 
@@ -40,18 +40,19 @@ class ResidualRule:
     child_sampling: str
     coupled_up_to: float = 0.0
 
-    def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
-        """Verify a tree against the target's distribution (n, vocabulary) after each node."""
+    def verify(self, tree: DraftTree, target: NodeProbs | Tensor, sequence: Sequence) -> Verdict:
+        """See `VerificationRule.verify`."""
         generator = sequence.generator
         uniforms = torch.rand(len(tree.topology), dtype=torch.float64, generator=generator)
-        if ops.can_verify(target, tree.topology.n_levels):
-            noise = torch.cat((uniforms, torch.rand(1, dtype=torch.float64, generator=generator)))
-            probs = draft_probs(tree, target).to(target.device)
-            end, bonus = ops.verify(candidates(tree), probs, target, noise, self.bottom_up)
-            return Verdict(tuple(tree.topology.path_to(end)), bonus)
-        if tree.sampled is None:  # deterministic: `match` accepts as much, without loading numba
+        if tree.sampled is None:  # `match` accepts as much, for the distributions of a path alone
             return MatchRule().verify(tree, target, sequence)
-        decision = self.decide(tree, target.cpu(), uniforms)
+        probs = target[:]
+        if ops.can_verify(probs, tree.topology.n_levels):
+            noise = torch.cat((uniforms, torch.rand(1, dtype=torch.float64, generator=generator)))
+            drafted = draft_probs(tree, probs).to(probs.device)
+            end, bonus = ops.verify(candidates(tree), drafted, probs, noise, self.bottom_up)
+            return Verdict(tuple(tree.topology.path_to(end)), bonus)
+        decision = self.decide(tree, probs.cpu(), uniforms)
         return Verdict(
             tuple(tree.topology.path_to(decision.end)), draw(decision.probs[None], generator)[0]
         )

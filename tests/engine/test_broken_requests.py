@@ -165,14 +165,16 @@ def test_error_of_a_task_does_not_reach_other_tasks(speaking, monkeypatch):
         params = [replace(PARAMS, **changes) for changes in more]
         prompts = ["the fox", "a dog", "the quick", "jumps"]
         expected = llm.generate(prompts, params)[0].token_ids
-        break_for(engine_module, "probs", lambda _, sampling: sampling.logit_bias)
+        break_for(engine_module, "NodeProbs", lambda _, sampling: sampling.logit_bias)
         break_for(TextStream, "add", lambda text, _: text._stop and text.text)
         break_for(Sequence, "read", lambda sequence, _: sequence.sampling.prompt_logprobs)
         first, *others = asyncio.run(gathered(llm, prompts, params))
         assert first == expected
         assert [(type(error), str(error)) for error in others] == [
-            (ZeroDivisionError, "probs"), (ZeroDivisionError, "add"), (ZeroDivisionError, "read")
-        ]  # fmt: skip
+            (ZeroDivisionError, "NodeProbs"),
+            (ZeroDivisionError, "add"),
+            (ZeroDivisionError, "read"),
+        ]
         assert_released(llm)
 
 

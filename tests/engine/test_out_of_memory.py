@@ -30,9 +30,9 @@ def full(monkeypatch):
                 raise torch.OutOfMemoryError("no room for distributions")
             return plain(logits, *others)
 
-        plain = engine_module.probs
+        plain = engine_module.NodeProbs
         monkeypatch.setattr(runner, "layer", layer)
-        monkeypatch.setattr(engine_module, "probs", probs)
+        monkeypatch.setattr(engine_module, "NodeProbs", probs)
         return seen
 
     return fill

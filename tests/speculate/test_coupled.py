@@ -24,7 +24,7 @@ from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.sequence import Sequence
 from offload_rt.ops import noise
 from offload_rt.ops.noise import NoiseRows, exponentials, philox
-from offload_rt.sampling import Context, probs
+from offload_rt.sampling import Context, NodeProbs
 from offload_rt.speculate.select import drafter_type, load_rule
 from offload_rt.speculate.verify import coupled
 from offload_rt.tree.topology import DraftTree, Topology
@@ -194,7 +194,8 @@ def test_plain_decoding_draws_by_the_noise(pair, plain_texts):
     for prompt, params, text in zip(PROMPTS, params_of(1), plain_texts[1], strict=True):
         tokens = list(prompt)
         for _ in range(N_NEW):
-            target = probs(logits_of(pair.model, tokens)[-1:], params, Context(tokens), [[]])[0]
+            logits = logits_of(pair.model, tokens)[-1:]
+            target = NodeProbs(logits, params, Context(tokens), [[]])[:][0]
             row = exponentials(params.seed, len(tokens), 1, len(target), CPU)[0]
             tokens.append(int((target.log() - row.log()).argmax()))
         assert tokens[len(prompt) :] == text

@@ -6,6 +6,7 @@ Each rule accepts more tokens per pass in its range (`python -m bench.speculate.
 from torch import Tensor
 
 from offload_rt.executor.sequence import Sequence
+from offload_rt.sampling import NodeProbs
 from offload_rt.speculate.verify import coupled, traversal
 from offload_rt.tree.topology import DraftTree, Verdict
 
@@ -16,8 +17,8 @@ class Adaptive:
     child_sampling = traversal.RULE.child_sampling
     coupled_up_to = 0.8
 
-    def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
-        """Verify a tree against the target's distribution (n, vocabulary) after each node."""
+    def verify(self, tree: DraftTree, target: NodeProbs | Tensor, sequence: Sequence) -> Verdict:
+        """See `VerificationRule.verify`."""
         rule = coupled.RULE if 0 < sequence.temperature <= self.coupled_up_to else traversal.RULE
         return rule.verify(tree, target, sequence)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offload_rt.executor.sequence import Sequence
 from offload_rt.ops import to_device, to_host
+from offload_rt.sampling import NodeProbs, argmax
 from offload_rt.speculate.verify.match import walk
 from offload_rt.tree.topology import DraftTree, Verdict
 
@@ -24,21 +25,23 @@ class Coupled:
     child_sampling = None
     coupled_up_to = math.inf
 
-    def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
-        """Verify a tree; see `MatchRule.verify`."""
+    def verify(self, tree: DraftTree, target: NodeProbs | Tensor, sequence: Sequence) -> Verdict:
+        """See `VerificationRule.verify`."""
         depths = torch.from_numpy(tree.topology.depths)
-        n_tokens = target.shape[1]
         noise = sequence.noise.at(
-            len(sequence.tokens), tree.topology.n_levels, n_tokens, target.device
+            len(sequence.tokens), tree.topology.n_levels, target.shape[1], target.device
         )
-        if target.is_cuda:
-            (rows,) = to_device([depths], target.device)
-            parts = zip(torch.split(target, _N_ROWS), torch.split(rows, _N_ROWS), strict=True)
-            tokens = torch.cat(
-                [draw(probs, noise.index_select(0, levels)) for probs, levels in parts]
+
+        def tokens_after(nodes: slice) -> list[int]:
+            (levels,) = to_device([depths[nodes]], target.device)
+            parts = zip(
+                torch.split(target[nodes], _N_ROWS), torch.split(levels, _N_ROWS), strict=True
             )
-            return walk(tree, to_host([tokens])[0].tolist().__getitem__)
-        return walk(tree, lambda node: int(draw(target[node], noise[depths[node]])))
+            tokens = [draw(probs, noise.index_select(0, rows)) for probs, rows in parts]
+            drawn: list[int] = to_host([torch.cat(tokens)])[0].tolist()
+            return drawn
+
+        return walk(tree, target, tokens_after)
 
 
 def draw(probs: Tensor, noise: Tensor) -> Tensor:
@@ -46,7 +49,7 @@ def draw(probs: Tensor, noise: Tensor) -> Tensor:
 
     Equals argmax(log p + g) without the rounding of the logarithm.
     """
-    return (probs / noise).argmax(-1)
+    return argmax(probs / noise)
 
 
 RULE = Coupled()

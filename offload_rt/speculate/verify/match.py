@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from offload_rt.executor.sequence import Sequence
-from offload_rt.sampling import draw
+from offload_rt.sampling import NodeProbs, draw
 from offload_rt.tree.topology import DraftTree, Verdict
 
 
@@ -15,25 +15,27 @@ class MatchRule:
     child_sampling = None
     coupled_up_to = 0.0
 
-    def verify(self, tree: DraftTree, target: Tensor, sequence: Sequence) -> Verdict:
-        """Verify a tree against the target's distribution (n, vocabulary) after each node.
-
-        On CUDA, tokens after all nodes are drawn at once, with a single synchronization.
-        """
-        if target.is_cuda:
-            return walk(tree, draw(target, sequence.generator).__getitem__)
-        return walk(tree, lambda node: draw(target[node : node + 1], sequence.generator)[0])
+    def verify(self, tree: DraftTree, target: NodeProbs | Tensor, sequence: Sequence) -> Verdict:
+        """See `VerificationRule.verify`."""
+        return walk(tree, target, lambda nodes: draw(target[nodes], sequence.generator))
 
 
-def walk(tree: DraftTree, token_after: Callable[[int], int]) -> Verdict:
-    """Descend from the root through children equal to the token drawn at their parent."""
+def walk(
+    tree: DraftTree, target: NodeProbs | Tensor, tokens_after: Callable[[slice], list[int]]
+) -> Verdict:
+    """Descend from the root through children equal to the token chosen at their parent.
+
+    tokens_after  chooses tokens after nodes: of all nodes on CUDA, with a single synchronization
+    """
+    tokens = None if target.device.type == "cpu" else tokens_after(slice(None))
     nodes = [0]
     while True:
-        token = token_after(nodes[0])
+        node = nodes[0]
+        token = tokens[node] if tokens else tokens_after(slice(node, node + 1))[0]
         children = [child for node in nodes for child in tree.topology.children[node]]
         carriers = [child for child in children if int(tree.tokens[child]) == token]
         if not carriers:
-            return Verdict(tuple(tree.topology.path_to(nodes[0])), token)
+            return Verdict(tuple(tree.topology.path_to(node)), token)
         nodes = carriers
 
 
