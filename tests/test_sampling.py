@@ -313,10 +313,10 @@ def test_best_token_has_the_largest_changed_logit(settings, dtype):
 
 
 def grammar_masks(n):
-    """Random masks that allow token 0: (n, words), and as (n, VOCABULARY) bool."""
+    """Random masks that allow token 3: (n, words), and as (n, VOCABULARY) bool."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**31), 2**31, (n, -(-VOCABULARY // 32)), generator=generator)
-    words = words.int() | 1
+    words = words.int() | 1 << 3
     bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32) & 1
     return words, bits.flatten(1)[:, :VOCABULARY].bool()
 

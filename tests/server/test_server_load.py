@@ -148,7 +148,7 @@ def test_clients_disconnect_during_decoding(served):
 @pytest.mark.parametrize("stream", [False, True])
 def test_failing_request_fails_alone(served, stream, monkeypatch):
     """NaN logits are reported to the client; internal errors are reported without details."""
-    probs = engine_module.probs
+    node_probs = engine_module.NodeProbs
     expected = alone(served.llm, PROMPT, max_tokens=40)
 
     def broken(logits: Any, sampling: SamplingParams, context: Any, *others: Any) -> Any:
@@ -156,9 +156,9 @@ def test_failing_request_fails_alone(served, stream, monkeypatch):
             if sampling.logit_bias == {1: 1.0}:
                 raise ZeroDivisionError("a secret")
             logits = logits * float("nan")
-        return probs(logits, sampling, context, *others)
+        return node_probs(logits, sampling, context, *others)
 
-    monkeypatch.setattr(engine_module, "probs", broken)
+    monkeypatch.setattr(engine_module, "NodeProbs", broken)
     body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stream": stream}
     with ThreadPoolExecutor(3) as pool:
         with engine_held(served.llm):

@@ -213,14 +213,14 @@ def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tupl
         script, p = scripts.pop()
         left = list(script)
 
-        def draw(probs: Tensor, noise: object, left: list = left) -> int | list[int]:
+        def draw(probs: Tensor, noise: object, left: list = left) -> list[int]:
             if not left:
                 raise _Fork(probs.flatten())
-            return left.pop(0) if probs.dim() == 1 else [left.pop(0)]
+            return [left.pop(0)]
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(match, "draw", draw)
-            patch.setattr(coupled, "draw", draw)
+            patch.setattr(coupled, "draw", lambda *args, draw=draw: torch.tensor(draw(*args)))
             try:
                 verdict = verify(tree, target, _sequence())
             except _Fork as fork:
