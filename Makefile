@@ -15,7 +15,7 @@ EXPANDED := demo-cache/SmolLM2-135M-Instruct-$(SIZE)
 DRAFT ?= $(wildcard models/smollm2-eagle3)
 DRAFTING = $(if $(DRAFT),--draft-model $(DRAFT))
 
-.PHONY: venv kernels run run-small chat serve docs test test-fast test-isa test-oldest lint bench compare clean
+.PHONY: venv kernels run run-small chat serve docs test test-fast test-isa test-oldest lint bench compare wheel clean
 
 venv: .venv/installed .venv/kernels
 
@@ -120,6 +120,14 @@ compare: .venv/compared
 	$(PY) -m scripts.compare --quantize pack-quantized --rounds 2
 	$(PY) -m scripts.compare --gguf BF16 --budget 6GB --prompt-tokens 192
 	$(PY) -m scripts.compare --gguf Q4_0 --budget 6GB --prompt-tokens 192
+
+# Binary wheel; OFFLOAD_RT_BUILD=all adds the CUDA kernels. auditwheel checks that glibc 2.28 suffices.
+DIST ?= dist
+wheel: .venv/installed
+	rm -rf build/wheel
+	$(PY) -m build --wheel --no-isolation --outdir build/wheel .
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) \
+		--exclude 'libtorch*.so' --wheel-dir $(DIST) build/wheel/*.whl
 
 bench: venv
 	$(PY) -m bench.stream

@@ -119,7 +119,8 @@ def _checks(disk_gbps: float | None) -> Iterator[Check]:
     yield Check("packages", f"torch {torch.__version__}, transformers {version('transformers')}")
     n_cores = len(os.sched_getaffinity(0))
     yield Check("CPU", f"{_cpu_name()}, {n_cores} cores")
-    if cpu.library() is None:
+    library = cpu.library()
+    if library is None:
         fix = (
             "install a C++ compiler: apt install g++"
             if shutil.which("g++") is None
@@ -129,7 +130,8 @@ def _checks(disk_gbps: float | None) -> Iterator[Check]:
     else:
         # no kernel of ours uses AMX
         amx = "; AMX with --torch-products" if torch.cpu._is_amx_tile_supported() else ""
-        yield Check("CPU kernels", f"built, using {_LEVELS[cpu.level()]}{amx}")
+        origin = build.origin(library._name)
+        yield Check("CPU kernels", f"{origin}, using {_LEVELS[cpu.level()]}{amx}")
     yield from _gpus(build.find_compiler("nvcc"))
 
 
@@ -175,7 +177,7 @@ def _gpus(nvcc: str | None) -> Iterator[Check]:
         yield Check("CUDA", f"torch {torch.__version__} finds no GPU", fix)
         return
     from offload_rt.engine import profile
-    from offload_rt.ops import extension
+    from offload_rt.ops import build, extension
 
     for i, name in enumerate(names[: torch.cuda.device_count()]):
         device = torch.device("cuda", i)
@@ -183,11 +185,12 @@ def _gpus(nvcc: str | None) -> Iterator[Check]:
         gbps = profile.upload_gbps(device)
         value = f"{format_size(free)} of {format_size(total)} free, uploads {gbps:.1f} GB/s"
         yield Check(f"GPU {i}", f"{name}: {value}")
-    yield Check(
-        "nvcc", nvcc or "missing", "" if nvcc else "install the CUDA toolkit, or set CUDA_HOME"
-    )
     reason = extension.missing()
-    yield Check("CUDA kernels", f"missing: {reason}" if reason else "built", reason and "see above")
+    fix = "install the CUDA toolkit, or set CUDA_HOME" if reason and nvcc is None else ""
+    yield Check("nvcc", nvcc or "missing", fix)
+    paths = [path for path in torch.ops.loaded_libraries if "_kernels-" in path]
+    value = f"missing: {reason}" if reason else build.origin(*paths)
+    yield Check("CUDA kernels", value, reason and "see above")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY:
         yield Check("pinned memory", f"limit {format_size(locked)}", "ulimit -l unlimited")

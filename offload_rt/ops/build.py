@@ -1,8 +1,8 @@
-"""Build csrc/ on the target machine: CUDA kernels by nvcc, CPU kernels by g++.
+"""Build and load the libraries of csrc/: CUDA kernels by nvcc, CPU kernels by g++ or CXX.
 
-`make kernels` builds both libraries into the package. Missing libraries are built at first use
-below ~/.cache/offload_rt, unless OFFLOAD_RT_BUILD is 0. The library name is a digest of sources,
-command and torch version.
+setup.py builds them into the wheel, `make kernels` into the package. Missing libraries are built
+at first use below ~/.cache/offload_rt, unless OFFLOAD_RT_BUILD is none. The library name is a
+digest of sources and arguments. setup.py runs this module without torch.
 """
 
 import fcntl
@@ -10,14 +10,14 @@ import hashlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TypeVar
 
 from offload_rt.system.files import cache_directory
 
@@ -27,6 +27,7 @@ SOURCES = PACKAGE.parent / "csrc"
 ARCHITECTURES = (80, 86, 89, 90)
 ALL_ARCHITECTURES = (*ARCHITECTURES, 120)
 SYSTEM_CUDA = Path("/usr/local/cuda")
+Library = TypeVar("Library")
 
 
 class NotBuilt(Exception):
@@ -35,7 +36,7 @@ class NotBuilt(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Compiler and arguments of a library in csrc/."""
+    """Compiler and arguments of a library in csrc/; "{torch}" stands for the folder of torch."""
 
     name: str
     compiler: str
@@ -44,7 +45,7 @@ class Recipe:
     @property
     def file(self) -> str:
         """Return the file name of the library."""
-        digest = hashlib.sha256(repr((self, torch.__version__)).encode())
+        digest = hashlib.sha256(repr(self).encode())
         for path in sorted(SOURCES.iterdir()):
             # "cpu" is in the names of all files that g++ reads, and of no other.
             if ("cpu" in path.name) == (self.compiler == "g++"):
@@ -53,9 +54,7 @@ class Recipe:
 
     def build(self, target: Path) -> None:
         """Write the library, and the compiler's output to a .log file. Raises NotBuilt."""
-        compiler = find_compiler(self.compiler)
-        if compiler is None:
-            raise NotBuilt(f"{self.compiler} not found")
+        compiler = self._command()
         print(
             f"building csrc/ ({self.name}) with {self.compiler}, once for this machine",
             file=sys.stderr,
@@ -63,7 +62,7 @@ class Recipe:
         )
         unfinished = target.with_suffix(".tmp")
         log = target.with_suffix(".log")
-        command = [compiler, *self.arguments, "-o", str(unfinished)]
+        command = [*compiler, *self._arguments(), "-o", str(unfinished)]
         done = subprocess.run(
             command, cwd=SOURCES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
         )
@@ -72,8 +71,25 @@ class Recipe:
             raise NotBuilt(f"{self.compiler} failed: see {log}, remove it to retry")
         unfinished.replace(target)
 
+    def _command(self) -> list[str]:
+        command = shlex.split(os.environ.get("CXX", "")) if self.compiler == "g++" else []
+        if command:
+            return command
+        compiler = find_compiler(self.compiler)
+        if compiler is None:
+            raise NotBuilt(f"{self.compiler} not found")
+        return [compiler]
 
-# Compiler flags that each level adds: portable, AVX2, AVX-512, AVX-512 with bfloat16.
+    def _arguments(self) -> list[str]:
+        if not any("{torch}" in argument for argument in self.arguments):
+            return [*self.arguments]
+        import torch
+
+        folder = str(Path(torch.__file__).parent)
+        return [argument.replace("{torch}", folder) for argument in self.arguments]
+
+
+# Compiler flags that each level of x86-64 adds: portable, AVX2, AVX-512, AVX-512 with bfloat16.
 _LEVEL_FLAGS = (
     (),
     ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mpopcnt"),
@@ -82,13 +98,19 @@ _LEVEL_FLAGS = (
 )
 
 
-def cpu(level: int) -> Recipe:
+def cpu_levels(machine: str) -> range:
+    """Return the levels of `cpu.level` for a machine as named by `uname -m`."""
+    return range(len(_LEVEL_FLAGS) if machine == "x86_64" else 1)
+
+
+def cpu(level: int, machine: str = os.uname().machine) -> Recipe:
     """Return the CPU library for an instruction set, see `cpu.level`.
 
     Compiling a single level takes a quarter of the time of all levels.
     """
     flags = (flag for level_flags in _LEVEL_FLAGS[: level + 1] for flag in level_flags)
-    return Recipe(f"cpu{level}", "g++", (
+    name = f"cpu{level}" if machine == "x86_64" else f"cpu-{machine}"
+    return Recipe(name, "g++", (
         "-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread",
         "-fvisibility=hidden", "-Wno-psabi", f"-DLEVEL={level}", *flags,
         "lossless_cpu.cpp", "linear_cpu.cpp", "attention_cpu.cpp", "layer_cpu.cpp",
@@ -96,24 +118,19 @@ def cpu(level: int) -> Recipe:
 
 
 def kernels(architectures: Iterable[int] = ARCHITECTURES) -> Recipe:
-    """Return the recipe of the CUDA kernels, linked with the libraries of the installed torch."""
+    """Return the recipe of the CUDA kernels, for torch 2.11 and later."""
     known = sorted(architectures)
-    installed = Path(torch.__file__).parent
     pairs = [*((arch, f"sm_{arch}") for arch in known), (known[-1], f"compute_{known[-1]}")]
-    libraries = (
-        name
-        for name in ("torch", "torch_cpu", "torch_cuda")
-        if (installed / f"lib/lib{name}.so").exists()
-    )
     return Recipe("kernels", "nvcc", (
         "-shared", "-cudart=static", "-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden",
         "-Xptxas=-v",
         "--threads=0", *(f"-gencode=arch=compute_{arch},code={code}" for arch, code in pairs),
         # stable ABI of torch 2.11, the oldest admitted version
         "-DTORCH_TARGET_VERSION=0x020b000000000000",
-        f"-I{installed}/include", *sorted(path.name for path in SOURCES.glob("*.cu")),
+        "-I{torch}/include", *sorted(path.name for path in SOURCES.glob("*.cu")),
         "library.cpp",
-        f"-L{installed}/lib", "-Xlinker=--no-as-needed", *(f"-l{name}" for name in libraries),
+        # libtorch depends on libtorch_cuda where torch has CUDA.
+        "-L{torch}/lib", "-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu",
     ))  # fmt: skip
 
 
@@ -146,27 +163,46 @@ def architectures() -> tuple[int, ...]:
     return ALL_ARCHITECTURES if is_new else ARCHITECTURES
 
 
-def find(*recipes: Recipe) -> Path:
-    """Return the library of any recipe in the package, or build the last recipe in the cache.
+def load(opener: Callable[[Path], Library], *recipes: Recipe) -> Library:
+    """Open the library of any recipe in the package, or build the last recipe in the cache.
+
+    opener  raises OSError for a library that does not load; the reason goes to stderr
+    Raises NotBuilt, and OSError if the library of the cache does not load.
+    """
+    for recipe in recipes:
+        path = PACKAGE / recipe.file
+        if path.exists():
+            try:
+                return opener(path)
+            except OSError as error:
+                print(f"the prebuilt library does not load: {error}", file=sys.stderr, flush=True)
+    return opener(_find_in_cache(recipes[-1]))
+
+
+def origin(path: str) -> str:
+    """Return "prebuilt" for a library of the package, "built" for a library of the cache."""
+    return "prebuilt" if Path(path).parent == PACKAGE else "built"
+
+
+def _find_in_cache(recipe: Recipe) -> Path:
+    """Return the library in the cache, and build it if missing.
 
     Waits for a concurrent build. Raises NotBuilt, also after a failed earlier build.
     """
-    for recipe in recipes:
-        if (PACKAGE / recipe.file).exists():
-            return PACKAGE / recipe.file
-    if os.environ.get("OFFLOAD_RT_BUILD") == "0":
-        raise NotBuilt("OFFLOAD_RT_BUILD is 0")
+    if (setting := os.environ.get("OFFLOAD_RT_BUILD")) in ("0", "none"):
+        raise NotBuilt(f"OFFLOAD_RT_BUILD is {setting}")
     try:
         folder = cache_directory() / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
-        target = folder / recipes[-1].file
+        target = folder / recipe.file
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
                 if (log := target.with_suffix(".log")).exists():
-                    compiler = recipes[-1].compiler
-                    raise NotBuilt(f"{compiler} failed before: see {log}, remove it to retry")
-                recipes[-1].build(target)
+                    raise NotBuilt(
+                        f"{recipe.compiler} failed before: see {log}, remove it to retry"
+                    )
+                recipe.build(target)
     except (OSError, RuntimeError) as error:
         raise NotBuilt(str(error)) from error
     return target

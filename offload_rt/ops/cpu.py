@@ -1,4 +1,4 @@
-"""CPU library: kernels of csrc/*_cpu.cpp, built by g++ at first use, called through ctypes."""
+"""CPU library: kernels of csrc/*_cpu.cpp, prebuilt or built at first use, called through ctypes."""
 
 import ctypes
 from functools import cache
@@ -41,7 +41,7 @@ def library(isa: int | None = None) -> ctypes.CDLL | None:
 @cache
 def _load(isa: int) -> ctypes.CDLL | None:
     try:
-        loaded = ctypes.CDLL(str(build.find(build.cpu(isa))))
+        loaded = build.load(lambda path: ctypes.CDLL(str(path)), build.cpu(isa))
     except (build.NotBuilt, OSError):
         return None
     for name, (result, arguments) in _SIGNATURES.items():

@@ -24,10 +24,10 @@ def missing() -> str:
     if not here:
         return f"they need compute capability {build.ARCHITECTURES[0] / 10}"
     try:
-        library = build.find(
-            *map(build.kernels, (build.ALL_ARCHITECTURES, build.ARCHITECTURES, here))
+        build.load(
+            lambda path: torch.ops.load_library(str(path)),  # type: ignore[no-untyped-call]
+            *map(build.kernels, (build.ALL_ARCHITECTURES, build.ARCHITECTURES, here)),
         )
-        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # untyped in torch
     except (build.NotBuilt, OSError) as error:
         return str(error)
     describe("offload_rt")

@@ -17,10 +17,14 @@ from support.fake_gpu import fake_gpu
 from support.processes import is_soon_over, is_written
 
 from offload_rt.ops import build, cpu, extension
-from offload_rt.ops.build import NotBuilt, Recipe, find
+from offload_rt.ops.build import NotBuilt, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Recipe("tiny", "compiler", ("-shared", "-fPIC", "tiny.cpp"))
+
+
+def find(*recipes: Recipe) -> Path:
+    return build.load(Path, *recipes)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +39,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "PACKAGE", tmp_path / "package")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
+    for variable in ("CUDA_HOME", "CUDA_PATH", "CXX"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(build, "SYSTEM_CUDA", tmp_path / "system")
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda _: None)
@@ -67,13 +71,13 @@ def test_library_is_built_once_in_the_cache(folders, capfd):
     assert ctypes.CDLL(str(path)).answer() == 42
 
 
-def test_library_depends_on_sources_flags_and_torch(folders, monkeypatch):
+def test_library_depends_on_sources_and_flags_but_not_on_torch(folders, monkeypatch):
     names = [TINY.file, replace(TINY, arguments=("-O0", *TINY.arguments)).file]
     (folders / "csrc" / "tiny.h").write_text("// new")
     names.append(TINY.file)
     monkeypatch.setattr(torch, "__version__", "9.9")
-    names.append(TINY.file)
-    assert len(set(names)) == 4
+    assert TINY.file == names[-1]
+    assert len(set(names)) == 3
     for_cpu = replace(TINY, compiler="g++")
     before = for_cpu.file
     (folders / "csrc" / "tiny_cpu.h").write_text("// new")
@@ -88,9 +92,26 @@ def test_library_of_the_package_has_priority(folders):
     assert calls(folders) == []
 
 
-def test_build_can_be_off(folders, monkeypatch):
-    monkeypatch.setenv("OFFLOAD_RT_BUILD", "0")
-    with pytest.raises(NotBuilt, match="OFFLOAD_RT_BUILD is 0"):
+def test_prebuilt_library_that_fails_to_load_is_built(folders, capfd):
+    """For example one that needs a newer glibc."""
+    (folders / "package" / TINY.file).write_bytes(b"not a library")
+    library = build.load(lambda path: ctypes.CDLL(str(path)), TINY)
+    assert library.answer() == 42 and library._name.startswith(str(folders / "cache"))
+    assert "does not load: " in (err := capfd.readouterr().err) and "file too short" in err
+    assert build.origin(library._name) == "built"
+    assert build.origin(str(folders / "package" / TINY.file)) == "prebuilt"
+
+
+def test_compiler_of_the_environment_is_used_with_its_arguments(folders, monkeypatch):
+    monkeypatch.setenv("CXX", f"{folders / 'bin' / 'compiler'} -DUSED")
+    assert ctypes.CDLL(str(find(replace(TINY, compiler="g++")))).answer() == 42
+    assert len(calls(folders)) == 1
+
+
+@pytest.mark.parametrize("setting", ["0", "none"])
+def test_build_can_be_off(setting, folders, monkeypatch):
+    monkeypatch.setenv("OFFLOAD_RT_BUILD", setting)
+    with pytest.raises(NotBuilt, match=f"OFFLOAD_RT_BUILD is {setting}"):
         find(TINY)
     (folders / "package" / TINY.file).write_bytes(b"")
     assert find(TINY) == folders / "package" / TINY.file
@@ -182,8 +203,7 @@ def test_kernels_are_built_for_the_present_devices(card, folders, monkeypatch, r
     compiler(folders, f"echo Cuda compilation tools, release {release}, V{release}.61")
     (folders / "bin" / "compiler").rename(folders / "bin" / "nvcc")
     asked: list[Recipe] = []
-    monkeypatch.setattr(build, "find", lambda *recipes: asked.extend(recipes) or Path("library"))
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(build, "load", lambda opener, *recipes: asked.extend(recipes))
     monkeypatch.setattr(extension, "describe", lambda library: None)
     monkeypatch.setattr(extension, "_launch_failure", lambda: "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -222,8 +242,7 @@ def test_kernels_that_load_but_fail_are_missing(card, monkeypatch):
     with fake_gpu(monkeypatch):
         monkeypatch.setattr(extension, "missing", missing)
         monkeypatch.setattr(extension, "kernels", lambda: SimpleNamespace(silu_mul=failed))
-        monkeypatch.setattr(build, "find", lambda *_: Path("library"))
-        monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+        monkeypatch.setattr(build, "load", lambda *_: None)
         monkeypatch.setattr(extension, "describe", lambda library: None)
         assert "CUDA driver version is insufficient; update the driver" in extension.missing()
 
