@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.errors import CapacityError, CheckpointError, PromptError, SettingsError
+from offload_rt.text.gguf_tokenizer import load_gguf_tokenizer
 
 if TYPE_CHECKING:  # The import takes 0.3 s; `offload-rt plan` needs no tokenizer.
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -133,7 +134,7 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
     tokenizer: PreTrainedTokenizerBase | None
     try:
         if path.is_file():
-            tokenizer = _load_gguf_tokenizer(path)
+            tokenizer = load_gguf_tokenizer(path)
         else:
             tokenizer = AutoTokenizer.from_pretrained(
                 path, config=_type_of_model(path), trust_remote_code=False, local_files_only=True
@@ -167,25 +168,6 @@ def _type_of_model(path: Path) -> "PreTrainedConfig | None":
     kind = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
     minimal.model_type = kind  # type: ignore[misc]  # changes this instance only
     return minimal
-
-
-def _load_gguf_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
-    """Convert the tokenizer of a GGUF file.
-
-    AutoTokenizer requires the package `gguf` for older architectures; its parts do not.
-    """
-    from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-        convert_gguf_tokenizer,
-        get_gguf_tokenizer,
-    )
-
-    architecture, content, config = get_gguf_tokenizer(str(path))
-    if "tokenizer_type" not in content:
-        return None
-    backend, extra = convert_gguf_tokenizer(architecture, content)
-    settings = {"tokenizer_object": backend, **config, **extra}
-    return PreTrainedTokenizerFast(**settings)  # type: ignore[no-untyped-call]
 
 
 def encode(

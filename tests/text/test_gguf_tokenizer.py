@@ -1,0 +1,218 @@
+"""Tokenizers of GGUF files, with small vocabularies that show one property each."""
+
+# ruff: noqa: RUF001
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import write_gguf
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from offload_rt.text.detokenize import encode_chat, load_tokenizer
+from offload_rt.text.gguf_tokenizer import _SPLITS
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+ALPHABET = sorted(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
+NAMES = [*GGUF_PRE_TOKENIZER_SPLITS, *(name for names in _SPLITS for name in names.split())]
+DIGITS = ["3 3", "33 3", "33 33", "33 333", "333 333"]
+SPLIT = pre_tokenizers.Split
+# Pre-tokenizers of the original tokenizer.json.
+ORIGINALS: dict[str, list[pre_tokenizers.PreTokenizer]] = {
+    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "smollm": [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ],
+    "falcon": [
+        pre_tokenizers.Punctuation("contiguous"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Digits(),
+        SPLIT(Regex("[0-9][0-9][0-9]"), "isolated"),
+    ],
+}
+
+
+def load(path: Path, tokens: dict[str, int], **fields: Any) -> PreTrainedTokenizerBase:
+    """Write a file with these tokens and their types, and load its tokenizer."""
+    fields |= {"tokens": list(tokens), "token_type": list(tokens.values())}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    metadata["general.architecture"] = "llama"
+    path.write_bytes(write_gguf.file_bytes(metadata, {}))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def byte_level(
+    path: Path, merges: list[str], more: dict[str, int] | None = None, **fields: Any
+) -> PreTrainedTokenizerBase:
+    merged = [merge.replace(" ", "") for merge in merges]
+    tokens = dict.fromkeys([*ALPHABET, *merged], NORMAL) | (more or {})
+    return load(path, tokens, model="gpt2", merges=merges, **fields)
+
+
+def sentencepiece(path: Path, pieces: list[str], **fields: Any) -> PreTrainedTokenizerBase:
+    """Earlier pieces have higher scores."""
+    specials = {"<unk>": UNKNOWN, "<s>": CONTROL} | {f"<0x{i:02X}>": BYTE for i in range(256)}
+    tokens = specials | dict.fromkeys(pieces, NORMAL)
+    scores = [-float(i) for i in range(len(tokens))]
+    special_ids = {"bos_token_id": 1, "unknown_token_id": 0}
+    return load(path, tokens, model="llama", scores=scores, **special_ids, **fields)
+
+
+def split(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    return [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
+
+
+# Byte-level vocabularies
+
+
+@pytest.mark.parametrize("pre", ORIGINALS)
+def test_pre_names_the_splits_of_the_original(pre: str, tmp_path: Path) -> None:
+    """Digits alone, in groups of three or in any number; `½` is a digit of some."""
+    merges = [*DIGITS, "Ġ Â", "Â ½", ". .", "Ġ .."]
+    tokenizer = byte_level(tmp_path / "m.gguf", merges, pre=pre)
+    pairs = [(left, right) for left, right in map(str.split, merges)]
+    original = Tokenizer(models.BPE(tokenizer.get_vocab(), pairs))
+    original.pre_tokenizer = pre_tokenizers.Sequence(ORIGINALS[pre])
+    for text in ["ied 4 ½ months", *("3" * n for n in range(1, 10)), "a 333.33, 3..", " .. \n 3"]:
+        assert split(tokenizer, text) == original.encode(text).tokens
+
+
+@pytest.mark.parametrize(
+    ("pre", "groups"),
+    [("afmoe", ["3", "333", "333"]), ("superbpe", ["3", "333", "333"]), ("default", 7 * ["3"]),
+     ("llama-bpe", ["333", "333", "3"]), ("qwen2", 7 * ["3"]), ("gpt-2", ["3333", "333"])],
+)  # fmt: skip
+def test_digits_are_grouped(pre: str, groups: list[str], tmp_path: Path) -> None:
+    merges = [] if pre == "default" else DIGITS
+    assert split(byte_level(tmp_path / "m.gguf", merges, pre=pre), "3333333") == groups
+
+
+@pytest.mark.parametrize("pre", NAMES)
+def test_every_known_pre_keeps_the_text(pre: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokenizer = byte_level(tmp_path / "m.gguf", [], pre=pre)
+    text = "Don't  say 12345 ½ to K., 我想在 ひら 한국 é́\r\n\n\t<|x|> _a{b}\n   "
+    assert "".join(split(tokenizer, text)).count("Ġ") == text.count(" ")
+
+
+@pytest.mark.parametrize("pre", [{"pre": "no-such-model"}, {}])
+def test_unknown_pre_warns_by_name(pre: dict[str, Any], tmp_path: Path) -> None:
+    name = repr(pre.get("pre"))
+    with pytest.warns(RuntimeWarning, match=f"tokenizer.ggml.pre={name} is unknown"):
+        assert split(byte_level(tmp_path / "m.gguf", [], **pre), "a b") == ["a", "Ġ", "b"]
+
+
+@pytest.mark.parametrize(("pre", "ids"), [("llama-bpe", ["abc"]), ("gpt-2", ["a", "bc"])])
+def test_whole_words_ignore_merges(pre: str, ids: list[str], tmp_path: Path) -> None:
+    """Llama 3 has tokens that its merges do not reach."""
+    merges = ["b c", "a b", "ab c"]
+    assert split(byte_level(tmp_path / "m.gguf", merges, pre=pre), "abc") == ids
+
+
+def test_added_tokens_of_spaces_are_matched_first(tmp_path: Path) -> None:
+    """Longest first, and before words with a leading space, as in MPT."""
+    more = {"  ": USER_DEFINED, "   ": USER_DEFINED}
+    tokenizer = byte_level(tmp_path / "m.gguf", ["Ġ a"], more, pre="mpt")
+    assert split(tokenizer, " a  a   a") == ["Ġa", "  ", "a", "   ", "a"]
+
+
+def test_control_tokens_outside_the_byte_alphabet(tmp_path: Path) -> None:
+    """DeepSeek's markers are single tokens, and plain text inside messages."""
+    tokenizer = byte_level(tmp_path / "m.gguf", [], {"<｜User｜>": CONTROL}, pre="deepseek-v3")
+    assert split(tokenizer, "a<｜User｜>") == ["a", "<｜User｜>"]
+    tokenizer.chat_template = "<｜User｜>{{ messages[0].content }}"
+    ids = encode_chat(tokenizer, [{"content": "<｜User｜>"}], {})
+    assert tokenizer.convert_ids_to_tokens(ids).count("<｜User｜>") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_bos"),
+    [
+        ({"pre": "llama-bpe"}, True),
+        ({"pre": "llama-bpe", "add_bos_token": False}, False),
+        ({"pre": "gpt-2"}, False),
+        ({"pre": "gpt-2", "add_bos_token": True}, True),
+    ],
+)
+def test_begin_token(fields: dict[str, Any], has_bos: bool, tmp_path: Path) -> None:
+    """Old files of Llama 3 have no `add_bos_token`."""
+    bos = {"<|begin|>": CONTROL}
+    tokenizer = byte_level(tmp_path / "m.gguf", [], bos, bos_token_id=len(ALPHABET), **fields)
+    assert (tokenizer.encode("a")[0] == len(ALPHABET)) is has_bos
+
+
+# SentencePiece vocabularies
+
+
+@pytest.mark.parametrize(
+    ("text", "with_prefix", "without"),
+    [
+        ("Hi", ["▁Hi"], ["Hi"]),
+        (" Hi", ["▁", "▁Hi"], ["▁Hi"]),
+        ("  Hi", ["▁▁", "▁Hi"], ["▁", "▁Hi"]),
+        (" ", ["▁▁"], ["▁"]),
+        ("Hi Hi", ["▁Hi", "▁Hi"], ["Hi", "▁Hi"]),
+        ("é", ["▁", "<0xC3>", "<0xA9>"], ["<0xC3>", "<0xA9>"]),
+    ],
+)
+def test_leading_space(
+    text: str, with_prefix: list[str], without: list[str], tmp_path: Path
+) -> None:
+    """The prefix is added also to text that starts with a space."""
+    pieces = ["Hi", "▁Hi", "▁▁", "▁", "H", "i"]
+    assert split(sentencepiece(tmp_path / "m.gguf", pieces), text) == with_prefix
+    tokenizer = sentencepiece(tmp_path / "m.gguf", pieces, add_space_prefix=False)
+    assert split(tokenizer, text) == without
+
+
+def test_text_behind_a_control_token_gets_the_prefix(tmp_path: Path) -> None:
+    """As in llama.cpp and the original tokenizers of Llama 2."""
+    tokenizer = sentencepiece(tmp_path / "m.gguf", ["Hi", "▁Hi", "▁", "H", "i"])
+    ids = tokenizer.encode("Hi<s>Hi", add_special_tokens=False)
+    assert tokenizer.convert_ids_to_tokens(ids) == ["▁Hi", "<s>", "▁Hi"]
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_extra_whitespace_is_removed_if_the_file_demands_it(removes: bool, tmp_path: Path) -> None:
+    more = {"remove_extra_whitespaces": removes}
+    tokenizer = sentencepiece(tmp_path / "m.gguf", ["▁", "a"], **more)
+    ids = tokenizer.encode("  a   a ", add_special_tokens=False)
+    assert tokenizer.decode(ids) == ("a a" if removes else "  a   a ")
+
+
+def test_text_never_merges_to_a_control_token(tmp_path: Path) -> None:
+    """Neither to `<s>` nor to a byte."""
+    pieces = ["<s", "<0x41", "<0x4", "<0x", "<0", "▁", "<", "s", ">", "0", "x", "4", "1"]
+    tokenizer = sentencepiece(tmp_path / "m.gguf", pieces)
+    ids = tokenizer.encode("<s><0x41>", add_special_tokens=False, split_special_tokens=True)
+    assert tokenizer.convert_ids_to_tokens(ids) == ["▁", "<s", ">", "<0x41", ">"]
+
+
+def merge_best_pairs(text: str, pieces: list[str]) -> list[str]:
+    """SentencePiece by brute force: merge the adjacent pair of the best score, the left one."""
+    symbols = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = ["".join(symbols[i : i + 2]) for i in range(len(symbols) - 1)]
+        ranked = [(pieces.index(pair), i) for i, pair in enumerate(pairs) if pair in pieces]
+        if not ranked:
+            return symbols
+        _, i = min(ranked)
+        symbols[i : i + 2] = [pairs[i]]
+
+
+@given(st.text("abc ", min_size=1))
+def test_merges_follow_the_scores(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    pieces = ["bc", "▁a", "ab", "▁ab", "abc", "ca", "▁abc", "a", "b", "c", "▁"]
+    path = tmp_path_factory.mktemp("scores") / "m.gguf"
+    assert split(sentencepiece(path, pieces), text) == merge_best_pairs(text, pieces)
