@@ -1,14 +1,17 @@
-# offload_rt on a CPU. This file has never been built: no Docker daemon was available.
-# With an NVIDIA GPU, replace the base image by nvidia/cuda:13.0.1-devel-ubuntu24.04 (install python3-venv), the index by
+# offload_rt on a CPU. scripts/fresh_machine.sh runs these steps in a root of Debian packages.
+# With an NVIDIA GPU, replace the base images by nvidia/cuda:13.0.1-devel-ubuntu24.04 (install python3-venv), the index by
 # https://download.pytorch.org/whl/cu130, and run with `--gpus all --ulimit memlock=-1`.
 #
 #   docker build -t offload_rt .
 #   docker run --rm -p 8000:8000 -v ~/.cache/huggingface:/root/.cache/huggingface offload_rt \
 #       serve Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key KEY
-FROM python:3.12-slim
-# The compiler builds the CPU kernels at the first run.
+FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY . /src
-RUN pip install --no-cache-dir "/src[server]" --extra-index-url https://download.pytorch.org/whl/cpu
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /dist /src
+
+FROM python:3.12-slim
+COPY --from=build /dist /dist
+RUN pip install --no-cache-dir "$(echo /dist/*.whl)[server]" --extra-index-url https://download.pytorch.org/whl/cpu
 ENTRYPOINT ["offload-rt"]
 CMD ["doctor"]

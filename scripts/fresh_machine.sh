@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Run the README on fresh Debian machines: in a chroot with a minimal root, as root and as a user.
+#
+#   scripts/fresh_machine.sh [SUITE ...]     as root, with mmdebstrap; default: bookworm (Python 3.11) and trixie (Python 3.13)
+#
+# Steps for each suite: the binary wheel (WHEEL, default dist/*.whl) without compilers, the README's runnable commands, the
+# steps of the Dockerfile. SIZE, BUDGET and TOKENS shorten `make run`, PYTEST_ADDOPTS shortens `make test`, USERS ("root user")
+# selects users. The settings PIP_* reach pip; BIND names a folder of packages that appears at the same path.
+set -euo pipefail
+here=$(cd "$(dirname "$0")/.." && pwd)
+wheel=${WHEEL:-$(echo "$here"/dist/*.whl)}
+work=$(mktemp -d)
+root=$work/root
+finish() {
+    for folder in ${BIND:-} /proc /sys /dev; do mountpoint -q "$root$folder" && umount -l "$root$folder"; done
+    rm -rf --one-file-system "$work"
+}
+trap finish EXIT
+command -v mmdebstrap > /dev/null || { echo "mmdebstrap not found: apt install mmdebstrap"; exit 1; }
+
+new_root() { # SUITE
+    local folder
+    mmdebstrap --quiet --variant=minbase --include=ca-certificates "$1" "$root"
+    for folder in /proc /sys /dev ${BIND:-}; do
+        mkdir -p "$root$folder"
+        mount --rbind "$folder" "$root$folder"
+    done
+    cp /etc/resolv.conf "$root/etc/"
+    cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
+    chroot "$root" useradd -m user
+}
+
+as() { # USER COMMAND: bash in the home of the user
+    local home settings
+    home=$(chroot "$root" bash -c "echo ~$1")
+    mapfile -t settings < <(env | grep -E '^(PIP_|SIZE=|BUDGET=|TOKENS=|PYTEST_ADDOPTS=)')
+    chroot --userspec="$1:$1" "$root" env -i HOME="$home" PATH=/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND=noninteractive \
+        "${settings[@]}" bash -euc "cd; $2"
+}
+
+# The packages of the README's n-th `apt install`.
+packages() { sed -n 's/^sudo apt install \([^#]*\).*/\1/p' "$here/README.md" | sed -n "$1p"; }
+
+blocks() { awk '/^```sh runnable/ { on = 1; next } /^```/ { on = 0 } on' "$here/README.md"; }
+
+for suite in "${@:-bookworm trixie}"; do for suite in $suite; do
+    new_root "$suite"
+    as root "apt-get update -qq && apt-get install -qq --no-install-recommends $(packages 1) > apt.log"
+    cp "$wheel" "$root/tmp/"
+    for user in ${USERS:-root user}; do
+        echo "=== $suite, $user: binary wheel"
+        mkdir -p "$root/tmp/clone"
+        git -C "$here" archive HEAD | tar -x -C "$root/tmp/clone"
+        as "$user" "cp -r /tmp/clone offload_rt; python3 -m venv env; . env/bin/activate; pip install -q /tmp/*.whl; cd offload_rt
+            offload-rt doctor | tee doctor.txt; grep -q '^CPU kernels *prebuilt' doctor.txt
+            $(blocks | grep -m1 '^offload-rt run')"
+    done
+    as root "apt-get install -qq --no-install-recommends $(packages 2) > apt.log"
+    blocks > "$root/tmp/commands.sh"
+    for user in ${USERS:-root user}; do
+        echo "=== $suite, $user: commands of the README"
+        as "$user" "python3 -m venv fresh; . fresh/bin/activate; cd offload_rt; bash -eux /tmp/commands.sh"
+    done
+    echo "=== $suite: steps of the Dockerfile"
+    cp -r "$root/tmp/clone" "$root/src"
+    sed -n 's/^RUN //p' "$here/Dockerfile" > "$root/tmp/steps.sh"
+    as root "python3 -m venv docker; . docker/bin/activate; bash -eux /tmp/steps.sh; offload-rt doctor"
+    finish
+done; done
+echo "=== passed"
