@@ -50,6 +50,9 @@ def new_parser() -> Parser:
         "offload-rt doctor", "Check this machine and print how to fix each missing part."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--paths", action="store_true", help="print the folders of the package and its caches"
+    )
     return parser
 
 
@@ -59,7 +62,21 @@ def main(arguments: list[str] | None = None) -> int:
     return exit_code(lambda: _print(parser.parse_args(arguments)))
 
 
+def _print_paths() -> None:
+    """Print what `pip uninstall` removes, and what it leaves."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cache = cache_directory()
+    nbytes = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+    print(f"package  {Path(__file__).parents[1]}: `pip uninstall offload-rt` removes it")
+    print(f"cache    {cache}: {format_size(nbytes)} of kernels, measurements and chat history")
+    print(f"models   {HF_HUB_CACHE}: downloads, shared with other programs")
+
+
 def _print(flags: Namespace) -> None:
+    if flags.paths:
+        _print_paths()
+        return
     checks = []
     folder = cache_directory()
     with suppress(OSError):

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,17 @@ def test_complete_machine_needs_no_fix(capsys, monkeypatch):
     assert re.search("CPU kernels   (pre)?built, using", out)
     assert "GPU           none" in out
     assert "nothing to fix\n" in out and re.search(r"qwen3-1.7b +(qwen3-0.6b|none) ", out)
+
+
+def test_paths_are_those_that_remain_after_removal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "offload_rt" / "kernels").mkdir(parents=True)
+    (tmp_path / "offload_rt" / "kernels" / "library").write_bytes(bytes(3 << 20))
+    assert doctor.main(["--paths"]) == 0
+    package, cache, models = capsys.readouterr().out.splitlines()
+    assert str(Path(cpu.__file__).parents[1]) in package and "pip uninstall" in package
+    assert f"{tmp_path / 'offload_rt'}: 3.00 MiB of" in cache
+    assert "shared" in models
 
 
 @pytest.mark.parametrize("has_amx", [False, True])
