@@ -1,28 +1,29 @@
 """How long does a token take in other systems, on the same checkpoint, prompts and machine?
 
-    python -m scripts.compare [--size 2100MB] [--quantize FORMAT] [--rounds 4] [--tokens 48]
-        [--chart docs/compare.png]
+    python -m scripts.compare [--size 1600MB] [--budget 600MB] [--quantize FORMAT] [--rounds 4]
+        [--tokens 48] [--chart docs/compare.png]
     python -m scripts.compare --gguf Q4_0 [--budget 6GB | --cgroup DIR] [--avx2]
         [--prompt-tokens 192] [--mixture qwen3_moe]
 
-Every peer (a file of `bench/compare/peers`) runs in a separate process with expert settings and
-answers one prompt a round. The order of the peers rotates, so that a slow disk or core affects all.
+The model is SmolLM2-135M-Instruct, expanded without a change of its function. Every peer (a file of
+`bench/compare/peers`) runs in a separate process with expert settings and answers one prompt a
+round. The order of the peers rotates, so that a slow disk or core affects all.
 Warm-up is not counted. Weights from the disk are cold in every pass. The floor is the bytes of a
 pass at the best rate measured between the rounds. Greedy tokens are compared with the tokens of the
 resident model. Drafting systems are compared with drafting systems. With --quantize offload_rt runs
 the checkpoint in that format; its peers run the same weights as floats. The last line is one JSON
 object.
 
+The assistant of all peers is the model before its expansion. It computes the same function, so
+nearly all of its tokens are accepted: an upper bound. offload_rt also runs with the draft head.
+
+llama.cpp reads the weights as a GGUF file of type BF16, through node and the prebuilt package
+node-llama-cpp. Its second row runs in a control group: the limit is the budget and the imports of
+offload_rt, and the file is mapped. Control groups need root.
+
 With --gguf all peers read one GGUF file, so only offload_rt and llama.cpp run. Plain offload_rt
 gives the reference tokens. With --mixture the file is a random mixture and both decode plainly.
-With --avx2 torch, MKL and oneDNN use AVX2 only. The instruction set of
-llama.cpp is fixed when it is compiled:
-
-    CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" pip install llama-cpp-python   AVX2, FMA, F16C
-    CMAKE_ARGS="-DLLAVA_BUILD=OFF" pip install llama-cpp-python             all that this CPU has
-
-LLAMA_CPP_LIB_PATH selects the libraries of a second build. `make compare` installs the second kind
-(LLAMA_CMAKE).
+With --avx2 torch, MKL and oneDNN use AVX2 only, and llama.cpp does not run.
 
 With --cgroup each process joins a control group. Its memory limit counts anonymous memory and
 cached file pages. The budget of offload_rt is the limit less its imports; llama.cpp maps the file.
@@ -47,6 +48,8 @@ from typing import Any
 from unittest import mock
 
 from bench.common.checkpoints import (
+    REAL,
+    REAL_HEAD,
     TARGET,
     drop_from_page_cache,
     expanded_model,
@@ -55,8 +58,8 @@ from bench.common.checkpoints import (
     quantized_model,
 )
 from bench.common.measure import AVX2_ENVIRONMENT, ROOT, Spread, commit, machine
-from bench.common.processes import run_json
-from bench.common.prompts import held_out_prompts
+from bench.common.processes import memory_group, run_json
+from bench.common.prompts import chat_prompts, held_out_prompts
 from bench.compare import contract, outcome
 from bench.compare.chart import caption, draw
 from bench.compare.contract import Job
@@ -65,12 +68,11 @@ from offload_rt.config import format_size, parse_size
 from offload_rt.errors import OffloadError, PromptError
 from offload_rt.text.detokenize import load_tokenizer
 
-_DRAFT = ROOT / "models/demo-draft"
 _BUILD = ROOT / "build"
 _LEAST_MAX_LEN = 256
 OURS = ("offload_rt_plain", "offload_rt_speculative")
 PLAIN = (OURS[0], "llama_cpp")
-READ_GGUF = (*OURS, "llama_cpp", "llama_cpp_assisted")
+READ_GGUF = (*OURS, "offload_rt_assisted", "llama_cpp", "llama_cpp_assisted")
 # transformers loads a class when it is named.
 IMPORTS = (
     "import torch; from transformers import AutoTokenizer, LlamaForCausalLM; import offload_rt.llm"
@@ -84,6 +86,7 @@ class Course:
     prompts    one for each round; warm_up comes before each
     timeout_s  of one process
     cgroup     control group for each process to join
+    small      control group with a memory limit for the peers that need one, and its limit
     """
 
     job: Job
@@ -92,6 +95,7 @@ class Course:
     n_tokens: int
     timeout_s: float
     cgroup: Path | None = None
+    small: tuple[Path, int] | None = None
 
 
 @dataclass
@@ -138,15 +142,13 @@ def run_all(course: Course, peers: Sequence[str]) -> Results:
 
 def _take_turn(name: str, course: Course, i: int, results: Results) -> None:
     drop_from_page_cache(course.job.plain)
+    job, cgroup = course.job, course.cgroup
+    if course.small and getattr(contract.find(name), "LIMITED", False):
+        cgroup, limit = course.small
+        job = replace(job, limit=limit)
     try:
-        asked = (
-            [course.prompts[i]],
-            course.warm_up,
-            course.n_tokens,
-            course.timeout_s,
-            course.cgroup,
-        )
-        run = run_peer(name, course.job, *asked)
+        asked = ([course.prompts[i]], course.warm_up, course.n_tokens, course.timeout_s, cgroup)
+        run = run_peer(name, job, *asked)
     except RuntimeError as error:
         results.reasons[name] = str(error)
         print(f"round {i + 1}  {name}: {error}", flush=True)
@@ -191,14 +193,19 @@ def main() -> None:
 
 
 def _compare(flags: argparse.Namespace) -> None:
-    source = flags.model or (Path(TARGET) if flags.mixture else expanded_model(flags.size))
+    source = flags.model or (
+        Path(TARGET) if flags.mixture else expanded_model(flags.size, REAL, keep_width=True)
+    )
     source = source.resolve()
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
         raise PromptError(
             f"{source} has no tokenizer", need="one, for prompts are text", change="copy it there"
         )
-    prompts = held_out_prompts(tokenizer, flags.rounds + 1, flags.prompt_tokens)
+    prompts_of = chat_prompts if tokenizer.chat_template else held_out_prompts
+    length = [flags.prompt_tokens] if flags.prompt_tokens else []
+    prompts = prompts_of(tokenizer, flags.rounds + 1, *length)
+    longest = max(map(len, prompts))
     measured = commit()  # now, not at the end: the tree may change meanwhile
     with scratch(AVX2_ENVIRONMENT if flags.avx2 else {}) as folder:
         ours, plain = _checkpoints(flags, source, folder)
@@ -208,7 +215,7 @@ def _compare(flags: argparse.Namespace) -> None:
         )
         imports = run_json(["-c", IMPORTS]).peak_rss
         limit = memory_limit(flags.cgroup) if flags.cgroup else None
-        budget = flags.budget or (limit - imports if limit else nbytes // 4)
+        budget = flags.budget or (limit - imports if limit else parse_size("600MB"))
         said = {"bench": "compare", "machine": machine(), "commit": measured, "model": ours.name}
         said |= {
             "model_bytes": nbytes,
@@ -216,15 +223,20 @@ def _compare(flags: argparse.Namespace) -> None:
             "rounds": flags.rounds,
             "tokens": flags.tokens,
         }
-        said |= {"prompt_tokens": flags.prompt_tokens, "limit_bytes": limit, "avx2": flags.avx2}
+        said |= {"prompt_tokens": longest, "limit_bytes": limit, "avx2": flags.avx2}
         print(f"{_about(said)}\n", flush=True)
-        max_len = max(flags.prompt_tokens + flags.tokens, _LEAST_MAX_LEN)
-        job = Job(ours, plain, flags.draft_model.resolve(), budget, 0, max_len, folder, limit)
+        max_len = max(longest + flags.tokens, _LEAST_MAX_LEN)
         readers = PLAIN if flags.mixture else READ_GGUF
         peers = flags.peers or (readers if flags.gguf else contract.names())
-        results = run_all(
-            Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout, flags.cgroup), peers
-        )
+        needs_file = any(name.startswith("llama_cpp") for name in peers)
+        job = Job(
+            ours, plain, flags.draft_model.resolve(), budget, 0, max_len, folder, limit,
+            flags.draft_head and flags.draft_head.resolve(),
+            plain if flags.gguf else gguf_model(plain, "BF16", folder) if needs_file else None,
+        )  # fmt: skip
+        course = Course(job, prompts[1:], prompts[0], flags.tokens, flags.timeout, flags.cgroup)
+        with memory_group(budget + imports) as small:
+            results = run_all(replace(course, small=small), peers)
         first = OURS[0] if flags.gguf else outcome.REFERENCE
         reference = [run.token_ids for run in results.runs.get(first, ())]
         rows = outcome.rows(peers, results.runs, results.reasons, results.gbps, first)
@@ -260,8 +272,8 @@ def _about(said: Mapping[str, Any]) -> str:
         ),
         f"commit {said['commit']}",
         (
-            f"{said['rounds']} prompts of {said['prompt_tokens']} tokens, {said['tokens']} new"
-            " tokens each"
+            f"{said['rounds']} prompts of up to {said['prompt_tokens']} tokens, {said['tokens']}"
+            " new tokens each"
         ),
     ]
     facts += [f"memory limit {format_size(said['limit_bytes'])}"] if said["limit_bytes"] else []
@@ -280,10 +292,11 @@ def _flags() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", type=Path, help="a checkpoint; default: the demo target expanded to --size"
+        "--model", type=Path, help=f"a checkpoint; default: {REAL.name} expanded to --size"
     )
-    parser.add_argument("--draft-model", type=Path, default=_DRAFT)
-    parser.add_argument("--size", default="2100MB")
+    parser.add_argument("--draft-model", type=Path, default=REAL, help="the assistant of all peers")
+    parser.add_argument("--draft-head", type=Path, default=REAL_HEAD, help="of offload_rt")
+    parser.add_argument("--size", default="1600MB")
     parser.add_argument(
         "--quantize", help="a format of scripts/quantize.py, such as pack-quantized"
     )
@@ -300,13 +313,15 @@ def _flags() -> argparse.Namespace:
     parser.add_argument(
         "--budget",
         type=parse_size,
-        help="default: a quarter of the weights, or the limit less imports",
+        help="default: 600MB, or the limit less imports",
     )
     parser.add_argument(
         "--rounds", type=int, default=4, help="prompts, each answered by every peer"
     )
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument(
+        "--prompt-tokens", type=int, help="length of all prompts; default: short questions"
+    )
     parser.add_argument(
         "--peers", nargs="+", choices=contract.names(), help="default: all that read the files"
     )
@@ -368,8 +383,8 @@ def _print(rows: Sequence[Row], results: Results, said: Mapping[str, Any]) -> No
     for name, runs in results.runs.items():
         if runs and name not in results.reasons:
             decode = Spread.of([decode_rate(run) for run in runs])
-            prompt = Spread.of([said["prompt_tokens"] * prompt_rate(run) for run in runs])
-            print(f"{contract.find(name).TITLE}: decode {decode}, prompt {prompt} tokens/s")
+            prompt = Spread.of([run.prompt_s for run in runs])
+            print(f"{contract.find(name).TITLE}: decode {decode} tokens/s, prompt {prompt} s")
     for what, rate in (("decode", decode_rate), ("prompt", prompt_rate)):
         for ours, others in ratios(results, rate).items():
             for name, values in others.items():

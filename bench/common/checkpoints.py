@@ -19,18 +19,29 @@ TARGET = str(ROOT / "models/demo-target")
 DRAFT = str(ROOT / "models/demo-draft")
 EAGLE3 = str(ROOT / "models/demo-eagle3")
 BLOCK = str(ROOT / "models/demo-block")
+# As the Makefile prepares it: the file, the same weights in bfloat16, and its draft head.
+REAL_FILE = ROOT / "demo-cache/SmolLM2-135M-Instruct.Q4_1.gguf"
+REAL = ROOT / "demo-cache/SmolLM2-135M-Instruct"
+REAL_HEAD = ROOT / "models/smollm2-eagle3"
 
 
-def expanded_model(size: str, source: Path = Path(TARGET), n_positions: int | None = None) -> Path:
+def expanded_model(
+    size: str,
+    source: Path = Path(TARGET),
+    n_positions: int | None = None,
+    keep_width: bool = False,
+) -> Path:
     """Return the source model expanded to a size, written at first use.
 
     n_positions  longest context; default: of the source
+    keep_width   widen the MLP only, so that draft heads of the source fit
     """
     name = f"{'expanded' if source == Path(TARGET) else source.name}-{size}"
     flags = ["--source", str(source), "--size", size]
     if n_positions is not None:
         name += f"-{n_positions}"
         flags += ["--max-position-embeddings", str(n_positions)]
+    flags += ["--keep-width"] * keep_width
     out = ROOT / "demo-cache" / name
     run_python("scripts/expand.py", *flags, "--out", str(out))
     return out

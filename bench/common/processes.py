@@ -2,11 +2,12 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -61,6 +62,28 @@ def run_json(
     return ProcessRun(
         json.loads(printed[-1]) if printed else {}, time.perf_counter() - started, peak
     )
+
+
+@contextmanager
+def memory_group(limit: int) -> Iterator[tuple[Path, int] | None]:
+    """Make a control group, of version 1 or 2, that limits memory to `limit` bytes.
+
+    Yields its directory and the limit; None without the permission.
+    """
+    groups = Path("/sys/fs/cgroup")
+    parent = groups / "memory" if (groups / "memory").is_dir() else groups
+    folder = parent / f"offload_rt-{os.getpid()}"
+    try:
+        folder.mkdir()
+        name = "memory.max" if parent == groups else "memory.limit_in_bytes"
+        (folder / name).write_text(f"{limit}\n")
+    except OSError:
+        yield None
+    else:
+        yield folder, limit
+    finally:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 @contextmanager

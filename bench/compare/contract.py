@@ -22,6 +22,8 @@ class Job:
     max_len     most tokens of prompt and answer together
     scratch     folder for files of its own
     limit       memory limit of the process in bytes, page cache included; None: unlimited
+    head        draft head of offload_rt; None: the draft
+    gguf        the weights as a GGUF file, for llama.cpp
     """
 
     model: Path
@@ -32,6 +34,8 @@ class Job:
     max_len: int
     scratch: Path
     limit: int | None = None
+    head: Path | None = None
+    gguf: Path | None = None
 
     def text(self) -> str:
         """As JSON, for another process."""
@@ -46,9 +50,8 @@ class Job:
     def of(cls, text: str) -> "Job":
         """Parse the output of `text`."""
         raw = json.loads(text)
-        return cls(
-            **raw | {name: Path(raw[name]) for name in ("model", "plain", "draft", "scratch")}
-        )
+        paths = ("model", "plain", "draft", "scratch", "head", "gguf")
+        return cls(**raw | {name: Path(raw[name]) for name in paths if raw[name]})
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Report:
 
     read_bytes     that storage delivered during each answer
     device_bytes   peak of the device's memory; 0 on a CPU
+    child_bytes    peak resident memory of its child processes
     versions       of the packages it needs
     """
 
@@ -103,6 +107,7 @@ class Report:
     read_bytes: list[int]
     device_bytes: int
     versions: dict[str, str]
+    child_bytes: int = 0
 
     def text(self) -> str:
         """As one line of JSON."""

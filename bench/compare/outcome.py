@@ -69,7 +69,8 @@ def run_peer(
     done = run_json(
         ["-m", "bench.compare.peers", name, "--job", job.text(), *flags], timeout_s, cgroup
     )
-    return Run(Report.of(done.result), done.peak_rss)
+    report = Report.of(done.result)
+    return Run(report, max(done.peak_rss, report.child_bytes))
 
 
 @dataclass(frozen=True)

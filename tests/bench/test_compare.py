@@ -1,11 +1,11 @@
 """Comparison of systems: computed figures, failing peers, and one run of two real peers."""
 
-import itertools
 import json
 import os
 import re
 import resource
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +18,15 @@ from bench.common import processes
 from bench.common.checkpoints import gguf_model
 from bench.common.measure import ROOT
 from bench.common.processes import ProcessRun, run_json
-from bench.compare import chart, contract, outcome
+from bench.common.prompts import QUESTIONS, chat_prompts
+from bench.compare import chart, contract, gguf_types, outcome
 from bench.compare.contract import Answer, Job, Report, Supply
 from bench.compare.outcome import Parting, Row, Run
+from bench.compare.peers import _llama_cpp as llama_cpp
 from bench.compare.peers.__main__ import main as peers_main
 from bench.compare.peers._llama_cpp import LlamaCppPeer
+from offload_rt.errors import SettingsError
+from offload_rt.text.detokenize import load_tokenizer
 from offload_rt.weights.checkpoint import open_checkpoint
 from scripts import compare
 
@@ -185,50 +189,108 @@ def test_gguf_file_is_rewritten_after_its_checkpoint_changes(tmp_path):
     assert gguf_model(model, "F16", tmp_path).read_bytes() == content
 
 
-class FakeLlama:
-    """Behaves like llama_cpp.Llama: one pass for the prompt, then passes with one token and three
-    draft tokens.
-    """
-
-    def reset(self) -> None:
-        self.passes: list[list[int]] = []
-
-    def eval(self, tokens: list[int]) -> None:
-        self.passes.append(list(tokens))
-
-    def generate(self, tokens: list[int], temp: float) -> Iterator[int]:
-        self.eval(tokens)
-        yield 10
-        for first in itertools.count(11, 3):
-            self.eval([first - 1, 0, 0])
-            yield from range(first, first + 3)
-
-    def token_eos(self) -> int:
-        return 17
+# Answers a line as llama_cpp.mjs does: a pass of one token, then passes of two tokens.
+FAKE_NODE = """
+import json, sys
+print("{}", flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    ids = [asked["prompt"][-1] + 1 + i for i in range(asked["n"])]
+    arrivals = [[0.5 * n, n] for n in range(1, len(ids) + 1, 2)]
+    print(json.dumps({"token_ids": ids, "arrivals": arrivals}), flush=True)
+"""
 
 
-def test_llama_cpp_tokens_of_a_pass_arrive_together():
-    peer = LlamaCppPeer(FakeLlama(), Supply("memory", 1))
-    answer = peer.generate([1, 2], 6)
-    assert answer.token_ids == [10, 11, 12, 13, 14, 15]
-    assert [n for _, n in answer.arrivals] == [1, 4, 6]
-    assert peer.generate([1, 2], 99).token_ids[-1] == 17  # the end token
+def test_llama_cpp_answers_over_the_pipe():
+    peer = LlamaCppPeer([sys.executable, "-c", FAKE_NODE], Supply("memory", 1))
+    answer = peer.generate([1, 2], 5)
+    assert answer == Answer([3, 4, 5, 6, 7], [(0.5, 1), (1.5, 3), (2.5, 5)])
+    peer.close()
+    assert peer._node.returncode == 0
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        LlamaCppPeer([sys.executable, "-c", "raise SystemExit(3)"], Supply("memory", 1))
 
 
+@pytest.mark.skipif(llama_cpp.unfit() is not None, reason=str(llama_cpp.unfit()))
 def test_llama_cpp_text_equals_transformers(tmp_path):
     """With and without a draft, in float32; the prompt pass and the passes of one token."""
-    pytest.importorskip("llama_cpp")
     AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).save_pretrained(
         tmp_path / "float32"
     )
     path = gguf_model(DEMO, "F32", tmp_path)
-    job = Job(path, path, ROOT / "models/demo-draft", 1 << 30, 0, 128, tmp_path)
+    draft = ROOT / "models/demo-draft"
+    job = Job(path, path, draft, 1 << 30, 0, 128, tmp_path, gguf=path)
     plain = Job(DEMO, tmp_path / "float32", DEMO, 1 << 30, 0, 128, tmp_path)
     asked = [[5, 6, 7, 8]], [3], 24
     runs = [outcome.run_peer(name, job, *asked) for name in ("llama_cpp", "llama_cpp_assisted")]
     runs.append(outcome.run_peer("transformers_resident", plain, *asked))
     assert runs[0].token_ids == runs[1].token_ids == runs[2].token_ids
     assert runs[0].tokens_per_pass == 1 < runs[1].tokens_per_pass
+    assert runs[0].peak_rss > path.stat().st_size  # of node
+
+
+def test_mapped_llama_cpp_needs_a_limit(tmp_path):
+    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 1, tmp_path, gguf=tmp_path)
+    with pytest.raises(SettingsError, match="control group"):
+        contract.find("llama_cpp_mapped").load(job)
+
+
+def test_only_limited_peers_join_the_small_group(tmp_path, monkeypatch):
+    joined = {}
+    run = run_of([1, 2], [(1.0, 1), (2.0, 2)])
+
+    def run_here(name: str, job: Job, *asked: Any) -> Run:
+        joined[name] = job.limit, asked[-1]
+        return run
+
+    monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
+    monkeypatch.setattr(compare, "run_peer", run_here)
+    monkeypatch.setattr(contract, "refusal", lambda _: None)
+    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 256, tmp_path)
+    course = compare.Course(job, [[1]], [3], 4, 1.0, small=(tmp_path / "group", 77))
+    compare.run_all(course, ["llama_cpp", "llama_cpp_mapped"])
+    assert joined == {"llama_cpp": (None, None), "llama_cpp_mapped": (77, tmp_path / "group")}
+
+
+def test_table_of_gguf_types_compares_round_by_round(tmp_path, monkeypatch, capsys):
+    """Figures are rates of offload_rt over those of llama.cpp; the order alternates."""
+    turns = []
+
+    def answer(name: str, job: Job, prompts: list[list[int]], *_: Any) -> Run:
+        turns.append(name)
+        assert job.gguf == job.model == tmp_path / "Q8_0" and len(prompts[0]) == 100
+        tokens = [1, 2, 3] if name == "llama_cpp" else [1, 2, 4]
+        first_s = 2.0 if name == "llama_cpp" else 4.0
+        return run_of(tokens, [(first_s, 1), (first_s + 1 + len(turns), 3)])
+
+    monkeypatch.setattr(gguf_types, "quantized_file", lambda file, type, folder: tmp_path / type)
+    monkeypatch.setattr(gguf_types, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(gguf_types, "chat_prompts", lambda _, n, length: [[7] * length] * n)
+    monkeypatch.setattr(gguf_types, "run_peer", answer)
+    flags = ["--types", "Q8_0", "--rounds", "2", "--prompt-tokens", "100"]
+    monkeypatch.setattr("sys.argv", ["gguf_types", *flags])
+    gguf_types.main()
+    assert turns == ["llama_cpp", "offload_rt_plain", "offload_rt_plain", "llama_cpp"]
+    *_, line, record = capsys.readouterr().out.splitlines()
+    assert line.endswith("| 0.50 (0.50 to 0.50) | 4 of 6 |")
+    figures = json.loads(record)["results"]["Q8_0"]
+    assert figures["prompt llama.cpp"]["median"] == 50
+    # 2 tokens in 2, 3, 4 and 5 s
+    ratios = figures["decode ratio"]
+    assert [ratios["least"], ratios["largest"]] == pytest.approx([2 / 3, 5 / 4])
+
+
+def test_chat_prompts_have_the_asked_length():
+    tokenizer = load_tokenizer(DEMO)
+    tokenizer.chat_template = "{% for m in messages %}user: {{ m.content }}\n{% endfor %}reply:"
+    short = chat_prompts(tokenizer, 3)
+    assert [tokenizer.decode(ids) for ids in short] == [
+        f"user: {question}\nreply:" for question in QUESTIONS[:3]
+    ]
+    long = chat_prompts(tokenizer, 2, 200)
+    assert [len(ids) for ids in long] == [200, 200]
+    text = tokenizer.decode(long[1])
+    assert text.startswith("user:") and text.endswith(f"{QUESTIONS[1]}\nreply:")
 
 
 def test_two_peers_give_the_same_tokens(tmp_path, monkeypatch, capfd):

@@ -6,8 +6,12 @@ python -m bench.compare.peers NAME --job JSON --prompts JSON --warm-up JSON --to
 
 import argparse
 import json
+import resource
+import sys
 import time
 from importlib.metadata import packages_distributions, version
+
+import psutil
 
 from bench.compare import contract
 
@@ -38,20 +42,20 @@ def main() -> None:
     distributions = packages_distributions()
     versions = {name: version(distributions[name][0]) for name in ("torch", *module.PACKAGES)}
     peer.close()
-    report = contract.Report(load_s, peer.supply, answers, read, _device_peak(), versions)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+    report = contract.Report(load_s, peer.supply, answers, read, _device_peak(), versions, children)
     print("\n" + report.text(), flush=True)
 
 
 def _storage_bytes() -> int:
-    """Bytes that this process has fetched from storage."""
-    with open("/proc/self/io", encoding="ascii") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("read_bytes"))
+    """Bytes that this process and its children have fetched from storage."""
+    me = psutil.Process()
+    return sum(member.io_counters().read_bytes for member in (me, *me.children()))
 
 
 def _device_peak() -> int:
-    import torch
-
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    torch = sys.modules.get("torch")
+    return torch.cuda.max_memory_allocated() if torch and torch.cuda.is_available() else 0
 
 
 if __name__ == "__main__":

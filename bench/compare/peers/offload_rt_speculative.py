@@ -1,4 +1,4 @@
-"""offload_rt with the draft model: a tree of drafted tokens is verified in each pass over the
+"""offload_rt with a draft head: a tree of drafted tokens is verified in each pass over the
 weights.
 """
 
@@ -12,10 +12,10 @@ DRAFTS = True
 
 
 def load(job: Job) -> OffloadPeer:
-    """Nothing is set but the budget and the length; the draft and its trees are paid from the same
-    budget.
+    """Nothing is set but the budget and the length; the head and its trees are paid from the same
+    budget. Without a head, the assistant drafts.
     """
-    draft = str(job.draft)
+    draft = str(job.head or job.draft)
     return OffloadPeer(
         LLM(str(job.model), draft_model=draft, device_memory=job.budget, max_model_len=job.max_len)
     )

@@ -1,0 +1,104 @@
+"""How fast are llama.cpp and offload_rt on resident GGUF files of each type?
+
+    python -m bench.compare.gguf_types [--types Q4_0 Q8_0] [--rounds 3] [--tokens 64]
+        [--prompt-tokens 512]
+
+llama.cpp quantises the file of SmolLM2-135M-Instruct to each type. In every round each system
+answers the same prompt, plainly and greedily, in a new process; the order alternates. Ratios are
+offload_rt / llama.cpp, round by round. The last column is the number of equal first tokens.
+"""
+
+from pathlib import Path
+
+from bench.common.checkpoints import REAL_FILE
+from bench.common.measure import ROOT, Benchmark, Spread
+from bench.common.prompts import chat_prompts
+from bench.compare.contract import Job
+from bench.compare.outcome import Run, parting, run_peer
+from bench.compare.quantizer import TYPES, quantized_file
+from offload_rt.config import parse_size
+from offload_rt.text.detokenize import load_tokenizer
+
+PEERS = ("llama_cpp", "offload_rt_plain")
+DEFAULT_TYPES = (
+    "Q4_0", "Q4_1", "Q4_K_M", "Q5_0", "Q5_1", "Q5_K_M", "Q6_K", "Q8_0", "IQ3_S", "BF16",
+)  # fmt: skip
+
+
+def figures(theirs: list[Run], ours: list[Run], n_prompt: int) -> dict[str, Spread]:
+    """Return tokens/s of decoding and of the prompt, and their ratios round by round."""
+    spreads = {}
+    for kind, seconds in (
+        ("decode", lambda run: run.seconds_per_token),
+        ("prompt", lambda run: run.prompt_s / n_prompt),
+    ):
+        rates = [[1 / seconds(run) for run in runs] for runs in (theirs, ours)]
+        spreads |= {
+            f"{kind} llama.cpp": Spread.of(rates[0]),
+            f"{kind} offload_rt": Spread.of(rates[1]),
+            f"{kind} ratio": Spread.of_ratios(rates[1], rates[0]),
+        }
+    return spreads
+
+
+def n_equal(theirs: list[Run], ours: list[Run]) -> int:
+    """Count the tokens before the first difference of each pair of answers."""
+    return sum(
+        len(a.token_ids) if (at := parting(a.token_ids, b.token_ids)) is None else at
+        for a, b in zip(theirs, ours, strict=True)
+    )
+
+
+def measure(
+    path: Path, prompts: list[list[int]], warm_up: list[int], n_tokens: int, scratch: Path
+) -> dict[str, list[Run]]:
+    """Run both systems on a file, a prompt per round."""
+    max_len = len(prompts[0]) + n_tokens
+    job = Job(path, path, path, parse_size("6GB"), 0, max_len, scratch, gguf=path)
+    runs: dict[str, list[Run]] = {name: [] for name in PEERS}
+    for i, prompt in enumerate(prompts):
+        for name in PEERS[:: -1 if i % 2 else 1]:
+            runs[name].append(run_peer(name, job, [prompt], warm_up, n_tokens))
+    return runs
+
+
+def main() -> None:
+    """Print a line per type and the JSON line."""
+    benchmark = Benchmark("gguf_types", __doc__)
+    benchmark.add("--file", type=Path, default=REAL_FILE)
+    benchmark.add("--types", nargs="+", choices=TYPES, default=DEFAULT_TYPES)
+    benchmark.add("--rounds", type=int, default=3)
+    benchmark.add("--tokens", type=int, default=64)
+    benchmark.add("--prompt-tokens", type=int, default=512)
+    flags = benchmark.start()
+    folder = ROOT / "build/types"
+    folder.mkdir(parents=True, exist_ok=True)
+    warm_up, *prompts = chat_prompts(
+        load_tokenizer(flags.file), flags.rounds + 1, flags.prompt_tokens
+    )
+    results = {}
+    columns: list[str] = []
+    for type in flags.types:
+        path = quantized_file(flags.file.resolve(), type, folder)
+        runs = measure(path, prompts, warm_up, flags.tokens, folder)
+        pair = [runs[name] for name in PEERS]
+        results[type] = figures(*pair, flags.prompt_tokens)
+        if not columns:
+            columns = list(results[type])
+            print(f"\n| type | {' | '.join(columns)} | equal |\n|{'---|' * (len(columns) + 2)}")
+        cells = [_cell(name, spread) for name, spread in results[type].items()]
+        equal = f"{n_equal(*pair)} of {sum(len(run.token_ids) for run in pair[0])}"
+        print(f"| {type} | {' | '.join(cells)} | {equal} |", flush=True)
+    benchmark.finish(results=results)
+
+
+def _cell(name: str, spread: Spread) -> str:
+    digits = 2 if name.endswith("ratio") else 0
+    least, middle, largest = (
+        f"{value:.{digits}f}" for value in (spread.least, spread.median, spread.largest)
+    )
+    return f"{middle} ({least} to {largest})"
+
+
+if __name__ == "__main__":
+    main()
