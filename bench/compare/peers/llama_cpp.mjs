@@ -28,7 +28,6 @@ async function* assisted(prompt) {
     const tokens = [...prompt];
     while (true) {
         const chain = [];
-        await draft.adaptStateToTokens(tokens.slice(0, -1));
         for await (const token of draft.evaluate(tokens.slice(draft.nextTokenIndex), GREEDY))
             if (chain.push(token) === N_DRAFTED)
                 break;
@@ -40,7 +39,9 @@ async function* assisted(prompt) {
         const refuted = chain.findIndex((token, i) => token !== predicted[i]);
         const fresh = refuted < 0 ? predicted : predicted.slice(0, refuted + 1);
         tokens.push(...fresh);
-        await target.adaptStateToTokens(tokens.slice(0, -1));
+        for (const sequence of [target, draft])
+            if (sequence.nextTokenIndex >= tokens.length)
+                await sequence.eraseContextTokenRanges([{start: tokens.length - 1, end: sequence.nextTokenIndex}]);
         yield fresh;
     }
 }
@@ -49,6 +50,7 @@ console.log("{}");
 for await (const line of createInterface({input: process.stdin})) {
     const {prompt, n} = JSON.parse(line);
     await target.clearHistory();
+    await draft?.clearHistory();
     const [ids, arrivals, started] = [[], [], performance.now()];
     for await (const fresh of (draft ? assisted : plain)(prompt)) {
         const end = fresh.findIndex((token) => model.isEogToken(token));
