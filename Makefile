@@ -25,12 +25,10 @@ venv: .venv/installed .venv/kernels
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $@
 
-# Compile llama.cpp for this machine and without its vision library. Add -DGGML_NATIVE=OFF for AVX2 only.
-LLAMA_CMAKE ?= -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_OPENSSL=OFF
-
-# Systems for `make compare` only. llama.cpp compiles for half an hour on two cores.
+# Systems for `make compare` only. DeepSpeed's NVMe offload also needs libaio-dev, llama.cpp needs node and npm.
 .venv/compared: .venv/installed
-	CMAKE_ARGS="$(LLAMA_CMAKE)" $(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev,compare]"
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev,compare]"
+	npm install --silent --prefix build/node node-llama-cpp@3.22.1
 	touch $@
 
 # After the install, whose isolated build has no torch; without nvcc this says so and plain torch serves.
@@ -115,11 +113,10 @@ docs: venv
 	$(PY) scripts/settings_page.py
 	$(PY) -m mkdocs build --strict --quiet
 
-compare: .venv/compared
+compare: .venv/compared $(DENSE)/model.safetensors
 	$(PY) -m scripts.compare --chart docs/compare.png
-	$(PY) -m scripts.compare --quantize pack-quantized --rounds 2
-	$(PY) -m scripts.compare --gguf BF16 --budget 6GB --prompt-tokens 192
-	$(PY) -m scripts.compare --gguf Q4_0 --budget 6GB --prompt-tokens 192
+	$(PY) -m bench.compare.gguf_types
+	$(PY) -m bench.compare.estimates
 
 # Binary wheel; OFFLOAD_RT_BUILD=all adds the CUDA kernels. auditwheel checks that glibc 2.28 suffices.
 DIST ?= dist

@@ -86,9 +86,14 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="first question of each category")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-len", type=int, default=2048, help="tokens of prompt and answer")
     flags = parser.parse_args()
     params = SamplingParams(max_tokens=flags.tokens, temperature=flags.temperature, seed=0)
-    given = {"device_memory": flags.device_memory, "tree_size": flags.rows, "max_model_len": 2048}
+    given = {
+        "device_memory": flags.device_memory,
+        "tree_size": flags.rows,
+        "max_model_len": flags.max_len,
+    }
     choices = {name: {"drafter": name} for name in flags.drafters}
     if flags.draft_model:
         choices["draft model"] = {"draft_model": flags.draft_model}
