@@ -31,7 +31,12 @@ class CountRequest(BaseModel):
     def fields(self) -> Json:
         """Return the fields of a chat request. Raises SettingsError for unknown values."""
         choice = self.tool_choice or {}
-        fields: Json = {"model": self.model, "messages": self._messages()}
+        turns = self._messages()
+        fields: Json = {"model": self.model, "messages": turns}
+        last = turns[-1] if turns else {}
+        if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
+            # Anthropic's API continues an answer in the last message.
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
         fields["tools"] = [_tool(tool) for tool in self.tools or ()] or None
         fields["tool_choice"] = _tool_choice(choice) if choice else None
         if choice.get("disable_parallel_tool_use"):

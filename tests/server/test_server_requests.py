@@ -262,6 +262,8 @@ def test_final_message_is_continued(served, monkeypatch):
     tokens = served.llm.encode(prompt, add_special_tokens=False)
     expected = served.llm.generate(tokens, SamplingParams(max_tokens=8))[0].text
     assert (status, answer["choices"][0]["message"]["content"]) == (200, expected)
+    status, answer = served.post("/v1/messages", body)  # Anthropic's API has no field for this
+    assert (status, answer["content"][0]["text"]) == (200, expected)
     both = body | {"continue_final_message": True}
     assert served.post("/v1/chat/completions", both)[0] == 400
 
