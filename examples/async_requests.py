@@ -6,7 +6,7 @@ from demo import DRAFT, TARGET
 
 from offload_rt import LLM, SamplingParams
 
-PROMPTS = ["import os\n", "class Queue:\n", "def read_lines(path):\n"]
+PROMPTS = ["The capital of France is", "Plants make food from", "def read_lines(path):\n"]
 
 
 async def answer(llm: LLM, prompt: str) -> str:

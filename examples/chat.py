@@ -1,19 +1,15 @@
-"""Hold a conversation. The demo pair has no chat template, so the example passes its own."""
+"""Hold a conversation. A model without a chat template needs one, here the demo pair."""
 
-from demo import TARGET
+from demo import CHAT_TEMPLATE, TARGET
 
 from offload_rt import LLM, SamplingParams
 
-TEMPLATE = (
-    "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}# assistant:{% endif %}"
-)
-conversation = [{"role": "user", "content": "Write a function that reads a file."}]
+conversation = [{"role": "user", "content": "Why is the sky blue?"}]
 
 with LLM(TARGET, max_model_len=512) as llm:
-    for question in ("Now with an encoding.", None):
-        params = SamplingParams(max_tokens=24)
-        (output,) = llm.chat(conversation, params, chat_template=TEMPLATE)
+    for question in ("And why is it red in the evening?", None):
+        params = SamplingParams(max_tokens=48)
+        (output,) = llm.chat(conversation, params, chat_template=CHAT_TEMPLATE)
         conversation.append({"role": "assistant", "content": output.text})
         if question:
             conversation.append({"role": "user", "content": question})

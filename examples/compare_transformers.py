@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload_rt import LLM, SamplingParams
 
-PROMPT = "class Queue:\n    def __init__(self):\n"
+PROMPT = "The water cycle begins when the sun"
 N_TOKENS = 32
 
 tokenizer = AutoTokenizer.from_pretrained(TARGET)

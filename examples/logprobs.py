@@ -6,7 +6,7 @@ from demo import TARGET
 
 from offload_rt import LLM, SamplingParams
 
-TEXT = "import os\nimport sys\n\n\ndef main():\n    return 0\n"
+TEXT = "The sun rises in the east and sets in the west."
 
 with LLM(TARGET, max_model_len=256) as llm:
     (output,) = llm.generate(TEXT, SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=0))

@@ -18,7 +18,7 @@ with subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True) as server:
         client = OpenAI(base_url=f"{address}/v1", api_key="unused")
         model = client.models.list().data[0].id
         stream = client.completions.create(
-            model=model, prompt="def main():\n", max_tokens=24, stream=True
+            model=model, prompt="Plants make food from", max_tokens=24, stream=True
         )
         for chunk in stream:
             print(chunk.choices[0].text, end="", flush=True)

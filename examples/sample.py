@@ -7,8 +7,8 @@ from offload_rt import LLM, SamplingParams
 params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=16, seed=7, n=3)
 
 with LLM(TARGET, draft_model=DRAFT, max_model_len=256) as llm:
-    (first,) = llm.generate("def main(", params)
-    (second,) = llm.generate("def main(", params)
+    (first,) = llm.generate("Once upon a time", params)
+    (second,) = llm.generate("Once upon a time", params)
 
 for answer in first.outputs:
     print(repr(answer.text))

@@ -7,7 +7,7 @@ from demo import DRAFT, TARGET
 
 from offload_rt import LLM, SamplingParams
 
-PROMPT = "def read_lines(path, encoding='utf-8'):\n"
+PROMPT = "The water cycle begins when the sun"
 params = SamplingParams(max_tokens=64)
 
 with LLM(TARGET, drafter="none", max_model_len=256) as llm:

@@ -13,10 +13,10 @@ from support.programs import started, wait_until
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 PRINTED = {
-    "async_requests": "class Queue",
+    "async_requests": "The capital of France is",
     "chat": "assistant: ",
     "compare_transformers": "equal to transformers: True",
-    "generate": "24 tokens",
+    "generate": "passes over the weights",
     "images": "the answer depends on the image: True",
     "logprobs": "perplexity of the prompt",
     "openai_client": "\n",
