@@ -166,7 +166,8 @@ def train_head(args: argparse.Namespace) -> None:
     if args.stage == "block":
         head = DFlash(target, taps_of(target), args.layers)
     else:
-        head = Eagle3(target, taps_of(target), frequent_tokens(texts, args.vocabulary))
+        known = vocabulary_of(args.start) if args.start else frequent_tokens(texts, args.vocabulary)
+        head = Eagle3(target, taps_of(target), known)
     head.float()
     print(f"{sum(p.numel() for p in head.parameters())} parameters", flush=True)
     if args.start:
@@ -192,6 +193,13 @@ def train_head(args: argparse.Namespace) -> None:
     print(f"held out {check():.4f}")
 
 
+def vocabulary_of(path: Path) -> Tensor:
+    """Return the predicted tokens (n,) of a written EAGLE-3 head."""
+    with safe_open(path, "pt") as file:
+        offsets: Tensor = file.get_tensor("d2t")
+    return offsets + torch.arange(len(offsets))
+
+
 def frequent_tokens(texts: Texts, n: int) -> Tensor:
     """Return the `n` most frequent tokens (n,) of the conversations, ascending."""
     counts = torch.bincount(torch.cat(texts.tokens), minlength=n)
@@ -213,7 +221,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=6144)
     parser.add_argument("--vocabulary", type=int, default=16384, help="tokens of an EAGLE-3 head")
     parser.add_argument("--layers", type=int, default=2, help="layers of a block drafter")
-    parser.add_argument("--start", type=Path, help="weights to continue from")
+    parser.add_argument("--start", type=Path, help="model.safetensors of a head to continue from")
     parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
