@@ -336,134 +336,11 @@ inline void split_nibbles(const uint8_t* bytes, int n, bool is_low_first, uint8_
   }
 }
 
-// Replaces codes by what a table of 16 numbers has in their place.
-inline void look_up(const int8_t* table, int n, uint8_t* codes) {
-#if LEVEL >= 1
-  const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
-  for (int i = 0; i < n; i += 16) {
-    __m128i* place = reinterpret_cast<__m128i*>(codes + i);
-    _mm_storeu_si128(place, _mm_shuffle_epi8(numbers, _mm_loadu_si128(place)));
-  }
-#else
-  for (int i = 0; i < n; ++i) codes[i] = static_cast<uint8_t>(table[codes[i]]);
-#endif
-}
+typedef uint32_t Words __attribute__((vector_size(32)));
 
-// The codes of a block of GGUF, less what all of them are lowered by.
-template <int kind>
-inline void block_codes(const uint8_t* block, uint8_t* codes) {
-  const auto nibbles = [&](const uint8_t* bytes, int n, int width, int less) {
-    for (int first = 0; first < n / 2; first += width)
-      for (int k = 0; k < width; k += 16) {
-        const Bytes both = load_bytes(bytes + first + k);
-        store_bytes(codes + 2 * first + k, (both & 15) - static_cast<uint8_t>(less));
-        store_bytes(codes + 2 * first + width + k, (both >> 4) - static_cast<uint8_t>(less));
-      }
-  };
-  // The four pairs of bits of 32 bytes, low ones first, and so on; likewise single bits.
-  const auto add_pairs = [&](const uint8_t* bytes, int factor) {
-    for (int j = 0; j < 8; ++j)
-      for (int k = 0; k < 32; ++k)
-        codes[32 * j + k] = static_cast<uint8_t>(codes[32 * j + k] + factor * (bytes[j / 4 * 32 + k] >> j % 4 * 2 & 3));
-  };
-  const auto add_bits = [&](const uint8_t* bytes, int factor) {
-    for (int j = 0; j < 8; ++j)
-      for (int k = 0; k < 32; ++k)
-        codes[32 * j + k] = static_cast<uint8_t>(codes[32 * j + k] + factor * (bytes[k] >> j & 1));
-  };
-  const auto add_fifth = [&](const uint8_t* bits) {
-    for (int k = 0; k < 32; ++k) codes[k] = static_cast<uint8_t>(codes[k] + 16 * (bits[k / 8] >> k % 8 & 1));
-  };
-  switch (kind) {
-    case kQ4_0: return nibbles(block + 2, 32, 16, 8);
-    case kQ4_1: return nibbles(block + 4, 32, 16, 0);
-    case kQ5_0: return nibbles(block + 6, 32, 16, 16), add_fifth(block + 2);
-    case kQ5_1: return nibbles(block + 8, 32, 16, 0), add_fifth(block + 4);
-    case kQ8_0: memcpy(codes, block + 2, 32); return;
-    case kQ2_K: memset(codes, 0, 256); return add_pairs(block + 16, 1);
-    case kQ3_K: memset(codes, -4, 256); return add_pairs(block + 32, 1), add_bits(block, 4);
-    case kQ4_K: return nibbles(block + 16, 256, 32, 0);
-    case kQ5_K: return nibbles(block + 48, 256, 32, 0), add_bits(block + 16, 16);
-    case kQ6_K:
-      for (int i = 0; i < 4; ++i) {
-        const int half = i / 2, k = i % 2 * 16;
-        const Bytes a = load_bytes(block + 64 * half + k), b = load_bytes(block + 64 * half + 32 + k);
-        const Bytes pairs = load_bytes(block + 128 + 32 * half + k);
-        uint8_t* to = codes + 128 * half + k;
-        store_bytes(to, ((a & 15) | (pairs & 3) << 4) - 32);
-        store_bytes(to + 32, ((b & 15) | (pairs & 12) << 2) - 32);
-        store_bytes(to + 64, (a >> 4 | (pairs & 48)) - 32);
-        store_bytes(to + 96, (b >> 4 | (pairs & 192) >> 2) - 32);
-      }
-      return;
-    case kIq4Nl: return nibbles(block + 2, 32, 16, 0), look_up(kIq4, 32, codes);
-    case kIq4Xs: return nibbles(block + 8, 256, 16, 0), look_up(kIq4, 256, codes);
-  }
-}
-
-// What the codes of each group of a block are multiplied with, and what is then subtracted.
-template <int kind>
-inline void block_scales(const uint8_t* b, float* scales, float* minima) {
-  constexpr bool is_long = kind == kQ2_K || kind == kQ3_K || kind == kQ4_K || kind == kQ5_K || kind == kQ6_K || kind == kIq4Xs;
-  for (int i = 0; i < (is_long ? 16 : 1); ++i) minima[i] = 0.0f;
-  switch (kind) {
-    case kQ4_1: case kQ5_1: minima[0] = -half_at(b + 2); [[fallthrough]];
-    case kQ4_0: case kQ5_0: case kQ8_0: case kIq4Nl: scales[0] = half_at(b); return;
-    case kQ4_K: case kQ5_K: {
-      const float scale = half_at(b), minimum = half_at(b + 2);
-      for (int i = 0; i < 4; ++i) {
-        const int low = b[4 + i], middle = b[8 + i], high = b[12 + i];
-        scales[i] = scale * static_cast<float>(low & 63), minima[i] = minimum * static_cast<float>(middle & 63);
-        scales[i + 4] = scale * static_cast<float>((high & 15) | low >> 6 << 4);
-        minima[i + 4] = minimum * static_cast<float>(high >> 4 | middle >> 6 << 4);
-      }
-      return;
-    }
-    case kQ2_K: {
-      const float scale = half_at(b + 80), minimum = half_at(b + 82);
-      for (int i = 0; i < 16; ++i) {
-        scales[i] = scale * static_cast<float>(b[i] & 15);
-        minima[i] = minimum * static_cast<float>(b[i] >> 4);
-      }
-      return;
-    }
-    case kQ3_K:
-      for (int i = 0; i < 16; ++i) {
-        const int low = b[96 + i % 8] >> (i / 8 * 4) & 15, high = b[104 + i % 4] >> (i / 4 * 2) & 3;
-        scales[i] = half_at(b + 108) * static_cast<float>((low | high << 4) - 32);
-      }
-      return;
-    case kQ6_K:
-      for (int i = 0; i < 16; i += kLanes) store(scales + i, Signed()(b + 192 + i) * half_at(b + 208));
-      return;
-    case kIq4Xs:
-      for (int i = 0; i < 8; ++i) {
-        const int low = b[4 + i / 2] >> (i % 2 * 4) & 15, high = b[2 + i / 4] >> (i % 4 * 2) & 3;
-        scales[i] = half_at(b) * static_cast<float>((low | high << 4) - 32);
-      }
-      return;
-  }
-}
-
-template <int kind, int n_codes, int nbytes, int group, typename P>
-inline void unpack_blocks(const uint8_t* blocks, int n, P* out) {
-  for (int done = 0; done < n; done += n_codes, blocks += nbytes) {
-    uint8_t codes[n_codes];
-    float scales[16], minima[16];
-    block_codes<kind>(blocks, codes);
-    block_scales<kind>(blocks, scales, minima);
-    for (int first = 0; first < n_codes; first += group) {
-      const V scale = set1(scales[first / group]), minimum = set1(-minima[first / group]);
-      // The product is exact in float32 where there is a minimum.
-#pragma GCC unroll 4
-      for (int k = first; k < first + group; k += kLanes) store(out + done + k, fma(Signed()(codes + k), scale, minimum));
-    }
-  }
-}
+#include "blocks_cpu.h"
 
 inline bool is_gathered(const Matrix& m) { return m.bits == 4 && (m.kind == kColumns || m.kind == kAwq); }
-
-typedef uint32_t Words __attribute__((vector_size(32)));
 
 // Transpose 8 x 8 words.
 inline void transpose(Words* rows) {
@@ -620,18 +497,10 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
     case kNf4:
       split_nibbles(bytes + first / 2, n, false, codes);
       return scale_row(Table{kNf4Values}, m, row, first, n, codes, out);
-    case kQ4_0: return unpack_blocks<kQ4_0, 32, 18, 32>(bytes + first / 32 * 18, n, out);
-    case kQ4_1: return unpack_blocks<kQ4_1, 32, 20, 32>(bytes + first / 32 * 20, n, out);
-    case kQ5_0: return unpack_blocks<kQ5_0, 32, 22, 32>(bytes + first / 32 * 22, n, out);
-    case kQ5_1: return unpack_blocks<kQ5_1, 32, 24, 32>(bytes + first / 32 * 24, n, out);
-    case kQ8_0: return unpack_blocks<kQ8_0, 32, 34, 32>(bytes + first / 32 * 34, n, out);
-    case kQ2_K: return unpack_blocks<kQ2_K, 256, 84, 16>(bytes + first / 256 * 84, n, out);
-    case kQ3_K: return unpack_blocks<kQ3_K, 256, 110, 16>(bytes + first / 256 * 110, n, out);
-    case kQ4_K: return unpack_blocks<kQ4_K, 256, 144, 32>(bytes + first / 256 * 144, n, out);
-    case kQ5_K: return unpack_blocks<kQ5_K, 256, 176, 32>(bytes + first / 256 * 176, n, out);
-    case kQ6_K: return unpack_blocks<kQ6_K, 256, 210, 16>(bytes + first / 256 * 210, n, out);
-    case kIq4Nl: return unpack_blocks<kIq4Nl, 32, 18, 32>(bytes + first / 32 * 18, n, out);
-    case kIq4Xs: return unpack_blocks<kIq4Xs, 256, 136, 32>(bytes + first / 256 * 136, n, out);
+    default:
+      return with_blocks(m.kind, [&]<int kind>() {
+        unpack_blocks<kind>(bytes + first / kBlock<kind>.n * kBlock<kind>.nbytes, n, out);
+      });
   }
 }
 
@@ -810,6 +679,65 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
     for (int out = 0; out < n_outs; ++out) lines[row * kLine + out] = totals[out * M + row];
 }
 
+// The same for blocks of GGUF in the order of inputs.
+template <int M, int kind, typename X>
+void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
+  constexpr BlockShape shape = kBlock<kind>;
+  constexpr int depth = kDepth<X>, N = M == 1 ? 4 : 2;
+  float totals[kPanelOuts * M];
+  GroupScales scales[N];
+  for (int out = 0; out < n_outs; out += N)
+    for (int64_t first = 0; first < m.n_in; first += depth) {
+      const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
+      const X* rows[M];
+      for (int row = 0; row < M; ++row) rows[row] = x + first * n_rows + smaller(row, n_rows - 1) * depth;
+      const uint8_t* blocks[N];
+      for (int j = 0; j < N; ++j) {
+        blocks[j] = m.codes + (first_out + smaller(out + j, n_outs - 1)) * m.row_nbytes + first / shape.n * shape.nbytes;
+        read_scales<kind>(blocks[j], n, scales[j]);
+      }
+      V sums[N * M];
+#pragma GCC unroll 8
+      for (int i = 0; i < N * M; ++i) sums[i] = V{};
+      for (int part = 0; part < n / 32; part += shape.n / 32) {
+#pragma GCC unroll 8
+        for (int i = 0; i < shape.n / 32; ++i)
+#pragma GCC unroll 4
+          for (int j = 0; j < N; ++j) {
+            const Codes codes = codes_of<kind>(blocks[j], i);
+            const auto weights = [&](int k) __attribute__((always_inline)) { return weight_of<kind>(codes, scales[j], part + i, k); };
+#if LEVEL >= 3
+            if constexpr (sizeof(X) == 2) {
+              const __m512bh values = _mm512_cvtne2ps_pbh((__m512)weights(1), (__m512)weights(0));
+#pragma GCC unroll 4
+              for (int row = 0; row < M; ++row) {
+                V& sum = sums[j * M + row];
+                sum = (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(rows[row] + (part + i) * 32), values);
+              }
+              continue;
+            }
+#endif
+            if constexpr (sizeof(X) == 4)
+#pragma GCC unroll 4
+              for (int k = 0; k < 32 / kLanes; ++k) {
+                const V values = weights(k);
+#pragma GCC unroll 4
+                for (int row = 0; row < M; ++row)
+                  sums[j * M + row] = fma(values, load(rows[row] + (part + i) * 32 + k * kLanes), sums[j * M + row]);
+              }
+          }
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) {
+          for (int i = 0; i < shape.nbytes; i += 64) __builtin_prefetch(blocks[j] + kAhead + i);
+          blocks[j] += shape.nbytes;
+        }
+      }
+      add_sums(sums, N * M, totals + out * M, first == 0);
+    }
+  for (int row = 0; row < n_rows; ++row)
+    for (int out = 0; out < n_outs; ++out) lines[row * kLine + out] = totals[out * M + row];
+}
+
 template <Method method, typename X>
 void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
   if (n_rows == 1) return multiply_decoded<1, method>(m, order, x, n_rows, first_out, n_outs, lines);
@@ -820,6 +748,14 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
 template <typename X>
 void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
   switch (order.method) {
+#if LEVEL >= 1
+    case kNoMethod:
+      return with_blocks(m.kind, [&]<int kind>() {
+        if (n_rows == 1) return multiply_blocks<1, kind>(m, x, n_rows, first_out, n_outs, lines);
+        if (n_rows == 2) return multiply_blocks<2, kind>(m, x, n_rows, first_out, n_outs, lines);
+        multiply_blocks<4, kind>(m, x, n_rows, first_out, n_outs, lines);
+      });
+#endif
 #if LEVEL == 1
     case kFloatTables: return multiply_decoded<kFloatTables>(m, order, x, n_rows, first_out, n_outs, lines);
     case kShortTables: return multiply_decoded<kShortTables>(m, order, x, n_rows, first_out, n_outs, lines);
@@ -851,7 +787,7 @@ struct Product {
     // panel is unpacked once.
     const bool is_few = n_rows <= kFewRows, is_same = m.kind == (sizeof(X) == 2 ? kDenseBFloat16 : kDenseFloat32);
     is_direct = m.n_in % kStep<X> == 0 && (is_same || (is_few && sizeof(X) == 4 && m.kind <= kDenseFloat16));
-    is_decoded = n_rows <= kDecodedRows && order.method != kNoMethod;
+    is_decoded = n_rows <= kDecodedRows && (order.method != kNoMethod || (LEVEL >= 1 && m.kind >= kQ4_0));
     const bool is_tiled = is_few && (n_rows == 1 || !is_direct);
     n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_tiled ? kTiledOuts : is_few ? kFewOuts : kManyOuts;
     panel_outs = is_tiled && !is_gathered(m) ? kTile : n_outs;

@@ -207,44 +207,16 @@ typedef float Floats __attribute__((vector_size(32)));
 
 // Write the scales and minima of the eight parts of a superblock of Q4_K from part i on.
 inline void write_superblock(const uint8_t* b, int i, Nibbles& to) {
-  const uint32_t low = word_at(b + 4, 0), middle = word_at(b + 4, 1), high = word_at(b + 4, 2);
-  const uint32_t words[4] = {low & 0x3f3f3f3f, (high & 0x0f0f0f0f) | (low >> 2 & 0x30303030), middle & 0x3f3f3f3f,
-                             (high >> 4 & 0x0f0f0f0f) | (middle >> 2 & 0x30303030)};
-  uint8_t codes[16];
-  memcpy(codes, words, 16);
-  float numbers[16];
-  for (int k = 0; k < 16; k += kLanes) store(numbers + k, Unsigned()(codes + k));
-  const float factors[2] = {half_at(b), -half_at(b + 2)};
+  Floats numbers[2];
+  block_scales<kQ4_K>(b, reinterpret_cast<float*>(&numbers[0]), reinterpret_cast<float*>(&numbers[1]));
 #pragma GCC unroll 2
   for (int k = 0; k < 2; ++k) {
-    Floats all;
-    memcpy(&all, numbers + 8 * k, 32);
-    all *= factors[k];
     // Two parts have the codes of 64 inputs: low nibbles of the first 32, high nibbles of the others.
-    const Floats of_low = __builtin_shuffle(all, Words{0, 0, 2, 2, 4, 4, 6, 6});
-    const Floats of_high = __builtin_shuffle(all, Words{1, 1, 3, 3, 5, 5, 7, 7});
+    const Floats of_low = __builtin_shuffle(numbers[k], Words{0, 0, 2, 2, 4, 4, 6, 6});
+    const Floats of_high = __builtin_shuffle(numbers[k], Words{1, 1, 3, 3, 5, 5, 7, 7});
     memcpy((k ? to.minima : to.scales)[0] + i, &of_low, 32);
     memcpy((k ? to.minima : to.scales)[1] + i, &of_high, 32);
   }
-}
-
-// Convert the float16 numbers at the start of n blocks, eight at a time.
-template <int nbytes>
-inline void read_halves(const uint8_t* blocks, int n, float* out) {
-  const auto read = [&](int i, bool is_full) __attribute__((always_inline)) {
-    const auto bits = [&](int j) {
-      uint16_t half = 0;
-      if (is_full || i + j < n) memcpy(&half, blocks + nbytes * j, 2);
-      return static_cast<int16_t>(half);
-    };
-#if LEVEL >= 1
-    const __m128i halves = _mm_setr_epi16(bits(0), bits(1), bits(2), bits(3), bits(4), bits(5), bits(6), bits(7));
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(halves));
-#else
-    for (int j = 0; j < 8; ++j) out[i + j] = to_float(Half{static_cast<uint16_t>(bits(j))});
-#endif
-  };
-  for (int i = 0; i < n; i += 8, blocks += 8 * nbytes) n - i >= 8 ? read(i, true) : read(i, false);
 }
 
 inline void write_scales(const Matrix& m, int64_t row, int64_t first, int n, Nibbles& to) {
