@@ -46,6 +46,8 @@ QUANTIZED = {
     "MXFP4": ("--format", "mxfp4-pack-quantized"),
     "Q4_0": ("--format", "gguf", "--type", "Q4_0"),
     "Q4_K": ("--format", "gguf", "--type", "Q4_K"),
+    "Q5_K": ("--format", "gguf", "--type", "Q5_K"),
+    "Q6_K": ("--format", "gguf", "--type", "Q6_K"),
     "Q8_0": ("--format", "gguf", "--type", "Q8_0"),
     "block fp8": ("--format", "fp8", "--group-size", "128"),
     "int8": ("--format", "int-quantized", "--group-size", "-1", "--symmetric"),
