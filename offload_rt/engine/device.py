@@ -13,6 +13,9 @@ from offload_rt.offload.placement import MemoryBudget
 from offload_rt.ops import extension
 from offload_rt.system.machine import cards, memory_free, memory_limit
 
+# Maximum host memory beside a GPU that shares it: slots for layers from disk, and buffers.
+_UNIFIED_HOST = 4 << 30
+
 
 def pick_device(name: str) -> torch.device:
     """Return the device of a setting. Raises DeviceError for cuda without a usable device.
@@ -77,13 +80,17 @@ def memory_budget(config: EngineConfig, device: torch.device, n_local: int = 1) 
     torch.cuda.empty_cache()  # memory of closed engines is free as well
     free_nbytes, _ = torch.cuda.mem_get_info(device)  # excludes the context of this process
     most = max(free_nbytes - DRIVER, 0)
-    device_nbytes = _checked(
-        config.device_nbytes, "--device-memory", less_margin(free_nbytes), most
-    )
+    available = less_margin(free_nbytes)
+    is_unified = bool(torch.cuda.get_device_properties(device).is_integrated)
+    if is_unified:  # the GPU of e.g. GB10 or Jetson: layers are on the device or on disk
+        spare = min(spare // 8, _UNIFIED_HOST)
+        available = max(min(available, less_margin(memory_free())) - spare, 0)
+    device_nbytes = _checked(config.device_nbytes, "--device-memory", available, most)
     host_nbytes = _checked(config.host_nbytes, "--host-memory", spare, memory_limit())
     return MemoryBudget(
-        device_nbytes, host_nbytes, LIBRARIES, has_card=True, buffers=READ_BUFFERS, most=most
-    )
+        device_nbytes, host_nbytes, LIBRARIES, has_card=True, is_unified=is_unified,
+        buffers=READ_BUFFERS, most=most,
+    )  # fmt: skip
 
 
 def _checked(asked: int | None, flag: str, default: int, limit: int) -> int:

@@ -52,7 +52,8 @@ class MemoryBudget:
 
     host       0 without a tier between device and disk
     libraries  CUDA libraries, on the device
-    has_card   the device has separate memory, so disk reads also cross the host's link
+    has_card   a GPU, so disk reads pass through host memory
+    is_unified the GPU shares the host's memory, so layers are on the device or on disk
     buffers    host memory for reading, and for off-device KV rows
     most       largest `device` that a setting can allow; None if unknown
     """
@@ -61,6 +62,7 @@ class MemoryBudget:
     host: int = 0
     libraries: int = 0
     has_card: bool = False
+    is_unified: bool = False
     buffers: int = 0
     most: int | None = None
 
@@ -266,7 +268,7 @@ def place_layers(
     resident = fill(range(n), gained, free - n_slots * link.slot_nbytes, n - 1)
     n_slots = min(n_slots, n - len(resident))
     streamed = [i for i in range(n) if i not in resident]
-    room = budget.host - budget.buffers
+    room = 0 if budget.is_unified else budget.host - budget.buffers
     host = fill(streamed, link.layer_nbytes, room, n)
     n_host_slots = 0
     if budget.has_card and len(host) < len(streamed):

@@ -196,6 +196,21 @@ def test_memory_cap_ends_with_the_engine(zoo, card):
         assert torch.cuda.get_per_process_memory_fraction() == before
 
 
+def test_gpu_that_shares_the_memory_of_the_host_holds_no_second_copy(zoo, monkeypatch):
+    directory = zoo.directory("llama", 0)
+    texts = []
+    for is_integrated, streamed in ((False, {"device", "host"}), (True, {"device", "disk"})):
+        with fake_gpu(monkeypatch, is_integrated=is_integrated):
+            with on_card(directory, drafter="none", device_memory=little(directory)) as llm:
+                (output,) = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
+                texts.append(output.token_ids)
+                assert set(llm.plan.tiers) == streamed
+            with LLM.open(EngineConfig(str(directory), device="cuda")) as unloaded:
+                budget = unloaded.plan.budget
+            assert (budget.device + budget.host < 4 << 30) or not is_integrated
+    assert texts[0] == texts[1]
+
+
 def test_budget_is_compared_with_free_memory(zoo, monkeypatch):
     """Another process may have most of a card, and the driver loads modules after planning."""
     directory = zoo.directory("llama", 0)

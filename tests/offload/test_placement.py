@@ -90,6 +90,18 @@ def test_host_layers_and_disk_slots_stay_within_the_host_budget(layers, need, sh
         ]
 
 
+@given(layers=LAYERS, need=NEED, share=st.floats(0, 1), host=st.integers(10**4, 10**10))
+def test_layers_of_unified_memory_are_on_the_device_or_on_disk(layers, need, share, host):
+    budget = least_budget(layers, need) + int(share * sum(layers))
+    host += 2 * max(layers)
+    unified = MemoryBudget(budget, host, has_card=True, is_unified=True)
+    plan = place_layers(layers, need, unified)
+    assert "host" not in plan.tiers
+    assert plan.n_host_slots == (min(plan.n_slots, 2) if "disk" in plan.tiers else 0)
+    beside = place_layers(layers, need, replace(unified, is_unified=False))
+    assert plan.tiers.count("device") == beside.tiers.count("device")
+
+
 @given(layers=LAYERS, need=NEED)
 def test_budget_named_by_the_error_is_the_smallest(layers, need):
     with pytest.raises(CapacityError) as caught:

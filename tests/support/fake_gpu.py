@@ -216,11 +216,13 @@ def fake_gpu(
     nbytes: int = 4 << 30,
     pins: bool = True,
     has_kernels: bool = False,
+    is_integrated: bool = False,
 ) -> Iterator[Counts]:
     """Simulate a CUDA device with `nbytes` of memory; yield the counts of calls.
 
-    pins         whether the driver pins host memory
-    has_kernels  whether the kernels of csrc/ are available, emulated on the CPU
+    pins           whether the driver pins host memory
+    has_kernels    whether the kernels of csrc/ are available, emulated on the CPU
+    is_integrated  whether the device reports that it shares the host's memory
     """
     _set_guard()
     _COUNTS.n_waits = _COUNTS.n_uploads = _COUNTS.n_kernels = 0
@@ -234,8 +236,10 @@ def fake_gpu(
     monkeypatch.setattr(extension, "missing", lambda: "" if has_kernels else "the GPU is fake")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    nowhere = SimpleNamespace(pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0xFF)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: nowhere)
+    properties = SimpleNamespace(
+        pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0xFF, is_integrated=is_integrated
+    )  # at no bus
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=_wait)
     )
