@@ -10,6 +10,10 @@ typedef float V __attribute__((vector_size(4 * kLanes)));
 typedef int32_t VI __attribute__((vector_size(4 * kLanes)));
 typedef V Unaligned __attribute__((aligned(4), may_alias));
 
+#if defined(__ARM_NEON)
+#include "neon_cpu.h"
+#endif
+
 inline V set1(float value) { return value - V{}; }  // not a sum, which would lose the sign of -0
 inline V load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
 inline void store(float* to, V value) { *reinterpret_cast<Unaligned*>(to) = value; }
@@ -21,8 +25,7 @@ inline V fma(V a, V b, V c) {
 #elif LEVEL == 1
   return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__ARM_NEON)
-  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return c;
+  return neon_fma(a, b, c);
 #else
   return a * b + c;
 #endif
@@ -35,6 +38,8 @@ inline V load(const BFloat16* from) {
 #elif LEVEL == 1
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   return (V)_mm256_slli_epi32(wide, 16);
+#elif defined(__ARM_NEON)
+  return neon_load(from);
 #else
   VI wide;
   for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<int32_t>(static_cast<uint32_t>(from[i].bits) << 16);
@@ -47,6 +52,8 @@ inline V load(const Half* from) {
   return (V)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif LEVEL == 1
   return (V)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__ARM_NEON)
+  return neon_load(from);
 #else
   V wide;
   for (int i = 0; i < kLanes; ++i) wide[i] = to_float(from[i]);
@@ -71,6 +78,8 @@ inline void store(BFloat16* to, V value) {
   rounded = value == value ? rounded : VI{} + 0x7fc0;
 #if LEVEL >= 2
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)rounded));
+#elif defined(__ARM_NEON)
+  neon_store(to, rounded);
 #else
   for (int i = 0; i < kLanes; ++i) to[i].bits = static_cast<uint16_t>(rounded[i]);
 #endif
@@ -81,6 +90,8 @@ inline void store(Half* to, V value) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
 #elif LEVEL == 1
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__ARM_NEON)
+  neon_store(to, value);
 #else
   for (int i = 0; i < kLanes; ++i) to[i] = to_half(value[i]);
 #endif
@@ -122,6 +133,8 @@ inline void sum4(V a, V b, V c, V d, float* sums) {
   const __m256 x = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
   _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
 #endif
+#elif defined(__ARM_NEON)
+  neon_sum4(a, b, c, d, sums);
 #else
   const V all[4] = {a, b, c, d};
   for (int j = 0; j < 4; ++j) {
