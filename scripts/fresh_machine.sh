@@ -13,7 +13,8 @@ work=$(mktemp -d)
 root=$work/root
 finish() {
     for folder in ${BIND:-} /proc /sys /dev; do mountpoint -q "$root$folder" && umount -l "$root$folder"; done
-    rm -rf --one-file-system "$work"
+    # A folder that is still mounted belongs to this machine.
+    grep -q " $root/" /proc/mounts || rm -rf --one-file-system "$work"
 }
 trap finish EXIT
 command -v mmdebstrap > /dev/null || { echo "mmdebstrap not found: apt install mmdebstrap"; exit 1; }
