@@ -1,20 +1,24 @@
 """Image features of a pass, computed by the vision tower and kept for later rows."""
 
+from __future__ import annotations
+
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.models.image_prompt import PromptImage
-from offload_rt.models.image_tower import ImageFeatures, ImageTower
+from offload_rt.models.image_prompt import ImageFeatures, PromptImage
 from offload_rt.models.layers import LayerWeights
 from offload_rt.offload.streamer import Streamer
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.weights.layout import Layout
+
+if TYPE_CHECKING:  # loads the models of transformers
+    from offload_rt.models.image_tower import ImageTower
 
 # Features of this number of largest images are kept.
 KEPT_IMAGES = 2

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -89,3 +90,24 @@ EncodedPrompt = list[int] | ImagePrompt
 def token_ids(prompt: EncodedPrompt) -> list[int]:
     """Return the token ids of a prompt."""
     return prompt.ids if isinstance(prompt, ImagePrompt) else prompt
+
+
+class ImageFeatures(NamedTuple):
+    """Output of the tower for image tokens.
+
+    rows  (n, hidden_size)
+    deep  further features (n, hidden_size) each, added to the outputs of the first layers
+    """
+
+    rows: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+    def part(self, rows: Any) -> "ImageFeatures":
+        """Return the features of some rows."""
+        return ImageFeatures(self.rows[rows], tuple(layer[rows] for layer in self.deep))
+
+    @classmethod
+    def cat(cls, parts: Sequence["ImageFeatures"]) -> "ImageFeatures":
+        """Concatenate features."""
+        deep = zip(*(part.deep for part in parts), strict=True)
+        return cls(torch.cat([part.rows for part in parts]), tuple(map(torch.cat, deep)))

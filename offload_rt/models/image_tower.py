@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from offload_rt.models.image_prompt import ImagePrompt, PromptImage
+from offload_rt.models.image_prompt import ImageFeatures, ImagePrompt, PromptImage
 from offload_rt.models.layers import LayerWeights, TensorShape
 from offload_rt.models.trace import Call
 from offload_rt.models.traced import ImageInputs, TracedModel
@@ -30,27 +30,6 @@ _MASKED = ("mistral3", "gemma4")
 _MOST_TILES = {"llava_next": 5, "internvl": 13, "aya_vision": 13, "idefics3": 17, "smolvlm": 17}
 # Largest number of further features per image token.
 _N_DEEP = 3
-
-
-class ImageFeatures(NamedTuple):
-    """Output of the tower for image tokens.
-
-    rows  (n, hidden_size)
-    deep  further features (n, hidden_size) each, added to the outputs of the first layers
-    """
-
-    rows: Tensor
-    deep: tuple[Tensor, ...] = ()
-
-    def part(self, rows: Any) -> "ImageFeatures":
-        """Return the features of some rows."""
-        return ImageFeatures(self.rows[rows], tuple(layer[rows] for layer in self.deep))
-
-    @classmethod
-    def cat(cls, parts: Sequence["ImageFeatures"]) -> "ImageFeatures":
-        """Concatenate features."""
-        deep = zip(*(part.deep for part in parts), strict=True)
-        return cls(torch.cat([part.rows for part in parts]), tuple(map(torch.cat, deep)))
 
 
 @dataclass
