@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _print_paths() -> None:
-    """Print what `pip uninstall` removes, and what it leaves."""
+    """Print the folders of the package, which `pip uninstall` removes, and of its caches."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     cache = cache_directory()
