@@ -133,7 +133,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Return OFFLOAD_RT_COMMIT, or the commit of the tree, marked if dirty outside of the results."""
+    """Return OFFLOAD_RT_COMMIT, or the commit, marked if files besides results are dirty."""
     if given := os.environ.get("OFFLOAD_RT_COMMIT"):
         return given
     name = _git("describe", "--always")
