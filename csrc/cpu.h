@@ -53,3 +53,40 @@ template <typename T>
 inline T smaller(T a, T b) {
   return a < b ? a : b;
 }
+
+// One matrix (n_out, n_in), and its product. Columns and AWQ order store its transpose.
+struct Matrix {
+  const void* x;          // (n_rows, n_in), read by products
+  void* y;                // (n_rows, n_out), written by products
+  int64_t n_rows, ldx, ldy;  // numbers between rows
+
+  const uint8_t* codes;
+  const void* scales;     // (n_out / block_out, n_in / block_in), or transposed
+  const uint8_t* zeros;   // codes of zero points in a grid like that of the scales, or null
+  const int32_t* groups;  // (n_in,) the group of each input, or null: input / block_in
+  const void* bias;       // (n_out,) or null
+  int64_t row_nbytes;     // of the codes of an output; of an input where the transpose is stored
+  int64_t n_out, n_in, block_out, block_in;
+  int64_t grid_columns;   // of the stored grid of scales
+  int32_t kind, bits, offset;
+  int32_t scale_dtype, product_dtype;  // of a code times its scale
+  int32_t zero_order, zero_plus;       // order as Kind
+  int32_t bias_dtype;
+};
+
+// Keys and values of one layer, queries of rows of a tree, and what the rows see; see ops/attention_cpu.py.
+struct TreeAttention {
+  const void *q, *k, *v;  // (n, n_heads, k_dim), (n_kv_heads, n_before + n_tree, k_dim or v_dim)
+  void* out;              // (n, n_heads, v_dim), dense
+  float* lse;             // (n, n_heads)
+  const float* sinks;     // (n_heads,) or null
+  const int32_t *bits, *depths;
+  int64_t n, n_heads, n_kv_heads, k_dim, v_dim, n_words;
+  int64_t q_row, q_head, k_head, k_row, v_head, v_row;  // strides in numbers
+  int64_t n_before, n_tree, window;                     // window 0: none
+  float scale, softcap;                                 // softcap 0: none
+  int32_t dtype;
+};
+
+EXPORT void offload_rt_linear(const Matrix* matrices, int n_matrices, int dtype, int n_threads);
+EXPORT void offload_rt_tree_attention(const TreeAttention* attention, int n_threads);

@@ -14,26 +14,6 @@ enum Kind {
   kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kIq4Xs,  // as KERNEL_BLOCKS
 };
 
-// One matrix (n_out, n_in), and its product. Columns and AWQ order store its transpose.
-struct Matrix {
-  const void* x;          // (n_rows, n_in), read by products
-  void* y;                // (n_rows, n_out), written by products
-  int64_t n_rows, ldx, ldy;  // numbers between rows
-
-  const uint8_t* codes;
-  const void* scales;     // (n_out / block_out, n_in / block_in), or transposed
-  const uint8_t* zeros;   // codes of zero points in a grid like that of the scales, or null
-  const int32_t* groups;  // (n_in,) the group of each input, or null: input / block_in
-  const void* bias;       // (n_out,) or null
-  int64_t row_nbytes;     // of the codes of an output; of an input where the transpose is stored
-  int64_t n_out, n_in, block_out, block_in;
-  int64_t grid_columns;   // of the stored grid of scales
-  int32_t kind, bits, offset;
-  int32_t scale_dtype, product_dtype;  // of a code times its scale
-  int32_t zero_order, zero_plus;       // order as Kind
-  int32_t bias_dtype;
-};
-
 // Column of eight in the nibbles of an AWQ word.
 constexpr int kAwqNibbles[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 constexpr float kE2m1Values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,

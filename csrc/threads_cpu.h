@@ -105,6 +105,19 @@ struct Memory {
     return bytes;
   }
 };
+// Cuts memory into arrays that begin at multiples of 64 bytes; counts alone where there is none.
+struct Cutter {
+  char* bytes;
+  int64_t used = 0;
+
+  template <typename T>
+  T* take(int64_t n) {
+    T* found = bytes == nullptr ? nullptr : reinterpret_cast<T*>(bytes + used);
+    used += (n * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return found;
+  }
+};
+
 inline Team& team() {
   static thread_local Team team;
   return team;

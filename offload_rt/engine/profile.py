@@ -337,7 +337,7 @@ def _seconds_of_parts(runner: Runner, block: LayerView, step: Step) -> list[floa
     for _ in range(_REPEATS):
         hidden, chunks = alone.embed(*alone.upload([step]))
         moments = [_now(runner)]
-        alone.layer(block, hidden, chunks)
+        alone.layers([block], hidden, chunks)
         moments.append(_now(runner))
         alone.logits(hidden, [step])
         moments.append(_now(runner))

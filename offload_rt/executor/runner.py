@@ -46,6 +46,12 @@ _READ_ROWS = 64
 Result = TypeVar("Result")
 
 
+def _span_name(blocks: Sequence[LayerView]) -> str:
+    """Name the computation of adjacent layers in the trace."""
+    first, last = blocks[0].i, blocks[-1].i
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
 @dataclass(eq=False, repr=False)
 class Runner:
     """Compute logits and own the caches. The streamer provides layers; other weights are resident.
@@ -102,11 +108,17 @@ class Runner:
         keep_tapped(self.taps, tapped, hidden, 0)
         for group in self._groups(chunks):
             with self._load_rows(group), closing(self.streamer.sweep()) as sweep:
+                blocks: list[LayerView] = []
                 for block in sweep:
-                    with self.trace.span(COMPUTE, f"layer {block.i}"):
-                        self.layer(block, hidden, group)
+                    blocks.append(block)
+                    if self._continues(block, group):
+                        continue
+                    with self.trace.span(COMPUTE, _span_name(blocks)):
+                        self.layers(blocks, hidden, group)
                     keep_tapped(self.taps, tapped, hidden, block.i + 1)
-                    self.meanwhile()
+                    for _ in blocks:
+                        self.meanwhile()
+                    blocks.clear()
         self.tapped = torch.split(tapped, [step.n_rows for step in steps])
         with self.trace.span(COMPUTE, "head"):
             logits = self.logits(hidden, steps)
@@ -224,11 +236,27 @@ class Runner:
         features = self.images.rows(chunk.images, self.non_layer)
         return self.images.tower.embed(self.non_layer, ids, chunk.row_inputs[0], features)
 
-    def layer(self, block: LayerView, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
-        """Apply a layer to all rows of hidden (n, hidden_size), in place."""
-        weights = self._weights(block)
+    def _continues(self, block: LayerView, chunks: Sequence[Chunk]) -> bool:
+        """Whether a layer and the next one are computed by one call: both are resident on a CPU."""
+        following = block.i + 1
+        return (
+            block.is_resident
+            and self.spec.supports_layer_groups
+            and self.device.type == "cpu"
+            and len(chunks) == 1
+            and following < self.spec.n_layers
+            and following not in self.taps
+            and self.streamer.resident(following) is not None
+        )
+
+    def layers(self, blocks: Sequence[LayerView], hidden: Tensor, chunks: Sequence[Chunk]) -> None:
+        """Apply layers to all rows of hidden (n, hidden_size), in place."""
+        weights = {block.i: self._weights(block) for block in blocks}
         for chunk in chunks:
-            hidden[chunk.rows] = self.spec.layer(block.i, weights, hidden[chunk.rows], chunk)
+            rows = hidden[chunk.rows]
+            out = self.spec.layer_group(weights, rows, chunk)
+            if out is not rows:
+                hidden[chunk.rows] = out
 
     def _weights(self, block: LayerView) -> LayerWeights:
         weights = self._views.get(block.i)

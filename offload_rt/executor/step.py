@@ -17,6 +17,7 @@ from offload_rt.kv.cache import KVCache
 from offload_rt.kv.recurrent import Recurrence, RecurrentCache
 from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.models.layers import Attention, StateShape
+from offload_rt.ops.decoder_cpu import CachedRows
 from offload_rt.tree.topology import GrowingTree, Topology
 
 
@@ -149,6 +150,18 @@ class Chunk:
             part = asked if len(self.segments) == 1 else asked.of_rows(segment.rows)
             outs.append(segment.cache.attend(part, segment.start, mask.within(asked.window)))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    def in_place(self) -> list[CachedRows] | None:
+        """See `CachedContext.in_place`."""
+        rows = []
+        for segment, mask in zip(self.segments, self.masks, strict=True):
+            buffer = segment.cache.in_place()
+            if buffer is None or self.causal:
+                return None
+            first = segment.cache.n_held + segment.start
+            n = segment.stop - segment.start
+            rows.append(CachedRows(n, buffer.keys, buffer.values, first, mask))
+        return rows
 
     def recur(
         self,

@@ -50,6 +50,10 @@ class KVCache(ABC):
         mask   visibility of the first n_committed + start + n rows
         """
 
+    def in_place(self) -> "KVBuffer | None":
+        """Return the memory of all layers if `attend` only stores rows there and reads them."""
+        return None
+
     @abstractmethod
     def move(self, rows: Sequence[int], first: int) -> None:
         """Move rows `first + rows` to `first` onwards in all layers; ascending, rows[i] >= i."""
@@ -248,6 +252,10 @@ class ContiguousCache(KVCache):
             buffer.keys[layer, :, :first] = keys
             buffer.values[layer, :, :first] = values
         return buffer.attend(layer, slice(first, first + len(asked.q)), asked, mask)
+
+    def in_place(self) -> KVBuffer | None:
+        """See `KVCache.in_place`."""
+        return self.buffer if self.leader is None and len(self._buffers) == 1 else None
 
     def copy_prefix(self, leader: KVCache, tokens: list[int]) -> None:
         """See `KVCache.copy_prefix`.

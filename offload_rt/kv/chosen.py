@@ -65,6 +65,10 @@ class ChosenCache(SparseCache):
         super().commit(rows)
         self._is_selecting = False
 
+    def in_place(self) -> KVBuffer | None:
+        """See `KVCache.in_place`."""
+        return None if self._is_selecting else super().in_place()
+
     def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:
         """Attend to the rows of the view, or to all source rows during selection."""
         if not self._is_selecting:

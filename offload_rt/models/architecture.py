@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from offload_rt.models.layers import (
+    CachedContext,
     KVShape,
     LayerWeights,
     Mixture,
@@ -48,6 +49,8 @@ class Architecture(ABC):
     supports_training: ClassVar[bool] = True
     # `final_states` is implemented.
     supports_embeddings: ClassVar[bool] = False
+    # `layer_group` is faster than its layers one by one.
+    supports_layer_groups: ClassVar[bool] = False
     # `embed` computes layer inputs from token ids, so every pipeline stage runs it.
     embeds_on_all_stages: ClassVar[bool] = False
 
@@ -158,6 +161,14 @@ class Architecture(ABC):
     @abstractmethod
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Apply layer i to hidden states x (n, hidden_size), which may be overwritten."""
+
+    def layer_group(
+        self, weights: Mapping[int, LayerWeights], x: Tensor, context: CachedContext
+    ) -> Tensor:
+        """Apply layers in order, `layer` with the weights of each."""
+        for i, layer_weights in weights.items():
+            x = self.layer(i, layer_weights, x, context)
+        return x
 
     @abstractmethod
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:

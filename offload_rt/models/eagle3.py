@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
+from offload_rt.models.architecture import Architecture
 from offload_rt.models.heads import HeadDecoder, HeadWeights
 from offload_rt.models.layers import LayerWeights, Part, PassContext, TensorShape
 from offload_rt.models.native import EMBED, QKV, NativeDecoder, norm
@@ -138,6 +139,8 @@ class Eagle3(HeadDecoder, NativeDecoder):
         import torch  # not at the top: a plan computes nothing
 
         return torch.cat((x, states), 1)
+
+    layer_group = Architecture.layer_group
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Update the residual stream; in the first layer, attention reads both normed parts."""

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from offload_rt.ops.decoder_cpu import CachedRows
+    from offload_rt.ops.decoder_cpu import Layer as DecoderLayer
+    from offload_rt.ops.dequantize import Weight
     from offload_rt.ops.few_rows import Stack
 
 
@@ -128,10 +131,14 @@ class LayerWeights(Protocol):
 
     experts       experts loaded on demand, or None if part of these weights
     expert_share  experts of this rank, or None without expert sharding
+    has_pairs     rows of q and k are stored with the partners of a rotation side by side
+    kernel        description of a native decoder layer for the CPU library, once made
     """
 
     experts: LayerExperts | None = None
     expert_share: ExpertShare | None = None
+    has_pairs: bool = False
+    kernel: DecoderLayer | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,6 +157,10 @@ class LayerWeights(Protocol):
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """Apply `linear` for each name; a format may compute a single concatenated product."""
         return tuple(map(self.linear, repeat(x), names))
+
+    def stored(self, name: str) -> tuple[Weight, Tensor | None] | None:
+        """Return the matrix as stored and its bias; None if `linear` does more than a product."""
+        return None
 
     def linear_experts(
         self, x: Tensor, ends: Sequence[int], names: Sequence[Sequence[str]], experts: Sequence[int]
@@ -220,6 +231,13 @@ class PassContext(Protocol):
 
     def attend(self, asked: Attention) -> Tensor:
         """Store keys and values; return the attention output (n, n_heads, head_dim of v)."""
+
+
+class CachedContext(PassContext, Protocol):
+    """The current pass as seen by several layers."""
+
+    def in_place(self) -> Sequence[CachedRows] | None:
+        """Return the rows by sequence; None if `attend` does more than write and read a cache."""
 
 
 class StateContext(PassContext, Protocol):

@@ -10,15 +10,25 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload_rt.models.architecture import Architecture
-from offload_rt.models.layers import Attention, LayerWeights, PassContext, TensorShape
+from offload_rt.models.layers import (
+    Attention,
+    CachedContext,
+    LayerWeights,
+    PassContext,
+    TensorShape,
+)
 from offload_rt.models.rope import Rope
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from offload_rt.ops.decoder_cpu import Layer as DecoderLayer
+
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+# In the order of use.
+MATRICES = (*QKV, "self_attn.o_proj", *GATE_UP, "mlp.down_proj")
 EMBED = "model.embed_tokens"
 NORM = "model.norm"
 HEAD = "lm_head"
@@ -35,6 +45,7 @@ class NativeDecoder(Architecture):
     """
 
     supports_embeddings = True
+    supports_layer_groups = True
 
     intermediate_size: int
     n_heads: int
@@ -114,6 +125,43 @@ class NativeDecoder(Architecture):
 
         h = ops.rms_norm(x, weights.vector("input_layernorm"), self.eps)
         return self.mlp(weights, x, self.attention(i, weights, h, context))
+
+    def layer_group(
+        self, weights: Mapping[int, LayerWeights], x: Tensor, context: CachedContext
+    ) -> Tensor:
+        """Apply layers in order; by a single call of the CPU library if it serves all."""
+        from offload_rt.ops import decoder_cpu
+
+        segments = context.in_place() if x.device.type == "cpu" else None
+        described = [self._described(i, part) for i, part in weights.items()] if segments else []
+        kernels = [layer for layer in described if layer is not None]
+        sizes = decoder_cpu.Sizes(self.n_heads, self.n_kv_heads, self.head_dim, self.eps)
+        cos, sin = context.row_inputs
+        if (
+            segments
+            and len(kernels) == len(weights)
+            and decoder_cpu.decode(x, kernels, sizes, (cos, sin), segments)
+        ):
+            return x
+        return super().layer_group(weights, x, context)
+
+    def _described(self, i: int, weights: LayerWeights) -> DecoderLayer | None:
+        """Return the library's description of a layer, kept with its weights; None without it."""
+        from offload_rt.ops import decoder_cpu
+
+        if weights.kernel is None:
+            matrices = [weights.stored(name) for name in MATRICES]
+            known = [matrix for matrix in matrices if matrix is not None]
+            if len(known) < len(matrices) or self.head_dim % 2:
+                return None
+            head_norms = ("self_attn.q_norm", "self_attn.k_norm") if self.qk_norm else ()
+            norms = [
+                weights.vector(name)
+                for name in ("input_layernorm", "post_attention_layernorm", *head_norms)
+            ]
+            padded = [*norms, None, None][:4]
+            weights.kernel = decoder_cpu.layer(i, padded, known, self.windows[i], weights.has_pairs)
+        return weights.kernel
 
     def attention(self, i: int, weights: LayerWeights, h: Tensor, context: PassContext) -> Tensor:
         """Return attention's contribution (n, hidden_size) for the normed input h."""

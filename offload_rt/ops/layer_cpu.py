@@ -41,7 +41,8 @@ class _Rotary(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("n", "n_heads", "n_kv_heads", "dim", "v_dim")),
         *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row",
             "v_head", "cos_row", "sin_row", "key_head", "key_row", "value_head", "value_row")),
-        ("dtype", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("dtype", "has_pairs")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")), ("eps", ctypes.c_float),
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ _FIRST_BLOCKS = _FLOAT8 + 1
 _POWER_OF_TWO = len(cpu.DTYPES)  # kExponent8
 
 
-class _MatrixStruct(ctypes.Structure):
+class MatrixStruct(ctypes.Structure):
     """As `Matrix` in csrc/linear_cpu.cpp."""
 
     _fields_ = (
@@ -74,13 +74,10 @@ def linear(
     x = x if x.stride(-1) == 1 else x.contiguous()
     outputs = [torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype) for weight in weights]
     matrices = [
-        _product(_describe(weight), x, y) for weight, y in zip(weights, outputs, strict=True)
+        _product(describe(weight, bias), x, y)
+        for weight, bias, y in zip(weights, biases, outputs, strict=True)
     ]
-    for matrix, bias in zip(matrices, biases, strict=True):
-        if bias is not None:
-            matrix.bias = bias.data_ptr()
-            matrix.bias_dtype = cpu.DTYPES[bias.dtype]
-    array = (_MatrixStruct * len(matrices))(*matrices)
+    array = (MatrixStruct * len(matrices))(*matrices)
     library = cpu.library()
     assert library is not None
     library.offload_rt_linear(
@@ -93,7 +90,7 @@ def linear(
 class MatrixStack:
     """Groups of matrices for `linear_groups`, valid as long as their tensors.
 
-    words     (n_groups, n_matrices, words of `_MatrixStruct`) int64
+    words     (n_groups, n_matrices, words of `MatrixStruct`) int64
     n_in      inputs of all matrices
     columns   first output column of each matrix of a group, and the number of columns, int64
     n_out     the number of columns
@@ -107,7 +104,7 @@ class MatrixStack:
     @classmethod
     def of(cls, groups: Sequence[Sequence[Tensor | CodedMatrix | BlockMatrix]]) -> "MatrixStack":
         """Describe groups of matrices with equal shapes in all groups."""
-        described = [[_describe(weight) for weight in group] for group in groups]
+        described = [[describe(weight) for weight in group] for group in groups]
         n_in = described[0][0].n_in
         assert all(matrix.n_in == n_in for group in described for matrix in group)
         content = bytearray().join(bytes(matrix) for group in described for matrix in group)
@@ -143,7 +140,7 @@ def linear_groups(
     return y
 
 
-def _product(matrix: _MatrixStruct, x: Tensor, y: Tensor) -> _MatrixStruct:
+def _product(matrix: MatrixStruct, x: Tensor, y: Tensor) -> MatrixStruct:
     """Add the inputs x (n, n_in) and the outputs y (n, at least n_out) to a matrix."""
     if x.shape[1] != matrix.n_in:  # the kernel would read other memory
         raise RuntimeError(f"x has {x.shape[1]} columns, its weight {matrix.n_in}")
@@ -161,22 +158,32 @@ def unpack(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None) 
     assert library is not None
     address = None if rows is None else rows.contiguous().data_ptr()
     library.offload_rt_unpack(
-        ctypes.byref(_describe(weight)), address, len(out), out.data_ptr(), cpu.DTYPES[out.dtype],
+        ctypes.byref(describe(weight)), address, len(out), out.data_ptr(), cpu.DTYPES[out.dtype],
         torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-def _describe(weight: Tensor | CodedMatrix | BlockMatrix) -> _MatrixStruct:
-    """The library's description, which holds addresses of the weight's tensors."""
+def describe(
+    weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor | None = None
+) -> MatrixStruct:
+    """The library's description, which holds addresses of the weight's and the bias's tensors."""
+    matrix = _described(weight)
+    if bias is not None:
+        matrix.bias = bias.data_ptr()
+        matrix.bias_dtype = cpu.DTYPES[bias.dtype]
+    return matrix
+
+
+def _described(weight: Tensor | CodedMatrix | BlockMatrix) -> MatrixStruct:
     if isinstance(weight, Tensor):
         nbytes = weight.stride(0) * weight.itemsize
-        return _MatrixStruct(codes=weight.data_ptr(), row_nbytes=nbytes, n_out=len(weight),
+        return MatrixStruct(codes=weight.data_ptr(), row_nbytes=nbytes, n_out=len(weight),
             n_in=weight.shape[1],
                        block_out=1, block_in=1, kind=cpu.DTYPES[weight.dtype])  # fmt: skip
     if isinstance(weight, BlockMatrix):
         kind = _FIRST_BLOCKS + list(KERNEL_BLOCKS).index(weight.type)
-        return _MatrixStruct(codes=weight.blocks.data_ptr(), row_nbytes=weight.blocks.stride(0),
+        return MatrixStruct(codes=weight.blocks.data_ptr(), row_nbytes=weight.blocks.stride(0),
             n_out=weight.shape[0],
                        n_in=weight.shape[1], block_out=1, block_in=1, kind=kind)  # fmt: skip
     packing = weight.packing
@@ -186,7 +193,7 @@ def _describe(weight: Tensor | CodedMatrix | BlockMatrix) -> _MatrixStruct:
     is_float8 = codes.dtype == torch.float8_e4m3fn
     block_out, block_in = packing.block[::-1] if weight.is_transposed else packing.block
     is_power = scales.dtype in POWERS_OF_TWO
-    matrix = _MatrixStruct(
+    matrix = MatrixStruct(
         codes=codes.data_ptr(), row_nbytes=codes.stride(0) * codes.itemsize,
         scales=scales.data_ptr(),
         n_out=weight.shape[0], n_in=weight.shape[1], block_out=block_out, block_in=block_in,

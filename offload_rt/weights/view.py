@@ -88,6 +88,10 @@ class View(LayerWeights):
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(linear(x, weight, bias), widths, dim=1))
 
+    def stored(self, name: str) -> tuple[Weight, Tensor | None] | None:
+        """See `LayerWeights.stored`; torch may multiply instead."""
+        return None if self._allows_torch else (self._weight(name), self._bias(name))
+
     def linear_experts(
         self, x: Tensor, ends: Sequence[int], names: Sequence[Sequence[str]], experts: Sequence[int]
     ) -> Tensor:

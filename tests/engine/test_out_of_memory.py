@@ -19,11 +19,11 @@ def full(monkeypatch):
         runner = llm.engine.runner
         seen = []
 
-        def layer(block, hidden, chunks):
+        def layers(blocks, hidden, chunks):
             seen.append(max(chunk.rows.stop - chunk.rows.start for chunk in chunks))
             if seen[-1] > most_rows:
                 raise torch.OutOfMemoryError("no room for activations")
-            return type(runner).layer(runner, block, hidden, chunks)
+            return type(runner).layers(runner, blocks, hidden, chunks)
 
         def probs(logits, *others):
             if len(logits) > most_probs:
@@ -31,7 +31,7 @@ def full(monkeypatch):
             return plain(logits, *others)
 
         plain = engine_module.NodeProbs
-        monkeypatch.setattr(runner, "layer", layer)
+        monkeypatch.setattr(runner, "layers", layers)
         monkeypatch.setattr(engine_module, "NodeProbs", probs)
         return seen
 

@@ -3,15 +3,20 @@
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from support import tiny
+from support.gguf_files import build
 from support.tiny import feed, open_llm, prefill, prompt_of, prompt_steps, random_tree, runner_of
 from torch import Tensor
 
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
-from offload_rt.ops import cpu
+from offload_rt.models.architecture import Architecture
+from offload_rt.models.native import NativeDecoder
+from offload_rt.ops import cpu, decoder_cpu
 from offload_rt.tree.topology import Topology
 
 # Every family in bfloat16; one with full and one with windowed attention in every dtype.
@@ -91,6 +96,46 @@ def test_chunks_and_batches_equal_single_rows_bit_for_bit(zoo, name, dtype, monk
             steps = prompt_steps(runner, prompts, 64)
             for got, rows in zip(runner.forward(steps), expected, strict=True):
                 assert torch.equal(got, rows)
+
+
+def logits_of_passes(runner: Runner) -> list[Tensor]:
+    """Two sequences together, then a tree after the first of them."""
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((9, 20))]
+    steps = prompt_steps(runner, prompts, 64)
+    logits = runner.forward(steps)
+    runner.commit(steps[0].cache, range(9))
+    tree = random_tree(6, seed=0)
+    return [*logits, feed(runner, steps[0].cache, prompt_of(2, 6), tree)]
+
+
+@pytest.mark.parametrize("place", ["resident", "disk"])
+@pytest.mark.parametrize(("name", "dtype"), [*CASES, ("llama Q4_0", "bfloat16")])
+def test_one_call_for_layers_equals_single_operations(
+    zoo, name, dtype, place, tmp_path, monkeypatch
+):
+    """Also in the row order of GGUF files, where partners of a rotation are side by side."""
+    path = tmp_path / "m.gguf"
+    if name == "llama Q4_0":
+        build(path, tiny.CASES["llama"].build(0), "Q4_0")
+    else:
+        path = zoo.directory(name, 0)
+    n_layers = []
+
+    def decode(x: Tensor, layers: Sequence[decoder_cpu.Layer], *others: Any) -> bool:
+        n_layers.append(len(layers))
+        return plain(x, layers, *others)
+
+    plain = decoder_cpu.decode
+    monkeypatch.setattr(decoder_cpu, "decode", decode)
+    with open_llm(path, place, dtype=dtype) as llm:
+        runner = runner_of(llm)
+        got = logits_of_passes(runner)
+        n = runner.spec.n_layers
+        assert n_layers == ([n] * 2 if place == "resident" else [1] * 2 * n)
+        monkeypatch.setattr(NativeDecoder, "layer_group", Architecture.layer_group)
+        for rows, expected in zip(got, logits_of_passes(runner), strict=True):
+            assert torch.equal(rows, expected)
+        assert len(n_layers) == (2 if place == "resident" else 2 * n)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -46,7 +46,7 @@ if os.environ["RANK"] == rank:
     if how == "dies":
         Loader.fill = dies
     elif how == "fails":
-        Runner.layer = fails
+        Runner.layers = fails
     else:
         arguments[arguments.index("--model") + 1] = how
 sys.exit(run_program(lambda: run.main(arguments)))

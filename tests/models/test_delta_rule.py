@@ -335,13 +335,13 @@ def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_ro
         first[:70] + prompt_of(3, 9, 150),
     ]
     expected = [generate(model, prompt, 6) for prompt in batch]
-    layer = Runner.layer
+    layer = Runner.layers
     fails = iter([False] * 2 + [True])
 
-    def failing(runner, block, *args):
+    def failing(runner, blocks, *args):
         if next(fails, False):
             raise torch.OutOfMemoryError
-        layer(runner, block, *args)
+        layer(runner, blocks, *args)
 
     with open_llm(folder, max_model_len=160, max_num_seqs=6) as llm:
         runner = runner_of(llm)
@@ -358,7 +358,7 @@ def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_ro
             llm.engine.reset_prefix_cache()
             passes.clear()
             if is_short:
-                monkeypatch.setattr(Runner, "layer", failing)
+                monkeypatch.setattr(Runner, "layers", failing)
             results = llm.generate(batch, SamplingParams(max_new_tokens=6))
             assert [result.token_ids for result in results] == expected
             assert passes[0] == (0, 100 + 2 + 6 + 5 + 9)

@@ -143,7 +143,7 @@ def test_continued_turn_drafts_like_a_first_turn(target_of, monkeypatch, n):
     runs out in between.
     """
     target = target_of("qwen3_5_text")
-    layer = Runner.layer
+    layer = Runner.layers
     fails = iter([False, False, True])
     with open_llm(target.folder, drafter="mtp", max_model_len=400) as llm:
         drafter = drafter_of(llm, "mtp", "match", DraftLimits(24, 5, fixed_size=True))
@@ -153,12 +153,12 @@ def test_continued_turn_drafts_like_a_first_turn(target_of, monkeypatch, n):
         while engine.step():
             pass
 
-        def failing(runner, block, *args):
+        def failing(runner, blocks, *args):
             if runner is runner_of(llm) and next(fails, False):
                 raise torch.OutOfMemoryError
-            layer(runner, block, *args)
+            layer(runner, blocks, *args)
 
-        monkeypatch.setattr(Runner, "layer", failing)
+        monkeypatch.setattr(Runner, "layers", failing)
         new = TokenSequence(
             [*old.tokens[:n], (old.tokens[n] + 1) % 8, *prompt_of(2, 70, 8)],
             SamplingParams(60),

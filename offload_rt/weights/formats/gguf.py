@@ -89,6 +89,8 @@ class Format(QuantizedFormat):
 class _RotatedView(view.View):
     """View that moves pairs of llama.cpp's rotation half a head apart."""
 
+    has_pairs = True
+
     def __init__(
         self,
         layout: Layout,

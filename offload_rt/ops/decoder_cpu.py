@@ -1,0 +1,158 @@
+"""Decoder layers on a CPU in one call: norms, products, rotary embedding, attention, gated SiLU.
+
+See `decode_layers` of csrc/layer_cpu.h. The numbers equal those of the single operations.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload_rt.ops import cpu, linear_cpu
+from offload_rt.ops.dequantize import Weight
+from offload_rt.ops.tree_mask import TreeMask
+
+_NORMS = "input_norm", "output_norm", "q_norm", "k_norm"
+_MATRICES = "q", "k", "v", "o", "gate", "up", "down"
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of csrc/layer_cpu.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _NORMS),
+        *((name, ctypes.c_int64) for name in ("index", "window", "has_pairs")),
+        *((name, linear_cpu.MatrixStruct) for name in _MATRICES),
+    )
+
+
+class _Segment(ctypes.Structure):
+    """`Segment` of csrc/layer_cpu.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "bits", "depths")),
+        *((name, ctypes.c_int64) for name in ("n", "first", "n_words", "n_before", "n_tree")),
+        *((name, ctypes.c_int64) for name in ("key_layer", "key_head", "key_row", "value_layer",
+            "value_head", "value_row")),
+    )  # fmt: skip
+
+
+class _Pass(ctypes.Structure):
+    """`Pass` of csrc/layer_cpu.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "layers", "segments")),
+        *((name, ctypes.c_int64) for name in ("n", "n_layers", "n_segments", "x_row", "cos_row",
+            "sin_row", "n_heads", "n_kv_heads", "dim")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")), ("dtype", ctypes.c_int32),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of all layers: query heads, KV heads, head dimension, and epsilon of the norms."""
+
+    n_heads: int
+    n_kv_heads: int
+    dim: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """Rows of a sequence in a pass, and the memory of its keys and values.
+
+    n             number of rows
+    keys, values  (n_layers, n_kv_heads, capacity, head_dim)
+    first         cache row of the first row
+    mask          visibility, without a window
+    """
+
+    n: int
+    keys: Tensor
+    values: Tensor
+    first: int
+    mask: TreeMask
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of a layer as the library reads them, valid as long as their tensors."""
+
+    struct: _Layer
+    tensors: tuple[object, ...]
+
+
+def layer(
+    i: int,
+    norms: Sequence[Tensor | None],
+    matrices: Sequence[tuple[Weight, Tensor | None]],
+    window: int | None,
+    has_pairs: bool,
+) -> Layer | None:
+    """Describe layer i; None if the library does not serve it.
+
+    norms      of the layer's input, of the attention's output, of query and key heads or None
+    matrices   q, k, v, o, gate, up and down, each (n_out, n_in) and a bias (n_out,) or None
+    has_pairs  rows of q and k are stored with the partners of a rotation side by side
+    """
+    x = norms[0]
+    assert x is not None, "every layer norms its input"
+    vectors = [norm for norm in norms if norm is not None]
+    if not all(norm.dtype == x.dtype and not norm.requires_grad for norm in vectors):
+        return None
+    if not all(linear_cpu.serves(x, weight) for weight, _ in matrices):
+        return None
+    n_q, n_kv, n_v, n_o, n_gate, n_up, n_down = (weight.shape for weight, _ in matrices)
+    expected = (n_q[0], len(x)), (n_kv[0], len(x)), n_kv, (len(x), n_q[0])
+    assert (n_q, n_kv, n_v, n_o) == expected, "the kernel would read other memory"
+    assert (n_up, n_down) == (n_gate, (len(x), n_gate[0])), "the kernel would read other memory"
+    described = (linear_cpu.describe(weight, bias) for weight, bias in matrices)
+    pointers = (None if norm is None else norm.data_ptr() for norm in norms)
+    struct = _Layer(*pointers, i, window or 0, has_pairs, *described)
+    return Layer(struct, (*norms, *matrices))
+
+
+def decode(
+    x: Tensor,
+    layers: Sequence[Layer],
+    sizes: Sizes,
+    rotary: tuple[Tensor, Tensor],
+    segments: Sequence[CachedRows],
+) -> bool:
+    """Apply layers to x (n, hidden_size) in place; False if the library does not serve x.
+
+    rotary    cosines and sines (n, head_dim)
+    segments  in the order of their rows
+    """
+    caches = [part for segment in segments for part in (segment.keys, segment.values)]
+    if any(
+        tensor.dtype != x.dtype or tensor.stride(-1) != 1 or tensor.device.type != "cpu"
+        for tensor in (x, *rotary, *caches)
+    ):
+        return False
+    library = cpu.library()
+    assert library is not None, "`layer` checks the library"
+    structs = (_Segment * len(segments))(*map(_segment, segments))
+    pointers = (ctypes.c_void_p * len(layers))(*(ctypes.addressof(part.struct) for part in layers))
+    cos, sin = rotary
+    arguments = _Pass(
+        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), ctypes.addressof(pointers),
+        ctypes.addressof(structs), len(x), len(layers), len(segments), x.stride(0), cos.stride(0),
+        sin.stride(0), sizes.n_heads, sizes.n_kv_heads, sizes.dim, sizes.eps, sizes.dim**-0.5,
+        cpu.DTYPES[x.dtype],
+    )  # fmt: skip
+    library.offload_rt_decode_layers(ctypes.byref(arguments), torch.get_num_threads())
+    return True
+
+
+def _segment(rows: CachedRows) -> _Segment:
+    mask = rows.mask
+    n_before, n_tree = mask.extent.tolist()
+    assert mask.bits.is_contiguous() and mask.depths.is_contiguous()
+    tensors = (rows.keys, rows.values, mask.bits, mask.depths)
+    strides = (*rows.keys.stride()[:3], *rows.values.stride()[:3])
+    pointers = (tensor.data_ptr() for tensor in tensors)
+    return _Segment(*pointers, rows.n, rows.first, mask.bits.shape[1], n_before, n_tree, *strides)
