@@ -53,7 +53,10 @@ class Recipe:
         return f"_{self.name}-{digest.hexdigest()[:16]}.so"
 
     def build(self, target: Path) -> None:
-        """Write the library, and the compiler's output to a .log file. Raises NotBuilt."""
+        """Write the library, and the compiler's output to a .log file, or a .failed file.
+
+        Raises NotBuilt.
+        """
         compiler = self._command()
         print(
             f"building csrc/ ({self.name}) with {self.compiler}, once for this machine",
@@ -61,11 +64,11 @@ class Recipe:
             flush=True,
         )
         unfinished = target.with_suffix(".tmp")
-        log = target.with_suffix(".log")
         command = [*compiler, *self._arguments(), "-o", str(unfinished)]
         done = subprocess.run(
             command, cwd=SOURCES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
         )
+        log = target.with_suffix(".failed" if done.returncode else ".log")
         log.write_bytes(done.stdout)
         if done.returncode:
             raise NotBuilt(f"{self.compiler} failed: see {log}, remove it to retry")
@@ -198,7 +201,7 @@ def _find_in_cache(recipe: Recipe) -> Path:
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
-                if (log := target.with_suffix(".log")).exists():
+                if (log := target.with_suffix(".failed")).exists():
                     raise NotBuilt(
                         f"{recipe.compiler} failed before: see {log}, remove it to retry"
                     )

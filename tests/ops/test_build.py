@@ -120,16 +120,17 @@ def test_build_can_be_off(setting, folders, monkeypatch):
 
 def test_failed_build_is_reported_and_not_repeated(folders):
     compiler(folders, "echo out of luck; exit 1")
-    with pytest.raises(NotBuilt, match=r"compiler failed: see (.+\.log)") as caught:
+    with pytest.raises(NotBuilt, match=r"compiler failed: see (.+\.failed)") as caught:
         find(TINY)
-    log = next((folders / "cache" / "offload_rt" / "kernels").glob("*.log"))
+    log = next((folders / "cache" / "offload_rt" / "kernels").glob("*.failed"))
     assert str(log) in str(caught.value) and log.read_text() == "out of luck\n"
     with pytest.raises(NotBuilt, match="failed before"):
         find(TINY)
     assert len(calls(folders)) == 1
     compiler(folders, 'exec g++ "$@"')
     log.unlink()
-    assert find(TINY).exists()
+    find(TINY).unlink()
+    assert find(TINY).exists(), "the log of a successful build prevents no build"
 
 
 def test_nvcc_is_found_outside_of_path(folders, monkeypatch):

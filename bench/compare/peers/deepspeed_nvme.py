@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 
 import torch
 from transformers import AutoConfig
@@ -44,3 +45,18 @@ def load(job: Job) -> deepspeed.DeepSpeedPeer:
         "buffer_size": largest,
     }
     return deepspeed.open_engine(job, offload, "disk")
+
+
+def _compile() -> None:
+    """Compile the extension, which takes minutes, before a run with a time limit."""
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().create_op_builder("AsyncIOBuilder").load()
+
+
+if __name__ == "__main__":
+    if (reason := unfit()) is not None:
+        sys.exit(reason)
+    _compile()
