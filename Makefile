@@ -15,7 +15,7 @@ EXPANDED := demo-cache/SmolLM2-135M-Instruct-$(SIZE)
 DRAFT ?= $(wildcard models/smollm2-eagle3)
 DRAFTING = $(if $(DRAFT),--draft-model $(DRAFT))
 
-.PHONY: venv kernels run run-small chat serve docs test test-fast test-isa test-oldest lint bench compare wheel clean
+.PHONY: venv kernels run run-small chat serve docs test test-fast test-isa test-oldest lint bench compare wheel release clean
 
 venv: .venv/installed .venv/kernels
 
@@ -126,6 +126,11 @@ wheel: .venv/installed
 	$(PY) -m build --wheel --no-isolation --outdir build/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) \
 		--exclude 'libtorch*.so' --wheel-dir $(DIST) build/wheel/*.whl
+
+# Version, date and section of the changelog, commit and tag; a pushed tag starts .github/workflows/release.yml.
+release: .venv/installed
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[release]"
+	.venv/bin/bump-my-version bump --new-version $(VERSION)
 
 bench: venv
 	$(PY) -m bench.stream
