@@ -94,6 +94,8 @@ class Benchmark:
     def parse(self) -> argparse.Namespace:
         """Parse the flags without a header, for processes started by a benchmark."""
         self.flags = self._parser.parse_args()
+        if self.flags.record and commit().endswith("-dirty"):
+            self._parser.error("--record needs a commit of all changes outside of bench/results")
         return self.flags
 
     def start(self) -> argparse.Namespace:
@@ -131,15 +133,22 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Return OFFLOAD_RT_COMMIT, or the commit of the tree, marked if dirty."""
+    """Return OFFLOAD_RT_COMMIT, or the commit, marked if files besides results are dirty."""
     if given := os.environ.get("OFFLOAD_RT_COMMIT"):
         return given
-    command = ["git", "describe", "--always", "--dirty"]
+    name = _git("describe", "--always")
+    changes = _git("status", "--porcelain", "-uno", "--", ".", ":!bench/results")
+    return f"{name}-dirty" if name and changes else name or UNKNOWN
+
+
+def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
     except OSError:  # git is not installed
-        return UNKNOWN
-    return done.stdout.strip() or UNKNOWN
+        return ""
+    return done.stdout.strip()
 
 
 def _processor() -> str:

@@ -16,6 +16,9 @@ _OVERLAP_NORM = 8.0
 # smallest number of parts within this factor of the best is selected.
 _MAX_PARTS = 16
 _NEARLY = 1.05
+# GB/s of weights that a GPU writes in decoding encoded or quantised weights (assumed). GPU memory
+# is several times as fast.
+DECODE_GBPS = 300.0
 
 
 def transfer_s(nbytes: float, gbps: float) -> float:
@@ -265,6 +268,24 @@ def pass_times(
         return np.asarray(slower + idle)
     shares = (device / slower) ** _OVERLAP_NORM + (link / slower) ** _OVERLAP_NORM
     return np.asarray(slower * shares ** (1 / _OVERLAP_NORM) + idle)
+
+
+def lossless_gain(moved: PassBytes, link_gbps: float, memory_gbps: float, share: float) -> float:
+    """Predict the time of a one-row pass of a GPU with raw layers, relative to encoded layers.
+
+    link_gbps    GB/s of the host link; a disk counts as equally fast, which underestimates the gain
+    memory_gbps  GB/s of the GPU's memory
+    share        encoded bytes relative to raw bytes
+    """
+    links = ("disk", link_gbps), ("host", link_gbps)
+    raw_nbytes = sum(nbytes for _, nbytes in moved.streamed)
+    encoded = replace(
+        moved, streamed=tuple((tier, int(share * nbytes)) for tier, nbytes in moved.streamed)
+    )
+    raw_s = pass_time(MachineProfile(links, memory_gbps), moved)
+    computed_s = transfer_s(moved.computed, memory_gbps) + transfer_s(raw_nbytes, DECODE_GBPS)
+    decoding = MachineProfile(links, moved.computed / computed_s / 1e9)
+    return raw_s / pass_time(decoding, encoded)
 
 
 def _link_times(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from offload_rt.config import EngineConfig, format_size
-from offload_rt.cost.pass_times import PassBytes
+from offload_rt.cost.pass_times import PassBytes, lossless_gain
 from offload_rt.engine import profile
 from offload_rt.engine.device import device_notice, memory_budget, pick_device
 from offload_rt.engine.draft_rounding import fixed_rounding, plan_draft
@@ -25,6 +25,8 @@ from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import BlockRecord
 
+# Least ratio of pass times at which `run` recommends to encode the layers.
+_LEAST_GAIN = 1.1
 _NO_ROOM = (
     "images are off: the vision tower does not fit; raise --device-memory, or lower"
     " --max-image-pixels"
@@ -222,9 +224,9 @@ def _draft_notice(config: EngineConfig, draft: DraftSpec) -> str:
 
 
 def _lossless_notice(config: EngineConfig, target: TargetSpec, plan: Plan) -> str:
-    """Return the command that encodes layers which stream to a GPU as they are.
+    """Return the command that encodes streamed layers, if the measured rates promise a gain.
 
-    Encoded layers have 0.70 of their bytes, and the GPU decodes faster than its link.
+    Encoding pays unless resident layers or a slow GPU dominate a pass.
     """
     checkpoint = target.checkpoint
     is_raw = config.link_format == "auto" and target.link.sizes is None and config.pipeline == 1
@@ -232,9 +234,15 @@ def _lossless_notice(config: EngineConfig, target: TargetSpec, plan: Plan) -> st
     is_plain = checkpoint.format.name == "dense" and target.dtype.itemsize == 2
     if not (is_raw and is_plain and plan.on("host") and extension.serves(empty)):
         return ""
+    link_gbps = profile.upload_gbps(target.device)
+    memory_gbps = profile.memory_gbps(target.dtype.torch, target.device)
+    torch.cuda.empty_cache()
+    gain = lossless_gain(plan.pass_bytes, link_gbps, memory_gbps, LOSSLESS_SHARE)
+    if gain < _LEAST_GAIN:
+        return ""
     nbytes = int(LOSSLESS_SHARE * sum(layer.layout.nbytes for layer in checkpoint.layers))
     return (
-        f"losslessly encoded layers would need {LOSSLESS_SHARE:.0%} of the transfers: run"
+        f"losslessly encoded layers would make a pass about {gain:.2f} times as fast: run"
         f" `offload-rt convert {config.model}` once, which writes about {format_size(nbytes)}"
     )
 

@@ -12,6 +12,7 @@ from offload_rt.cost.card import Card
 from offload_rt.cost.decoding import Decoding, PairTimes, predict_decoding, select_topology
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import (
+    DECODE_GBPS,
     ComputeTimes,
     HostTimes,
     MachineProfile,
@@ -40,9 +41,7 @@ _FIXED_S = 0.01
 # launches the next level. Trees of 256 nodes needed 1.25 ms of CPU time per level on busy cores,
 # including products and sorting that a GPU computes itself.
 LEVEL_S = 5e-4
-# GB/s of weights written by decoding encoded or quantised weights (assumed). GPU memory is several
-# times as fast. A CPU thread decodes lossless layers at 2.8 to 5.4.
-DECODE_GBPS = 300.0
+# GB/s of decoded weights (assumed); a CPU thread decodes lossless layers at 2.8 to 5.4.
 CPU_DECODE_GBPS = 3.0
 # GB/s at which a CPU computes experts from its memory (assumed): two channels of DDR5-5600 have
 # 89.6. Sixteen threads multiply MXFP4 and 4-bit integers at that rate, about 7 billion weights per

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from offload_rt.config import EngineConfig, format_size, parse_size
+from offload_rt.cost.pass_times import DECODE_GBPS
 from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
@@ -18,7 +19,7 @@ from offload_rt.errors import CapacityError
 from offload_rt.offload.placement import MemoryBudget
 from offload_rt.ops.dequantize import Weight
 from offload_rt.ops.linear import linear
-from offload_rt.planning.forecast import CPU_DECODE_GBPS, DECODE_GBPS, LEVEL_S, Machine
+from offload_rt.planning.forecast import CPU_DECODE_GBPS, LEVEL_S, Machine
 from offload_rt.system.machine import busy_cpus
 from offload_rt.weights.formats import Matrix
 from offload_rt.weights.layout import host_block, packed_layout

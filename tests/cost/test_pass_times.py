@@ -13,6 +13,7 @@ from offload_rt.cost.pass_times import (
     MachineProfile,
     PassBytes,
     TouchedExperts,
+    lossless_gain,
     pass_time,
     pass_times,
 )
@@ -219,3 +220,16 @@ def test_host_computes_only_experts_of_host_memory():
     for n_on_host, share in ((0.0, 1.0), (15.0, 0.75), (60.0, 0.0)):
         copied = replace(experts, n_on_host=n_on_host).pass_nbytes(rows, 1.0)
         np.testing.assert_allclose(copied, share * all_copied, rtol=1e-5, atol=1e3)
+
+
+@pytest.mark.parametrize(
+    ("streamed_gb", "memory", "gain"),
+    [
+        (100, 1e6, 1 / 0.7),  # the link alone
+        (0, 1e3, 1.0),
+        (1, 100, 1.0),  # reading resident layers takes most of the time
+    ],
+)
+def test_lossless_gain_follows_the_slower_of_link_and_device(streamed_gb, memory, gain):
+    moved = PassBytes((("host", streamed_gb * GB),), 100 * GB)
+    assert lossless_gain(moved, 25.0, memory, 0.7) == pytest.approx(gain, rel=0.02)

@@ -226,11 +226,20 @@ def test_budget_is_compared_with_free_memory(zoo, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "is_told"),
-    [({}, True), ({"link_format": "raw"}, False), ({"dtype": "float32"}, False)],
+    ("settings", "memory_gbps", "is_told"),
+    [
+        ({}, 1000.0, True),
+        ({}, 25.0, False),  # reading the weights takes as long as their transfer
+        ({"link_format": "raw"}, 1000.0, False),
+        ({"dtype": "float32"}, 1000.0, False),
+    ],
 )
-def test_streamed_16_bit_layers_name_the_lossless_encoding(zoo, monkeypatch, settings, is_told):
+def test_streamed_16_bit_layers_name_the_lossless_encoding(
+    zoo, monkeypatch, settings, memory_gbps, is_told
+):
     directory = zoo.directory("llama", 0, dtype=torch.bfloat16)
+    monkeypatch.setattr(profile, "upload_gbps", lambda device: 25.0)
+    monkeypatch.setattr(profile, "memory_gbps", lambda dtype, device: memory_gbps)
     with fake_gpu(monkeypatch, has_kernels=True):
         settings = {"device": "cuda", "drafter": "none", **settings}
         settings["device_memory"] = least_streaming(directory, **settings)
