@@ -1,6 +1,4 @@
-"""The folder is the registry: a file is an entry by being there, and fits the contract of its
-folder.
-"""
+"""The folder is the registry: each file is an entry and fits the contract of its folder."""
 
 import inspect
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""From logits to a distribution, against transformers' own processors; and the draw from a
-distribution.
-"""
+"""From logits to a distribution, against transformers' processors; and draws."""
 
 from contextlib import nullcontext
 
@@ -104,9 +102,7 @@ def test_probabilities_equal_transformers(settings, seed):
 
 @pytest.mark.parametrize("min_tokens", [0, 4, 7, 40])
 def test_answer_alone_is_counted_and_ends_wait_for_min_tokens(min_tokens):
-    """Presence and frequency penalties count the answer and a node's path, the repetition penalty
-    also the prompt. A node may be before the least and its child not.
-    """
+    """The repetition penalty also counts the prompt."""
     logits, contexts = random_logits(7, n=70)
     tokens = contexts[0][:9]
     paths = [context[: i % 7] for i, context in enumerate(contexts)]
@@ -227,9 +223,7 @@ def test_probabilities_sum_to_one_and_keep_the_best_token(
 
 
 def plain_top_p(logits, temperature, top_p, top_k):
-    """The distribution by ordering all of every row, equally probable tokens in the order of their
-    ids.
-    """
+    """The distribution by sorting each whole row, ties in the order of their ids."""
     probs = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, -1)
     probs = probs * (probs >= probs.topk(top_k).values[:, -1:])
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)

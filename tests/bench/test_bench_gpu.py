@@ -279,9 +279,7 @@ def test_products_alternate_between_copies():
 
 
 def test_attention_section_runs(monkeypatch):
-    """Run every kernel once. A fake clock measures 1 s per product and copy, and 2 s
-    per attention.
-    """
+    """A fake clock measures 1 s per product and copy, and 2 s per attention."""
 
     def no_compiler(*_):
         raise RuntimeError("no compiler")

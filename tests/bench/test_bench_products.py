@@ -18,9 +18,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small", "scripts_here")
 def test_all_formats_multiply_the_same_weights(tmp_path):
-    """Products of float checkpoints, a quantised checkpoint and a GGUF file differ from float32 by
-    rounding.
-    """
+    """Products of every format differ from float32 by rounding."""
     by_format = products.all_weights(tmp_path, [*products.DENSE, "int4, groups of 128", "Q4_0"])
     for name, (_, n_in) in products.MATRICES.items():
         x = torch.randn(3, n_in, generator=torch.Generator().manual_seed(1))

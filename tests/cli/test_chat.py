@@ -246,9 +246,7 @@ def test_dumb_terminal_shows_plain_lines(monkeypatch, capsys):
 
 
 def test_terminal_edits_messages_and_stops_answers(model, tmp_path):
-    """Ctrl-C stops an answer, and at the prompt clears the line. Ctrl-D ends the program and
-    restores the terminal.
-    """
+    """Ctrl-C stops an answer or clears the line; Ctrl-D ends the program."""
     flags = ["--device", "cpu", "--max-model-len", "8192", "--drafter", "none"]
     ours, theirs = pty.openpty()
     terminal = Terminal(ours)

@@ -51,9 +51,7 @@ def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafting(model: Path, draft: Path) -> list[str]:
-    """The flags of a run with the draft, which leave no memory for the model's layers beyond two
-    slots.
-    """
+    """Flags of a run with the draft and memory for two slots of the model's layers."""
     trees = {"draft_model": str(draft), "tree_size": 24, "tree_depth": 4, "max_model_len": 128}
     with LLM.open(EngineConfig(str(model), device="cpu", **trees)) as llm:
         budget = llm.plan.reserved.total + 2 * llm.plan.slot_nbytes

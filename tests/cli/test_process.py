@@ -106,9 +106,7 @@ def test_interrupt_before_a_command_is_one_line(capfd):
 
 
 def test_handled_interrupt_does_not_end_the_process():
-    """An interrupt that passes through C, as in a string that is executed, makes Python end by
-    SIGINT.
-    """
+    """An interrupt that passes through C makes Python end by SIGINT."""
     program = """
 import signal
 from offload_rt.cli.process import exit_code, run_program

@@ -55,9 +55,7 @@ def plan(model: str | Path, *more: str) -> list[str]:
 
 @pytest.mark.slow
 def test_plan_imports_neither_torch_nor_transformers(tmp_path):
-    """Of a config.json of every family or its directory, of files with weights, and of a shape of
-    each family.
-    """
+    """From a config.json, its directory, files with weights, and a shape."""
     commands = []
     for name, family in FAMILIES.items():
         for n, more in enumerate([{}, *MORE.get(name, [])]):

@@ -45,9 +45,7 @@ def speaking(tmp_path):
 
 
 def spoil(llm, monkeypatch, prompt, after):
-    """Replace the logits of a prompt's sequence by NaN after some tokens; return weak references to
-    them.
-    """
+    """Replace a prompt's logits by NaN after some tokens; return weak references to them."""
     runner = llm.engine.runner
     forward = llm.engine.runner.forward
     spoiled = []

@@ -1,6 +1,4 @@
-"""Whole generations: transformers' greedy tokens, batches as their rows alone, ends, and the
-distribution of sampled texts.
-"""
+"""Whole generations: greedy tokens, batches, ends, and the distribution of sampled texts."""
 
 import traceback
 from itertools import groupby, pairwise
@@ -285,9 +283,7 @@ def run_with_trees(llm, drafter, prompts, params):
 
 
 def test_dynamic_rope_grows_past_the_limit(tmp_path):
-    """The frequencies change with every token there, in trees as well; compared with transformers'
-    own growth.
-    """
+    """The frequencies change with every token, in trees as well."""
     model = CASES["llama"].build(0, **DYNAMIC | {"max_position_embeddings": 40})
     model.save_pretrained(tmp_path)
     for n_prompt in (30, 50):
@@ -370,9 +366,7 @@ COUNTED = {
 
 
 class FullTrees(Unlearning):
-    """Trees of one to three levels with every token below every node, so that they contain any
-    drawn token.
-    """
+    """Trees of one to three levels with every token below every node."""
 
     limits = DraftLimits(1 + VOCABULARY + VOCABULARY**2, 3)
 
@@ -395,9 +389,7 @@ class FullTrees(Unlearning):
 @pytest.mark.slow
 @pytest.mark.parametrize("trees", [False, True])
 def test_joint_distribution_of_sampled_tokens(small, trees):
-    """Two prompts side by side in batches, each row with a seed of its own, against exact
-    enumeration.
-    """
+    """Two prompts side by side, a seed per row, against exact enumeration."""
     model, path = small
     prompts = [[1], [2, 2]]
     settings = (ALL_AT_ONCE, COUNTED)  # of the one prompt and of the other

@@ -1,6 +1,4 @@
-"""Where the device's memory runs out, trees and chunks shrink, and nothing that was produced is
-lost.
-"""
+"""Out of device memory, trees and chunks shrink and no token is lost."""
 
 import pytest
 import torch

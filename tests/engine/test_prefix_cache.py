@@ -18,9 +18,7 @@ KINDS = ("plain", "graphs", "recycle", "lookahead", *TREES, "general")
 
 @pytest.mark.parametrize("kind", [*KINDS, *HEADS])
 def test_next_turn_computes_new_tokens_only(opened, monkeypatch, kind):
-    """Of target and draft; each cache is larger than the one before, and the last of them more than
-    half of all rows.
-    """
+    """The last cache is larger than half of all rows."""
     monkeypatch.setattr(tree_drafter, "_NGRAM_RATE", 2.0)  # the draft has no row of a copied token
     llm, model = opened(kind)
     vocab_size = model.config.vocab_size
@@ -50,9 +48,7 @@ def test_next_turn_computes_new_tokens_only(opened, monkeypatch, kind):
     "kind", ["graphs", "recycle", "static_tree", "triforce", "general", "eagle"]
 )
 def test_texts_do_not_depend_on_the_prefix_cache(opened, kind):
-    """Batches of prompts that begin alike up to anywhere, some aborted, with room for few of
-    them.
-    """
+    """Prompts share prefixes of any length; some are aborted."""
     llm, model = opened(kind)
     vocab_size = model.config.vocab_size
     draw = torch.Generator().manual_seed(1)

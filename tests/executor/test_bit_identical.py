@@ -1,6 +1,4 @@
-"""CPU passes over any tree, chunk or batch give bit for bit the logits of plain decoding, also in
-16 bits.
-"""
+"""CPU passes over any tree, chunk or batch equal plain decoding bit for bit, also in 16 bits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,9 +34,7 @@ pytestmark = [
 
 
 def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
-    """(n, vocabulary): logits of plain decoding, which computes a prompt together and then one
-    token at a time.
-    """
+    """(n, vocabulary): logits of plain decoding, one token at a time after the prompt."""
     cache = runner.new_cache(len(tokens))
     logits = []
     for start, stop in [(0, n_prompt), *((n, n + 1) for n in range(n_prompt, len(tokens)))]:

@@ -97,9 +97,7 @@ def test_oversized_pass_runs_without_graph(zoo):
 
 
 def test_sequences_in_turn_share_graphs(zoo):
-    """Independent of the previous sequence's cache contents; a concurrent sequence gets its own
-    graphs.
-    """
+    """A concurrent sequence gets its own graphs."""
     captured = []
 
     def capture(compute):
@@ -166,9 +164,7 @@ def test_growing_cache_uses_a_few_sizes(zoo, monkeypatch):
     "error", [torch.OutOfMemoryError("no room for a graph"), extension.NotCapturable()]
 )
 def test_failed_capture_falls_back_to_ordinary_passes(zoo, error):
-    """For want of memory or by its nature, at the end, when all has been overwritten; nobody tries
-    again.
-    """
+    """The last step of a capture fails; nobody tries again."""
     tried = []
 
     def capture(compute):

@@ -187,9 +187,7 @@ def test_attention_parts_are_joined_in_one_launch(card):
 
 
 def decided_trees(independent):
-    """Yield trees of three tokens with exhausted and tied distributions, and the target's
-    distributions at their nodes.
-    """
+    """Yield trees of three tokens with exhausted and tied distributions, and the target's."""
     for name, recipe in RECIPES.items():
         if recipe.independent == independent:
             target, draft = languages(name)

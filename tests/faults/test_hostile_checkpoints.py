@@ -1,6 +1,4 @@
-"""Headers, configs, indices and tokenizers that someone spoilt: opened and read right, or refused
-in one sentence, and soon.
-"""
+"""Spoilt headers, configs, indices and tokenizers are read right or refused in one sentence."""
 
 import json
 import random
@@ -73,9 +71,7 @@ ROPES = (
 
 @pytest.fixture(scope="module", autouse=True)
 def memory() -> Iterator[None]:
-    """Assert that no case used excessive memory. Peak memory persists, so one check at the end
-    suffices.
-    """
+    """Assert that no case used excessive memory; the peak persists, so one check suffices."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     yield
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < GROWTH

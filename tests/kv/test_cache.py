@@ -40,9 +40,7 @@ def poison(cache):
 
 
 def step(runner, cache, seed, generator):
-    """Feed a random tree below a few tokens the cache lacks, keep a random path of it; returns the
-    tokens kept.
-    """
+    """Feed a random tree below a few missing tokens and keep a random path; returns its tokens."""
     n_lacking = int(torch.randint(4, (), generator=generator))
     tree = random_tree(9, seed)
     tokens = prompt_of(seed, n_lacking + len(tree))
@@ -56,9 +54,7 @@ def step(runner, cache, seed, generator):
 
 @pytest.mark.parametrize("chunk_rows", [512, 4])
 def test_kept_rows_equal_a_fresh_prefill(runner, chunk_rows, monkeypatch):
-    """Step after step, with everything that is not committed poisoned; the kept path may skip any
-    of the rows.
-    """
+    """Uncommitted rows are poisoned; the kept path may skip rows."""
     monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
     generator = torch.Generator().manual_seed(chunk_rows)
     id = runner.new_cache(CAPACITY)
@@ -107,9 +103,7 @@ class _Sizes:
 
 
 def filled(tokens, capacity):
-    """Return a cache whose rows encode their origin: token t at position p has the
-    value 100 p + t.
-    """
+    """Return a cache whose rows encode their origin: token t at position p is 100 p + t."""
     cache = ContiguousCache.empty(_Sizes, capacity, torch.float32, torch.device("cpu"))
     write(cache, tokens)
     cache.commit(range(len(tokens)))

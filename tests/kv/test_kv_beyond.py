@@ -107,9 +107,7 @@ def new_caches(runner):
     ("n_on_device", "chunk_rows"), [(N_NODES + 8, 512), (N_NODES + 8, 40), (150, 512), (400, 40)]
 )
 def test_host_cache_equals_device_cache(runner, n_on_device, chunk_rows, monkeypatch):
-    """A prompt longer than the device's rows, trees, paths that skip rows, passes given up, rewinds
-    to anywhere.
-    """
+    """Long prompts, trees, paths that skip rows, failed passes, rewinds."""
     monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
     draw = np.random.default_rng(n_on_device)
     tokens = []

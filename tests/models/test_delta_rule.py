@@ -74,9 +74,7 @@ def recurrence(rows, state):
     [(1, 0, 1), (7, 3, 3), (60, 20, 1000), (200, 64, 4), (300, 0, 1), (500, 200, 1000)],
 )
 def test_tree_node_state_equals_its_path(n, n_above, reach):
-    """In two passes, the first rows in one of their own; the state is then brought along the
-    longest path.
-    """
+    """In two passes; the state then advances along the longest path."""
     (rows, state), tree = (
         random_rows(n, torch.Generator().manual_seed(n)),
         random_tree(n, seed=n, reach=reach),
@@ -156,9 +154,7 @@ class Net:
         return self.shape.k_dim, self.shape.k_dim, self.shape.v_dim
 
     def run(self, cache, step, n_rows, fails_at):
-        """The outputs of a step's rows for each layer, some rows at a time; stops in the middle of
-        a layer if it fails.
-        """
+        """Outputs of a step's rows per layer, some rows at a time; may fail within a layer."""
         tokens = step.tokens
         outs = [[] for _ in self.layers]
         cache.begin(tokens.tolist())
@@ -187,9 +183,7 @@ class Net:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_cache_history_equals_its_tokens(seed):
-    """Prompts, trees, commits, failed passes and rewinds in random order: each row as if computed
-    anew.
-    """
+    """Prompts, trees, commits, failed passes and rewinds in random order."""
     net = Net()
     draw = np.random.default_rng(seed)
     seen = Counter()
@@ -259,9 +253,7 @@ def test_batch_texts_equal_transformers(saved, steady, monkeypatch, settings):
 
 @pytest.mark.parametrize("n_chain", [0, 150, 153])
 def test_trees_see_long_prompts(saved, n_chain):
-    """In parts that end anywhere; rows before the tree, or some of it too, are added to the state
-    at once or later.
-    """
+    """In parts that end anywhere, with the rows before the tree or without."""
     (model, folder), tree = saved, random_tree(30, seed=1, reach=3)
     tree.parents[1:4] = range(3)
     committed = prompt_of(1, 20, 150)
@@ -289,9 +281,7 @@ def test_trees_see_long_prompts(saved, n_chain):
 
 
 def test_second_turn_computes_new_tokens_only(saved, steady, monkeypatch):
-    """From the end of the previous turn, or from the last stored block border before the first
-    difference.
-    """
+    """From the last turn's end or the last stored block border."""
     (model, folder), first = saved, prompt_of(1, 200, 150)
     with open_llm(folder, max_model_len=420) as llm:
         runner = runner_of(llm)
@@ -323,9 +313,7 @@ def test_second_turn_computes_new_tokens_only(saved, steady, monkeypatch):
 
 @pytest.mark.parametrize("chunk_rows", [512, 48])
 def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_rows):
-    """Also for prompts with different continuations. Without memory, each sequence computes its own
-    prefix.
-    """
+    """Without memory, each sequence computes its own prefix."""
     (model, folder), first = saved, prompt_of(1, 100, 150)
     batch = [
         first,

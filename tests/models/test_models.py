@@ -1,6 +1,4 @@
-"""Logits of every family against transformers: of prompts, of trees, in every dtype; another
-architecture; rotations.
-"""
+"""Logits of every family against transformers: prompts, trees, dtypes, rotations."""
 
 import pytest
 import torch
@@ -39,9 +37,7 @@ ATOL = 1e-3
     ("name", "chunk_rows"), [*((name, 7) for name in CASES), ("llama", 512), ("mistral", 512)]
 )
 def test_tree_nodes_see_their_path(zoo, name, chunk_rows, monkeypatch):
-    """A tree below tokens the cache lacks, below tokens it has, longer than the window in both
-    parts.
-    """
+    """Below missing and cached tokens, longer than the window in both parts."""
     monkeypatch.setattr(runner_module, "CHUNK_ROWS", chunk_rows)
     tree = random_tree(24, seed=3, reach=2)
     assert not tree.is_chain and tree.depths.max() > WINDOW + 2
@@ -74,9 +70,7 @@ def test_sequences_of_a_pass_do_not_see_each_other(zoo, monkeypatch):
 
 
 def test_float64_is_computed_in_float64(zoo, monkeypatch):
-    """Rotations are rounded to float32 on both sides; norms on transformers' side only, unless they
-    are replaced.
-    """
+    """Rotations are rounded to float32 on both sides."""
 
     def exact_norm(self, x):
         return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
@@ -136,9 +130,7 @@ ROPES = {
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 700])
 def test_rotations_equal_transformers(kind, length):
-    """Also past the limit, where dynamic scaling stretches by the length: a prefill computes all
-    rows at once.
-    """
+    """Also past the limit, where dynamic scaling depends on the length."""
     config = LlamaConfig(**SIZES | ROPES[kind])
     positions = torch.arange(length)
     expected = LlamaRotaryEmbedding(config)(torch.zeros(()), positions[None])
@@ -148,9 +140,7 @@ def test_rotations_equal_transformers(kind, length):
 
 
 def test_dynamic_rope_uses_the_length_of_each_row():
-    """Plain decoding computes each row when the sequence is that long; rows of one pass must not
-    share a length.
-    """
+    """Rows of one pass must not share a length."""
     config = LlamaConfig(**SIZES | DYNAMIC)
     lengths = torch.tensor([250, 300, 256, 257, 600, 300])
     cos, sin = Rope(config).cos_sin(lengths - 1, lengths, torch.float32)

@@ -1,6 +1,4 @@
-"""Large mixtures in their published formats: with experts on demand, the logits of a tree equal
-transformers with dequantised weights.
-"""
+"""Tree logits of large mixtures in their published formats equal the dequantised models."""
 
 import json
 import re

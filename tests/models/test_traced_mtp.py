@@ -1,6 +1,4 @@
-"""Multi-token prediction layers of models with gated delta nets: their logits, and
-unchanged texts.
-"""
+"""Multi-token prediction layers of models with gated delta nets: logits and texts."""
 
 import copy
 import functools
@@ -38,9 +36,7 @@ KINDS = ["qwen3_next", "qwen3_5_moe", "qwen3_5", "qwen3_5_text"]
 
 
 class Target:
-    """A model of few tokens with a random layer for multi-token prediction, in the published
-    names.
-    """
+    """A model of few tokens with a random layer for multi-token prediction, in published names."""
 
     def __init__(self, kind: str, folder: Path, vocab_size: int = 8, sureness: float = 1.0) -> None:
         config = config_of(kind)
@@ -69,9 +65,7 @@ class Target:
 
     @torch.no_grad()
     def expected_logits(self, tokens: list[int], path: Sequence[int]) -> Tensor:
-        """Logits of the layer after the last token of a path below tokens, by transformers'
-        modules.
-        """
+        """Logits of the layer after the last token of a path, by transformers' modules."""
         embedding = self.model.get_input_embeddings()
         decoder = self.layer.get_decoder()
         ids = torch.tensor([tokens[:-1]])
@@ -121,9 +115,7 @@ def test_mtp_layer_equals_its_definition(target_of, monkeypatch, kind):
 
 @pytest.mark.parametrize(("kind", "place"), [("qwen3_next", "disk"), ("qwen3_5", "resident")])
 def test_greedy_tokens_equal_transformers(target_of, kind, place):
-    """The layer picks its drafter; prompts of a batch that end before and behind borders of blocks
-    of the states.
-    """
+    """Prompts of a batch end before and behind borders of state blocks."""
     target = target_of(kind)
     prompts = [prompt_of(seed, n, 8) for seed, n in enumerate((9, 1, 66))]
     with open_llm(target.folder, place, drafter="auto") as llm:
@@ -139,9 +131,7 @@ def test_greedy_tokens_equal_transformers(target_of, kind, place):
 
 @pytest.mark.parametrize("n", [208, 150])
 def test_continued_turn_drafts_like_a_first_turn(target_of, monkeypatch, n):
-    """Before a place states are kept of the target alone, hidden states behind it alone; memory
-    runs out in between.
-    """
+    """Only the target's states are kept; memory runs out in between."""
     target = target_of("qwen3_5_text")
     layer = Runner.layers
     fails = iter([False, False, True])

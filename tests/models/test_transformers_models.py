@@ -1,6 +1,4 @@
-"""General models through transformers' modules with streamed layers: logits of trees and texts
-equal transformers.
-"""
+"""General models through transformers' modules with streamed layers: tree logits and texts."""
 
 import functools
 import json

@@ -1,6 +1,4 @@
-"""How long a small copy waits behind layers, on a fake GPU with one copy engine and a clock
-of its own.
-"""
+"""Waits of a small copy behind layers, on a fake GPU with one copy engine and its own clock."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -131,9 +129,7 @@ def some_bytes(n: int) -> Tensor:
 
 
 def wait_of_a_small_copy(engine: Engine, after: Event) -> int:
-    """Seconds until a copy of one byte on another stream is done, given to the card with all that
-    is queued already.
-    """
+    """Seconds until a copy of one byte on another stream is done."""
     compute = Stream(engine)
     done = Event(engine, blocking=True)
     with engine.on(compute):

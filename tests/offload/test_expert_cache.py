@@ -1,6 +1,4 @@
-"""Caches of experts: every needed expert arrives, cached experts are not read again, texts stay the
-same.
-"""
+"""Caches of experts: needed experts arrive, cached experts are not read again."""
 
 import random
 import re
@@ -41,9 +39,7 @@ DEVICES = pytest.mark.parametrize("make", [Host, FakeGPU, FakeGPUWithDisk])
 
 
 def visit(cache, device, k, experts):
-    """Request experts of the k-th layer and compare the bytes of each on arrival and before the
-    next.
-    """
+    """Request experts of layer k; compare the bytes of each on arrival and before the next."""
     came = []
     asked = dict.fromkeys(experts, 1)
     for expert, view in cache.arrive(k, asked):
@@ -198,9 +194,7 @@ KINDS = ["deepseek_v3", "gpt_oss"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_equal_transformers(mixture_of, kind, monkeypatch):
-    """Plain decoding and trees, single and batched, prompts longer than a chunk, with 3 and 11
-    slots.
-    """
+    """Plain decoding and trees, single and batched, prompts longer than a chunk."""
     keep_steady(monkeypatch)
     model, folder = mixture_of(kind)
     prompts = [prompt_of(seed, n, 150) for seed, n in enumerate((15, 70, 3))]
@@ -269,9 +263,7 @@ def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
 
 
 def test_next_router_predicts_experts(mixture_of, monkeypatch):
-    """The prediction equals the next layer's router applied to the input of this
-    layer's experts.
-    """
+    """The prediction equals the next layer's router on this layer's input."""
     model, folder = mixture_of("deepseek_v3")
     expected = []
     given = []
@@ -371,9 +363,7 @@ def test_placement_prefers_whole_layers_then_experts(mixture_of):
 
 
 def test_expert_bytes_are_learned_per_row_count():
-    """Routers select the same experts for all rows, while the formula predicts ten times the bytes
-    for 16 rows.
-    """
+    """All rows select the same experts; the formula predicts ten times more."""
     machine = MachineProfile((("disk", 1.0),), 100.0)
     n = np.array([1, 2, 16, 64])
     formula = TouchedExperts("disk", 48, 128, 8, 10**6, 32.0)

@@ -1,6 +1,4 @@
-"""Experts that the host computes beside a device: the same text, no more waits, and as much at once
-as can be.
-"""
+"""Experts computed by the host beside a device: the same text, without more waits."""
 
 import itertools
 import random
@@ -280,9 +278,7 @@ def test_host_error_is_raised_in_the_caller():
 
 
 def test_division_of_experts_is_optimal():
-    """Compare with all divisions of up to seven experts. Among equal row counts the most used
-    experts are copied.
-    """
+    """Compare with all divisions of up to seven experts."""
     rng = np.random.default_rng(0)
     host = HostExperts(None, None, 1.0, CPU, 1)
     for n in [*range(8)] * 8:
@@ -311,9 +307,7 @@ def test_division_of_experts_is_optimal():
 
 
 def test_cost_model_divides_experts_like_the_run():
-    """The predicted time differs from the simulated time by less than one expert of the faster
-    side.
-    """
+    """Within one expert of the faster side."""
     host = HostExperts(None, None, 1.0, CPU, 1)
     link_s = 0.001
     for n_used, seconds in itertools.product((1, 2, 3, 8), (0.1, 0.4, 1.0, 2.5, 1e9)):

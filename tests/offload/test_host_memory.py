@@ -1,6 +1,4 @@
-"""Host memory with a device: never above its budget, including loading, with any number of pinned
-blocks.
-"""
+"""Host memory with a device stays within its budget, also while loading."""
 
 import pytest
 from support.fake_gpu import fake_gpu
@@ -19,9 +17,7 @@ N_NEW = 6
 
 @pytest.mark.slow
 def test_host_memory_stays_within_its_budget(tmp_path, monkeypatch):
-    """From one layer on its way to room for all of them, pinned or not; the draft model is loaded
-    when they are there.
-    """
+    """From one layer on its way to all of them, pinned or not."""
     keep_steady(monkeypatch)
     model, draft = (CASES["llama"].build(0, num_hidden_layers=n) for n in (7, 2))
     pair = save_pair(tmp_path, model, draft)

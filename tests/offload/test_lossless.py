@@ -1,6 +1,4 @@
-"""Lossless weights: every decoder restores every bit, sidecars are whole or refused, tokens stay
-the same.
-"""
+"""Lossless weights: every bit is restored, sidecars are whole or refused, tokens are equal."""
 
 import ctypes
 import json
@@ -66,9 +64,7 @@ N_NEW = 12
 
 
 def decoder_of(name: str) -> Decoder:
-    """Decodes a whole block to another; returns whether it was found sound, which a card does not
-    ask.
-    """
+    """Return a function that decodes a block into another and returns whether it was valid."""
     if name == "kernel":
         ops = getattr(torch.ops, emulated.load())
         return lambda image, out: (
@@ -171,9 +167,7 @@ def test_every_bit_of_a_layer_is_restored(decoder):
     "kind", [lossless_reference.BFLOAT16, lossless_reference.HALF, lossless_reference.FLOAT]
 )
 def test_every_pattern_is_restored_with_any_table(decoder, kind):
-    """Including every tensor length, whose last weights fill a group partially. Repeated words
-    define the table.
-    """
+    """Lengths that fill the last group partially; repeated words form the table."""
     dtype = next(
         dtype.torch
         for dtype, dtype_kind in lossless_reference.KIND_OF.items()
@@ -220,9 +214,7 @@ def test_digests_of_numpy_and_c_are_equal_and_detect_every_bit():
 
 
 def before_a_wall(nbytes: int) -> np.ndarray:
-    """Return (nbytes,) uint8 zeros in front of a protected page; a read past the end ends the
-    process.
-    """
+    """Return (nbytes,) uint8 zeros in front of a protected page."""
     size = -(-nbytes // PAGE) * PAGE
     pages = mmap.mmap(-1, size + PAGE)
     content = np.frombuffer(pages, np.uint8)
@@ -629,9 +621,7 @@ def test_rates_are_measured_once_and_after_cache_damage(model, converted, monkey
 
 
 def test_cuda_rates_use_the_device_link_and_kernel(model, converted, monkeypatch, tmp_path):
-    """The kernel decodes the layer that is timed; neither rate is that of the disk or of the
-    processor.
-    """
+    """Neither rate is that of the disk or of the processor."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     layers = open_sidecar(open_checkpoint(model), converted)
     outputs = []
@@ -690,9 +680,7 @@ def test_cuda_decodes_lossless_layers(model, converted, monkeypatch, way, where)
 
 
 def test_unsupported_lossless_settings_are_reported(model, converted, monkeypatch):
-    """Without the kernel, a device uses raw weights unless lossless is required. Disk layers are
-    not encoded while loading.
-    """
+    """Without its kernel, a device uses raw weights unless lossless is required."""
     settings = {"device": "cuda", "max_model_len": 64, "drafter": "none"}
     with fake_gpu(monkeypatch):
         with LLM.open(EngineConfig(str(model), sidecar=str(converted), **settings)) as unloaded:

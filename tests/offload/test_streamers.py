@@ -1,6 +1,4 @@
-"""Contract of streamers: each layer once, in order, with its bytes, in every pass and after every
-fault.
-"""
+"""Contract of streamers: each layer once, in order, with its bytes, in every pass."""
 
 import _thread
 import itertools
@@ -195,9 +193,7 @@ def test_layers_arrive_in_order_with_their_bytes(
 @pytest.mark.parametrize("n_slots", [1, 2, 3, 4])
 @every_bench
 def test_slot_in_use_is_not_refilled(name, make, n_slots, files):
-    """Reads are fast here and compute is slow, so an early refill would be seen by the second
-    look.
-    """
+    """Reads are fast and compute is slow, so the second look sees an early refill."""
     with bench(name, make, files, n_slots=n_slots, n_parallel=4) as b:
         for _ in range(3):
             for block in b.streamer.sweep():

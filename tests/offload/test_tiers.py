@@ -1,6 +1,4 @@
-"""Contract of tiers: reads fill a block completely, in any order and by any threads, or raise
-LinkError.
-"""
+"""Contract of tiers: reads fill a block completely, in any order, or raise LinkError."""
 
 import os
 import threading
@@ -339,9 +337,7 @@ def test_paced_link_never_exceeds_its_rate():
 
 
 def test_pinning_error_is_not_raised_by_later_calls(monkeypatch):
-    """The driver keeps its last error until the next query, and torch queries at its
-    next launch.
-    """
+    """The driver keeps its last error until the next query."""
     block = host_block(4096)
     stale = []
     zeros = torch.zeros

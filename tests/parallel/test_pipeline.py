@@ -50,9 +50,7 @@ def _said(
     n_parts: int = 0,
     **params: object,
 ) -> tuple[str, list[str]]:
-    """Return the output of ranks and the tiers of rank 0; `n_parts` fixes the parts of
-    each pass.
-    """
+    """Return the output of ranks and the tiers of rank 0; `n_parts` fixes the parts of a pass."""
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(_SCRIPT)
@@ -113,9 +111,7 @@ def test_streamed_pipeline_equals_one_rank(drafter, zoo, tmp_path):
 
 
 def test_pipeline_with_draft_model_gives_the_targets_tokens(pair, tmp_path):
-    """The draft is on rank 0 alone; the rows of a tree follow each other through the ranks in three
-    parts.
-    """
+    """The draft is on rank 0; rows of a tree pass in three parts."""
     settings = {
         "model": str(pair.target),
         "draft_model": str(pair.draft),
@@ -143,9 +139,7 @@ def test_heads_of_hidden_states_are_refused_with_a_pipeline(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("n_stages", [2, 4])
 def test_pipeline_parts_minimise_the_pass_time(n_stages):
-    """Compare with a simulation of the stages. Reading the weights takes as long as computing 50
-    rows.
-    """
+    """Reading the weights takes as long as computing 50 rows."""
     times = ComputeTimes((1, 512), (64, 128), ((51.0, 562.0), (51.0, 562.0)))
 
     def seconds(n_rows: int, n_parts: int) -> float:

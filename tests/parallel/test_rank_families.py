@@ -1,6 +1,4 @@
-"""Ranks divide every kind of model: mixtures, gated delta nets, models without a plan, streamed
-experts.
-"""
+"""Ranks divide mixtures, gated delta nets, models without a plan, streamed experts."""
 
 import functools
 import math
@@ -54,9 +52,7 @@ def threads_are_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def model_of(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[Any, Path, list[int]]]:
-    """Return a function from model type to the transformers model, its checkpoint and its greedy
-    text.
-    """
+    """Return a function from model type to the model, its checkpoint and its greedy text."""
 
     @functools.cache
     def get(kind: str) -> tuple[Any, Path, list[int]]:
@@ -274,9 +270,7 @@ def test_rank_holds_its_share_of_the_bytes(kind):
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_ranks_hold_every_expert_once_and_all_routers(model_of, kind):
-    """By the bytes of the checkpoint, each once. Routers are asked in their turn and ahead of it,
-    without other ranks.
-    """
+    """Routers work ahead of their turn without other ranks."""
     checkpoint = open_checkpoint(model_of(kind)[1])
     ranks = [
         divide(

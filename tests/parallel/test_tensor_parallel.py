@@ -1,6 +1,4 @@
-"""Ranks with divided weights give the results of one rank. Ranks are threads here, and processes of
-torchrun once.
-"""
+"""Ranks with divided weights give the results of one rank; ranks are threads."""
 
 import re
 import shutil
@@ -287,9 +285,7 @@ def test_greedy_tokens_equal_transformers(zoo, name, size, place):
     [("gemma2", False), ("olmo2", True), ("olmo2", False), ("phi3", True), ("starcoder2", False)],
 )
 def test_general_models_are_divided_by_their_plan(tmp_path, kind, is_exact):
-    """Separate heads per rank, or gathered outputs of fused and normed projections; biases are
-    added once.
-    """
+    """Biases are added once."""
     model = general_model(kind)
     model.save_pretrained(tmp_path)
     prompt = prompt_of(1, vocab_size=96)
@@ -441,9 +437,7 @@ def planned(pair: Pair, split: str, **settings: Any) -> Plan:
 
 
 def test_draft_placement_counts_the_memory_of_the_target(tmp_path, monkeypatch):
-    """Drafted faster by rank 0 alone, which would have no room for slots then, would read some of
-    its layers, or read more.
-    """
+    """A whole draft on rank 0 may leave no slots or more bytes to read."""
     measure_little(monkeypatch)
     models = [
         CASES["llama"].build(n, num_hidden_layers=n, max_position_embeddings=512) for n in (8, 5)
@@ -536,9 +530,7 @@ def prefer(monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
     "flags", [[], ["--link-format", "raw"], ["--exact-parallel"]], ids=" ".join
 )
 def test_ranks_stream_converted_weights(tmp_path, monkeypatch, flags):
-    """Lossless or, on request, raw files give the tokens of the whole. A faster division without
-    files has priority and is reported.
-    """
+    """A faster division without files has priority and is reported."""
     path, model = quantised(tmp_path, None, num_hidden_layers=4)
     convert_for_ranks(path, *flags, "--sidecar", str(tmp_path))
     monkeypatch.setattr(link, "_BUFFERS", 8192)
@@ -687,9 +679,7 @@ def test_convert_reports_unsupported_formats(tmp_path, capfd):
 def test_disk_layers_are_divided_in_the_faster_way(
     tmp_path, monkeypatch, strided, contiguous, exchange_s, is_exact
 ):
-    """By measured rates of strided and contiguous reads and by the exchange time. All
-    ranks agree.
-    """
+    """By strided and contiguous read rates and the exchange time."""
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
 
     def rate(tier: Any, n_layers: int) -> float:
@@ -735,9 +725,7 @@ def test_weights_without_output_parts_are_divided_by_inputs(tmp_path, monkeypatc
 
 
 def test_memory_limits_decide_the_way_of_division(tmp_path, monkeypatch):
-    """Parts in a file of their own need no pages at both ends of each; where a rank has too little,
-    all are told.
-    """
+    """A rank with too little memory refuses for all."""
     path, _ = quantised(tmp_path, None, num_hidden_layers=4)
     convert_for_ranks(path, "--link-format", "raw")
     prefer(monkeypatch, is_exact=True)
@@ -762,9 +750,7 @@ def test_memory_limits_decide_the_way_of_division(tmp_path, monkeypatch):
 
 
 def test_samples_batches_and_prompt_logprobs_equal_one_rank(pair, monkeypatch):
-    """Prefixes that are shared and taken over, log-probabilities of a prompt, seeds under the
-    coupled rule.
-    """
+    """With shared prefixes and seeds under the coupled rule."""
     keep_steady(monkeypatch)
     prompts = [prompt_of(7, 30), prompt_of(7, 30)[:20] + prompt_of(8, 5), prompt_of(9, 12)]
     params = [

@@ -1,6 +1,4 @@
-"""Plans from a config alone: placements equal those of the loader, and mistakes are one
-sentence.
-"""
+"""Plans from a config alone: placements equal those of the loader."""
 
 import itertools
 import json

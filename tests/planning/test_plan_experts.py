@@ -1,6 +1,4 @@
-"""Planning a mixture by the experts that tokens touch: bytes are counted by hand, and what is told
-is what was computed.
-"""
+"""Plans of mixtures by the experts that tokens touch; bytes are counted by hand."""
 
 import json
 import math

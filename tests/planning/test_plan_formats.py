@@ -1,6 +1,4 @@
-"""Planning for weights in other formats, for the target's own copies as its draft, and for models
-of transformers.
-"""
+"""Plans for other formats, for the target's copies as its draft, and for general models."""
 
 import json
 from dataclasses import replace

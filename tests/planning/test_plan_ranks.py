@@ -1,6 +1,4 @@
-"""Plans for several GPUs: shares and exchanged bytes are computed by hand and determine
-the time.
-"""
+"""Plans for several GPUs: shares and exchanged bytes are computed by hand."""
 
 import json
 from dataclasses import replace
@@ -77,9 +75,7 @@ def test_other_formats_are_divided():
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_exchanged_bytes_equal_a_ring(n):
     def summed(width: int) -> int:
-        """Numbers that rank 0 receives until all have the sum of vectors of this width, played
-        through.
-        """
+        """Numbers that rank 0 receives until all have the sum of vectors of this width."""
         parts = [[{(rank, chunk)} for chunk in range(n)] for rank in range(n)]
         received = 0
         for step in range(2 * (n - 1)):

@@ -161,9 +161,7 @@ def test_scaled_rope_and_more_positions(expand, tmp_path, rope):
 
 
 def test_bfloat16_weights_are_copied_or_scaled_by_powers_of_two(expand, tmp_path):
-    """Brute force: each source value at the place where the large layer must have it, to the
-    bit.
-    """
+    """Brute force, to the bit."""
     source = make_source(tmp_path / "source", torch.bfloat16)
     out = run(expand, source, tmp_path / "out", *flags_of(Sizes(160, 3, 4, 2, 32, 64)))
     small = weights_of(source)

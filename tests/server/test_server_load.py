@@ -33,9 +33,7 @@ __all__ = ["llm", "served"]
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(served: Served) -> Iterator[None]:
-    """Assert after each test that the server is idle, answers, and has no cache beside the prefix
-    cache.
-    """
+    """Assert after each test that the server is idle, answers, and keeps no cache."""
     yield
     served.wait_until_idle()
     assert served.service.n_open == 0

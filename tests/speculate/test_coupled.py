@@ -188,9 +188,7 @@ def plain_texts(pair):
 
 
 def test_plain_decoding_draws_by_the_noise(pair, plain_texts):
-    """By transformers' logits and the noise of each place; another seed, another text, but for
-    temperature 0.
-    """
+    """By transformers' logits and the noise of each position."""
     for prompt, params, text in zip(PROMPTS, params_of(1), plain_texts[1], strict=True):
         tokens = list(prompt)
         for _ in range(N_NEW):
@@ -231,9 +229,7 @@ def twin(tmp_path_factory):
 
 @pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree"])
 def test_draft_equal_to_the_target_predicts_the_draws(twin, drafter):
-    """The most probable path after the noise is the text, to the last level, at any temperature and
-    place.
-    """
+    """The most probable path after the noise is the text."""
     with open_llm(twin.target, draft_model=str(twin.draft), max_model_len=128) as llm:
         shape = Topology.chain(5) if drafter == "static_tree" else None
         built = drafter_of(

@@ -1,6 +1,4 @@
-"""Contract of drafters: valid trees for every matching rule, and draws from the stated
-distributions.
-"""
+"""Contract of drafters: valid trees for every rule, and draws from the stated distributions."""
 
 import itertools
 from dataclasses import replace
@@ -310,9 +308,7 @@ def test_only_drafters_with_draft_probs_sample(llm, name, rule):
 
 @right
 def test_stated_distributions_equal_the_draft_model(llm, pair, name, rule):
-    """The distribution used to verify is the one used to draw: the draft's own after the node's
-    path, by transformers.
-    """
+    """The draft's own distribution after the path, by transformers."""
     temperature = 0.9
     sequences = sequences_of(temperature)
     for tree, sequence in zip(

@@ -125,9 +125,7 @@ N_DRAWS = 20_000
 
 
 def in_order(probs, n, struck=()):
-    """Return the distribution of n tokens drawn without replacement; an exhausted distribution
-    becomes uniform.
-    """
+    """Return the distribution of n tokens drawn without replacement."""
     chances = {}
     for tokens in itertools.permutations(set(range(len(probs))) - set(struck), n):
         p = 1.0
@@ -174,9 +172,7 @@ def test_children_without_replacement(probs, n, struck):
 
 
 def best_nodes(model, tokens, n, n_levels, temperature):
-    """The n paths of the highest cumulative probability below the last token, by transformers;
-    brute force.
-    """
+    """The n paths of the highest cumulative probability, by transformers; brute force."""
     paths = []
     heap = [(-1.0, ())]
     while heap and len(paths) < n + 1:

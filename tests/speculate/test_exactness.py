@@ -1,6 +1,4 @@
-"""Exactness of verification: enumeration, wrong versions that it must find, and a plain reference.
-See docs/exactness.md.
-"""
+"""Exactness of verification by enumeration, with wrong versions; see docs/exactness.md."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -42,9 +40,7 @@ Trees = Iterable[tuple[DraftTree, float]]
 
 @cache
 def result(rule: str, name: str) -> tuple[float, float]:
-    """The largest error of the distribution of the first tokens, and the expected tokens of a
-    pass.
-    """
+    """The largest error of the first tokens' distribution, and the expected tokens of a pass."""
     target, draft = languages(name)
     probs, expected = distribution_under(
         outcomes(load_rule(rule)), RECIPES[name].trees(draft), target
@@ -120,9 +116,7 @@ def test_bottom_up_on_a_chain_is_block_verification():
 
 
 def test_published_example_of_block_verification():
-    """Two drafted tokens of a language without memory: 10/9 accepted token by token, 11/9 as a
-    block (Sun et al. 2025).
-    """
+    """10/9 token by token, 11/9 as a block (Sun et al. 2025)."""
     p = torch.tensor([1.0, 2.0], dtype=torch.float64) / 3
     q = torch.tensor([2.0, 1.0], dtype=torch.float64) / 3
     accepted = {sequoia.RULE: 0.0, traversal.RULE: 0.0, None: 0.0}
@@ -194,9 +188,7 @@ def test_enumeration_detects_a_wrong_rule(rule, name, wrong):
 
 
 def careless_tree(n: int, seed: int) -> DraftTree:
-    """A random deterministic tree of depth at most three; in one of four, siblings may carry the
-    same token.
-    """
+    """A random deterministic tree; in one of four, siblings may carry the same token."""
     topology = random_tree(n, seed)
     while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
         seed += 1000
@@ -251,9 +243,7 @@ def test_enumeration_detects_a_wrong_match(wrong):
 
 
 def child_probs(tree: DraftTree, node: int) -> Iterator[tuple[int, Tensor]]:
-    """Each child with the exact distribution of its token given the siblings before it, in the
-    order of verification.
-    """
+    """Each child with its distribution given the siblings before it, in verification order."""
     sampled = tree.sampled
     children = tree.topology.children[node]
     is_sampled = [child for child in children if sampled is not None and sampled.is_sampled[child]]
@@ -344,9 +334,7 @@ def grow(
 def random_case(
     seed: int, dtype: torch.dtype, vocabulary: int = 12
 ) -> tuple[DraftTree, Tensor, Tensor]:
-    """A tree of up to 40 nodes with some exhausted distributions, the target's distributions, and a
-    number for each node.
-    """
+    """A tree of up to 40 nodes, the target's distributions, and a number for each node."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(2, 41))
     kind = ("given", "is_sampled", "mixed", "independent")[seed % 4]
@@ -390,9 +378,7 @@ def test_kernel_decides_like_the_plain_rule(rule, dtype):
 
 @pytest.mark.parametrize("rule", RESIDUAL)
 def test_sampled_siblings_are_verified_first(rule):
-    """Exact in either order, but the deterministic child is more probable: first, it would leave
-    the sampled one little.
-    """
+    """The deterministic child first would leave the sampled child little."""
     sampled = SampledNodes(
         np.array([False, False, True]), torch.tensor([[0.7, 0.2, 0.1]]), np.array([0, -1, -1])
     )
@@ -476,9 +462,7 @@ def test_consecutive_verdicts_are_independent(rule):
 
 @cache
 def large_case(sharpness: float, seed: int = 0, n: int = 14) -> tuple[DraftTree, Tensor, Tensor]:
-    """Vocabulary of 32,000; a draft so sharp that most of its probabilities are 0 or close to
-    it.
-    """
+    """Vocabulary of 32,000; a draft with most probabilities at or close to 0."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, 32_000, generator=generator) * 2
     draft = torch.softmax(
@@ -560,9 +544,7 @@ SIBLINGS = Topology(np.array([-1, 0, 0]))
 
 @pytest.mark.parametrize("rule", RESIDUAL)
 def test_subnormal_residual_is_used_up(rule):
-    """Drafters never produce such numbers; if given, they yield the uniform fallback without
-    overflow.
-    """
+    """They yield the uniform fallback without overflow."""
     sampled = SampledNodes(
         np.array([False, True, True]), torch.tensor([[1.0, 1e-40, 0.0, 0.0]]), np.array([0, -1, -1])
     )
@@ -580,9 +562,7 @@ def test_draft_distribution_has_no_subnormal_numbers():
 
 @pytest.mark.parametrize("rule", RESIDUAL)
 def test_deterministic_children_with_all_the_probability(rule):
-    """A filtered distribution sums to slightly less than one, and the largest noise rejects both
-    children.
-    """
+    """The largest noise rejects both children."""
     probs = torch.tensor([0.6145196, 0.38548037, 0.0])
     assert probs.double().sum() < 1
     tree = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]))

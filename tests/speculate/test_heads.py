@@ -302,9 +302,7 @@ def test_definition_equals_speculators(tmp_path, changes):
 @pytest.mark.parametrize("n", [3, 14, 21])
 @pytest.mark.parametrize("kind", ["eagle", "qwen"])
 def test_head_continues_in_the_cache_of_a_shared_prefix(tmp_path, kind, n):
-    """From within its prompt, or behind it, or behind the last rows of the head: no row and no
-    state is of the old text.
-    """
+    """From within, behind, or past the rows of the head."""
     model = few_tokens()
     weights = random_weights(kind, model)
     settings = write_head(tmp_path, kind, model, weights)
@@ -450,9 +448,7 @@ def test_joint_distribution_equals_the_target(tmp_path, monkeypatch, kind, rule)
 
 
 def test_oom_keeps_the_texts(tmp_path, monkeypatch):
-    """Wherever it runs out: hidden states that were handed over twice, or not yet, are as if it had
-    not.
-    """
+    """Hidden states that were handed over twice, or not yet, are ignored."""
     model = few_tokens()
     n_failed = 0
     settings = random_head(tmp_path, "eagle", model)

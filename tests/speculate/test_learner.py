@@ -109,9 +109,7 @@ def cross_entropy(model: PreTrainedModel, passage: Passage) -> Tensor:
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "qwen2-window", "llama-tied"])
 def test_loss_and_gradients_equal_cross_entropy_of_transformers(zoo, name):
-    """With and without changes served; the gradient of b equals that of b @ a through the whole
-    matrix.
-    """
+    """The gradient of b equals that of b @ a."""
     pair = zoo.pair(name, 0)
     passage = passage_of(pair.model, 7)
     model = nearly(pair.draft_model, 0.0)
@@ -167,9 +165,7 @@ def test_learning_lowers_the_loss_on_unseen_texts(zoo, tmp_path):
 
 
 def test_passage_has_accepted_tokens_and_predictions(pair):
-    """Rows of several passes with the preceding text, and no token after the end of the
-    sequence.
-    """
+    """No token after the end of the sequence."""
     text = prompt_of(1, 120)
     predicted = TopTokens(torch.arange(120 * 8).view(120, 8) % 128, torch.full((120, 8), 0.1))
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
@@ -210,9 +206,7 @@ def test_learning_ends_without_gain(pair, monkeypatch):
 
 
 def test_learning_uses_only_idle_link_time(pair):
-    """No learning without link waits, nor during waits shorter than a slice; the slice estimate
-    decays.
-    """
+    """No learning in waits shorter than a slice; its estimate decays."""
     passages = [passage_of(pair.model, seed) for seed in range(3)]
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         learner = Learner(llm.engine.draft, LinkMeter())
@@ -274,9 +268,7 @@ def test_joint_distribution_while_learning(tmp_path, monkeypatch):
 
 
 def test_learned_weights_are_kept_for_the_pair(zoo, pair, tmp_path):
-    """It is served from the first draft of the next run on, until it gains no more; another draft
-    does not get it.
-    """
+    """Served from the next run's first draft on, while they gain."""
     other = zoo.pair("llama", 1)
     settings = {"draft_model": str(pair.draft), "learn_draft": "keep"}
     with open_llm(pair.target, **settings) as llm:

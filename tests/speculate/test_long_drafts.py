@@ -47,9 +47,7 @@ LONG = [*VIEWS, "triforce"]
 
 @torch.no_grad()
 def peer_cache(model, tokens):
-    """Keys, values (layers, n_kv_heads, n, head_dim) and rotated queries (layers, n_heads, n,
-    head_dim) by transformers.
-    """
+    """Keys, values and rotated queries, each (layers, heads, n, head_dim), by transformers."""
     cache = DynamicCache()
     out = model(torch.tensor([tokens]), past_key_values=cache, output_hidden_states=True)
     cos_sin = model.model.rotary_emb(out.hidden_states[0], torch.arange(len(tokens))[None])
@@ -76,9 +74,7 @@ def peer_logits(model, token, position, keys, values):
 
 
 def snapkv_rows(keys, q, n, n_recent):
-    """SnapKV as published: the attention of the last queries, summed over them, averaged over five
-    neighbours, the best n.
-    """
+    """SnapKV: the best n by the last queries' attention, averaged over five neighbours."""
     n_kv_heads, n_tokens, head_dim = keys.shape
     groups = q[:, -n_recent:].view(n_kv_heads, -1, n_recent, head_dim)
     scores = groups @ keys[:, None].transpose(2, 3) / head_dim**0.5
@@ -90,9 +86,7 @@ def snapkv_rows(keys, q, n, n_recent):
 
 
 def retrieval_rows(keys, q, n, n_recent):
-    """TriForce as published: chunks of eight by the last query and their mean key; the first chunk
-    is always there.
-    """
+    """TriForce: chunks of eight by the last query and their mean key, and the first chunk."""
     n_kv_heads, n_tokens, head_dim = keys.shape
     means = keys[:, : n_tokens - n_recent].reshape(n_kv_heads, -1, 8, head_dim).mean(2)
     scores = (
@@ -125,9 +119,7 @@ def step_of(runner, id, tokens, n_known):
 
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "llama-tied"])
 def test_window_view_equals_streamingllm(zoo, name):
-    """Sinks and recent rows, at positions inside the cache, as if no token had ever been between
-    them.
-    """
+    """Sinks and recent rows, at positions inside the cache."""
     model = zoo.model(name, 0)
     tokens = prompt_of(0, N)
     with open_llm(zoo.directory(name, 0)) as llm:
@@ -190,9 +182,7 @@ PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 90, 40, 61))]
     ("family", "drafter"), [*(("llama", drafter) for drafter in LONG), ("mistral", "self_window")]
 )
 def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, family, drafter):
-    """In a batch. At the start of a tree, a view holds exact copies of committed rows and reads
-    nothing else.
-    """
+    """At a tree's start, a view copies committed rows only."""
     pair = zoo.pair(family, 0)
     seen = []
     start = DraftState.start
@@ -318,9 +308,7 @@ def twin(tmp_path_factory):
 def test_triforce_guesses_save_passes_and_keep_the_trees(
     request, monkeypatch, models, n_prompt, temperature
 ):
-    """Whether they are right now and then, or always, since the view of a short text is the
-    target's whole cache.
-    """
+    """Whether they are right sometimes or always."""
     pair = request.getfixturevalue(models)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         params = SamplingParams(30, temperature, seed=3)
@@ -381,9 +369,7 @@ def test_triforce_states_the_middle_models_distribution(pair):
 
 
 def test_attention_time_counts_each_sequence():
-    """Rows of several sequences share the weights, and each sequence has a context of its own to
-    read.
-    """
+    """Rows share the weights; each sequence has its own context."""
     times = ComputeTimes((1, 9), (64, 164), ((1.0, 2.0), (1.5, 4.5)))
     assert times.at(np.array([9]), 164)[0] == pytest.approx(4.5)
     assert times.at(np.array([9]), 164, n_sequences=9)[0] == pytest.approx(2.0 + 9 * 0.5)

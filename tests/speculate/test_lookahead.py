@@ -1,6 +1,4 @@
-"""Lookahead decoding: the trees and steps of the published algorithm, written down once more
-without a cache or a tree.
-"""
+"""Lookahead decoding: trees and steps of the published algorithm, without a cache or a tree."""
 
 import random
 from pathlib import Path
@@ -96,9 +94,7 @@ def step_of(tree: DraftTree, n_columns: int) -> Step:
 
 @pytest.fixture(scope="module")
 def tame(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
-    """A model whose next token depends on the last few tokens, so that old predictions are often
-    right.
-    """
+    """A model whose next token depends on the last few tokens."""
     model = CASES["llama"].build(3, num_hidden_layers=2, vocab_size=64)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data *= 0.15
@@ -144,9 +140,7 @@ def drafter_of_size(n_rows: int) -> Lookahead:
 
 
 def test_sequences_join_and_leave(tame):
-    """Windows shrink and grow with the share of rows; each text is the one it is alone, and all is
-    released.
-    """
+    """Windows follow the share of rows; texts are those of lone sequences."""
     model, folder = tame
     drafter = drafter_of_size(N_ROWS)
     prompts = [prompt_of(seed, n, 64) for seed, n in enumerate((9, 1, 30, 14))]

@@ -114,9 +114,7 @@ def test_tree_has_the_most_probable_nodes(n_levels):
 
 
 def test_copied_continuation_competes_with_predictions(monkeypatch):
-    """Its probability counts below its starting node, and a token keeps the higher of two
-    probabilities.
-    """
+    """A token keeps the higher of two probabilities."""
     monkeypatch.setattr(recycler, "_PRIOR", (1.0,) * 4)
     table = PredictionTable()
     table.keep((7,), [1, 2], [0.6, 0.3])

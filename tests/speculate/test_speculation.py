@@ -1,6 +1,4 @@
-"""Speculation end to end: tokens and distributions of plain decoding with every drafter
-and rule.
-"""
+"""Speculation end to end: tokens and distributions of plain decoding."""
 
 import functools
 import json
@@ -184,9 +182,7 @@ def distributions(small):
 
 @pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, "dynamic_tree"])
 def test_match_texts_equal_plain_decoding(small, small_llm, drafter):
-    """Token for token: one draw per token, and no draws by these drafters. Lookahead adds
-    unverified rows.
-    """
+    """One draw per token; these drafters draw nothing."""
     several = [
         SamplingParams(max_new_tokens=12, seed=seed, temperature=(0.4, 0.8, 1.3)[seed % 3])
         for seed in range(15)
@@ -222,9 +218,7 @@ def test_joint_distribution_of_sampled_tokens(small_llm, distributions, name, ru
 
 @pytest.mark.slow
 def test_joint_distribution_in_bfloat16(tmp_path):
-    """A bfloat16 pair against its float32 distribution; this number of draws does not detect
-    rounding.
-    """
+    """A bfloat16 pair against its float32 distribution."""
     model = small_model(VOCABULARY, n_layers=1, sureness=0.5)
     draft = nearly(model, 0.15).bfloat16()
     pair = save_pair(tmp_path, model.bfloat16(), draft)
@@ -246,9 +240,7 @@ def test_joint_distribution_in_bfloat16(tmp_path):
 def test_every_size_and_length_equals_plain_decoding_at_temperature_0(
     zoo, small, small_llm, wide_llm, vocabulary, size, depth
 ):
-    """Also where a vocabulary is smaller than a family of siblings, and a tree larger than the text
-    that is left.
-    """
+    """Families larger than the vocabulary, trees than the text."""
     pair, llm = (
         (small, small_llm) if vocabulary == "four tokens" else (zoo.pair("llama", 0), wide_llm)
     )
@@ -422,9 +414,7 @@ def cut(monkeypatch):
 
 @pytest.mark.parametrize("drafter", TREES)
 def test_batch_rows_end_like_solo_runs(speaking, drafter, cut):
-    """Different lengths, different stops, many tokens a pass; an end within a path drops the rest
-    of it.
-    """
+    """An end within a path drops the rest of it."""
     prompts = [prompt_of(seed, n) for seed, n in enumerate((1, 30, 7, 12, 19, 3))]
     with open_llm(speaking.target, max_model_len=256) as llm:
         plain = answers(llm.generate(prompts, ENDS))
@@ -451,9 +441,7 @@ def test_batch_rows_end_like_solo_runs(speaking, drafter, cut):
 
 @pytest.mark.parametrize("drafter", TREES)
 def test_limits_within_a_path_are_respected(speaking, drafter, cut):
-    """Trees shrink towards the end: no path exceeds the remaining tokens of the setting or the
-    context.
-    """
+    """No path exceeds the remaining tokens."""
     prompt = prompt_of(3, 20)
     with open_llm(speaking.target, max_model_len=60) as llm:
         text = say(llm, prompt, 99)
@@ -519,9 +507,7 @@ def test_draft_with_a_shorter_context_continues(pair, tmp_path, monkeypatch, dra
 
 @pytest.mark.parametrize(("n_more", "temperature"), [(-24, 0.0), (40, 1.0)])
 def test_draft_with_a_differently_padded_vocabulary(tmp_path, n_more, temperature):
-    """Tokens of one model only, absent from the tokenizer: the target may produce them, the draft
-    may not.
-    """
+    """The target may produce tokens without a text, the draft may not."""
     tokenizer = byte_level()
     n = tokenizer.get_vocab_size()
     model = CASES["llama"].build(0, vocab_size=n + 32, num_hidden_layers=2)

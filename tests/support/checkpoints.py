@@ -162,9 +162,7 @@ def dealt(names: Iterable[str], n_parts: int) -> list[list[str]]:
 
 
 def add_tokenizer(directory: Path, alphabet: str = ASCII) -> int:
-    """Write a small byte-level BPE tokenizer that knows these bytes; returns how many tokens it
-    has.
-    """
+    """Write a small byte-level BPE tokenizer of these bytes; returns its number of tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

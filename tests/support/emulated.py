@@ -1,6 +1,4 @@
-"""The kernels of csrc/ built for the CPU, every thread of a block a fiber; see
-cuda_on_cpu/fibers.h.
-"""
+"""The kernels of csrc/ built for the CPU, a fiber per thread; see cuda_on_cpu/fibers.h."""
 
 import fcntl
 import hashlib

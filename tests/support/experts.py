@@ -28,9 +28,7 @@ class FakeGPUWithDisk(FakeGPU):
 
 @contextmanager
 def cache_on(make, files, n_slots, n_on_host=2, **how):
-    """A cache of experts that are the six layers of the streamers' tests; its tier, and its
-    device.
-    """
+    """A cache of experts, the six layers of the streamers' tests; its tier, and its device."""
     before = {*threading.enumerate()}
     device = make()
     streamer = device.stream("threads", LayerSources(MemoryTier(), (), 0))

@@ -110,9 +110,7 @@ def mxfp4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def mixture_of(tmp_path_factory):
-    """Return a function from model type to the transformers model and its checkpoint. Each model
-    has eight experts and selects two per row.
-    """
+    """Return a function from model type to a model of eight experts and its checkpoint."""
 
     @functools.cache
     def get(kind):

@@ -22,9 +22,7 @@ LONGEST = 4
 
 
 class Language:
-    """A random distribution after every text of up to LONGEST tokens, some of them with impossible
-    tokens.
-    """
+    """A random distribution after every text of up to LONGEST tokens, with impossible tokens."""
 
     def __init__(self, seed: int, p_impossible: float = 0.15) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -55,9 +53,7 @@ class Language:
         return self._below[text]
 
     def continuations(self, text: tuple) -> Tensor:
-        """(VOCABULARY,) * (LONGEST - len(text)): the distribution of the tokens that follow, up to
-        the last.
-        """
+        """(VOCABULARY,) * (LONGEST - len(text)): distribution of all tokens that follow."""
         if len(text) == LONGEST:
             return torch.ones((), dtype=torch.float64)
         return weighted(self.after(text), self.below(text))
@@ -163,9 +159,7 @@ Outcomes = Callable[[DraftTree, Tensor], Iterator[tuple[Decision, float]]]
 
 
 def outcomes(rule: VerificationRule) -> Outcomes:
-    """Enumerate all outcomes of a rule, by its stated acceptance or by the probability of every
-    `draw`.
-    """
+    """Enumerate all outcomes of a rule, by its acceptance or the probability of every `draw`."""
     if isinstance(rule, ResidualRule):
         return lambda tree, target: decisions(rule.decide, tree, target)
     return lambda tree, target: scripted(rule.verify, tree, target)
@@ -205,9 +199,7 @@ class _Fork(Exception):
 
 
 def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
-    """As `decisions`, where all chance is in the module's `draw`: `verify` runs again for every
-    sequence of its outcomes.
-    """
+    """As `decisions`, by running `verify` for every sequence of outcomes of `draw`."""
     scripts: list[tuple[tuple, float]] = [((), 1.0)]
     while scripts:
         script, p = scripts.pop()
@@ -244,9 +236,7 @@ def target_probs(target: Language, tree: DraftTree, text: tuple = ()) -> Tensor:
 def distribution_under(
     outcomes: Outcomes, trees: Iterable[tuple[DraftTree, float]], target: Language
 ) -> tuple[Tensor, float]:
-    """The distribution of the first LONGEST tokens, completed by the target where left open, and
-    the expected tokens.
-    """
+    """The distribution of the first LONGEST tokens, and the expected tokens."""
     probs = torch.zeros((VOCABULARY,) * LONGEST, dtype=torch.float64)
     expected = 0.0
     for tree, p_tree in trees:

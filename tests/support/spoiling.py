@@ -105,9 +105,7 @@ def spoil_length(raw: bytes, chance: random.Random) -> bytes:
 
 
 def spoil_json(value: Any, chance: random.Random) -> bytes:
-    """The bytes of a JSON file that was spoilt as a value, as text or as bytes, or more than
-    once.
-    """
+    """The bytes of a JSON file spoilt as a value, as text or as bytes, or more than once."""
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         value = spoil_value(value, chance)
     text = json.dumps(value)

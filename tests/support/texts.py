@@ -1,6 +1,4 @@
-"""Texts of a drafter and rule; their distribution, enumerated with transformers' logits and
-warpers, to compare with.
-"""
+"""Texts of a drafter and rule, and their distribution enumerated with transformers' logits."""
 
 import itertools
 from collections import Counter
@@ -67,9 +65,7 @@ def run_together(
     n_nodes: int,
     n_passes: int | None = None,
 ) -> list[list[int]]:
-    """Continue sequences in one batch to their ends, or for a number of passes, with trees of up to
-    n_nodes each; returns the new tokens.
-    """
+    """Continue sequences in one batch with trees of up to n_nodes; returns the new tokens."""
     batch = list(sequences)
     engine = Engine(
         runner=runner,
@@ -89,9 +85,7 @@ def run_together(
 def sampled_texts(
     runner: Runner, drafter: Drafter, rule: VerificationRule, n_nodes: int
 ) -> list[list[list[int]]]:
-    """Per prompt N_DRAWS texts, each with a seed of its own, in batches of both prompts side by
-    side.
-    """
+    """N_DRAWS texts per prompt, each with its own seed, in batches of both prompts."""
     texts: list[list[list[int]]] = [[], []]
     for start in range(0, 2 * N_DRAWS, 100):
         several = [
@@ -115,9 +109,7 @@ def exact_distributions(model: PreTrainedModel) -> list[np.ndarray]:
 
 
 class OverAnswer(LogitsProcessor):
-    """The penalties of OpenAI's API, as its reference and vLLM have them: by how often the answer
-    has each token.
-    """
+    """The penalties of OpenAI's API, by the tokens of the answer."""
 
     def __init__(self, n_prompt: int, presence: float, frequency: float) -> None:
         self._n_prompt = n_prompt
@@ -135,9 +127,7 @@ class OverAnswer(LogitsProcessor):
 def modifiers(
     params: SamplingParams, n_prompt: int, end_ids: Sequence[int] = ()
 ) -> LogitsProcessorList:
-    """Return transformers' logits processors before the temperature, in the order of transformers
-    and vLLM.
-    """
+    """Return transformers' logits processors before the temperature, in vLLM's order."""
     processors = LogitsProcessorList()
     if params.logit_bias:
         processors.append(
@@ -183,9 +173,7 @@ def exact_distribution(
 
 
 def assert_distribution(texts: Iterable[Sequence[int]], probs: np.ndarray) -> None:
-    """Chi-square, texts that are too rare taken together; a text of probability zero never
-    occurs.
-    """
+    """Chi-square with rare texts pooled; impossible texts never occur."""
     counts = Counter(map(tuple, texts))
     observed = np.array([counts[text] for text in np.ndindex(probs.shape)], dtype=float)
     expected = probs.ravel() * counts.total()

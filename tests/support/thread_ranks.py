@@ -100,9 +100,7 @@ class Alike(ThreadRanks):
 
 
 def together(size: int, work: Callable[[], Any]) -> list[Any]:
-    """Run `work` on each rank and return the results; raise the first error. Ranks serving rank 0
-    return None.
-    """
+    """Run `work` on each rank and return the results; raise the first error."""
     board = Board(size)
     results = [None] * size
     errors = list[BaseException]()

@@ -1,6 +1,4 @@
-"""Tiny random models of every family, written as transformers writes them; transformers itself is
-the reference.
-"""
+"""Tiny random models of every family; transformers is the reference."""
 
 import copy
 import json
@@ -207,9 +205,7 @@ class Steady:
         draft_s: np.ndarray | float = 0.0,
         n_sequences: int = 1,
     ) -> np.ndarray:
-        """A tenth of a pass for every 100 rows; drafting counts as it was foreseen, not as it was
-        timed.
-        """
+        """A tenth of a pass for every 100 rows; drafting counts as predicted."""
         return 1.0 + n_rows / 1000 + (draft_s if isinstance(draft_s, np.ndarray) else 0.0)
 
     def level(self, n_sequences: int) -> float:
@@ -226,18 +222,14 @@ class Steady:
 
 
 def keep_steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An LLM grows its trees as if passes were slow and drafting cheap, on any machine: it times
-    none and knows no pair.
-    """
+    """Grow trees as if passes were slow and drafting cheap, without timing or pair statistics."""
     monkeypatch.setattr(profile, "pass_profile", lambda *_: None)
     monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
 
 
 def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is measured in a moment: by a matrix that caches hold, and one layer of the
-    disk; as if no other program ran.
-    """
+    """Measure the machine in a moment: a matrix within caches, and one layer of the disk."""
     monkeypatch.setattr(local, "busy_cpus", lambda: 0.0)
     monkeypatch.setattr(profile, "beyond_caches", lambda device: 4 << 20)
     monkeypatch.setattr(profile, "link_gbps", partial(profile.link_gbps, seconds=0.0))
@@ -468,9 +460,7 @@ def begin(llm: LLM, drafter: Drafter, sequences: Sequence[TokenSequence], n_node
 def engine_of(
     llm: LLM, drafter: Drafter, rule: VerificationRule | None = None, n_nodes: int = 1000
 ) -> Engine:
-    """An engine over the runner of an LLM with another drafter, room for any number of sequences,
-    and no clock.
-    """
+    """An engine over an LLM's runner with another drafter, any number of sequences, no clock."""
     scheduler = Scheduler(1_000_000, n_nodes)
     return Engine(
         runner=runner_of(llm),
@@ -525,9 +515,7 @@ def prefill(runner: Runner, tokens: Sequence[int], capacity: int) -> int:
 
 
 def random_tree(n: int, seed: int, reach: int = 1000) -> Topology:
-    """A random shape of n nodes, the parent of each among the `reach` nodes before it: the fewer,
-    the deeper.
-    """
+    """A random tree of n nodes, each parent among the `reach` nodes before; fewer is deeper."""
     generator = torch.Generator().manual_seed(seed)
     parents = [
         -1,
@@ -556,9 +544,7 @@ SPOKEN = [
 
 
 def byte_level(vocab_size: int = 320) -> Tokenizer:
-    """A byte-level BPE tokenizer, as in Llama 3 and Qwen: most non-ASCII characters have several
-    tokens.
-    """
+    """A byte-level BPE tokenizer: most non-ASCII characters have several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -607,9 +593,7 @@ def add_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
 
 
 def least_streaming(directory, **settings) -> int:
-    """The budget of a card that streams all layers through two slots; the second plan leaves out
-    captures of the target.
-    """
+    """The budget of a device that streams all layers through two slots."""
     nbytes = None
     for _ in range(2):
         with LLM.open(EngineConfig(str(directory), device_memory=nbytes, **settings)) as unloaded:
@@ -644,9 +628,7 @@ def check_tree(runner, model, n=8):
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, *runners: Runner) -> dict[Runner, list[tuple[int, int]]]:
-    """For each pass of each runner, the committed rows of its first sequence and the rows computed
-    of all.
-    """
+    """Record per pass the committed rows of the first sequence and the rows computed of all."""
     passes: dict[Runner, list[tuple[int, int]]] = {runner: [] for runner in runners}
     forward = Runner.forward
 

@@ -41,9 +41,7 @@ def answer_of(tokenizer, prompt, ids):
 
 
 def pieces_of(stream, ids):
-    """The pieces of an answer, the last one final; ends early at a stop string. Also the number of
-    tokens used.
-    """
+    """The pieces of an answer up to a stop string, and the number of tokens used."""
     pieces = []
     for n, token in enumerate(ids, 1):
         stopped = stream.add(token)
@@ -119,9 +117,7 @@ def test_prompt_that_ends_within_a_character_is_completed():
 
 
 def expected_stop(tokenizer, prompt, ids, stops):
-    """Brute force: the number of tokens before the first stop string, and the text before the
-    leftmost stop.
-    """
+    """Brute force: the tokens before the first stop string, and the text before the leftmost."""
     for n in range(1, len(ids) + 1):
         text = answer_of(tokenizer, prompt, ids[:n])
         positions = [text.find(stop) for stop in stops if stop in text]
@@ -199,9 +195,7 @@ def test_bytes_of_byte_fallback_tokens_are_raw():
 
 @pytest.mark.parametrize("backend", TOKENIZERS)
 def test_special_tokens_in_messages_are_encoded_as_text(backend, tmp_path):
-    """Special tokens of the template stay special; markers such as <think> stay tokens
-    everywhere.
-    """
+    """Markers such as <think> stay tokens everywhere."""
     raw = Tokenizer.from_str(TOKENIZERS[backend].to_str())
     raw.add_special_tokens(["</s>"])
     raw.add_tokens(["<think>"])

@@ -1,6 +1,4 @@
-"""A checkpoint is checked before a weight moves, and each fault is told in one sentence that names
-the thing.
-"""
+"""A checkpoint is checked before a weight is read; each fault is one sentence."""
 
 import functools
 import json
@@ -437,9 +435,7 @@ def test_data_at_odd_offsets_is_read_exactly(odd, dtype, request_nbytes, tmp_pat
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("phase", [256, 2304, 3840])
 def test_tensor_in_phase_with_a_page_overwrites_no_other(phase, backwards, tmp_path):
-    """Page reads of a tensor at the same page offset in file and block would overwrite its
-    neighbours.
-    """
+    """Its page offsets in file and block are equal."""
     before = 4096 + 2
     between = (phase - 4096 - 2 - phase) % 4096
     tensors = {

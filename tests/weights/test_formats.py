@@ -210,9 +210,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint_of(
     plain: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Choice], tuple[Path, dict[str, Tensor]]]:
-    """Return a function from a format to the checkpoint, and plain weights that compute the
-    same.
-    """
+    """Return a function from a format to its checkpoint and equivalent plain weights."""
 
     @functools.cache
     def get(choice: Choice) -> tuple[Path, dict[str, Tensor]]:
@@ -246,9 +244,7 @@ def test_tokens_equal_transformers_with_dequantised_weights(choice, checkpoint_o
 def test_passes_over_resident_quantised_weights_are_captured(
     choice, has_kernels, checkpoint_of, monkeypatch
 ):
-    """A capture refuses copies of unpinned memory; in passes over streamed weights nothing waits
-    for such copies either.
-    """
+    """A capture refuses copies of unpinned memory."""
     directory, _ = checkpoint_of(choice)
     settings = {"dtype": "bfloat16", "drafter": "none", "max_model_len": 64}
     prompt = prompt_of(0, vocab_size=40)

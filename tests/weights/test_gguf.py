@@ -114,9 +114,7 @@ def test_tokens_equal_transformers_with_the_weights_of_the_file(type, tmp_path):
     ],
 )
 def test_every_native_family_is_read(name, type, tmp_path):
-    """Also tied embeddings, biases, and norms of heads; qwen2 with its own way of scaling
-    rotations.
-    """
+    """Also tied embeddings, biases, head norms, and scaled rotations."""
     more = {}
     if name == "qwen2":
         more = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
@@ -237,9 +235,7 @@ def test_directory_of_several_files_is_refused_by_name(tmp_path):
 
 
 def test_metadata_describes_the_model(tmp_path):
-    """Its tokenizer, chat template, end tokens, dtype, and an identity that stays the same in a
-    copy.
-    """
+    """Tokenizer, chat template, end tokens, dtype, and the identity of copies."""
     path = tmp_path / "demo.gguf"
     copy = tmp_path / "copy.gguf"
     write_one_file(DEMO, path, "Q4_K")
@@ -397,9 +393,7 @@ def test_other_files_are_refused(content, tmp_path):
 
 
 def test_rotations_of_a_scaled_context_equal_transformers():
-    """A config.json may have them, too; two lists that differ depend on the length of the text and
-    are refused.
-    """
+    """Two lists that depend on the text length are refused."""
     factors = [1.0, 1.5, 2.0, 4.0]
     rope = {
         "rope_type": "longrope",

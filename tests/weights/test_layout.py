@@ -1,6 +1,4 @@
-"""What weights/ promises: the numbers of a layer, used out of one flat block, however a format
-stores them.
-"""
+"""Contract of weights/: the numbers of a layer in one flat block, in every format."""
 
 import itertools
 import re
