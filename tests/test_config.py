@@ -18,24 +18,12 @@ from offload_rt.errors import OffloadError, PromptError, SettingsError
 from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 
 CLASSES = (
-    EngineConfig,
-    SamplingParams,
-    RunSettings,
-    TemplateSettings,
-    ChatSettings,
-    CalibrateSettings,
-)
+    EngineConfig, SamplingParams, RunSettings, TemplateSettings, ChatSettings, CalibrateSettings,
+)  # fmt: skip
 UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "Ki": 2**10,
-    "Mi": 2**20,
-    "Gi": 2**30,
+    "": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30,
     "Ti": 2**40,
-}
+}  # fmt: skip
 
 
 def flagged(cls: type) -> list[Any]:
@@ -45,76 +33,36 @@ def flagged(cls: type) -> list[Any]:
 
 # A value of each field that is not its default, as a flag takes it and as the settings hold it.
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
-    "model": (["some/dir"], "some/dir"),
-    "draft_model": (["org/draft"], "org/draft"),
-    "device": (["cpu"], "cpu"),
-    "dtype": (["float32"], "float32"),
-    "device_memory": (["22GiB"], "22GiB"),
-    "host_memory": (["1.5GB"], "1.5GB"),
-    "link_format": (["raw"], "raw"),
-    "sidecar": (["some/dir"], "some/dir"),
-    "kv_memory": (["1GiB"], "1GiB"),
-    "kv_dtype": (["fp8"], "fp8"),
-    "max_model_len": (["4096"], 4096),
-    "max_num_seqs": (["3"], 3),
-    "drafter": (["ngram"], "ngram"),
-    "rule": (["match"], "match"),
-    "tree_size": (["64"], 64),
-    "tree_depth": (["8"], 8),
-    "draft_context": (["256"], 256),
-    "draft_quantize": (["int4"], "int4"),
-    "learn_draft": (["keep"], "keep"),
-    "torch_products": ([], True),
-    "exact_parallel": ([], True),
-    "split_draft": (["on"], "on"),
-    "revision": (["main"], "main"),
-    "chat_template": (["chat.jinja"], "chat.jinja"),
-    "hide_thinking": ([], True),
-    "plain": ([], True),
-    "offline": ([], True),
-    "pipeline": (["2"], 2),
-    "mirror": (["/mnt/second"], "/mnt/second"),
-    "image": (["a.png", "b.png"], ("a.png", "b.png")),
-    "max_image_pixels": (["65536"], 65536),
-    "max_tokens": (["7"], 7),
-    "max_new_tokens": (["7"], 7),
-    "temperature": (["0.7"], 0.7),
-    "top_p": (["0.9"], 0.9),
-    "top_k": (["40"], 40),
-    "min_p": (["0.05"], 0.05),
-    "repetition_penalty": (["1.1"], 1.1),
-    "seed": (["0"], 0),
-    "presence_penalty": (["0.5"], 0.5),
-    "frequency_penalty": (["-1.5"], -1.5),
-    "logit_bias": (['{"5": -100, "7": 2.5}'], {5: -100.0, 7: 2.5}),
-    "min_tokens": (["3"], 3),
-    "ignore_eos": ([], True),
-    "stop": (["a", "b c"], ("a", "b c")),
-    "stop_token_ids": (["5", "7"], (5, 7)),
-    "bad_words": (["no", "never"], ("no", "never")),
-    "bad_words_ids": (["5,7", "9"], ((5, 7), (9,))),
-    "allowed_token_ids": (["5", "7"], (5, 7)),
-    "n": (["2"], 2),
-    "logprobs": (["5"], 5),
-    "prompt_logprobs": (["0"], 0),
-    "prompt": (["hello", "you there"], ("hello", "you there")),
-    "prompt_file": (["-"], "-"),
-    "chat": ([], True),
-    "plan": ([], True),
-    "json": ([], True),
-    "quiet": ([], True),
-    "verbose": ([], True),
-    "show_tree": ([], True),
-    "baseline": ([], True),
-    "trace": (["out.json"], "out.json"),
-    "json_schema": (["schema.json"], "schema.json"),
-    "regex": (["[a-z]+"], "[a-z]+"),
-    "system": (["be brief"], "be brief"),
-    "enable_thinking": ([], True),
-    "chat_template_kwargs": (['{"a": [1]}'], {"a": [1]}),
-    "tokens": (["7"], 7),
-    "plot": (["out.png"], "out.png"),
-}
+    "model": (["some/dir"], "some/dir"), "draft_model": (["org/draft"], "org/draft"),
+    "device": (["cpu"], "cpu"), "dtype": (["float32"], "float32"),
+    "device_memory": (["22GiB"], "22GiB"), "host_memory": (["1.5GB"], "1.5GB"),
+    "link_format": (["raw"], "raw"), "sidecar": (["some/dir"], "some/dir"),
+    "kv_memory": (["1GiB"], "1GiB"), "kv_dtype": (["fp8"], "fp8"),
+    "max_model_len": (["4096"], 4096), "max_num_seqs": (["3"], 3), "drafter": (["ngram"], "ngram"),
+    "rule": (["match"], "match"), "tree_size": (["64"], 64), "tree_depth": (["8"], 8),
+    "draft_context": (["256"], 256), "draft_quantize": (["int4"], "int4"),
+    "learn_draft": (["keep"], "keep"), "torch_products": ([], True), "exact_parallel": ([], True),
+    "split_draft": (["on"], "on"), "revision": (["main"], "main"),
+    "chat_template": (["chat.jinja"], "chat.jinja"), "hide_thinking": ([], True),
+    "plain": ([], True), "offline": ([], True), "pipeline": (["2"], 2),
+    "mirror": (["/mnt/second"], "/mnt/second"), "image": (["a.png", "b.png"], ("a.png", "b.png")),
+    "max_image_pixels": (["65536"], 65536), "max_tokens": (["7"], 7), "max_new_tokens": (["7"], 7),
+    "temperature": (["0.7"], 0.7), "top_p": (["0.9"], 0.9), "top_k": (["40"], 40),
+    "min_p": (["0.05"], 0.05), "repetition_penalty": (["1.1"], 1.1), "seed": (["0"], 0),
+    "presence_penalty": (["0.5"], 0.5), "frequency_penalty": (["-1.5"], -1.5),
+    "logit_bias": (['{"5": -100, "7": 2.5}'], {5: -100.0, 7: 2.5}), "min_tokens": (["3"], 3),
+    "ignore_eos": ([], True), "stop": (["a", "b c"], ("a", "b c")),
+    "stop_token_ids": (["5", "7"], (5, 7)), "bad_words": (["no", "never"], ("no", "never")),
+    "bad_words_ids": (["5,7", "9"], ((5, 7), (9,))), "allowed_token_ids": (["5", "7"], (5, 7)),
+    "n": (["2"], 2), "logprobs": (["5"], 5), "prompt_logprobs": (["0"], 0),
+    "prompt": (["hello", "you there"], ("hello", "you there")), "prompt_file": (["-"], "-"),
+    "chat": ([], True), "plan": ([], True), "json": ([], True), "quiet": ([], True),
+    "verbose": ([], True), "show_tree": ([], True), "baseline": ([], True),
+    "trace": (["out.json"], "out.json"), "json_schema": (["schema.json"], "schema.json"),
+    "regex": (["[a-z]+"], "[a-z]+"), "system": (["be brief"], "be brief"),
+    "enable_thinking": ([], True), "chat_template_kwargs": (['{"a": [1]}'], {"a": [1]}),
+    "tokens": (["7"], 7), "plot": (["out.png"], "out.png"),
+}  # fmt: skip
 NEEDED = {EngineConfig: ["--model", "m"], RunSettings: ["--prompt", "p"]}
 
 
@@ -151,25 +99,10 @@ def test_sizes_can_be_fractions_and_numbers(text, nbytes):
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "GB",
-        "ten",
-        "1.5.2G",
-        "-1G",
-        "1e9",
-        "5 apples",
-        "1 GiBB",
-        "5i",
-        "0x10",
-        True,
-        None,
-        "1,5GB",
-        "inf",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "", "GB", "ten", "1.5.2G", "-1G", "1e9", "5 apples", "1 GiBB", "5i", "0x10", True, None,
+    "1,5GB", "inf",
+])  # fmt: skip
 def test_invalid_size_is_refused_with_an_example(text):
     with pytest.raises(SettingsError, match="22GiB") as caught:
         parse_size(text)
@@ -273,15 +206,10 @@ def test_model_and_prompt_may_be_given_without_their_flags():
         parser.parse_args(["--prompt", "hello"])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["--model", "m", "--max-model-len", "many"],
-        ["--model", "m", "--device", "tpu"],
-        ["--model", "m", "--devic", "cpu"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    [], ["--model", "m", "--max-model-len", "many"], ["--model", "m", "--device", "tpu"],
+    ["--model", "m", "--devic", "cpu"],
+])  # fmt: skip
 def test_unreadable_flags_are_refused(arguments):
     with pytest.raises(SettingsError):
         _parsed(EngineConfig, arguments)
@@ -302,46 +230,34 @@ def test_unknown_flag_is_one_sentence_with_a_hint(flag, hint):
 # Ranges
 
 
-@pytest.mark.parametrize(
-    ("cls", "name", "wrong", "right"),
-    [
-        (SamplingParams, "max_new_tokens", [0, -1], [1, None]),
-        (SamplingParams, "max_tokens", [0, -1], [1, None]),
-        (
-            SamplingParams,
-            "temperature",
-            [-0.1, float("nan"), float("inf"), "warm"],
-            [0.0, 100.0, None],
-        ),
-        (SamplingParams, "top_p", [0.0, 1.1, -1.0, float("nan")], [1e-9, 1.0]),
-        (SamplingParams, "top_k", [-2], [-1, 0, 1, None]),
-        (SamplingParams, "min_p", [-0.1, 1.1, float("nan")], [0.0, 1.0]),
-        (SamplingParams, "repetition_penalty", [0.0, -1.0, float("inf"), float("nan")], [0.5, 2.0]),
-        (SamplingParams, "seed", [-1, 2**63], [0, 2**63 - 1, None]),
-        (SamplingParams, "presence_penalty", [-2.1, 2.1, float("nan")], [-2.0, 2.0]),
-        (SamplingParams, "frequency_penalty", [-2.1, 2.1, float("nan")], [-2.0, 2.0]),
-        (
-            SamplingParams,
-            "logit_bias",
-            [{3: float("inf")}, {"3": 1.0}, [3], {3: None}],
-            [{}, {3: float("-inf")}, None],
-        ),
-        (SamplingParams, "min_tokens", [-1], [0, 5]),
-        (SamplingParams, "n", [0], [1, 5]),
-        (SamplingParams, "logprobs", [-2], [-1, 0, None]),
-        (SamplingParams, "prompt_logprobs", [-2], [-1, 0, None]),
-        (SamplingParams, "stop_token_ids", [(-1,), ("a",)], [(), (5,), [5]]),
-        (SamplingParams, "stop", [("",), ("a", "")], [(), ("a",), "a"]),
-        (EngineConfig, "max_model_len", [0, -5], [1, None]),
-        (EngineConfig, "tree_size", [0], [1]),
-        (EngineConfig, "tree_depth", [0], [1]),
-        (EngineConfig, "device_memory", [0, -1, "0", "lots"], [1, "1GB", None]),
-        (EngineConfig, "host_memory", [0, -1, "0"], [1]),
-        (EngineConfig, "kv_memory", [0, -1, "0"], [1]),
-        (EngineConfig, "device", ["tpu", ""], ["cpu", "cuda", "auto"]),
-        (EngineConfig, "dtype", ["int8", "bf16"], ["bfloat16", "float64"]),
-    ],
-)
+@pytest.mark.parametrize(("cls", "name", "wrong", "right"), [
+    (SamplingParams, "max_new_tokens", [0, -1], [1, None]),
+    (SamplingParams, "max_tokens", [0, -1], [1, None]),
+    (SamplingParams, "temperature", [-0.1, float("nan"), float("inf"), "warm"], [0.0, 100.0, None]),
+    (SamplingParams, "top_p", [0.0, 1.1, -1.0, float("nan")], [1e-9, 1.0]),
+    (SamplingParams, "top_k", [-2], [-1, 0, 1, None]),
+    (SamplingParams, "min_p", [-0.1, 1.1, float("nan")], [0.0, 1.0]),
+    (SamplingParams, "repetition_penalty", [0.0, -1.0, float("inf"), float("nan")], [0.5, 2.0]),
+    (SamplingParams, "seed", [-1, 2**63], [0, 2**63 - 1, None]),
+    (SamplingParams, "presence_penalty", [-2.1, 2.1, float("nan")], [-2.0, 2.0]),
+    (SamplingParams, "frequency_penalty", [-2.1, 2.1, float("nan")], [-2.0, 2.0]),
+    (SamplingParams, "logit_bias", [{3: float("inf")}, {"3": 1.0}, [3], {3: None}], [{},
+        {3: float("-inf")}, None]),
+    (SamplingParams, "min_tokens", [-1], [0, 5]),
+    (SamplingParams, "n", [0], [1, 5]),
+    (SamplingParams, "logprobs", [-2], [-1, 0, None]),
+    (SamplingParams, "prompt_logprobs", [-2], [-1, 0, None]),
+    (SamplingParams, "stop_token_ids", [(-1,), ("a",)], [(), (5,), [5]]),
+    (SamplingParams, "stop", [("",), ("a", "")], [(), ("a",), "a"]),
+    (EngineConfig, "max_model_len", [0, -5], [1, None]),
+    (EngineConfig, "tree_size", [0], [1]),
+    (EngineConfig, "tree_depth", [0], [1]),
+    (EngineConfig, "device_memory", [0, -1, "0", "lots"], [1, "1GB", None]),
+    (EngineConfig, "host_memory", [0, -1, "0"], [1]),
+    (EngineConfig, "kv_memory", [0, -1, "0"], [1]),
+    (EngineConfig, "device", ["tpu", ""], ["cpu", "cuda", "auto"]),
+    (EngineConfig, "dtype", ["int8", "bf16"], ["bfloat16", "float64"]),
+])  # fmt: skip
 def test_values_out_of_range_are_refused(cls, name, wrong, right):
     needed = {"model": "m"} if cls is EngineConfig else {}
     for value in right:
@@ -353,23 +269,20 @@ def test_values_out_of_range_are_refused(cls, name, wrong, right):
         assert name in str(caught.value).replace("-", "_") or repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("cls", "name", "wrong", "right"),
-    [
-        (SamplingParams, "max_tokens", [2.5, "5"], np.int64(5)),
-        (SamplingParams, "seed", [1.5], 1),
-        (SamplingParams, "n", [True], 2),
-        (SamplingParams, "temperature", [True], np.float32(0.5)),
-        (SamplingParams, "ignore_eos", ["no", 1], True),
-        (SamplingParams, "allowed_token_ids", [[1.5]], [1]),
-        (StructuredOutputs, "choice", ["ab", 3], ["ab"]),
-        (EngineConfig, "model", [5, None], Path("m")),
-        (EngineConfig, "drafter", [3], "none"),
-        (EngineConfig, "mirror", [3], Path("m")),
-        (EngineConfig, "device_memory", [1.5], 10**9),
-        (EngineConfig, "offline", ["x"], True),
-    ],
-)
+@pytest.mark.parametrize(("cls", "name", "wrong", "right"), [
+    (SamplingParams, "max_tokens", [2.5, "5"], np.int64(5)),
+    (SamplingParams, "seed", [1.5], 1),
+    (SamplingParams, "n", [True], 2),
+    (SamplingParams, "temperature", [True], np.float32(0.5)),
+    (SamplingParams, "ignore_eos", ["no", 1], True),
+    (SamplingParams, "allowed_token_ids", [[1.5]], [1]),
+    (StructuredOutputs, "choice", ["ab", 3], ["ab"]),
+    (EngineConfig, "model", [5, None], Path("m")),
+    (EngineConfig, "drafter", [3], "none"),
+    (EngineConfig, "mirror", [3], Path("m")),
+    (EngineConfig, "device_memory", [1.5], 10**9),
+    (EngineConfig, "offline", ["x"], True),
+])  # fmt: skip
 def test_other_types_are_refused(cls, name, wrong, right):
     needed = {"model": "m"} if cls is EngineConfig else {}
     made = getattr(cls(**{**needed, name: right}), name)

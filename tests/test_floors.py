@@ -11,22 +11,12 @@ import offload_rt
 
 ROOT = Path(offload_rt.__file__).parent
 FLOORS = (
-    {"errors", "dtypes", "packing", "chunks", "bad_words"},
-    {"system", "config"},
-    {"sampling_params", "ops"},
-    {"models", "tree", "text", "sampling"},
-    {"cost"},
-    {"weights", "kv"},
-    {"offload"},
-    {"parallel"},
-    {"executor"},
-    {"speculate"},
-    {"engine"},
-    {"llm"},
-    {"planning", "server"},
-    {"cli"},
+    {"errors", "dtypes", "packing", "chunks", "bad_words"}, {"system", "config"},
+    {"sampling_params", "ops"}, {"models", "tree", "text", "sampling"}, {"cost"}, {"weights", "kv"},
+    {"offload"}, {"parallel"}, {"executor"}, {"speculate"}, {"engine"}, {"llm"},
+    {"planning", "server"}, {"cli"},
     {"run", "chat", "serve", "plan", "calibrate", "convert", "report"},
-)
+)  # fmt: skip
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 MODULES = sorted(ROOT.rglob("*.py"))
 
@@ -92,24 +82,21 @@ def test_imports_point_to_lower_floors(path):
     assert not violations(path)
 
 
-@pytest.mark.parametrize(
-    ("part", "line", "is_allowed"),
-    [
-        ("offload", "from offload_rt.engine.engine import Engine", False),
-        ("offload", "from offload_rt.executor import runner", False),
-        ("offload", "from offload_rt.weights import layout", True),
-        ("models", "from offload_rt.weights import dense", False),
-        ("weights", "from offload_rt.models.architecture import Architecture", True),
-        ("system", "from offload_rt import ops", False),
-        ("ops", "from offload_rt import LLM", False),
-        ("ops", "import offload_rt", False),
-        ("engine", "import offload_rt.cli.run", False),
-        ("engine", "from ..llm import LLM", False),
-        ("engine", "from .runner import Runner", True),
-        ("offload", "if TYPE_CHECKING:\n    from offload_rt.engine.engine import Engine", False),
-        ("kv", "def f():\n    from offload_rt.llm import LLM", False),
-    ],
-)
+@pytest.mark.parametrize(("part", "line", "is_allowed"), [
+    ("offload", "from offload_rt.engine.engine import Engine", False),
+    ("offload", "from offload_rt.executor import runner", False),
+    ("offload", "from offload_rt.weights import layout", True),
+    ("models", "from offload_rt.weights import dense", False),
+    ("weights", "from offload_rt.models.architecture import Architecture", True),
+    ("system", "from offload_rt import ops", False),
+    ("ops", "from offload_rt import LLM", False),
+    ("ops", "import offload_rt", False),
+    ("engine", "import offload_rt.cli.run", False),
+    ("engine", "from ..llm import LLM", False),
+    ("engine", "from .runner import Runner", True),
+    ("offload", "if TYPE_CHECKING:\n    from offload_rt.engine.engine import Engine", False),
+    ("kv", "def f():\n    from offload_rt.llm import LLM", False),
+])  # fmt: skip
 def test_import_parser_finds_all_imports(part, line, is_allowed, monkeypatch):
     path = ROOT / part / "imagined.py"
     monkeypatch.setitem(globals(), "tree_of", lambda _: ast.parse(line))
@@ -187,14 +174,8 @@ def test_package_root_imports_only_its_exports():
 # Modules that unpickle or run what they read, and calls that do.
 _DANGEROUS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 _DANGEROUS_CALLS = {
-    "torch.load",
-    "torch.save",
-    "torch.jit.load",
-    "numpy.load",
-    "np.load",
-    "eval",
-    "exec",
-}
+    "torch.load", "torch.save", "torch.jit.load", "numpy.load", "np.load", "eval", "exec",
+}  # fmt: skip
 _LAST_NAMES = {name.rpartition(".")[2] for name in _DANGEROUS_CALLS}
 
 

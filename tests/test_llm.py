@@ -203,20 +203,15 @@ def test_n_answers_equal_their_seeds(llm):
 # Defaults of the model
 
 
-@pytest.mark.parametrize(
-    ("file", "expected"),
-    [
-        (None, {}),
-        ({"eos_token_id": 3}, {}),
-        (
-            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
-            {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
-        ),
-        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"top_p": 0.9}),
-        ({"temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
-        ({"do_sample": True, "top_k": None}, {"temperature": 1.0}),
-    ],
-)
+@pytest.mark.parametrize(("file", "expected"), [
+    (None, {}),
+    ({"eos_token_id": 3}, {}),
+    ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.6,
+        "top_p": 0.9, "top_k": 20}),
+    ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"top_p": 0.9}),
+    ({"temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+    ({"do_sample": True, "top_k": None}, {"temperature": 1.0}),
+])  # fmt: skip
 def test_default_params_come_from_generation_config(file, expected, tmp_path):
     if file is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(file))

@@ -65,11 +65,8 @@ def test_drafter_in_a_single_new_file_gets_the_resources_it_declares(pair, tmp_p
 # models/
 
 CONFIGS = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-}
+    "llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
+}  # fmt: skip
 SIZES = {
     "vocab_size": 48, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
     "num_attention_heads": 4,

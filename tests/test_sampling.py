@@ -47,21 +47,15 @@ SETTINGS = [
     {"temperature": 1.0, "presence_penalty": 1.1},
     {"temperature": 1.0, "frequency_penalty": -0.6},
     {"temperature": 1.0, "logit_bias": {3: 4.0, 7: -100.0, 40: -torch.inf}},
-    {
-        "temperature": 0.9,
-        "top_p": 0.8,
-        "presence_penalty": 0.4,
-        "frequency_penalty": 0.5,
-        "logit_bias": {9: 5.0},
-        "repetition_penalty": 1.3,
-    },
+    {"temperature": 0.9, "top_p": 0.8, "presence_penalty": 0.4, "frequency_penalty": 0.5,
+        "logit_bias": {9: 5.0}, "repetition_penalty": 1.3},
     {"temperature": 1.0, "allowed_token_ids": (3, 9, 40, 41)},
     {"temperature": 1.0, "bad_words_ids": ((5,), (7, 8), (7, 9), (1, 2, 3))},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
     {"temperature": 1.4, "top_p": 0.85, "min_p": 0.05},
     {"temperature": 1.4, "top_k": 12, "min_p": 0.2},
     {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.3},
-]
+]  # fmt: skip
 
 
 def peer_probs(logits, settings, contexts, n_prompt=0, end_ids=()):
@@ -107,13 +101,9 @@ def test_answer_alone_is_counted_and_ends_wait_for_min_tokens(min_tokens):
     tokens = contexts[0][:9]
     paths = [context[: i % 7] for i, context in enumerate(contexts)]
     settings = {
-        "temperature": 1.0,
-        "top_p": 0.95,
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.8,
-        "frequency_penalty": 0.7,
-        "min_tokens": min_tokens,
-    }
+        "temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.3, "presence_penalty": 0.8,
+        "frequency_penalty": 0.7, "min_tokens": min_tokens,
+    }  # fmt: skip
     got = NodeProbs(
         logits, SamplingParams(**settings), Context(tokens, 6, frozenset({1, 50})), paths
     )[:]
@@ -358,16 +348,10 @@ def test_row_without_numbers_or_possible_tokens_raises_where_read(wrong, read):
 # The draw
 
 
-@pytest.mark.parametrize(
-    "probs",
-    [
-        [0.25, 0.25, 0.25, 0.25],
-        [0.0, 0.7, 0.0, 0.1, 0.2, 0.0],
-        [0.5, 0.0, 0.0, 0.0, 0.5],
-        [0.9, 0.05, 0.03, 0.02],
-        [0.0, 0.0, 1.0],
-    ],
-)
+@pytest.mark.parametrize("probs", [
+    [0.25, 0.25, 0.25, 0.25], [0.0, 0.7, 0.0, 0.1, 0.2, 0.0], [0.5, 0.0, 0.0, 0.0, 0.5],
+    [0.9, 0.05, 0.03, 0.02], [0.0, 0.0, 1.0],
+])  # fmt: skip
 @pytest.mark.parametrize("scale", [1.0, 0.9])
 def test_draws_follow_the_distribution(probs, scale):
     """Only proportions count, since rounding changes the sum."""

@@ -38,15 +38,12 @@ CHOICES = ["the fox", "the dog", "the", "quick", "quick fox jumps", "a", "ab"]
 PROMPT = "the quick brown"
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "kind": {"enum": ["fox", "dog"]},
-        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
-        "name": {"type": "string", "maxLength": 4},
-        "is_lazy": {"type": "boolean"},
-    },
+    "properties": {"kind": {"enum": ["fox", "dog"]}, "sizes": {"type": "array",
+        "items": {"type": "integer"}, "maxItems": 3}, "name": {"type": "string", "maxLength": 4},
+        "is_lazy": {"type": "boolean"}},
     "required": ["kind", "is_lazy"],
     "additionalProperties": False,
-}
+}  # fmt: skip
 
 
 def tokenizer_with_end():
@@ -374,17 +371,14 @@ def test_sampled_answers_have_the_law_of_masked_plain_sampling(
 A = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-@pytest.mark.parametrize(
-    ("schema", "is_open"),
-    [
-        (A, False),
-        (A | {"additionalProperties": True}, True),
-        (A | {"patternProperties": {"b": {}}}, True),
-        (A | {"allOf": [{"properties": {"b": {}}}]}, True),
-        ({"$ref": "#/$defs/x", "$defs": {"x": A}}, False),
-        ({"anyOf": [A, {"type": "null"}]}, False),
-    ],
-)
+@pytest.mark.parametrize(("schema", "is_open"), [
+    (A, False),
+    (A | {"additionalProperties": True}, True),
+    (A | {"patternProperties": {"b": {}}}, True),
+    (A | {"allOf": [{"properties": {"b": {}}}]}, True),
+    ({"$ref": "#/$defs/x", "$defs": {"x": A}}, False),
+    ({"anyOf": [A, {"type": "null"}]}, False),
+])  # fmt: skip
 def test_properties_without_a_schema_are_excluded_by_default(llm, compiler, schema, is_open):
     tokens = llm.encode('{"a": 1, "b": 2}')
     grammar = compiler.compile(StructuredOutputs(json=schema))
@@ -416,18 +410,15 @@ def test_grammar_may_begin_behind_free_text(llm, compiler, outputs):
         compiler.compile(replace(outputs, around="start: <no> @answer"))
 
 
-@pytest.mark.parametrize(
-    ("outputs", "message"),
-    [
-        ({"json": {"type": "foo"}}, "^json_schema: .*Invalid type"),
-        ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
-        ({"regex": "a" * 300_000}, "^regex: .*at most 196608 characters, has 300"),
-        ({"choice": [f"choice {i}" for i in range(20_000)]}, "^choice: .*at most 196608 char"),
-        ({"json": {"not": {}}}, "Unimplemented"),
-        ({"regex": "(a"}, "^regex: .*unclosed group"),
-        ({"grammar": "start: missing"}, "^grammar: .*missing"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("outputs", "message"), [
+    ({"json": {"type": "foo"}}, "^json_schema: .*Invalid type"),
+    ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
+    ({"regex": "a" * 300_000}, "^regex: .*at most 196608 characters, has 300"),
+    ({"choice": [f"choice {i}" for i in range(20_000)]}, "^choice: .*at most 196608 char"),
+    ({"json": {"not": {}}}, "Unimplemented"),
+    ({"regex": "(a"}, "^regex: .*unclosed group"),
+    ({"grammar": "start: missing"}, "^grammar: .*missing"),
+])  # fmt: skip
 def test_an_unsupported_grammar_is_refused(llm, outputs, message):
     with pytest.raises(SettingsError, match=message):
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputs(**outputs)))
@@ -443,17 +434,14 @@ def test_formats_are_checked(outputs):
         StructuredOutputs(**outputs)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"min_tokens": 2},
-        {"ignore_eos": True},
-        {"bad_words": ["a"]},
-        {"bad_words_ids": [[1]]},
-        {"allowed_token_ids": [1]},
-        {"logit_bias": {1: -float("inf")}},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [
+    {"min_tokens": 2},
+    {"ignore_eos": True},
+    {"bad_words": ["a"]},
+    {"bad_words_ids": [[1]]},
+    {"allowed_token_ids": [1]},
+    {"logit_bias": {1: -float("inf")}},
+])  # fmt: skip
 def test_settings_that_could_exclude_every_token_are_refused(settings):
     with pytest.raises(SettingsError, match="needs StructuredOutputs, has dict"):
         SamplingParams(structured_outputs={"regex": "a"})

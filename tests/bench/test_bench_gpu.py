@@ -78,12 +78,9 @@ def told(measure):
 @pytest.mark.slow
 def test_experts_section_runs(monkeypatch):
     sizes = {
-        "hidden_size": 256,
-        "moe_intermediate_size": 128,
-        "num_experts": 16,
-        "num_hidden_layers": 6,
+        "hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_hidden_layers": 6,
         "vocab_size": 512,
-    }
+    }  # fmt: skip
     config = Qwen3MoeConfig(
         **sizes, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64
     )
@@ -329,19 +326,13 @@ def test_attention_section_runs(monkeypatch):
     assert not any("failed" in value for value in single.values())
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("print('{\"a\": 1}'); print('{\"a\": 2}')", {"result": {"a": 2}}),
-        ("print('{\"a\": 1}'); print('[W1 a warning]')", {"result": {"a": 1}}),
-        (
-            "print('{\"a\": 1}'); raise SystemExit('no room')",
-            {"result": {"a": 1}, "failed": "no room"},
-        ),
-        ("raise SystemExit(7)", {"failed": "exit code 7"}),
-        ("", {"failed": "it printed nothing"}),
-    ],
-)
+@pytest.mark.parametrize(("code", "expected"), [
+    ("print('{\"a\": 1}'); print('{\"a\": 2}')", {"result": {"a": 2}}),
+    ("print('{\"a\": 1}'); print('[W1 a warning]')", {"result": {"a": 1}}),
+    ("print('{\"a\": 1}'); raise SystemExit('no room')", {"result": {"a": 1}, "failed": "no room"}),
+    ("raise SystemExit(7)", {"failed": "exit code 7"}),
+    ("", {"failed": "it printed nothing"}),
+])  # fmt: skip
 def test_section_results_are_kept(code, expected, tmp_path):
     assert run_section([sys.executable, "-c", code], 60, tmp_path / "log") == expected
 

@@ -163,12 +163,8 @@ def test_chat_flags_reach_the_template(talk, llm, model, capfd):
         conversation("fox"), SamplingParams(max_new_tokens=5), chat_template_kwargs=options
     )[0].text
     flags = [
-        "--no-enable-thinking",
-        "--chat-template-kwargs",
-        '{"mood": "?"}',
-        "--max-new-tokens",
-        "5",
-    ]
+        "--no-enable-thinking", "--chat-template-kwargs", '{"mood": "?"}', "--max-new-tokens", "5",
+    ]  # fmt: skip
     assert talk(["fox"], *flags, "--quiet") == (0, expected + "\n", "")
     given = [
         *f"--model {model} --device cpu --max-model-len 200 --drafter none --quiet".split(),

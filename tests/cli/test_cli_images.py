@@ -29,13 +29,10 @@ def test_chat_and_run_read_the_same_image(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().out.splitlines() == [with_image]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--image", "x.png"], "--image: needs --chat"),
-        (["--chat", "--image", "/nowhere.png"], "/nowhere.png cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--image", "x.png"], "--image: needs --chat"),
+    (["--chat", "--image", "/nowhere.png"], "/nowhere.png cannot be read"),
+])  # fmt: skip
 def test_wrong_images_are_refused_before_loading(flags, message, capfd):
     demo = Path(__file__).resolve().parents[2] / "models" / "demo-target"
     assert run.main([str(demo), "x", "--device", "cpu", *flags]) == 2

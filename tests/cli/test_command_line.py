@@ -220,17 +220,13 @@ def test_calibrate_requires_a_model_and_a_draft_model(model, line):
         _refused(line(name, "--device", "cpu", main=calibrate.main), word)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--tokens", "0"], ["--tokens is 0"]),
-        (["--temperature", "-1"], ["temperature"]),
-        (["--prompt-file", "/no/such/file"], ["--prompt-file", "/no/such/file"]),
-        (["--tree-size", "1"], ["--tree-size"]),
-        (["--plot", "/no/such/folder/plot.png"], ["--plot"]),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--tokens", "0"], ["--tokens is 0"]),
+    (["--temperature", "-1"], ["temperature"]),
+    (["--prompt-file", "/no/such/file"], ["--prompt-file", "/no/such/file"]),
+    (["--tree-size", "1"], ["--tree-size"]),
+    (["--plot", "/no/such/folder/plot.png"], ["--plot"]),
+], ids=" ".join)  # fmt: skip
 def test_calibrate_refuses_invalid_flags(flags, words, drafting, capfd):
     assert calibrate.main([*drafting, *flags]) == 2
     err = capfd.readouterr().err.splitlines()[-1]
@@ -239,13 +235,9 @@ def test_calibrate_refuses_invalid_flags(flags, words, drafting, capfd):
 
 def test_sampling_flags_reach_the_sampler(line, model, spoken):
     flags = {
-        "temperature": 0.9,
-        "top_k": 30,
-        "top_p": 0.95,
-        "min_p": 0.01,
-        "repetition_penalty": 1.2,
+        "temperature": 0.9, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2,
         "seed": 11,
-    }
+    }  # fmt: skip
     given = [
         part
         for name, value in flags.items()
@@ -279,44 +271,40 @@ def test_trace_has_spans_of_reading_and_computing(line, model, tmp_path):
     assert sum(event["name"] == "head" for event in events if event["ph"] == "X") == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--prompt", ""], ["the prompt is empty"]),
-        (["--prompt", "the " * 200], ["too long", "--max-model-len"]),
-        (["--prompt", "\udcff"], ["--prompt", "UTF-8"]),
-        (["--prompt-file", "/no/such/file"], ["/no/such/file", "No such file"]),
-        (["--prompt-file", "/"], ["--prompt-file", "directory"]),
-        ([], ["--prompt or --prompt-file", "neither"]),
-        (["--prompt", "a", "--prompt-file", "b"], ["both"]),
-        (["--prompt", "x", "--chat"], ["chat template"]),
-        (["--prompt", "x", "--top-p", "0"], ["top_p"]),
-        (["--prompt", "x", "--temperature", "-1"], ["at least 0; change --temperature"]),
-        (["--prompt", "x", "--trace", "/no/such/folder/t.json"], ["an existing folder"]),
-        (["--prompt", "x", "--stop", ""], ["stop"]),
-        (["--prompt", "x", "--drafter", "telepathy"], ["no drafter called", "none"]),
-        (["--prompt", "x", "--drafter", "adaptive-tree"], ["did you mean adaptive_tree?"]),
-        (["--prompt", "x", "--dtype", "flaot16"], ["'flaot16'", "did you mean float16?"]),
-        (["--prompt", "x", "--max-tokens", "ten"], ["--max-tokens is 'ten': needs an integer"]),
-        (["--prompt", "x", "--logit-bias", "ten"], ["is 'ten': needs JSON like {"]),
-        (["the", "quick"], ["arguments: quick; quote a prompt with spaces"]),
-        (["--prompt", "x", "--logprobs", "2"], ["--logprobs", "add --json"]),
-        (["--prompt", "x", "--n", "2"], ["a temperature above 0"]),
-        (["--prompt", "x", "--stop-token-ids", "9999"], ["9999 in stop_token_ids"]),
-        (["--prompt", "x", "--chat-template", "/no/such"], ["read: No such file or directory;"]),
-        (["--prompt", "x", "--drafter", "none", "--tree-size", "4"],
-            ["--tree-size with --drafter none"]),
-        (["--prompt", "x", "--drafter", "none", "--tree-depth", "4"],
-            ["--tree-depth with --drafter none"]),
-        (["--prompt", "x", "--tree-siez", "4"], ["did you mean --tree-size?"]),
-        (["--prompt", "x", "--host-memory", "1GB"], ["--host-memory"]),
-        (["--prompt", "x", "--json-schema", "/dev/null"], ["error: --json-schema is not JSON"]),
-        (["--prompt", "x", "--max-model-len", "100000"], ["--max-model-len", "8192"]),
-        (["--prompt", "x", "--device-memory", "1000TiB"], ["--device-memory", "1024000.00 GiB"]),
-        (["--prompt", "x", "--device-memory", "lots"], ["'lots'", "22GiB"]),
-    ],
-    ids=lambda value: " ".join(value)[:40].encode("ascii", "replace").decode(),
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--prompt", ""], ["the prompt is empty"]),
+    (["--prompt", "the " * 200], ["too long", "--max-model-len"]),
+    (["--prompt", "\udcff"], ["--prompt", "UTF-8"]),
+    (["--prompt-file", "/no/such/file"], ["/no/such/file", "No such file"]),
+    (["--prompt-file", "/"], ["--prompt-file", "directory"]),
+    ([], ["--prompt or --prompt-file", "neither"]),
+    (["--prompt", "a", "--prompt-file", "b"], ["both"]),
+    (["--prompt", "x", "--chat"], ["chat template"]),
+    (["--prompt", "x", "--top-p", "0"], ["top_p"]),
+    (["--prompt", "x", "--temperature", "-1"], ["at least 0; change --temperature"]),
+    (["--prompt", "x", "--trace", "/no/such/folder/t.json"], ["an existing folder"]),
+    (["--prompt", "x", "--stop", ""], ["stop"]),
+    (["--prompt", "x", "--drafter", "telepathy"], ["no drafter called", "none"]),
+    (["--prompt", "x", "--drafter", "adaptive-tree"], ["did you mean adaptive_tree?"]),
+    (["--prompt", "x", "--dtype", "flaot16"], ["'flaot16'", "did you mean float16?"]),
+    (["--prompt", "x", "--max-tokens", "ten"], ["--max-tokens is 'ten': needs an integer"]),
+    (["--prompt", "x", "--logit-bias", "ten"], ["is 'ten': needs JSON like {"]),
+    (["the", "quick"], ["arguments: quick; quote a prompt with spaces"]),
+    (["--prompt", "x", "--logprobs", "2"], ["--logprobs", "add --json"]),
+    (["--prompt", "x", "--n", "2"], ["a temperature above 0"]),
+    (["--prompt", "x", "--stop-token-ids", "9999"], ["9999 in stop_token_ids"]),
+    (["--prompt", "x", "--chat-template", "/no/such"], ["read: No such file or directory;"]),
+    (["--prompt", "x", "--drafter", "none", "--tree-size", "4"],
+        ["--tree-size with --drafter none"]),
+    (["--prompt", "x", "--drafter", "none", "--tree-depth", "4"],
+        ["--tree-depth with --drafter none"]),
+    (["--prompt", "x", "--tree-siez", "4"], ["did you mean --tree-size?"]),
+    (["--prompt", "x", "--host-memory", "1GB"], ["--host-memory"]),
+    (["--prompt", "x", "--json-schema", "/dev/null"], ["error: --json-schema is not JSON"]),
+    (["--prompt", "x", "--max-model-len", "100000"], ["--max-model-len", "8192"]),
+    (["--prompt", "x", "--device-memory", "1000TiB"], ["--device-memory", "1024000.00 GiB"]),
+    (["--prompt", "x", "--device-memory", "lots"], ["'lots'", "22GiB"]),
+], ids=lambda value: " ".join(value)[:40].encode("ascii", "replace").decode())  # fmt: skip
 def test_mistakes_are_one_sentence_and_exit_code_2(arguments, words, line, model):
     _refused(line("--model", str(model), *SMALL, *arguments), *words)
 
@@ -353,17 +341,9 @@ def test_damaged_tokenizer_is_refused(line, model, tmp_path):
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_interrupt_does_not_print_text_twice(flags, line, model, monkeypatch):
     arguments = [
-        "--model",
-        str(model),
-        *SMALL,
-        "--prompt",
-        "x",
-        "--max-new-tokens",
-        "3",
-        "--baseline",
-        "--quiet",
-        *flags,
-    ]
+        "--model", str(model), *SMALL, "--prompt", "x", "--max-new-tokens", "3", "--baseline",
+        "--quiet", *flags,
+    ]  # fmt: skip
     whole = line(*arguments)
 
     def interrupted(*_: object) -> None:
@@ -564,14 +544,9 @@ def test_bash_completes_verbs_flags_and_choices(capfd, tmp_path):
         assert done.stdout.split() == expected.split(), line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["rum"], "mean run?"),
-        (["--model", "m", "run"], "COMMAND"),
-        (["Run"], "'run'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "word"), [
+    (["rum"], "mean run?"), (["--model", "m", "run"], "COMMAND"), (["Run"], "'run'"),
+])  # fmt: skip
 def test_unknown_verb_is_one_sentence_and_exit_code_2(arguments, word, capfd):
     assert cli_main.main(arguments) == 2
     out, err = capfd.readouterr()
@@ -580,17 +555,9 @@ def test_unknown_verb_is_one_sentence_and_exit_code_2(arguments, word, capfd):
 
 def test_several_prompts_are_a_batch(line, model, spoken):
     arguments = [
-        "--model",
-        str(model),
-        *SMALL,
-        "--quiet",
-        "--max-new-tokens",
-        "9",
-        "--prompt",
-        PROMPT,
-        "--prompt",
-        "the\nlazy",
-    ]
+        "--model", str(model), *SMALL, "--quiet", "--max-new-tokens", "9", "--prompt", PROMPT,
+        "--prompt", "the\nlazy",
+    ]  # fmt: skip
     texts = [spoken(max_new_tokens=9).text]
     with LLM(str(model), device="cpu", max_model_len=64) as llm:
         texts.append(llm.generate("the\nlazy", SamplingParams(max_new_tokens=9))[0].text)

@@ -46,21 +46,17 @@ def test_saved_conversation_is_loaded_again(conversation, tmp_path, monkeypatch)
     assert other.system is None
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "[]",
-        "{",
-        '{"version": 1}',
-        '{"version": 3, "messages": [], "system": null}',
-        '{"version": 1, "messages": [], "system": 5}',
-        '{"version": 1, "messages": [{"role": "user", "content": "a"}], "system": null}',
-        "[" * 100_000,
-        '{"version": 2, "messages": [{"role": "user", "content": [{"image_url": {"url": "http:"}},'
-        ' {"text": "a"}]}, {"role": "assistant", "content": "b"}], "system": null}',
-    ],
-    ids=range(8),
-)
+@pytest.mark.parametrize("content", [
+    "[]",
+    "{",
+    '{"version": 1}',
+    '{"version": 3, "messages": [], "system": null}',
+    '{"version": 1, "messages": [], "system": 5}',
+    '{"version": 1, "messages": [{"role": "user", "content": "a"}], "system": null}',
+    "[" * 100_000,
+    '{"version": 2, "messages": [{"role": "user", "content": [{"image_url": {"url": "http:"}},'
+    ' {"text": "a"}]}, {"role": "assistant", "content": "b"}], "system": null}',
+], ids=range(8))  # fmt: skip
 def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path, content):
     (tmp_path / "x").write_text(content)
     before = list(conversation.messages)
@@ -107,23 +103,20 @@ def test_images_precede_the_next_message_and_are_saved(conversation, tmp_path):
     assert other.messages == conversation.messages
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("/image", "needs a path"),
-        ("/file", "needs a path"),
-        ("/file /nowhere", "cannot be read"),
-        ("/file .", "cannot be read"),
-        ("/save /nowhere/x", "cannot be written"),
-        ("/reset now", "/reset has no argument"),
-        ("/undo 2", "/undo has no argument"),
-        ("/set colour 1", "not a parameter of a conversation: needs one of max_tokens, temp"),
-        ("/set n 2", "not a parameter"),
-        ("/set temperature warm", "needs a number"),
-        ("/set top_p 2", "above 0 and at most 1"),
-        ("/nothing", "not a command"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("/image", "needs a path"),
+    ("/file", "needs a path"),
+    ("/file /nowhere", "cannot be read"),
+    ("/file .", "cannot be read"),
+    ("/save /nowhere/x", "cannot be written"),
+    ("/reset now", "/reset has no argument"),
+    ("/undo 2", "/undo has no argument"),
+    ("/set colour 1", "not a parameter of a conversation: needs one of max_tokens, temp"),
+    ("/set n 2", "not a parameter"),
+    ("/set temperature warm", "needs a number"),
+    ("/set top_p 2", "above 0 and at most 1"),
+    ("/nothing", "not a command"),
+])  # fmt: skip
 def test_wrong_command_is_reported_in_one_sentence(conversation, line, message):
     with pytest.raises(OffloadError, match=message) as raised:
         conversation.run(line)
@@ -183,16 +176,10 @@ def test_reasoning_and_answer_stay_on_a_narrow_screen(capsys):
     assert [line for line in shown if line] == ["I think", "hard", "The answer"]
 
 
-@pytest.mark.parametrize(
-    ("text", "done"),
-    [
-        ("one\ntwo\n", ""),
-        ("one\n\ntwo\n", "one\n\n"),
-        ("```py\na\n\nb\n", ""),
-        ("```py\na\n\nb\n```\nrest", "```py\na\n\nb\n```\n"),
-        ("````\n```\n\n````\n", "````\n```\n\n````\n"),
-        ("one\n\n```\nx\n\n", "one\n\n"),
-    ],
-)
+@pytest.mark.parametrize(("text", "done"), [
+    ("one\ntwo\n", ""), ("one\n\ntwo\n", "one\n\n"), ("```py\na\n\nb\n", ""),
+    ("```py\na\n\nb\n```\nrest", "```py\na\n\nb\n```\n"),
+    ("````\n```\n\n````\n", "````\n```\n\n````\n"), ("one\n\n```\nx\n\n", "one\n\n"),
+])  # fmt: skip
 def test_blocks_end_at_blank_lines_and_fences(text, done):
     assert split_blocks(text) == (done, text[len(done) :])

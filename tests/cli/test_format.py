@@ -17,15 +17,10 @@ def passes(
     return [(times, n_tokens) for times in (prompt, *rest)]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "25.0 tokens/s"),
-        (0.5, "2.00 tokens/s"),
-        (4.0, "0.25 tokens/s (4.00 s per token)"),
-        (50.0, "0.020 tokens/s (50.00 s per token)"),
-    ],
-)
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0.04, "25.0 tokens/s"), (0.5, "2.00 tokens/s"), (4.0, "0.25 tokens/s (4.00 s per token)"),
+    (50.0, "0.020 tokens/s (50.00 s per token)"),
+])  # fmt: skip
 def test_speed_has_seconds_per_token_above_one(seconds, text):
     assert format_speed(seconds) == text
 

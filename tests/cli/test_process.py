@@ -37,19 +37,12 @@ def _raises(error: BaseException) -> Callable[[], None]:
     return work
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
-        (PromptError("the prompt", change="give one"), 2, "error: the prompt; give one\n"),
-        (LinkError("the disk has gone"), 3, "error: the disk has gone\n"),
-        (
-            OSError(28, "No space left on device"),
-            3,
-            "error: the machine: No space left on device; ",
-        ),
-        (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
-    ],
-)
+@pytest.mark.parametrize(("error", "code", "said"), [
+    (PromptError("the prompt", change="give one"), 2, "error: the prompt; give one\n"),
+    (LinkError("the disk has gone"), 3, "error: the disk has gone\n"),
+    (OSError(28, "No space left on device"), 3, "error: the machine: No space left on device; "),
+    (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
+])  # fmt: skip
 def test_early_end_is_one_sentence_after_the_output(error, code, said, capfd):
     assert exit_code(_raises(error), lambda code: print(f" and the rest, {code}")) == code
     out, err = capfd.readouterr()

@@ -27,17 +27,12 @@ from offload_rt.system.trace import (
 # A step of ten seconds: one of drafting with the link still, then the link works for seven, two of
 # them without compute.
 STEP = (
-    (slot_lane(LINK, 0), "layer 0", 1.0, 5.0),
-    (slot_lane(LINK, 1), "layer 1", 4.0, 8.0),
-    (waits(LINK), SLOTS_FULL, 0.0, 1.0),
-    (waits(LINK), SLOTS_FULL, 8.0, 9.5),
-    (WAIT, "layer 0", 1.0, 3.0),
-    (COMPUTE, "layer 0", 3.0, 6.0),
-    (COMPUTE, "head", 6.0, 9.0),
-    (DRAFT, "tree", 0.0, 1.0),
-    (DRAFT, "level 1", 0.2, 0.8),
+    (slot_lane(LINK, 0), "layer 0", 1.0, 5.0), (slot_lane(LINK, 1), "layer 1", 4.0, 8.0),
+    (waits(LINK), SLOTS_FULL, 0.0, 1.0), (waits(LINK), SLOTS_FULL, 8.0, 9.5),
+    (WAIT, "layer 0", 1.0, 3.0), (COMPUTE, "layer 0", 3.0, 6.0), (COMPUTE, "head", 6.0, 9.0),
+    (DRAFT, "tree", 0.0, 1.0), (DRAFT, "level 1", 0.2, 0.8),
     (VERIFY, "2 tokens of 3 nodes", 9.0, 9.5),
-)
+)  # fmt: skip
 
 
 def written(path: Path, spans: tuple = STEP) -> Path:
@@ -114,15 +109,12 @@ def event(**changes: object) -> str:
     return json.dumps({"traceEvents": [titles, span], "otherData": {"format": FORMAT}})
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "", "{", "[]", "7", "null", '"text"', "\x00\x01", '{"traceEvents": []}',
-        '{"traceEvents": [], "otherData": {"format": "another"}}',
-        json.dumps({"traceEvents": 7, "otherData": {"format": FORMAT}}),
-        event(ts="x"), event(ts=None), event(tid=5), "\xff",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("content", [
+    "", "{", "[]", "7", "null", '"text"', "\x00\x01", '{"traceEvents": []}',
+    '{"traceEvents": [], "otherData": {"format": "another"}}',
+    json.dumps({"traceEvents": 7, "otherData": {"format": FORMAT}}),
+    event(ts="x"), event(ts=None), event(tid=5), "\xff",
+])  # fmt: skip
 def test_invalid_timeline_is_exit_code_2(content, tmp_path, capsys):
     path = tmp_path / "trace.json"
     path.write_text(content, encoding="latin-1")

@@ -139,16 +139,13 @@ def test_unused_tiers_need_no_rate():
     assert pass_time(profile, moved) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize(
-    ("ahead", "between", "seconds"),
-    [
-        (0, 0.0, 4.0),  # the link is the limit
-        (GB, 0.5, 4.0),  # the link continues during drafting
-        (GB, 1.5, 4.5),  # until the slots are full
-        (GB, 9.0, 12.0),  # drafting alone takes longer than the link
-        (10 * GB, 9.0, 9.5),  # with slots for a whole pass, only the device counts
-    ],
-)
+@pytest.mark.parametrize(("ahead", "between", "seconds"), [
+    (0, 0.0, 4.0),  # the link is the limit
+    (GB, 0.5, 4.0),  # the link continues during drafting
+    (GB, 1.5, 4.5),  # until the slots are full
+    (GB, 9.0, 12.0),  # drafting alone takes longer than the link
+    (10 * GB, 9.0, 9.5),  # with slots for a whole pass, only the device counts
+])  # fmt: skip
 def test_slots_hide_drafting_behind_the_link(ahead, between, seconds):
     moved = PassBytes((("disk", 4 * GB),), GB, ahead)
     drafting = pass_time(profile_of(1.0, 1.0, 2.0), moved, between_s=between)
@@ -222,14 +219,11 @@ def test_host_computes_only_experts_of_host_memory():
         np.testing.assert_allclose(copied, share * all_copied, rtol=1e-5, atol=1e3)
 
 
-@pytest.mark.parametrize(
-    ("streamed_gb", "memory", "gain"),
-    [
-        (100, 1e6, 1 / 0.7),  # the link alone
-        (0, 1e3, 1.0),
-        (1, 100, 1.0),  # reading resident layers takes most of the time
-    ],
-)
+@pytest.mark.parametrize(("streamed_gb", "memory", "gain"), [
+    (100, 1e6, 1 / 0.7),  # the link alone
+    (0, 1e3, 1.0),
+    (1, 100, 1.0),  # reading resident layers takes most of the time
+])  # fmt: skip
 def test_lossless_gain_follows_the_slower_of_link_and_device(streamed_gb, memory, gain):
     moved = PassBytes((("host", streamed_gb * GB),), 100 * GB)
     assert lossless_gain(moved, 25.0, memory, 0.7) == pytest.approx(gain, rel=0.02)

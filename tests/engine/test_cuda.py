@@ -73,14 +73,11 @@ def least_on_host(directory):
         return READ_BUFFERS + unloaded.plan.slot_nbytes
 
 
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [
-        ("llama", "device"), ("qwen2-window", "device"), ("qwen3", "device"), ("llama", "host"),
-        ("mistral", "host"),
-        ("qwen3-window", "disk"), ("qwen2", "disk"), ("llama-dynamic", "unpinned"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "where"), [
+    ("llama", "device"), ("qwen2-window", "device"), ("qwen3", "device"), ("llama", "host"),
+    ("mistral", "host"),
+    ("qwen3-window", "disk"), ("qwen2", "disk"), ("llama-dynamic", "unpinned"),
+])  # fmt: skip
 def test_greedy_tokens_equal_transformers(zoo, card, name, where):
     directory = zoo.directory(name, 0)
     with card(pins=where != "unpinned"):
@@ -93,15 +90,12 @@ def test_greedy_tokens_equal_transformers(zoo, card, name, where):
     assert got == zoo.greedy(name, 0, 12)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "rule"),
-    [
-        ("none", "match"), ("ngram", "match"), ("dynamic_tree", "match"),
-        ("adaptive_tree", "coupled"),
-        ("static_tree", "traversal"), ("static_tree", "sequoia"), ("static_tree", "specinfer"),
-        ("static_tree", "match"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("drafter", "rule"), [
+    ("none", "match"), ("ngram", "match"), ("dynamic_tree", "match"),
+    ("adaptive_tree", "coupled"),
+    ("static_tree", "traversal"), ("static_tree", "sequoia"), ("static_tree", "specinfer"),
+    ("static_tree", "match"),
+])  # fmt: skip
 def test_every_drafter_and_rule_runs_on_cuda(pair, card, drafter, rule):
     """Two prompts in turn, since graphs of the first prompt end with it; then both at once."""
     size = {} if drafter == "none" else {"tree_size": 8}
@@ -115,14 +109,10 @@ def test_every_drafter_and_rule_runs_on_cuda(pair, card, drafter, rule):
     assert [len(output.token_ids) for output in is_sampled] == [4, 4]
 
 
-@pytest.mark.parametrize(
-    ("kind", "host"),
-    [
-        ("qwen3_moe", {}),
-        ("deepseek_v3", {"host_memory": READ_BUFFERS + (1 << 19)}),
-        ("qwen3_next", {}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "host"), [
+    ("qwen3_moe", {}), ("deepseek_v3", {"host_memory": READ_BUFFERS + (1 << 19)}),
+    ("qwen3_next", {}),
+])  # fmt: skip
 def test_trees_of_general_models_run_on_cuda(mixture_of, card, monkeypatch, kind, host):
     """Slots for four experts, with and without host experts; states of delta nets."""
     monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
@@ -225,15 +215,12 @@ def test_budget_is_compared_with_free_memory(zoo, monkeypatch):
             LLM.open(EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER + 1))
 
 
-@pytest.mark.parametrize(
-    ("settings", "memory_gbps", "is_told"),
-    [
-        ({}, 1000.0, True),
-        ({}, 25.0, False),  # reading the weights takes as long as their transfer
-        ({"link_format": "raw"}, 1000.0, False),
-        ({"dtype": "float32"}, 1000.0, False),
-    ],
-)
+@pytest.mark.parametrize(("settings", "memory_gbps", "is_told"), [
+    ({}, 1000.0, True),
+    ({}, 25.0, False),  # reading the weights takes as long as their transfer
+    ({"link_format": "raw"}, 1000.0, False),
+    ({"dtype": "float32"}, 1000.0, False),
+])  # fmt: skip
 def test_streamed_16_bit_layers_name_the_lossless_encoding(
     zoo, monkeypatch, settings, memory_gbps, is_told
 ):
@@ -296,16 +283,13 @@ def test_memory_cap_ends_after_a_load_error(zoo, card, monkeypatch):
         assert torch.cuda.get_per_process_memory_fraction() == before
 
 
-@pytest.mark.parametrize(
-    ("begun", "variable", "release", "expected"),
-    [
-        (False, "", "6.8.0-generic", ["expandable_segments:True"]),
-        (False, "PYTORCH_ALLOC_CONF", "6.8.0-generic", []),
-        (False, "PYTORCH_CUDA_ALLOC_CONF", "6.8.0-generic", []),
-        (True, "", "6.8.0-generic", []),
-        (False, "", "5.15.90.1-microsoft-standard-WSL2", []),
-    ],
-)
+@pytest.mark.parametrize(("begun", "variable", "release", "expected"), [
+    (False, "", "6.8.0-generic", ["expandable_segments:True"]),
+    (False, "PYTORCH_ALLOC_CONF", "6.8.0-generic", []),
+    (False, "PYTORCH_CUDA_ALLOC_CONF", "6.8.0-generic", []),
+    (True, "", "6.8.0-generic", []),
+    (False, "", "5.15.90.1-microsoft-standard-WSL2", []),
+])  # fmt: skip
 def test_expandable_segments_unless_configured(monkeypatch, begun, variable, release, expected):
     applied = []
     with fake_gpu(monkeypatch):
@@ -345,14 +329,11 @@ def counted_steps(llm, counts, params):
     return steps[2:]
 
 
-@pytest.mark.parametrize(
-    ("drafter", "rule", "temperature", "place"),
-    [
-        ("static_tree", "traversal", 0.8, "host"),
-        ("adaptive_tree", "coupled", 0.8, "device"),
-        ("ngram", "match", 0.8, "host"),
-    ],
-)
+@pytest.mark.parametrize(("drafter", "rule", "temperature", "place"), [
+    ("static_tree", "traversal", 0.8, "host"),
+    ("adaptive_tree", "coupled", 0.8, "device"),
+    ("ngram", "match", 0.8, "host"),
+])  # fmt: skip
 def test_host_waits_for_each_level_the_pass_and_the_verdict(
     pair, monkeypatch, drafter, rule, temperature, place
 ):
@@ -393,11 +374,8 @@ def test_draft_is_captured_before_layers_are_copied(pair, monkeypatch):
         return record_graph(compute)
 
     settings = {
-        "tree_size": 8,
-        "max_model_len": 128,
-        "device": "cuda",
-        **pair.settings("adaptive_tree"),
-    }
+        "tree_size": 8, "max_model_len": 128, "device": "cuda", **pair.settings("adaptive_tree"),
+    }  # fmt: skip
     with fake_gpu(monkeypatch):
         monkeypatch.setattr(
             FakeCopyDevice, "copy", lambda *arguments: order.append("copy") or copy(*arguments)

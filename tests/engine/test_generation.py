@@ -315,16 +315,10 @@ def test_length_limits_end_with_length(zoo):
     assert (len(last.token_ids), last.finish_reason) == (1, "length")
 
 
-@pytest.mark.parametrize(
-    ("prompts", "error"),
-    [
-        ([], PromptError),
-        ([1, 128], PromptError),
-        ([-1], PromptError),
-        ("text", PromptError),
-        ([1] * 200, CapacityError),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "error"), [
+    ([], PromptError), ([1, 128], PromptError), ([-1], PromptError), ("text", PromptError),
+    ([1] * 200, CapacityError),
+])  # fmt: skip
 def test_invalid_prompt_is_refused_before_any_pass(zoo, prompts, error):
     with open_llm(zoo.directory("llama", 0)) as llm:
         with pytest.raises(error):
@@ -351,12 +345,8 @@ def small(tmp_path_factory):
 
 
 ALL_AT_ONCE = {
-    "temperature": 0.8,
-    "top_k": 4,
-    "top_p": 0.93,
-    "min_p": 0.04,
-    "repetition_penalty": 3.0,
-}
+    "temperature": 0.8, "top_k": 4, "top_p": 0.93, "min_p": 0.04, "repetition_penalty": 3.0,
+}  # fmt: skip
 # The last two keep a token from coming within the texts that are drawn.
 COUNTED = {
     "temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.9,

@@ -13,18 +13,12 @@ from support.programs import started, wait_until
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 PRINTED = {
-    "async_requests": "The capital of France is",
-    "chat": "assistant: ",
-    "compare_transformers": "equal to transformers: True",
-    "generate": "passes over the weights",
-    "images": "the answer depends on the image: True",
-    "logprobs": "perplexity of the prompt",
-    "openai_client": "\n",
-    "plan": "predicted",
-    "sample": "repeatable: True",
-    "speculate": "identical: True",
-    "stream": "\n",
-}
+    "async_requests": "The capital of France is", "chat": "assistant: ",
+    "compare_transformers": "equal to transformers: True", "generate": "passes over the weights",
+    "images": "the answer depends on the image: True", "logprobs": "perplexity of the prompt",
+    "openai_client": "\n", "plan": "predicted", "sample": "repeatable: True",
+    "speculate": "identical: True", "stream": "\n",
+}  # fmt: skip
 
 
 def test_every_example_has_an_expected_output():

@@ -20,12 +20,9 @@ from offload_rt.tree.topology import Topology
 # Every family in bfloat16; one with full and one with windowed attention in every dtype.
 CASES = [
     *((name, "bfloat16") for name in ("llama-dynamic", "mistral", "qwen2", "qwen3")),
-    *(
-        (name, dtype)
-        for name in ("llama", "qwen2-window")
-        for dtype in ("bfloat16", "float16", "float32")
-    ),
-]
+    *((name, dtype) for name in ("llama", "qwen2-window") for dtype in ("bfloat16", "float16",
+        "float32")),
+]  # fmt: skip
 
 pytestmark = [
     pytest.mark.numeric,

@@ -43,44 +43,26 @@ def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseExcep
     monkeypatch.setattr(DiskTier, "reads", spoilt)
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "reason", "said"),
-    [
-        (LinkError("the disk has gone"), 3, "error", "error: the disk has gone"),
-        (OSError(28, "No space left on device"), 3, "error", "error: the machine: No space left"),
-        (MemoryError(), 3, "error", "error: out of memory"),
-        (RuntimeError("can't start new thread"), 3, "error", "error: out of memory"),
-        (OSError(12, "Cannot allocate memory"), 3, "error", "error: out of memory"),
-        (
-            RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
-            3,
-            "error",
-            "error: CUDA device unavailable",
-        ),
-        (
-            RuntimeError("Found no NVIDIA driver on your system"),
-            3,
-            "error",
-            "error: CUDA device unavailable",
-        ),
-        (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
-    ],
-)
+@pytest.mark.parametrize(("error", "code", "reason", "said"), [
+    (LinkError("the disk has gone"), 3, "error", "error: the disk has gone"),
+    (OSError(28, "No space left on device"), 3, "error", "error: the machine: No space left"),
+    (MemoryError(), 3, "error", "error: out of memory"),
+    (RuntimeError("can't start new thread"), 3, "error", "error: out of memory"),
+    (OSError(12, "Cannot allocate memory"), 3, "error", "error: out of memory"),
+    (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), 3, "error",
+        "error: CUDA device unavailable"),
+    (RuntimeError("Found no NVIDIA driver on your system"), 3, "error",
+        "error: CUDA device unavailable"),
+    (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
+])  # fmt: skip
 def test_json_reports_the_text_before_a_failure(
     error: BaseException, code: int, reason: str, said: str, line: Line, model: Path,
     begins_with: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     flags = [
-        "--model",
-        str(model),
-        *SMALL,
-        "--prompt",
-        PROMPT,
-        "--quiet",
-        "--json",
-        "--max-new-tokens",
+        "--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet", "--json", "--max-new-tokens",
         "40",
-    ]
+    ]  # fmt: skip
     assert line(*flags)[0] == 0  # measures the disk, which reads it too
     _spoil_after(60, monkeypatch, error)
     got, out, err = line(*flags)
@@ -102,14 +84,9 @@ def test_failure_before_the_first_token_prints_no_json(line, model, monkeypatch)
     assert line(*flags) == (3, "", "error: the disk has gone\n")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.0.mlp.up_proj.weight",
-        "model.layers.5.input_layernorm.weight",
-        "lm_head.weight",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "model.layers.0.mlp.up_proj.weight", "model.layers.5.input_layernorm.weight", "lm_head.weight",
+])  # fmt: skip
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_weights_are_reported(name, value, line, model, tmp_path):
     shutil.copytree(model, tmp_path / "m")

@@ -17,16 +17,9 @@ from support.programs import PATIENCE_S, Program, started, wait_until
 
 # What runs go on with until they are stopped.
 ENDLESS = [
-    "--device",
-    "cpu",
-    "--prompt",
-    "the quick brown",
-    "--quiet",
-    "--max-tokens",
-    "8000",
-    "--drafter",
-    "none",
-]
+    "--device", "cpu", "--prompt", "the quick brown", "--quiet", "--max-tokens", "8000",
+    "--drafter", "none",
+]  # fmt: skip
 SHORT = ["--device", "cpu", "--prompt", "the quick brown", "--max-tokens", "5", "--pipeline", "2"]
 SOON_S = 10.0
 
@@ -161,17 +154,9 @@ def test_chat_with_several_ranks(model, tmp_path):
         "{% for one in messages %}{{ one.content }}{% endfor %}"
     )
     line = [
-        "--model",
-        str(tmp_path / "model"),
-        "--device",
-        "cpu",
-        "--max-tokens",
-        "5",
-        "--drafter",
-        "none",
-        "--pipeline",
-        "2",
-    ]
+        "--model", str(tmp_path / "model"), "--device", "cpu", "--max-tokens", "5", "--drafter",
+        "none", "--pipeline", "2",
+    ]  # fmt: skip
     with started("offload_rt.chat", line, tmp_path, 2, given="the quick\nbrown\n") as ranks:
         assert [rank.code() for rank in ranks] == [0, 0], ranks[0].err
         assert ranks[0].out.count("\n") >= 2 and (ranks[1].out, ranks[1].err) == ("", "")
@@ -197,14 +182,9 @@ def test_server_ends_when_a_rank_dies_between_passes(model, tmp_path):
 def test_torchrun_ends_all_ranks(model, tmp_path):
     """When rank 1 is killed."""
     line = [
-        sys.executable,
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-    ]
+    ]  # fmt: skip
     env = surroundings(XDG_CACHE_HOME=str(tmp_path / "cache"))
     with (tmp_path / "err").open("w") as err:
         run = subprocess.Popen(

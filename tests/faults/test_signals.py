@@ -22,16 +22,9 @@ def endless(model: Path) -> list[str]:
         LLM(str(model), device="cpu", max_model_len=8192, device_memory=1)
     budget = re.search(r"set device_memory to (\d+)", str(least.value)).group(1)
     flags = [
-        "--model",
-        str(model),
-        "--prompt",
-        PROMPT,
-        "--quiet",
-        "--device",
-        "cpu",
-        "--max-model-len",
+        "--model", str(model), "--prompt", PROMPT, "--quiet", "--device", "cpu", "--max-model-len",
         "8192",
-    ]
+    ]  # fmt: skip
     return [*flags, "--max-new-tokens", "8000", "--device-memory", budget]
 
 

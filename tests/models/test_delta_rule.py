@@ -316,12 +316,9 @@ def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_ro
     """Without memory, each sequence computes its own prefix."""
     (model, folder), first = saved, prompt_of(1, 100, 150)
     batch = [
-        first,
-        first,
-        first + prompt_of(2, 5, 150),
-        first + prompt_of(2, 9, 150),
+        first, first, first + prompt_of(2, 5, 150), first + prompt_of(2, 9, 150),
         first[:70] + prompt_of(3, 9, 150),
-    ]
+    ]  # fmt: skip
     expected = [generate(model, prompt, 6) for prompt in batch]
     layer = Runner.layers
     fails = iter([False] * 2 + [True])

@@ -116,15 +116,11 @@ ROPES = {
     "dynamic": DYNAMIC,
     "llama3": LLAMA3,
     "yarn": YARN,
-    "yarn-mscale": {
-        "rope_parameters": (
-            YARN["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}
-        )
-    },
-    "yarn-attention": {
-        "rope_parameters": YARN["rope_parameters"] | {"attention_factor": 1.3, "beta_fast": 16}
-    },
-}
+    "yarn-mscale": {"rope_parameters": (YARN["rope_parameters"] | {"mscale": 0.7,
+        "mscale_all_dim": 0.4, "truncate": False})},
+    "yarn-attention": {"rope_parameters": YARN["rope_parameters"] | {"attention_factor": 1.3,
+        "beta_fast": 16}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ROPES)

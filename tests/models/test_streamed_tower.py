@@ -53,13 +53,10 @@ def features_of(llm, prompt):
     return [ops.to_host([image.rows, *image.deep]) for image in features]
 
 
-@pytest.mark.parametrize(
-    ("kind", "device"),
-    [
-        *((kind, "cpu") for kind in ("qwen3_vl", "gemma4", "mistral3", "llava_next")),
-        ("llava", "cuda"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "device"), [
+    *((kind, "cpu") for kind in ("qwen3_vl", "gemma4", "mistral3", "llava_next")),
+    ("llava", "cuda"),
+])  # fmt: skip
 def test_features_and_texts_of_a_streamed_tower(tmp_path, monkeypatch, kind, device):
     """They equal the resident tower's, bit for bit; the blocks are read once per image."""
     model = image_model(kind, tmp_path)

@@ -210,18 +210,15 @@ def test_unneeded_tensors_need_no_conversion(model_of, monkeypatch):
         check_tree(runner_of(llm), model, 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("mamba", "'linear_attention' keep state other than keys and values"),
-        ("kimi_linear", "'linear_attention' keep state"),
-        ("lfm2", "'conv' keep state"),
-        ("t5", "encoder-decoder"),
-        ("rembert", "use custom attention code"),
-        ("bart", "no position_ids argument"),
-        ("vit", "no causal language model"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "reason"), [
+    ("mamba", "'linear_attention' keep state other than keys and values"),
+    ("kimi_linear", "'linear_attention' keep state"),
+    ("lfm2", "'conv' keep state"),
+    ("t5", "encoder-decoder"),
+    ("rembert", "use custom attention code"),
+    ("bart", "no position_ids argument"),
+    ("vit", "no causal language model"),
+])  # fmt: skip
 def test_unsupported_models_are_refused_with_a_reason(kind, reason):
     raw = tiny_config(kind).to_dict() | {"is_encoder_decoder": kind == "t5"}
     with pytest.raises(UnsupportedModelError, match=reason):
@@ -352,11 +349,8 @@ def test_context_ends_where_longrope_changes():
     config = tiny_config("phi3")
     factors = [1.0] * (config.hidden_size // config.num_attention_heads // 2)
     rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": factors,
-        "long_factor": factors,
-    }
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors,
+    }  # fmt: skip
     raw = config.to_dict() | {"original_max_position_embeddings": 128, "rope_parameters": rope}
     assert parse_architecture(raw).max_positions == 128
 

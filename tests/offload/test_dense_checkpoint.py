@@ -40,14 +40,10 @@ def dequantised(tmp_path: Path) -> Callable[..., Path]:
     return run
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
-        *(Choice(name) for name in ("gptq", "awq", "fp8", "nf4", "int-quantized")),
-        Choice("pack-quantized", desc_act=True),
-    ],
-    ids=id_of,
-)
+@pytest.mark.parametrize("choice", [
+    *(Choice(name) for name in ("gptq", "awq", "fp8", "nf4", "int-quantized")),
+    Choice("pack-quantized", desc_act=True),
+], ids=id_of)  # fmt: skip
 def test_quantised_directory_has_the_reference_weights(choice, tmp_path, dequantised):
     """Both checkpoints have transformers' text."""
     source = write_checkpoint(
@@ -74,19 +70,10 @@ def test_quantised_directory_has_the_reference_weights(choice, tmp_path, dequant
     assert generate(AutoModelForCausalLM.from_pretrained(out).eval(), prompt, 12) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "type"),
-    [
-        ("llama", "F16"),
-        ("llama-tied", "Q8_0"),
-        ("llama-biases", "Q8_0"),
-        ("llama-llama3", "Q4_0"),
-        ("qwen2", "Q4_0"),
-        ("qwen3", "Q8_0"),
-        ("mixtral", "Q4_0"),
-        ("qwen3_moe", "Q8_0"),
-    ],
-)
+@pytest.mark.parametrize(("name", "type"), [
+    ("llama", "F16"), ("llama-tied", "Q8_0"), ("llama-biases", "Q8_0"), ("llama-llama3", "Q4_0"),
+    ("qwen2", "Q4_0"), ("qwen3", "Q8_0"), ("mixtral", "Q4_0"), ("qwen3_moe", "Q8_0"),
+])  # fmt: skip
 def test_gguf_file_has_the_logits_of_transformers(name, type, mixture_of, tmp_path, dequantised):
     """Also tied embeddings, biases in llama.cpp's order of rows, and experts."""
     model = CASES[name].build(0) if name in CASES else copy.deepcopy(mixture_of(name)[0])
@@ -153,15 +140,12 @@ def test_failure_leaves_no_directory(tmp_path, capfd, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--dequantize", "OUT", "--ranks", "2"), "--dequantize excludes --ranks"),
-        (("--dequantize", "OUT", "--stripe", "x"), "--dequantize excludes --stripe"),
-        (("--dtype", "float32"), "--dtype is a setting of --dequantize"),
-        (("--dequantize", "IN"), "has contents"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (("--dequantize", "OUT", "--ranks", "2"), "--dequantize excludes --ranks"),
+    (("--dequantize", "OUT", "--stripe", "x"), "--dequantize excludes --stripe"),
+    (("--dtype", "float32"), "--dtype is a setting of --dequantize"),
+    (("--dequantize", "IN"), "has contents"),
+])  # fmt: skip
 def test_contradictory_settings_are_refused(flags, message, tmp_path, capfd):
     build(tmp_path / "m.gguf", CASES["llama"].build(0), "Q8_0")
     names = {"OUT": str(tmp_path / "dense"), "IN": str(tmp_path)}

@@ -532,14 +532,11 @@ def test_damaged_sidecar_is_reported_and_ignored(model, converted, tmp_path):
         LLM.open(EngineConfig(str(model), link_format="lossless", **settings))
 
 
-@pytest.mark.parametrize(
-    ("rates", "is_encoded", "figures"),
-    [
-        (LinkRates(0.5, 5.0), True, "0.50 GB/s and 0.20 s to decode; raw weights need 2.00 s"),
-        (LinkRates(2.0, 2.0), False, "2.00 GB/s and 0.50 s to decode; raw weights need 0.50 s"),
-        (LinkRates(1.0, 3.0), False, "1.00 GB/s and 0.33 s to decode; raw weights need 1.00 s"),
-    ],
-)
+@pytest.mark.parametrize(("rates", "is_encoded", "figures"), [
+    (LinkRates(0.5, 5.0), True, "0.50 GB/s and 0.20 s to decode; raw weights need 2.00 s"),
+    (LinkRates(2.0, 2.0), False, "2.00 GB/s and 0.50 s to decode; raw weights need 0.50 s"),
+    (LinkRates(1.0, 3.0), False, "1.00 GB/s and 0.33 s to decode; raw weights need 1.00 s"),
+])  # fmt: skip
 def test_auto_uses_a_sidecar_if_measured_faster(
     rates, is_encoded, figures, model, converted, monkeypatch
 ):
@@ -562,12 +559,9 @@ def test_auto_uses_raw_weights_if_decoding_exceeds_memory(model, converted, monk
     monkeypatch.setattr("offload_rt.engine.link._BUFFERS", 1 << 16)
     raw = budget(model, link_format="raw", device="cpu")
     place = {
-        "device": "cpu",
-        "device_memory": raw,
-        "max_model_len": 64,
-        "drafter": "none",
+        "device": "cpu", "device_memory": raw, "max_model_len": 64, "drafter": "none",
         "dtype": "float32",
-    }
+    }  # fmt: skip
     assert raw < budget(model, link_format="lossless", device="cpu", sidecar=str(converted))
     with pytest.raises(CapacityError):
         LLM.open(EngineConfig(str(model), link_format="lossless", sidecar=str(converted), **place))

@@ -184,12 +184,9 @@ def test_pipeline_stages_equal_one_rank(monkeypatch, tmp_path, kind, drafter):
 
     def work() -> list[list[int]]:
         settings = {
-            "max_num_seqs": 2,
-            "drafter": drafter,
-            "dtype": "float32",
-            "pipeline": 2,
+            "max_num_seqs": 2, "drafter": drafter, "dtype": "float32", "pipeline": 2,
             "device_memory": BUDGETS[kind],
-        }
+        }  # fmt: skip
         settings |= {} if drafter == "none" else {"tree_size": 8}
         with LLM(str(tmp_path / kind), device="cpu", max_model_len=128, **settings) as llm:
             outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))

@@ -134,21 +134,17 @@ def streamed(path: Path, **settings: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize(
-    "choice",
-    [
-        Choice("pack-quantized"), Choice("pack-quantized", group_size=-1),
-        Choice("pack-quantized", 3), Choice("fp8"),
-        Choice("pack-quantized", desc_act=True), Choice("pack-quantized", group_size=80),
-        Choice("awq"), Choice("nf4"),
-        Choice("int-quantized", group_size=-1), Choice("float-quantized"),
-        Choice("mxfp4-pack-quantized"),
-        Choice("gptq", 3), Choice("gptq", 4), Choice("gptq", desc_act=True),
-        Choice("nf4", group_size=128),
-        Choice("nf4", symmetric=True), None,
-    ],
-    ids=lambda choice: id_of(choice) or "dense",
-)  # fmt: skip
+@pytest.mark.parametrize("choice", [
+    Choice("pack-quantized"), Choice("pack-quantized", group_size=-1),
+    Choice("pack-quantized", 3), Choice("fp8"),
+    Choice("pack-quantized", desc_act=True), Choice("pack-quantized", group_size=80),
+    Choice("awq"), Choice("nf4"),
+    Choice("int-quantized", group_size=-1), Choice("float-quantized"),
+    Choice("mxfp4-pack-quantized"),
+    Choice("gptq", 3), Choice("gptq", 4), Choice("gptq", desc_act=True),
+    Choice("nf4", group_size=128),
+    Choice("nf4", symmetric=True), None,
+], ids=lambda choice: id_of(choice) or "dense")  # fmt: skip
 def test_parts_of_a_matrix_join_to_the_whole(tmp_path, choice, dim):
     """In every format. By inputs, act-order, ragged groups and continuous blocks are refused.
 
@@ -401,14 +397,11 @@ def places(
     return together(2, work)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "placement"),
-    [
-        ((1.0, 2.0, 2.0), ["all", "nothing"]),
-        ((2.0, 1.0, 1.0), ["part", "part"]),
-        ((2.0, 1.0, 3.0), ["all", "nothing"]),  # by the slowest rank
-    ],
-)
+@pytest.mark.parametrize(("seconds", "placement"), [
+    ((1.0, 2.0, 2.0), ["all", "nothing"]),
+    ((2.0, 1.0, 1.0), ["part", "part"]),
+    ((2.0, 1.0, 3.0), ["all", "nothing"]),  # by the slowest rank
+])  # fmt: skip
 def test_draft_placement_minimises_the_level_time(pair, monkeypatch, seconds, placement):
     assert places(pair, monkeypatch, *seconds) == placement
     assert places(pair, monkeypatch, *seconds, split_draft="on") == ["part", "part"]
@@ -895,19 +888,12 @@ def test_pair_identity_is_the_same_for_ranks(pair, is_exact):
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "size", "words"),
-    [
-        (
-            "qwen3_moe",
-            {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-            4,
-            "have 2 experts",
-        ),
-        ("stablelm", {}, 3, "64 outputs"),
-        ("llama", {"intermediate_size": 97}, 2, "97 outputs"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "changes", "size", "words"), [
+    ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, 4,
+        "have 2 experts"),
+    ("stablelm", {}, 3, "64 outputs"),
+    ("llama", {"intermediate_size": 97}, 2, "97 outputs"),
+])  # fmt: skip
 def test_indivisible_models_are_refused(tmp_path, kind, changes, size, words):
     sizes = {
         "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

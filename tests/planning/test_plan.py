@@ -406,23 +406,20 @@ def test_builtin_shapes_and_gpus_are_listed(capsys):
 # The command line.
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("Qwen/Qwen3-8B", "qwen3-8b"),
-        ("meta-llama/Llama-2-70b-chat-hf", "llama2-70b"),
-        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8b"),
-        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
-        ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
-        ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
-        ("moonshotai/Kimi-K2-Instruct", "kimi-k2"),
-        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4-scout"),
-        ("zai-org/GLM-5-FP8", None),
-        ("Qwen/Qwen3-8B-FP8", None),
-        ("someone/Qwen3-8B", None),
-        ("qwen3-9b", None),
-    ],
-)
+@pytest.mark.parametrize(("model", "name"), [
+    ("Qwen/Qwen3-8B", "qwen3-8b"),
+    ("meta-llama/Llama-2-70b-chat-hf", "llama2-70b"),
+    ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8b"),
+    ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+    ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
+    ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
+    ("moonshotai/Kimi-K2-Instruct", "kimi-k2"),
+    ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4-scout"),
+    ("zai-org/GLM-5-FP8", None),
+    ("Qwen/Qwen3-8B-FP8", None),
+    ("someone/Qwen3-8B", None),
+    ("qwen3-9b", None),
+])  # fmt: skip
 def test_hub_ids_of_publishers_have_builtin_shapes(model, name):
     assert known_name(model) == name
 
@@ -437,39 +434,30 @@ def test_hub_id_is_planned_without_a_network(capsys):
     assert by_id["predicted_seconds_per_token"] == by_name["predicted_seconds_per_token"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--gpu", "rtx4099"], "rtx4090"),
-        (["--gpu", "rtx4090", "--disk", "7"], "7GB/s"),
-        (["--gpu", "16GiB,300GB/s"], "memory, memory rate"),
-        (["--gpu", "16GiB,300,80TFLOPS,25GB/s"], "needs a rate"),
-        (["--gpu", "16GiB,300GB/s,fast,25GB/s"], "memory, memory rate"),
-        (["--gpu", "rtx4090", "--disk", "0GB/s"], "7GB/s"),
-        (["--gpu", "rtx4090", "--ram", "much"], "not a size"),
-        (["--gpu", "rtx4090", "--device-memory", "23GiB"], "at most 22.89 GiB"),
-        (["--gpu", "rtx4090", "--device-memory", "2GiB"], "does not fit: the device memory"),
-        (["--gpu", "rtx4090", "--ram", "1GiB"], "; raise --ram or --device-memory"),
-        (["--gpu", "rtx4090", "--max-model-len", "9000"], "4096"),
-        (["--gpu", "rtx4090", "--context", "4000"], "lower --context"),
-        (
-            ["--gpu", "rtx4090", "--draft-model", "llama2-7b", "--acceptance", "0.1,0.5"],
-            "descending",
-        ),
-        (["--gpu", "rtx4090", "--tree-size", "64"], "set --draft-model"),
-        (["--gpu", "rtx4090", "--drafter", "recycle"], "a forecast of tokens per pass"),
-        (["--gpu", "rtx4090", "--drafter", "static_tree"], "needs a draft model"),
-        (
-            ["--gpu", "rtx4090", "--draft-model", "llama2-7b", "--drafter", "self"],
-            "or omit --drafter",
-        ),
-        (["--gpu", "rtx4090", "--drafter", "self"], "the device memory budget is too small"),
-        (["--gpu", "rtx4090", "--acceptance", "sequoia"], "llama2-70b-chat"),
-        (["--gpu", "rtx4090", "--draft-model", "llama3-8b"], "different tokenizer"),
-        (["--gpu", "rtx4090", "--temperature", "-1"], "temperature"),
-        (["--gpu", "this", "--link", "12GB/s"], "name a card"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["--gpu", "rtx4099"], "rtx4090"),
+    (["--gpu", "rtx4090", "--disk", "7"], "7GB/s"),
+    (["--gpu", "16GiB,300GB/s"], "memory, memory rate"),
+    (["--gpu", "16GiB,300,80TFLOPS,25GB/s"], "needs a rate"),
+    (["--gpu", "16GiB,300GB/s,fast,25GB/s"], "memory, memory rate"),
+    (["--gpu", "rtx4090", "--disk", "0GB/s"], "7GB/s"),
+    (["--gpu", "rtx4090", "--ram", "much"], "not a size"),
+    (["--gpu", "rtx4090", "--device-memory", "23GiB"], "at most 22.89 GiB"),
+    (["--gpu", "rtx4090", "--device-memory", "2GiB"], "does not fit: the device memory"),
+    (["--gpu", "rtx4090", "--ram", "1GiB"], "; raise --ram or --device-memory"),
+    (["--gpu", "rtx4090", "--max-model-len", "9000"], "4096"),
+    (["--gpu", "rtx4090", "--context", "4000"], "lower --context"),
+    (["--gpu", "rtx4090", "--draft-model", "llama2-7b", "--acceptance", "0.1,0.5"], "descending"),
+    (["--gpu", "rtx4090", "--tree-size", "64"], "set --draft-model"),
+    (["--gpu", "rtx4090", "--drafter", "recycle"], "a forecast of tokens per pass"),
+    (["--gpu", "rtx4090", "--drafter", "static_tree"], "needs a draft model"),
+    (["--gpu", "rtx4090", "--draft-model", "llama2-7b", "--drafter", "self"], "or omit --drafter"),
+    (["--gpu", "rtx4090", "--drafter", "self"], "the device memory budget is too small"),
+    (["--gpu", "rtx4090", "--acceptance", "sequoia"], "llama2-70b-chat"),
+    (["--gpu", "rtx4090", "--draft-model", "llama3-8b"], "different tokenizer"),
+    (["--gpu", "rtx4090", "--temperature", "-1"], "temperature"),
+    (["--gpu", "this", "--link", "12GB/s"], "name a card"),
+])  # fmt: skip
 def test_mistakes_are_one_sentence(arguments, told, capsys):
     assert told in refused(["--model", "llama2-70b", *arguments], capsys)
 
@@ -516,13 +504,9 @@ def test_plan_measures_this_machine(capsys, monkeypatch):
     measure_little(monkeypatch)
     models = Path(__file__).resolve().parents[2] / "models"
     arguments = [
-        "--model",
-        str(models / "demo-target"),
-        "--device-memory",
-        "11.5MB",
-        "--max-model-len",
+        "--model", str(models / "demo-target"), "--device-memory", "11.5MB", "--max-model-len",
         "256",
-    ]
+    ]  # fmt: skip
     result = planned(
         [*arguments, "--draft-model", str(models / "demo-draft"), "--tree-size", "8"], capsys
     )

@@ -51,14 +51,11 @@ def forecast(sizes: Sizes, ram: int = 64 << 30, card: str = "rtx4090") -> Foreca
     return predict(request, machine)
 
 
-@pytest.mark.parametrize(
-    ("name", "n_layers", "n_experts", "n_used", "nbytes"),
-    [
-        ("qwen3-30b-a3b", 48, 128, 8, 2 * 3 * 2048 * 768),
-        ("mixtral-8x7b", 32, 8, 2, 2 * 3 * 4096 * 14336),
-        ("gpt-oss-120b", 36, 128, 4, GPT_OSS_EXPERT),
-    ],
-)
+@pytest.mark.parametrize(("name", "n_layers", "n_experts", "n_used", "nbytes"), [
+    ("qwen3-30b-a3b", 48, 128, 8, 2 * 3 * 2048 * 768),
+    ("mixtral-8x7b", 32, 8, 2, 2 * 3 * 4096 * 14336),
+    ("gpt-oss-120b", 36, 128, 4, GPT_OSS_EXPERT),
+])  # fmt: skip
 def test_experts_are_found_in_the_shapes_of_a_model(
     name: str, n_layers: int, n_experts: int, n_used: int, nbytes: int
 ) -> None:

@@ -344,15 +344,8 @@ def test_self_draft_is_planned_as_loaded(tmp_path):
 
 def test_self_draft_is_chosen_if_its_copies_fit(capsys):
     arguments = [
-        "--model",
-        "qwen3-32b",
-        "--gpu",
-        "rtx4090",
-        "--ram",
-        "64GiB",
-        "--max-model-len",
-        "1024",
-    ]
+        "--model", "qwen3-32b", "--gpu", "rtx4090", "--ram", "64GiB", "--max-model-len", "1024",
+    ]  # fmt: skip
     result = planned([*arguments, "--drafter", "self"], capsys)
     tiers = result["plan"]["tiers"]
     copied = result["plan"]["reserved"]["stand_in"] * (64 - tiers.count("device"))

@@ -202,17 +202,9 @@ def test_indivisible_model_is_refused():
 # The command line.
 
 PAIR = [
-    "--model",
-    "llama2-70b",
-    "--draft-model",
-    "llama2-7b",
-    "--gpu",
-    "rtx4090",
-    "--ram",
-    "192GiB",
-    "--tree-size",
-    "64",
-]
+    "--model", "llama2-70b", "--draft-model", "llama2-7b", "--gpu", "rtx4090", "--ram", "192GiB",
+    "--tree-size", "64",
+]  # fmt: skip
 
 
 def test_plan_of_two_ranks_reports_share_and_exchange(capsys):
@@ -240,14 +232,11 @@ def test_plan_of_two_ranks_reports_share_and_exchange(capsys):
         assert told in out
 
 
-@pytest.mark.parametrize(
-    ("more", "place"),
-    [
-        ([], "sharded over all cards"),  # room for layers
-        # nothing to exchange
-        (["--model", "llama2-7b", "--draft-model", "llama-68m"], "on the first card"),
-    ],
-)
+@pytest.mark.parametrize(("more", "place"), [
+    ([], "sharded over all cards"),  # room for layers
+    # nothing to exchange
+    (["--model", "llama2-7b", "--draft-model", "llama-68m"], "on the first card"),
+])  # fmt: skip
 def test_draft_is_planned_where_it_is_faster(more, place, capsys):
     asked = [*PAIR, "--ranks", "2", *more, "--max-new-tokens", "4", "--tree-size", "64"]
     results = {}
@@ -269,16 +258,13 @@ def test_draft_is_planned_where_it_is_faster(more, place, capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--ranks", "3"], "cannot be divided among 3 ranks"),
-        (["--ranks", "0"], "raise --ranks"),
-        (["--ranks", "2", "--pipeline", "2"], "omit --ranks or --pipeline"),
-        (["--ranks", "2", "--network", "10"], "7GB/s"),
-        (["--ranks", "2", "--gpu", "this"], "name a card"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["--ranks", "3"], "cannot be divided among 3 ranks"),
+    (["--ranks", "0"], "raise --ranks"),
+    (["--ranks", "2", "--pipeline", "2"], "omit --ranks or --pipeline"),
+    (["--ranks", "2", "--network", "10"], "7GB/s"),
+    (["--ranks", "2", "--gpu", "this"], "name a card"),
+])  # fmt: skip
 def test_mistakes_are_one_sentence(arguments, told, capsys):
     assert plan.main(["--model", "llama2-70b", "--gpu", "rtx4090", *arguments]) == 2
     out, error = capsys.readouterr()

@@ -77,13 +77,8 @@ def source(tmp_path):
 
 def flags_of(sizes):
     names = (
-        "--hidden-size",
-        "--layers",
-        "--heads",
-        "--kv-heads",
-        "--head-dim",
-        "--intermediate-size",
-    )
+        "--hidden-size", "--layers", "--heads", "--kv-heads", "--head-dim", "--intermediate-size",
+    )  # fmt: skip
     return [text for name, value in zip(names, sizes, strict=True) for text in (name, str(value))]
 
 

@@ -74,21 +74,18 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
     return answers
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("93.184.216.34", True), ("2606:2800:220:1:248:1893:25c8:1946", True),
-        ("::ffff:93.184.216.34", True),
-        ("127.0.0.1", False), ("0.0.0.0", False), ("10.1.2.3", False), ("172.16.0.1", False),
-        ("192.168.1.1", False), ("169.254.169.254", False), ("100.64.0.1", False),
-        ("224.0.0.1", False), ("239.255.255.250", False), ("255.255.255.255", False),
-        ("240.0.0.1", False), ("198.18.0.1", False),
-        ("::1", False), ("::", False), ("fe80::1", False), ("fe80::1%eth0", False),
-        ("fc00::1", False), ("fec0::1", False), ("ff02::1", False), ("ff0e::1", False),
-        ("::ffff:127.0.0.1", False), ("::ffff:10.0.0.1", False), ("::127.0.0.1", False),
-        ("64:ff9b::7f00:1", False), ("2002:7f00:1::", False), ("2001:0:4136:e378::1", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("address", "expected"), [
+    ("93.184.216.34", True), ("2606:2800:220:1:248:1893:25c8:1946", True),
+    ("::ffff:93.184.216.34", True),
+    ("127.0.0.1", False), ("0.0.0.0", False), ("10.1.2.3", False), ("172.16.0.1", False),
+    ("192.168.1.1", False), ("169.254.169.254", False), ("100.64.0.1", False),
+    ("224.0.0.1", False), ("239.255.255.250", False), ("255.255.255.255", False),
+    ("240.0.0.1", False), ("198.18.0.1", False),
+    ("::1", False), ("::", False), ("fe80::1", False), ("fe80::1%eth0", False),
+    ("fc00::1", False), ("fec0::1", False), ("ff02::1", False), ("ff0e::1", False),
+    ("::ffff:127.0.0.1", False), ("::ffff:10.0.0.1", False), ("::127.0.0.1", False),
+    ("64:ff9b::7f00:1", False), ("2002:7f00:1::", False), ("2001:0:4136:e378::1", False),
+])  # fmt: skip
 def test_private_and_special_addresses_are_not_public(address, expected):
     assert is_public(address) is expected
 
@@ -105,24 +102,21 @@ def test_image_is_read_from_the_checked_address(site, names):
 
 
 @pytest.mark.usefixtures("names")
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("http://inner.example:{port}/image", "inner.example is no public address"),
-        ("http://both.example:{port}/image", "both.example is no public address"),
-        ("http://127.0.0.2:{port}/image", "cannot be resolved"),
-        ("http://nowhere.example/", "cannot be resolved"),
-        ("http://site.example:{port}/to/http://inner.example:{port}/image", "inner.example is no"),
-        ("http://site.example:{port}/to/file:///etc/passwd", "a redirect to file"),
-        ("http://site.example:{port}/to//to//to//to//image", "more than 3 redirects"),
-        ("http://site.example:{port}/html", "sent 'text/html': needs image/png"),
-        ("http://site.example:{port}/zip", "compressed"),
-        ("http://site.example:{port}/large", "the image is too large"),
-        ("http://site.example:{port}/missing", "status 404"),
-        ("http://site.example:1/image", "cannot be read"),
-        ("http://[::1/", "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("url", "message"), [
+    ("http://inner.example:{port}/image", "inner.example is no public address"),
+    ("http://both.example:{port}/image", "both.example is no public address"),
+    ("http://127.0.0.2:{port}/image", "cannot be resolved"),
+    ("http://nowhere.example/", "cannot be resolved"),
+    ("http://site.example:{port}/to/http://inner.example:{port}/image", "inner.example is no"),
+    ("http://site.example:{port}/to/file:///etc/passwd", "a redirect to file"),
+    ("http://site.example:{port}/to//to//to//to//image", "more than 3 redirects"),
+    ("http://site.example:{port}/html", "sent 'text/html': needs image/png"),
+    ("http://site.example:{port}/zip", "compressed"),
+    ("http://site.example:{port}/large", "the image is too large"),
+    ("http://site.example:{port}/missing", "status 404"),
+    ("http://site.example:1/image", "cannot be read"),
+    ("http://[::1/", "cannot be read"),
+])  # fmt: skip
 def test_other_answers_are_refused(site, url, message):
     n_asked = len(site.RequestHandlerClass.hosts)
     with pytest.raises(PromptError, match=message):

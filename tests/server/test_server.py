@@ -167,12 +167,8 @@ def test_max_tokens_0_reads_the_prompt_only(served):
     """lm-eval's local-completions scores continuations with one or no new token."""
     ids = served.llm.encode(PROMPT + "    return 1")
     asked = {
-        "model": "demo",
-        "prompt": [ids, ids[:5]],
-        "temperature": 0,
-        "logprobs": 1,
-        "echo": True,
-    }
+        "model": "demo", "prompt": [ids, ids[:5]], "temperature": 0, "logprobs": 1, "echo": True,
+    }  # fmt: skip
     with_one = served.client.completions.create(**asked, max_tokens=1)
     alone = served.client.completions.create(**asked, max_tokens=0)
     streamed = list(served.client.completions.create(**asked, max_tokens=0, stream=True))
@@ -253,13 +249,9 @@ def test_usage_is_sent_on_request(served, path, is_last, is_continuous):
 
 def test_chat_logprobs_are_equal_in_a_stream(served):
     asked = {
-        "model": "demo",
-        "messages": TURNS,
-        "max_tokens": 5,
-        "temperature": 0,
-        "logprobs": True,
+        "model": "demo", "messages": TURNS, "max_tokens": 5, "temperature": 0, "logprobs": True,
         "top_logprobs": 2,
-    }
+    }  # fmt: skip
     whole = served.client.chat.completions.create(**asked).choices[0].logprobs
     assert whole is not None and whole.content is not None
     streamed: list[Any] = []
@@ -308,42 +300,39 @@ def test_pass_numbers_are_sent_on_request(served):
         assert chunk["seconds"] > 0 and 0 <= chunk["link_busy"] <= 1.01
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "word"),
-    [
-        ("completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
-        ("completions", {"prompt": "x", "n": 5}, "n is 5"),
-        ("completions", {"prompt": "x", "temperature": -1}, "temperature"),
-        ("completions", {"prompt": "x", "stream_options": {"include_usage": True}},
-            "stream_options"),
-        ("completions", {"prompt": "x", "suffix": "y"}, "suffix"),
-        ("completions", {"prompt": "x", "best_of": 3}, "best_of"),
-        ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
-        ("completions", {"prompt": "x", "logit_bias": {"99999999": 1}}, "logit_bias"),
-        ("completions", {"prompt": []}, "prompt"),
-        ("completions", {"prompt": [10**9]}, "token id"),
-        ("completions", {"prompt": "x " * 5000}, "too long"),
-        ("completions", {"prompt": ["x"] * 40}, "40 entries in prompt"),
-        ("completions", {}, "prompt"),
-        *(("completions", prompt, "body") for prompt in ([1, 2], "text", 5, True, b"null")),
-        ("completions", b"", "body"),
-        ("completions", {"prompt": [[]]}, "prompt"),
-        ("completions", b"{", "JSON"),
-        ("chat/completions", [TURNS], "body"),
-        ("chat/completions", {"messages": TURNS, "stream_options": {}}, "stream_options"),
-        ("chat/completions", {"messages": []}, "messages"),
-        ("chat/completions", {"messages": [*TURNS, {"content": "x"}]}, "role"),
-        ("chat/completions", {"messages": [{"role": 1, "content": "x"}]}, "role"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "vision tower"),
-        ("chat/completions", {"messages": TURNS, "response_format": {"type": "xml"}},
-            "response_format 'xml'"),
-        ("chat/completions", {"messages": TURNS, "tool_choice": "required"}, "tool_choice"),
-        ("chat/completions", {"messages": TURNS, "top_logprobs": 2}, "logprobs"),
-        ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"chat_template": "x"}},
-            "chat_template"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "body", "word"), [
+    ("completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
+    ("completions", {"prompt": "x", "n": 5}, "n is 5"),
+    ("completions", {"prompt": "x", "temperature": -1}, "temperature"),
+    ("completions", {"prompt": "x", "stream_options": {"include_usage": True}},
+        "stream_options"),
+    ("completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+    ("completions", {"prompt": "x", "best_of": 3}, "best_of"),
+    ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ("completions", {"prompt": "x", "logit_bias": {"99999999": 1}}, "logit_bias"),
+    ("completions", {"prompt": []}, "prompt"),
+    ("completions", {"prompt": [10**9]}, "token id"),
+    ("completions", {"prompt": "x " * 5000}, "too long"),
+    ("completions", {"prompt": ["x"] * 40}, "40 entries in prompt"),
+    ("completions", {}, "prompt"),
+    *(("completions", prompt, "body") for prompt in ([1, 2], "text", 5, True, b"null")),
+    ("completions", b"", "body"),
+    ("completions", {"prompt": [[]]}, "prompt"),
+    ("completions", b"{", "JSON"),
+    ("chat/completions", [TURNS], "body"),
+    ("chat/completions", {"messages": TURNS, "stream_options": {}}, "stream_options"),
+    ("chat/completions", {"messages": []}, "messages"),
+    ("chat/completions", {"messages": [*TURNS, {"content": "x"}]}, "role"),
+    ("chat/completions", {"messages": [{"role": 1, "content": "x"}]}, "role"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "vision tower"),
+    ("chat/completions", {"messages": TURNS, "response_format": {"type": "xml"}},
+        "response_format 'xml'"),
+    ("chat/completions", {"messages": TURNS, "tool_choice": "required"}, "tool_choice"),
+    ("chat/completions", {"messages": TURNS, "top_logprobs": 2}, "logprobs"),
+    ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"chat_template": "x"}},
+        "chat_template"),
+])  # fmt: skip
 def test_invalid_values_are_refused(served, path, body, word):
     status, answer = served.post(f"/v1/{path}", body)
     assert status == 400 and answer["error"]["type"] == "invalid_request_error"
@@ -352,12 +341,9 @@ def test_invalid_values_are_refused(served, path, body, word):
 
 def test_unknown_fields_are_ignored(served):
     more = {
-        "user": "me",
-        "store": False,
-        "metadata": {},
-        "parallel_tool_calls": True,
+        "user": "me", "store": False, "metadata": {}, "parallel_tool_calls": True,
         "reasoning_effort": "low",
-    }
+    }  # fmt: skip
     status, answer = served.post(
         "/v1/chat/completions", {"messages": TURNS, "max_tokens": 2, **more}
     )

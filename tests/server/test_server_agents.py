@@ -172,15 +172,12 @@ BLOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("chat/completions", {"messages": HISTORY, "tools": [CHAT_TOOL], "max_tokens": 1}),
-        ("responses", {"input": INPUT, "instructions": "S", "tools": [RESPONSES_TOOL]}),
-        ("messages", {"messages": BLOCKS, "system": "S", "tools": [ANTHROPIC_TOOL],
-                      "max_tokens": 1}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "body"), [
+    ("chat/completions", {"messages": HISTORY, "tools": [CHAT_TOOL], "max_tokens": 1}),
+    ("responses", {"input": INPUT, "instructions": "S", "tools": [RESPONSES_TOOL]}),
+    ("messages", {"messages": BLOCKS, "system": "S", "tools": [ANTHROPIC_TOOL],
+                  "max_tokens": 1}),
+])  # fmt: skip
 def test_conversations_of_all_apis_reach_the_template_alike(
     served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
 ) -> None:
@@ -208,26 +205,23 @@ def test_conversations_of_all_apis_reach_the_template_alike(
     assert "False" in served.service.decode(requests[1][0][0])
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "check"),
-    [
-        ("responses", {"max_output_tokens": 5}, lambda params: params.max_tokens == 5),
-        ("responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
-         lambda params: params.structured_outputs.json == SCHEMA),
-        ("responses", {"tools": [RESPONSES_TOOL],
-                       "tool_choice": {"type": "function", "name": "add"},
-                       "text": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-         lambda params: "add" in params.structured_outputs.grammar),
-        ("messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-         lambda params: params.structured_outputs.json == SCHEMA),
-        ("messages", {"stop_sequences": ["b"], "top_k": 3},
-         lambda params: (params.stop, params.top_k) == (("b",), 3)),
-        ("messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "any"}},
-         lambda params: "add" in params.structured_outputs.grammar),
-        ("messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "add"}},
-         lambda params: "call call" not in params.structured_outputs.grammar),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "fields", "check"), [
+    ("responses", {"max_output_tokens": 5}, lambda params: params.max_tokens == 5),
+    ("responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+     lambda params: params.structured_outputs.json == SCHEMA),
+    ("responses", {"tools": [RESPONSES_TOOL],
+                   "tool_choice": {"type": "function", "name": "add"},
+                   "text": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+     lambda params: "add" in params.structured_outputs.grammar),
+    ("messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+     lambda params: params.structured_outputs.json == SCHEMA),
+    ("messages", {"stop_sequences": ["b"], "top_k": 3},
+     lambda params: (params.stop, params.top_k) == (("b",), 3)),
+    ("messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "any"}},
+     lambda params: "add" in params.structured_outputs.grammar),
+    ("messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "add"}},
+     lambda params: "call call" not in params.structured_outputs.grammar),
+])  # fmt: skip
 def test_fields_of_agents_apis_reach_the_model(
     served: Served, monkeypatch: pytest.MonkeyPatch, path: str, fields: Any, check: Any
 ) -> None:
@@ -238,27 +232,24 @@ def test_fields_of_agents_apis_reach_the_model(
     assert check(requests[0][1])
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "word"),
-    [
-        ("responses", {"previous_response_id": "x"}, "previous_response_id"),
-        ("responses", {"background": True}, "background"),
-        ("responses", {"tools": [{"type": "web_search"}]}, "web_search"),
-        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
-        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "image"),
-        ("responses", {"seed": 2**70}, "seed"),
-        ("responses", {"metadata": {"key": "x" * 513}}, "metadata"),
-        ("responses", {"text": {"format": {"type": "xml"}}}, "xml"),
-        ("responses", {"input": []}, "messages"),
-        ("responses", {"tool_choice": {"type": "allowed_tools"}}, "allowed_tools"),
-        ("messages", {"tools": [{"type": "bash_20250124"}]}, "bash"),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
-        ("messages", {"messages": [{"role": "user", "content": ["x"]}]}, "blocks"),
-        ("messages", {"tool_choice": {"type": "some"}}, "some"),
-        ("messages", {"max_tokens": None}, "max_tokens"),
-        ("messages", {"mcp_servers": [{}]}, "mcp_servers"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "fields", "word"), [
+    ("responses", {"previous_response_id": "x"}, "previous_response_id"),
+    ("responses", {"background": True}, "background"),
+    ("responses", {"tools": [{"type": "web_search"}]}, "web_search"),
+    ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "image"),
+    ("responses", {"seed": 2**70}, "seed"),
+    ("responses", {"metadata": {"key": "x" * 513}}, "metadata"),
+    ("responses", {"text": {"format": {"type": "xml"}}}, "xml"),
+    ("responses", {"input": []}, "messages"),
+    ("responses", {"tool_choice": {"type": "allowed_tools"}}, "allowed_tools"),
+    ("messages", {"tools": [{"type": "bash_20250124"}]}, "bash"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+    ("messages", {"messages": [{"role": "user", "content": ["x"]}]}, "blocks"),
+    ("messages", {"tool_choice": {"type": "some"}}, "some"),
+    ("messages", {"max_tokens": None}, "max_tokens"),
+    ("messages", {"mcp_servers": [{}]}, "mcp_servers"),
+])  # fmt: skip
 def test_unknown_parts_of_requests_are_refused(
     served: Served, path: str, fields: Any, word: str
 ) -> None:
@@ -268,14 +259,11 @@ def test_unknown_parts_of_requests_are_refused(
     assert answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(
-    ("ending", "status", "reason", "stop"),
-    [
-        ({"finish_reason": "length"}, "incomplete", "max_tokens", None),
-        ({"stop_reason": "END"}, "completed", "stop_sequence", "END"),
-        ({"stop_reason": 3}, "completed", "end_turn", None),
-    ],
-)
+@pytest.mark.parametrize(("ending", "status", "reason", "stop"), [
+    ({"finish_reason": "length"}, "incomplete", "max_tokens", None),
+    ({"stop_reason": "END"}, "completed", "stop_sequence", "END"),
+    ({"stop_reason": 3}, "completed", "end_turn", None),
+])  # fmt: skip
 def test_ends_of_answers_have_the_names_of_each_api(
     served: Served, monkeypatch: pytest.MonkeyPatch, ending: Any,
     status: str, reason: str, stop: str | None,
@@ -289,14 +277,11 @@ def test_ends_of_answers_have_the_names_of_each_api(
 
 
 @pytest.mark.usefixtures("reasons")
-@pytest.mark.parametrize(
-    ("pieces", "items"),
-    [
-        (PIECES[:2], [("reasoning", "incomplete")]),
-        ((*PIECES[:3], "\n\nSo"), [("reasoning", "completed"), ("message", "incomplete")]),
-        (PIECES, [(kind, "completed") for kind in ("reasoning", "message", "function_call")]),
-    ],
-)
+@pytest.mark.parametrize(("pieces", "items"), [
+    (PIECES[:2], [("reasoning", "incomplete")]),
+    ((*PIECES[:3], "\n\nSo"), [("reasoning", "completed"), ("message", "incomplete")]),
+    (PIECES, [(kind, "completed") for kind in ("reasoning", "message", "function_call")]),
+])  # fmt: skip
 def test_the_item_that_max_output_tokens_cuts_is_incomplete(
     served: Served, monkeypatch: pytest.MonkeyPatch, pieces: Any, items: Any
 ) -> None:

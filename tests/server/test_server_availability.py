@@ -84,38 +84,31 @@ class Recorder(BaseModel):
         pytest.fail("a body above the limits was validated")
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"prompt": [[1]] * 33}, "33 entries in prompt"),
-        ({"prompt": ["x"] * 33}, "33 entries in prompt"),
-        ({"messages": [{}] * 4097}, "4097 entries in messages"),
-        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "1025 entries in logit_bias"),
-        ({"stop": ["x"] * 65}, "65 entries in stop"),
-        ({"stop_token_ids": [1] * 1025}, "1025 entries in stop_token_ids"),
-        ({"tools": [{}] * 1025}, "1025 entries in tools"),
-        ({"stop": ["x" * 40_000] * 2}, "80000 characters in stop"),
-        ({"bad_words": ["x" * 40_000] * 2}, "80000 characters in bad_words"),
-    ],
-)
+@pytest.mark.parametrize(("body", "message"), [
+    ({"prompt": [[1]] * 33}, "33 entries in prompt"),
+    ({"prompt": ["x"] * 33}, "33 entries in prompt"),
+    ({"messages": [{}] * 4097}, "4097 entries in messages"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "1025 entries in logit_bias"),
+    ({"stop": ["x"] * 65}, "65 entries in stop"),
+    ({"stop_token_ids": [1] * 1025}, "1025 entries in stop_token_ids"),
+    ({"tools": [{}] * 1025}, "1025 entries in tools"),
+    ({"stop": ["x" * 40_000] * 2}, "80000 characters in stop"),
+    ({"bad_words": ["x" * 40_000] * 2}, "80000 characters in bad_words"),
+])  # fmt: skip
 def test_entries_are_counted_before_validation(body, message):
     with pytest.raises(SettingsError, match=message):
         bodies.read_body(Recorder, json.dumps(body).encode(), 32, 256)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b'{"prompt": [' + b"[1]," * 40_000 + b"[1]]}", "40003 containers"),
-        (b'{"metadata": [' + b"{}," * 40_000 + b"{}]}", "40003 containers"),
-        (b'{"prompt": [' + b'"",' * 40_000 + b'""]}', "40002 strings"),
-        (b'{"prompt": [' + b"1," * 300_000 + b"1]}", "300000 values"),
-        (b'{"prompt": [' + b"1.5," * 40_000 + b"1]}", "40000 fractions"),
-        (b'{"prompt": [1' + (b"," + b"2" * 4300) * 21 + b"]}", "4284 blocks of 21 digits"),
-        (b'{"prompt": "' + b"\\n" * 600_000 + b'"}', "600000 escapes"),
-    ],
-    ids=["lists", "objects", "strings", "values", "fractions", "numbers", "escapes"],
-)
+@pytest.mark.parametrize(("body", "message"), [
+    (b'{"prompt": [' + b"[1]," * 40_000 + b"[1]]}", "40003 containers"),
+    (b'{"metadata": [' + b"{}," * 40_000 + b"{}]}", "40003 containers"),
+    (b'{"prompt": [' + b'"",' * 40_000 + b'""]}', "40002 strings"),
+    (b'{"prompt": [' + b"1," * 300_000 + b"1]}", "300000 values"),
+    (b'{"prompt": [' + b"1.5," * 40_000 + b"1]}", "40000 fractions"),
+    (b'{"prompt": [1' + (b"," + b"2" * 4300) * 21 + b"]}", "4284 blocks of 21 digits"),
+    (b'{"prompt": "' + b"\\n" * 600_000 + b'"}', "600000 escapes"),
+], ids=["lists", "objects", "strings", "values", "fractions", "numbers", "escapes"])  # fmt: skip
 def test_values_are_counted_before_parsing(body, message, monkeypatch):
     def parse(text: str) -> Any:
         pytest.fail("a body above the limits was parsed")
@@ -125,17 +118,14 @@ def test_values_are_counted_before_parsing(body, message, monkeypatch):
         bodies.read_body(Recorder, body, 32, 256)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"guided_json": "[" * 40_000}, "40000 containers in the JSON schema"),
-        ({"structured_outputs": {"json": "1," * 300_000}}, "300000 values in the JSON schema"),
-        ({"messages": [{"role": "assistant", "tool_calls": [
-            {"function": {"name": "f", "arguments": "[],[]" * 10_000}},
-            {"function": {"name": "f", "arguments": '"[[",[]' * 15_000}}]}]},
-         "35000 containers in arguments of calls"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("body", "message"), [
+    ({"guided_json": "[" * 40_000}, "40000 containers in the JSON schema"),
+    ({"structured_outputs": {"json": "1," * 300_000}}, "300000 values in the JSON schema"),
+    ({"messages": [{"role": "assistant", "tool_calls": [
+        {"function": {"name": "f", "arguments": "[],[]" * 10_000}},
+        {"function": {"name": "f", "arguments": '"[[",[]' * 15_000}}]}]},
+     "35000 containers in arguments of calls"),
+])  # fmt: skip
 def test_json_inside_texts_is_counted_before_parsing(body, message, monkeypatch):
     raw = json.dumps({"messages": TURNS} | body).encode()
     request = bodies.read_body(protocol.ChatRequest, raw, 32, 256)
@@ -485,27 +475,21 @@ def test_redirects_never_use_the_host_header(served):
         assert status in (200, 404, 405) and "Location" not in headers
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("127.0.0.1", 200), ("127.0.0.1:8000", 200), ("LOCALHOST:80", 200), ("[::1]", 200),
-        ("[::1]:8000", 200), ("127.0.0.1:evil.com", 403), ("localhost@evil.com", 403), ("", 403),
-        ("evil.com", 403), ("[::1].evil.com", 403), ("127.0.0.1:8000:evil.com", 403),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("host", "status"), [
+    ("127.0.0.1", 200), ("127.0.0.1:8000", 200), ("LOCALHOST:80", 200), ("[::1]", 200),
+    ("[::1]:8000", 200), ("127.0.0.1:evil.com", 403), ("localhost@evil.com", 403), ("", 403),
+    ("evil.com", 403), ("[::1].evil.com", 403), ("127.0.0.1:8000:evil.com", 403),
+])  # fmt: skip
 def test_host_names_are_parsed(llm, host, status):
     hosts = frozenset({"127.0.0.1", "localhost", "[::1]"})
     with running(llm, access=Access(hosts=hosts)) as guarded:
         assert guarded.request("GET", "/health", headers={"Host": host})[0] == status
 
 
-@pytest.mark.parametrize(
-    ("authorization", "status"),
-    [
-        ("Bearer secret", 200), ("bearer secret", 200), ("BEARER  secret", 200),
-        ("Bearer wrong", 401), ("Basic secret", 401), ("secret", 401), ("Bearer", 401),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("authorization", "status"), [
+    ("Bearer secret", 200), ("bearer secret", 200), ("BEARER  secret", 200),
+    ("Bearer wrong", 401), ("Basic secret", 401), ("secret", 401), ("Bearer", 401),
+])  # fmt: skip
 def test_authorization_scheme_ignores_case(llm, authorization, status):
     with running(llm, access=Access("secret")) as guarded:
         headers = {"Authorization": authorization}
@@ -524,22 +508,19 @@ def test_bodies_need_the_content_type_of_json(served):
         assert served.request("POST", "/v1/completions", raw, headers)[0] == status
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("completions", {"prompt": "x " * 5000}),
-        ("completions", {"prompt": [1] * 5000}),
-        ("completions", {"prompt": "x", "temperature": -1}),
-        ("completions", {"prompt": "x", "logit_bias": {"99999999": 1}}),
-        ("completions", {"prompt": "x", "model": "m" * 50_000}),
-        ("completions", {"prompt": "x", "stop": ""}),
-        ("chat/completions", {"messages": [{"role": "user", "content": {"type": "t" * 50_000}}]}),
-        ("chat/completions", {"messages": TURNS, "tool_choice": {"type": "t" * 50_000}}),
-        ("chat/completions", {"messages": TURNS, "response_format": {"type": "t" * 50_000}}),
-        ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"tokenize": 1}}),
-        ("chat/completions", {"messages": TURNS, "logit_bias": {"k" * 50_000: 1}}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "body"), [
+    ("completions", {"prompt": "x " * 5000}),
+    ("completions", {"prompt": [1] * 5000}),
+    ("completions", {"prompt": "x", "temperature": -1}),
+    ("completions", {"prompt": "x", "logit_bias": {"99999999": 1}}),
+    ("completions", {"prompt": "x", "model": "m" * 50_000}),
+    ("completions", {"prompt": "x", "stop": ""}),
+    ("chat/completions", {"messages": [{"role": "user", "content": {"type": "t" * 50_000}}]}),
+    ("chat/completions", {"messages": TURNS, "tool_choice": {"type": "t" * 50_000}}),
+    ("chat/completions", {"messages": TURNS, "response_format": {"type": "t" * 50_000}}),
+    ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"tokenize": 1}}),
+    ("chat/completions", {"messages": TURNS, "logit_bias": {"k" * 50_000: 1}}),
+])  # fmt: skip
 def test_messages_are_short_and_name_no_flags(served, path, body):
     status, answer = served.post(f"/v1/{path}", body)
     message = answer["error"]["message"]

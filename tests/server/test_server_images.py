@@ -161,26 +161,23 @@ def test_models_describe_their_input(
 
 
 @pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize(
-    ("path", "part", "message"),
-    [
-        ("chat/completions", {"type": "video_url", "video_url": {"url": URL}},
-         "content[1] of type 'video_url': needs text, or an image"),
-        ("chat/completions", {"type": "input_audio", "input_audio": {}}, "type 'input_audio'"),
-        ("chat/completions", {"type": "image_url", "image_url": {"url": "x.png"}},
-         "image 1: no URL"),
-        ("chat/completions", {"type": "image", "image": "/etc/passwd"}, "image 1: no URL"),
-        ("chat/completions", {"type": "image_url", "image_url": {"url": "https://a.example/x"}},
-         "allow_image_urls"),
-        ("chat/completions", {"type": "image_url", "image_url": {"url": URL[:-40]}},
-         "image 1: the image is damaged or incomplete"),
-        ("responses", {"type": "input_image", "file_id": "x"}, "image 1: no URL"),
-        ("responses", {"type": "input_file", "file_id": "x"}, "content[1] of type 'input_file'"),
-        ("messages", {"type": "document", "source": SOURCE}, "content[1] of type 'document'"),
-        ("messages", {"type": "image", "source": SOURCE | {"media_type": "text/html"}},
-         "image 1: the media type of a data URL"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "part", "message"), [
+    ("chat/completions", {"type": "video_url", "video_url": {"url": URL}},
+     "content[1] of type 'video_url': needs text, or an image"),
+    ("chat/completions", {"type": "input_audio", "input_audio": {}}, "type 'input_audio'"),
+    ("chat/completions", {"type": "image_url", "image_url": {"url": "x.png"}},
+     "image 1: no URL"),
+    ("chat/completions", {"type": "image", "image": "/etc/passwd"}, "image 1: no URL"),
+    ("chat/completions", {"type": "image_url", "image_url": {"url": "https://a.example/x"}},
+     "allow_image_urls"),
+    ("chat/completions", {"type": "image_url", "image_url": {"url": URL[:-40]}},
+     "image 1: the image is damaged or incomplete"),
+    ("responses", {"type": "input_image", "file_id": "x"}, "image 1: no URL"),
+    ("responses", {"type": "input_file", "file_id": "x"}, "content[1] of type 'input_file'"),
+    ("messages", {"type": "document", "source": SOURCE}, "content[1] of type 'document'"),
+    ("messages", {"type": "image", "source": SOURCE | {"media_type": "text/html"}},
+     "image 1: the media type of a data URL"),
+])  # fmt: skip
 def test_wrong_parts_are_refused_by_name(
     served: Served, path: str, part: Any, message: str
 ) -> None:

@@ -188,39 +188,35 @@ def test_failing_request_fails_alone(served, stream, monkeypatch):
 DEEP = b"[" * 90_000 + b"]" * 90_000
 
 
-@pytest.mark.parametrize(
-    ("body", "word"),
-    [
-        (b'{"prompt": "x", "metadata": ' + DEEP[:9_000] + b"}", ""),
-        (b'{"prompt": ' + DEEP + b"}", ""),
-        (b"\xff\xfe{}", ""),
-        (b'{"prompt": "x", "temperature": NaN}', "temperature"),
-        (b'{"prompt": "x", "top_p": Infinity}', "top_p"),
-        (b'{"prompt": "x", "presence_penalty": -Infinity}', "presence_penalty"),
-        (b'{"prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias"),
-        (b'{"prompt": "x", "logit_bias": {"five": 1}}', "logit_bias"),
-        (b'{"prompt": "x", "seed": Infinity}', "seed"),
-        (b'{"prompt": "x", "n": 1e300}', "n"),
-        ({"prompt": "x", "n": 10**30}, "n is"),
-        ({"prompt": "x", "n": -1}, "n is -1"),
-        ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
-        ({"prompt": "x", "stop": ["a"] * 65}, "65 entries in stop"),
-        ({"prompt": "x", "stop": [""]}, "stop"),
-        ({"prompt": "x", "stream": "perhaps"}, "stream"),
-        ({"prompt": {"text": "x"}}, "prompt"),
-        ({"prompt": None}, "prompt"),
-        ({"prompt": [1, "x"]}, "prompt"),
-        ({"prompt": [[1], []]}, "prompt"),
-        ({"prompt": [1.5] * 30_000}, "prompt"),
-        ({"prompt": [-1]}, "token id"),
-        ({"prompt": [2**70]}, "token id"),
-        ({"prompt": "x" * 150_000}, "65536 characters"),
-        ({"prompt": [1] * 60_000}, "too long"),
-        ({"prompt": ["x"] * 30_000}, "30000 entries in prompt"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
+@pytest.mark.parametrize(("body", "word"), [
+    (b'{"prompt": "x", "metadata": ' + DEEP[:9_000] + b"}", ""),
+    (b'{"prompt": ' + DEEP + b"}", ""),
+    (b"\xff\xfe{}", ""),
+    (b'{"prompt": "x", "temperature": NaN}', "temperature"),
+    (b'{"prompt": "x", "top_p": Infinity}', "top_p"),
+    (b'{"prompt": "x", "presence_penalty": -Infinity}', "presence_penalty"),
+    (b'{"prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias"),
+    (b'{"prompt": "x", "logit_bias": {"five": 1}}', "logit_bias"),
+    (b'{"prompt": "x", "seed": Infinity}', "seed"),
+    (b'{"prompt": "x", "n": 1e300}', "n"),
+    ({"prompt": "x", "n": 10**30}, "n is"),
+    ({"prompt": "x", "n": -1}, "n is -1"),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
+    ({"prompt": "x", "stop": ["a"] * 65}, "65 entries in stop"),
+    ({"prompt": "x", "stop": [""]}, "stop"),
+    ({"prompt": "x", "stream": "perhaps"}, "stream"),
+    ({"prompt": {"text": "x"}}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": [1, "x"]}, "prompt"),
+    ({"prompt": [[1], []]}, "prompt"),
+    ({"prompt": [1.5] * 30_000}, "prompt"),
+    ({"prompt": [-1]}, "token id"),
+    ({"prompt": [2**70]}, "token id"),
+    ({"prompt": "x" * 150_000}, "65536 characters"),
+    ({"prompt": [1] * 60_000}, "too long"),
+    ({"prompt": ["x"] * 30_000}, "30000 entries in prompt"),
+], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_hostile_bodies_are_refused(served, body, word):
     n_passes = served.llm.engine.n_passes
     status, answer = served.post("/v1/completions", body)
@@ -233,21 +229,18 @@ def test_hostile_bodies_are_refused(served, body, word):
     assert served.llm.engine.n_passes == n_passes
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"messages": "hello"},
-        {"messages": [1]},
-        {"messages": [{"role": "user", "content": {"type": "text"}}]},
-        {"messages": [{"role": "user", "content": "x" * 150_000}]},
-        {"messages": TURNS, "tools": "all"},
-        {"messages": TURNS, "tool_choice": 5},
-        {"messages": TURNS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
-        {"messages": TURNS, "response_format": "json"},
-        {"messages": TURNS, "logprobs": 5},
-        {"messages": TURNS, "max_completion_tokens": 0},
-    ],
-)
+@pytest.mark.parametrize("body", [
+    {"messages": "hello"},
+    {"messages": [1]},
+    {"messages": [{"role": "user", "content": {"type": "text"}}]},
+    {"messages": [{"role": "user", "content": "x" * 150_000}]},
+    {"messages": TURNS, "tools": "all"},
+    {"messages": TURNS, "tool_choice": 5},
+    {"messages": TURNS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    {"messages": TURNS, "response_format": "json"},
+    {"messages": TURNS, "logprobs": 5},
+    {"messages": TURNS, "max_completion_tokens": 0},
+])  # fmt: skip
 def test_hostile_chats_are_refused(served, body):
     status, answer = served.post("/v1/chat/completions", body)
     assert status == 400 and answer["error"]["type"] == "invalid_request_error"
@@ -266,12 +259,9 @@ def test_hostile_tokenize_requests_are_refused(served):
 def test_answers_beyond_the_context_end_with_length(served):
     n = len(served.llm.encode(PROMPT))
     body = {
-        "prompt": PROMPT,
-        "max_tokens": 10**30,
-        "ignore_eos": True,
-        "temperature": 0,
+        "prompt": PROMPT, "max_tokens": 10**30, "ignore_eos": True, "temperature": 0,
         "top_k": 10**30,
-    }
+    }  # fmt: skip
     status, answer = served.post("/v1/completions", body)
     assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
     assert (
@@ -280,15 +270,12 @@ def test_answers_beyond_the_context_end_with_length(served):
     )
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/v1/completions", 405), ("PUT", "/v1/models", 405), ("GET", "/v1/audio", 404),
-        ("GET", "/v1/models/other", 404), ("GET", "/page/../app.py", 404),
-        ("GET", "/page/%2e%2e/app.py", 404),
-        ("BREW", "/v1/models", 405), ("GET", "/" + "x" * 9000, 404),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("method", "path", "status"), [
+    ("GET", "/v1/completions", 405), ("PUT", "/v1/models", 405), ("GET", "/v1/audio", 404),
+    ("GET", "/v1/models/other", 404), ("GET", "/page/../app.py", 404),
+    ("GET", "/page/%2e%2e/app.py", 404),
+    ("BREW", "/v1/models", 405), ("GET", "/" + "x" * 9000, 404),
+])  # fmt: skip
 def test_unknown_routes_and_methods_are_reported(served, method, path, status):
     code, text = get(served, path, method)
     assert code == status and json.loads(text)["error"]["type"] == "invalid_request_error"

@@ -115,44 +115,38 @@ def test_only_allowed_tokens_occur(served):
     assert set(choice["logprobs"]["tokens"]) <= texts
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"allowed_token_ids": [5], "bad_words_ids": [[5]]},
-        {"allowed_token_ids": [5, 6], "bad_words_ids": [[7, 5], [6]]},
-        {"allowed_token_ids": [5], "min_tokens": 2, "stop_token_ids": [5]},
-    ],
-)
+@pytest.mark.parametrize("params", [
+    {"allowed_token_ids": [5], "bad_words_ids": [[5]]},
+    {"allowed_token_ids": [5, 6], "bad_words_ids": [[7, 5], [6]]},
+    {"allowed_token_ids": [5], "min_tokens": 2, "stop_token_ids": [5]},
+])  # fmt: skip
 def test_rules_that_exclude_every_token_are_refused(llm, params):
     with pytest.raises(SettingsError, match="allowed_token_ids: needs a token"):
         llm.generate(PROMPT, SamplingParams(**params))
 
 
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
-        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
-        ({"bad_words": [""]}, "bad_words"),
-        ({"bad_words": [" "]}, "bad_words"),
-        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
-        ({"repetition_penalty": 1e300}, "repetition_penalty"),
-        ({"logit_bias": {"5": 1e39}}, "logit_bias"),
-        ({"logit_bias": {"5": -1e39}}, "logit_bias"),
-        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
-        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
-        ({"truncation_side": "right"}, "truncation_side"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"return_token_ids": True}, "return_token_ids"),
-        ({"length_penalty": 1.5}, "length_penalty"),
-        ({"xtc_probability": 0.5}, "xtc_probability"),
-        ({"response_format": {"type": "json_object", "schema": 1}}, "a schema"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "word"), [
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": [" "]}, "bad_words"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+    ({"repetition_penalty": 1e300}, "repetition_penalty"),
+    ({"logit_bias": {"5": 1e39}}, "logit_bias"),
+    ({"logit_bias": {"5": -1e39}}, "logit_bias"),
+    ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncation_side": "right"}, "truncation_side"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"return_token_ids": True}, "return_token_ids"),
+    ({"length_penalty": 1.5}, "length_penalty"),
+    ({"xtc_probability": 0.5}, "xtc_probability"),
+    ({"response_format": {"type": "json_object", "schema": 1}}, "a schema"),
+])  # fmt: skip
 def test_fields_without_effect_and_wrong_values_are_refused(served, fields, word):
     for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": TURNS})):
         status, answer = served.post(f"/v1/{path}", body | fields)
@@ -162,16 +156,9 @@ def test_fields_without_effect_and_wrong_values_are_refused(served, fields, word
 
 def test_neutral_values_of_missing_features_are_accepted(served):
     neutral = {
-        "guided_json": None,
-        "use_beam_search": False,
-        "functions": [],
-        "function_call": "none",
-        "length_penalty": 1.0,
-        "typical_p": 1,
-        "mirostat": 0,
-        "xtc_probability": 0.0,
-        "grammar": "",
-    }
+        "guided_json": None, "use_beam_search": False, "functions": [], "function_call": "none",
+        "length_penalty": 1.0, "typical_p": 1, "mirostat": 0, "xtc_probability": 0.0, "grammar": "",
+    }  # fmt: skip
     body = {"messages": TURNS, "max_tokens": 1, "skip_special_tokens": True}
     assert served.post("/v1/chat/completions", body | neutral)[0] == 200
 
@@ -299,29 +286,26 @@ def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n{close}'
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "arguments"),
-    [
-        (f"Well. {call('{}')}", "Well. ", [{}]),
-        (f"{call('{}')} and so on", "and so on", [{}]),
-        (f"{call('{}')}\n{call('{}')}\n", "", [{}, {}]),
-        (call('{"a": "</tool_call>"}'), "", [{"a": "</tool_call>"}]),
-        (call('{"a": "<tool_call>"}') + " x", "x", [{"a": "<tool_call>"}]),
-        (call('"{\\"a\\": 1}"'), "", [{"a": 1}]),
-        (call('{"a": "two\nlines"}'), "", [{"a": "two\nlines"}]),
-        (call('{"a": "\\ud800é"}'), "", [{"a": "\ud800é"}]),
-        (call("null"), "", [{}]),
-        (call('{"a": 1}', close=""), "", [{"a": 1}]),
-        (call("{}", name="other"), call("{}", name="other"), []),
-        (call("[1]"), call("[1]"), []),
-        (call('"text"'), call('"text"'), []),
-        (call('{"a": NaN}'), call('{"a": NaN}'), []),
-        (call("{}") + "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", [{}]),
-        ("<tool_call>" + "[" * 100_000, "<tool_call>" + "[" * 100_000, []),
-        ('<tool_call>{"a": "', '<tool_call>{"a": "', []),
-        ("<tool_call></tool_call>", "<tool_call></tool_call>", []),
-    ],
-)
+@pytest.mark.parametrize(("text", "content", "arguments"), [
+    (f"Well. {call('{}')}", "Well. ", [{}]),
+    (f"{call('{}')} and so on", "and so on", [{}]),
+    (f"{call('{}')}\n{call('{}')}\n", "", [{}, {}]),
+    (call('{"a": "</tool_call>"}'), "", [{"a": "</tool_call>"}]),
+    (call('{"a": "<tool_call>"}') + " x", "x", [{"a": "<tool_call>"}]),
+    (call('"{\\"a\\": 1}"'), "", [{"a": 1}]),
+    (call('{"a": "two\nlines"}'), "", [{"a": "two\nlines"}]),
+    (call('{"a": "\\ud800é"}'), "", [{"a": "\ud800é"}]),
+    (call("null"), "", [{}]),
+    (call('{"a": 1}', close=""), "", [{"a": 1}]),
+    (call("{}", name="other"), call("{}", name="other"), []),
+    (call("[1]"), call("[1]"), []),
+    (call('"text"'), call('"text"'), []),
+    (call('{"a": NaN}'), call('{"a": NaN}'), []),
+    (call("{}") + "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", [{}]),
+    ("<tool_call>" + "[" * 100_000, "<tool_call>" + "[" * 100_000, []),
+    ('<tool_call>{"a": "', '<tool_call>{"a": "', []),
+    ("<tool_call></tool_call>", "<tool_call></tool_call>", []),
+])  # fmt: skip
 def test_tool_parser_keeps_text_and_finds_calls(text, content, arguments):
     sizes = (1, 7, len(text)) if len(text) < 1000 else (1000, len(text))
     for size in sizes:

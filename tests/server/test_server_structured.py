@@ -36,23 +36,20 @@ TOOLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "outputs"),
-    [
-        ({"response_format": JSON_SCHEMA}, {"json": SCHEMA}),
-        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
-        ({"guided_json": json.dumps(SCHEMA)}, {"json": SCHEMA}),
-        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"json": SCHEMA}),
-        ({"guided_regex": "[a-z]{3}[0-9]{2}"}, {"regex": "[a-z]{3}[0-9]{2}"}),
-        ({"structured_outputs": {"regex": "[a-z]{3}"}}, {"regex": "[a-z]{3}"}),
-        ({"guided_choice": ["yes", "no"]}, {"choice": ["yes", "no"]}),
-        ({"guided_grammar": 'start: "a" "b"'}, {"grammar": 'start: "a" "b"'}),
-        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
-        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
-        ({"json_schema": SCHEMA}, {"json": SCHEMA}),
-        ({"grammar": 'root ::= "a" [0-9]{3}'}, {"grammar": 'root ::= "a" [0-9]{3}'}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "outputs"), [
+    ({"response_format": JSON_SCHEMA}, {"json": SCHEMA}),
+    ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+    ({"guided_json": json.dumps(SCHEMA)}, {"json": SCHEMA}),
+    ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"json": SCHEMA}),
+    ({"guided_regex": "[a-z]{3}[0-9]{2}"}, {"regex": "[a-z]{3}[0-9]{2}"}),
+    ({"structured_outputs": {"regex": "[a-z]{3}"}}, {"regex": "[a-z]{3}"}),
+    ({"guided_choice": ["yes", "no"]}, {"choice": ["yes", "no"]}),
+    ({"guided_grammar": 'start: "a" "b"'}, {"grammar": 'start: "a" "b"'}),
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
+    ({"json_schema": SCHEMA}, {"json": SCHEMA}),
+    ({"grammar": 'root ::= "a" [0-9]{3}'}, {"grammar": 'root ::= "a" [0-9]{3}'}),
+])  # fmt: skip
 def test_formats_of_a_request_equal_formats_in_python(
     served: Served, fields: Any, outputs: Any
 ) -> None:
@@ -71,19 +68,16 @@ def test_formats_of_a_request_equal_formats_in_python(
     assert text == rendered.text
 
 
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"guided_json": {"type": "foo"}}, "Invalid type"),
-        ({"guided_json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
-        ({"guided_json": "{"}, "json_schema is not JSON"),
-        ({"guided_regex": "(a"}, "unclosed"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "exactly one"),
-        ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
-        ({"response_format": {"type": "json_schema"}}, "schema"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "word"), [
+    ({"guided_json": {"type": "foo"}}, "Invalid type"),
+    ({"guided_json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
+    ({"guided_json": "{"}, "json_schema is not JSON"),
+    ({"guided_regex": "(a"}, "unclosed"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "exactly one"),
+    ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
+    ({"response_format": {"type": "json_schema"}}, "schema"),
+])  # fmt: skip
 def test_an_impossible_format_fails_alone(served: Served, fields: Any, word: str) -> None:
     body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0}
     with ThreadPoolExecutor(2) as pool:
@@ -94,14 +88,11 @@ def test_an_impossible_format_fails_alone(served: Served, fields: Any, word: str
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("choice", "parallel", "names"),
-    [
-        ("required", False, {"open_file", "add"}),
-        ({"type": "function", "function": {"name": "add"}}, None, {"add"}),
-        ({"type": "function", "function": {"name": "open_file"}}, None, {"open_file"}),
-    ],
-)
+@pytest.mark.parametrize(("choice", "parallel", "names"), [
+    ("required", False, {"open_file", "add"}),
+    ({"type": "function", "function": {"name": "add"}}, None, {"add"}),
+    ({"type": "function", "function": {"name": "open_file"}}, None, {"open_file"}),
+])  # fmt: skip
 def test_required_calls_satisfy_the_schema(
     served: Served, choice: Any, parallel: bool | None, names: set[str], stream: bool
 ) -> None:
@@ -156,16 +147,13 @@ def test_several_required_calls_are_parsed(served: Served) -> None:
     assert [json.loads(call["function"]["arguments"])["mode"] for call in calls] == ["r", "w"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"tool_choice": "required"}, "needs tools"),
-        ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "the name of a tool"),
-        ({"tool_choice": {"function": {"name": "sub"}}, "tools": TOOLS}, "the name of a tool"),
-        ({"tool_choice": "required", "tools": TOOLS, "guided_regex": "a"}, "exactly one"),
-        ({"tool_choice": "required", "tools": [function("f", 5)]}, "JSON schema"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "word"), [
+    ({"tool_choice": "required"}, "needs tools"),
+    ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "the name of a tool"),
+    ({"tool_choice": {"function": {"name": "sub"}}, "tools": TOOLS}, "the name of a tool"),
+    ({"tool_choice": "required", "tools": TOOLS, "guided_regex": "a"}, "exactly one"),
+    ({"tool_choice": "required", "tools": [function("f", 5)]}, "JSON schema"),
+])  # fmt: skip
 def test_an_impossible_tool_choice_is_refused(served: Served, fields: Any, word: str) -> None:
     status, answer = served.post("/v1/chat/completions", {"messages": TURNS, **fields})
     assert status == 400 and word in answer["error"]["message"]

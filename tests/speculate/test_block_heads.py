@@ -48,14 +48,10 @@ DFLASH = {
     "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]},
 }
 SPECULATORS = {
-    "architectures": ["DFlashSpeculator"],
-    "speculators_model_type": "dflash",
-    "speculators_config": {},
-    "speculators_version": "0.9.0",
-    "aux_hidden_state_layer_ids": [1, 3],
-    "block_size": BLOCK,
-    "mask_token_id": MASK,
-}
+    "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",
+    "speculators_config": {}, "speculators_version": "0.9.0", "aux_hidden_state_layer_ids": [1, 3],
+    "block_size": BLOCK, "mask_token_id": MASK,
+}  # fmt: skip
 DFLASH2 = {
     "conv_kernel_size": TAPS,
     "conv_group_size": GROUP,
@@ -76,12 +72,9 @@ SPECFORGE = {
     "dspark_config": MARKOV,
 }
 DEEPSPEC = {
-    "architectures": ["Qwen3DSparkModel"],
-    "block_size": BLOCK,
-    "num_anchors": 512,
-    **DFLASH["dflash_config"],
-    **MARKOV,
-}
+    "architectures": ["Qwen3DSparkModel"], "block_size": BLOCK, "num_anchors": 512,
+    **DFLASH["dflash_config"], **MARKOV,
+}  # fmt: skip
 SCALES = {"input_embedding_scale": 0.5, "output_multiplier": 2.0, "final_logit_softcapping": 3.0}
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"],
@@ -255,28 +248,16 @@ CASES = {
     "speculators' DFlash, not causal": (SPECULATORS | {"sliding_window_non_causal": True}, WINDOWS),
     "DFlash, scales": (DFLASH | {"dflash_config": DFLASH["dflash_config"] | SCALES}, {}),
     "DSpark": (SPECULATORS | {"speculators_model_type": "dspark"} | MARKOV, {}),
-    "DSpark without the anchor": (
-        SPECULATORS
-        | {"speculators_model_type": "dspark", "sample_from_anchor": False}
-        | MARKOV
-        | {"draft_vocab_size": len(KEPT), "markov_head_type": "gated"},
-        {},
-    ),
+    "DSpark without the anchor": (SPECULATORS | {"speculators_model_type": "dspark",
+        "sample_from_anchor": False} | MARKOV | {"draft_vocab_size": len(KEPT),
+        "markov_head_type": "gated"}, {}),
     "SpecForge's DSpark": (SPECFORGE, {}),
     "DeepSpec's DSpark": (DEEPSPEC, {}),
-    "DFlash2": (
-        DFLASH
-        | {
-            "architectures": ["DFlash2DraftModel"],
-            "dflash_config": DFLASH["dflash_config"] | DFLASH2 | {"causal": False},
-        },
-        WINDOWS,
-    ),
-    "speculators' DFlash2": (
-        SPECULATORS | {"speculators_model_type": "dflash2"} | DFLASH2,
-        WINDOWS,
-    ),
-}
+    "DFlash2": (DFLASH | {"architectures": ["DFlash2DraftModel"],
+        "dflash_config": DFLASH["dflash_config"] | DFLASH2 | {"causal": False}}, WINDOWS),
+    "speculators' DFlash2": (SPECULATORS | {"speculators_model_type": "dflash2"} | DFLASH2,
+        WINDOWS),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -314,29 +295,18 @@ def test_logits_of_consecutive_blocks_equal_the_reference(tmp_path, monkeypatch,
         torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "layers", "error", "message"),
-    [
-        ({"dflash_config": {"selector_rank": 4}}, {}, UnsupportedModelError, "'selector_rank'"),
-        (DEEPSPEC | {"markov_head_type": "rnn"}, {}, UnsupportedModelError, "'rnn'"),
-        ({"projector_type": "domino"}, {}, UnsupportedModelError, "'domino'"),
-        ({"something": 1}, {}, UnsupportedModelError, "'something'"),
-        (
-            {"dflash_config": {"mask_token_id": 99, "target_layer_ids": [0, 2]}},
-            {},
-            UnsupportedModelError,
-            "mask_token is 99",
-        ),
-        ({}, {"vocab_size": 9}, SettingsError, "vocabulary differs"),
-        ({}, {"num_target_layers": 9}, SettingsError, "number of layers differs"),
-        (
-            {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 7]}},
-            {},
-            SettingsError,
-            "hidden states differs",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "layers", "error", "message"), [
+    ({"dflash_config": {"selector_rank": 4}}, {}, UnsupportedModelError, "'selector_rank'"),
+    (DEEPSPEC | {"markov_head_type": "rnn"}, {}, UnsupportedModelError, "'rnn'"),
+    ({"projector_type": "domino"}, {}, UnsupportedModelError, "'domino'"),
+    ({"something": 1}, {}, UnsupportedModelError, "'something'"),
+    ({"dflash_config": {"mask_token_id": 99, "target_layer_ids": [0, 2]}}, {},
+        UnsupportedModelError, "mask_token is 99"),
+    ({}, {"vocab_size": 9}, SettingsError, "vocabulary differs"),
+    ({}, {"num_target_layers": 9}, SettingsError, "number of layers differs"),
+    ({"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 7]}}, {}, SettingsError,
+        "hidden states differs"),
+])  # fmt: skip
 def test_other_configs_are_rejected_by_name(tmp_path, changes, layers, error, message):
     settings, _, _ = write_block(tmp_path, few_tokens(), DFLASH | changes, **layers)
     with pytest.raises(error, match=message):

@@ -410,37 +410,31 @@ def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
 # What does not work
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"drafter": "telepathy"}, ["'telepathy'", *registry.names("speculate.draft")]),
-        ({"rule": "anarchy"}, ["'anarchy'", *registry.names("speculate.verify")]),
-        ({"drafter": "none", "draft_model": "somewhere"}, ['drafter="none"', "static_tree"]),
-        ({"drafter": "ngram", "draft_model": "somewhere"},
-            ['draft_model with drafter="ngram"', "static_tree"]),
-        ({"drafter": "static_tree"}, ['drafter="static_tree"', "draft_model"]),
-        ({"drafter": "dynamic_tree"}, ['drafter="dynamic_tree"', "draft_model"]),
-        ({"drafter": "ngram", "rule": "sequoia"}, ['rule="sequoia"', "ngram", 'rule="match"']),
-        ({"rule": "traversal"}, ['rule="traversal"', "recycle", 'rule="match"']),
-        ({"drafter": "dynamic_tree", "draft_model": "somewhere", "rule": "specinfer"},
-            ['rule="specinfer"']),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"drafter": "telepathy"}, ["'telepathy'", *registry.names("speculate.draft")]),
+    ({"rule": "anarchy"}, ["'anarchy'", *registry.names("speculate.verify")]),
+    ({"drafter": "none", "draft_model": "somewhere"}, ['drafter="none"', "static_tree"]),
+    ({"drafter": "ngram", "draft_model": "somewhere"},
+        ['draft_model with drafter="ngram"', "static_tree"]),
+    ({"drafter": "static_tree"}, ['drafter="static_tree"', "draft_model"]),
+    ({"drafter": "dynamic_tree"}, ['drafter="dynamic_tree"', "draft_model"]),
+    ({"drafter": "ngram", "rule": "sequoia"}, ['rule="sequoia"', "ngram", 'rule="match"']),
+    ({"rule": "traversal"}, ['rule="traversal"', "recycle", 'rule="match"']),
+    ({"drafter": "dynamic_tree", "draft_model": "somewhere", "rule": "specinfer"},
+        ['rule="specinfer"']),
+])  # fmt: skip
 def test_unknown_or_unfit_drafter_and_rule_are_refused(settings, words):
     with pytest.raises(SettingsError) as caught:
         pick_drafter(EngineConfig("model", **settings))
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "drafter", "rule"),
-    [
-        ({}, "recycle", "match"),
-        ({"draft_model": "somewhere"}, "adaptive_tree", "adaptive"),
-        ({"draft_model": "somewhere", "rule": "match"}, "adaptive_tree", "match"),
-        ({"drafter": "dynamic_tree", "draft_model": "somewhere"}, "dynamic_tree", "coupled"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "drafter", "rule"), [
+    ({}, "recycle", "match"),
+    ({"draft_model": "somewhere"}, "adaptive_tree", "adaptive"),
+    ({"draft_model": "somewhere", "rule": "match"}, "adaptive_tree", "match"),
+    ({"drafter": "dynamic_tree", "draft_model": "somewhere"}, "dynamic_tree", "coupled"),
+])  # fmt: skip
 def test_default_drafter_and_rule(settings, drafter, rule):
     drafting = pick_drafter(EngineConfig("model", **settings))
     assert (drafting.name, drafting.type, drafting.rule) == (

@@ -16,15 +16,12 @@ from offload_rt.speculate.head_model import HeadModel
 pytestmark = pytest.mark.numeric
 
 
-@pytest.mark.parametrize(
-    ("kind", "head", "place"),
-    [
-        ("gpt_oss", "eagle", "disk"),
-        # Embeddings are scaled in the model, not in the head. Output and embedding are tied.
-        ("gemma2", "dflash2", "disk"),
-        ("qwen3_5_text", "block", "resident"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "head", "place"), [
+    ("gpt_oss", "eagle", "disk"),
+    # Embeddings are scaled in the model, not in the head. Output and embedding are tied.
+    ("gemma2", "dflash2", "disk"),
+    ("qwen3_5_text", "block", "resident"),
+])  # fmt: skip
 def test_heads_draft_for_models_of_transformers(tmp_path, monkeypatch, kind, head, place):
     keep_steady(monkeypatch)
     model = small_target(kind, tmp_path / "target")

@@ -220,24 +220,21 @@ def eagle_weights(model: PreTrainedModel, config: dict[str, Any]) -> Weights:
     return {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "changes"),
-    [
-        ("eagle", "llama", {}),
-        # AngelSlim keeps keys of Qwen's windows, which Llama layers do not have.
-        ("eagle", "qwen3", {"norm_before_residual": True, "max_window_layers": 28,
-            "sliding_window": None, "use_sliding_window": False}),
-        # EAGLE-3.1 in the layout of SpecForge
-        ("eagle", "llama", {"fc_norm": True, "norm_output": False}),
-        ("eagle", "llama", SPECULATORS),
-        ("eagle", "llama", {**SPECULATORS, "norm_before_fc": True, "norm_before_residual": True}),
-        ("eagle", "llama", {**SPECULATORS, "fc_norm": True, "norm_output": True}),
-        ("eagle", "llama", {**SPECULATORS, "embed_requires_grad": True}),
-        ("medusa", "llama", {}),
-        ("nextn", "llama", {}), ("nextn", "qwen3", {}), ("mimo", "qwen2-window", {}),
-        ("qwen", "mistral-full", {}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "name", "changes"), [
+    ("eagle", "llama", {}),
+    # AngelSlim keeps keys of Qwen's windows, which Llama layers do not have.
+    ("eagle", "qwen3", {"norm_before_residual": True, "max_window_layers": 28,
+        "sliding_window": None, "use_sliding_window": False}),
+    # EAGLE-3.1 in the layout of SpecForge
+    ("eagle", "llama", {"fc_norm": True, "norm_output": False}),
+    ("eagle", "llama", SPECULATORS),
+    ("eagle", "llama", {**SPECULATORS, "norm_before_fc": True, "norm_before_residual": True}),
+    ("eagle", "llama", {**SPECULATORS, "fc_norm": True, "norm_output": True}),
+    ("eagle", "llama", {**SPECULATORS, "embed_requires_grad": True}),
+    ("medusa", "llama", {}),
+    ("nextn", "llama", {}), ("nextn", "qwen3", {}), ("mimo", "qwen2-window", {}),
+    ("qwen", "mistral-full", {}),
+])  # fmt: skip
 def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, changes):
     """After chunked prompts and after trees with accepted and rejected nodes."""
     monkeypatch.setattr(head_model, "CHUNK_ROWS", 4)
@@ -328,17 +325,10 @@ def test_head_continues_in_the_cache_of_a_shared_prefix(tmp_path, kind, n):
 # What becomes of it
 
 
-@pytest.mark.parametrize(
-    ("kind", "place"),
-    [
-        ("eagle", "resident"),
-        ("eagle", "mixed"),
-        ("medusa", "disk"),
-        ("nextn", "mixed"),
-        ("mimo", "disk"),
-        ("qwen", "resident"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "place"), [
+    ("eagle", "resident"), ("eagle", "mixed"), ("medusa", "disk"), ("nextn", "mixed"),
+    ("mimo", "disk"), ("qwen", "resident"),
+])  # fmt: skip
 def test_greedy_tokens_equal_transformers(tmp_path, kind, place):
     model = few_tokens()
     settings = random_head(tmp_path, kind, model)
@@ -576,37 +566,34 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
         opened(with_mtp)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "settings", "error", "words"),
-    [
-        ("eagle", {"hidden_size": 32, "head_dim": 16}, {}, SettingsError, ["hidden size", "16",
-            "32"]),
-        ("eagle", {"target_hidden_size": 32}, {}, SettingsError, ["hidden size", "16", "32"]),
-        ("eagle", {"vocab_size": 9}, {}, SettingsError, ["vocabulary", "8", "9"]),
-        ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 40]}}, {},
-            SettingsError, ["41", "5"]),
-        ("eagle", {"num_hidden_layers": 2}, {}, CheckpointError, ["layers.1."]),
-        ("eagle", {"eagle_config": {"odd": 1}}, {}, UnsupportedModelError, ["odd"]),
-        ("eagle", {"eagle_config": {"use_aux_hidden_state": False}}, {}, UnsupportedModelError,
-            ["use_aux_hidden_state"]),
-        ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
-        ("eagle", {**SPECULATORS, "speculators_config": {"verifier": {"architectures":
-            ["Qwen3ForCausalLM"]}}}, {}, SettingsError, ["target", "Qwen3For", "LlamaFor"]),
-        ("eagle", {**SPECULATORS, "surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
-        ("eagle", {"speculators_model_type": "mlp"}, {}, UnsupportedModelError, ["mlp"]),
-        ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError,
-            ["most one"]),
-        ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),
-        ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError,
-            ['drafter="adaptive_tree"', 'drafter="eagle"']),
-        ("eagle", {}, {"rule": "sequoia"}, SettingsError, ['rule="sequoia"', "eagle"]),
-        ("medusa", {}, {"drafter": "eagle"}, SettingsError,
-            ['drafter="eagle"', 'drafter="medusa"']),
-        ("medusa", {"medusa_num_layers": "many"}, {}, UnsupportedModelError,
-            ["medusa_num_layers", "many"]),
-        ("nextn", {}, {"drafter": "eagle"}, SettingsError, ['drafter="eagle"', "draft_model"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "changes", "settings", "error", "words"), [
+    ("eagle", {"hidden_size": 32, "head_dim": 16}, {}, SettingsError, ["hidden size", "16",
+        "32"]),
+    ("eagle", {"target_hidden_size": 32}, {}, SettingsError, ["hidden size", "16", "32"]),
+    ("eagle", {"vocab_size": 9}, {}, SettingsError, ["vocabulary", "8", "9"]),
+    ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 40]}}, {},
+        SettingsError, ["41", "5"]),
+    ("eagle", {"num_hidden_layers": 2}, {}, CheckpointError, ["layers.1."]),
+    ("eagle", {"eagle_config": {"odd": 1}}, {}, UnsupportedModelError, ["odd"]),
+    ("eagle", {"eagle_config": {"use_aux_hidden_state": False}}, {}, UnsupportedModelError,
+        ["use_aux_hidden_state"]),
+    ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
+    ("eagle", {**SPECULATORS, "speculators_config": {"verifier": {"architectures":
+        ["Qwen3ForCausalLM"]}}}, {}, SettingsError, ["target", "Qwen3For", "LlamaFor"]),
+    ("eagle", {**SPECULATORS, "surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
+    ("eagle", {"speculators_model_type": "mlp"}, {}, UnsupportedModelError, ["mlp"]),
+    ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError,
+        ["most one"]),
+    ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),
+    ("eagle", {}, {"drafter": "adaptive_tree"}, SettingsError,
+        ['drafter="adaptive_tree"', 'drafter="eagle"']),
+    ("eagle", {}, {"rule": "sequoia"}, SettingsError, ['rule="sequoia"', "eagle"]),
+    ("medusa", {}, {"drafter": "eagle"}, SettingsError,
+        ['drafter="eagle"', 'drafter="medusa"']),
+    ("medusa", {"medusa_num_layers": "many"}, {}, UnsupportedModelError,
+        ["medusa_num_layers", "many"]),
+    ("nextn", {}, {"drafter": "eagle"}, SettingsError, ['drafter="eagle"', "draft_model"]),
+])  # fmt: skip
 def test_unfit_heads_are_refused(tmp_path, kind, changes, settings, error, words):
     chosen = random_head(tmp_path, kind, few_tokens(), **changes)
     chosen.pop("drafter")

@@ -109,13 +109,9 @@ def changed(pair, texts):
         {"presence_penalty": 1.5},
         {"frequency_penalty": 0.8, "logit_bias": bias},
         {"min_tokens": 9, "stop_token_ids": ends},
-        {
-            "min_tokens": 6,
-            "stop_token_ids": ends,
-            "frequency_penalty": -0.3,
-            "repetition_penalty": 1.2,
-        },
-    ]
+        {"min_tokens": 6, "stop_token_ids": ends, "frequency_penalty": -0.3,
+            "repetition_penalty": 1.2},
+    ]  # fmt: skip
     params = [
         SamplingParams(max_new_tokens=n, **settings)
         for n, settings in zip(LENGTHS, several, strict=True)

@@ -16,12 +16,9 @@ from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 from offload_rt.weights.matrix import Matrix
 
 WORDS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int8: "I8",
-}
+}  # fmt: skip
 # What stands for a byte in a byte-level tokenizer: the space has a letter of its own.
 ASCII = "".join(map(chr, range(33, 127))) + "\u0120"
 BYTES = "".join(sorted(pre_tokenizers.ByteLevel.alphabet()))
@@ -32,23 +29,12 @@ Entries = dict[str, dict[str, Any]]
 def llama_config(**changes: Any) -> dict[str, Any]:
     """Return the config.json of a tiny Llama; None removes a key."""
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 64,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "rope_theta": 10000.0,
-        "eos_token_id": 2,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 40,
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": False,
+        "torch_dtype": "float32", "rope_theta": 10000.0, "eos_token_id": 2,
+    }  # fmt: skip
     return {key: value for key, value in (config | changes).items() if value is not None}
 
 

@@ -32,13 +32,9 @@ def _sources() -> list[Path]:
 def _command(target: Path) -> list[str]:
     installed = Path(torch.__file__).parent
     flags = [
-        "-std=c++20",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-DCUDA_ON_CPU",
+        "-std=c++20", "-O1", "-fPIC", "-shared", "-DCUDA_ON_CPU",
         "-DTORCH_TARGET_VERSION=0x020b000000000000",
-    ]
+    ]  # fmt: skip
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     folders = [f"-I{folder}" for folder in (EMULATION, ROOT / "csrc", installed / "include")]
     sources = [str(path) for path in _sources() if path.suffix in (".cu", ".cpp")]

@@ -259,12 +259,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "eagle": {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
     "peagle": {"architectures": ["PEagleDraftModel"], "model_type": "llama", "pard_token": 5},
     "block": {"architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": _DFLASH},
-    "dflash2": {
-        "architectures": ["DFlash2DraftModel"],
-        "block_size": 4,
-        "dflash_config": _DFLASH | _DFLASH2,
-    },
-}
+    "dflash2": {"architectures": ["DFlash2DraftModel"], "block_size": 4,
+        "dflash_config": _DFLASH | _DFLASH2},
+}  # fmt: skip
 
 
 def write_published(folder: Path, target: Path, kind: str) -> dict[str, Any]:

@@ -68,12 +68,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         model = speaking_checkpoint(Path(name) / "model")
         line = [
-            *f"--model {model} --device cpu --prompt".split(),
-            "the quick",
-            "--quiet",
-            "--max-tokens",
-            "400",
-        ]
+            *f"--model {model} --device cpu --prompt".split(), "the quick", "--quiet",
+            "--max-tokens", "400",
+        ]  # fmt: skip
         line += ["--pipeline", "2"] if flags.pipeline else []
         lasts_s = 0.0
         for i in range(-2, flags.times):

@@ -89,18 +89,9 @@ def spoil_length(raw: bytes, chance: random.Random) -> bytes:
     """Change the header length of a safetensors file slightly or extremely."""
     length = struct.unpack("<Q", raw[:8])[0]
     others = (
-        length - 1,
-        length + 1,
-        0,
-        1,
-        2 * length,
-        len(raw),
-        len(raw) - 8,
-        10**8,
-        10**18,
-        2**63,
+        length - 1, length + 1, 0, 1, 2 * length, len(raw), len(raw) - 8, 10**8, 10**18, 2**63,
         2**64 - 1,
-    )
+    )  # fmt: skip
     return struct.pack("<Q", chance.choice(others)) + raw[8:]
 
 

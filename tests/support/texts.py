@@ -37,11 +37,8 @@ VOCABULARY = 4
 PROMPTS = ([1], [2, 0, 1, 3, 2, 0, 1])
 PARAMS = ({"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9})
 SMALL = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+    "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
 
 
 def small_model(vocab_size: int, n_layers: int, sureness: float = 2.0) -> PreTrainedModel:

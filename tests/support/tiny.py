@@ -101,18 +101,10 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_la
 
 CASES = {
     "llama": Case(LlamaConfig, LlamaForCausalLM),
-    "llama-biases": Case(
-        LlamaConfig,
-        LlamaForCausalLM,
-        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
-        "200KB",
-    ),
-    "llama-tied": Case(
-        LlamaConfig,
-        LlamaForCausalLM,
-        {"tie_word_embeddings": True, "num_key_value_heads": 1},
-        "200KB",
-    ),
+    "llama-biases": Case(LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True,
+        "num_key_value_heads": 4}, "200KB"),
+    "llama-tied": Case(LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True,
+        "num_key_value_heads": 1}, "200KB"),
     "llama-linear": Case(LlamaConfig, LlamaForCausalLM, LINEAR),
     "llama-dynamic": Case(LlamaConfig, LlamaForCausalLM, DYNAMIC),
     "llama-llama3": Case(LlamaConfig, LlamaForCausalLM, LLAMA3),
@@ -122,12 +114,9 @@ CASES = {
     "qwen2": Case(Qwen2Config, Qwen2ForCausalLM, YARN),
     "qwen2-window": Case(Qwen2Config, Qwen2ForCausalLM, WINDOWED),
     "qwen3": Case(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}, "200KB"),
-    "qwen3-window": Case(
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True} | WINDOWED,
-    ),
-}
+    "qwen3-window": Case(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8, "attention_bias": True,
+        "tie_word_embeddings": True} | WINDOWED),
+}  # fmt: skip
 # Drafters that any pair serves; heads are in `test_heads`.
 DRAFTERS = [
     name
@@ -358,11 +347,8 @@ def assert_continued(
 def _generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> list[int]:
     ids = torch.tensor([list(prompt)])
     options = {
-        "max_new_tokens": n_new,
-        "min_new_tokens": n_new,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
+        "max_new_tokens": n_new, "min_new_tokens": n_new, "do_sample": False, "pad_token_id": 0,
+    }  # fmt: skip
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[
         0, len(prompt) :
     ].tolist()
@@ -420,12 +406,8 @@ def drafter_of(
     trace = Trace(on=False)
     chosen = drafter_type(name)
     parts_of = (
-        draft,
-        runner.spec.vocab_size,
-        limits.n_levels,
-        trace,
-        chosen.resources.draft_context,
-    )
+        draft, runner.spec.vocab_size, limits.n_levels, trace, chosen.resources.draft_context,
+    )  # fmt: skip
     model = chosen.resources.open_model(*parts_of) if draft else None
     own = None
     if chosen.resources.view is not None:

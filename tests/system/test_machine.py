@@ -73,26 +73,23 @@ def _nested(tight: str) -> dict[str, Any]:
     return {at: _v2((4 if name == tight else 9) * GIB, 3 * GIB) for name, at in folders.items()}
 
 
-@pytest.mark.parametrize(
-    ("group", "files", "limit", "free"),
-    [
-        ("", {}, TOTAL, AVAILABLE),
-        # the page cache is free
-        ("0::/box", {"/box": _v2(8 * GIB, 5 * GIB, GIB, 2 * GIB)}, 8 * GIB, 6 * GIB),
-        *(("0::/outer/inner", _nested(box), 4 * GIB, GIB) for box in ("outer", "inner", "root")),
-        (
-            "11:cpu,cpuacct:/a\n9:memory:/docker/x\n1:name=systemd:/a",
-            {"v1/docker/x": _v1(6 * GIB, 4 * GIB, GIB)},
-            6 * GIB,
-            3 * GIB,
-        ),
-        # the path in /proc names host folders, which the container cannot see
-        ("0::/host/only/path", {"": _v2(5 * GIB, GIB)}, 5 * GIB, 3 * GIB),
-        *(("0::/box", {"/box": _v2(limit, GIB)}, TOTAL, AVAILABLE) for limit in ("max", "", "x")),
-        ("9:memory:/", {"v1": _v1(9223372036854771712, GIB)}, TOTAL, AVAILABLE),
-        ("0::/box", {"/box": _v2(GIB, 2 * GIB)}, GIB, 0),
-    ],
-)
+@pytest.mark.parametrize(("group", "files", "limit", "free"), [
+    ("", {}, TOTAL, AVAILABLE),
+    # the page cache is free
+    ("0::/box", {"/box": _v2(8 * GIB, 5 * GIB, GIB, 2 * GIB)}, 8 * GIB, 6 * GIB),
+    *(("0::/outer/inner", _nested(box), 4 * GIB, GIB) for box in ("outer", "inner", "root")),
+    (
+        "11:cpu,cpuacct:/a\n9:memory:/docker/x\n1:name=systemd:/a",
+        {"v1/docker/x": _v1(6 * GIB, 4 * GIB, GIB)},
+        6 * GIB,
+        3 * GIB,
+    ),
+    # the path in /proc names host folders, which the container cannot see
+    ("0::/host/only/path", {"": _v2(5 * GIB, GIB)}, 5 * GIB, 3 * GIB),
+    *(("0::/box", {"/box": _v2(limit, GIB)}, TOTAL, AVAILABLE) for limit in ("max", "", "x")),
+    ("9:memory:/", {"v1": _v1(9223372036854771712, GIB)}, TOTAL, AVAILABLE),
+    ("0::/box", {"/box": _v2(GIB, 2 * GIB)}, GIB, 0),
+])  # fmt: skip
 def test_tightest_enclosing_group_limits_memory(cgroups, group, files, limit, free):
     cgroups.belong_to(*filter(None, [group]))
     for at, content in files.items():

@@ -45,17 +45,14 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoSockets:
     return TwoSockets(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("local", "expected"),
-    [
-        ("0-3\n", {0, 1, 2, 3}),
-        ("2,8-10,40-47\n", {2, 8, 9, 10}),  # only those that this process may use
-        ("0-63\n", set()),  # one node, or a node that the system does not know
-        ("64-127\n", set()),  # this process may use none of them
-        ("\n", set()),
-        (None, set()),  # no sysfs
-    ],
-)
+@pytest.mark.parametrize(("local", "expected"), [
+    ("0-3\n", {0, 1, 2, 3}),
+    ("2,8-10,40-47\n", {2, 8, 9, 10}),  # only those that this process may use
+    ("0-63\n", set()),  # one node, or a node that the system does not know
+    ("64-127\n", set()),  # this process may use none of them
+    ("\n", set()),
+    (None, set()),  # no sysfs
+])  # fmt: skip
 def test_cpus_near_a_device(sockets, local, expected):
     if local is not None:
         sockets.local(local)

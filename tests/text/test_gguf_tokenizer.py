@@ -25,17 +25,12 @@ SPLIT = pre_tokenizers.Split
 # Pre-tokenizers of the original tokenizer.json.
 ORIGINALS: dict[str, list[pre_tokenizers.PreTokenizer]] = {
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
-    "smollm": [
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ],
-    "falcon": [
-        pre_tokenizers.Punctuation("contiguous"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        pre_tokenizers.Digits(),
-        SPLIT(Regex("[0-9][0-9][0-9]"), "isolated"),
-    ],
-}
+    "smollm": [pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "falcon": [pre_tokenizers.Punctuation("contiguous"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Digits(),
+        SPLIT(Regex("[0-9][0-9][0-9]"), "isolated")],
+}  # fmt: skip
 
 
 def load(path: Path, tokens: dict[str, int], **fields: Any) -> PreTrainedTokenizerBase:
@@ -136,15 +131,12 @@ def test_control_tokens_outside_the_byte_alphabet(tmp_path: Path) -> None:
     assert tokenizer.convert_ids_to_tokens(ids).count("<｜User｜>") == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "has_bos"),
-    [
-        ({"pre": "llama-bpe"}, True),
-        ({"pre": "llama-bpe", "add_bos_token": False}, False),
-        ({"pre": "gpt-2"}, False),
-        ({"pre": "gpt-2", "add_bos_token": True}, True),
-    ],
-)
+@pytest.mark.parametrize(("fields", "has_bos"), [
+    ({"pre": "llama-bpe"}, True),
+    ({"pre": "llama-bpe", "add_bos_token": False}, False),
+    ({"pre": "gpt-2"}, False),
+    ({"pre": "gpt-2", "add_bos_token": True}, True),
+])  # fmt: skip
 def test_begin_token(fields: dict[str, Any], has_bos: bool, tmp_path: Path) -> None:
     """Old files of Llama 3 have no `add_bos_token`."""
     bos = {"<|begin|>": CONTROL}
@@ -155,17 +147,11 @@ def test_begin_token(fields: dict[str, Any], has_bos: bool, tmp_path: Path) -> N
 # SentencePiece vocabularies
 
 
-@pytest.mark.parametrize(
-    ("text", "with_prefix", "without"),
-    [
-        ("Hi", ["▁Hi"], ["Hi"]),
-        (" Hi", ["▁", "▁Hi"], ["▁Hi"]),
-        ("  Hi", ["▁▁", "▁Hi"], ["▁", "▁Hi"]),
-        (" ", ["▁▁"], ["▁"]),
-        ("Hi Hi", ["▁Hi", "▁Hi"], ["Hi", "▁Hi"]),
-        ("é", ["▁", "<0xC3>", "<0xA9>"], ["<0xC3>", "<0xA9>"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "with_prefix", "without"), [
+    ("Hi", ["▁Hi"], ["Hi"]), (" Hi", ["▁", "▁Hi"], ["▁Hi"]), ("  Hi", ["▁▁", "▁Hi"], ["▁", "▁Hi"]),
+    (" ", ["▁▁"], ["▁"]), ("Hi Hi", ["▁Hi", "▁Hi"], ["Hi", "▁Hi"]),
+    ("é", ["▁", "<0xC3>", "<0xA9>"], ["<0xC3>", "<0xA9>"]),
+])  # fmt: skip
 def test_leading_space(
     text: str, with_prefix: list[str], without: list[str], tmp_path: Path
 ) -> None:

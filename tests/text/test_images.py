@@ -72,19 +72,15 @@ def test_orientation_frames_and_depth():
 SCANS = encoded(Image.fromarray(PIXELS), "JPEG", progressive=True)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "no readable image: needs PNG, JPEG"),
-        (b"%PDF-1.7", "no readable image"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no readable image"),
-        (encoded(Image.fromarray(PIXELS), "BMP"), "no readable image"),
-        (PNG[:-40], "damaged or incomplete"),
-        (encoded(Image.fromarray(PIXELS), "JPEG")[:-60], "damaged or incomplete"),
-        (SCANS[:-2] + SCANS[SCANS.index(b"\xff\xda") : -2] * 20 + SCANS[-2:], "too many scans"),
-    ],
-    ids=range(7),
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (b"", "no readable image: needs PNG, JPEG"),
+    (b"%PDF-1.7", "no readable image"),
+    (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no readable image"),
+    (encoded(Image.fromarray(PIXELS), "BMP"), "no readable image"),
+    (PNG[:-40], "damaged or incomplete"),
+    (encoded(Image.fromarray(PIXELS), "JPEG")[:-60], "damaged or incomplete"),
+    (SCANS[:-2] + SCANS[SCANS.index(b"\xff\xda") : -2] * 20 + SCANS[-2:], "too many scans"),
+], ids=range(7))  # fmt: skip
 def test_unusable_files_are_refused(content, message):
     with pytest.raises(PromptError, match=message):
         decode_image(content)
@@ -157,20 +153,16 @@ def test_files_and_images_belong_to_python_only(tmp_path):
     assert "cannot be read: No such file" in error_of([part], reads_files=True)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([{"type": "text", "text": "x"}, {"type": "video_url"}], "content[1] of type 'video_url'"),
-        ([{"type": "input_audio"}], "content[0] of type 'input_audio': needs text or images"),
-        ([{"type": "image_url"}], "image 1: no URL"),
-        ([{"type": "image", "source": {"type": "file", "file_id": "x"}}], "image 1: no URL"),
-        ([PARTS[0], {"type": "image_url", "image_url": "data:,x"}], "image 2: a data URL: needs"),
-        ([PARTS[0], {"type": "image_url", "image_url": url_of(PNG, "text/html")}], "has text/html"),
-        ([{"type": "image_url", "image_url": URL + "*"}], "not valid base64"),
-        ([{"type": "image_url", "image_url": "http://example.org/x"}], "--allow-image-urls"),
-    ],
-    ids=range(8),
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ([{"type": "text", "text": "x"}, {"type": "video_url"}], "content[1] of type 'video_url'"),
+    ([{"type": "input_audio"}], "content[0] of type 'input_audio': needs text or images"),
+    ([{"type": "image_url"}], "image 1: no URL"),
+    ([{"type": "image", "source": {"type": "file", "file_id": "x"}}], "image 1: no URL"),
+    ([PARTS[0], {"type": "image_url", "image_url": "data:,x"}], "image 2: a data URL: needs"),
+    ([PARTS[0], {"type": "image_url", "image_url": url_of(PNG, "text/html")}], "has text/html"),
+    ([{"type": "image_url", "image_url": URL + "*"}], "not valid base64"),
+    ([{"type": "image_url", "image_url": "http://example.org/x"}], "--allow-image-urls"),
+], ids=range(8))  # fmt: skip
 def test_wrong_parts_are_named(content, message):
     error = error_of(content)
     assert message.replace("--allow-image-urls", "allow_image_urls") in error

@@ -248,17 +248,10 @@ def test_prompts_get_the_special_tokens_of_the_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "no_such_model"])
-@pytest.mark.parametrize(
-    "named",
-    [
-        "TokenizersBackend",
-        "PreTrainedTokenizerFast",
-        "LlamaTokenizer",
-        "LlamaTokenizerFast",
-        "Qwen2Tokenizer",
-        None,
-    ],
-)
+@pytest.mark.parametrize("named", [
+    "TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", "LlamaTokenizerFast",
+    "Qwen2Tokenizer", None,
+])  # fmt: skip
 def test_tokenizer_class_equals_transformers(tmp_path, kind, named):
     """For every tokenizer class of the config and every model type."""
     add_tokenizer(tmp_path, BYTE_LEVEL)
@@ -286,20 +279,17 @@ def test_chat_uses_the_template(tmp_path):
     assert encode_chat(tokenizer, HELLO, options) == encoded(BYTE_LEVEL, "user: hello answer:")
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{{ raise_exception('no\nsystem turn') }}", "no system turn"),
-        ("{{ raise_exception('x' * 99999) }}", "xxx"),
-        ("{% for %}", "Expected"),
-        ("{{ nothing.at.all }}", "undefined"),
-        ("{{ 1 / 0 }}", "division by zero"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ raise_exception.__globals__['os'].system('true') }}", "unsafe|undefined"),
-        ("{% include '/etc/passwd' %}", "no loader"),
-    ],
-)
+@pytest.mark.parametrize(("template", "said"), [
+    ("{{ raise_exception('no\nsystem turn') }}", "no system turn"),
+    ("{{ raise_exception('x' * 99999) }}", "xxx"),
+    ("{% for %}", "Expected"),
+    ("{{ nothing.at.all }}", "undefined"),
+    ("{{ 1 / 0 }}", "division by zero"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ("{{ messages.append(1) }}", "unsafe"),
+    ("{{ raise_exception.__globals__['os'].system('true') }}", "unsafe|undefined"),
+    ("{% include '/etc/passwd' %}", "no loader"),
+])  # fmt: skip
 def test_failing_or_unsafe_template_is_one_sentence(tmp_path, template, said):
     add_tokenizer(tmp_path, BYTE_LEVEL)
     tokenizer = load_tokenizer(tmp_path)

@@ -137,20 +137,14 @@ def _config_text(text: str) -> Callable[[Path], None]:
     return lambda directory: (directory / "config.json").write_text(text) and None
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda directory: (directory / "config.json").unlink(), ["config.json", "No such file"]),
-        (_config_text("{"), ["config.json", "not JSON"]),
-        (_config_text("[" * 100_000), ["config.json", "not JSON"]),
-        (_config_text("[1]"), ["config.json", "object"]),
-        (
-            lambda directory: (directory / "config.json").write_bytes(b"\xff\xfe\x00"),
-            ["config.json", "not JSON"],
-        ),
-    ],
-    ids=["missing", "cut", "deep", "list", "binary"],
-)
+@pytest.mark.parametrize(("spoil", "words"), [
+    (lambda directory: (directory / "config.json").unlink(), ["config.json", "No such file"]),
+    (_config_text("{"), ["config.json", "not JSON"]),
+    (_config_text("[" * 100_000), ["config.json", "not JSON"]),
+    (_config_text("[1]"), ["config.json", "object"]),
+    (lambda directory: (directory / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json",
+        "not JSON"]),
+], ids=["missing", "cut", "deep", "list", "binary"])  # fmt: skip
 def test_unreadable_config_is_refused(spoil, words, tmp_path):
     _single(tmp_path)
     spoil(tmp_path)
@@ -197,14 +191,11 @@ def test_unsupported_config_is_refused(changes, words, tmp_path):
 # Which files there are.
 
 
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        ((), ["no weights at all"]),
-        (("pytorch_model.bin",), ["pytorch_model.bin", "safetensors.torch.save_file"]),
-        (("x.gguf",), ["x.gguf"]),
-    ],
-)
+@pytest.mark.parametrize(("names", "words"), [
+    ((), ["no weights at all"]),
+    (("pytorch_model.bin",), ["pytorch_model.bin", "safetensors.torch.save_file"]),
+    (("x.gguf",), ["x.gguf"]),
+])  # fmt: skip
 def test_directory_without_safetensors_is_refused(names, words, tmp_path):
     _single(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -224,32 +215,29 @@ def _swap(index: dict[str, Any]) -> None:
     where[DOWN] = SHARD_1 if where[DOWN] == SHARD_2 else SHARD_2
 
 
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (_swap, [DOWN, "but it is not"]),
-        (lambda index: index["weight_map"].update({"model.layers.0.ghost.weight": SHARD_1}),
-            ["ghost", SHARD_1]),
-        (lambda index: index["weight_map"].pop(DOWN), [DOWN, "missing"]),
-        (
-            lambda index: index["weight_map"].update({DOWN: "model-00003-of-00002.safetensors"}),
-            ["model-00003", "missing"],
-        ),
-        (lambda index: index.pop("weight_map"), ["weight_map"]),
-        (lambda index: index["weight_map"].clear(), ["weight_map"]),
-        (lambda index: index.update(weight_map=[1]), ["weight_map"]),
-        (lambda index: index["weight_map"].update({DOWN: 7}), [DOWN]),
-        (lambda index: index["weight_map"].update({DOWN: "a\nb.safetensors"}), ["missing"]),
-        *(
-            (lambda index, shard=shard: index["weight_map"].update({DOWN: shard}),
-                [DOWN, "no file name"])
-            for shard in ("../outside.safetensors", "/etc/outside.safetensors",
-                "sub/inside.safetensors")
-        ),
-        *((lambda index, shard=shard: index["weight_map"].update({DOWN: shard}),
-            []) for shard in ("..", "", "w.bin")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("edit", "words"), [
+    (_swap, [DOWN, "but it is not"]),
+    (lambda index: index["weight_map"].update({"model.layers.0.ghost.weight": SHARD_1}),
+        ["ghost", SHARD_1]),
+    (lambda index: index["weight_map"].pop(DOWN), [DOWN, "missing"]),
+    (
+        lambda index: index["weight_map"].update({DOWN: "model-00003-of-00002.safetensors"}),
+        ["model-00003", "missing"],
+    ),
+    (lambda index: index.pop("weight_map"), ["weight_map"]),
+    (lambda index: index["weight_map"].clear(), ["weight_map"]),
+    (lambda index: index.update(weight_map=[1]), ["weight_map"]),
+    (lambda index: index["weight_map"].update({DOWN: 7}), [DOWN]),
+    (lambda index: index["weight_map"].update({DOWN: "a\nb.safetensors"}), ["missing"]),
+    *(
+        (lambda index, shard=shard: index["weight_map"].update({DOWN: shard}),
+            [DOWN, "no file name"])
+        for shard in ("../outside.safetensors", "/etc/outside.safetensors",
+            "sub/inside.safetensors")
+    ),
+    *((lambda index, shard=shard: index["weight_map"].update({DOWN: shard}),
+        []) for shard in ("..", "", "w.bin")),
+])  # fmt: skip
 def test_invalid_index_is_refused(edit, words, tmp_path):
     _sharded(tmp_path / "model")
     for place in (tmp_path, tmp_path / "model"):
@@ -458,34 +446,19 @@ def test_tensor_in_phase_with_a_page_overwrites_no_other(phase, backwards, tmp_p
 # Where a checkpoint is looked for.
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "/no/such/place",
-        "./no-such-place",
-        "~/no-such-place",
-        "~no-such-user/x",
-        "a/b/c",
-        "a\0b",
-        "x" * 5000,
-    ],
-)
+@pytest.mark.parametrize("model", [
+    "/no/such/place", "./no-such-place", "~/no-such-place", "~no-such-user/x", "a/b/c", "a\0b",
+    "x" * 5000,
+])  # fmt: skip
 def test_missing_path_is_refused_without_the_hub(model, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CheckpointError):
         locate(model)
 
 
-@pytest.mark.parametrize(
-    ("generation", "config", "wanted"),
-    [
-        (None, 2, {2}),
-        (None, [2, 5], {2, 5}),
-        ([7, 8], 2, {7, 8}),
-        (9, [2], {9}),
-        (None, None, set()),
-    ],
-)
+@pytest.mark.parametrize(("generation", "config", "wanted"), [
+    (None, 2, {2}), (None, [2, 5], {2, 5}), ([7, 8], 2, {7, 8}), (9, [2], {9}), (None, None, set()),
+])  # fmt: skip
 def test_every_end_id_counts_and_generation_config_precedes(generation, config, wanted, tmp_path):
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))

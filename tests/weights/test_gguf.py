@@ -103,16 +103,10 @@ def test_tokens_equal_transformers_with_the_weights_of_the_file(type, tmp_path):
     check_tokens(tmp_path / "m.gguf", build(tmp_path / "m.gguf", wide_llama(), type))
 
 
-@pytest.mark.parametrize(
-    ("name", "type"),
-    [
-        ("llama", "F16"),
-        ("llama-tied", "Q8_0"),
-        ("llama-biases", "Q8_0"),
-        ("qwen2", "Q4_0"),
-        ("qwen3", "Q8_0"),
-    ],
-)
+@pytest.mark.parametrize(("name", "type"), [
+    ("llama", "F16"), ("llama-tied", "Q8_0"), ("llama-biases", "Q8_0"), ("qwen2", "Q4_0"),
+    ("qwen3", "Q8_0"),
+])  # fmt: skip
 def test_every_native_family_is_read(name, type, tmp_path):
     """Also tied embeddings, biases, head norms, and scaled rotations."""
     more = {}

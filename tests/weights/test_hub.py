@@ -37,16 +37,9 @@ DECOYS = (
     "README.md",
 )  # fmt: skip
 SMALL = [
-    "--device",
-    "cpu",
-    "--max-model-len",
-    "64",
-    "--quiet",
-    "--prompt",
-    "the",
-    "--max-new-tokens",
+    "--device", "cpu", "--max-model-len", "64", "--quiet", "--prompt", "the", "--max-new-tokens",
     "3",
-]
+]  # fmt: skip
 
 
 @dataclass
@@ -193,14 +186,11 @@ def test_only_required_files_are_fetched_once(hub, tmp_path, line):
     assert hub.n_requests == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"model_type": "telepathy", "architectures": None}, "telepathy"),
-        ({"clever_trick": True}, "'clever_trick' is not understood"),
-        ({"quantization_config": {"quant_method": "magic"}}, "magic"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"model_type": "telepathy", "architectures": None}, "telepathy"),
+    ({"clever_trick": True}, "'clever_trick' is not understood"),
+    ({"quantization_config": {"quant_method": "magic"}}, "magic"),
+])  # fmt: skip
 def test_config_is_refused_before_a_weight_download(changes, told, hub, tmp_path, line):
     hub.repositories[NAME] = sharded(tmp_path / "model", **changes)
     code, out, err = line("--model", NAME, *SMALL)
@@ -249,16 +239,8 @@ def test_quantised_model_is_planned_by_its_headers(kind, hub, tmp_path, line):
     write(source, tmp_path / "model", Choice(kind))
     hub.repositories[NAME] = tmp_path / "model"
     flags = [
-        "--gpu",
-        "rtx4090",
-        "--ram",
-        "8GB",
-        "--context",
-        "16",
-        "--max-new-tokens",
-        "16",
-        "--json",
-    ]
+        "--gpu", "rtx4090", "--ram", "8GB", "--context", "16", "--max-new-tokens", "16", "--json",
+    ]  # fmt: skip
     code, out, err = line("--model", NAME, *flags, main=plan.main)
     assert code == 0, err
     whole = (tmp_path / "model" / "model.safetensors").stat().st_size
