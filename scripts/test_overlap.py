@@ -1,8 +1,8 @@
 """List what each test adds: its seconds, and the package lines that no other test executes.
 
 `python scripts/test_overlap.py [pytest arguments]` runs the tests under coverage (pytest-cov) with
-one context per test, then prints a line per test function. `--report-only` reads the data of the previous run. Programs that tests start are not
-traced: check their tests by hand.
+one context per test, then prints a line per test function. `--report-only` reads the data of the
+previous run. Programs that tests start are not traced: check their tests by hand.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def durations() -> dict[str, float]:
 
 
 def lines_by_test() -> dict[str, set[tuple[str, int]]]:
-    """Return the executed (file, line) pairs of each test, by node id; set-up counts as the test."""
+    """Return the executed (file, line) pairs of each test with its set-up, by node id."""
     from coverage import CoverageData
 
     data = CoverageData(str(DATA))
