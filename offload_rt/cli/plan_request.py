@@ -65,7 +65,7 @@ def of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = Fals
     """
     from offload_rt.engine import profile
     from offload_rt.llm import LLM
-    from offload_rt.planning.local import this_machine
+    from offload_rt.planning.local import measure_passes, this_machine
 
     config = replace(config, host_memory=settings.ram or config.host_memory)
     with LLM.open(config) as llm:
@@ -78,6 +78,11 @@ def of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = Fals
             n_layers = spec.target.checkpoint.spec.n_layers
             disk_gbps = profile.link_gbps(spec.files.disk, n_layers)
     machine = this_machine(config, disk_gbps, disk)
+    target = spec.target.sizes
+    is_whole = spec.ranks.ranks is None and target.link is None and target.spec.mixture is None
+    if spec.device.type == "cpu" and is_whole:
+        sources = ("target: timed passes", *machine.sources)
+        machine = replace(machine, passes=measure_passes(config, spec), sources=sources)
     draft = spec.draft.sizes()
     config = replace(config, drafter=spec.draft.drafting.name)
     drafter = "none" if draft is None else SELF if draft.stand_in else config.drafter
@@ -87,7 +92,7 @@ def of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = Fals
     if is_clipped:
         tokens = min(tokens, max(spec.memory.max_model_len // 2, 1))
         context = min(context, spec.memory.max_model_len - tokens)
-    request = PlanRequest(config, (spec.target.sizes, draft), acceptance, context, tokens)
+    request = PlanRequest(config, (target, draft), acceptance, context, tokens)
     return predict(request, machine, (spec.memory, spec.pass_bytes))
 
 

@@ -71,6 +71,7 @@ class Machine:
     times_codes  whether `roof` measures products of quantised matrices, which then need no decoding
     ram_gbps     GB/s at which a GPU machine's CPU computes experts; 0: the GPU computes all
     ranks        division of the model; all figures are for a single rank
+    passes       measured pass times of the target; None to derive them from `roof`
     sources      origin of the figures, a sentence each
     """
 
@@ -84,6 +85,7 @@ class Machine:
     times_codes: bool = False
     ram_gbps: float = RAM_GBPS
     ranks: Parallelism = ALONE
+    passes: ComputeTimes | None = None
     sources: tuple[str, ...] = ()
 
     @classmethod
@@ -122,7 +124,7 @@ class Machine:
         """Return the compute times. CUDA graphs replay draft models and resident native targets."""
         is_encoded = [target.link is not None and tier != "device" for tier in plan.tiers]
         decode_s = transfer_s(decoded_nbytes(target, is_encoded), self.decode_gbps)
-        target_times = self._times(
+        target_times = self.passes or self._times(
             target, plan.is_resident, self.ranks, sum(target.layer_nbytes), decode_s=decode_s
         )
         draft_times = None

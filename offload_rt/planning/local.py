@@ -9,14 +9,17 @@ import psutil
 import torch
 
 from offload_rt.config import EngineConfig, format_size, parse_size
-from offload_rt.cost.pass_times import DECODE_GBPS
+from offload_rt.cost.pass_times import DECODE_GBPS, ComputeTimes
 from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.device import memory_budget, pick_device
+from offload_rt.engine.engine_spec import EngineSpec
 from offload_rt.engine.memory_plan import less_margin
+from offload_rt.engine.reserved_memory import reserved_memory
 from offload_rt.errors import CapacityError
-from offload_rt.offload.placement import MemoryBudget
+from offload_rt.llm import LLM
+from offload_rt.offload.placement import MemoryBudget, least_budget
 from offload_rt.ops.dequantize import Weight
 from offload_rt.ops.linear import linear
 from offload_rt.planning.forecast import CPU_DECODE_GBPS, LEVEL_S, Machine
@@ -56,6 +59,27 @@ def this_machine(
         times_codes=device.type == "cpu",
         sources=("compute: timed products", disk_source, *_load()),
     )
+
+
+def measure_passes(config: EngineConfig, spec: EngineSpec) -> ComputeTimes:
+    """Measure passes of local weights on a CPU, as a run does; a layer of each kind is read.
+
+    config  settings of the run
+    spec    specification of the run, whose target is measured
+    """
+    target, memory = spec.target.sizes, spec.memory
+    reserved = reserved_memory(target, None, target.dtype, False, memory.max_model_len, 1)
+    budget = least_budget(target.layer_nbytes, reserved, target.link)
+    lean = replace(
+        config, drafter="none", draft_model=None, device_memory=budget, max_num_seqs=1,
+        max_model_len=memory.max_model_len, tree_size=None, tree_depth=None,
+    )  # fmt: skip
+    with LLM.open(lean) as llm:
+        llm.load()
+        rows = memory.limits.n_nodes, memory.max_model_len - 2
+        measured = profile.pass_profile(llm.engine.runner, llm.spec.pass_bytes, rows)
+    assert measured.compute is not None, "a profile of passes has their times"
+    return measured.compute
 
 
 def _load() -> tuple[str, ...]:

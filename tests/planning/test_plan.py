@@ -20,9 +20,11 @@ from offload_rt import LLM
 from offload_rt.cli import plan, plan_tables, run
 from offload_rt.config import EngineConfig
 from offload_rt.cost.decoding import Decoding
+from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.cost.roofline import Roof
 from offload_rt.cost.tree_size import N_RANKS, Acceptance
 from offload_rt.dtypes import DType
+from offload_rt.engine import profile
 from offload_rt.engine.memory_plan import less_margin, plan_memory
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, SettingsError
@@ -523,6 +525,18 @@ def test_plan_measures_this_machine(capsys, monkeypatch):
     assert plan.main(["--model", "llama-68m", "--device-memory", "400MB"]) == 0
     n = psutil.cpu_count()
     assert f"other programs use {0.9 * n:.1f} of {n} CPUs: the" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("memory", ["100MB", "11.5MB"])
+def test_plan_of_local_weights_uses_timed_passes(memory, capsys, monkeypatch):
+    """Resident and streamed layers; the link is faster than these passes."""
+    measure_little(monkeypatch)
+    times = ComputeTimes((1,), (0,), ((3.0,),))
+    monkeypatch.setattr(profile, "compute_times", lambda *_: times)
+    model = str(Path(__file__).resolve().parents[2] / "models" / "demo-target")
+    result = planned(["--model", model, "--device-memory", memory], capsys)
+    assert result["predicted_seconds_per_token"] == pytest.approx(3.0)
+    assert "target: timed passes" in result["sources"]
 
 
 def test_ram_beside_a_gpu_is_the_host_memory(monkeypatch):
