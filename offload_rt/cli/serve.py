@@ -42,8 +42,8 @@ class ServeSettings:
     )
     tool_call_parser: str = setting(
         "auto",
-        "format of tool calls: hermes, llama3_json, mistral, qwen3_coder, glm45 or harmony;"
-        " auto: by the chat template",
+        "format of tool calls: hermes, granite, lfm2, harmony or generic;"
+        " auto: derived from the chat template",
     )
     reasoning_parser: str = setting(
         "auto",
@@ -142,6 +142,9 @@ def _serve(flags: Namespace) -> None:
         chat_format = ChatFormat.select(
             llm.tokenizer, settings.tool_call_parser, settings.reasoning_parser
         )
+        if chat_format.is_unknown and settings.tool_call_parser == "auto":
+            warning = "the chat template shows no known format of tool calls; generic JSON is used"
+            print(f"warning: {warning}", file=sys.stderr)
         console = Console(stderr=True)
         with loading_bar(console) as bar:
             llm.load(progress=bar)

@@ -1,20 +1,23 @@
 """Format of a model's answers: reasoning and tool calls."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.errors import SettingsError
-from offload_rt.server.tool_parser import AnswerParser, Json, Parsed, ToolFormat
-from offload_rt.server.xml_arguments import text_until
+from offload_rt.server.derivation import Render, derive_calls, derive_tags
+from offload_rt.server.tool_parser import AnswerParser, Json, Parsed, ToolFormat, text_until
 from offload_rt.system import registry
 from offload_rt.text.reasoning import THINK, ReasoningSplitter, Tags
 
+_T = TypeVar("_T")
 _FOLDER = "server.tool_formats"
-_DEFAULT = "hermes"
+_DEFAULT = "generic"
 _TAIL = 8  # tokens
 _TAGS = {"think": THINK, "mistral": Tags("[THINK]", "[/THINK]")}
 
@@ -72,13 +75,13 @@ class ChatFormat:
 
     tool_format  format of tool calls
     tags         texts around the reasoning; None without such tags
-    has_channel  whether the parser of `tool_format` separates the reasoning
+    has_channels  whether the parser of `tool_format` separates the reasoning
     """
 
     tokenizer: PreTrainedTokenizerBase | None
     tool_format: ToolFormat
     tags: Tags | None
-    has_channel: bool
+    has_channels: bool
 
     @classmethod
     def select(
@@ -89,25 +92,40 @@ class ChatFormat:
         Raises SettingsError for unknown names and contradictory formats.
         """
         template = str(tokenizer and tokenizer.chat_template)
-        name = _tool_format_of(template) if tool_parser == "auto" else tool_parser
-        tool_format: ToolFormat = registry.find(_FOLDER, name).FORMAT
-        has_channel = tool_format.around is not None
-        known = ("harmony", "none") if has_channel else (*_TAGS, "none")
+        tool_format: ToolFormat
+        if tool_parser == "auto":
+            tool_format = _tool_format_of(tokenizer, template)
+        else:
+            tool_format = registry.find(_FOLDER, tool_parser).FORMAT
+        has_channels = tool_format.has_channels
+        known = ("harmony", "none") if has_channels else (*_TAGS, "none")
         if reasoning_parser == "auto":
-            used = (kind for kind in _TAGS if not has_channel and _TAGS[kind].closing in template)
-            reasoning_parser = next(used, "harmony" if has_channel else "none")
+            derived = None if has_channels else _derived(derive_tags, tokenizer)
+            used = (kind for kind in _TAGS if not has_channels and _TAGS[kind].closing in template)
+            reasoning_parser = next(used, "harmony" if has_channels else "none")
+            if derived is not None:
+                return cls(tokenizer, tool_format, derived, False)
         elif reasoning_parser not in known:
             need = ", ".join(("auto", *known))
-            problem = f"--reasoning-parser={reasoning_parser} with tool calls of {name}"
+            problem = f"--reasoning-parser={reasoning_parser} with tool calls of {tool_parser}"
             raise SettingsError(problem, need=f"one of {need}")
         tags = _TAGS.get(reasoning_parser)
         return cls(tokenizer, tool_format, tags, reasoning_parser == "harmony")
 
     @property
+    def is_unknown(self) -> bool:
+        """Whether the template supports tools, but its format of calls is unknown."""
+        generic = registry.find(_FOLDER, _DEFAULT).FORMAT
+        return self.tool_format is generic and "tools" in str(
+            self.tokenizer and self.tokenizer.chat_template
+        )
+
+    @property
     def needs_special(self) -> bool:
         """Whether the parser needs special tokens in the text."""
-        special = {str(token) for token in self._added_tokens().values() if token.special}
-        return not special.isdisjoint((*self.tool_format.markers, *(self.tags or ())))
+        text = "".join((self.tool_format.text, *(self.tags or ())))
+        added = self._added_tokens().values()
+        return any(token.special and str(token) in text for token in added)
 
     def tail(self, prompt: list[int]) -> str:
         """Return the end of a prompt, which shows whether the prompt contains reasoning tags."""
@@ -122,11 +140,15 @@ class ChatFormat:
         parser = self.tool_format.parser(tools)
         if self.tags is not None:
             return TaggedParser(ReasoningSplitter(self.tags.opens(tail), self.tags), parser)
-        return parser if self.has_channel or not self.tool_format.around else PlainParser(parser)
+        return (
+            parser
+            if self.has_channels or not self.tool_format.has_channels
+            else PlainParser(parser)
+        )
 
     def call_grammar(self, functions: Sequence[Json], is_single: bool) -> str:
         """Build the Lark grammar of required calls; see `ToolFormat`."""
-        return self.tool_format.grammar(functions, self._marker, is_single)
+        return self.tool_format.grammar(functions, self._lark, is_single)
 
     def around(self, tail: str, has_calls: bool) -> str | None:
         """Build the grammar around a constrained answer; None if nothing precedes the answer.
@@ -134,31 +156,59 @@ class ChatFormat:
         tail       end of the prompt
         has_calls  whether the constraint is a grammar of calls
         """
-        if self.tool_format.around is not None:
-            return self.tool_format.around(self._marker, has_calls)
+        around = self.tool_format.around(self._lark, has_calls)
+        if around is not None:
+            return around
         if self.tags is None or self.tags.closes(tail):
             return None
-        rest = text_until("rest", self._marker(self.tags.closing))
+        rest = text_until("rest", self._lark(self.tags.closing))
         if self.tags.opens(tail):
             return f"start: rest @answer\n{rest}"
-        return f"start: ({self._marker(self.tags.opening)} rest)? @answer\n{rest}"
+        return f"start: ({self._lark(self.tags.opening)} rest)? @answer\n{rest}"
 
-    def _marker(self, text: str) -> str:
+    def _lark(self, text: str) -> str:
+        """Convert a text to a Lark expression of strings and special tokens."""
         # llguidance never spells added tokens such as <tool_call> in strings.
-        matching = (i for i, token in self._added_tokens().items() if str(token) == text)
-        token = next(matching, None)
-        return json.dumps(text) if token is None else f"<[{token}]>"
+        ids = {str(token): i for i, token in self._added_tokens().items()}
+        names = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
+        parts = re.split(f"({names})", text) if ids else [text]
+        return " ".join(
+            f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
 
     def _added_tokens(self) -> Mapping[int, AddedToken]:
         return {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder
 
 
-def _tool_format_of(template: str) -> str:
-    """Return the name of the tool format of a chat template."""
-    formats = {name: registry.find(_FOLDER, name).FORMAT for name in registry.names(_FOLDER)}
-    used = (
-        name
-        for name, entry in formats.items()
-        if any(mark in template for mark in entry.template_marks)
-    )
-    return next(used, _DEFAULT)
+def _tool_format_of(tokenizer: PreTrainedTokenizerBase | None, template: str) -> ToolFormat:
+    """Derive the tool format of a chat template, or find it by its marks."""
+    harmony: ToolFormat = registry.find(_FOLDER, "harmony").FORMAT
+    if "<|channel|>" in template:
+        return harmony
+    if derived := _derived(derive_calls, tokenizer):
+        return derived
+    known = template + " ".join(tokenizer.get_added_vocab() if tokenizer else ())
+    entries = [registry.find(_FOLDER, name) for name in registry.names(_FOLDER)]
+    marked = (entry for entry in entries if any(mark in known for mark in entry.MARKS))
+    entry = next(marked if "tools" in template else iter(()), registry.find(_FOLDER, _DEFAULT))
+    form: ToolFormat = entry.FORMAT
+    return form
+
+
+def _derived(
+    derive: Callable[[Render], _T], tokenizer: PreTrainedTokenizerBase | None
+) -> _T | None:
+    """Derive from a chat template; None if the template fails."""
+    if tokenizer is None or not tokenizer.chat_template:
+        return None
+
+    def render(turns: Sequence[Json], tools: Sequence[Json], has_prompt: bool) -> str:
+        options: Json = {"tools": tools, "tokenize": False, "add_generation_prompt": has_prompt}
+        return str(tokenizer.apply_chat_template([*turns], **options))
+
+    try:
+        return derive(render)
+    except Exception:  # templates are programs and raise any class
+        return None

@@ -1,20 +1,18 @@
-"""Incremental parsers of tool calls in generated text, and parts of their grammars."""
+"""Interface of formats of tool calls, and rules that their grammars share."""
 
 import json
-import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import COMPACT_JSON, closed
-from offload_rt.text.reasoning import n_overlap
 
 Json = dict[str, Any]
-# Converts the text of a marker to a Lark expression: a special token, or a string.
-Marker = Callable[[str], str]
+# Converts a text to a Lark expression of strings and special tokens.
+Lark = Callable[[str], str]
+TEXT = r"/(.|\n)*/"
 
 
 class Parsed(NamedTuple):
@@ -71,194 +69,35 @@ def openai_call(tools: Mapping[str, Json], name: Any, arguments: Any) -> Json | 
     return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 
 
-class Unterminated(Exception):
-    """A block of text that continues behind this closing tag."""
+class ToolFormat(ABC):
+    """A format of tool calls."""
 
+    has_channels = False  # whether the parser separates the reasoning
+    as_text = False  # whether the chat template expects arguments as JSON text
 
-@dataclass
-class ToolParser(AnswerParser):
-    """Parser of calls in blocks. Everything except calls of offered tools is content.
-
-    tools    JSON schemas of the parameters, by name of the offered tools; without tools, all text
-             is content
-    opening  start of a block
-    """
-
-    tools: Mapping[str, Json]
-    opening: ClassVar[str]
-    _buffer: str = field(default="", init=False)
-    _is_behind_call: bool = field(default=False, init=False)  # drops white space between calls
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """All texts that the parser needs, even if they are special tokens."""
 
     @abstractmethod
-    def _find_end(self) -> int | None:
-        """Return the length of the block at the start of the buffer; None if it is incomplete."""
+    def parser(self, tools: Mapping[str, Json]) -> AnswerParser:
+        """Build the parser of an answer from the JSON schemas of the offered tools, by name."""
 
     @abstractmethod
-    def _decode(self, block: str) -> list[Json] | None:
-        """Convert a block, with its tags, to calls; None for anything but calls of offered tools.
+    def grammar(self, functions: Sequence[Json], lark: Lark, is_single: bool) -> str:
+        """Build the Lark grammar of required calls.
 
-        Raises Unterminated if the text of an argument contains the closing tag.
+        functions  of OpenAI's `tools`
+        is_single  whether the answer is exactly one call
         """
 
-    def feed(self, text: str) -> Parsed:
-        """Append generated text. Returns the content and the calls that are now complete."""
-        if not self.tools:
-            return Parsed(text=text)
-        self._buffer += text
-        return Parsed.join(iter(self._next, None))
+    def around(self, lark: Lark, has_calls: bool) -> str | None:
+        """Build the grammar around an answer; None if the reasoning is between tags.
 
-    def end(self) -> Parsed:
-        """Return the rest. The last call needs no closing tag."""
-        rest = self._buffer
-        self._buffer = ""
-        try:
-            calls = self._decode(rest) if rest.startswith(self.opening) else None
-        except Unterminated:
-            calls = None
-        return Parsed(text=rest) if calls is None else Parsed(calls=calls)
-
-    def _next(self) -> Parsed | None:
-        """Consume a stretch of content or one block; None if that requires more text."""
-        if not self._buffer.startswith(self.opening):
-            return self._next_content()
-        end = self._find_end()
-        if end is None:
-            return None
-        block = self._buffer[:end]
-        try:
-            calls = self._decode(block)
-        except Unterminated:
-            return Parsed()  # `_find_end` continues behind this end
-        self._buffer = self._buffer[end:]
-        self._restart()
-        self._is_behind_call = calls is not None
-        return Parsed(text=block) if calls is None else Parsed(calls=calls)
-
-    def _restart(self) -> None:
-        """Prepare `_find_end` for the next block."""
-
-    def _next_content(self) -> Parsed | None:
-        end = self._buffer.find(self.opening)
-        if end < 0:  # keep a possible start of the tag
-            end = len(self._buffer) - n_overlap(self._buffer, self.opening)
-        if end == 0:
-            return None
-        content = self._buffer[:end]
-        self._buffer = self._buffer[end:]
-        if self._is_behind_call:
-            content = content.lstrip()
-            self._is_behind_call = not content
-        return Parsed(text=content)
-
-    def call(self, name: Any, arguments: Any) -> Json | None:
-        """Build a call of an offered tool; see `openai_call`."""
-        return openai_call(self.tools, name, arguments)
-
-
-@dataclass
-class TagParser(ToolParser):
-    """Parser of calls between two tags."""
-
-    closing: ClassVar[str]
-    _n_scanned: int = field(default=0, init=False)  # start of the search for a closing tag
-
-    def _find_end(self) -> int | None:
-        tag = self._buffer.find(self.closing, self._n_scanned)
-        if tag < 0:
-            self._n_scanned = max(self._n_scanned, len(self._buffer) - len(self.closing) + 1)
-            return None
-        self._n_scanned = tag + len(self.closing)
-        return self._n_scanned
-
-    def _restart(self) -> None:
-        self._n_scanned = 0
-
-    def _decode(self, block: str) -> list[Json] | None:
-        body = block.removeprefix(self.opening).removesuffix(self.closing)
-        call = self._decode_body(body.strip())
-        return None if call is None else [call]
-
-    @abstractmethod
-    def _decode_body(self, body: str) -> Json | None:
-        """Convert the text between the tags to a call; see `_decode`."""
-
-
-@dataclass
-class JsonParser(ToolParser):
-    """Parser of calls that end with a JSON value."""
-
-    _at: int = field(default=0, init=False)  # end of the scanned text
-    _depth: int = field(default=0, init=False)  # open brackets
-    _is_string: bool = field(default=False, init=False)
-
-    def _json_start(self) -> int | None:
-        """Return the position of the JSON value in the buffer; None if it has not begun."""
-        return 0
-
-    def _find_end(self) -> int | None:
-        if self._depth == 0:
-            start = self._json_start()
-            if start is None:
-                return None
-            self._at = start
-        while self._at < len(self._buffer):
-            pattern = _STRING if self._is_string else _NO_BRACKET
-            if match := pattern.match(self._buffer, self._at):
-                self._at = match.end()
-            bracket = self._buffer[self._at : self._at + 1]
-            if bracket in ("", "\\"):  # the rest of an escape follows
-                break
-            self._at += 1
-            if bracket == '"':
-                self._is_string = not self._is_string
-            else:
-                self._depth += 1 if bracket in "[{" else -1
-            if self._depth <= 0:
-                return self._at
+        has_calls  whether the answer consists of calls
+        """
         return None
-
-    def _restart(self) -> None:
-        self._depth = 0
-
-
-_STRING = re.compile(r'(?:[^"\\]++|\\.)++', re.DOTALL)
-_NO_BRACKET = re.compile(r'[^"\[{\]}]++')
-
-
-def decode_json(text: str) -> Any:
-    """Parse JSON. Raises Unterminated inside a string, ValueError for other invalid JSON."""
-    try:
-        value, end = DECODER.raw_decode(text)
-    except json.JSONDecodeError as error:
-        if error.msg.startswith("Unterminated string"):
-            raise Unterminated from error
-        raise
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    if end < len(text):
-        raise ValueError("text behind the JSON value")
-    return value
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """A format of tool calls.
-
-    parser          builds the parser of an answer from the offered tools
-    grammar         builds the Lark grammar of required calls from the functions of OpenAI's
-                    `tools`, a converter of markers, and whether the answer is exactly one call
-    markers         texts that the parser needs, even if they are special tokens
-    template_marks  texts of chat templates that use the format; none for the default format
-    around          builds the grammar around an answer from a converter of markers and whether the
-                    answer consists of calls; the parser then separates the reasoning. None: the
-                    reasoning is between tags.
-    """
-
-    parser: Callable[[Mapping[str, Json]], AnswerParser]
-    grammar: Callable[[Sequence[Json], Marker, bool], str]
-    markers: tuple[str, ...] = ()
-    template_marks: tuple[str, ...] = ()
-    around: Callable[[Marker, bool], str] | None = None
 
 
 def call_rules(
@@ -286,20 +125,45 @@ def json_rule(name: str, schema: Json) -> str:
     return f"{name}: %json {json.dumps({**closed(schema), 'x-guidance': COMPACT_JSON})}"
 
 
-def json_calls(functions: Sequence[Json], head: Callable[[str], str], tail: str = "") -> list[str]:
-    """Build the Lark rules of calls with arguments in JSON.
+def properties_of(schema: Json) -> Json:
+    """Return the schemas of the arguments by name."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
 
-    head  expression before the arguments of a function
-    tail  expression behind them
+
+def text_until(name: str, closing: str) -> str:
+    """Build the Lark rule of a text and its closing tag.
+
+    closing  an expression in Lark; strings before a special token belong to the text
     """
+    before, mark, token = closing.partition("<[")
+    return f"{name}: {TEXT} {mark}{token}" if mark else f"{name}[suffix={before}]: {TEXT}"
 
-    def call(i: int, function: Json, schema: Json) -> list[str]:
-        return [
-            f"{head(function['name'])} arguments{i} {tail}",
-            json_rule(f"arguments{i}", schema),
-        ]
 
-    return call_rules(functions, call)
+def value_rules(name: str, schema: Json, value: object, closing: str) -> list[str]:
+    """Build the rules of a value and its closing tag."""
+    if not isinstance(value, dict):
+        value = {}
+    if type_names(value) != {"string"}:
+        shared: Json = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        return [f"{name}: {name}_json {closing}", json_rule(f"{name}_json", {**value, **shared})]
+    texts = [value["const"]] if "const" in value else value.get("enum")
+    if texts:
+        choices = " | ".join(json.dumps(str(text), ensure_ascii=False) for text in texts)
+        return [f"{name}: ({choices}) {closing}"]
+    return [text_until(name, closing)]
+
+
+def type_names(schema: object) -> set[str]:
+    """Return the JSON types of a schema as far as they are evident."""
+    if not isinstance(schema, dict):
+        return set()
+    kinds = schema.get("type", [])
+    names = {kinds} if isinstance(kinds, str) else {str(kind) for kind in kinds}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if not names and values and all(isinstance(value, str) for value in values):
+        names = {"string"}
+    return names
 
 
 def _refuse_constant(name: str) -> None:

@@ -24,7 +24,7 @@ from offload_rt.server import service
 from offload_rt.server.answer import Answer
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
-from offload_rt.server.tool_formats.hermes import HermesParser
+from offload_rt.server.tool_formats.hermes import FORMAT
 from offload_rt.text.detokenize import token_bytes
 
 __all__ = ["llm", "served"]
@@ -309,7 +309,7 @@ def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
 def test_tool_parser_keeps_text_and_finds_calls(text, content, arguments):
     sizes = (1, 7, len(text)) if len(text) < 1000 else (1000, len(text))
     for size in sizes:
-        parser = HermesParser({"add": {}})
+        parser = FORMAT.parser({"add": {}})
         parts = [parser.feed(text[k : k + size]) for k in range(0, len(text), size)]
         parts.append(parser.end())
         calls = [call for part in parts for call in part.calls]
@@ -320,30 +320,31 @@ def test_tool_parser_keeps_text_and_finds_calls(text, content, arguments):
 
 
 def test_tool_parser_reports_each_call_when_it_is_complete():
-    parser = HermesParser({"add": {}})
+    parser = FORMAT.parser({"add": {}})
     assert len(parser.feed("Yes. " + call("{}")).calls) == 1
     assert parser.feed(" More.").text == "More."
 
 
 def test_tool_parser_scans_text_once(monkeypatch):
     """White space and closing tags inside strings do not restart the scan."""
-    from offload_rt.server import tool_parser
+    from offload_rt.server import call_format
 
-    n_decoded = 0
+    n_scanned = 0
 
-    class Counter(json.JSONDecoder):
-        def raw_decode(self, text: str, idx: int = 0) -> Any:
-            nonlocal n_decoded
-            n_decoded += 1
-            return super().raw_decode(text, idx)
+    class Counter:
+        def match(self, text: str, at: int) -> Any:
+            nonlocal n_scanned
+            found = pattern.match(text, at)
+            n_scanned += found.end() - at if found else 0
+            return found
 
-    monkeypatch.setattr(tool_parser, "DECODER", Counter(strict=False))
-    parser = HermesParser({"add": {}})
+    pattern = call_format._JSON_TEXT
+    monkeypatch.setattr(call_format, "_JSON_TEXT", Counter())
+    parser = FORMAT.parser({"add": {}})
     parser.feed('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>')
     for _ in range(2000):
         parser.feed(" x")
-    assert n_decoded == 1
-    assert parser.feed('"}}</tool_call>').calls and n_decoded == 2
+    assert parser.feed('"}}</tool_call>').calls and n_scanned < 5000
 
 
 def test_full_queue_is_a_rate_limit(served):

@@ -11,7 +11,7 @@ from support.serving import PROMPT, TURNS, Served, llm, served
 
 from offload_rt import SamplingParams, StructuredOutputs
 from offload_rt.executor.grammar import GrammarCompiler
-from offload_rt.server.tool_formats.hermes import HermesParser, grammar
+from offload_rt.server.tool_formats.hermes import FORMAT
 from offload_rt.text.detokenize import token_bytes
 
 __all__ = ["llm", "served"]
@@ -129,7 +129,7 @@ def test_several_required_calls_are_parsed(served: Served) -> None:
     parts = [token_bytes(served.llm.tokenizer, token) or b"\0" for token in range(4096)]
     compiler = GrammarCompiler(served.llm.tokenizer, 4096, {0})
     for is_single in (False, True):
-        lark = grammar([tool["function"] for tool in TOOLS], json.dumps, is_single)
+        lark = FORMAT.grammar([tool["function"] for tool in TOOLS], json.dumps, is_single)
         position = compiler.compile(StructuredOutputs(grammar=lark))
         rest = text.encode()
         while rest:
@@ -143,7 +143,7 @@ def test_several_required_calls_are_parsed(served: Served) -> None:
             rest = rest[len(parts[longest]) :]
         assert rest == (text[text.index("\n<tool_call>", 1) :].encode() if is_single else b"")
     compiler.close()
-    calls = HermesParser({"open_file": {}}).feed(text).calls
+    calls = FORMAT.parser({"open_file": {}}).feed(text).calls
     assert [json.loads(call["function"]["arguments"])["mode"] for call in calls] == ["r", "w"]
 
 

@@ -1,11 +1,14 @@
 """Formats of tool calls and reasoning: parsers, grammars, and their selection."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from check_templates import CASES, failures, rendered, tokenizer_of
+from support.chat_templates import TEMPLATES
 from support.serving import MODELS
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
@@ -37,32 +40,8 @@ SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|channel|>", "<|me
 ADDED = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
          "<think>", "</think>")  # fmt: skip
 OPEN_FILE = {"path": 'a}b"\n', "size": 3}
-ARGUMENTS = json.dumps(OPEN_FILE)
-# Two calls, of open_file and add; with harmony a single call.
-CALLS = {
-    "hermes": (
-        f'<tool_call>\n{{"name": "open_file", "arguments": {ARGUMENTS}}}\n</tool_call>',
-        '\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>',
-    ),
-    "llama3_json": (
-        f'{{"name": "open_file", "parameters": {ARGUMENTS}}}',
-        '; {"name": "add", "parameters": {}}',
-    ),
-    "mistral": (f"[TOOL_CALLS]open_file[ARGS]{ARGUMENTS}", "[TOOL_CALLS]add[ARGS]{}"),
-    "qwen3_coder": (
-        '<tool_call>\n<function=open_file>\n<parameter=path>\na}b"\n\n</parameter>\n'
-        "<parameter=size>\n3\n</parameter>\n</function>\n</tool_call>",
-        "\n<tool_call>\n<function=add>\n</function>\n</tool_call>",
-    ),
-    "glm45": (
-        '<tool_call>open_file\n<arg_key>path</arg_key>\n<arg_value>a}b"\n</arg_value>'
-        "<arg_key>size</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
-        "\n<tool_call>add\n</tool_call>",
-    ),
-    "harmony": (
-        "<|channel|>commentary to=functions.open_file <|constrain|>json<|message|>" + ARGUMENTS,
-    ),
-}
+CALLS = [("open_file", OPEN_FILE), ("add", {})]
+HARMONY = "<|channel|>commentary to=functions.open_file <|constrain|>json<|message|>"
 ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 
 
@@ -73,6 +52,12 @@ def tokenizer() -> Any:
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})
     tokenizer.add_tokens([AddedToken(text, special=False) for text in ADDED])
     return tokenizer
+
+
+def chat_format_of(tokenizer: Any, name: str, reasoning: str = "auto") -> ChatFormat:
+    """Derive the format of a template; harmony has a parser of its own."""
+    tokenizer.chat_template = TEMPLATES.get(name)
+    return ChatFormat.select(tokenizer, "harmony" if name == "harmony" else "auto", reasoning)
 
 
 @pytest.fixture(scope="module")
@@ -98,27 +83,50 @@ def accepted(
     return text + "!"
 
 
-@pytest.mark.parametrize("name", CALLS)
+def answer_of(tokenizer: Any, name: str, n_calls: int) -> str:
+    """Render an answer with the first calls of CALLS."""
+    if name == "harmony":
+        return HARMONY + json.dumps(OPEN_FILE)
+    form = chat_format_of(tokenizer, name).tool_format
+    return rendered(tokenizer, CALLS[:n_calls], form).removesuffix("<|im_end|>\n")
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "harmony"])
 def test_grammar_and_parser_of_a_format_agree(
     compiler: GrammarCompiler, tokenizer: Any, name: str
 ) -> None:
-    """The grammar accepts what the parser reads, and a call only once if that is required."""
-    parts = CALLS[name]
-    text = "".join(parts)
-    chat_format = ChatFormat.select(tokenizer, name, "auto")
+    """The grammar accepts rendered calls, and a call only once if that is required."""
+    n_calls = 1 if name in ("llama", "harmony") else 2
+    single = without_ids(answer_of(tokenizer, name, 1))
+    text = without_ids(answer_of(tokenizer, name, n_calls))
+    chat_format = chat_format_of(tokenizer, name)
     around = chat_format.around("", True)
-    for is_single, expected in ((True, parts[0]), (False, text)):
+    for is_single, expected in ((True, single), (False, text)):
         lark = chat_format.call_grammar(FUNCTIONS, is_single)
         outputs = StructuredOutputs(grammar=lark, around=around)
         assert accepted(compiler, tokenizer, outputs, expected) == expected + "!"
-        for wrong in (text.replace("open_file", "close_file"), text.replace("3", "true"), "Hello"):
+        wrongs = (text.replace("open_file", "close_file"), text.replace("3", "true"), "Hello")
+        for wrong in wrongs:
             assert not accepted(compiler, tokenizer, outputs, wrong).endswith("!")
-    if len(parts) > 1:
-        single = chat_format.call_grammar(FUNCTIONS, True)
-        outputs = StructuredOutputs(grammar=single, around=around)
+    if n_calls > 1:
+        outputs = StructuredOutputs(grammar=chat_format.call_grammar(FUNCTIONS, True))
         assert not accepted(compiler, tokenizer, outputs, text).endswith("!")
-    names = ["open_file", "add"][: len(parts)]
-    assert parsed(chat_format, text) == ("", "", [*zip(names, [OPEN_FILE, {}], strict=False)])
+    assert parsed(chat_format, text) == ("", "", CALLS[:n_calls])
+
+
+def without_ids(text: str) -> str:
+    """Remove ids in JSON, which grammars leave to the server."""
+    return re.sub(r', "id": "\w+"', "", text)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("case", CASES)
+def test_rendered_calls_survive_every_split(name: str, case: str) -> None:
+    """Truncated answers have no wrong calls."""
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    chat_format = ChatFormat.select(tokenizer, "auto", "auto")
+    assert chat_format.tool_format != registry.find("server.tool_formats", "generic").FORMAT
+    assert failures(tokenizer, chat_format, [case]) == []
 
 
 def parsed(chat_format: ChatFormat, text: str, tail: str = "") -> tuple[str, str, list[Any]]:
@@ -141,15 +149,18 @@ def parsed(chat_format: ChatFormat, text: str, tail: str = "") -> tuple[str, str
 @pytest.mark.parametrize(
     ("name", "text", "content", "n_calls"),
     [
-        ("llama3_json", 'Use {"name": "add", "parameters": {}}', None, 0),
-        ("llama3_json", '{"name": "other", "parameters": {}} {"name": "add"}', None, 0),
-        ("llama3_json", '\n{"name": "add", "parameters": {}} ', "", 1),
-        ("llama3_json", '{"name": "add", "parameters": {}} and more', "and more", 1),
-        ("llama3_json", '{"name": "ad', None, 0),
-        ("llama3_json", " \n", None, 0),
-        ("mistral", 'So: [TOOL_CALLS] [{"name": "add", "arguments": {"a": "]"}}]', "So: ", 1),
-        ("mistral", '[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": [1, {"b": "\\"}"}]}', "", 1),
-        ("mistral", '[TOOL_CALLS][{"name": "add"}, {"name": "other"}]', None, 0),
+        ("llama", 'Use {"name": "add", "parameters": {}}', None, 0),
+        ("llama", '{"name": "other", "parameters": {}} {"name": "add"}', None, 0),
+        ("llama", '\n{"name": "add", "parameters": {}} ', "", 1),
+        ("llama", '{"name": "add", "parameters": {}} and more', "and more", 1),
+        ("llama", '{"name": "ad', None, 0),
+        ("llama", " \n", None, 0),
+        ("mistral_list", 'So: [TOOL_CALLS] [{"name": "add", "arguments": {"a": "]"}}]', "So: ", 1),
+        ("mistral_ids", '[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": [1, {"b": "\\"}"}]}', "", 1),
+        ("mistral_list", '[TOOL_CALLS][{"name": "add"}, {"name": "other"}]',
+         ', {"name": "other"}]', 1),
+        ("python", "<|tool_call_start|>[other()]<|tool_call_end|>", None, 0),
+        ("recipient", "all\n>>>add\n{}", "all\n", 1),
         ("mistral", "[TOOL_CALLS]add", None, 0),
         ("mistral", "[TOOL", None, 0),
         ("qwen3_coder", "<tool_call><function=add><parameter=a></function></tool_call>", None, 0),
@@ -173,14 +184,14 @@ def test_text_beside_calls_is_content(
     tokenizer: Any, name: str, text: str, content: str | None, n_calls: int
 ) -> None:
     """A content of None is the whole text."""
-    answer = parsed(ChatFormat.select(tokenizer, name, "auto"), text)
+    answer = parsed(chat_format_of(tokenizer, name), text)
     assert answer[:2] == ("", text if content is None else content)
     assert [called for called, _ in answer[2]] == ["add"] * n_calls
 
 
 @pytest.mark.parametrize("text", ["3", "true", "null", '"a"', "a", "[1, 2", '{"a": 1}'])
 def test_arguments_between_tags_have_the_type_of_the_schema(tokenizer: Any, text: str) -> None:
-    chat_format = ChatFormat.select(tokenizer, "glm45", "none")
+    chat_format = chat_format_of(tokenizer, "glm45", "none")
     values = {}
     for name in ("path", "size"):
         pair = f"<arg_key>{name}</arg_key><arg_value>{text}</arg_value>"
@@ -210,7 +221,7 @@ def test_grammar_begins_behind_the_reasoning(
     compiler: GrammarCompiler, tokenizer: Any, name: str, reasoning: str, tail: str, text: str,
     answer: str,
 ) -> None:  # fmt: skip
-    chat_format = ChatFormat.select(tokenizer, name, reasoning)
+    chat_format = chat_format_of(tokenizer, name, reasoning)
     around = chat_format.around(tail, False)
     outputs = StructuredOutputs(choice=["yes", "no"], around=around)
     assert accepted(compiler, tokenizer, outputs, text) == text + "!"
@@ -219,13 +230,14 @@ def test_grammar_begins_behind_the_reasoning(
     assert parsed(chat_format, text, tail) == (thought, answer, [])
     lark = chat_format.call_grammar(FUNCTIONS, True)
     outputs = StructuredOutputs(grammar=lark, around=chat_format.around(tail, True))
-    text = text.replace("yes", "").replace("<|channel|>final<|message|>", "") + CALLS[name][0]
+    text = text.replace("yes", "").replace("<|channel|>final<|message|>", "")
+    text += answer_of(tokenizer, name, 1)
     assert accepted(compiler, tokenizer, outputs, text) == text + "!"
     assert parsed(chat_format, text, tail) == (thought, "", [("open_file", OPEN_FILE)])
 
 
 def test_channels_without_separate_reasoning_are_content(tokenizer: Any) -> None:
-    chat_format = ChatFormat.select(tokenizer, "harmony", "none")
+    chat_format = chat_format_of(tokenizer, "harmony", "none")
     text = ANALYSIS + "<|channel|>final<|message|>yes"
     assert parsed(chat_format, text) == ("", "hmyes", [])
 
@@ -233,23 +245,27 @@ def test_channels_without_separate_reasoning_are_content(tokenizer: Any) -> None
 @pytest.mark.parametrize(
     ("template", "name", "reasoning"),
     [
-        ("{{ '<tool_call>' }}", "hermes", "none"),
-        ("{{ '<tool_call>' }} {{ '</think>' }}", "hermes", "think"),
-        ("{{ '<tool_call>' }} {{ '<function=' }}", "qwen3_coder", "none"),
-        ("{{ '<tool_call>' }} {{ '<arg_key>' }} {{ '</think>' }}", "glm45", "think"),
-        ("{{ '[TOOL_CALLS]' }} {{ '[/THINK]' }}", "mistral", "mistral"),
-        ("{{ '<|python_tag|>' }}", "llama3_json", "none"),
+        ("{{ '<tool_call>' if tools }}", "hermes", "none"),
+        ("{{ '<tool_call>' if tools }} {{ '</think>' }}", "hermes", "think"),
+        ("{{ '<|tool_call|>' if tools }}", "granite", "none"),
+        ("{{ '<|tool_list_start|>' if tools }}", "lfm2", "none"),
         ("{{ '<|channel|>' }} {{ '<|message|>' }}", "harmony", "harmony"),
+        ("{{ tools }} {{ '[/THINK]' }}", "generic", "mistral"),
+        ("{{ messages.missing.text }}", "generic", "none"),
     ],
 )
-def test_formats_follow_the_template(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str, name: str, reasoning: str
+def test_formats_without_rendered_calls_follow_marks(
+    template: str, name: str, reasoning: str
 ) -> None:
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    chat_format = ChatFormat.select(tokenizer, "auto", "auto")
-    assert chat_format == ChatFormat.select(tokenizer, name, reasoning)
+    chat_format = ChatFormat.select(tokenizer_of(template), "auto", "auto")
     assert chat_format.tool_format is registry.find("server.tool_formats", name).FORMAT
-    assert chat_format.needs_special == (name in ("mistral", "harmony"))
+    assert chat_format == ChatFormat.select(chat_format.tokenizer, name, reasoning)
+    assert chat_format.is_unknown == ("tools }} {{ '[/THINK]'" in template)
+
+
+def test_special_tokens_of_the_format_remain_in_the_text(tokenizer: Any) -> None:
+    assert chat_format_of(tokenizer, "mistral").needs_special
+    assert not chat_format_of(tokenizer, "hermes").needs_special
 
 
 @pytest.mark.parametrize(

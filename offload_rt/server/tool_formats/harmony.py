@@ -3,23 +3,22 @@
 The library openai-harmony parses token ids, but downloads its vocabulary at the first use.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload_rt.server.tool_parser import (
+    DECODER,
+    TEXT,
     AnswerParser,
     Json,
-    Marker,
+    Lark,
     Parsed,
     ToolFormat,
-    Unterminated,
-    decode_json,
-    json_calls,
+    call_rules,
+    json_rule,
     openai_call,
 )
-from offload_rt.server.xml_arguments import TEXT
 from offload_rt.text.reasoning import n_overlap
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -90,8 +89,10 @@ class HarmonyParser(AnswerParser):
     def _part(self, text: str) -> Parsed:
         if self._recipient is not None:
             try:
-                call = openai_call(self.tools, self._recipient, decode_json(text.strip() or "{}"))
-            except (Unterminated, ValueError):
+                call = openai_call(
+                    self.tools, self._recipient, DECODER.decode(text.strip() or "{}")
+                )
+            except (ValueError, RecursionError):
                 call = None
             return Parsed(text=text) if call is None else Parsed(calls=[call])
         return Parsed(reasoning=text) if self.is_reasoning else Parsed(text=text)
@@ -102,30 +103,38 @@ def _could_be_head(text: str) -> bool:
     return bool(_HEAD.match(text)) or any(tag.startswith(text) for tag in (_START, _CHANNEL))
 
 
-def grammar(functions: Sequence[Json], marker: Marker, _: bool) -> str:
-    """Build the grammar of one call, which ends the answer; see `ToolFormat`."""
+class Harmony(ToolFormat):
+    """Format of gpt-oss."""
 
-    def head(name: str) -> str:
-        recipient = json.dumps(f"commentary to=functions.{name} ")
-        return f'{marker(_CHANNEL)} {recipient} {marker("<|constrain|>")} "json" {marker(_MESSAGE)}'
+    text = _CHANNEL + _START + _MESSAGE + _END
+    has_channels = True
 
-    return "\n".join(["start: call", *json_calls(functions, head)])
+    def parser(self, tools: Mapping[str, Json]) -> AnswerParser:
+        """Build the parser of an answer."""
+        return HarmonyParser(tools)
+
+    def grammar(self, functions: Sequence[Json], lark: Lark, is_single: bool) -> str:
+        """Build the grammar of one call, which ends the answer."""
+
+        def call(i: int, function: Json, schema: Json) -> list[str]:
+            recipient = f"{_CHANNEL}commentary to=functions.{function['name']} "
+            head = lark(f"{recipient}<|constrain|>json{_MESSAGE}")
+            return [f"{head} arguments{i}", json_rule(f"arguments{i}", schema)]
+
+        return "\n".join(["start: call", *call_rules(functions, call)])
+
+    def around(self, lark: Lark, has_calls: bool) -> str:
+        """Build the grammar of an optional analysis and the answer."""
+        head = "" if has_calls else lark(f"{_CHANNEL}final{_MESSAGE}")
+        analysis = lark(f"{_CHANNEL}analysis{_MESSAGE}")
+        return "\n".join(
+            [
+                f"start: analysis? {head} @answer",
+                f"analysis: {analysis} TEXT {lark(f'{_END}{_START}assistant')}",
+                f"TEXT: {TEXT}",
+            ]
+        )
 
 
-def around(marker: Marker, has_calls: bool) -> str:
-    """Build the grammar of an optional analysis and the answer; see `ToolFormat`."""
-    channel, message = marker(_CHANNEL), marker(_MESSAGE)
-    head = "" if has_calls else f'{channel} "final" {message}'
-    end = f'{marker(_END)} {marker(_START)} "assistant"'
-    return "\n".join(
-        [
-            f"start: analysis? {head} @answer",
-            f'analysis: {channel} "analysis" {message} TEXT {end}',
-            f"TEXT: {TEXT}",
-        ]
-    )
-
-
-FORMAT = ToolFormat(
-    HarmonyParser, grammar, markers=(_CHANNEL,), template_marks=(_CHANNEL,), around=around
-)
+MARKS = ()  # found by the template alone
+FORMAT = Harmony()

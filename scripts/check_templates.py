@@ -1,0 +1,132 @@
+"""Derive the format of tool calls of each chat template in a folder, and parse calls back.
+
+    python scripts/check_templates.py FOLDER
+
+Prints the Markdown table of docs/server.md, and how many templates parse their own calls in every
+split of the text and never find wrong calls in truncated text.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from offload_rt.server.call_format import CallFormat
+from offload_rt.server.chat_format import ChatFormat
+
+TURN = {"role": "user", "content": "Which weather?"}
+SCHEMAS = {
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": name, "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+Calls = list[tuple[str, Any]]
+CASES: dict[str, Calls] = {
+    "texts": [("get_weather", {"city": 'São  Paulo\n<b> [x] {y: 1}, (z) \\n "q"'})],
+    "numbers": [("add", {"a": -3, "b": 0.5})],
+    "constants": [("add", {"a": None, "b": True})],
+    "nested": [("add", {"a": 1, "b": {"k": ["v, w", {"x": 1}], "l": None}})],
+    "no arguments": [("add", {})],
+    "two calls": [("get_weather", {"city": "Oslo"}), ("add", {"a": 1, "b": 2})],
+}
+
+
+def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+    """Build a tokenizer with a chat template and without a vocabulary."""
+    words = Tokenizer(WordLevel({"x": 0}, unk_token="x"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def rendered(tokenizer: Any, calls: Calls, form: Any) -> str:
+    """Render an answer with calls, behind the prompt of the answer."""
+    entries = []
+    for i, (name, value) in enumerate(calls):
+        arguments = json.dumps(value) if form.as_text else value
+        function = {"name": name, "arguments": arguments}
+        entries.append({"id": f"call0000{i}", "type": "function", "function": function})
+    options = {"tools": TOOLS, "tokenize": False}
+    turns = [TURN, {"role": "assistant", "content": "", "tool_calls": entries}]
+    text = str(tokenizer.apply_chat_template(turns, **options)).rpartition(TURN["content"])[2]
+    prompt = tokenizer.apply_chat_template([TURN], add_generation_prompt=True, **options)
+    return text.removeprefix(str(prompt).rpartition(TURN["content"])[2])
+
+
+def parsed(chat_format: ChatFormat, pieces: list[str], tail: str = "") -> Calls:
+    """Parse pieces of an answer."""
+    parser = chat_format.parser(SCHEMAS, tail)
+    parts = [*map(parser.feed, pieces), parser.end()]
+    calls = [call["function"] for part in parts for call in part.calls]
+    return [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+def splits(text: str) -> Iterator[list[str]]:
+    """Split a text into characters, and at each position into two pieces."""
+    yield [*text]
+    for i in range(len(text) + 1):
+        yield [text[:i], text[i:]]
+
+
+def failures(tokenizer: Any, chat_format: ChatFormat, cases: Iterable[str] = CASES) -> list[str]:
+    """Return the cases whose calls do not survive."""
+    failed = []
+    for case in cases:
+        calls = CASES[case]
+        try:
+            text = rendered(tokenizer, calls, chat_format.tool_format)
+        except Exception as error:  # templates are programs
+            if case != "two calls":
+                failed.append(f"{case} ({' '.join(str(error).split())[:60]})")
+            continue
+        is_shown = all(name in text for name, _ in calls)
+        expected = calls if is_shown else calls[:1]
+        if any(parsed(chat_format, pieces) != expected for pieces in splits(text)):
+            failed.append(case)
+        starts = (parsed(chat_format, [text[:i]]) for i in range(len(text)))
+        if any(start != expected[: len(start)] for start in starts):
+            failed.append(f"{case}, truncated")
+    return failed
+
+
+def described(form: Any) -> str:
+    """Describe a format by a call of f with argument k."""
+    if not isinstance(form, CallFormat):
+        return type(form).__name__.lower()
+    value = "{...}"
+    if form.pairs:
+        pairs = form.pairs
+        value = f"{pairs.opening}k{pairs.middles['string']}v{pairs.closings['string']}"
+    call = f"{form.opening}{form.head}f{form.middle}{value}{form.tail}{form.closing}"
+    text = f"{form.begin}{call}{form.end}"
+    marks = {"\0": "ID", "\1": "0", "\2": "k", "\3": "f"}
+    return re.sub(r"\s*\n\s*", " ", re.sub("[\0-\3]", lambda match: marks[match[0]], text)).strip()
+
+
+def main(folder: str) -> int:
+    """Check all templates."""
+    paths = sorted(Path(folder).glob("*.jinja"))
+    n_passed = 0
+    print("| template | a call | remarks |\n|---|---|---|")
+    for path in paths:
+        tokenizer = tokenizer_of(path.read_text())
+        chat_format = ChatFormat.select(tokenizer, "auto", "auto")
+        failed = failures(tokenizer, chat_format)
+        n_passed += not failed
+        call = described(chat_format.tool_format).replace("|", "\\|")
+        print(f"| {path.stem} | `{call}` | {', '.join(failed)} |")
+    print(f"\n{n_passed} of {len(paths)} parse their own calls")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
