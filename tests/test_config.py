@@ -181,16 +181,11 @@ def test_help_is_grouped_and_names_choices_and_defaults():
     parser = Parser("test", "flags", EngineConfig, SamplingParams, examples=("test DIR",))
     words = " ".join(parser.format_help().split())
     for text in (
-        "usage: test [MODEL] [OPTIONS]",
-        "--device {auto,cpu,cuda} where",
-        "of auto, adaptive_tree, ",
-        "coupled, ",
-        "--top-p TOP_P keep",
-        "--min-tokens MIN_TOKENS",
-        "default: 0",
-        "examples: test DIR",
+        "usage: test [MODEL] [OPTIONS]", "--device {auto,cpu,cuda} where",
+        "of auto, adaptive_tree, ", "coupled, ", "--top-p TOP_P keep", "--min-tokens MIN_TOKENS",
+        "default: 0", "examples: test DIR",
         *("model:", "memory:", "drafting:", "ranks:", "sampling:"),
-    ):
+    ):  # fmt: skip
         assert text in words, text
 
 
@@ -328,8 +323,5 @@ def test_error_names_required_value_actual_value_and_setting():
     expected = "--link-format raw and --ranks 2; run `x --ranks 2`, not a--b"
     assert asked.for_command_line == expected
     assert (error.need, error.have, error.change, error.exit_code) == (
-        "9 rows",
-        "8",
-        "lower --tree-size",
-        3,
-    )
+        "9 rows", "8", "lower --tree-size", 3,
+    )  # fmt: skip

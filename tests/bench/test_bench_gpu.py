@@ -304,13 +304,9 @@ def test_attention_section_runs(monkeypatch):
     assert with_flex["3"]["flex_attention"] == {"failed": "no compiler"}
     assert "flex_attention" not in three and with_flex["3"].keys() > three.keys()
     assert {name for name, value in three.items() if "median" in value} == {
-        "tree_attention",
-        "flash, no mask",
-        "sdpa, dense mask",
-        "sdpa, dense mask, groups as rows",
-        attention._PRODUCT,
-        attention._COPY,
-    }
+        "tree_attention", "flash, no mask", "sdpa, dense mask", "sdpa, dense mask, groups as rows",
+        attention._PRODUCT, attention._COPY,
+    }  # fmt: skip
     # The root sees itself and each of its two descendants as many as are above it.
     depths = [len(shapes.random_tree(3).path_to(node)) for node in range(3)]
     n_pairs = 3 * 10 + sum(depths) + 3

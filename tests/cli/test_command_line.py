@@ -100,15 +100,9 @@ def _refused(got: tuple[int, str, str], *words: str) -> None:
 
 def test_draft_model_changes_speed_but_not_text(line, drafting, spoken):
     code, out, report = line(
-        *drafting,
-        "--prompt",
-        PROMPT,
-        "--max-new-tokens",
-        "24",
-        "--show-tree",
-        "--baseline",
+        *drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--show-tree", "--baseline",
         "--verbose",
-    )
+    )  # fmt: skip
     assert (code, out) == (0, spoken(max_new_tokens=24).text + "\n")
     assert re.search(r"24 tokens in .* tokens per pass", report)
     assert re.search(r"trees of \d+ nodes on [\d.]+ levels", report)
@@ -166,16 +160,9 @@ def test_calibrate_prints_one_json_object(drafting, capfd):
 def test_json_has_text_ids_reason_and_stats(stop, line, model, spoken):
     flags = [part for text in stop for part in ("--stop", text)]
     code, out, _ = line(
-        "--model",
-        str(model),
-        *SMALL,
-        "--prompt",
-        PROMPT,
-        "--max-new-tokens",
-        "20",
-        "--json",
+        "--model", str(model), *SMALL, "--prompt", PROMPT, "--max-new-tokens", "20", "--json",
         *flags,
-    )
+    )  # fmt: skip
     assert code == 0
     assert out.count("\n") == 1
     got = json.loads(out)
@@ -257,12 +244,9 @@ def test_sampling_flags_reach_the_sampler(line, model, spoken):
 def test_trace_has_spans_of_reading_and_computing(line, model, tmp_path):
     path = tmp_path / "trace.json"
     code, _, _ = line(
-        "--model",
-        str(model),
-        *SMALL,
-        *f"--prompt x --max-new-tokens 3 --trace {path}".split(),
+        "--model", str(model), *SMALL, *f"--prompt x --max-new-tokens 3 --trace {path}".split(),
         *PLAIN,
-    )
+    )  # fmt: skip
     assert code == 0
     events = json.loads(path.read_text())["traceEvents"]
     lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -414,11 +398,8 @@ def test_interrupt_before_the_first_token_prints_json(line, model, monkeypatch):
     code, out, err = line("--model", str(model), *SMALL, "--prompt", "x", "--json", "--quiet")
     assert (code, err) == (130, "interrupted\n")
     assert json.loads(out) == {
-        "text": "",
-        "token_ids": [],
-        "finish_reason": "interrupted",
-        "stats": None,
-    }
+        "text": "", "token_ids": [], "finish_reason": "interrupted", "stats": None,
+    }  # fmt: skip
 
 
 def test_context_error_never_exceeds_the_model_positions(line, tmp_path):

@@ -444,11 +444,8 @@ def test_passes_are_captured_while_loading(pair, monkeypatch):
             n_loaded = len(captured)
             for graphs in (llm.engine.runner._graphs, llm.engine.draft._graphs):
                 assert sorted(shape.n_rows for shape in graphs._passes[graphs._reusable]) == [
-                    1,
-                    2,
-                    4,
-                    8,
-                ]
+                    1, 2, 4, 8,
+                ]  # fmt: skip
             text = say(llm, prompt_of(0), 10)
     assert n_loaded == 8 and not any(isinstance(entry, GraphPass) for entry in captured[n_loaded:])
     assert text == generate(pair.model, prompt_of(0), 10)

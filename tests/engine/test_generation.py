@@ -38,14 +38,9 @@ pytestmark = pytest.mark.numeric
 
 ROOT = Path(offload_rt.__file__).parent
 SAMPLED = SamplingParams(
-    max_new_tokens=24,
-    temperature=0.9,
-    top_p=0.95,
-    top_k=50,
-    min_p=0.01,
-    repetition_penalty=1.1,
+    max_new_tokens=24, temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, repetition_penalty=1.1,
     seed=5,
-)
+)  # fmt: skip
 
 
 # Every family in one place.

@@ -131,8 +131,5 @@ def test_prefix_cache_evicts_the_oldest_first(opened, monkeypatch):
             n_known(prompt)
         # For the third there is no room: the second is the oldest then.
         assert [
-            n_known([*first, 1]),
-            n_known(third, 20),
-            n_known([*first, 1, 2]),
-            n_known(second),
-        ] == [30, 0, 31, 0]
+            n_known([*first, 1]), n_known(third, 20), n_known([*first, 1, 2]), n_known(second),
+        ] == [30, 0, 31, 0]  # fmt: skip

@@ -36,12 +36,9 @@ def decoded(runner: Runner, tokens: Sequence[int], n_prompt: int) -> Tensor:
     logits = []
     for start, stop in [(0, n_prompt), *((n, n + 1) for n in range(n_prompt, len(tokens)))]:
         step = Step(
-            cache,
-            torch.tensor(tokens[start:stop]),
-            Topology.chain(stop - start),
-            stop - start,
+            cache, torch.tensor(tokens[start:stop]), Topology.chain(stop - start), stop - start,
             n_prompt,
-        )
+        )  # fmt: skip
         logits += runner.forward([step])
         runner.commit(cache, range(stop - start))
     runner.free_cache(cache)

@@ -73,13 +73,9 @@ def test_tree_levels_are_replayed_in_turn(zoo):
         for start, stop in ((0, 1), (1, 6), (6, 13), (13, 20)):
             some = Topology(tree.parents[:stop])
             step = Step(
-                cache,
-                torch.tensor(tokens[:stop]),
-                some,
-                stop - start,
-                len(prompt) + stop,
+                cache, torch.tensor(tokens[:stop]), some, stop - start, len(prompt) + stop,
                 n_done=start,
-            )
+            )  # fmt: skip
             parts.append(runner.forward([step])[0].clone())
     torch.testing.assert_close(torch.cat(parts), whole, atol=2e-4, rtol=1e-4)
 

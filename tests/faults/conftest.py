@@ -40,11 +40,5 @@ def begins_with(model: Path) -> str:
 def speaks(model: Path) -> Speaks:
     """Arguments of a run that prints only its text."""
     return lambda *more, model=model: [
-        "--model",
-        str(model),
-        *SMALL,
-        "--prompt",
-        PROMPT,
-        "--quiet",
-        *more,
-    ]
+        "--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet", *more,
+    ]  # fmt: skip

@@ -168,15 +168,9 @@ class Net:
                 x, *rates = given
                 inputs = segment.inputs(self.shape.kernel)
                 asked = Recurrence(
-                    layer,
-                    first,
-                    step.n_chain,
-                    x,
-                    self.weight[layer],
-                    *rates,
-                    inputs,
+                    layer, first, step.n_chain, x, self.weight[layer], *rates, inputs,
                     segment.mask(),
-                )
+                )  # fmt: skip
                 outs[layer].append(cache.recur(asked))
         return [torch.cat(parts) for parts in outs]
 

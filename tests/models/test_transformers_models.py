@@ -317,12 +317,9 @@ def test_cuda_computes_all_experts_without_host_waits(
     ):
         runner = runner_of(llm)
         step = Step(
-            runner.new_cache(20),
-            torch.tensor(prompt),
-            Topology.chain(len(prompt)),
+            runner.new_cache(20), torch.tensor(prompt), Topology.chain(len(prompt)), len(prompt),
             len(prompt),
-            len(prompt),
-        )
+        )  # fmt: skip
         runner.forward([step])  # brings frequencies to the card
         products.clear()
         before = counts.n_waits

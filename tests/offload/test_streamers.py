@@ -393,13 +393,9 @@ def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(name, make, file
 @pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" not in bench.id])
 def test_meter_counts_read_bytes(name, make, files):
     with bench(
-        name,
-        make,
-        files,
-        ("disk", "device", "disk", "disk", "device", "disk"),
-        n_slots=2,
+        name, make, files, ("disk", "device", "disk", "disk", "device", "disk"), n_slots=2,
         late_s=0.001,
-    ) as b:
+    ) as b:  # fmt: skip
         assert eventually(lambda: b.streamer.meter.read()[0] > 0)
         for _ in range(3):
             b.sweep()

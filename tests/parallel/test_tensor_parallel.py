@@ -101,11 +101,8 @@ def quantised(folder: Path, choice: Choice | str | None, **sizes: Any) -> tuple[
     the exact model.
     """
     sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "head_dim": 32,
-    } | sizes
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 32,
+    } | sizes  # fmt: skip
     model = CASES["llama"].build(3, **sizes)
     for parameter in model.parameters():
         parameter.data /= 2 if parameter.dim() == 2 else 1
@@ -377,11 +374,8 @@ def places(
 
     monkeypatch.setattr(DraftSpec, "level_seconds", level_seconds)
     settings = {
-        "draft_model": str(pair.draft),
-        "max_model_len": 64,
-        "tree_size": 16,
-        "tree_depth": 5,
-    } | settings
+        "draft_model": str(pair.draft), "max_model_len": 64, "tree_size": 16, "tree_depth": 5,
+    } | settings  # fmt: skip
 
     def work() -> str:
         with LLM.open(EngineConfig(str(pair.target), device="cpu", **settings)) as llm:
@@ -412,15 +406,9 @@ def test_draft_placement_minimises_the_level_time(pair, monkeypatch, seconds, pl
 def planned(pair: Pair, split: str, **settings: Any) -> Plan:
     """Return the placement of rank 0 with memory for all layers."""
     config = EngineConfig(
-        str(pair.target),
-        str(pair.draft),
-        "cpu",
-        max_model_len=64,
-        tree_size=16,
-        tree_depth=5,
-        split_draft=split,
-        **settings,
-    )
+        str(pair.target), str(pair.draft), "cpu", max_model_len=64, tree_size=16, tree_depth=5,
+        split_draft=split, **settings,
+    )  # fmt: skip
 
     def work() -> Plan:
         with LLM.open(config) as llm:
@@ -748,14 +736,11 @@ def test_samples_batches_and_prompt_logprobs_equal_one_rank(pair, monkeypatch):
     prompts = [prompt_of(7, 30), prompt_of(7, 30)[:20] + prompt_of(8, 5), prompt_of(9, 12)]
     params = [
         SamplingParams(
-            max_tokens=12,
-            temperature=0.8,
-            seed=seed,
-            ignore_eos=True,
+            max_tokens=12, temperature=0.8, seed=seed, ignore_eos=True,
             prompt_logprobs=2 if seed == 3 else None,
         )
         for seed in (1, 2, 3)
-    ]
+    ]  # fmt: skip
 
     def work() -> list[Any]:
         settings = pair.settings("adaptive_tree", "coupled") | {"max_num_seqs": 2}

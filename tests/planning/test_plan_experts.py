@@ -42,12 +42,9 @@ GPT_OSS_EXPERT = (5760 + 2880) * 2880 * 17 // 32 + 2 * (5760 + 2880)  # and its 
 def forecast(sizes: Sizes, ram: int = 64 << 30, card: str = "rtx4090") -> Forecast:
     machine = Machine.with_card(find_card(card), ram, 7.0)
     request = PlanRequest(
-        EngineConfig("m", drafter="none"),
-        (sizes, None),
-        assume("1", ("", ""), ("", ""), 0.0),
-        128,
+        EngineConfig("m", drafter="none"), (sizes, None), assume("1", ("", ""), ("", ""), 0.0), 128,
         16,
-    )
+    )  # fmt: skip
     return predict(request, machine)
 
 

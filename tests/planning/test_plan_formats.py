@@ -207,12 +207,9 @@ def test_plan_table_shows_formats_side_by_side(capsys):
     assert plan.main([*pair, *CARD]) == 0
     out = capsys.readouterr().out
     for told in (
-        "bytes per pass",
-        "int4, groups of 128",
-        "assumed: lossless layers have",
-        "does not fit",
+        "bytes per pass", "int4, groups of 128", "assumed: lossless layers have", "does not fit",
         "weights: draft model, ",
-    ):
+    ):  # fmt: skip
         assert told in out
 
 
@@ -327,12 +324,9 @@ def test_matrix_of_each_format_is_timed(tmp_path, monkeypatch):
 
 def test_self_draft_is_planned_as_loaded(tmp_path):
     config = llama_config(
-        num_hidden_layers=4,
-        hidden_size=64,
-        intermediate_size=96,
-        head_dim=16,
+        num_hidden_layers=4, hidden_size=64, intermediate_size=96, head_dim=16,
         torch_dtype="bfloat16",
-    )
+    )  # fmt: skip
     write_checkpoint(tmp_path, config, llama_tensors(config, torch.bfloat16))
     target = Sizes.of_spec(parse_architecture(config), DType.BFLOAT16)
     with LLM.open(

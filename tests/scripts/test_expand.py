@@ -144,13 +144,9 @@ def test_scaled_rope_and_more_positions(expand, tmp_path, rope):
         }
     source = make_source(tmp_path / "source", rope_parameters=parameters)
     out = run(
-        expand,
-        source,
-        tmp_path / "out",
-        *flags_of(EXACT["2 D, 4 head_dim"]),
-        "--max-position-embeddings",
-        "512",
-    )
+        expand, source, tmp_path / "out", *flags_of(EXACT["2 D, 4 head_dim"]),
+        "--max-position-embeddings", "512",
+    )  # fmt: skip
     assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 512
     assert_same_function(load(source), load(out))
 
@@ -188,13 +184,9 @@ def test_bfloat16_weights_are_copied_or_scaled_by_powers_of_two(expand, tmp_path
 @pytest.mark.parametrize("limit", [40_000, 400_000, 10**9])
 def test_shards_keep_their_size_and_whole_layers(expand, source, tmp_path, limit):
     out = run(
-        expand,
-        source,
-        tmp_path / "out",
-        *flags_of(EXACT["2 D, 4 head_dim"]),
-        "--shard-size",
+        expand, source, tmp_path / "out", *flags_of(EXACT["2 D, 4 head_dim"]), "--shard-size",
         str(limit),
-    )
+    )  # fmt: skip
     shards = sorted(out.glob("model-*.safetensors"))
     assert all(path.stat().st_size <= limit for path in shards)
     checkpoint = open_checkpoint(out)

@@ -396,13 +396,9 @@ def test_words_have_the_colour_of_their_pass(page):
     """A pass that begins between two asterisks is coloured from the next letter on."""
     rendered = render(page, "one two **three** four", ["one ", "two **", "three** fo", "ur"])
     assert rendered["passes"] == [
-        ["pass 1", "one "],
-        ["pass 2", "two "],
-        ["pass 2", "t"],
-        ["pass 3", "hree"],
-        ["pass 3", " fo"],
-        ["pass 4", "ur"],
-    ]
+        ["pass 1", "one "], ["pass 2", "two "], ["pass 2", "t"], ["pass 3", "hree"],
+        ["pass 3", " fo"], ["pass 4", "ur"],
+    ]  # fmt: skip
 
 
 def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page):

@@ -59,14 +59,11 @@ def test_completion_equals_generate(served):
     n_prompt = len(served.llm.encode(PROMPT))
     assert completion.usage is not None
     assert (
-        completion.usage.prompt_tokens,
-        completion.usage.completion_tokens,
+        completion.usage.prompt_tokens, completion.usage.completion_tokens,
         completion.usage.total_tokens,
     ) == (
-        n_prompt,
-        12,
-        n_prompt + 12,
-    )
+        n_prompt, 12, n_prompt + 12,
+    )  # fmt: skip
 
 
 def test_stream_equals_the_whole_answer(served):

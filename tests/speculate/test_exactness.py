@@ -350,12 +350,9 @@ def random_case(
     noise = rng.dirichlet(np.full(vocabulary, 0.5), n)
     target = torch.from_numpy(0.6 * draft + 0.4 * noise).to(dtype)
     tree = grow(
-        random_tree(n, seed, reach=7),
-        is_sampled,
-        torch.from_numpy(draft).to(dtype),
-        seed,
+        random_tree(n, seed, reach=7), is_sampled, torch.from_numpy(draft).to(dtype), seed,
         kind == "independent",
-    )
+    )  # fmt: skip
     return tree, target, torch.from_numpy(rng.random(n))
 
 

@@ -205,11 +205,8 @@ def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, fa
 
     monkeypatch.setattr(DraftState, "start", start_checked)
     settings = pair.settings(drafter) | {
-        "tree_size": 24,
-        "tree_depth": 5,
-        "max_model_len": 256,
-        "draft_context": 40,
-    }
+        "tree_size": 24, "tree_depth": 5, "max_model_len": 256, "draft_context": 40,
+    }  # fmt: skip
     with open_llm(pair.target, **settings) as llm:
         llm.engine.scheduler = type(llm.engine.scheduler)(10_000, 24)
         llm.engine.drafter._model._n_rows = 1000

@@ -120,12 +120,9 @@ def test_copied_continuation_competes_with_predictions(monkeypatch):
     table.keep((7,), [1, 2], [0.6, 0.3])
     table.keep((1,), [4], [0.9])
     tree = PredictedTree(
-        table,
-        KeyCalibration(PairStats(), 0.0),
-        Sequence([7], SamplingParams(), 99),
-        {(2,): 0.5, (2, 3): 0.4, (1,): 0.1, (1, 5): 0.05},
-        9,
-    )
+        table, KeyCalibration(PairStats(), 0.0), Sequence([7], SamplingParams(), 99),
+        {(2,): 0.5, (2, 3): 0.4, (1,): 0.1, (1, 5): 0.05}, 9,
+    )  # fmt: skip
     tree.grow(9)
     nodes = list(zip(tree.parents, tree.tokens, tree.chances, strict=True))
     wanted = [(-1, 7, 1.0), (0, 1, 0.6), (1, 4, 0.54), (0, 2, 0.5), (3, 3, 0.4), (1, 5, 0.3)]

@@ -416,12 +416,9 @@ def test_batch_rows_end_like_solo_runs(speaking, drafter, cut):
         plain = answers(llm.generate(prompts, ENDS))
     cut.clear()
     with open_llm(
-        speaking.target,
-        max_model_len=256,
-        tree_size=64,
-        tree_depth=12,
+        speaking.target, max_model_len=256, tree_size=64, tree_depth=12,
         **speaking.settings(drafter),
-    ) as llm:
+    ) as llm:  # fmt: skip
         assert answers(llm.generate(prompts, ENDS)) == plain
         assert [
             answers(llm.generate(*request))[0] for request in zip(prompts, ENDS, strict=True)
@@ -443,12 +440,8 @@ def test_limits_within_a_path_are_respected(speaking, drafter, cut):
         text = say(llm, prompt, 99)
     cut.clear()
     for max_model_len, several in (
-        (60, range(1, 24)),
-        (21, [99]),
-        (22, [99]),
-        (26, [99]),
-        (60, [99]),
-    ):
+        (60, range(1, 24)), (21, [99]), (22, [99]), (26, [99]), (60, [99]),
+    ):  # fmt: skip
         settings = {"max_model_len": max_model_len, "tree_size": 32, "tree_depth": 8}
         with open_llm(speaking.target, **settings, **speaking.settings(drafter)) as llm:
             for n in several:

@@ -72,13 +72,9 @@ class FakeCudaTensor(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor) -> "FakeCudaTensor":
         made = Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=DEVICE,
-        )
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=inner.dtype, device=DEVICE,
+        )  # fmt: skip
         made.inner = inner
         return made
 

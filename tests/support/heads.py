@@ -268,16 +268,11 @@ def write_published(folder: Path, target: Path, kind: str) -> dict[str, Any]:
     """Write a head of random weights for a target; return the settings that choose both."""
     spec = open_checkpoint(target).spec
     raw = PUBLISHED[kind] | {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1 if kind == "eagle" else 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
+        "vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size, "intermediate_size": 24,
+        "num_hidden_layers": 1 if kind == "eagle" else 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64,
         "rms_norm_eps": 1e-6,
-    }
+    }  # fmt: skip
     head = parse_head(raw, spec)
     assert head is not None
     tensors = dict(head.non_layer_tensors())
@@ -299,33 +294,20 @@ def layer_config(
 ) -> dict[str, Any]:
     """The config of a head's layers, used by the float64 references."""
     return {
-        "model_type": model_type,
-        "vocab_size": model.config.vocab_size,
-        "hidden_size": model.config.hidden_size,
-        "intermediate_size": 24,
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        **changes,
-    }
+        "model_type": model_type, "vocab_size": model.config.vocab_size,
+        "hidden_size": model.config.hidden_size, "intermediate_size": 24,
+        "num_hidden_layers": n_layers, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, **changes,
+    }  # fmt: skip
 
 
 def layer_shapes(d: int, width: int) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer of layer_config whose projections q, k and v read width values."""
     return {
-        "input_layernorm": (d,),
-        "post_attention_layernorm": (d,),
-        "self_attn.q_proj": (16, width),
-        "self_attn.k_proj": (8, width),
-        "self_attn.v_proj": (8, width),
-        "self_attn.o_proj": (d, 16),
-        "mlp.gate_proj": (24, d),
-        "mlp.up_proj": (24, d),
-        "mlp.down_proj": (d, 24),
-    }
+        "input_layernorm": (d,), "post_attention_layernorm": (d,), "self_attn.q_proj": (16, width),
+        "self_attn.k_proj": (8, width), "self_attn.v_proj": (8, width), "self_attn.o_proj": (d, 16),
+        "mlp.gate_proj": (24, d), "mlp.up_proj": (24, d), "mlp.down_proj": (d, 24),
+    }  # fmt: skip
 
 
 def write_random(

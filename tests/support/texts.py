@@ -65,13 +65,9 @@ def run_together(
     """Continue sequences in one batch with trees of up to n_nodes; returns the new tokens."""
     batch = list(sequences)
     engine = Engine(
-        runner=runner,
-        drafter=drafter,
-        scheduler=Scheduler(1_000_000, n_nodes * len(batch)),
-        rule=rule,
-        cost=Steady(),
-        trace=Trace(on=False),
-    )
+        runner=runner, drafter=drafter, scheduler=Scheduler(1_000_000, n_nodes * len(batch)),
+        rule=rule, cost=Steady(), trace=Trace(on=False),
+    )  # fmt: skip
     for sequence in batch:
         engine.add(sequence)
     passes = itertools.count() if n_passes is None else range(n_passes)

@@ -90,12 +90,9 @@ def _rope(kind: str, **parameters: float) -> dict[str, Any]:
 LINEAR = _rope("linear", factor=3.0)
 DYNAMIC = _rope("dynamic", factor=2.0)
 LLAMA3 = _rope(
-    "llama3",
-    factor=4.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
+    "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
-)
+)  # fmt: skip
 YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
 
@@ -368,11 +365,8 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
     """
     drafter = "auto" if "draft_model" in settings else "none"
     settings = {
-        "device": "cpu",
-        "max_model_len": 128,
-        "drafter": drafter,
-        "tree_size": 16,
-    } | settings
+        "device": "cpu", "max_model_len": 128, "drafter": drafter, "tree_size": 16,
+    } | settings  # fmt: skip
     if settings["drafter"] == "none":
         settings = {
             name: value
@@ -412,23 +406,15 @@ def drafter_of(
     own = None
     if chosen.resources.view is not None:
         own = SelfDraftModel(
-            runner,
-            runner.spec.vocab_size,
-            limits.n_levels,
-            trace,
-            kind=chosen.resources.view,
-            budget=LEAST_BUDGET,
-            n_rows=1_000_000,
-        )
+            runner, runner.spec.vocab_size, limits.n_levels, trace, kind=chosen.resources.view,
+            budget=LEAST_BUDGET, n_rows=1_000_000,
+        )  # fmt: skip
     return chosen.open(
         DraftParts(
-            limits,
-            Steady(level_s),
-            child_sampling,
-            coupled_up_to,
+            limits, Steady(level_s), child_sampling, coupled_up_to,
             **({"draft_model": model, "self_model": own} | parts),
         )
-    )
+    )  # fmt: skip
 
 
 def begin(llm: LLM, drafter: Drafter, sequences: Sequence[TokenSequence], n_nodes: int) -> None:
@@ -445,13 +431,9 @@ def engine_of(
     """An engine over an LLM's runner with another drafter, any number of sequences, no clock."""
     scheduler = Scheduler(1_000_000, n_nodes)
     return Engine(
-        runner=runner_of(llm),
-        drafter=drafter,
-        scheduler=scheduler,
-        rule=rule or MatchRule(),
-        cost=Steady(),
-        trace=Trace(on=False),
-    )
+        runner=runner_of(llm), drafter=drafter, scheduler=scheduler, rule=rule or MatchRule(),
+        cost=Steady(), trace=Trace(on=False),
+    )  # fmt: skip
 
 
 def sequence_of(seed: int) -> TokenSequence:
@@ -468,14 +450,11 @@ def prompt_steps(runner: Runner, prompts: Sequence[Sequence[int]], n_rows: int) 
     """A pass over prompts in new caches of n_rows rows, with the logits of every token."""
     return [
         Step(
-            runner.new_cache(n_rows),
-            torch.tensor(prompt),
-            Topology.chain(len(prompt)),
-            len(prompt),
-            len(prompt),
+            runner.new_cache(n_rows), torch.tensor(prompt), Topology.chain(len(prompt)),
+            len(prompt), len(prompt),
         )
         for prompt in prompts
-    ]
+    ]  # fmt: skip
 
 
 def feed(

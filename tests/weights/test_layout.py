@@ -193,11 +193,8 @@ def test_view_multiplies_with_its_rows(name, stored_in, computed_in):
     # A product may use the numbers before they are rounded to the dtype of the computation.
     exact = F.linear(x.double(), matrix.double(), bias.double())
     tolerance = {
-        torch.float64: 1e-12,
-        torch.float32: 1e-6,
-        torch.float16: 2e-3,
-        torch.bfloat16: 2e-2,
-    }[computed_in]
+        torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2,
+    }[computed_in]  # fmt: skip
     torch.testing.assert_close(
         view.linear(x, "first").double(), exact, rtol=tolerance, atol=4 * tolerance
     )

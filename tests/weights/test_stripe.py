@@ -22,12 +22,9 @@ from offload_rt.weights.stripe import divide
 @pytest.fixture
 def model(tmp_path):
     config = llama_config(
-        num_hidden_layers=4,
-        vocab_size=40,
-        hidden_size=128,
-        max_position_embeddings=256,
+        num_hidden_layers=4, vocab_size=40, hidden_size=128, max_position_embeddings=256,
         torch_dtype="float32",
-    )
+    )  # fmt: skip
     return write_checkpoint(tmp_path / "model", config, llama_tensors(config))
 
 
