@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from support.serving import TEMPLATE, Served, llm, served, vision
+from support.serving import Served
 
 from offload_rt import SamplingParams
 
@@ -22,7 +22,6 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
-__all__ = ["TEMPLATE", "llm", "served", "vision"]
 # Folder for screenshots; unset: none.
 PICTURES = os.environ.get("PAGE_PICTURES")
 

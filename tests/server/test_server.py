@@ -1,6 +1,5 @@
 """The server through OpenAI's client, and clients that misbehave."""
 
-import http.client
 import json
 import signal
 import socket
@@ -19,22 +18,13 @@ from support.serving import (
     TURNS,
     alone,
     engine_held,
-    llm,
     running,
-    served,
     serving,
 )
 
 from offload_rt import LLM, SamplingParams, StructuredOutputs
 from offload_rt.cli.serve import main
-from offload_rt.llm import Piece
-from offload_rt.server.answer import Answer
-from offload_rt.server.chat_format import ChatFormat
-from offload_rt.server.completions import ChatWriter
 from offload_rt.server.limits import Access
-from offload_rt.server.protocol import ChatRequest
-
-__all__ = ["llm", "served"]
 
 
 def rendered(llm: LLM, **more: Any) -> list[int]:
@@ -277,10 +267,8 @@ def test_biases_and_penalties_reach_the_model(served):
 
 def test_pass_numbers_are_sent_on_request(served):
     asked = {"messages": TURNS, "max_tokens": 12, "temperature": 0, "stream": True}
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
-    body = json.dumps({**asked, "stream_options": {"include_passes": True}})
-    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
-    events = connection.getresponse().read().decode().split("\n\n")
+    body = asked | {"stream_options": {"include_passes": True}}
+    events = served.asked("/v1/chat/completions", body)[2].split("\n\n")
     passes = [
         chunk["pass"]
         for event in events
@@ -422,23 +410,14 @@ def test_api_key_model_names_and_timeouts_are_respected(llm):
             assert {future.result()[0] for future in many} <= {200, 429, 504}
         guarded.wait_until_idle()
         for path in ("/", "/page/app.js", "/health"):
-            connection = http.client.HTTPConnection("127.0.0.1", guarded.port)
-            connection.request("GET", path, headers={"Host": "127.0.0.1"})
-            assert connection.getresponse().status == 200
-            connection.close()
+            assert guarded.request("GET", path)[0] == 200
 
 
 def test_metrics_count_requests_and_tokens(served):
     def read() -> dict[str, float]:
-        connection = http.client.HTTPConnection("127.0.0.1", served.port)
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
-        connection.close()
-        return {
-            line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if line and line[0] != "#"
-        }
+        lines = served.request("GET", "/metrics")[2].decode().splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line and line[0] != "#")
+        return {name: float(value) for name, value in pairs}
 
     before = read()
     served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "temperature": 0})
@@ -450,35 +429,6 @@ def test_metrics_count_requests_and_tokens(served):
     )
     assert gained["offload_rt_prompt_tokens_total"] == len(served.llm.encode(PROMPT))
     assert 1 <= gained["offload_rt_passes_total"] <= 5 and after["offload_rt_running"] == 0
-
-
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-def test_chat_returns_tool_calls(llm):
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    request = ChatRequest(messages=TURNS, tools=tools)
-    answer = Answer(request, 1, llm.tokenizer)
-    writer = ChatWriter(answer, request, "demo")
-    answer.start([[1]], ChatFormat.select(llm.tokenizer, "hermes", "none"))
-    answer.add(0, Piece(CALL[:30], [1, 2]))
-    (event,) = writer.add(answer.add(0, Piece(CALL[30:], [3], finish_reason="stop")))
-    (choice,) = json.loads(event[6:])["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    (call,) = choice["delta"]["tool_calls"]
-    assert call["index"] == 0 and json.loads(call["function"]["arguments"]) == {"a": 1}
-    message = writer.whole()["choices"][0]["message"]
-    assert message["content"] is None and message["tool_calls"][0]["id"] == call["id"]
-
-
-def test_tools_reach_the_template(served):
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    completion = served.client.chat.completions.create(
-        model="demo", messages=TURNS, tools=tools, max_tokens=4, temperature=0
-    )
-    assert completion.choices[0].message.content == alone(
-        served.llm, rendered(served.llm, tools=tools), max_tokens=4
-    )
 
 
 def test_tool_calls_return_to_the_template_as_objects(served):

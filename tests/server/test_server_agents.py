@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
-from support.serving import TURNS, Served, llm, running, script, served
+from support.serving import TURNS, Served, running, script
 
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.limits import Access
-
-__all__ = ["llm", "served"]
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA}

@@ -26,9 +26,7 @@ from support.serving import (
     TURNS,
     Served,
     engine_held,
-    llm,
     running,
-    served,
     serving,
     wait_until,
 )
@@ -37,8 +35,6 @@ from offload_rt.errors import PromptError, SettingsError
 from offload_rt.server import bodies, completions, connection, protocol, responses, service
 from offload_rt.server.connection import ConnectionLimits, LogRate
 from offload_rt.server.limits import Access
-
-__all__ = ["llm", "served"]
 
 STREAM = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": True}
 

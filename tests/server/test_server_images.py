@@ -8,25 +8,12 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from support.serving import (
-    LIMITS,
-    TURNS,
-    ListingProcessor,
-    Served,
-    llm,
-    read_images,
-    running,
-    script,
-    served,
-    vision,
-)
+from support.serving import LIMITS, TURNS, ListingProcessor, Served, read_images, running, script
 
 from offload_rt import SamplingParams
 from offload_rt.errors import PromptError
 from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.server import prompts
-
-__all__ = ["llm", "served", "vision"]
 
 
 def data_of(*size: int) -> str:

@@ -1,6 +1,5 @@
 """The server under overload: many clients, disconnecting clients and hostile requests."""
 
-import http.client
 import json
 import socket
 import threading
@@ -11,24 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.serving import (
-    LIMITS,
-    PROMPT,
-    TURNS,
-    Served,
-    alone,
-    engine_held,
-    llm,
-    running,
-    served,
-    wait_until,
-)
+from support.serving import LIMITS, PROMPT, TURNS, Served, alone, engine_held, running, wait_until
 
 from bench.serve.load import load
 from offload_rt import SamplingParams
 from offload_rt.engine import engine as engine_module
-
-__all__ = ["llm", "served"]
 
 
 @pytest.fixture(autouse=True)
@@ -41,16 +27,7 @@ def nothing_is_left(served: Served) -> Iterator[None]:
         engine = served.llm.engine
         engine.reset_prefix_cache()
         assert not engine.runner._caches and not (engine.draft and engine.draft._caches)
-    assert get(served, "/health")[0] == 200
-
-
-def get(served: Served, path: str, method: str = "GET") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
-    connection.request(method, path)
-    response = connection.getresponse()
-    answer = response.status, response.read()
-    connection.close()
-    return answer
+    assert served.request("GET", "/health")[0] == 200
 
 
 @contextmanager
@@ -277,7 +254,7 @@ def test_answers_beyond_the_context_end_with_length(served):
     ("BREW", "/v1/models", 405), ("GET", "/" + "x" * 9000, 404),
 ])  # fmt: skip
 def test_unknown_routes_and_methods_are_reported(served, method, path, status):
-    code, text = get(served, path, method)
+    code, _, text = served.request(method, path)
     assert code == status and json.loads(text)["error"]["type"] == "invalid_request_error"
 
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.serving import PROMPT, TURNS, Served, llm, served
+from support.serving import PROMPT, TURNS, Served
 
 from offload_rt import SamplingParams, StructuredOutputs
 from offload_rt.executor.grammar import GrammarCompiler
 from offload_rt.server.tool_formats.hermes import FORMAT
 from offload_rt.text.detokenize import token_bytes
-
-__all__ = ["llm", "served"]
 
 SCHEMA = {
     "type": "object",
