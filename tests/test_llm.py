@@ -115,9 +115,8 @@ def test_prompt_logprobs_are_computed_in_chunks_of_the_prefill(pair, drafter, mo
 def test_pieces_have_the_logprobs_of_their_tokens(llm):
     params = SamplingParams(max_tokens=9, logprobs=1, prompt_logprobs=1)
     first, *others = pieces = list(llm.stream(PROMPTS[0], params))
-    assert first.prompt_logprobs == pieces[-1].output.prompt_logprobs and not any(
-        piece.prompt_logprobs for piece in others
-    )
+    assert first.prompt_logprobs == pieces[-1].output.prompt_logprobs
+    assert not any(piece.prompt_logprobs for piece in others)
     assert [by_id for piece in pieces for by_id in piece.logprobs] == pieces[-1].output.logprobs
     assert all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)
 
@@ -157,9 +156,8 @@ def test_end_tokens_of_sampling_and_of_the_model(zoo, tmp_path):
         )
         assert run(min_tokens=n_end)[0] == text[: n_end + 1]
         later, _ = run(min_tokens=n_end + 1)
-        assert (
-            later[:n_end] == text[:n_end] and later[n_end] != text[n_end] and len(later) > n_end + 1
-        )
+        assert later[:n_end] == text[:n_end] and later[n_end] != text[n_end]
+        assert len(later) > n_end + 1
 
 
 def test_stop_string_counts_after_min_tokens(speaking):
@@ -271,9 +269,8 @@ def test_prompts_can_be_texts_or_ids(speaking):
         for wrong in (None, 5, 1.5, b"text", [1, "x"], [1.5], [[1, 2], None], [[[1]]], *arrays):
             with pytest.raises(PromptError) as caught:
                 llm.generate(wrong, params)
-            assert "needs a text, or whole numbers" in str(caught.value) and "\n" not in str(
-                caught.value
-            )
+            assert "needs a text, or whole numbers" in str(caught.value)
+            assert "\n" not in str(caught.value)
         with pytest.raises(PromptError, match=r"^prompts\[1\]: the prompt: needs a text"):
             llm.generate(["the fox", 3, None], params)
         for wrong in ({"max_tokens": 3}, 3, [3]):

@@ -178,10 +178,8 @@ def test_top_tokens_are_the_most_probable(dtype):
     assert torch.equal(
         logits.gather(-1, top.tokens).sort(-1).values, logits.topk(5).values.sort(-1).values
     )
-    assert top_tokens(logits, 0) is None and top_tokens(logits, 1000).tokens.shape == (
-        70,
-        VOCABULARY,
-    )
+    assert top_tokens(logits, 0) is None
+    assert top_tokens(logits, 1000).tokens.shape == (70, VOCABULARY)
 
 
 @given(

@@ -23,13 +23,13 @@ from support.checkpoints import (
     write_checkpoint,
 )
 from support.command_line import PROMPT, SMALL, surroundings
+from support.tiny import open_unloaded
 
 from offload_rt import LLM, SamplingParams, Stats
 from offload_rt.cli import calibrate, chat, run
 from offload_rt.cli import format as cli_format
 from offload_rt.cli import main as cli_main
 from offload_rt.cli.calibrate import Findings
-from offload_rt.config import EngineConfig
 from offload_rt.cost.tree_size import N_RANKS
 from offload_rt.engine import device
 
@@ -53,7 +53,7 @@ def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafting(model: Path, draft: Path) -> list[str]:
     """Flags of a run with the draft and memory for two slots of the model's layers."""
     trees = {"draft_model": str(draft), "tree_size": 24, "tree_depth": 4, "max_model_len": 128}
-    with LLM.open(EngineConfig(str(model), device="cpu", **trees)) as llm:
+    with open_unloaded(model, device="cpu", **trees) as llm:
         budget = llm.plan.reserved.total + 2 * llm.plan.slot_nbytes
     flags = {**trees, "model": str(model), "device": "cpu", "device_memory": budget}
     return [
@@ -132,9 +132,8 @@ def test_calibrate_prints_one_json_object(drafting, capfd):
     out, report = capfd.readouterr()
     findings = json.loads(out)
     assert list(findings) == [item.name for item in fields(Findings)]
-    assert len(findings["acceptance"]) == N_RANKS and findings["acceptance"] == sorted(
-        findings["acceptance"], reverse=True
-    )
+    assert len(findings["acceptance"]) == N_RANKS
+    assert findings["acceptance"] == sorted(findings["acceptance"], reverse=True)
     assert len(findings["widths"]) == len(findings["pass_s"]) == len(findings["compute_s"])
     assert min(findings["link_s"], *findings["pass_s"]) > 0
     assert (findings["sizes"], findings["depths"]) == ([1, 8, 16], [1, 2, 4])
@@ -188,15 +187,10 @@ def test_json_reports_trees(line, drafting, spoken):
     stats = got["stats"]
     assert stats["n_passes"] < stats["n_tokens"] == 24 and stats["tokens_per_pass"] > 1
     assert 1 < stats["nodes_per_tree"] <= 24 and 1 < stats["levels_per_tree"] <= 4
-    assert (
-        len(stats["tree_widths"]) <= 4
-        and sum(stats["tree_widths"]) <= 24
-        and stats["tree_widths"][0] == 1
-    )
-    assert (
-        all(0 <= rate <= 1 for rate in stats["acceptance_by_rank"])
-        and max(stats["acceptance_by_rank"]) > 0
-    )
+    assert len(stats["tree_widths"]) <= 4 and sum(stats["tree_widths"]) <= 24
+    assert stats["tree_widths"][0] == 1
+    assert all(0 <= rate <= 1 for rate in stats["acceptance_by_rank"])
+    assert max(stats["acceptance_by_rank"]) > 0
     assert stats["predicted_seconds_per_token"] > 0 and stats["measured_seconds_per_token"] > 0
     seconds = stats["draft_seconds"], stats["verify_seconds"], stats["prefill_seconds"]
     assert min(seconds) > 0 and max(seconds) < stats["seconds"]
@@ -437,9 +431,8 @@ def test_longer_context_is_advised_only_if_possible(length, line, tmp_path, monk
 def test_other_operating_systems_are_refused(code):
     command = [sys.executable, "-c", f"import sys; sys.platform = 'darwin'; {code}"]
     done = subprocess.run(command, capture_output=True, text=True, env=surroundings())
-    assert done.returncode and done.stderr.splitlines()[-1].endswith(
-        "offload_rt needs Linux; on Windows use WSL 2"
-    )
+    assert done.returncode
+    assert done.stderr.splitlines()[-1].endswith("offload_rt needs Linux; on Windows use WSL 2")
     assert done.stderr.count("\n") == 1 or "LLM" in code
 
 
@@ -549,6 +542,5 @@ def test_several_prompts_are_a_batch(line, model, spoken):
     assert f"[1] {PROMPT}\n" in err and "[2] the ...\n" in err
     assert f"[1] {PROMPT}\n" in line(*arguments[:-2])[2]
     outputs = json.loads(line(*arguments, "--json")[1])
-    assert [output["text"] for output in outputs] == texts and all(
-        len(output["token_ids"]) == 9 for output in outputs
-    )
+    assert [output["text"] for output in outputs] == texts
+    assert all(len(output["token_ids"]) == 9 for output in outputs)

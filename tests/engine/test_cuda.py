@@ -15,6 +15,7 @@ from support.tiny import (
     generate,
     keep_steady,
     least_streaming,
+    open_unloaded,
     prefill,
     prompt_of,
     random_tree,
@@ -22,7 +23,6 @@ from support.tiny import (
 )
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.config import EngineConfig
 from offload_rt.engine import builder, loader, profile
 from offload_rt.engine import device as engine_device
 from offload_rt.engine.memory_plan import DRIVER, READ_BUFFERS
@@ -59,17 +59,13 @@ def on_card(directory, **settings):
 
 def little(directory):
     """A budget that leaves room for two slots and two layers."""
-    with LLM.open(
-        EngineConfig(str(directory), device="cuda", max_model_len=128, drafter="none")
-    ) as unloaded:
+    with open_unloaded(directory, device="cuda", max_model_len=128, drafter="none") as unloaded:
         return unloaded.plan.reserved.total + 4 * unloaded.plan.slot_nbytes
 
 
 def least_on_host(directory):
     """A budget of the host that leaves room for one layer on its way from the disk."""
-    with LLM.open(
-        EngineConfig(str(directory), device="cuda", max_model_len=128, drafter="none")
-    ) as unloaded:
+    with open_unloaded(directory, device="cuda", max_model_len=128, drafter="none") as unloaded:
         return READ_BUFFERS + unloaded.plan.slot_nbytes
 
 
@@ -195,7 +191,7 @@ def test_gpu_that_shares_the_memory_of_the_host_holds_no_second_copy(zoo, monkey
                 (output,) = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
                 texts.append(output.token_ids)
                 assert set(llm.plan.tiers) == streamed
-            with LLM.open(EngineConfig(str(directory), device="cuda")) as unloaded:
+            with open_unloaded(directory, device="cuda") as unloaded:
                 budget = unloaded.plan.budget
             assert (budget.device + budget.host < 4 << 30) or not is_integrated
     assert texts[0] == texts[1]
@@ -207,12 +203,10 @@ def test_budget_is_compared_with_free_memory(zoo, monkeypatch):
     free = 1 << 30
     with fake_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 4 << 30))
-        with LLM.open(
-            EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER)
-        ) as unloaded:
+        with open_unloaded(directory, device="cuda", device_memory=free - DRIVER) as unloaded:
             assert unloaded.plan.budget.device == free - DRIVER
         with pytest.raises(CapacityError, match="device_memory is more than there is"):
-            LLM.open(EngineConfig(str(directory), device="cuda", device_memory=free - DRIVER + 1))
+            open_unloaded(directory, device="cuda", device_memory=free - DRIVER + 1)
 
 
 @pytest.mark.parametrize(("settings", "memory_gbps", "is_told"), [
@@ -230,7 +224,7 @@ def test_streamed_16_bit_layers_name_the_lossless_encoding(
     with fake_gpu(monkeypatch, has_kernels=True):
         settings = {"device": "cuda", "drafter": "none", **settings}
         settings["device_memory"] = least_streaming(directory, **settings)
-        with LLM.open(EngineConfig(str(directory), **settings)) as unloaded:
+        with open_unloaded(directory, **settings) as unloaded:
             notice = unloaded.spec.notice
             assert unloaded.plan.on("host")
     assert (f"run `offload-rt convert {directory}` once, which writes about " in notice) == is_told

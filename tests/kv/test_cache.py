@@ -131,9 +131,8 @@ def test_commit_keeps_exactly_the_given_rows(tokens, pending, data):
     cache.commit(kept)
     expected = torch.cat((100.0 * torch.arange(len(tokens)) + torch.tensor(tokens), rows[kept]))
     assert cache.committed == tokens + [pending[row] for row in kept]
-    assert (rows_of(cache)[0] == expected[:, None]).all() and (
-        rows_of(cache)[1] == -expected[:, None]
-    ).all()
+    assert (rows_of(cache)[0] == expected[:, None]).all()
+    assert (rows_of(cache)[1] == -expected[:, None]).all()
 
 
 @given(texts, texts, st.data())

@@ -19,6 +19,7 @@ from support.tiny import (
     feed,
     generate,
     open_llm,
+    open_unloaded,
     prompt_of,
     random_tree,
     runner_of,
@@ -200,11 +201,11 @@ def settings_of(pair, drafter, **more):
 def little(pair, drafter, n_rows, **more):
     """Return settings with two layer slots and `n_rows` cache rows beyond the minimum."""
     given = settings_of(pair, drafter, **more)
-    with LLM.open(EngineConfig(str(pair.target), **given)) as unloaded:
+    with open_unloaded(pair.target, **given) as unloaded:
         plan = unloaded.plan
         whole = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
     try:
-        LLM.open(EngineConfig(str(pair.target), kv_memory=1, **given))
+        open_unloaded(pair.target, kv_memory=1, **given)
     except CapacityError as error:
         least = int(str(error).split("(")[1].split(" bytes")[0])
     kv_memory = least + n_rows * unloaded.spec.target.checkpoint.spec.kv_nbytes(4)
@@ -220,11 +221,8 @@ def test_greedy_tokens_equal_transformers(pair, drafter):
     prompts = [prompt_of(0, 250), prompt_of(1, 30), prompt_of(2, 170)]
     expected = [generate(pair.model, prompt, N_NEW) for prompt in prompts]
     with LLM(str(pair.target), **little(pair, drafter, 40)) as llm:
-        assert (
-            llm.plan.split.n_resident > 0
-            and "disk" in llm.plan.tiers
-            and llm.plan.device_nbytes <= llm.plan.budget.device
-        )
+        assert llm.plan.split.n_resident > 0 and "disk" in llm.plan.tiers
+        assert llm.plan.device_nbytes <= llm.plan.budget.device
         params = SamplingParams(max_new_tokens=N_NEW)
         first = llm.generate(prompts[0], params)[0]
         together = llm.generate(prompts, params)
@@ -270,16 +268,14 @@ def test_layers_on_device_with_keys_and_values_on_disk(pair, tmp_path):
         assert set(llm.plan.tiers) == {"device"} and not llm.plan.is_resident
         prompt = prompt_of(3, 200)
         output = llm.generate(prompt, SamplingParams(max_new_tokens=N_NEW))[0]
-        assert (
-            output.token_ids == generate(pair.model, prompt, N_NEW) and output.stats.link_bytes > 0
-        )
+        assert output.token_ids == generate(pair.model, prompt, N_NEW)
+        assert output.stats.link_bytes > 0
         assert len(llm.time_plain(200)) == 3
     trace.write(tmp_path / "trace.json")
     spans = report.read(tmp_path / "trace.json")
     came = {span.name for span in spans if span.lane.startswith("keys and values, slot ")}
-    assert {"rows 0", "rows 7"} <= came and not any(
-        span.lane.startswith("link, slot") for span in spans
-    )
+    assert {"rows 0", "rows 7"} <= came
+    assert not any(span.lane.startswith("link, slot") for span in spans)
     assert report.shares(spans).link > 0
 
 
@@ -289,7 +285,7 @@ def test_device_and_host_budgets_hold_on_cuda(pair, monkeypatch, drafter, pins):
     expected = [generate(pair.model, prompt, 5) for prompt in prompts]
     with fake_gpu(monkeypatch, pins=pins):
         given = little(pair, drafter, 20, device="cuda", host_memory=1 << 30)
-        with LLM.open(EngineConfig(str(pair.target), **given)) as unloaded:
+        with open_unloaded(pair.target, **given) as unloaded:
             given["host_memory"] = unloaded.plan.budget.buffers + unloaded.plan.host_nbytes
         with monkeypatch.context() as patch:
             counted = CountingHost(patch)
@@ -435,10 +431,8 @@ def test_all_rows_are_on_the_device_if_they_fit():
 
     assert planned(6 << 30).split is None and planned(6 << 30, kv_memory="3GiB").split is None
     half = planned(6 << 30, kv_memory="1GiB")
-    assert (
-        half.split is not None
-        and half.reserved.cache <= 1 << 30 < half.reserved.cache + SPEC.kv_nbytes(2)
-    )
+    assert half.split is not None
+    assert half.reserved.cache <= 1 << 30 < half.reserved.cache + SPEC.kv_nbytes(2)
     assert half.tiers.count("device") > planned(6 << 30).tiers.count("device")
     assert planned(2 << 30).split is not None
     with pytest.raises(CapacityError, match="kv_memory is too small"):

@@ -329,10 +329,8 @@ def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_ro
         (both,) = llm.generate(
             first, SamplingParams(max_new_tokens=6, n=2, temperature=1.0, top_k=1)
         )
-        assert (
-            passes[0] == (0, 100 + 2)
-            and [output.token_ids for output in both.outputs] == expected[:2]
-        )
+        assert passes[0] == (0, 100 + 2)
+        assert [output.token_ids for output in both.outputs] == expected[:2]
         for is_short in (False, True):
             llm.engine.reset_prefix_cache()
             passes.clear()

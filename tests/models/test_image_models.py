@@ -20,11 +20,10 @@ from support.images import (
     image_model,
     image_prompt,
 )
-from support.tiny import ATOL, generate, keep_steady, prompt_of, runner_of
+from support.tiny import ATOL, generate, keep_steady, open_unloaded, prompt_of, runner_of
 
 from bench.models.tiny import open_streamed
 from offload_rt import LLM, SamplingParams
-from offload_rt.config import EngineConfig
 from offload_rt.executor.step import Step
 from offload_rt.models.image_tower import FAMILIES, ImageTower
 from offload_rt.ops.noise import exponentials
@@ -134,12 +133,12 @@ def test_small_budget_leaves_the_tower_out(model_of):
     """Texts run as without a tower; a notice names the reason."""
     _, folder = model_of("llava")
     settings = {"device": "cpu", "max_model_len": 64}
-    with LLM.open(EngineConfig(str(folder), **settings, max_image_pixels=0)) as text:
+    with open_unloaded(folder, **settings, max_image_pixels=0) as text:
         least = text.plan.reserved.total + 3 * text.plan.slot_nbytes
-    with LLM.open(EngineConfig(str(folder), **settings, device_memory=least)) as llm:
+    with open_unloaded(folder, **settings, device_memory=least) as llm:
         assert llm.plan.reserved.images == 0
         assert "vision tower" in llm.spec.notice
-    with LLM.open(EngineConfig(str(folder), **settings)) as llm:
+    with open_unloaded(folder, **settings) as llm:
         assert llm.plan.reserved.images > 0
         assert "vision tower" not in llm.spec.notice
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from support.fake_gpu import fake_gpu
 from support.images import generate_images, image_inputs, image_model, image_prompt
-from support.tiny import runner_of
+from support.tiny import open_unloaded, runner_of
 from torch.profiler import ProfilerActivity, profile
 
 from offload_rt import LLM, SamplingParams, ops
-from offload_rt.config import EngineConfig
 from offload_rt.engine import loader
 from offload_rt.errors import LinkError
 from offload_rt.executor.image_encoder import KEPT_IMAGES
@@ -27,7 +26,7 @@ SETTINGS = {"max_model_len": 200, "drafter": "none"}
 
 def open_streamed_tower(folder, device="cpu"):
     """Open an LLM with a byte less than streamed layers and a resident tower need."""
-    with LLM.open(EngineConfig(str(folder), device=device, **SETTINGS)) as unloaded:
+    with open_unloaded(folder, device=device, **SETTINGS) as unloaded:
         plan = unloaded.plan
         assert plan.reserved.images
         assert not plan.reserved.streamed_images

@@ -12,11 +12,10 @@ import torch
 from support.experts import FakeGPUWithDisk, cache_on, open_touched
 from support.fake_gpu import fake_gpu
 from support.streams import PATIENCE_S, FakeGPU, Host, eventually, wanted
-from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
+from support.tiny import feed, generate, keep_steady, open_unloaded, prompt_of, runner_of
 
 from bench.models.tiny import config_of
 from offload_rt import LLM, SamplingParams
-from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import MachineProfile, PassBytes, TouchedExperts
 from offload_rt.engine import profile
@@ -136,24 +135,16 @@ def test_failed_read_is_raised_and_releases_all_slots(make, files):
         visit(cache, device, 0, [0])
         with pytest.raises(LinkError, match="gone"):
             visit(cache, device, 0, [0, 1, 2])
-        assert (
-            not reads._n_reading
-            and not reads._coming
-            and not cache._taken.any()
-            and not reads._taken.any()
-        )
+        assert not reads._n_reading and not reads._coming and not cache._taken.any()
+        assert not reads._taken.any()
         device.seen()
         visit(cache, device, 0, [0, 1, 2])
         assert n_reads(tier)[0] == 1
         ahead = cache.arrive(1, {0: 1, 1: 1, 2: 1})
         next(ahead)
         ahead.close()  # whoever computed has failed
-        assert (
-            not reads._n_reading
-            and not reads._coming
-            and not cache._taken.any()
-            and not reads._taken.any()
-        )
+        assert not reads._n_reading and not reads._coming and not cache._taken.any()
+        assert not reads._taken.any()
         visit(cache, device, 1, [0, 1, 2])
 
 
@@ -315,9 +306,7 @@ def test_cuda_computes_more_experts_than_the_host_holds(mixture_of, monkeypatch,
     model, folder = mixture_of("deepseek_v3")
     prompts = [prompt_of(seed, 15, 150) for seed in range(2)]
     params = SamplingParams(max_new_tokens=8, temperature=0.0)
-    with LLM.open(
-        EngineConfig(str(folder), device="cpu", max_model_len=128, drafter="none")
-    ) as whole:
+    with open_unloaded(folder, device="cpu", max_model_len=128, drafter="none") as whole:
         layer = max(whole.plan.layer_nbytes)
     with (
         fake_gpu(monkeypatch, pins=pins),
@@ -325,9 +314,8 @@ def test_cuda_computes_more_experts_than_the_host_holds(mixture_of, monkeypatch,
     ):
         experts = llm.plan.experts
         disk_experts = llm.plan.pass_bytes.disk_experts
-        assert 2 < experts.n_on_host < 20 and disk_experts.n_resident == pytest.approx(
-            (4 + experts.n_on_host) / 3
-        )
+        assert 2 < experts.n_on_host < 20
+        assert disk_experts.n_resident == pytest.approx((4 + experts.n_on_host) / 3)
         assert isinstance(runner_of(llm).experts, TieredExperts)
         texts = [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
     assert texts == [generate(model, prompt, 8) for prompt in prompts]
@@ -336,11 +324,11 @@ def test_cuda_computes_more_experts_than_the_host_holds(mixture_of, monkeypatch,
 def test_placement_prefers_whole_layers_then_experts(mixture_of):
     _, folder = mixture_of("qwen3_moe")
     settings = {"device": "cpu", "max_model_len": 128, "drafter": "none"}
-    with LLM.open(EngineConfig(str(folder), **settings)) as llm:
+    with open_unloaded(folder, **settings) as llm:
         assert llm.plan.experts is None and llm.plan.is_resident
         whole = llm.plan
     least = whole.reserved.total + 2 * whole.slot_nbytes
-    with LLM.open(EngineConfig(str(folder), device_memory=least, **settings)) as llm:
+    with open_unloaded(folder, device_memory=least, **settings) as llm:
         plan = llm.plan
         touched = plan.pass_bytes.experts
         assert plan.experts and not plan.is_resident and plan.device_nbytes <= least
@@ -350,10 +338,10 @@ def test_placement_prefers_whole_layers_then_experts(mixture_of):
         assert plan.pass_bytes.at(0, 1)["disk"] < sum(whole.layer_nbytes) - plan.reserved.experts
     # Less than two whole layers: rests are streamed as well, and three experts are the least.
     with pytest.raises(CapacityError) as refused:
-        LLM.open(EngineConfig(str(folder), device_memory=whole.reserved.total, **settings))
+        open_unloaded(folder, device_memory=whole.reserved.total, **settings)
     named = int(re.search(r"set device_memory to (\d+)", str(refused.value))[1])
     with pytest.raises(CapacityError):
-        LLM.open(EngineConfig(str(folder), device_memory=named - 1, **settings))
+        open_unloaded(folder, device_memory=named - 1, **settings)
     assert named < least - whole.slot_nbytes
     with LLM(str(folder), device_memory=named, **settings) as llm:
         assert "disk" in llm.plan.tiers

@@ -13,12 +13,11 @@ from support.checkpoints import pack
 from support.experts import FakeGPUWithDisk, cache_on, open_touched
 from support.fake_gpu import fake_gpu
 from support.streams import PATIENCE_S, FakeGPU, Host, content, stream_layers, wanted
-from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
+from support.tiny import feed, generate, keep_steady, open_unloaded, prompt_of, runner_of
 from transformers import GptOssForCausalLM, Mxfp4Config
 
 from bench.common.pacing import PacedTier
-from offload_rt import LLM, SamplingParams
-from offload_rt.config import EngineConfig
+from offload_rt import SamplingParams
 from offload_rt.cost.pass_times import (
     HostTimes,
     MachineProfile,
@@ -105,9 +104,8 @@ def test_host_experts_add_no_waits(mixture_of, monkeypatch, computed):
     ):
         runner = runner_of(llm)
         feed(runner, runner.new_cache(40), prompt, Topology.chain(15))  # times experts
-        assert runner.experts.host.is_on and all(
-            seconds > 0 for seconds in runner.experts.host.times.seconds
-        )
+        assert runner.experts.host.is_on
+        assert all(seconds > 0 for seconds in runner.experts.host.times.seconds)
         set_rates(runner.experts.host, 0.5)
         computed.clear()
         before = counts.n_waits
@@ -189,7 +187,7 @@ def test_texts_of_three_tiers_equal_transformers(mixture_of, monkeypatch, comput
     monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
     model, folder = mixture_of("deepseek_v3")
     prompt = prompt_of(0, 15, 150)
-    with LLM.open(EngineConfig(str(folder), device="cpu", drafter="none")) as whole:
+    with open_unloaded(folder, device="cpu", drafter="none") as whole:
         layer = max(whole.plan.layer_nbytes)
     settings = {"host_memory": READ_BUFFERS + 2 * layer}
     with fake_gpu(monkeypatch), open_touched(folder, 4, device="cuda", **settings) as llm:
@@ -240,9 +238,8 @@ def test_frequently_used_experts_are_copied_to_the_device():
             device.copies.synchronize()
         assert times == [set(), *[{0}] * 19, set(), *[{1}] * 19]
         n_copies = device.copies.n_copies
-        assert (
-            visit(cache, 1, [2], lambda x, *_: x)[0] == set() and device.copies.n_copies == n_copies
-        )
+        assert visit(cache, 1, [2], lambda x, *_: x)[0] == set()
+        assert device.copies.n_copies == n_copies
         assert visit(cache, 0, [0, 1], lambda x, *_: x)[0] == {0, 1}
 
 

@@ -3,10 +3,9 @@
 import pytest
 from support.fake_gpu import fake_gpu
 from support.host_memory import CountingHost, pin_at_most
-from support.tiny import CASES, generate, keep_steady, prompt_of, save_pair
+from support.tiny import CASES, generate, keep_steady, open_unloaded, prompt_of, save_pair
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.config import EngineConfig
 from offload_rt.engine import profile
 from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.offload.disk import ReadSettings
@@ -30,7 +29,7 @@ def test_host_memory_stays_within_its_budget(tmp_path, monkeypatch):
         **pair.settings("static_tree", "match"),
     }
     with fake_gpu(monkeypatch):
-        with LLM.open(EngineConfig(str(pair.target), **settings)) as unloaded:
+        with open_unloaded(pair.target, **settings) as unloaded:
             nbytes = unloaded.plan.slot_nbytes
             # three slots and a layer
             settings["device_memory"] = unloaded.plan.reserved.total + 4 * nbytes

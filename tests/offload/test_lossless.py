@@ -20,7 +20,7 @@ import torch
 from support import emulated
 from support.checkpoints import pack, raw_bytes
 from support.fake_gpu import fake_gpu
-from support.tiny import CASES, generate, prompt_of
+from support.tiny import CASES, generate, open_unloaded, prompt_of
 from torch import Tensor
 
 from offload_rt import LLM, SamplingParams
@@ -521,15 +521,15 @@ def test_damaged_sidecar_is_reported_and_ignored(model, converted, tmp_path):
     shutil.copytree(model, tmp_path / "m")
     shutil.copytree(converted, tmp_path / "m" / "lossless")
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none"}
-    with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
+    with open_unloaded(tmp_path / "m", **settings) as unloaded:
         assert unloaded.spec.target.link.sidecar and "read encoded" in unloaded.spec.notice
     layer_path(tmp_path / "m" / "lossless", 3).write_bytes(b"x" * 100)
-    with LLM.open(EngineConfig(str(tmp_path / "m"), **settings)) as unloaded:
+    with open_unloaded(tmp_path / "m", **settings) as unloaded:
         assert unloaded.spec.target.link.sidecar is None and "layer-00003" in unloaded.spec.notice
     with pytest.raises(CheckpointError, match="layer-00003"):
-        LLM.open(EngineConfig(str(tmp_path / "m"), link_format="lossless", **settings))
+        open_unloaded(tmp_path / "m", link_format="lossless", **settings)
     with pytest.raises(CheckpointError, match="offload-rt convert"):
-        LLM.open(EngineConfig(str(model), link_format="lossless", **settings))
+        open_unloaded(model, link_format="lossless", **settings)
 
 
 @pytest.mark.parametrize(("rates", "is_encoded", "figures"), [
@@ -542,7 +542,7 @@ def test_auto_uses_a_sidecar_if_measured_faster(
 ):
     measure(monkeypatch, rates)
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none", "sidecar": str(converted)}
-    with LLM.open(EngineConfig(str(model), **settings)) as unloaded:
+    with open_unloaded(model, **settings) as unloaded:
         spec = unloaded.spec
         assert (
             bool(spec.target.link.sidecar) == isinstance(spec.files.disk, SidecarTier) == is_encoded
@@ -550,7 +550,7 @@ def test_auto_uses_a_sidecar_if_measured_faster(
         how = "read encoded" if is_encoded else "read raw, not from the sidecar"
         (line,) = spec.notice.splitlines()
         assert how in line and figures in line
-    with LLM.open(EngineConfig(str(model), link_format="lossless", **settings)) as unloaded:
+    with open_unloaded(model, link_format="lossless", **settings) as unloaded:
         assert unloaded.spec.target.link.sidecar and not unloaded.spec.notice
 
 
@@ -564,15 +564,13 @@ def test_auto_uses_raw_weights_if_decoding_exceeds_memory(model, converted, monk
     }  # fmt: skip
     assert raw < budget(model, link_format="lossless", device="cpu", sidecar=str(converted))
     with pytest.raises(CapacityError):
-        LLM.open(EngineConfig(str(model), link_format="lossless", sidecar=str(converted), **place))
-    with LLM.open(EngineConfig(str(model), sidecar=str(converted), **place)) as unloaded:
+        open_unloaded(model, link_format="lossless", sidecar=str(converted), **place)
+    with open_unloaded(model, sidecar=str(converted), **place) as unloaded:
         spec = unloaded.spec
         assert spec.target.link.sidecar is None and spec.plan.streamed_nbytes
         assert "not from the sidecar: the device memory budget is too small" in spec.notice
     with pytest.raises(CapacityError):
-        LLM.open(
-            EngineConfig(str(model), sidecar=str(converted), **place | {"device_memory": raw - 1})
-        )
+        open_unloaded(model, sidecar=str(converted), **place | {"device_memory": raw - 1})
 
 
 def test_rates_are_measured_once_and_after_cache_damage(model, converted, monkeypatch, tmp_path):
@@ -664,9 +662,7 @@ def test_cuda_decodes_lossless_layers(model, converted, monkeypatch, way, where)
     with fake_gpu(monkeypatch, has_kernels=True, pins=where != "unpinned"):
         place["device_memory"] = budget(model, **place)
         if where == "disk":
-            with LLM.open(
-                EngineConfig(str(model), max_model_len=64, drafter="none", **place)
-            ) as unloaded:
+            with open_unloaded(model, max_model_len=64, drafter="none", **place) as unloaded:
                 place["host_memory"] = unloaded.plan.budget.buffers + unloaded.plan.host_slot_nbytes
         encoded = run(model, **place)
     assert encoded[0] == raw[0]
@@ -677,24 +673,23 @@ def test_unsupported_lossless_settings_are_reported(model, converted, monkeypatc
     """Without its kernel, a device uses raw weights unless lossless is required."""
     settings = {"device": "cuda", "max_model_len": 64, "drafter": "none"}
     with fake_gpu(monkeypatch):
-        with LLM.open(EngineConfig(str(model), sidecar=str(converted), **settings)) as unloaded:
-            assert (
-                unloaded.spec.target.link.sidecar is None and "GPU is fake" in unloaded.spec.notice
-            )
+        with open_unloaded(model, sidecar=str(converted), **settings) as unloaded:
+            assert unloaded.spec.target.link.sidecar is None
+            assert "GPU is fake" in unloaded.spec.notice
         with pytest.raises(OffloadError, match="GPU is fake"):
-            LLM.open(EngineConfig(str(model), link_format="lossless", **settings))
+            open_unloaded(model, link_format="lossless", **settings)
     with fake_gpu(monkeypatch, has_kernels=True):
         place = settings | {"link_format": "lossless"}
         place["device_memory"] = budget(model, device="cuda", link_format="lossless")
         with pytest.raises(OffloadError, match="of 6 on disk"):
-            LLM.open(EngineConfig(str(model), host_memory="18MB", **place))
+            open_unloaded(model, host_memory="18MB", **place)
     quantised = SimpleNamespace(name="awq", notice="")
     monkeypatch.setattr(
         "offload_rt.llm.open_checkpoint",
         lambda path: replace(open_checkpoint(path), format=quantised),
     )
     with pytest.raises(SettingsError, match="awq"):
-        LLM.open(EngineConfig(str(model), device="cpu", link_format="lossless"))
+        open_unloaded(model, device="cpu", link_format="lossless")
 
 
 @pytest.mark.parametrize("has_card", [False, True])

@@ -179,7 +179,6 @@ def test_layer_division_minimises_the_fullest_rank(seed):
         return max(sum(sizes[a:b]) / room for (a, b), room in zip(ranges, rooms, strict=True))
 
     best = min(load(stops) for stops in itertools.combinations(range(1, n), n_ranks - 1))
-    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])] and parts[
-        -1
-    ].stop == n
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == n
     assert load(tuple(part.stop for part in parts[:-1])) == pytest.approx(best)

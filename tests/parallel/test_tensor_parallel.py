@@ -35,6 +35,7 @@ from support.tiny import (
     measure_little,
     nearly,
     open_llm,
+    open_unloaded,
     prompt_of,
     save_pair,
 )
@@ -378,7 +379,7 @@ def places(
     } | settings  # fmt: skip
 
     def work() -> str:
-        with LLM.open(EngineConfig(str(pair.target), device="cpu", **settings)) as llm:
+        with open_unloaded(pair.target, device="cpu", **settings) as llm:
             draft = llm.spec.draft.drafting.draft
             return (
                 "nothing"
@@ -725,9 +726,8 @@ def test_memory_limits_decide_the_way_of_division(tmp_path, monkeypatch):
     assert together(2, lambda: work((1 << 18, 1 << 18))) == ["outputs"] * 2
     assert together(2, lambda: work((0, 1 << 18))) == ["inputs"] * 2
     message, short = together(2, lambda: work((1 << 18, -(1 << 18))))
-    assert message.startswith("another rank has too little memory") and short.startswith(
-        "the device memory budget is too"
-    )
+    assert message.startswith("another rank has too little memory")
+    assert short.startswith("the device memory budget is too")
 
 
 def test_samples_batches_and_prompt_logprobs_equal_one_rank(pair, monkeypatch):

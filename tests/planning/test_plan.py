@@ -235,19 +235,15 @@ def test_plan_reports_link_share_and_level_time(capsys):
     assert result["pass_over_link"]["host"] == pytest.approx(
         result["pass_seconds"] / (nbytes / rate)
     )
-    assert (
-        0.9 < result["link_busy"]["host"] == pytest.approx(1 / result["pass_over_link"]["host"])
-        and result["link_busy"]["host"] <= 1
-    )
+    assert 0.9 < result["link_busy"]["host"] == pytest.approx(1 / result["pass_over_link"]["host"])
+    assert result["link_busy"]["host"] <= 1
     level = result["draft_level"]
     assert level["seconds"] * (result["tree_levels"] - 1) == pytest.approx(result["draft_seconds"])
     assert level["ratio"] == pytest.approx(
         level["seconds"] / (level["nbytes"] / level["gbps"] / 1e9)
     )
-    assert (
-        level["nbytes"] == pytest.approx(2 * (6.74e9 - 32000 * 4096), rel=0.01)
-        and 1 < level["ratio"] < 1.5
-    )
+    assert level["nbytes"] == pytest.approx(2 * (6.74e9 - 32000 * 4096), rel=0.01)
+    assert 1 < level["ratio"] < 1.5
     assert plan.main(arguments) == 0
     out = capsys.readouterr().out
     assert f"busy for {result['link_busy']['host']:.1%} of a pass" in out
@@ -382,17 +378,14 @@ def test_local_statistics_precede_published_figures(monkeypatch):
         seen.observe(3, 1)
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats({"dynamic 0.0": Estimates(seen)}))
     acceptance = assume("auto", NO_CHECKPOINTS, names, 0.0)
-    assert "measured on this machine" in acceptance.source and acceptance.by_rank == pytest.approx(
-        seen.by_rank()
-    )
+    assert "measured on this machine" in acceptance.source
+    assert acceptance.by_rank == pytest.approx(seen.by_rank())
 
 
 def test_acceptance_can_be_given():
     acceptance = assume("0.7,0.1", NO_CHECKPOINTS, ("a", "b"), 0.0)
-    assert (
-        acceptance.by_rank[:3] == pytest.approx([0.7, 0.1, 0.0])
-        and len(acceptance.by_rank) == N_RANKS
-    )
+    assert acceptance.by_rank[:3] == pytest.approx([0.7, 0.1, 0.0])
+    assert len(acceptance.by_rank) == N_RANKS
     for wrong in ("0.7,x", "0.7,0.6", "0.5,nan", "0.1,0.7"):
         with pytest.raises(SettingsError):
             assume(wrong, NO_CHECKPOINTS, ("a", "b"), 0.0)

@@ -121,10 +121,8 @@ def test_ranks_of_a_machine_share_memory_disk_and_links():
     whole = Machine.with_card(CARD, 160 * 10**9, 8.0)
     machine = whole.of_rank(replace(FAST, n=4, shared_link=True))
     assert machine.budget == replace(whole.budget, host=whole.budget.host // 4)
-    assert (
-        dict(machine.links) == {"disk": 2.0, "host": 12.5}
-        and dict(whole.of_rank(FAST).links)["host"] == 25.0
-    )
+    assert dict(machine.links) == {"disk": 2.0, "host": 12.5}
+    assert dict(whole.of_rank(FAST).links)["host"] == 25.0
     assert whole.of_rank(Parallelism()) is whole
     pipeline = whole.of_rank(Parallelism(4, pipeline=True))
     assert pipeline.links == whole.links and pipeline.budget.host == whole.budget.host
@@ -136,10 +134,8 @@ def test_whole_draft_exchanges_nothing():
         forecast(replace(ranks, gbps=0.1), "llama2-7b", tree_size=64, tree_depth=8)
         for ranks in (Parallelism(), FAST)
     )
-    assert (
-        slow.level.seconds == pytest.approx(alone.level.seconds)
-        and slow.exchange_s > 10 * alone.compute_s
-    )
+    assert slow.level.seconds == pytest.approx(alone.level.seconds)
+    assert slow.exchange_s > 10 * alone.compute_s
     divided = forecast(
         replace(FAST, gbps=0.1, split_draft=True), "llama2-7b", tree_size=64, tree_depth=8
     )
@@ -181,9 +177,8 @@ def test_mixtures_and_models_without_a_plan_are_divided_by_experts(exact):
     n_layers = config["num_hidden_layers"]
     heads = 64 * config["num_attention_heads"]
     assert sum(part.layer_nbytes) == pytest.approx(sum(whole.layer_nbytes) / 4, rel=0.01)
-    assert part.spec.mixture == (tuple(range(n_layers)), 8, 1) and part.spec.kv_nbytes(
-        2
-    ) == whole.spec.kv_nbytes(2)
+    assert part.spec.mixture == (tuple(range(n_layers)), 8, 1)
+    assert part.spec.kv_nbytes(2) == whole.spec.kv_nbytes(2)
     gathered = 2 * (heads + 2 * 64 * config["num_key_value_heads"] + d)
     mixed = 2 * 4 * d * (4 if exact else 1)
     assert (
@@ -212,10 +207,8 @@ def test_plan_of_two_ranks_reports_share_and_exchange(capsys):
     assert plan.main([*asked, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     part = Parallelism(2).part(sizes())
-    assert (
-        result["plan"]["layer_nbytes"] == list(part.layer_nbytes)
-        and result["ranks"]["gbps"] == 12.5
-    )
+    assert result["plan"]["layer_nbytes"] == list(part.layer_nbytes)
+    assert result["ranks"]["gbps"] == 12.5
     assert result["plan"]["reserved"]["non_layer"] == part.non_layer_nbytes
     assert 0 < result["exchange_seconds"] < result["compute_seconds"]
     assert (
@@ -253,9 +246,8 @@ def test_draft_is_planned_where_it_is_faster(more, place, capsys):
         if line.startswith("with the draft model")
     ]
     by_place = sorted((seconds["on"], seconds["off"]))
-    assert place in told[0] and [line.split(": ")[1] for line in told] == [
-        format_speed(s) for s in by_place
-    ]
+    assert place in told[0]
+    assert [line.split(": ")[1] for line in told] == [format_speed(s) for s in by_place]
 
 
 @pytest.mark.parametrize(("arguments", "told"), [

@@ -86,9 +86,8 @@ def test_chat_stream_sends_role_first_and_usage_last(served):
     ]
     assert all(part.usage is None for part in parts) and last.choices == []
     assert last.usage is not None and last.usage.completion_tokens == 9
-    assert {chunk.object for chunk in chunks} == {
-        "chat.completion.chunk"
-    } and whole.object == "chat.completion"
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert whole.object == "chat.completion"
 
 
 def test_chat_uses_the_template_of_the_model(served):
@@ -127,19 +126,14 @@ def test_completion_logprobs_with_echo(served):
     choice = completion.choices[0]
     ids = served.llm.encode(PROMPT)
     logprobs = choice.logprobs
-    assert (
-        logprobs is not None
-        and logprobs.tokens
-        and logprobs.token_logprobs
-        and logprobs.top_logprobs
-    )
+    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs
+    assert logprobs.top_logprobs
     assert (
         choice.text.startswith(PROMPT) and "".join(logprobs.tokens[1:]) == choice.text
     )  # it begins with a special token
     assert len(logprobs.tokens) == len(ids) + 3
-    assert logprobs.token_logprobs[0] is None and all(
-        x is not None and x <= 0 for x in logprobs.token_logprobs[1:]
-    )
+    assert logprobs.token_logprobs[0] is None
+    assert all(x is not None and x <= 0 for x in logprobs.token_logprobs[1:])
     assert all(2 <= len(top) <= 3 for top in logprobs.top_logprobs[1:])
     assert logprobs.text_offset is not None and logprobs.text_offset[:2] == [0, 0], "hidden token"
     for token, start in zip(logprobs.tokens[1:], logprobs.text_offset[1:], strict=True):
@@ -164,11 +158,8 @@ def test_max_tokens_0_reads_the_prompt_only(served):
     for i, prompt in enumerate(asked["prompt"]):
         empty = alone.choices[i]
         more = with_one.choices[i]
-        assert (
-            empty.logprobs is not None
-            and more.logprobs is not None
-            and empty.logprobs.token_logprobs
-        )
+        assert empty.logprobs is not None and more.logprobs is not None
+        assert empty.logprobs.token_logprobs
         assert empty.logprobs.token_logprobs == more.logprobs.token_logprobs[:-1]
         expected = served.llm.generate(prompt, params)[0].prompt_logprobs
         assert expected is not None
@@ -176,10 +167,8 @@ def test_max_tokens_0_reads_the_prompt_only(served):
         assert empty.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
         assert more.text.startswith(empty.text) and empty.finish_reason == "length"
         chunks = [choice for chunk in streamed for choice in chunk.choices if choice.index == i]
-        assert (
-            "".join(choice.text for choice in chunks) == empty.text
-            and chunks[-1].finish_reason == "length"
-        )
+        assert "".join(choice.text for choice in chunks) == empty.text
+        assert chunks[-1].finish_reason == "length"
         greedy = [
             max(best, key=lambda text: best[text]) for best in empty.logprobs.top_logprobs[1:]
         ]
@@ -194,11 +183,8 @@ def test_logprobs_have_the_requested_count(served, k):
         model="demo", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=k
     )
     logprobs = completion.choices[0].logprobs
-    assert (
-        logprobs is not None
-        and logprobs.top_logprobs is not None
-        and len(logprobs.top_logprobs) == 4
-    )
+    assert logprobs is not None and logprobs.top_logprobs is not None
+    assert len(logprobs.top_logprobs) == 4
     for token, own, best in zip(
         logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
     ):
@@ -245,9 +231,8 @@ def test_chat_logprobs_are_equal_in_a_stream(served):
     for chunk in served.client.chat.completions.create(**asked, stream=True):
         logprobs = chunk.choices[0].logprobs
         streamed += logprobs.content or [] if logprobs else []
-    assert [token.token for token in streamed] == [token.token for token in whole.content] and len(
-        streamed
-    ) == 5
+    assert [token.token for token in streamed] == [token.token for token in whole.content]
+    assert len(streamed) == 5
     for token in whole.content:
         assert len(token.top_logprobs) == 2 and bytes(token.bytes or []).decode() == token.token
         assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
@@ -276,9 +261,8 @@ def test_pass_numbers_are_sent_on_request(served):
     ]
     assert sum(chunk["tokens"] for chunk in passes) == 12
     for chunk in passes:
-        assert chunk["parents"][0] == -1 and all(
-            0 <= parent < node for node, parent in enumerate(chunk["parents"]) if node
-        )
+        assert chunk["parents"][0] == -1
+        assert all(0 <= parent < node for node, parent in enumerate(chunk["parents"]) if node)
         assert [chunk["parents"][node] for node in chunk["path"]] == [0, *chunk["path"]][
             : len(chunk["path"])
         ]
@@ -357,9 +341,8 @@ def test_tokenize_and_detokenize(served):
     }
     assert served.post("/detokenize", {"tokens": ids[1:]})[1] == {"prompt": PROMPT}
     plain = served.post("/tokenize", {"prompt": PROMPT, "add_special_tokens": False})[1]["tokens"]
-    assert served.llm.tokenizer is not None and plain == served.llm.tokenizer.encode(
-        PROMPT, add_special_tokens=False
-    )
+    assert served.llm.tokenizer is not None
+    assert plain == served.llm.tokenizer.encode(PROMPT, add_special_tokens=False)
     ids = rendered(served.llm)
     assert served.post("/tokenize", {"messages": TURNS})[1]["tokens"] == ids
     assert served.post("/tokenize", {"content": PROMPT})[0] == 400
@@ -423,10 +406,8 @@ def test_metrics_count_requests_and_tokens(served):
     served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "temperature": 0})
     after = read()
     gained = {name: after[name] - before.get(name, 0.0) for name in after}
-    assert (
-        gained["offload_rt_tokens_total"] == 5
-        and gained['offload_rt_requests_total{end="length"}'] == 1
-    )
+    assert gained["offload_rt_tokens_total"] == 5
+    assert gained['offload_rt_requests_total{end="length"}'] == 1
     assert gained["offload_rt_prompt_tokens_total"] == len(served.llm.encode(PROMPT))
     assert 1 <= gained["offload_rt_passes_total"] <= 5 and after["offload_rt_running"] == 0
 
@@ -447,9 +428,8 @@ def test_tool_calls_return_to_the_template_as_objects(served):
     turns += [{"role": "tool", "tool_call_id": "call_1", "content": "7"}]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     ids = served.post("/tokenize", {"messages": turns})[1]["tokens"]
-    assert served.llm.tokenizer is not None and served.llm.tokenizer.decode(ids).endswith(
-        "7\nimport"
-    )
+    assert served.llm.tokenizer is not None
+    assert served.llm.tokenizer.decode(ids).endswith("7\nimport")
     asked = {"messages": TURNS, "tools": tools, "max_tokens": 1}
     n_plain = served.post("/v1/chat/completions", {"messages": TURNS, "max_tokens": 1})[1]["usage"][
         "prompt_tokens"

@@ -112,9 +112,8 @@ def test_one_tree_per_sequence_within_its_limits(llm, name, rule, temperature):
     for n_nodes in (1, 2, 5, 17):
         sequences = sequences_of(temperature)
         drafter = drafter_with(llm, sequences, name, rule, LIMITS)
-        assert (
-            drafter.limits.n_nodes <= LIMITS.n_nodes and drafter.limits.n_levels <= LIMITS.n_levels
-        )
+        assert drafter.limits.n_nodes <= LIMITS.n_nodes
+        assert drafter.limits.n_levels <= LIMITS.n_levels
         before = [list(sequence.tokens) for sequence in sequences]
         trees = drafter.propose(sequences, n_nodes)
         assert [sequence.tokens for sequence in sequences] == before
@@ -319,10 +318,8 @@ def test_stated_distributions_equal_the_draft_model(llm, pair, name, rule):
             continue
         assert sampled.draft_probs.dtype == torch.float32
         assert not sampled.independent or load_rule(rule).child_sampling == "independent"
-        assert (
-            sampled.is_sampled.shape == sampled.row_of.shape == (len(tree.topology),)
-            and not sampled.is_sampled[0]
-        )
+        assert sampled.is_sampled.shape == sampled.row_of.shape == (len(tree.topology),)
+        assert not sampled.is_sampled[0]
         for node in range(len(tree.topology)):
             is_sampled, given = drawn_children(tree, node)
             if not is_sampled:

@@ -23,11 +23,11 @@ from support.tiny import (
     metaspace,
     nearly,
     open_llm,
+    open_unloaded,
     prompt_of,
 )
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.config import EngineConfig
 from offload_rt.cost.tree_size import Acceptance, Calibration, DraftLimits
 from offload_rt.engine import profile
 from offload_rt.engine.profile import pass_profile
@@ -97,9 +97,8 @@ def test_copied_continuation_adds_only_missing_nodes(n, seed, copied, n_nodes):
     tree = DraftTree(Topology(np.array(parents)), torch.tensor(tokens), expected=1.5)
     appended = append_ngram(tree, tuple(copied), n_nodes)
     n = len(tree.topology)
-    assert (
-        appended.topology.parents[:n].tolist() == parents and appended.tokens[:n].tolist() == tokens
-    )
+    assert appended.topology.parents[:n].tolist() == parents
+    assert appended.tokens[:n].tolist() == tokens
     assert len(appended.topology) <= max(n, n_nodes)
     whole = paths_of(tree) | {tuple(copied[: k + 1]) for k in range(len(copied))}
     assert paths_of(appended) <= whole and len(paths_of(appended)) == len(appended.topology) - 1
@@ -328,9 +327,7 @@ def test_acceptance_counts_the_outcome_of_nodes(pair):
 
 
 def engine_plan(pair, **settings):
-    with LLM.open(
-        EngineConfig(str(pair.target), device="cpu", max_model_len=64, **settings)
-    ) as llm:
+    with open_unloaded(pair.target, device="cpu", max_model_len=64, **settings) as llm:
         return llm.spec
 
 
@@ -405,10 +402,8 @@ def test_different_tokenizer_is_refused_with_the_first_token(pair, tmp_path):
         ) as caught:
             LLM(str(target), draft_model=str(draft), device="cpu")
         assert "tokenizer" in str(caught.value)
-    LLM.open(
-        EngineConfig(
-            str(target), str(copy_of(pair.draft, tmp_path / "same", byte_level())), device="cpu"
-        )
+    open_unloaded(
+        target, str(copy_of(pair.draft, tmp_path / "same", byte_level())), device="cpu"
     ).close()
 
 

@@ -42,6 +42,7 @@ from support.tiny import (
     generate,
     keep_steady,
     open_llm,
+    open_unloaded,
     prefill,
     prompt_of,
     random_tree,
@@ -51,7 +52,6 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.config import EngineConfig
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import (
     CapacityError,
@@ -503,17 +503,15 @@ def test_heads_draft_on_cuda(tmp_path, monkeypatch, kind):
         outputs = llm.generate(prompts, several)
     wanted = generate(model, prompts[0], 6)
     assert alone.token_ids == outputs[0].token_ids == wanted
-    assert (
-        len(outputs[1].token_ids) == 6
-        and min(output.stats.nodes_per_tree for output in (alone, *outputs)) > 1
-    )
+    assert len(outputs[1].token_ids) == 6
+    assert min(output.stats.nodes_per_tree for output in (alone, *outputs)) > 1
 
 
 # Which are taken
 
 
 def opened(directory: Path, **settings: Any) -> LLM:
-    return LLM.open(EngineConfig(str(directory), device="cpu", max_model_len=64, **settings))
+    return open_unloaded(directory, device="cpu", max_model_len=64, **settings)
 
 
 def test_heads_select_their_drafter_and_reserve_memory(tmp_path):

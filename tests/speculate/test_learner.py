@@ -290,9 +290,8 @@ def test_learned_weights_are_kept_for_the_pair(zoo, pair, tmp_path):
             assert torch.equal(weights_of(llm), original)
     with open_llm(pair.target, draft_model=str(other.draft), learn_draft="keep") as llm:
         assert not learner_of(llm)._serves
-    assert [kept.name for kept in cache_directory().glob("*draft-*")] == [
-        path.name
-    ] and path.read_bytes() == content
+    assert [kept.name for kept in cache_directory().glob("*draft-*")] == [path.name]
+    assert path.read_bytes() == content
     (tmp_path / "file").touch()
     with pytest.MonkeyPatch.context() as patch, pytest.warns(CacheError):
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -339,9 +339,8 @@ def test_triforce_states_the_middle_models_distribution(pair):
         assert isinstance(drafter, TriForce)
         begin(llm, drafter, [sequence], 8)
         (tree,) = drafter.propose([sequence], 8)
-        assert (
-            tree.topology.is_chain and len(tree.tokens) == 8 and tree.sampled.is_sampled[1:].all()
-        )
+        assert tree.topology.is_chain and len(tree.tokens) == 8
+        assert tree.sampled.is_sampled[1:].all()
         state = drafter._model._states[sequence]
         tokens = [*sequence.tokens, *tree.tokens[1:-1].tolist()]
         llm.engine.runner.discard(state.cache)

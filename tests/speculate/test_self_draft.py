@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from support.tiny import Zoo, generate, prompt_of
+from support.tiny import Zoo, generate, open_unloaded, prompt_of
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli.format import placement_table
-from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
 from offload_rt.errors import CapacityError, UnsupportedModelError
 from offload_rt.weights.formats.dense import Format as Dense
@@ -25,7 +24,7 @@ def open_self(zoo: Zoo, name: str, n_resident: int) -> LLM:
     with pytest.raises(CapacityError) as refused:
         LLM(str(zoo.directory(name, 0)), device_memory=1, **SETTINGS)
     least = int(str(refused.value).split("(")[1].split()[0])
-    slot = LLM.open(EngineConfig(str(zoo.directory(name, 0)), device="cpu")).plan.slot_nbytes
+    slot = open_unloaded(zoo.directory(name, 0), device="cpu").plan.slot_nbytes
     llm = LLM(
         str(zoo.directory(name, 0)), device_memory=least + (1 + n_resident) * slot, **SETTINGS
     )
@@ -79,9 +78,7 @@ def test_reads_for_copies_count_as_loaded(zoo):
     with open_self(zoo, "llama", 0) as llm:
         budget = llm.plan.budget.device
         told = []
-    with LLM.open(
-        EngineConfig(str(zoo.directory("llama", 0)), device_memory=budget, **SETTINGS)
-    ) as llm:
+    with open_unloaded(zoo.directory("llama", 0), device_memory=budget, **SETTINGS) as llm:
         llm.load(progress=lambda done, total: told.append((done, total)))
     assert max(done for done, _ in told) == told[0][1]
 

@@ -18,6 +18,7 @@ from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import open_checkpoint
 from support.checkpoints import pack
 from support.streams import FakeGPU, Host, Watched, stream_layers
+from support.tiny import open_unloaded
 
 MIXTURE = Mixture((0, 2), 3, 2)  # six experts
 
@@ -68,7 +69,7 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):
 def open_touched(folder, n_slots, watch=False, device="cpu", **settings):
     """An LLM with slots for so many experts, all else on the device."""
     settings = {"device": device, "max_model_len": 128, "drafter": "none"} | settings
-    with LLM.open(EngineConfig(str(folder), **settings)) as unloaded:
+    with open_unloaded(folder, **settings) as unloaded:
         reserved = unloaded.plan.reserved.total
     rest, experts = open_checkpoint(folder).by_expert()
     with (

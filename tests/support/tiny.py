@@ -357,6 +357,11 @@ def logits_of(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
     return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
 
 
+def open_unloaded(directory: Path, *draft: str, **settings: Any) -> LLM:
+    """Open an LLM with a plan and without weights."""
+    return LLM.open(EngineConfig(str(directory), *draft, **settings))
+
+
 def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
     """Open an LLM on the CPU with layers in the tiers of PLACES, by a fitting budget.
 
@@ -373,7 +378,7 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
             for name, value in settings.items()
             if name not in ("tree_size", "tree_depth")
         }
-    with LLM.open(EngineConfig(str(directory), **settings)) as unloaded:
+    with open_unloaded(directory, **settings) as unloaded:
         plan = unloaded.plan
     slot = plan.slot_nbytes
     layers = sum(plan.layer_nbytes)
@@ -557,7 +562,7 @@ def least_streaming(directory, **settings) -> int:
     """The budget of a device that streams all layers through two slots."""
     nbytes = None
     for _ in range(2):
-        with LLM.open(EngineConfig(str(directory), device_memory=nbytes, **settings)) as unloaded:
+        with open_unloaded(directory, device_memory=nbytes, **settings) as unloaded:
             nbytes = unloaded.plan.reserved.total + 2 * unloaded.plan.slot_nbytes
     return nbytes
 

@@ -112,16 +112,13 @@ def test_unused_children_are_left_out():
 
 def test_full_tree_is_not_exceeded():
     table = search(np.array([0.6, 0.3]), 50, 4)
-    assert len(table.topology(50, 4)) == 15 and table.values[50, 4] == pytest.approx(
-        sum(0.9**i for i in range(4))
-    )
+    assert len(table.topology(50, 4)) == 15
+    assert table.values[50, 4] == pytest.approx(sum(0.9**i for i in range(4)))
 
 
 def test_description_names_nodes_levels_and_children():
-    assert (
-        describe(Topology.chain(1)) == "1 node"
-        and describe(Topology.chain(5)) == "chain of 5 nodes"
-    )
+    assert describe(Topology.chain(1)) == "1 node"
+    assert describe(Topology.chain(5)) == "chain of 5 nodes"
     lines = describe(Topology(np.array([-1, 0, 0, 0, 1, 1, 3, 4]))).splitlines()
     assert lines[0] == "8 nodes on 4 levels, up to 3 children a node"
     rows = ["0 1 3", "1 3 2 . 1", "2 3 1 . | .", "3 1 leaves"]
