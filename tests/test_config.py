@@ -66,9 +66,6 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
 NEEDED = {EngineConfig: ["--model", "m"], RunSettings: ["--prompt", "p"]}
 
 
-# Sizes
-
-
 @given(
     number=st.integers(0, 10**6),
     unit=st.sampled_from(sorted(UNITS)),
@@ -123,9 +120,6 @@ def test_budgets_are_reported_in_bytes():
     config = EngineConfig("m", device_memory="22GiB", host_memory=7)
     assert (config.device_nbytes, config.host_nbytes) == (22 * 2**30, 7)
     assert EngineConfig("m").device_nbytes is None
-
-
-# Flags
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -220,9 +214,6 @@ def test_unknown_flag_is_one_sentence_with_a_hint(flag, hint):
     assert refused.value.for_command_line == (
         f"unrecognized arguments: {flag.replace('=', ' ')}; {hint}"
     )
-
-
-# Ranges
 
 
 @pytest.mark.parametrize(("cls", "name", "wrong", "right"), [

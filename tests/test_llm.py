@@ -63,9 +63,6 @@ def assert_logprobs(logprobs, tokens, rows, k):
         assert best == row.topk(k).indices.tolist() and len(by_id) <= k + 1
 
 
-# Log-probabilities
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_equal_the_taken_tokens(llm, pair, temperature):
     """Trees produce several tokens at once, and the last pass more than required."""
@@ -131,9 +128,6 @@ def test_logprobs_have_the_text_of_their_tokens(speaking):
     )
 
 
-# Ends
-
-
 def test_end_tokens_of_sampling_and_of_the_model(zoo, tmp_path):
     """A stop token ends a text like an end token, which can be ignored; min_tokens delays both."""
     text = zoo.greedy("llama", 0)
@@ -176,9 +170,6 @@ def test_stop_string_counts_after_min_tokens(speaking):
             )
 
 
-# Several answers
-
-
 def test_n_answers_equal_their_seeds(llm):
     params = {"max_tokens": 8, "temperature": 1.0}
     whole = llm.generate(PROMPTS[0], SamplingParams(n=3, seed=5, **params))[0]
@@ -196,9 +187,6 @@ def test_n_answers_equal_their_seeds(llm):
         assert ends == [None] * (len(ends) - 1) + [answer.finish_reason]
     with pytest.raises(SettingsError, match="n is 2"):
         llm.generate(PROMPTS[0], SamplingParams(n=2))
-
-
-# Defaults of the model
 
 
 @pytest.mark.parametrize(("file", "expected"), [
@@ -245,9 +233,6 @@ def test_unset_params_follow_the_model(zoo, tmp_path):
         assert llm.get_default_sampling_params() == SamplingParams(**given)
 
 
-# Prompts
-
-
 def test_prompts_can_be_texts_or_ids(speaking):
     params = SamplingParams(max_tokens=4)
     with open_llm(speaking) as llm:
@@ -290,9 +275,6 @@ def test_prompts_can_be_texts_or_ids(speaking):
                 llm.generate("x", params)
 
 
-# Progress
-
-
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_progress_bars_appear_on_a_terminal(is_terminal, zoo, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
@@ -313,9 +295,6 @@ def test_progress_bars_appear_on_a_terminal(is_terminal, zoo, monkeypatch, capsy
         assert shown() == []
     LLM(str(zoo.directory("llama", 0)), use_tqdm_on_load=False, **settings).close()
     assert shown() == []
-
-
-# Asyncio
 
 
 async def collect(llm, prompt, params):

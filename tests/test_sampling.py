@@ -343,9 +343,6 @@ def test_row_without_numbers_or_possible_tokens_raises_where_read(wrong, read):
     read(nodes, slice(0, 5))
 
 
-# The draw
-
-
 @pytest.mark.parametrize("probs", [
     [0.25, 0.25, 0.25, 0.25], [0.0, 0.7, 0.0, 0.1, 0.2, 0.0], [0.5, 0.0, 0.0, 0.0, 0.5],
     [0.9, 0.05, 0.03, 0.02], [0.0, 0.0, 1.0],

@@ -59,9 +59,6 @@ def conversation(*contents: str, system: str | None = None) -> list[dict[str, st
     return turns if system is None else [{"role": "system", "content": system}, *turns]
 
 
-# The Python surface.
-
-
 def test_chat_prompt_equals_transformers_template(llm, model):
     """With and without template settings."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -92,9 +89,6 @@ def test_chat_without_template_is_one_sentence(tmp_path, capfd):
     assert chat.main(["--model", path, "--device", "cpu", "--max-model-len", "64"]) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1 and "no chat template" in err
-
-
-# The verb, by lines.
 
 
 @pytest.fixture
@@ -196,9 +190,6 @@ def test_chat_reports_a_full_context_and_continues(talk):
     assert "the answer is cut off: the context is full" in cut and "/reset" in cut
     assert second.startswith("error: the conversation no longer fits") and cut == again
     assert reset == "new conversation"
-
-
-# In a terminal.
 
 
 class Terminal:

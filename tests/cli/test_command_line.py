@@ -457,9 +457,6 @@ def test_missing_device_is_exit_code_3(line, model):
     assert err.startswith("error: --device cuda")
 
 
-# The console script.
-
-
 def test_verbs_receive_their_flags(capfd, model):
     assert cli_main.main(["plan", "--model", str(model), "--gpu", "rtx4090", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["machine"] == "GeForce RTX 4090"

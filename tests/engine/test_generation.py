@@ -293,9 +293,6 @@ def test_dynamic_rope_grows_past_the_limit(tmp_path):
         assert got == [expected]
 
 
-# Ends
-
-
 def test_length_limits_end_with_length(zoo):
     prompt = prompt_of(0)
     text = zoo.greedy("llama", 0)

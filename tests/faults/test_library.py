@@ -109,9 +109,6 @@ def test_internal_error_is_not_reported_as_device_error(line, model, monkeypatch
         line("--model", str(model), *SMALL, "--prompt", PROMPT)
 
 
-# The API after a fault.
-
-
 @contextlib.contextmanager
 def _streaming(model: Path) -> Iterator[LLM]:
     with LLM(str(model), device="cpu", max_model_len=64, device_memory=1_000_000) as llm:

@@ -323,9 +323,6 @@ def test_caches_fit_the_split_and_a_single_cache_always_fits(more, caches):
         assert sum(-(-share.n_offloaded // split.block_rows) for share in shares) <= split.n_blocks
 
 
-# The rows.
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n_heads", [1, 3])
 def test_rows_round_trip_and_fp8_rounds_by_row_and_head(dtype, n_heads):
@@ -372,9 +369,6 @@ def test_fp8_logits_are_close_and_reported(pair):
     assert 1e-5 < error < 0.2
     with LLM(str(pair.target), **given) as llm:
         assert "fp8" not in llm.spec.notice
-
-
-# The plan, and what a pass costs.
 
 
 SPEC = parse_architecture(KNOWN["llama2-7b"])
@@ -483,9 +477,6 @@ def test_self_drafting_level_waits_for_no_link():
     for _ in range(50):
         cost.drafted(3, 0.09)
     assert cost.level(1) == pytest.approx(0.03, rel=1e-3)
-
-
-# Faults.
 
 
 def test_unusable_cache_file_is_one_sentence(pair, monkeypatch, tmp_path):

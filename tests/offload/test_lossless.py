@@ -278,9 +278,6 @@ def test_inconsistent_chunk_is_detected(name):
     assert decode(image, out)
 
 
-# Sidecars.
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of bfloat16 in several files."""
@@ -463,9 +460,6 @@ def test_chunk_of_a_wrong_kind_is_refused(tmp_path):
                     read_parallel(reads, 1)
             else:
                 read_parallel(reads, 1)
-
-
-# Runs.
 
 
 def run(model: Path, **settings: object) -> tuple[list[int], int]:

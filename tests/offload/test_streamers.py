@@ -55,9 +55,6 @@ BENCHES = [
 every_bench = pytest.mark.parametrize(("name", "make"), BENCHES)
 
 
-# Layers, and tiers that misbehave.
-
-
 class Chosen:
     """Some layers of a tier, in any order."""
 
@@ -164,9 +161,6 @@ def bench(
         for tier in tiers:
             tier.close()
     assert not left, f"threads left alive: {left}"
-
-
-# The contract.
 
 
 @settings(

@@ -173,9 +173,6 @@ def test_done_ahead_releases_returned_results():
         assert held() is None
 
 
-# The disk.
-
-
 class _Refusal:
     """`os` of a file system without direct I/O."""
 
@@ -314,9 +311,6 @@ def test_failed_open_releases_the_files(tmp_path):
     with pytest.raises(LinkError, match=r"part-2\.safetensors"):
         DiskTier(records)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-# The paced link.
 
 
 def test_paced_link_never_exceeds_its_rate():

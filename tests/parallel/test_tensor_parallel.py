@@ -128,9 +128,6 @@ def streamed(path: Path, **settings: Any) -> EngineConfig:
     return replace(config, device_memory=plan.reserved.total + 5 * plan.slot_nbytes // 2)
 
 
-# The cuts
-
-
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("choice", [
     Choice("pack-quantized"), Choice("pack-quantized", group_size=-1),
@@ -259,9 +256,6 @@ def test_rank_reads_and_holds_its_share(tmp_path, monkeypatch, choice):
         assert n_streamed <= 1.03 * n_layers / 2
 
 
-# What they compute
-
-
 @pytest.mark.parametrize(
     ("name", "size", "place"),
     [("llama-biases", 2, "disk"), ("qwen3-window", 4, "resident"), ("llama-tied", 8, "disk")],
@@ -352,9 +346,6 @@ def test_divided_draft_refuses_unsupported_settings(pair):
         SettingsError, match='split_draft="on": needs a whole draft model that does not learn'
     ):
         divided_tokens(2, pair.target, prompt_of(2, 40), 4, **settings)
-
-
-# Where a draft model is
 
 
 def places(
@@ -489,9 +480,6 @@ def test_formats_are_cut_by_outputs_where_required(tmp_path, choice, o, down):
     expected = generate(model, prompt_of(0), 16)
     assert divided_tokens(2, path, prompt_of(0), dtype="float32") == expected
     assert len(set(expected)) > 3
-
-
-# What convert writes for ranks
 
 
 def convert_for_ranks(path: Path, *flags: str, size: int = 2) -> None:
@@ -870,9 +858,6 @@ def test_pair_identity_is_the_same_for_ranks(pair, is_exact):
     assert together(2, lambda: work(split_draft="on", exact_parallel=is_exact)) == [work()] * 2
 
 
-# What is refused
-
-
 @pytest.mark.parametrize(("kind", "changes", "size", "words"), [
     ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, 4,
         "have 2 experts"),
@@ -891,9 +876,6 @@ def test_indivisible_models_are_refused(tmp_path, kind, changes, size, words):
     spec = open_checkpoint(tmp_path).spec
     with pytest.raises(UnsupportedModelError, match=words):
         TensorParallelModel.for_rank(spec, ThreadRanks(0, Board(size)), False)
-
-
-# Processes
 
 
 def test_lossless_weights_of_cuda_ranks_are_encoded_while_loading(monkeypatch):

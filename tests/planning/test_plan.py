@@ -77,9 +77,6 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return error
 
 
-# What is known of models and cards.
-
-
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("llama2-7b", 6.74), ("llama2-13b", 13.02), ("llama2-70b", 68.98), ("llama3-8b", 8.03),
@@ -158,9 +155,6 @@ def test_measured_products_scale_with_the_weights(monkeypatch):
     measured = measure_roof(DType.FLOAT32, torch.device("cpu"))
     seconds = [duration for _, duration in measured.products]
     assert seconds == sorted(seconds) and seconds[0] > 0 and measured.products[0][0] == 1
-
-
-# What fits.
 
 
 def test_plan_of_a_config_equals_the_load_of_its_checkpoint(tmp_path):
@@ -365,9 +359,6 @@ def test_longer_context_takes_memory_and_time():
         forecast(4032, tight)
 
 
-# Acceptance.
-
-
 def test_local_statistics_precede_published_figures(monkeypatch):
     names = ("llama2-70b", "llama2-7b")
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
@@ -396,9 +387,6 @@ def test_builtin_shapes_and_gpus_are_listed(capsys):
     assert capsys.readouterr().out.split() == list(KNOWN)
     assert plan.main(["--list-gpus"]) == 0
     assert capsys.readouterr().out.split() == [card.name for card in CARDS]
-
-
-# The command line.
 
 
 @pytest.mark.parametrize(("model", "name"), [

@@ -65,9 +65,6 @@ def request(
     )
 
 
-# Models of transformers
-
-
 def test_mixture_is_planned_by_all_weights_and_touched_experts(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MIXTURE), encoding="utf-8")
@@ -104,9 +101,6 @@ def test_self_draft_is_refused_for_general_models():
             request(target, copies(target), "self"),
             Machine.with_card(find_card("l40"), 10**10, 7.0),
         )
-
-
-# Files that lie here
 
 
 @pytest.mark.parametrize(
@@ -162,9 +156,6 @@ def test_gguf_file_is_planned_by_its_header(tmp_path, capsys):
         blocks <= nbytes <= blocks + 2 * 256 * 4 + 9 * 256
         for nbytes in result["plan"]["layer_nbytes"]
     )
-
-
-# Formats side by side
 
 
 def test_formats_take_their_bytes():
@@ -261,9 +252,6 @@ def test_few_rows_of_codes_save_exactly_their_bytes():
     assert 2 * coded.row_s < plain.row_s
 
 
-# Measured products of quantised matrices
-
-
 def test_measured_products_of_quantised_matrices_replace_an_assumed_decoding():
     spec = parse_architecture(llama_config(**WIDE, torch_dtype="bfloat16"))
     plain = Sizes.of_spec(spec, DType.BFLOAT16)
@@ -315,9 +303,6 @@ def test_matrix_of_each_format_is_timed(tmp_path, monkeypatch):
     assert sizes_of(str(tmp_path / "plain")).matrix is None
 
 
-# The target as its own draft
-
-
 def test_self_draft_is_planned_as_loaded(tmp_path):
     config = llama_config(
         num_hidden_layers=4, hidden_size=64, intermediate_size=96, head_dim=16,
@@ -361,9 +346,6 @@ def test_self_draft_is_chosen_if_its_copies_fit(capsys):
     # Beside a draft model the faster of the two is named.
     assert plan.main([*arguments, "--draft-model", "qwen3-0.6b"]) == 0
     assert "fastest forecast with bf16 weights: self, " in capsys.readouterr().out
-
-
-# A short context
 
 
 def test_short_context_is_reported_with_a_remedy(capsys):

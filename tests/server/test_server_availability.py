@@ -66,9 +66,6 @@ def read_all(client: socket.socket) -> bytes:
     return content
 
 
-# Request bodies
-
-
 class Recorder(BaseModel):
     """Body that counts its validations."""
 
@@ -241,9 +238,6 @@ def test_the_first_validation_error_is_reported(served):
     assert status == 400 and message.count("logit_bias") == 1 and len(message) < 200
 
 
-# Clients that do not read
-
-
 @pytest.fixture
 def large_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make each event larger than all buffers. Without the collector, only code frees places."""
@@ -305,9 +299,6 @@ def test_slow_reader_keeps_its_connection():
     act, n_unsent = scheduled.pop()
     act(n_unsent)
     assert aborted and not scheduled
-
-
-# Connections
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
@@ -452,9 +443,6 @@ def test_flood_of_connections_and_shutdown(tmp_path):
         assert answers[1].startswith(b"HTTP/1.1 503")
         assert answers[2].startswith(b"HTTP/1.1 503") and b"shutting down" in answers[2]
         assert "Traceback" not in program.err and len(program.err) < 20_000
-
-
-# What an HTTP client relies on
 
 
 def test_head_requests_are_answered_like_get(served):

@@ -130,9 +130,6 @@ def test_noise_rows_are_generated_once_and_released(monkeypatch):
     assert torch.equal(rows.at(39, 2, 7, CPU), plain(5, 39, 2, 7, CPU))
 
 
-# What is drawn
-
-
 @pytest.mark.parametrize("p", [[0.7, 0.3], [0.02, 0.98], [0.5, 0.1, 0.4], [0.25, 0.0, 0.75]])
 def test_share_of_noise_that_draws_a_token_is_its_probability(p):
     """Integrate over a grid of the unit cube, at the midpoints of its cells."""
@@ -215,9 +212,6 @@ def test_texts_equal_plain_decoding_with_any_drafter(pair, plain_texts, drafter,
         has_room = drafter_type(drafter).resources.view is None  # for drafts of all sequences
         if tree_size == 24 and "draft_model" in settings and has_room:
             assert all(output.stats.n_passes < N_NEW for output in outputs), "nothing was accepted"
-
-
-# Drafting by the same noise
 
 
 @pytest.fixture(scope="module")

@@ -404,9 +404,6 @@ def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
     assert chi_square_p(counts[keep], expected[keep] * counts.sum() / expected[keep].sum()) > 1e-6
 
 
-# What does not work
-
-
 @pytest.mark.parametrize(("settings", "words"), [
     ({"drafter": "telepathy"}, ["'telepathy'", *registry.names("speculate.draft")]),
     ({"rule": "anarchy"}, ["'anarchy'", *registry.names("speculate.verify")]),

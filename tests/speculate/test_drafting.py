@@ -167,9 +167,6 @@ def test_children_without_replacement(probs, n, struck):
     assert_drawn(children, in_order(probs, n, struck))
 
 
-# Growing
-
-
 def best_nodes(model, tokens, n, n_levels, temperature):
     """The n paths of the highest cumulative probability, by transformers; brute force."""
     paths = []
@@ -201,9 +198,6 @@ def test_dynamic_tree_is_the_most_probable_tree(pair, temperature, n_levels):
             for tree in trees:
                 assert [tuple(tree.path_to(node)) for node in range(1, 12)] == wanted
                 assert tree.sampled is None
-
-
-# What is learned, and kept
 
 
 @pytest.fixture
@@ -323,9 +317,6 @@ def test_acceptance_counts_the_outcome_of_nodes(pair):
     assert taken[1] > 40 and abs(taken[0] - taken[1]) < 0.2 and abs(tried[0] - 2 * tried[1]) < 0.2
 
 
-# What is planned
-
-
 def engine_plan(pair, **settings):
     with open_unloaded(pair.target, device="cpu", max_model_len=64, **settings) as llm:
         return llm.spec
@@ -371,9 +362,6 @@ def test_trees_shrink_with_little_memory(pair):
         assert drawn_up.plan.device_nbytes <= budget
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1] == 1024
     assert engine_plan(pair, draft_model=str(pair.draft), tree_depth=3).memory.limits.n_levels == 3
-
-
-# What is refused
 
 
 def copy_of(directory, folder, tokenizer):

@@ -70,9 +70,6 @@ pytestmark = pytest.mark.numeric
 KINDS = ("eagle", "medusa", *MTP)
 
 
-# The definitions, in plain torch
-
-
 def decoder_layer(w: Weights, prefix: str, model: PreTrainedModel, x: Tensor, h: Tensor) -> Tensor:
     """Attention of h and an MLP, added to x (n, d); rotary embeddings by the row."""
 
@@ -322,9 +319,6 @@ def test_head_continues_in_the_cache_of_a_shared_prefix(tmp_path, kind, n):
             torch.testing.assert_close(probe.logits[0], wanted, atol=2e-4, rtol=1e-4)
 
 
-# What becomes of it
-
-
 @pytest.mark.parametrize(("kind", "place"), [
     ("eagle", "resident"), ("eagle", "mixed"), ("medusa", "disk"), ("nextn", "mixed"),
     ("mimo", "disk"), ("qwen", "resident"),
@@ -505,9 +499,6 @@ def test_heads_draft_on_cuda(tmp_path, monkeypatch, kind):
     assert alone.token_ids == outputs[0].token_ids == wanted
     assert len(outputs[1].token_ids) == 6
     assert min(output.stats.nodes_per_tree for output in (alone, *outputs)) > 1
-
-
-# Which are taken
 
 
 def opened(directory: Path, **settings: Any) -> LLM:

@@ -277,9 +277,6 @@ def test_joint_distribution_of_sampled_tokens(small, exact, name, rule):
     assert_distribution(texts, probs)
 
 
-# TriForce
-
-
 def proposals(llm, drafter, sequences, monkeypatch):
     """Its trees, and how many passes the target made for them."""
     passes = []

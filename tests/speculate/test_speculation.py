@@ -72,9 +72,6 @@ def texts(zoo):
     return functools.cache(lambda name: expected_of(zoo.pair(name, 0).model))
 
 
-# Greedy: the same tokens
-
-
 def assert_greedy(llm, expected):
     """In a batch and alone; returns the passes that the batch took and the tokens it gave."""
     params = [SamplingParams(max_new_tokens=n) for n in LENGTHS]
@@ -157,9 +154,6 @@ def test_temperature_close_to_zero_is_greedy(pair, texts, rule):
         assert [output.token_ids for output in llm.generate(PROMPTS, params)] == texts("llama")
 
 
-# Sampled: the same distribution of whole texts
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     return small_pair(tmp_path_factory.mktemp("small"))
@@ -224,9 +218,6 @@ def test_joint_distribution_in_bfloat16(tmp_path):
         drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(6, 4))
         texts = sampled_texts(engine.runner, drafter, load_rule("traversal"), 6)
     assert_distributions(texts, exact_distributions(model.float()))
-
-
-# Every size, length and temperature
 
 
 @pytest.mark.parametrize(
@@ -455,9 +446,6 @@ def test_limits_within_a_path_are_respected(speaking, drafter, cut):
     assert all(taken == given for given, taken in cut if 7 not in text)
 
 
-# Drafts that fit less well
-
-
 def with_config(pair, folder, **changes):
     """The draft of a pair, with other words in its config."""
     pair.draft_model.save_pretrained(folder)
@@ -513,9 +501,6 @@ def test_draft_with_a_differently_padded_vocabulary(tmp_path, n_more, temperatur
         assert all(output.stats.n_passes < 30 for output in got), "nothing was accepted"
         if temperature == 0:
             assert_continued(got, model, prompts, 30)
-
-
-# Copying
 
 
 def test_trees_grow_when_other_sequences_end(pair, monkeypatch):

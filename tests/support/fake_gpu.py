@@ -328,9 +328,6 @@ def _set_guard() -> None:
     ctypes.CDLL(str(emulated.built([_GUARD], lambda target: ["g++", *options, str(target)])))
 
 
-# The copy engine
-
-
 class _Event:
     """A CUDA event."""
 
@@ -447,9 +444,6 @@ class FakeCopyDevice:
 
     def synchronize(self) -> None:
         self._copies.flush()
-
-
-# CUDA graphs
 
 
 _TO_THE_HOST = {_aten._local_scalar_dense.default, _aten.nonzero.default}

@@ -67,9 +67,6 @@ def split(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
     return [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
 
 
-# Byte-level vocabularies
-
-
 @pytest.mark.parametrize("pre", ORIGINALS)
 def test_pre_names_the_splits_of_the_original(pre: str, tmp_path: Path) -> None:
     """Digits alone, in groups of three or in any number; `½` is a digit of some."""
@@ -142,9 +139,6 @@ def test_begin_token(fields: dict[str, Any], has_bos: bool, tmp_path: Path) -> N
     bos = {"<|begin|>": CONTROL}
     tokenizer = byte_level(tmp_path / "m.gguf", [], bos, bos_token_id=len(ALPHABET), **fields)
     assert (tokenizer.encode("a")[0] == len(ALPHABET)) is has_bos
-
-
-# SentencePiece vocabularies
 
 
 @pytest.mark.parametrize(("text", "with_prefix", "without"), [

@@ -211,9 +211,6 @@ def test_special_tokens_in_messages_are_encoded_as_text(backend, tmp_path):
     assert encode_chat(tokenizer, turns[:1], {}) == rendered
 
 
-# Whole generations
-
-
 @pytest.fixture(scope="module", params=TOKENIZERS)
 def llm(request, tmp_path_factory):
     """A model that speaks, with either tokenizer."""
@@ -223,9 +220,6 @@ def llm(request, tmp_path_factory):
     add_tokenizer(path, tokenizer)
     with open_llm(path, max_model_len=256) as llm:
         yield llm
-
-
-# Tokenizers of checkpoints
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"model": 3}'])

@@ -69,9 +69,6 @@ def _refused(directory: Path, kind: type[OffloadError], *words: str) -> None:
         assert word in message, message
 
 
-# What is sound opens.
-
-
 @pytest.mark.parametrize("make", [_single, _sharded])
 def test_valid_checkpoint_opens_with_every_tensor(make, tmp_path):
     checkpoint = open_checkpoint(make(tmp_path))
@@ -130,9 +127,6 @@ def test_safetensors_precede_pickles(tmp_path):
     assert open_checkpoint(tmp_path).spec.n_layers == 3
 
 
-# config.json
-
-
 def _config_text(text: str) -> Callable[[Path], None]:
     return lambda directory: (directory / "config.json").write_text(text) and None
 
@@ -186,9 +180,6 @@ def test_unreadable_config_is_refused(spoil, words, tmp_path):
 def test_unsupported_config_is_refused(changes, words, tmp_path):
     _single(tmp_path, **changes)
     _refused(tmp_path, UnsupportedModelError, *words)
-
-
-# Which files there are.
 
 
 @pytest.mark.parametrize(("names", "words"), [
@@ -248,9 +239,6 @@ def test_invalid_index_is_refused(edit, words, tmp_path):
     _refused(tmp_path / "model", CheckpointError, *words)
 
 
-# Which tensors there are.
-
-
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
@@ -292,9 +280,6 @@ def test_unexpected_or_missing_tensors_are_refused(n_shards, edit, words, tmp_pa
     else:
         write_sharded(tmp_path, config, tensors, dealt(tensors, n_shards))
     _refused(tmp_path, CheckpointError, *words)
-
-
-# The header of a file.
 
 
 def _spoilt(directory: Path, edit: Callable[[Entries], Any], tail: bytes = b"") -> Path:
@@ -353,9 +338,6 @@ def test_truncated_file_is_refused(make, n_lost, tmp_path):
     _refused(tmp_path, CheckpointError, path.name)
 
 
-# Which weights they are.
-
-
 def test_copies_and_other_shards_have_the_same_identity(tmp_path):
     single = _single(tmp_path / "single")
     sharded = _sharded(tmp_path / "sharded")
@@ -380,9 +362,6 @@ def test_other_config_has_another_identity(tmp_path):
     assert open_checkpoint(first).identity != open_checkpoint(other).identity
 
 
-# Nothing moves before all is checked.
-
-
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.down_proj.weight", "lm_head.weight"])
 def test_faulty_checkpoint_reads_no_weight(name, tmp_path, monkeypatch):
     config, tensors = _sound()
@@ -403,9 +382,6 @@ def test_file_lost_between_open_and_load_raises_link_error(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(LinkError, match=r"model\.safetensors"):
         DiskTier(checkpoint.layers)
-
-
-# Data that starts anywhere.
 
 
 @pytest.mark.parametrize("request_nbytes", [4096, 1 << 20])
@@ -441,9 +417,6 @@ def test_tensor_in_phase_with_a_page_overwrites_no_other(phase, backwards, tmp_p
     assert records["in phase"].start % 4096 == phase
     block = BlockRecord(tuple(records[name] for name in ("crooked", "in phase", "behind")))
     check_bytes([block], backwards=backwards)
-
-
-# Where a checkpoint is looked for.
 
 
 @pytest.mark.parametrize("model", [

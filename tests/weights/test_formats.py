@@ -179,9 +179,6 @@ def test_three_bits_are_packed_like_autogptq():
     assert torch.equal(pack(codes.T, 3).T.long() & 0xFFFFFFFF, torch.stack(words))
 
 
-# A checkpoint, from the disk to the tokens
-
-
 CONFIG = llama_config(
     num_hidden_layers=4, hidden_size=64, intermediate_size=96, head_dim=16,
     max_position_embeddings=256, eos_token_id=None,
@@ -381,9 +378,6 @@ def test_any_config_value_is_accepted_or_refused(config):
                 assert "\n" not in str(error)
 
 
-# What lies beside the quantised matrices
-
-
 def test_float_matrices_are_used_unchanged(plain, checkpoint_of, tmp_path):
     """With or without a list of ignored modules."""
     source, exact = checkpoint_of(Choice("awq"))
@@ -514,9 +508,6 @@ def test_memory_is_planned_by_packed_bytes_and_one_matrix(plain, checkpoint_of):
     sizes = [Sizes.of_checkpoint(checkpoint, DType.FLOAT32) for checkpoint in checkpoints]
     assert max(sizes[0].layer_nbytes) < 0.3 * max(sizes[1].layer_nbytes)
     assert 64 * 96 * 4 <= sizes[0].view_nbytes - sizes[1].view_nbytes < 64 * 96 * 4 + (32 << 20)
-
-
-# scripts/quantize.py
 
 
 def test_script_quantises_the_demo_pair(tmp_path, monkeypatch):

@@ -63,9 +63,6 @@ def check_tokens(path: Path, model: PreTrainedModel) -> None:
     assert len(set(expected)) > 5
 
 
-# Weights
-
-
 @pytest.mark.parametrize("type", write_gguf.TYPES)
 def test_matrix_equals_its_reference(type, tmp_path):
     """In float32, one rounding; queries and keys in the order that transformers rotates."""
@@ -186,9 +183,6 @@ def test_layers_can_differ_in_types(tmp_path):
     ]
 
 
-# Files
-
-
 def test_split_file_is_read(tmp_path):
     """Given by any of its parts, or by its directory."""
     model = wide_llama()
@@ -263,9 +257,6 @@ def test_chat_template_is_read_from_the_file(tmp_path):
     tokenizer = load_tokenizer(path)
     assert tokenizer.decode(encode_chat(tokenizer, [{"content": "hello"}], {})) == "<hello>"
     assert load_tokenizer(tmp_path) is None  # a directory is asked for its own files
-
-
-# What is refused
 
 
 def small() -> tuple[dict[str, Any], dict[str, Stored]]:
