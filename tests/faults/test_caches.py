@@ -66,10 +66,7 @@ def whole(drafted: list[str], line: Line, cache: Path) -> Iterator[tuple[int, st
 
 
 @pytest.mark.parametrize("place", ["/proc/nothing", "/dev/null", "\udcff"])
-def test_unwritable_cache_folder_ends_no_run(
-    place: str, drafted: list[str], line: Line, whole: tuple[int, str, str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_unwritable_cache_folder_ends_no_run(place, drafted, line, whole, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where a name of any bytes may be a folder after all
     monkeypatch.setenv("XDG_CACHE_HOME", place)
     with warnings.catch_warnings(record=True) as shown:
@@ -80,9 +77,7 @@ def test_unwritable_cache_folder_ends_no_run(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_unsaved_calibration_is_an_error(
-    name: str, drafted: list[str], line: Line, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsaved_calibration_is_an_error(name, drafted, line, cache, monkeypatch):
     """The statistics of the pair are saved last, after the printed results."""
     write = files.write_atomically
 

@@ -53,9 +53,7 @@ def forecast(sizes: Sizes, ram: int = 64 << 30, card: str = "rtx4090") -> Foreca
     ("mixtral-8x7b", 32, 8, 2, 2 * 3 * 4096 * 14336),
     ("gpt-oss-120b", 36, 128, 4, GPT_OSS_EXPERT),
 ])  # fmt: skip
-def test_experts_are_found_in_the_shapes_of_a_model(
-    name: str, n_layers: int, n_experts: int, n_used: int, nbytes: int
-) -> None:
+def test_experts_are_found_in_the_shapes_of_a_model(name, n_layers, n_experts, n_used, nbytes):
     sizes = find_models(EngineConfig(name))[0]
     divided = sizes.by_expert()
     mixture = divided.experts.mixture
@@ -96,9 +94,7 @@ def test_separately_stored_experts_give_the_same_plan() -> None:
     assert divided.experts.nbytes == pytest.approx(2 * 3 * 64 * 128, rel=0.01)
 
 
-def test_gpt_oss_config_gives_the_size_of_its_checkpoint(
-    mxfp4_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_gpt_oss_config_gives_the_size_of_its_checkpoint(mxfp4_checkpoint, tmp_path):
     alone = tmp_path / "config.json"
     alone.write_text((mxfp4_checkpoint / "config.json").read_text())
     by_config, by_headers = (
@@ -219,9 +215,7 @@ def with_slots(mixture: Path, n_slots: int, **settings: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize("drafter", ["none", "recycle"])
-def test_plan_and_run_agree_for_a_mixture(
-    mixture: Path, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_and_run_agree_for_a_mixture(mixture, drafter, monkeypatch, capsys):
     """`offload-rt plan`, `run --plan` and the run have the same placement and limits."""
     measure_little(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

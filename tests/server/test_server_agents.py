@@ -102,9 +102,7 @@ def messages(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
 @pytest.mark.parametrize(
     ("ask", "end"), [(chat, "tool_calls"), (responses, "completed"), (messages, "tool_use")]
 )
-def test_clients_receive_reasoning_content_and_calls(
-    served: Served, monkeypatch: pytest.MonkeyPatch, ask: Any, end: str, stream: bool
-) -> None:
+def test_clients_receive_reasoning_content_and_calls(served, monkeypatch, ask, end, stream):
     requests = script(served.llm, monkeypatch, *PIECES)
     answer, reason, usage = ask(served, stream)
     assert (answer, reason) == (ANSWER, end)
@@ -176,9 +174,7 @@ BLOCKS = [
     ("messages", {"messages": BLOCKS, "system": "S", "tools": [ANTHROPIC_TOOL],
                   "max_tokens": 1}),
 ])  # fmt: skip
-def test_conversations_of_all_apis_reach_the_template_alike(
-    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
-) -> None:
+def test_conversations_of_all_apis_reach_the_template_alike(served, monkeypatch, path, body):
     assert served.llm.tokenizer is not None
     template = (
         "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}|"
@@ -220,9 +216,7 @@ def test_conversations_of_all_apis_reach_the_template_alike(
     ("messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "add"}},
      lambda params: "call call" not in params.structured_outputs.grammar),
 ])  # fmt: skip
-def test_fields_of_agents_apis_reach_the_model(
-    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, fields: Any, check: Any
-) -> None:
+def test_fields_of_agents_apis_reach_the_model(served, monkeypatch, path, fields, check):
     requests = script(served.llm, monkeypatch, "x")
     body = {"input": "Q"} if path == "responses" else {"messages": TURNS, "max_tokens": 9}
     status, answer = served.post(f"/v1/{path}", body | fields)
@@ -248,9 +242,7 @@ def test_fields_of_agents_apis_reach_the_model(
     ("messages", {"max_tokens": None}, "max_tokens"),
     ("messages", {"mcp_servers": [{}]}, "mcp_servers"),
 ])  # fmt: skip
-def test_unknown_parts_of_requests_are_refused(
-    served: Served, path: str, fields: Any, word: str
-) -> None:
+def test_unknown_parts_of_requests_are_refused(served, path, fields, word):
     body = {"input": "Q"} if path == "responses" else {"messages": TURNS, "max_tokens": 9}
     status, answer = served.post(f"/v1/{path}", body | fields)
     assert status == 400 and word in answer["error"]["message"]
@@ -280,9 +272,7 @@ def test_ends_of_answers_have_the_names_of_each_api(
     ((*PIECES[:3], "\n\nSo"), [("reasoning", "completed"), ("message", "incomplete")]),
     (PIECES, [(kind, "completed") for kind in ("reasoning", "message", "function_call")]),
 ])  # fmt: skip
-def test_the_item_that_max_output_tokens_cuts_is_incomplete(
-    served: Served, monkeypatch: pytest.MonkeyPatch, pieces: Any, items: Any
-) -> None:
+def test_the_item_that_max_output_tokens_cuts_is_incomplete(served, monkeypatch, pieces, items):
     script(served.llm, monkeypatch, *pieces, finish_reason="length")
     fields: Any = {"model": "demo", "input": "Q", "tools": [RESPONSES_TOOL]}
     whole = served.client.responses.create(**fields)
@@ -296,9 +286,7 @@ def test_the_item_that_max_output_tokens_cuts_is_incomplete(
     assert [(item.type, item.status) for item in done] == items
 
 
-def test_errors_in_the_middle_of_a_stream_reach_the_clients(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_in_the_middle_of_a_stream_reach_the_clients(served, monkeypatch):
     async def failing(*_: Any) -> Any:
         from offload_rt.llm import Piece
 

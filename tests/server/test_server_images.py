@@ -72,9 +72,7 @@ def ask_messages(served: Served) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("ask", [ask_chat, ask_responses, ask_messages])
-def test_images_of_all_apis_reach_the_processor_alike(
-    served: Served, processor: ListingProcessor, monkeypatch: pytest.MonkeyPatch, ask: Any
-) -> None:
+def test_images_of_all_apis_reach_the_processor_alike(served, processor, monkeypatch, ask):
     requests = script(served.llm, monkeypatch, "seen")
     assert ask(served) == ("seen", N_TOKENS)
     messages, images, options = processor.calls[-1]
@@ -112,9 +110,7 @@ def test_answers_of_a_vision_model_equal_those_of_python(vision: Served) -> None
     assert texts[0] != texts[1]
 
 
-def test_tool_results_contain_images(
-    served: Served, processor: ListingProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tool_results_contain_images(served, processor, monkeypatch):
     script(served.llm, monkeypatch, "seen")
     result = {"type": "tool_result", "tool_use_id": "1", "content": [text("a"), ANTHROPIC]}
     body = chat_of(result)
@@ -137,9 +133,7 @@ def test_models_of_text_refuse_images(served: Served) -> None:
         )
 
 
-def test_models_describe_their_input(
-    served: Served, processor: ListingProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_describe_their_input(served, processor, monkeypatch):
     card = served.client.models.retrieve("demo").model_dump()
     assert card["input_modalities"] == ["text", "image"]
     assert card["max_body"] == LIMITS.body_nbytes
@@ -165,9 +159,7 @@ def test_models_describe_their_input(
     ("messages", {"type": "image", "source": SOURCE | {"media_type": "text/html"}},
      "image 1: the media type of a data URL"),
 ])  # fmt: skip
-def test_wrong_parts_are_refused_by_name(
-    served: Served, path: str, part: Any, message: str
-) -> None:
+def test_wrong_parts_are_refused_by_name(served, path, part, message):
     content = [{"type": "input_text", "text": "a"}, part]
     turns = [{"role": "user", "content": content}]
     body = {"input": turns} if path == "responses" else {"messages": turns, "max_tokens": 3}
@@ -191,9 +183,7 @@ def test_long_prompts_with_images_exceed_the_context(served: Served) -> None:
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
 
 
-def test_urls_are_read_with_permission(
-    served: Served, processor: ListingProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_urls_are_read_with_permission(served, processor, monkeypatch):
     def fetch(url: str, _: float) -> bytes:
         if "bad" in url:
             raise PromptError("bad.example answered with status 404")
@@ -210,9 +200,7 @@ def test_urls_are_read_with_permission(
     assert status == 400 and "image 1: bad.example answered" in answer["error"]["message"]
 
 
-def test_images_delay_no_request_of_text(
-    served: Served, processor: ListingProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_delay_no_request_of_text(served, processor, monkeypatch):
     """Requests of text and /health are answered while more images wait than threads exist."""
     script(served.llm, monkeypatch, "seen")
     are_waiting = threading.Semaphore(0)

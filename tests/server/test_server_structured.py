@@ -48,9 +48,7 @@ TOOLS = [
     ({"json_schema": SCHEMA}, {"json": SCHEMA}),
     ({"grammar": 'root ::= "a" [0-9]{3}'}, {"grammar": 'root ::= "a" [0-9]{3}'}),
 ])  # fmt: skip
-def test_formats_of_a_request_equal_formats_in_python(
-    served: Served, fields: Any, outputs: Any
-) -> None:
+def test_formats_of_a_request_equal_formats_in_python(served, fields, outputs):
     params = SamplingParams(
         max_tokens=30, temperature=0, structured_outputs=StructuredOutputs(**outputs)
     )
@@ -91,9 +89,7 @@ def test_an_impossible_format_fails_alone(served: Served, fields: Any, word: str
     ({"type": "function", "function": {"name": "add"}}, None, {"add"}),
     ({"type": "function", "function": {"name": "open_file"}}, None, {"open_file"}),
 ])  # fmt: skip
-def test_required_calls_satisfy_the_schema(
-    served: Served, choice: Any, parallel: bool | None, names: set[str], stream: bool
-) -> None:
+def test_required_calls_satisfy_the_schema(served, choice, parallel, names, stream):
     body = {"messages": TURNS, "tools": TOOLS, "tool_choice": choice, "max_tokens": 100}
     body |= {"temperature": 1.0, "seed": 4, "parallel_tool_calls": parallel, "stream": stream}
     if stream:

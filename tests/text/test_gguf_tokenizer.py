@@ -146,9 +146,7 @@ def test_begin_token(fields: dict[str, Any], has_bos: bool, tmp_path: Path) -> N
     (" ", ["▁▁"], ["▁"]), ("Hi Hi", ["▁Hi", "▁Hi"], ["Hi", "▁Hi"]),
     ("é", ["▁", "<0xC3>", "<0xA9>"], ["<0xC3>", "<0xA9>"]),
 ])  # fmt: skip
-def test_leading_space(
-    text: str, with_prefix: list[str], without: list[str], tmp_path: Path
-) -> None:
+def test_leading_space(text, with_prefix, without, tmp_path):
     """The prefix is added also to text that starts with a space."""
     pieces = ["Hi", "▁Hi", "▁▁", "▁", "H", "i"]
     assert split(sentencepiece(tmp_path / "m.gguf", pieces), text) == with_prefix
