@@ -1,0 +1,67 @@
+"""docs/architecture.md lists the files that a pass executes, in reading order."""
+
+import re
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from support.tiny import least_streaming
+
+import offload_rt
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig
+from offload_rt.ops import cpu
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(offload_rt.__file__).parent
+CORE_FILES = 25
+CORE_LINES = 6000
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    """Files of the package that run while the value is true, and a function that sets it."""
+    files: set[str] = set()
+    is_on = False
+
+    def record(frame: FrameType, event: str, _: object) -> None:
+        if is_on and event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            files.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
+
+    def switch(value: bool) -> None:
+        nonlocal is_on
+        is_on = value
+        sys.setprofile(record if value else None)
+
+    threading.setprofile(record)
+    yield files, switch
+    threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def test_reading_list_names_the_files_of_a_streamed_and_of_a_speculative_pass(executed):
+    if cpu.library() is None:
+        pytest.skip("torch computes the layers")
+    files, switch = executed
+    target = ROOT / "models" / "demo-target"
+    draft = str(ROOT / "models" / "demo-draft")
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    for settings in (
+        {"drafter": "none", "device_memory": least_streaming(target, drafter="none")},
+        {"draft_model": draft},
+    ):
+        with LLM.from_config(EngineConfig(str(target), **settings)) as llm:
+            llm.generate("import sys", params)  # fills tables and caches
+            switch(True)
+            llm.generate("import os", params)
+            switch(False)
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.split("### Reading list")[1].split("\n#")[0]
+    core = re.findall(r"^\d+\. `(.+?)`", section, re.MULTILINE)
+    helpers = re.findall(r"`(.+?)`", section.partition("They call ")[2])
+    listed = {f"{name}.py" for name in (*core, *helpers)}
+    missing, extra = sorted(files - listed), sorted(listed - files)
+    assert not missing and not extra, f"{missing} {extra}"
+    n_lines = sum(len((PACKAGE / f"{name}.py").read_text().splitlines()) for name in core)
+    assert len(core) <= CORE_FILES and n_lines <= CORE_LINES
