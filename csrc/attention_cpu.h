@@ -222,6 +222,8 @@ inline void value_rows(const float* weights, const float* panel, int64_t width, 
   int64_t c = 0;
   constexpr int kWide = kVectors<R> * kLanes;
   for (; c + kWide <= width; c += kWide) value_tile<R, kVectors<R>, T>(weights, panel + c, width, first, stop, to + c);
+  for (; kVectors<R> > 4 && c + 4 * kLanes <= width; c += 4 * kLanes)
+    value_tile<R, 4, T>(weights, panel + c, width, first, stop, to + c);
   for (; c < width; c += kLanes) value_tile<R, 1, T>(weights, panel + c, width, first, stop, to + c);
 }
 

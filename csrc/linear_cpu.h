@@ -19,7 +19,7 @@ constexpr int kTile = 8, kTiledOuts = 64;
 // Inputs and multiplications that one thread finishes before another wakes.
 constexpr int64_t kSerialInputs = 1 << 14, kSerialProducts = 1 << 17;
 // Most rows whose weights are decoded in registers, and the outputs that a thread multiplies at a time.
-constexpr int kDecodedRows = 4, kDecodedOuts = 96;
+constexpr int kDecodedRows = LEVEL >= 2 ? 8 : 4, kDecodedOuts = 96;
 // Outputs of a row and a vector of places behind them.
 constexpr int kLine = kPanelOuts + kLanes;
 constexpr int64_t kBlockNbytes = 2048;
@@ -603,7 +603,8 @@ void multiply_panel(const Matrix& m, const Order<X>& order, const X* x, int n_ro
 #endif
             case kHalves: unpack_chunks<kHalves>(m, order, gathered, first_out + j, first, n, to); break;
             case kScaled: unpack_chunks<kScaled>(m, order, gathered, first_out + j, first, n, to); break;
-            default: unpack_chunks<kShifted>(m, order, gathered, first_out + j, first, n, to);
+            case kShifted: unpack_chunks<kShifted>(m, order, gathered, first_out + j, first, n, to); break;
+            default: unpack_chunks<kTwiceShifted>(m, order, gathered, first_out + j, first, n, to);
           }
         }
       }
@@ -641,7 +642,7 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
     for (int row = 0; row < M; ++row) rows[row] = x + first * n_rows + smaller(row, n_rows - 1) * depth;
     for (int j = 0; j < N; ++j) prepare<method>(m, gathered, first_out + smaller(out + j, n_outs - 1), first, n, nibbles[j]);
     V sums[N * M];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < N * M; ++i) sums[i] = V{};
     for (int chunk = 0; chunk * kChunk<X> < n; ++chunk) {
       if (has_prefetch)
@@ -650,7 +651,7 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
 #pragma GCC unroll 4
       for (int pair = 0; pair < N; pair += 2)
         decode<method, 2>(nibbles + pair, order, n < depth, chunk, [&](int j, int i, auto values) __attribute__((always_inline)) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int row = 0; row < M; ++row) {
             V& sum = sums[(pair + j) * M + row];
             const X* numbers = rows[row] + chunk * kChunk<X> + i * (sizeof(values) / sizeof(X));
@@ -697,7 +698,7 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
         read_scales<kind>(blocks[j], n, scales[j]);
       }
       V sums[N * M];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int i = 0; i < N * M; ++i) sums[i] = V{};
       for (int part = 0; part < n / 32; part += shape.n / 32) {
 #pragma GCC unroll 8
@@ -709,7 +710,7 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
 #if LEVEL >= 3
             if constexpr (sizeof(X) == 2) {
               const __m512bh values = _mm512_cvtne2ps_pbh((__m512)weights(1), (__m512)weights(0));
-#pragma GCC unroll 4
+#pragma GCC unroll 8
               for (int row = 0; row < M; ++row) {
                 V& sum = sums[j * M + row];
                 sum = (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(rows[row] + (part + i) * 32), values);
@@ -721,7 +722,7 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
 #pragma GCC unroll 4
               for (int k = 0; k < 32 / kLanes; ++k) {
                 const V values = weights(k);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int row = 0; row < M; ++row)
                   sums[j * M + row] = fma(values, load(rows[row] + (part + i) * 32 + k * kLanes), sums[j * M + row]);
               }
@@ -742,7 +743,8 @@ template <Method method, typename X>
 void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
   if (n_rows == 1) return multiply_decoded<1, method>(m, order, x, n_rows, first_out, n_outs, lines);
   if (n_rows == 2) return multiply_decoded<2, method>(m, order, x, n_rows, first_out, n_outs, lines);
-  multiply_decoded<4, method>(m, order, x, n_rows, first_out, n_outs, lines);
+  if (n_rows <= 4) return multiply_decoded<4, method>(m, order, x, n_rows, first_out, n_outs, lines);
+  multiply_decoded<kDecodedRows, method>(m, order, x, n_rows, first_out, n_outs, lines);
 }
 
 template <typename X>
@@ -753,7 +755,8 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
       return with_blocks(m.kind, [&]<int kind>() {
         if (n_rows == 1) return multiply_blocks<1, kind>(m, x, n_rows, first_out, n_outs, lines);
         if (n_rows == 2) return multiply_blocks<2, kind>(m, x, n_rows, first_out, n_outs, lines);
-        multiply_blocks<4, kind>(m, x, n_rows, first_out, n_outs, lines);
+        if (n_rows <= 4) return multiply_blocks<4, kind>(m, x, n_rows, first_out, n_outs, lines);
+        multiply_blocks<kDecodedRows, kind>(m, x, n_rows, first_out, n_outs, lines);
       });
 #endif
 #if LEVEL == 1
@@ -765,7 +768,8 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
 #endif
     case kHalves: return multiply_decoded<kHalves>(m, order, x, n_rows, first_out, n_outs, lines);
     case kScaled: return multiply_decoded<kScaled>(m, order, x, n_rows, first_out, n_outs, lines);
-    default: return multiply_decoded<kShifted>(m, order, x, n_rows, first_out, n_outs, lines);
+    case kShifted: return multiply_decoded<kShifted>(m, order, x, n_rows, first_out, n_outs, lines);
+    default: return multiply_decoded<kTwiceShifted>(m, order, x, n_rows, first_out, n_outs, lines);
   }
 }
 

@@ -17,8 +17,12 @@ enum Method {
   kShortTables,  // the same in bfloat16: AVX2, or products of bfloat16
   kHalves,       // a fixed table, then the scale in the two bytes before every kPart inputs, float32
   kScaled,       // the same with prepared scales
-  kShifted,      // the same and a minimum; both differ for low and high nibbles
+  kShifted,      // the same and a minimum
+  kTwiceShifted, // the same; both differ for low and high nibbles
 };
+
+template <Method method>
+constexpr bool has_minima = method == kShifted || method == kTwiceShifted;
 
 // Codes of an output for at most kLongestBlock inputs, and the numbers that decode them.
 struct Nibbles {
@@ -42,7 +46,8 @@ Method method_of(const Matrix& m) {
   switch (m.kind) {
     case kQ4_0: case kIq4Nl: return sizeof(X) == 2 ? kScaled : kHalves;
     case kIq4Xs: return kScaled;
-    case kQ4_1: case kQ4_K: return kShifted;
+    case kQ4_1: return kShifted;
+    case kQ4_K: return kTwiceShifted;
     case kE2m1: {
       const bool has_parts = m.block_in == kPart && m.block_out == 1 && m.n_in % kPart == 0;
       return m.scale_dtype == kExponent8 && has_parts ? kScaled : kNoMethod;
@@ -234,8 +239,6 @@ inline void write_scales(const Matrix& m, int64_t row, int64_t first, int n, Nib
     case kQ4_1:
       read_halves<20>(to.bytes, n_parts, to.scales[0]);
       read_halves<20>(to.bytes + 2, n_parts, to.minima[0]);
-      memcpy(to.scales[1], to.scales[0], 4 * n_parts);
-      memcpy(to.minima[1], to.minima[0], 4 * n_parts);
       return;
     case kQ4_K:
       for (int i = 0; i < n_parts; i += 8) write_superblock(to.bytes + i / 8 * 144, i, to);
@@ -285,7 +288,7 @@ inline void prepare(const Matrix& m, const Gathered& gathered, int64_t row, int6
     to.bytes = reinterpret_cast<uint8_t*>(gathered.words + (row - gathered.first_out) * gathered.stride);
   else
     to.bytes = m.codes + row * m.row_nbytes + block_offset(m, first);
-  if constexpr (method == kScaled || method == kShifted) {
+  if constexpr (method == kScaled || has_minima<method>) {
     write_scales(m, row, first, n, to);
   } else if constexpr (method != kHalves) {
     if (m.product_dtype == kBFloat16) return write_group_tables<method, kBFloat16>(m, gathered, row, first, n, to);
@@ -353,7 +356,7 @@ inline V scales_of(const Nibbles& nibbles, int half, int part, const int* offset
 template <Method method, int N, typename Use>
 inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const Order<float>& order, bool is_last, int chunk,
                                                   Use use) {
-  constexpr bool is_scaled = method == kHalves || method == kScaled || method == kShifted;
+  constexpr bool is_scaled = method == kHalves || method == kScaled || has_minima<method>;
   const int part = chunk * (kChunk<float> / kPart), *offsets = order.offsets[is_last] + part;
   decltype(load_words(nullptr, nullptr)) words[N];
   V scales[N], minima[N];
@@ -367,12 +370,13 @@ inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const 
   for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 4
     for (int j = 0; j < N; ++j) {
-      if (method == kShifted || (is_scaled && half == 0)) scales[j] = scales_of<method>(nibbles[j], half, part, offsets);
-      if (method == kShifted) minima[j] = widen_parts(nibbles[j].minima[half] + part);
+      if (half > 0 && method != kTwiceShifted) continue;
+      if (is_scaled) scales[j] = scales_of<method>(nibbles[j], half, part, offsets);
+      if (has_minima<method>) minima[j] = widen_parts(nibbles[j].minima[half] + part);
     }
     const auto pass = [&](int j, int i, V value) __attribute__((always_inline)) {
       if constexpr (method == kHalves || method == kScaled) value *= scales[j];
-      if constexpr (method == kShifted) value = fma(value, scales[j], minima[j]);
+      if constexpr (has_minima<method>) value = fma(value, scales[j], minima[j]);
       use(j, 4 * half + i, value);
     };
 #if LEVEL == 1
@@ -451,7 +455,7 @@ inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const 
           return fma(numbers, set1(scale), set1(nibbles[j].minima[half][part + i]));
         };
         // Subnormal values become 0, as in `_mm512_dpbf16_ps`.
-        if (method == kShifted || half == 0) table = (__m512i)_mm512_cvtne2ps_pbh((__m512)values(1), (__m512)values(0));
+        if (method == kTwiceShifted || half == 0) table = (__m512i)_mm512_cvtne2ps_pbh((__m512)values(1), (__m512)values(0));
       }
       use(j, half, (__m512bh)_mm512_permutexvar_epi16(places, table));
     }

@@ -44,11 +44,12 @@ class Team {
     call_ = [](const void* body, int64_t first, int64_t last) { (*static_cast<const Body*>(body))(first, last); };
     n_ = n, size_ = size;
     next_.store(0, std::memory_order_relaxed);
-    n_busy_.store(static_cast<uint32_t>(n_threads - 1), std::memory_order_relaxed);
-    job_.fetch_add(1, std::memory_order_release);
+    job_.fetch_add(1);  // odd: open
     job_.notify_all();
     work();
-    for (uint32_t busy; (busy = n_busy_.load(std::memory_order_acquire)) != 0;) wait_while(n_busy_, busy);
+    job_.fetch_add(1);
+    // Only for helpers that work: one without a processor would take longer than all tasks.
+    for (uint32_t busy; (busy = n_busy_.load()) != 0;) wait_while(n_busy_, busy);
   }
 
  private:
@@ -62,8 +63,10 @@ class Team {
       wait_while(job_, job);
       job = job_.load(std::memory_order_acquire);
       if (is_over_) return;
-      work();
-      if (n_busy_.fetch_sub(1, std::memory_order_acq_rel) == 1) n_busy_.notify_one();
+      if (job % 2 == 0) continue;
+      n_busy_.fetch_add(1);
+      if (job_.load() == job) work();
+      if (n_busy_.fetch_sub(1) == 1) n_busy_.notify_one();
     }
   }
 
@@ -75,7 +78,7 @@ class Team {
 
   void dismiss() {
     is_over_ = true;
-    job_.fetch_add(1, std::memory_order_release);
+    job_.fetch_add(2);
     job_.notify_all();
     for (std::thread& helper : helpers_) helper.join();
     helpers_.clear();
@@ -84,7 +87,7 @@ class Team {
   std::vector<std::thread> helpers_;
   std::atomic<uint32_t> job_{0}, n_busy_{0};
   std::atomic<int64_t> next_{0};
-  bool is_over_ = false;
+  std::atomic<bool> is_over_{false};
   const void* body_ = nullptr;
   void (*call_)(const void*, int64_t, int64_t) = nullptr;
   int64_t n_ = 0, size_ = 0;
