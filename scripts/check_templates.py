@@ -21,9 +21,11 @@ from offload_rt.server.call_format import CallFormat
 from offload_rt.server.chat_format import ChatFormat
 
 TURN = {"role": "user", "content": "Which weather?"}
+TEXT = {"type": "string", "description": "A text"}
+NUMBER = {"type": "integer", "description": "A number"}
 SCHEMAS = {
-    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}},
-    "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}},
+    "get_weather": {"type": "object", "properties": {"city": TEXT}},
+    "add": {"type": "object", "properties": {"a": NUMBER, "b": {"description": "Anything"}}},
 }
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": name, "parameters": schema}}
@@ -52,14 +54,16 @@ def rendered(tokenizer: Any, calls: Calls, form: Any) -> str:
     """Render an answer with calls, behind the prompt of the answer."""
     entries = []
     for i, (name, value) in enumerate(calls):
-        arguments = json.dumps(value) if form.as_text else value
-        function = {"name": name, "arguments": arguments}
-        entries.append({"id": f"call0000{i}", "type": "function", "function": function})
-    options = {"tools": TOOLS, "tokenize": False}
-    turns = [TURN, {"role": "assistant", "content": "", "tool_calls": entries}]
-    text = str(tokenizer.apply_chat_template(turns, **options)).rpartition(TURN["content"])[2]
-    prompt = tokenizer.apply_chat_template([TURN], add_generation_prompt=True, **options)
-    return text.removeprefix(str(prompt).rpartition(TURN["content"])[2])
+        function = {"name": name, "arguments": value}
+        entries.append({"id": f"call_long_{i}", "type": "function", "function": function})
+    answer = {"role": "assistant", "content": "", "tool_calls": entries}
+    texts = []
+    for turns in ([TURN, answer], [TURN]):
+        adapted, tools = form.adapt(turns, TOOLS)
+        options = {"tools": tools, "tokenize": False, "add_generation_prompt": len(turns) == 1}
+        text = str(tokenizer.apply_chat_template(adapted, **options))
+        texts.append(text.rpartition(TURN["content"])[2])
+    return texts[0].removeprefix(texts[1])
 
 
 def parsed(chat_format: ChatFormat, pieces: list[str], tail: str = "") -> Calls:

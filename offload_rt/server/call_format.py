@@ -4,6 +4,7 @@ import ast
 import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import regex  # type: ignore[import-untyped]  # matches a part of a pattern
@@ -26,7 +27,7 @@ from offload_rt.text.reasoning import n_overlap
 
 # Placeholders in the texts of a format: ids, indices, the key of an argument, the function's name.
 ID, INDEX, KEY, NAME = "\0", "\1", "\2", "\3"
-_IDS = {ID: "/[A-Za-z0-9]{9}/", INDEX: "/[0-9]+/"}
+_IDS = {ID: "/[A-Za-z0-9_-]{1,40}/", INDEX: "/[0-9]+/"}
 _PIECES = regex.compile(r"<[^<>]*>|\[/?[A-Z_]+\]|[\0-\3]|[^\s<\[\0-\3]+|[<\[]")
 _TRIGGER = regex.compile(r"\s*(<[^<>\s\0-\3]*>|\[[A-Z_]+\]|[^\s\0-\3]+)")
 _ID_FIELD = regex.compile(r',\s*"\w+":\s*"\0"')
@@ -60,11 +61,35 @@ class Pairs:
     closings: Mapping[str, str]
     separator: str
 
+    def render(self, key: str, value: Any) -> str:
+        """Render an argument."""
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        kind = "string" if isinstance(value, str) else "integer"
+        closing = self.closings[kind].replace(KEY, key)
+        return f"{self.opening}{key}{self.middles[kind]}{text}{closing}"
+
     @property
     def kinds(self) -> dict[str, str]:
         """A type of each text between key and value, longest text first."""
         kinds = {middle: kind for kind, middle in reversed([*self.middles.items()])}
         return dict(sorted(kinds.items(), key=lambda item: -len(item[0])))
+
+
+class Style(NamedTuple):
+    """Properties of a chat template.
+
+    as_text      expects arguments as JSON text
+    has_nine     requires ids of nine letters and digits
+    shows_calls  renders calls
+    shows_tools  renders the offered tools
+    has_system   renders system messages
+    """
+
+    as_text: bool = False
+    has_nine: bool = False
+    shows_calls: bool = True
+    shows_tools: bool = True
+    has_system: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,7 +101,7 @@ class CallFormat(ToolFormat):
     between  text between two calls; None if the template renders a single call
     fields   keys of a call that is a JSON object; None otherwise
     pairs    format of arguments other than JSON
-    as_text  whether the template expects arguments as JSON text
+    style    properties of the chat template
     """
 
     begin: str = ""
@@ -89,7 +114,8 @@ class CallFormat(ToolFormat):
     end: str = ""
     fields: Fields | None = None
     pairs: Pairs | None = None
-    as_text: bool = False
+    style: Style = field(default_factory=lambda: Style(shows_calls=False))
+    name: str = "derived"
 
     @property
     def text(self) -> str:
@@ -108,6 +134,53 @@ class CallFormat(ToolFormat):
     def parser(self, tools: Mapping[str, Json]) -> AnswerParser:
         """Build the parser of an answer from the JSON schemas of the offered tools, by name."""
         return CallParser(self, tools)
+
+    def adapt(self, turns: list[Json], tools: list[Json] | None) -> tuple[list[Json], Any]:
+        """Convert messages to what the chat template renders, and describe tools that it omits."""
+        style = self.style
+        adapted = []
+        for turn in turns:
+            entry = {**turn}
+            calls = [{**call, "function": {**call["function"]}} for call in calls_of(turn)]
+            for part, key in ((entry, "tool_call_id"), *((call, "id") for call in calls)):
+                if style.has_nine and isinstance(part.get(key), str):
+                    part[key] = _nine(part[key])
+            functions = [call["function"] for call in calls]
+            if calls and not style.shows_calls:
+                given = [(str(f.get("name")), f.get("arguments")) for f in functions]
+                text = f"{turn.get('content') or ''}{self.render(given)}"
+                entry = {"role": turn["role"], "content": text}
+            elif calls:
+                entry["tool_calls"] = calls
+                for function in functions if style.as_text else ():
+                    function["arguments"] = json.dumps(function.get("arguments"))
+            adapted.append(entry)
+        if tools and not style.shows_tools:
+            lines = [self.instructions, *(json.dumps(tool.get("function")) for tool in tools)]
+            role = "system" if style.has_system else "user"
+            adapted.insert(0, {"role": role, "content": "\n".join(lines)})
+        return joined(adapted) if tools and not style.shows_tools else adapted, tools
+
+    @property
+    def instructions(self) -> str:
+        """Description of calls for the model."""
+        example = self.render([("name", {"key": "value"})])
+        return f"To call a tool, answer like this:\n{example}\nTools:"
+
+    def render(self, calls: Sequence[tuple[str, Any]]) -> str:
+        """Render calls of functions by name, with arguments."""
+        texts = []
+        for i, (name, arguments) in enumerate(calls):
+            value = json.dumps(arguments, ensure_ascii=False)
+            if self.pairs:
+                items = arguments.items() if isinstance(arguments, dict) else ()
+                pairs = [self.pairs.render(*item) for item in items]
+                value = self.pairs.separator.join(pairs)
+            call = self.opening + self.head + NAME + self.middle
+            call += "\4" + _ID_FIELD.sub("", self.tail) + self.closing
+            marks = {ID: f"call{i:05}", INDEX: str(i), NAME: name, "\4": value}
+            texts.append("".join(marks.get(part, part) for part in regex.split("([\0-\4])", call)))
+        return self.begin + (self.between or "").join(texts) + self.end
 
     def grammar(self, functions: Sequence[Json], lark: Lark, is_single: bool) -> str:
         """Build the Lark grammar of required calls."""
@@ -128,6 +201,35 @@ class CallFormat(ToolFormat):
         more = "" if is_single or self.between is None else f" ({spell(self.between)} call)*"
         start = f"start: {spell(self.begin)} call{more} {spell(self.end)}"
         return "\n".join([start, *call_rules(functions, call)])
+
+
+def calls_of(turn: Json) -> list[Json]:
+    """Return the calls of a message; none if any is malformed, so that the template decides."""
+    calls = turn.get("tool_calls")
+    calls = calls if isinstance(calls, list) else []
+    is_valid = all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
+    return calls if is_valid else []
+
+
+def joined(turns: Sequence[Json]) -> list[Json]:
+    """Join texts of the same role, because many templates require alternating roles."""
+    result: list[Json] = []
+    for turn in turns:
+        last = result[-1] if result else {}
+        texts = [last.get("content"), turn.get("content")]
+        is_plain = last.keys() | turn.keys() == {"role", "content"}
+        if is_plain and last.get("role") == turn["role"] and all(isinstance(t, str) for t in texts):
+            last["content"] = "\n\n".join(map(str, texts))
+        else:
+            result.append({**turn})
+    return result
+
+
+def _nine(call_id: str) -> str:
+    """Convert an id to nine letters and digits."""
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _pair_rules(pairs: Pairs, i: int, schema: Json, lark: Lark) -> list[str]:
@@ -326,6 +428,7 @@ class CallParser(AnswerParser):
             text = self._buffer[start:end]
             text = text.removeprefix(middle[len(middle.rstrip()) :])
             text = text.removesuffix(closing[: len(closing) - len(closing.lstrip())])
+            text = text.removeprefix("<![CDATA[").removesuffix("]]>") if "<![C" in text else text
             quote = pairs.closings["string"] if len(text_kinds) > 1 else ""
             is_text = kind == "string" if quote else type_names(properties.get(key)) == {"string"}
             arguments[key] = text if is_text else _value(text, quote)

@@ -3,14 +3,15 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.errors import SettingsError
-from offload_rt.server.derivation import Render, derive_calls, derive_tags
+from offload_rt.server.call_format import CallFormat
+from offload_rt.server.derivation import Render, derive_calls, derive_tags, shows_system
 from offload_rt.server.tool_parser import AnswerParser, Json, Parsed, ToolFormat, text_until
 from offload_rt.system import registry
 from offload_rt.text.reasoning import THINK, ReasoningSplitter, Tags
@@ -97,6 +98,9 @@ class ChatFormat:
             tool_format = _tool_format_of(tokenizer, template)
         else:
             tool_format = registry.find(_FOLDER, tool_parser).FORMAT
+        if isinstance(tool_format, CallFormat):
+            style = tool_format.style._replace(has_system=bool(_derived(shows_system, tokenizer)))
+            tool_format = replace(tool_format, style=style)
         has_channels = tool_format.has_channels
         known = ("harmony", "none") if has_channels else (*_TAGS, "none")
         if reasoning_parser == "auto":
@@ -115,10 +119,8 @@ class ChatFormat:
     @property
     def is_unknown(self) -> bool:
         """Whether the template supports tools, but its format of calls is unknown."""
-        generic = registry.find(_FOLDER, _DEFAULT).FORMAT
-        return self.tool_format is generic and "tools" in str(
-            self.tokenizer and self.tokenizer.chat_template
-        )
+        template = str(self.tokenizer and self.tokenizer.chat_template)
+        return self.tool_format.name == _DEFAULT and "tools" in template
 
     @property
     def needs_special(self) -> bool:
@@ -149,6 +151,10 @@ class ChatFormat:
     def call_grammar(self, functions: Sequence[Json], is_single: bool) -> str:
         """Build the Lark grammar of required calls; see `ToolFormat`."""
         return self.tool_format.grammar(functions, self._lark, is_single)
+
+    def answer_grammar(self, functions: Sequence[Json], formats: Json) -> str | None:
+        """Build the Lark grammar of an answer that may contain calls; see `ToolFormat`."""
+        return self.tool_format.answer_grammar(functions, self._lark, formats)
 
     def around(self, tail: str, has_calls: bool) -> str | None:
         """Build the grammar around a constrained answer; None if nothing precedes the answer.

@@ -3,9 +3,10 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
-from offload_rt.server.call_format import ID, INDEX, KEY, NAME, CallFormat, Fields, Pairs
+from offload_rt.server.call_format import ID, INDEX, KEY, NAME, CallFormat, Fields, Pairs, Style
 from offload_rt.server.tool_parser import Json
 from offload_rt.text.reasoning import Tags
 
@@ -16,6 +17,8 @@ _USER, _CONTENT, _THOUGHT = "Xuserprobe", "Xcontentprobe", "Xthoughtprobe"
 _NAMES = ("probe_alpha", "probe_gamma")
 _KEYS = ("key_one", "key_two")
 _IDS = ("Xq7Zk2Wv9", "Jm4Rt8Bn5")  # Mistral requires nine letters and digits
+_LONG_IDS = ("call_Xq7Zk2Wv9", "call_Jm4Rt8Bn5")
+_ID = rf"(?:call_)?(?:{'|'.join(_IDS)})"
 _VALUES: Json = {
     "string": "Xstring",
     "integer": 7301,
@@ -41,6 +44,9 @@ _WHOLE_TAGS = re.compile(r"(.*[>\]\n]|)(.*)", re.DOTALL)
 _CLOSED_TAG = re.compile(r"[^<>\[]*>|/?[A-Z_]+\]")
 
 
+_STYLES = [Style(*style) for style in product((False, True), repeat=2)]
+
+
 class _Split(NamedTuple):
     """Texts of a rendered call and around it; see `CallFormat`."""
 
@@ -58,15 +64,23 @@ def derive_calls(render: Render) -> CallFormat | None:
     Raises any error of the template.
     """
     plain = _answer(render, {"content": _CONTENT})
-    prompt = render([_TURN], TOOLS, True).rpartition(_USER)[2]
-    as_text = False
+    before, _, prompt = render([_TURN], TOOLS, True).rpartition(_USER)
+    errors: list[Exception] = []
+    for own in _STYLES:
+        style = own._replace(shows_tools=_NAMES[0] in before + prompt)
+        try:
+            single = _calls(render, style, _TWO_TEXTS)
+        except Exception as error:  # templates are programs and raise any class
+            errors.append(error)
+            continue
+        if _NAMES[0] in single:
+            break
+    else:
+        if errors:
+            raise errors[0]
+        return None
     try:
-        single = _calls(render, as_text, _TWO_TEXTS)
-    except Exception:  # templates are programs and raise any class
-        as_text = True
-        single = _calls(render, as_text, _TWO_TEXTS)
-    try:
-        text = _calls(render, as_text, _TWO_TEXTS, _TWO_TEXTS)
+        text = _calls(render, style, _TWO_TEXTS, _TWO_TEXTS)
     except Exception:  # templates for one call
         text = single
     shared = _WHOLE_TAGS.sub(r"\1", _common_prefix(text, plain))
@@ -74,7 +88,7 @@ def derive_calls(render: Render) -> CallFormat | None:
     text, single = text[n_shared:], single[n_shared:]
     pairs = None
     if (first := _split_json(single, _NAMES[0])) is None:
-        pairs = _derive_pairs(render, as_text, single)
+        pairs = _derive_pairs(render, style, single)
         if pairs is None:
             return None
 
@@ -87,10 +101,10 @@ def derive_calls(render: Render) -> CallFormat | None:
         return None
     second = split(first.after, _NAMES[1])
     if second is None:
-        before, head, middle, tail, after = (part.replace(_IDS[0], ID) for part in first[:5])
+        before, head, middle, tail, after = (re.sub(_ID, ID, part) for part in first[:5])
         closing = _until_end(after, end)
         return CallFormat(
-            "", before, head, middle, tail, closing, None, "", first.fields, pairs, as_text
+            "", before, head, middle, tail, closing, None, "", first.fields, pairs, style
         )
     first, second = _with_ids(first, second)
     before, head, middle, tail, _, fields = first
@@ -103,13 +117,13 @@ def derive_calls(render: Render) -> CallFormat | None:
     ending = _limited(after[len(closing) :], len(_TAG.findall(begin)))
     ending = ending if begin.strip() else ""
     return CallFormat(
-        begin, opening, head, middle, tail, closing, between, ending, fields, pairs, as_text
+        begin, opening, head, middle, tail, closing, between, ending, fields, pairs, style
     )
 
 
 def _with_ids(first: _Split, second: _Split) -> tuple[_Split, _Split]:
     """Replace ids and indices of the calls by placeholders."""
-    marks = [(*map(re.escape, _IDS), ID)]
+    marks = [(_ID, _ID, ID)]
     marks += [(rf"(?<!\w){k}(?!\w)", rf"(?<!\w){k + 1}(?!\w)", INDEX) for k in (0, 1)]
     for own, other, mark in marks:
         patterns = (own, other)
@@ -136,6 +150,11 @@ def _limited(text: str, n_tags: int) -> str:
     return text[: ends[n_tags - 1]] if 0 < n_tags < len(ends) else text
 
 
+def shows_system(render: Render) -> bool:
+    """Whether a template renders system messages. Raises any error of the template."""
+    return _CONTENT in render([{"role": "system", "content": _CONTENT}, _TURN], [], True)
+
+
 def derive_tags(render: Render) -> Tags | None:
     """Derive the texts around the reasoning; None for a template that renders no reasoning."""
     keys = ("reasoning_content", "thinking", "reasoning")
@@ -151,15 +170,17 @@ def _answer(render: Render, message: Json) -> str:
     return render([_TURN, {"role": "assistant", **message}], TOOLS, False).rpartition(_USER)[2]
 
 
-def _calls(render: Render, as_text: bool, *kinds: Sequence[str]) -> str:
+def _calls(render: Render, style: Style, *kinds: Sequence[str]) -> str:
     """Render an answer with calls.
 
     kinds  types of the arguments of each call
     """
     calls = []
-    for name, call_id, types in zip(_NAMES, _IDS, kinds, strict=False):
+    for name, call_id, types in zip(
+        _NAMES, _IDS if style.has_nine else _LONG_IDS, kinds, strict=False
+    ):
         arguments: Any = {key: _VALUES[kind] for key, kind in zip(_KEYS, types, strict=False)}
-        arguments = json.dumps(arguments) if as_text else arguments
+        arguments = json.dumps(arguments) if style.as_text else arguments
         function = {"name": name, "arguments": arguments}
         calls.append({"id": call_id, "type": "function", "function": function})
     return _answer(render, {"content": "", "tool_calls": calls})
@@ -198,7 +219,7 @@ def _fields(value: Json, name: str) -> Fields | None:
     return next((fields for fields in inner if fields), None)
 
 
-def _derive_pairs(render: Render, as_text: bool, text: str) -> Pairs | None:
+def _derive_pairs(render: Render, style: Style, text: str) -> Pairs | None:
     """Derive the format of arguments between tags from a call with two texts."""
     if not all(key in text for key in _KEYS) or text.count(_VALUES["string"]) != 2:
         return None
@@ -217,7 +238,7 @@ def _derive_pairs(render: Render, as_text: bool, text: str) -> Pairs | None:
         if kind == "string":
             continue
         try:
-            typed = _calls(render, as_text, ("string", kind))
+            typed = _calls(render, style, ("string", kind))
         except Exception:
             continue
         shown = typed.partition(_KEYS[1])[2]

@@ -10,13 +10,20 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.engine.request_builder import RequestBuilder
-from offload_rt.errors import SettingsError
+from offload_rt.errors import PromptError, SettingsError
 from offload_rt.models.image_prompt import EncodedPrompt, ImagePrompt
 from offload_rt.server.bodies import Json
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
+from offload_rt.server.tool_parser import ToolFormat
 from offload_rt.text.images import Fetch, has_images
 
 GenerationRequest = CompletionRequest | ChatRequest
+# Variables of chat templates and their places in a request.
+_VARIABLES = {
+    "tools": "the request",
+    "documents": "chat_template_kwargs",
+    "functions": "chat_template_kwargs",
+}
 _T = TypeVar("_T")
 # Each decodes an image at a time, up to 300 MB with a copy.
 _IMAGE_THREADS = 2
@@ -26,11 +33,13 @@ _IMAGE_THREADS = 2
 class PromptEncoder:
     """Converts requests to prompts of a model.
 
-    fetch  reads images behind http URLs; None: refuse them
+    fetch        reads images behind http URLs; None: refuse them
+    tool_format  converts messages and tools for the chat template
     """
 
     requests: RequestBuilder
     fetch: Fetch | None
+    tool_format: ToolFormat
     _image_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_IMAGE_THREADS, "images")
     )
@@ -87,7 +96,7 @@ class PromptEncoder:
         variables = request.template_variables
         # Clients may set variables of the template, but no template of their own.
         arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-        reserved = variables.keys() & arguments.keys()
+        reserved = variables.keys() & arguments.keys() - {"documents"}
         if reserved:
             need = "variables of the model's template"
             raise SettingsError(f"chat_template_kwargs {min(reserved)}", need=need)
@@ -96,21 +105,25 @@ class PromptEncoder:
             raise SettingsError("continue_final_message", need=need, change="set it to false")
         template = str(self.requests.tokenizer and self.requests.tokenizer.chat_template)
         wanted = request.wanted_format
-        if request.offered_tools and "tools" not in template:
-            need = "a model whose chat template supports tools"
-            raise SettingsError("tools", need=need, change="describe them in the prompt")
+        turns, tools = self.tool_format.adapt(request.turns(), request.offered_tools)
         options = {
             "add_generation_prompt": request.add_generation_prompt,
             "continue_final_message": request.continue_final_message,
-            "tools": request.offered_tools,
+            "tools": tools,
             **variables,
         }
         if wanted and "response_format" in template:
             options["response_format"] = wanted
-        turns = request.turns()
         if "developer" not in template:
             turns = [_as_system(turn) for turn in turns]
-        return self.requests.encode_messages(turns, options, self.fetch, reads_files=False)
+        try:
+            return self.requests.encode_messages(turns, options, self.fetch, reads_files=False)
+        except PromptError as error:
+            if "--chat-template" not in error.change:
+                raise
+            missing = [name for name in _VARIABLES if name in template and not options.get(name)]
+            need = " or ".join(f"{name} in {_VARIABLES[name]}" for name in missing)
+            raise PromptError(error.problem, need=need, change="change the request") from error
 
 
 def _as_system(turn: Json) -> Json:

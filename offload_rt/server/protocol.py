@@ -241,6 +241,9 @@ class ChatRequest(GenerationRequest):
         formats = self.formats()
         if self.requires_calls:
             formats["grammar"] = self._call_grammar(chat_format)
+        elif functions := [*self.functions.values()]:
+            grammar = chat_format.answer_grammar(functions, formats)
+            formats = formats if grammar is None else {"grammar": grammar}
         params = self.sampling_params(max_n, formats, max_tokens, n_logprobs, None)
         if chat_format.needs_special:
             params = replace(params, skip_special_tokens=False)

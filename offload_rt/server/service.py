@@ -96,7 +96,9 @@ class Service:
     prompts: PromptEncoder = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompts = PromptEncoder(self.llm.requests, self.limits.fetch)
+        self.prompts = PromptEncoder(
+            self.llm.requests, self.limits.fetch, self.chat_format.tool_format
+        )
 
     async def read(self, http: Request, kind: type[_Body]) -> _Body:
         """Read and validate a body in a worker thread, one body at a time.
@@ -278,6 +280,7 @@ class Service:
         return {
             **head,
             "owned_by": "offload_rt",
+            "tool_call_format": self.chat_format.tool_format.name,
             "max_model_len": self.llm.max_model_len,
             "max_body": self.limits.body_nbytes,
             "input_modalities": ["text", "image"] if self.llm.supports_images else ["text"],

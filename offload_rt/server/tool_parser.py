@@ -73,7 +73,7 @@ class ToolFormat(ABC):
     """A format of tool calls."""
 
     has_channels = False  # whether the parser separates the reasoning
-    as_text = False  # whether the chat template expects arguments as JSON text
+    name: str
 
     @property
     @abstractmethod
@@ -91,6 +91,17 @@ class ToolFormat(ABC):
         functions  of OpenAI's `tools`
         is_single  whether the answer is exactly one call
         """
+
+    def answer_grammar(self, functions: Sequence[Json], lark: Lark, formats: Json) -> str | None:
+        """Build the Lark grammar of an answer that may contain calls; None: no constraint.
+
+        formats  fields of StructuredOutputs
+        """
+        return None
+
+    def adapt(self, turns: list[Json], tools: list[Json] | None) -> tuple[list[Json], Any]:
+        """Convert messages and tools for the chat template."""
+        return turns, tools
 
     def around(self, lark: Lark, has_calls: bool) -> str | None:
         """Build the grammar around an answer; None if the reasoning is between tags.

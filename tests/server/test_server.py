@@ -24,6 +24,7 @@ from support.serving import (
 
 from offload_rt import LLM, SamplingParams, StructuredOutputs
 from offload_rt.cli.serve import main
+from offload_rt.server.call_format import CallFormat, Style
 from offload_rt.server.limits import Access
 
 
@@ -412,8 +413,9 @@ def test_metrics_count_requests_and_tokens(served):
     assert 1 <= gained["offload_rt_passes_total"] <= 5 and after["offload_rt_running"] == 0
 
 
-def test_tool_calls_return_to_the_template_as_objects(served):
+def test_tool_calls_return_to_the_template_as_objects(served, monkeypatch):
     """And none are offered where they are not wanted."""
+    monkeypatch.setattr(served.service.prompts, "tool_format", CallFormat(style=Style()))
     call = {
         "id": "call_1",
         "type": "function",

@@ -8,6 +8,7 @@ import pytest
 from fastapi.routing import APIRoute
 from support.serving import TURNS, Served, running, script
 
+from offload_rt.server.call_format import CallFormat, Style
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.limits import Access
 
@@ -184,6 +185,7 @@ def test_conversations_of_all_apis_reach_the_template_alike(served, monkeypatch,
         "{{ enable_thinking }}{{ reasoning_effort }}"
     )
     monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
+    monkeypatch.setattr(served.service.prompts, "tool_format", CallFormat(style=Style()))
     requests = script(served.llm, monkeypatch, "x")
     status, answer = served.post(f"/v1/{path}", body)
     assert status == 200, answer

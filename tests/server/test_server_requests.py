@@ -256,18 +256,55 @@ def test_control_tokens_in_messages_are_text(served, monkeypatch):
     assert text == "".join(CONTROL + content for content in contents)
 
 
-def test_tools_need_a_template_with_tools(served, monkeypatch):
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+def test_tools_without_a_template_for_tools(served, monkeypatch):
+    """The prompt describes the tools and former calls; the answer is a call or a response."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {}}}}]
     body = {"messages": TURNS, "max_tokens": 1, "tools": tools}
     assert served.post("/v1/chat/completions", body)[0] == 200
     for wrong in ([{}], [{"function": {}}], [{"function": {"name": 5}}]):
         status, answer = served.post("/v1/chat/completions", body | {"tools": wrong})
         assert status == 400 and "tools" in answer["error"]["message"]
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
-    status, answer = served.post("/v1/chat/completions", body)
-    assert status == 400 and "supports tools" in answer["error"]["message"]
-    assert served.post("/v1/chat/completions", body | {"tool_choice": "none"})[0] == 200
+    chat_format = ChatFormat.select(served.llm.tokenizer, "auto", "auto")
+    called = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turns = [
+        *TURNS, {"role": "assistant", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "x", "content": "2"},
+    ]  # fmt: skip
+    prompt = {"messages": turns, "tools": tools}
+    with running(served.llm, chat_format=chat_format) as server:
+        assert server.client.models.list().data[0].model_dump()["tool_call_format"] == "generic"
+        ids = server.post("/tokenize", prompt)[1]["tokens"]
+        text = server.post("/detokenize", {"tokens": ids})[1]["prompt"]
+        assert text.startswith("[system]Answer in JSON") and '{"name": "add"' in text
+        assert '[assistant]{"tool_calls": [{"name": "add", "arguments": {"a": 1}}]}' in text
+        assert text.endswith('[user]{"tool": "add", "result": "2"}')
+        body |= {"max_tokens": 60, "temperature": 0}
+        (choice,) = server.post("/v1/chat/completions", body)[1]["choices"]
+        assert choice["message"]["content"] or choice["message"]["tool_calls"]
+        assert not (choice["message"]["content"] or "").startswith("{")
+        (choice,) = server.post("/v1/chat/completions", body | {"tool_choice": "required"})[1][
+            "choices"
+        ]
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [
+        ("{% for t in tools %}{{ t }}{% endfor %}", "tools in the request"),
+        ("{{ documents | length }}", "documents in chat_template_kwargs"),
+        ("{{ functions.x }}", "functions in chat_template_kwargs"),
+        ("{{ messages.x.y }}", "chat template failed"),
+    ],
+)
+def test_failing_templates_name_the_field_of_the_request(served, monkeypatch, template, word):
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
+    status, answer = served.post("/v1/chat/completions", {"messages": TURNS})
+    message = answer["error"]["message"]
+    assert status == 400 and word in message
+    assert "chat_template " not in message and "--" not in message
 
 
 def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from offload_rt import StructuredOutputs
 from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import GrammarCompiler
+from offload_rt.server.call_format import Style
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.system import registry
 
@@ -147,6 +148,50 @@ def parsed(chat_format: ChatFormat, text: str, tail: str = "") -> tuple[str, str
 
 
 @pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        ("hermes", Style()),
+        ("mistral_list", Style(has_nine=True)),
+        ("recipient", Style(as_text=True)),
+        ("hidden_tools", Style(shows_tools=False)),
+    ],
+)
+def test_messages_are_adapted_to_the_template(name: str, style: Style) -> None:
+    form: Any = ChatFormat.select(tokenizer_of(TEMPLATES[name]), "auto", "auto").tool_format
+    assert form.style == style
+    function = {"name": "add", "arguments": {"a": 1}}
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "call_1", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    adapted, shown = form.adapt(turns, tools)
+    assert turns[1]["tool_calls"][0]["id"] == "call_1"  # a copy
+    *system, user, answer, result = adapted
+    assert user == turns[0] and shown == tools
+    assert [turn["role"] for turn in system] == ["system"] * (not style.shows_tools)
+    assert all('"name": "add"' in turn["content"] for turn in system)
+    (call,) = answer["tool_calls"]
+    assert call["id"] == result["tool_call_id"]
+    assert (re.fullmatch("[0-9a-f]{9}", call["id"]) is not None) == style.has_nine
+    expected = '{"a": 1}' if style.as_text else {"a": 1}
+    assert call["function"] == {"name": "add", "arguments": expected}
+
+
+def test_calls_that_the_template_omits_are_text() -> None:
+    form = registry.find("server.tool_formats", "granite").FORMAT
+    calls = [{"id": "x", "function": {"name": "add", "arguments": {"a": 1}}}]
+    ((turn,), _) = form.adapt([{"role": "assistant", "content": "", "tool_calls": calls}], None)
+    text = '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]'
+    assert turn == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
     ("name", "text", "content", "n_calls"),
     [
         ("llama", 'Use {"name": "add", "parameters": {}}', None, 0),
@@ -258,7 +303,7 @@ def test_formats_without_rendered_calls_follow_marks(
     template: str, name: str, reasoning: str
 ) -> None:
     chat_format = ChatFormat.select(tokenizer_of(template), "auto", "auto")
-    assert chat_format.tool_format is registry.find("server.tool_formats", name).FORMAT
+    assert chat_format.tool_format.name == name
     assert chat_format == ChatFormat.select(chat_format.tokenizer, name, reasoning)
     assert chat_format.is_unknown == ("tools }} {{ '[/THINK]'" in template)
 

@@ -40,7 +40,12 @@ TEMPLATES = {
         '{"name": "{{ f.name }}", "parameters": ' + _JSON + "}"
     ),
     "mistral_list": template(
-        _OBJECT[:-1] + ', "id": "{{ c.id }}"}', ", ", "[TOOL_CALLS][", "]"
+        "{% if c.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
+        + _OBJECT[:-1]
+        + ', "id": "{{ c.id }}"}',
+        ", ",
+        "[TOOL_CALLS][",
+        "]",
     ),
     "mistral": template("[TOOL_CALLS]{{ f.name }}[ARGS]" + _JSON),
     "mistral_ids": template("[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]" + _JSON),
@@ -83,6 +88,9 @@ TEMPLATES = {
     ),
     "key_tags": template(
         '<call name="{{ f.name }}">' + pairs("<{{ k }}>" + _VALUE + "</{{ k }}>") + "</call>"
+    ),
+    "hidden_tools": template("<call>{{ f.name }}<sep>" + _JSON + "</call>").replace(
+        "tools or ", ""
     ),
     "recipient": template(
         "{{ f.name }}\n{{ f.arguments + '' }}",

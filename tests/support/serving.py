@@ -29,6 +29,7 @@ MODELS = Path(__file__).resolve().parents[2] / "models"
 PROMPT = "def read_lines(path):\n"
 TURNS = [{"role": "user", "content": "import os\n"}]
 TEMPLATE = (
+    "{# calls like <tool_call> #}"
     "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     "{{ mark or '' }}{% if tools %}# {{ tools | length }}\n{% endif %}"
     "{% for m in messages if m.tool_calls %}{% for c in m.tool_calls %}"

@@ -11,4 +11,5 @@ FORMAT = CallFormat(
     between=", ",
     end="]",
     fields=Fields("name", "arguments"),
+    name="granite",
 )

@@ -23,8 +23,9 @@ from offload_rt.text.reasoning import n_overlap
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 # The last message ends with an end token, which the text omits.
-_END = "<|end|>"
-_HEAD = re.compile(r"<\|(?:start|channel)\|>")
+_END, _CALL = "<|end|>", "<|call|>"
+_TO = " to=functions."  # behind the prompt of an answer
+_HEAD = re.compile(r"<\|(?:start|channel)\|>| to=functions\.")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
@@ -61,7 +62,8 @@ class HarmonyParser(AnswerParser):
         """Consume a head or a part of a body; None if that requires more text."""
         if self._channel is None:
             return self._next_head()
-        body, tag, rest = self._buffer.partition(_END)
+        ends = (end for end in (_END, _CALL) if end in self._buffer)
+        body, tag, rest = self._buffer.partition(next(ends, _END))
         if self._recipient is not None and not tag:
             return None
         if not tag:
@@ -89,9 +91,7 @@ class HarmonyParser(AnswerParser):
     def _part(self, text: str) -> Parsed:
         if self._recipient is not None:
             try:
-                call = openai_call(
-                    self.tools, self._recipient, DECODER.decode(text.strip() or "{}")
-                )
+                call = openai_call(self.tools, self._recipient, DECODER.decode(text.strip()))
             except (ValueError, RecursionError):
                 call = None
             return Parsed(text=text) if call is None else Parsed(calls=[call])
@@ -100,7 +100,8 @@ class HarmonyParser(AnswerParser):
 
 def _could_be_head(text: str) -> bool:
     """Whether a text without <|message|> begins like the head of a message."""
-    return bool(_HEAD.match(text)) or any(tag.startswith(text) for tag in (_START, _CHANNEL))
+    starts = (_START, _CHANNEL, _TO)
+    return bool(_HEAD.match(text)) or any(tag.startswith(text) for tag in starts)
 
 
 class Harmony(ToolFormat):
@@ -108,6 +109,7 @@ class Harmony(ToolFormat):
 
     text = _CHANNEL + _START + _MESSAGE + _END
     has_channels = True
+    name = "harmony"
 
     def parser(self, tools: Mapping[str, Json]) -> AnswerParser:
         """Build the parser of an answer."""

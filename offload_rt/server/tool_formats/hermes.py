@@ -11,4 +11,5 @@ FORMAT = CallFormat(
     closing="\n</tool_call>",
     between="\n",
     fields=Fields("name", "arguments"),
+    name="hermes",
 )

@@ -10,4 +10,5 @@ FORMAT = CallFormat(
     between=", ",
     end="]<|tool_call_end|>",
     pairs=Pairs("", {"string": "='", "integer": "="}, {"string": "'", "integer": ""}, ", "),
+    name="lfm2",
 )
