@@ -43,9 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft with the same tokenizer: the first layers of the model, since both begin with the
-    same random numbers.
-    """
+    """A draft with the same tokenizer: the first layers of the model."""
     return speaking_checkpoint(tmp_path_factory.mktemp("draft"), num_hidden_layers=5)
 
 

@@ -113,9 +113,7 @@ def test_captured_kernel_logits_equal_the_reference(served, monkeypatch, bfloat1
 
 
 class Launches(TorchDispatchMode):
-    """Counts the kernels of torch that a card is given: calls but for views, new memory, and copies
-    of a tensor to itself.
-    """
+    """Counts kernels of torch: calls but for views, new memory, copies of a tensor to itself."""
 
     def __init__(self):
         super().__init__()

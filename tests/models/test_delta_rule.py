@@ -1,6 +1,4 @@
-"""Gated delta nets in trees: the rule, caches that keep states, and models that mix such layers
-with attention.
-"""
+"""Gated delta nets in trees: the rule, caches of states, and mixed models."""
 
 from collections import Counter
 

@@ -1,6 +1,4 @@
-"""Kernels between the products of a layer on a CPU: right, and bit for bit the same however rows
-are computed together.
-"""
+"""Kernels between the products of a layer on a CPU: right, and the same bits for any batch."""
 
 import math
 from collections.abc import Sequence
@@ -38,9 +36,7 @@ def level(request: pytest.FixtureRequest) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """Queries of the nodes of a tree, and keys and values of `n_before` tokens and of these
-    nodes.
-    """
+    """Queries of tree nodes, and keys and values of `n_before` tokens and of these nodes."""
 
     q: Tensor
     k: Tensor
@@ -66,14 +62,9 @@ class Case:
         window = None if seed % 2 else int(generator.integers(1, 300))
         tree = random_tree(n, seed, reach=int(generator.integers(1, 9)))
         return cls(
-            q.to(dtype),
-            k.to(dtype),
-            v.to(dtype),
-            tree,
-            n_before,
-            window,
+            q.to(dtype), k.to(dtype), v.to(dtype), tree, n_before, window,
             3.0 if seed % 5 == 0 else None,
-        )
+        )  # fmt: skip
 
     def attend(
         self, level: int, n_threads: int = 1, rows: range | None = None
@@ -160,13 +151,9 @@ def test_chunked_prompt_attention_equals_whole_bit_for_bit(level, dtype, window)
     dim = 32
     tree = Topology.chain(n)
     case = Case(
-        2 * torch.randn(n, 4, dim).to(dtype),
-        *torch.randn(2, 2, n, dim).to(dtype),
-        tree,
-        0,
-        window,
+        2 * torch.randn(n, 4, dim).to(dtype), *torch.randn(2, 2, n, dim).to(dtype), tree, 0, window,
         None,
-    )
+    )  # fmt: skip
     whole = case.attend(level)
     for size in (1, 64, 131):
         parts = [

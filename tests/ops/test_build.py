@@ -29,9 +29,7 @@ def find(*recipes: Recipe) -> Path:
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sources of one line, a package without libraries, an empty cache, and a compiler that notes
-    each call in `calls`.
-    """
+    """One-line sources, a package without libraries, an empty cache, a compiler that logs calls."""
     for name in ("csrc", "package", "bin"):
         (tmp_path / name).mkdir()
     (tmp_path / "csrc" / "tiny.cpp").write_text('extern "C" int answer() { return 42; }')
@@ -136,12 +134,9 @@ def test_failed_build_is_reported_and_not_repeated(folders):
 def test_nvcc_is_found_outside_of_path(folders, monkeypatch):
     """Search order: pip, system, PATH, CUDA_PATH, CUDA_HOME; later places have priority."""
     homes = [
-        folders / "nvidia" / "cu13",
-        folders / "system",
-        folders,
-        folders / "path",
+        folders / "nvidia" / "cu13", folders / "system", folders, folders / "path",
         folders / "home",
-    ]
+    ]  # fmt: skip
     pip = SimpleNamespace(submodule_search_locations=[str(folders / "nvidia")])
     monkeypatch.setattr(
         build.importlib.util, "find_spec", lambda name: pip if name == "nvidia" else None

@@ -1,6 +1,4 @@
-"""Dequantising: the CUDA kernels against the plain torch reference, bit for bit, and that against
-its formula.
-"""
+"""Dequantising: CUDA kernels equal the torch reference bit for bit, and that its formula."""
 
 import numpy as np
 import pytest
@@ -85,22 +83,19 @@ def test_dequantize_op_passes_opcheck(library):
     )
 
 
-@pytest.mark.parametrize(
-    ("place", "change", "message"),
-    [
-        (0, lambda x: x[1:], "codes must have"),
-        (0, lambda x: x.short(), "codes has the wrong dtype"),
-        (1, lambda x: x[:, 1:].contiguous(), "scales must have"),
-        (1, lambda x: x.double(), "scales must be float32"),
-        (2, lambda x: x[:, 1:].contiguous(), "zeros must have"),
-        (3, lambda x: x[1:], "groups must have"),
-        (4, lambda _: 7, "unknown kind"),
-        (5, lambda _: 9, "1 to 8 bits"),
-        (6, lambda _: 0, "blocks must not be empty"),
-        (9, lambda x: x.int(), "out must be float32"),
-        (9, lambda x: x.T, "out must be contiguous"),
-    ],
-)
+@pytest.mark.parametrize(("place", "change", "message"), [
+    (0, lambda x: x[1:], "codes must have"),
+    (0, lambda x: x.short(), "codes has the wrong dtype"),
+    (1, lambda x: x[:, 1:].contiguous(), "scales must have"),
+    (1, lambda x: x.double(), "scales must be float32"),
+    (2, lambda x: x[:, 1:].contiguous(), "zeros must have"),
+    (3, lambda x: x[1:], "groups must have"),
+    (4, lambda _: 7, "unknown kind"),
+    (5, lambda _: 9, "1 to 8 bits"),
+    (6, lambda _: 0, "blocks must not be empty"),
+    (9, lambda x: x.int(), "out must be float32"),
+    (9, lambda x: x.T, "out must be contiguous"),
+])  # fmt: skip
 def test_invalid_arguments_are_refused_with_a_reason(library, place, change, message):
     args = arguments("columns", 3, torch.bfloat16, library[1])
     args[place] = change(args[place])
@@ -133,17 +128,14 @@ def test_block_kernel_equals_the_reference_bit_for_bit(library, name):
     torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize(
-    ("place", "change", "message"),
-    [
-        (0, lambda x: x[1:], "blocks must have"),
-        (0, lambda x: x[:, 1:].contiguous(), "blocks must have"),
-        (0, lambda x: x.int(), "blocks has the wrong dtype"),
-        (1, lambda _: 12, "unknown kind"),
-        (2, lambda x: x[:, 1:].contiguous(), "a multiple of 256"),
-        (2, lambda x: x.double(), "out must be float32"),
-    ],
-)
+@pytest.mark.parametrize(("place", "change", "message"), [
+    (0, lambda x: x[1:], "blocks must have"),
+    (0, lambda x: x[:, 1:].contiguous(), "blocks must have"),
+    (0, lambda x: x.int(), "blocks has the wrong dtype"),
+    (1, lambda _: 12, "unknown kind"),
+    (2, lambda x: x[:, 1:].contiguous(), "a multiple of 256"),
+    (2, lambda x: x.double(), "out must be float32"),
+])  # fmt: skip
 def test_invalid_blocks_are_refused_with_a_reason(library, place, change, message):
     blocks, shape = random_blocks("Q4_K", 1)
     args = [

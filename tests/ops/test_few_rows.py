@@ -81,9 +81,7 @@ def moved(matrix: CodedMatrix, device: str) -> CodedMatrix:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", [*KINDS, *WITH_ZEROS])
-def test_products_equal_those_of_the_reference_values(
-    kernels: tuple[Any, str], kind: str, dtype: torch.dtype
-) -> None:
+def test_products_equal_those_of_the_reference_values(kernels, kind, dtype):
     library, device = kernels
     for n_out, n_in in ((1, 32), (40, 320), (130, 288)):
         matrix = random_matrix(kind, n_out, n_in, dtype)
@@ -113,9 +111,7 @@ def test_unit_vectors_give_the_weights(kernels: tuple[Any, str], kind: str) -> N
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("product", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["rows", "columns", "rows, zeros", "columns, zeros"])
-def test_int4_weights_are_exact_at_all_steps_of_the_inputs(
-    kernels: tuple[Any, str], kind: str, product: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_int4_weights_are_exact_at_all_steps_of_the_inputs(kernels, kind, product, dtype):
     """Scales may have the dtype of the rows or not; a step of a block has 1,024 inputs."""
     library, device = kernels
     matrix = random_matrix(kind, 76, 5152, product)
@@ -131,9 +127,7 @@ def test_int4_weights_are_exact_at_all_steps_of_the_inputs(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("offset", [8, 20])
 @pytest.mark.parametrize("group", [8, 32, 24, 96])
-def test_any_groups_and_offsets_of_int4_are_exact(
-    kernels: tuple[Any, str], group: int, offset: int, dtype: torch.dtype
-) -> None:
+def test_any_groups_and_offsets_of_int4_are_exact(kernels, group, offset, dtype):
     library, device = kernels
     matrix = random_matrix("rows", 24, 288, torch.bfloat16)
     scales = torch.rand(24, 288 // group).bfloat16()
@@ -204,17 +198,12 @@ def random_stack(kind: str, n: int, device: str) -> tuple[Any, list[torch.Tensor
     return stack, values
 
 
-@pytest.mark.parametrize(
-    ("kind", "counts"),
-    [
-        *((kind, [0, 3, 20, 0, 9]) for kind in (*KINDS, *WITH_ZEROS, "dense")),
-        ("dense", [0] * 31 + [5, 0, 1, 2] + [0] * 30 + [8]),
-        ("dense", [70, 1]),
-    ],
-)
-def test_rows_are_multiplied_by_their_matrix(
-    kernels: tuple[Any, str], kind: str, counts: list[int]
-) -> None:
+@pytest.mark.parametrize(("kind", "counts"), [
+    *((kind, [0, 3, 20, 0, 9]) for kind in (*KINDS, *WITH_ZEROS, "dense")),
+    ("dense", [0] * 31 + [5, 0, 1, 2] + [0] * 30 + [8]),
+    ("dense", [70, 1]),
+])  # fmt: skip
+def test_rows_are_multiplied_by_their_matrix(kernels, kind, counts):
     """Rows past the last end become zeros, also where a graph is replayed with other ends."""
     library, device = kernels
     stack, values = random_stack(kind, len(counts), device)
@@ -262,17 +251,14 @@ def test_the_op_has_a_schema_and_a_fake(kernels: tuple[Any, str]) -> None:
         torch.library.opcheck(library.few_rows.default, arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize(
-    ("place", "change", "message"),
-    [
-        (0, lambda x: x[:, :64].contiguous(), "codes must have 64"),
-        (2, lambda x: x[:1], "ends must have 2"),
-        (2, lambda _: None, "codes must have 1"),
-        (3, lambda x: x[0], "3 dimensions"),
-        (3, lambda x: x.flatten()[4:].as_strided((2, 24, 96), (2304, 96, 1)), "multiple of 16"),
-        (6, lambda _: torch.zeros(2, 8).bfloat16(), "bias must have 24"),
-    ],
-)
+@pytest.mark.parametrize(("place", "change", "message"), [
+    (0, lambda x: x[:, :64].contiguous(), "codes must have 64"),
+    (2, lambda x: x[:1], "ends must have 2"),
+    (2, lambda _: None, "codes must have 1"),
+    (3, lambda x: x[0], "3 dimensions"),
+    (3, lambda x: x.flatten()[4:].as_strided((2, 24, 96), (2304, 96, 1)), "multiple of 16"),
+    (6, lambda _: torch.zeros(2, 8).bfloat16(), "bias must have 24"),
+])  # fmt: skip
 def test_invalid_stacks_are_refused_with_a_reason(place: int, change: Any, message: str) -> None:
     stack = torch.randn(3, 24, 96).bfloat16()[:2]
     x = torch.randn(3, 96).bfloat16()

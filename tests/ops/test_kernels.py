@@ -1,6 +1,4 @@
-"""Kernels compared with their torch references: emulated on the CPU thread by thread, and on a
-device if available.
-"""
+"""Kernels against their torch references: emulated on the CPU, and on a device if available."""
 
 import random
 from dataclasses import dataclass, replace
@@ -100,9 +98,7 @@ def inputs(case, device):
 
 
 def mask_of(case, parents, n_most=0):
-    """Return the kernel's mask arguments for a tree with up to `n_most` keys: masks, depths, key
-    depths, extent.
-    """
+    """Return the kernel's mask arguments for a tree: masks, depths, key depths, extent."""
     bits, depths = map(torch.from_numpy, packed_ancestors(parents.numpy()))
     rows = slice(case.first, case.first + case.n)
     n_most = n_most or case.first + case.n + case.n_spare
@@ -138,17 +134,13 @@ def random_case(seed):
     group = draw.choice([1, 4, 8])
     n = draw.choice([1, 2, 3, 7, 16, 33, 70]) if group > 1 else draw.choice([1, 5, 63, 70, 130])
     return Case(
-        n=n,
-        first=draw.choice([0, 0, 1, 19, 40]),
-        n_before=draw.choice([0, 0, 1, 31, 64, 65, 128, 199]),
-        group=group,
-        kv_heads=draw.choice([1, 2]),
-        dim=draw.choice([64, 96, 128]),
+        n=n, first=draw.choice([0, 0, 1, 19, 40]),
+        n_before=draw.choice([0, 0, 1, 31, 64, 65, 128, 199]), group=group,
+        kv_heads=draw.choice([1, 2]), dim=draw.choice([64, 96, 128]),
         window=draw.choice([0, 0, 1, 3, 8, 50, 100]),
-        dtype=draw.choice([torch.float16, torch.bfloat16]),
-        seed=seed,
+        dtype=draw.choice([torch.float16, torch.bfloat16]), seed=seed,
         n_chain=draw.choice([0, 0, 10, 60]),
-    )
+    )  # fmt: skip
 
 
 SPLIT = [
@@ -190,9 +182,7 @@ def test_tree_attention_of_many_rows_with_various_shared_memory(kernels, monkeyp
 
 
 def assert_attention(result, q, k, v, mask):
-    """Output and log-sum-exp are close to the reference's for the keys that are there; mask (n,
-    n_keys) bool.
-    """
+    """Compare output and log-sum-exp with the reference; mask (n, n_keys) bool."""
     out, lse = result
     n_keys = mask.shape[1]
     mask = mask.to(q.device)
@@ -207,9 +197,7 @@ def assert_attention(result, q, k, v, mask):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_tree_attention_with_spare_keys_and_rows(kernels, seed):
-    """As in a captured pass: the device knows how many keys there are; rows left over look at the
-    prefix, or nowhere.
-    """
+    """As in a captured pass: the device holds the number of keys."""
     draw = random.Random(seed)
     case = replace(random_case(100 + seed), n_spare=draw.choice([1, 40, 600, 1500]))
     q, k, v, parents = inputs(case, kernels.device)
@@ -395,9 +383,7 @@ def drafted(seed):
 
 
 def verdicts(kernels, kernel, tree, target, noise):
-    """End node and bonus by csrc/; and by the rules' own kernels, with the distribution of the
-    bonus.
-    """
+    """End node and bonus by csrc/, and by the rules' own kernels."""
     decision = residual.ResidualRule(kernel is verify_bottom_up, "").decide(
         tree, target, noise[:-1]
     )
@@ -408,14 +394,9 @@ def verdicts(kernels, kernel, tree, target, noise):
     draft_probs = tree.sampled.draft_probs.to(kernels.device)
     target = target.to(kernels.device)
     verdict = kernels.verify(
-        *arrays,
-        draft_probs,
-        target,
-        there,
-        candidates.n_levels,
-        candidates.independent,
+        *arrays, draft_probs, target, there, candidates.n_levels, candidates.independent,
         kernel is verify_bottom_up,
-    )
+    )  # fmt: skip
     return verdict.tolist(), [decision.end, min(bonus, int(decision.probs.nonzero()[-1]))]
 
 
@@ -543,18 +524,14 @@ def test_bonus_at_the_ends_of_the_distribution(kernels):
 
 
 def strided(generator, dtype, *shape, device="cpu"):
-    """Random numbers as a view into a larger store of NaN, its rows further apart than they are
-    long.
-    """
+    """Random numbers as a view into a larger store of NaN."""
     store = torch.full((*shape[:-1], shape[-1] + 24), torch.nan, dtype=dtype)
     store[..., 8:-16] = torch.randn(shape, generator=generator).to(dtype)
     return store.to(device)[..., 8:-16]
 
 
 def assert_rounds_alike(actual, expected):
-    """Within one step of the dtype, which another order of a float32 sum may decide, and seldom
-    that.
-    """
+    """Within one step of the dtype, and seldom that."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     torch.testing.assert_close(
         actual, expected, atol=1e-6, rtol=1.01 * torch.finfo(actual.dtype).eps
@@ -584,9 +561,7 @@ def test_rms_norm(kernels, seed):
 
 @pytest.mark.parametrize("seed", range(16))
 def test_rotate_and_store(kernels, seed):
-    """q, k and v as parts of one product; rows in any order, or one behind the other. Bit for
-    bit.
-    """
+    """q, k and v as parts of one product; rows in any order. Bit for bit."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = draw.choice([torch.float16, torch.bfloat16])
@@ -642,12 +617,8 @@ def samples(device):
     noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64)
     arrays, noise = arguments(candidates, noise, torch.device(device))
     verification = (
-        *arrays,
-        tree.sampled.draft_probs.to(device),
-        target.to(device),
-        noise,
-        candidates.n_levels,
-    )
+        *arrays, tree.sampled.draft_probs.to(device), target.to(device), noise, candidates.n_levels,
+    )  # fmt: skip
     x, delta, weight, rotary = (torch.randn(n, 64, device=device).half() for n in (3, 3, 1, 3))
     heads = torch.randn(3, 2, 64, device=device).half()
     stores = torch.randn(2, 2, 9, 64, device=device).half()
@@ -655,40 +626,23 @@ def samples(device):
         "rms_norm": (x, weight[0], 1e-5),
         "add_rms_norm": (x, delta, weight[0], 1e-5),
         "rotate_and_store": (
-            heads,
-            heads,
-            heads,
-            rotary,
-            rotary,
-            *stores,
-            torch.tensor([1, 8, 4], device=device),
-            7,
+            heads, heads, heads, rotary, rotary, *stores, torch.tensor([1, 8, 4], device=device), 7,
         ),
         "silu_mul": (x, delta),
         "tree_attention": attention,
         "merge_attention": (
-            heads,
-            heads[..., 0].float().contiguous(),
-            heads,
-            heads[..., 1].float().contiguous(),
+            heads, heads[..., 0].float().contiguous(), heads, heads[..., 1].float().contiguous(),
         ),
         "transfer": (store, store.cpu().pin_memory() if device == "cuda" else store.clone()),
         "commit_rows": (store, store.clone(), torch.tensor([1, 4]), 2),
         "verify": (*verification, candidates.independent, True),
-    }
+    }  # fmt: skip
 
 
 OPS = (
-    "add_rms_norm",
-    "commit_rows",
-    "merge_attention",
-    "rms_norm",
-    "rotate_and_store",
-    "silu_mul",
-    "tree_attention",
-    "transfer",
-    "verify",
-)
+    "add_rms_norm", "commit_rows", "merge_attention", "rms_norm", "rotate_and_store", "silu_mul",
+    "tree_attention", "transfer", "verify",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -702,43 +656,40 @@ def test_kernel_ops_pass_opcheck(kernels, name):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "place", "change", "message"),
-    [
-        ("tree_attention", 0, lambda x: x.float(), "float16 or bfloat16"),
-        ("tree_attention", 1, lambda x: x[:, 1:], "entries in dimension 1"),
-        ("tree_attention", 2, lambda x: x.float(), "dtype of the first"),
-        ("tree_attention", 0, lambda x: x[..., :40], "head dimension"),
-        ("tree_attention", 3, lambda x: x.long(), "wrong dtype"),
-        ("tree_attention", 3, lambda x: x[:1], "masks must have"),
-        ("tree_attention", 4, lambda x: x[:1], "depths must have"),
-        ("tree_attention", 5, lambda x: x.repeat(50), "a bit for each"),
-        ("tree_attention", 6, lambda x: x[:1], "extent must have 2"),
-        ("commit_rows", 0, lambda x: x[..., :62].contiguous(), "entries in dimension 3|16 bytes"),
-        ("transfer", 1, lambda x: x[1:], "as many bytes"),
-        ("transfer", 0, lambda x: x.transpose(0, 1), "contiguous"),
-        ("merge_attention", 1, lambda x: x[:2], "lse_a must have 3"),
-        ("merge_attention", 2, lambda x: x[..., :32].contiguous(), "out_b must have 64"),
-        ("merge_attention", 2, lambda x: x.double(), "must be float32"),
-        ("commit_rows", 2, lambda x: x.int(), "int64 on the host"),
-        ("commit_rows", 3, lambda _: 19, "past the end"),
-        ("rms_norm", 0, lambda x: x.float(), "float16 or bfloat16"),
-        ("rms_norm", 0, lambda x: x[:, :63], "multiple of 8"),
-        ("rms_norm", 0, lambda x: x.flatten()[4:-60].view(2, 64), "multiples of 16 bytes"),
-        ("rms_norm", 1, lambda x: x[:56], "weight must have 64"),
-        ("add_rms_norm", 1, lambda x: x[:1], "delta must have 3"),
-        ("add_rms_norm", 1, lambda x: x.float(), "dtype of the first"),
-        ("rotate_and_store", 0, lambda x: x[..., :56], "multiple of 16"),
-        ("rotate_and_store", 2, lambda x: x[:, :1], "v must have 2"),
-        ("rotate_and_store", 3, lambda x: x[:, :32], "cos must have 64"),
-        ("rotate_and_store", 6, lambda x: x[:, 1:], "values must be contiguous"),
-        ("rotate_and_store", 7, lambda x: x.int(), "wrong dtype"),
-        ("rotate_and_store", 7, lambda _: None, "past the end"),
-        ("silu_mul", 1, lambda x: x[:2], "up must have 3"),
-        ("verify", 1, lambda x: x[1:], "children must have"),
-        ("verify", 6, lambda x: x.double(), "target has the wrong dtype"),
-    ],
-)
+@pytest.mark.parametrize(("name", "place", "change", "message"), [
+    ("tree_attention", 0, lambda x: x.float(), "float16 or bfloat16"),
+    ("tree_attention", 1, lambda x: x[:, 1:], "entries in dimension 1"),
+    ("tree_attention", 2, lambda x: x.float(), "dtype of the first"),
+    ("tree_attention", 0, lambda x: x[..., :40], "head dimension"),
+    ("tree_attention", 3, lambda x: x.long(), "wrong dtype"),
+    ("tree_attention", 3, lambda x: x[:1], "masks must have"),
+    ("tree_attention", 4, lambda x: x[:1], "depths must have"),
+    ("tree_attention", 5, lambda x: x.repeat(50), "a bit for each"),
+    ("tree_attention", 6, lambda x: x[:1], "extent must have 2"),
+    ("commit_rows", 0, lambda x: x[..., :62].contiguous(), "entries in dimension 3|16 bytes"),
+    ("transfer", 1, lambda x: x[1:], "as many bytes"),
+    ("transfer", 0, lambda x: x.transpose(0, 1), "contiguous"),
+    ("merge_attention", 1, lambda x: x[:2], "lse_a must have 3"),
+    ("merge_attention", 2, lambda x: x[..., :32].contiguous(), "out_b must have 64"),
+    ("merge_attention", 2, lambda x: x.double(), "must be float32"),
+    ("commit_rows", 2, lambda x: x.int(), "int64 on the host"),
+    ("commit_rows", 3, lambda _: 19, "past the end"),
+    ("rms_norm", 0, lambda x: x.float(), "float16 or bfloat16"),
+    ("rms_norm", 0, lambda x: x[:, :63], "multiple of 8"),
+    ("rms_norm", 0, lambda x: x.flatten()[4:-60].view(2, 64), "multiples of 16 bytes"),
+    ("rms_norm", 1, lambda x: x[:56], "weight must have 64"),
+    ("add_rms_norm", 1, lambda x: x[:1], "delta must have 3"),
+    ("add_rms_norm", 1, lambda x: x.float(), "dtype of the first"),
+    ("rotate_and_store", 0, lambda x: x[..., :56], "multiple of 16"),
+    ("rotate_and_store", 2, lambda x: x[:, :1], "v must have 2"),
+    ("rotate_and_store", 3, lambda x: x[:, :32], "cos must have 64"),
+    ("rotate_and_store", 6, lambda x: x[:, 1:], "values must be contiguous"),
+    ("rotate_and_store", 7, lambda x: x.int(), "wrong dtype"),
+    ("rotate_and_store", 7, lambda _: None, "past the end"),
+    ("silu_mul", 1, lambda x: x[:2], "up must have 3"),
+    ("verify", 1, lambda x: x[1:], "children must have"),
+    ("verify", 6, lambda x: x.double(), "target has the wrong dtype"),
+])  # fmt: skip
 def test_invalid_arguments_are_refused_with_a_reason(kernels, name, place, change, message):
     args = list(samples(kernels.device)[name])
     args[place] = change(args[place])

@@ -1,6 +1,4 @@
-"""The CPU library's products: values of every format, the order of sums, and every instruction set
-that this machine has.
-"""
+"""The CPU library's products: values of every format, the order of sums, all instruction sets."""
 
 from dataclasses import replace
 
@@ -212,9 +210,7 @@ def test_products_with_unit_vectors_equal_the_reference(level: int, name: str) -
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", LARGE)
-def test_a_row_of_a_large_matrix_has_the_same_bits_in_any_company(
-    level: int, name: str, dtype: torch.dtype
-) -> None:
+def test_a_row_of_a_large_matrix_has_the_same_bits_in_any_company(level, name, dtype):
     n_in = 1280 + 32 * (name in SHORT_BLOCKS)
     matrix, _ = large_matrix(name, 168, n_in, torch.bfloat16)
     x = torch.randn(9, n_in).to(dtype)
@@ -298,13 +294,10 @@ def test_products_without_the_library_differ_only_by_rounding(dtype, monkeypatch
     tolerance = TOLERANCES.get(dtype, 1e-12)
     dense = torch.randn(600, 64).to(dtype)
     for matrix, values in (
-        (dense, dense),
-        coded("rows", 5),
-        coded("columns", 2),
+        (dense, dense), coded("rows", 5), coded("columns", 2),
         large_matrix("columns-64", 520, 256, torch.float32),
-        large_matrix("awq-128", 520, 256, torch.float32),
-        block_matrix("Q6_K", 1),
-    ):
+        large_matrix("awq-128", 520, 256, torch.float32), block_matrix("Q6_K", 1),
+    ):  # fmt: skip
         x = torch.randn(3, matrix.shape[1]).to(dtype)
         bias = torch.randn(matrix.shape[0]).to(dtype)
         exact = x.double() @ values.double().T + bias.double()

@@ -64,15 +64,12 @@ def test_wheel_has_the_selected_libraries_under_the_names_that_the_package_reads
     assert wheel(tree, "", **nothing) == ("any", set())
 
 
-@pytest.mark.parametrize(
-    ("setting", "platform", "message"),
-    [
-        ("", "win32", "on Windows install it in WSL 2"),
-        ("", "darwin", "on macOS in a Linux machine"),
-        ("every", "linux", "OFFLOAD_RT_BUILD is every; set none, cpu or all"),
-        ("cpu", "linux", "cpu0: g++ failed"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "platform", "message"), [
+    ("", "win32", "on Windows install it in WSL 2"),
+    ("", "darwin", "on macOS in a Linux machine"),
+    ("every", "linux", "OFFLOAD_RT_BUILD is every; set none, cpu or all"),
+    ("cpu", "linux", "cpu0: g++ failed"),
+])  # fmt: skip
 def test_install_ends_with_a_sentence(setting, platform, message, tree):
     program = (
         "import runpy, sys, sysconfig, setuptools.command.bdist_wheel\n"

@@ -98,9 +98,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def quantised(folder: Path, choice: Choice | str | None, **sizes: Any) -> tuple[Path, Any]:
-    """Write a Llama checkpoint in a format, with rows that every format divides into blocks; return
-    the exact model.
-    """
+    """Write a Llama checkpoint that every format divides; return it and the exact model."""
     sizes = {
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 32,
     } | sizes  # fmt: skip
@@ -351,9 +349,7 @@ def test_divided_draft_refuses_unsupported_settings(pair):
 def places(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, whole_s: float, *parts_s: float, **settings: Any
 ) -> list[str]:
-    """Return the place of the draft on each rank, for given seconds per level of the whole and the
-    divided draft.
-    """
+    """Return the draft's place on each rank, by the level seconds of both divisions."""
 
     def level_seconds(draft: DraftSpec, *_: Any) -> float:
         if draft.checkpoint is None:

@@ -43,9 +43,7 @@ class Language:
         return self._draft_probs[tuple(text)]
 
     def below(self, text: tuple) -> Tensor:
-        """(VOCABULARY,) * (LONGEST - len(text)): the distribution of the tokens after the next
-        token, per next token.
-        """
+        """(VOCABULARY,) * (LONGEST - len(text)): distributions after each next token."""
         if text not in self._below:
             self._below[text] = torch.stack(
                 [self.continuations((*text, token)) for token in range(VOCABULARY)]
@@ -248,9 +246,7 @@ def distribution_under(
 
 
 def recipe(parents: list[int], is_sampled: str, independent: bool = False) -> Recipe:
-    """`is_sampled` has a letter for each node below the root: s for sampled, d for
-    deterministic.
-    """
+    """Letters of `is_sampled` below the root: s for sampled, d for deterministic."""
     return Recipe(
         Topology(np.array(parents)),
         np.array([False, *(letter == "s" for letter in is_sampled)]),

@@ -523,9 +523,7 @@ def byte_level(vocab_size: int = 320) -> Tokenizer:
 
 
 def metaspace(vocab_size: int = 400) -> Tokenizer:
-    """A tokenizer as of Llama 2: a space is part of the word behind it, an unknown character falls
-    apart into bytes.
-    """
+    """A tokenizer like Llama 2's: a space belongs to the next word; unknown text is bytes."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
