@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
-__version__ = "0.0.0"
+__version__ = "0.1.0"
 __all__ = ["LLM", "Output", "Piece", "SamplingParams", "Stats", "StructuredOutputs"]
 
 
