@@ -7,8 +7,8 @@ split of the text and never find wrong calls in truncated text.
 """
 
 import json
-import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from offload_rt.server.call_format import CallFormat
 from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.derivation import derive_calls
 
 TURN = {"role": "user", "content": "Which weather?"}
 TEXT = {"type": "string", "description": "A text"}
@@ -88,9 +89,9 @@ def failures(tokenizer: Any, chat_format: ChatFormat, cases: Iterable[str] = CAS
         calls = CASES[case]
         try:
             text = rendered(tokenizer, calls, chat_format.tool_format)
-        except Exception as error:  # templates are programs
+        except Exception:  # templates are programs
             if case != "two calls":
-                failed.append(f"{case} ({' '.join(str(error).split())[:60]})")
+                failed.append(case)
             continue
         is_shown = all(name in text for name, _ in calls)
         expected = calls if is_shown else calls[:1]
@@ -105,30 +106,43 @@ def failures(tokenizer: Any, chat_format: ChatFormat, cases: Iterable[str] = CAS
 def described(form: Any) -> str:
     """Describe a format by a call of f with argument k."""
     if not isinstance(form, CallFormat):
-        return type(form).__name__.lower()
-    value = "{...}"
-    if form.pairs:
-        pairs = form.pairs
-        value = f"{pairs.opening}k{pairs.middles['string']}v{pairs.closings['string']}"
-    call = f"{form.opening}{form.head}f{form.middle}{value}{form.tail}{form.closing}"
-    text = f"{form.begin}{call}{form.end}"
-    marks = {"\0": "ID", "\1": "0", "\2": "k", "\3": "f"}
-    return re.sub(r"\s*\n\s*", " ", re.sub("[\0-\3]", lambda match: marks[match[0]], text)).strip()
+        return "a message to `functions.f`"
+    arguments = {"k": "v"} if form.pairs else {}
+    text = form.render([("f", arguments)]).replace("{}", "{...}", form.pairs is None)
+    text = " ".join(text.split()).replace("|", "\\|")
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def reason(tokenizer: Any) -> str:
+    """Return why a template has no derived format."""
+
+    def render(turns: Any, tools: Any, has_prompt: bool) -> str:
+        options = {"tools": tools, "tokenize": False, "add_generation_prompt": has_prompt}
+        return str(tokenizer.apply_chat_template([*turns], **options))
+
+    try:
+        derive_calls(render)
+    except Exception as error:  # templates are programs
+        return f"the template fails: {' '.join(str(error).split())[:70]}"
+    return "the template renders no calls"
 
 
 def main(folder: str) -> int:
     """Check all templates."""
     paths = sorted(Path(folder).glob("*.jinja"))
-    n_passed = 0
-    print("| template | a call | remarks |\n|---|---|---|")
+    passed: Counter[str] = Counter()
+    print("| template | format | a call | remarks |\n|---|---|---|---|")
     for path in paths:
         tokenizer = tokenizer_of(path.read_text())
         chat_format = ChatFormat.select(tokenizer, "auto", "auto")
+        form = chat_format.tool_format
         failed = failures(tokenizer, chat_format)
-        n_passed += not failed
-        call = described(chat_format.tool_format).replace("|", "\\|")
-        print(f"| {path.stem} | `{call}` | {', '.join(failed)} |")
-    print(f"\n{n_passed} of {len(paths)} parse their own calls")
+        passed[form.name] += not failed
+        remarks = [] if form.name in ("derived", "harmony") else [reason(tokenizer)]
+        remarks += [f"not parsed: {', '.join(failed)}"] if failed else []
+        print(f"| {path.stem} | {form.name} | {described(form)} | {'; '.join(remarks)} |")
+    counts = ", ".join(f"{n} {name}" for name, n in passed.most_common())
+    print(f"\n{passed.total()} of {len(paths)} parse their own calls: {counts}")
     return 0
 
 

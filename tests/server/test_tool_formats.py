@@ -3,11 +3,14 @@
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from check_templates import CASES, failures, rendered, tokenizer_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.chat_templates import TEMPLATES
 from support.serving import MODELS
 from tokenizers import AddedToken
@@ -181,6 +184,58 @@ def test_messages_are_adapted_to_the_template(name: str, style: Style) -> None:
     assert (re.fullmatch("[0-9a-f]{9}", call["id"]) is not None) == style.has_nine
     expected = '{"a": 1}' if style.as_text else {"a": 1}
     assert call["function"] == {"name": "add", "arguments": expected}
+
+
+FORMS = {
+    name: ChatFormat.select(tokenizer_of(text), "auto", "auto").tool_format
+    for name, text in TEMPLATES.items()
+} | {name: registry.find("server.tool_formats", name).FORMAT for name in ("lfm2", "generic")}
+# Texts between tags have no quotation marks: an argument with the text of a tag is ambiguous.
+TEXTS = {False: st.text(), True: st.text("ab1é \n\t{}[]:;,.\\-", max_size=20)}
+WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
+
+
+def values(texts: st.SearchStrategy[str], depth: int = 2) -> st.SearchStrategy[Any]:
+    """Build JSON values, with NaN and Inf excluded."""
+    plain = st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9)
+    inner = plain | texts
+    return st.recursive(
+        inner, lambda part: st.lists(part, max_size=3) | st.dictionaries(WORDS, part, max_size=3),
+        max_leaves=5 * depth,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_random_calls_survive_random_splits(name: str, data: st.DataObject) -> None:
+    """Any tools and arguments, with content before the calls, in any pieces, also truncated."""
+    form: Any = FORMS[name]
+    texts = TEXTS[form.pairs is not None]
+    names = data.draw(st.lists(WORDS, min_size=1, max_size=3, unique=True))
+    n_calls = 1 if form.between is None else data.draw(st.integers(1, 3))
+    calls = []
+    schemas: dict[str, Any] = {each: {"properties": {}} for each in names}
+    for _ in range(n_calls):
+        called = data.draw(st.sampled_from(names))
+        arguments = data.draw(st.dictionaries(WORDS, values(texts), max_size=3))
+        calls.append((called, arguments))
+        for key in [*arguments]:  # a key of the schema is always a text
+            if isinstance(arguments[key], str):
+                arguments[f"text_{key}"] = arguments.pop(key)
+        texts_of = {key: {"type": "string"} for key in arguments if key.startswith("text_")}
+        schemas[called]["properties"] |= texts_of
+    text = form.render(calls)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[i:j] for i, j in pairwise([0, *cuts, len(text)])]
+    for n, given_pieces in ((len(calls), pieces), (None, pieces[:-1])):
+        parser = form.parser(schemas)
+        parts = [*map(parser.feed, given_pieces), parser.end()]
+        found = [call["function"] for part in parts for call in part.calls]
+        result = [(call["name"], json.loads(call["arguments"])) for call in found]
+        assert result == calls[: len(result)]
+        assert n in (None, len(result))
+        assert n is None or not "".join(part.text for part in parts)
 
 
 def test_calls_that_the_template_omits_are_text() -> None:
