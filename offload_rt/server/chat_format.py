@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 from tokenizers import AddedToken
@@ -175,14 +176,21 @@ class ChatFormat:
     def _lark(self, text: str) -> str:
         """Convert a text to a Lark expression of strings and special tokens."""
         # llguidance never spells added tokens such as <tool_call> in strings.
-        ids = {str(token): i for i, token in self._added_tokens().items()}
-        names = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
-        parts = re.split(f"({names})", text) if ids else [text]
+        parts = self._added.split(text) if self._ids else [text]
         return " ".join(
-            f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False)
+            f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part, ensure_ascii=False)
             for part in parts
             if part
         )
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {str(token): i for i, token in self._added_tokens().items()}
+
+    @cached_property
+    def _added(self) -> re.Pattern[str]:
+        names = sorted(map(re.escape, self._ids), key=len, reverse=True)
+        return re.compile(f"({'|'.join(names)})")
 
     def _added_tokens(self) -> Mapping[int, AddedToken]:
         return {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder

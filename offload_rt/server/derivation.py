@@ -162,7 +162,13 @@ def derive_tags(render: Render) -> Tags | None:
     before, thought, after = _answer(render, message).partition(_THOUGHT)
     opening = re.search(r"(<[^<>]*>|\[[A-Z_]+\])\s*\Z", before)
     closing = re.match(r"\s*(<[^<>]*>|\[/[A-Z_]+\])", after.partition(_CONTENT)[0])
-    return Tags(opening[1], closing[1]) if thought and opening and closing else None
+    if not (thought and opening and closing):
+        return None
+    tags = Tags(opening[1], closing[1])
+    # Tags of other texts, such as <|message|>, do not separate reasoning.
+    empty = re.compile(rf"{re.escape(tags.opening)}\s*{re.escape(tags.closing)}")
+    plain = empty.sub("", _answer(render, {"content": _CONTENT}))
+    return None if tags.opening in plain else tags
 
 
 def _answer(render: Render, message: Json) -> str:

@@ -11,7 +11,7 @@ import pytest
 from check_templates import CASES, failures, rendered, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chat_templates import TEMPLATES
+from support.chat_templates import TEMPLATES, template
 from support.serving import MODELS
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
@@ -334,6 +334,20 @@ def test_grammar_begins_behind_the_reasoning(
     text += answer_of(tokenizer, name, 1)
     assert accepted(compiler, tokenizer, outputs, text) == text + "!"
     assert parsed(chat_format, text, tail) == (thought, "", [("open_file", OPEN_FILE)])
+
+
+@pytest.mark.parametrize(
+    ("text", "tags"),
+    [
+        ("<seed:think>{{ m.reasoning_content }}</seed:think>{{ m.content }}", "<seed:think>"),
+        ("{% if m.thinking %}[THINK]{{ m.thinking }}[/THINK]{% endif %}{{ m.content }}", "[THINK]"),
+        ("{{ m.content }}", None),
+        ("{{ '<|message|>' ~ m.thinking ~ '<|eom|>' if m.thinking }}<|message|>{{ m.content }}", None),
+    ],
+)  # fmt: skip
+def test_reasoning_tags_are_derived(text: str, tags: str | None) -> None:
+    chat_format = ChatFormat.select(tokenizer_of(template("", text=text)), "auto", "auto")
+    assert (chat_format.tags and chat_format.tags.opening) == tags
 
 
 def test_channels_without_separate_reasoning_are_content(tokenizer: Any) -> None:
