@@ -342,7 +342,7 @@ def test_grammar_begins_behind_the_reasoning(
         ("<seed:think>{{ m.reasoning_content }}</seed:think>{{ m.content }}", "<seed:think>"),
         ("{% if m.thinking %}[THINK]{{ m.thinking }}[/THINK]{% endif %}{{ m.content }}", "[THINK]"),
         ("{{ m.content }}", None),
-        ("{{ '<|message|>' ~ m.thinking ~ '<|eom|>' if m.thinking }}<|message|>{{ m.content }}", None),
+        ("{{ '<|m|>' ~ m.thinking ~ '<|e|>' if m.thinking }}<|m|>{{ m.content }}", None),
     ],
 )  # fmt: skip
 def test_reasoning_tags_are_derived(text: str, tags: str | None) -> None:
