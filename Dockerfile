@@ -1,4 +1,4 @@
-# offload_rt on a CPU. Its steps have not run in full: no image has been built.
+# offload_rt on a CPU. scripts/fresh_machine.sh runs its steps in a Debian root; no image has been built.
 # With an NVIDIA GPU, replace the base images by nvidia/cuda:13.0.1-devel-ubuntu24.04 (install python3-venv), the index by
 # https://download.pytorch.org/whl/cu130, and run with `--gpus all --ulimit memlock=-1`.
 #
