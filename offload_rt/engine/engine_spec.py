@@ -234,9 +234,7 @@ def _lossless_notice(config: EngineConfig, target: TargetSpec, plan: Plan) -> st
     is_plain = checkpoint.format.name == "dense" and target.dtype.itemsize == 2
     if not (is_raw and is_plain and plan.on("host") and extension.serves(empty)):
         return ""
-    link_gbps = profile.upload_gbps(target.device)
-    memory_gbps = profile.memory_gbps(target.dtype.torch, target.device)
-    torch.cuda.empty_cache()
+    link_gbps, memory_gbps = _gpu_rates(target)
     gain = lossless_gain(plan.pass_bytes, link_gbps, memory_gbps, LOSSLESS_SHARE)
     if gain < _LEAST_GAIN:
         return ""
@@ -245,6 +243,14 @@ def _lossless_notice(config: EngineConfig, target: TargetSpec, plan: Plan) -> st
         f"losslessly encoded layers would make a pass about {gain:.2f} times as fast: run"
         f" `offload-rt convert {config.model}` once, which writes about {format_size(nbytes)}"
     )
+
+
+def _gpu_rates(target: TargetSpec) -> tuple[float, float]:
+    """Measure the GB/s of the GPU's link and of its memory, before the models are loaded."""
+    link_gbps = profile.upload_gbps(target.device)
+    memory_gbps = profile.memory_gbps(target.dtype.torch, target.device)
+    torch.cuda.empty_cache()
+    return link_gbps, memory_gbps
 
 
 def _kv_notice(plan: Plan) -> str:

@@ -23,7 +23,7 @@ from support.tiny import (
 )
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.engine import builder, loader, profile
+from offload_rt.engine import builder, engine_spec, loader, profile
 from offload_rt.engine import device as engine_device
 from offload_rt.engine.memory_plan import DRIVER, READ_BUFFERS
 from offload_rt.errors import CapacityError, LinkError, NumericsError
@@ -219,9 +219,8 @@ def test_streamed_16_bit_layers_name_the_lossless_encoding(
     zoo, monkeypatch, settings, memory_gbps, is_told
 ):
     directory = zoo.directory("llama", 0, dtype=torch.bfloat16)
-    monkeypatch.setattr(profile, "upload_gbps", lambda device: 25.0)
-    monkeypatch.setattr(profile, "memory_gbps", lambda dtype, device: memory_gbps)
     with fake_gpu(monkeypatch, has_kernels=True):
+        monkeypatch.setattr(engine_spec, "_gpu_rates", lambda target: (25.0, memory_gbps))
         settings = {"device": "cuda", "drafter": "none", **settings}
         settings["device_memory"] = least_streaming(directory, **settings)
         with open_unloaded(directory, **settings) as unloaded:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload_rt.engine import builder, draft_spec
+from offload_rt.engine import builder, draft_spec, engine_spec
 from offload_rt.offload.copy_device import CHUNK
 from offload_rt.ops import cpu, extension, transfer
 from support import emulated
@@ -251,6 +251,8 @@ def fake_gpu(
     )
     for module in (builder, draft_spec):
         monkeypatch.setattr(module, "CudaCapture", lambda: record_graph)
+    # The fake GPU has no clock.
+    monkeypatch.setattr(engine_spec, "_gpu_rates", lambda target: (25.0, 1000.0))
     monkeypatch.setattr(builder, "_CAPTURING_S", 0.0)  # passes on the fake GPU are slow
     monkeypatch.setattr(
         extension, "serves", lambda tensor: has_kernels and isinstance(tensor, FakeCudaTensor)
