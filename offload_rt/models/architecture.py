@@ -49,7 +49,7 @@ class Architecture(ABC):
     supports_training: ClassVar[bool] = True
     # `final_states` is implemented.
     supports_embeddings: ClassVar[bool] = False
-    # `layer_group` is faster than its layers one by one.
+    # `layer_group` computes several layers in one call.
     supports_layer_groups: ClassVar[bool] = False
     # `embed` computes layer inputs from token ids, so every pipeline stage runs it.
     embeds_on_all_stages: ClassVar[bool] = False

@@ -424,16 +424,17 @@ def _link_nbytes(
     return {name: n for name, n in nbytes.items() if n}
 
 
+def plain_config(config: EngineConfig) -> EngineConfig:
+    """Return the settings for plain decoding, without all settings of drafts."""
+    return replace(
+        config, drafter="none", draft_model=None, draft_quantize="auto", learn_draft="off",
+        tree_size=None, tree_depth=None,
+    )  # fmt: skip
+
+
 def without_draft(request: PlanRequest) -> PlanRequest:
     """Return the request for plain decoding."""
-    config = replace(
-        request.config,
-        drafter="none",
-        draft_model=None,
-        draft_quantize="auto",
-        tree_size=None,
-        tree_depth=None,
-    )
+    config = plain_config(request.config)
     return replace(request, config=config, models=(request.models[0], None))
 
 

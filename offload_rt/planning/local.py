@@ -22,7 +22,7 @@ from offload_rt.llm import LLM
 from offload_rt.offload.placement import MemoryBudget, least_budget
 from offload_rt.ops.dequantize import Weight
 from offload_rt.ops.linear import linear
-from offload_rt.planning.forecast import CPU_DECODE_GBPS, LEVEL_S, Machine
+from offload_rt.planning.forecast import CPU_DECODE_GBPS, LEVEL_S, Machine, plain_config
 from offload_rt.system.machine import busy_cpus
 from offload_rt.weights.formats import Matrix
 from offload_rt.weights.layout import host_block, packed_layout
@@ -71,8 +71,8 @@ def measure_passes(config: EngineConfig, spec: EngineSpec) -> ComputeTimes:
     reserved = reserved_memory(target, None, target.dtype, False, memory.max_model_len, 1)
     budget = least_budget(target.layer_nbytes, reserved, target.link)
     lean = replace(
-        config, drafter="none", draft_model=None, device_memory=budget, max_num_seqs=1,
-        max_model_len=memory.max_model_len, tree_size=None, tree_depth=None,
+        plain_config(config), device_memory=budget, max_num_seqs=1,
+        max_model_len=memory.max_model_len,
     )  # fmt: skip
     with LLM.open(lean) as llm:
         llm.load()

@@ -245,7 +245,7 @@ def _derive_pairs(render: Render, style: Style, text: str) -> Pairs | None:
             continue
         try:
             typed = _calls(render, style, ("string", kind))
-        except Exception:
+        except Exception:  # templates are programs and raise any class
             continue
         shown = typed.partition(_KEYS[1])[2]
         for form in (json.dumps(_VALUES[kind]), repr(_VALUES[kind])):

@@ -520,6 +520,14 @@ def test_plan_of_local_weights_uses_timed_passes(memory, capsys, monkeypatch):
     assert "target: timed passes" in result["sources"]
 
 
+@pytest.mark.parametrize("flags", [["--draft-quantize", "int4"], ["--learn-draft", "on"]])
+def test_run_plan_times_the_target_beside_settings_of_the_draft(flags, monkeypatch):
+    measure_little(monkeypatch)
+    models = Path(__file__).resolve().parents[2] / "models"
+    pair = [str(models / "demo-target"), "--draft-model", str(models / "demo-draft")]
+    assert run.main([*pair, *flags, "--device-memory", "40MB", "--plan"]) == 0
+
+
 def test_ram_beside_a_gpu_is_the_host_memory(monkeypatch):
     monkeypatch.setattr(plan, "cards", lambda: ["a card"])
     monkeypatch.setattr(LLM, "open", opened := Mock(side_effect=CapacityError("opened")))
