@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from offload_rt.server.call_format import CallFormat
 from offload_rt.server.chat_format import ChatFormat
-from offload_rt.server.derivation import derive_calls
+from offload_rt.server.derivation import renderer, tool_variables
 
 TURN = {"role": "user", "content": "Which weather?"}
 TEXT = {"type": "string", "description": "A text"}
@@ -51,17 +52,23 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def calls_of(calls: Calls) -> list[Any]:
+    """Convert calls to OpenAI's format."""
+    functions = [{"name": name, "arguments": value} for name, value in calls]
+    ids = [f"call_long_{i}" for i in range(len(calls))]
+    return [
+        {"id": i, "type": "function", "function": f} for i, f in zip(ids, functions, strict=True)
+    ]
+
+
 def rendered(tokenizer: Any, calls: Calls, form: Any) -> str:
     """Render an answer with calls, behind the prompt of the answer."""
-    entries = []
-    for i, (name, value) in enumerate(calls):
-        function = {"name": name, "arguments": value}
-        entries.append({"id": f"call_long_{i}", "type": "function", "function": function})
-    answer = {"role": "assistant", "content": "", "tool_calls": entries}
+    answer = {"role": "assistant", "content": "", "tool_calls": calls_of(calls)}
     texts = []
     for turns in ([TURN, answer], [TURN]):
         adapted, tools = form.adapt(turns, TOOLS)
-        options = {"tools": tools, "tokenize": False, "add_generation_prompt": len(turns) == 1}
+        options = {"tokenize": False, "add_generation_prompt": len(turns) == 1}
+        options |= tool_variables(tokenizer.chat_template, tools)
         text = str(tokenizer.apply_chat_template(adapted, **options))
         texts.append(text.rpartition(TURN["content"])[2])
     return texts[0].removeprefix(texts[1])
@@ -70,7 +77,7 @@ def rendered(tokenizer: Any, calls: Calls, form: Any) -> str:
 def parsed(chat_format: ChatFormat, pieces: list[str], tail: str = "") -> Calls:
     """Parse pieces of an answer."""
     parser = chat_format.parser(SCHEMAS, tail)
-    parts = [*map(parser.feed, pieces), parser.end()]
+    parts = [*map(parser.feed, pieces), parser.feed("", True)]
     calls = [call["function"] for part in parts for call in part.calls]
     return [(call["name"], json.loads(call["arguments"])) for call in calls]
 
@@ -115,14 +122,10 @@ def described(form: Any) -> str:
 
 def reason(tokenizer: Any) -> str:
     """Return why a template has no derived format."""
-
-    def render(turns: Any, tools: Any, has_prompt: bool) -> str:
-        options = {"tools": tools, "tokenize": False, "add_generation_prompt": has_prompt}
-        return str(tokenizer.apply_chat_template([*turns], **options))
-
+    answer = {"role": "assistant", "content": "", "tool_calls": calls_of(CASES["no arguments"])}
     try:
-        derive_calls(render)
-    except Exception as error:  # templates are programs
+        renderer(tokenizer)([TURN, answer], TOOLS, False)
+    except TemplateError as error:
         return f"the template fails: {' '.join(str(error).split())[:70]}"
     return "the template renders no calls"
 

@@ -143,7 +143,8 @@ def _serve(flags: Namespace) -> None:
             llm.tokenizer, settings.tool_call_parser, settings.reasoning_parser
         )
         if chat_format.is_unknown and settings.tool_call_parser == "auto":
-            warning = "the chat template shows no known format of tool calls; generic JSON is used"
+            form = chat_format.tool_format.name
+            warning = f"the chat template renders no known tool calls; format {form} is used"
             print(f"warning: {warning}", file=sys.stderr)
         console = Console(stderr=True)
         with loading_bar(console) as bar:

@@ -1,5 +1,6 @@
 """Answers to a request so far, independent of the API."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -72,10 +73,7 @@ class Choice:
             return Parsed(text=piece.text)
         if self.parser.is_reasoning:
             self.n_reasoning += len(piece.token_ids)
-        parsed = self.parser.feed(piece.text)
-        if piece.finish_reason is None:
-            return parsed
-        return Parsed.join([parsed, self.parser.end()])
+        return self.parser.feed(piece.text, piece.finish_reason is not None)
 
     def locate(self, tokens: Sequence[int]) -> list[int]:
         """Return the text offset of each token, and advance behind the tokens.
@@ -161,3 +159,9 @@ class Answer:
         choice.logprobs += piece.logprobs
         choice.offsets += offsets
         return Delta(i, parsed, first_call, piece.logprobs, offsets, piece, choice.finish_reason)
+
+
+def event(content: Json, name: str | None = None) -> str:
+    """Format a server-sent event."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"

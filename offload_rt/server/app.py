@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from offload_rt import __version__
@@ -28,7 +29,7 @@ from offload_rt.server.protocol import (
     TokenizeRequest,
 )
 from offload_rt.server.responses import ResponsesRequest, ResponsesWriter
-from offload_rt.server.service import Refused, ServerLimits, Service
+from offload_rt.server.service import Refused, ServerLimits, Service, Writer
 
 _PAGE = Path(__file__).with_name("page")
 # The page loads scripts and styles from this server only.
@@ -71,7 +72,7 @@ def make_app(
     for kind in (HTTPException, OffloadError, Refused, Exception):
         app.add_exception_handler(kind, service.error_response)
     _add_openai_routes(app, service)
-    _add_agent_routes(app, service)
+    _add_generation_routes(app, service)
     _add_extra_routes(app, service)
     add_docs(app)
     _add_page(app)
@@ -90,61 +91,41 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return service.card
 
-    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
-    async def completions(http: Request) -> Response:
-        """Continue prompts."""
-        request = await service.read(http, CompletionRequest)
-        return await service.answer(
-            http, request, lambda answer: CompletionWriter(answer, request, service.name)
-        )
-
-    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
-    async def chat(http: Request) -> Response:
-        """Answer a conversation."""
-        request = await service.read(http, ChatRequest)
-        return await service.answer(
-            http, request, lambda answer: ChatWriter(answer, request, service.name)
-        )
-
     @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
     async def embeddings(http: Request) -> Response:
         """Embed texts, if the server was started with `--embeddings`."""
         return await service.embed(await service.read(http, EmbeddingsRequest))
 
 
-def _add_agent_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
-    async def responses(http: Request) -> Response:
-        """Answer a conversation of output items; nothing is stored."""
-        request = await service.read(http, ResponsesRequest)
-        chat = await asyncio.to_thread(request.chat)
-        return await service.answer(
-            http, chat, lambda answer: ResponsesWriter(answer, request, service.name)
-        )
+def _add_generation_routes(app: FastAPI, service: Service) -> None:
+    def add(path: str, kind: type[BaseModel], writer: type[Writer], text: str) -> None:
+        @app.post(path, name=path, description=text, openapi_extra=body_of(kind))
+        async def generate(http: Request) -> Response:
+            return await service.answer(http, await service.read(http, kind), writer)
 
-    @app.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
-    async def messages(http: Request) -> Response:
-        """Answer a conversation of content blocks, as Anthropic does."""
-        request = await service.read(http, MessagesRequest)
-        chat = await asyncio.to_thread(request.chat)
-        return await service.answer(http, chat, lambda answer: MessagesWriter(answer, service.name))
+    add("/v1/completions", CompletionRequest, CompletionWriter, "Continue prompts.")
+    add("/v1/chat/completions", ChatRequest, ChatWriter, "Answer a conversation.")
+    text = "Answer a conversation of output items; nothing is stored."
+    add("/v1/responses", ResponsesRequest, ResponsesWriter, text)
+    text = "Answer a conversation of content blocks, as Anthropic does."
+    add("/v1/messages", MessagesRequest, MessagesWriter, text)
 
+
+def _add_extra_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountRequest))
     async def count_tokens(http: Request) -> Json:
         """Count the tokens of a conversation."""
         request = await service.read(http, CountRequest)
         service.check_model(request.model)
-        chat = await asyncio.to_thread(request.chat)
+        chat = await asyncio.to_thread(request.generation)
         return {"input_tokens": len(await service.prompts.conversation(chat))}
 
-
-def _add_extra_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
         """Convert a text or a conversation to token ids."""
         request = await service.read(http, TokenizeRequest)
         if request.messages is not None:
-            chat = await asyncio.to_thread(request.chat)
+            chat = await asyncio.to_thread(request.generation)
             tokens = token_ids(await service.prompts.conversation(chat))
         else:
             special = request.add_special_tokens

@@ -7,19 +7,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
+from jinja2 import TemplateError
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.errors import SettingsError
+from offload_rt.server.bodies import Json
 from offload_rt.server.call_format import CallFormat
-from offload_rt.server.derivation import Render, derive_calls, derive_tags, shows_system
-from offload_rt.server.tool_parser import AnswerParser, Json, Parsed, ToolFormat, text_until
+from offload_rt.server.call_grammar import call_grammar, text_until
+from offload_rt.server.derivation import Render, derive_calls, derive_tags, renderer, shows_system
+from offload_rt.server.tool_parser import AnswerParser, Parsed
 from offload_rt.system import registry
 from offload_rt.text.reasoning import THINK, ReasoningSplitter, Tags
 
 _T = TypeVar("_T")
 _FOLDER = "server.tool_formats"
-_DEFAULT = "generic"
 _TAIL = 8  # tokens
 _TAGS = {"think": THINK, "mistral": Tags("[THINK]", "[/THINK]")}
 
@@ -36,39 +38,13 @@ class TaggedParser(AnswerParser):
         """Whether the text so far ends inside the reasoning."""
         return self.splitter.is_reasoning
 
-    def feed(self, text: str) -> Parsed:
+    def feed(self, text: str, is_last: bool = False) -> Parsed:
         """Append generated text. Returns the parts that are now certain."""
-        return self._parsed(text, is_last=False)
-
-    def end(self) -> Parsed:
-        """Return the rest."""
-        return Parsed.join([self._parsed("", is_last=True), self.tools.end()])
-
-    def _parsed(self, text: str, is_last: bool) -> Parsed:
-        parts = self.splitter.add(text, is_last)
-        return Parsed.join(
+        parts = [
             Parsed(reasoning=part.text) if part.is_reasoning else self.tools.feed(part.text)
-            for part in parts
-        )
-
-
-@dataclass
-class PlainParser(AnswerParser):
-    """Parser of channels without separate reasoning."""
-
-    parser: AnswerParser
-
-    def feed(self, text: str) -> Parsed:
-        """Append generated text. Returns the parts that are now certain."""
-        return _as_text(self.parser.feed(text))
-
-    def end(self) -> Parsed:
-        """Return the rest."""
-        return _as_text(self.parser.end())
-
-
-def _as_text(parsed: Parsed) -> Parsed:
-    return Parsed(text=parsed.reasoning + parsed.text, calls=parsed.calls)
+            for part in self.splitter.add(text, is_last)
+        ]
+        return Parsed.join([*parts, self.tools.feed("", is_last)])
 
 
 @dataclass(frozen=True)
@@ -77,13 +53,11 @@ class ChatFormat:
 
     tool_format  format of tool calls
     tags         texts around the reasoning; None without such tags
-    has_channels  whether the parser of `tool_format` separates the reasoning
     """
 
     tokenizer: PreTrainedTokenizerBase | None
-    tool_format: ToolFormat
+    tool_format: CallFormat
     tags: Tags | None
-    has_channels: bool
 
     @classmethod
     def select(
@@ -93,35 +67,31 @@ class ChatFormat:
 
         Raises SettingsError for unknown names and contradictory formats.
         """
+        render = renderer(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
         template = str(tokenizer and tokenizer.chat_template)
-        tool_format: ToolFormat
-        if tool_parser == "auto":
-            tool_format = _tool_format_of(tokenizer, template)
-        else:
+        tool_format = _tool_format_of(tokenizer, template, render)
+        if tool_parser != "auto":
             tool_format = registry.find(_FOLDER, tool_parser).FORMAT
-        if isinstance(tool_format, CallFormat):
-            style = tool_format.style._replace(has_system=bool(_derived(shows_system, tokenizer)))
-            tool_format = replace(tool_format, style=style)
+        style = tool_format.style._replace(has_system=bool(_derived(shows_system, render)))
         has_channels = tool_format.has_channels
         known = ("harmony", "none") if has_channels else (*_TAGS, "none")
-        if reasoning_parser == "auto":
-            derived = None if has_channels else _derived(derive_tags, tokenizer)
-            used = (kind for kind in _TAGS if not has_channels and _TAGS[kind].closing in template)
-            reasoning_parser = next(used, "harmony" if has_channels else "none")
-            if derived is not None:
-                return cls(tokenizer, tool_format, derived, False)
-        elif reasoning_parser not in known:
+        if reasoning_parser not in ("auto", *known):
             need = ", ".join(("auto", *known))
             problem = f"--reasoning-parser={reasoning_parser} with tool calls of {tool_parser}"
             raise SettingsError(problem, need=f"one of {need}")
         tags = _TAGS.get(reasoning_parser)
-        return cls(tokenizer, tool_format, tags, reasoning_parser == "harmony")
+        if reasoning_parser == "auto" and not has_channels:
+            used = (tags for tags in _TAGS.values() if tags.closing in template)
+            tags = _derived(derive_tags, render) or next(used, None)
+        has_channels &= reasoning_parser != "none"
+        tool_format = replace(tool_format, style=style, has_channels=has_channels)
+        return cls(tokenizer, tool_format, tags)
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the template supports tools, but its format of calls is unknown."""
+        """Whether the template supports tools, but its format of calls is a guess."""
         template = str(self.tokenizer and self.tokenizer.chat_template)
-        return self.tool_format.name == _DEFAULT and "tools" in template
+        return self.tool_format.name not in ("derived", "harmony") and "tools" in template
 
     @property
     def needs_special(self) -> bool:
@@ -141,20 +111,16 @@ class ChatFormat:
         tail   end of the prompt
         """
         parser = self.tool_format.parser(tools)
-        if self.tags is not None:
-            return TaggedParser(ReasoningSplitter(self.tags.opens(tail), self.tags), parser)
-        return (
-            parser
-            if self.has_channels or not self.tool_format.has_channels
-            else PlainParser(parser)
-        )
+        if self.tags is None:
+            return parser
+        return TaggedParser(ReasoningSplitter(self.tags.opens(tail), self.tags), parser)
 
     def call_grammar(self, functions: Sequence[Json], is_single: bool) -> str:
-        """Build the Lark grammar of required calls; see `ToolFormat`."""
-        return self.tool_format.grammar(functions, self._lark, is_single)
+        """Build the Lark grammar of required calls; see `call_grammar`."""
+        return call_grammar(self.tool_format, functions, self._lark, is_single)
 
     def answer_grammar(self, functions: Sequence[Json], formats: Json) -> str | None:
-        """Build the Lark grammar of an answer that may contain calls; see `ToolFormat`."""
+        """Build the Lark grammar of an answer that may contain calls; see `CallFormat`."""
         return self.tool_format.answer_grammar(functions, self._lark, formats)
 
     def around(self, tail: str, has_calls: bool) -> str | None:
@@ -196,33 +162,26 @@ class ChatFormat:
         return {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder
 
 
-def _tool_format_of(tokenizer: PreTrainedTokenizerBase | None, template: str) -> ToolFormat:
+def _tool_format_of(
+    tokenizer: PreTrainedTokenizerBase | None, template: str, render: Render | None
+) -> CallFormat:
     """Derive the tool format of a chat template, or find it by its marks."""
-    harmony: ToolFormat = registry.find(_FOLDER, "harmony").FORMAT
+    form: CallFormat = registry.find(_FOLDER, "harmony").FORMAT
     if "<|channel|>" in template:
-        return harmony
-    if derived := _derived(derive_calls, tokenizer):
+        return form
+    if derived := _derived(derive_calls, render):
         return derived
     known = template + " ".join(tokenizer.get_added_vocab() if tokenizer else ())
-    entries = [registry.find(_FOLDER, name) for name in registry.names(_FOLDER)]
-    marked = (entry for entry in entries if any(mark in known for mark in entry.MARKS))
-    entry = next(marked if "tools" in template else iter(()), registry.find(_FOLDER, _DEFAULT))
-    form: ToolFormat = entry.FORMAT
+    form = registry.find(_FOLDER, "generic").FORMAT
+    for name in registry.names(_FOLDER) if "tools" in template else ():
+        entry = registry.find(_FOLDER, name)
+        form = entry.FORMAT if any(mark in known for mark in entry.MARKS) else form
     return form
 
 
-def _derived(
-    derive: Callable[[Render], _T], tokenizer: PreTrainedTokenizerBase | None
-) -> _T | None:
+def _derived(derive: Callable[[Render], _T], render: Render | None) -> _T | None:
     """Derive from a chat template; None if the template fails."""
-    if tokenizer is None or not tokenizer.chat_template:
-        return None
-
-    def render(turns: Sequence[Json], tools: Sequence[Json], has_prompt: bool) -> str:
-        options: Json = {"tools": tools, "tokenize": False, "add_generation_prompt": has_prompt}
-        return str(tokenizer.apply_chat_template([*turns], **options))
-
     try:
-        return derive(render)
-    except Exception:  # templates are programs and raise any class
+        return derive(render) if render else None
+    except TemplateError:
         return None

@@ -7,10 +7,9 @@ from math import isnan
 
 from offload_rt.llm import Piece
 from offload_rt.sampling import Logprob
-from offload_rt.server.answer import Answer, Choice, Delta, Logprobs
+from offload_rt.server.answer import Answer, Choice, Delta, Logprobs, event
 from offload_rt.server.bodies import Json
 from offload_rt.server.protocol import ChatRequest, GenerationRequest
-from offload_rt.server.writer import event
 from offload_rt.text.detokenize import token_bytes
 
 _MIN_LOGPROB = -9999.0  # JSON has no infinity

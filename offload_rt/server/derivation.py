@@ -3,22 +3,29 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from itertools import product
-from typing import Any, NamedTuple
+from dataclasses import replace
+from datetime import datetime
+from itertools import pairwise, product
+from typing import Any
 
-from offload_rt.server.call_format import ID, INDEX, KEY, NAME, CallFormat, Fields, Pairs, Style
-from offload_rt.server.tool_parser import Json
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from offload_rt.server.bodies import Json
+from offload_rt.server.call_format import CallFormat, Fields, Pairs, Style
+from offload_rt.server.call_grammar import ID, INDEX, KEY, NAME
 from offload_rt.text.reasoning import Tags
 
-# Renders messages and tools, with or without the prompt of an answer.
+# Renders messages and tools, with or without the prompt of an answer. Raises TemplateError.
 Render = Callable[[Sequence[Json], Sequence[Json], bool], str]
 
 _USER, _CONTENT, _THOUGHT = "Xuserprobe", "Xcontentprobe", "Xthoughtprobe"
 _NAMES = ("probe_alpha", "probe_gamma")
 _KEYS = ("key_one", "key_two")
 _IDS = ("Xq7Zk2Wv9", "Jm4Rt8Bn5")  # Mistral requires nine letters and digits
-_LONG_IDS = ("call_Xq7Zk2Wv9", "call_Jm4Rt8Bn5")
-_ID = rf"(?:call_)?(?:{'|'.join(_IDS)})"
+_ID = re.compile(rf"(?:call_)?(?:{'|'.join(_IDS)})")
+_ID_FIELD = re.compile(r',\s*"\w+":\s*"\0"')
+_INDICES = [re.compile(rf"(?<!\w){k}(?!\w)") for k in range(3)]
 _VALUES: Json = {
     "string": "Xstring",
     "integer": 7301,
@@ -42,106 +49,84 @@ _TAG = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")
 _OPEN_TAG = re.compile(r"(<[^<>]*|\[/?[A-Z_]+)\Z")
 _WHOLE_TAGS = re.compile(r"(.*[>\]\n]|)(.*)", re.DOTALL)
 _CLOSED_TAG = re.compile(r"[^<>\[]*>|/?[A-Z_]+\]")
+_DECODER = json.JSONDecoder(strict=False)  # placeholders are control characters
+_Split = tuple[str, CallFormat, str]  # text before a call, its inner texts, text behind
 
 
-_STYLES = [Style(*style) for style in product((False, True), repeat=2)]
+def renderer(tokenizer: PreTrainedTokenizerBase) -> Render:
+    """Render with the chat template of a tokenizer."""
+
+    def render(turns: Sequence[Json], tools: Sequence[Json], has_prompt: bool) -> str:
+        variables = tool_variables(str(tokenizer.chat_template), tools)
+        options: Json = {"tokenize": False, "add_generation_prompt": has_prompt, **variables}
+        try:
+            return str(tokenizer.apply_chat_template([*turns], **options))
+        except Exception as error:  # templates are programs and raise any class
+            raise TemplateError(str(error)) from error
+
+    return render
 
 
-class _Split(NamedTuple):
-    """Texts of a rendered call and around it; see `CallFormat`."""
-
-    before: str
-    head: str
-    middle: str
-    tail: str
-    after: str
-    fields: Fields | None
+def tool_variables(template: str, tools: Sequence[Json] | None) -> Json:
+    """Return the template variables that describe tools; Firefunction has names of its own."""
+    if not {"functions", "datetime"} <= {*re.findall(r"\w+", template)}:
+        return {"tools": tools}
+    now = datetime.now().strftime("%b %d %Y %H:%M:%S")
+    return {"tools": tools, "functions": json.dumps(tools or [], indent=2), "datetime": now}
 
 
 def derive_calls(render: Render) -> CallFormat | None:
     """Derive the format of calls; None if the template renders no calls, or not recognisably.
 
-    Raises any error of the template.
+    Raises TemplateError if the template fails without calls.
     """
     plain = _answer(render, {"content": _CONTENT})
     before, _, prompt = render([_TURN], TOOLS, True).rpartition(_USER)
-    errors: list[Exception] = []
-    for own in _STYLES:
-        style = own._replace(shows_tools=_NAMES[0] in before + prompt)
-        try:
-            single = _calls(render, style, _TWO_TEXTS)
-        except Exception as error:  # templates are programs and raise any class
-            errors.append(error)
-            continue
-        if _NAMES[0] in single:
-            break
-    else:
-        if errors:
-            raise errors[0]
+    shows_tools = _NAMES[0] in before + prompt
+    kinds = product((False, True), (False, True), [True], [shows_tools])
+    styles = (Style(*kind) for kind in kinds)
+    style = next((s for s in styles if _NAMES[0] in _calls(render, s, _TWO_TEXTS)), None)
+    if style is None:
         return None
-    try:
-        text = _calls(render, style, _TWO_TEXTS, _TWO_TEXTS)
-    except Exception:  # templates for one call
-        text = single
+    single = _calls(render, style, _TWO_TEXTS)
+    text = _calls(render, style, _TWO_TEXTS, _TWO_TEXTS) or single
     shared = _WHOLE_TAGS.sub(r"\1", _common_prefix(text, plain))
-    n_shared = max(len(shared), len(_before_open_tag(_common_prefix(text, prompt))))
-    text, single = text[n_shared:], single[n_shared:]
-    pairs = None
-    if (first := _split_json(single, _NAMES[0])) is None:
-        pairs = _derive_pairs(render, style, single)
-        if pairs is None:
-            return None
-
-    def split(text: str, name: str) -> _Split | None:
-        return _split_pairs(text, name, pairs) if pairs else _split_json(text, name)
-
+    n_shared = max(len(shared), len(_OPEN_TAG.sub("", _common_prefix(text, prompt))))
+    text, single = (_ID.sub(ID, part[n_shared:]) for part in (text, single))
+    pairs = None if _split_json(single, _NAMES[0]) else _derive_pairs(render, style, single)
     end = plain.partition(_CONTENT)[2]
-    first = split(text, _NAMES[0])
-    if first is None:
+    if (first := _split(text, _NAMES[0], pairs)) is None:
         return None
-    second = split(first.after, _NAMES[1])
-    if second is None:
-        before, head, middle, tail, after = (re.sub(_ID, ID, part) for part in first[:5])
-        closing = _until_end(after, end)
-        return CallFormat(
-            "", before, head, middle, tail, closing, None, "", first.fields, pairs, style
-        )
-    first, second = _with_ids(first, second)
-    before, head, middle, tail, _, fields = first
-    gap = second.before
-    after = _until_end(second.after, end)
-    opening = _behind_closed_tag(_common_suffix(before, gap))
-    closing = _before_open_tag(_common_prefix(gap, after))[: len(gap) - len(opening)]
+    before, form, after = first
+    form = replace(form, pairs=pairs, style=style)
+    if (second := _split(after, _NAMES[1], pairs)) is None:
+        return replace(form, opening=before, closing=_until_end(after, end))
+    gap, form_2, after = second
+    inner = form.head + form.middle + form.tail, form_2.head + form_2.middle + form_2.tail
+    for index, following in pairwise(_INDICES):
+        if index.search(before + inner[0]) and following.search(gap + inner[1]):
+            before, gap = index.sub(INDEX, before), following.sub(INDEX, gap)
+            texts = (index.sub(INDEX, part) for part in (form.head, form.middle, form.tail))
+            form = replace(form, head=next(texts), middle=next(texts), tail=next(texts))
+    after = _until_end(after, end)
+    opening, closing, between = _divided(before, gap, after)
     begin = before[: len(before) - len(opening)]
-    between = gap[len(closing) : len(gap) - len(opening)]
-    ending = _limited(after[len(closing) :], len(_TAG.findall(begin)))
-    ending = ending if begin.strip() else ""
-    return CallFormat(
-        begin, opening, head, middle, tail, closing, between, ending, fields, pairs, style
-    )
+    ending = _limited(after[len(closing) :], len(_TAG.findall(begin))) if begin.strip() else ""
+    form = replace(form, begin=begin, opening=opening, between=between)
+    return replace(form, closing=closing, end=ending)
 
 
-def _with_ids(first: _Split, second: _Split) -> tuple[_Split, _Split]:
-    """Replace ids and indices of the calls by placeholders."""
-    marks = [(_ID, _ID, ID)]
-    marks += [(rf"(?<!\w){k}(?!\w)", rf"(?<!\w){k + 1}(?!\w)", INDEX) for k in (0, 1)]
-    for own, other, mark in marks:
-        patterns = (own, other)
-        splits = (first, second)
-        if all(
-            re.search(pattern, "".join(split[:4]))
-            for pattern, split in zip(patterns, splits, strict=True)
-        ):
-            first, second = (
-                split._replace(
-                    before=re.sub(pattern, mark, split.before),
-                    head=re.sub(pattern, mark, split.head),
-                    middle=re.sub(pattern, mark, split.middle),
-                    tail=re.sub(pattern, mark, split.tail),
-                )
-                for pattern, split in zip(patterns, splits, strict=True)
-            )
-    return first, second
+def _divided(before: str, gap: str, after: str) -> tuple[str, str, str]:
+    """Divide the text between two items: opening, closing, and the separator in the middle.
+
+    before  text before the first item, which ends with the opening
+    after   text behind the second item, which begins with the closing
+    """
+    suffix = _common_prefix(before[::-1], gap[::-1])[::-1]
+    tag = _CLOSED_TAG.match(suffix)  # without its start
+    opening = suffix[tag.end() :] if tag else suffix
+    closing = _OPEN_TAG.sub("", _common_prefix(gap, after))[: len(gap) - len(opening)]
+    return opening, closing, gap[len(closing) : len(gap) - len(opening)]
 
 
 def _limited(text: str, n_tags: int) -> str:
@@ -151,7 +136,7 @@ def _limited(text: str, n_tags: int) -> str:
 
 
 def shows_system(render: Render) -> bool:
-    """Whether a template renders system messages. Raises any error of the template."""
+    """Whether a template renders system messages. Raises TemplateError."""
     return _CONTENT in render([{"role": "system", "content": _CONTENT}, _TURN], [], True)
 
 
@@ -177,41 +162,57 @@ def _answer(render: Render, message: Json) -> str:
 
 
 def _calls(render: Render, style: Style, *kinds: Sequence[str]) -> str:
-    """Render an answer with calls.
+    """Render an answer with calls; empty if the template fails.
 
     kinds  types of the arguments of each call
     """
     calls = []
-    for name, call_id, types in zip(
-        _NAMES, _IDS if style.has_nine else _LONG_IDS, kinds, strict=False
-    ):
-        arguments: Any = {key: _VALUES[kind] for key, kind in zip(_KEYS, types, strict=False)}
+    for name, call_id, types in zip(_NAMES, _IDS, kinds, strict=False):
+        arguments: Any = {key: _VALUES[kind] for key, kind in zip(_KEYS, types, strict=True)}
         arguments = json.dumps(arguments) if style.as_text else arguments
         function = {"name": name, "arguments": arguments}
-        calls.append({"id": call_id, "type": "function", "function": function})
-    return _answer(render, {"content": "", "tool_calls": calls})
+        prefix = "" if style.has_nine else "call_"
+        calls.append({"id": prefix + call_id, "type": "function", "function": function})
+    try:
+        return _answer(render, {"content": "", "tool_calls": calls})
+    except TemplateError:
+        return ""
+
+
+def _split(text: str, name: str, pairs: Pairs | None) -> _Split | None:
+    """Split a text at a call with two texts as arguments; None without such a call."""
+    if pairs is None:
+        return _split_json(text, name)
+    key = text.find(_KEYS[0], text.find(name))
+    value = text.find(_VALUES["string"], text.find(_KEYS[1], key))
+    if name not in text or key < 0 or value < 0:
+        return None
+    at = text.rindex(name, 0, key)
+    end = value + len(_VALUES["string"] + pairs.closings["string"].replace(KEY, _KEYS[1]))
+    form = CallFormat(middle=text[at + len(name) : key - len(pairs.opening)])
+    return text[:at].replace(name, NAME), form, text[end:]
 
 
 def _split_json(text: str, name: str) -> _Split | None:
-    """Split a text at a call with arguments in JSON; None without such a call."""
-    decoder = json.JSONDecoder()
+    """Split a text at a call with arguments in JSON."""
     for brace in re.finditer("{", text):
         i = brace.start()
         try:
-            value, j = decoder.raw_decode(text, i)
+            value, j = _DECODER.raw_decode(text, i)
         except ValueError:
             continue
         if {*value} == {*_KEYS} and name in text[:i]:
             at = text.rindex(name, 0, i)
-            before = text[:at].replace(name, NAME)
-            return _Split(before, "", text[at + len(name) : i], "", text[j:], None)
-        fields = _fields(value, name)
-        if fields is None:
-            continue
-        head, _, rest = text[i:j].partition(f'"{name}"')
-        at = rest.index("{")
-        tail = rest[at + decoder.raw_decode(rest[at:])[1] :]
-        return _Split(text[:i], head + '"', '"' + rest[:at], tail, text[j:], fields)
+            form = CallFormat(middle=text[at + len(name) : i])
+            return text[:at].replace(name, NAME), form, text[j:]
+        if fields := _fields(value, name):
+            head, _, rest = text[i:j].partition(f'"{name}"')
+            middle, _, _ = rest.partition("{")
+            tail = rest[_DECODER.raw_decode(rest, len(middle))[1] :]
+            form = CallFormat(
+                head=head + '"', middle='"' + middle, tail=_ID_FIELD.sub("", tail), fields=fields
+            )
+            return text[:i], form, text[j:]
     return None
 
 
@@ -227,27 +228,20 @@ def _fields(value: Json, name: str) -> Fields | None:
 
 def _derive_pairs(render: Render, style: Style, text: str) -> Pairs | None:
     """Derive the format of arguments between tags from a call with two texts."""
-    if not all(key in text for key in _KEYS) or text.count(_VALUES["string"]) != 2:
+    value = _VALUES["string"]
+    if not all(key in text for key in _KEYS) or text.count(value) != 2:
         return None
     first, second = (text.index(key) for key in _KEYS)
-    value = _VALUES["string"]
     middle = text[first + len(_KEYS[0]) : text.index(value)]
     gap = text[text.index(value) + len(value) : second].replace(_KEYS[0], KEY)
     after = text[text.rindex(value) + len(value) :].replace(_KEYS[1], KEY)
     before = text[text.rindex(_NAMES[0], 0, first) + len(_NAMES[0]) : first]
-    opening = _behind_closed_tag(_common_suffix(before, gap))
-    closing = _before_open_tag(_common_prefix(gap, after))[: len(gap) - len(opening)]
+    opening, closing, _ = _divided(before, gap, after)
     closing = closing.rstrip("\n") or closing
     separator = gap[len(closing) : len(gap) - len(opening)]
     middles, closings = {"string": middle}, {"string": closing}
-    for kind in _VALUES:
-        if kind == "string":
-            continue
-        try:
-            typed = _calls(render, style, ("string", kind))
-        except Exception:  # templates are programs and raise any class
-            continue
-        shown = typed.partition(_KEYS[1])[2]
+    for kind in [*_VALUES][1:]:
+        shown = _calls(render, style, ("string", kind)).partition(_KEYS[1])[2]
         for form in (json.dumps(_VALUES[kind]), repr(_VALUES[kind])):
             before, found, after = shown.rpartition(form)
             if found:
@@ -257,40 +251,12 @@ def _derive_pairs(render: Render, style: Style, text: str) -> Pairs | None:
     return Pairs(opening, middles, closings, separator)
 
 
-def _split_pairs(text: str, name: str, pairs: Pairs) -> _Split | None:
-    """Split a text at a call with two texts as arguments; None without such a call."""
-    key = text.find(_KEYS[0], text.find(name))
-    value = text.find(_VALUES["string"], text.find(_KEYS[1], key))
-    if name not in text or key < 0 or value < 0:
-        return None
-    at = text.rindex(name, 0, key)
-    middle = text[at + len(name) : key - len(pairs.opening)]
-    end = value + len(_VALUES["string"])
-    end += len(pairs.closings["string"].replace(KEY, _KEYS[1]))
-    return _Split(text[:at].replace(name, NAME), "", middle, "", text[end:], None)
-
-
 def _until_end(text: str, end: str) -> str:
     """Cut the end of the turn, as far as answers without calls have the same."""
-    same = _behind_closed_tag(_common_suffix(text, end)).strip()
+    same = _divided(text, end, "")[0].strip()
     return text.partition(same)[0] if same else text
 
 
 def _common_prefix(a: str, b: str) -> str:
-    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    return min(a, b, key=len) if n is None else a[:n]
-
-
-def _common_suffix(a: str, b: str) -> str:
-    return _common_prefix(a[::-1], b[::-1])[::-1]
-
-
-def _before_open_tag(text: str) -> str:
-    """Drop a tag without its end."""
-    return _OPEN_TAG.sub("", text)
-
-
-def _behind_closed_tag(text: str) -> str:
-    """Drop a tag without its start."""
-    match = _CLOSED_TAG.match(text)
-    return text[match.end() :] if match else text
+    n_equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    return min(a, b, key=len) if n_equal is None else a[:n_equal]

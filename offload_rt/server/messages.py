@@ -8,11 +8,10 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from offload_rt.errors import PromptError, SettingsError
-from offload_rt.server.answer import Answer, Delta
+from offload_rt.server.answer import Answer, Delta, event
 from offload_rt.server.bodies import FailFastList, Json, validate
 from offload_rt.server.protocol import ChatRequest, text_of
-from offload_rt.server.turns import Turns, as_tool
-from offload_rt.server.writer import event
+from offload_rt.server.turns import Turns, as_response_format, as_tools, named_tool
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -37,7 +36,7 @@ class CountRequest(BaseModel):
         if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
             # Anthropic's API continues an answer in the last message.
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
-        fields["tools"] = [_tool(tool) for tool in self.tools or ()] or None
+        fields["tools"] = as_tools(self.tools, "custom", "input_schema")
         fields["tool_choice"] = _tool_choice(choice) if choice else None
         if choice.get("disable_parallel_tool_use"):
             fields["parallel_tool_calls"] = False
@@ -46,7 +45,7 @@ class CountRequest(BaseModel):
             fields["chat_template_kwargs"] = {"enable_thinking": is_on}
         return fields
 
-    def chat(self) -> ChatRequest:
+    def generation(self) -> ChatRequest:
         """Convert to a chat request."""
         return validate(ChatRequest, self.fields())
 
@@ -79,9 +78,7 @@ class MessagesRequest(CountRequest):
         """Return the fields of a chat request. Raises SettingsError for unknown values."""
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         fields = super().fields() | {name: getattr(self, name) for name in names}
-        wanted = (self.output_config or {}).get("format")
-        if isinstance(wanted, dict):
-            fields["response_format"] = {"type": wanted.get("type"), "json_schema": wanted}
+        fields["response_format"] = as_response_format(self.output_config)
         return fields | {"stop": self.stop_sequences or None}
 
 
@@ -107,16 +104,10 @@ def _add_question(turns: Turns, blocks: list[Json]) -> None:
         turns.add("user", texts)
 
 
-def _tool(tool: Json) -> Json:
-    if tool.get("type", "custom") != "custom":
-        raise SettingsError(f"tools of type {reprlib.repr(tool['type'])}", need="type custom")
-    return as_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
-
-
 def _tool_choice(choice: Json) -> Any:
     kind = choice.get("type")
     if kind == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        return named_tool(choice)
     if kind not in _CHOICES:
         raise SettingsError(f"tool_choice {reprlib.repr(kind)}", need="auto, any, tool or none")
     return _CHOICES[kind]
@@ -125,7 +116,7 @@ def _tool_choice(choice: Json) -> Any:
 class MessagesWriter:
     """Formats an answer as content blocks: thinking, text, tool_use."""
 
-    def __init__(self, answer: Answer, name: str) -> None:
+    def __init__(self, answer: Answer, _: MessagesRequest, name: str) -> None:
         self._answer = answer
         self._head = {
             "id": f"msg_{uuid.uuid4().hex}",

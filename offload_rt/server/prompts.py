@@ -13,8 +13,8 @@ from offload_rt.engine.request_builder import RequestBuilder
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.models.image_prompt import EncodedPrompt, ImagePrompt
 from offload_rt.server.bodies import Json
+from offload_rt.server.call_format import CallFormat
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
-from offload_rt.server.tool_parser import ToolFormat
 from offload_rt.text.images import Fetch, has_images
 
 GenerationRequest = CompletionRequest | ChatRequest
@@ -39,7 +39,7 @@ class PromptEncoder:
 
     requests: RequestBuilder
     fetch: Fetch | None
-    tool_format: ToolFormat
+    tool_format: CallFormat
     _image_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_IMAGE_THREADS, "images")
     )

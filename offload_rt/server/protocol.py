@@ -1,16 +1,17 @@
 """Requests for completions and chat completions, and their conversion to SamplingParams."""
 
-import json
 import reprlib
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field, PlainValidator
 
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 from offload_rt.server.bodies import FailFastList, Json, check_counts, validate
+from offload_rt.server.call_format import calls_of
 from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.tool_parser import decoded
 from offload_rt.text.images import IMAGE_PARTS
 
 _MAX_LOGPROBS = 20
@@ -72,6 +73,10 @@ class GenerationRequest(BaseModel):
     guided_grammar: str | None = None
     json_schema: Json | None = None
     grammar: str | None = None
+
+    def generation(self) -> Self:
+        """Return the request; bodies of other APIs convert to a chat request."""
+        return self
 
     @property
     def options(self) -> StreamOptions:
@@ -300,11 +305,8 @@ class ChatRequest(GenerationRequest):
     @property
     def schemas(self) -> dict[str, Json]:
         """JSON schemas of the parameters, by name of the offered tools."""
-        schemas: dict[str, Json] = {}
-        for name, function in self.functions.items():
-            schema = function.get("parameters")
-            schemas[name] = schema if isinstance(schema, dict) else {}
-        return schemas
+        schemas = {name: entry.get("parameters") for name, entry in self.functions.items()}
+        return {name: s if isinstance(s, dict) else {} for name, s in schemas.items()}
 
     @property
     def template_variables(self) -> Json:
@@ -327,12 +329,12 @@ class ChatRequest(GenerationRequest):
         if not all(isinstance(turn.get("role"), str) for turn in self.messages):
             raise PromptError("messages", need="a role in each message")
         turns = [{**turn, "content": _content_of(turn.get("content"))} for turn in self.messages]
-        calling = [turn for turn in turns if isinstance(turn.get("tool_calls"), list)]
-        texts = [_arguments_of(call) or "" for turn in calling for call in turn["tool_calls"]]
+        functions = [call["function"] for turn in turns for call in calls_of(turn)]
+        texts = [f["arguments"] for f in functions if isinstance(f.get("arguments"), str)]
         check_counts("arguments of calls", [text.encode("utf-8", "replace") for text in texts])
-        for turn in calling:
-            turn["tool_calls"] = [_parse_arguments(call) for call in turn["tool_calls"]]
         for turn in turns:
+            if calls := calls_of(turn):
+                turn["tool_calls"] = [_parsed_call(call) for call in calls]
             # gpt-oss has its own name, and refuses reasoning beside content and calls.
             if "reasoning_content" in turn and not (turn["content"] and turn.get("tool_calls")):
                 turn["thinking"] = turn["reasoning_content"]
@@ -357,7 +359,7 @@ class TokenizeRequest(BaseModel):
             raise SettingsError("the body", need="prompt or messages")
         return self.prompt
 
-    def chat(self) -> ChatRequest:
+    def generation(self) -> ChatRequest:
         """Return the chat request."""
         return validate(ChatRequest, self.model_dump(exclude={"prompt", "add_special_tokens"}))
 
@@ -373,29 +375,16 @@ def _check_logprobs(name: str, n: int | None) -> None:
         raise SettingsError(f"{name} is {n}", need=f"0 to {_MAX_LOGPROBS}", change="ask for fewer")
 
 
-def _arguments_of(call: Any) -> str | None:
-    """Return the JSON text of a call's arguments; None for arguments of other types."""
-    try:
-        arguments = call["function"]["arguments"]
-    except (TypeError, KeyError):
-        return None
-    return arguments if isinstance(arguments, str) else None
-
-
-def _parse_arguments(call: Any) -> Any:
+def _parsed_call(call: Json) -> Json:
     """Replace the JSON text of a call's arguments by an object, as templates require.
 
-    An empty text stands for no arguments, as in vLLM.
-    Returns the call unchanged if that fails; the template then decides.
+    An empty text stands for no arguments, as in vLLM. The template decides on other text.
     """
-    text = _arguments_of(call)
-    if text is None:
-        return call
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    function = {**call["function"]}
+    if isinstance(text := function.get("arguments"), str):
+        value = decoded(text or "{}")
+        function["arguments"] = text if value is None else value
+    return {**call, "function": function}
 
 
 def _content_of(content: Any) -> str | list[Json]:

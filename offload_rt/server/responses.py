@@ -4,16 +4,15 @@ import reprlib
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
 from offload_rt.errors import SettingsError
-from offload_rt.server.answer import Answer, Delta
+from offload_rt.server.answer import Answer, Delta, event
 from offload_rt.server.bodies import FailFastList, Json, validate
 from offload_rt.server.protocol import ChatRequest, text_of
-from offload_rt.server.turns import Turns, as_tool
-from offload_rt.server.writer import event
+from offload_rt.server.turns import Turns, as_response_format, as_tools, named_tool
 
 # OpenAI's limits. A stream repeats the metadata three times.
 Metadata = Annotated[
@@ -45,20 +44,20 @@ class ResponsesRequest(BaseModel):
     metadata: Metadata | None = None
     chat_template_kwargs: Json | None = None
 
-    def chat(self) -> ChatRequest:
+    def generation(self) -> ChatRequest:
         """Convert to a chat request. Raises SettingsError or PromptError for unknown items."""
-        given = self.model_dump(exclude_none=True)
-        shared = ChatRequest.model_fields.keys() & given.keys() - {"tools", "tool_choice"}
-        fields = {name: given[name] for name in shared}
+        own = {"input", "instructions", "max_output_tokens", "reasoning", "text", "metadata"}
+        fields = self.model_dump(exclude_none=True, exclude=own | {"tools", "tool_choice"})
+        choice = self.tool_choice
         fields |= {"messages": self._messages(), "max_tokens": self.max_output_tokens}
-        fields |= {"tools": [_tool(tool) for tool in self.tools or ()] or None}
-        fields |= {"tool_choice": _tool_choice(self.tool_choice)}
+        fields["tools"] = as_tools(self.tools, "function", "parameters")
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            choice = named_tool(choice)
+        fields["tool_choice"] = choice
+        fields["response_format"] = as_response_format(self.text)
         effort = (self.reasoning or {}).get("effort")
         if isinstance(effort, str):
             fields["reasoning_effort"] = effort
-        wanted = (self.text or {}).get("format")
-        if isinstance(wanted, dict):
-            fields["response_format"] = {"type": wanted.get("type"), "json_schema": wanted}
         return validate(ChatRequest, fields)
 
     def _messages(self) -> list[Json]:
@@ -105,18 +104,6 @@ def _add_item(turns: Turns, item: Json) -> None:
         turns.add_reasoning(text_of(item.get("content")))
     else:
         raise SettingsError(f"input of type {reprlib.repr(kind)}", need="messages and calls")
-
-
-def _tool(tool: Json) -> Json:
-    if tool.get("type") != "function":
-        raise SettingsError(f"tools of type {reprlib.repr(tool.get('type'))}", need="functions")
-    return as_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
-
-
-def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
 
 
 @dataclass

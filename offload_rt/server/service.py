@@ -6,10 +6,10 @@ import logging
 import math
 import reprlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -25,14 +25,17 @@ from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 from offload_rt.server.answer import Answer, Delta
 from offload_rt.server.bodies import Json, read_body
 from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.completions import CompletionWriter
 from offload_rt.server.embeddings import EmbeddingsRequest
 from offload_rt.server.limits import error_response
+from offload_rt.server.messages import MessagesWriter
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.prompts import GenerationRequest, PromptEncoder
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
-from offload_rt.server.writer import Writer
+from offload_rt.server.responses import ResponsesWriter
 from offload_rt.text.images import Fetch
 
+Writer = CompletionWriter | MessagesWriter | ResponsesWriter
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=BaseModel)
 _RETRY_S = 5
@@ -114,18 +117,17 @@ class Service:
         async with self._parsing:
             return await asyncio.to_thread(read_body, kind, raw, max_prompts, max_len)
 
-    async def answer(
-        self, http: Request, request: GenerationRequest, write: Callable[[Answer], Writer]
-    ) -> Response:
+    async def answer(self, http: Request, body: Any, kind: type[Writer]) -> Response:
         """Answer a request, as a stream or whole.
 
-        write  builds the formatter of the answer
+        body  request body of an API, with a method `generation`
         """
+        request: GenerationRequest = await asyncio.to_thread(body.generation)
         self.check_model(request.model)
         params = await asyncio.to_thread(request.params, self.limits.n_answers, self.chat_format)
         n_answers = request.n_prompts * params.n
         answer = Answer(request, n_answers, self.llm.tokenizer)
-        writer = write(answer)
+        writer = kind(answer, body, self.name)
         n_characters = await asyncio.to_thread(_n_characters, params.structured_outputs)
         self._admit(n_answers, n_characters)
         deltas = self._deltas(answer, request, params, n_characters)

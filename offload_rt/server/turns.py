@@ -1,7 +1,9 @@
 """Conversion of other APIs' conversations to the messages of chat completions."""
 
+import reprlib
 from dataclasses import dataclass, field
 
+from offload_rt.errors import SettingsError
 from offload_rt.server.bodies import Json
 
 
@@ -43,7 +45,32 @@ class Turns:
         return self.messages[-1]
 
 
-def as_tool(name: object, description: object, parameters: object) -> Json:
-    """Build a tool of chat completions."""
-    function = {"name": name, "description": description or "", "parameters": parameters or {}}
-    return {"type": "function", "function": function}
+def as_tools(tools: list[Json] | None, kind: str, schema: str) -> list[Json] | None:
+    """Convert tools to those of chat completions.
+
+    kind    required type
+    schema  key of the parameters
+    Raises SettingsError for tools of other types.
+    """
+    converted = []
+    for tool in tools or ():
+        if tool.get("type", kind) != kind:
+            problem = f"tools of type {reprlib.repr(tool['type'])}"
+            raise SettingsError(problem, need=f"type {kind}")
+        function = {name: tool.get(name) or "" for name in ("name", "description")}
+        function["parameters"] = tool.get(schema) or {}
+        converted.append({"type": "function", "function": function})
+    return converted or None
+
+
+def named_tool(choice: Json) -> Json:
+    """Convert the choice of a named tool."""
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def as_response_format(settings: Json | None) -> Json | None:
+    """Convert the settings of an answer; None without a format."""
+    wanted = (settings or {}).get("format")
+    if not isinstance(wanted, dict):
+        return None
+    return {"type": wanted.get("type"), "json_schema": wanted}

@@ -13,6 +13,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.errors import SettingsError
 from offload_rt.server import service
 from offload_rt.server.answer import Answer
+from offload_rt.server.call_parser import CallParser
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
 from offload_rt.server.tool_formats.hermes import FORMAT
@@ -337,7 +338,7 @@ def test_tool_parser_keeps_text_and_finds_calls(text, content, arguments):
     for size in sizes:
         parser = FORMAT.parser({"add": {}})
         parts = [parser.feed(text[k : k + size]) for k in range(0, len(text), size)]
-        parts.append(parser.end())
+        parts.append(parser.feed("", True))
         calls = [call for part in parts for call in part.calls]
         assert "".join(part.text for part in parts) == content
         assert [json.loads(call["function"]["arguments"]) for call in calls] == arguments
@@ -351,26 +352,21 @@ def test_tool_parser_reports_each_call_when_it_is_complete():
     assert parser.feed(" More.").text == "More."
 
 
-def test_tool_parser_scans_text_once(monkeypatch):
-    """White space and closing tags inside strings do not restart the scan."""
-    from offload_rt.server import call_format
+def test_tool_parser_does_not_match_each_piece(monkeypatch):
+    """A long call is matched again only behind a closing tag."""
+    states = []
+    match = CallParser._match
 
-    n_scanned = 0
+    def counted(self: CallParser, state: str) -> Any:
+        states.append(state)
+        return match(self, state)
 
-    class Counter:
-        def match(self, text: str, at: int) -> Any:
-            nonlocal n_scanned
-            found = pattern.match(text, at)
-            n_scanned += found.end() - at if found else 0
-            return found
-
-    pattern = call_format._JSON_TEXT
-    monkeypatch.setattr(call_format, "_JSON_TEXT", Counter())
+    monkeypatch.setattr(CallParser, "_match", counted)
     parser = FORMAT.parser({"add": {}})
-    parser.feed('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>')
+    parser.feed('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>' + " x" * 200)
     for _ in range(2000):
         parser.feed(" x")
-    assert parser.feed('"}}</tool_call>').calls and n_scanned < 5000
+    assert parser.feed('"}}</tool_call>').calls and len(states) < 5
 
 
 def test_grammars_of_open_requests_are_bounded_together(served, monkeypatch):

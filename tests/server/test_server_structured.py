@@ -11,6 +11,7 @@ from support.serving import PROMPT, TURNS, Served
 
 from offload_rt import SamplingParams, StructuredOutputs
 from offload_rt.executor.grammar import GrammarCompiler
+from offload_rt.server.call_grammar import call_grammar
 from offload_rt.server.tool_formats.hermes import FORMAT
 from offload_rt.text.detokenize import token_bytes
 
@@ -123,7 +124,8 @@ def test_several_required_calls_are_parsed(served: Served) -> None:
     parts = [token_bytes(served.llm.tokenizer, token) or b"\0" for token in range(4096)]
     compiler = GrammarCompiler(served.llm.tokenizer, 4096, {0})
     for is_single in (False, True):
-        lark = FORMAT.grammar([tool["function"] for tool in TOOLS], json.dumps, is_single)
+        functions = [tool["function"] for tool in TOOLS]
+        lark = call_grammar(FORMAT, functions, json.dumps, is_single)
         position = compiler.compile(StructuredOutputs(grammar=lark))
         rest = text.encode()
         while rest:

@@ -140,7 +140,7 @@ def parsed(chat_format: ChatFormat, text: str, tail: str = "") -> tuple[str, str
         schemas = {str(entry["name"]): entry["parameters"] for entry in FUNCTIONS}
         parser = chat_format.parser(schemas, tail)
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        parts = [*map(parser.feed, pieces), parser.end()]
+        parts = [*map(parser.feed, pieces), parser.feed("", True)]
         calls = [call["function"] for part in parts for call in part.calls]
         reasoning = "".join(part.reasoning for part in parts)
         content = "".join(part.text for part in parts)
@@ -230,7 +230,7 @@ def test_random_calls_survive_random_splits(name: str, data: st.DataObject) -> N
     pieces = [text[i:j] for i, j in pairwise([0, *cuts, len(text)])]
     for n, given_pieces in ((len(calls), pieces), (None, pieces[:-1])):
         parser = form.parser(schemas)
-        parts = [*map(parser.feed, given_pieces), parser.end()]
+        parts = [*map(parser.feed, given_pieces), parser.feed("", True)]
         found = [call["function"] for part in parts for call in part.calls]
         result = [(call["name"], json.loads(call["arguments"])) for call in found]
         assert result == calls[: len(result)]
@@ -374,7 +374,16 @@ def test_formats_without_rendered_calls_follow_marks(
     chat_format = ChatFormat.select(tokenizer_of(template), "auto", "auto")
     assert chat_format.tool_format.name == name
     assert chat_format == ChatFormat.select(chat_format.tokenizer, name, reasoning)
-    assert chat_format.is_unknown == ("tools }} {{ '[/THINK]'" in template)
+    assert chat_format.is_unknown == ("tools }}" in template)
+
+
+def test_defects_of_the_derivation_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only failures of the template lead to the generic format."""
+    broken = tokenizer_of("{{ 1 // 0 if tools }}")
+    assert ChatFormat.select(broken, "auto", "auto").tool_format.name == "generic"
+    monkeypatch.delattr("offload_rt.server.derivation._split_json")
+    with pytest.raises(NameError):
+        ChatFormat.select(tokenizer_of(TEMPLATES["hermes"]), "auto", "auto")
 
 
 def test_special_tokens_of_the_format_remain_in_the_text(tokenizer: Any) -> None:

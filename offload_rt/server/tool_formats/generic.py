@@ -6,18 +6,13 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]  # matches a part of a pattern
 
-from offload_rt.server.call_format import (
-    CallFormat,
-    CallParser,
-    Fields,
-    Steps,
-    Style,
-    calls_of,
-    joined,
-)
-from offload_rt.server.tool_parser import DECODER, AnswerParser, Json, Lark, Parsed, json_rule
+from offload_rt.server.bodies import Json
+from offload_rt.server.call_format import CallFormat, Fields, Style, calls_of, joined
+from offload_rt.server.call_grammar import Lark, call_grammar, json_rule
+from offload_rt.server.call_parser import CallParser
+from offload_rt.server.tool_parser import AnswerParser, Parsed, decoded
 
-_REPLY = regex.compile(r'\s*\{\s*"response"\s*:\s*(?="|\{|\[|\w|-)')
+_REPLY = regex.compile(r'\s*\{\s*"response"\s*:\s*(?P<quote>"?+)(?=.)', regex.DOTALL)
 _TEXT = regex.compile(
     r'(?:[^"\\]++|\\[^u]|\\u[dD][89abAB]\w\w\\u\w{4}|\\u(?![dD][89abAB])\w{4})*+', regex.DOTALL
 )
@@ -31,27 +26,32 @@ Tools:"""
 class GenericParser(CallParser):
     """Parser of calls, or of a response in JSON."""
 
-    def _parse(self) -> Steps:
-        match = yield from self._match(_REPLY, 0)
-        if match and not match.partial:
-            self._buffer = self._buffer[match.end() :]
-            yield from self._text() if self._buffer[0] == '"' else self._value()
-        yield from super()._parse()
+    def __init__(self, form: CallFormat, tools: Mapping[str, Json]) -> None:
+        super().__init__(form, tools)
+        self._state = "start"
+        self._quote = ""  # before the response
 
-    def _text(self) -> Steps:
-        self._buffer = self._buffer[1:]
-        while True:
-            raw = _TEXT.match(self._buffer)[0]
-            self._out.append(Parsed(text=DECODER.decode(f'"{raw}"')))
-            self._buffer = self._buffer[len(raw) :]
-            if self._buffer.startswith('"') or self._is_ended:
-                self._buffer = ""
-            yield
+    def _next(self) -> Parsed | None:
+        if self._state == "start":
+            match = _REPLY.match(self._buffer, partial=not self._is_last)
+            if match and match.partial:
+                return None
+            if match:
+                self._state, self._quote = "reply", match["quote"]
+                self._buffer = self._buffer[match.end() :]
+        if self._state == "behind_reply":
+            return None
+        return self._next_of_reply() if self._state == "reply" else super()._next()
 
-    def _value(self) -> Steps:
-        _, end = yield from self._json(0)
-        self._emit(len(self._buffer) if end is None else end)
-        self._buffer = ""
+    def _next_of_reply(self) -> Parsed | None:
+        if not self._quote:
+            text = self._buffer.removesuffix("}") if self._is_last else self._buffer[:-1]
+            return self._text(len(text)) if text else None
+        raw = _TEXT.match(self._buffer)[0]
+        self._buffer = self._buffer[len(raw) :]
+        if self._buffer.startswith('"'):
+            self._state = "behind_reply"
+        return Parsed(text=decoded(f'"{raw}"') or raw) if raw else None
 
 
 class Generic(CallFormat):
@@ -67,7 +67,7 @@ class Generic(CallFormat):
         """Build the Lark grammar of an answer with or without calls."""
         if formats.keys() - {"json", "json_object"}:
             return None  # the client has a format of its own
-        calls = self.grammar(functions, lark, False).removeprefix("start:")
+        calls = call_grammar(self, functions, lark, False).removeprefix("start:")
         schema = formats.get("json", {"type": "object" if formats else "string"})
         schema = json.loads(schema) if isinstance(schema, str) else schema
         reply = [r'reply: "{\"response\": " value "}"', json_rule("value", schema)]
