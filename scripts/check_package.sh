@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build the source archive and a wheel without libraries from it, then the binary wheel. Install the binary wheel into a new
-# environment and run a GGUF model outside the repository, without a compiler.
+# environment, run a GGUF model outside the repository, without a compiler, and uninstall it.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=$root/.venv/bin/python
@@ -46,5 +46,6 @@ alone() { env -i HOME="$work/home" PATH="$work/venv/bin" "$@"; }
 alone python -c "import offload_rt; assert offload_rt.__file__.startswith('$work'), offload_rt.__file__"
 alone offload-rt doctor | tee doctor.txt
 grep -q "^CPU kernels *prebuilt, using" doctor.txt
-alone offload-rt run "$work/model.gguf" "import os" --max-new-tokens 8 2> run.txt || { cat run.txt; exit 1; }
+alone offload-rt run "$work/model.gguf" "import os" --max-new-tokens 8 --temperature 1 2> run.txt || { cat run.txt; exit 1; }
 if grep building run.txt || [ -e "$work/home/.cache/offload_rt/kernels" ]; then exit 1; fi
+HOME="$work/home" "$root/scripts/check_removal.sh" "$work/venv"

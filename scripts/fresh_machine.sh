@@ -3,7 +3,7 @@
 #
 #   scripts/fresh_machine.sh [SUITE ...]     as root, with mmdebstrap; default: bookworm (Python 3.11) and trixie (Python 3.13)
 #
-# Steps for each suite: the binary wheel (WHEEL, default dist/*.whl) without compilers, the README's runnable commands, the
+# Steps for each suite: the binary wheel (WHEEL, default dist/*.whl) without compilers, its removal, the README's runnable commands, the
 # steps of the Dockerfile. SIZE, BUDGET and TOKENS shorten `make run`, PYTEST_ADDOPTS shortens `make test`, USERS ("root user")
 # selects users. The settings PIP_* reach pip; BIND names a folder of packages that appears at the same path.
 set -euo pipefail
@@ -54,7 +54,7 @@ for suite in "${@:-bookworm trixie}"; do for suite in $suite; do
         git -C "$here" archive HEAD | tar -x -C "$root/tmp/clone"
         as "$user" "cp -r /tmp/clone offload_rt; python3 -m venv env; . env/bin/activate; pip install -q /tmp/*.whl; cd offload_rt
             offload-rt doctor | tee doctor.txt; grep -q '^CPU kernels *prebuilt' doctor.txt
-            $(blocks | grep -m1 '^offload-rt run')"
+            $(blocks | grep -m1 '^offload-rt run'); bash scripts/check_removal.sh ../env"
     done
     as root "apt-get install -qq --no-install-recommends $(packages 2) > apt.log"
     blocks > "$root/tmp/commands.sh"

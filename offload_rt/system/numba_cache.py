@@ -4,8 +4,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from offload_rt.system.files import cache_directory
+
 try:
-    from numba import njit
+    from numba import config, njit
 except ImportError as error:  # numba refuses a newer numpy, too
     warnings.warn(f"functions for numba stay interpreted: {error}", stacklevel=2)
     njit = None  # type: ignore[assignment]
@@ -22,9 +24,14 @@ def compiled(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if njit is None:
             return function
+        folder = config.CACHE_DIR
         try:
+            # The default is __pycache__ of the package, whose files `pip uninstall` would leave.
+            config.CACHE_DIR = folder or str(cache_directory() / "numba")
             return njit(cache=True, fastmath=fastmath, nogil=nogil)(function)
         except RuntimeError:  # no writable cache folder
             return njit(fastmath=fastmath, nogil=nogil)(function)
+        finally:
+            config.CACHE_DIR = folder
 
     return decorate
