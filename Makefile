@@ -119,12 +119,15 @@ compare: .venv/compared $(DENSE)/model.safetensors
 	$(PY) -m bench.compare.gguf_types
 	$(PY) -m bench.compare.estimates
 
-# Binary wheel; OFFLOAD_RT_BUILD=all adds the CUDA kernels. auditwheel checks that glibc 2.28 suffices.
+# Binary wheel; OFFLOAD_RT_BUILD=all adds the CUDA kernels, MACHINE=aarch64 uses Debian's cross-compiler. auditwheel checks that
+# glibc 2.28 suffices; of another machine, whose tags it does not accept, it names the oldest glibc.
 DIST ?= dist
+MACHINE ?= $(shell uname -m)
+CROSS = $(if $(filter-out $(shell uname -m),$(MACHINE)),CXX=$(MACHINE)-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-$(MACHINE))
 wheel: .venv/installed
 	rm -rf build/wheel
-	$(PY) -m build --wheel --no-isolation --outdir build/wheel .
-	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) \
+	$(CROSS) $(PY) -m build --wheel --no-isolation --outdir build/wheel .
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m auditwheel repair --only-plat --plat $(if $(CROSS),auto,manylinux_2_28_$(MACHINE)) \
 		--exclude 'libtorch*.so' --wheel-dir $(DIST) build/wheel/*.whl
 
 # Version, date and section of the changelog, commit and tag; a pushed tag starts .github/workflows/release.yml.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.tiny import measure_little
+from torch import Tensor
 
 from offload_rt.cli import doctor
 from offload_rt.ops import cpu
@@ -73,10 +74,30 @@ def test_paths_are_those_that_remain_after_removal(tmp_path, capsys, monkeypatch
     assert "shared" in models
 
 
-@pytest.mark.parametrize("has_amx", [False, True])
-def test_amx_names_the_setting_that_uses_it(has_amx, capsys, monkeypatch):
+@pytest.mark.parametrize(("has_amx", "gain", "advice"), [
+    (True, 1.44, "; --torch-products uses AMX: 1.44 times as fast, equal up to rounding"),
+    (True, 0.9, "; AMX is no gain (0.90 times as fast)"),
+    (False, 1.44, ""),
+])  # fmt: skip
+def test_amx_is_recommended_where_it_is_a_gain(has_amx, gain, advice, capsys, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    assert ("--torch-products" in run(capsys)["CPU kernels"]["value"]) is has_amx
+    monkeypatch.setattr(doctor, "torch_gain", lambda: gain)
+    kernels = run(capsys)["CPU kernels"]
+    assert kernels["value"].partition("; ")[0] + advice == kernels["value"]
+    assert kernels["fix"] == ""
+
+
+def test_torch_gain_divides_the_times_of_equal_products(monkeypatch):
+    seconds = {False: 0.3, True: 0.2}
+    clock = [0.0]
+
+    def product(x: Tensor, weight: Tensor, allows_torch: bool) -> None:
+        assert x.dtype == weight.dtype == torch.bfloat16
+        clock[0] += seconds[allows_torch]
+
+    monkeypatch.setattr("offload_rt.ops.linear.linear", product)
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: clock[0])
+    assert doctor.torch_gain() == pytest.approx(1.5)
 
 
 def test_missing_compiler_and_slow_disk_have_a_fix(capsys, monkeypatch):

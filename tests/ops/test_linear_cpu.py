@@ -191,21 +191,25 @@ def test_products_of_codes_equal_products_of_their_values(level, dtype):
     assert n_compared > 50
 
 
+def assert_weights_are_exact(name: str, n_out: int, n_whole: int, dtype: torch.dtype) -> None:
+    """Decoding in registers and into a panel gives the exact weights, for few and for many rows."""
+    n_in = n_whole + 32 * (name in SHORT_BLOCKS)
+    matrix, values = large_matrix(name, n_out, n_in, dtype)
+    x = torch.eye(n_in)
+    expected = values.T.contiguous()
+    # The instruction for bfloat16 reads subnormal numbers as 0.
+    rounded = expected.masked_fill(expected.abs() < 2**-126, 0).bfloat16()
+    for n_rows in (1, 2, 3, 5, n_in):
+        rows = slice(n_in - n_rows, n_in)
+        assert torch.equal(linear(x[rows], matrix), expected[rows])
+        y = linear(x[rows].bfloat16(), matrix)
+        assert torch.equal(y.masked_fill(y.abs() < 2**-126, 0), rounded[rows])
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_products_with_unit_vectors_equal_the_reference(level: int, name: str) -> None:
-    """Decoding in registers and into a panel gives the exact weights, for few and for many rows."""
-    for n_out, n_whole, dtype in ((200, 1536, torch.bfloat16), (136, 256, torch.float16)):
-        n_in = n_whole + 32 * (name in SHORT_BLOCKS)
-        matrix, values = large_matrix(name, n_out, n_in, dtype)
-        x = torch.eye(n_in)
-        expected = values.T.contiguous()
-        # The instruction for bfloat16 reads subnormal numbers as 0.
-        rounded = expected.masked_fill(expected.abs() < 2**-126, 0).bfloat16()
-        for n_rows in (1, 2, 3, 5, n_in):
-            rows = slice(n_in - n_rows, n_in)
-            assert torch.equal(linear(x[rows], matrix), expected[rows])
-            y = linear(x[rows].bfloat16(), matrix)
-            assert torch.equal(y.masked_fill(y.abs() < 2**-126, 0), rounded[rows])
+    assert_weights_are_exact(name, 200, 1536, torch.bfloat16)
+    assert_weights_are_exact(name, 136, 256, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
