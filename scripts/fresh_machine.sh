@@ -39,24 +39,25 @@ as() { # USER COMMAND: bash in the home of the user
         "${settings[@]}" bash -euc "cd; $2"
 }
 
-# The packages of the README's n-th `apt install`.
-packages() { sed -n 's/^sudo apt install \([^#]*\).*/\1/p' "$here/README.md" | sed -n "$1p"; }
+# The packages of the README's first `apt install`.
+packages() { sed -n 's/^sudo apt install \([^#]*\).*/\1/p' "$here/README.md" | head -n 1; }
 
 blocks() { awk '/^```sh runnable/ { on = 1; next } /^```/ { on = 0 } on' "$here/README.md"; }
 
 for suite in "${@:-bookworm trixie}"; do for suite in $suite; do
     new_root "$suite"
-    as root "apt-get update -qq && apt-get install -qq --no-install-recommends $(packages 1) > apt.log"
+    as root "apt-get update -qq && apt-get install -qq --no-install-recommends python3-venv > apt.log"
     cp "$wheel" "$root/tmp/"
     for user in ${USERS:-root user}; do
         echo "=== $suite, $user: binary wheel"
         mkdir -p "$root/tmp/clone"
         git -C "$here" archive HEAD | tar -x -C "$root/tmp/clone"
-        as "$user" "cp -r /tmp/clone offload_rt; python3 -m venv env; . env/bin/activate; pip install -q /tmp/*.whl; cd offload_rt
+        as "$user" "if command -v g++; then exit 1; fi; cp -r /tmp/clone offload_rt; python3 -m venv env; . env/bin/activate; pip install -q /tmp/*.whl
+            cd offload_rt; python scripts/fetch_model.py --out demo-cache
             offload-rt doctor | tee doctor.txt; grep -q '^CPU kernels *prebuilt' doctor.txt
             $(blocks | grep -m1 '^offload-rt run'); bash scripts/check_removal.sh ../env"
     done
-    as root "apt-get install -qq --no-install-recommends $(packages 2) > apt.log"
+    as root "apt-get install -qq --no-install-recommends $(packages) > apt.log"
     blocks > "$root/tmp/commands.sh"
     for user in ${USERS:-root user}; do
         echo "=== $suite, $user: commands of the README"

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,6 +31,11 @@ _LEVELS = ("portable C++", "AVX2", "AVX-512", "AVX-512 with bfloat16")
 _OPEN_FILES = 1024
 # Assumed where direct reads cannot be measured.
 _DISK_GBPS = 1.0
+# Rows of the product that is timed with and without torch, its repetitions, and the gain worth
+# giving up the bits of plain decoding.
+_N_ROWS = 64
+_N_TIMES = 5
+_LEAST_GAIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -145,11 +151,39 @@ def _checks(disk_gbps: float | None) -> Iterator[Check]:
         )
         yield Check("CPU kernels", "missing: torch's products are several times slower", fix)
     else:
-        # no kernel of ours uses AMX
-        amx = "; AMX with --torch-products" if torch.cpu._is_amx_tile_supported() else ""
         origin = build.origin(library._name)
-        yield Check("CPU kernels", f"{origin}, using {_LEVELS[cpu.level()]}{amx}")
+        level = _LEVELS[cpu.level()] if os.uname().machine == "x86_64" else "NEON"
+        yield Check("CPU kernels", f"{origin}, using {level}{_amx()}")
     yield from _gpus(build.find_compiler("nvcc"))
+
+
+def _amx() -> str:
+    """Recommend torch's products, which use AMX unlike the library, where they are faster."""
+    import torch
+
+    if not torch.cpu._is_amx_tile_supported():
+        return ""
+    gain = torch_gain()
+    if gain < _LEAST_GAIN:
+        return f"; AMX is no gain ({gain:.2f} times as fast)"
+    return f"; --torch-products uses AMX: {gain:.2f} times as fast, equal up to rounding"
+
+
+def torch_gain() -> float:
+    """Return the time of the library's product divided by that of torch, for rows of a tree."""
+    import torch
+
+    from offload_rt.ops.linear import linear
+
+    x = torch.randn(_N_ROWS, 4096).bfloat16()
+    weight = torch.randn(4096, 4096).bfloat16()
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(_N_TIMES):
+        for allows_torch, times in seconds.items():
+            started = time.perf_counter()
+            linear(x, weight, allows_torch=allows_torch)
+            times.append(time.perf_counter() - started)
+    return min(seconds[False]) / min(seconds[True])
 
 
 def _memory() -> Check:
