@@ -24,14 +24,15 @@ def compiled(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if njit is None:
             return function
-        folder = config.CACHE_DIR
+        settings: Any = config
+        folder = settings.CACHE_DIR
         try:
             # The default is __pycache__ of the package, whose files `pip uninstall` would leave.
-            config.CACHE_DIR = folder or str(cache_directory() / "numba")
+            settings.CACHE_DIR = folder or str(cache_directory() / "numba")
             return njit(cache=True, fastmath=fastmath, nogil=nogil)(function)
         except RuntimeError:  # no writable cache folder
             return njit(fastmath=fastmath, nogil=nogil)(function)
         finally:
-            config.CACHE_DIR = folder
+            settings.CACHE_DIR = folder
 
     return decorate

@@ -168,6 +168,18 @@ def test_concurrent_writers_never_expose_partial_files(cache):
     assert os.listdir(cache) == ["x.json"]
 
 
+def test_compiled_functions_are_cached_in_the_cache_folder(cache, monkeypatch):
+    monkeypatch.setattr(numba_cache.config, "CACHE_DIR", "")
+
+    @numba_cache.compiled()
+    def triple(x: float) -> float:
+        return 3 * x
+
+    assert triple(2.0) == 6.0
+    assert list((cache / "numba").rglob("*.nbi"))
+    assert numba_cache.config.CACHE_DIR == "", "functions of other packages keep their place"
+
+
 def test_functions_compile_without_a_cache_folder(monkeypatch):
     njit = numba_cache.njit
 
