@@ -1,5 +1,6 @@
 """Dynamic trees: grow the nodes with the highest cumulative draft probability."""
 
+import heapq
 from collections import abc
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,13 +12,15 @@ from torch import Tensor
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.pair_stats import Estimates
-from offload_rt.speculate.recycler import RecycledCandidates
+from offload_rt.speculate.recycler import TextCandidates
 from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.topology import DraftTree, Topology
 
 # Maximum candidates per expanded node.
 _N_CHILDREN = 32
+# Maximum candidates of the text added at once.
+_MOST_TEXT = 512
 # A round expands the pending nodes in the first non-empty share of the tree, best nodes first.
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
 
@@ -44,12 +47,16 @@ class RoundCost:
         last = int(rates.argmax())
         return last, float(rates[last])
 
-    def pays_at_root(self, acceptance: np.ndarray, n_levels: int) -> bool:
-        """Return whether a first round of `n_levels` pays, by the acceptance of children."""
-        levels = [np.ones(1)]
+    def pays_at_root(self, chances: np.ndarray, acceptance: np.ndarray, n_levels: int) -> bool:
+        """Return whether a first round of `n_levels` pays, by the acceptance of children.
+
+        chances  (m,) of the nodes without drafting, descending, the root first
+        """
+        drafted = [np.ones(1)]
         for _ in range(n_levels):
-            levels.append(_descending(np.outer(levels[-1], acceptance))[: len(self.pass_s)])
-        return self.best(_descending(np.concatenate(levels)), 1)[1] >= self.best(np.ones(1))[1]
+            drafted.append(_descending(np.outer(drafted[-1], acceptance))[: len(self.pass_s)])
+        after = _descending(np.concatenate(drafted))
+        return self.best(after, 1)[1] >= self.best(chances)[1]
 
     def least_worth(self, chances: np.ndarray, waiting: np.ndarray, n_rounds: int) -> float:
         """Return the least chance of a waiting node whose child pays; above 1 if no round pays.
@@ -86,6 +93,7 @@ class _Nodes:
     tokens   (m,)
     depths   (m,) 0 for the root
     rows     (m,) rows in the draft's cache, -1 if not computed
+    is_open  (m,) whether the text's candidates below the node were added
     """
 
     chances: np.ndarray
@@ -93,49 +101,69 @@ class _Nodes:
     tokens: np.ndarray
     depths: np.ndarray
     rows: np.ndarray
+    is_open: np.ndarray
+
+    @classmethod
+    def below(
+        cls, chances: np.ndarray, parents: np.ndarray, tokens: np.ndarray, depths: np.ndarray
+    ) -> "_Nodes":
+        """Return new nodes, neither computed nor open."""
+        rows = np.full(len(parents), -1)
+        return cls(chances, parents, tokens, depths, rows, rows >= 0)
+
+    def raise_to(self, places: np.ndarray, least: np.ndarray) -> None:
+        """Raise the chances of nodes to `least` where they are lower, and those below in ratio."""
+        factors = np.ones(len(self.chances))
+        factors[places] = np.maximum(least / self.chances[places], 1.0)
+        if (factors > 1).any():
+            ratios = factors.tolist()
+            for node, parent in enumerate(self.parents.tolist()[1:], 1):
+                ratios[node] *= ratios[parent]
+            self.chances[:] *= ratios
 
     def merged(self, new: "_Nodes", n: int) -> "_Nodes":
-        """Return the n most probable nodes of both sets; parents of `new` index into `self`."""
+        """Return the n most probable nodes; parents of `new` index into both sets, `self` first."""
         columns = [
             np.concatenate(pair)
             for pair in zip(vars(self).values(), vars(new).values(), strict=True)
         ]
         # A child never exceeds its parent's probability; stable sorting keeps it behind its parent.
         order = np.argsort(-columns[0], kind="stable")[:n]
-        chances, parents, tokens, depths, rows = (part[order] for part in columns)
+        chances, parents, *others = (part[order] for part in columns)
         place = np.full(len(columns[0]) + 1, -1)
         place[order] = np.arange(len(order))
-        return _Nodes(chances, place[parents], tokens, depths, rows)
+        return _Nodes(chances, place[parents], *others)
 
 
 @dataclass(eq=False)
 class DynamicTreeBuilder:
     """Grow a tree in rounds until no candidate enters it or a round costs more than it gains.
 
-    size         (maximum nodes, maximum levels), including the root
+    size         maximum nodes, levels, and levels by the draft, each including the root
     temperature  temperature of the draft's probabilities
-    copied       copied continuation to append
+    text         candidates that need no drafting
     cost         decides which nodes are expanded
     """
 
     state: TreeState
-    size: tuple[int, int]
+    size: tuple[int, int, int]
     temperature: float
     estimates: Estimates
-    copied: tuple[int, ...]
+    text: TextCandidates
     cost: RoundCost
     n_fixed: ClassVar[int] = 0
+    copied: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
-        # Further candidates: earlier predictions of the target.
-        self.recycled: RecycledCandidates | None = None
-        self._n_nodes, self._n_levels = self.size
+        self._n_nodes, self._n_levels, self._n_drafted = self.size
         root = np.array([0])
-        self._nodes = _Nodes(np.ones(1), root - 1, np.array(self.state.tokens), root, root.copy())
+        tokens = np.array(self.state.tokens)
+        self._nodes = _Nodes(np.ones(1), root - 1, tokens, root, root.copy(), root > 0)
         self._expanded = root  # nodes of the next logits
         self._n_rounds = 0
         # Tokens and probabilities of the candidates below each row.
         self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._add_text()
 
     @property
     def reduce(self) -> Reduce:
@@ -160,46 +188,55 @@ class DynamicTreeBuilder:
         calibration = self._estimates_of(int(nodes.rows[parents[0]])).calibration
         is_possible = probabilities > 0  # a grammar excludes tokens
         above = np.broadcast_to(parents[:, None], tokens.shape)[is_possible]
-        children = _Nodes(
-            chances=nodes.chances[above] * calibration.chances(probabilities)[is_possible],
-            parents=above,
-            tokens=tokens[is_possible],
-            depths=nodes.depths[above] + 1,
-            rows=np.full(len(above), -1),
+        chances = nodes.chances[above] * calibration.chances(probabilities)[is_possible]
+        tokens = tokens[is_possible]
+        # Equal tokens of the text keep the higher chance.
+        vocab_size = self.state.vocab_size
+        _, new, old = np.intersect1d(
+            above * vocab_size + tokens,
+            nodes.parents * vocab_size + nodes.tokens,
+            assume_unique=True,
+            return_indices=True,
         )
-        if self.recycled is not None:
-            children = self._with_recycled(children)
+        nodes.raise_to(old, chances[new])
+        is_new = np.ones(len(above), dtype=bool)
+        is_new[new] = False
+        above = above[is_new]
+        children = _Nodes.below(chances[is_new], above, tokens[is_new], nodes.depths[above] + 1)
         self._nodes = nodes.merged(children, self._n_nodes)
+        self._add_text()
         self._expand()
 
-    def _with_recycled(self, children: _Nodes) -> _Nodes:
-        """Add recycled children of the expanded nodes; equal tokens keep the higher chance."""
-        assert self.recycled is not None, "candidates exist"
-        places = zip(children.parents.tolist(), children.tokens.tolist(), strict=True)
-        place_of = {place: i for i, place in enumerate(places)}
-        new: list[tuple[float, int, int]] = []
-        for parent in self._expanded.tolist():
-            above = float(self._nodes.chances[parent])
-            row = int(self._nodes.rows[parent])
-            for token, p in self.recycled.below(row, self._path(parent)):
-                i = place_of.get((parent, token))
-                if i is None:
-                    new.append((above * p, parent, token))
-                else:
-                    children.chances[i] = max(children.chances[i], above * p)
-        if not new:
-            return children
-        chances, parents, tokens = zip(*new, strict=True)
-        above_nodes = np.array(parents)
-        more = _Nodes(
-            chances=np.array(chances),
-            parents=above_nodes,
-            tokens=np.array(tokens),
-            depths=self._nodes.depths[above_nodes] + 1,
-            rows=np.full(len(new), -1),
-        )
-        columns = zip(vars(children).values(), vars(more).values(), strict=True)
-        return _Nodes(*(np.concatenate(pair) for pair in columns))
+    def _add_text(self) -> None:
+        """Add the text's candidates below new nodes, best first, as far as they enter the tree."""
+        nodes = self._nodes
+        unopened = np.flatnonzero(~nodes.is_open).tolist()
+        paths = {node: self._path(node) for node in unopened}
+        best: list[tuple[float, int, int]] = []  # heap, as in `PredictedTree`
+        added: list[tuple[float, int, int, int]] = []
+
+        def open_node(node: int, chance: float) -> None:
+            path = paths[node]
+            for token, p in self.text.below(path) if len(path) + 1 < self._n_levels else ():
+                heapq.heappush(best, (-chance * p, node, token))
+
+        for node in unopened:
+            open_node(node, float(nodes.chances[node]))
+        nodes.is_open[:] = True
+        while best and len(added) < _MOST_TEXT:
+            chance, parent, token = heapq.heappop(best)
+            place = self._n_nodes - len(added) - 1
+            if place < 1 or (place < len(nodes.chances) and nodes.chances[place] >= -chance):
+                break
+            path = (*paths[parent], token)
+            if self.text.is_allowed(path):
+                paths[len(nodes.chances) + len(added)] = path
+                added.append((-chance, parent, token, len(path)))
+                open_node(len(nodes.chances) + len(added) - 1, -chance)
+        if added:
+            new = _Nodes.below(*map(np.array, zip(*added, strict=True)))
+            new.is_open[:] = True
+            self._nodes = nodes.merged(new, self._n_nodes)
 
     def _path(self, node: int) -> tuple[int, ...]:
         """Return the tokens below the root up to a node."""
@@ -216,7 +253,8 @@ class DynamicTreeBuilder:
         """
         nodes = self._nodes
         self._expanded = np.array([], dtype=np.int64)
-        waiting = np.flatnonzero((nodes.rows < 0) & (nodes.depths < self._n_levels - 1))
+        is_next = (nodes.rows < 0) & (nodes.rows[nodes.parents] >= 0)
+        waiting = np.flatnonzero(is_next & (nodes.depths < self._n_drafted - 1))
         places = self._next_round(waiting)
         places = places[: ROWS_PER_NODE * self._n_nodes - len(self.state.tokens)]
         nodes.rows[places] = self._add(
@@ -226,9 +264,15 @@ class DynamicTreeBuilder:
 
     def _next_round(self, waiting: np.ndarray) -> np.ndarray:
         """Return the nodes to compute next, or none if a round costs more than it gains."""
-        chances = self._nodes.chances
-        least = self.cost.least_worth(chances, chances[waiting], self._n_rounds)
-        return self._best(waiting[chances[waiting] >= least])
+        gains = self._gains()[waiting]
+        least = self.cost.least_worth(self._nodes.chances, gains, self._n_rounds)
+        return self._best(waiting[gains >= least])
+
+    def _gains(self) -> np.ndarray:
+        """(m,) chances of the nodes without those of their children: what drafting can add."""
+        nodes = self._nodes
+        below = np.bincount(nodes.parents[1:], nodes.chances[1:], len(nodes.chances))
+        return np.maximum(nodes.chances - below, 0.0)
 
     def _best(self, waiting: np.ndarray) -> np.ndarray:
         """Return the waiting nodes in the first non-empty share of the tree."""
@@ -238,6 +282,11 @@ class DynamicTreeBuilder:
     def _estimates_of(self, row: int) -> Estimates:
         """Return the estimates for the distribution of a row."""
         return self.estimates
+
+    def pays(self, n_levels: int) -> bool:
+        """Return whether a first round of `n_levels` pays, by the acceptance of children."""
+        acceptance = self.estimates.acceptance.by_rank()
+        return self.cost.pays_at_root(self._nodes.chances, acceptance, n_levels)
 
     @property
     def chances(self) -> np.ndarray:
@@ -259,10 +308,9 @@ class DynamicTreeBuilder:
 
     def learn(self, path: list[int], after: list[int]) -> None:
         """Compare the candidates along the accepted path, root first, with the actual tokens."""
+        self.text.learn(after)
         rows = self._nodes.rows[[node for node in path if node < len(self._nodes.rows)]]
         for row, token in zip(rows.tolist(), after, strict=False):
-            if self.recycled is not None:
-                self.recycled.observe(row, token)
             if row in self._seen:
                 tokens, probabilities = self._seen[row]
                 hit = next(iter(np.flatnonzero(tokens == token).tolist()), None)

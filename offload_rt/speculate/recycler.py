@@ -1,13 +1,14 @@
-"""Earlier predictions of the target as candidates, indexed by the tokens before them.
+"""Candidates from the text: earlier predictions of the target, and prompt lookup.
 
 Token Recycling (Luo et al. 2024, arXiv 2408.08696): predictions are stored with their probabilities
-under the last tokens before them, of several lengths.
+under the last tokens before them, of several lengths. Prompt lookup adds its continuations.
 """
 
 from array import array
 from bisect import bisect
 from collections import OrderedDict, abc
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,9 @@ import numpy as np
 from offload_rt.cost.tree_size import Calibration
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
+from offload_rt.speculate.ngrams import MatchRates, copied_paths, find_matches
 from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.tree.topology import DraftTree
 
 # Maximum tokens per table key, and maximum keys of all sequences, about 300 bytes each.
 _LONGEST = 3
@@ -101,12 +104,16 @@ class KeyCalibration:
 
 
 class Recycler:
-    """Stored predictions of all sequences, with calibrations by temperature."""
+    """Stored predictions of all sequences, with calibrations by temperature.
+
+    rates  acceptance of copied tokens
+    """
 
     def __init__(self, stats: PairStats) -> None:
         self._stats = stats
         self._calibrations: dict[float, KeyCalibration] = {}
         self.table = PredictionTable()
+        self.rates = MatchRates()
 
     def calibration(self, temperature: float) -> KeyCalibration:
         """Return the calibration at a temperature, with all observations so far."""
@@ -123,17 +130,22 @@ class Recycler:
         self.keep([tuple(tokens[max(end - _LONGEST, 0) : end]) for end in ends], predicted)
 
     def learn(
-        self, contexts: abc.Sequence[Context], accepted: list[int], predicted: TopTokens
+        self, sequence: Sequence, tree: DraftTree, path: abc.Sequence[int], predicted: TopTokens
     ) -> None:
         """Store the target's predictions at every node, those on the accepted path last.
 
         Later entries overwrite earlier ones, and the sequence continues along the accepted path.
 
-        accepted  nodes of the accepted path, the root first
+        path  nodes of the accepted path below the root
         """
-        self.keep(contexts[: len(predicted.tokens)], predicted)
-        on_path = TopTokens(predicted.tokens[accepted], predicted.probs[accepted])
-        self.keep([contexts[node] for node in accepted], on_path)
+        contexts = [context_of(sequence.tokens)]
+        below = zip(tree.topology.parents.tolist(), tree.tokens.tolist(), strict=True)
+        for parent, token in islice(below, 1, None):
+            contexts.append(context_of(contexts[parent], (token,)))
+        self.keep(contexts, predicted)
+        nodes = [0, *path]
+        on_path = TopTokens(predicted.tokens[nodes], predicted.probs[nodes])
+        self.keep([contexts[node] for node in nodes], on_path)
 
     def keep(self, contexts: abc.Sequence[Context], predicted: TopTokens) -> None:
         """Store predictions under their contexts."""
@@ -141,33 +153,50 @@ class Recycler:
         for context, tokens, probs in rows:
             self.table.keep(context, tokens, probs)
 
-    def candidates(self, sequence: Sequence) -> "RecycledCandidates":
-        """Return the candidates of a tree below the last token of a sequence."""
-        return RecycledCandidates(self.table, self.calibration(sequence.temperature), sequence)
+    def candidates(self, sequence: Sequence, n_levels: int) -> "TextCandidates":
+        """Return the candidates of a tree of at most `n_levels` levels below a sequence."""
+        return TextCandidates(self, sequence, n_levels)
 
 
-class RecycledCandidates:
-    """Recycled candidates below the nodes of a tree, by the rows of the nodes."""
+class TextCandidates:
+    """Candidates from the text below the nodes of a tree, by the tokens of their paths.
 
-    def __init__(
-        self, table: PredictionTable, calibration: KeyCalibration, sequence: Sequence
-    ) -> None:
-        self._table = table
-        self._calibration = calibration
+    Predictions of the target after the last tokens, and continuations of their earlier occurrences.
+    """
+
+    def __init__(self, recycler: Recycler, sequence: Sequence, n_levels: int) -> None:
+        self._table = recycler.table
+        self._calibration = recycler.calibration(sequence.temperature)
+        self._rates = recycler.rates
         self._sequence = sequence
-        self._predictions: dict[int, Prediction] = {}
+        self._predictions: dict[Context, Prediction] = {}
+        matches = find_matches(sequence, n_levels - 1) if n_levels > 1 else []
+        self._match = next(iter(matches), None)
+        copied = copied_paths(matches, self._rates)
+        self._copied: dict[Context, list[tuple[int, float]]] = {}
+        for path, chance in copied.items():
+            ratio = chance / copied.get(path[:-1], 1.0)
+            self._copied.setdefault(path[:-1], []).append((path[-1], ratio))
 
-    def below(self, row: int, path: Context) -> Iterator[tuple[int, float]]:
-        """Yield tokens below a path from the root, with their acceptance probabilities."""
+    def below(self, path: Context) -> abc.ItemsView[int, float]:
+        """Return the tokens after a path below the root, with their acceptance probabilities."""
+        chances: dict[int, float] = {}
         prediction = self._table.find(context_of(self._sequence.tokens, path))
-        if prediction is None:
-            return
-        self._predictions[row] = prediction
-        for token, p in self._calibration.chances(prediction):
-            if self._sequence.n_allowed((*path, token)) > len(path):
-                yield token, p
+        if prediction is not None:
+            self._predictions[path] = prediction
+            chances = dict(self._calibration.chances(prediction))
+        for token, p in self._copied.get(path, ()):
+            chances[token] = max(chances.get(token, 0.0), p)
+        return chances.items()
 
-    def observe(self, row: int, token: int) -> None:
-        """Record the actual token below an accepted node."""
-        if row in self._predictions:
-            self._calibration.observe(self._predictions[row], token)
+    def is_allowed(self, path: Context) -> bool:
+        """Return whether the sequence's grammar allows a path."""
+        return self._sequence.n_allowed(path) == len(path)
+
+    def learn(self, after: list[int]) -> None:
+        """Compare the candidates along the accepted path with the actual tokens."""
+        if self._match is not None:
+            self._rates.observe(self._match, after)
+        for n, token in enumerate(after):
+            if prediction := self._predictions.get(tuple(after[:n])):
+                self._calibration.observe(prediction, token)

@@ -13,11 +13,12 @@ from offload_rt.cost.tree_size import N_RANKS, best_prefixes
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
-from offload_rt.speculate.ngrams import MatchRates, NgramMatch, append_ngram, find_matches
+from offload_rt.speculate.ngrams import NgramMatch, append_ngram, find_matches
 from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.protocols import Drafter, DraftParts
-from offload_rt.speculate.recycler import N_PREDICTED, Recycler, context_of
+from offload_rt.speculate.recycler import N_PREDICTED, Recycler
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
+from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.search import TreeTable, search
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
@@ -45,9 +46,8 @@ class Proposal:
 class TreeDrafter(Drafter):
     """Propose trees with a draft model.
 
-    is_dynamic  (at temperature 0, above): grow trees by confidence instead of a selected shape
-    recycles    earlier predictions of the target compete with the draft for the nodes of dynamic
-                trees
+    is_dynamic  (at temperature 0, above): grow trees by confidence instead of a selected shape;
+                candidates of the text compete with the draft for their nodes
     """
 
     _dynamic: type[DynamicTreeBuilder] = DynamicTreeBuilder
@@ -55,9 +55,7 @@ class TreeDrafter(Drafter):
     _n_ranks = N_RANKS
     _n_at_once = 1  # levels of a draft pass
 
-    def __init__(
-        self, parts: DraftParts, is_dynamic: tuple[bool, bool], recycles: bool = False
-    ) -> None:
+    def __init__(self, parts: DraftParts, is_dynamic: tuple[bool, bool]) -> None:
         model = parts.self_model or parts.draft_model
         assert model is not None, "a tree drafter declares a model"
         self._model = model
@@ -68,13 +66,13 @@ class TreeDrafter(Drafter):
         self._shape = parts.shape
         self.pair_stats = parts.pair_stats
         self._learner = parts.learner
-        self._recycler = Recycler(parts.pair_stats) if recycles else None
-        self.reads_prompt = recycles
+        self._recycler = Recycler(parts.pair_stats)
+        self.reads_prompt = any(is_dynamic)
         self._count_predicted()
         self._is_dynamic = is_dynamic
         # Tables, each with the number of observations that triggers a new search.
         self._tables: dict[str, tuple[TreeTable, int]] = {}
-        self._rates = MatchRates()
+        self._rates = self._recycler.rates
         self._proposals: dict[Sequence, Proposal] = {}
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
@@ -116,13 +114,8 @@ class TreeDrafter(Drafter):
             nodes = [0, *verdict.path]
             self._learner.add(sequence, TopTokens(predicted.tokens[nodes], predicted.probs[nodes]))
             self._count_predicted()
-        if self._recycler is not None and predicted is not None:
-            contexts = [context_of(sequence.tokens)]
-            for parent, token in zip(
-                tree.topology.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True
-            ):
-                contexts.append(context_of(contexts[parent], (token,)))
-            self._recycler.learn(contexts, [0, *verdict.path], predicted)
+        if self.reads_prompt and predicted is not None:
+            self._recycler.learn(sequence, tree, verdict.path, predicted)
         proposal = self._proposals.get(sequence)
         if proposal is None:
             return
@@ -133,13 +126,12 @@ class TreeDrafter(Drafter):
         proposal.builder.learn([0, *verdict.path], after)
 
     def _count_predicted(self) -> None:
-        n_recycled = N_PREDICTED if self._recycler is not None else 0
+        n_recycled = N_PREDICTED if self.reads_prompt else 0
         self.n_predicted = max(n_recycled, self._learner.n_predicted if self._learner else 0)
 
     def read(self, sequence: Sequence, predicted: TopTokens) -> None:
         """Store the target's predictions at the prompt's last tokens."""
-        if self._recycler is not None:
-            self._recycler.read(sequence, predicted)
+        self._recycler.read(sequence, predicted)
 
     def observe(self, sequence: Sequence, first: int, states: abc.Sequence[Tensor]) -> None:
         """Pass the target's hidden states to the draft head."""
@@ -188,10 +180,12 @@ class TreeDrafter(Drafter):
 
     def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> Proposal | None:
         """Start a tree; return None if nothing can be drafted."""
-        n_levels = min(self.limits.n_levels, sequence.n_left, self._model.max_levels)
+        n_most = min(self.limits.n_levels, sequence.n_left)
+        n_levels = min(n_most, self._model.max_levels)
         n_rows = n_nodes
-        if n_nodes == 1 or n_levels == 1 or not self._model.can_draft(sequence):
+        if n_nodes == 1 or n_levels == 1:
             return None
+        can_draft = self._model.can_draft(sequence)
         temperature = sequence.temperature
         kind = self._kind(temperature)
         estimates = self.estimates_at(temperature)
@@ -200,20 +194,28 @@ class TreeDrafter(Drafter):
             n_coupled = n_levels - 1
             temperature = 0.0
         cost = self._round_cost(sequence, n_nodes, n_sequences)
+        if kind == "dynamic":
+            # The text's candidates need no draft rows.
+            state = TreeState(self._model.vocab_size, 1, sequence, self._model.runner.device)
+            state.clear(sequence.tokens[-1])
+            state.computed()
+            builder = self._dynamic_type(sequence)(
+                state,
+                (n_nodes, n_most, n_levels),
+                temperature,
+                estimates,
+                self._recycler.candidates(sequence, n_most),
+                cost,
+            )
+            is_sample = self.limits.fixed_size or len(sequence.tokens) % _SAMPLED == 0
+            if can_draft and (is_sample or builder.pays(self._n_at_once)):
+                builder.state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
+            return Proposal(builder, estimates, None)
+        if not can_draft:
+            return None
         match = self._likely_match(sequence, min(n_levels - 1, n_nodes - 2))
         copied = self._worth_copying(match, cost) if match else ()
         n_nodes -= len(copied)
-        if kind == "dynamic":
-            if not copied and not self._pays(sequence, cost, estimates):
-                return None
-            state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
-            size = (n_nodes, n_levels)
-            builder = self._dynamic_type(sequence)(
-                state, size, temperature, estimates, copied, cost
-            )
-            if self._recycler is not None:
-                builder.recycled = self._recycler.candidates(sequence)
-            return Proposal(builder, estimates, match)
         topology, expected = self._choose(sequence, (n_nodes, n_levels, n_sequences))
         if len(topology) == 1:
             return None
@@ -226,12 +228,6 @@ class TreeDrafter(Drafter):
         sizes = np.ones(n_nodes) if self.limits.fixed_size else np.arange(1, n_nodes + 1)
         pass_s = self._cost.seconds(n_sequences * sizes, len(sequence.tokens), 0.0, n_sequences)
         return RoundCost(self._cost.level(n_sequences), pass_s)
-
-    def _pays(self, sequence: Sequence, cost: RoundCost, estimates: Estimates) -> bool:
-        """Return whether to draft; always for some text lengths, to learn the acceptance."""
-        is_sample = len(sequence.tokens) % _SAMPLED == 0
-        acceptance = estimates.acceptance.by_rank()
-        return self.limits.fixed_size or is_sample or cost.pays_at_root(acceptance, self._n_at_once)
 
     def _worth_copying(self, match: NgramMatch, cost: RoundCost) -> tuple[int, ...]:
         """Return the copied tokens whose rows pay."""

@@ -18,18 +18,15 @@ def tree_drafter(
     dynamic_at_zero: bool,
     dynamic_above: bool,
     resources: DraftResources = DRAFT_MODEL,
-    recycles: bool = False,
 ) -> DrafterType:
     """Type of a `TreeDrafter`; above temperature 0, the rule decides the sampling of children of
     static trees.
-
-    recycles  see `TreeDrafter`
     """
 
     def opened(parts: DraftParts) -> Drafter:
         from offload_rt.speculate.tree_drafter import TreeDrafter
 
-        return TreeDrafter(parts, is_dynamic=(dynamic_at_zero, dynamic_above), recycles=recycles)
+        return TreeDrafter(parts, is_dynamic=(dynamic_at_zero, dynamic_above))
 
     return DrafterType(
         open=opened,

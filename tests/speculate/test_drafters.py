@@ -1,6 +1,7 @@
 """Contract of drafters: valid trees for every rule, and draws from the stated distributions."""
 
 import itertools
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -30,7 +31,8 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import top_tokens
 from offload_rt.speculate.block_builder import BlockTreeBuilder
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
-from offload_rt.speculate.pair_stats import Estimates
+from offload_rt.speculate.pair_stats import Estimates, PairStats
+from offload_rt.speculate.recycler import Recycler
 from offload_rt.speculate.select import drafter_type, load_rule, pick_drafter
 from offload_rt.system import registry
 from offload_rt.tree.topology import Verdict
@@ -160,12 +162,11 @@ def test_draft_model_rests_while_rows_are_expensive(llm, monkeypatch, row_s, len
 def test_tokens_are_copied_while_their_rows_pay(llm, monkeypatch, row_s, n_copied):
     """Copy k is accepted with 0.85^k; n copies take `1 + row_s * (1 + n)` seconds."""
     monkeypatch.setattr(Steady, "seconds", lambda self, n_rows, *_: 1.0 + row_s * n_rows)
-    drafter = drafter_of(llm, "dynamic_tree", "match", replace(LIMITS, n_levels=12))
+    drafter = drafter_of(llm, "static_tree", "match", replace(LIMITS, n_levels=12))
     sequence = Sequence([*range(9)] * 2, SamplingParams(40, temperature=0.0), 200)
-    drafter.propose([sequence], 12)
-    proposal = drafter._proposals.get(sequence)
-    assert (proposal.builder.copied if proposal else ()) == tuple(range(n_copied))
-    drafter.end(sequence)
+    match = drafter._likely_match(sequence, 10)
+    cost = drafter._round_cost(sequence, 12, 1)
+    assert drafter._worth_copying(match, cost) == tuple(range(n_copied))
 
 
 def best_rate(chances, cost, n_rounds):
@@ -205,9 +206,82 @@ def test_first_round_pays_by_the_best_prefix_of_its_levels():
         paths = (itertools.product(acceptance, repeat=n) for n in range(n_levels + 1))
         chances = [float(np.prod(path)) for level in paths for path in level]
         pays = best_rate(chances, cost, 1) >= best_rate([1.0], cost, 0)
-        assert cost.pays_at_root(acceptance, n_levels) == pays
+        assert cost.pays_at_root(np.ones(1), acceptance, n_levels) == pays
         decisions.add(pays)
     assert decisions == {True, False}
+
+
+def random_children(draw, n_most):
+    """Probabilities of up to `n_most` tokens out of 0 to 4."""
+    tokens = draw.permutation(5)[: draw.integers(0, n_most + 1)].tolist()
+    return dict(zip(tokens, draw.dirichlet(np.ones(6))[: len(tokens)].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("n_nodes", [6, 12, 4000])
+def test_candidates_of_text_and_draft_compete(n_nodes):
+    """Each child has the higher of its two chances; the draft reaches four levels, the text six."""
+    draw = np.random.default_rng(0)
+    below = defaultdict(lambda: random_children(draw, 2))  # by the text
+    drafted = defaultdict(lambda: random_children(draw, 4))
+    for seed in range(20):
+        root = (seed,)
+        text = SimpleNamespace(
+            below=lambda path, root=root: below[root + path].items(), is_allowed=lambda path: True
+        )
+        state = GrowingRows()
+        builder = DynamicTreeBuilder(
+            state, (n_nodes, 6, 4), 0.0, Unchanged(), text, RoundCost(0.0, np.ones(n_nodes))
+        )
+        while len(state.paths) > state.n_done:
+            new = state.paths[state.n_done :]
+            state.n_done = len(state.paths)
+            rows = [[*drafted[root + path].items(), *[(9, 0.0)] * 4][:4] for path in new]
+            tokens, chances = torch.tensor(rows).transpose(1, 2).unbind(1)
+            builder.extend(torch.cat([tokens.int(), chances.view(torch.int32)], 1))
+        tree = builder.tree(n_nodes)
+        paths = [(), *map(tuple, tree.topology.paths(tree.tokens.tolist())[1:])]
+        assert len(set(paths)) == len(paths) <= n_nodes
+        assert sorted(builder._nodes.chances, reverse=True) == builder._nodes.chances.tolist()
+        if n_nodes < 4000:
+            continue
+        wanted = {(): 1.0}
+        order = [()]
+        for path in order:
+            children = below[root + path] if len(path) < 5 else {}
+            if len(path) < 3:
+                children = {
+                    token: max(children.get(token, 0.0), drafted[root + path].get(token, 0.0))
+                    for token in {**children, **drafted[root + path]}
+                }
+            wanted |= {(*path, token): wanted[path] * p for token, p in children.items()}
+            order += [(*path, token) for token in children]
+        found = dict(zip(paths, builder._nodes.chances, strict=True))
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+class Unchanged(Estimates):
+    """Estimates that take a draft's probabilities as they are."""
+
+    calibration = SimpleNamespace(chances=lambda probabilities: probabilities)
+
+
+class GrowingRows:
+    """Rows of a draft, by their paths."""
+
+    vocab_size = 16
+
+    def __init__(self):
+        self.tokens = [0]
+        self.paths = [()]
+        self.n_done = 0
+
+    def add(self, parents, tokens):
+        begin = len(self.paths)
+        self.tokens += tokens
+        self.paths += [
+            (*self.paths[row], token) for row, token in zip(parents, tokens, strict=True)
+        ]
+        return range(begin, len(self.paths))
 
 
 @pytest.mark.parametrize("plain", [0, 200_000])
@@ -234,7 +308,7 @@ def test_default_tree_doubles_for_3_percent_of_the_streamed_bytes(plain, doubled
 def test_first_block_pays_by_all_of_its_levels(level_s, n_levels):
     """A chain whose tokens are accepted with probability 1/2; rows are free."""
     tokens = sum(0.5**depth for depth in range(n_levels + 1))
-    pays = RoundCost(level_s, np.ones(9)).pays_at_root(np.array([0.5]), n_levels)
+    pays = RoundCost(level_s, np.ones(9)).pays_at_root(np.ones(1), np.array([0.5]), n_levels)
     assert pays == (tokens / (1 + level_s) >= 1)
 
 
@@ -242,13 +316,14 @@ def test_further_block_pays_by_tokens_per_second():
     """Rounds with the blocks of parents cost nothing."""
     draw = np.random.default_rng(0)
     conditioned, inherited = Estimates(), Estimates()
+    text = Recycler(PairStats()).candidates(Sequence([0], SamplingParams(), 9), 1)
     conditioned.acceptance.first, inherited.acceptance.first = 0.9, 0.3
     decisions = set()
     for n_passes, level_s in itertools.product((1, 3), draw.exponential(0.3, 40)):
         state = SimpleNamespace(tokens=[0], n_recomputable=4, n_passes=n_passes)
         cost = RoundCost(level_s, np.ones(16))
         builder = BlockTreeBuilder(
-            state, (16, 4), 0.0, Estimates(), (), cost, conditioned, inherited
+            state, (16, 4, 4), 0.0, Estimates(), text, cost, conditioned, inherited
         )
         builder._n_rounds = 9
         chances = -np.sort(-(draw.random(7) ** 2))

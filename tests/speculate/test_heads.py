@@ -413,8 +413,9 @@ def test_perfect_head_drafts_its_full_reach(tmp_path, kind, temperature):
         lengths = [len(event.token_ids) for _ in range(4) for event in engine.step()]
     assert sequence.tokens == list(range(3, 3 + len(sequence.tokens)))
     # The first pass has no hidden states to draft from; then as many levels as there may be, or
-    # heads.
-    assert lengths == [1, *([4] * 3 if kind == "medusa" else [5] * 3)]
+    # heads. Earlier predictions of the target can add levels below the heads.
+    reach = 4 if kind == "medusa" else 5
+    assert lengths[:2] == [1, reach] and min(lengths[1:]) == reach
 
 
 @pytest.mark.slow

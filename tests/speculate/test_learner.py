@@ -191,7 +191,7 @@ def test_learning_ends_without_gain(pair, monkeypatch):
     with open_llm(pair.target, draft_model=str(pair.target)) as llm:
         learner = Learner(llm.engine.draft, LinkMeter())
         before = weights_of(llm)
-        drafter = drafter_of(llm, "adaptive_tree", "match", DraftLimits(8, 4), learner=learner)
+        drafter = drafter_of(llm, "static_tree", "match", DraftLimits(8, 4), learner=learner)
         assert drafter.n_predicted == 8
         read(learner, [passage_of(pair.model, seed) for seed in range(40)])
         assert learner.n_predicted == 0 and torch.equal(weights_of(llm), before)

@@ -19,7 +19,7 @@ from offload_rt.speculate import recycler
 from offload_rt.speculate.draft.recycle import PredictedTree, Recycling
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import DraftParts
-from offload_rt.speculate.recycler import KeyCalibration, PredictionTable
+from offload_rt.speculate.recycler import PredictionTable, Recycler, TextCandidates
 from offload_rt.speculate.select import drafter_type
 from offload_rt.tree.topology import Verdict
 
@@ -71,6 +71,13 @@ def test_table_is_bounded_and_keeps_recent_entries(several, n_most):
         assert found(table, key) == successors
 
 
+def text_of(table: PredictionTable, sequence: Sequence, n_levels: int) -> TextCandidates:
+    """Return the candidates of a table; with one level, nothing is copied."""
+    recycler = Recycler(PairStats())
+    recycler.table = table
+    return recycler.candidates(sequence, n_levels)
+
+
 def best_paths(
     table: PredictionTable, tokens: list[int], n: int, n_levels: int
 ) -> list[tuple[int, ...]]:
@@ -102,7 +109,7 @@ def test_tree_has_the_most_probable_nodes(n_levels):
     for _ in range(20):
         tokens = random.integers(5, size=4).tolist()
         sequence = Sequence(tokens, SamplingParams(), 99)
-        tree = PredictedTree(table, KeyCalibration(PairStats(), 0.0), sequence, {}, n_levels)
+        tree = PredictedTree(text_of(table, sequence, 1), tokens[-1], n_levels)
         for n in (5, 60):  # it grows on from where it stands
             tree.grow(n)
             paths: list[tuple[int, ...]] = [()]
@@ -110,7 +117,6 @@ def test_tree_has_the_most_probable_nodes(n_levels):
                 paths.append((*paths[parent], token))
             assert set(paths[1:]) == set(best_paths(table, tokens, n - 1, n_levels))
             assert tree.chances == sorted(tree.chances, reverse=True)
-            assert tree.contexts == [(*tokens, *path)[-3:] for path in paths]
 
 
 def test_copied_continuation_competes_with_predictions(monkeypatch):
@@ -119,10 +125,9 @@ def test_copied_continuation_competes_with_predictions(monkeypatch):
     table = PredictionTable()
     table.keep((7,), [1, 2], [0.6, 0.3])
     table.keep((1,), [4], [0.9])
-    tree = PredictedTree(
-        table, KeyCalibration(PairStats(), 0.0), Sequence([7], SamplingParams(), 99),
-        {(2,): 0.5, (2, 3): 0.4, (1,): 0.1, (1, 5): 0.05}, 9,
-    )  # fmt: skip
+    copied = {(2,): 0.5, (2, 3): 0.4, (1,): 0.1, (1, 5): 0.05}
+    monkeypatch.setattr(recycler, "copied_paths", lambda matches, rates: copied)
+    tree = PredictedTree(text_of(table, Sequence([7], SamplingParams(), 99), 9), 7, 9)
     tree.grow(9)
     nodes = list(zip(tree.parents, tree.tokens, tree.chances, strict=True))
     wanted = [(-1, 7, 1.0), (0, 1, 0.6), (1, 4, 0.54), (0, 2, 0.5), (3, 3, 0.4), (1, 5, 0.3)]

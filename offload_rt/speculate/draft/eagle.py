@@ -9,5 +9,4 @@ DRAFTER = tree_drafter(
     dynamic_at_zero=True,
     dynamic_above=True,
     resources=DraftResources(find_heads=open_head, open_model=HeadModel),
-    recycles=True,
 )

@@ -9,7 +9,6 @@ continuations.
 import heapq
 import time
 from collections import abc
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,16 +16,8 @@ import torch
 from offload_rt.cost.tree_size import ExpectedTokensBias, best_prefix, best_prefixes
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
-from offload_rt.speculate.ngrams import MatchRates, NgramMatch, copied_paths, find_matches
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
-from offload_rt.speculate.recycler import (
-    N_PREDICTED,
-    KeyCalibration,
-    Prediction,
-    PredictionTable,
-    Recycler,
-    context_of,
-)
+from offload_rt.speculate.recycler import N_PREDICTED, Recycler, TextCandidates
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 _SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 1)
@@ -37,33 +28,17 @@ _N_FIRST = 16
 class PredictedTree:
     """Best-first tree: the root and the most probable nodes, in descending order.
 
-    copied  copied paths below the root, with their probabilities
+    expected  expected tokens before bias correction
     """
 
-    def __init__(
-        self,
-        table: PredictionTable,
-        calibration: KeyCalibration,
-        sequence: Sequence,
-        copied: dict[tuple[int, ...], float],
-        n_levels: int,
-    ) -> None:
-        tokens = sequence.tokens
-        self._table = table
-        self._calibration = calibration
-        self._n_allowed = sequence.n_allowed
-        self._copied = copied
-        self._n_levels = n_levels
+    def __init__(self, text: TextCandidates, root: int, n_levels: int) -> None:
+        self.text = text
+        self.expected = 1.0
         self.parents = [-1]
-        self.tokens = [tokens[-1]]
+        self.tokens = [root]
         self.chances = [1.0]
-        self.contexts = [context_of(tokens)]
-        # Prediction below each node, in the order of the nodes.
-        self._predictions: list[Prediction | None] = []
+        self._n_levels = n_levels
         self._paths: list[tuple[int, ...]] = [()]
-        self._below: dict[tuple[int, ...], list[int]] = {}
-        for path in copied:
-            self._below.setdefault(path[:-1], []).append(path[-1])
         # Heap of (negative probability, parent, token), most probable candidate first.
         self._best: list[tuple[float, int, int]] = []
         self._open(0)
@@ -73,45 +48,19 @@ class PredictedTree:
         while self._best and len(self.parents) < n_nodes:
             chance, parent, token = heapq.heappop(self._best)
             path = (*self._paths[parent], token)
-            if self._n_allowed(path) < len(path):
+            if not self.text.is_allowed(path):
                 continue
             self.parents.append(parent)
             self.tokens.append(token)
             self.chances.append(-chance)
-            self.contexts.append(context_of(self.contexts[parent], (token,)))
             self._paths.append(path)
             self._open(len(self.parents) - 1)
 
     def _open(self, node: int) -> None:
         """Push the children of a node onto the candidate heap."""
         path = self._paths[node]
-        chance = self.chances[node]
-        prediction = self._table.find(self.contexts[node])
-        self._predictions.append(prediction)
-        if len(path) + 1 >= self._n_levels:
-            return
-        below = self._calibration.chances(prediction) if prediction else ()
-        chances = {token: chance * p for token, p in below}
-        for token in self._below.get(path, ()):
-            copied = chance * self._copied[*path, token] / self._copied.get(path, 1.0)
-            chances[token] = max(chances.get(token, 0.0), copied)
-        for token, p in chances.items():
-            heapq.heappush(self._best, (-p, node, token))
-
-    def learn(self, nodes: abc.Sequence[int], after: abc.Sequence[int]) -> None:
-        """Compare the predictions below accepted nodes with the actual tokens."""
-        for node, token in zip(nodes, after, strict=True):
-            if (prediction := self._predictions[node]) is not None:
-                self._calibration.observe(prediction, token)
-
-
-@dataclass
-class _Proposal:
-    """A tree under construction, its best match, and its expected tokens before bias correction."""
-
-    tree: PredictedTree
-    match: NgramMatch | None
-    expected: float = 1.0
+        for token, p in self.text.below(path) if len(path) + 1 < self._n_levels else ():
+            heapq.heappush(self._best, (-self.chances[node] * p, node, token))
 
 
 class Recycling(Drafter):
@@ -125,14 +74,13 @@ class Recycling(Drafter):
         self._cost = parts.cost
         self._stats = parts.pair_stats
         self._recycler = Recycler(parts.pair_stats)
-        self._rates = MatchRates()
-        self._proposals: dict[Sequence, _Proposal] = {}
+        self._proposals: dict[Sequence, PredictedTree] = {}
 
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
         """Propose a tree per sequence; select the most probable nodes across all sequences."""
         started = time.perf_counter()
         proposals = [self._grown(sequence, n_nodes, len(sequences)) for sequence in sequences]
-        chances = [np.array(proposal.tree.chances[1:]) for proposal in proposals]
+        chances = [np.array(proposal.chances[1:]) for proposal in proposals]
         sizes = [len(candidates) for candidates in chances]
         if not self.limits.fixed_size:
             context = max(len(sequence.tokens) for sequence in sequences)
@@ -152,14 +100,11 @@ class Recycling(Drafter):
     ) -> None:
         """Store the target's predictions at every node, and the fate of the candidates."""
         proposal = self._proposals[sequence]
-        nodes = [0, *verdict.path]
-        after = [*tree.tokens[nodes[1:]].tolist(), verdict.bonus]
-        if proposal.match is not None:
-            self._rates.observe(proposal.match, after)
-        proposal.tree.learn(nodes, after)
+        after = [*tree.tokens[list(verdict.path)].tolist(), verdict.bonus]
+        proposal.text.learn(after)
         self._bias(sequence).observe(proposal.expected, len(after))
         if predicted is not None:
-            self._recycler.learn(proposal.tree.contexts, nodes, predicted)
+            self._recycler.learn(sequence, tree, verdict.path, predicted)
 
     def end(self, sequence: Sequence) -> None:
         """Forget the tree of a sequence. The table is kept: other texts share its n-grams."""
@@ -168,14 +113,12 @@ class Recycling(Drafter):
     def _bias(self, sequence: Sequence) -> ExpectedTokensBias:
         return self._stats.at("recycled", sequence.temperature).bias
 
-    def _grown(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> _Proposal:
+    def _grown(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> PredictedTree:
         """Grow a tree while the time per token decreases, assuming equal trees per sequence."""
         n_levels = min(self.limits.n_levels, sequence.n_left)
         started = time.perf_counter()
-        matches = find_matches(sequence, n_levels - 1) if n_nodes > 1 else []
-        calibration = self._recycler.calibration(sequence.temperature)
-        copied = copied_paths(matches, self._rates)
-        tree = PredictedTree(self._recycler.table, calibration, sequence, copied, n_levels)
+        text = self._recycler.candidates(sequence, n_levels if n_nodes > 1 else 1)
+        tree = PredictedTree(text, sequence.tokens[-1], n_levels)
         size = n_nodes if self.limits.fixed_size else min(_N_FIRST, n_nodes)
         while True:
             tree.grow(size)
@@ -188,17 +131,16 @@ class Recycling(Drafter):
             if 1 + best_prefix(np.array(tree.chances[1:]), pass_s) <= size // 2:
                 break
             size = min(2 * size, n_nodes)
-        return _Proposal(tree, matches[0] if matches else None)
+        return tree
 
-    def _finish(self, sequence: Sequence, proposal: _Proposal, n_below: int) -> DraftTree:
+    def _finish(self, sequence: Sequence, tree: PredictedTree, n_below: int) -> DraftTree:
         """Cut a tree to the root and its `n_below` best nodes."""
-        tree = proposal.tree
         n = 1 + n_below
         topology = Topology(np.array(tree.parents[:n]))
-        proposal.expected = sum(tree.chances[:n])
-        self._proposals[sequence] = proposal
+        tree.expected = sum(tree.chances[:n])
+        self._proposals[sequence] = tree
         # A pass yields at most a token per level.
-        expected = min(self._bias(sequence).corrected(proposal.expected), topology.n_levels)
+        expected = min(self._bias(sequence).corrected(tree.expected), topology.n_levels)
         return DraftTree(topology, torch.tensor(tree.tokens[:n]), expected=expected)
 
 
