@@ -1,6 +1,7 @@
 """Drafting by a block drafter: trees grow by the token distributions of blocks."""
 
 from collections import abc
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,7 +12,9 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.kv.cache import KVBuffer
 from offload_rt.models.block_head import BlockHead
 from offload_rt.ops import to_device
+from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.head_model import HeadModel
+from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.tree_state import TreeBuilder, TreeState, captured
 
@@ -183,3 +186,38 @@ class BlockModel(HeadModel):
             reduce = captured(builder)
             outs.append(reduce(logits) if reduce else logits)
         return outs
+
+
+@dataclass(eq=False)
+class BlockTreeBuilder(DynamicTreeBuilder):
+    """Grow a tree by conditioned blocks while they pay, then by the blocks of parent rows.
+
+    The estimates of the base class apply to the root.
+    conditioned  estimates of rows with a block for their path
+    inherited    estimates of rows with the block of their parent
+    """
+
+    conditioned: Estimates
+    inherited: Estimates
+
+    def _next_round(self, waiting: np.ndarray) -> np.ndarray:
+        """Condition the best nodes if the gain covers the drafting time; else inherit blocks.
+
+        The most probable child is accepted more often with a conditioned block. That difference,
+        weighted by the chances of the nodes, is a lower bound of the gain in tokens.
+        """
+        places = self._best(waiting)
+        best = places[: self.state.n_recomputable]
+        rates = (each.acceptance.by_rank()[0] for each in (self.conditioned, self.inherited))
+        conditioned_rate, inherited_rate = rates
+        chances = self._nodes.chances
+        gain = (conditioned_rate - inherited_rate) * chances[best].sum()
+        rate = self.cost.best(chances, self.state.n_passes)[1]
+        pays = bool(gain > rate * self.cost.level_s)
+        self.state.recomputes = pays
+        return best if pays else places
+
+    def _estimates_of(self, row: int) -> Estimates:
+        if row == 0:
+            return self.estimates
+        return self.conditioned if self.state.is_recomputed(row) else self.inherited

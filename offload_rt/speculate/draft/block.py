@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from offload_rt.executor.sequence import Sequence
-from offload_rt.speculate.block_builder import BlockTreeBuilder
-from offload_rt.speculate.block_model import BlockModel, BlockState
+from offload_rt.speculate.block_model import BlockModel, BlockState, BlockTreeBuilder
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.protocols import DraftParts, DraftResources
 from offload_rt.speculate.static_builder import StaticTreeBuilder
