@@ -191,19 +191,13 @@ def test_match_texts_equal_plain_decoding(small, small_llm, drafter):
     )
 
 
-# Where random numbers are spent otherwise than in plain decoding. Texts of `coupled` are the same
-# too: test_coupled.py; `match` on trees that hold every token is in test_generation.py.
-# Test_exactness.py enumerates every rule; the bfloat16 test below draws without replacement.
-JOINT = [("static_tree", "specinfer"), ("dynamic_tree", "coupled")]
-
-
+# Texts of `match` and `coupled` equal those of plain decoding, and test_exactness.py enumerates
+# every rule. Here a drafter samples with replacement; below, in bfloat16, without.
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rule"), JOINT)
-def test_joint_distribution_of_sampled_tokens(small_llm, distributions, name, rule):
-    drafter = drafter_of(small_llm, name, rule, DraftLimits(6, 4))
-    assert_distributions(
-        sampled_texts(small_llm.engine.runner, drafter, load_rule(rule), 6), distributions
-    )
+def test_joint_distribution_of_sampled_tokens(small_llm, distributions):
+    drafter = drafter_of(small_llm, "static_tree", "specinfer", DraftLimits(6, 4))
+    texts = sampled_texts(small_llm.engine.runner, drafter, load_rule("specinfer"), 6)
+    assert_distributions(texts, distributions)
 
 
 @pytest.mark.slow
