@@ -173,7 +173,7 @@ class Net:
         return [torch.cat(parts) for parts in outs]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_cache_history_equals_its_tokens(seed):
     """Prompts, trees, commits, failed passes and rewinds in random order."""
     net = Net()
@@ -231,7 +231,7 @@ def saved(tmp_path_factory):
 def test_batch_texts_equal_transformers(saved, steady, monkeypatch, settings):
     """Prompts end within, at and behind a block border; two prompts share a prefix."""
     model, folder = saved
-    n = 24
+    n = 12
     settings = {name: str(folder) if value is True else value for name, value in settings.items()}
     prompts = [
         prompt_of(seed, size, 150) for seed, size in ((1, 70), (2, BLOCK_ROWS + 1), (3, 5), (1, 90))
@@ -260,10 +260,9 @@ def test_trees_see_long_prompts(saved, n_chain):
             tokens[:150] + [tokens[150 + ancestor] for ancestor in [0, *tree.path_to(node)]]
             for node in range(30)
         ]
-        for node, path in enumerate(paths):
-            torch.testing.assert_close(
-                got[node], logits_of(model, committed + path)[-1], atol=2e-3, rtol=0
-            )
+        for node in (*range(0, 30, 4), 29):
+            expected = logits_of(model, committed + paths[node])[-1]
+            torch.testing.assert_close(got[node], expected, atol=2e-3, rtol=0)
         path = [0, *tree.path_to(29)]
         runner.commit(cache, [*range(150), *(150 + node for node in path)])
         more = prompt_of(3, 7, 150)

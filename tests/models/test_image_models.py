@@ -31,7 +31,8 @@ from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
 
-GREEDY = SamplingParams(max_tokens=6, temperature=0)
+N_NEW = 4
+GREEDY = SamplingParams(max_tokens=N_NEW, temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +62,9 @@ def test_greedy_text_equals_transformers(model_of, kind):
         prompts = [image_prompt(model, tower, parts) for parts in (
             [5, first, 7], [5, second, 7], [5, first, 3, second, 2], [5, second, 7, first, 1],
         )]  # fmt: skip
-        expected = [generate_images(model, prompt, 6) for prompt in prompts]
+        expected = [generate_images(model, prompt, N_NEW) for prompt in prompts]
         assert say(llm, [prompts[0], text, prompts[2]]) == [
-            expected[0], generate(model, text, 6), expected[2]
+            expected[0], generate(model, text, N_NEW), expected[2]
         ]  # fmt: skip
         assert say(llm, prompts[1:]) == expected[1:]
 
@@ -104,7 +105,7 @@ def test_drafters_and_placeholders_of_texts(model_of, tmp_path, drafter):
     with open_streamed(folder, max_num_seqs=2, **settings) as llm:
         tower = llm.spec.target.checkpoint.spec.images
         prompt = image_prompt(model, tower, [4, image_inputs("qwen3_vl", 1), 3])
-        expected = [generate_images(model, prompt, 6), generate(model, text, 6)]
+        expected = [generate_images(model, prompt, N_NEW), generate(model, text, N_NEW)]
         assert say(llm, [prompt, text]) == expected
 
 
@@ -200,9 +201,7 @@ def test_images_of_preempted_and_aborted_sequences(model_of, monkeypatch):
             return forward(steps)
 
         monkeypatch.setattr(runner_of(llm), "forward", alone)
-        assert say(llm, prompts) == [
-            generate_images(model, prompt, GREEDY.max_tokens) for prompt in prompts
-        ]
+        assert say(llm, prompts) == [generate_images(model, prompt, N_NEW) for prompt in prompts]
         assert n_steps.count(2) > 2
 
 
@@ -252,4 +251,4 @@ def test_quantised_weights_and_prediction_layer_behind_images(model_of, tmp_path
     with open_streamed(quantised, drafter="mtp") as llm:
         tower = llm.spec.target.checkpoint.spec.images
         prompt = image_prompt(model, tower, [4, image_inputs("qwen3_5", 1), 3])
-        assert say(llm, [prompt]) == [generate_images(plain, prompt, GREEDY.max_tokens)]
+        assert say(llm, [prompt]) == [generate_images(plain, prompt, N_NEW)]

@@ -96,7 +96,7 @@ def test_default_settings_give_the_text_of_transformers(model_of, kind, empty_ca
     prompt = prompt_of(0, 15, 150)
     with LLM(str(folder), device="cpu") as llm:
         assert llm.max_model_len == 512
-        assert say(llm, prompt, 24) == generate(model, prompt, 24)
+        assert say(llm, prompt, 12) == generate(model, prompt, 12)
 
 
 @pytest.mark.parametrize(("kind", "drafts_itself"), [("gpt2", False), ("opt", True)])

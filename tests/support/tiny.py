@@ -363,7 +363,7 @@ def open_unloaded(directory: Path, *draft: str, **settings: Any) -> LLM:
 
 
 def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
-    """Open an LLM on the CPU with layers in the tiers of PLACES, by a fitting budget.
+    """Open an LLM on the CPU with layers in the tiers of PLACES, by a budget unless resident.
 
     Decodes plainly without a draft model or drafter. Trees have `tree_size` nodes, so that one
     budget fits.
@@ -378,16 +378,13 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
             for name, value in settings.items()
             if name not in ("tree_size", "tree_depth")
         }
-    with open_unloaded(directory, **settings) as unloaded:
-        plan = unloaded.plan
-    slot = plan.slot_nbytes
-    layers = sum(plan.layer_nbytes)
-    free = {
-        "resident": len(plan.tiers) * slot,
-        "disk": 2 * slot,
-        "mixed": min(5 * slot, layers - 1),
-    }
-    llm = LLM(str(directory), device_memory=plan.reserved.total + free[place], **settings)
+    if place != "resident":
+        with open_unloaded(directory, **settings) as unloaded:
+            plan = unloaded.plan
+        most = min(5 * plan.slot_nbytes, sum(plan.layer_nbytes) - 1)
+        free = {"disk": 2 * plan.slot_nbytes, "mixed": most}[place]
+        settings["device_memory"] = plan.reserved.total + free
+    llm = LLM(str(directory), **settings)
     assert llm.plan.experts or set(llm.plan.tiers) == PLACES[place], llm.plan.tiers
     return llm
 
