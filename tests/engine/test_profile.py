@@ -5,8 +5,9 @@ import time
 import pytest
 import torch
 from support.fake_gpu import fake_gpu
+from support.tiny import open_streamed
 
-from bench.models.tiny import config_of, open_streamed, random_model
+from bench.models.tiny import config_of, random_model
 from offload_rt.engine import link_rates, profile
 from offload_rt.offload.disk import DiskTier
 

@@ -14,6 +14,7 @@ from support.tiny import (
     generate,
     logits_of,
     open_llm,
+    open_streamed,
     prefill,
     prompt_of,
     random_tree,
@@ -24,7 +25,7 @@ from support.tiny import (
 from transformers import Qwen3_5ForConditionalGeneration
 
 from bench.models.tiny import config_of as tiny_config
-from bench.models.tiny import open_streamed, random_model
+from bench.models.tiny import random_model
 from offload_rt import LLM, SamplingParams
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Segment, Step

@@ -20,9 +20,16 @@ from support.images import (
     image_model,
     image_prompt,
 )
-from support.tiny import ATOL, generate, keep_steady, open_unloaded, prompt_of, runner_of
+from support.tiny import (
+    ATOL,
+    generate,
+    keep_steady,
+    open_streamed,
+    open_unloaded,
+    prompt_of,
+    runner_of,
+)
 
-from bench.models.tiny import open_streamed
 from offload_rt import LLM, SamplingParams
 from offload_rt.executor.step import Step
 from offload_rt.models.image_tower import FAMILIES, ImageTower

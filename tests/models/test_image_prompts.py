@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 from support.images import IMAGE_ID, image_model
+from support.tiny import open_streamed
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from bench.models.tiny import open_streamed
 from offload_rt import SamplingParams
 from offload_rt.errors import PromptError
 from offload_rt.models.processors import load_processor

@@ -18,6 +18,7 @@ from support.tiny import (
     generate,
     logits_of,
     open_llm,
+    open_streamed,
     prompt_of,
     prompt_steps,
     random_tree,
@@ -29,7 +30,7 @@ from transformers import GptOssForCausalLM, Mxfp4Config, conversion_mapping
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 from bench.models.tiny import config_of as tiny_config
-from bench.models.tiny import open_streamed, random_model
+from bench.models.tiny import random_model
 from offload_rt import LLM, SamplingParams, ops
 from offload_rt.engine import builder
 from offload_rt.errors import UnsupportedModelError

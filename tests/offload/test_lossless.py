@@ -60,7 +60,7 @@ DECODERS = ("avx512", "portable", "numpy", "kernel", pytest.param("card", marks=
 # 64 and 4,096 weights start on their own, and a chunk ends after 524,288.
 COUNTS = (1, 7, 63, 64, 65, 4095, 4096, 4097, 20_000)
 SILENT = lambda done, total: None  # noqa: E731
-N_NEW = 12
+N_NEW = 5
 
 
 def decoder_of(name: str) -> Decoder:

@@ -4,8 +4,6 @@ import threading
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
-from offload_rt import LLM
-from offload_rt.config import EngineConfig
 from offload_rt.models.layers import Mixture
 from offload_rt.offload.card_experts import CardExperts
 from offload_rt.offload.disk import DiskTier, ReadSettings
@@ -18,7 +16,7 @@ from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import open_checkpoint
 from support.checkpoints import pack
 from support.streams import FakeGPU, Host, Watched, stream_layers
-from support.tiny import open_unloaded
+from support.tiny import open_unloaded, parsed_once
 
 MIXTURE = Mixture((0, 2), 3, 2)  # six experts
 
@@ -69,19 +67,21 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):
 def open_touched(folder, n_slots, watch=False, device="cpu", **settings):
     """An LLM with slots for so many experts, all else on the device."""
     settings = {"device": device, "max_model_len": 128, "drafter": "none"} | settings
-    with open_unloaded(folder, **settings) as unloaded:
-        reserved = unloaded.plan.reserved.total
-    rest, experts = open_checkpoint(folder).by_expert()
-    with (
-        closing(DiskTier(rest.layers, packed=device == "cuda")) as layers,
-        closing(DiskTier(experts, packed=device == "cuda")) as tier,
-    ):
-        reserved += sum(layers.layout(i).nbytes for i in range(len(rest.layers)))
-        slot = max(tier.layout(i).nbytes for i in range(len(experts)))
-        # blocks of a card end at pages
-        reserved += len(rest.layers) * 8192 if device == "cuda" else 0
-    config = EngineConfig(str(folder), device_memory=reserved + n_slots * slot, **settings)
-    with LLM.open(config) as llm:
+    with parsed_once():
+        with open_unloaded(folder, **settings) as unloaded:
+            reserved = unloaded.plan.reserved.total
+        rest, experts = open_checkpoint(folder).by_expert()
+        with (
+            closing(DiskTier(rest.layers, packed=device == "cuda")) as layers,
+            closing(DiskTier(experts, packed=device == "cuda")) as tier,
+        ):
+            reserved += sum(layers.layout(i).nbytes for i in range(len(rest.layers)))
+            slot = max(tier.layout(i).nbytes for i in range(len(experts)))
+            # blocks of a card end at pages
+            reserved += len(rest.layers) * 8192 if device == "cuda" else 0
+        settings["device_memory"] = reserved + n_slots * slot
+        unloaded = open_unloaded(folder, **settings)
+    with unloaded as llm:
         if watch:
             files = llm.spec.files
             experts = replace(files.experts, tier=Watched(files.experts.tier))

@@ -42,6 +42,8 @@ _aten = torch.ops.aten
 _MAY_MIX = {_aten.copy_.default, _aten._to_copy.default, _aten.index.Tensor,
     _aten.index_put_.default,
             _aten.index_put.default, _aten._index_put_impl_.default}  # fmt: skip
+# Arguments that concern a device. Without them and without tensors there, a call is the CPU's.
+_OF_DEVICES = {"device", "generator", "pin_memory"}
 _GENERATORS: dict[int, torch.Generator] = {}  # of the device, by address
 
 
@@ -135,6 +137,8 @@ def _on_device(value: Any) -> Any:
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [*tensors_of(args), *tensors_of(kwargs.values())]
     n_on_device = sum(isinstance(tensor, FakeCudaTensor) for tensor in tensors)
+    if not n_on_device and kwargs.keys().isdisjoint(_OF_DEVICES):
+        return func(*args, **kwargs)
     wanted = kwargs.get("device")
     wanted = None if wanted is None else torch.device(wanted).type
     if n_on_device and func not in _MAY_MIX:

@@ -18,10 +18,11 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.models.head_configs import parse_head
+from offload_rt.speculate.select import load_rule
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.weights.checkpoint import open_checkpoint
-from support.texts import SMALL
-from support.tiny import CASES, SPREAD, drafter_of, engine_of, prompt_of
+from support.texts import SMALL, run_together
+from support.tiny import CASES, SPREAD, drafter_of, engine_of, prompt_of, runner_of
 
 VOCAB = 8
 
@@ -247,6 +248,21 @@ def probe(llm: LLM, name: str, n_steps: int) -> Iterator[tuple[list[int], list[i
     for sequence, grown in zip(several, probes, strict=True):
         for path, logits in zip(PATHS, grown.logits, strict=True):
             yield sequence.tokens, path, logits
+
+
+def assert_plain_texts(llm: LLM, name: str, rule: str) -> None:
+    """Assert that sampled texts with a drafter equal those of plain decoding, in fewer passes."""
+    several = [SamplingParams(16, temperature=0.5 + 0.1 * seed, seed=seed) for seed in range(9)]
+    texts = []
+    for drafter, limits in (
+        ("none", DraftLimits(1, 1)),
+        (name, DraftLimits(24, 5, fixed_size=True)),
+    ):
+        batch = [TokenSequence([1, 2, 0, 3], params, 128) for params in several]
+        parts = runner_of(llm), drafter_of(llm, drafter, rule, limits), load_rule(rule)
+        texts.append(run_together(*parts, batch, limits.n_nodes))
+    assert texts[0] == texts[1]
+    assert sum(sequence.stats.n_passes for sequence in batch) < 9 * 14, "nothing was accepted"
 
 
 HEADS = ("eagle", "medusa", "qwen")

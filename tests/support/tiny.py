@@ -1,12 +1,16 @@
 """Tiny random models of every family; transformers is the reference."""
 
 import copy
+import functools
 import json
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,6 +31,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import offload_rt.llm
 from offload_rt import LLM, Output, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator
@@ -47,6 +52,7 @@ from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.system import registry
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
+from offload_rt.weights.checkpoint import open_checkpoint
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
@@ -378,15 +384,34 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
             for name, value in settings.items()
             if name not in ("tree_size", "tree_depth")
         }
-    if place != "resident":
-        with open_unloaded(directory, **settings) as unloaded:
-            plan = unloaded.plan
-        most = min(5 * plan.slot_nbytes, sum(plan.layer_nbytes) - 1)
-        free = {"disk": 2 * plan.slot_nbytes, "mixed": most}[place]
-        settings["device_memory"] = plan.reserved.total + free
-    llm = LLM(str(directory), **settings)
+    with parsed_once():
+        if place != "resident":
+            with open_unloaded(directory, **settings) as unloaded:
+                plan = unloaded.plan
+            most = min(5 * plan.slot_nbytes, sum(plan.layer_nbytes) - 1)
+            free = {"disk": 2 * plan.slot_nbytes, "mixed": most}[place]
+            settings["device_memory"] = plan.reserved.total + free
+        llm = LLM(str(directory), **settings)
     assert llm.plan.experts or set(llm.plan.tiers) == PLACES[place], llm.plan.tiers
     return llm
+
+
+def open_streamed(folder: Path, **settings: Any) -> LLM:
+    """Open an LLM with all layers on the disk and the default drafter."""
+    return open_llm(folder, "disk", **{"drafter": "auto"} | settings)
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """Parse each target once, which takes most of a plan for models of transformers.
+
+    Ranks in threads would restore each other's function.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with mock.patch.object(offload_rt.llm, "open_checkpoint", functools.cache(open_checkpoint)):
+        yield
 
 
 def drafter_of(
