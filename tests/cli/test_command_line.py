@@ -233,20 +233,6 @@ def test_sampling_flags_reach_the_sampler(line, model, spoken):
     )
 
 
-def test_trace_has_spans_of_reading_and_computing(line, model, tmp_path):
-    path = tmp_path / "trace.json"
-    code, _, _ = line(
-        "--model", str(model), *SMALL, *f"--prompt x --max-new-tokens 3 --trace {path}".split(),
-        *PLAIN,
-    )  # fmt: skip
-    assert code == 0
-    events = json.loads(path.read_text())["traceEvents"]
-    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {"compute", "draft", "verify"} < lanes
-    assert "link, slot 0" in lanes
-    assert sum(event["name"] == "head" for event in events if event["ph"] == "X") == 3
-
-
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--prompt", ""], ["the prompt is empty"]),
     (["--prompt", "the " * 200], ["too long", "--max-model-len"]),

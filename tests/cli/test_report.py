@@ -182,7 +182,9 @@ def test_real_run_is_traced_and_reported(drafted, tmp_path, capsys):
     else:
         assert times["n_steps"] == 12
         lanes = {span.lane for span in spans}
-        assert {slot_lane(LINK, 0), slot_lane(LINK, 1), waits(LINK)} <= lanes
+        links = {slot_lane(LINK, 0), slot_lane(LINK, 1), waits(LINK)}
+        assert {COMPUTE, DRAFT, VERIFY} | links <= lanes
+        assert [span.name for span in spans].count("head") == 12
         assert (
             0
             < times["link"] + sum(sum(during.values()) for during in times["idle"].values())

@@ -137,48 +137,55 @@ def test_kernel_logits_differ_only_by_rounding(tmp_path, card, heads):
         assert (mine - probs).abs().mean() < 1.5 * (its - probs).abs().mean() + 1e-3
 
 
-def test_close_releases_cuda_graphs(pair, card):
-    """At once, not when Python looks for circles: it holds the weights."""
+@pytest.fixture
+def no_collection():
+    """Leave circles of references alone."""
     gc.disable()
-    try:
-        with (
-            card(),
-            on_card(pair.target, tree_size=8, **pair.settings("static_tree", "sequoia")) as llm,
-        ):
-            llm.generate(prompt_of(0), SamplingParams(max_new_tokens=8))
-            held = [weakref.ref(runner) for runner in (llm.engine.runner, llm.engine.draft)]
-        del llm
-        assert [reference() for reference in held] == [None, None]
-    finally:
-        gc.enable()
+    yield
+    gc.enable()
 
 
-def test_close_releases_host_memory(zoo, card):
+def test_close_releases_cuda_graphs(pair, card, no_collection):
+    """At once, not when Python looks for circles: it holds the weights."""
+    settings = {"tree_size": 8, **pair.settings("static_tree", "sequoia")}
+    with card(), on_card(pair.target, **settings) as llm:
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=8))
+        held = [weakref.ref(runner) for runner in (llm.engine.runner, llm.engine.draft)]
+    del llm
+    assert [reference() for reference in held] == [None, None]
+
+
+def test_close_releases_host_memory(zoo, card, no_collection):
     """Immediately, including streamed layers, which threads have used."""
     directory = zoo.directory("llama", 0)
-    gc.disable()
-    try:
-        with card(), on_card(directory, drafter="none", device_memory=little(directory)) as llm:
-            llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
-            tiers = {
-                tier
-                for tier in llm.engine.runner.streamer._sources.streamed
-                if isinstance(tier, MemoryTier)
-            }
-            held = [weakref.ref(image.block) for tier in tiers for image in tier._images.values()]
-            del tiers
-        del llm
-        assert held and not any(reference() for reference in held)
-    finally:
-        gc.enable()
+    with card(), on_card(directory, drafter="none", device_memory=little(directory)) as llm:
+        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
+        tiers = {
+            tier
+            for tier in llm.engine.runner.streamer._sources.streamed
+            if isinstance(tier, MemoryTier)
+        }
+        held = [weakref.ref(image.block) for tier in tiers for image in tier._images.values()]
+        del tiers
+    del llm
+    assert held and not any(reference() for reference in held)
 
 
-def test_memory_cap_ends_with_the_engine(zoo, card):
+def test_memory_cap_ends_with_the_engine_or_a_load_error(zoo, card, monkeypatch):
     directory = zoo.directory("llama", 0)
+
+    def failed(*_):
+        raise LinkError("the disk has gone")
+
     with card():
+        budget = little(directory)
         before = torch.cuda.get_per_process_memory_fraction()
-        with on_card(directory, drafter="none", device_memory=little(directory)):
+        with on_card(directory, drafter="none", device_memory=budget):
             assert torch.cuda.get_per_process_memory_fraction() < before
+        assert torch.cuda.get_per_process_memory_fraction() == before
+        monkeypatch.setattr(loader, "read_parallel", failed)
+        with pytest.raises(LinkError):
+            on_card(directory, drafter="none", device_memory=budget)
         assert torch.cuda.get_per_process_memory_fraction() == before
 
 
@@ -260,20 +267,6 @@ def logits_on(device, directory, dtype):
             )
             runner.discard(cache)
         return logits
-
-
-def test_memory_cap_ends_after_a_load_error(zoo, card, monkeypatch):
-    directory = zoo.directory("llama", 0)
-
-    def failed(*_):
-        raise LinkError("the disk has gone")
-
-    with card():
-        before = torch.cuda.get_per_process_memory_fraction()
-        monkeypatch.setattr(loader, "read_parallel", failed)
-        with pytest.raises(LinkError):
-            on_card(directory, drafter="none", device_memory=little(directory))
-        assert torch.cuda.get_per_process_memory_fraction() == before
 
 
 @pytest.mark.parametrize(("begun", "variable", "release", "expected"), [

@@ -400,9 +400,12 @@ def verdicts(kernels, kernel, tree, target, noise):
     return verdict.tolist(), [decision.end, min(bonus, int(decision.probs.nonzero()[-1]))]
 
 
-@pytest.mark.parametrize(
+both_ways = pytest.mark.parametrize(
     "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
 )
+
+
+@both_ways
 def test_verify(kernels, kernel):
     kinds = set()
     for seed in range(60):
@@ -419,9 +422,7 @@ def test_verify(kernels, kernel):
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])
-@pytest.mark.parametrize(
-    "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
-)
+@both_ways
 def test_verify_with_almost_no_residual(kernels, kernel, is_sampled):
     """The residual of the draft or of the target is below float32 resolution."""
     probs, target = torch.zeros(2, 1, 3001)
@@ -492,9 +493,7 @@ def test_verify_with_blocks_in_any_order(kernels, case):
         assert mine == plain and plain[0] == end
 
 
-@pytest.mark.parametrize(
-    "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
-)
+@both_ways
 def test_verify_rejects_the_second_of_two_equal_siblings(kernels, kernel):
     target = torch.full((3, 2000), 0.5 / 1999)
     target[:, 7] = 0.5

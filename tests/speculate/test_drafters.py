@@ -202,7 +202,7 @@ def test_first_round_pays_by_the_best_prefix_of_its_levels():
     decisions = set()
     for n_levels, row_s in itertools.product((1, 2, 3), draw.random(20)):
         cost = RoundCost(draw.random() / 2, 1 + row_s * np.sqrt(np.arange(9)))
-        acceptance = -np.sort(-draw.random(3)) / 2
+        acceptance = -np.sort(-draw.random(draw.integers(1, 4))) / 2
         paths = (itertools.product(acceptance, repeat=n) for n in range(n_levels + 1))
         chances = [float(np.prod(path)) for level in paths for path in level]
         pays = best_rate(chances, cost, 1) >= best_rate([1.0], cost, 0)
@@ -301,15 +301,6 @@ def test_default_tree_doubles_for_3_percent_of_the_streamed_bytes(plain, doubled
         if 100 * n / 2 <= 0.03 * streamed and 100 * n <= memory - plain
     ]
     assert limits.n_nodes == max(larger, default=512)
-
-
-@pytest.mark.parametrize("n_levels", [1, 2, 4])
-@pytest.mark.parametrize("level_s", np.arange(0.25, 2, 0.25))
-def test_first_block_pays_by_all_of_its_levels(level_s, n_levels):
-    """A chain whose tokens are accepted with probability 1/2; rows are free."""
-    tokens = sum(0.5**depth for depth in range(n_levels + 1))
-    pays = RoundCost(level_s, np.ones(9)).pays_at_root(np.ones(1), np.array([0.5]), n_levels)
-    assert pays == (tokens / (1 + level_s) >= 1)
 
 
 def test_further_block_pays_by_tokens_per_second():

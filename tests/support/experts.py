@@ -4,6 +4,7 @@ import threading
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
+import offload_rt.llm
 from offload_rt.models.layers import Mixture
 from offload_rt.offload.card_experts import CardExperts
 from offload_rt.offload.disk import DiskTier, ReadSettings
@@ -13,7 +14,6 @@ from offload_rt.offload.streamer import LayerSources, LayerView
 from offload_rt.offload.thread_experts import ThreadExperts
 from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
 from offload_rt.system.trace import Trace
-from offload_rt.weights.checkpoint import open_checkpoint
 from support.checkpoints import pack
 from support.streams import FakeGPU, Host, Watched, stream_layers
 from support.tiny import open_unloaded, parsed_once
@@ -70,7 +70,7 @@ def open_touched(folder, n_slots, watch=False, device="cpu", **settings):
     with parsed_once():
         with open_unloaded(folder, **settings) as unloaded:
             reserved = unloaded.plan.reserved.total
-        rest, experts = open_checkpoint(folder).by_expert()
+        rest, experts = offload_rt.llm.open_checkpoint(folder).by_expert()
         with (
             closing(DiskTier(rest.layers, packed=device == "cuda")) as layers,
             closing(DiskTier(experts, packed=device == "cuda")) as tier,
