@@ -396,9 +396,15 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
     return llm
 
 
-def open_streamed(folder: Path, **settings: Any) -> LLM:
-    """Open an LLM with all layers on the disk and the default drafter."""
-    return open_llm(folder, "disk", **{"drafter": "auto"} | settings)
+def open_streamed(directory: Path, **settings: Any) -> LLM:
+    """Open an LLM with memory for two layers, which may hold all of a model with two wide ones."""
+    settings = {"device": "cpu", "max_model_len": 128} | settings
+    settings |= {} if settings.get("drafter") == "none" else {"tree_size": 16}
+    with parsed_once():
+        with open_unloaded(directory, **settings) as unloaded:
+            plan = unloaded.plan
+        budget = plan.reserved.total + 2 * plan.slot_nbytes
+        return LLM(str(directory), device_memory=budget, **settings)
 
 
 @contextmanager
