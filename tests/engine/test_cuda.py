@@ -323,7 +323,10 @@ def counted_steps(llm, counts, params):
 def test_host_waits_for_each_level_the_pass_and_the_verdict(
     pair, monkeypatch, drafter, rule, temperature, place
 ):
-    """Only layers pass through the copy engine, neither inputs of a pass nor rows to commit."""
+    """Also for the predictions that dynamic trees learn from.
+
+    Only layers pass through the copy engine, neither inputs of a pass nor rows to commit.
+    """
     settings = {"tree_size": 24, "tree_depth": 5}
     with fake_gpu(monkeypatch, has_kernels=True) as counts:
         settings |= {"max_model_len": 128, "device": "cuda"} | pair.settings(drafter, rule)
@@ -335,7 +338,8 @@ def test_host_waits_for_each_level_the_pass_and_the_verdict(
                 llm, counts, SamplingParams(max_new_tokens=18, temperature=temperature, seed=1)
             )
     assert len(steps) > 4 and (drafter == "ngram" or sum(n_levels for *_, n_levels in steps) > 10)
-    assert all(n_waits <= n_levels + 2 for n_waits, _, n_levels in steps), steps
+    n_others = 2 + (drafter == "adaptive_tree")
+    assert all(n_waits <= n_levels + n_others for n_waits, _, n_levels in steps), steps
     assert not any(n_uploads for _, n_uploads, _ in steps), steps
 
 
