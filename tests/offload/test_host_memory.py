@@ -11,7 +11,7 @@ from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.offload.disk import ReadSettings
 from offload_rt.weights.layout import PAGE
 
-N_NEW = 6
+N_NEW = 4
 
 
 @pytest.mark.slow
