@@ -42,7 +42,7 @@ class CallParser(AnswerParser):
         self._trigger = next((match[1] for match in starts if match), "")  # precedes most calls
         self._is_first = not (form.begin + form.opening).strip()  # calls begin the answer
         self._last = (_PIECES.findall(form.closing) or ["}"])[-1]  # ends every call
-        self._patterns = self._compiled(is_last=False)
+        self._patterns = self._compiled(is_last=False) if tools else {}
         self._state = "start" if self._is_first else "text"
         self._buffer = ""
         self._n_tried = 0  # characters of the buffer that are no whole call

@@ -117,11 +117,7 @@ class ChatFormat:
 
     def call_grammar(self, functions: Sequence[Json], is_single: bool) -> str:
         """Build the Lark grammar of required calls; see `call_grammar`."""
-        return call_grammar(self.tool_format, functions, self._lark, is_single)
-
-    def answer_grammar(self, functions: Sequence[Json], formats: Json) -> str | None:
-        """Build the Lark grammar of an answer that may contain calls; see `CallFormat`."""
-        return self.tool_format.answer_grammar(functions, self._lark, formats)
+        return call_grammar(self.tool_format, functions, self.lark, is_single)
 
     def around(self, tail: str, has_calls: bool) -> str | None:
         """Build the grammar around a constrained answer; None if nothing precedes the answer.
@@ -129,17 +125,17 @@ class ChatFormat:
         tail       end of the prompt
         has_calls  whether the constraint is a grammar of calls
         """
-        around = self.tool_format.around(self._lark, has_calls)
+        around = self.tool_format.around(self.lark, has_calls)
         if around is not None:
             return around
         if self.tags is None or self.tags.closes(tail):
             return None
-        rest = text_until("rest", self._lark(self.tags.closing))
+        rest = text_until("rest", self.lark(self.tags.closing))
         if self.tags.opens(tail):
             return f"start: rest @answer\n{rest}"
-        return f"start: ({self._lark(self.tags.opening)} rest)? @answer\n{rest}"
+        return f"start: ({self.lark(self.tags.opening)} rest)? @answer\n{rest}"
 
-    def _lark(self, text: str) -> str:
+    def lark(self, text: str) -> str:
         """Convert a text to a Lark expression of strings and special tokens."""
         # llguidance never spells added tokens such as <tool_call> in strings.
         parts = self._added.split(text) if self._ids else [text]

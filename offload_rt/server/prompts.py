@@ -14,16 +14,14 @@ from offload_rt.errors import PromptError, SettingsError
 from offload_rt.models.image_prompt import EncodedPrompt, ImagePrompt
 from offload_rt.server.bodies import Json
 from offload_rt.server.call_format import CallFormat
+from offload_rt.server.derivation import tool_variables
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
 from offload_rt.text.images import Fetch, has_images
 
 GenerationRequest = CompletionRequest | ChatRequest
 # Variables of chat templates and their places in a request.
-_VARIABLES = {
-    "tools": "the request",
-    "documents": "chat_template_kwargs",
-    "functions": "chat_template_kwargs",
-}
+_KEYWORDS = dict.fromkeys(("documents", "functions"), "chat_template_kwargs")
+_VARIABLES = {"tools": "the request", **_KEYWORDS}
 _T = TypeVar("_T")
 # Each decodes an image at a time, up to 300 MB with a copy.
 _IMAGE_THREADS = 2
@@ -109,7 +107,7 @@ class PromptEncoder:
         options = {
             "add_generation_prompt": request.add_generation_prompt,
             "continue_final_message": request.continue_final_message,
-            "tools": tools,
+            **tool_variables(template, tools),
             **variables,
         }
         if wanted and "response_format" in template:

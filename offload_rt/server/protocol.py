@@ -247,7 +247,7 @@ class ChatRequest(GenerationRequest):
         if self.requires_calls:
             formats["grammar"] = self._call_grammar(chat_format)
         elif functions := [*self.functions.values()]:
-            grammar = chat_format.answer_grammar(functions, formats)
+            grammar = chat_format.tool_format.answer_grammar(functions, chat_format.lark, formats)
             formats = formats if grammar is None else {"grammar": grammar}
         params = self.sampling_params(max_n, formats, max_tokens, n_logprobs, None)
         if chat_format.needs_special:

@@ -33,6 +33,7 @@ class ResponsesRequest(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     tools: FailFastList[Json] | None = None
     tool_choice: Literal["none", "auto", "required"] | Json | None = None
@@ -73,11 +74,8 @@ class ResponsesRequest(BaseModel):
 
     def echo(self) -> Json:
         """Return the fields of the request that a response repeats."""
-        return {
-            "instructions": self.instructions,
-            "max_output_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+        names = {"instructions", "max_output_tokens", "temperature", "top_p"}
+        return self.model_dump(include=names) | {
             "tools": self.tools or [],
             "tool_choice": self.tool_choice or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,

@@ -203,6 +203,7 @@ def test_conversations_of_all_apis_reach_the_template_alike(served, monkeypatch,
 
 @pytest.mark.parametrize(("path", "fields", "check"), [
     ("responses", {"max_output_tokens": 5}, lambda params: params.max_tokens == 5),
+    ("responses", {"ignore_eos": True}, lambda params: params.ignore_eos),
     ("responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
      lambda params: params.structured_outputs.json == SCHEMA),
     ("responses", {"tools": [RESPONSES_TOOL],

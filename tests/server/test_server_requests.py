@@ -308,6 +308,15 @@ def test_failing_templates_name_the_field_of_the_request(served, monkeypatch, te
     assert "chat_template " not in message and "--" not in message
 
 
+def test_functions_of_firefunction_are_in_the_prompt(served, monkeypatch):
+    template = "{{ functions }} {{ datetime }}"
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    status, answer = served.post("/tokenize", {"messages": TURNS, "tools": tools})
+    prompt = served.post("/detokenize", {"tokens": answer["tokens"]})[1]["prompt"]
+    assert status == 200 and '"name": "add"' in prompt and ":" in prompt.rpartition("]")[2]
+
+
 def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
     """Text of a tool call."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n{close}'
