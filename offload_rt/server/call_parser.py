@@ -54,8 +54,8 @@ class CallParser(AnswerParser):
         if not self._tools:
             return Parsed(text=text)
         self._buffer += text
-        if is_last:
-            self._is_last = True
+        self._is_last = is_last
+        if is_last and (self._state != "text" or self._trigger in self._buffer):
             self._patterns = self._compiled(is_last=True)
         return Parsed.join(iter(self._next, None))
 
@@ -65,9 +65,9 @@ class CallParser(AnswerParser):
         call = rf"\s*(?P<json>(?=\{{){_nested(_JSON)})"
         if form.pairs:
             # Pairs begin like the end of a call in MiniMax M3.
-            starts = map(_PIECES.findall, (form.closing, form.pairs.separator + form.pairs.opening))
-            pieces = enumerate(zip(*starts, strict=False))
-            n_shared = next((n for n, (end, start) in pieces if end != start), 0)
+            start = form.pairs.separator + form.pairs.opening
+            characters = enumerate(zip(form.closing, start, strict=False))
+            n_shared = next((n for n, (a, b) in characters if a != b), len(start))
             call = self._arguments(form.pairs, self._closing(form.closing, is_last, n_shared + 1))
         else:
             call += self._closing(form.closing, is_last, 0)
@@ -87,10 +87,9 @@ class CallParser(AnswerParser):
         return "".join(r"\s*" + (self._special.get(part) or regex.escape(part)) for part in pieces)
 
     def _closing(self, text: str, is_last: bool, n_required: int) -> str:
-        """Build the pattern of a closing text, whose last pieces may be missing at the end."""
-        pieces = _PIECES.findall(text)
-        n_needed = range(n_required, len(pieces)) if is_last else ()
-        cut = [self._spelled("".join(pieces[:n])) + r"\s*\Z" for n in n_needed]
+        """Build the pattern of a closing text, whose last characters may be missing at the end."""
+        lengths = range(n_required, len(text)) if is_last else ()
+        cut = [self._spelled(text[:n]) + r"\s*\Z" for n in lengths]
         return f"(?:{'|'.join([self._spelled(text), *cut])})"
 
     def _arguments(self, pairs: "Pairs", closing: str) -> str:

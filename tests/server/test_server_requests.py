@@ -333,6 +333,7 @@ def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
     (call('{"a": "\\ud800é"}'), "", [{"a": "\ud800é"}]),
     (call("null"), "", [{}]),
     (call('{"a": 1}', close=""), "", [{"a": 1}]),
+    (call('{"a": 1}', close="</tool_"), "", [{"a": 1}]),
     (call("{}", name="other"), call("{}", name="other"), []),
     (call("[1]"), call("[1]"), []),
     (call('"text"'), call('"text"'), []),
