@@ -49,7 +49,7 @@ def test_reading_list_names_the_files_of_a_streamed_and_of_a_speculative_pass(ex
     params = SamplingParams(max_tokens=6, temperature=0.0)
     for settings in (
         {"drafter": "none", "device_memory": least_streaming(target, drafter="none")},
-        {"draft_model": draft},
+        {"draft_model": draft, "tree_size": 16},  # of fixed size: drafted whether it pays or not
     ):
         with LLM.from_config(EngineConfig(str(target), **settings)) as llm:
             llm.generate("import sys", params)  # fills tables and caches
