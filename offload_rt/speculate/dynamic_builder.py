@@ -112,7 +112,7 @@ class _Nodes:
         return cls(chances, parents, tokens, depths, rows, rows >= 0)
 
     def raise_to(self, places: np.ndarray, least: np.ndarray) -> None:
-        """Raise the chances of nodes to `least` where they are lower, and those below in ratio."""
+        """Raise chances to at least `least`, and scale the chances of the descendants."""
         factors = np.ones(len(self.chances))
         factors[places] = np.maximum(least / self.chances[places], 1.0)
         if (factors > 1).any():
@@ -269,7 +269,7 @@ class DynamicTreeBuilder:
         return self._best(waiting[gains >= least])
 
     def _gains(self) -> np.ndarray:
-        """(m,) chances of the nodes without those of their children: what drafting can add."""
+        """(m,) chances of the nodes less their children's: the most that drafting adds."""
         nodes = self._nodes
         below = np.bincount(nodes.parents[1:], nodes.chances[1:], len(nodes.chances))
         return np.maximum(nodes.chances - below, 0.0)
