@@ -72,8 +72,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # worksteal divides the tests into contiguous halves, so that most checkpoints are written once.
 PYTEST = $(PY) -m pytest -n 2 --dist worksteal
 
+# Without the repetitions of `test-isa`.
 test: venv
-	$(PYTEST)
+	$(PYTEST) --ignore tests/ops/test_neon.py
 
 # Without tests of more than two CPU seconds.
 test-fast: venv
@@ -81,13 +82,14 @@ test-fast: venv
 
 # Marker "numeric" names the tests whose results depend on the CPU's instructions. Repeat them with AVX2 but without
 # AVX-512, and those of single kernels and passes without AVX2, too. MKL obeys its setting on Intel CPUs only.
-# ONEDNN_MAX_CPU_ISA=AVX2 disables oneDNN's bfloat16 products.
+# ONEDNN_MAX_CPU_ISA=AVX2 disables oneDNN's bfloat16 products. The kernels for aarch64 run under qemu, where it is installed.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 BASELINE := ATEN_CPU_CAPABILITY=default
 
 test-isa: venv
 	$(AVX2) $(PYTEST) -m "numeric and not slow"
 	$(BASELINE) $(PYTEST) -m "numeric and not slow" tests/executor tests/kv tests/models tests/ops
+	$(PY) -m pytest tests/ops/test_neon.py
 
 # The oldest admitted version of every dependency but torch, in a separate environment.
 OLDEST := .venv-oldest

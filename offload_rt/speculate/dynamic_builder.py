@@ -116,10 +116,12 @@ class _Nodes:
         factors = np.ones(len(self.chances))
         factors[places] = np.maximum(least / self.chances[places], 1.0)
         if (factors > 1).any():
-            ratios = factors.tolist()
+            ratios, chances = factors.tolist(), self.chances.tolist()
             for node, parent in enumerate(self.parents.tolist()[1:], 1):
                 ratios[node] *= ratios[parent]
-            self.chances[:] *= ratios
+                # Rounding must not put a child above its parent.
+                chances[node] = min(chances[node] * ratios[node], chances[parent])
+            self.chances[:] = chances
 
     def merged(self, new: "_Nodes", n: int) -> "_Nodes":
         """Return the n most probable nodes; parents of `new` index into both sets, `self` first."""

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -423,12 +424,25 @@ def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page):
     assert page.find_element(By.ID, "tree").is_displayed()
 
 
-def test_answer_is_stopped(page, served):
+def test_answer_is_stopped(page, served, monkeypatch):
+    """The engine waits in its fourth pass, so that the answer is not complete."""
+    is_stopped = threading.Event()
+    passes = []
+    step = served.llm.engine.step
+
+    def step_held():
+        passes.append(None)
+        if len(passes) == 4:
+            is_stopped.wait(30)
+        return step()
+
+    monkeypatch.setattr(served.llm.engine, "step", step_held)
     set_limit(page, 230)
     say(page, "def f(x):")
     wait(page, lambda: any(shown(page)))
     page.find_element(By.ID, "stop").click()
     wait(page, lambda: text_of(page, "status") == "Stopped")
+    is_stopped.set()
     assert len(wait_for_end(page, 1)) == 1
     served.wait_until_idle()
 
