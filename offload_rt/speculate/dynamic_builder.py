@@ -228,7 +228,8 @@ class DynamicTreeBuilder:
         while best and len(added) < _MOST_TEXT:
             chance, parent, token = heapq.heappop(best)
             place = self._n_nodes - len(added) - 1
-            if place < 1 or (place < len(nodes.chances) and nodes.chances[place] >= -chance):
+            least = nodes.chances[place] if place < len(nodes.chances) else 0.0
+            if place < 1 or -chance <= least:  # a chance of 0 could not be raised in ratio
                 break
             path = (*paths[parent], token)
             if self.text.is_allowed(path):

@@ -221,7 +221,8 @@ def random_children(draw, n_most):
 def test_candidates_of_text_and_draft_compete(n_nodes):
     """Each child has the higher of its two chances; the draft reaches four levels, the text six."""
     draw = np.random.default_rng(0)
-    below = defaultdict(lambda: random_children(draw, 2))  # by the text
+    # By the text, which saw one token with a probability that was rounded to 0.
+    below = defaultdict(lambda: {4: 0.0} | random_children(draw, 2))
     drafted = defaultdict(lambda: random_children(draw, 4))
     for seed in range(20):
         root = (seed,)
@@ -253,6 +254,7 @@ def test_candidates_of_text_and_draft_compete(n_nodes):
                     token: max(children.get(token, 0.0), drafted[root + path].get(token, 0.0))
                     for token in {**children, **drafted[root + path]}
                 }
+            children = {token: p for token, p in children.items() if p > 0}
             wanted |= {(*path, token): wanted[path] * p for token, p in children.items()}
             order += [(*path, token) for token in children]
         found = dict(zip(paths, builder._nodes.chances, strict=True))
