@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from offload_rt.server.call_format import CallFormat
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.derivation import renderer, tool_variables
+from offload_rt.text.detokenize import without_mutation
 
 TURN = {"role": "user", "content": "Which weather?"}
 TEXT = {"type": "string", "description": "A text"}
@@ -48,7 +49,7 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     """Build a tokenizer with a chat template and without a vocabulary."""
     words = Tokenizer(WordLevel({"x": 0}, unk_token="x"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = template
+    tokenizer.chat_template = without_mutation(template)
     return tokenizer
 
 
@@ -102,12 +103,23 @@ def failures(tokenizer: Any, chat_format: ChatFormat, cases: Iterable[str] = CAS
             continue
         is_shown = all(name in text for name, _ in calls)
         expected = calls if is_shown else calls[:1]
+        if not any(word in text for word in ("null", "None")):
+            expected = without_null(expected)
         if any(parsed(chat_format, pieces) != expected for pieces in splits(text)):
             failed.append(case)
         starts = (parsed(chat_format, [text[:i]]) for i in range(len(text)))
         if any(start != expected[: len(start)] for start in starts):
             failed.append(f"{case}, truncated")
     return failed
+
+
+def without_null(value: Any) -> Any:
+    """Remove what a template omits that renders no null."""
+    if isinstance(value, dict):
+        return {key: without_null(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return type(value)(map(without_null, value))
+    return value
 
 
 def described(form: Any) -> str:

@@ -108,9 +108,9 @@ def _serve(flags: Namespace) -> None:
         from offload_rt.server.app import make_app
         from offload_rt.server.chat_format import ChatFormat
         from offload_rt.server.connection import ConnectionLimits, make_server
-        from offload_rt.server.image_urls import ImageFetcher
         from offload_rt.server.limits import Access
         from offload_rt.server.service import ServerLimits
+        from offload_rt.text.image_urls import ImageFetcher
     except ImportError as error:
         need = "FastAPI, uvicorn and prometheus-client"
         change = 'pip install "offload-rt[server]"'

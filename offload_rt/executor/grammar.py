@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.errors import SettingsError
+from offload_rt.executor.json_schema import adapted
 from offload_rt.sampling_params import StructuredOutputs
 from offload_rt.text.detokenize import token_bytes
 
@@ -36,40 +37,6 @@ COMPACT_JSON: Any = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
-
-
-# Keywords with schemas by name, with schemas, and with alternatives of the whole object.
-_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
-_PARTS = {"items", "prefixItems", "additionalProperties"}
-_CHOICES = {"anyOf", "oneOf"}
-# Keywords that combine schemas of one object: closing each part would exclude every object.
-_COMBINING = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties")
-
-
-def closed(schema: Any) -> Any:
-    """Exclude properties that a JSON schema does not name, as vLLM and llama.cpp do.
-
-    Otherwise a model could add properties forever. `additionalProperties` decides where it is set.
-    """
-    text = json.dumps(schema)
-    return schema if any(f'"{word}"' in text for word in _COMBINING) else _closed(schema)
-
-
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    is_object = "properties" in schema
-    result = dict(schema)
-    for word, value in schema.items():
-        if word in _MAPS and isinstance(value, dict):
-            result[word] = {name: _closed(part) for name, part in value.items()}
-        elif word in _PARTS or (word in _CHOICES and not is_object):
-            result[word] = _closed(value)
-    if is_object and not schema.keys() & {"patternProperties", "$ref", *_CHOICES}:
-        result.setdefault("additionalProperties", False)
-    return result
 
 
 class GrammarCompiler:
@@ -122,7 +89,7 @@ class GrammarCompiler:
 
     def _source(self, outputs: StructuredOutputs) -> str:
         if outputs.json is not None:
-            schema = json.dumps(closed(outputs.json))
+            schema = json.dumps(adapted(outputs.json))
             return str(self._matcher.grammar_from_json_schema(schema, COMPACT_JSON))
         if outputs.regex is not None:
             return str(self._matcher.grammar_from_regex(outputs.regex))

@@ -1,5 +1,6 @@
 """/openapi.json and /docs: a description of the routes, and a page without scripts."""
 
+import json
 from html import escape
 
 from fastapi import FastAPI
@@ -69,21 +70,8 @@ def _section(name: str, operation: Json) -> str:
     required = schema.get("required", ())
     rows = "".join(
         f"<tr><td><code>{escape(field)}</code>{' (required)' if field in required else ''}</td>"
-        f"<td>{escape(_type(entry))}</td></tr>"
+        f"<td><code>{escape(json.dumps(entry))}</code></td></tr>"
         for field, entry in schema.get("properties", {}).items()
     )
     text = escape(operation.get("description", ""))
     return f"<h2>{escape(name)}</h2><p>{text}</p><table>{rows}</table>\n"
-
-
-def _type(schema: Json) -> str:
-    """Return the types of a field."""
-    if "anyOf" in schema:
-        kinds = [_type(part) for part in schema["anyOf"]]
-        return " or ".join(kind for kind in kinds if kind != "null")
-    if "enum" in schema or "const" in schema:
-        return ", ".join(map(str, schema.get("enum", [schema.get("const")])))
-    if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items', {}))}"
-    name = schema.get("$ref", "").removeprefix(_REFERENCE)
-    return name or str(schema.get("type", "any"))

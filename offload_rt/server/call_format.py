@@ -39,15 +39,19 @@ class CallFormat(CallTexts):
 
     def adapt(self, turns: list[Json], tools: list[Json] | None) -> tuple[list[Json], Any]:
         """Convert messages to what the chat template renders, and describe tools that it omits."""
-        adapted = [self._adapted(turn) for turn in turns]
+        ids: dict[str, str] = {}
+        adapted = [self._adapted(turn, ids) for turn in turns]
         if not tools or self.style.shows_tools:
             return adapted, tools
         lines = [self.instructions, *(json.dumps(tool.get("function")) for tool in tools)]
         role = "system" if self.style.has_system else "user"
         return joined([{"role": role, "content": "\n".join(lines)}, *adapted]), tools
 
-    def _adapted(self, turn: Json) -> Json:
-        """Convert ids and arguments of a message, or its calls to text."""
+    def _adapted(self, turn: Json, ids: dict[str, str]) -> Json:
+        """Convert ids and arguments of a message, or its calls to text.
+
+        ids  converted ids of the calls so far
+        """
         style = self.style
         entry = {**turn}
         calls = [{**call, "function": {**call["function"]}} for call in calls_of(turn)]
@@ -56,9 +60,12 @@ class CallFormat(CallTexts):
             given = [(str(f.get("name")), f.get("arguments")) for f in functions]
             text = f"{turn.get('content') or ''}{self.render(given)}"
             return {"role": turn["role"], "content": text}
+        for call in calls if style.ids == "named" else ():
+            ids[str(call.get("id"))] = f"functions.{call['function'].get('name')}:{len(ids)}"
         for part, key in ((entry, "tool_call_id"), *((call, "id") for call in calls)):
-            if style.has_nine and isinstance(part.get(key), str):
-                part[key] = _nine(part[key])
+            if style.ids and isinstance(part.get(key), str):
+                convert = ids.get if style.ids == "named" else _nine
+                part[key] = convert(part[key]) or part[key]
         for function in functions if style.as_text else ():
             function["arguments"] = json.dumps(function.get("arguments"))
         return entry | {"tool_calls": calls} if calls else entry

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from offload_rt.errors import SettingsError
-from offload_rt.executor.grammar import COMPACT_JSON, closed
+from offload_rt.executor.grammar import COMPACT_JSON
+from offload_rt.executor.json_schema import adapted
 from offload_rt.server.bodies import Json
 from offload_rt.server.call_texts import ID, INDEX, KEY, NAME, CallTexts, Pairs
 
@@ -80,7 +81,7 @@ def _value_rules(name: str, schema: Json, value: object, closing: str) -> list[s
 
 def json_rule(name: str, schema: Json) -> str:
     """Build the Lark rule of a JSON value."""
-    return f"{name}: %json {json.dumps({**closed(schema), 'x-guidance': COMPACT_JSON})}"
+    return f"{name}: %json {json.dumps({**adapted(schema), 'x-guidance': COMPACT_JSON})}"
 
 
 def text_until(name: str, closing: str) -> str:

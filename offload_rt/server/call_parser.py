@@ -63,10 +63,11 @@ class CallParser(AnswerParser):
         call = rf"\s*(?P<json>(?=\{{){_nested(_JSON)})"
         if form.pairs:
             # Pairs begin like the end of a call in MiniMax M3.
-            start = form.pairs.separator + form.pairs.opening
-            characters = enumerate(zip(form.closing, start, strict=False))
+            start = (form.pairs.separator + form.pairs.opening).lstrip()
+            closing = form.closing.lstrip()
+            characters = enumerate(zip(closing, start, strict=False))
             n_shared = next((n for n, (a, b) in characters if a != b), len(start))
-            call = self._arguments(form.pairs, self._closing(form.closing, is_last, n_shared + 1))
+            call = self._arguments(form.pairs, self._closing(closing, is_last, n_shared + 1))
         else:
             call += self._closing(form.closing, is_last, 0)
         if not form.fields:
@@ -203,7 +204,41 @@ def _items(pairs: Pairs, match: Any, properties: Json) -> Iterator[tuple[str, An
         is_text = type_names(properties.get(name)) == {"string"}
         if quote:
             is_text = kinds["".join(middle.split())] == "string"
-        yield name, text if is_text else _value(text.strip(), quote)
+        if pairs.item and not is_text:
+            yield name, _nested_value(pairs, text, properties.get(name))
+        else:
+            yield name, text if is_text else _value(text.strip(), quote)
+
+
+def _nested_value(pairs: Pairs, text: str, schema: Any) -> Any:
+    """Convert nested pairs. Without a schema, a list has only elements, and a text is JSON."""
+    parts = [*_nested_pairs(pairs, text)]
+    kinds = type_names(schema)
+    schema = schema if isinstance(schema, dict) else {}
+    if not parts and (text or not kinds & {"array", "object"}):
+        return text if kinds == {"string"} else _value(text.strip(), "")
+    if "array" in kinds or ("object" not in kinds and all(key == pairs.item for key, _ in parts)):
+        return [_nested_value(pairs, part, schema.get("items")) for _, part in parts]
+    properties = properties_of(schema)
+    return {key: _nested_value(pairs, part, properties.get(key)) for key, part in parts}
+
+
+def _nested_pairs(pairs: Pairs, text: str) -> Iterator[tuple[str, str]]:
+    """Yield keys and values up to the first other text."""
+    middle, closing = (regex.escape(part["string"]) for part in (pairs.middles, pairs.closings))
+    start = regex.compile(rf"\s*{regex.escape(pairs.opening)}([\w.-]+){middle}")
+    position = 0
+    while first := start.match(text, position):
+        tag = rf"(?P<end>{closing.replace(KEY, first[1])})|{regex.escape(first[0].lstrip())}"
+        depth = 1  # of the same key
+        for last in regex.finditer(tag, text, pos=first.end()):
+            depth += -1 if last["end"] else 1
+            if depth == 0:
+                yield first[1], text[first.end() : last.start()]
+                position = last.end()
+                break
+        else:
+            return
 
 
 def _named(value: Any, fields: Fields) -> tuple[Any, Any]:

@@ -27,12 +27,14 @@ class Pairs:
     middles    text between key and value, by JSON type
     closings   text behind a value, by JSON type
     separator  text between two arguments
+    item       key of an element of a list, if nested values are pairs too; empty: JSON
     """
 
     opening: str
     middles: Mapping[str, str]
     closings: Mapping[str, str]
     separator: str
+    item: str = ""
 
     def render(self, key: str, value: Any) -> str:
         """Render an argument."""
@@ -52,14 +54,14 @@ class Style(NamedTuple):
     """Properties of a chat template.
 
     as_text      expects arguments as JSON text
-    has_nine     requires ids of nine letters and digits
+    ids          "nine": requires ids of nine letters and digits; "named": ids contain the function
     shows_calls  renders calls
     shows_tools  renders the offered tools
     has_system   renders system messages
     """
 
     as_text: bool = False
-    has_nine: bool = False
+    ids: str = ""
     shows_calls: bool = True
     shows_tools: bool = True
     has_system: bool = True

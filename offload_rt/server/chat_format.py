@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from offload_rt.errors import SettingsError
 from offload_rt.server.bodies import Json
 from offload_rt.server.call_format import CallFormat
-from offload_rt.server.call_grammar import call_grammar, text_until
+from offload_rt.server.call_grammar import text_until
 from offload_rt.server.derivation import Render, derive_calls, derive_tags, renderer, shows_system
 from offload_rt.server.tool_parser import AnswerParser, Parsed
 from offload_rt.system import registry
@@ -114,10 +114,6 @@ class ChatFormat:
         if self.tags is None:
             return parser
         return TaggedParser(ReasoningSplitter(self.tags.opens(tail), self.tags), parser)
-
-    def call_grammar(self, functions: Sequence[Json], is_single: bool) -> str:
-        """Build the Lark grammar of required calls; see `call_grammar`."""
-        return call_grammar(self.tool_format, functions, self.lark, is_single)
 
     def around(self, tail: str, has_calls: bool) -> str | None:
         """Build the grammar around a constrained answer; None if nothing precedes the answer.

@@ -1,4 +1,4 @@
-"""Connection limits that uvicorn lacks: count, header timeout, write timeout, log rate.
+"""Connection limits that uvicorn lacks: count, header timeout, write timeout.
 
 No server compared here has a write timeout or a connection limit.
 hypercorn 0.18 closes idle connections, and thereby half-sent heads, after 5 s.
@@ -6,10 +6,8 @@ granian 2.8 has a header timeout, but its server inside a process is experimenta
 """
 
 import asyncio
-import logging
 import os
 import resource
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +19,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 _BACKLOG = 64
 # Connections in the hands of asyncio, and files of the engine.
 _RESERVED_FILES = 5 * _BACKLOG
-_RECORDS_PER_MINUTE = 30
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Length:"
     b" 0\r\n\r\n"
@@ -124,29 +121,6 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
 
-class LogRate(logging.Filter):
-    """Pass a limited number of records per minute, and report the number of others."""
-
-    def __init__(self, n_per_minute: int) -> None:
-        super().__init__()
-        self._n_per_minute = n_per_minute
-        self._minute = 0
-        self._n_records = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record passes."""
-        minute = int(time.monotonic() // 60)
-        if minute != self._minute:
-            n_dropped = self._n_records - self._n_per_minute
-            if n_dropped > 0:
-                record.msg = f"{record.getMessage()} ({n_dropped} earlier messages were dropped)"
-                record.args = None
-            self._minute = minute
-            self._n_records = 0
-        self._n_records += 1
-        return self._n_records <= self._n_per_minute
-
-
 def make_server(app: ASGIApp, drain_s: int, limits: ConnectionLimits) -> uvicorn.Server:
     """Build the HTTP server of an app.
 
@@ -157,11 +131,9 @@ def make_server(app: ASGIApp, drain_s: int, limits: ConnectionLimits) -> uvicorn
         app,
         http=protocol,
         backlog=_BACKLOG,
-        log_level="warning",
+        log_level="error",  # invalid requests are warnings, as many as a client sends
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=drain_s,
     )
-    for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).addFilter(LogRate(_RECORDS_PER_MINUTE))
     return uvicorn.Server(config)

@@ -83,7 +83,7 @@ def derive_calls(render: Render) -> CallFormat | None:
     plain = _answer(render, {"content": _CONTENT})
     before, _, prompt = render([_TURN], TOOLS, True).rpartition(_USER)
     shows_tools = _NAMES[0] in before + prompt
-    kinds = product((False, True), (False, True), [True], [shows_tools])
+    kinds = product((False, True), ("", "nine", "named"), [True], [shows_tools])
     styles = (Style(*kind) for kind in kinds)
     style = next((s for s in styles if _NAMES[0] in _calls(render, s, _TWO_TEXTS)), None)
     if style is None:
@@ -167,12 +167,12 @@ def _calls(render: Render, style: Style, *kinds: Sequence[str]) -> str:
     kinds  types of the arguments of each call
     """
     calls = []
-    for name, call_id, types in zip(_NAMES, _IDS, kinds, strict=False):
+    for i, (name, types) in enumerate(zip(_NAMES, kinds, strict=False)):
         arguments: Any = {key: _VALUES[kind] for key, kind in zip(_KEYS, types, strict=True)}
         arguments = json.dumps(arguments) if style.as_text else arguments
         function = {"name": name, "arguments": arguments}
-        prefix = "" if style.has_nine else "call_"
-        calls.append({"id": prefix + call_id, "type": "function", "function": function})
+        ids = {"": f"call_{_IDS[i]}", "nine": _IDS[i], "named": f"functions.{name}:{i}"}
+        calls.append({"id": ids[style.ids], "type": "function", "function": function})
     try:
         return _answer(render, {"content": "", "tool_calls": calls})
     except TemplateError:
@@ -248,7 +248,9 @@ def _derive_pairs(render: Render, style: Style, text: str) -> Pairs | None:
                 middles[kind] = before
                 closings[kind] = _common_prefix(after.replace(_KEYS[1], KEY), closing)
                 break
-    return Pairs(opening, middles, closings, separator)
+    shown = _calls(render, style, ("string", "array")).partition(_KEYS[1])[2]
+    element = re.search(rf"{re.escape(opening)}(\w+){re.escape(middle)}7302\b", shown)
+    return Pairs(opening, middles, closings, separator, element[1] if element else "")
 
 
 def _until_end(text: str, end: str) -> str:

@@ -97,7 +97,7 @@ def _add_question(turns: Turns, blocks: list[Json]) -> None:
     texts = []
     for block in blocks:
         if block.get("type") == "tool_result":
-            turns.add_result(block.get("tool_use_id"), block.get("content"))
+            turns.add("tool", block.get("content"), tool_call_id=block.get("tool_use_id"))
         else:
             texts.append(block)
     if texts:

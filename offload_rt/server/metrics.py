@@ -1,6 +1,7 @@
 """Counters in the text format of Prometheus."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,11 +17,15 @@ class Metrics:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Requests by finish reason", ["end"])
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens")
-        self.tokens = self._counter("tokens", "Generated tokens")
-        self.first_token = self._histogram("first_token_seconds", "Time to the first token")
-        self.request_seconds = self._histogram("request_seconds", "Duration of a request")
+        counter = partial(Counter, namespace="offload_rt", registry=self._registry)
+        histogram = partial(
+            Histogram, namespace="offload_rt", registry=self._registry, buckets=_BUCKETS_S
+        )
+        self.requests = counter("requests", "Requests by finish reason", ["end"])
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
+        self.tokens = counter("tokens", "Generated tokens")
+        self.first_token = histogram("first_token_seconds", "Time to the first token")
+        self.request_seconds = histogram("request_seconds", "Duration of a request")
         self._registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -40,10 +45,3 @@ class Metrics:
     def text(self) -> bytes:
         """Render all counters."""
         return generate_latest(self._registry)
-
-    def _counter(self, name: str, text: str, labels: list[str] | None = None) -> Counter:
-        return Counter(f"offload_rt_{name}", text, labels or [], registry=self._registry)
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        name = f"offload_rt_{name}"
-        return Histogram(name, text, buckets=_BUCKETS_S, registry=self._registry)

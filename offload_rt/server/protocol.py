@@ -1,7 +1,7 @@
 """Requests for completions and chat completions, and their conversion to SamplingParams."""
 
 import reprlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field, PlainValidator
@@ -10,6 +10,7 @@ from offload_rt.errors import PromptError, SettingsError
 from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 from offload_rt.server.bodies import FailFastList, Json, check_counts, validate
 from offload_rt.server.call_format import calls_of
+from offload_rt.server.call_grammar import call_grammar
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.tool_parser import decoded
 from offload_rt.text.images import IMAGE_PARTS
@@ -17,13 +18,7 @@ from offload_rt.text.images import IMAGE_PARTS
 _MAX_LOGPROBS = 20
 _CONTENT = "The content is a text, or a list of parts of type text and image_url."
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
-# SamplingParams has no such fields, or other values.
-_NOT_SAMPLING = frozenset(
-    {"model", "stream", "stream_options", "max_tokens", "truncate_prompt_tokens"}
-    | {"truncation_side", "add_special_tokens", "response_format", "structured_outputs"}
-    | {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
-    | {"json_schema", "grammar"}
-)
+_SAMPLING = {field.name for field in fields(SamplingParams)} - {"max_tokens", "structured_outputs"}
 
 
 class StreamOptions(BaseModel):
@@ -104,9 +99,8 @@ class GenerationRequest(BaseModel):
         if (self.n or 1) > max_n:
             change = "send several requests"
             raise SettingsError(f"n is {self.n}", need=f"at most {max_n}", change=change)
-        names = GenerationRequest.model_fields.keys() - _NOT_SAMPLING
-        values: Json = {name: getattr(self, name) for name in names}
-        given = {name: value for name, value in values.items() if value is not None}
+        names = GenerationRequest.model_fields.keys() & _SAMPLING
+        given = self.model_dump(include=names, exclude_none=True)
         if self.seed is not None:
             given["seed"] = self.seed % 2**63
         given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
@@ -130,10 +124,9 @@ class GenerationRequest(BaseModel):
         if unknown:
             problem = f"structured_outputs: {reprlib.repr(min(unknown))} is not implemented"
             raise SettingsError(problem, change="leave it out")
-        for name in ("json", "regex", "choice", "grammar"):
-            value = getattr(self, f"guided_{name}")
-            if value is not None:
-                formats[name] = value
+        aliases = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        given = {name.removeprefix("guided_"): getattr(self, name) for name in aliases}
+        formats |= {name: value for name, value in given.items() if value is not None}
         # Names of llama.cpp, whose clients send an empty grammar.
         if self.json_schema is not None:
             formats["json"] = self.json_schema
@@ -288,7 +281,8 @@ class ChatRequest(GenerationRequest):
             is_single = True
         if not functions:
             raise SettingsError("tool_choice required", need="tools", change="send tools")
-        return chat_format.call_grammar([*functions.values()], is_single)
+        called = [*functions.values()]
+        return call_grammar(chat_format.tool_format, called, chat_format.lark, is_single)
 
     @property
     def functions(self) -> dict[str, Json]:

@@ -97,7 +97,7 @@ def _add_item(turns: Turns, item: Json) -> None:
     elif kind == "function_call":
         turns.add_call(item.get("call_id"), item.get("name"), item.get("arguments"))
     elif kind == "function_call_output":
-        turns.add_result(item.get("call_id"), item.get("output"))
+        turns.add("tool", item.get("output"), tool_call_id=item.get("call_id"))
     elif kind == "reasoning":
         turns.add_reasoning(text_of(item.get("content")))
     else:

@@ -13,13 +13,9 @@ class Turns:
 
     messages: list[Json] = field(default_factory=list)
 
-    def add(self, role: str, content: object) -> None:
+    def add(self, role: str, content: object, **fields: object) -> None:
         """Append a message other than the assistant's."""
-        self.messages.append({"role": role, "content": content})
-
-    def add_result(self, call_id: object, content: object) -> None:
-        """Append the result of a tool call."""
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        self.messages.append({"role": role, "content": content, **fields})
 
     def add_reasoning(self, text: str) -> None:
         """Append reasoning of the assistant."""

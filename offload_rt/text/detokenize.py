@@ -19,6 +19,9 @@ Message = Mapping[str, Any]
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# Statements of chat templates that change a list of a namespace.
+_APPEND = re.compile(r"\{%(-?)\s*set\s+\w+\s*=\s*(\w+\.\w+)\.append\(([^(){}%]+)\)\s*(-?)%\}")
+_POP = re.compile(r"\{%(-?)\s*set\s+(\w+)\s*=\s*(\w+\.\w+)\.pop\(0\)\s*(-?)%\}")
 
 
 class TextStream:
@@ -145,7 +148,18 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
     if tokenizer is not None and tokenizer.chat_control_tokens is None:
         # Markers such as <think> and <tool_call> stay tokens: clients send them in history.
         tokenizer.chat_control_tokens = ()
+    if tokenizer is not None and isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = without_mutation(tokenizer.chat_template)
     return tokenizer
+
+
+def without_mutation(template: str) -> str:
+    """Replace `append` and `pop` of a chat template, which transformers' sandbox refuses.
+
+    The statements assign a new list instead. Templates of Kimi-K2 in GGUF files need this.
+    """
+    template = _APPEND.sub(r"{%\1 set \2 = \2 + [\3] \4%}", template)
+    return _POP.sub(r"{%\1 set \2 = \3[0] %}{%- set \3 = \3[1:] \4%}", template)
 
 
 def _type_of_model(path: Path) -> "PreTrainedConfig | None":
@@ -196,7 +210,7 @@ def set_chat_template(tokenizer: "PreTrainedTokenizerBase | None", path: Path) -
     if tokenizer is None:
         raise PromptError("--chat-template", need="a tokenizer", have="a checkpoint without one")
     try:
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        tokenizer.chat_template = without_mutation(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         problem = f"--chat-template={path} cannot be read: {reason}"

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from offload_rt import StructuredOutputs
 from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import GrammarCompiler
+from offload_rt.server.call_grammar import call_grammar
 from offload_rt.server.call_texts import Style
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.system import registry
@@ -106,14 +107,15 @@ def test_grammar_and_parser_of_a_format_agree(
     chat_format = chat_format_of(tokenizer, name)
     around = chat_format.around("", True)
     for is_single, expected in ((True, single), (False, text)):
-        lark = chat_format.call_grammar(FUNCTIONS, is_single)
+        lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, is_single)
         outputs = StructuredOutputs(grammar=lark, around=around)
         assert accepted(compiler, tokenizer, outputs, expected) == expected + "!"
         wrongs = (text.replace("open_file", "close_file"), text.replace("3", "true"), "Hello")
         for wrong in wrongs:
             assert not accepted(compiler, tokenizer, outputs, wrong).endswith("!")
     if n_calls > 1:
-        outputs = StructuredOutputs(grammar=chat_format.call_grammar(FUNCTIONS, True))
+        lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, True)
+        outputs = StructuredOutputs(grammar=lark)
         assert not accepted(compiler, tokenizer, outputs, text).endswith("!")
     assert parsed(chat_format, text) == ("", "", CALLS[:n_calls])
 
@@ -154,7 +156,8 @@ def parsed(chat_format: ChatFormat, text: str, tail: str = "") -> tuple[str, str
     ("name", "style"),
     [
         ("hermes", Style()),
-        ("mistral_list", Style(has_nine=True)),
+        ("mistral_list", Style(ids="nine")),
+        ("named_ids", Style(ids="named")),
         ("recipient", Style(as_text=True)),
         ("hidden_tools", Style(shows_tools=False)),
     ],
@@ -181,7 +184,8 @@ def test_messages_are_adapted_to_the_template(name: str, style: Style) -> None:
     assert all('"name": "add"' in turn["content"] for turn in system)
     (call,) = answer["tool_calls"]
     assert call["id"] == result["tool_call_id"]
-    assert (re.fullmatch("[0-9a-f]{9}", call["id"]) is not None) == style.has_nine
+    ids = {"": "call_1", "nine": "[0-9a-f]{9}", "named": "functions.add:0"}
+    assert re.fullmatch(ids[style.ids], call["id"])
     expected = '{"a": 1}' if style.as_text else {"a": 1}
     assert call["function"] == {"name": "add", "arguments": expected}
 
@@ -328,7 +332,7 @@ def test_grammar_begins_behind_the_reasoning(
     assert not accepted(compiler, tokenizer, outputs, text.replace("yes", "maybe")).endswith("!")
     thought = "hm" if "hm" in text else ""
     assert parsed(chat_format, text, tail) == (thought, answer, [])
-    lark = chat_format.call_grammar(FUNCTIONS, True)
+    lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, True)
     outputs = StructuredOutputs(grammar=lark, around=chat_format.around(tail, True))
     text = text.replace("yes", "").replace("<|channel|>final<|message|>", "")
     text += answer_of(tokenizer, name, 1)

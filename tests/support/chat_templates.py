@@ -61,10 +61,19 @@ TEMPLATES = {
         + "</tool_call>",
         _LINE,
     ),
+    "line_before_end": template(
+        "<tool_call>{{ f.name }}\n"
+        + pairs("<arg_key>{{ k }}</arg_key>\n<arg_value>" + _VALUE + "</arg_value>")
+        + "\n</tool_call>",
+        _LINE,
+    ),
     "function_key": template('{"{{ f.name }}": ' + _JSON + "}", ", ", "<|tools|>[", "]<|/tools|>"),
     "numbered": template(
         "<|call|>functions.{{ f.name }}:{{ loop.index0 }}<|args|>" + _JSON + "<|/call|>",
         "", "<|calls|>", "<|/calls|>",
+    ),
+    "named_ids": template(
+        "<|call|>{{ c.id }}<|args|>" + _JSON + "<|/call|>", "", "<|calls|>", "<|/calls|>"
     ),
     "typed": template(
         '<invoke name="{{ f.name }}">\n'
@@ -88,6 +97,14 @@ TEMPLATES = {
     ),
     "key_tags": template(
         '<call name="{{ f.name }}">' + pairs("<{{ k }}>" + _VALUE + "</{{ k }}>") + "</call>"
+    ),
+    "nested_tags": "{% macro tags(v) %}{% if v is mapping %}"
+    + "{% for k, w in v.items() %}<{{ k }}>{{ tags(w) }}</{{ k }}>{% endfor %}"
+    + "{% elif v is iterable and v is not string %}"
+    + "{% for w in v %}<item>{{ tags(w) }}</item>{% endfor %}"
+    + "{% else %}" + _VALUE + "{% endif %}{% endmacro %}"
+    + template(
+        '<call name="{{ f.name }}">' + pairs("<{{ k }}>{{ tags(v) }}</{{ k }}>") + "</call>"
     ),
     "hidden_tools": template("<call>{{ f.name }}<sep>" + _JSON + "</call>").replace(
         "tools or ", ""

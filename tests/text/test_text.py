@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from jinja2 import Environment
 from support.checkpoints import llama_config
 from support.tiny import CASES, SPOKEN, add_tokenizer, byte_level, metaspace, open_llm, prompt_of
 from tokenizers import Tokenizer, processors
@@ -209,6 +210,27 @@ def test_special_tokens_in_messages_are_encoded_as_text(backend, tmp_path):
     assert ids.count(special) == 3 and ids.count(marker) == 4
     rendered = tokenizer.apply_chat_template(turns[:1], tokenize=True, return_dict=False)
     assert encode_chat(tokenizer, turns[:1], {}) == rendered
+
+
+def test_chat_templates_may_change_lists(tmp_path):
+    """As without the sandbox of transformers, which refuses these statements."""
+    template = (
+        "{%- set q = namespace(ids=[]) -%}{% for m in messages %}\n"
+        "{%- if m.role == 'user' -%}{%- set _ = q.ids.append(m.content) -%}\n"
+        "{% elif q.ids %}{% set first=q.ids.pop(0) %} {{ first }},{{ q.ids | length }}\n"
+        "{%- endif -%}{% endfor %}"
+    )
+    turns = [{"role": role, "content": text} for role, text in (
+        ("user", "a"), ("user", "b"), ("tool", ""), ("tool", ""), ("tool", ""),
+    )]  # fmt: skip
+    expected = Environment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+    add_tokenizer(tmp_path, BYTE_LEVEL)
+    about = tmp_path / "tokenizer_config.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"chat_template": template}))
+    tokenizer = load_tokenizer(tmp_path)
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert rendered == expected.render(messages=turns)
+    assert "a,1" in rendered and "b,0" in rendered
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)

@@ -11,8 +11,8 @@ import httpx2
 import pytest
 
 from offload_rt.errors import PromptError
-from offload_rt.server import image_urls
-from offload_rt.server.image_urls import ImageFetcher, is_public
+from offload_rt.text import image_urls
+from offload_rt.text.image_urls import ImageFetcher, is_public
 
 CONTENT = bytes(range(256))
 FETCH = partial(ImageFetcher(1000), timeout_s=20.0)
