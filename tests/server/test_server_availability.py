@@ -4,7 +4,6 @@ import asyncio
 import gc
 import http.client
 import json
-import logging
 import resource
 import signal
 import socket
@@ -33,7 +32,7 @@ from support.serving import (
 
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.server import bodies, completions, connection, protocol, responses, service
-from offload_rt.server.connection import ConnectionLimits, LogRate
+from offload_rt.server.connection import ConnectionLimits
 from offload_rt.server.limits import Access
 
 STREAM = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": True}
@@ -378,23 +377,6 @@ def test_connection_limit_leaves_files_for_the_engine(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     limits = ConnectionLimits.from_ulimit()
     assert 300 < limits.n_connections < 1024 - connection._RESERVED_FILES
-
-
-def test_repeated_log_messages_are_dropped(monkeypatch):
-    now = 60.0
-    monkeypatch.setattr(connection.time, "monotonic", lambda: now)
-    rate = LogRate(5)
-
-    def log() -> logging.LogRecord | None:
-        record = logging.LogRecord("x", logging.WARNING, "", 0, "line %d", (7,), None)
-        return record if rate.filter(record) else None
-
-    assert sum(log() is not None for _ in range(12)) == 5
-    now = 120.0
-    record = log()
-    assert record is not None and record.getMessage() == "line 7 (7 earlier messages were dropped)"
-    record = log()
-    assert record is not None and record.getMessage() == "line 7"
 
 
 _FEW_FILES = """
