@@ -1,6 +1,7 @@
 // Codes and scales of GGUF blocks for one instruction set; included by linear_cpu.h.
 //
-// A weight is code * scale + minimum. `codes_of` returns 32 codes in the order of inputs, `block_scales` the other two.
+// Of 8-bit codes with scales elsewhere as well: kRows (less 128), kInt8, kFloat8. A weight is code * scale + minimum. `codes_of` returns 32 codes in the order of inputs, `block_scales` the other two. Types
+// with IQ1 to IQ3 in their names look codes up in a grid, four (IQ3) or eight at a time.
 
 typedef uint8_t Codes __attribute__((vector_size(32)));
 typedef uint16_t CodePairs __attribute__((vector_size(32)));
@@ -12,6 +13,9 @@ struct BlockShape {
 };
 template <int kind>
 constexpr BlockShape kBlock = {};
+template <> constexpr BlockShape kBlock<kRows> = {32, 32, 32, 0, false};
+template <> constexpr BlockShape kBlock<kInt8> = {32, 32, 32, 0, false};
+template <> constexpr BlockShape kBlock<kFloat8> = {32, 32, 32, 0, false};
 template <> constexpr BlockShape kBlock<kQ4_0> = {32, 18, 32, 2, false};
 template <> constexpr BlockShape kBlock<kQ4_1> = {32, 20, 32, 4, true};
 template <> constexpr BlockShape kBlock<kQ5_0> = {32, 22, 32, 6, false};
@@ -24,6 +28,13 @@ template <> constexpr BlockShape kBlock<kQ5_K> = {256, 176, 32, 48, true};
 template <> constexpr BlockShape kBlock<kQ6_K> = {256, 210, 16, 0, false};
 template <> constexpr BlockShape kBlock<kIq4Nl> = {32, 18, 32, 2, false};
 template <> constexpr BlockShape kBlock<kIq4Xs> = {256, 136, 32, 8, false};
+template <> constexpr BlockShape kBlock<kIq2Xxs> = {256, 66, 32, 2, false};
+template <> constexpr BlockShape kBlock<kIq2Xs> = {256, 74, 16, 2, false};
+template <> constexpr BlockShape kBlock<kIq3Xxs> = {256, 98, 32, 2, false};
+template <> constexpr BlockShape kBlock<kIq1S> = {256, 50, 32, 2, false};
+template <> constexpr BlockShape kBlock<kIq3S> = {256, 110, 32, 2, false};
+template <> constexpr BlockShape kBlock<kIq2S> = {256, 82, 16, 2, false};
+template <> constexpr BlockShape kBlock<kIq1M> = {256, 56, 16, 0, false};
 
 inline Codes load_codes(const uint8_t* from) {
   Codes codes;
@@ -45,18 +56,20 @@ inline Codes nibbles_of(const uint8_t* from) {
                                  22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-// 16 in the bytes whose bit of a word is 1.
-inline Codes fifth_bits(const uint8_t* from) {
+typedef uint64_t Longs __attribute__((vector_size(32)));
+
+// `number` in the bytes whose bit of a word is 1.
+inline Codes bytes_where(uint32_t word, uint8_t number) {
 #if LEVEL >= 2
-  return (Codes)_mm256_maskz_set1_epi8(word_at(from, 0), 16);
+  return (Codes)_mm256_maskz_set1_epi8(word, static_cast<char>(number));
 #else
-  typedef uint64_t Longs __attribute__((vector_size(32)));
   const Longs places = {0, 0x0101010101010101, 0x1212121212121212, 0x1313131313131313};
   const Codes bits = (Codes)(Longs{} + 0x8040201008040201);
-  const Codes bytes = __builtin_shuffle((Codes)(Words{} + word_at(from, 0)), (Codes)places);
-  return (Codes)((bytes & bits) == bits) & 16;
+  const Codes bytes = __builtin_shuffle((Codes)(Words{} + word), (Codes)places);
+  return (Codes)((bytes & bits) == bits) & number;
 #endif
 }
+inline Codes fifth_bits(const uint8_t* from) { return bytes_where(word_at(from, 0), 16); }
 
 // Numbers that a table of 16 has in the place of codes.
 inline Codes look_up(const int8_t* table, Codes codes) {
@@ -69,16 +82,65 @@ inline Codes look_up(const int8_t* table, Codes codes) {
 #endif
 }
 
-// The signed codes of part i of a block.
+// Numbers of a grid at eight places of four codes: bytes, and with nine bits.
+inline Codes points4(const uint8_t* grid, const uint8_t* places) {
+  const auto at = [&](int k) { return word_at(grid, places[k]); };
+  return (Codes)Words{at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)};
+}
+inline Codes points4(const uint8_t* grid, const uint8_t* low, uint32_t high) {
+#if LEVEL >= 1
+  const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low)));
+  const Words places = (Words)bytes | ((Words{} + high) << Words{8, 7, 6, 5, 4, 3, 2, 1} & 256);
+  return (Codes)_mm256_i32gather_epi32(reinterpret_cast<const int*>(grid), (__m256i)places, 4);
+#else
+  const auto at = [&](int k) { return word_at(grid, low[k] | (high >> k & 1) << 8); };
+  return (Codes)Words{at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)};
+#endif
+}
+// Numbers of a grid at four places of eight codes.
+inline Codes points8(const uint8_t* grid, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const auto at = [&](uint32_t place) {
+    uint64_t point;
+    memcpy(&point, grid + 8 * place, 8);
+    return point;
+  };
+  return (Codes)Longs{at(a), at(b), at(c), at(d)};
+}
+
+// Codes with the signs of the bits of a word.
+inline Codes with_signs(Codes codes, uint32_t signs) {
+  const Codes negative = bytes_where(signs, 0xff);
+  return (codes ^ negative) - negative;
+}
+// The signs of four bytes, of which each has seven bits and the eighth makes the number of ones even.
+inline uint32_t even_signs(uint32_t bits) {
+  uint32_t parity = bits ^ bits >> 4;
+  parity ^= parity >> 2;
+  parity ^= parity >> 1;
+  return bits | (parity & 0x01010101) << 7;
+}
+// Four numbers of seven bits, moved to bytes.
+inline uint32_t spread_sevens(uint32_t bits) {
+  return (bits & 0x7f) | (bits << 1 & 0x7f00) | (bits << 2 & 0x7f0000) | (bits << 3 & 0x7f000000);
+}
+
+inline uint32_t pair_at(const uint8_t* bytes) {
+  uint16_t pair;
+  memcpy(&pair, bytes, 2);
+  return pair;
+}
+
+// The signed codes of part i of a block. grid: of the types that have one.
 template <int kind>
-inline __attribute__((always_inline)) Codes codes_of(const uint8_t* b, int i) {
+inline __attribute__((always_inline)) Codes codes_of(const uint8_t* grid, const uint8_t* b, int i) {
   const uint8_t* codes = b + kBlock<kind>.codes;
   switch (kind) {
     case kQ4_0: return nibbles_of(codes) - 8;
     case kQ4_1: return nibbles_of(codes);
     case kQ5_0: return (nibbles_of(codes) | fifth_bits(b + 2)) - 16;
     case kQ5_1: return nibbles_of(codes) | fifth_bits(b + 4);
-    case kQ8_0: return load_codes(codes);
+    case kInt8: case kFloat8: case kQ8_0: return load_codes(codes);
+    case kRows: return load_codes(codes) ^ 0x80;
     case kQ2_K: return bits_of<2>(load_codes(codes + i / 4 * 32), i % 4 * 2);
     case kQ3_K: return (bits_of<2>(load_codes(codes + i / 4 * 32), i % 4 * 2) | bits_of<1>(load_codes(b), i, 2)) - 4;
     case kQ4_K: return bits_of<4>(load_codes(codes + i / 2 * 32), i % 2 * 4);
@@ -87,7 +149,37 @@ inline __attribute__((always_inline)) Codes codes_of(const uint8_t* b, int i) {
       return (bits_of<4>(load_codes(b + i / 4 * 64 + i % 2 * 32), i % 4 / 2 * 4) |
               bits_of<2>(load_codes(b + 128 + i / 4 * 32), i % 4 * 2, 4)) - 32;
     case kIq4Nl: return look_up(kIq4, nibbles_of(codes));
-    default: return look_up(kIq4, nibbles_of(codes + 16 * i));
+    case kIq4Xs: return look_up(kIq4, nibbles_of(codes + 16 * i));
+    case kIq2Xxs: {
+      const uint8_t* low = codes + 8 * i;
+      const uint32_t signs = even_signs(spread_sevens(word_at(low, 1)));
+      return with_signs(points8(grid, low[0], low[1], low[2], low[3]), signs);
+    }
+    case kIq2Xs: {
+      const auto pair = [&](int k) { return pair_at(codes + 8 * i + 2 * k); };
+      const uint32_t signs = pair(0) >> 9 | pair(1) >> 9 << 8 | pair(2) >> 9 << 16 | pair(3) >> 9 << 24;
+      return with_signs(points8(grid, pair(0) & 511, pair(1) & 511, pair(2) & 511, pair(3) & 511), even_signs(signs));
+    }
+    case kIq2S: {
+      const uint32_t high = b[66 + i];
+      const auto place = [&](int k) { return codes[4 * i + k] | (high >> 2 * k & 3) << 8; };
+      return with_signs(points8(grid, place(0), place(1), place(2), place(3)), word_at(b + 34, i));
+    }
+    case kIq3Xxs: return with_signs(points4(grid, codes + 8 * i), even_signs(spread_sevens(word_at(b + 66, i))));
+    case kIq3S: return with_signs(points4(grid, codes + 8 * i, b[66 + i]), word_at(b + 74, i));
+    case kIq1S: {  // eighths, because a constant eighth is added to -1, 0 and 1
+      const uint32_t high = pair_at(b + 34 + 2 * i);
+      const auto place = [&](int k) { return codes[4 * i + k] | (high >> 3 * k & 7) << 8; };
+      const uint8_t eighth = high & 0x8000 ? 0xff : 1;
+      return points8(grid, place(0), place(1), place(2), place(3)) + eighth;
+    }
+    default: {  // IQ1_M: a bit for the sign of the eighth of every eight codes
+      const uint32_t high = pair_at(b + 32 + 2 * i);
+      const auto place = [&](int k) { return codes[4 * i + k] | (high >> 4 * k & 7) << 8; };
+      const auto eighths = [&](int k) -> uint64_t { return (high >> 4 * k & 8 ? 0xffull : 1ull) * 0x0101010101010101; };
+      return points8(grid, place(0), place(1), place(2), place(3)) +
+             (Codes)Longs{eighths(0), eighths(1), eighths(2), eighths(3)};
+    }
   }
 }
 
@@ -104,6 +196,20 @@ inline __attribute__((always_inline)) V number_of(Codes codes, int i) {
   V numbers;
   for (int k = 0; k < kLanes; ++k) numbers[k] = static_cast<float>(static_cast<int8_t>(codes[i * kLanes + k]));
   return numbers;
+#endif
+}
+
+// Vector i of 32 codes of float8, divided by 256.
+inline __attribute__((always_inline)) V small_float_of(Codes codes, int i) {
+#if LEVEL >= 2
+  const __m512i exponent = _mm512_set1_epi16(0x3f80);
+  const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16((__m256i)codes), 7), sizes = _mm512_and_si512(bits, exponent);
+  const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(sizes, exponent);
+  const __m512i halves = _mm512_and_si512(bits, _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
+  const __m512 numbers = _mm512_cvtph_ps(i ? _mm512_extracti64x4_epi64(halves, 1) : _mm512_castsi512_si256(halves));
+  return (V)_mm512_mask_mov_ps(numbers, static_cast<__mmask16>(is_nan >> 16 * i), _mm512_set1_ps(__builtin_nanf("")));
+#else
+  return Float8()(reinterpret_cast<const uint8_t*>(&codes) + i * kLanes) * 0x1p-8f;
 #endif
 }
 
@@ -152,6 +258,32 @@ inline void block_scales(const uint8_t* b, float* scales, float* minima) {
         scales[i] = half_at(b) * static_cast<float>((low | high << 4) - 32);
       }
       return;
+    case kIq2Xxs: case kIq3Xxs:
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t code = (kind == kIq2Xxs ? word_at(b + 2 + 8 * i, 1) : word_at(b + 66, i)) >> 28;
+        scales[i] = half_at(b) * (0.5f + static_cast<float>(code)) * (kind == kIq2Xxs ? 0.25f : 0.5f);
+      }
+      return;
+    case kIq2Xs: case kIq2S:
+      for (int i = 0; i < 16; ++i) {
+        const int code = b[(kind == kIq2Xs ? 66 : 74) + i / 2] >> (i % 2 * 4) & 15;
+        scales[i] = half_at(b) * (0.5f + static_cast<float>(code)) * 0.25f;
+      }
+      return;
+    case kIq3S:
+      for (int i = 0; i < 8; ++i) scales[i] = half_at(b) * static_cast<float>(1 + 2 * (b[106 + i / 2] >> (i % 2 * 4) & 15));
+      return;
+    case kIq1S:
+      for (int i = 0; i < 8; ++i)
+        scales[i] = half_at(b) * static_cast<float>(2 * (pair_at(b + 34 + 2 * i) >> 12 & 7) + 1) * 0.125f;
+      return;
+    case kIq1M: {
+      uint8_t bytes[2] = {};  // of the scale, in the highest four bits of four words
+      for (int i = 0; i < 4; ++i) bytes[i / 2] |= b[49 + 2 * i] >> 4 << (i % 2 * 4);
+      for (int i = 0; i < 16; ++i)
+        scales[i] = half_at(bytes) * static_cast<float>(2 * (pair_at(b + 48 + i / 4 * 2) >> (i % 4 * 3) & 7) + 1) * 0.125f;
+      return;
+    }
   }
 }
 
@@ -195,7 +327,8 @@ inline void read_scales(const uint8_t* blocks, int n, GroupScales& to) {
 template <int kind>
 inline __attribute__((always_inline)) V weight_of(Codes codes, const GroupScales& scales, int part, int i) {
   const int group = (part * 32 + i * kLanes) / kBlock<kind>.group;
-  const V scale = set1(scales.scales[group]), number = number_of(codes, i);
+  const V scale = set1(scales.scales[group]);
+  const V number = kind == kFloat8 ? small_float_of(codes, i) : number_of(codes, i);
   // The product is exact in float32 where there is a minimum.
   if constexpr (kBlock<kind>.has_minima) return fma(number, scale, set1(scales.minima[group]));
   return number * scale;
@@ -206,14 +339,14 @@ constexpr int kUnrolled = LEVEL >= 1 ? 8 : 1;
 
 // n inputs, whole blocks. P: their type.
 template <int kind, typename P>
-inline void unpack_blocks(const uint8_t* blocks, int n, P* out) {
+inline void unpack_blocks(const uint8_t* grid, const uint8_t* blocks, int n, P* out) {
   constexpr BlockShape shape = kBlock<kind>;
   GroupScales scales;
   read_scales<kind>(blocks, n, scales);
   for (int first = 0; first < n; first += shape.n, blocks += shape.nbytes)
 #pragma GCC unroll kUnrolled
     for (int i = 0; i < shape.n / 32; ++i) {
-      const Codes codes = codes_of<kind>(blocks, i);
+      const Codes codes = codes_of<kind>(grid, blocks, i);
 #pragma GCC unroll 4
       for (int k = 0; k < 32 / kLanes; ++k)
         store(out + first + i * 32 + k * kLanes, weight_of<kind>(codes, scales, first / 32 + i, k));
@@ -236,5 +369,12 @@ inline void with_blocks(int kind, Use use) {
     case kQ6_K: return use.template operator()<kQ6_K>();
     case kIq4Nl: return use.template operator()<kIq4Nl>();
     case kIq4Xs: return use.template operator()<kIq4Xs>();
+    case kIq2Xxs: return use.template operator()<kIq2Xxs>();
+    case kIq2Xs: return use.template operator()<kIq2Xs>();
+    case kIq3Xxs: return use.template operator()<kIq3Xxs>();
+    case kIq1S: return use.template operator()<kIq1S>();
+    case kIq3S: return use.template operator()<kIq3S>();
+    case kIq2S: return use.template operator()<kIq2S>();
+    case kIq1M: return use.template operator()<kIq1M>();
   }
 }

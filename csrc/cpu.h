@@ -61,7 +61,7 @@ struct Matrix {
   int64_t n_rows, ldx, ldy;  // numbers between rows
 
   const uint8_t* codes;
-  const void* scales;     // (n_out / block_out, n_in / block_in), or transposed
+  const void* scales;     // (n_out / block_out, n_in / block_in), or transposed; grid of a type of GGUF
   const uint8_t* zeros;   // codes of zero points in a grid like that of the scales, or null
   const int32_t* groups;  // (n_in,) the group of each input, or null: input / block_in
   const void* bias;       // (n_out,) or null

@@ -11,7 +11,8 @@ namespace {
 enum Kind {
   kDenseFloat32, kDenseBFloat16, kDenseFloat16,  // as Dtype
   kRows, kColumns, kAwq, kInt8, kE2m1, kNf4, kFloat8,  // as ORDERS of ops/dequantize.py, and float8
-  kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kIq4Xs,  // as KERNEL_BLOCKS
+  kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kIq4Xs,  // as BLOCKS
+  kIq2Xxs, kIq2Xs, kIq3Xxs, kIq1S, kIq3S, kIq2S, kIq1M,
 };
 
 // Column of eight in the nibbles of an AWQ word.

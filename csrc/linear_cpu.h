@@ -25,6 +25,8 @@ constexpr int kLine = kPanelOuts + kLanes;
 constexpr int64_t kBlockNbytes = 2048;
 // Bytes between the codes that are unpacked and the codes that are prefetched.
 constexpr int kAhead = 2048;
+// Bytes of a row whose codes are prefetched as those of the next outputs.
+constexpr int64_t kLongRow = 8192;
 // Bytes between the weights of a row that are multiplied and those that are prefetched.
 constexpr int kAheadInRow = 512;
 // Numbers of x between two sums of the lanes: kDepth<X>.
@@ -237,13 +239,20 @@ struct Table {
 #endif
   }
 };
+// e4m3fn, moved to where float16 has sign, exponent and mantissa; its bias is smaller by 8, so the numbers are 256 times too
+// small. Also right for subnormal numbers; the code of NaN gives 480 / 256.
 struct Float8 {
   inline V operator()(const uint8_t* codes) const {
-    // e4m3fn, moved to where float16 has exponent and mantissa; its bias is smaller by 8. Also right for subnormal numbers.
+    typedef int16_t Pairs __attribute__((vector_size(2 * kLanes)));
+    typedef int8_t Some __attribute__((vector_size(kLanes)));
+    Some bytes;
+    memcpy(&bytes, codes, kLanes);
+    const Pairs bits = __builtin_convertvector(bytes, Pairs) << 7 & static_cast<int16_t>(0xbf80);
     Half halves[kLanes];
-    for (int i = 0; i < kLanes; ++i) halves[i].bits = (codes[i] & 0x80) << 8 | (codes[i] & 0x7f) << 7;
-    const V x = load(halves) * 256.0f;
-    return ((x == 480.0f) | (x == -480.0f)) ? set1(__builtin_nanf("")) : x;  // only the code of NaN gives 480
+    memcpy(halves, &bits, sizeof(halves));
+    const V x = load(halves);
+    const VI size = (VI)x & 0x7fffffff;
+    return (V)(size == bit_cast<int32_t>(1.875f) ? VI{} + 0x7fc00000 : (VI)(x * 256.0f));
   }
 };
 
@@ -340,6 +349,7 @@ typedef uint32_t Words __attribute__((vector_size(32)));
 
 #include "blocks_cpu.h"
 
+inline const uint8_t* grid_of(const Matrix& m) { return static_cast<const uint8_t*>(m.scales); }
 inline bool is_gathered(const Matrix& m) { return m.bits == 4 && (m.kind == kColumns || m.kind == kAwq); }
 
 // Transpose 8 x 8 words.
@@ -499,12 +509,46 @@ void unpack(const Matrix& m, const uint8_t* bytes, int64_t row, int64_t first, i
       return scale_row(Table{kNf4Values}, m, row, first, n, codes, out);
     default:
       return with_blocks(m.kind, [&]<int kind>() {
-        unpack_blocks<kind>(bytes + first / kBlock<kind>.n * kBlock<kind>.nbytes, n, out);
+        unpack_blocks<kind>(grid_of(m), bytes + first / kBlock<kind>.n * kBlock<kind>.nbytes, n, out);
       });
   }
 }
 
 #include "nibbles_cpu.h"
+
+// ---- Codes of 8 bits as blocks of 32 inputs whose scales lie elsewhere.
+
+template <typename X>
+inline bool has_bytes(const Matrix& m) {
+  const bool is_rows = m.kind == kRows && m.bits == 8 && m.offset == 128;
+  if (m.kind != kInt8 && m.kind != kFloat8 && !is_rows) return false;
+  const bool is_even = m.n_in % 32 == 0 && (m.block_in % 32 == 0 || m.block_in >= m.n_in);
+  return is_even && m.zeros == nullptr && m.groups == nullptr && (sizeof(X) == 4 || m.product_dtype != kFloat16);
+}
+
+// Call use.template operator()<kind, dtype of the weights>().
+template <typename X, typename Use>
+inline void with_bytes(const Matrix& m, Use use) {
+  const auto with_kind = [&]<int product>() {
+    if (m.kind == kInt8) return use.template operator()<kInt8, product>();
+    if (m.kind == kFloat8) return use.template operator()<kFloat8, product>();
+    use.template operator()<kRows, product>();
+  };
+  if constexpr (sizeof(X) == 4) {
+    if (m.product_dtype == kBFloat16) return with_kind.template operator()<kBFloat16>();
+    if (m.product_dtype == kFloat16) return with_kind.template operator()<kFloat16>();
+  }
+  with_kind.template operator()<kFloat32>();
+}
+
+inline void read_scales(const Matrix& m, int64_t row, int64_t first, int n, GroupScales& to) {
+  const int64_t place = row / m.block_out * m.grid_columns;
+  int64_t group = first / m.block_in, left = (group + 1) * m.block_in - first;
+  for (int k = 0; k < n; ++group, left = m.block_in) {
+    const float scale = number(m.scales, m.scale_dtype, place + group) * (m.kind == kFloat8 ? 256.0f : 1.0f);
+    for (const int64_t stop = smaller<int64_t>(n, k + left); k < stop; k += 32) to.scales[k / 32] = scale;
+  }
+}
 
 // ---- The product.
 
@@ -680,13 +724,15 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
     for (int out = 0; out < n_outs; ++out) lines[row * kLine + out] = totals[out * M + row];
 }
 
-// The same for blocks of GGUF in the order of inputs.
-template <int M, int kind, typename X>
+// The same for blocks of GGUF, and for codes of 8 bits, in the order of inputs. Weights are rounded to the dtype `product`.
+template <int M, int kind, int product, typename X>
 void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
   constexpr BlockShape shape = kBlock<kind>;
   constexpr int depth = kDepth<X>, N = M == 1 ? 4 : 2;
   float totals[kPanelOuts * M];
   GroupScales scales[N];
+  // The next outputs follow in memory; a long row is prefetched within itself.
+  const int64_t ahead = m.row_nbytes <= kLongRow ? N * m.row_nbytes : kAhead;
   for (int out = 0; out < n_outs; out += N)
     for (int64_t first = 0; first < m.n_in; first += depth) {
       const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
@@ -695,7 +741,8 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
       const uint8_t* blocks[N];
       for (int j = 0; j < N; ++j) {
         blocks[j] = m.codes + (first_out + smaller(out + j, n_outs - 1)) * m.row_nbytes + first / shape.n * shape.nbytes;
-        read_scales<kind>(blocks[j], n, scales[j]);
+        if constexpr (kind >= kQ4_0) read_scales<kind>(blocks[j], n, scales[j]);
+        else read_scales(m, first_out + smaller(out + j, n_outs - 1), first, n, scales[j]);
       }
       V sums[N * M];
 #pragma GCC unroll 16
@@ -705,8 +752,10 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
         for (int i = 0; i < shape.n / 32; ++i)
 #pragma GCC unroll 4
           for (int j = 0; j < N; ++j) {
-            const Codes codes = codes_of<kind>(blocks[j], i);
-            const auto weights = [&](int k) __attribute__((always_inline)) { return weight_of<kind>(codes, scales[j], part + i, k); };
+            const Codes codes = codes_of<kind>(grid_of(m), blocks[j], i);
+            const auto weights = [&](int k) __attribute__((always_inline)) {
+              return rounded<sizeof(X) == 2 ? kFloat32 : product>(weight_of<kind>(codes, scales[j], part + i, k));
+            };
 #if LEVEL >= 3
             if constexpr (sizeof(X) == 2) {
               const __m512bh values = _mm512_cvtne2ps_pbh((__m512)weights(1), (__m512)weights(0));
@@ -729,7 +778,7 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
           }
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) {
-          for (int i = 0; i < shape.nbytes; i += 64) __builtin_prefetch(blocks[j] + kAhead + i);
+          for (int i = 0; i < shape.nbytes; i += 64) __builtin_prefetch(blocks[j] + ahead + i);
           blocks[j] += shape.nbytes;
         }
       }
@@ -751,13 +800,15 @@ template <typename X>
 void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
   switch (order.method) {
 #if LEVEL >= 1
-    case kNoMethod:
-      return with_blocks(m.kind, [&]<int kind>() {
-        if (n_rows == 1) return multiply_blocks<1, kind>(m, x, n_rows, first_out, n_outs, lines);
-        if (n_rows == 2) return multiply_blocks<2, kind>(m, x, n_rows, first_out, n_outs, lines);
-        if (n_rows <= 4) return multiply_blocks<4, kind>(m, x, n_rows, first_out, n_outs, lines);
-        multiply_blocks<kDecodedRows, kind>(m, x, n_rows, first_out, n_outs, lines);
-      });
+    case kNoMethod: {
+      const auto use = [&]<int kind, int product = kFloat32>() {
+        if (n_rows == 1) return multiply_blocks<1, kind, product>(m, x, n_rows, first_out, n_outs, lines);
+        if (n_rows == 2) return multiply_blocks<2, kind, product>(m, x, n_rows, first_out, n_outs, lines);
+        if (n_rows <= 4) return multiply_blocks<4, kind, product>(m, x, n_rows, first_out, n_outs, lines);
+        multiply_blocks<kDecodedRows, kind, product>(m, x, n_rows, first_out, n_outs, lines);
+      };
+      return m.kind >= kQ4_0 ? with_blocks(m.kind, use) : with_bytes<X>(m, use);
+    }
 #endif
 #if LEVEL == 1
     case kFloatTables: return multiply_decoded<kFloatTables>(m, order, x, n_rows, first_out, n_outs, lines);
@@ -791,7 +842,8 @@ struct Product {
     // panel is unpacked once.
     const bool is_few = n_rows <= kFewRows, is_same = m.kind == (sizeof(X) == 2 ? kDenseBFloat16 : kDenseFloat32);
     is_direct = m.n_in % kStep<X> == 0 && (is_same || (is_few && sizeof(X) == 4 && m.kind <= kDenseFloat16));
-    is_decoded = n_rows <= kDecodedRows && (order.method != kNoMethod || (LEVEL >= 1 && m.kind >= kQ4_0));
+    const bool has_blocks = LEVEL >= 1 && (m.kind >= kQ4_0 || has_bytes<X>(m));
+    is_decoded = n_rows <= kDecodedRows && (order.method != kNoMethod || has_blocks);
     const bool is_tiled = is_few && (n_rows == 1 || !is_direct);
     n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_tiled ? kTiledOuts : is_few ? kFewOuts : kManyOuts;
     panel_outs = is_tiled && !is_gathered(m) ? kTile : n_outs;

@@ -57,8 +57,8 @@ class BlockType:
 
     number   number of the type in files
     n, size  weights and bytes of a block
-    group    weights per scale; 0 without a kernel
-    scale    offset of the float16 scale in a block
+    group    weights per scale; 0 without a CUDA kernel
+    scale    offset of the float16 scale in a block; of its highest four bits in IQ1_M
     minimum  offset of the float16 minimum in a block, or None
     """
 
@@ -70,7 +70,7 @@ class BlockType:
     minimum: int | None = None
 
 
-# Types with a kernel, in the order of the kernels; transformers' reader lacks Q5_0 and Q5_1.
+# Types with a CUDA kernel, in the order of the kernels; transformers' reader lacks Q5_0 and Q5_1.
 KERNEL_BLOCKS = {
     "Q4_0": BlockType(2, 32, 18, 32), "Q4_1": BlockType(3, 32, 20, 32, 0, 2),
     "Q5_0": BlockType(6, 32, 22, 32),
@@ -80,12 +80,13 @@ KERNEL_BLOCKS = {
     "Q5_K": BlockType(13, 256, 176, 32, 0, 2), "Q6_K": BlockType(14, 256, 210, 16, 208),
     "IQ4_NL": BlockType(20, 32, 18, 32), "IQ4_XS": BlockType(23, 256, 136, 32),
 }  # fmt: skip
+# All types have a CPU kernel.
 BLOCKS = KERNEL_BLOCKS | {
     "IQ2_XXS": BlockType(16, 256, 66), "IQ2_XS": BlockType(17, 256, 74),
     "IQ3_XXS": BlockType(18, 256, 98),
     "IQ1_S": BlockType(19, 256, 50), "IQ3_S": BlockType(21, 256, 110),
     "IQ2_S": BlockType(22, 256, 82),
-    "IQ1_M": BlockType(29, 256, 56),
+    "IQ1_M": BlockType(29, 256, 56, 0, 54),
 }  # fmt: skip
 
 

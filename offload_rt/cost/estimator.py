@@ -37,6 +37,8 @@ class CostEstimator:
             disk = moved.disk_experts and replace(moved.disk_experts, bias=experts.at)
             self._moved = replace(moved, experts=near, disk_experts=disk)
         self._slack = 1.0
+        # A measured profile counts as a pass.
+        self._n_passes = int(profile.compute is not None)
         self._level_slack = 1.0
         self._learns = True
         self.level_s = transfer_s(draft_nbytes, profile.memory_gbps)
@@ -48,6 +50,11 @@ class CostEstimator:
         estimator._draft_context = None
         estimator._learns = False
         return estimator
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a pass or its parts were measured."""
+        return self._n_passes > 0
 
     def seconds(
         self,
@@ -129,7 +136,8 @@ class CostEstimator:
             self.profile = replace(self.profile, link_gbps=tuple(rates.items()))
         rows = np.array([n_rows])
         predicted = pass_times(self.profile, self._moved, rows, context, draft_s, n_sequences)[0]
-        self._slack = _towards(self._slack, seconds / float(predicted))
+        self._n_passes += 1
+        self._slack += max(_NEWEST, 1 / self._n_passes) * (seconds / float(predicted) - self._slack)
 
     def drafted(self, n_levels: int, seconds: float, n_sequences: int = 1) -> None:
         """Learn from drafting `n_levels` levels in `seconds`."""

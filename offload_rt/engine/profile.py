@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from copy import copy
-from itertools import pairwise
+from itertools import islice, pairwise, takewhile
 from statistics import median
 from typing import Any
 
@@ -40,9 +40,11 @@ _CANDIDATES = (
 )
 _ROUNDS = 3
 _PASSES = "passes.json"
-_PASSES_VERSION = 4
+_PASSES_VERSION = 5
 _REPEATS = 2
 _EXPERTS = "experts.json"
+# Maximum seconds of adjacent layers in a measurement: the call of a slower layer does not count.
+_RUN_S = 0.05
 # Valid seconds of a pass. Cached values outside are damage and would overflow later arithmetic.
 _SHORTEST_S = 1e-9
 _LONGEST_S = 1e6
@@ -285,7 +287,7 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
 def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list[float]:
     """Measure the seconds of passes without waits for layers.
 
-    Captured passes are replayed. Otherwise the first layer of each kind is measured and multiplied.
+    Captured passes are replayed. Otherwise the first layers of each kind are measured and multiplied.
     passes  rows and previous context of each pass
     """
     seconds = [0.0] * len(passes)
@@ -297,9 +299,11 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
     kinds = [i in mixed for i in range(spec.n_layers)]
     first_layers = {kinds.index(kind): kinds.count(kind) for kind in set(kinds)}
     for i, n_alike in first_layers.items():
+        # Without streaming, adjacent layers are one call.
+        n_adjacent = 1 if runner.streamer.order else len(list(takewhile(kinds[i].__eq__, kinds[i:])))
         is_last = i == max(first_layers)
         with closing(runner.streamer.sweep()) as sweep:
-            block = next(block for block in sweep if block.i == i)
+            blocks = list(islice(sweep, i, i + n_adjacent))
             # Prefetches of further layers would compete for the processors of a CPU.
             runner.streamer.park()
             for at, (width, context) in enumerate(passes):
@@ -310,7 +314,9 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
                 tokens = torch.arange(width) % spec.vocab_size
                 step = Step(cache, tokens, Topology.star(width), width, n_before)
                 if not runner.replays(step):
-                    layer_s, head_s = _seconds_of_parts(runner, block, step)
+                    layer_s, head_s = _seconds_of_parts(runner, blocks[:1], step)
+                    if (n := min(int(_RUN_S / layer_s), n_adjacent)) > 1:
+                        layer_s = _seconds_of_parts(runner, blocks[:n], step)[0] / n
                     seconds[at] += n_alike * layer_s + is_last * head_s
                 elif is_last:
                     seconds[at] = _seconds_replayed(runner, step)
@@ -328,8 +334,8 @@ def _seconds_replayed(runner: Runner, step: Step) -> float:
 
 
 @torch.inference_mode()
-def _seconds_of_parts(runner: Runner, block: LayerView, step: Step) -> list[float]:
-    """Measure the seconds of a layer, and of the head."""
+def _seconds_of_parts(runner: Runner, blocks: list[LayerView], step: Step) -> list[float]:
+    """Measure the seconds of adjacent layers, and of the head."""
     best = [float("inf"), float("inf")]
     alone = copy(runner)
     if isinstance(runner.spec, ModelPart):
@@ -337,7 +343,7 @@ def _seconds_of_parts(runner: Runner, block: LayerView, step: Step) -> list[floa
     for _ in range(_REPEATS):
         hidden, chunks = alone.embed(*alone.upload([step]))
         moments = [_now(runner)]
-        alone.layers([block], hidden, chunks)
+        alone.layers(blocks, hidden, chunks)
         moments.append(_now(runner))
         alone.logits(hidden, [step])
         moments.append(_now(runner))

@@ -13,7 +13,8 @@ class PassTimes:
 
     link_busy_s   seconds of link transfers
     waited_s      seconds the device waited for layers
-    predicted_s   predicted seconds of drafting, pass and verification; None for prompt passes
+    predicted_s   predicted seconds of drafting, pass and verification; None for prompt passes and
+                  before anything was measured
     n_rows        rows of all sequences
     """
 

@@ -8,6 +8,7 @@ independent of the number of rows, so tree passes and plain decoding agree bit f
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from offload_rt.ops import cpu
 from offload_rt.ops.dequantize import POWERS_OF_TWO, BlockMatrix, CodedMatrix
-from offload_rt.packing import KERNEL_BLOCKS, ORDERS
+from offload_rt.packing import BLOCKS, KERNEL_BLOCKS, ORDERS
 
 # As `Kind` in csrc/linear_cpu.cpp. Dense kinds are the dtypes; int8 is the order `plain`.
 _FIRST_ORDER = len(cpu.DTYPES)
@@ -50,9 +51,7 @@ def serves(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> bool:
     if isinstance(weight, Tensor):
         is_known = weight.dtype in cpu.DTYPES and weight.stride(-1) == 1
     else:
-        is_known = (
-            weight.type in KERNEL_BLOCKS if isinstance(weight, BlockMatrix) else _has_scales(weight)
-        )
+        is_known = isinstance(weight, BlockMatrix) or _has_scales(weight)
     return is_known and cpu.library() is not None
 
 
@@ -175,6 +174,19 @@ def describe(
     return matrix
 
 
+@cache
+def _grid(type: str) -> Tensor | None:
+    """Return the points (n, 4 or 8) int8 of a type that looks its codes up, those of IQ1 in eighths."""
+    if type in KERNEL_BLOCKS:
+        return None
+    from gguf import quants  # imports in 0.1 s
+
+    points = getattr(quants, "IQ1_S" if type == "IQ1_M" else type)
+    points.init_grid()
+    factor = 8 if type.startswith("IQ1") else 1
+    return torch.from_numpy(points.grid[0, 0] * factor).to(torch.int8)
+
+
 def _described(weight: Tensor | CodedMatrix | BlockMatrix) -> MatrixStruct:
     if isinstance(weight, Tensor):
         nbytes = weight.stride(0) * weight.itemsize
@@ -182,9 +194,10 @@ def _described(weight: Tensor | CodedMatrix | BlockMatrix) -> MatrixStruct:
             n_in=weight.shape[1],
                        block_out=1, block_in=1, kind=cpu.DTYPES[weight.dtype])  # fmt: skip
     if isinstance(weight, BlockMatrix):
-        kind = _FIRST_BLOCKS + list(KERNEL_BLOCKS).index(weight.type)
+        kind = _FIRST_BLOCKS + list(BLOCKS).index(weight.type)
+        grid = _grid(weight.type)
         return MatrixStruct(codes=weight.blocks.data_ptr(), row_nbytes=weight.blocks.stride(0),
-            n_out=weight.shape[0],
+            scales=None if grid is None else grid.data_ptr(), n_out=weight.shape[0],
                        n_in=weight.shape[1], block_out=1, block_in=1, kind=kind)  # fmt: skip
     packing = weight.packing
     codes = weight.codes

@@ -11,7 +11,6 @@ from offload_rt.ops import cpu, linear_cpu
 from offload_rt.ops import linear as linear_module
 from offload_rt.ops.dequantize import (
     BLOCKS,
-    KERNEL_BLOCKS,
     BlockMatrix,
     CodedMatrix,
     Packing,
@@ -83,8 +82,8 @@ def large_matrix(name: str, n_out: int, n_in: int, dtype: torch.dtype) -> tuple:
     n_in   a multiple of the block
     dtype  of the scales, where the format leaves a choice
     """
-    if name in KERNEL_BLOCKS:
-        kind = KERNEL_BLOCKS[name]
+    if name in BLOCKS:
+        kind = BLOCKS[name]
         blocks = torch.randint(0, 256, (n_out, n_in // kind.n, kind.size)).byte()
         for offset in (kind.scale, kind.minimum):
             if offset is not None:
@@ -94,6 +93,19 @@ def large_matrix(name: str, n_out: int, n_in: int, dtype: torch.dtype) -> tuple:
         return BlockMatrix((n_out, n_in), blocks.view(n_out, -1), name), values
     order, group = name.split("-")
     size = int(group)
+    if order in ("int8", "float8", "rows8"):
+        codes = torch.randint(0, 256, (n_out, n_in)).byte()
+        if order == "float8":
+            codes = (codes & 0xBF).view(torch.float8_e4m3fn)  # finite
+        codes = {"int8": codes.view(torch.int8), "rows8": codes.view(torch.int32)}.get(order, codes)
+        is_rows = order == "rows8"
+        block = (128 if order == "float8" else 1, size)
+        packing = Packing("rows" if is_rows else "plain", 8, block, 128 if is_rows else 0)
+        scales = torch.randn(-(-n_out // block[0]), -(-n_in // size)).to(dtype)
+        matrix = CodedMatrix((n_out, n_in), packing, codes, scales, None, None, dtype)
+        values = torch.empty(n_out, n_in)
+        reference_dequantize(codes, matrix.float_scales(), None, None, packing, values)
+        return matrix, values
     bytes_ = torch.randint(0, 256, (n_out, n_in // 2)).byte()
     zeros = None
     product = dtype
@@ -127,6 +139,8 @@ def large_matrix(name: str, n_out: int, n_in: int, dtype: torch.dtype) -> tuple:
 LARGE = (
     *("rows-64", "rows-128", "columns-128", "columns-64", "awq-128", "awq-256"),
     *("nf4-64", "nf4-256", "e2m1-32", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q6_K", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_M"),
+    *("int8-4096", "int8-64", "float8-128", "rows8-128"),
 )
 # Those with blocks of 32 inputs, of which a product may end within a chunk of codes.
 SHORT_BLOCKS = ("e2m1-32", "Q4_0", "Q4_1", "IQ4_NL", "Q8_0")
@@ -157,7 +171,7 @@ def test_unpacked_codes_equal_the_reference_bit_for_bit(level, kind):
             assert_equal(dequantize(matrix, out, rows), expected[rows])
 
 
-@pytest.mark.parametrize("name", KERNEL_BLOCKS)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_unpacked_blocks_equal_the_reference_bit_for_bit(level, name):
     for seed in range(6):
         blocks, shape = random_blocks(name, seed)
@@ -175,7 +189,7 @@ def test_products_of_codes_equal_products_of_their_values(level, dtype):
         (coded, kind, seed) for kind in KINDS for seed in range(6) if unsigned_zeros_fit(kind, seed)
     ]
     for make, kind, seed in cases + [
-        (block_matrix, name, seed) for name in KERNEL_BLOCKS for seed in range(3)
+        (block_matrix, name, seed) for name in BLOCKS for seed in range(3)
     ]:
         matrix, values = make(kind, seed)
         x = torch.randn(5, matrix.shape[1]).to(dtype)
