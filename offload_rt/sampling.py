@@ -157,11 +157,15 @@ def top_tokens(logits: Tensor, k: int) -> TopTokens | None:
     """Return the k most probable tokens from logits (n, vocabulary); None for k = 0."""
     if k == 0:
         return None
-    best = logits.topk(min(k, logits.shape[-1]), dim=-1)
-    totals = torch.cat(
-        [logits[rows].float().logsumexp(-1, keepdim=True) for rows in _parts(0, len(logits))]
-    )
-    return TopTokens(*to_host([best.indices, (best.values.float() - totals).exp()]))
+    # On a CPU a row at a time stays in the cache.
+    n_rows = 1 if logits.device.type == "cpu" else _N_ROWS
+    indices, probs = [], []
+    for rows in _parts(0, len(logits), n_rows):
+        wide = logits[rows].float()
+        best = wide.topk(min(k, wide.shape[-1]))
+        indices.append(best.indices)
+        probs.append((best.values - wide.logsumexp(-1, keepdim=True)).exp())
+    return TopTokens(*to_host([torch.cat(indices), torch.cat(probs)]))
 
 
 class Logprob(NamedTuple):
@@ -224,8 +228,8 @@ def draw(probs: Tensor, generator: torch.Generator) -> list[int]:
     return [int(token) for token in to_host([torch.cat(tokens)])[0]]
 
 
-def _parts(start: int, stop: int) -> Iterator[slice]:
-    return (slice(row, min(row + _N_ROWS, stop)) for row in range(start, stop, _N_ROWS))
+def _parts(start: int, stop: int, n_rows: int = _N_ROWS) -> Iterator[slice]:
+    return (slice(row, min(row + n_rows, stop)) for row in range(start, stop, n_rows))
 
 
 def _probs_of(

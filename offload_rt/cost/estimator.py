@@ -51,11 +51,6 @@ class CostEstimator:
         estimator._learns = False
         return estimator
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether a pass or its parts were measured."""
-        return self._n_passes > 0
-
     def seconds(
         self,
         n_rows: np.ndarray,

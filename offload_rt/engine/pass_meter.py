@@ -50,11 +50,11 @@ class PassMeter:
         self._trace.add(DRAFT, "tree", self._started, self._drafted)
 
     def predict(self, load: PassLoad) -> None:
-        """Predict the time of the pass, if an earlier pass or its parts were measured."""
+        """Predict the time of the pass."""
         self._load = load
         rows = np.array([load.n_rows])
         seconds = self._cost.seconds(rows, load.context, self._draft_s, load.n_sequences)
-        self._predicted_s = float(seconds[0]) if self._cost.is_measured else None
+        self._predicted_s = float(seconds[0])
 
     def computed(self) -> None:
         """Mark the end of the forward pass."""

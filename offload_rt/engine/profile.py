@@ -287,7 +287,8 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
 def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list[float]:
     """Measure the seconds of passes without waits for layers.
 
-    Captured passes are replayed. Otherwise the first layers of each kind are measured and multiplied.
+    Captured passes are replayed. Otherwise the first layers of each kind are measured and
+    multiplied.
     passes  rows and previous context of each pass
     """
     seconds = [0.0] * len(passes)
@@ -300,7 +301,8 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
     first_layers = {kinds.index(kind): kinds.count(kind) for kind in set(kinds)}
     for i, n_alike in first_layers.items():
         # Without streaming, adjacent layers are one call.
-        n_adjacent = 1 if runner.streamer.order else len(list(takewhile(kinds[i].__eq__, kinds[i:])))
+        alike = takewhile(kinds[i].__eq__, kinds[i:])
+        n_adjacent = 1 if runner.streamer.order else len(list(alike))
         is_last = i == max(first_layers)
         with closing(runner.streamer.sweep()) as sweep:
             blocks = list(islice(sweep, i, i + n_adjacent))

@@ -13,8 +13,7 @@ class PassTimes:
 
     link_busy_s   seconds of link transfers
     waited_s      seconds the device waited for layers
-    predicted_s   predicted seconds of drafting, pass and verification; None for prompt passes and
-                  before anything was measured
+    predicted_s   predicted seconds of drafting, pass and verification; None for prompt passes
     n_rows        rows of all sequences
     """
 

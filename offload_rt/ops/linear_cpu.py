@@ -176,7 +176,7 @@ def describe(
 
 @cache
 def _grid(type: str) -> Tensor | None:
-    """Return the points (n, 4 or 8) int8 of a type that looks its codes up, those of IQ1 in eighths."""
+    """Return the points (n, 4 or 8) int8 of a type with a grid, those of IQ1 in eighths."""
     if type in KERNEL_BLOCKS:
         return None
     from gguf import quants  # imports in 0.1 s

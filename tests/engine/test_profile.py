@@ -5,10 +5,11 @@ import time
 import pytest
 import torch
 from support.fake_gpu import fake_gpu
-from support.tiny import open_streamed
+from support.tiny import open_llm, open_streamed
 
 from bench.models.tiny import config_of, random_model
 from offload_rt.engine import link_rates, profile
+from offload_rt.executor.runner import Runner
 from offload_rt.offload.disk import DiskTier
 
 
@@ -23,6 +24,23 @@ def test_memory_rate_is_measured_beyond_the_caches(monkeypatch):
     monkeypatch.setattr(profile, "memory_free", lambda: 64 << 20)
     profile.memory_gbps(torch.bfloat16, torch.device("cpu"))
     assert read[-1] == 16 << 20, "at most a quarter of free memory"
+
+
+@pytest.mark.parametrize("open_, sizes", [(open_llm, {1, 6}), (open_streamed, {1})])
+def test_adjacent_layers_are_timed_as_one_call_unless_streamed(zoo, monkeypatch, open_, sizes):
+    run = Runner.layers
+    timed = set()
+
+    def layers(self: Runner, blocks: list, *arguments: object) -> None:
+        timed.add(len(blocks))
+        run(self, blocks, *arguments)
+
+    with open_(zoo.directory("llama", 0)) as llm:
+        monkeypatch.setattr(Runner, "layers", layers)
+        monkeypatch.setattr(profile, "_RUN_S", 1e6)  # however slow the machine is
+        runner = llm.engine.runner
+        assert runner.do(profile.seconds_of_passes, [(1, 8)])[0] > 0
+    assert timed == sizes
 
 
 class Clock:
