@@ -1,18 +1,22 @@
 """How fast are llama.cpp and offload_rt on resident GGUF files of each type?
 
     python -m bench.compare.gguf_types [--types Q4_0 Q8_0] [--rounds 3] [--tokens 64]
-        [--prompt-tokens 512]
+        [--prompt-tokens 512] [--wide 300MB]
 
 llama.cpp quantises the file of SmolLM2-135M-Instruct to each type. In every round each system
 answers the same prompt, plainly and greedily, in a new process; the order alternates. Ratios are
 offload_rt / llama.cpp, round by round. The last column is the number of equal first tokens.
+
+SmolLM2's width of 576 is no multiple of 256, so llama.cpp replaces K types in many of its matrices.
+--wide SIZE quantises an expanded demonstration model, whose widths are such multiples.
 """
 
 from pathlib import Path
 
-from bench.common.checkpoints import REAL_FILE
+from bench.common.checkpoints import REAL_FILE, expanded_model
 from bench.common.measure import ROOT, Benchmark, Spread
-from bench.common.prompts import chat_prompts
+from bench.common.processes import run_python
+from bench.common.prompts import chat_prompts, held_out_prompts
 from bench.compare.contract import Job
 from bench.compare.outcome import Run, parting, run_peer
 from bench.compare.quantizer import TYPES, quantized_file
@@ -62,6 +66,15 @@ def measure(
     return runs
 
 
+def wide_file(size: str, folder: Path) -> Path:
+    """Return a GGUF file in float16 whose widths are multiples of 256, written at first use."""
+    out = folder / f"wide-{size}.gguf"
+    if not out.exists():
+        flags = ["--format", "gguf", "--type", "F16"]
+        run_python("scripts/quantize.py", str(expanded_model(size)), str(out), *flags)
+    return out
+
+
 def main() -> None:
     """Print a line per type and the JSON line."""
     benchmark = Benchmark("gguf_types", __doc__)
@@ -70,16 +83,17 @@ def main() -> None:
     benchmark.add("--rounds", type=int, default=3)
     benchmark.add("--tokens", type=int, default=64)
     benchmark.add("--prompt-tokens", type=int, default=512)
+    benchmark.add("--wide", metavar="SIZE", help="of an expanded model in float16")
     flags = benchmark.start()
     folder = ROOT / "build/types"
     folder.mkdir(parents=True, exist_ok=True)
-    warm_up, *prompts = chat_prompts(
-        load_tokenizer(flags.file), flags.rounds + 1, flags.prompt_tokens
-    )
+    file = wide_file(flags.wide, folder) if flags.wide else flags.file.resolve()
+    prompts_of = held_out_prompts if flags.wide else chat_prompts
+    warm_up, *prompts = prompts_of(load_tokenizer(file), flags.rounds + 1, flags.prompt_tokens)
     results = {}
     columns: list[str] = []
     for type in flags.types:
-        path = quantized_file(flags.file.resolve(), type, folder)
+        path = quantized_file(file, type, folder)
         runs = measure(path, prompts, warm_up, flags.tokens, folder)
         pair = [runs[name] for name in PEERS]
         results[type] = figures(*pair, flags.prompt_tokens)

@@ -25,7 +25,7 @@ from torch import Tensor
 from bench.common.checkpoints import expanded_model
 from bench.common.measure import AVX2_ENVIRONMENT, Benchmark, Spread, interleaved, timed
 from bench.compute import products
-from bench.compute.products import DENSE, QUANTIZED
+from bench.compute.products import FORMATS
 from bench.gpu.shapes import random_tree
 from offload_rt import LLM, ops
 from offload_rt.ops import cpu, reference
@@ -166,7 +166,7 @@ def main() -> None:
     """Run the selected parts."""
     bench = Benchmark("compute", __doc__)
     bench.add("--parts", nargs="+", choices=PARTS, default=PARTS)
-    bench.add("--formats", nargs="+", choices=[*DENSE, *QUANTIZED], default=[*DENSE, *QUANTIZED])
+    bench.add("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     bench.add("--rounds", type=int, default=5, help="of products")
     bench.add("--avx2", action="store_true")
     bench.add("--size", default="2100MB")

@@ -1,7 +1,8 @@
 """Products of stored weights as shares of the multiply-add peak and of the memory bandwidth.
 
 Write a checkpoint of a single layer in every format, open it, and multiply through the view of the
-model. Copies of the layer, together larger than the caches, are used in turn.
+model; types of GGUF are random blocks. Copies of the layer, together larger than the caches, are
+used in turn.
 """
 
 import itertools
@@ -24,6 +25,9 @@ from bench.common.processes import run_python
 from offload_rt.models.layers import LayerWeights
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.tier import read_parallel
+from offload_rt.ops.dequantize import BlockMatrix
+from offload_rt.ops.linear import linear
+from offload_rt.packing import BLOCKS
 from offload_rt.system.machine import cache_nbytes
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.layout import host_block
@@ -44,14 +48,11 @@ QUANTIZED = {
     "GPTQ": ("--format", "gptq", "--group-size", "128"),
     "nf4": ("--format", "nf4", "--group-size", "64"),
     "MXFP4": ("--format", "mxfp4-pack-quantized"),
-    "Q4_0": ("--format", "gguf", "--type", "Q4_0"),
-    "Q4_K": ("--format", "gguf", "--type", "Q4_K"),
-    "Q5_K": ("--format", "gguf", "--type", "Q5_K"),
-    "Q6_K": ("--format", "gguf", "--type", "Q6_K"),
-    "Q8_0": ("--format", "gguf", "--type", "Q8_0"),
     "block fp8": ("--format", "fp8", "--group-size", "128"),
     "int8": ("--format", "int-quantized", "--group-size", "-1", "--symmetric"),
 }
+# Types of GGUF have random blocks.
+FORMATS = (*DENSE, *QUANTIZED, *BLOCKS)
 FOUR_BITS = ("int4, groups of 128", "AWQ", "GPTQ", "nf4", "MXFP4", "Q4_0", "Q4_K")
 _LEAST_S = 0.06  # of one measurement
 _TIMES_CACHE = 4
@@ -135,16 +136,49 @@ def open_weights(path: Path, dtype: torch.dtype) -> Weights:
     )
 
 
+class BlocksView:
+    """View of matrices in GGUF blocks."""
+
+    def __init__(self, matrices: Mapping[str, BlockMatrix]) -> None:
+        self._matrices = matrices
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """Multiply by a matrix."""
+        return linear(x, self._matrices[name])
+
+
+def random_blocks(name: str) -> Weights:
+    """Draw matrices of a GGUF type with scales below 1, in enough copies to exceed the caches."""
+    block = BLOCKS[name]
+    matrices = {}
+    for key, (n_out, n_in) in MATRICES.items():
+        blocks = torch.randint(256, (n_out, n_in // block.n, block.size), dtype=torch.uint8)
+        for offset in (block.scale, block.minimum):
+            if offset is not None:
+                blocks[:, :, offset + 1] &= 0x3B  # the upper byte of a float16
+        matrices[key] = BlockMatrix((n_out, n_in), blocks.view(n_out, -1), name)
+    nbytes = sum(matrix.blocks.nbytes for matrix in matrices.values())
+    views = []
+    while len(views) * nbytes < _TIMES_CACHE * cache_nbytes():
+        copies = {
+            key: replace(matrix, blocks=matrix.blocks.clone()) for key, matrix in matrices.items()
+        }
+        views.append(BlocksView(copies))
+    return Weights(tuple(views), nbytes, torch.bfloat16)
+
+
 def all_weights(folder: Path, names: Sequence[str]) -> dict[str, Weights]:
-    """Write and open a checkpoint in each format."""
+    """Return the matrices in each format."""
     plain = {name: write_layer(folder, dtype) for name, dtype in DENSE.items()}
     weights_by_format = {}
     for name in names:
         if name in DENSE:
             weights_by_format[name] = open_weights(plain[name], DENSE[name])
             continue
-        is_file = "gguf" in QUANTIZED[name]
-        out = folder / f"layer-{len(weights_by_format)}{'.gguf' if is_file else ''}"
+        if name in BLOCKS:
+            weights_by_format[name] = random_blocks(name)
+            continue
+        out = folder / f"layer-{len(weights_by_format)}"
         run_python("scripts/quantize.py", str(plain["bf16"]), str(out), *QUANTIZED[name])
         weights_by_format[name] = open_weights(out, torch.bfloat16)
     return weights_by_format
