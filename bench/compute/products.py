@@ -159,7 +159,7 @@ def random_blocks(name: str) -> Weights:
         matrices[key] = BlockMatrix((n_out, n_in), blocks.view(n_out, -1), name)
     nbytes = sum(matrix.blocks.nbytes for matrix in matrices.values())
     views = []
-    while len(views) * nbytes < _TIMES_CACHE * cache_nbytes():
+    while not views or len(views) * nbytes < _TIMES_CACHE * cache_nbytes():
         copies = {
             key: replace(matrix, blocks=matrix.blocks.clone()) for key, matrix in matrices.items()
         }

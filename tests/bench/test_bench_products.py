@@ -19,7 +19,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small", "scripts_here")
 def test_all_formats_multiply_the_same_weights(tmp_path):
     """Products of every format differ from float32 by rounding."""
-    by_format = products.all_weights(tmp_path, [*products.DENSE, "int4, groups of 128", "Q4_0"])
+    by_format = products.all_weights(tmp_path, [*products.DENSE, "int4, groups of 128", "int8"])
     for name, (_, n_in) in products.MATRICES.items():
         x = torch.randn(3, n_in, generator=torch.Generator().manual_seed(1))
         expected = by_format["float32"].views[0].linear(x, name)
@@ -29,4 +29,14 @@ def test_all_formats_multiply_the_same_weights(tmp_path):
             assert error < (0.2 if kind in products.FOUR_BITS else 0.02), (kind, name)
             assert kind == "float32" or error > 0
     n = 3 * 256 * 512
-    assert by_format["bf16"].nbytes == 2 * n and by_format["Q4_0"].nbytes == n // 32 * 18
+    assert by_format["bf16"].nbytes == 2 * n and by_format["int8"].nbytes == n + 2 * 1280
+
+
+@pytest.mark.usefixtures("small")
+def test_random_blocks_have_the_sizes_of_the_type(tmp_path):
+    for name, size in (("Q4_0", 3 * 256 * 512 // 32 * 18), ("IQ3_S", 3 * 512 * 110)):
+        weights = products.random_blocks(name)
+        assert weights.nbytes == size and len(weights.views) == 1
+        for matrix, (n_out, n_in) in products.MATRICES.items():
+            y = weights.views[0].linear(torch.ones(2, n_in, dtype=weights.dtype), matrix)
+            assert y.shape == (2, n_out) and y.isfinite().all()
