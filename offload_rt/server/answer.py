@@ -23,20 +23,16 @@ Logprobs = Sequence[dict[int, Logprob]]
 class Delta:
     """New parts of an answer.
 
-    index          position of the answer in the request
-    first_call     number of earlier calls of the answer
-    offsets        text offsets of the tokens in `logprobs`
-    piece          result of the pass; None for an echo of the prompt
-    finish_reason  as named by OpenAI; None before the end
+    index    position of the answer in the request
+    offsets  text offsets of the tokens in `logprobs`
+    piece    result of the pass; None for an echo of the prompt
     """
 
     index: int
     parsed: Parsed
-    first_call: int
     logprobs: Logprobs
     offsets: Sequence[int]
     piece: Piece | None
-    finish_reason: str | None
 
 
 @dataclass
@@ -137,7 +133,7 @@ class Answer:
             choice.text = str(self.tokenizer.decode(prompt, skip_special_tokens=True))
         choice.logprobs = [*logprobs]
         choice.offsets = choice.locate(prompt[: len(logprobs)])
-        return Delta(i, Parsed(text=choice.text), 0, logprobs, choice.offsets, None, None)
+        return Delta(i, Parsed(text=choice.text), logprobs, choice.offsets, None)
 
     def add(self, i: int, piece: Piece) -> Delta:
         """Append the result of one pass to an answer."""
@@ -147,9 +143,8 @@ class Answer:
         parsed = choice.parse(piece)
         choice.end = piece.finish_reason
         choice.stop = piece.stop_reason
-        first_call = len(choice.calls)
         if isinstance(self.request, ChatRequest) and self.request.max_calls is not None:
-            n_left = self.request.max_calls - first_call
+            n_left = self.request.max_calls - len(choice.calls)
             parsed = parsed._replace(calls=parsed.calls[:n_left])
         offsets = choice.locate(piece.token_ids) if piece.logprobs else []
         choice.reasoning += parsed.reasoning
@@ -158,7 +153,7 @@ class Answer:
         choice.n_tokens += len(piece.token_ids)
         choice.logprobs += piece.logprobs
         choice.offsets += offsets
-        return Delta(i, parsed, first_call, piece.logprobs, offsets, piece, choice.finish_reason)
+        return Delta(i, parsed, piece.logprobs, offsets, piece)
 
 
 def event(content: Json, name: str | None = None) -> str:

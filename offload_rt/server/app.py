@@ -64,7 +64,7 @@ def make_app(
         redirect_slashes=False,
     )
     app.state.service = service
-    app.add_middleware(Limits, access=access, body_nbytes=limits.body_nbytes)
+    app.add_middleware(Limits, access=access)
     if access.origins:  # outside the limits: browsers ask for permission without a key
         app.add_middleware(
             CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"]

@@ -119,7 +119,8 @@ class ChatWriter(CompletionWriter):
         if parsed.text:
             content["content"] = parsed.text
         if parsed.calls:
-            calls = enumerate(parsed.calls, delta.first_call)
+            n_earlier = len(self.answer.choices[delta.index].calls) - len(parsed.calls)
+            calls = enumerate(parsed.calls, n_earlier)
             content["tool_calls"] = [{"index": k, **call} for k, call in calls]
         return {"delta": content, "logprobs": self._chat_logprobs(delta.logprobs)}
 
@@ -166,26 +167,18 @@ def _logprobs(logprobs: Logprobs, offsets: Sequence[int]) -> Json | None:
     """
     if not logprobs:
         return None
-    tokens = []
-    values: list[float | None] = []
-    candidates_by_text: list[dict[str, float] | None] = []
+    texts = [next(iter(candidates.values())).decoded_token or "" for candidates in logprobs]
+    by_text: list[dict[str, float] | None] = []
     for candidates in logprobs:
-        token = next(iter(candidates.values()))
-        tokens.append(token.decoded_token or "")
-        if isnan(token.logprob):
-            values.append(None)
-            candidates_by_text.append(None)
-            continue
-        values.append(max(token.logprob, _MIN_LOGPROB))
-        by_text: dict[str, float] = {}
+        values: dict[str, float] = {}
         for candidate in candidates.values():
             # Parts of characters share a text; the first candidate is the token itself.
             text = candidate.decoded_token or ""
-            by_text.setdefault(text, max(candidate.logprob, _MIN_LOGPROB))
-        candidates_by_text.append(by_text)
+            values.setdefault(text, max(candidate.logprob, _MIN_LOGPROB))
+        by_text.append(None if isnan(next(iter(candidates.values())).logprob) else values)
     return {
-        "tokens": tokens,
-        "token_logprobs": values,
-        "top_logprobs": candidates_by_text,
+        "tokens": texts,
+        "token_logprobs": [best and best[text] for text, best in zip(texts, by_text, strict=True)],
+        "top_logprobs": by_text,
         "text_offset": list(offsets),
     }

@@ -1,4 +1,4 @@
-"""Middleware for every request: host names, API key, body size, body time, cancellation."""
+"""Middleware for every request: host names, API key, cancellation."""
 
 import asyncio
 import hmac
@@ -9,7 +9,6 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_BODY_TIMEOUT_S = 60.0
 _OPEN_PATHS = ("/page/", "/health")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]+)(?::\d{1,5})?", re.IGNORECASE)
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -46,14 +45,10 @@ class Access:
 
 @dataclass(frozen=True)
 class Limits:
-    """ASGI middleware that refuses requests before routing.
-
-    body_nbytes  maximum size of a body
-    """
+    """ASGI middleware that refuses requests before routing."""
 
     app: ASGIApp
     access: Access
-    body_nbytes: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward or refuse a request."""
@@ -68,32 +63,13 @@ class Limits:
             is_started = True
             await send(message)
 
+        refusal = self._refusal(scope["path"], Headers(scope=scope))
         try:
-            await self._respond(scope, receive, watched_send)
+            await (refusal or self.app)(scope, receive, watched_send)
         except asyncio.CancelledError:  # uvicorn cancels open requests at the end of the drain
             if not is_started:
                 refusal = error_response(503, "the server is shutting down", retry_after_s=5)
                 await refusal(scope, receive, send)
-
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope["path"], Headers(scope=scope))
-        messages: list[Message] = []
-        if refusal is None:
-            try:
-                messages = await asyncio.wait_for(self._body(receive), _BODY_TIMEOUT_S)
-            except TimeoutError:
-                text = f"the request body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
-                refusal = error_response(408, text)
-            except OverflowError:
-                text = f"the request body exceeds {self.body_nbytes} bytes"
-                refusal = error_response(413, text)
-        if messages and messages[-1]["type"] == "http.disconnect":
-            return  # the client, or the end of the server, cut the body
-
-        async def replay() -> Message:
-            return messages.pop(0) if messages else await receive()
-
-        await (refusal or self.app)(scope, replay, send)
 
     def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
         host = _HOST.fullmatch(headers.get("host", ""))
@@ -110,16 +86,3 @@ class Limits:
         if hmac.compare_digest(given, api_key.encode()):
             return None
         return error_response(401, "the API key is missing or wrong", "invalid_api_key")
-
-    async def _body(self, receive: Receive) -> list[Message]:
-        """Read the messages of a body. Raises OverflowError above `body_nbytes`."""
-        messages = [await receive()]
-        nbytes = 0
-        while messages[-1]["type"] == "http.request":
-            nbytes += len(messages[-1].get("body", b""))
-            if nbytes > self.body_nbytes:
-                raise OverflowError
-            if not messages[-1].get("more_body"):
-                break
-            messages.append(await receive())
-        return messages

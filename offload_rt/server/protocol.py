@@ -15,7 +15,7 @@ from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.tool_parser import decoded
 from offload_rt.text.images import IMAGE_PARTS
 
-_MAX_LOGPROBS = 20
+NLogprobs = Annotated[int, Field(ge=0, le=20)] | None
 _CONTENT = "The content is a text, or a list of parts of type text and image_url."
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 _SAMPLING = {field.name for field in fields(SamplingParams)} - {"max_tokens", "structured_outputs"}
@@ -179,9 +179,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(prompts_of)]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: NLogprobs = None
     best_of: int | None = None
-    suffix: str | None = None
+    suffix: Literal["", None] = None
     add_special_tokens: bool = True
 
     @property
@@ -196,12 +196,9 @@ class CompletionRequest(GenerationRequest):
 
     def params(self, max_n: int, _: ChatFormat) -> SamplingParams:
         """Build SamplingParams. Raises SettingsError for invalid values."""
-        if self.suffix:
-            raise SettingsError("suffix is not implemented", change="leave it out")
         if (self.best_of or 1) > 1 and self.best_of != self.n:
             change = "leave it out"
             raise SettingsError(f"best_of is {self.best_of}", need="the value of n", change=change)
-        _check_logprobs("logprobs", self.logprobs)
         max_tokens = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
         if self.reads_only:
             max_tokens = 1  # the pass over a prompt always produces one token
@@ -216,7 +213,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[FailFastList[Json], Field(description=_CONTENT)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NLogprobs = None
     tools: FailFastList[Json] | None = None
     tool_choice: Literal["none", "auto", "required"] | Json | None = None
     parallel_tool_calls: bool | None = None
@@ -231,7 +228,6 @@ class ChatRequest(GenerationRequest):
 
     def params(self, max_n: int, chat_format: ChatFormat) -> SamplingParams:
         """Build SamplingParams. Raises SettingsError for invalid values."""
-        _check_logprobs("top_logprobs", self.top_logprobs)
         if self.top_logprobs and not self.logprobs:
             raise SettingsError("top_logprobs", need="logprobs to be true", change="set it")
         max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
@@ -362,11 +358,6 @@ class DetokenizeRequest(BaseModel):
     """Body of /detokenize."""
 
     tokens: FailFastList[Annotated[int, Field(strict=True, ge=0, lt=2**32)]]
-
-
-def _check_logprobs(name: str, n: int | None) -> None:
-    if n is not None and not 0 <= n <= _MAX_LOGPROBS:
-        raise SettingsError(f"{name} is {n}", need=f"0 to {_MAX_LOGPROBS}", change="ask for fewer")
 
 
 def _parsed_call(call: Json) -> Json:

@@ -15,6 +15,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from offload_rt.errors import CapacityError, DeviceError, OffloadError, SettingsError, UserError
@@ -39,6 +40,7 @@ Writer = CompletionWriter | MessagesWriter | ResponsesWriter
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=BaseModel)
 _RETRY_S = 5
+_BODY_TIMEOUT_S = 60.0
 # A stream gets this long to send the error of a timeout.
 _STREAM_GRACE_S = 5
 # Grammars of all open requests together. Compiling a character takes up to 750 bytes.
@@ -108,14 +110,26 @@ class Service:
 
         Parsers hold the interpreter lock in steps; several at once would add up.
         """
+        raw = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                async for part in http.stream():
+                    raw += part
+                    if len(raw) > self.limits.body_nbytes:
+                        reason = f"the request body exceeds {self.limits.body_nbytes} bytes"
+                        raise Refused(413, reason)
+        except TimeoutError as error:
+            reason = f"the request body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
+            raise Refused(408, reason) from error
+        except ClientDisconnect as error:
+            raise Refused(499, "the client disconnected") from error
         # Browsers send other content types across origins without asking.
         if "json" not in http.headers.get("content-type", "").lower():
             raise Refused(415, "the Content-Type must be application/json")
-        raw = await http.body()
         max_prompts = self.limits.n_waiting
         max_len = self.llm.max_model_len
         async with self._parsing:
-            return await asyncio.to_thread(read_body, kind, raw, max_prompts, max_len)
+            return await asyncio.to_thread(read_body, kind, bytes(raw), max_prompts, max_len)
 
     async def answer(self, http: Request, body: Any, kind: type[Writer]) -> Response:
         """Answer a request, as a stream or whole.

@@ -1,7 +1,6 @@
 """Granite 3: <|tool_call|> and a JSON list, which the template describes but does not render."""
 
-from offload_rt.server.call_format import CallFormat
-from offload_rt.server.call_texts import Fields
+from offload_rt.server.call_format import CallFormat, Fields
 
 MARKS = ("<|tool_call|>",)
 FORMAT = CallFormat(
