@@ -409,7 +409,8 @@ def test_flood_of_connections_and_shutdown(tmp_path):
 
         wait_until(is_healthy)
         # Half a head, half a body, and an answer that outlasts the drain.
-        raw = json.dumps({"prompt": PROMPT, "max_tokens": 10**6, "ignore_eos": True}).encode()
+        body = {"prompt": PROMPT, "max_tokens": 10**6, "ignore_eos": True, "n": 16, "temperature": 1}
+        raw = json.dumps(body).encode()
         open_requests = [
             b"GET /health HTTP/1.1\r\nX: ",
             parse_head("/v1/completions", 1000).replace(b"Host: x", b"Host: localhost") + b"{",
