@@ -3,26 +3,20 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import COMPACT_JSON
 from offload_rt.executor.json_schema import adapted
 from offload_rt.server.bodies import Json
+from offload_rt.server.call_texts import ID, INDEX, KEY, NAME, CallTexts, Pairs
 
-if TYPE_CHECKING:
-    from offload_rt.server.call_format import CallFormat, Pairs
-
-# Placeholders in the texts of a format: ids, indices, the key of an argument, the function's name,
-# its arguments.
-ID, INDEX, KEY, NAME = "\0", "\1", "\2", "\3"
 # Converts a text to a Lark expression of strings and special tokens.
 Lark = Callable[[str], str]
 TEXT = r"/(.|\n)*/"
 _IDS = {ID: "/[A-Za-z0-9_-]{1,40}/", INDEX: "/[0-9]+/"}
 
 
-def call_grammar(form: "CallFormat", functions: Sequence[Json], lark: Lark, is_single: bool) -> str:
+def call_grammar(form: CallTexts, functions: Sequence[Json], lark: Lark, is_single: bool) -> str:
     """Build the grammar of an answer that consists of calls.
 
     functions  of OpenAI's `tools`
@@ -52,7 +46,7 @@ def call_grammar(form: "CallFormat", functions: Sequence[Json], lark: Lark, is_s
     return "\n".join(rules)
 
 
-def _pair_rules(pairs: "Pairs", i: int, schema: Json, lark: Lark) -> Iterator[str]:
+def _pair_rules(pairs: Pairs, i: int, schema: Json, lark: Lark) -> Iterator[str]:
     """Build the rules of arguments in the order of the schema."""
     properties = properties_of(schema)
     separator = lark(pairs.separator) if pairs.separator else ""

@@ -3,17 +3,15 @@
 import ast
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import regex  # type: ignore[import-untyped]  # matches parts of a pattern, and nested brackets
 
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_grammar import ID, INDEX, KEY, NAME, properties_of, type_names
+from offload_rt.server.call_grammar import properties_of, type_names
+from offload_rt.server.call_texts import ID, INDEX, KEY, NAME, CallTexts, Fields, Pairs
 from offload_rt.server.tool_parser import DECODER, AnswerParser, Parsed, decoded, openai_call
 from offload_rt.text.reasoning import n_overlap
-
-if TYPE_CHECKING:
-    from offload_rt.server.call_format import CallFormat, Fields, Pairs
 
 _PIECES = regex.compile(r"<[^<>]*>|\[/?[A-Z_]+\]|[\0-\3]|[^\s<\[\0-\3]+|[<\[]")
 _TRIGGER = regex.compile(r"\s*(<[^<>\s\0-\3]*>|\[[A-Z_]+\]|[^\s\0-\3]+)")
@@ -33,7 +31,7 @@ class CallParser(AnswerParser):
     tools  JSON schemas of the offered tools by name
     """
 
-    def __init__(self, form: "CallFormat", tools: Mapping[str, Json]) -> None:
+    def __init__(self, form: CallTexts, tools: Mapping[str, Json]) -> None:
         self._form = form
         self._tools = tools
         names = sorted(map(regex.escape, tools), key=len, reverse=True)
@@ -93,7 +91,7 @@ class CallParser(AnswerParser):
         cut = [self._spelled(text[:n]) + r"\s*\Z" for n in lengths]
         return f"(?:{'|'.join([self._spelled(text), *cut])})"
 
-    def _arguments(self, pairs: "Pairs", closing: str) -> str:
+    def _arguments(self, pairs: Pairs, closing: str) -> str:
         """Build the pattern of pairs and the closing text.
 
         A value ends where its closing text precedes a pair or the end of the call.
@@ -191,7 +189,7 @@ def _nested(text: str) -> str:
     return inner.removeprefix(f"{text}|")
 
 
-def _items(pairs: "Pairs", match: Any, properties: Json) -> Iterator[tuple[str, Any]]:
+def _items(pairs: Pairs, match: Any, properties: Json) -> Iterator[tuple[str, Any]]:
     """Convert the arguments of a call.
 
     properties  JSON schemas of the arguments
@@ -212,7 +210,7 @@ def _items(pairs: "Pairs", match: Any, properties: Json) -> Iterator[tuple[str, 
             yield name, text if is_text else _value(text.strip(), quote)
 
 
-def _nested_value(pairs: "Pairs", text: str, schema: Any) -> Any:
+def _nested_value(pairs: Pairs, text: str, schema: Any) -> Any:
     """Convert nested pairs. Without a schema, a list has only elements, and a text is JSON."""
     parts = [*_nested_pairs(pairs, text)]
     kinds = type_names(schema)
@@ -225,7 +223,7 @@ def _nested_value(pairs: "Pairs", text: str, schema: Any) -> Any:
     return {key: _nested_value(pairs, part, properties.get(key)) for key, part in parts}
 
 
-def _nested_pairs(pairs: "Pairs", text: str) -> Iterator[tuple[str, str]]:
+def _nested_pairs(pairs: Pairs, text: str) -> Iterator[tuple[str, str]]:
     """Yield keys and values up to the first other text."""
     middle, closing = (regex.escape(part["string"]) for part in (pairs.middles, pairs.closings))
     start = regex.compile(rf"\s*{regex.escape(pairs.opening)}([\w.-]+){middle}")
@@ -243,7 +241,7 @@ def _nested_pairs(pairs: "Pairs", text: str) -> Iterator[tuple[str, str]]:
             return
 
 
-def _named(value: Any, fields: "Fields") -> tuple[Any, Any]:
+def _named(value: Any, fields: Fields) -> tuple[Any, Any]:
     """Return name and arguments of a call in JSON, also inside a further object."""
     if not isinstance(value, dict):
         return None, None

@@ -12,8 +12,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_format import CallFormat, Fields, Pairs, Style
-from offload_rt.server.call_grammar import ID, INDEX, KEY, NAME
+from offload_rt.server.call_format import CallFormat
+from offload_rt.server.call_texts import ID, INDEX, KEY, NAME, Fields, Pairs, Style
 from offload_rt.text.reasoning import Tags
 
 # Renders messages and tools, with or without the prompt of an answer. Raises TemplateError.

@@ -24,7 +24,8 @@ from support.serving import (
 
 from offload_rt import LLM, SamplingParams, StructuredOutputs
 from offload_rt.cli.serve import main
-from offload_rt.server.call_format import CallFormat, Style
+from offload_rt.server.call_format import CallFormat
+from offload_rt.server.call_texts import Style
 from offload_rt.server.limits import Access
 
 

@@ -8,7 +8,8 @@ import pytest
 from fastapi.routing import APIRoute
 from support.serving import TURNS, Served, running, script
 
-from offload_rt.server.call_format import CallFormat, Style
+from offload_rt.server.call_format import CallFormat
+from offload_rt.server.call_texts import Style
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.limits import Access
 

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 from offload_rt import StructuredOutputs
 from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import GrammarCompiler
-from offload_rt.server.call_format import Style
 from offload_rt.server.call_grammar import call_grammar
+from offload_rt.server.call_texts import Style
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.system import registry
 

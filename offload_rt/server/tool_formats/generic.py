@@ -7,9 +7,10 @@ from typing import Any
 import regex  # type: ignore[import-untyped]  # matches a part of a pattern
 
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_format import CallFormat, Fields, Style, calls_of, joined
+from offload_rt.server.call_format import CallFormat, calls_of, joined
 from offload_rt.server.call_grammar import Lark, call_grammar, json_rule
 from offload_rt.server.call_parser import CallParser
+from offload_rt.server.call_texts import Fields, Style
 from offload_rt.server.tool_parser import AnswerParser, Parsed, decoded
 
 _REPLY = regex.compile(r'\s*\{\s*"response"\s*:\s*(?P<quote>"?+)(?=.)', regex.DOTALL)

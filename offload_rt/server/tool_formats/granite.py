@@ -1,6 +1,7 @@
 """Granite 3: <|tool_call|> and a JSON list, which the template describes but does not render."""
 
-from offload_rt.server.call_format import CallFormat, Fields
+from offload_rt.server.call_format import CallFormat
+from offload_rt.server.call_texts import Fields
 
 MARKS = ("<|tool_call|>",)
 FORMAT = CallFormat(

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import regex  # type: ignore[import-untyped]  # matches a part of a pattern
 
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_format import CallFormat, Style
+from offload_rt.server.call_format import CallFormat
 from offload_rt.server.call_grammar import TEXT, Lark
+from offload_rt.server.call_texts import Style
 from offload_rt.server.tool_parser import AnswerParser, Parsed, openai_call
 from offload_rt.text.reasoning import n_overlap
 

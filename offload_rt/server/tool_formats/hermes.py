@@ -1,6 +1,7 @@
 """Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, described in prompts only."""
 
-from offload_rt.server.call_format import CallFormat, Fields
+from offload_rt.server.call_format import CallFormat
+from offload_rt.server.call_texts import Fields
 
 MARKS = ("<tool_call>",)
 FORMAT = CallFormat(
