@@ -78,13 +78,14 @@ def memory_budget(config: EngineConfig, device: torch.device, n_local: int = 1) 
         nbytes = _checked(config.device_nbytes, "--device-memory", spare, limit)
         return MemoryBudget(nbytes, most=limit)
     torch.cuda.empty_cache()  # memory of closed engines is free as well
-    free_nbytes, _ = torch.cuda.mem_get_info(device)  # excludes the context of this process
-    most = max(free_nbytes - DRIVER, 0)
-    available = less_margin(free_nbytes)
     is_unified = bool(torch.cuda.get_device_properties(device).is_integrated)
     if is_unified:  # the GPU of e.g. GB10 or Jetson: layers are on the device or on disk
+        free_nbytes = memory_free()  # CUDA counts the page cache as used
         spare = min(spare // 8, _UNIFIED_HOST)
-        available = max(min(available, less_margin(memory_free())) - spare, 0)
+    else:
+        free_nbytes, _ = torch.cuda.mem_get_info(device)  # excludes the context of this process
+    most = max(free_nbytes - DRIVER, 0)
+    available = max(less_margin(free_nbytes) - is_unified * spare, 0)
     device_nbytes = _checked(config.device_nbytes, "--device-memory", available, most)
     host_nbytes = _checked(config.host_nbytes, "--host-memory", spare, memory_limit())
     return MemoryBudget(
