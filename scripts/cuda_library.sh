@@ -30,7 +30,7 @@ mkdir -p "$root/cuda" "$root/torch" "$root/csrc" "$here/build"
 mount --bind "$toolkit" "$root/cuda"
 mount --bind "${words[2]}" "$root/torch"
 mount --bind "$here/csrc" "$root/csrc"
-chroot "$root" env --chdir=/csrc PATH=/cuda/bin:/usr/bin:/bin nvcc "${words[@]:3}" \
+chroot "$root" env --chdir=/csrc PATH=/cuda/bin:/usr/bin:/bin nvcc -L/cuda/lib "${words[@]:3}" \
     -Xcompiler=-static-libstdc++ -Xlinker=--exclude-libs=libstdc++.a -o /tmp/library > "$here/build/${words[0]%.so}.log" 2>&1
 mv "$root/tmp/library" "$here/build/${words[0]}"
 ls -l "$here/build/${words[0]}"

@@ -237,7 +237,7 @@ def _gpus(nvcc: str | None) -> Iterator[Check]:
         value = f"{format_size(free)} of {format_size(total)} free, uploads {gbps:.1f} GB/s"
         yield Check(f"GPU {i}", f"{name}: {value}")
     reason = extension.missing()
-    fix = "install the CUDA toolkit, or set CUDA_HOME" if reason and nvcc is None else ""
+    fix = 'pip install "cuda-toolkit[nvcc,cccl]", or set CUDA_HOME' if reason and not nvcc else ""
     yield Check("nvcc", nvcc or "missing", fix)
     paths = [path for path in torch.ops.loaded_libraries if "_kernels-" in path]
     value = f"missing: {reason}" if reason else build.origin(*paths)

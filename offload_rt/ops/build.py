@@ -81,7 +81,9 @@ class Recipe:
         compiler = find_compiler(self.compiler)
         if compiler is None:
             raise NotBuilt(f"{self.compiler} not found")
-        return [compiler]
+        # nvcc searches lib64 beside bin, but pip's packages have lib.
+        libraries = [f"-L{Path(compiler).parents[1]}/lib"] if self.compiler == "nvcc" else []
+        return [compiler, *libraries]
 
     def _arguments(self) -> list[str]:
         if not any("{torch}" in argument for argument in self.arguments):

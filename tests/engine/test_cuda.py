@@ -193,11 +193,13 @@ def test_gpu_that_shares_the_memory_of_the_host_holds_no_second_copy(zoo, monkey
     directory = zoo.directory("llama", 0)
     texts = []
     for is_integrated, streamed in ((False, {"device", "host"}), (True, {"device", "disk"})):
-        with fake_gpu(monkeypatch, is_integrated=is_integrated):
-            with on_card(directory, drafter="none", device_memory=little(directory)) as llm:
-                (output,) = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
-                texts.append(output.token_ids)
-                assert set(llm.plan.tiers) == streamed
+        with (
+            fake_gpu(monkeypatch, is_integrated=is_integrated),
+            on_card(directory, drafter="none", device_memory=little(directory)) as llm,
+        ):
+            (output,) = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
+            texts.append(output.token_ids)
+            assert set(llm.plan.tiers) == streamed
     assert texts[0] == texts[1]
 
 

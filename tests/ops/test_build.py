@@ -151,6 +151,15 @@ def test_nvcc_is_found_outside_of_path(folders, monkeypatch):
         assert build.find_compiler("nvcc") == str(home / "bin" / "nvcc")
 
 
+def test_libraries_beside_nvcc_are_found(folders):
+    """nvcc searches lib64, but pip's packages have lib."""
+    (folders / "lib").mkdir()
+    find(TINY).rename(folders / "lib" / "libanswer.so")
+    (folders / "bin" / "compiler").rename(folders / "bin" / "nvcc")
+    arguments = (*TINY.arguments, "-lanswer")
+    assert find(replace(TINY, compiler="nvcc", arguments=arguments)).exists()
+
+
 def test_missing_compiler_or_folder_has_a_reason(folders, monkeypatch):
     with pytest.raises(NotBuilt, match="no-such-compiler not found"):
         find(replace(TINY, compiler="no-such-compiler"))
