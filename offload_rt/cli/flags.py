@@ -159,7 +159,8 @@ class Parser(argparse.ArgumentParser):
         close = get_close_matches(flag, self._option_string_actions, n=1)
         if match := re.fullmatch(r"argument (\S+): invalid (\w+)( value)?: '(.*?)'( .*)?", message):
             name, kind, _, value, choices = match.groups()
-            close = get_close_matches(value, re.findall(r"'(.*?)'", choices or ""), n=1)
+            # argparse quotes the choices, from Python 3.13.1 on it does not
+            close = get_close_matches(value, re.findall(r"[\w.-]+", choices or ""), n=1)
             need = _NEEDS.get(kind, "another value")
             problem = f"{name} is {value!r}"
             message = f"{problem}: needs {need}" if choices is None else f"{problem}{choices}"

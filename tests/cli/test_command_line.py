@@ -30,8 +30,10 @@ from offload_rt.cli import calibrate, chat, run
 from offload_rt.cli import format as cli_format
 from offload_rt.cli import main as cli_main
 from offload_rt.cli.calibrate import Findings
+from offload_rt.cli.flags import Parser
 from offload_rt.cost.tree_size import N_RANKS
 from offload_rt.engine import device
+from offload_rt.errors import SettingsError
 
 PLAIN = ["--drafter", "none"]
 
@@ -500,12 +502,19 @@ def test_bash_completes_verbs_flags_and_choices(capfd, tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "word"), [
-    (["rum"], "mean run?"), (["--model", "m", "run"], "COMMAND"), (["Run"], "'run'"),
+    (["rum"], "mean run?"), (["--model", "m", "run"], "COMMAND"), (["Run"], "mean run?"),
 ])  # fmt: skip
 def test_unknown_verb_is_one_sentence_and_exit_code_2(arguments, word, capfd):
     assert cli_main.main(arguments) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and word in err
+
+
+@pytest.mark.parametrize("choices", ["'float16', 'auto'", "float16, auto"])
+def test_suggestions_read_the_choices_of_any_python(choices):
+    """argparse of Python 3.11 quotes them, argparse of 3.13 does not."""
+    with pytest.raises(SettingsError, match="did you mean float16"):
+        Parser("", "").error(f"argument --dtype: invalid choice: 'flaot16' (choose from {choices})")
 
 
 def test_several_prompts_are_a_batch(line, model, spoken):
