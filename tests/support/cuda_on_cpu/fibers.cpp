@@ -1,5 +1,6 @@
 #include "fibers.h"
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <map>
