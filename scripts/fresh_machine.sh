@@ -3,12 +3,12 @@
 #
 #   scripts/fresh_machine.sh [SUITE ...]     as root, with mmdebstrap; default: bookworm (Python 3.11) and trixie (Python 3.13)
 #
-# Steps for each suite: the binary wheel (WHEEL, default dist/*.whl) without compilers, its removal, the README's runnable commands, the
-# steps of the Dockerfile. SIZE, BUDGET and TOKENS shorten `make run`, PYTEST_ADDOPTS shortens `make test`, USERS ("root user")
-# selects users. The settings PIP_* reach pip; BIND names a folder of packages that appears at the same path.
+# Steps for each suite: the binary wheel (WHEEL, default that of this machine in dist) without compilers, its removal, the README's
+# runnable commands, the steps of the Dockerfile. SIZE, BUDGET and TOKENS shorten `make run`, PYTEST_ADDOPTS shortens `make test`,
+# USERS ("root user") selects users. The settings PIP_* reach pip; BIND names folders of packages that appear at the same path.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
-wheel=${WHEEL:-$(echo "$here"/dist/*.whl)}
+wheel=${WHEEL:-$(echo "$here"/dist/*"$(uname -m)".whl)}
 work=$(mktemp -d)
 root=$work/root
 finish() {
@@ -27,6 +27,7 @@ new_root() { # SUITE
         mount --rbind "$folder" "$root$folder"
     done
     cp /etc/resolv.conf "$root/etc/"
+    echo "127.0.1.1 $(uname -n)" >> "$root/etc/hosts" # the installer adds it, torchrun needs it
     cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
     chroot "$root" useradd -m user
 }
