@@ -75,7 +75,7 @@ def make_app(
     _add_generation_routes(app, service)
     _add_extra_routes(app, service)
     add_docs(app)
-    _add_page(app)
+    app.mount("/page", StaticFiles(directory=_PAGE))
     return app
 
 
@@ -151,10 +151,6 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
         """Return counters for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-
-def _add_page(app: FastAPI) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)
-
-    app.mount("/page", StaticFiles(directory=_PAGE))

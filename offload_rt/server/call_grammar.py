@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import COMPACT_JSON
 from offload_rt.executor.json_schema import adapted
 from offload_rt.server.bodies import Json
@@ -21,7 +20,6 @@ def call_grammar(form: CallTexts, functions: Sequence[Json], lark: Lark, is_sing
 
     functions  of OpenAI's `tools`
     is_single  whether the answer is exactly one call
-    Raises SettingsError for parameters other than a JSON schema.
     """
 
     def spell(text: str, name: str = "") -> str:
@@ -32,10 +30,7 @@ def call_grammar(form: CallTexts, functions: Sequence[Json], lark: Lark, is_sing
     rules = [f"start: {spell(form.begin)} call{more} {spell(form.end)}"]
     rules.append("call: " + " | ".join(f"call{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
-        parameters = function.get("parameters") or {}
-        if not isinstance(parameters, dict):
-            raise SettingsError("tools", need="a JSON schema as the parameters of each function")
-        schema = {**parameters, "type": "object"}
+        schema = {**(function.get("parameters") or {}), "type": "object"}
         head = spell(form.opening + form.head + NAME + form.middle, function["name"])
         tail = spell(form.tail + form.closing, function["name"])
         rules.append(f"call{i}: {head} arguments{i} {tail}")

@@ -40,7 +40,9 @@ class CompletionWriter:
     def add(self, delta: Delta) -> list[str]:
         """Return the chunk of a delta."""
         part = self._end(delta.index)
-        chunk = self._chunk([part | self._delta(delta)]) | self._extras(delta.piece)
+        chunk = self._chunk([part | self._delta(delta)])
+        if delta.piece is not None and self._options.include_passes:
+            chunk["pass"] = _pass(delta.piece)
         return [event(chunk)]
 
     def end(self) -> list[str]:
@@ -82,12 +84,6 @@ class CompletionWriter:
         if self._options.include_usage:
             usage["usage"] = self.usage() if self._options.continuous_usage_stats else None
         return self._head | {"object": self.chunk_kind, "choices": choices} | usage
-
-    def _extras(self, piece: Piece | None) -> Json:
-        """Return the fields of a chunk that `stream_options` requests."""
-        if piece is None or not self._options.include_passes:
-            return {}
-        return {"pass": _pass(piece)}
 
 
 class ChatWriter(CompletionWriter):

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from offload_rt.engine.request_builder import RequestBuilder
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.models.image_prompt import EncodedPrompt, ImagePrompt
-from offload_rt.server.bodies import Json
 from offload_rt.server.call_format import CallFormat
 from offload_rt.server.derivation import tool_variables
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
@@ -112,8 +111,8 @@ class PromptEncoder:
         }
         if wanted and "response_format" in template:
             options["response_format"] = wanted
-        if "developer" not in template:
-            turns = [_as_system(turn) for turn in turns]
+        if "developer" not in template:  # OpenAI's role of system messages
+            turns = [{**t, "role": "system"} if t["role"] == "developer" else t for t in turns]
         try:
             return self.requests.encode_messages(turns, options, self.fetch, reads_files=False)
         except PromptError as error:
@@ -122,8 +121,3 @@ class PromptEncoder:
             missing = [name for name in _VARIABLES if name in template and not options.get(name)]
             need = " or ".join(f"{name} in {_VARIABLES[name]}" for name in missing)
             raise PromptError(error.problem, need=need, change="change the request") from error
-
-
-def _as_system(turn: Json) -> Json:
-    """Rename OpenAI's role of system messages for templates that do not know it."""
-    return turn | {"role": "system"} if turn.get("role") == "developer" else turn

@@ -282,21 +282,22 @@ class ChatRequest(GenerationRequest):
 
     @property
     def functions(self) -> dict[str, Json]:
-        """Functions of the offered tools by name. Raises SettingsError for tools without a name."""
+        """Functions of the offered tools by name. Raises SettingsError for malformed tools."""
         functions: dict[str, Json] = {}
         for tool in self.offered_tools or ():
             function = tool.get("function")
             name = function.get("name") if isinstance(function, dict) else None
             if function is None or not isinstance(name, str) or not name:
                 raise SettingsError("tools", need="a function with a name in each tool")
+            if not isinstance(function.get("parameters") or {}, dict):
+                raise SettingsError("tools", need="a JSON schema as the parameters")
             functions[name] = function
         return functions
 
     @property
     def schemas(self) -> dict[str, Json]:
         """JSON schemas of the parameters, by name of the offered tools."""
-        schemas = {name: entry.get("parameters") for name, entry in self.functions.items()}
-        return {name: s if isinstance(s, dict) else {} for name, s in schemas.items()}
+        return {name: entry.get("parameters") or {} for name, entry in self.functions.items()}
 
     @property
     def template_variables(self) -> Json:

@@ -22,7 +22,7 @@ from offload_rt.errors import CapacityError, DeviceError, OffloadError, Settings
 from offload_rt.llm import LLM, Piece
 from offload_rt.models.image_prompt import EncodedPrompt, token_ids
 from offload_rt.sampling import Logprob
-from offload_rt.sampling_params import SamplingParams, StructuredOutputs
+from offload_rt.sampling_params import SamplingParams
 from offload_rt.server.answer import Answer, Delta
 from offload_rt.server.bodies import Json, read_body
 from offload_rt.server.chat_format import ChatFormat
@@ -142,7 +142,7 @@ class Service:
         n_answers = request.n_prompts * params.n
         answer = Answer(request, n_answers, self.llm.tokenizer)
         writer = kind(answer, body, self.name)
-        n_characters = await asyncio.to_thread(_n_characters, params.structured_outputs)
+        n_characters = await asyncio.to_thread(lambda: len(ascii(params.structured_outputs)))
         self._admit(n_answers, n_characters)
         deltas = self._deltas(answer, request, params, n_characters)
         if not request.stream:
@@ -348,10 +348,6 @@ class _EventStream(StreamingResponse):
             # Suspended generators would wait for the garbage collector.
             for generator in self._generators:
                 await generator.aclose()
-
-
-def _n_characters(outputs: StructuredOutputs | None) -> int:
-    return 0 if outputs is None else len(ascii(outputs))
 
 
 async def _exhaust(deltas: AsyncIterator[Delta]) -> None:
