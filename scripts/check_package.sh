@@ -21,6 +21,7 @@ for folder, n_libraries in (("archive", 0), ("dist", 4)):
     assert {Path(name).name: wheel.read(name) for name in sources} == expected
     libraries = [name for name in wheel.namelist() if name.endswith(".so")]
     assert len(libraries) == n_libraries, libraries
+    assert path.stat().st_size < 5e6
     print(f"{path.name}: {path.stat().st_size / 1e6:.1f} MB, {n_libraries} libraries")
 END
 PYTHONPATH=$root/scripts "$python" - <<END
