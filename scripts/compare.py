@@ -170,6 +170,8 @@ def scratch(environment: Mapping[str, str]) -> Iterator[Path]:
         lock.unlink()  # left by a killed compilation; the next one would wait for it forever
     with tempfile.TemporaryDirectory(dir=_BUILD, prefix="compare-") as folder:
         changes = {
+            # Another version of ninja than that of the environment would compile again.
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
             "XDG_CACHE_HOME": folder,
             "TORCH_EXTENSIONS_DIR": str(_BUILD / "torch-extensions"),
         }

@@ -48,12 +48,13 @@ def load(job: Job) -> deepspeed.DeepSpeedPeer:
 
 
 def _compile() -> None:
-    """Compile the extension, which takes minutes, before a run with a time limit."""
+    """Compile the extensions, which takes minutes, before a run with a time limit."""
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().create_op_builder("AsyncIOBuilder").load()
+    for name in ("AsyncIOBuilder", "ShareMemCommBuilder"):
+        get_accelerator().create_op_builder(name).load()
 
 
 if __name__ == "__main__":
