@@ -4,11 +4,13 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from shutil import get_terminal_size
 from statistics import median
-from textwrap import fill
+from textwrap import fill, shorten
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -16,6 +18,7 @@ from offload_rt.config import EngineConfig, format_size
 from offload_rt.offload.placement import Plan
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.system.progress import loading_bar
+from offload_rt.tree.topology import Topology
 
 if TYPE_CHECKING:  # A plan does not need them, and importing them lasts seconds.
     from offload_rt.executor.stats import PassTimes
@@ -23,6 +26,8 @@ if TYPE_CHECKING:  # A plan does not need them, and importing them lasts seconds
     from offload_rt.system.trace import Trace
 
 _COLUMNS = 100
+# Columns of the children of a level of a tree.
+_TREE_WIDTH = 96
 # Passes of one row that tell the time of plain decoding.
 _N_PLAIN = 4
 
@@ -266,3 +271,36 @@ def tree_line(stats: "Stats") -> str | None:
         f" {stats.verify_seconds / stats.seconds:.0%}, waiting for weights"
         f" {stats.wait_seconds / stats.seconds:.0%}"
     )
+
+
+def describe_tree(topology: Topology) -> str:
+    """Summarize a tree: size, levels, and the number of children of each node per level.
+
+    Families are sorted by parent and separated by `|`; `.` is a leaf. Long lines are cut.
+    """
+    n = len(topology)
+    n_levels = topology.n_levels
+    if topology.is_chain:
+        return "1 node" if n == 1 else f"chain of {n} nodes"
+    n_children = np.array([len(children) for children in topology.children])
+    lines = [
+        f"{n} nodes on {n_levels} levels, up to {n_children.max()} children a node",
+        "level nodes  children of each",
+    ]
+    for level in range(n_levels):
+        nodes = np.flatnonzero(topology.depths == level)
+        lines.append(f"{level:5} {len(nodes):5}  {_families(topology, nodes, n_children)}")
+    return "\n".join(lines)
+
+
+def _families(topology: Topology, nodes: np.ndarray, n_children: np.ndarray) -> str:
+    if not n_children[nodes].any():
+        return "leaves"
+    parents = topology.parents
+    families = groupby(
+        sorted(nodes, key=lambda node: parents[node]), key=lambda node: parents[node]
+    )
+    line = " | ".join(
+        " ".join(str(n_children[node] or ".") for node in nodes) for _, nodes in families
+    )
+    return shorten(line, _TREE_WIDTH, placeholder=" ...")

@@ -210,8 +210,7 @@ def _report(
     phases    seconds of the phases before the first pass
     n_wanted  maximum tokens of an answer
     """
-    from offload_rt.cli.format import report, tree_line
-    from offload_rt.tree.describe import describe
+    from offload_rt.cli.format import describe_tree, report, tree_line
 
     context = max(len(output.prompt_token_ids) for output in outputs)
     baseline = median(llm.time_plain(context)) if settings.baseline else None
@@ -229,7 +228,7 @@ def _report(
     for n, output in enumerate(outputs, 1):
         heading = f"prompt {n}: " if len(outputs) > 1 else ""
         trees = tree_line(output.stats) if settings.verbose else None
-        shape = describe(output.topology) if settings.show_tree else None
+        shape = describe_tree(output.topology) if settings.show_tree else None
         for line in filter(None, (trees, shape)):
             console.print(heading + line, highlight=False, soft_wrap=True, markup=False)
 

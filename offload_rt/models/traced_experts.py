@@ -1,9 +1,10 @@
 """Experts of traced mixtures: computed together, or loaded on demand."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from offload_rt import ops
-from offload_rt.models import cpu_experts
 from offload_rt.models.layers import ExpertShare, HostWork, LayerExperts, LayerWeights
 from offload_rt.ops import extension
 from offload_rt.ops.few_rows import Stack, multiply_stack, serves_stack
@@ -22,6 +22,8 @@ from offload_rt.packing import CODED_ROWS
 # Compute capability times ten from which torch's grouped products leave the row counts on the GPU
 # (pytorch issues 161407, 186620).
 _GROUPED_MM = 90
+# Expert modules of each projection, by expert.
+_Modules = Sequence[Sequence[str]]
 
 
 def mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -135,7 +137,41 @@ def _cpu_products(
     up, down = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
     if hidden.is_cuda or module.has_bias or not isinstance(up, _Experts):
         return None
-    return partial(cpu_experts.mix, up.weights, (up.names, down.names))
+    return partial(_mix_on_cpu, up.weights, (up.names, down.names))
+
+
+def _mix_on_cpu(
+    weights: LayerWeights,
+    modules: tuple[_Modules, _Modules],
+    module: Any,
+    hidden: Tensor,
+    chosen: Tensor,
+    scores: Tensor,
+) -> Tensor:
+    """Compute a mixture, see transformers' ExpertsInterface.
+
+    modules         matrices of the first projection, and of the second
+    chosen, scores  (n_rows, n_used)
+    Outputs are added in expert order, as in `Touched.mix`.
+    """
+    n_rows, n_used = chosen.shape
+    numbers, order = chosen.flatten().sort(stable=True)
+    n_chosen = Counter(numbers.tolist())
+    experts = list(n_chosen)
+    ends = list(accumulate(n_chosen.values()))
+    up, down = modules
+    x = hidden if n_rows == 1 else hidden[order // n_used]
+    inner = weights.linear_experts(x, ends, up, experts)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    out = weights.linear_experts(inner, ends, down, experts)
+    out = module.post_expert_norm(out) if module.has_post_expert_norm else out
+    weighted = (out * scores.flatten()[order, None]).to(hidden.dtype)
+    if n_rows > 1:
+        weighted = weighted[(order // n_used).argsort(stable=True)]
+    mixed = torch.zeros_like(hidden)
+    for part in weighted.view(n_rows, n_used, -1).unbind(1):
+        mixed += part
+    return mixed
 
 
 def _stacks(module: Any, hidden: Tensor) -> tuple[list[Stack], list[Stack]] | None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.tree.describe import describe
+from offload_rt.cli.format import describe_tree
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
 
@@ -117,9 +117,9 @@ def test_full_tree_is_not_exceeded():
 
 
 def test_description_names_nodes_levels_and_children():
-    assert describe(Topology.chain(1)) == "1 node"
-    assert describe(Topology.chain(5)) == "chain of 5 nodes"
-    lines = describe(Topology(np.array([-1, 0, 0, 0, 1, 1, 3, 4]))).splitlines()
+    assert describe_tree(Topology.chain(1)) == "1 node"
+    assert describe_tree(Topology.chain(5)) == "chain of 5 nodes"
+    lines = describe_tree(Topology(np.array([-1, 0, 0, 0, 1, 1, 3, 4]))).splitlines()
     assert lines[0] == "8 nodes on 4 levels, up to 3 children a node"
     rows = ["0 1 3", "1 3 2 . 1", "2 3 1 . | .", "3 1 leaves"]
     assert [line.split() for line in lines[2:]] == [row.split() for row in rows]
