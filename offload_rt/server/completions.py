@@ -101,8 +101,11 @@ class ChatWriter(CompletionWriter):
         """Return the first chunks, with the role of each answer."""
         delta = {"role": "assistant", "content": ""}
         head = {"delta": delta, "logprobs": None, "finish_reason": None}
-        n = len(self.answer.choices)
-        return [event(self._chunk([{"index": i, **head}])) for i in range(n)]
+        chunks = [self._chunk([{"index": i, **head}]) for i in range(len(self.answer.choices))]
+        for chunk in chunks:
+            if chunk.get("usage"):  # the answers have tokens already
+                chunk["usage"] |= {"completion_tokens": 0, "total_tokens": self.answer.n_prompt}
+        return [*map(event, chunks)]
 
     def usage(self) -> Json:
         """Count tokens so far."""

@@ -217,6 +217,7 @@ def test_usage_is_sent_on_request(served, path, is_last, is_continuous):
     if is_last and is_continuous:
         counts = [usage["completion_tokens"] for usage in told]
         assert counts == sorted(counts) and told[-1] == expected
+        assert (counts[0] == 0) == path.startswith("chat")
     else:
         assert told == [None] * len(told)
     assert all(chunk["choices"] for chunk in chunks)
