@@ -10,6 +10,9 @@ constexpr int kChunk = sizeof(X) == 2 ? 64 : 8 * kLanes;
 constexpr int kLongestChunk = kChunk<float>, kPart = 32;
 constexpr int kMostParts = kLongestBlock / kPart, kMostTables = kLongestBlock / 64;
 
+// Outputs between the scales that are read and those that are prefetched.
+constexpr int kScalesAhead = 16;
+
 // How a matrix is decoded.
 enum Method {
   kNoMethod,     // by `unpack`, in the order of inputs
@@ -179,7 +182,9 @@ void write_group_tables(const Matrix& m, const Gathered& gathered, int64_t row, 
     scales = gathered.scales + row - gathered.first_out, zeros = gathered.zeros + row - gathered.first_out;
     stride = kPanelOuts;
   } else {
-    read_numbers(m.scales, m.scale_dtype, row * m.grid_columns + first_group, n_groups, own_scales);
+    const int64_t place = row * m.grid_columns + first_group, itemsize = m.scale_dtype == kFloat32 ? 4 : 2;
+    read_numbers(m.scales, m.scale_dtype, place, n_groups, own_scales);
+    __builtin_prefetch(static_cast<const char*>(m.scales) + (place + kScalesAhead * m.grid_columns) * itemsize);
     const float offset = static_cast<float>(m.offset);
     for (int g = 0; g < n_groups; ++g)
       own_zeros[g] = m.zeros == nullptr ? offset : zero_at(m, row, first_group + g);
