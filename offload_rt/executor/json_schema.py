@@ -43,11 +43,6 @@ def adapted(schema: Any) -> Any:
     root = json.loads(json.dumps(schema))
     for node, _ in reversed([*_nodes(root)]):
         _simplify(node, root)
-    if not any(node.keys() & _COMBINING for node, _ in _nodes(root)):
-        for node, is_whole in _nodes(root):
-            is_named = node.keys() & {"properties", "patternProperties"}
-            if is_named and is_whole and not node.keys() & {"$ref", *_CHOICES}:
-                node.setdefault("additionalProperties", False)
     comparison = _Comparison(root)
     for node, _ in [*_nodes(root)]:
         if choices := [_within(node, part) for part in _list(node.get("oneOf"))]:
@@ -57,6 +52,11 @@ def adapted(schema: Any) -> Any:
             choice = {"anyOf": node.pop("oneOf")}
             more = {"allOf": [*_list(node.get("allOf")), choice]}
             node.update(more if "anyOf" in node else choice)
+    if not any(node.keys() & _COMBINING for node, _ in _nodes(root)):
+        for node, is_whole in _nodes(root):
+            is_named = node.keys() & {"properties", "patternProperties"}
+            if is_named and is_whole and not node.keys() & {"$ref", *_CHOICES}:
+                node.setdefault("additionalProperties", False)
     return root
 
 

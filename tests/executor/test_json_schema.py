@@ -128,11 +128,17 @@ OBJECT = {"type": "object", "oneOf": [
 ]}  # fmt: skip
 
 
+NEEDS_A = {"type": "object", "properties": {"a": {}}, "required": ["a"]}
+
+
 @pytest.mark.parametrize(("schema", "is_refused"), [
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, True),
     ({"oneOf": [{"minLength": 2}, {"maxLength": 4}]}, True),
     (OBJECT, True),
     (OBJECT | {"required": ["k"]}, False),
+    ({"oneOf": [NEEDS_A, NEEDS_A | {"required": []}]}, True),
+    ({"oneOf": [NEEDS_A, {"type": "object", "properties": {"b": {}}}]}, True),
+    ({"oneOf": [NEEDS_A, {"type": "object", "additionalProperties": False}]}, False),
     ({"oneOf": [{"type": "null"}] * 400}, True),
     ({"oneOf": [{"$ref": "#"}, {"$ref": "#/$defs/loop"}], "$defs": {"loop": {"$ref": "#"}}}, True),
     ({"oneOf": [{"type": "null"}], "anyOf": [{"type": ["null", "string"]}]}, False),
