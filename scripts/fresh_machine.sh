@@ -27,7 +27,7 @@ new_root() { # SUITE
         mount --rbind "$folder" "$root$folder"
     done
     cp /etc/resolv.conf "$root/etc/"
-    echo "127.0.1.1 $(uname -n)" >> "$root/etc/hosts" # the installer adds it, torchrun needs it
+    echo "127.0.0.1 localhost $(uname -n)" > "$root/etc/hosts" # as the installer does, for torchrun
     cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
     chroot "$root" useradd -m user
 }
