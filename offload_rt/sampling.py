@@ -159,13 +159,12 @@ def top_tokens(logits: Tensor, k: int) -> TopTokens | None:
         return None
     # On a CPU a row at a time stays in the cache.
     n_rows = 1 if logits.device.type == "cpu" else _N_ROWS
-    indices, probs = [], []
-    for rows in _parts(0, len(logits), n_rows):
-        wide = logits[rows].float()
-        best = wide.topk(min(k, wide.shape[-1]))
-        indices.append(best.indices)
-        probs.append((best.values - wide.logsumexp(-1, keepdim=True)).exp())
-    return TopTokens(*to_host([torch.cat(indices), torch.cat(probs)]))
+    best = [
+        logits[rows].float().softmax(-1).topk(min(k, logits.shape[-1]))
+        for rows in _parts(0, len(logits), n_rows)
+    ]
+    parts = ([part.indices for part in best], [part.values for part in best])
+    return TopTokens(*to_host([torch.cat(tensors) for tensors in parts]))
 
 
 class Logprob(NamedTuple):

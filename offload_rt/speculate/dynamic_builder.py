@@ -21,6 +21,8 @@ from offload_rt.tree.topology import DraftTree, Topology
 _N_CHILDREN = 32
 # Maximum candidates of the text added at once.
 _MOST_TEXT = 512
+# Initial size of a growing tree. It doubles while more than half of its nodes are worth a row.
+_N_FIRST = 16
 # A round expands the pending nodes in the first non-empty share of the tree, best nodes first.
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
 
@@ -136,6 +138,10 @@ class _Nodes:
         place[order] = np.arange(len(order))
         return _Nodes(chances, place[parents], *others)
 
+    def first(self, n: int) -> "_Nodes":
+        """Return the n most probable nodes."""
+        return _Nodes(*(part[:n] for part in vars(self).values()))
+
 
 @dataclass(eq=False)
 class DynamicTreeBuilder:
@@ -158,6 +164,7 @@ class DynamicTreeBuilder:
 
     def __post_init__(self) -> None:
         self._n_nodes, self._n_levels, self._n_drafted = self.size
+        self._room = min(_N_FIRST, self._n_nodes)
         root = np.array([0])
         tokens = np.array(self.state.tokens)
         self._nodes = _Nodes(np.ones(1), root - 1, tokens, root, root.copy(), root > 0)
@@ -206,6 +213,9 @@ class DynamicTreeBuilder:
         above = above[is_new]
         children = _Nodes.below(chances[is_new], above, tokens[is_new], nodes.depths[above] + 1)
         self._nodes = nodes.merged(children, self._n_nodes)
+        while self._grows(self._nodes.chances):
+            pass
+        self._nodes = self._nodes.first(self._room)
         self._add_text()
         self._expand()
 
@@ -225,12 +235,8 @@ class DynamicTreeBuilder:
         for node in unopened:
             open_node(node, float(nodes.chances[node]))
         nodes.is_open[:] = True
-        while best and len(added) < _MOST_TEXT:
+        while best and len(added) < _MOST_TEXT and self._enters(-best[0][0], added):
             chance, parent, token = heapq.heappop(best)
-            place = self._n_nodes - len(added) - 1
-            least = nodes.chances[place] if place < len(nodes.chances) else 0.0
-            if place < 1 or -chance <= least:  # a chance of 0 could not be raised in ratio
-                break
             path = (*paths[parent], token)
             if self.text.is_allowed(path):
                 paths[len(nodes.chances) + len(added)] = path
@@ -239,7 +245,32 @@ class DynamicTreeBuilder:
         if added:
             new = _Nodes.below(*map(np.array, zip(*added, strict=True)))
             new.is_open[:] = True
-            self._nodes = nodes.merged(new, self._n_nodes)
+            self._nodes = nodes.merged(new, self._room)
+
+    def _enters(self, chance: float, added: list[tuple[float, int, int, int]]) -> bool:
+        """Return whether a candidate enters the tree, which grows for it if that may pay.
+
+        added  candidates that enter before, each with its chance first
+        """
+        chances = self._nodes.chances
+        while True:
+            place = self._room - len(added) - 1
+            least = chances[place] if place < len(chances) else 0.0
+            if place > 0 and chance > least:  # a chance of 0 could not be raised in ratio
+                return True
+            if not chance or not self._grows(np.append(chances, [entry[0] for entry in added])):
+                return False
+
+    def _grows(self, chances: np.ndarray) -> bool:
+        """Double the tree's size if more than half of its nodes are worth a row.
+
+        chances  (m,) of all nodes
+        """
+        best = _descending(chances)[: self._room]
+        if self._room == self._n_nodes or self.cost.best(best, self._n_rounds)[0] < self._room // 2:
+            return False
+        self._room = min(2 * self._room, self._n_nodes)
+        return True
 
     def _path(self, node: int) -> tuple[int, ...]:
         """Return the tokens below the root up to a node."""
@@ -302,7 +333,7 @@ class DynamicTreeBuilder:
 
     def tree(self, size: int) -> DraftTree:
         """Return the root and its `size` best candidates."""
-        best = self._nodes = _Nodes(*(part[: 1 + size] for part in vars(self._nodes).values()))
+        best = self._nodes = self._nodes.first(1 + size)
         return DraftTree(
             Topology(best.parents),
             torch.from_numpy(best.tokens.copy()),

@@ -261,6 +261,22 @@ def test_candidates_of_text_and_draft_compete(n_nodes):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("row_s, n_read", [(1.0, (1, 17)), (0.0, (100, 200))])
+def test_text_is_read_as_far_as_rows_may_pay(row_s, n_read):
+    """Reading the text for all nodes would last longer than a pass of a small model."""
+    read = []
+
+    def below(path: tuple[int, ...]) -> list[tuple[int, float]]:
+        read.append(path)
+        return [(token, 0.2) for token in range(4)]
+
+    text = SimpleNamespace(below=below, is_allowed=lambda path: True)
+    cost = RoundCost(1.0, 1 + row_s * np.arange(128))
+    builder = DynamicTreeBuilder(GrowingRows(), (128, 9, 1), 0.0, Unchanged(), text, cost)
+    assert n_read[0] <= len(read) <= n_read[1]
+    assert len(builder.tree(127).topology) == (16 if row_s else 128)
+
+
 class Unchanged(Estimates):
     """Estimates that take a draft's probabilities as they are."""
 
