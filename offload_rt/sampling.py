@@ -77,7 +77,11 @@ class NodeProbs:
 
         Raises NumericsError if a node on a CPU has no possible token.
         """
-        best = [argmax(self._changed(part)[0]) for part in _parts(*self._range(nodes))]
+        best = []
+        for part in _parts(*self._range(nodes)):
+            logits = self._changed(part)
+            best.append(argmax(logits))
+            self._check(logits.gather(-1, best[-1][:, None]))
         return [int(token) for token in to_host([torch.cat(best)])[0]]
 
     def __getitem__(self, nodes: slice) -> Tensor:
@@ -94,7 +98,10 @@ class NodeProbs:
         is_whole = torch.ones(stop - start, dtype=torch.bool, device=self.device)
 
         def compute(rows: slice | Tensor, nodes: slice | Tensor, n_first: int) -> None:
-            result[rows], is_whole[rows] = _probs_of(*self._changed(nodes), self._params, n_first)
+            part = self._changed(nodes)
+            best = part.amax(-1, keepdim=True)
+            self._check(best)
+            result[rows], is_whole[rows] = _probs_of(part, best, self._params, n_first)
 
         for part in _parts(start, stop):
             compute(slice(part.start - start, part.stop - start), part, _N_FIRST)
@@ -112,17 +119,19 @@ class NodeProbs:
             return self._paths[nodes]
         return [self._paths[node] for node in nodes.cpu().tolist()]
 
-    def _changed(self, nodes: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits (m, vocabulary) after all changes, and the maxima (m, 1)."""
+    def _changed(self, nodes: slice | Tensor) -> Tensor:
+        """Return logits (m, vocabulary) after all changes."""
         part = self._logits[nodes].to(self._wide)
         if self._change is not None:
             part = self._change(part, self._paths_of(nodes) if self._params.looks_back else ())
         if self._masks is not None:
             part = part.masked_fill(rejected(self._masks[nodes], part.shape[1]), -torch.inf)
-        best = part.amax(-1, keepdim=True)
+        return part
+
+    def _check(self, best: Tensor) -> None:
+        """Raise NumericsError if a largest logit on a CPU is not finite: no token is possible."""
         if self.device.type == "cpu" and not bool(best.isfinite().all()):
             raise no_numbers()
-        return part, best
 
 
 def argmax(rows: Tensor) -> Tensor:
