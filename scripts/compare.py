@@ -146,6 +146,9 @@ def _take_turn(name: str, course: Course, i: int, results: Results) -> None:
     if course.small and getattr(contract.find(name), "LIMITED", False):
         cgroup, limit = course.small
         job = replace(job, limit=limit)
+        # Pages that another process read are charged to its group.
+        assert job.gguf is not None
+        drop_from_page_cache(job.gguf)
     try:
         asked = ([course.prompts[i]], course.warm_up, course.n_tokens, course.timeout_s, cgroup)
         run = run_peer(name, job, *asked)
