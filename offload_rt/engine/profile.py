@@ -163,7 +163,9 @@ def pass_profile(
         torch.get_num_threads(),
         torch.__version__,
     )
-    model = (runner.spec, runner.format.name, runner.dtype, str(runner.device), rows)
+    # Adjacent layers are one call unless they are streamed.
+    is_streamed = bool(runner.streamer.order)
+    model = (runner.spec, runner.format.name, runner.dtype, str(runner.device), rows, is_streamed)
     key = hashlib.sha256(repr((*machine, *model)).encode()).hexdigest()[:24]
     known = read_cached(_PASSES, _PASSES_VERSION)
     compute = _restore(known.get(key), *_grid(*rows))

@@ -11,6 +11,7 @@ from bench.models.tiny import config_of, random_model
 from offload_rt.engine import link_rates, profile
 from offload_rt.executor.runner import Runner
 from offload_rt.offload.disk import DiskTier
+from offload_rt.system.files import read_cached
 
 
 def test_memory_rate_is_measured_beyond_the_caches(monkeypatch):
@@ -41,6 +42,14 @@ def test_adjacent_layers_are_timed_as_one_call_unless_streamed(zoo, monkeypatch,
         runner = llm.engine.runner
         assert runner.do(profile.seconds_of_passes, [(1, 8)])[0] > 0
     assert timed == sizes
+
+
+def test_streamed_and_resident_passes_have_their_own_times(zoo, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for n, open_ in enumerate((open_llm, open_streamed, open_llm), 1):
+        with open_(zoo.directory("llama", 0), drafter="none") as llm:
+            profile.pass_profile(llm.engine.runner, llm.spec.pass_bytes, (8, 64))
+        assert len(read_cached("passes.json", profile._PASSES_VERSION)) == min(n, 2)
 
 
 class Clock:
