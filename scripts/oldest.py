@@ -17,10 +17,9 @@ def main() -> None:
     oldest = {}
     for line in requires("offload-rt") or ():
         requirement = Requirement(line)
-        if requirement.name == "offload-rt":
-            continue
-        (lower,) = (bound.version for bound in requirement.specifier if bound.operator == ">=")
-        oldest[requirement.name] = lower
+        for bound in requirement.specifier:  # a pinned dependency has a single version
+            if bound.operator == ">=":
+                oldest[requirement.name] = bound.version
     oldest["torch"] = version("torch")
     print(*(f"{name}=={lower}" for name, lower in sorted(oldest.items())), sep="\n")
 

@@ -31,7 +31,7 @@ def caption(told: Mapping[str, Any]) -> str:
         f"{format_size(told['model_bytes'])} of weights, budget {format_size(told['budget_bytes'])}"
     )
     disk = f"disk up to {max(told['gbps']['disk']):.2f} GB/s"
-    return f"{told['model']}: {sizes} where weights are offloaded; {disk}\n{told['machine']}"
+    return f"{told['model']}: {sizes} where weights are offloaded\n{disk}; {told['machine']}"
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
