@@ -246,9 +246,13 @@ def test_only_limited_peers_join_the_small_group(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
     monkeypatch.setattr(compare, "run_peer", run_here)
     monkeypatch.setattr(contract, "refusal", lambda _: None)
-    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 256, tmp_path)
+    evicted = []
+    monkeypatch.setattr(compare, "drop_from_page_cache", evicted.append)
+    file = tmp_path / "model.gguf"
+    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 256, tmp_path, gguf=file)
     course = compare.Course(job, [[1]], [3], 4, 1.0, small=(tmp_path / "group", 77))
     compare.run_all(course, ["llama_cpp", "llama_cpp_mapped"])
+    assert evicted == [tmp_path, tmp_path, file]
     assert joined == {"llama_cpp": (None, None), "llama_cpp_mapped": (77, tmp_path / "group")}
 
 
