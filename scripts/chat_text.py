@@ -51,13 +51,14 @@ def repeats(tokens: list[int]) -> bool:
 class BatchWriter:
     """Greedy or sampled continuation of many prompts of similar length."""
 
-    def __init__(self, target: LlamaForCausalLM) -> None:
+    def __init__(self, target: LlamaForCausalLM, end: int) -> None:
+        """Create a writer whose answers end with the token `end`."""
         self._target = target
         config = target.config
         self._n_kv = config.num_key_value_heads
         self._group = config.num_attention_heads // self._n_kv
         self._dim = config.head_dim
-        self._end = config.eos_token_id
+        self._end = end
 
     @torch.no_grad()
     def write(

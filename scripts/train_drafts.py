@@ -34,7 +34,8 @@ def write(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     began = time.monotonic()
     n_tokens = 0
-    texts = conversations(tokenizer, BatchWriter(target), args.batch, args.answer_tokens)
+    writer = BatchWriter(target, tokenizer.eos_token_id)
+    texts = conversations(tokenizer, writer, args.batch, args.answer_tokens)
     for number, turns in enumerate(texts):
         save_turns(turns, args.work / f"text-{args.seed}-{number:05d}.safetensors")
         n_tokens += sum(len(turn.tokens) - turn.n_prompt for turn in turns)
