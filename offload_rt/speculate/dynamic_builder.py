@@ -1,6 +1,5 @@
 """Dynamic trees: grow the nodes with the highest cumulative draft probability."""
 
-import heapq
 from collections import abc
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,17 +11,13 @@ from torch import Tensor
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.pair_stats import Estimates
-from offload_rt.speculate.recycler import TextCandidates
+from offload_rt.speculate.recycler import N_FIRST, TextCandidates, TextGrowth
 from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.topology import DraftTree, Topology
 
 # Maximum candidates per expanded node.
 _N_CHILDREN = 32
-# Maximum candidates of the text added at once.
-_MOST_TEXT = 512
-# Initial size of a growing tree. It doubles while more than half of its nodes are worth a row.
-_N_FIRST = 16
 # A round expands the pending nodes in the first non-empty share of the tree, best nodes first.
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
 
@@ -164,7 +159,7 @@ class DynamicTreeBuilder:
 
     def __post_init__(self) -> None:
         self._n_nodes, self._n_levels, self._n_drafted = self.size
-        self._room = min(_N_FIRST, self._n_nodes)
+        self._room = min(N_FIRST, self._n_nodes)
         root = np.array([0])
         tokens = np.array(self.state.tokens)
         self._nodes = _Nodes(np.ones(1), root - 1, tokens, root, root.copy(), root > 0)
@@ -222,32 +217,24 @@ class DynamicTreeBuilder:
     def _add_text(self) -> None:
         """Add the text's candidates below new nodes, best first, as far as they enter the tree."""
         nodes = self._nodes
-        unopened = np.flatnonzero(~nodes.is_open).tolist()
-        paths = {node: self._path(node) for node in unopened}
-        best: list[tuple[float, int, int]] = []  # heap, as in `PredictedTree`
-        added: list[tuple[float, int, int, int]] = []
-
-        def open_node(node: int, chance: float) -> None:
-            path = paths[node]
-            for token, p in self.text.below(path) if len(path) + 1 < self._n_levels else ():
-                heapq.heappush(best, (-chance * p, node, token))
-
-        for node in unopened:
-            open_node(node, float(nodes.chances[node]))
+        unopened = np.flatnonzero(~nodes.is_open)
         nodes.is_open[:] = True
-        while best and len(added) < _MOST_TEXT and self._enters(-best[0][0], added):
-            chance, parent, token = heapq.heappop(best)
-            path = (*paths[parent], token)
-            if self.text.is_allowed(path):
-                paths[len(nodes.chances) + len(added)] = path
-                added.append((-chance, parent, token, len(path)))
-                open_node(len(nodes.chances) + len(added) - 1, -chance)
+        growth = TextGrowth(self.text, self._n_levels)
+        for node in unopened.tolist():
+            growth.open(self._path(node), float(nodes.chances[node]))
+        added: list[tuple[float, int, int]] = []
+        while (best := growth.best()) and self._enters(best[0], added):
+            added.append(best)
+            growth.take()
         if added:
-            new = _Nodes.below(*map(np.array, zip(*added, strict=True)))
+            chances, parents, tokens = map(np.array, zip(*added, strict=True))
+            places = np.append(unopened, len(nodes.chances) + np.arange(len(added)))
+            depths = np.array([len(path) for path in growth.paths[len(unopened) :]])
+            new = _Nodes.below(chances, places[parents], tokens, depths)
             new.is_open[:] = True
             self._nodes = nodes.merged(new, self._room)
 
-    def _enters(self, chance: float, added: list[tuple[float, int, int, int]]) -> bool:
+    def _enters(self, chance: float, added: list[tuple[float, int, int]]) -> bool:
         """Return whether a candidate enters the tree, which grows for it if that may pay.
 
         added  candidates that enter before, each with its chance first

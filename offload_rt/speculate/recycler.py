@@ -4,6 +4,7 @@ Token Recycling (Luo et al. 2024, arXiv 2408.08696): predictions are stored with
 under the last tokens before them, of several lengths. Prompt lookup adds its continuations.
 """
 
+import heapq
 from array import array
 from bisect import bisect
 from collections import OrderedDict, abc
@@ -27,6 +28,8 @@ _PRIOR = (0.0, 0.35, 0.6, 0.8)
 _MOST_KEYS = 1 << 17
 # Predictions stored per key.
 N_PREDICTED = 8
+# Initial size of a growing tree. It doubles while more than half of its nodes are worth a row.
+N_FIRST = 16
 
 Context = tuple[int, ...]
 
@@ -200,3 +203,37 @@ class TextCandidates:
         for n, token in enumerate(after):
             if prediction := self._predictions.get(tuple(after[:n])):
                 self._calibration.observe(prediction, token)
+
+
+class TextGrowth:
+    """Best-first growth of a tree by the text's candidates.
+
+    paths  tokens from the root to each node, without the root's; the growth numbers nodes by these
+    """
+
+    def __init__(self, text: TextCandidates, n_levels: int) -> None:
+        self.paths: list[Context] = []
+        self._text = text
+        self._n_levels = n_levels
+        # Heap of (negative chance, parent, token), most probable candidate first.
+        self._best: list[tuple[float, int, int]] = []
+
+    def open(self, path: Context, chance: float) -> None:
+        """Add a node with its candidates."""
+        for token, p in self._text.below(path) if len(path) + 1 < self._n_levels else ():
+            heapq.heappush(self._best, (-chance * p, len(self.paths), token))
+        self.paths.append(path)
+
+    def best(self) -> tuple[float, int, int] | None:
+        """Return chance, parent and token of the most probable allowed candidate."""
+        while self._best:
+            chance, parent, token = self._best[0]
+            if self._text.is_allowed((*self.paths[parent], token)):
+                return -chance, parent, token
+            heapq.heappop(self._best)
+        return None
+
+    def take(self) -> None:
+        """Open the candidate that `best` returned."""
+        chance, parent, token = heapq.heappop(self._best)
+        self.open((*self.paths[parent], token), -chance)

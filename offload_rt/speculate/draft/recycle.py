@@ -6,7 +6,6 @@ the product of acceptance probabilities, calibrated by the length. Prompt lookup
 continuations.
 """
 
-import heapq
 import time
 from collections import abc
 
@@ -17,12 +16,16 @@ from offload_rt.cost.tree_size import ExpectedTokensBias, best_prefix, best_pref
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
-from offload_rt.speculate.recycler import N_PREDICTED, Recycler, TextCandidates
+from offload_rt.speculate.recycler import (
+    N_FIRST,
+    N_PREDICTED,
+    Recycler,
+    TextCandidates,
+    TextGrowth,
+)
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 _SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 1)
-# Initial size of a growing tree. The size doubles while more than half of its nodes are verified.
-_N_FIRST = 16
 
 
 class PredictedTree:
@@ -37,30 +40,17 @@ class PredictedTree:
         self.parents = [-1]
         self.tokens = [root]
         self.chances = [1.0]
-        self._n_levels = n_levels
-        self._paths: list[tuple[int, ...]] = [()]
-        # Heap of (negative probability, parent, token), most probable candidate first.
-        self._best: list[tuple[float, int, int]] = []
-        self._open(0)
+        self._growth = TextGrowth(text, n_levels)
+        self._growth.open((), 1.0)
 
     def grow(self, n_nodes: int) -> None:
         """Add nodes up to `n_nodes`, or until no candidate is left."""
-        while self._best and len(self.parents) < n_nodes:
-            chance, parent, token = heapq.heappop(self._best)
-            path = (*self._paths[parent], token)
-            if not self.text.is_allowed(path):
-                continue
+        while len(self.parents) < n_nodes and (best := self._growth.best()):
+            chance, parent, token = best
+            self.chances.append(chance)
             self.parents.append(parent)
             self.tokens.append(token)
-            self.chances.append(-chance)
-            self._paths.append(path)
-            self._open(len(self.parents) - 1)
-
-    def _open(self, node: int) -> None:
-        """Push the children of a node onto the candidate heap."""
-        path = self._paths[node]
-        for token, p in self.text.below(path) if len(path) + 1 < self._n_levels else ():
-            heapq.heappush(self._best, (-self.chances[node] * p, node, token))
+            self._growth.take()
 
 
 class Recycling(Drafter):
@@ -119,7 +109,7 @@ class Recycling(Drafter):
         started = time.perf_counter()
         text = self._recycler.candidates(sequence, n_levels if n_nodes > 1 else 1)
         tree = PredictedTree(text, sequence.tokens[-1], n_levels)
-        size = n_nodes if self.limits.fixed_size else min(_N_FIRST, n_nodes)
+        size = n_nodes if self.limits.fixed_size else min(N_FIRST, n_nodes)
         while True:
             tree.grow(size)
             n = len(tree.parents)
