@@ -16,6 +16,8 @@ constexpr int kFewRows = 4 * kTileRows, kFewOuts = 24, kManyOuts = 96, kPanelOut
 // Outputs of a panel of one row or of unpacked weights, and of its tasks: two threads that take 8 rows of a matrix in turn
 // defeat the processor's prefetching.
 constexpr int kTile = 8, kTiledOuts = 64;
+// Least multiplications of a piece, and most pieces of each thread.
+constexpr int64_t kPieceProducts = 1 << 18, kMostPieces = 16;
 // Inputs and multiplications that one thread finishes before another wakes.
 constexpr int64_t kSerialInputs = 1 << 14, kSerialProducts = 1 << 17;
 // Most rows whose weights are decoded in registers, and the outputs that a thread multiplies at a time.
@@ -27,6 +29,8 @@ constexpr int64_t kBlockNbytes = 2048;
 constexpr int kAhead = 2048;
 // Bytes of a row whose codes are prefetched as those of the next outputs.
 constexpr int64_t kLongRow = 8192;
+// Least bytes between the codes of these outputs and the prefetched codes of later outputs.
+constexpr int64_t kAheadOuts = 8192;
 // Bytes between the weights of a row that are multiplied and those that are prefetched.
 constexpr int kAheadInRow = 512;
 // Numbers of x between two sums of the lanes: kDepth<X>.
@@ -668,6 +672,12 @@ void multiply_panel(const Matrix& m, const Order<X>& order, const X* x, int n_ro
   write_tiles(m, tiles, n_rows, first_out, n_outs, y, ldy);
 }
 
+// Bytes between the codes of n outputs and those of later outputs, at least kAheadOuts.
+inline int64_t ahead_of_outs(const Matrix& m, int64_t n) {
+  const int64_t turn = n * m.row_nbytes;
+  return (kAheadOuts + turn - 1) / turn * turn;
+}
+
 // Outputs for few rows, whose weights are decoded in registers: lines (n_rows, kLine). The sums are those of `multiply_panel`.
 template <int M, Method method, typename X>
 void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
@@ -677,8 +687,8 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
   constexpr int N = M == 1 ? (has_tables ? 4 : 8) : M == 2 ? 4 : 2;
   float totals[kPanelOuts * M];
   const Gathered gathered = gathered_in(reinterpret_cast<uint8_t*>(panel_memory.reserve(kGatheredNbytes)), first_out, depth);
-  // The next outputs follow in memory. The processor prefetches rows of a single block itself.
-  const bool has_prefetch = !is_gathered(m) && m.n_in > depth;
+  const bool has_prefetch = !is_gathered(m);
+  const int64_t ahead = ahead_of_outs(m, N);
   Nibbles nibbles[N];
   const auto add = [&](int64_t first, int out) {
     const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
@@ -691,7 +701,7 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
     for (int chunk = 0; chunk * kChunk<X> < n; ++chunk) {
       if (has_prefetch)
 #pragma GCC unroll 8
-        for (int j = 0; j < N; ++j) __builtin_prefetch(nibbles[j].bytes + N * m.row_nbytes + chunk * (kChunk<X> * 9 / 16));
+        for (int j = 0; j < N; ++j) __builtin_prefetch(nibbles[j].bytes + ahead + chunk * (kChunk<X> * 9 / 16));
 #pragma GCC unroll 4
       for (int pair = 0; pair < N; pair += 2)
         decode<method, 2>(nibbles + pair, order, n < depth, chunk, [&](int j, int i, auto values) __attribute__((always_inline)) {
@@ -731,8 +741,7 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
   constexpr int depth = kDepth<X>, N = M == 1 ? 4 : 2;
   float totals[kPanelOuts * M];
   GroupScales scales[N];
-  // The next outputs follow in memory; a long row is prefetched within itself.
-  const int64_t ahead = m.row_nbytes <= kLongRow ? N * m.row_nbytes : kAhead;
+  const int64_t ahead = m.row_nbytes <= kLongRow ? ahead_of_outs(m, N) : kAhead;  // a long row within itself
   for (int out = 0; out < n_outs; out += N)
     for (int64_t first = 0; first < m.n_in; first += depth) {
       const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
@@ -940,7 +949,9 @@ void multiply(const Matrix* matrices, int n_matrices, int64_t first_row, int n_t
     n_tasks += (m.n_out + product.n_outs - 1) / product.n_outs;
     n_multiplied += m.n_in * m.n_out * product.n_rows;
   }
-  team().run(n_multiplied < kSerialProducts ? 1 : n_threads, n_tasks, 1, [&](int64_t first, int64_t last) {
+  // Adjacent tasks, because a thread prefetches the codes behind its own.
+  const int64_t n_pieces = n_threads * (1 + smaller(n_multiplied / (n_threads * kPieceProducts), kMostPieces - 1));
+  team().run(n_multiplied < kSerialProducts ? 1 : n_threads, n_tasks, (n_tasks + n_pieces - 1) / n_pieces, [&](int64_t first, int64_t last) {
     const Product<X>* product = products.data();
     for (int64_t task = first; task < last; ++task) {
       while (product + 1 < products.data() + products.size() && product[1].first_task <= task) ++product;

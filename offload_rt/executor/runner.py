@@ -1,6 +1,7 @@
 """Forward passes of a model: each pass visits every layer once, for all sequences of the batch."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from offload_rt.models.layers import LayerWeights
 from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.offloaded_rows import OffloadedRows
 from offload_rt.offload.streamer import LayerView, Streamer
+from offload_rt.sampling import largest
 from offload_rt.system.trace import COMPUTE, Trace
 from offload_rt.weights.formats import WeightFormat
 
@@ -148,10 +150,8 @@ class Runner:
         Returns a flag per tensor of logits: free of NaN and Inf.
         """
         done = torch.ones((), dtype=torch.bool, device=self.device)
-        _, *flags = ops.to_host(
-            [done, *(rows.amax(-1).isfinite().all() for rows in logits)], is_long=True
-        )
-        return [bool(flag) for flag in flags]
+        _, *best = ops.to_host([done, *(largest(rows)[0] for rows in logits)], is_long=True)
+        return [all(map(math.isfinite, values.tolist())) for values in best]
 
     def use_graphs(self, limit: GraphShape, capture: Capture, seconds: float = 0.0) -> None:
         """Use CUDA graphs for passes of a single sequence. All layers must be resident.

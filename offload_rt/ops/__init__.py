@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from offload_rt.ops import attention_cpu, extension, layer_cpu, reference
+from offload_rt.ops import attention_cpu, extension, layer_cpu, reference, top_cpu
 from offload_rt.ops.transfer import fill, to_device, to_host
 from offload_rt.ops.tree_mask import TreeMask, make_tree_mask
 from offload_rt.ops.verification import Candidates, can_verify, verify
@@ -11,7 +11,7 @@ from offload_rt.ops.verification import Candidates, can_verify, verify
 __all__ = [
     "Candidates", "TreeMask", "add_rms_norm", "can_verify", "commit_rows", "fill", "goes_by_extent",
     "make_tree_mask", "merge", "partial_attention", "rms_norm", "rotate_and_store", "silu_mul",
-    "to_device", "to_host", "tree_attention", "verify",
+    "to_device", "to_host", "top", "tree_attention", "verify",
 ]  # fmt: skip
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -64,6 +64,17 @@ def rotate_and_store(
     at = (rows, 0) if isinstance(rows, Tensor) else (None, rows.start)
     out: Tensor = extension.kernels().rotate_and_store(q, k, v, *rotary, keys, values, *at)
     return out
+
+
+def top(logits: Tensor, k: int, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return the k largest logits per row (n, width), in descending order, and their tokens.
+
+    temperature  return their probabilities instead, without denormals; k is at most the width
+    Returns (n, k) float32 and (n, k) int64. The first value of a row with NaN is NaN.
+    """
+    if top_cpu.serves(logits):
+        return top_cpu.top(logits, k, temperature)
+    return reference.top(logits, k, temperature)
 
 
 def _in_vectors(*tensors: Tensor) -> bool:

@@ -121,6 +121,7 @@ def cpu(level: int, machine: str = os.uname().machine) -> Recipe:
         "-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread",
         "-fvisibility=hidden", "-Wno-psabi", f"-DLEVEL={level}", *flags,
         "lossless_cpu.cpp", "linear_cpu.cpp", "attention_cpu.cpp", "layer_cpu.cpp",
+        "sampling_cpu.cpp",
     ))  # fmt: skip
 
 

@@ -17,6 +17,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "offload_rt_silu_mul": (None, (_ADDRESS, _INT)),
     "offload_rt_rotate_and_store": (None, (_ADDRESS, _INT)),
     "offload_rt_decode_layers": (None, (_ADDRESS, _INT)),
+    "offload_rt_top": (None, (_ADDRESS, _INT)),
     "offload_rt_digest": (ctypes.c_uint64, (_ADDRESS, _SIZE)),
     "offload_rt_decode": (ctypes.c_bool, (_ADDRESS, _SIZE, _INT, _SIZE, _ADDRESS, ctypes.c_bool)),
     "offload_rt_linear": (None, (_ADDRESS, _INT, _INT, _INT)),

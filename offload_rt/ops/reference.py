@@ -200,3 +200,23 @@ def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
     """
     for store in (keys, values):
         store[:, :, first : first + len(rows)] = store.index_select(2, rows + first)
+
+
+def top(logits: Tensor, k: int, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return the k largest logits per row, or their probabilities, and their tokens; see `ops`."""
+    values = logits.float()
+    if temperature is not None:
+        values = probs_of(values, temperature)
+    best = values.topk(k, dim=-1)
+    return best.values, best.indices
+
+
+def probs_of(logits: Tensor, temperature: float) -> Tensor:
+    """Compute distributions (rows, vocabulary) in float32, with denormals flushed to 0.
+
+    Verification rules cannot divide by denormals.
+    """
+    # Shift the largest logit to 0: tiny temperatures then underflow to probability 0 only.
+    logits = logits - logits.amax(-1, keepdim=True)
+    probs = torch.softmax(logits / max(temperature, torch.finfo(logits.dtype).tiny), -1)
+    return probs.masked_fill_(probs < torch.finfo(probs.dtype).tiny, 0.0)

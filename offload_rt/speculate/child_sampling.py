@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from offload_rt import ops
 from offload_rt.errors import NumericsError
 
 # Replaces log(0). Smaller than the logarithm of any float32, so zero-probability tokens rank last.
@@ -27,11 +28,11 @@ class MostProbable:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Select by a single top-k on the device, without a copy to the host."""
-        values = fitted(logits, self.vocab_size)
-        if self.temperature is not None:
-            values = probs_of(values, self.temperature)
-        best = values.topk(min(self.k, values.shape[-1]), dim=-1)
-        return packed(best.indices, best.values)
+        k = min(self.k, self.vocab_size)
+        if logits.shape[-1] < k:
+            logits = fitted(logits, self.vocab_size)
+        values, tokens = ops.top(logits[:, : self.vocab_size], k, self.temperature)
+        return packed(tokens, values)
 
 
 def fitted(logits: Tensor, vocab_size: int) -> Tensor:
@@ -60,17 +61,6 @@ def unpacked(both: Tensor, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         problem = "the draft model's logits contain NaN or Inf"
         raise NumericsError(problem, change="check the draft checkpoint")
     return tokens, values
-
-
-def probs_of(logits: Tensor, temperature: float) -> Tensor:
-    """Compute draft distributions (rows, vocabulary) in float32, with denormals flushed to 0.
-
-    Verification rules cannot divide by denormals.
-    """
-    # Shift the largest logit to 0: tiny temperatures then underflow to probability 0 only.
-    logits = logits - logits.amax(-1, keepdim=True)
-    probs = torch.softmax(logits / max(temperature, torch.finfo(logits.dtype).tiny), -1)
-    return probs.masked_fill_(probs < torch.finfo(probs.dtype).tiny, 0.0)
 
 
 def without_replacement(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.cost.tree_size import Acceptance
+from offload_rt.ops import reference
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.residual import ResidualRule
@@ -113,7 +114,7 @@ class ResampledChainBuilder(StaticTreeBuilder):
     def select(self, out: Tensor) -> Tensor:
         """Verify the guesses; without a guess, draw a token."""
         logits = child_sampling.fitted(out, self.state.vocab_size)
-        probs = child_sampling.probs_of(logits, self._plan.temperature)
+        probs = reference.probs_of(logits, self._plan.temperature)
         self._verdict = _RULE.verify(self._guessed, probs, self.state.sequence)
         self._keep(probs[: len(self._verdict.path) + 1])
         return child_sampling.packed(probs[:, :0], probs[:, :1])

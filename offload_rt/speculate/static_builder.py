@@ -9,6 +9,7 @@ from torch import Tensor
 
 from offload_rt.cost.tree_size import Acceptance
 from offload_rt.executor.cuda_graphs import Reduce
+from offload_rt.ops import reference
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
@@ -98,7 +99,7 @@ class StaticTreeBuilder:
         if self._plan.child_sampling == "deterministic":
             return out
         logits = child_sampling.fitted(out, self.state.vocab_size)
-        probs = self._keep(child_sampling.probs_of(logits, self._plan.temperature))
+        probs = self._keep(reference.probs_of(logits, self._plan.temperature))
         n = self._n_children
         generator = self.state.generator
         if self._plan.child_sampling == "independent":

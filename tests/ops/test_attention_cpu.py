@@ -11,7 +11,7 @@ from support.tiny import random_tree
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.ops import attention_cpu, cpu, layer_cpu, reference
+from offload_rt.ops import attention_cpu, cpu, layer_cpu, reference, top_cpu
 from offload_rt.ops.tree_mask import TreeMask, make_tree_mask
 from offload_rt.tree.topology import Topology
 
@@ -310,3 +310,31 @@ def test_gates_of_extreme_numbers(level):
     torch.testing.assert_close(
         got, gate * gate.double().sigmoid().float(), atol=1e-30, rtol=1e-6, equal_nan=True
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "k"), [(1, 1), (7, 7), (33, 4), (1000, 32), (5000, 8)])
+def test_most_probable_tokens_equal_those_of_torch(level, dtype, width, k):
+    """Of equal logits the first comes first; rows are parts of a wider tensor."""
+    logits = 4 * torch.randn(5, width + 3, generator=torch.Generator().manual_seed(width))
+    logits = logits.to(dtype)[:, :width]
+    logits[1] = logits[1].round()  # equal ones
+    logits[2, width // 2 + 1 :] = -math.inf
+    wide = logits.float()
+    for temperature in (None, 1.0, 0.3, 1e-40):
+        values, found = top_cpu.top(logits, k, temperature, level)
+        expected = reference.top(logits, k, temperature)[0]
+        torch.testing.assert_close(values, expected, rtol=2e-5, atol=1e-37)
+        torch.testing.assert_close(wide.gather(1, found), wide.topk(k).values)
+        assert all(len(set(row)) == k for row in found.tolist())
+        assert found[1, 0] == wide[1].numpy().argmax()
+
+
+@pytest.mark.parametrize("place", [0, 200, 4999])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_most_probable_token_reveals_nan_and_infinity(level, place, number):
+    logits = torch.randn(2, 5000)
+    logits[1, place] = number
+    for k in (1, 8):
+        values, _ = top_cpu.top(logits, k, level=level)
+        assert values[:, 0].isfinite().tolist() == [True, False]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from offload_rt import SamplingParams
 from offload_rt.executor.sequence import Sequence
-from offload_rt.speculate import child_sampling
+from offload_rt.ops import reference
 from offload_rt.speculate.residual import Decision, ResidualRule
 from offload_rt.speculate.select import load_rule
 from offload_rt.speculate.verify import match, sequoia, traversal
@@ -549,7 +549,7 @@ def test_subnormal_residual_is_used_up(rule):
 
 
 def test_draft_distribution_has_no_subnormal_numbers():
-    probs = child_sampling.probs_of(torch.tensor([[0.0, -92.0, -80.0, -200.0]]), 1.0)
+    probs = reference.probs_of(torch.tensor([[0.0, -92.0, -80.0, -200.0]]), 1.0)
     assert torch.softmax(torch.tensor([0.0, -92.0]), 0)[1] > 0
     assert probs[0, 1] == probs[0, 3] == 0 < probs[0, 2]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload_rt.executor.sequence import Sequence
 from offload_rt.ops import to_device, to_host
-from offload_rt.sampling import NodeProbs, argmax
+from offload_rt.sampling import NodeProbs, largest
 from offload_rt.speculate.verify.match import walk
 from offload_rt.tree.topology import DraftTree, Verdict
 
@@ -49,7 +49,7 @@ def draw(probs: Tensor, noise: Tensor) -> Tensor:
 
     Equals argmax(log p + g) without the rounding of the logarithm.
     """
-    return argmax(probs / noise)
+    return largest(probs / noise)[1]
 
 
 RULE = Coupled()
