@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import nan
 
 from transformers import PreTrainedTokenizerBase
 
@@ -85,22 +86,21 @@ class Choice:
         return offsets
 
 
+@dataclass(eq=False)
 class Answer:
     """All answers to one request; answers to the same prompt are adjacent.
 
+    n         number of answers
     n_prompt  tokens of all prompts
     """
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        n: int,
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
-        self.request = request
-        self.tokenizer = tokenizer
-        self.n_prompt = 0
-        self.choices = [Choice() for _ in range(n)]
+    request: GenerationRequest
+    n: int
+    tokenizer: PreTrainedTokenizerBase | None
+    n_prompt: int = 0
+
+    def __post_init__(self) -> None:
+        self.choices = [Choice() for _ in range(self.n)]
 
     @property
     def n_tokens(self) -> int:
@@ -116,24 +116,30 @@ class Answer:
         """Prepare the answers to tokenized prompts."""
         self.n_prompt = sum(map(len, prompts))
         request = self.request
-        n = len(self.choices) // len(prompts)
         for i, choice in enumerate(self.choices):
-            prompt = token_ids(prompts[i // n])
+            prompt = token_ids(prompts[i * len(prompts) // self.n])
             if isinstance(request, ChatRequest):
-                choice.parser = chat_format.parser(request.schemas, chat_format.tail(prompt))
+                functions = request.functions.items()
+                schemas = {name: entry.get("parameters") or {} for name, entry in functions}
+                choice.parser = chat_format.parser(schemas, chat_format.tail(prompt))
             elif request.logprobs is not None and self.tokenizer is not None:
                 context = [] if request.echo else prompt
                 skips_special = request.skip_special_tokens is not False
                 choice.position = TextStream(self.tokenizer, context, (), skips_special)
 
-    def echo(self, i: int, prompt: list[int], logprobs: Logprobs) -> Delta:
-        """Start an answer with its prompt."""
+    def echo(
+        self, i: int, prompt: list[int], logprobs: Sequence[dict[int, Logprob] | None]
+    ) -> Delta:
+        """Start an answer with its prompt, whose first token has no log-probabilities."""
         choice = self.choices[i]
+        first = ""
         if self.tokenizer is not None:
             choice.text = str(self.tokenizer.decode(prompt, skip_special_tokens=True))
-        choice.logprobs = [*logprobs]
+            first = str(self.tokenizer.decode(prompt[:1]))
+        nothing = {prompt[0]: Logprob(nan, 0, first)}
+        choice.logprobs = [candidates or nothing for candidates in logprobs]
         choice.offsets = choice.locate(prompt[: len(logprobs)])
-        return Delta(i, Parsed(text=choice.text), logprobs, choice.offsets, None)
+        return Delta(i, Parsed(text=choice.text), choice.logprobs, choice.offsets, None)
 
     def add(self, i: int, piece: Piece) -> Delta:
         """Append the result of one pass to an answer."""
@@ -143,9 +149,8 @@ class Answer:
         parsed = choice.parse(piece)
         choice.end = piece.finish_reason
         choice.stop = piece.stop_reason
-        if isinstance(self.request, ChatRequest) and self.request.max_calls is not None:
-            n_left = self.request.max_calls - len(choice.calls)
-            parsed = parsed._replace(calls=parsed.calls[:n_left])
+        if self.request.parallel_tool_calls is False:
+            parsed = parsed._replace(calls=parsed.calls[: 1 - len(choice.calls)])
         offsets = choice.locate(piece.token_ids) if piece.logprobs else []
         choice.reasoning += parsed.reasoning
         choice.text += parsed.text

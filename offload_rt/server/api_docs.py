@@ -36,9 +36,13 @@ def add_docs(app: FastAPI) -> None:
     """Add both routes. The description covers the routes added so far."""
     description = app.openapi()
     schemas = description.setdefault("components", {}).setdefault("schemas", {})
-    for _, operation in _operations(description):
-        schemas |= _schema(operation).pop("$defs", {})
-    page = _HEAD + "".join(_section(name, entry) for name, entry in _operations(description))
+    page = _HEAD
+    for path, methods in description["paths"].items():
+        for method, operation in methods.items():
+            body = operation.get("requestBody")
+            schema = body["content"]["application/json"]["schema"] if body else {}
+            schemas |= schema.pop("$defs", {})
+            page += _section(f"{method.upper()} {path}", operation.get("description", ""), schema)
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Json:
@@ -49,29 +53,12 @@ def add_docs(app: FastAPI) -> None:
         return HTMLResponse(page)
 
 
-def _operations(description: Json) -> list[tuple[str, Json]]:
-    return [
-        (f"{method.upper()} {path}", operation)
-        for path, methods in description["paths"].items()
-        for method, operation in methods.items()
-    ]
-
-
-def _schema(operation: Json) -> Json:
-    """Return the schema of an operation's body; empty without a body."""
-    content: Json = operation.get("requestBody", {}).get("content", {})
-    schema: Json = content.get("application/json", {}).get("schema", {})
-    return schema
-
-
-def _section(name: str, operation: Json) -> str:
-    """Describe an operation in HTML: the first sentence, and the fields of the body."""
-    schema = _schema(operation)
+def _section(name: str, text: str, schema: Json) -> str:
+    """Describe an operation in HTML: its description, and the fields of the body."""
     required = schema.get("required", ())
     rows = "".join(
         f"<tr><td><code>{escape(field)}</code>{' (required)' if field in required else ''}</td>"
         f"<td><code>{escape(json.dumps(entry))}</code></td></tr>"
         for field, entry in schema.get("properties", {}).items()
     )
-    text = escape(operation.get("description", ""))
-    return f"<h2>{escape(name)}</h2><p>{text}</p><table>{rows}</table>\n"
+    return f"<h2>{escape(name)}</h2><p>{escape(text)}</p><table>{rows}</table>\n"

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
+from prometheus_client import generate_latest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -22,6 +23,7 @@ from offload_rt.server.embeddings import EmbeddingsRequest
 from offload_rt.server.limits import Access, Limits
 from offload_rt.server.messages import CountRequest, MessagesRequest, MessagesWriter
 from offload_rt.server.metrics import Metrics
+from offload_rt.server.prompts import PromptEncoder
 from offload_rt.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -53,7 +55,8 @@ def make_app(
     chat_format  format of answers; None: by the chat template
     """
     chat_format = chat_format or ChatFormat.select(llm.tokenizer, "auto", "auto")
-    service = Service(llm, name, limits, chat_format, Metrics(llm))
+    prompts = PromptEncoder(llm.requests, limits.fetch, chat_format.tool_format)
+    service = Service(llm, name, limits, chat_format, prompts, Metrics(llm))
     # A redirect to the path with a slash would name the host of the client's choice.
     app = FastAPI(
         title="offload_rt",
@@ -81,8 +84,9 @@ def make_app(
 
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
-    async def models() -> Json:
-        """List the model."""
+    async def models(response: Response) -> Json:
+        """List the model. A header names the format of tool calls."""
+        response.headers["X-Tool-Call-Format"] = service.chat_format.tool_format.name
         return {"object": "list", "data": [service.card]}
 
     @app.get("/v1/models/{name:path}", openapi_extra={"responses": REFUSAL})
@@ -118,27 +122,25 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
         request = await service.read(http, CountRequest)
         service.check_model(request.model)
         chat = await asyncio.to_thread(request.generation)
-        return {"input_tokens": len(await service.prompts.conversation(chat))}
+        (prompt,) = await service.prompts.encode(chat, is_checked=False)
+        return {"input_tokens": len(prompt)}
 
     @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
         """Convert a text or a conversation to token ids."""
-        request = await service.read(http, TokenizeRequest)
-        if request.messages is not None:
-            chat = await asyncio.to_thread(request.generation)
-            tokens = token_ids(await service.prompts.conversation(chat))
-        else:
-            special = request.add_special_tokens
-            (tokens,) = await service.prompts.texts([request.text], special)
+        body = await service.read(http, TokenizeRequest)
+        request = await asyncio.to_thread(body.generation)
+        (prompt,) = await service.prompts.encode(request, is_checked=False)
         length = {"max_model_len": service.llm.max_model_len}
-        content = {"tokens": tokens, "count": len(tokens), **length}
+        content = {"tokens": token_ids(prompt), "count": len(prompt), **length}
         return await asyncio.to_thread(JSONResponse, content)
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(http: Request) -> Response:
         """Convert token ids to a text."""
         request = await service.read(http, DetokenizeRequest)
-        text = await asyncio.to_thread(service.decode, request.tokens)
+        tokenizer = service.llm.tokenizer
+        text = await asyncio.to_thread(tokenizer.decode, request.tokens) if tokenizer else ""
         return await asyncio.to_thread(JSONResponse, {"prompt": text})
 
     @app.get("/health", response_class=Response)
@@ -149,7 +151,8 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return counters for Prometheus."""
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+        text = generate_latest(service.metrics.registry)
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -9,7 +9,7 @@ import regex  # type: ignore[import-untyped]  # matches parts of a pattern, and 
 
 from offload_rt.server.bodies import Json
 from offload_rt.server.call_grammar import properties_of, type_names
-from offload_rt.server.call_texts import ID, INDEX, KEY, NAME, CallTexts, Fields, Pairs
+from offload_rt.server.call_texts import ID, INDEX, KEY, NAME, CallTexts, Fields, Pairs, prefix_of
 from offload_rt.server.tool_parser import DECODER, AnswerParser, Parsed, decoded, openai_call
 from offload_rt.text.reasoning import n_overlap
 
@@ -65,8 +65,7 @@ class CallParser(AnswerParser):
             # Pairs begin like the end of a call in MiniMax M3.
             start = (form.pairs.separator + form.pairs.opening).lstrip()
             closing = form.closing.lstrip()
-            characters = enumerate(zip(closing, start, strict=False))
-            n_shared = next((n for n, (a, b) in characters if a != b), len(start))
+            n_shared = len(prefix_of(closing, start))
             call = self._arguments(form.pairs, self._closing(closing, is_last, n_shared + 1))
         else:
             call += self._closing(form.closing, is_last, 0)

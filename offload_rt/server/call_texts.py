@@ -120,3 +120,9 @@ class CallTexts:
             marks = {ID: f"call{i:05}", INDEX: str(i), NAME: name, _ARGUMENTS: value}
             texts.append("".join(marks.get(part, part) for part in re.split("([\0-\4])", call)))
         return self.begin + (self.between or "").join(texts) + self.end
+
+
+def prefix_of(a: str, b: str) -> str:
+    """Return the longest common prefix of two texts."""
+    n_equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
+    return a[:n_equal]

@@ -9,7 +9,7 @@ from offload_rt.llm import Piece
 from offload_rt.sampling import Logprob
 from offload_rt.server.answer import Answer, Choice, Delta, Logprobs, event
 from offload_rt.server.bodies import Json
-from offload_rt.server.protocol import ChatRequest, GenerationRequest
+from offload_rt.server.protocol import ChatRequest, GenerationRequest, StreamOptions
 from offload_rt.text.detokenize import token_bytes
 
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
@@ -25,7 +25,7 @@ class CompletionWriter:
 
     def __init__(self, answer: Answer, request: GenerationRequest, name: str) -> None:
         self.answer = answer
-        self._options = request.options
+        self._options = request.stream_options or StreamOptions()
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "object": self.kind,

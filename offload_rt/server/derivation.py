@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_rt.server.bodies import Json
 from offload_rt.server.call_format import CallFormat
-from offload_rt.server.call_texts import ID, INDEX, KEY, NAME, Fields, Pairs, Style
+from offload_rt.server.call_texts import ID, INDEX, KEY, NAME, Fields, Pairs, Style, prefix_of
 from offload_rt.text.reasoning import Tags
 
 # Renders messages and tools, with or without the prompt of an answer. Raises TemplateError.
@@ -90,8 +90,8 @@ def derive_calls(render: Render) -> CallFormat | None:
         return None
     single = _calls(render, style, _TWO_TEXTS)
     text = _calls(render, style, _TWO_TEXTS, _TWO_TEXTS) or single
-    shared = _WHOLE_TAGS.sub(r"\1", _common_prefix(text, plain))
-    n_shared = max(len(shared), len(_OPEN_TAG.sub("", _common_prefix(text, prompt))))
+    shared = _WHOLE_TAGS.sub(r"\1", prefix_of(text, plain))
+    n_shared = max(len(shared), len(_OPEN_TAG.sub("", prefix_of(text, prompt))))
     text, single = (_ID.sub(ID, part[n_shared:]) for part in (text, single))
     pairs = None if _split_json(single, _NAMES[0]) else _derive_pairs(render, style, single)
     end = plain.partition(_CONTENT)[2]
@@ -111,7 +111,11 @@ def derive_calls(render: Render) -> CallFormat | None:
     after = _until_end(after, end)
     opening, closing, between = _divided(before, gap, after)
     begin = before[: len(before) - len(opening)]
-    ending = _limited(after[len(closing) :], len(_TAG.findall(begin))) if begin.strip() else ""
+    # The end has as many tags as the begin.
+    n_tags = len(_TAG.findall(begin))
+    ends = [match.end() for match in _TAG.finditer(after, len(closing))]
+    n = ends[n_tags - 1] if 0 < n_tags < len(ends) else len(after)
+    ending = after[len(closing) : n] if begin.strip() else ""
     form = replace(form, begin=begin, opening=opening, between=between)
     return replace(form, closing=closing, end=ending)
 
@@ -122,17 +126,11 @@ def _divided(before: str, gap: str, after: str) -> tuple[str, str, str]:
     before  text before the first item, which ends with the opening
     after   text behind the second item, which begins with the closing
     """
-    suffix = _common_prefix(before[::-1], gap[::-1])[::-1]
+    suffix = prefix_of(before[::-1], gap[::-1])[::-1]
     tag = _CLOSED_TAG.match(suffix)  # without its start
     opening = suffix[tag.end() :] if tag else suffix
-    closing = _OPEN_TAG.sub("", _common_prefix(gap, after))[: len(gap) - len(opening)]
+    closing = _OPEN_TAG.sub("", prefix_of(gap, after))[: len(gap) - len(opening)]
     return opening, closing, gap[len(closing) : len(gap) - len(opening)]
-
-
-def _limited(text: str, n_tags: int) -> str:
-    """Cut a text behind some tags."""
-    ends = [match.end() for match in _TAG.finditer(text)]
-    return text[: ends[n_tags - 1]] if 0 < n_tags < len(ends) else text
 
 
 def shows_system(render: Render) -> bool:
@@ -246,7 +244,7 @@ def _derive_pairs(render: Render, style: Style, text: str) -> Pairs | None:
             before, found, after = shown.rpartition(form)
             if found:
                 middles[kind] = before
-                closings[kind] = _common_prefix(after.replace(_KEYS[1], KEY), closing)
+                closings[kind] = prefix_of(after.replace(_KEYS[1], KEY), closing)
                 break
     shown = _calls(render, style, ("string", "array")).partition(_KEYS[1])[2]
     element = re.search(rf"{re.escape(opening)}(\w+){re.escape(middle)}7302\b", shown)
@@ -257,8 +255,3 @@ def _until_end(text: str, end: str) -> str:
     """Cut the end of the turn, as far as answers without calls have the same."""
     same = _divided(text, end, "")[0].strip()
     return text.partition(same)[0] if same else text
-
-
-def _common_prefix(a: str, b: str) -> str:
-    n_equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    return min(a, b, key=len) if n_equal is None else a[:n_equal]

@@ -5,12 +5,12 @@ import reprlib
 import uuid
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.server.answer import Answer, Delta, event
-from offload_rt.server.bodies import FailFastList, Json, validate
-from offload_rt.server.protocol import ChatRequest, text_of
+from offload_rt.server.bodies import Json, Messages, ShortList, validate
+from offload_rt.server.protocol import ChatRequest, Stops, text_of
 from offload_rt.server.turns import Turns, as_response_format, as_tools, named_tool
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -21,9 +21,9 @@ class CountRequest(BaseModel):
     """Body of /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: FailFastList[Json]
-    system: str | FailFastList[Json] | None = None
-    tools: FailFastList[Json] | None = None
+    messages: Messages
+    system: str | ShortList[Json] | None = None
+    tools: ShortList[Json] | None = None
     tool_choice: Json | None = None
     thinking: Json | None = None
 
@@ -68,7 +68,7 @@ class MessagesRequest(CountRequest):
 
     max_tokens: int
     stream: bool | None = None
-    stop_sequences: FailFastList[str] | None = Field(default=None, max_length=64)
+    stop_sequences: Stops | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -76,8 +76,8 @@ class MessagesRequest(CountRequest):
 
     def fields(self) -> Json:
         """Return the fields of a chat request. Raises SettingsError for unknown values."""
-        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
-        fields = super().fields() | {name: getattr(self, name) for name in names}
+        names = {"max_tokens", "stream", "temperature", "top_p", "top_k"}
+        fields = super().fields() | self.model_dump(include=names)
         fields["response_format"] = as_response_format(self.output_config)
         return fields | {"stop": self.stop_sequences or None}
 
@@ -86,7 +86,7 @@ def _add_answer(turns: Turns, blocks: list[Json]) -> None:
     for block in blocks:
         kind = block.get("type")
         if kind == "thinking":
-            turns.add_reasoning(str(block.get("thinking", "")))
+            turns.add_answer(str(block.get("thinking", "")), "reasoning_content")
         elif kind == "tool_use":
             turns.add_call(block.get("id"), block.get("name"), block.get("input"))
         elif kind != "redacted_thinking":
@@ -137,15 +137,13 @@ class MessagesWriter:
         """Return the events of a delta."""
         parsed = delta.parsed
         events = []
-        if parsed.reasoning:
-            events += self._block({"type": "thinking", "thinking": "", "signature": ""})
-            events.append(self._delta({"type": "thinking_delta", "thinking": parsed.reasoning}))
-        if parsed.text:
-            events += self._block({"type": "text", "text": ""})
-            events.append(self._delta({"type": "text_delta", "text": parsed.text}))
+        for kind, text in (("thinking", parsed.reasoning), ("text", parsed.text)):
+            if text:
+                events += self._open(_block(kind, ""))
+                events.append(self._delta({"type": f"{kind}_delta", kind: text}))
         for call in parsed.calls:
             events += self._close()
-            events += self._block(_tool_use(call) | {"input": {}})
+            events += self._open(_tool_use(call) | {"input": {}})
             arguments = call["function"]["arguments"]
             events.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
         return events
@@ -162,11 +160,9 @@ class MessagesWriter:
     def whole(self) -> Json:
         """Return the complete response."""
         (choice,) = self._answer.choices
-        content: list[Json] = []
-        if choice.reasoning:
-            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+        content = [_block("thinking", choice.reasoning)] if choice.reasoning else []
         if choice.text or not choice.calls:
-            content.append({"type": "text", "text": choice.text})
+            content.append(_block("text", choice.text))
         content += map(_tool_use, choice.calls)
         return {**self._head, "content": content, **self._reasons(), "usage": self._usage()}
 
@@ -182,7 +178,7 @@ class MessagesWriter:
         n_prompt = self._answer.n_prompt
         return {"input_tokens": n_prompt, "output_tokens": self._answer.n_tokens, **cached}
 
-    def _block(self, block: Json) -> list[str]:
+    def _open(self, block: Json) -> list[str]:
         """Open a block unless a block of this kind is open."""
         if self._kind == block["type"]:
             return []
@@ -200,6 +196,11 @@ class MessagesWriter:
         self._kind = None
         self._n_blocks += 1
         return [_event("content_block_stop", {"index": self._n_blocks - 1})]
+
+
+def _block(kind: str, text: str) -> Json:
+    block: Json = {"type": kind, kind: text}
+    return block | {"signature": ""} if kind == "thinking" else block
 
 
 def _tool_use(call: Json) -> Json:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from offload_rt.llm import LLM
@@ -16,17 +16,17 @@ class Metrics:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._registry = CollectorRegistry()
-        counter = partial(Counter, namespace="offload_rt", registry=self._registry)
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, namespace="offload_rt", registry=self.registry)
         histogram = partial(
-            Histogram, namespace="offload_rt", registry=self._registry, buckets=_BUCKETS_S
+            Histogram, namespace="offload_rt", registry=self.registry, buckets=_BUCKETS_S
         )
         self.requests = counter("requests", "Requests by finish reason", ["end"])
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
         self.tokens = counter("tokens", "Generated tokens")
         self.first_token = histogram("first_token_seconds", "Time to the first token")
         self.request_seconds = histogram("request_seconds", "Duration of a request")
-        self._registry.register(self)
+        self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         """Read the counters of the engine."""
@@ -41,7 +41,3 @@ class Metrics:
             yield CounterMetricFamily(f"offload_rt_{name}", text, value)
         yield GaugeMetricFamily("offload_rt_running", "Running sequences", engine.n_running)
         yield GaugeMetricFamily("offload_rt_waiting", "Waiting sequences", engine.n_waiting)
-
-    def text(self) -> bytes:
-        """Render all counters."""
-        return generate_latest(self._registry)

@@ -2,10 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,9 +17,8 @@ from offload_rt.text.images import Fetch, has_images
 
 GenerationRequest = CompletionRequest | ChatRequest
 # Variables of chat templates and their places in a request.
-_KEYWORDS = dict.fromkeys(("documents", "functions"), "chat_template_kwargs")
-_VARIABLES = {"tools": "the request", **_KEYWORDS}
-_T = TypeVar("_T")
+_KEYWORDS = "chat_template_kwargs"
+_VARIABLES = {"tools": "the request", "documents": _KEYWORDS, "functions": _KEYWORDS}
 # Each decodes an image at a time, up to 300 MB with a copy.
 _IMAGE_THREADS = 2
 
@@ -41,48 +38,42 @@ class PromptEncoder:
         default_factory=lambda: ThreadPoolExecutor(_IMAGE_THREADS, "images")
     )
 
-    async def prompts(self, request: GenerationRequest) -> list[EncodedPrompt]:
-        """Encode and check the prompts of a request."""
-        return await self._in_thread(request, lambda: self._checked(request))
+    async def encode(
+        self, request: GenerationRequest, is_checked: bool = True
+    ) -> list[EncodedPrompt]:
+        """Encode the prompts of a request in a worker thread.
 
-    async def conversation(self, request: ChatRequest) -> EncodedPrompt:
-        """Encode a conversation, also one that is too long."""
-        return await self._in_thread(request, lambda: self._render(request))
-
-    async def texts(
-        self, texts: list[str] | list[list[int]], add_special_tokens: bool = True
-    ) -> list[list[int]]:
-        """Encode texts."""
-        return await asyncio.to_thread(self._encode, texts, add_special_tokens)
-
-    async def _in_thread(self, request: GenerationRequest, work: Callable[[], _T]) -> _T:
-        """Run in a worker thread. Images have threads of their own, because they take seconds."""
+        is_checked  truncate prompts, and refuse prompts that cannot be continued
+        """
+        # Images have threads of their own, because they take seconds.
         is_slow = isinstance(request, ChatRequest) and has_images(request.messages)
         threads = self._image_threads if is_slow else None
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, self._encode, request, is_checked)
 
-    def _checked(self, request: GenerationRequest) -> list[EncodedPrompt]:
+    def _encode(self, request: GenerationRequest, is_checked: bool) -> list[EncodedPrompt]:
         prompts: list[EncodedPrompt] = []
         if isinstance(request, ChatRequest):
             prompts.append(self._render(request))
         else:
-            prompts += self._encode(request.prompt, request.add_special_tokens)
-        prompts = [self._truncate(prompt, request) for prompt in prompts]
-        for prompt in prompts:
-            self.requests.check_prompt(prompt)
+            special = request.add_special_tokens
+            encode = self.requests.encode
+            prompts += [encode(p, special) if isinstance(p, str) else p for p in request.prompt]
+        if is_checked:
+            prompts = [self._truncate(prompt, request.truncate_prompt_tokens) for prompt in prompts]
+            for prompt in prompts:
+                self.requests.check_prompt(prompt)
         return prompts
 
-    def _encode(self, texts: list[str] | list[list[int]], special: bool) -> list[list[int]]:
-        encode = self.requests.encode
-        return [encode(text, special) if isinstance(text, str) else text for text in texts]
-
-    def _truncate(self, prompt: EncodedPrompt, request: GenerationRequest) -> EncodedPrompt:
-        if not isinstance(prompt, ImagePrompt):
-            return request.truncate(prompt, self.requests.max_model_len)
-        if request.truncate_prompt_tokens is not None:
+    def _truncate(self, prompt: EncodedPrompt, n: int | None) -> EncodedPrompt:
+        """Keep the last tokens; -1 leaves room for one new token."""
+        if n is None:
+            return prompt
+        if isinstance(prompt, ImagePrompt):
             need = "a prompt without images"
             raise SettingsError("truncate_prompt_tokens", need=need, change="leave it out")
-        return prompt
+        n = self.requests.max_model_len - 1 if n == -1 else n
+        return prompt[max(len(prompt) - n, 0) :]
 
     def _render(self, request: ChatRequest) -> EncodedPrompt:
         """Encode a conversation.

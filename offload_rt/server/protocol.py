@@ -1,14 +1,15 @@
 """Requests for completions and chat completions, and their conversion to SamplingParams."""
 
 import reprlib
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
 
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.sampling_params import SamplingParams, StructuredOutputs
-from offload_rt.server.bodies import FailFastList, Json, check_counts, validate
+from offload_rt.server.bodies import Json, LongList, Messages, ShortList, check_counts, validate
 from offload_rt.server.call_format import calls_of
 from offload_rt.server.call_grammar import call_grammar
 from offload_rt.server.chat_format import ChatFormat
@@ -16,9 +17,16 @@ from offload_rt.server.tool_parser import decoded
 from offload_rt.text.images import IMAGE_PARTS
 
 NLogprobs = Annotated[int, Field(ge=0, le=20)] | None
+Stops = Annotated[
+    list[Annotated[str, Field(max_length=1024)]], Field(fail_fast=True, max_length=64)
+]
 _CONTENT = "The content is a text, or a list of parts of type text and image_url."
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 _SAMPLING = {field.name for field in fields(SamplingParams)} - {"max_tokens", "structured_outputs"}
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 class StreamOptions(BaseModel):
@@ -48,13 +56,13 @@ class GenerationRequest(BaseModel):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], Field(max_length=1024)] | None = None
     n: int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | FailFastList[str] | None = None
-    stop_token_ids: FailFastList[int] | None = None
-    bad_words: FailFastList[str] | None = None
-    allowed_token_ids: FailFastList[int] | None = None
+    stop: Annotated[Stops | None, BeforeValidator(_as_list)] = None
+    stop_token_ids: ShortList[int] | None = None
+    bad_words: ShortList[Annotated[str, Field(max_length=128)]] | None = None
+    allowed_token_ids: LongList[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
@@ -64,7 +72,7 @@ class GenerationRequest(BaseModel):
     structured_outputs: Json | None = None
     guided_json: Json | str | None = None
     guided_regex: str | None = None
-    guided_choice: FailFastList[str] | None = None
+    guided_choice: LongList[str] | None = None
     guided_grammar: str | None = None
     json_schema: Json | None = None
     grammar: str | None = None
@@ -72,11 +80,6 @@ class GenerationRequest(BaseModel):
     def generation(self) -> Self:
         """Return the request; bodies of other APIs convert to a chat request."""
         return self
-
-    @property
-    def options(self) -> StreamOptions:
-        """Options of the stream."""
-        return self.stream_options or StreamOptions()
 
     def sampling_params(
         self,
@@ -146,32 +149,17 @@ class GenerationRequest(BaseModel):
             raise SettingsError("response_format", need=f"{wanted['type']} with a schema")
         return formats | {"json": schema}
 
-    def truncate(self, prompt: list[int], max_model_len: int) -> list[int]:
-        """Keep the last `truncate_prompt_tokens` tokens; -1 leaves room for one new token."""
-        limit = self.truncate_prompt_tokens
-        if limit is None:
-            return prompt
-        limit = max_model_len - 1 if limit == -1 else limit
-        return prompt[max(len(prompt) - limit, 0) :]
-
 
 def prompts_of(value: Any) -> list[str] | list[list[int]]:
     """Convert a prompt to a list of texts or of token id lists."""
-    if isinstance(value, str):
-        return [value]
-    items = value if isinstance(value, list) else []
-    if all(isinstance(item, str) for item in items) and items:
-        return items
-    if all(_is_token(item) for item in items) and items:
-        return [items]
-    is_token_lists = all(isinstance(item, list) and all(map(_is_token, item)) for item in items)
-    if not items or not is_token_lists:
-        raise ValueError("needs a text, token ids, or a list of texts or token id lists")
-    return items
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    items = _as_list(value)
+    if isinstance(items, list) and items:
+        if all(isinstance(item, str) for item in items):
+            return items
+        items = items if isinstance(items[0], list) else [items]
+        if all(type(item) is list and all(type(i) is int for i in item) for item in items):
+            return items
+    raise ValueError("needs a text, token ids, or a list of texts or token id lists")
 
 
 class CompletionRequest(GenerationRequest):
@@ -183,6 +171,7 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = None
     suffix: Literal["", None] = None
     add_special_tokens: bool = True
+    parallel_tool_calls: ClassVar[None] = None
 
     @property
     def n_prompts(self) -> int:
@@ -210,11 +199,11 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[FailFastList[Json], Field(description=_CONTENT)]
+    messages: Annotated[Messages, Field(description=_CONTENT)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: NLogprobs = None
-    tools: FailFastList[Json] | None = None
+    tools: ShortList[Json] | None = None
     tool_choice: Literal["none", "auto", "required"] | Json | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -254,11 +243,6 @@ class ChatRequest(GenerationRequest):
         return None if self.tool_choice == "none" else self.tools
 
     @property
-    def max_calls(self) -> int | None:
-        """Maximum number of tool calls in an answer; None for any number."""
-        return 1 if self.parallel_tool_calls is False else None
-
-    @property
     def requires_calls(self) -> bool:
         """Whether the answer consists of tool calls."""
         return self.tool_choice not in (None, "none", "auto")
@@ -266,7 +250,7 @@ class ChatRequest(GenerationRequest):
     def _call_grammar(self, chat_format: ChatFormat) -> str:
         """Build the grammar of required calls. Raises SettingsError for other fields."""
         functions = self.functions
-        is_single = self.max_calls == 1
+        is_single = self.parallel_tool_calls is False
         if isinstance(self.tool_choice, dict):
             function = self.tool_choice.get("function")
             name = function.get("name") if isinstance(function, dict) else None
@@ -293,11 +277,6 @@ class ChatRequest(GenerationRequest):
                 raise SettingsError("tools", need="a JSON schema as the parameters")
             functions[name] = function
         return functions
-
-    @property
-    def schemas(self) -> dict[str, Json]:
-        """JSON schemas of the parameters, by name of the offered tools."""
-        return {name: entry.get("parameters") or {} for name, entry in self.functions.items()}
 
     @property
     def template_variables(self) -> Json:
@@ -336,29 +315,26 @@ class TokenizeRequest(BaseModel):
     """Body of /tokenize: a text, or the fields of a chat request that its prompt depends on."""
 
     prompt: str | None = None
-    messages: FailFastList[Json] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
-    tools: FailFastList[Json] | None = None
+    tools: ShortList[Json] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Json | None = None
 
-    @property
-    def text(self) -> str:
-        """The prompt. Raises SettingsError without a prompt."""
-        if self.prompt is None:
-            raise SettingsError("the body", need="prompt or messages")
-        return self.prompt
-
-    def generation(self) -> ChatRequest:
-        """Return the chat request."""
-        return validate(ChatRequest, self.model_dump(exclude={"prompt", "add_special_tokens"}))
+    def generation(self) -> CompletionRequest | ChatRequest:
+        """Return the request of a completion or a chat. Raises SettingsError without a prompt."""
+        if self.messages is None:
+            return validate(CompletionRequest, self.model_dump())
+        return validate(ChatRequest, self.model_dump(exclude={"add_special_tokens"}))
 
 
 class DetokenizeRequest(BaseModel):
     """Body of /detokenize."""
 
-    tokens: FailFastList[Annotated[int, Field(strict=True, ge=0, lt=2**32)]]
+    tokens: Annotated[
+        list[Annotated[int, Field(strict=True, ge=0, lt=2**32)]], Field(fail_fast=True)
+    ]
 
 
 def _parsed_call(call: Json) -> Json:
@@ -378,28 +354,28 @@ def _content_of(content: Any) -> str | list[Json]:
 
     Raises PromptError for other parts.
     """
-    parts = content if isinstance(content, list) else [content]
-    is_image = [isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in parts]
-    if not any(is_image):
-        return text_of(content)
-    return [
-        part if is_image[i] else {"type": "text", "text": _text_of_part(i, part)}
-        for i, part in enumerate(parts)
-    ]
+    parts = _parts_of(content, IMAGE_PARTS)
+    is_text = all(part["type"] == "text" for part in parts)
+    return "".join(part["text"] for part in parts) if is_text else parts
 
 
 def text_of(content: Any) -> str:
     """Join the text parts of a message. Raises PromptError for other parts."""
+    return "".join(part["text"] for part in _parts_of(content, ()))
+
+
+def _parts_of(content: Any, images: Sequence[str]) -> list[Json]:
+    """Convert a content to parts of the type text, and of the types of images."""
     if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    return "".join(_text_of_part(i, part) for i, part in enumerate(parts))
-
-
-def _text_of_part(i: int, part: Any) -> str:
-    is_object = isinstance(part, dict)
-    kind = part.get("type") if is_object else type(part).__name__
-    if not (is_object and kind in _TEXT_PARTS and isinstance(part.get("text"), str)):
-        problem = f"content[{i}] of type {reprlib.repr(kind)}"
-        raise PromptError(problem, need="text, or an image in the user's turn")
-    return str(part["text"])
+        return [{"type": "text", "text": content or ""}]
+    parts: list[Json] = []
+    for i, part in enumerate(content if isinstance(content, list) else [content]):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        elif kind in images:
+            parts.append(part)
+        else:
+            problem = f"content[{i}] of type {reprlib.repr(kind)}"
+            raise PromptError(problem, need="text, or an image in the user's turn")
+    return parts

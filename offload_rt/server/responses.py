@@ -3,14 +3,15 @@
 import reprlib
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from offload_rt.errors import SettingsError
 from offload_rt.server.answer import Answer, Delta, event
-from offload_rt.server.bodies import FailFastList, Json, validate
+from offload_rt.server.bodies import Json, Messages, ShortList, validate
 from offload_rt.server.protocol import ChatRequest, text_of
 from offload_rt.server.turns import Turns, as_response_format, as_tools, named_tool
 
@@ -19,13 +20,23 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
 ]
+# Prefixes of ids and of events, by kind of output item.
+_KINDS = {
+    "reasoning": ("rs", "reasoning_text"),
+    "message": ("msg", "output_text"),
+    "function_call": ("fc", "function_call_arguments"),
+}
+
+
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class ResponsesRequest(BaseModel):
     """Body of /v1/responses."""
 
     model: str | None = None
-    input: str | FailFastList[Json]
+    input: Annotated[Messages, BeforeValidator(_as_items)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -35,7 +46,7 @@ class ResponsesRequest(BaseModel):
     seed: int | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    tools: FailFastList[Json] | None = None
+    tools: ShortList[Json] | None = None
     tool_choice: Literal["none", "auto", "required"] | Json | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Json | None = None
@@ -65,10 +76,7 @@ class ResponsesRequest(BaseModel):
         turns = Turns()
         if self.instructions:
             turns.add("system", self.instructions)
-        items = self.input
-        if isinstance(items, str):
-            items = [{"role": "user", "content": items}]
-        for item in items:
+        for item in self.input:
             _add_item(turns, item)
         return turns.messages
 
@@ -99,7 +107,7 @@ def _add_item(turns: Turns, item: Json) -> None:
     elif kind == "function_call_output":
         turns.add("tool", item.get("output"), tool_call_id=item.get("call_id"))
     elif kind == "reasoning":
-        turns.add_reasoning(text_of(item.get("content")))
+        turns.add_answer(text_of(item.get("content")), "reasoning_content")
     else:
         raise SettingsError(f"input of type {reprlib.repr(kind)}", need="messages and calls")
 
@@ -109,17 +117,17 @@ class _Item:
     """An output item of a stream.
 
     kind   as in `type`
-    part   type of its content part; empty for calls
+    event  prefix of its events: the type of its content part, or the arguments of a call
     """
 
     kind: str
-    part: str
+    event: str
     fields: Json
     text: str = ""
 
     def whole(self, status: str) -> Json:
         """Return the item with its text so far."""
-        fields = {**self.fields, "status": status}
+        fields = {**self.fields, "type": self.kind, "status": status}
         if self.kind == "function_call":
             return fields | {"arguments": self.text}
         is_begun = bool(self.text) or status != "in_progress"
@@ -127,10 +135,8 @@ class _Item:
 
     def content(self) -> Json:
         """Return the content part of a message or of reasoning."""
-        extra: Json = {}
-        if self.part == "output_text":
-            extra = {"annotations": [], "logprobs": []}
-        return {"type": self.part, "text": self.text, **extra}
+        extra: Json = {"annotations": [], "logprobs": []} if self.kind == "message" else {}
+        return {"type": self.event, "text": self.text, **extra}
 
 
 class ResponsesWriter:
@@ -156,15 +162,7 @@ class ResponsesWriter:
 
     def add(self, delta: Delta) -> list[str]:
         """Return the events of a delta."""
-        events = []
-        parsed = delta.parsed
-        if parsed.reasoning:
-            events += self._add_text("reasoning", parsed.reasoning)
-        if parsed.text:
-            events += self._add_text("message", parsed.text)
-        for call in parsed.calls:
-            events += self._add_call(call)
-        return events
+        return self._add(*delta.parsed)
 
     def end(self) -> list[str]:
         """Return the events after the last delta."""
@@ -182,16 +180,11 @@ class ResponsesWriter:
         """Return the complete response."""
         if not self._n_events:
             (choice,) = self._answer.choices
-            if choice.reasoning:
-                self._open("reasoning").text = choice.reasoning
-            if choice.text or not (choice.reasoning or choice.calls):
-                self._open("message").text = choice.text
-            for call in choice.calls:
-                self._open("function_call", call).text = call["function"]["arguments"]
-        return self._response(self._status())
-
-    def _status(self) -> str:
-        return "incomplete" if self._answer.choices[0].end == "length" else "completed"
+            self._add(choice.reasoning, choice.text, choice.calls)
+            if not self._items:
+                self._open("message")
+        is_cut = self._answer.choices[0].end == "length"
+        return self._response("incomplete" if is_cut else "completed")
 
     def _response(self, status: str) -> Json:
         n_prompt, n = self._answer.n_prompt, self._answer.n_tokens
@@ -216,40 +209,33 @@ class ResponsesWriter:
         is_cut = item is self._items[-1] and item.kind != "function_call"
         return "incomplete" if is_cut and status != "completed" else "completed"
 
-    def _open(self, kind: str, call: Json | None = None) -> _Item:
-        """Append an output item."""
-        if call is not None:
-            fields = {"call_id": call["id"], "name": call["function"]["name"]}
-            item = _Item(kind, "", {"id": _new_id("fc"), "type": kind, **fields})
-        elif kind == "reasoning":
-            item = _Item(kind, "reasoning_text", {"id": _new_id("rs"), "type": kind, "summary": []})
-        else:
-            fields = {"id": _new_id("msg"), "type": kind, "role": "assistant"}
-            item = _Item(kind, "output_text", fields)
-        self._items.append(item)
-        return item
-
-    def _add_text(self, kind: str, text: str) -> list[str]:
+    def _add(self, reasoning: str, text: str, calls: Sequence[Json]) -> list[str]:
+        """Append parts of an answer, and return their events."""
+        parts: list[tuple[str, str, Json]] = [("reasoning", reasoning, {}), ("message", text, {})]
+        parts += [("function_call", call["function"]["arguments"], call) for call in calls]
         events = []
-        if not self._items or self._items[-1].kind != kind:
-            events += self._close()
-            item = self._open(kind)
-            events.append(self._item_event("response.output_item.added", "in_progress"))
-            part = {"part": item.content(), "content_index": 0}
-            events.append(self._event("response.content_part.added", self._place() | part))
-        item = self._items[-1]
-        item.text += text
-        delta = {"delta": text, "content_index": 0} | _logprobs(item)
-        events.append(self._event(f"response.{item.part}.delta", self._place() | delta))
+        for kind, new, call in parts:
+            if call or (new and (not self._items or self._items[-1].kind != kind)):
+                events += self._close() + self._open(kind, call)
+            if new:
+                item = self._items[-1]
+                item.text += new
+                delta = self._place() | {"delta": new} | _logprobs(item)
+                events.append(self._event(f"response.{item.event}.delta", delta))
         return events
 
-    def _add_call(self, call: Json) -> list[str]:
-        events = self._close()
-        item = self._open("function_call", call)
-        events.append(self._item_event("response.output_item.added", "in_progress"))
-        item.text = call["function"]["arguments"]
-        delta = self._place() | {"delta": item.text}
-        events.append(self._event("response.function_call_arguments.delta", delta))
+    def _open(self, kind: str, call: Json | None = None) -> list[str]:
+        """Append an output item, and return its first events."""
+        fields: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
+        if call:
+            fields = {"call_id": call["id"], "name": call["function"]["name"]}
+        prefix, name = _KINDS[kind]
+        item = _Item(kind, name, {"id": _new_id(prefix), **fields})
+        self._items.append(item)
+        events = [self._item_event("response.output_item.added", "in_progress")]
+        if not call:
+            part = self._place() | {"part": item.content()}
+            events.append(self._event("response.content_part.added", part))
         return events
 
     def _close(self, status: str = "completed") -> list[str]:
@@ -260,23 +246,21 @@ class ResponsesWriter:
         if not self._items:
             return []
         item = self._items[-1]
+        text: Json = {"text": item.text} | _logprobs(item)
         if item.kind == "function_call":
-            done = self._place() | {"arguments": item.text, "name": item.fields["name"]}
-            events = [self._event("response.function_call_arguments.done", done)]
-        else:
-            place = self._place() | {"content_index": 0}
-            done = place | {"text": item.text} | _logprobs(item)
-            part = place | {"part": item.content()}
-            events = [
-                self._event(f"response.{item.part}.done", done),
-                self._event("response.content_part.done", part),
-            ]
+            text = {"arguments": item.text, "name": item.fields["name"]}
+        events = [self._event(f"response.{item.event}.done", self._place() | text)]
+        if item.kind != "function_call":
+            part = self._place() | {"part": item.content()}
+            events.append(self._event("response.content_part.done", part))
         state = self._state(item, status)
         return [*events, self._item_event("response.output_item.done", state)]
 
     def _place(self) -> Json:
         """Return the fields that locate the current output item."""
-        return {"item_id": self._items[-1].fields["id"], "output_index": len(self._items) - 1}
+        item = self._items[-1]
+        place: Json = {} if item.kind == "function_call" else {"content_index": 0}
+        return {"item_id": item.fields["id"], "output_index": len(self._items) - 1, **place}
 
     def _item_event(self, kind: str, status: str) -> str:
         place = {"output_index": len(self._items) - 1}
@@ -289,7 +273,7 @@ class ResponsesWriter:
 
 
 def _logprobs(item: _Item) -> Json:
-    return {"logprobs": []} if item.part == "output_text" else {}
+    return {"logprobs": []} if item.kind == "message" else {}
 
 
 def _new_id(prefix: str) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import math
 import reprlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
@@ -19,9 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from offload_rt.errors import CapacityError, DeviceError, OffloadError, SettingsError, UserError
-from offload_rt.llm import LLM, Piece
-from offload_rt.models.image_prompt import EncodedPrompt, token_ids
-from offload_rt.sampling import Logprob
+from offload_rt.llm import LLM
+from offload_rt.models.image_prompt import token_ids
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.server.answer import Answer, Delta
 from offload_rt.server.bodies import Json, read_body
@@ -69,16 +67,14 @@ class ServerLimits:
     fetch: Fetch | None = None
 
 
+@dataclass(eq=False)
 class Refused(Exception):
-    """A refused request: HTTP status, reason, and OpenAI's error code."""
+    """A refused request, with the fields of `error_response`."""
 
-    def __init__(
-        self, status: int, reason: str, code: str | None = None, retry_after_s: int | None = None
-    ) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.code = code
-        self.retry_after_s = retry_after_s
+    status: int
+    reason: str
+    code: str | None = None
+    retry_after_s: int | None = None
 
 
 @dataclass(eq=False)
@@ -93,17 +89,12 @@ class Service:
     name: str
     limits: ServerLimits
     chat_format: ChatFormat
+    prompts: PromptEncoder
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     n_open: int = 0
     n_grammar_characters: int = 0
     _parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    prompts: PromptEncoder = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prompts = PromptEncoder(
-            self.llm.requests, self.limits.fetch, self.chat_format.tool_format
-        )
 
     async def read(self, http: Request, kind: type[_Body]) -> _Body:
         """Read and validate a body in a worker thread, one body at a time.
@@ -126,10 +117,8 @@ class Service:
         # Browsers send other content types across origins without asking.
         if "json" not in http.headers.get("content-type", "").lower():
             raise Refused(415, "the Content-Type must be application/json")
-        max_prompts = self.limits.n_waiting
-        max_len = self.llm.max_model_len
         async with self._parsing:
-            return await asyncio.to_thread(read_body, kind, bytes(raw), max_prompts, max_len)
+            return await asyncio.to_thread(read_body, kind, bytes(raw), self.llm.max_model_len)
 
     async def answer(self, http: Request, body: Any, kind: type[Writer]) -> Response:
         """Answer a request, as a stream or whole.
@@ -140,10 +129,10 @@ class Service:
         self.check_model(request.model)
         params = await asyncio.to_thread(request.params, self.limits.n_answers, self.chat_format)
         n_answers = request.n_prompts * params.n
-        answer = Answer(request, n_answers, self.llm.tokenizer)
-        writer = kind(answer, body, self.name)
         n_characters = await asyncio.to_thread(lambda: len(ascii(params.structured_outputs)))
         self._admit(n_answers, n_characters)
+        answer = Answer(request, n_answers, self.llm.tokenizer)
+        writer = kind(answer, body, self.name)
         deltas = self._deltas(answer, request, params, n_characters)
         if not request.stream:
             await _unless_gone(http, _exhaust(deltas))
@@ -161,7 +150,9 @@ class Service:
         n = len(request.input)
         self._admit(n)
         try:
-            prompts = await self.prompts.texts(request.input)
+            texts = CompletionRequest.model_construct(prompt=request.input)
+            encoded = await self.prompts.encode(texts, is_checked=False)
+            prompts = [*map(token_ids, encoded)]
             vectors = await asyncio.to_thread(self.llm.embed, prompts, self.limits.pooling)
         finally:
             self.n_open -= n
@@ -203,12 +194,14 @@ class Service:
         deadline = asyncio.get_running_loop().time() + self.limits.timeout_s
         end = "aborted"
         has_begun = False
-        echo = isinstance(request, CompletionRequest) and request.echo
         try:
-            prompts = await self.prompts.prompts(request)
+            prompts = await self.prompts.encode(request)
             answer.start(prompts, self.chat_format)
-            if isinstance(request, ChatRequest):
-                params = self._behind_reasoning(params, request, prompts[0])
+            outputs = params.structured_outputs
+            if outputs and isinstance(request, ChatRequest):
+                tail = self.chat_format.tail(token_ids(prompts[0]))
+                around = self.chat_format.around(tail, request.requires_calls)
+                params = replace(params, structured_outputs=replace(outputs, around=around))
             async with aclosing(self.llm.astream_all(prompts, params)) as pieces:
                 while True:
                     async with asyncio.timeout_at(deadline):  # `wait_for` would start a task
@@ -221,9 +214,10 @@ class Service:
                         has_begun = True
                         self.metrics.first_token.observe(time.perf_counter() - started)
                         self.metrics.prompt_tokens.inc(answer.n_prompt)
-                    if echo and not answer.choices[i].n_tokens:
+                    if request.echo and not answer.choices[i].n_tokens:
                         prompt = token_ids(prompts[i_prompt])
-                        yield await asyncio.to_thread(self._echo, answer, i, prompt, piece)
+                        logprobs = piece.prompt_logprobs or []
+                        yield await asyncio.to_thread(answer.echo, i, prompt, logprobs)
                     self.metrics.tokens.inc(len(piece.token_ids))
                     yield answer.add(i, piece)
             end = answer.choices[0].finish_reason or ""
@@ -240,48 +234,22 @@ class Service:
             self.metrics.requests.labels(end).inc()
             self.metrics.request_seconds.observe(time.perf_counter() - started)
 
-    def _behind_reasoning(
-        self, params: SamplingParams, request: ChatRequest, prompt: EncodedPrompt
-    ) -> SamplingParams:
-        """Let a grammar begin behind the reasoning."""
-        outputs = params.structured_outputs
-        if outputs is None:
-            return params
-        tail = self.chat_format.tail(token_ids(prompt))
-        around = self.chat_format.around(tail, request.requires_calls)
-        return replace(params, structured_outputs=replace(outputs, around=around))
-
     async def _events(
         self, first: Delta, deltas: AsyncIterator[Delta], writer: Writer
     ) -> AsyncGenerator[str, None]:
         """Yield server-sent events. An error in the middle is the last event."""
         try:
             # The first and last events of some APIs repeat fields of any size.
-            for event in await asyncio.to_thread(writer.start):
-                yield event
-            for event in writer.add(first):
-                yield event
+            yield "".join(await asyncio.to_thread(writer.start))
+            yield "".join(writer.add(first))
             async for delta in deltas:
-                for event in writer.add(delta):
-                    yield event
-            for event in await asyncio.to_thread(writer.end):
-                yield event
+                yield "".join(writer.add(delta))
+            yield "".join(await asyncio.to_thread(writer.end))
         except Exception as error:
             response = await self.error_response(None, error)
-            for event in writer.error(json.loads(bytes(response.body))["error"]):
-                yield event
+            yield "".join(writer.error(json.loads(bytes(response.body))["error"]))
             if not isinstance(error, OffloadError | Refused):
                 logging.getLogger("uvicorn.error").exception("error in the middle of a stream")
-
-    def _echo(self, answer: Answer, i: int, prompt: list[int], piece: Piece) -> Delta:
-        """Start an answer with the prompt."""
-        first = {prompt[0]: Logprob(math.nan, 0, self.decode(prompt[:1]))}
-        logprobs = [candidates or first for candidates in piece.prompt_logprobs or []]
-        return answer.echo(i, prompt, logprobs)
-
-    def decode(self, tokens: list[int]) -> str:
-        """Decode tokens, special tokens included."""
-        return "" if self.llm.tokenizer is None else str(self.llm.tokenizer.decode(tokens))
 
     def check_model(self, name: str | None) -> None:
         """Raises Refused for the name of another model."""
@@ -292,9 +260,10 @@ class Service:
     @property
     def card(self) -> Json:
         """Description of the model, as listed by OpenAI."""
-        head = {"id": self.name, "object": "model", "created": self.created}
         return {
-            **head,
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
             "owned_by": "offload_rt",
             "tool_call_format": self.chat_format.tool_format.name,
             "max_model_len": self.llm.max_model_len,
@@ -309,7 +278,7 @@ class Service:
             response.headers.update(error.headers or {})  # `Allow` of status 405
             return response
         if isinstance(error, Refused):
-            return error_response(error.status, str(error), error.code, error.retry_after_s)
+            return error_response(error.status, error.reason, error.code, error.retry_after_s)
         if not isinstance(error, OffloadError):
             return error_response(500, "internal server error; the server's log has details")
         text = str(error)

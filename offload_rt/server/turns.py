@@ -17,14 +17,10 @@ class Turns:
         """Append a message other than the assistant's."""
         self.messages.append({"role": role, "content": content, **fields})
 
-    def add_reasoning(self, text: str) -> None:
-        """Append reasoning of the assistant."""
+    def add_answer(self, text: str, key: str = "content") -> None:
+        """Append text of the assistant, or its "reasoning_content"."""
         turn = self._assistant()
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-
-    def add_answer(self, text: str) -> None:
-        """Append text of the assistant."""
-        self._assistant()["content"] += text
+        turn[key] = turn.get(key, "") + text
 
     def add_call(self, call_id: object, name: object, arguments: object) -> None:
         """Append a tool call of the assistant.

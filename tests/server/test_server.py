@@ -285,7 +285,7 @@ def test_pass_numbers_are_sent_on_request(served):
     ("completions", {"prompt": []}, "prompt"),
     ("completions", {"prompt": [10**9]}, "token id"),
     ("completions", {"prompt": "x " * 5000}, "too long"),
-    ("completions", {"prompt": ["x"] * 40}, "40 entries in prompt"),
+    ("completions", {"prompt": ["x"] * 40}, "40 answers"),
     ("completions", {}, "prompt"),
     *(("completions", prompt, "body") for prompt in ([1, 2], "text", 5, True, b"null")),
     ("completions", b"", "body"),

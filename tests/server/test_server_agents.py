@@ -192,14 +192,15 @@ def test_conversations_of_all_apis_reach_the_template_alike(served, monkeypatch,
     assert status == 200, answer
     (prompt,) = requests[0][0]
     expected = "[system|S|||][user|Q|||][assistant|A|R||add1][tool|7||1|][user|Q2|||]add['a']"
-    assert served.service.decode(prompt[-len(served.llm.encode(expected, False)) :]) == expected
+    tail = prompt[-len(served.llm.encode(expected, False)) :]
+    assert served.llm.tokenizer.decode(tail) == expected
     if path == "messages":
         count = served.post("/v1/messages/count_tokens", body)[1]
         assert count == {"input_tokens": len(prompt)}
     thinking = {"responses": {"reasoning": {"effort": "none"}}, "messages": {"thinking": {"type":
                 "disabled"}}}.get(path, {"reasoning_effort": "none"})  # fmt: skip
     assert served.post(f"/v1/{path}", body | thinking)[0] == 200
-    assert "False" in served.service.decode(requests[1][0][0])
+    assert "False" in served.llm.tokenizer.decode(requests[1][0][0])
 
 
 @pytest.mark.parametrize(("path", "fields", "check"), [

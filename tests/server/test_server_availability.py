@@ -31,7 +31,15 @@ from support.serving import (
 )
 
 from offload_rt.errors import PromptError, SettingsError
-from offload_rt.server import bodies, completions, connection, protocol, responses, service
+from offload_rt.server import (
+    bodies,
+    completions,
+    connection,
+    messages,
+    protocol,
+    responses,
+    service,
+)
 from offload_rt.server.connection import ConnectionLimits
 from offload_rt.server.limits import Access
 
@@ -76,20 +84,30 @@ class Recorder(BaseModel):
         pytest.fail("a body above the limits was validated")
 
 
-@pytest.mark.parametrize(("body", "message"), [
-    ({"prompt": [[1]] * 33}, "33 entries in prompt"),
-    ({"prompt": ["x"] * 33}, "33 entries in prompt"),
-    ({"messages": [{}] * 4097}, "4097 entries in messages"),
-    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "1025 entries in logit_bias"),
-    ({"stop": ["x"] * 65}, "65 entries in stop"),
-    ({"stop_token_ids": [1] * 1025}, "1025 entries in stop_token_ids"),
-    ({"tools": [{}] * 1025}, "1025 entries in tools"),
-    ({"stop": ["x" * 40_000] * 2}, "80000 characters in stop"),
-    ({"bad_words": ["x" * 40_000] * 2}, "80000 characters in bad_words"),
+@pytest.mark.parametrize(("kind", "name", "value", "limit"), [
+    (protocol.ChatRequest, "messages", [{}], "4096 items"),
+    (protocol.ChatRequest, "tools", [{}], "1024 items"),
+    (protocol.CompletionRequest, "logit_bias", {"1": 1}, "1024 items"),
+    (protocol.CompletionRequest, "stop", ["x"], "64 items"),
+    (protocol.CompletionRequest, "stop", "x", "1024 characters"),
+    (protocol.CompletionRequest, "stop_token_ids", [1], "1024 items"),
+    (protocol.CompletionRequest, "allowed_token_ids", [1], "16384 items"),
+    (protocol.CompletionRequest, "bad_words", ["x"], "1024 items"),
+    (responses.ResponsesRequest, "input", [{}], "4096 items"),
+    (messages.MessagesRequest, "stop_sequences", ["x"], "64 items"),
 ])  # fmt: skip
-def test_entries_are_counted_before_validation(body, message):
-    with pytest.raises(SettingsError, match=message):
-        bodies.read_body(Recorder, json.dumps(body).encode(), 32, 256)
+def test_lists_and_texts_have_limits(kind, name, value, limit):
+    n = int(limit.split()[0])
+
+    def of_length(n: int) -> Any:
+        return {str(i): 1 for i in range(n)} if isinstance(value, dict) else value * n
+
+    needed: dict[str, Any] = {"messages": [], "max_tokens": 1}
+    if kind is protocol.CompletionRequest:
+        needed["prompt"] = "x"
+    bodies.validate(kind, needed | {name: of_length(n)})
+    with pytest.raises(SettingsError, match=rf"{name}.* at most {limit}"):
+        bodies.validate(kind, needed | {name: of_length(n + 1)})
 
 
 @pytest.mark.parametrize(("body", "message"), [
@@ -107,7 +125,7 @@ def test_values_are_counted_before_parsing(body, message, monkeypatch):
 
     monkeypatch.setattr(bodies.json, "loads", parse)
     with pytest.raises(SettingsError, match=message):
-        bodies.read_body(Recorder, body, 32, 256)
+        bodies.read_body(Recorder, body, 256)
 
 
 @pytest.mark.parametrize(("body", "message"), [
@@ -120,7 +138,7 @@ def test_values_are_counted_before_parsing(body, message, monkeypatch):
 ])  # fmt: skip
 def test_json_inside_texts_is_counted_before_parsing(body, message, monkeypatch):
     raw = json.dumps({"messages": TURNS} | body).encode()
-    request = bodies.read_body(protocol.ChatRequest, raw, 32, 256)
+    request = bodies.read_body(protocol.ChatRequest, raw, 256)
     monkeypatch.setattr(json, "loads", lambda _: pytest.fail("a text above the limits was parsed"))
     with pytest.raises(SettingsError, match=message):
         request.formats()
@@ -130,7 +148,7 @@ def test_json_inside_texts_is_counted_before_parsing(body, message, monkeypatch)
 def test_texts_do_not_count_as_values():
     text = 'x = [{"a": 1.5}, "\\\\"]\n' * 40_000
     body = json.dumps({"prompt": text}).encode()
-    assert bodies.read_body(protocol.CompletionRequest, body, 32, 256).prompt == [text]
+    assert bodies.read_body(protocol.CompletionRequest, body, 256).prompt == [text]
 
 
 def count_by_walking(value: Any) -> list[int]:
@@ -155,7 +173,9 @@ json_values = st.recursive(
 @given(json_values, st.booleans())
 def test_counts_equal_those_of_the_parsed_value(value, is_ascii):
     raw = json.dumps(value, ensure_ascii=is_ascii).encode()
-    assert list(bodies.BodyCounts.of_json(raw)[:3]) == count_by_walking(value)
+    counts = bodies.counts_of(raw)
+    found = [counts[kind] for kind in ("strings", "containers", "values")]
+    assert found == count_by_walking(value)
 
 
 def is_on_event_loop() -> bool:
@@ -526,4 +546,4 @@ def test_prompts_of_other_types_are_one_sentence():
     for prompt in (5, [1, "x"], [1.5], [[1], "x"], [[1], [True]], {"text": "x"}, []):
         with pytest.raises((SettingsError, PromptError), match=r"prompt: .* needs a text"):
             raw = json.dumps({"prompt": prompt}).encode()
-            bodies.read_body(protocol.CompletionRequest, raw, 32, 256)
+            bodies.read_body(protocol.CompletionRequest, raw, 256)

@@ -180,7 +180,7 @@ DEEP = b"[" * 90_000 + b"]" * 90_000
     ({"prompt": "x", "n": -1}, "n is -1"),
     ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
     ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
-    ({"prompt": "x", "stop": ["a"] * 65}, "65 entries in stop"),
+    ({"prompt": "x", "stop": ["a"] * 65}, "stop: List should have at most 64"),
     ({"prompt": "x", "stop": [""]}, "stop"),
     ({"prompt": "x", "stream": "perhaps"}, "stream"),
     ({"prompt": {"text": "x"}}, "prompt"),
@@ -192,7 +192,7 @@ DEEP = b"[" * 90_000 + b"]" * 90_000
     ({"prompt": [2**70]}, "token id"),
     ({"prompt": "x" * 150_000}, "65536 characters"),
     ({"prompt": [1] * 60_000}, "too long"),
-    ({"prompt": ["x"] * 30_000}, "30000 entries in prompt"),
+    ({"prompt": ["x"] * 30_000}, "30000 answers"),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_hostile_bodies_are_refused(served, body, word):
     n_passes = served.llm.engine.n_passes

@@ -101,7 +101,7 @@ def test_empty_arguments_of_a_call_are_an_empty_object():
 def test_only_allowed_tokens_occur(served):
     allowed = served.llm.encode("abc", add_special_tokens=False)
     choice = complete(served, allowed_token_ids=allowed, logprobs=0)
-    texts = {served.service.decode([token]) for token in allowed}
+    texts = {served.llm.tokenizer.decode([token]) for token in allowed}
     assert set(choice["logprobs"]["tokens"]) <= texts
 
 
@@ -253,7 +253,7 @@ def test_control_tokens_in_messages_are_text(served, monkeypatch):
     turns = [{"role": "user", "content": content} for content in contents]
     status, answer = served.post("/tokenize", {"messages": turns})
     assert status == 200 and answer["tokens"].count(control) == len(turns)
-    text = served.service.decode(answer["tokens"])
+    text = served.llm.tokenizer.decode(answer["tokens"])
     assert text == "".join(CONTROL + content for content in contents)
 
 
@@ -275,7 +275,9 @@ def test_tools_without_a_template_for_tools(served, monkeypatch):
     ]  # fmt: skip
     prompt = {"messages": turns, "tools": tools}
     with running(served.llm, chat_format=chat_format) as server:
-        assert server.client.models.list().data[0].model_dump()["tool_call_format"] == "generic"
+        _, headers, raw = server.request("GET", "/v1/models")
+        assert headers["X-Tool-Call-Format"] == "generic"
+        assert json.loads(raw)["data"][0]["tool_call_format"] == "generic"
         ids = server.post("/tokenize", prompt)[1]["tokens"]
         text = server.post("/detokenize", {"tokens": ids})[1]["prompt"]
         assert text.startswith("[system]Answer in JSON") and '{"name": "add"' in text

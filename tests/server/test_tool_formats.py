@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from check_templates import CASES, failures, rendered, tokenizer_of
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.chat_templates import TEMPLATES, template
 from support.serving import MODELS
@@ -210,7 +210,7 @@ def values(texts: st.SearchStrategy[str], depth: int = 2) -> st.SearchStrategy[A
 
 
 @pytest.mark.parametrize("name", FORMS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_calls_survive_random_splits(name: str, data: st.DataObject) -> None:
     """Any tools and arguments, with content before the calls, in any pieces, also truncated."""

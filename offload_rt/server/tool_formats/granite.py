@@ -1,16 +1,16 @@
-"""Granite 3: <|tool_call|> and a JSON list, which the template describes but does not render."""
+"""Granite 3: <|tool_call|> and a list of Hermes' JSON objects, described in prompts only."""
 
-from offload_rt.server.call_format import CallFormat
-from offload_rt.server.call_texts import Fields
+from dataclasses import replace
+
+from offload_rt.server.tool_formats import hermes
 
 MARKS = ("<|tool_call|>",)
-FORMAT = CallFormat(
+FORMAT = replace(
+    hermes.FORMAT,
     begin="<|tool_call|>[",
-    head='{"name": "',
-    middle='", "arguments": ',
-    tail="}",
+    opening="",
+    closing="",
     between=", ",
     end="]",
-    fields=Fields("name", "arguments"),
     name="granite",
 )
