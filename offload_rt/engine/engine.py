@@ -25,6 +25,7 @@ from offload_rt.executor.step import Step
 from offload_rt.sampling import Context, NodeProbs, no_numbers, top_tokens
 from offload_rt.speculate.draft.none import PlainDecoding
 from offload_rt.speculate.forced_chains import append_forced
+from offload_rt.speculate.pauses import Pauses
 from offload_rt.speculate.protocols import VerificationRule
 from offload_rt.speculate.verify.match import walk
 from offload_rt.system.trace import Trace
@@ -32,6 +33,7 @@ from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 # Candidate numbers of prompt rows per pass; the largest within the time limit is used.
 _PROMPT_ROWS = 2 ** np.arange(5, 15)
+_PLAIN = PlainDecoding()  # type: ignore[abstract]  # methods without a body
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class Engine(SequencePool):
     _has_shrunk: bool = field(default=False, init=False)
     _probs: Tensor | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self._pauses = Pauses(self.cost)
+
     def step(self) -> list[Event]:
         """Run a pass: every running sequence grows by at least one token.
 
@@ -109,7 +114,7 @@ class Engine(SequencePool):
     def decode_plainly(self, sequence: Sequence) -> None:
         """Generate a sequence without drafting, while no other sequence runs."""
         drafter = self.drafter
-        self.drafter = PlainDecoding()  # type: ignore[abstract]  # methods without a body
+        self.drafter = _PLAIN
         try:
             self.add(sequence)
             while self.step():
@@ -149,6 +154,8 @@ class Engine(SequencePool):
             self.runner.commit(running.cache, range(n))
         self.n_passes += 1
         times = meter.finish(sum(n_new), sum(len(tree.topology) for tree in trees))
+        if decoding and times.predicted_s is not None and self.drafter.may_pause:
+            self._pauses.passed(times.ended - times.started, sum(n_new))
         for running, tree, n in zip(decoding, trees, n_new, strict=True):
             running.sequence.stats.passes.append((times, tree.expected, n))
         for running in prompts:
@@ -160,7 +167,8 @@ class Engine(SequencePool):
             self.scheduler.share(len(decoding)), *(running.n_nodes for running in decoding)
         )
         sequences = [running.sequence for running in decoding]
-        trees = self.drafter.propose(sequences, n_nodes)
+        has_drafts = not self.drafter.may_pause or self._pauses.drafts(sequences)
+        trees = (self.drafter if has_drafts else _PLAIN).propose(sequences, n_nodes)
         cost = None if self.drafter.limits.fixed_size else self.cost
         return append_forced(trees, sequences, n_nodes, cost)
 
@@ -201,8 +209,8 @@ class Engine(SequencePool):
         read_logits = self._prompt_reader(running)
         root = torch.tensor([*missing, running.sequence.cache_ids[-1]], dtype=torch.int64)
         n_read = 0
-        if self.drafter.reads_prompt and read_logits is None:
-            n_read = min(len(missing), running.n_nodes - len(tree.topology))
+        if missing and self.drafter.reads_prompt and read_logits is None:
+            n_read = min(len(missing), running.n_nodes - len(tree.topology), self._cheap_rows())
         return Step(
             cache=running.cache,
             tokens=torch.cat((root, tree.tokens[1:])),
@@ -214,6 +222,12 @@ class Engine(SequencePool):
             read_hidden=self._hidden_reader(running, len(missing) + 1),
             images=running.sequence.images,
         )
+
+    def _cheap_rows(self) -> int:
+        """Return how many rows a pass may have that takes at most twice as long as a plain pass."""
+        sizes = 2 ** np.arange(10)
+        seconds = self.cost.seconds(sizes, 0)
+        return int(sizes[seconds <= 2 * seconds[0]].max())
 
     def _prompt_step(self, running: RunningSequence, n: int) -> Step:
         """Return the step that computes the next n tokens of a prompt."""
@@ -291,8 +305,9 @@ class Engine(SequencePool):
                 verdict = walk(candidates, target, target.best)
             drafted, its_verdict = tree.drafted(verdict)
             drafted_logits = node_logits[: len(drafted.topology)]
-            predicted = top_tokens(drafted_logits, self.drafter.n_predicted)
-            self.drafter.learn(sequence, drafted, its_verdict, predicted)
+            if self._pauses.is_drafting:
+                predicted = top_tokens(drafted_logits, self.drafter.n_predicted)
+                self.drafter.learn(sequence, drafted, its_verdict, predicted)
             sequence.stats.add_tree(candidates, verdict)
             self._commit(running, verdict, states)
             last = verdict.path[-1] if verdict.path else 0

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from offload_rt import ops
+from offload_rt.executor.step import Chunk
 from offload_rt.models.image_prompt import ImageFeatures, PromptImage
 from offload_rt.models.layers import LayerWeights
 from offload_rt.offload.streamer import Streamer
@@ -22,17 +24,6 @@ if TYPE_CHECKING:  # loads the models of transformers
 
 # Features of this number of largest images are kept.
 KEPT_IMAGES = 2
-
-
-class ImageRows(NamedTuple):
-    """Image tokens in a chunk.
-
-    image  None for a generated placeholder token, which is no part of an image
-    rows   the image's tokens in the chunk
-    """
-
-    image: PromptImage | None
-    rows: slice
 
 
 class ImageEncoder:
@@ -88,13 +79,28 @@ class ImageEncoder:
         """Stop all transfers."""
         self._blocks.close()
 
-    def rows(self, parts: Sequence[ImageRows], non_layer: LayerWeights) -> ImageFeatures:
-        """Return the features of the image tokens of a chunk, in order."""
-        return ImageFeatures.cat(
+    def with_images(self, chunk: Chunk) -> Chunk:
+        """Add the image tokens of a chunk to it."""
+        segments = chunk.segments
+        if all(segment.step.images is None for segment in segments):
+            return chunk
+        parts = [part for segment in segments for part in segment.image_rows(self.tower.token_id)]
+        if not any(part.image is not None for part in parts):
+            return chunk
+        is_apart = self.tower.is_causal_without_window
+        causal = tuple(segment.mask(is_causal=True) for segment in segments if is_apart)
+        return replace(chunk, images=tuple(parts), causal=causal)
+
+    def embed(
+        self, non_layer: LayerWeights, ids: Tensor, chunk: Chunk
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """Embed tokens (n,) of a chunk with images; see `Architecture.embed`."""
+        features = ImageFeatures.cat(
             [
                 self.tower.plain(non_layer, self._device)
                 if part.image is None
                 else self.features(part.image).part(part.rows)
-                for part in parts
+                for part in chunk.images
             ]
         )
+        return self.tower.embed(non_layer, ids, chunk.row_inputs[0], features)

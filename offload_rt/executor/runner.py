@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +44,6 @@ from offload_rt.weights.formats import WeightFormat
 _LEAST_CHUNK_ROWS = 16
 # Rows of logits per call of `Step.read`.
 _READ_ROWS = 64
-
 
 Result = TypeVar("Result")
 
@@ -233,8 +233,7 @@ class Runner:
     def _embed(self, ids: Tensor, chunk: Chunk) -> tuple[Tensor, tuple[Any, ...]]:
         if not chunk.images or self.images is None:
             return self.spec.embed(self.non_layer, ids, chunk.row_inputs)
-        features = self.images.rows(chunk.images, self.non_layer)
-        return self.images.tower.embed(self.non_layer, ids, chunk.row_inputs[0], features)
+        return self.images.embed(self.non_layer, ids, chunk)
 
     def _continues(self, block: LayerView, chunks: Sequence[Chunk]) -> bool:
         """Whether a layer and the next one are computed by one call: both are resident on a CPU."""
@@ -437,21 +436,8 @@ class Runner:
                 if self.spec.state_shapes
             )
             chunk = Chunk(rows, tuple(segments), masks, self._row_inputs(segments), inputs)
-            chunks.append(self._with_images(chunk))
+            chunks.append(chunk if self.images is None else self.images.with_images(chunk))
         return chunks
-
-    def _with_images(self, chunk: Chunk) -> Chunk:
-        """Add the image tokens of a chunk."""
-        segments = chunk.segments
-        if self.images is None or all(segment.step.images is None for segment in segments):
-            return chunk
-        tower = self.images.tower
-        parts = [part for segment in segments for part in segment.image_rows(tower.token_id)]
-        if not any(part.image is not None for part in parts):
-            return chunk
-        is_apart = tower.is_causal_without_window
-        causal = tuple(segment.mask(is_causal=True) for segment in segments if is_apart)
-        return replace(chunk, images=tuple(parts), causal=causal)
 
     def _chunk_size(self, n_rows: int) -> int:
         """Return the rows per layer call for a pass of `n_rows` rows."""
@@ -466,14 +452,11 @@ class Runner:
         parts = [segment.positions() for segment in segments]
         if any(part.dim() > 1 for part in parts):  # of texts: three equal positions
             parts = [part.expand(3, -1) for part in parts]
-        positions = torch.cat(parts, dim=-1)
-        prompts = torch.cat(
-            [
-                torch.full((segment.stop - segment.start,), segment.step.n_prompt)
-                for segment in segments
-            ]
-        )
-        return self.spec.row_inputs(positions, torch.maximum(prompts, positions + 1), self.dtype)
+        positions = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        n_rows = [segment.stop - segment.start for segment in segments]
+        prompts = np.repeat([segment.step.n_prompt for segment in segments], n_rows)
+        lengths = torch.from_numpy(np.maximum(prompts, positions.numpy() + 1))
+        return self.spec.row_inputs(positions, lengths, self.dtype)
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> list[Tensor]:
         """Apply the head to wanted rows: (n, hidden_size) -> (n_wanted, vocabulary) per step."""

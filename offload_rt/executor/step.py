@@ -12,10 +12,9 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.executor.cuda_graphs import Reduce
-from offload_rt.executor.image_encoder import ImageRows
 from offload_rt.kv.cache import KVCache
 from offload_rt.kv.recurrent import Recurrence, RecurrentCache
-from offload_rt.models.image_prompt import ImagePrompt
+from offload_rt.models.image_prompt import ImagePrompt, ImageRows
 from offload_rt.models.layers import Attention, StateShape
 from offload_rt.ops.decoder_cpu import CachedRows
 from offload_rt.tree.topology import GrowingTree, Topology

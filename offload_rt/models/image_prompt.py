@@ -27,6 +27,17 @@ class PromptImage:
     pixels: Callable[[], Mapping[str, Tensor]]
 
 
+class ImageRows(NamedTuple):
+    """Image tokens in a chunk.
+
+    image  None for a generated placeholder token, which is no part of an image
+    rows   the image's tokens in the chunk
+    """
+
+    image: PromptImage | None
+    rows: slice
+
+
 def image_key(size: Sequence[int], content: bytes) -> int:
     """Return the key of an image from its size and pixels."""
     digest = hashlib.sha256(repr(tuple(size)).encode() + content).digest()

@@ -128,9 +128,10 @@ class Rope:
         lengths    (n,) int64 sequence length at which plain decoding computes each row
         """
         angles = positions[:, None].float() * self._rows(lengths).to(positions.device)
-        angles = angles.repeat(1, 2)
         scale = self._plain[1]
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+        parts = angles.cos(), angles.sin()
+        cos, sin = ((part if scale == 1 else part * scale).to(dtype) for part in parts)
+        return cos.repeat(1, 2), sin.repeat(1, 2)
 
     def _rows(self, lengths: Tensor) -> Tensor:
         """Return the inverse frequencies per row, (n or 1, head_dim / 2) float32."""

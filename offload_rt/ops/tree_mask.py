@@ -19,7 +19,9 @@ def packed_ancestors(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Bit j % 32 of word j // 32 in row i is set if row j is row i or an ancestor of row i.
     """
     n = len(parents)
-    nodes = np.arange(len(parents))
+    if n == 1:
+        return np.ones((1, 1), dtype=np.int32), np.zeros(1, dtype=np.int32)
+    nodes = np.arange(n)
     words = np.zeros((n + 1, -(-n // 32)), dtype=np.uint32)
     depths = np.zeros(n + 1, dtype=np.int32)
     words[nodes, nodes // 32] = own_bits(nodes)

@@ -39,6 +39,11 @@ class Drafter(Protocol):
     n_predicted: int = 0
     reads_prompt: bool = False
 
+    @property
+    def may_pause(self) -> bool:
+        """Whether passes without a call of `propose` and `learn` are allowed."""
+        return self.limits.n_nodes > 1 and not self.limits.fixed_size
+
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
         """Register a sequence: `cache` is its target cache, `n_nodes` the largest tree."""
 

@@ -75,6 +75,11 @@ class TreeDrafter(Drafter):
         self._rates = self._recycler.rates
         self._proposals: dict[Sequence, Proposal] = {}
 
+    @property
+    def may_pause(self) -> bool:
+        """Whether no learner needs every pass."""
+        return super().may_pause and self._learner is None
+
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
         """Pass the sequence's target cache to the draft model."""
         self._model.begin(sequence, cache, n_nodes)

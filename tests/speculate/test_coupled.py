@@ -137,7 +137,7 @@ def test_share_of_noise_that_draws_a_token_is_its_probability(p):
     cells = noise._minus_log((torch.arange(n).double() + 0.5) / n).float()
     counts = np.zeros(len(p))
     for place in itertools.product(range(n), repeat=len(p)):
-        counts[coupled.draw(torch.tensor(p), cells[list(place)])] += 1
+        counts[coupled.draw(torch.tensor([p]), cells[list(place)][None])] += 1
     assert np.abs(counts / counts.sum() - p).max() < 0.8 / n
     assert all(count == 0 for count, chance in zip(counts, p, strict=True) if chance == 0)
 
@@ -150,8 +150,8 @@ def test_impossible_tokens_are_never_drawn():
         torch.full((4,), largest),
         torch.tensor([2.0**-33, largest, largest, 2.0**-33]),
     ):
-        assert coupled.draw(tiny, numbers) == 2
-        assert coupled.draw(tiny.double(), numbers) == 2
+        assert coupled.draw(tiny[None], numbers) == 2
+        assert coupled.draw(tiny[None].double(), numbers) == 2
 
 
 # The promise

@@ -45,7 +45,7 @@ class Coupled:
 
 
 def draw(probs: Tensor, noise: Tensor) -> Tensor:
-    """Draw a token per distribution (..., vocabulary) using exponential noise.
+    """Draw a token per distribution (n, vocabulary) using exponential noise.
 
     Equals argmax(log p + g) without the rounding of the logarithm.
     """

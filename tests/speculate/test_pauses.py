@@ -1,0 +1,96 @@
+"""Pauses of drafting, by simulated times and in real passes."""
+
+from collections.abc import Callable
+from itertools import cycle
+
+import pytest
+from support.tiny import Steady, generate, open_llm, prompt_of, sequence_of
+
+from offload_rt import SamplingParams
+from offload_rt.speculate.pauses import Pauses
+from offload_rt.speculate.protocols import Drafter
+from offload_rt.speculate.select import drafter_type
+from offload_rt.speculate.tree_drafter import TreeDrafter
+from offload_rt.system import registry
+
+# Seconds of a pass and its tokens, with drafts.
+Drafted = Callable[[int], tuple[float, int]]
+NAMES = [
+    name
+    for name in registry.names("speculate.draft")
+    if drafter_type(name).resources.find_heads is None and name != "none"
+]
+
+
+def simulate(drafted: Drafted, n_tokens: int, plain_s: float = 0.9) -> tuple[float, list[bool]]:
+    """Generate a text; return its seconds, less those of plain decoding, and the drafted passes."""
+    pauses = Pauses(Steady())
+    sequence = sequence_of(0)
+    total, ways = 0.0, []
+    while sequence.n_new < n_tokens:
+        is_drafted = pauses.drafts([sequence])
+        seconds, n = drafted(sequence.n_new) if is_drafted else (plain_s, 1)
+        pauses.passed(seconds, n)
+        sequence.tokens.extend([7] * n)
+        total += seconds
+        ways.append(is_drafted)
+    return total - plain_s * sequence.n_new, ways
+
+
+@pytest.mark.parametrize("cost", [1.05, 1.3, 2.0])
+def test_wrong_drafts_cost_little(cost):
+    """Never a right token, at a cost of 5 to 100 % of a plain pass."""
+    lost, ways = simulate(lambda _: (0.9 * cost, 1), 400)
+    assert sum(ways) <= 3 * 7
+    assert lost <= 0.055 * (cost - 1) * 400
+
+
+@pytest.mark.parametrize("plain_s", [0.9, 1.2])
+def test_clear_gains_are_never_interrupted(plain_s):
+    lost, ways = simulate(lambda _: (1.2, 3), 400, plain_s)
+    assert all(ways) and lost < 0
+
+
+def test_small_gains_are_kept():
+    lost, ways = simulate(lambda _: (1.5, 2), 400)
+    assert sum(not drafted for drafted in ways) == 2, "only to measure plain passes"
+    assert lost < 0
+
+
+def test_drafting_resumes_when_the_text_changes():
+    lost, ways = simulate(lambda n: (1.2, 1 if n < 100 else 4), 500)
+    assert lost < 0 and not all(ways[4:40])
+
+
+def test_each_sequence_begins_with_drafts():
+    pauses = Pauses(Steady())
+    for seed in range(3):
+        sequence = sequence_of(seed)
+        ways = []
+        for _ in range(12):
+            ways.append(pauses.drafts([sequence]))
+            pauses.passed(1.5 if ways[-1] else 1.0, 1)
+        assert ways[:3] == [True] * 3 and not ways[-1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_with_pauses_equal_transformers(pair, monkeypatch, name):
+    """Pauses of one and of several passes, in turn."""
+    pattern = cycle([True, False, True, True, False, False, False])
+
+    def drafts(pauses: Pauses, _: object) -> bool:
+        pauses.is_drafting = next(pattern)
+        return pauses.is_drafting
+
+    for kind in (Drafter, TreeDrafter):
+        monkeypatch.setattr(kind, "may_pause", True)
+    monkeypatch.setattr(Pauses, "drafts", drafts)
+    monkeypatch.setattr(Pauses, "passed", lambda *_: None)
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((9, 30))]
+    with open_llm(
+        pair.target, max_model_len=256, tree_size=24, tree_depth=5, **pair.settings(name, "match")
+    ) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=24))
+        alone = llm.generate(prompts[0], SamplingParams(max_new_tokens=24))
+    expected = [generate(pair.model, prompt, 24) for prompt in prompts]
+    assert [output.token_ids for output in (*outputs, *alone)] == [*expected, expected[0]]
