@@ -27,8 +27,6 @@ constexpr int kLine = kPanelOuts + kLanes;
 constexpr int64_t kBlockNbytes = 2048;
 // Bytes between the codes that are unpacked and the codes that are prefetched.
 constexpr int kAhead = 2048;
-// Bytes of a row whose codes are prefetched as those of the next outputs.
-constexpr int64_t kLongRow = 8192;
 // Least bytes between the codes of these outputs and the prefetched codes of later outputs.
 constexpr int64_t kAheadOuts = 8192;
 // Bytes between the weights of a row that are multiplied and those that are prefetched.
@@ -741,7 +739,7 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
   constexpr int depth = kDepth<X>, N = M == 1 ? 4 : 2;
   float totals[kPanelOuts * M];
   GroupScales scales[N];
-  const int64_t ahead = m.row_nbytes <= kLongRow ? ahead_of_outs(m, N) : kAhead;  // a long row within itself
+  const int64_t ahead = ahead_of_outs(m, N);
   for (int out = 0; out < n_outs; out += N)
     for (int64_t first = 0; first < m.n_in; first += depth) {
       const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
