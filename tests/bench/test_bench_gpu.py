@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import expand
 import pytest
 import torch
-from support.fake_gpu import FakeCopyDevice, fake_gpu
+from support.fake_gpu import fake_gpu
 from support.processes import is_soon_over, is_written
 from support.tiny import keep_steady, say
 from transformers import Qwen3MoeConfig
@@ -26,7 +26,6 @@ from bench.gpu import (
     formats,
     generation,
     onchip,
-    paced,
     products,
     shapes,
     streamed,
@@ -35,7 +34,6 @@ from bench.gpu import (
 from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
 from offload_rt import LLM
-from offload_rt.ops import extension
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [5, 300, 17, 511, 42]
@@ -119,17 +117,6 @@ def test_streamed_section_measures_the_link_without_layer_copies(small, monkeypa
     assert [[timing["rows"] for timing in each["passes"]] for each in records] == [[1], [1, 8]]
 
 
-def test_paced_section_reports_the_paced_link(small, monkeypatch):
-    monkeypatch.setattr(paced, "written", small)
-    monkeypatch.setattr(paced, "PacedDevice", lambda *_: FakeCopyDevice())
-    monkeypatch.setattr(paced, "paced_gbps", lambda device: 25.0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
-    with fake_gpu(monkeypatch):
-        (record,) = told(paced.measure(streamed.Shapes("", 11, "275MiB", (1,))))
-    assert record["link"] == "a card, link paced to 25 GB/s"
-    assert record["passes"][0]["link_gbps"] == 25.0
-
-
 @pytest.mark.slow
 def test_formats_section_continues_after_a_failure(small, monkeypatch):
     """A failed format does not end the next format."""
@@ -148,15 +135,6 @@ def test_formats_section_continues_after_a_failure(small, monkeypatch):
     plain = results["host"]["passes"][0]["floor_s"]
     quantised = results["int4"]["passes"][0]["floor_s"]
     assert quantised < 0.5 * plain
-
-
-def test_results_without_kernels_state_the_reason(monkeypatch, capsys):
-    monkeypatch.setattr(streamed, "measure", lambda: iter([{"passes": []}]))
-    for reason in ("", "the driver is old"):
-        monkeypatch.setattr(extension, "missing", lambda reason=reason: reason)
-        sections._print("streamed")
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert first == {"passes": []} and second == first | {"no kernels": "the driver is old"}
 
 
 def test_only_the_first_section_begins_late(monkeypatch, tmp_path, capsys):
@@ -264,11 +242,6 @@ def test_products_section_runs(monkeypatch):
     floors = {name: entry["floor_s"] for name, entry in record["40"].items()}
     assert floors["bf16"] == 64 * 128 * 2 / 1e12
     assert floors["int4"] < floors["int8"] < floors["bf16"]
-
-
-def test_products_alternate_between_copies():
-    work = products.product(torch.eye(2), [(torch.eye(2), 0), (2 * torch.eye(2), 0)])
-    assert [work()[0, 0].item() for _ in range(3)] == [1, 2, 1]
 
 
 def test_attention_section_runs(monkeypatch):

@@ -6,7 +6,6 @@ import re
 import resource
 import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,12 +44,6 @@ def run_of(
     )
 
 
-def test_decode_rate_excludes_the_prompt_pass():
-    run = run_of([1, 2, 3, 4, 5, 6], [(9.0, 2), (10.0, 5), (11.0, 6)])
-    assert run.seconds_per_token == pytest.approx(2 / 4)
-    assert run.tokens_per_pass == 2
-
-
 def test_rows_have_a_floor_and_are_sorted_by_kind_and_speed():
     fast = [(1.0, 1), (2.0, 3)]
     slow = [(1.0, 1), (2.0, 2), (3.0, 3)]
@@ -83,27 +76,12 @@ def test_resident_model_has_a_table_and_a_chart(tmp_path):
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_compare_refuses_a_model_without_tokenizer(tmp_path, monkeypatch):
-    (speaking_checkpoint(tmp_path) / "tokenizer.json").unlink()
-    monkeypatch.setattr("sys.argv", ["compare", "--model", str(tmp_path)])
-    with pytest.raises(SystemExit, match="has no tokenizer"):
-        compare.main()
-
-
 @pytest.mark.parametrize("name", PEERS)
 def test_every_peer_satisfies_the_contract(name):
     peer = contract.find(name)
     assert peer.TITLE and all(isinstance(package, str) for package in peer.PACKAGES)
     assert callable(peer.load)
     assert contract.refusal(peer) is None or len(contract.refusal(peer)) > 10
-
-
-def test_missing_package_is_the_reason():
-    peer = SimpleNamespace(TITLE="t", PACKAGES=("json", "no_such_package"), unfit=lambda: None)
-    assert contract.refusal(peer) == "not installed: no_such_package"
-    peer.PACKAGES = ("json",)
-    peer.unfit = lambda: "no card"
-    assert contract.refusal(peer) == "no card"
 
 
 def test_failing_peer_is_a_row_with_its_reason(tmp_path, monkeypatch):
@@ -233,27 +211,6 @@ def test_mapped_llama_cpp_needs_a_limit(tmp_path):
     job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 1, tmp_path, gguf=tmp_path)
     with pytest.raises(SettingsError, match="control group"):
         contract.find("llama_cpp_mapped").load(job)
-
-
-def test_only_limited_peers_join_the_small_group(tmp_path, monkeypatch):
-    joined = {}
-    run = run_of([1, 2], [(1.0, 1), (2.0, 2)])
-
-    def run_here(name: str, job: Job, *asked: Any) -> Run:
-        joined[name] = job.limit, asked[-1]
-        return run
-
-    monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
-    monkeypatch.setattr(compare, "run_peer", run_here)
-    monkeypatch.setattr(contract, "refusal", lambda _: None)
-    evicted = []
-    monkeypatch.setattr(compare, "drop_from_page_cache", evicted.append)
-    file = tmp_path / "model.gguf"
-    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 256, tmp_path, gguf=file)
-    course = compare.Course(job, [[1]], [3], 4, 1.0, small=(tmp_path / "group", 77))
-    compare.run_all(course, ["llama_cpp", "llama_cpp_mapped"])
-    assert evicted == [tmp_path, tmp_path, file]
-    assert joined == {"llama_cpp": (None, None), "llama_cpp_mapped": (77, tmp_path / "group")}
 
 
 def test_table_of_gguf_types_compares_round_by_round(tmp_path, monkeypatch, capsys):

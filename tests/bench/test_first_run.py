@@ -159,15 +159,3 @@ def test_bundled_wheels_replace_old_packages(tmp_path, monkeypatch, capsys):
     assert "installed: prompt_toolkit-5.99.0-py3-none-any.whl" in capsys.readouterr().out
     carried = {path.name for path in (tmp_path / "site").glob("*_carried.py")}
     assert carried == {f"{name}_carried.py" for name in (*old, "unrequired")}
-
-
-def test_numba_may_be_missing(tmp_path, monkeypatch, capsys):
-    def version(name):
-        raise requirements.PackageNotFoundError(name)
-
-    monkeypatch.setattr(requirements, "version", version)
-    monkeypatch.setattr(requirements, "requirements", lambda: [Requirement("numba>=0.62")])
-    monkeypatch.setattr(sys, "argv", ["requirements.py", str(tmp_path)])
-    monkeypatch.setitem(sys.modules, "numba", None)
-    assert requirements.main() == 0
-    assert "without numba: import of numba halted" in capsys.readouterr().out

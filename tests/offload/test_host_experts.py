@@ -13,25 +13,19 @@ from support.checkpoints import pack
 from support.experts import FakeGPUWithDisk, cache_on, open_touched
 from support.fake_gpu import fake_gpu
 from support.streams import PATIENCE_S, FakeGPU, Host, content, stream_layers, wanted
-from support.tiny import feed, generate, keep_steady, open_unloaded, prompt_of, runner_of
+from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
 from transformers import GptOssForCausalLM, Mxfp4Config
 
-from bench.common.pacing import PacedTier
 from offload_rt import SamplingParams
 from offload_rt.cost.pass_times import (
     HostTimes,
     MachineProfile,
-    PassBytes,
-    TouchedExperts,
-    pass_times,
 )
 from offload_rt.engine import profile
-from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.models.layers import HostWork
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.streamer import LayerView
-from offload_rt.offload.tiered_experts import TieredExperts
 from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
@@ -180,53 +174,12 @@ def test_experts_on_all_three_tiers_are_computed(files):
     assert n_computed
 
 
-@pytest.mark.slow
-def test_texts_of_three_tiers_equal_transformers(mixture_of, monkeypatch, computed):
-    """Of 24 experts the device holds four, the host about eight, and a paced disk the rest."""
-    keep_steady(monkeypatch)
-    monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
-    model, folder = mixture_of("deepseek_v3")
-    prompt = prompt_of(0, 15, 150)
-    with open_unloaded(folder, device="cpu", drafter="none") as whole:
-        layer = max(whole.plan.layer_nbytes)
-    settings = {"host_memory": READ_BUFFERS + 2 * layer}
-    with fake_gpu(monkeypatch), open_touched(folder, 4, device="cuda", **settings) as llm:
-        experts = runner_of(llm).experts
-        assert isinstance(experts, TieredExperts)
-        experts._host.tier = PacedTier(experts._host.tier, 0.1, 2)
-        set_rates(experts.host, 0.4)
-        before = experts._host.n_fetched
-        text = llm.generate(prompt, SamplingParams(max_new_tokens=8, temperature=0.0))[0].token_ids
-        assert experts._host.n_fetched > before and computed
-    assert text == generate(model, prompt, 8)
-
-
 def visit(cache, k, experts, compute):
     """Return the experts that arrived as weights, and all results."""
     work = HostWork(compute, lambda expert: torch.full((1, 1), float(expert)))
     came = dict(cache.arrive(k, dict.fromkeys(experts, 1), work))
     assert came.keys() == set(experts)
     return {expert for expert in came if not isinstance(came[expert], torch.Tensor)}, came
-
-
-def test_host_and_device_compute_concurrently():
-    """Host results are awaited last, after the compute of a copied expert."""
-    go = threading.Event()
-
-    def compute(x, expert, weights):
-        assert go.wait(PATIENCE_S)
-        return 10 * x
-
-    with beside(0.6, 3) as (cache, _):
-        work = HostWork(compute, lambda expert: torch.full((2, 1), float(expert)))
-        arriving = cache.arrive(1, {0: 2, 1: 2, 2: 2}, work)
-        first, view = next(arriving)
-        go.set()
-        others = dict(arriving)
-        assert not isinstance(view, torch.Tensor) and others.keys() == {0, 1, 2} - {first}
-        assert all(
-            torch.equal(out, torch.full((2, 1), 10.0 * expert)) for expert, out in others.items()
-        )
 
 
 def test_frequently_used_experts_are_copied_to_the_device():
@@ -300,25 +253,4 @@ def test_division_of_experts_is_optimal():
     assert host.select(dict.fromkeys(range(4), 3), np.array([0.1, 0.4, 0.2, 0.3])) == [0, 2]
     host.is_on = False
     assert host.select({0: 1}, np.zeros(1)) == []
-    host.close()
-
-
-def test_cost_model_divides_experts_like_the_run():
-    """Within one expert of the faster side."""
-    host = HostExperts(None, None, 1.0, CPU, 1)
-    link_s = 0.001
-    for n_used, seconds in itertools.product((1, 2, 3, 8), (0.1, 0.4, 1.0, 2.5, 1e9)):
-        set_rates(host, seconds)
-        here = host.select(dict.fromkeys(range(n_used), 1), np.zeros(n_used))
-        ends = max(n_used - len(here), len(here) * seconds)
-        of_host = HostTimes((1,), (seconds * link_s,))
-        experts = TouchedExperts("host", 5, 64, n_used, 10**6, host=of_host)
-        machine = MachineProfile((("host", 1.0),), 1.0)
-        foretold = (
-            float(pass_times(machine, PassBytes((), 0, experts=experts), np.array([1]), 0)[0])
-            / 5
-            / link_s
-        )
-        assert foretold - 1e-6 <= ends <= foretold + min(seconds, 1.0)
-        assert n_used > 1 or foretold == pytest.approx(ends)
     host.close()

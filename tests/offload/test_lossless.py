@@ -28,7 +28,7 @@ from offload_rt.cli import convert
 from offload_rt.config import EngineConfig
 from offload_rt.engine import link_rates, profile
 from offload_rt.engine.link_rates import LinkRates
-from offload_rt.errors import CapacityError, CheckpointError, LinkError, OffloadError, SettingsError
+from offload_rt.errors import CapacityError, CheckpointError, OffloadError, SettingsError
 from offload_rt.offload import sidecar as sidecars
 from offload_rt.offload.disk import ReadSettings
 from offload_rt.offload.placement import (
@@ -52,7 +52,6 @@ from offload_rt.weights.lossless import (
     estimate,
     layer_path,
     read_layer,
-    write_layer,
 )
 
 Decoder = Callable[[EncodedImage, Tensor], bool]
@@ -433,33 +432,6 @@ def test_hostile_sidecars_are_refused_or_exact(model, converted, tmp_path):
         else:
             assert raw_bytes(block) == wanted, seed
     assert n_refused > 350
-
-
-def test_chunk_of_a_wrong_kind_is_refused(tmp_path):
-    """Where it has just as many bytes as that kind would."""
-    exponents = np.concatenate((np.arange(1552) % 7, 7 + np.arange(2544) % 200)).astype(np.uint16)
-    layout = pack({"x": torch.from_numpy(exponents << 7).view(torch.bfloat16)}).layout
-    encoded = EncodedLayer.from_codings(layout, [Coding(lossless_reference.BFLOAT16, (8192,))])
-    block = host_block(encoded.nbytes)
-    lossless.encode(
-        exponents << 7, lossless_reference.BFLOAT16, block.numpy()[encoded.table_nbytes :][:8192]
-    )
-    write_layer(layer_path(tmp_path, 0), "x", 0, EncodedImage(block, encoded.block_layout, encoded))
-    for kind in (lossless_reference.BFLOAT16, lossless_reference.RAW):
-        content = layer_path(tmp_path, 0).read_bytes()
-        tensors = safetensors.numpy.load(content)
-        size = struct.unpack("<Q", content[:8])[0]
-        tensors["index"][0, 0] = kind
-        metadata = json.loads(content[8 : 8 + size])["__metadata__"]
-        layer_path(tmp_path, 0).write_bytes(safetensors.numpy.save(tensors, metadata))
-        layer = read_layer(layer_path(tmp_path, 0), "x", 0, layout)
-        with closing(SidecarTier([layer], ReadSettings(), decodes=True)) as tier:
-            reads = tier.reads(0, host_block(layout.nbytes))
-            if kind == lossless_reference.RAW:
-                with pytest.raises(LinkError, match="damaged"):
-                    read_parallel(reads, 1)
-            else:
-                read_parallel(reads, 1)
 
 
 def run(model: Path, **settings: object) -> tuple[list[int], int]:

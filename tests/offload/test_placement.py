@@ -175,6 +175,3 @@ def test_resident_and_host_layers_are_spread_evenly(n, fits, hosted):
             b - a for a, b in itertools.pairwise([*picked, *(i + len(tiers) for i in picked[:1])])
         ]
         assert not gaps or max(gaps) - min(gaps) <= 1
-
-
-# The same, from the command line.

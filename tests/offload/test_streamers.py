@@ -184,19 +184,6 @@ def test_layers_arrive_in_order_with_their_bytes(
             b.sweep()
 
 
-@pytest.mark.parametrize("n_slots", [1, 2, 3, 4])
-@every_bench
-def test_slot_in_use_is_not_refilled(name, make, n_slots, files):
-    """Reads are fast and compute is slow, so the second look sees an early refill."""
-    with bench(name, make, files, n_slots=n_slots, n_parallel=4) as b:
-        for _ in range(3):
-            for block in b.streamer.sweep():
-                b.device.look(block)
-                time.sleep(0.003)
-                b.device.look(block)
-            b.check(range(N_LAYERS))
-
-
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
 @every_bench
 def test_next_pass_is_prefetched_up_to_the_slots(name, make, n_slots, files):
@@ -384,26 +371,6 @@ def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(name, make, file
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(("name", "make"), [bench for bench in BENCHES if "cuda" not in bench.id])
-def test_meter_counts_read_bytes(name, make, files):
-    with bench(
-        name, make, files, ("disk", "device", "disk", "disk", "device", "disk"), n_slots=2,
-        late_s=0.001,
-    ) as b:  # fmt: skip
-        assert eventually(lambda: b.streamer.meter.read()[0] > 0)
-        for _ in range(3):
-            b.sweep()
-        started = time.perf_counter()
-        assert eventually(
-            lambda: b.streamer.meter.read()[0] == sum(tier.nbytes for tier in b.tiers)
-        )
-        nbytes, busy_s = b.streamer.meter.read()
-        assert nbytes >= 3 * sum(len(wanted(i)) for i in (0, 2, 3, 5))
-        assert 0 < busy_s < started  # a share of real time; both count from the same clock
-        b.streamer.close()
-        assert b.streamer.meter.read() == b.streamer.meter.read(), "a closed streamer is not busy"
-
-
 @pytest.mark.parametrize(
     "kinds", [("host",) * 6, ("disk", "host", "device", "disk", "host", "disk")]
 )
@@ -423,22 +390,6 @@ def test_meter_counts_each_device_copy_once(name, make, kinds, files):
         assert b.streamer.meter.read()[0] <= n_sweeps * most + n_slots * max(
             layout.nbytes for layout in packed.values()
         )
-
-
-@every_bench
-def test_meter_counts_time_without_a_layer(name, make, files):
-    late_s = 0.01
-
-    def late(i: int, n: int) -> None:
-        time.sleep(late_s)  # every part of a layer, whoever reads it
-
-    with bench(name, make, files, n_slots=2, trap=late) as b:
-        started = time.perf_counter()
-        for _ in range(2):
-            b.sweep()
-        elapsed = time.perf_counter() - started
-        assert eventually(lambda: b.streamer.meter.waited_s > late_s)  # of many times that
-        assert b.streamer.meter.waited_s <= elapsed
 
 
 @every_bench

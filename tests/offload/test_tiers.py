@@ -19,7 +19,6 @@ from support.checkpoints import pack, raw_bytes, write_file
 from support.layers import NAMES, Layers, on_disk, some_layers
 from torch import Tensor
 
-from bench.common.pacing import PacedTier
 from offload_rt.errors import LinkError
 from offload_rt.offload import disk, mirrors, pinning
 from offload_rt.offload import tier as tier_module
@@ -66,18 +65,6 @@ def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
         and raw_bytes(got[name]) == raw_bytes(tensor)
         for name, tensor in wanted.items()
     )
-
-
-def test_threads_can_share_the_reads_of_a_block(tier):
-    for i, layer in enumerate(some_layers()):
-        layout = tier.layout(i)
-        block = host_block(layout.nbytes)
-        block.fill_(0xA5)
-        told: list[int] = []
-        moved = read_parallel(tier.reads(i, block), 8, told.append)
-        assert same(layout.views(block), layer)
-        assert sum(tensor.nbytes for tensor in layer.values()) <= moved <= layout.nbytes
-        assert sum(told) == moved
 
 
 def test_reads_write_nothing_behind_the_block(tier):
@@ -236,18 +223,6 @@ def test_tensors_can_be_anywhere_in_any_file(
     tier.close()
 
 
-def test_packed_disk_block_equals_a_packed_memory_block(place):
-    layers = some_layers()
-    tier = DiskTier(
-        on_disk(place, layers, n_files=2, shuffle=3), ReadSettings(4096, 3), packed=True
-    )
-    for i, layer in enumerate(layers):
-        wanted = pack(layer)
-        assert tier.layout(i) == wanted.layout
-        assert same(read_into(tier, i, 0xA5), layer)
-    tier.close()
-
-
 def test_adjacent_tensors_are_read_together(tmp_path):
     layers = some_layers(1)
     write_file(tmp_path / "one.safetensors", layers[0])
@@ -311,23 +286,6 @@ def test_failed_open_releases_the_files(tmp_path):
     with pytest.raises(LinkError, match=r"part-2\.safetensors"):
         DiskTier(records)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_paced_link_never_exceeds_its_rate():
-    layers = some_layers(2)
-    host = MemoryTier()
-    for i, layer in enumerate(layers):
-        host.put(i, pack(layer))
-    nbytes = host.layout(0).nbytes + host.layout(1).nbytes
-    gbps = nbytes / 0.05 / 1e9  # both layers in a twentieth of a second
-    link = PacedTier(host, gbps)
-    blocks = [host_block(link.layout(i).nbytes) for i in range(2)]
-    started = time.perf_counter()
-    with ThreadPoolExecutor(2) as pool:
-        moved = sum(pool.map(lambda i: read_parallel(link.reads(i, blocks[i]), 1), range(2)))
-    assert time.perf_counter() - started >= 0.05
-    assert moved == nbytes
-    assert all(same(link.layout(i).views(blocks[i]), layers[i]) for i in range(2))
 
 
 def test_pinning_error_is_not_raised_by_later_calls(monkeypatch):

@@ -60,16 +60,6 @@ def test_fitted_acceptance_reaches_the_published_tokens(target):
         assert tokens == pytest.approx(figure["tokens_per_pass"], abs=1e-3)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_trees_extrapolated_from_chains_are_corrected(target):
-    for entry in published(target):
-        for figure in (figure for figure in entry.figures if "preset" not in figure):
-            acceptance = entry.acceptance(figure["temperature"])
-            is_chain = figure["n_nodes"] == figure["n_levels"]
-            assert ("extrapolated from a chain" in acceptance.source) == is_chain
-            assert acceptance.dynamic_ratio == (0.8 if is_chain else 1.0)
-
-
 def test_drafters_are_ranked_with_their_sources(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Machine.with_card(find_card("rtx4090"), 192 << 30, 7.0)

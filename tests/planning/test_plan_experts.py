@@ -1,25 +1,20 @@
 """Plans of mixtures by the experts that tokens touch; bytes are counted by hand."""
 
 import json
-import math
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support.plans import AWQ, MIXTURE
 from support.tiny import measure_little
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from offload_rt import LLM
 from offload_rt.cli import plan, run
 from offload_rt.config import EngineConfig
-from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
-from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.alternatives import expert_ways
 from offload_rt.planning.forecast import (
@@ -33,8 +28,7 @@ from offload_rt.planning.forecast import (
     predict,
 )
 from offload_rt.planning.hardware import find_card
-from offload_rt.planning.sizes import find_models, lossless
-from offload_rt.weights.formats import format_of
+from offload_rt.planning.sizes import find_models
 
 GPT_OSS_EXPERT = (5760 + 2880) * 2880 * 17 // 32 + 2 * (5760 + 2880)  # and its biases
 
@@ -62,36 +56,6 @@ def test_experts_are_found_in_the_shapes_of_a_model(name, n_layers, n_experts, n
     experts_nbytes = n_layers * n_experts * divided.experts.nbytes
     assert sum(divided.layer_nbytes) + experts_nbytes == pytest.approx(sum(sizes.layer_nbytes))
     assert find_models(EngineConfig("llama2-7b"))[0].by_expert() is None
-
-
-def test_separately_stored_experts_give_the_same_plan() -> None:
-    spec = parse_architecture(MIXTURE)
-    shapes = {
-        f"model.{name}.weight": shape
-        for name, shape in (("embed_tokens", (96, 64)), ("norm", (64,)))
-    }
-    shapes["lm_head.weight"] = (96, 64)
-    for i in range(3):
-        layer = f"model.layers.{i}."
-        moe = f"model.layers.{i}.block_sparse_moe."
-        shapes |= {f"{layer}{norm}_layernorm.weight": (64,) for norm in ("input", "post_attention")}
-        rows = {"q": 64, "k": 32, "v": 32, "o": 64}
-        shapes |= {f"{layer}self_attn.{letter}_proj.weight": (n, 64) for letter, n in rows.items()}
-        shapes |= {
-            f"{moe}experts.{e}.{w}.weight": (128, 64) for e in range(8) for w in ("w1", "w3")
-        }
-        shapes |= {f"{moe}experts.{e}.w2.weight": (64, 128) for e in range(8)} | {
-            f"{moe}gate.weight": (8, 64)
-        }
-    one_by_one, _ = spec.of_checkpoint(shapes)
-    assert all(len(tensor.shape) < 3 for tensor in one_by_one.layer_tensors(0))
-    divided, expected = (
-        Sizes.of_spec(architecture, DType.BFLOAT16).by_expert()
-        for architecture in (one_by_one, spec)
-    )
-    assert divided.experts.mixture == expected.experts.mixture
-    # and some norms that begin at 256 bytes
-    assert divided.experts.nbytes == pytest.approx(2 * 3 * 64 * 128, rel=0.01)
 
 
 def test_gpt_oss_config_gives_the_size_of_its_checkpoint(mxfp4_checkpoint, tmp_path):
@@ -127,29 +91,6 @@ def test_missing_experts_cross_the_link_in_every_pass() -> None:
     assert whole.plain.pass_s > 10 * ways[ON_DEMAND].plain.pass_s
 
 
-def test_expert_misses_equal_those_of_random_tokens() -> None:
-    touched = forecast(find_models(EngineConfig("gpt-oss-120b"))[0]).memory_plan.plan.touched
-    assert touched.nbytes == pytest.approx(GPT_OSS_EXPERT, rel=1e-4)
-    touched = replace(touched, n_resident=32)
-    rng = np.random.default_rng(0)
-    missed = [len({*rng.choice(128, 4, replace=False)} - {*range(32)}) for _ in range(4000)]
-    expected = float(touched.pass_nbytes(np.array(1))) / touched.n_layers / touched.nbytes
-    assert expected == 3.0
-    assert abs(np.mean(missed) - expected) < 5 * np.std(missed) / math.sqrt(4000)
-
-
-def test_experts_beyond_memory_are_read_from_disk() -> None:
-    target = find_models(EngineConfig("gpt-oss-120b"))[0]
-    results = [forecast(target, ram << 30) for ram in (96, 72, 32, 24)]
-    seconds = [result.plain.pass_s for result in results]
-    assert seconds[0] == seconds[1] < seconds[2] < seconds[3]
-    plan = results[3].memory_plan.plan
-    n_there = (plan.n_expert_slots + plan.experts.n_on_host) / 36
-    of_disk = 36 * plan.experts.nbytes * 4 * (1 - n_there / 128)
-    assert n_there < 100 and results[3].moved["disk"] == pytest.approx(of_disk, rel=1e-6)
-    assert seconds[3] > of_disk / 7e9
-
-
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_printed_experts_are_complete_and_traffic_agrees(capsys: pytest.CaptureFixture) -> None:
     assert plan.main(["mixtral-8x7b", "--gpu", "rtx3090", "--ram", "64GiB"]) == 0
@@ -171,26 +112,6 @@ def test_streamed_layers_precede_experts_in_host_memory() -> None:
     free = plan.budget.host - plan.budget.buffers - plan.on("host")
     # Host slots for layers and a block of experts may remain.
     assert 0 <= free < 4 * max(plan.layer_nbytes)
-
-
-def test_encoded_and_dense_layers_are_planned_as_a_whole() -> None:
-    for sizes in (
-        lossless(find_models(EngineConfig("qwen3-30b-a3b"))[0], True),
-        find_models(EngineConfig("llama2-7b"))[0],
-    ):
-        result = forecast(sizes)
-        assert result.memory_plan.plan.experts is None and expert_ways(result) == {}
-
-
-def test_quantised_experts_of_touched_rows_are_decoded() -> None:
-    """All of a dense layer, of a mixture as many as are met by one row, and more by many."""
-    spec = find_models(EngineConfig("qwen3-30b-a3b"))[0].spec
-    awq = Sizes.of_spec(spec, DType.BFLOAT16, format_of(AWQ))
-    slow = replace(Machine.with_card(find_card("h200"), 64 << 30, 7.0), decode_gbps=1.0)
-    request = forecast(awq, card="h200").request
-    fast, decoding = (predict(request, replace(slow, decode_gbps=rate)) for rate in (1e6, 1.0))
-    met = 48 * (8 * 3 * 2048 * 768 + 2048 * (4096 + 2 * 512) + 4096 * 2048)
-    assert decoding.row_s - fast.row_s == pytest.approx(2 * met / 1e9, rel=0.01)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 import write_gguf
 from quantize import Choice
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
-from support.plans import AWQ, MIXTURE
+from support.plans import MIXTURE
 from support.tiny import measure_little, open_unloaded
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,24 +20,20 @@ from offload_rt.config import EngineConfig, parse_size
 from offload_rt.cost.roofline import Roof, layer_weights
 from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
-from offload_rt.engine.reserved_memory import reserved_memory
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.families import parse_architecture
 from offload_rt.planning import local
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.forecast import Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
-from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.local import measure_roof
 from offload_rt.planning.sizes import (
     copies,
-    decoded_nbytes,
     find_models,
     formats,
     is_plain,
-    lossless,
 )
-from offload_rt.weights.formats import Matrix, format_of
+from offload_rt.weights.formats import Matrix
 
 CARD = ["--gpu", "rtx4090", "--ram", "160GiB"]
 WIDE = {
@@ -122,28 +118,6 @@ def test_quantised_checkpoint_is_planned_by_its_headers(choice, tmp_path, capsys
     )
 
 
-def test_cpu_reserves_no_memory_for_a_dequantised_matrix():
-    target = Sizes.of_spec(parse_architecture(KNOWN["llama2-70b"]), DType.FLOAT16)
-    target = formats(target, on_card=False)["int4, groups of 128"]
-    on_card, on_host = (
-        reserved_memory(target, None, DType.FLOAT16, has_card, 256, 1).scratch
-        for has_card in (True, False)
-    )
-    assert on_card - on_host == 2 * 28672 * 8192 - 4 * (384 + 256) * 28672
-
-
-def test_config_gives_the_size_of_a_quantised_checkpoint(tmp_path):
-    config = llama_config(**WIDE)
-    write_checkpoint(tmp_path / "plain", config, llama_tensors(config))
-    for choice in (Choice("fp8"), Choice("pack-quantized", symmetric=True)):
-        directory = tmp_path / choice.format
-        quantize.write(tmp_path / "plain", directory, choice)
-        by_headers = sizes_of(str(directory))
-        by_config = sizes_of(str(directory / "config.json"))
-        assert by_config.layer_nbytes == pytest.approx(by_headers.layer_nbytes, rel=0.02)
-        assert not is_plain(by_headers) and not is_plain(by_config)
-
-
 def test_gguf_file_is_planned_by_its_header(tmp_path, capsys):
     config = llama_config(**WIDE)
     metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q4_0")
@@ -177,79 +151,6 @@ def test_formats_take_their_bytes():
     # Decoding needs room for the decoded layer, or for its largest matrix.
     assert by_name["lossless"].link.buffer == max(target.layer_nbytes)
     assert by_name["int4, groups of 128"].view_nbytes >= 2 * 4096 * 11008
-
-
-def test_plan_table_shows_formats_side_by_side(capsys):
-    pair = ["--model", "llama2-70b", "--draft-model", "llama2-7b", "--max-new-tokens", "16"]
-    result = planned([*pair, *CARD], capsys)
-    rows = result["formats"]
-    assert list(rows) == ["fp16", "lossless", "fp8, blocks 128x128", "int4, groups of 128"]
-    seconds = [row["none"]["predicted_seconds_per_token"] for row in rows.values()]
-    trees = [row["draft model"]["predicted_seconds_per_token"] for row in rows.values()]
-    assert seconds == sorted(seconds, reverse=True) and trees == sorted(trees, reverse=True)
-    assert (
-        rows["fp16"]["draft model"]["predicted_seconds_per_token"]
-        == result["predicted_seconds_per_token"]
-    )
-    assert rows["fp16"]["self"] == {}  # 38 GB of copies
-    assert plan.main([*pair, *CARD]) == 0
-    out = capsys.readouterr().out
-    for told in (
-        "bytes per pass", "int4, groups of 128", "assumed: lossless layers have", "does not fit",
-        "weights: draft model, ",
-    ):  # fmt: skip
-        assert told in out
-
-
-def test_lossless_layers_take_less_host_memory(capsys):
-    arguments = ["--model", "llama2-70b", "--gpu", "rtx4090", "--ram", "100GiB", "--disk", "1GB/s"]
-    raw, encoded = (
-        planned([*arguments, "--link-format", link_format], capsys)
-        for link_format in ("raw", "lossless")
-    )
-    assert raw["plan"]["tiers"].count("disk") > 0 == encoded["plan"]["tiers"].count("disk")
-    assert encoded["predicted_seconds_per_token"] < 0.5 * raw["predicted_seconds_per_token"]
-
-
-def test_decoding_takes_its_time_in_a_pass():
-    target = sizes_of("llama2-7b")
-    card = replace(Machine.with_card(find_card("rtx4090"), 10**11, 7.0, 6 * 2**30), decode_gbps=1.0)
-    plain = predict(request(target), card)
-    encoded = predict(request(lossless(target, True)), card)
-    n_streamed = 32 - encoded.memory_plan.plan.tiers.count("device")
-    n_bytes = 2 * (6.74e9 - 2 * 32000 * 4096) / 32
-    assert encoded.compute_s - plain.compute_s == pytest.approx(
-        n_streamed * n_bytes / 1e9, rel=0.01
-    )
-    # Quantised layers without a kernel for their codes are decoded on the device as well.
-    awq = predict(request(Sizes.of_spec(target.spec, target.dtype, format_of(AWQ))), card)
-    assert awq.memory_plan.plan.is_resident
-    assert awq.compute_s == pytest.approx(32 * n_bytes / 1e9, rel=0.01)
-
-
-def test_few_rows_of_codes_save_exactly_their_bytes():
-    target = sizes_of("qwen3-8b")
-    card = Machine.with_card(find_card("rtx4090"), 10**11, 7.0)
-    plain = predict(request(target), card)
-    by_name = formats(target, True)
-    for name, rows in (
-        ("fp8, blocks 128x128", [32, 32, 64]),
-        ("int4, groups of 128", [32, 128, 192]),
-    ):
-        coded = predict(request(by_name[name]), card)
-        saved = sum(target.layer_nbytes) - sum(by_name[name].layer_nbytes)
-        bandwidth = card.roof(target.dtype, None).bandwidth
-        assert plain.row_s - coded.row_s == pytest.approx(saved / bandwidth, rel=1e-3)
-        times = card.costs(by_name[name], None, coded.memory_plan.plan).target
-        few, most, many = times.at(np.array(rows), 0)
-        decoding = decoded_nbytes(target) / (1e9 * card.decode_gbps)
-        assert few < 1.1 * times.at(np.array([1]), 0)[0] and most < decoding < many
-    # Every 32 rows read the codes of 4 bits again. Weights of 16 bits are read once.
-    nbytes = sum(by_name["int4, groups of 128"].layer_nbytes)
-    plain_times = card.costs(target, None, plain.memory_plan.plan).target
-    added, plain_added = (np.diff(each.at(np.array([32, 64]), 0)) for each in (times, plain_times))
-    assert added - plain_added == pytest.approx(nbytes / bandwidth, rel=1e-3)
-    assert 2 * coded.row_s < plain.row_s
 
 
 def test_measured_products_of_quantised_matrices_replace_an_assumed_decoding():

@@ -19,7 +19,6 @@ from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.ranks import Parallelism
-from offload_rt.planning.sizes import formats, lossless
 
 CARD = find_card("rtx4090")
 # of Llama2-70B; KV: columns of keys, and of values
@@ -58,18 +57,6 @@ def test_rank_has_its_part_of_every_matrix_and_all_norms(n):
     assert part.spec.kv_nbytes(2) == LAYERS * 2 * max(KV // n, 128) * 2
     if n <= 8:
         assert part.spec.flops(0, 1, 100) == by_hand - 2 * 2 * D * (1 - 1 / n) + 4 * 101 * D // n
-
-
-def test_other_formats_are_divided():
-    whole = sizes()
-    part = FAST.part(sizes())
-    assert sum(lossless(part, True).link.layer_nbytes) == pytest.approx(
-        sum(lossless(whole, True).link.layer_nbytes) / 2, rel=1e-4
-    )
-    for name, divided in formats(part, True).items():
-        of_all = formats(whole, True)[name]
-        assert sum(divided.layer_nbytes) == pytest.approx(sum(of_all.layer_nbytes) / 2, rel=1e-3)
-        assert divided.non_layer_nbytes == pytest.approx(of_all.non_layer_nbytes / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
@@ -117,46 +104,6 @@ def test_two_ranks_move_half_the_layers_over_each_link():
     assert two.row_s - two.exchange_s == pytest.approx(float(alone.at(np.array([1]), 128)[0]))
 
 
-def test_ranks_of_a_machine_share_memory_disk_and_links():
-    whole = Machine.with_card(CARD, 160 * 10**9, 8.0)
-    machine = whole.of_rank(replace(FAST, n=4, shared_link=True))
-    assert machine.budget == replace(whole.budget, host=whole.budget.host // 4)
-    assert dict(machine.links) == {"disk": 2.0, "host": 12.5}
-    assert dict(whole.of_rank(FAST).links)["host"] == 25.0
-    assert whole.of_rank(Parallelism()) is whole
-    pipeline = whole.of_rank(Parallelism(4, pipeline=True))
-    assert pipeline.links == whole.links and pipeline.budget.host == whole.budget.host
-    assert pipeline.budget.device == 4 * whole.budget.device
-
-
-def test_whole_draft_exchanges_nothing():
-    alone, slow = (
-        forecast(replace(ranks, gbps=0.1), "llama2-7b", tree_size=64, tree_depth=8)
-        for ranks in (Parallelism(), FAST)
-    )
-    assert slow.level.seconds == pytest.approx(alone.level.seconds)
-    assert slow.exchange_s > 10 * alone.compute_s
-    divided = forecast(
-        replace(FAST, gbps=0.1, split_draft=True), "llama2-7b", tree_size=64, tree_depth=8
-    )
-    assert divided.level.seconds > 2 * alone.level.seconds
-
-
-def test_ranks_without_network_exchange_over_the_layer_links():
-    own, across = (
-        forecast(Parallelism(2, 12.5, via_link), "llama2-7b", tree_size=512)
-        for via_link in (False, True)
-    )
-    received = 512 * Parallelism(2).received(across.request.models[0].spec, 2)
-    assert across.moved["host"] - own.moved["host"] == received
-    # A sum is made by all at once: what is computed besides waits, and the link goes on.
-    assert own.exchange_s == pytest.approx((2 * LAYERS + 2) * 20e-6 + received / 12.5e9)
-    assert own.compute_s - forecast(FAST, "llama2-7b", tree_size=512).compute_s == pytest.approx(
-        received / 12.5e9, rel=1e-3
-    )
-    assert across.run.pass_s - own.run.pass_s == pytest.approx(received / 25e9, rel=0.1)
-
-
 def test_pipeline_has_room_for_more_layers_and_one_link():
     single = forecast(Parallelism(), max_model_len=512)
     row = forecast(Parallelism(8, 12.5, True, pipeline=True), max_model_len=512)
@@ -200,29 +147,6 @@ PAIR = [
     "--model", "llama2-70b", "--draft-model", "llama2-7b", "--gpu", "rtx4090", "--ram", "192GiB",
     "--tree-size", "64",
 ]  # fmt: skip
-
-
-def test_plan_of_two_ranks_reports_share_and_exchange(capsys):
-    asked = [*PAIR, "--ranks", "2", "--link-format", "lossless", "--max-new-tokens", "16"]
-    assert plan.main([*asked, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    part = Parallelism(2).part(sizes())
-    assert result["plan"]["layer_nbytes"] == list(part.layer_nbytes)
-    assert result["ranks"]["gbps"] == 12.5
-    assert result["plan"]["reserved"]["non_layer"] == part.non_layer_nbytes
-    assert 0 < result["exchange_seconds"] < result["compute_seconds"]
-    assert (
-        result["predicted_seconds_per_token"]
-        == result["formats"]["lossless"]["draft model"]["predicted_seconds_per_token"]
-    )
-    assert plan.main([*asked, "--network", "1GB/s"]) == 0
-    out = capsys.readouterr().out
-    for told in (
-        "on 2 x GeForce RTX 4090",
-        "the table shows the first rank; assumed: ranks exchange at 1 GB/s",
-        "the exchange between ranks",
-    ):
-        assert told in out
 
 
 @pytest.mark.parametrize(("more", "place"), [

@@ -21,7 +21,7 @@ from support.heads import (
 from support.texts import VOCABULARY, assert_distribution, run_together, small_model
 from support.tiny import drafter_of, generate, open_llm, prompt_of, runner_of, say
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
 from offload_rt import SamplingParams
 from offload_rt.cost.estimator import CostEstimator
@@ -34,7 +34,6 @@ from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
 
-TYPE = "speculators_model_type"
 N_LAYERS = 2
 BLOCK = 4
 MASK = 5
@@ -353,65 +352,3 @@ def test_joint_distribution_of_sampled_trees(tmp_path, monkeypatch):
         [(a, b, c) for _, a, b, c, _ in tokens], siblings[..., None] * below[:, None]
     )
     assert_distribution([(a, b, d) for _, a, b, _, d in tokens], siblings[..., None] * below)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if TYPE in CASES[case][0]])
-def test_reference_equals_speculators(tmp_path, case):
-    """In an environment with speculators 0.9, which requires an earlier version of transformers."""
-    pytest.importorskip("speculators")
-    from speculators.models.dflash import core as dflash
-    from speculators.models.dflash2 import core as dflash2
-    from speculators.models.dspark import core as dspark
-
-    model = few_tokens()
-    _, raw, weights = write_block(tmp_path, model, CASES[case][0], **CASES[case][1])
-    kinds = {
-        "dflash": (dflash.DFlashDraftModel, dflash.DFlashSpeculatorConfig),
-        "dspark": (dspark.DSparkDraftModel, dspark.DSparkSpeculatorConfig),
-        "dflash2": (dflash2.DFlash2DraftModel, dflash2.DFlash2SpeculatorConfig),
-    }
-    kind, config = kinds[raw[TYPE]]
-    layers = Qwen3Config(**raw["transformer_layer_config"], attn_implementation="sdpa")
-    apart = (TYPE, "architectures", "speculators_config", "speculators_version")
-    keys = {key: value for key, value in raw.items() if key not in apart}
-    keys |= {"transformer_layer_config": layers, "draft_vocab_size": raw.get("draft_vocab_size", 8)}
-    peer = kind(config(**keys)).double()
-    shared = {
-        "embed_tokens.weight": model.get_input_embeddings().weight,
-        "lm_head.weight": model.lm_head.weight,
-    }
-    peer.load_state_dict(shared | weights, strict=False)
-    n = 9
-    tokens = prompt_of(0, n + 1, 8)
-    states = torch.randn(n, 2, model.config.hidden_size, dtype=torch.float64)
-    # The block begins at the last token. Further rows are invisible.
-    is_anchor = torch.zeros(1, n + 1 + BLOCK, dtype=torch.int64)
-    is_anchor[0, n] = 1
-    padded = torch.nn.functional.pad(states.flatten(1), (0, 0, 0, 1 + BLOCK))[None]
-    with torch.no_grad():
-        hidden, logits, *_ = peer._backbone_forward(
-            padded,
-            torch.tensor([[*tokens, *[0] * BLOCK]]),
-            is_anchor,
-            torch.zeros(1, n + 1 + BLOCK, model.config.hidden_size).double(),
-            torch.zeros_like(is_anchor),
-            max_anchors=1,
-        )
-        expected = reference(raw, weights, model, states, tokens, [])
-        rows = slice(BLOCK - len(expected), None)
-        logits = logits[0, rows]
-        before = previous_tokens(len(expected))
-        if raw[TYPE] == "dspark":
-            logits = (
-                logits
-                + peer.markov_head.block_bias(
-                    prev_token_ids=before[None], hidden_states=hidden[:, rows]
-                )[0]
-            )
-        if raw[TYPE] == "dflash2":
-            ids, scores = peer.candidate_selector.select(logits, hidden[0, rows], before)
-            logits = torch.full_like(logits, -torch.inf).scatter(1, ids, scores)
-    if "draft_vocab_size" in raw:
-        expected = expected[:, KEPT]
-    # Norms of transformers compute in float32.
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)

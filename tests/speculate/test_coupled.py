@@ -16,7 +16,6 @@ from support.tiny import (
     open_llm,
     prompt_of,
     save_pair,
-    sequence_of,
 )
 
 from offload_rt import SamplingParams
@@ -27,7 +26,7 @@ from offload_rt.ops.noise import NoiseRows, exponentials, philox
 from offload_rt.sampling import Context, NodeProbs
 from offload_rt.speculate.select import drafter_type, load_rule
 from offload_rt.speculate.verify import coupled
-from offload_rt.tree.topology import DraftTree, Topology
+from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
 
@@ -238,17 +237,3 @@ def test_draft_equal_to_the_target_predicts_the_draws(twin, drafter):
         lengths = [len(event.token_ids) for _ in range(8) for event in engine.step()]
     # A grown tree has other branches, too, instead of a last node now and then.
     assert lengths == [5] * 16 if drafter == "static_tree" else sum(lengths) > 72
-
-
-def test_verdict_depends_on_the_position():
-    """The noise of the tokens that are there already is not used again."""
-    target = torch.full((1, 50), 0.02)
-    tree = Topology.chain(1)
-    sequence = sequence_of(3)
-    drawn = []
-    for _ in range(12):
-        drawn.append(
-            coupled.RULE.verify(DraftTree(tree, torch.tensor([0])), target, sequence).bonus
-        )
-        sequence.tokens.append(drawn[-1])
-    assert len(set(drawn)) > 6

@@ -124,6 +124,10 @@ def test_one_tree_per_sequence_within_its_limits(llm, name, rule, temperature):
         assert len(trees[0].topology) == 1, "only the bonus is left to produce"
         if n_nodes == 17 and name != "none":
             assert len(trees[3].topology) > 1
+    # At temperature 0 and in coupled sampling, whose noise decides every token, nothing is drawn.
+    sampled = any(tree.sampled is not None and tree.sampled.is_sampled.any() for tree in trees)
+    draws = temperature > load_rule(rule).coupled_up_to
+    assert sampled == (draws and drafter_type(name).gives_draft_probs)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -373,20 +377,6 @@ def drawn_children(tree, node):
     children = tree.topology.children[node]
     given = {int(tree.tokens[child]) for child in children if not tree.sampled.is_sampled[child]}
     return [child for child in children if tree.sampled.is_sampled[child]], given
-
-
-@every_combination
-def test_only_drafters_with_draft_probs_sample(llm, name, rule):
-    trees, zero = (
-        drafter_with(llm, sequences, name, rule, LIMITS).propose(sequences, 17)
-        for sequences in (sequences_of(0.9), sequences_of(0.0))
-    )
-    # whose noise decides every token
-    gives = drafter_type(name).gives_draft_probs and rule != "coupled"
-    assert any(tree.sampled is not None for tree in trees) == gives
-    assert all(tree.sampled is None or not tree.sampled.is_sampled.any() for tree in zero), (
-        "at temperature 0 nothing is drawn"
-    )
 
 
 @right

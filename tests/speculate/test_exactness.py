@@ -133,9 +133,6 @@ def test_published_example_of_block_verification():
     assert abs(accepted[traversal.RULE] - 11 / 9) < 1e-12 and abs(accepted[None] - 11 / 9) < 1e-12
 
 
-# Trees that are not what the rule is told.
-
-
 # Rules that are wrong on purpose.
 
 

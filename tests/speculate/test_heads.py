@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from support import heads
 from support.fake_gpu import fake_gpu, record_graph
 from support.heads import (
-    MTP,
     N_HEADS,
     VOCAB,
     Probe,
@@ -24,7 +23,6 @@ from support.heads import (
     random_head,
     random_weights,
     rms,
-    shapes_of,
     write_head,
 )
 from support.texts import small_model
@@ -44,7 +42,7 @@ from support.tiny import (
     runner_of,
 )
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
@@ -61,8 +59,6 @@ from offload_rt.speculate import head_model
 from offload_rt.speculate.select import load_rule
 
 pytestmark = pytest.mark.numeric
-
-KINDS = ("eagle", "medusa", *MTP)
 
 
 def decoder_layer(w: Weights, prefix: str, model: PreTrainedModel, x: Tensor, h: Tensor) -> Tensor:
@@ -243,51 +239,6 @@ def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, cha
         torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=0)
 
 
-EAGLE_CHANGES = [
-    {},
-    {"norm_before_fc": True, "norm_before_residual": True},
-    {"fc_norm": True, "norm_output": True},
-    {"embed_requires_grad": True},
-]
-
-
-@pytest.mark.parametrize("changes", EAGLE_CHANGES, ids=str)
-def test_definition_equals_speculators(tmp_path, changes):
-    """In an environment with speculators 0.9, which requires an earlier version of transformers."""
-    core = pytest.importorskip("speculators.models.eagle3.core")
-    model = few_tokens()
-    changes = SPECULATORS | changes
-    weights = eagle_weights(model, changes)
-    settings = write_head(tmp_path, "eagle", model, weights, **changes)
-    raw = json.loads((Path(settings["draft_model"]) / "config.json").read_text())
-    layer = LlamaConfig(**raw["transformer_layer_config"], attn_implementation="sdpa")
-    keys = {key: value for key, value in changes.items() if "speculators" not in key}
-    size = {"draft_vocab_size": len(heads.KEPT)}
-    config = core.Eagle3SpeculatorConfig(transformer_layer_config=layer, **size, **keys)
-    peer = core.Eagle3DraftModel(config)
-    own = {} if changes.get("embed_requires_grad") else {"embed_tokens": model.model.embed_tokens}
-    shared = {f"{name}.weight": module.weight for name, module in own.items()}
-    peer.load_state_dict(weights | shared, strict=False)
-    outputs: list[Tensor] = []
-    peer.lm_head.register_forward_hook(lambda _, __, out: outputs.append(out[0]))
-    tokens = prompt_of(0, 10, VOCAB)
-    path = [4, 1]
-    states = states_of(model, tokens[:-1])
-    taps = torch.cat([states[i] for i in (2, model.config.num_hidden_layers // 2, 2)], 1)
-    n = len(taps)
-    with torch.no_grad():
-        peer(
-            F.pad(taps, (0, 0, 0, len(path)))[None],
-            torch.tensor([[*tokens[1:], *path]]),
-            torch.zeros(1, n + len(path), dtype=torch.int64),
-            ttt_steps=3,
-        )
-    expected = expected_logits("eagle", weights, model, tokens, path, changes)[:, heads.KEPT]
-    torch.testing.assert_close(
-        torch.stack([logits[n - 1] for logits in outputs]), expected, atol=1e-4, rtol=1e-4
-    )
-
-
 @pytest.mark.parametrize("n", [3, 14, 21])
 @pytest.mark.parametrize("kind", ["eagle", "qwen"])
 def test_head_continues_in_the_cache_of_a_shared_prefix(tmp_path, kind, n):
@@ -344,73 +295,6 @@ def test_earlier_predictions_complete_the_trees_of_a_useless_head(tmp_path, monk
         first, second = (llm.generate(prompt, SamplingParams(max_new_tokens=32))[0] for _ in "12")
     assert first.token_ids == second.token_ids
     assert second.stats.tokens_per_pass > 1.5 * first.stats.tokens_per_pass
-
-
-def counting(folder: Path, kind: str) -> dict[str, Any]:
-    """A target that counts, token after token, and a head that was made to know it.
-
-    No layer adds anything to the embeddings, which are orthogonal. A head for the next token but
-    one either shifts them in its MLP (EAGLE-3), has them (MTP), or tells them from the last but one
-    (Medusa).
-    """
-    d = 64
-    model = CASES["llama"].build(0, vocab_size=d, num_hidden_layers=3)
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data.zero_()
-        layer.mlp.down_proj.weight.data.zero_()
-    eye = torch.eye(d)
-    model.model.embed_tokens.weight.data = eye.clone()
-    model.model.norm.weight.data.fill_(1.0)
-    model.lm_head.weight.data = 2 * eye.roll(1, 0)
-    weights = {name: torch.zeros(shape) for name, shape in shapes_of(kind, model).items()}
-    weights |= {
-        name: torch.ones(weight.shape)
-        for name, weight in weights.items()
-        if weight.dim() == 1 and "bias" not in name
-    }
-    if kind == "medusa":
-        weights |= {f"{i}.1.weight": 2 * eye.roll(i + 2, 0) for i in range(N_HEADS)}
-    elif kind == "eagle":
-        scale = d**0.5  # of a norm
-        shift = F.pad((eye.roll(1, 0) - eye) / (F.silu(torch.tensor(scale)) * scale), (0, 96 - d))
-        into = F.pad(eye, (0, 0, 0, 96 - d))
-        weights |= {
-            "midlayer.mlp.gate_proj.weight": into,
-            "midlayer.mlp.up_proj.weight": into.clone(),
-        }
-        weights |= {
-            "midlayer.mlp.down_proj.weight": shift,
-            "fc.weight": torch.cat((eye, 0 * eye, 0 * eye), 1),
-        }
-        weights |= {"lm_head.weight": 2 * eye.roll(1, 0)}
-        return write_head(folder, kind, model, weights, draft_vocab_size=d)
-    else:
-        project = mtp_names(kind, model)[3]
-        weights[f"{project}.weight"] = torch.cat(
-            (0 * eye, eye) if kind == "mimo" else (eye, 0 * eye), 1
-        )
-    return write_head(folder, kind, model, weights)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_perfect_head_drafts_its_full_reach(tmp_path, kind, temperature):
-    settings = counting(tmp_path, kind)
-    with open_llm(**settings) as llm:
-        drafter = drafter_of(
-            llm, settings["drafter"], "coupled", DraftLimits(8, 5, fixed_size=True)
-        )
-        engine = engine_of(llm, drafter, load_rule("coupled"))
-        sequence = TokenSequence(
-            [3, 4, 5], SamplingParams(20, temperature=temperature, seed=0), 128
-        )
-        engine.add(sequence)
-        lengths = [len(event.token_ids) for _ in range(4) for event in engine.step()]
-    assert sequence.tokens == list(range(3, 3 + len(sequence.tokens)))
-    # The first pass has no hidden states to draft from; then as many levels as there may be, or
-    # heads. Earlier predictions of the target can add levels below the heads.
-    reach = 4 if kind == "medusa" else 5
-    assert lengths[:2] == [1, reach] and min(lengths[1:]) == reach
 
 
 @pytest.mark.parametrize(("kind", "rule"), [("eagle", "match"), ("medusa", "coupled")])

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.heads import (
     KEPT,
     few_tokens,
@@ -18,7 +17,7 @@ from support.heads import (
     write_random,
 )
 from support.tiny import generate, open_llm, prompt_of, say
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.speculate.head_model import ParallelModel
@@ -150,38 +149,3 @@ def test_missing_mask_token_is_rejected(tmp_path):
     settings, _, _ = write_parallel(tmp_path, few_tokens(), config)
     with pytest.raises(UnsupportedModelError, match="mask_token_id is None"):
         open_llm(**settings)
-
-
-@pytest.mark.parametrize("case", ["speculators", "speculators, EAGLE-3.1"])
-def test_reference_equals_speculators(tmp_path, monkeypatch, case):
-    """In an environment with speculators 0.9, which requires an earlier version of transformers."""
-    core = pytest.importorskip("speculators.models.peagle.core")
-    model = few_tokens()
-    _, raw, weights = write_parallel(tmp_path, model, CASES[case])
-    n = 9
-    vocab = model.config.vocab_size
-    tokens = prompt_of(0, n + 1, vocab)
-    states = torch.randn(n, 3, model.config.hidden_size, dtype=torch.float64)
-    # Rows 0 to n - 1 read hidden states; N_PARALLEL - 1 rows continue the last of them.
-    anchors = torch.tensor([*range(n), *[n - 1] * (N_PARALLEL - 1)])
-    depths = torch.tensor([0] * n + list(range(1, N_PARALLEL)))
-    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (anchors, depths))
-    monkeypatch.setattr(core, "compute_metrics", lambda **given: (given["logits"], {}))
-    layers = LlamaConfig(**raw["transformer_layer_config"], attn_implementation="sdpa")
-    keys = {key: value for key, value in raw.items() if key.startswith(("norm", "fc", "eagle"))}
-    config = core.PEagleSpeculatorConfig(
-        transformer_layer_config=layers, draft_vocab_size=len(KEPT), mask_token_id=MASK, **keys
-    )
-    peer = core.PEagleDraftModel(config).double()
-    peer.load_state_dict(weights | {"t2d": peer.t2d}, strict=False)
-    n_pad = N_PARALLEL
-    with torch.no_grad():
-        _, logits, _ = peer(
-            F.pad(states.flatten(1), (0, 0, 0, n_pad))[None],
-            torch.tensor([[*tokens[1:], *[0] * n_pad]]),
-            torch.zeros(1, n + n_pad, dtype=torch.int64),
-            verifier_last_hidden_states=torch.zeros(1, n + n_pad, peer.hidden_size).double(),
-        )
-    expected = reference(raw, weights, states, tokens, N_PARALLEL)[:, KEPT]
-    # Norms of transformers compute in float32.
-    torch.testing.assert_close(logits[0, n - 1 :], expected, atol=1e-5, rtol=0)

@@ -1,21 +1,15 @@
 """The target that drafts itself with copies of its streamed layers at four bits."""
 
 import pytest
-import torch
 from support.tiny import Zoo, generate, open_unloaded, prompt_of
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli.format import placement_table
-from offload_rt.dtypes import DType
 from offload_rt.errors import CapacityError, UnsupportedModelError
-from offload_rt.weights.formats.dense import Format as Dense
-from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
-from offload_rt.weights.rounding import COPIES, COPY_DTYPE, rounded
 
 pytestmark = pytest.mark.numeric
 
-CPU = torch.device("cpu")
 SETTINGS = {"device": "cpu", "drafter": "self", "tree_size": 12, "max_model_len": 96}
 
 
@@ -42,36 +36,6 @@ def test_text_equals_plain_decoding(zoo, name, n_resident):
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=16))
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.token_ids == generate(zoo.model(name, 0), prompt, 16)
-
-
-def test_copy_takes_a_third_and_rounds_to_half_a_step():
-    tensors = [
-        ("up.weight", (96, 128), DType.BFLOAT16),
-        ("up.bias", (96,), DType.BFLOAT16),
-        ("norm.weight", (96,), DType.BFLOAT16),
-    ]
-    layout = packed_layout([*tensors, ("odd.weight", (10, 30), DType.BFLOAT16)])
-    x = torch.randn(5, 128).bfloat16()
-    layer = PackedLayer(host_block(layout.nbytes), layout)
-    for tensor in layout.views(layer.block).values():
-        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
-    copy = rounded(layer, COPIES, CPU)
-    ours, theirs = (
-        f.view(stored.layout, stored.block, COPY_DTYPE.torch)
-        for f, stored in ((Dense(None), copy), (Dense(None), layer))
-    )
-    matrix = theirs.tensor("up.weight").float()
-    bias = theirs.tensor("up.bias").float()
-    got = (ours.linear(torch.eye(128, dtype=COPY_DTYPE.torch), "up").float() - bias).T
-    steps = (matrix.view(96, 2, 64).amax(-1) - matrix.view(96, 2, 64).amin(-1)) / 15
-    # Half a step, and what bfloat16 rounds of scales, zero points and sums.
-    assert ((got - matrix).abs().view(96, 2, 64).amax(-1) < 0.5 * steps + 0.05).all()
-    codes = sum(
-        entry.nbytes for entry in copy.layout.entries if entry.name.startswith("up.weight.")
-    )
-    assert codes < 0.3 * 2 * 96 * 128
-    assert torch.equal(ours.vector("norm"), theirs.vector("norm"))
-    assert torch.equal(ours.linear(x[:, :30], "odd"), theirs.linear(x[:, :30], "odd"))
 
 
 def test_reads_for_copies_count_as_loaded(zoo):
