@@ -79,8 +79,9 @@ class BatchWriter:
             row[length - len(prompt) :] = torch.tensor(prompt)
         pad = torch.tensor([length - len(prompt) for prompt in prompts])
         shape = (len(prompts), self._n_kv, length + n_new, self._dim)
+        dtype = self._target.dtype
         caches = [
-            (torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape, dtype=torch.bfloat16))
+            (torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
             for _ in self._target.model.layers
         ]
         written: list[list[int]] = [[] for _ in prompts]
@@ -109,7 +110,7 @@ class BatchWriter:
 
     def _choose(self, logits: Tensor, temperatures: Tensor) -> Tensor:
         """Draw a token of each row (rows,) from its `TOP_K` most probable tokens."""
-        values, tokens = logits.topk(TOP_K)
+        values, tokens = logits.topk(min(TOP_K, logits.shape[-1]))
         noise = torch.empty_like(values).exponential_().log().neg()
         # argmax(logits + T * Gumbel noise) draws from softmax(logits / T).
         best = (values + temperatures[:, None] * noise).argmax(-1, keepdim=True)

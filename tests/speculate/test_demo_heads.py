@@ -6,13 +6,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.heads import Probe
 from support.serving import MODELS
-from support.tiny import drafter_of, engine_of
+from support.tiny import Pair, drafter_of, engine_of, generate, prompt_of
 from transformers import LlamaForCausalLM
 
 from offload_rt import LLM, Output, SamplingParams
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.sequence import Sequence
+from scripts.chat_text import BatchWriter
 from scripts.demo_heads import BLOCK_SIZE, DEMO_TAPS, MASK_TOKEN, DFlash, Eagle3, tapped_states
 
 PROMPT = "def read_lines(path, encoding=None):\n    "
@@ -72,3 +73,14 @@ def test_draft_logits_equal_the_forward_of_training(kind):
         outputs = torch.stack((next(passes)[0, -2], next(passes)[0, -1]))
         expected = head.lm_head(head.norm(outputs))
     torch.testing.assert_close(torch.stack(probe.logits), expected, atol=1e-3, rtol=0)
+
+
+def test_training_text_equals_transformers(pair: Pair) -> None:
+    """Of prompts of several lengths, of which one ends early."""
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((14, 9, 13))]
+    expected = [[*generate(pair.model, prompt, 12)] for prompt in prompts]
+    end = expected[1][4]
+    texts = [text[: text.index(end) + 1] if end in text else text for text in expected]
+    writer = BatchWriter(pair.model, end)
+    assert writer.write(prompts, torch.zeros(3), 12, unfinished=0.0) == texts
+    assert sorted(map(len, texts))[0] < 12
