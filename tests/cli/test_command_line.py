@@ -1,7 +1,6 @@
 """The command line: exit codes, stdout, stderr, and one sentence for each mistake."""
 
 import io
-import itertools
 import json
 import re
 import shlex
@@ -10,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +24,7 @@ from support.command_line import PROMPT, SMALL, surroundings
 from support.tiny import open_unloaded
 
 from offload_rt import LLM, SamplingParams, Stats
-from offload_rt.cli import calibrate, chat, run
-from offload_rt.cli import format as cli_format
+from offload_rt.cli import calibrate, chat
 from offload_rt.cli import main as cli_main
 from offload_rt.cli.calibrate import Findings
 from offload_rt.cli.flags import Parser
@@ -113,18 +110,6 @@ def test_draft_model_changes_speed_but_not_text(line, drafting, spoken):
         r"\d+ nodes on \d+ levels, up to \d+ children a node|chain of \d+ nodes", report
     )
     assert "GB per pass" in report and "is full" not in report
-
-
-def test_report_names_the_seconds_of_each_phase(line, model, monkeypatch):
-    """Each reading of the clock adds three seconds in `run` and two in `load`."""
-    for module, seconds in ((run, 3), (cli_format, 2)):
-        clock = itertools.count(0, seconds)
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.__next__))
-    _, _, err = line("--model", str(model), *SMALL, *PLAIN, "--prompt", "x", "--max-tokens", "2")
-    phases = dict(re.findall(r"(\w+) ([\d.]+) s", err.partition("start: ")[2]))
-    assert list(phases) == ["import", "plan", "load", "measure", "pass"]
-    assert phases["import"] == phases["plan"] == "3.0" and phases["measure"] == "2.0"
-    assert float(phases["load"]) >= 2
 
 
 def test_calibrate_prints_one_json_object(drafting, capfd):
@@ -302,26 +287,6 @@ def test_damaged_tokenizer_is_refused(line, model, tmp_path):
     )
 
 
-@pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_interrupt_does_not_print_text_twice(flags, line, model, monkeypatch):
-    arguments = [
-        "--model", str(model), *SMALL, "--prompt", "x", "--max-new-tokens", "3", "--baseline",
-        "--quiet", *flags,
-    ]  # fmt: skip
-    whole = line(*arguments)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LLM, "time_plain", interrupted)
-    code, out, err = line(*arguments)
-    assert (code, err) == (130, "interrupted\n")
-    assert len(out.splitlines()) == len(whole[1].splitlines())
-    assert out.endswith("\n") and not out.endswith("\n\n")
-    if flags:
-        assert json.loads(out)["finish_reason"] == "length"
-
-
 @pytest.mark.parametrize(
     ("prompts", "n", "count"),
     [(["the"], 1, "5 tokens in"), (["the", "lazy dog"], 2, "20 tokens of 4 answers in")],
@@ -380,21 +345,6 @@ def test_interrupt_before_the_first_token_prints_json(line, model, monkeypatch):
     assert json.loads(out) == {
         "text": "", "token_ids": [], "finish_reason": "interrupted", "stats": None,
     }  # fmt: skip
-
-
-def test_context_error_never_exceeds_the_model_positions(line, tmp_path):
-    directory = speaking_checkpoint(tmp_path, max_position_embeddings=40)
-    _, _, err = line(
-        "--model", str(directory), "--device", "cpu", "--prompt", "the " * 200, "--quiet"
-    )
-    assert "at most 39 tokens, one fewer than the model's positions" in err and "raise" not in err
-    _, _, err = line(
-        *f"--model {directory} --device cpu --prompt".split(),
-        "the " * 200,
-        "--max-model-len",
-        "20",
-    )
-    assert "raise --max-model-len" in err
 
 
 @pytest.mark.parametrize("length", [20, 40])

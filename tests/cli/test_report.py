@@ -15,7 +15,6 @@ from offload_rt.system.trace import (
     DRAFT,
     FORMAT,
     LINK,
-    NOTHING_ASKED,
     SLOTS_FULL,
     VERIFY,
     WAIT,
@@ -52,23 +51,6 @@ def test_shares_of_a_handmade_timeline(tmp_path):
     still = {lane: share * 9.5 for lane, share in times.idle[SLOTS_FULL].items()}
     assert still == pytest.approx({DRAFT: 1.0, COMPUTE: 1.0, VERIFY: 0.5})
     assert list(times.idle) == [SLOTS_FULL]
-
-
-def test_time_before_the_first_draft_is_excluded(tmp_path):
-    before = (
-        (slot_lane(LINK, 0), "layer 0", -5.0, -1.0),
-        (waits(LINK), NOTHING_ASKED, -1.0, 0.0),
-        (COMPUTE, "layer 0", -4.0, -2.0),
-    )
-    times = report.shares(report.read(written(tmp_path / "t.json", before + STEP)))
-    alone = report.shares(report.read(written(tmp_path / "u.json")))
-    assert times.idle[SLOTS_FULL] == pytest.approx(alone.idle[SLOTS_FULL], abs=1e-6)
-    assert len(times.idle) == 1
-    numbers = [
-        [value for name, value in vars(shares).items() if name != "idle"]
-        for shares in (times, alone)
-    ]
-    assert numbers[0] == pytest.approx(numbers[1], abs=1e-6)
 
 
 def test_idle_link_without_reason_is_reported(tmp_path):
@@ -124,15 +106,6 @@ def assert_one_sentence(capsys: pytest.CaptureFixture[str], *words: str) -> None
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1
     assert all(word in err for word in words)
-
-
-def test_truncated_timeline_is_exit_code_2(tmp_path, capsys):
-    whole = written(tmp_path / "whole.json").read_bytes()
-    path = tmp_path / "cut.json"
-    for n in range(0, len(whole) - 1, 37):
-        path.write_bytes(whole[:n])
-        assert report.main([str(path)]) == 2
-        assert_one_sentence(capsys, "cut.json")
 
 
 @pytest.mark.parametrize("name", ["nothing.json", "."])

@@ -3,13 +3,11 @@
 import functools
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import quantize
 import torch
 from quantize import Choice, config_of, pack, quantized, write
 from safetensors.torch import load_file, save_file
@@ -23,7 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM
 from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
@@ -508,25 +506,6 @@ def test_memory_is_planned_by_packed_bytes_and_one_matrix(plain, checkpoint_of):
     sizes = [Sizes.of_checkpoint(checkpoint, DType.FLOAT32) for checkpoint in checkpoints]
     assert max(sizes[0].layer_nbytes) < 0.3 * max(sizes[1].layer_nbytes)
     assert 64 * 96 * 4 <= sizes[0].view_nbytes - sizes[1].view_nbytes < 64 * 96 * 4 + (32 << 20)
-
-
-def test_script_quantises_the_demo_pair(tmp_path, monkeypatch):
-    root = Path(__file__).resolve().parents[2]
-    options = ["--format", "gptq", "--bits", "8", "--group-size", "32"]
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["quantize", str(root / "models" / "demo-draft"), str(tmp_path / "q"), *options],
-    )
-    assert [quantize.main(), quantize.main()] == [0, 2]
-    assert (
-        json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["bits"] == 8
-    )
-    texts = []
-    for path in (tmp_path / "q", root / "models" / "demo-draft"):
-        with LLM(str(path), device="cpu", dtype="float32") as llm:
-            texts.append(llm.generate("Once upon a time", SamplingParams(12)).pop().text)
-    assert texts[0] == texts[1]
 
 
 def test_sharded_checkpoint_is_quantised_and_written_plain(tmp_path):

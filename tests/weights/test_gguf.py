@@ -22,14 +22,13 @@ from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from write_gguf import Stored
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import SamplingParams
 from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.models.rope import Rope
 from offload_rt.packing import REFERENCE_NBYTES
 from offload_rt.text.detokenize import encode_chat, load_tokenizer
-from offload_rt.weights import gguf
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import end_ids
 from offload_rt.weights.formats import Matrix, Source, format_of
@@ -100,16 +99,23 @@ def test_tokens_equal_transformers_with_the_weights_of_the_file(type, tmp_path):
     check_tokens(tmp_path / "m.gguf", build(tmp_path / "m.gguf", wide_llama(), type))
 
 
-@pytest.mark.parametrize(("name", "type"), [
-    ("llama", "F16"), ("llama-tied", "Q8_0"), ("llama-biases", "Q8_0"), ("qwen2", "Q4_0"),
-    ("qwen3", "Q8_0"),
+YARN = {
+    "qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0,
+    "qwen2.rope.scaling.original_context_length": 64,
+}  # fmt: skip
+LINEAR = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0}
+
+
+@pytest.mark.parametrize(("name", "type", "more"), [
+    ("llama", "F16", {}), ("llama-tied", "Q8_0", {}), ("llama-biases", "Q8_0", {}),
+    ("qwen2", "Q4_0", YARN), ("qwen3", "Q8_0", {}), ("llama-linear", "Q8_0", LINEAR),
+    ("llama-llama3", "Q8_0", {}),
 ])  # fmt: skip
-def test_every_native_family_is_read(name, type, tmp_path):
-    """Also tied embeddings, biases, head norms, and scaled rotations."""
-    more = {}
-    if name == "qwen2":
-        more = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
-        more["qwen2.rope.scaling.original_context_length"] = 64
+def test_every_native_family_is_read(name, type, more, tmp_path):
+    """Also tied embeddings, biases, head norms, and scaled rotations.
+
+    Llama 3 scales by a divisor of each frequency, in a tensor.
+    """
     check_tokens(tmp_path / "m.gguf", build(tmp_path / "m.gguf", CASES[name].build(0), type, more))
 
 
@@ -127,17 +133,6 @@ def test_mixtures_are_read(kind: str, mixture_of, tmp_path: Path) -> None:
     for place in ("resident", "disk"):
         with open_llm(path, place, dtype="float32") as llm:
             assert say(llm, prompt, 8) == expected
-
-
-@pytest.mark.parametrize("name", ["llama-linear", "llama-llama3"])
-def test_scaled_rotations_are_read(name, tmp_path):
-    """Linear scaling by its factor, Llama 3 scaling by a divisor of each frequency."""
-    more = {}
-    if name == "llama-linear":
-        more = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0}
-    check_tokens(
-        tmp_path / "m.gguf", build(tmp_path / "m.gguf", CASES[name].build(0), "Q8_0", more)
-    )
 
 
 def test_transformers_reads_the_same_model(tmp_path):
@@ -197,22 +192,6 @@ def test_split_file_is_read(tmp_path):
     paths[1].unlink()
     with pytest.raises(CheckpointError, match=f"{paths[1].name}: No such file"):
         open_checkpoint(locate(str(tmp_path)))
-
-
-def test_header_is_parsed_once_per_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [tmp_path / name for name in ("target.gguf", "draft.gguf")]
-    for path in paths:
-        build(path, CASES["llama"].build(0), "Q8_0")
-    parsed = list[Path]()
-    read_file = gguf._read_file
-
-    def counted(path: Path) -> Any:
-        parsed.append(path)
-        return read_file(path)
-
-    monkeypatch.setattr(gguf, "_read_file", counted)
-    with LLM(str(paths[0]), str(paths[1]), device="cpu", dtype="float32"):
-        assert parsed == paths
 
 
 def test_directory_of_several_files_is_refused_by_name(tmp_path):

@@ -17,15 +17,12 @@ from support.checkpoints import (
     add_tokenizer,
     llama_config,
     llama_tensors,
-    speaking_checkpoint,
     write_checkpoint,
     write_sharded,
 )
 from support.tiny import measure_little
 
 from offload_rt.cli import plan, run
-from offload_rt.weights.checkpoint import open_checkpoint
-from offload_rt.weights.locate import locate
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "someone/model"
@@ -270,14 +267,6 @@ def test_offline_sends_no_request_and_is_one_sentence(main, hub, tmp_path, line)
     assert hub.n_requests == 0
 
 
-def test_weights_missing_after_a_plan_are_reported_offline(hub, tmp_path, line):
-    hub.repositories[NAME] = sharded(tmp_path / "model")
-    flags = ["--gpu", "rtx4090", "--context", "8", "--max-new-tokens", "8"]
-    assert line("--model", NAME, *flags, main=plan.main)[0] == 0
-    code, _, err = line("--model", NAME, "--offline", *SMALL)
-    assert code == 2 and "not in the hub cache" in err
-
-
 def test_repository_without_config_is_reported(hub, tmp_path, line):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model-Q4_K_M.gguf").write_bytes(b"x" * 1000)
@@ -307,8 +296,3 @@ def test_unreachable_hub_is_reported_and_cached_models_work(hub, tmp_path, line,
 def test_unknown_hub_id_is_one_sentence(hub, line):
     code, out, err = line("--model", "someone/nothing", *SMALL)
     assert (code, out, err.count("\n")) == (2, "", 1) and "someone/nothing" in err
-
-
-def test_hub_checkpoint_equals_the_uploaded_one(hub, tmp_path):
-    hub.repositories[NAME] = speaking_checkpoint(tmp_path / "model", num_hidden_layers=2)
-    assert open_checkpoint(locate(NAME)).identity == open_checkpoint(tmp_path / "model").identity

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantize import Choice, config_of
-from support.checkpoints import llama_config, llama_tensors, pack, raw_bytes, write_checkpoint
+from support.checkpoints import pack
 from torch import Tensor
 
 from offload_rt.dtypes import DType
 from offload_rt.errors import UnsupportedModelError
-from offload_rt.offload.disk import DiskTier
 from offload_rt.system import registry
-from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Matrix, Source, StoredTensor, format_of
 from offload_rt.weights.gguf import Storage
 from offload_rt.weights.layout import ALIGNMENT, PAGE, host_block, packed_layout
@@ -33,10 +30,6 @@ TENSORS = st.lists(
 )
 
 
-def _tensors(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-    return {f"t{n}": torch.randn(shape).to(dtype) for n, (shape, dtype) in enumerate(shapes)}
-
-
 @given(TENSORS)
 @settings(deadline=None, max_examples=50)
 def test_packed_slots_are_aligned_and_disjoint(shapes):
@@ -47,21 +40,6 @@ def test_packed_slots_are_aligned_and_disjoint(shapes):
     assert all(slot.offset % ALIGNMENT == 0 for slot in layout.entries)
     assert all(a.offset + a.nbytes <= b.offset for a, b in itertools.pairwise(layout.entries))
     assert layout.entries[-1].offset + layout.entries[-1].nbytes <= layout.nbytes
-
-
-@given(TENSORS)
-@settings(deadline=None, max_examples=50)
-def test_packing_and_repacking_keep_every_byte(shapes):
-    tensors = _tensors(shapes)
-    packed = pack(tensors)
-    for image in (packed, pack(packed.layout.views(packed.block))):
-        views = image.layout.views(image.block)
-        assert list(views) == list(tensors)
-        assert all(raw_bytes(views[name]) == raw_bytes(tensor) for name, tensor in tensors.items())
-        assert all(
-            view.untyped_storage().data_ptr() == image.block.untyped_storage().data_ptr()
-            for view in views.values()
-        )
 
 
 def test_adjacent_tensors_are_merged():
@@ -77,27 +55,6 @@ def test_adjacent_tensors_are_merged():
         assert torch.equal(entry.view(packed.block), torch.cat([tensors[name] for name in names]))
     for names in ("ba", "ac", "cd", "de", "ef", "ax"):
         assert packed.layout.fused(names) is None
-
-
-def test_disk_block_is_packed_in_order_of_use(tmp_path):
-    """However the file is sorted: matrices of one input touch, and so do their biases."""
-    config = llama_config(
-        model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=64, head_dim=32
-    )
-    tensors = llama_tensors(config)
-    for i, (name, n) in itertools.product(range(3), (("q", 128), ("k", 64), ("v", 64))):
-        tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] = torch.randn(n)
-    checkpoint = open_checkpoint(write_checkpoint(tmp_path, config, dict(sorted(tensors.items()))))
-    names = [name for name, _ in checkpoint.spec.layer_tensors(1)]
-    with closing(DiskTier(checkpoint.layers)) as disk:
-        layout = disk.layout(1)
-    assert [entry.name for entry in layout.entries] == names
-    packed = layout.packed
-    for part, shape in (("weight", (256, 64)), ("bias", (256,))):
-        qkv = [f"self_attn.{name}_proj.{part}" for name in "qkv"]
-        assert layout.fused(qkv) is None
-        assert packed.fused(qkv).shape == shape
-    assert packed.fused([f"mlp.{name}_proj.weight" for name in ("gate", "up")]).shape == (48, 64)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 5 << 20])
