@@ -28,7 +28,6 @@ from support.tiny import (
 )
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli import report
 from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import (
@@ -53,7 +52,6 @@ from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.select import pick_drafter
-from offload_rt.system.trace import Trace
 
 pytestmark = pytest.mark.numeric
 
@@ -149,22 +147,6 @@ def test_host_cache_equals_device_cache(runner, n_on_device, chunk_rows, monkeyp
         )
 
 
-def test_fetched_rows_belong_to_their_sequence(zoo):
-    """Which is as long, and has its only block, which has been fetched already."""
-    tree = random_tree(N_NODES, 0)
-    with open_llm(zoo.directory("llama", 0)) as llm, beyond(runner_of(llm), N_NODES + 8):
-        runner = runner_of(llm)
-        for seed in (1, 2):
-            caches = new_caches(runner)
-            for cache in caches:
-                feed(runner, cache, prompt_of(seed, 60), random_tree(60, 0, 1), 1)
-                runner.commit(cache, range(60))
-            whole, parts = (feed(runner, cache, prompt_of(seed, N_NODES), tree) for cache in caches)
-            torch.testing.assert_close(parts, whole, atol=2e-4, rtol=2e-4)
-            for cache in caches:
-                runner.free_cache(cache)
-
-
 def test_window_fetches_only_visible_blocks(runner):
     with beyond(runner, N_NODES + 8):
         cache = offloaded_cache(runner)
@@ -258,25 +240,6 @@ def test_next_turn_computes_new_tokens_only(pair):
         assert len(runner.offloaded_rows._free) == runner.offloaded_rows._n_blocks, (
             "all blocks were given back"
         )
-
-
-def test_layers_on_device_with_keys_and_values_on_disk(pair, tmp_path):
-    """In lanes of their own in the trace."""
-    given = little(pair, "none", 0) | {"device_memory": "1GiB"}
-    trace = Trace()
-    with LLM.from_config(EngineConfig(str(pair.target), **given), trace) as llm:
-        assert set(llm.plan.tiers) == {"device"} and not llm.plan.is_resident
-        prompt = prompt_of(3, 200)
-        output = llm.generate(prompt, SamplingParams(max_new_tokens=N_NEW))[0]
-        assert output.token_ids == generate(pair.model, prompt, N_NEW)
-        assert output.stats.link_bytes > 0
-        assert len(llm.time_plain(200)) == 3
-    trace.write(tmp_path / "trace.json")
-    spans = report.read(tmp_path / "trace.json")
-    came = {span.name for span in spans if span.lane.startswith("keys and values, slot ")}
-    assert {"rows 0", "rows 7"} <= came
-    assert not any(span.lane.startswith("link, slot") for span in spans)
-    assert report.shares(spans).link > 0
 
 
 @pytest.mark.parametrize(("drafter", "pins"), [("recycle", True), ("none", False)])

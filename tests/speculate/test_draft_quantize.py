@@ -154,15 +154,3 @@ def test_unsuitable_draft_is_rejected(pair, settings, have):
         settings = {"draft_model": str(pair.draft), **settings}
     with pytest.raises(SettingsError, match=f"draft_quantize int8: .*has {have}"):
         open_llm(pair.target, draft_quantize="int8", **settings)
-
-
-def test_trees_grow_while_layers_are_streamed_to_a_gpu():
-    """2,048 nodes for the streamed 70B; 1,024 if resident, or if few bytes are streamed."""
-    sizes = {
-        device: planned(*PAIR, device << 30, "int4").memory.limits.n_nodes
-        for device in (22, 120, 200)
-    }
-    assert sizes == {22: 2048, 120: 1024, 200: 1024}
-    # With 128,256 logits per node, only the first doubling beyond 512 nodes pays.
-    larger = planned("llama3-70b", "llama3-8b", 22 << 30, "int4")
-    assert larger.memory.limits.n_nodes == 1024

@@ -130,38 +130,6 @@ def test_one_tree_per_sequence_within_its_limits(llm, name, rule, temperature):
     assert sampled == (draws and drafter_type(name).gives_draft_probs)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", MODEL_DRAFTERS)
-def test_requested_size_is_reached_at_any_draft_cost(llm, name, temperature):
-    sequences = sequences_of(temperature)[3:]
-    limits = DraftLimits(9, 6, fixed_size=True)
-    drafter = drafter_with(
-        llm, sequences, name, drafter_type(name).best_rule, limits, level_s=1000.0
-    )
-    (tree,) = drafter.propose(sequences, 9)
-    assert len(tree.topology) == 9
-
-
-@pytest.mark.parametrize(("row_s", "lengths"), [(3.0, {16, 32}), (0.001, set(range(10, 34)))])
-def test_draft_model_rests_while_rows_are_expensive(llm, monkeypatch, row_s, lengths):
-    """It still drafts at some text lengths, to learn the acceptance."""
-    monkeypatch.setattr(Steady, "seconds", lambda self, n_rows, *_: 1.0 + row_s * n_rows)
-    drafter = drafter_of(llm, "dynamic_tree", "match", LIMITS)
-    drafted = set()
-    extend = DynamicTreeBuilder.extend
-
-    def extended(builder, selected):
-        drafted.add(len(sequence.tokens))
-        extend(builder, selected)
-
-    monkeypatch.setattr(DynamicTreeBuilder, "extend", extended)
-    for n in range(10, 34):
-        sequence = Sequence(list(range(n)), SamplingParams(40, temperature=0.0), 200)
-        drafter.propose([sequence], 9)
-        drafter.end(sequence)
-    assert drafted == lengths
-
-
 @pytest.mark.parametrize(("row_s", "n_copied"), [(0.0, 8), (1.0, 2), (3.0, 1), (9.0, 0)])
 def test_tokens_are_copied_while_their_rows_pay(llm, monkeypatch, row_s, n_copied):
     """Copy k is accepted with 0.85^k; n copies take `1 + row_s * (1 + n)` seconds."""

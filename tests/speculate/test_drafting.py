@@ -21,7 +21,6 @@ from support.tiny import (
     drafter_of,
     logits_of,
     metaspace,
-    nearly,
     open_llm,
     open_unloaded,
     prompt_of,
@@ -235,18 +234,6 @@ def test_pair_statistics_are_restored(pair, cache, drafter):
     assert counts_of(PairStats.load(*pair_ids)) == learned, "one pair is kept beside the other"
 
 
-def test_checkpoints_of_the_same_shapes_share_no_statistics(pair, cache, tmp_path):
-    """For example a model and its fine-tune."""
-    tuned = nearly(pair.model, 0.001)
-    tuned.save_pretrained(tmp_path / "tuned")
-    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=8))
-    with open_llm(tmp_path / "tuned", draft_model=str(pair.draft)) as llm:
-        assert not llm.engine.drafter.pair_stats.estimates
-    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        assert llm.engine.drafter.pair_stats.estimates
-
-
 ACCEPTANCE = Acceptance().counts()
 CALIBRATION = Calibration().counts()
 BIAS = ([0.0], [0.0])
@@ -323,21 +310,6 @@ def engine_plan(pair, **settings):
         return llm.spec
 
 
-def test_plan_includes_the_draft(pair):
-    plain = engine_plan(pair, drafter="none")
-    copying = engine_plan(pair, tree_size=32)
-    drafted = engine_plan(pair, draft_model=str(pair.draft), tree_size=32)
-    assert (plain.plan.reserved.draft, plain.memory.limits) == (0, DraftLimits(1, 1))
-    assert (
-        copying.plan.reserved.draft == 0 < copying.plan.reserved.cache - plain.plan.reserved.cache
-    )
-    weights = sum(path.stat().st_size for path in pair.draft.glob("*.safetensors"))
-    assert drafted.plan.reserved.draft > weights * 0.9
-    assert drafted.plan.reserved.cache == copying.plan.reserved.cache
-    larger = engine_plan(pair, draft_model=str(pair.draft), tree_size=64)
-    assert larger.plan.reserved.draft - drafted.plan.reserved.draft > 32 * 128 * 4
-
-
 @pytest.mark.parametrize(
     ("drafter", "tree_size"),
     [("none", None), ("ngram", None), ("ngram", 16), ("static_tree", None), ("static_tree", 16)],
@@ -353,16 +325,6 @@ def test_too_small_budget_names_the_flag(pair, drafter, tree_size):
         assert engine_plan(pair, device_memory=budget, **settings).plan.device_nbytes <= budget
     with pytest.raises(CapacityError):
         engine_plan(pair, device_memory=least - 1, **settings)
-
-
-def test_trees_shrink_with_little_memory(pair):
-    sizes = []
-    for budget in (450_000, 1_000_000, 4_000_000, 1_000_000_000):
-        drawn_up = engine_plan(pair, draft_model=str(pair.draft), device_memory=budget)
-        sizes.append(drawn_up.memory.limits.n_nodes)
-        assert drawn_up.plan.device_nbytes <= budget
-    assert sizes == sorted(sizes) and sizes[0] < sizes[-1] == 1024
-    assert engine_plan(pair, draft_model=str(pair.draft), tree_depth=3).memory.limits.n_levels == 3
 
 
 def first_difference(first, other):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import heads
-from support.fake_gpu import fake_gpu, record_graph
+from support.fake_gpu import fake_gpu
 from support.heads import (
     N_HEADS,
     VOCAB,
@@ -31,15 +31,11 @@ from support.tiny import (
     assert_continued,
     drafter_of,
     engine_of,
-    feed,
     generate,
     keep_steady,
     open_llm,
     open_unloaded,
-    prefill,
     prompt_of,
-    random_tree,
-    runner_of,
 )
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -53,7 +49,6 @@ from offload_rt.errors import (
     SettingsError,
     UnsupportedModelError,
 )
-from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
 from offload_rt.speculate.select import load_rule
@@ -297,6 +292,27 @@ def test_earlier_predictions_complete_the_trees_of_a_useless_head(tmp_path, monk
     assert second.stats.tokens_per_pass > 1.5 * first.stats.tokens_per_pass
 
 
+def test_perfect_medusa_heads_draft_in_every_pass(tmp_path):
+    """A target that counts, token after token: no layer adds anything to orthogonal embeddings."""
+    model = CASES["llama"].build(0, vocab_size=64, num_hidden_layers=3)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    eye = torch.eye(64)
+    model.model.embed_tokens.weight.data = eye.clone()
+    model.model.norm.weight.data.fill_(1.0)
+    model.lm_head.weight.data = 2 * eye.roll(1, 0)
+    weights = {name: 0 * weight for name, weight in random_weights("medusa", model).items()}
+    weights |= {f"{i}.1.weight": 2 * eye.roll(i + 2, 0) for i in range(N_HEADS)}
+    with open_llm(**write_head(tmp_path, "medusa", model, weights)) as llm:
+        limits = DraftLimits(8, 5, fixed_size=True)
+        engine = engine_of(llm, drafter_of(llm, "medusa", "match", limits))
+        engine.add(TokenSequence([3, 4, 5], SamplingParams(20), 128))
+        lengths = [len(event.token_ids) for _ in range(4) for event in engine.step()]
+    # The first pass has no hidden states; earlier predictions may add levels below the heads.
+    assert lengths[0] == 1 and min(lengths[1:]) >= 4
+
+
 @pytest.mark.parametrize(("kind", "rule"), [("eagle", "match"), ("medusa", "coupled")])
 def test_sampled_texts_equal_plain_decoding(tmp_path, kind, rule):
     """Both rules draw the tokens of plain decoding, whatever the head proposes."""
@@ -331,25 +347,6 @@ def test_oom_keeps_the_texts(tmp_path, monkeypatch):
             assert_continued(outputs, model, prompts, 20)
             assert all(output.stats.nodes_per_tree > 1.5 for output in outputs), "it drafts no more"
     assert n_failed == 6
-
-
-def test_hidden_states_of_captured_passes_equal_ordinary_passes(tmp_path):
-    with open_llm(**random_head(tmp_path, "eagle", few_tokens())) as llm:
-        runner = runner_of(llm)
-        states: list[Tensor] = []
-        for graphs in (False, True):
-            if graphs:
-                runner.use_graphs(GraphShape(64, 512, 128), record_graph)
-            cache = prefill(runner, prompt_of(0, 21, VOCAB), 512)
-            for seed, n in enumerate((5, 7, 6, 33)):
-                feed(runner, cache, prompt_of(seed, n, VOCAB), random_tree(n, seed))
-                (tapped,) = runner.tapped
-                assert tapped.shape == (n, 3, 16)
-                states.append(tapped.clone())
-            runner.free_cache(cache)
-        assert runner._graphs is not None
-    for mine, its in zip(states[4:], states[:4], strict=True):
-        torch.testing.assert_close(mine, its, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -132,34 +132,6 @@ def test_trees_and_steps_equal_the_published_algorithm(tame):
     assert len(waiting) < 0.8 * N_NEW and abs(len(steps) / len(waiting) - 1) <= 0.03
 
 
-def drafter_of_size(n_rows: int) -> Lookahead:
-    """Return a drafter with a fixed tree size."""
-    return Lookahead(
-        DraftParts(DraftLimits(n_rows, 64, fixed_size=True), Steady(), "without_replacement")
-    )
-
-
-def test_sequences_join_and_leave(tame):
-    """Windows follow the share of rows; texts are those of lone sequences."""
-    model, folder = tame
-    drafter = drafter_of_size(N_ROWS)
-    prompts = [prompt_of(seed, n, 64) for seed, n in enumerate((9, 1, 30, 14))]
-    sequences = [Sequence(list(prompt), SamplingParams(30), 256) for prompt in prompts]
-    n_columns = set()
-    with open_llm(folder, max_model_len=256) as llm:
-        engine = engine_of(llm, drafter, n_nodes=2 * N_ROWS)
-        for sequence in sequences:
-            id = engine.add(sequence)
-            engine.step()
-        engine.abort(id)
-        while engine.step():
-            n_columns |= {state.n_columns for state in drafter._states.values()}
-        engine.reset_prefix_cache()
-    texts = [sequence.tokens[sequence.n_prompt :] for sequence in sequences[:3]]
-    assert texts == [generate(model, prompt, 30) for prompt in prompts[:3]]
-    assert len(n_columns) > 3 and not drafter._states
-
-
 ngrams = st.lists(st.tuples(*[st.integers(0, 3)] * 3), max_size=40)
 
 

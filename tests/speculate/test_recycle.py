@@ -119,22 +119,6 @@ def test_tree_has_the_most_probable_nodes(n_levels):
             assert tree.chances == sorted(tree.chances, reverse=True)
 
 
-def test_copied_continuation_competes_with_predictions(monkeypatch):
-    """A token keeps the higher of two probabilities."""
-    monkeypatch.setattr(recycler, "_PRIOR", (1.0,) * 4)
-    table = PredictionTable()
-    table.keep((7,), [1, 2], [0.6, 0.3])
-    table.keep((1,), [4], [0.9])
-    copied = {(2,): 0.5, (2, 3): 0.4, (1,): 0.1, (1, 5): 0.05}
-    monkeypatch.setattr(recycler, "copied_paths", lambda matches, rates: copied)
-    tree = PredictedTree(text_of(table, Sequence([7], SamplingParams(), 99), 9), 7, 9)
-    tree.grow(9)
-    nodes = list(zip(tree.parents, tree.tokens, tree.chances, strict=True))
-    wanted = [(-1, 7, 1.0), (0, 1, 0.6), (1, 4, 0.54), (0, 2, 0.5), (3, 3, 0.4), (1, 5, 0.3)]
-    assert [node[:2] for node in nodes] == [node[:2] for node in wanted]
-    np.testing.assert_allclose([node[2] for node in nodes], [node[2] for node in wanted], rtol=1e-6)
-
-
 @pytest.fixture(scope="module")
 def llm(zoo: Zoo) -> Iterator[LLM]:
     with open_llm(zoo.pair("llama", 0).target, max_model_len=128) as llm:

@@ -12,7 +12,6 @@ from support.texts import (
     assert_distributions,
     exact_distributions,
     modifiers,
-    run_together,
     sampled_texts,
     small_model,
     small_pair,
@@ -191,38 +190,6 @@ def test_joint_distribution_in_bfloat16(tmp_path):
         drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(6, 4))
         texts = sampled_texts(engine.runner, drafter, load_rule("traversal"), 6)
     assert_distributions(texts, exact_distributions(model.float()))
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "depth"), [("four tokens", None), ("four tokens", 2), ("128 tokens", None)]
-)
-@pytest.mark.parametrize("size", [1, 2, 128])
-def test_every_size_and_length_equals_plain_decoding_at_temperature_0(
-    zoo, small, small_llm, wide_llm, vocabulary, size, depth
-):
-    """Families larger than the vocabulary, trees than the text."""
-    pair, llm = (
-        (small, small_llm) if vocabulary == "four tokens" else (zoo.pair("llama", 0), wide_llm)
-    )
-    prompt = [2, 0, 1, 3, 2, 0, 1]
-    asked = [(1, 0.0), (2, 0.8), (12, 0.0), (12, 0.8)]
-    plain = generate(pair.model, prompt, 12)
-    limits = DraftLimits(size, depth or 24, fixed_size=True, fixed_depth=depth is not None)
-    for name in (*WITHOUT_MODEL, *TREES):
-        rule = drafter_type(name).best_rule
-        sequences = [
-            Sequence(list(prompt), SamplingParams(n, temperature=t, seed=n), 64) for n, t in asked
-        ]
-        drafter = drafter_of(llm, name, rule, limits)
-        texts = run_together(llm.engine.runner, drafter, load_rule(rule), sequences, size)
-        for (n, temperature), text in zip(asked, texts, strict=True):
-            assert len(text) == n and (temperature > 0 or text == plain[:n]), name
-
-
-@pytest.fixture(scope="module")
-def wide_llm(pair):
-    with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
-        yield llm
 
 
 # The caches, of the target and of the draft
@@ -493,18 +460,3 @@ def test_trees_grow_when_other_sequences_end(pair, monkeypatch):
     for i, sequence in enumerate(several):
         expected = generate(pair.model, prompt_of(i), lengths[i])
         assert sequence.tokens[sequence.n_prompt :] == expected, sequence.error
-
-
-@pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
-def test_repetitive_text_accepts_many_tokens_per_pass(tmp_path, drafter):
-    """The next token depends only on the last, so the text is periodic; the draft is unrelated."""
-    model = CASES["llama"].build(3, num_hidden_layers=3)
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data.zero_()
-        layer.mlp.down_proj.weight.data.zero_()
-    pair = save_pair(tmp_path, model, CASES["llama"].build(4, num_hidden_layers=2))
-    expected = generate(model, [1], 150)
-    with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings(drafter)) as llm:
-        output = llm.generate([1], SamplingParams(max_new_tokens=150))[0]
-    assert output.token_ids == expected
-    assert output.stats.tokens_per_pass > 3
