@@ -76,21 +76,6 @@ def test_greedy_tokens_of_two_ranks_equal_transformers(model_of, kind, is_exact)
     assert divided_tokens(2, folder, prompt_of(0, 15, 150), 8, **settings) == expected
 
 
-@pytest.mark.slow
-def test_trees_of_three_ranks_equal_transformers(monkeypatch, tmp_path):
-    """One rank has more experts than another."""
-    keep_steady(monkeypatch)
-    config = config_of("mixtral")
-    config.hidden_size = 48
-    config.num_attention_heads = 6
-    config.num_key_value_heads = 3
-    model = random_model(config)
-    model.save_pretrained(tmp_path)
-    expected = generate(model, prompt_of(0, 15, 150), 12)
-    settings = {"dtype": "float32", "place": "disk", "drafter": "recycle", "exact_parallel": True}
-    assert divided_tokens(3, tmp_path, prompt_of(0, 15, 150), 12, **settings) == expected
-
-
 @pytest.mark.parametrize(
     ("kind", "place"),
     [("qwen3_next", "disk"), ("qwen3_moe", "resident"), ("gpt_oss", "disk"), ("llama", "resident")],

@@ -1,6 +1,5 @@
 """Ranks with divided weights give the results of one rank; ranks are threads."""
 
-import re
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -61,15 +60,13 @@ from offload_rt.executor.runner import Runner
 from offload_rt.models.layers import TensorShape
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.placement import Plan
-from offload_rt.ops.lossless import decode
-from offload_rt.parallel.sharded_weights import divide, shard, shard_checkpoint
+from offload_rt.parallel.sharded_weights import shard, shard_checkpoint
 from offload_rt.parallel.tensor_parallel import Cut, TensorParallelModel
 from offload_rt.speculate.select import drafter_type
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.header import read_header
-from offload_rt.weights.layout import PackedLayer, host_block
-from offload_rt.weights.lossless import encode_layer
+from offload_rt.weights.layout import host_block
 
 NAME = "mlp.down_proj.weight"
 SHAPE = (384, 256)
@@ -161,38 +158,6 @@ def test_parts_of_a_matrix_join_to_the_whole(tmp_path, choice, dim):
             view = fmt.view(files.layout(0), block, torch.bfloat16)
             parts.append(view.rows(torch.arange(cut.shape(SHAPE)[0]), NAME.removesuffix(".weight")))
     assert torch.equal(torch.cat(parts, dim), exact[NAME].bfloat16())
-
-
-@pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3-window"])
-@pytest.mark.parametrize("is_exact", [False, True])
-def test_ranks_hold_all_tensors_together(zoo, name, is_exact):
-    """Each byte is held once, except norms and, with fewer heads than ranks, keys and values."""
-    checkpoint = open_checkpoint(zoo.directory(name, 0))
-    size = 4
-    specs = [
-        TensorParallelModel.for_rank(checkpoint.spec, ThreadRanks(rank, Board(size)), is_exact)
-        for rank in range(size)
-    ]
-    ranks = [divide(checkpoint, spec) for spec in specs]
-    for record in checkpoint.records:
-        shares = [own for rank in ranks for own in rank.records if own.name == record.name]
-        n_bytes = sum(own.nbytes for own in shares)
-        is_vector = "norm" in record.name
-        n_same = (
-            size
-            if is_vector
-            else (
-                size // min(checkpoint.spec.n_kv_heads, size)
-                if re.search("[kv]_proj", record.name)
-                else 1
-            )
-        )
-        assert n_bytes == n_same * record.nbytes, record.name
-        starts = {own.start + k * own.stride for own in shares for k in range(own.n_pieces)}
-        assert len(starts) * (shares[0].stop - shares[0].start) == record.nbytes
-    assert all(
-        spec.kv_shapes[0].n_heads == max(checkpoint.spec.n_kv_heads // size, 1) for spec in specs
-    )
 
 
 @pytest.mark.parametrize(
@@ -803,31 +768,3 @@ def test_indivisible_models_are_refused(tmp_path, kind, changes, size, words):
     spec = open_checkpoint(tmp_path).spec
     with pytest.raises(UnsupportedModelError, match=words):
         TensorParallelModel.for_rank(spec, ThreadRanks(0, Board(size)), False)
-
-
-def test_lossless_weights_of_cuda_ranks_are_encoded_while_loading(monkeypatch):
-    """Without a device: the plan and the encoded layers."""
-    monkeypatch.setattr(link.extension, "serves", lambda tensor: True)
-    whole = open_checkpoint(Path(__file__).resolve().parents[2] / "models" / "demo-target")
-    config = EngineConfig(str(whole.path), link_format="lossless")
-    for rank in range(2):
-        ranks: Any = ThreadRanks(rank, Board(2))
-        shard = TensorParallelModel.for_rank(whole.spec, ranks, is_exact=False)
-        checkpoint = divide(whole, shard)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", lambda *_, **__: None)  # on a card that is not here
-            chosen = link.choose_link(config, checkpoint, torch.device("cuda", 0))
-        assert chosen.encodes and chosen.sidecar is None and chosen.sizes is not None
-        with closing(DiskTier(checkpoint.layers, packed=True)) as files:
-            block = host_block(files.layout(0).nbytes)
-            for read in files.reads(0, block):
-                read()
-            image = encode_layer(PackedLayer(block, files.layout(0)), 1)
-        assert len(image.block) <= chosen.sizes.layer_nbytes[0] < len(block)
-        decoded = host_block(image.encoded.layout.nbytes)
-        for source, target, n, nbytes, kind in image.encoded.chunks.tolist():
-            assert decode(
-                image.block.numpy()[source : source + nbytes], kind, n, decoded.numpy()[target:]
-            )
-        for name, entry in image.encoded.layout.by_name.items():
-            assert torch.equal(entry.view(decoded), files.layout(0).by_name[name].view(block))
