@@ -111,4 +111,5 @@ class PromptEncoder:
                 raise
             missing = [name for name in _VARIABLES if name in template and not options.get(name)]
             need = " or ".join(f"{name} in {_VARIABLES[name]}" for name in missing)
-            raise PromptError(error.problem, need=need, change="change the request") from error
+            change = "change the request, or send the whole text to /v1/completions"
+            raise PromptError(error.problem, need=need, change=change) from error

@@ -521,7 +521,7 @@ def test_too_long_prompts_name_the_maximum_context_length(served):
         assert "maximum context length is 256 tokens" in answer["error"]["message"]
 
 
-def test_public_address_without_a_key_is_warned_of(monkeypatch, capsys):
+def test_serve_warns_of_open_addresses_and_unknown_templates(monkeypatch, capsys, tmp_path):
     from offload_rt.cli import serve as serve_command
 
     class Stopped:
@@ -533,13 +533,18 @@ def test_public_address_without_a_key_is_warned_of(monkeypatch, capsys):
 
     monkeypatch.setattr(connection, "make_server", Stopped)
     model = ["--model", str(MODELS / "demo-target"), "--port", "0", "--device-memory", "1GB"]
-    for flags, is_warned in (
-        (["--host", "0.0.0.0"], True),
-        (["--host", "0.0.0.0", "--api-key", "secret"], False),
-        (["--host", "localhost"], False),
+    template = tmp_path / "template"
+    template.write_text("{{ tools }}")
+    for flags, warning in (
+        (["--host", "0.0.0.0"], "set --api-key"),
+        (["--host", "0.0.0.0", "--api-key", "secret"], ""),
+        (["--host", "localhost"], ""),
+        (["--chat-template", str(template)], "format generic is used"),
+        (["--chat-template", str(template), "--tool-call-parser", "generic"], ""),
     ):
         assert serve_command.main([*model, "--drafter", "none", *flags]) == 0
-        assert ("warning" in capsys.readouterr().err) == is_warned
+        printed = capsys.readouterr().err
+        assert ("warning" in printed) == bool(warning) and warning in printed
 
 
 def test_prompts_of_other_types_are_one_sentence():

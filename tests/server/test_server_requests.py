@@ -300,6 +300,7 @@ def test_tools_without_a_template_for_tools(served, monkeypatch):
         ("{{ documents | length }}", "documents in chat_template_kwargs"),
         ("{{ functions.x }}", "functions in chat_template_kwargs"),
         ("{{ messages.x.y }}", "chat template failed"),
+        (None, "send the whole text to /v1/completions"),
     ],
 )
 def test_failing_templates_name_the_field_of_the_request(served, monkeypatch, template, word):
