@@ -12,7 +12,7 @@ from offload_rt.server.call_texts import ID, INDEX, KEY, NAME, CallTexts, Pairs
 # Converts a text to a Lark expression of strings and special tokens.
 Lark = Callable[[str], str]
 TEXT = r"/(.|\n)*/"
-_IDS = {ID: "/[A-Za-z0-9_-]{1,40}/", INDEX: "/[0-9]+/"}
+_IDS = {ID: "/[A-Za-z0-9_-]{1,40}/", INDEX: "/[0-9]{1,3}/"}
 
 
 def call_grammar(form: CallTexts, functions: Sequence[Json], lark: Lark, is_single: bool) -> str:

@@ -120,6 +120,16 @@ def test_grammar_and_parser_of_a_format_agree(
     assert parsed(chat_format, text) == ("", "", CALLS[:n_calls])
 
 
+def test_indices_of_required_calls_end(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    """Small models write digits without end."""
+    text = answer_of(tokenizer, "numbered", 1)
+    chat_format = chat_format_of(tokenizer, "numbered")
+    lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, True)
+    outputs = StructuredOutputs(grammar=lark)
+    assert accepted(compiler, tokenizer, outputs, text.replace(":0", ":987")).endswith("!")
+    assert not accepted(compiler, tokenizer, outputs, text.replace(":0", ":9876")).endswith("!")
+
+
 def without_ids(text: str) -> str:
     """Remove ids in JSON, which grammars leave to the server."""
     return re.sub(r', "id": "\w+"', "", text)
@@ -193,7 +203,10 @@ def test_messages_are_adapted_to_the_template(name: str, style: Style) -> None:
 FORMS = {
     name: ChatFormat.select(tokenizer_of(text), "auto", "auto").tool_format
     for name, text in TEMPLATES.items()
-} | {name: registry.find("server.tool_formats", name).FORMAT for name in ("lfm2", "generic")}
+} | {
+    name: registry.find("server.tool_formats", name).FORMAT
+    for name in ("granite", "lfm2", "harmony", "generic")
+}
 # Texts between tags have no quotation marks: an argument with the text of a tag is ambiguous.
 TEXTS = {False: st.text(), True: st.text("ab1é \n\t{}[]:;,.\\-", max_size=20)}
 WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
