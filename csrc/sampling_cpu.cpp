@@ -65,7 +65,10 @@ void top_of(const T* logits, int64_t width, int64_t k, float rate, float* values
   for (i = 0; i + kLanes <= width; i += kLanes) sums[i / kLanes % 4] += exp((load(logits + i) - best) * rate);
   float total = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
   for (; i < width; ++i) total += exp(set1((number(logits + i) - best) * rate))[0];
-  for (int64_t place = 0; place < k; ++place) values[place] = exp(set1((values[place] - best) * rate))[0] / total;
+  for (int64_t place = 0; place < k; ++place) {
+    const float probability = exp(set1((values[place] - best) * rate))[0] / total;
+    values[place] = probability < 0x1p-126f ? 0.0f : probability;  // a denormal number is 0; a NaN stays one
+  }
 }
 
 template <typename T>

@@ -330,6 +330,14 @@ def test_most_probable_tokens_equal_those_of_torch(level, dtype, width, k):
         assert found[1, 0] == wide[1].numpy().argmax()
 
 
+def test_most_probable_tokens_have_no_denormal_probability(level):
+    """e^-86.9 is a normal number; a third of it is not."""
+    logits = torch.tensor([[0.0, -86.9, 0.0, -80.0, 0.0]])
+    probs, tokens = top_cpu.top(logits, 5, 1.0, level)
+    assert tokens.tolist() == [[0, 2, 4, 3, 1]]
+    assert probs[0, 3] > 0 == probs[0, 4]
+
+
 @pytest.mark.parametrize("place", [0, 200, 4999])
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_most_probable_token_reveals_nan_and_infinity(level, place, number):

@@ -12,6 +12,7 @@ from ops.test_attention_cpu import (  # noqa: F401
     test_attention_equals_float64,
     test_most_probable_token_reveals_nan_and_infinity,
     test_most_probable_tokens_equal_those_of_torch,
+    test_most_probable_tokens_have_no_denormal_probability,
     test_norms_and_gates_do_not_depend_on_the_batch,
     test_rotary_embedding_equals_the_reference_bit_for_bit,
     test_tree_attention_equals_plain_decoding_bit_for_bit,
