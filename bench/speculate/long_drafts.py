@@ -18,6 +18,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -35,6 +36,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.engine.engine import Engine
 from offload_rt.executor.sequence import Sequence as TokenSequence
+from offload_rt.kv.host import HostMemory
 from offload_rt.speculate.draft.none import DRAFTER as NONE
 from offload_rt.speculate.protocols import DraftParts
 from offload_rt.speculate.select import drafter_type
@@ -175,13 +177,13 @@ def measure(case: Case, flags: argparse.Namespace, folder: Path) -> Outcome:
         cost = llm.engine.cost
         runner = llm.engine.runner
         split = llm.plan.split
-        assert split is not None and runner.offloaded_rows is not None, (
+        memory = runner.memory
+        assert split is not None and isinstance(memory, HostMemory), (
             "keys and values are beyond the device"
         )
-        runner.offloaded_rows.close()
-        runner.offloaded_rows = PacedRows(
-            split, runner.spec.n_layers, runner.streamer, PacedLink(flags.gbps)
-        )
+        link = PacedLink(flags.gbps)
+        store = PacedRows(split, runner.spec.n_layers, runner.streamer, link)
+        memory.store = engine.closes.enter_context(closing(store))
         params = [SamplingParams(_ROOM, temperature=flags.temperature, seed=i) for i in range(n)]
         texts = held_out_texts(n, context)
         sequences = [

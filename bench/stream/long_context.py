@@ -23,7 +23,7 @@ from offload_rt.config import format_size
 from offload_rt.dtypes import DType
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
-from offload_rt.kv.host import HostCache
+from offload_rt.kv.host import HostCache, HostMemory
 from offload_rt.kv.split import KVSplit, RowFormat
 from offload_rt.llm import LLM
 from offload_rt.offload.offloaded_rows import FileRows
@@ -68,9 +68,9 @@ class Passes:
         )
         split = replace(split, n_on_device=context // _SHARE)
         of_rows = split, spec.n_layers, streamer
-        self.offloaded_rows = self.runner.offloaded_rows = (
-            PacedRows(*of_rows, link) if link else FileRows(*of_rows)
-        )
+        rows = PacedRows(*of_rows, link) if link else FileRows(*of_rows)
+        self.offloaded_rows = closes.enter_context(closing(rows))
+        self.runner.memory = HostMemory(spec, like.dtype, like.device, rows)
         id = self.runner.new_cache(context + 1, share=split.share(context + 1, 1))
         self.cache = self.runner._caches[id]
         assert isinstance(self.cache, HostCache)

@@ -12,6 +12,7 @@ from offload_rt.engine.engine_spec import EngineSpec
 from offload_rt.engine.link_rates import copy_chunk
 from offload_rt.engine.loader import Loader, Meter, Progress, open_files
 from offload_rt.engine.scheduler import Scheduler
+from offload_rt.executor.captured_passes import capture_passes
 from offload_rt.executor.cuda_graphs import Capture, CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.kv.split import state_rows
@@ -131,7 +132,7 @@ def _use_graphs(spec: EngineSpec, runner: Runner, capture: Capture) -> None:
     n_nodes = spec.memory.limits.n_nodes
     n_rows = n_nodes if spec.draft.drafting.type.resources.view is None else ROWS_PER_NODE * n_nodes
     shape = GraphShape(n_nodes, spec.memory.cache_rows, n_rows)
-    runner.use_graphs(shape, capture, _CAPTURING_S)
+    capture_passes(runner, shape, capture, _CAPTURING_S)
 
 
 def _measure(spec: EngineSpec, runner: Runner, closes: ExitStack) -> CostEstimator:

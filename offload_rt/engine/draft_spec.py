@@ -15,6 +15,7 @@ from offload_rt.engine.memory_plan import MemoryPlan
 from offload_rt.engine.model_sizes import Sizes, largest
 from offload_rt.engine.target_spec import TargetSpec
 from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.executor.captured_passes import capture_passes
 from offload_rt.executor.cuda_graphs import Capture, CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.models.heads import Head
@@ -198,7 +199,8 @@ class DraftSpec:
         """Capture draft passes as CUDA graphs."""
         n_nodes = memory.limits.n_nodes
         n_keys = draft_rows(memory.max_model_len, n_nodes)
-        runner.use_graphs(GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes), capture, seconds)
+        shape = GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes)
+        capture_passes(runner, shape, capture, seconds)
 
     def connect(
         self, target: Runner, draft: Runner | None, shared: LayerWeights | SharedWeights
@@ -293,7 +295,8 @@ class DraftSpec:
             sources = LayerSources(resident, (None,) * draft.spec.n_layers, 0)
             runner = self._runner(loader, draft, sources)
             if device.type == "cuda":
-                runner.use_graphs(GraphShape(2 * n_rows, 2 * n_rows + 1, n_rows), CudaCapture())
+                shape = GraphShape(2 * n_rows, 2 * n_rows + 1, n_rows)
+                capture_passes(runner, shape, CudaCapture())
             return median(profile.seconds_of_passes(runner, [(n_rows, n_rows)] * _N_TIMES))
 
     def _layouts(self, files: DiskTier) -> list[Layout]:

@@ -317,7 +317,7 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
                 # Different tokens, because a mixture routes them to different experts.
                 tokens = torch.arange(width) % spec.vocab_size
                 step = Step(cache, tokens, Topology.star(width), width, n_before)
-                if not runner.replays(step):
+                if not runner.has_graphs:
                     layer_s, head_s = _seconds_of_parts(runner, blocks[:1], step)
                     if (n := min(int(_RUN_S / layer_s), n_adjacent)) > 1:
                         layer_s = _seconds_of_parts(runner, blocks[:n], step)[0] / n

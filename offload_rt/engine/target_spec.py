@@ -16,6 +16,7 @@ from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, DeviceError
 from offload_rt.executor.image_encoder import KEPT_IMAGES, ImageEncoder
 from offload_rt.executor.runner import Runner
+from offload_rt.kv.host import HostMemory
 from offload_rt.offload.card_experts import CardExperts
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import ExpertCache
@@ -277,15 +278,18 @@ class TargetSpec:
         if checkpoint.images:
             runner.images = self._image_encoder(loader, runner, files, sources.resident)
         if plan.split is not None:
-            if isinstance(runner.streamer, CudaStreamer):
-                runner.offloaded_rows = HostRows(plan.split, n_layers, runner.streamer, loader.cpus)
-            else:
-                settings = files.disk.settings
-                runner.offloaded_rows = FileRows(plan.split, n_layers, runner.streamer, settings)
-        if files.experts is not None and plan.experts is not None:
-            runner.experts = _experts(
-                loader, runner, files.experts, plan.experts, plan.n_expert_slots
+            link = runner.streamer
+            rows = (
+                HostRows(plan.split, n_layers, link, loader.cpus)
+                if isinstance(link, CudaStreamer)
+                else FileRows(plan.split, n_layers, link, files.disk.settings)
             )
+            loader.closes.enter_context(closing(rows))
+            runner.memory = HostMemory(runner.spec, runner.dtype, runner.device, rows)
+        if files.experts is not None and plan.experts is not None:
+            experts = _experts(loader, runner, files.experts, plan.experts, plan.n_expert_slots)
+            runner.experts = experts
+            runner.prepare = partial(experts.attach, runner.streamer)
         return runner
 
     def _image_encoder(
@@ -305,7 +309,8 @@ class TargetSpec:
         n_kept = KEPT_IMAGES * tower.most_tokens(self.image_pixels)
         streamer = runner.streamer.share_link(sources, IMAGES)
         weights = view(rest.layout, rest.block)
-        return ImageEncoder(tower, weights, streamer, view, self.device, n_kept, runner.trace)
+        parts = weights, streamer, view, self.device, n_kept, runner.trace
+        return loader.closes.enter_context(closing(ImageEncoder(tower, *parts)))
 
 
 def compute_dtype(name: str, checkpoint: Checkpoint) -> DType:
@@ -350,7 +355,8 @@ def _experts(
     view = partial(runner.format.view, dtype=runner.dtype)
     streamer = runner.streamer
     if not isinstance(streamer, CudaStreamer):
-        return ThreadExperts(sizes, n_slots, files.tier, view, streamer.meter, runner.trace)
+        parts = files.tier, view, streamer.meter, runner.trace
+        return loader.closes.enter_context(closing(ThreadExperts(sizes, n_slots, *parts)))
     images: MemoryTier | PinnedExperts
     cache: CardExperts
     if sizes.n_on_host < sizes.n_blocks:
@@ -364,6 +370,7 @@ def _experts(
             lambda block: loader.reader(files.tier, block.i),
         )
         cache = CardExperts(sizes, n_slots, images, view, streamer)
+    loader.closes.enter_context(closing(cache))
     # One thread remains for kernel launches.
     n_threads = max(torch.get_num_threads() - 1, 1)
     host = HostExperts(images, view, cache.copy_s, loader.device, n_threads, loader.cpus)

@@ -1,35 +1,21 @@
 """CUDA graphs of a resident model: passes of a few fixed shapes, captured and replayed."""
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.chunks import GRAPH_WIDTHS, max_captured_rows
 from offload_rt.dtypes import DType
-from offload_rt.errors import RankError
-from offload_rt.kv.cache import KVBuffer, KVCache
+from offload_rt.kv.cache import KVBuffer
 from offload_rt.models.architecture import Architecture
-from offload_rt.models.layers import Attention, LayerWeights
+from offload_rt.models.layers import Attention, LayerWeights, keep_tapped
 from offload_rt.ops import extension
-from offload_rt.system.ranks import Ranks
 from offload_rt.weights.layout import packed_layout
 
-_KEYS = 256
-# Minimum keys of a shape if attention skips absent keys.
-_LEAST_KEYS = 1024
-# Captured shapes per buffer. Each needs some megabytes of driver memory; trees rarely need more
-# than twenty shapes.
-_MOST_KEPT = 40
-
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 Replay = Callable[[], None]
 # Reduction of logits (rows, vocabulary) on the device to a row each. Equal functions share graphs.
 Reduce = Callable[[Tensor], Tensor]
@@ -47,16 +33,6 @@ class ResidentModel:
     layers: Sequence[LayerWeights]
     non_layer: LayerWeights
     taps: tuple[int, ...] = ()
-
-
-def keep_tapped(taps: Sequence[int], tapped: Tensor, hidden: Tensor, n_layers: int) -> None:
-    """Copy hidden states (n, hidden_size) after `n_layers` layers to tapped, if a tap matches.
-
-    tapped  (n, len(taps), hidden_size)
-    """
-    for place, tap in enumerate(taps):
-        if tap == n_layers:
-            tapped[:, place] = hidden
 
 
 @dataclass(frozen=True)
@@ -207,7 +183,7 @@ class GraphPass:
         return self._buffer.attend(asked.layer, self._inputs.rows, asked, mask)
 
 
-class _Reduction:
+class GraphReduction:
     """Reduction of a pass's first logits."""
 
     def __init__(self, reduce: Reduce, logits: Tensor) -> None:
@@ -223,144 +199,6 @@ class _Reduction:
     @torch.inference_mode()
     def _compute(self) -> None:
         self.out = self._reduce(self._logits)
-
-
-class GraphRunner:
-    """Captured passes of a resident model, by KV buffer and shape.
-
-    limit       largest pass
-    new_buffer  allocates a buffer of n rows
-    capture     returns the replay of a computation, e.g. a CUDA graph
-    capture_pass  `capture` for complete passes, which ranks capture together
-    tapped      (rows, len(taps), hidden_size) of the last pass
-    """
-
-    def __init__(
-        self, model: ResidentModel, limit: GraphShape, new_buffer: Callable[[int], KVBuffer],
-        capture: Capture,
-        capture_pass: Capture,
-    ) -> None:  # fmt: skip
-        self._model = model
-        self._limit = limit
-        self._new_buffer = new_buffer
-        self._capture = capture
-        self._capture_pass = capture_pass
-        self._limit_rows = max_captured_rows(limit.n_rows)
-        self._passes: dict[KVBuffer, dict[GraphShape, GraphPass]] = {}
-        self._reductions: dict[tuple[int, Reduce], _Reduction] = {}
-        self._reusable: KVBuffer | None = None
-        self._logits: Tensor | None = None
-        self.tapped = torch.empty(0)
-
-    def prepare(self, seconds: float) -> None:
-        """Capture passes of all widths at the shortest length, within `seconds`.
-
-        The largest pass is captured first, because smaller passes reuse its memory.
-        """
-        buffer = self.reuse(self._limit.n_keys, is_alone=True)
-        assert buffer is not None, "the capacity is the limit"
-        widths = [
-            width for width in GRAPH_WIDTHS if width <= self._limit_rows and width < buffer.capacity
-        ]
-        started = time.perf_counter()
-        for width in (*widths[-1:], *widths[:-1]):
-            if time.perf_counter() - started > seconds:
-                break
-            nodes = torch.arange(width)
-            row_inputs = self._model.spec.row_inputs(nodes, nodes + 1, buffer.keys.dtype)
-            rows = PassRows(
-                nodes * 0, nodes, row_inputs, ops.make_tree_mask(nodes.numpy() - 1, 0, 0)
-            )
-            for _ in range(2):
-                self.forward(buffer, rows)
-
-    def reuse(self, capacity: int, is_alone: bool) -> KVBuffer | None:
-        """Return the shared buffer of sequences that run alone, in turn; None if too small.
-
-        Any other cache needs its memory, so the shared buffer is dropped.
-        """
-        if not is_alone or capacity > self._limit.n_keys:
-            dropped = self._reusable
-            self._reusable = None
-            if dropped is not None:
-                self.free(dropped)
-            return None
-        self._reusable = self._reusable or self._new_buffer(self._limit.n_keys)
-        self._reusable.clear()
-        return self._reusable
-
-    def free(self, buffer: KVBuffer) -> None:
-        """Drop the passes of a buffer, unless it is the shared buffer."""
-        if buffer is not self._reusable:
-            self._passes.pop(buffer, None)
-
-    def fits(self, cache: KVCache, shape: GraphShape) -> bool:
-        """Return whether a graph can serve a pass. The cache needs a spare row after its keys."""
-        has_rows = shape.n_rows <= self._limit_rows and shape.n_tree_rows <= self._limit.n_tree_rows
-        return cache.buffer is not None and has_rows and shape.n_keys < cache.capacity
-
-    def forward(self, buffer: KVBuffer, rows: PassRows, reduce: Reduce | None = None) -> Tensor:
-        """Compute n rows and write their keys and values to the buffer.
-
-        Returns logits (n, vocabulary), or n rows of `reduce` output, valid until the next pass.
-        """
-        n = len(rows.ids)
-        if self._logits is None:
-            size = (self._limit_rows, self._model.spec.vocab_size)
-            self._logits = torch.empty(size, dtype=buffer.keys.dtype, device=buffer.keys.device)
-            self.tapped = self._logits.new_empty(
-                size[0], len(self._model.taps), self._model.spec.hidden_size
-            )
-        logits = self._logits
-        if buffer not in self._passes:
-            self._passes[buffer] = {}
-            buffer.clear(rows.mask.n_keys - n)  # 0 times an uninitialised value may be NaN
-        shape = self._rounded(n, rows.mask.n_keys, buffer)
-        _most_recent(
-            self._passes[buffer],
-            shape,
-            lambda: GraphPass(self._model, buffer, shape, logits, self.tapped),
-        ).run(rows, self._capture_pass)
-        if reduce is None:
-            return logits[:n]
-        reduction = _most_recent(
-            self._reductions,
-            (shape.n_rows, reduce),
-            lambda: _Reduction(reduce, logits[: shape.n_rows]),
-        )
-        reduction.run(self._capture)
-        return reduction.out[:n]
-
-    def _rounded(self, n_rows: int, n_keys: int, buffer: KVBuffer) -> GraphShape:
-        """Return the captured shape for a pass."""
-        steps = -(-n_keys // _KEYS)
-        # If attention skips absent keys, few shapes serve a growing cache.
-        if ops.goes_by_extent(buffer.keys):
-            steps = max(1 << (steps - 1).bit_length(), _LEAST_KEYS // _KEYS)
-        n_keys = min(steps * _KEYS, buffer.capacity)
-        width = next(width for width in GRAPH_WIDTHS if width >= n_rows)
-        return GraphShape(width, n_keys, min(n_keys, self._limit.n_tree_rows))
-
-
-def _most_recent(kept: dict[_Key, _Value], key: _Key, make: Callable[[], _Value]) -> _Value:
-    """Return the value of a key and mark it most recently used; evict the least recently used."""
-    kept[key] = kept.pop(key) if key in kept else make()
-    if len(kept) > _MOST_KEPT:
-        del kept[next(iter(kept))]
-    return kept[key]
-
-
-def capture_together(capture: Capture, ranks: Ranks, compute: Callable[[], None]) -> Replay:
-    """Capture a pass with collectives on all ranks, or on none, as NCCL requires.
-
-    Raises OutOfMemoryError if a rank failed.
-    """
-    replay = None
-    with suppress(torch.OutOfMemoryError, extension.NotCapturable, RankError):
-        replay = capture(compute)
-    if not ranks.least(replay is not None)[0] or replay is None:
-        raise torch.OutOfMemoryError("a rank failed to capture the pass")
-    return replay
 
 
 class CudaCapture:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.errors import machine_error
-from offload_rt.executor.cuda_graphs import Capture, GraphShape, capture_together
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Chunk, Step
+from offload_rt.kv.host import HostMemory
 from offload_rt.models.architecture import Architecture
 from offload_rt.parallel.model_part import ModelPart
 from offload_rt.parallel.pipeline_model import Stage
@@ -95,16 +95,6 @@ class RankRunner(Runner):
     do = _on_all_ranks(Runner.do)
     assume_context = _on_all_ranks(Runner.assume_context)
 
-    def use_graphs(self, limit: GraphShape, capture: Capture, seconds: float = 0.0) -> None:
-        """See `Runner.use_graphs`.
-
-        Nothing is captured in advance: ranks have separate clocks but must capture equal shapes.
-        """
-        super().use_graphs(limit, capture)
-
-    def _pass_capture(self, capture: Capture) -> Capture:
-        return partial(capture_together, capture, self.ranks)
-
 
 class PipelineRunner(RankRunner):
     """Runner of a pipeline stage."""
@@ -135,5 +125,5 @@ class PipelineRunner(RankRunner):
 
     def _groups(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
         """Send chunks through the stages separately, unless they share a sweep over the link."""
-        is_resident = not self.streamer.order and self.offloaded_rows is None
+        is_resident = not self.streamer.order and not isinstance(self.memory, HostMemory)
         return [[chunk] for chunk in chunks] if is_resident else [chunks]

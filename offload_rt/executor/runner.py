@@ -3,9 +3,8 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,26 +14,16 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.chunks import CHUNK_ROWS
 from offload_rt.cost.pass_times import ComputeTimes
-from offload_rt.executor.cuda_graphs import (
-    Capture,
-    GraphRunner,
-    GraphShape,
-    PassRows,
-    ResidentModel,
-    keep_tapped,
-)
 from offload_rt.executor.image_encoder import ImageEncoder
 from offload_rt.executor.step import Chunk, Segment, Step
-from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
-from offload_rt.kv.host import HostCache
-from offload_rt.kv.recurrent import RecurrentCache
+from offload_rt.kv.cache import KVCache
+from offload_rt.kv.memory import KVMemory
 from offload_rt.kv.sparse import SparseCache
 from offload_rt.kv.split import KVShare
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.heads import HeadDecoder
-from offload_rt.models.layers import LayerWeights
+from offload_rt.models.layers import LayerWeights, keep_tapped
 from offload_rt.offload.expert_cache import ExpertCache
-from offload_rt.offload.offloaded_rows import OffloadedRows
 from offload_rt.offload.streamer import LayerView, Streamer
 from offload_rt.sampling import largest
 from offload_rt.system.trace import COMPUTE, Trace
@@ -54,17 +43,35 @@ def _span_name(blocks: Sequence[LayerView]) -> str:
     return f"layer {first}" if first == last else f"layers {first} to {last}"
 
 
+def row_inputs(
+    spec: Architecture, segments: Sequence[Segment], dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return the inputs that layers need per row, on the host."""
+    parts = [segment.positions() for segment in segments]
+    if any(part.dim() > 1 for part in parts):  # of texts: three equal positions
+        parts = [part.expand(3, -1) for part in parts]
+    positions = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    n_rows = [segment.stop - segment.start for segment in segments]
+    prompts = np.repeat([segment.step.n_prompt for segment in segments], n_rows)
+    lengths = torch.from_numpy(np.maximum(prompts, positions.numpy() + 1))
+    return spec.row_inputs(positions, lengths, dtype)
+
+
 @dataclass(eq=False, repr=False)
 class Runner:
     """Compute logits and own the caches. The streamer provides layers; other weights are resident.
 
-    kv          cache class for rows on the device
-    offloaded_rows  storage of off-device rows, or None
-    experts     cache for experts loaded on demand; None if experts are part of their layers
     images      vision tower; None for texts alone
     taps        layer counts after which hidden states are kept for a drafter, see `tapped`
     tapped      (n_rows, len(taps), hidden_size) per step, valid until the next pass
+
+    A dense model on one device needs no more. Other parts of a run replace these attributes:
+    memory      creates caches, and loads their rows during a pass
+    prepare     receives index and weights of each layer before its computation
     meanwhile   called after each layer, while the next layer may be in transfer
+    replay      computes a step on its cache in place of the runner: returns output and tapped
+                states, or None
+    experts     experts loaded on demand, if any, for measurements
     """
 
     spec: Architecture
@@ -74,21 +81,21 @@ class Runner:
     device: torch.device
     dtype: torch.dtype
     trace: Trace
-    kv: type[ContiguousCache] = ContiguousCache
-    offloaded_rows: OffloadedRows | None = None
-    experts: ExpertCache | None = None
     images: ImageEncoder | None = None
     taps: tuple[int, ...] = ()
-    meanwhile: Callable[[], None] = lambda: None
     tapped: Sequence[Tensor] = field(default=(), init=False)
+    memory: KVMemory = field(init=False)
+    prepare: Callable[[int, LayerWeights], None] = lambda i, weights: None
+    meanwhile: Callable[[], None] = lambda: None
+    replay: Callable[[Step, KVCache], tuple[Tensor, Tensor] | None] | None = None
+    experts: ExpertCache | None = None
 
     def __post_init__(self) -> None:
         self._chunk_rows = CHUNK_ROWS
         self._ids = itertools.count()
         self._caches: dict[int, KVCache] = {}
         self._views: dict[int, LayerWeights] = {}  # of resident layers
-        self._graphs: GraphRunner | None = None
-        self.kv = RecurrentCache if self.spec.state_shapes else self.kv
+        self.memory = KVMemory(self.spec, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, steps: Sequence[Step]) -> list[Tensor]:
@@ -101,15 +108,19 @@ class Runner:
         self.tapped = ()
         for step in steps:
             self._caches[step.cache].begin(step.tokens.tolist())
-        if len(steps) == 1 and self.replays(steps[0]):
-            return [self._replay(steps[0])]
+        if self.replay is not None and len(steps) == 1:
+            replayed = self.replay(steps[0], self._caches[steps[0].cache])
+            if replayed is not None:
+                self.tapped = replayed[1:]
+                return [replayed[0]]
         ids, chunks = self.upload(steps)
         hidden, chunks = self.embed(ids, chunks)
         hidden = self._add_states(hidden, steps)
         tapped = hidden.new_empty(len(hidden), len(self.taps), hidden.shape[1])
         keep_tapped(self.taps, tapped, hidden, 0)
         for group in self._groups(chunks):
-            with self._load_rows(group), closing(self.streamer.sweep()) as sweep:
+            caches = [segment.cache for chunk in group for segment in chunk.segments]
+            with self.memory.load(caches), closing(self.streamer.sweep()) as sweep:
                 blocks: list[LayerView] = []
                 for block in sweep:
                     blocks.append(block)
@@ -134,16 +145,6 @@ class Runner:
         assert isinstance(self.spec, HeadDecoder), "only draft heads have additional inputs"
         return self.spec.combine(self.non_layer, x, torch.cat(states))
 
-    def _load_rows(self, chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
-        """Load off-device cache rows during a pass, in the order of their use."""
-        if self.offloaded_rows is None:
-            return nullcontext()
-        segments = [segment for chunk in chunks for segment in chunk.segments]
-        layers = range(self.spec.n_layers)
-        return self.offloaded_rows.prefetch(
-            [rows for i in layers for segment in segments for rows in segment.cache.offloaded(i)]
-        )
-
     def finish(self, logits: Sequence[Tensor] = ()) -> list[bool]:
         """Wait until the device has finished all queued work; copies continue.
 
@@ -152,26 +153,6 @@ class Runner:
         done = torch.ones((), dtype=torch.bool, device=self.device)
         _, *best = ops.to_host([done, *(largest(rows)[0] for rows in logits)], is_long=True)
         return [all(map(math.isfinite, values.tolist())) for values in best]
-
-    def use_graphs(self, limit: GraphShape, capture: Capture, seconds: float = 0.0) -> None:
-        """Use CUDA graphs for passes of a single sequence. All layers must be resident.
-
-        limit    largest captured shape
-        seconds  time limit for capturing likely shapes in advance
-        """
-        if self.kv is not ContiguousCache or not self.spec.supports_graphs:
-            return
-        model = ResidentModel(self.spec, self.resident_layers(), self.non_layer, self.taps)
-        new_buffer = partial(
-            KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device
-        )
-        self._graphs = GraphRunner(model, limit, new_buffer, capture, self._pass_capture(capture))
-        if seconds:
-            self._graphs.prepare(seconds)
-
-    def _pass_capture(self, capture: Capture) -> Capture:
-        """Return the capture of complete passes."""
-        return capture
 
     def resident_layers(self) -> list[LayerWeights]:
         """Return the weights of all layers, which must be resident."""
@@ -182,46 +163,14 @@ class Runner:
 
     def close(self) -> None:
         """Stop all transfers and drop references to the weights."""
-        self._graphs = None
         self._views.clear()
-        if self.offloaded_rows is not None:
-            self.offloaded_rows.close()
-        if self.experts is not None:
-            self.experts.close()
-        if self.images is not None:
-            self.images.close()
+        self.replay = None
         self.streamer.close()
 
     @property
     def has_graphs(self) -> bool:
-        """Whether CUDA graphs serve a sequence that runs alone in the shared buffer."""
-        return self._graphs is not None
-
-    def replays(self, step: Step) -> bool:
-        """Return whether a CUDA graph can execute a step."""
-        cache = self._caches[step.cache]
-        n_tokens = len(step.tokens)
-        shape = GraphShape(step.n_rows, cache.n_held + n_tokens, n_tokens)
-        reads = step.read is not None or step.read_hidden is not None
-        has_all_rows = cache.n_seen == cache.n_held and not reads and cache.leader is None
-        return self._graphs is not None and has_all_rows and self._graphs.fits(cache, shape)
-
-    def _replay(self, step: Step) -> Tensor:
-        """Execute a step by a CUDA graph; returns the same as `forward`."""
-        cache = self._caches[step.cache]
-        n_tokens = len(step.tokens)
-        assert self._graphs is not None and cache.buffer is not None, "see replays"
-        segment = Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
-        rows = torch.arange(step.n_done, n_tokens) + cache.n_held
-        inputs = PassRows(
-            step.tokens[step.n_done :], rows, self._row_inputs([segment]), segment.mask()
-        )
-        with self.trace.span(COMPUTE, "all layers"):
-            out = self._graphs.forward(cache.buffer, inputs, step.reduce)[
-                step.n_rows - step.n_wanted :
-            ]
-        self.tapped = (self._graphs.tapped[: step.n_rows],)
-        return out
+        """Whether captured passes serve a sequence that runs alone in a shared buffer."""
+        return self.replay is not None
 
     def embed(self, ids: Tensor, chunks: Sequence[Chunk]) -> tuple[Tensor, list[Chunk]]:
         """Embed tokens (n,); return hidden states (n, hidden_size) and chunks with layer inputs."""
@@ -263,16 +212,8 @@ class Runner:
             weights = self.format.view(block.layout, block.data, self.dtype)
             if block.is_resident:
                 self._views[block.i] = weights
-        if self.experts is not None:
-            weights.experts = self.experts.layer_experts(block.i, partial(self._following, block.i))
+        self.prepare(block.i, weights)
         return weights
-
-    def _following(self, i: int) -> LayerWeights | None:
-        """Return the weights of the next layer with experts if it is on the device, else None."""
-        assert self.experts is not None
-        later = (j for j in self.experts.mixture.layers if j > i)
-        block = next((self.streamer.resident(j) for j in later), None)
-        return None if block is None else self._weights(block)
 
     def shrink_chunks(self) -> bool:
         """Halve the rows per layer call; return whether that was possible."""
@@ -284,24 +225,11 @@ class Runner:
         """Create an empty cache for a sequence with `capacity` rows; return its id.
 
         The caller frees the cache.
-        is_alone  no other sequence runs concurrently, so CUDA graphs can be reused
+        is_alone  no other sequence runs concurrently
         share     rows on the device; None for all rows
         """
-        buffer = (
-            self._graphs.reuse(capacity, is_alone and not self._caches)
-            if self._graphs is not None
-            else None
-        )
         id = next(self._ids)
-        empty = partial(KVBuffer.empty, self.spec.kv_shapes, dtype=self.dtype, device=self.device)
-        if self.offloaded_rows is not None and share is not None and share.n_on_device < capacity:
-            self._caches[id] = HostCache(
-                self.spec, empty(share.n_on_device), self.offloaded_rows, share
-            )
-        elif buffer:
-            self._caches[id] = ContiguousCache(buffer)
-        else:
-            self._caches[id] = self.kv.empty(self.spec, capacity, self.dtype, self.device)
+        self._caches[id] = self.memory.new_cache(capacity, is_alone and not self._caches, share)
         return id
 
     def renew_cache(
@@ -344,18 +272,15 @@ class Runner:
 
         n_pending  rows for drafted tokens
         """
-        capacity = budget + n_pending + 1  # CUDA graphs need a spare row
-        buffer = KVBuffer.empty(self.spec.kv_shapes, capacity, self.dtype, self.device)
+        capacity = budget + n_pending + 1  # a captured pass needs a spare row
+        buffer = self.memory.new_buffer(capacity)
         id = next(self._ids)
         self._caches[id] = kind(self._caches[source], buffer, budget, self.spec)
         return id
 
     def free_cache(self, id: int) -> None:
         """Free the memory of a cache."""
-        cache = self._caches.pop(id)
-        cache.close()
-        if self._graphs is not None and cache.buffer is not None:
-            self._graphs.free(cache.buffer)
+        self._caches.pop(id).close()
 
     def n_committed(self, id: int) -> int:
         """Return the number of committed tokens of a cache."""
@@ -435,7 +360,9 @@ class Runner:
                 for segment in segments
                 if self.spec.state_shapes
             )
-            chunk = Chunk(rows, tuple(segments), masks, self._row_inputs(segments), inputs)
+            chunk = Chunk(
+                rows, tuple(segments), masks, row_inputs(self.spec, segments, self.dtype), inputs
+            )
             chunks.append(chunk if self.images is None else self.images.with_images(chunk))
         return chunks
 
@@ -446,17 +373,6 @@ class Runner:
     def _groups(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
         """Group the chunks of a pass; a group visits all layers before the next group starts."""
         return [chunks]
-
-    def _row_inputs(self, segments: list[Segment]) -> tuple[Tensor, ...]:
-        """Return the inputs that layers need per row, on the host."""
-        parts = [segment.positions() for segment in segments]
-        if any(part.dim() > 1 for part in parts):  # of texts: three equal positions
-            parts = [part.expand(3, -1) for part in parts]
-        positions = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        n_rows = [segment.stop - segment.start for segment in segments]
-        prompts = np.repeat([segment.step.n_prompt for segment in segments], n_rows)
-        lengths = torch.from_numpy(np.maximum(prompts, positions.numpy() + 1))
-        return self.spec.row_inputs(positions, lengths, self.dtype)
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> list[Tensor]:
         """Apply the head to wanted rows: (n, hidden_size) -> (n_wanted, vocabulary) per step."""

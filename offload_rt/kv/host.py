@@ -1,6 +1,7 @@
 """KV cache with off-device rows: blocks of rows are prefetched and attended to separately."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.kv.cache import KVBuffer, KVCache, RowRange
+from offload_rt.kv.memory import KVMemory
 from offload_rt.kv.split import PAGE_ROWS, KVShare, RowFormat
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.layers import Attention
@@ -39,6 +41,34 @@ class RowStore(Protocol):
 
         Raises LinkError.
         """
+
+    def prefetch(self, ranges: list[RowRange]) -> AbstractContextManager[None]:
+        """Stream these ranges during a pass, the body of a `with`; `receive` returns each once."""
+
+
+class HostMemory(KVMemory):
+    """Memory of caches whose rows may exceed the device; a store keeps the other rows."""
+
+    def __init__(
+        self, spec: Architecture, dtype: torch.dtype, device: torch.device, store: RowStore
+    ) -> None:
+        super().__init__(spec, dtype, device)
+        self.store = store
+
+    def new_cache(
+        self, capacity: int, is_alone: bool = False, share: KVShare | None = None
+    ) -> KVCache:
+        """See `KVMemory.new_cache`."""
+        if share is None or share.n_on_device >= capacity:
+            return super().new_cache(capacity)
+        return HostCache(self.spec, self.new_buffer(share.n_on_device), self.store, share)
+
+    def load(self, caches: Sequence[KVCache]) -> AbstractContextManager[None]:
+        """See `KVMemory.load`."""
+        layers = range(self.spec.n_layers)
+        return self.store.prefetch(
+            [rows for i in layers for cache in caches for rows in cache.offloaded(i)]
+        )
 
 
 class HostCache(KVCache):

@@ -260,3 +260,13 @@ class StateContext(PassContext, Protocol):
         log_decays, beta  (n, n_v_heads)
         Returns (n, n_v_heads, v_dim).
         """
+
+
+def keep_tapped(taps: Sequence[int], tapped: Tensor, hidden: Tensor, n_layers: int) -> None:
+    """Copy hidden states (n, hidden_size) after `n_layers` layers to tapped, if a tap matches.
+
+    tapped  (n, len(taps), hidden_size)
+    """
+    for place, tap in enumerate(taps):
+        if tap == n_layers:
+            tapped[:, place] = hidden

@@ -13,6 +13,7 @@ from torch import Tensor
 from offload_rt.models.layers import HostWork, LayerExperts, LayerWeights
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.placement import ExpertSizes
+from offload_rt.offload.streamer import Streamer
 from offload_rt.offload.tier import Tier
 from offload_rt.weights.layout import Layout
 
@@ -50,6 +51,7 @@ class ExpertCache(ABC):
         self.mixture = sizes.mixture
         self.tier = tier
         self._view = view
+        self._routers: dict[int, LayerWeights] = {}  # resident layers with experts
         self._slots = slots
         self._changed = threading.Condition()  # guards all attributes below
         self._held = np.full(len(slots), -1)  # block in, or being copied to, each slot; -1 for none
@@ -61,16 +63,28 @@ class ExpertCache(ABC):
         self._wanted: set[int] = set()  # blocks of the current layer, not computed yet
         self.n_fetched = 0  # blocks fetched, in transfer, or computed by the host
 
-    def layer_experts(
-        self, i: int, following: Callable[[], LayerWeights | None]
-    ) -> LayerExperts | None:
-        """Return the experts of layer i, or None; see `LayerExperts.following`."""
+    def attach(self, streamer: Streamer, i: int, weights: LayerWeights) -> None:
+        """Attach the experts of layer i to its weights; `streamer` provides the layers."""
         layers = self.mixture.layers
         if i not in layers:
-            return None
+            return
         k = layers.index(i)
-        expect = partial(self.expect, (k + 1) % len(layers))
-        return LayerExperts(partial(self.arrive, k), following, expect, self.host is not None)
+        weights.experts = LayerExperts(
+            partial(self.arrive, k),
+            partial(self._following, streamer, k),
+            partial(self.expect, (k + 1) % len(layers)),
+            self.host is not None,
+        )
+
+    def _following(self, streamer: Streamer, k: int) -> LayerWeights | None:
+        """See `LayerExperts.following`, for the k-th expert layer."""
+        for i in self.mixture.layers[k + 1 : k + 2]:
+            block = streamer.resident(i)
+            if block is not None and i not in self._routers:
+                self._routers[i] = self._view(block.layout, block.data)
+                self.attach(streamer, i, self._routers[i])
+            return self._routers.get(i)
+        return None
 
     def arrive(
         self, k: int, n_rows: Mapping[int, int], work: HostWork | None = None

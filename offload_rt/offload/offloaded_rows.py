@@ -71,7 +71,7 @@ class OffloadedRows(ABC):
 
     @contextmanager
     def prefetch(self, ranges: list[RowRange]) -> Iterator[None]:
-        """Stream these ranges during a pass, the body of a `with`; `receive` returns each once."""
+        """See `RowStore.prefetch`."""
         if not ranges:
             yield
             return

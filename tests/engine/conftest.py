@@ -9,6 +9,7 @@ from support.heads import HEADS, few_tokens, random_head
 from support.tiny import open_llm
 
 from offload_rt import LLM
+from offload_rt.executor.captured_passes import capture_passes
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.models.families import FAMILIES
 
@@ -33,7 +34,7 @@ def opened(zoo, steady, tmp_path, monkeypatch) -> Callable[..., tuple[LLM, Any]]
                 (llm.engine.runner, most[0]),
                 (llm.engine.draft, most[0] + most[1]),
             ):
-                runner.use_graphs(GraphShape(16, n_rows, 32), record_graph)
+                capture_passes(runner, GraphShape(16, n_rows, 32), record_graph)
             return llm, pair.model
         return open_llm(pair.target, **pair.settings(kind), **settings), pair.model
 

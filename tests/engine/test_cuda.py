@@ -444,10 +444,9 @@ def test_passes_are_captured_while_loading(pair, monkeypatch):
         monkeypatch.setattr(builder, "_CAPTURING_S", 1e9)
         with on_card(pair.target, tree_size=8, **pair.settings("adaptive_tree")) as llm:
             n_loaded = len(captured)
-            for graphs in (llm.engine.runner._graphs, llm.engine.draft._graphs):
-                assert sorted(shape.n_rows for shape in graphs._passes[graphs._reusable]) == [
-                    1, 2, 4, 8,
-                ]  # fmt: skip
+            for runner in (llm.engine.runner, llm.engine.draft):
+                passes = runner.replay.__self__._passes[runner.memory._shared]
+                assert sorted(shape.n_rows for shape in passes) == [1, 2, 4, 8]
             text = say(llm, prompt_of(0), 10)
     assert n_loaded == 8 and not any(isinstance(entry, GraphPass) for entry in captured[n_loaded:])
     assert text == generate(pair.model, prompt_of(0), 10)

@@ -10,6 +10,7 @@ from support.fake_gpu import record_graph
 from support.tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree, runner_of
 
 from offload_rt import ops
+from offload_rt.executor.captured_passes import capture_passes
 from offload_rt.executor.cuda_graphs import GraphInputs, GraphShape, PassRows
 from offload_rt.executor.step import Step
 from offload_rt.ops import extension, reference
@@ -22,7 +23,7 @@ def buffer_of(runner, cache):
 
 
 def passes_of(runner, cache):
-    return runner._graphs._passes[buffer_of(runner, cache)]
+    return runner.replay.__self__._passes[buffer_of(runner, cache)]
 
 
 def fed_alike(llms, caches, tokens, tree):
@@ -44,7 +45,7 @@ def test_captured_pass_equals_ordinary_pass(zoo, name):
     prompt = prompt_of(0)
     capacity = 512
     with open_llm(zoo.directory(name, 0)) as plain, open_llm(zoo.directory(name, 0)) as graphs:
-        runner_of(graphs).use_graphs(GraphShape(64, capacity, 128), record_graph)
+        capture_passes(runner_of(graphs), GraphShape(64, capacity, 128), record_graph)
         caches = [prefill(runner_of(llm), prompt, capacity) for llm in (plain, graphs)]
         assert len(passes_of(runner_of(graphs), caches[1])) == 1
         for n, seed in ((1, 0), (5, 1), (7, 2), (1, 3), (33, 4), (6, 5), (64, 6)):
@@ -68,7 +69,7 @@ def test_tree_levels_are_replayed_in_turn(zoo):
         tokens = prompt_of(1, 20)
         whole = feed(runner, prefill(runner, prompt, 256), tokens, tree)
         cache = prefill(runner, prompt, 256)
-        runner.use_graphs(GraphShape(64, 256, 128), record_graph)
+        capture_passes(runner, GraphShape(64, 256, 128), record_graph)
         parts = []
         for start, stop in ((0, 1), (1, 6), (6, 13), (13, 20)):
             some = Topology(tree.parents[:stop])
@@ -84,12 +85,12 @@ def test_oversized_pass_runs_without_graph(zoo):
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
         want = feed(runner, prefill(runner, prompt_of(0), 64), prompt_of(1, 43), random_tree(43, 0))
-        runner.use_graphs(GraphShape(16, 256, 128), record_graph)
+        capture_passes(runner, GraphShape(16, 256, 128), record_graph)
         # more rows than 16, then a cache without a spare row
         cache = prefill(runner, prompt_of(0), 64)
         got = feed(runner, cache, prompt_of(1, 43), random_tree(43, 0))
         assert torch.equal(got, want)
-        assert buffer_of(runner, cache) not in runner._graphs._passes
+        assert buffer_of(runner, cache) not in runner.replay.__self__._passes
 
 
 def test_sequences_in_turn_share_graphs(zoo):
@@ -104,7 +105,7 @@ def test_sequences_in_turn_share_graphs(zoo):
         open_llm(zoo.directory("llama", 0)) as plain,
         open_llm(zoo.directory("llama", 0)) as graphs,
     ):
-        runner_of(graphs).use_graphs(GraphShape(64, 256, 128), capture)
+        capture_passes(runner_of(graphs), GraphShape(64, 256, 128), capture)
         for seed in range(3):
             caches = [
                 runner_of(llm).new_cache(100 + seed, is_alone=True) for llm in (plain, graphs)
@@ -117,7 +118,7 @@ def test_sequences_in_turn_share_graphs(zoo):
         assert len(captured) == 1
         runner = runner_of(graphs)
         first = runner.new_cache(100, is_alone=True)
-        assert len(runner._graphs._passes) == 1
+        assert len(runner.replay.__self__._passes) == 1
         second = runner.new_cache(100, is_alone=True)
         assert buffer_of(runner, first) is not buffer_of(runner, second)
         for cache in (first, second):
@@ -127,14 +128,14 @@ def test_sequences_in_turn_share_graphs(zoo):
             shared = runner.new_cache(100, is_alone=True)
             feed(runner, shared, prompt_of(0, 8), random_tree(8, 0))
             runner.free_cache(shared)
-            assert len(runner._graphs._passes) == 1
+            assert len(runner.replay.__self__._passes) == 1
             runner.free_cache(runner.new_cache(capacity, is_alone))
-            assert len(runner._graphs._passes) == 0
+            assert len(runner.replay.__self__._passes) == 0
 
 
 def test_growing_cache_uses_a_few_sizes(zoo, monkeypatch):
-    monkeypatch.setattr("offload_rt.executor.cuda_graphs._KEYS", 8)
-    monkeypatch.setattr("offload_rt.executor.cuda_graphs._LEAST_KEYS", 16)
+    monkeypatch.setattr("offload_rt.executor.captured_passes._KEYS", 8)
+    monkeypatch.setattr("offload_rt.executor.captured_passes._LEAST_KEYS", 16)
     monkeypatch.setattr(ops, "goes_by_extent", lambda keys: True)
     monkeypatch.setattr(
         ops,
@@ -146,7 +147,7 @@ def test_growing_cache_uses_a_few_sizes(zoo, monkeypatch):
         open_llm(zoo.directory("llama", 0)) as graphs,
     ):
         runner = runner_of(graphs)
-        runner.use_graphs(GraphShape(8, 100, 8), record_graph)
+        capture_passes(runner, GraphShape(8, 100, 8), record_graph)
         caches = [runner_of(plain).new_cache(100), runner.new_cache(100)]
         for turn in range(12):
             fed_alike((plain, graphs), caches, prompt_of(turn, 8), random_tree(8, turn))
@@ -172,7 +173,7 @@ def test_failed_capture_falls_back_to_ordinary_passes(zoo, error):
         open_llm(zoo.directory("llama", 0)) as plain,
         open_llm(zoo.directory("llama", 0)) as graphs,
     ):
-        runner_of(graphs).use_graphs(GraphShape(8, 256, 64), capture)
+        capture_passes(runner_of(graphs), GraphShape(8, 256, 64), capture)
         caches = [runner_of(llm).new_cache(256) for llm in (plain, graphs)]
         for turn in range(5):
             fed_alike((plain, graphs), caches, prompt_of(turn, 8), random_tree(8, turn))
@@ -187,7 +188,7 @@ def test_sampling_probabilities_are_captured(zoo, reduce):
         open_llm(zoo.directory("llama", 0)) as plain,
         open_llm(zoo.directory("llama", 0)) as graphs,
     ):
-        runner_of(graphs).use_graphs(GraphShape(8, 256, 64), record_graph)
+        capture_passes(runner_of(graphs), GraphShape(8, 256, 64), record_graph)
         caches = [runner_of(llm).new_cache(256) for llm in (plain, graphs)]
         for turn in range(4):
             draws = []
@@ -201,14 +202,14 @@ def test_sampling_probabilities_are_captured(zoo, reduce):
                 runner_of(llm).discard(cache)
             np.testing.assert_array_equal(draws[0][0], draws[1][0])
             np.testing.assert_allclose(draws[0][1], draws[1][1], rtol=1e-3, atol=1e-4)
-        assert len(runner_of(graphs)._graphs._reductions) == 1
+        assert len(runner_of(graphs).replay.__self__._reductions) == 1
 
 
 def test_graph_cache_keeps_the_most_recent_sizes(zoo, monkeypatch):
-    monkeypatch.setattr("offload_rt.executor.cuda_graphs._MOST_KEPT", 2)
+    monkeypatch.setattr("offload_rt.executor.captured_passes._MOST_KEPT", 2)
     with open_llm(zoo.directory("llama", 0)) as llm:
         runner = runner_of(llm)
-        runner.use_graphs(GraphShape(64, 256, 128), record_graph)
+        capture_passes(runner, GraphShape(64, 256, 128), record_graph)
         cache = runner.new_cache(256)
         for n in (1, 2, 1, 4):
             feed(runner, cache, prompt_of(0, n), random_tree(n, 0))

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload_rt import LLM, ops
+from offload_rt.executor.captured_passes import capture_passes
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.ops import TreeMask, cpu, extension
 from offload_rt.speculate.select import load_rule
@@ -104,7 +105,7 @@ def test_captured_kernel_logits_equal_the_reference(served, monkeypatch, bfloat1
     """With trees and cache lengths other than at capture, and without a dense mask."""
     monkeypatch.setattr(TreeMask, "dense", None)
     with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as graphs:
-        runner_of(graphs).use_graphs(GraphShape(32, 512, 64), record_graph)
+        capture_passes(runner_of(graphs), GraphShape(32, 512, 64), record_graph)
         mine = logits_of_passes(runner_of(graphs))
         # The prompt; the first of the trees, and the one that is captured.
         assert served.counts["tree_attention"] == 3 * runner_of(graphs).spec.n_layers
@@ -148,7 +149,7 @@ def on_card(directory, place):
     streamed = {"device_memory": least_streaming(directory, **settings)}
     llm = LLM(str(directory), **settings, **(streamed if place == "streamed" else {}))
     if place == "captured":
-        runner_of(llm).use_graphs(GraphShape(32, 256, 64), record_graph)
+        capture_passes(runner_of(llm), GraphShape(32, 256, 64), record_graph)
     assert bool(runner_of(llm).streamer.order) == (place == "streamed")
     return llm
 

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +44,7 @@ from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, LinkError
 from offload_rt.kv import host
 from offload_rt.kv import split as kv_split
-from offload_rt.kv.host import HostCache
+from offload_rt.kv.host import HostCache, HostMemory
 from offload_rt.kv.split import KVSplit, RowFormat
 from offload_rt.models.families import parse_architecture
 from offload_rt.offload.offloaded_rows import FileRows
@@ -83,16 +83,15 @@ def beyond(runner, n_on_device, n_rows=CAPACITY, is_fp8=False):
     spec = runner.spec
     rows = RowFormat(spec.n_kv_heads, spec.head_dim, DType.from_torch(runner.dtype), is_fp8)
     split = replace(KVSplit.least(spec, n_rows, N_NODES, rows, 512), n_on_device=n_on_device)
-    runner.offloaded_rows = FileRows(split, spec.n_layers, runner.streamer)
-    try:
-        yield runner.offloaded_rows
-    finally:
-        runner.offloaded_rows.close()
-        runner.offloaded_rows = None
+    with closing(FileRows(split, spec.n_layers, runner.streamer)) as store:
+        memory = runner.memory
+        runner.memory = HostMemory(spec, runner.dtype, runner.device, store)
+        yield store
+        runner.memory = memory
 
 
 def offloaded_cache(runner, n_rows=CAPACITY, n_nodes=N_NODES):
-    return runner.new_cache(n_rows, share=runner.offloaded_rows.split.share(n_rows, n_nodes))
+    return runner.new_cache(n_rows, share=runner.memory.store.split.share(n_rows, n_nodes))
 
 
 def new_caches(runner):
@@ -142,7 +141,7 @@ def test_host_cache_equals_device_cache(runner, n_on_device, chunk_rows, monkeyp
         assert len(cache.committed) > 330 and (len(cache._blocks) > 1 or n_on_device == 400)
         for cache_id in caches:
             runner.free_cache(cache_id)
-        assert len(runner.offloaded_rows._free) == runner.offloaded_rows._n_blocks, (
+        assert len(runner.memory.store._free) == runner.memory.store._n_blocks, (
             "all blocks were given back"
         )
 
@@ -237,7 +236,7 @@ def test_next_turn_computes_new_tokens_only(pair):
             n_before = len(text) + N_NEW - 1
             text = text + said + prompt_of(turn + 1, 6)
         llm.engine.reset_prefix_cache()
-        assert len(runner.offloaded_rows._free) == runner.offloaded_rows._n_blocks, (
+        assert len(runner.memory.store._free) == runner.memory.store._n_blocks, (
             "all blocks were given back"
         )
 

@@ -55,6 +55,7 @@ from offload_rt.errors import (
     SettingsError,
     UnsupportedModelError,
 )
+from offload_rt.executor.captured_passes import capture_passes
 from offload_rt.executor.cuda_graphs import GraphPass, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.models.layers import TensorShape
@@ -713,7 +714,7 @@ def test_ranks_capture_and_replay_the_same_passes(pair, monkeypatch, fails):
     def runner(*given: Any) -> Runner:
         built = make(*given)
         # Rank 0 captures in its engine thread.
-        built.use_graphs(GraphShape(64, 512, 128), partial(capture, MINE.ranks.rank), 1.0)
+        capture_passes(built, GraphShape(64, 512, 128), partial(capture, MINE.ranks.rank), 1.0)
         return built
 
     monkeypatch.setattr(loader.Loader, "runner", runner)

@@ -37,6 +37,7 @@ from support.tiny import (
 
 from offload_rt import SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
+from offload_rt.executor.captured_passes import capture_passes
 from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
@@ -314,7 +315,7 @@ def test_caches_never_exceed_the_plan(pair, monkeypatch, is_captured):
         planned = {target: llm.spec.memory.cache_rows, draft: draft_rows(64, 6)}
         if is_captured:
             for runner, rows in planned.items():
-                runner.use_graphs(GraphShape(6, rows, 12), record_graph)
+                capture_passes(runner, GraphShape(6, rows, 12), record_graph)
         monkeypatch.setattr(Runner, "new_cache", new_cache_counted)
         llm.generate(
             PROMPTS * 2, [SamplingParams(max_new_tokens=n) for n in (30, 3, 30, 30, 40, 4, 5, 30)]

@@ -238,9 +238,9 @@ def test_passes_over_resident_quantised_weights_are_captured(
     ):
         captured = say(llm, prompt, 4)
         runner = llm.engine.runner
-        passes = runner._graphs._passes.values()
+        passes = runner.replay.__self__._passes.values()
         assert any(graph._captured._replay for graphs in passes for graph in graphs.values())
-        monkeypatch.setattr(runner, "_graphs", None)
+        monkeypatch.setattr(runner, "replay", None)
         assert say(llm, prompt, 4) == captured
 
 

@@ -1,0 +1,228 @@
+"""Passes of a single sequence by CUDA graphs, in place of a runner of resident layers."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from offload_rt import ops
+from offload_rt.chunks import GRAPH_WIDTHS, max_captured_rows
+from offload_rt.errors import RankError
+from offload_rt.executor.cuda_graphs import (
+    Capture,
+    GraphPass,
+    GraphReduction,
+    GraphShape,
+    PassRows,
+    Reduce,
+    Replay,
+    ResidentModel,
+)
+from offload_rt.executor.rank_runner import RankRunner
+from offload_rt.executor.runner import Runner, row_inputs
+from offload_rt.executor.step import Segment, Step
+from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
+from offload_rt.kv.memory import KVMemory
+from offload_rt.kv.split import KVShare
+from offload_rt.models.architecture import Architecture
+from offload_rt.ops import extension
+from offload_rt.system.ranks import Ranks
+from offload_rt.system.trace import COMPUTE, Trace
+
+_KEYS = 256
+# Minimum keys of a shape if attention skips absent keys.
+_LEAST_KEYS = 1024
+# Captured shapes per buffer. Each needs some megabytes of driver memory; trees rarely need more
+# than twenty shapes.
+_MOST_KEPT = 40
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def capture_passes(
+    runner: Runner, limit: GraphShape, capture: Capture, seconds: float = 0.0
+) -> None:
+    """Use CUDA graphs for passes of a single sequence. All layers must be resident.
+
+    limit    largest captured shape
+    seconds  time limit for capturing likely shapes in advance
+    """
+    spec = runner.spec
+    if spec.state_shapes or not spec.supports_graphs:
+        return
+    runner.memory = SharedMemory(spec, runner.dtype, runner.device, limit.n_keys)
+    model = ResidentModel(spec, runner.resident_layers(), runner.non_layer, runner.taps)
+    if not isinstance(runner, RankRunner):
+        graphs = GraphRunner(model, limit, capture, capture, runner.trace)
+        if seconds:
+            graphs.prepare(runner.memory, seconds)
+    else:
+        # Nothing is captured in advance: ranks have separate clocks but must capture equal shapes.
+        together = partial(capture_together, capture, runner.ranks)
+        graphs = GraphRunner(model, limit, capture, together, runner.trace)
+    runner.replay = graphs.replay
+
+
+class SharedMemory(KVMemory):
+    """Memory in which sequences that run alone, in turn, share a buffer and its graphs."""
+
+    def __init__(
+        self, spec: Architecture, dtype: torch.dtype, device: torch.device, n_rows: int
+    ) -> None:
+        super().__init__(spec, dtype, device)
+        self._n_rows = n_rows
+        self._shared: KVBuffer | None = None
+
+    def new_cache(
+        self, capacity: int, is_alone: bool = False, share: KVShare | None = None
+    ) -> KVCache:
+        """See `KVMemory.new_cache`. Other caches need the memory of the shared buffer."""
+        if not is_alone or capacity > self._n_rows:
+            self._shared = None
+            return super().new_cache(capacity)
+        self._shared = self._shared or self.new_buffer(self._n_rows)
+        self._shared.clear()
+        return ContiguousCache(self._shared)
+
+
+class GraphRunner:
+    """Captured passes of a resident model, by KV buffer and shape.
+
+    limit       largest pass
+    capture     returns the replay of a computation, e.g. a CUDA graph
+    capture_pass  `capture` for complete passes, which ranks capture together
+    """
+
+    def __init__(
+        self,
+        model: ResidentModel,
+        limit: GraphShape,
+        capture: Capture,
+        capture_pass: Capture,
+        trace: Trace,
+    ) -> None:
+        self._model = model
+        self._limit = limit
+        self._capture = capture
+        self._capture_pass = capture_pass
+        self._trace = trace
+        self._limit_rows = max_captured_rows(limit.n_rows)
+        # Passes refer to the memory of a buffer, not to the buffer: freeing a cache frees them.
+        self._passes = WeakKeyDictionary[KVBuffer, dict[GraphShape, GraphPass]]()
+        self._reductions: dict[tuple[int, Reduce], GraphReduction] = {}
+        self._logits: Tensor | None = None
+        self._tapped = torch.empty(0)
+
+    def prepare(self, memory: KVMemory, seconds: float) -> None:
+        """Capture passes of all widths at the shortest length, within `seconds`.
+
+        The largest pass is captured first, because smaller passes reuse its memory.
+        """
+        buffer = memory.new_cache(self._limit.n_keys, is_alone=True).buffer
+        assert buffer is not None, "all rows are on the device"
+        widths = [
+            width for width in GRAPH_WIDTHS if width <= self._limit_rows and width < buffer.capacity
+        ]
+        started = time.perf_counter()
+        for width in (*widths[-1:], *widths[:-1]):
+            if time.perf_counter() - started > seconds:
+                break
+            nodes = torch.arange(width)
+            row_inputs = self._model.spec.row_inputs(nodes, nodes + 1, buffer.keys.dtype)
+            rows = PassRows(
+                nodes * 0, nodes, row_inputs, ops.make_tree_mask(nodes.numpy() - 1, 0, 0)
+            )
+            for _ in range(2):
+                self.forward(buffer, rows)
+
+    def replay(self, step: Step, cache: KVCache) -> tuple[Tensor, Tensor] | None:
+        """See `Runner.replay`. The cache needs a spare row after its keys."""
+        n_tokens = len(step.tokens)
+        buffer = cache.buffer
+        has_rows = step.n_rows <= self._limit_rows and n_tokens <= self._limit.n_tree_rows
+        reads = step.read is not None or step.read_hidden is not None
+        has_all_keys = cache.n_seen == cache.n_held and cache.leader is None
+        if buffer is None or reads or not (has_rows and has_all_keys):
+            return None
+        if cache.n_held + n_tokens >= cache.capacity:
+            return None
+        segment = Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
+        inputs = PassRows(
+            step.tokens[step.n_done :],
+            torch.arange(step.n_done, n_tokens) + cache.n_held,
+            row_inputs(self._model.spec, [segment], buffer.keys.dtype),
+            segment.mask(),
+        )
+        with self._trace.span(COMPUTE, "all layers"):
+            out = self.forward(buffer, inputs, step.reduce)
+        return out[step.n_rows - step.n_wanted :], self._tapped[: step.n_rows]
+
+    def forward(self, buffer: KVBuffer, rows: PassRows, reduce: Reduce | None = None) -> Tensor:
+        """Compute n rows and write their keys and values to the buffer.
+
+        Returns logits (n, vocabulary), or n rows of `reduce` output, valid until the next pass.
+        """
+        n = len(rows.ids)
+        if self._logits is None:
+            size = (self._limit_rows, self._model.spec.vocab_size)
+            self._logits = torch.empty(size, dtype=buffer.keys.dtype, device=buffer.keys.device)
+            self._tapped = self._logits.new_empty(
+                size[0], len(self._model.taps), self._model.spec.hidden_size
+            )
+        logits = self._logits
+        if buffer not in self._passes:
+            self._passes[buffer] = {}
+            buffer.clear(rows.mask.n_keys - n)  # 0 times an uninitialised value may be NaN
+        shape = self._rounded(n, rows.mask.n_keys, buffer)
+        _most_recent(
+            self._passes[buffer],
+            shape,
+            lambda: GraphPass(self._model, replace(buffer), shape, logits, self._tapped),
+        ).run(rows, self._capture_pass)
+        if reduce is None:
+            return logits[:n]
+        reduction = _most_recent(
+            self._reductions,
+            (shape.n_rows, reduce),
+            lambda: GraphReduction(reduce, logits[: shape.n_rows]),
+        )
+        reduction.run(self._capture)
+        return reduction.out[:n]
+
+    def _rounded(self, n_rows: int, n_keys: int, buffer: KVBuffer) -> GraphShape:
+        """Return the captured shape for a pass."""
+        steps = -(-n_keys // _KEYS)
+        # If attention skips absent keys, few shapes serve a growing cache.
+        if ops.goes_by_extent(buffer.keys):
+            steps = max(1 << (steps - 1).bit_length(), _LEAST_KEYS // _KEYS)
+        n_keys = min(steps * _KEYS, buffer.capacity)
+        width = next(width for width in GRAPH_WIDTHS if width >= n_rows)
+        return GraphShape(width, n_keys, min(n_keys, self._limit.n_tree_rows))
+
+
+def _most_recent(kept: dict[_Key, _Value], key: _Key, make: Callable[[], _Value]) -> _Value:
+    """Return the value of a key and mark it most recently used; evict the least recently used."""
+    kept[key] = kept.pop(key) if key in kept else make()
+    if len(kept) > _MOST_KEPT:
+        del kept[next(iter(kept))]
+    return kept[key]
+
+
+def capture_together(capture: Capture, ranks: Ranks, compute: Callable[[], None]) -> Replay:
+    """Capture a pass with collectives on all ranks, or on none, as NCCL requires.
+
+    Raises OutOfMemoryError if a rank failed.
+    """
+    replay = None
+    with suppress(torch.OutOfMemoryError, extension.NotCapturable, RankError):
+        replay = capture(compute)
+    if not ranks.least(replay is not None)[0] or replay is None:
+        raise torch.OutOfMemoryError("a rank failed to capture the pass")
+    return replay
