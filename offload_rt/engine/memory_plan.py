@@ -82,113 +82,29 @@ def plan_memory(
     Raises CapacityError if the budgets are too small, UnsupportedModelError if the target cannot
     draft for itself.
     """
-    target, draft = models
+    memory = _Memory(config, drafting, *models, dtype, budget)
     whole = None
     with suppress(CapacityError):
-        whole = _plan_layers(config, drafting, models, dtype, budget)
+        whole = memory.plan()
     if whole is not None and whole.plan.is_resident:
         return whole
-    divided = target.by_expert()
+    divided = memory.target.by_expert()
     if divided is not None and divided.experts is not None:
         # Experts on demand need less than whole layers: their error names the least budget.
         with suppress(CapacityError) if whole is not None else nullcontext():
-            by_expert = _plan_experts(config, drafting, (divided, draft), dtype, budget)
+            by_expert = replace(memory, target=divided).plan_experts()
             is_less = whole is None or (
                 by_expert is not None and _moved(by_expert, config) < _moved(whole, config)
             )
             if by_expert is not None and is_less:
                 return by_expert
     # The error of whole layers names the missing bytes.
-    return whole or _plan_layers(config, drafting, models, dtype, budget)
-
-
-def _plan_experts(
-    config: EngineConfig,
-    drafting: Drafting,
-    models: tuple[Sizes, Sizes | None],
-    dtype: DType,
-    budget: MemoryBudget,
-) -> MemoryPlan | None:
-    """Plan for experts as separate blocks.
-
-    None if the host memory of a GPU machine holds too few experts for a row.
-    """
-    target, draft = models
-    experts = target.experts
-    assert experts is not None, "the target is divided into experts"
-    if not budget.has_card:
-        return _plan_layers(config, drafting, models, dtype, budget)
-    # The host also computes some experts.
-    budget = replace(budget, buffers=budget.buffers + target.host_view_nbytes)
-    # Each pass reads all streamed layers but only some experts: layers have priority on the host.
-    layers = _plan_layers(config, drafting, models, dtype, budget).plan
-    room = replace(layers.budget, buffers=layers.budget.buffers + layers.host_nbytes)
-    n_on_host = min(room.host_room(experts.nbytes), experts.n_blocks)
-    if n_on_host < experts.n_blocks:  # host slots for layers from disk
-        n_on_host -= -(-BEST_SLOTS * max(target.layer_nbytes) // experts.nbytes)
-    if n_on_host <= experts.mixture.n_used:
-        return None
-    budget = replace(budget, buffers=budget.buffers + n_on_host * experts.nbytes)
-    target = replace(target, experts=replace(experts, n_on_host=n_on_host))
-    return _plan_layers(config, drafting, (target, draft), dtype, budget)
+    return whole or memory.plan()
 
 
 def _moved(memory: MemoryPlan, config: EngineConfig) -> int:
     """Return the bytes that plain decoding copies to the device per pass."""
     return sum(memory.plan.pass_bytes.at(0, config.max_num_seqs).values())
-
-
-def _plan_layers(
-    config: EngineConfig,
-    drafting: Drafting,
-    models: tuple[Sizes, Sizes | None],
-    dtype: DType,
-    budget: MemoryBudget,
-) -> MemoryPlan:
-    """Plan for the given division into blocks."""
-    memory = _Memory(config, *models, dtype, budget, drafting.view_rows)
-    target = memory.target
-    limit = target.spec.max_positions
-    asked = config.max_model_len
-    if drafting.type.resources.is_self_draft and not target.spec.supports_self_draft:
-        problem = f"a model of type {target.spec.family} cannot draft for itself"
-        raise UnsupportedModelError(problem, change="use another --drafter")
-    if asked is not None and asked > limit:
-        have = f"a model of {limit} positions"
-        raise CapacityError("--max-model-len", need=str(asked), have=have, change="lower it")
-    shortest = asked or min(SHORTEST_CONTEXT, limit)
-    n = config.max_num_seqs
-
-    def together(max_len: int) -> int:
-        """Tokens of all sequences; all but the first may need an additional row for the tree."""
-        return n * (max_len + 1) - 1
-
-    fits = memory.fits_whole(together(shortest), config.tree_size or 1)
-    needed = memory.whole if fits else memory.divided
-    plain = needed(together(shortest), 1)
-    least_plain = least_budget(target.layer_nbytes, plain, target.link)
-    limits = drafting.limits(
-        config,
-        lambda nodes: needed(together(shortest), nodes).total - plain.total,
-        budget.device,
-        least_plain,
-        max(least_plain + sum(target.layer_nbytes) - budget.device, 0) if budget.has_card else 0,
-    )
-
-    def least(max_len: int) -> int:
-        """Smallest budget for a context that does not exceed its share of the budget."""
-        n_rows = together(max_len) + n * state_rows(target.spec, dtype.itemsize)
-        cache = n_rows * target.spec.kv_nbytes(dtype.itemsize)
-        reserved = needed(together(max_len), limits.n_nodes)
-        nbytes = least_budget(target.layer_nbytes, reserved, target.link)
-        return max(nbytes, int(cache / _CACHE_SHARE))
-
-    longer = range(shortest + 1, limit + 1) if asked is None and fits else ()
-    max_len = shortest + bisect_right(longer, budget.device, key=least)
-    n_view_rows = _view_rows(drafting.view_rows, max_len, limits.n_nodes)
-    n_rows = cache_rows(together(max_len), limits.n_nodes)
-    plan = memory.place(together(max_len), limits.n_nodes)
-    return MemoryPlan(plan, limits, max_len, n_rows, n_view_rows, n)
 
 
 @dataclass(frozen=True)
@@ -203,11 +119,84 @@ class _Memory:
     """
 
     config: EngineConfig
+    drafting: Drafting
     target: Sizes
     draft: Sizes | None
     dtype: DType
     budget: MemoryBudget
-    view_rows: int
+
+    def plan(self) -> MemoryPlan:
+        """Plan for the given division of the target into blocks."""
+        target = self.target
+        limit = target.spec.max_positions
+        asked = self.config.max_model_len
+        if self.drafting.type.resources.is_self_draft and not target.spec.supports_self_draft:
+            problem = f"a model of type {target.spec.family} cannot draft for itself"
+            raise UnsupportedModelError(problem, change="use another --drafter")
+        if asked is not None and asked > limit:
+            have = f"a model of {limit} positions"
+            raise CapacityError("--max-model-len", need=str(asked), have=have, change="lower it")
+        shortest = asked or min(SHORTEST_CONTEXT, limit)
+        n = self.config.max_num_seqs
+
+        def together(max_len: int) -> int:
+            """Tokens of all sequences; all but the first may need another row for the tree."""
+            return n * (max_len + 1) - 1
+
+        fits = self.fits_whole(together(shortest), self.config.tree_size or 1)
+        needed = self.whole if fits else self.divided
+        plain = needed(together(shortest), 1)
+        least_plain = least_budget(target.layer_nbytes, plain, target.link)
+        has_card = self.budget.has_card
+        limits = self.drafting.limits(
+            self.config,
+            lambda nodes: needed(together(shortest), nodes).total - plain.total,
+            self.budget.device,
+            least_plain,
+            max(least_plain + sum(target.layer_nbytes) - self.budget.device, 0) * has_card,
+        )
+
+        def least(max_len: int) -> int:
+            """Smallest budget for a context that does not exceed its share of the budget."""
+            n_rows = together(max_len) + n * state_rows(target.spec, self.dtype.itemsize)
+            cache = n_rows * target.spec.kv_nbytes(self.dtype.itemsize)
+            reserved = needed(together(max_len), limits.n_nodes)
+            nbytes = least_budget(target.layer_nbytes, reserved, target.link)
+            return max(nbytes, int(cache / _CACHE_SHARE))
+
+        longer = range(shortest + 1, limit + 1) if asked is None and fits else ()
+        max_len = shortest + bisect_right(longer, self.budget.device, key=least)
+        n_view_rows = self._view_rows(max_len, limits.n_nodes)
+        n_rows = cache_rows(together(max_len), limits.n_nodes)
+        plan = self.place(together(max_len), limits.n_nodes)
+        return MemoryPlan(plan, limits, max_len, n_rows, n_view_rows, n)
+
+    def plan_experts(self) -> MemoryPlan | None:
+        """Plan for experts as separate blocks.
+
+        None if the host memory of a GPU machine holds too few experts for a row.
+        """
+        target = self.target
+        experts = target.experts
+        assert experts is not None, "the target is divided into experts"
+        if not self.budget.has_card:
+            return self.plan()
+        # The host also computes some experts.
+        memory = self._with_buffers(target.host_view_nbytes)
+        # Each pass reads all streamed layers but only some experts: layers come first.
+        layers = memory.plan().plan
+        room = replace(layers.budget, buffers=layers.budget.buffers + layers.host_nbytes)
+        n_on_host = min(room.host_room(experts.nbytes), experts.n_blocks)
+        if n_on_host < experts.n_blocks:  # host slots for layers from disk
+            n_on_host -= -(-BEST_SLOTS * max(target.layer_nbytes) // experts.nbytes)
+        if n_on_host <= experts.mixture.n_used:
+            return None
+        target = replace(target, experts=replace(experts, n_on_host=n_on_host))
+        return replace(memory._with_buffers(n_on_host * experts.nbytes), target=target).plan()
+
+    def _with_buffers(self, nbytes: int) -> "_Memory":
+        """Reserve further bytes of the host."""
+        return replace(self, budget=replace(self.budget, buffers=self.budget.buffers + nbytes))
 
     def whole(self, max_len: int, n_nodes: int) -> ReservedMemory:
         """Return the bytes besides layers, with all KV rows on the device."""
@@ -218,8 +207,8 @@ class _Memory:
             self.target, self.draft, self.dtype, has_card, max_len, n_nodes, n
         )
         # Selecting rows for a view needs a layer's rows, and about as many bytes again.
-        n_rows = _view_rows(self.view_rows, max_len, n_nodes) + 2 * max_len // spec.n_layers
-        views = n_rows * spec.kv_nbytes(self.dtype.itemsize) if self.view_rows else 0
+        n_rows = self._view_rows(max_len, n_nodes) + 2 * max_len // spec.n_layers
+        views = n_rows * spec.kv_nbytes(self.dtype.itemsize) if self.drafting.view_rows else 0
         reserved = replace(reserved, draft=reserved.draft + views, libraries=self.budget.libraries)
         graphs = self._graphs(reserved.total, n_nodes) if has_card else 0
         return replace(reserved, graphs=graphs)
@@ -292,9 +281,8 @@ class _Memory:
         return replace(self.whole(max_len, split.n_nodes), cache=self._bytes(max_len, split).device)
 
     def _place(self, max_len: int, split: KVSplit) -> Plan:
-        budget = self.budget
-        if budget.has_card:
-            budget = replace(budget, buffers=budget.buffers + self._bytes(max_len, split).host)
+        more = self._bytes(max_len, split).host if self.budget.has_card else 0
+        budget = self._with_buffers(more).budget
         if budget.host < budget.buffers:
             raise CapacityError(
                 "the host memory budget is too small for keys and values",
@@ -306,7 +294,7 @@ class _Memory:
         link = self.target.link
         return replace(place_layers(self.target.layer_nbytes, reserved, budget, link), split=split)
 
-
-def _view_rows(budget: int, max_len: int, max_nodes: int) -> int:
-    """Return the KV rows of all views; views of further sequences use an eighth of the cache."""
-    return view_rows(min(budget, max_len), max_nodes) + max_len // 8 if budget else 0
+    def _view_rows(self, max_len: int, n_nodes: int) -> int:
+        """Return the KV rows of all views; views of further sequences use 1/8 of the cache."""
+        budget = self.drafting.view_rows
+        return view_rows(min(budget, max_len), n_nodes) + max_len // 8 if budget else 0

@@ -45,7 +45,7 @@ class NativeMixture(TransformersModel):
         h = ops.rms_norm(x, weights.vector("input_layernorm"), eps)
         out = self.decoder.attention(i, weights, h, context)
         h = ops.add_rms_norm(x, out, weights.vector("post_attention_layernorm"), eps)
-        return x.add_(self.model.mlp(i, weights, self._experts(i), self._split(i), h))
+        return x.add_(self.model.mlp(i, weights, self._parts(i), h))
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Apply the final norm and the head."""

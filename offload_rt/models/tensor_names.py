@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
 
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.layers import Part, TensorShape
-from offload_rt.models.traced import ExpertNames, SplitTensors, TracedModel
+from offload_rt.models.traced import StoredParts, TracedModel
 
 # compressed-tensors stores each expert of Llama 4 as three modules.
 _COMPRESSED = (
@@ -121,27 +121,22 @@ class TensorNames:
                 change="save the model with the current version of transformers",
             )
 
-    def experts(self) -> tuple[ExpertNames, ...]:
-        """Return the expert modules of each layer."""
-        layers: list[dict[str, list[list[str]]]] = [{} for _ in self._model.layers]
-        for name, by_pattern in self._of_experts.items():
+    def stored_parts(self) -> tuple[StoredParts, ...]:
+        """Return the tensors of each layer that are stored in parts."""
+        layers = [StoredParts({}, {}) for _ in self._model.layers]
+        for name, modules in self._of_experts.items():
             i, start = self._layer(name)
             kinds = [
-                [module[start:] for module in by_pattern[pattern]]
-                for pattern in self._in_order(by_pattern)
+                [module[start:] for module in modules[pattern]]
+                for pattern in self._in_order(modules)
             ]
-            layers[i][name[start:]] = [list(module) for module in zip(*kinds, strict=True)]
-        return tuple(layers)
-
-    def split_tensors(self) -> tuple[SplitTensors, ...]:
-        """Return the concatenated tensors of each layer."""
-        layers: list[dict[str, tuple[TensorShape, ...]]] = [{} for _ in self._model.layers]
-        for name, by_pattern in self._split.items():
+            layers[i].experts[name[start:]] = [list(module) for module in zip(*kinds, strict=True)]
+        for name, tensors in self._split.items():
             i, start = self._layer(name)
-            parts = (by_pattern[pattern] for pattern in self._in_order(by_pattern))
-            layers[i][name[start:]] = tuple(
-                TensorShape(name[start:], shape) for name, shape in parts
-            )
+            layers[i].split[name[start:]] = [
+                TensorShape(tensors[pattern].name[start:], tensors[pattern].shape)
+                for pattern in self._in_order(tensors)
+            ]
         return tuple(layers)
 
     def _layer(self, name: str) -> tuple[int, int]:

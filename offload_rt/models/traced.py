@@ -7,7 +7,7 @@ each layer, or maps final hidden states to logits.
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -42,12 +42,22 @@ _ROUTER = frozenset({"mlp.gate"})
 _N_ROWS = 7
 
 
-# Per layer: expert modules of each parameter with experts, without the layer's prefix.
-ExpertNames = Mapping[str, list[list[str]]]
-# Per layer: stored parts of each tensor that the checkpoint splits along the first dimension.
-SplitTensors = Mapping[str, Sequence[TensorShape]]
 # Maps layer index, input hidden states and arguments to output hidden states.
 _Visit = Callable[[int, Tensor, Call], Tensor]
+
+
+class StoredParts(NamedTuple):
+    """Tensors of a layer that the checkpoint stores in parts, without the layer's prefix.
+
+    experts  expert modules of each parameter with experts
+    split    parts of each tensor that is split along the first dimension
+    """
+
+    experts: dict[str, list[list[str]]]
+    split: dict[str, list[TensorShape]]
+
+
+WHOLE = StoredParts({}, {})
 
 
 class ImageInputs(NamedTuple):
@@ -289,35 +299,27 @@ class TracedModel:
 
         self.move_to(ids.device)
         module, more = (self.decoder, {}) if images is None else images[:2]
-        with self._given(-1, weights, {}, {}):
+        with self._given(-1, weights):
             self._forward(module, collect, ids, positions, more)
         return self._to_rows(calls[0][0]), tuple(call for _, call in calls)
 
     def layer(
-        self,
-        i: int,
-        weights: LayerWeights,
-        experts: ExpertNames,
-        split: SplitTensors,
-        x: Tensor,
-        context: PassContext,
+        self, i: int, weights: LayerWeights, stored: StoredParts, x: Tensor, context: PassContext
     ) -> Tensor:
         """Apply layer i to hidden states x (n, width)."""
         call: Call = context.row_inputs[i]
         if call.added is not None:
             x = x + call.added
-        with self._given(i, weights, experts, split):
+        with self._given(i, weights, stored):
             return self._to_rows(self.run_layer(i, self._of_rows(x), call, context))
 
-    def mlp(
-        self, i: int, weights: LayerWeights, experts: ExpertNames, split: SplitTensors, x: Tensor
-    ) -> Tensor:
+    def mlp(self, i: int, weights: LayerWeights, stored: StoredParts, x: Tensor) -> Tensor:
         """Apply the module `mlp` of layer i to normed hidden states x (n, width)."""
         self.move_to(x.device)
         layer: Any = self.layers[i]
         # torch would convert a router of another dtype, and depend on the number of rows.
         is_ours = self._device.type == "cpu"
-        with self._given(i, weights, experts, split, _ROUTER if is_ours else ()):
+        with self._given(i, weights, stored, _ROUTER if is_ours else ()):
             out: Tensor = layer.mlp(x[None])
         return out[0]
 
@@ -329,7 +331,7 @@ class TracedModel:
         """Map final hidden states x (n, width) to logits."""
         rows = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         hidden = self._of_rows(x)
-        with self._given(-1, weights, {}, {}):
+        with self._given(-1, weights):
             logits: Tensor = self._forward(self.model, lambda *_: hidden, rows, rows).logits[0]
         return logits
 
@@ -361,8 +363,7 @@ class TracedModel:
         self,
         i: int,
         weights: LayerWeights,
-        experts: ExpertNames,
-        split: SplitTensors,
+        stored: StoredParts = WHOLE,
         products: Collection[str] = (),
     ) -> Iterator[None]:
         """Bind the weights of layer i, or for -1 the weights outside the layers; unbind on exit.
@@ -370,6 +371,7 @@ class TracedModel:
         products  matrices that the module uses in products only, by module
         """
         self._weights = weights
+        experts = stored.experts
         is_card = self._device.type == "cuda"
         mixture = self.mixtures.get(i)
         share = weights.expert_share
@@ -392,7 +394,7 @@ class TracedModel:
                 )
             elif (module := tensor.name.removesuffix(".weight")) in products:
                 tensor.table[tensor.key] = MatrixOfModules([module], weights)
-            elif part := split.get(tensor.name):
+            elif part := stored.split.get(tensor.name):
                 tensor.table[tensor.key] = torch.cat(
                     [weights.tensor(name, tensor.dtype) for name, _ in part]
                 )
@@ -421,7 +423,7 @@ class TracedModel:
         ):
             return None
         current = self._weights
-        with self._given(following[0], weights, {}, {}):
+        with self._given(following[0], weights):
             chosen: Tensor = following[1].router(hidden)[following[1].place]
         self._weights = current
         return chosen

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -18,18 +19,16 @@ from offload_rt.models import image_tower
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.image_tower import ImageTower
 from offload_rt.models.layers import (
-    KVShape,
     LayerWeights,
     Mixture,
     Part,
     PassContext,
-    StateShape,
     TensorShape,
 )
 from offload_rt.models.stand_ins import OTHER_STATE, TRACED
 from offload_rt.models.tensor_names import TensorNames
 from offload_rt.models.trace import OWN_CODE
-from offload_rt.models.traced import ExpertNames, SplitTensors, TracedModel
+from offload_rt.models.traced import WHOLE, StoredParts, TracedModel
 from offload_rt.ops.delta_rule import BLOCK_ROWS
 
 # Model types of checkpoints that transformers reads as another type, by their authors' advice.
@@ -143,15 +142,13 @@ class TransformersModel(Architecture):
 
     config         JSON of the config
     tower          vision tower of a supported family, or None
-    experts        per layer, expert modules that the checkpoint stores individually
-    split_tensors  per layer, further tensors that the checkpoint stores in parts
+    parts          per layer, tensors that the checkpoint stores in parts
     """
 
     config: str
     model: TracedModel = field(compare=False, repr=False)
     tower: ImageTower | None = field(default=None, compare=False, repr=False)
-    experts: tuple[ExpertNames, ...] = field(default=(), compare=False, repr=False)
-    split_tensors: tuple[SplitTensors, ...] = field(default=(), compare=False, repr=False)
+    parts: tuple[StoredParts, ...] = field(default=(), compare=False, repr=False)
 
     supports_graphs = False
     supports_self_draft = False
@@ -159,10 +156,11 @@ class TransformersModel(Architecture):
     supports_training = False
     embeds_on_all_stages = True
 
-    @property
-    def shared_modules(self) -> tuple[str, str] | None:
-        """See `Architecture.shared_modules`."""
-        return self.model.shared_modules
+    images = property(attrgetter("tower"))
+    shared_modules = property(attrgetter("model.shared_modules"))
+    kv_shapes = property(attrgetter("model.kv_shapes"))
+    state_shapes = property(attrgetter("model.state_shapes"))
+    state_layers = property(attrgetter("model.has_state"))
 
     @property
     def supports_mtp(self) -> bool:
@@ -174,26 +172,6 @@ class TransformersModel(Architecture):
         """Notice about omitted parts of a multimodal model."""
         is_part = self.model.model.config is not self.model.text and self.tower is None
         return f"{self.family}: only the text model of the checkpoint is used" if is_part else ""
-
-    @property
-    def images(self) -> ImageTower | None:
-        """See `Architecture.images`."""
-        return self.tower
-
-    @property
-    def kv_shapes(self) -> tuple[KVShape, ...]:
-        """KV shapes recorded by tracing."""
-        return self.model.kv_shapes
-
-    @property
-    def state_shapes(self) -> tuple[StateShape, ...]:
-        """State shapes recorded by tracing."""
-        return self.model.state_shapes
-
-    @property
-    def state_layers(self) -> Collection[int]:
-        """Layers with a state, recorded by tracing."""
-        return self.model.has_state
 
     def kv_layers(self, i: int) -> Sequence[int]:
         """Return the cache layers recorded by tracing."""
@@ -213,8 +191,7 @@ class TransformersModel(Architecture):
         return replace(
             self,
             tower=self.tower if has_tower else None,
-            experts=names.experts(),
-            split_tensors=names.split_tensors(),
+            parts=names.stored_parts(),
         ), names.parts
 
     @property
@@ -230,7 +207,7 @@ class TransformersModel(Architecture):
         """See `Architecture.expert_names`."""
         names: dict[str, int | None] = {}
         for name in self.model.mixtures[i].parameters if i in self.model.mixtures else ():
-            matrices = self._experts(i).get(name)
+            matrices = self._parts(i).experts.get(name)
             names |= {
                 matrix: expert for expert, group in enumerate(matrices or ()) for matrix in group
             }
@@ -244,12 +221,12 @@ class TransformersModel(Architecture):
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
         """Return tensors in the order of the model; experts individually if stored so."""
         tensors = list[TensorShape]()
-        experts = self._experts(i)
+        held = self._parts(i)
         for name, shape in self.model.shapes[i].items():
-            parts = [matrix_name for names in experts.get(name, ()) for matrix_name in names]
+            parts = [matrix_name for names in held.experts.get(name, ()) for matrix_name in names]
             ordered = (shape[0], *shape[:0:-1]) if name in self.model.transposed else shape
             matrix = (math.prod(ordered[:2]) // max(len(parts), 1), *ordered[2:])
-            stored = self._split(i).get(name, [TensorShape(name, shape)])
+            stored = held.split.get(name, [TensorShape(name, shape)])
             tensors += [
                 TensorShape(f"{matrix_name}.weight", matrix) for matrix_name in parts
             ] or stored
@@ -286,7 +263,7 @@ class TransformersModel(Architecture):
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Run the model's layer."""
-        return self.model.layer(i, weights, self._experts(i), self._split(i), x, context)
+        return self.model.layer(i, weights, self._parts(i), x, context)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Run the modules after the last layer."""
@@ -335,8 +312,5 @@ class TransformersModel(Architecture):
         )
         return min(shape[0], n_used or shape[0]) if len(shape) == 3 else 1
 
-    def _experts(self, i: int) -> ExpertNames:
-        return self.experts[i] if self.experts else {}
-
-    def _split(self, i: int) -> SplitTensors:
-        return self.split_tensors[i] if self.split_tensors else {}
+    def _parts(self, i: int) -> StoredParts:
+        return self.parts[i] if self.parts else WHOLE
