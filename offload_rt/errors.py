@@ -157,6 +157,19 @@ class NumericsError(OffloadError):
     """NaN or Inf in a computation of the model."""
 
 
+def config_error(
+    problem: str, *, need: str = "", have: str = "", change: str = ""
+) -> UnsupportedModelError:
+    """Return the error for an unsupported config.json."""
+    return UnsupportedModelError(f"config.json: {problem}", need=need, have=have, change=change)
+
+
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    """Raise UnsupportedModelError unless a value of config.json is an integer in [low, high]."""
+    if type(value) is not int or not low <= value <= high:
+        raise config_error(f"{name} is {value!r}", need=f"an integer from {low} to {high}")
+
+
 def machine_error(error: BaseException) -> OffloadError:
     """Convert a failure of the machine; reraise bugs of this program."""
     text = " ".join(str(error).split())

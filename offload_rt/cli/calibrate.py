@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,6 @@ from offload_rt.sampling_params import SamplingParams
 from offload_rt.system.files import write_atomically
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from offload_rt.cost.estimator import CostEstimator
     from offload_rt.llm import LLM
 
@@ -142,7 +140,10 @@ def _calibrate(flags: Namespace) -> None:
             "calibrate", need="trees of several nodes", change="raise --tree-size above 1"
         )
     if settings.plot is not None:
-        _check_picture("--plot", settings.plot)
+        if find_spec("matplotlib") is None:
+            change = "pip install matplotlib"
+            raise SettingsError("--plot", need="matplotlib", have="none", change=change)
+        check_folder("--plot", settings.plot)
     prompts = _prompts(settings.prompt_file)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheError)
@@ -310,7 +311,14 @@ def _print_rows(title: str, heads: Iterable[object], rows: Iterable[Iterable[obj
 
 
 def _draw(findings: Findings, path: str) -> None:
-    figure, ((ranks, passes, cost, optima),) = _panels(1, 4, (20, 4.5))
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (ranks, passes, cost, optima) = pyplot.subplots(
+        1, 4, figsize=(20, 4.5), layout="constrained"
+    )
     ranks.plot(np.arange(1, 17), findings.acceptance[:16], "o", color="tab:blue")
     ranks.set(
         title="acceptance by rank", xlabel="rank among siblings", ylabel="probability", yscale="log"
@@ -361,31 +369,7 @@ def _draw(findings: Findings, path: str) -> None:
             )
     optima.set(title="best tree (numbers: levels)", xlabel="tokens before the pass", ylabel="nodes")
     optima.legend(title="sequences", fontsize="small")
-    _save(figure, path)
-
-
-def _check_picture(flag: str, path: str | Path) -> None:
-    """Raise SettingsError if matplotlib or the folder of the file is missing."""
-    if find_spec("matplotlib") is None:
-        raise SettingsError(flag, need="matplotlib", have="none", change="pip install matplotlib")
-    check_folder(flag, path)
-
-
-def _panels(n_rows: int, n_columns: int, size: tuple[float, float]) -> "tuple[Figure, Any]":
-    """Create a figure of this size in inches and its (n_rows, n_columns) array of axes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(n_rows, n_columns, figsize=size, layout="constrained", squeeze=False)
-
-
-def _save(figure: "Figure", path: str | Path, dpi: int = 120) -> None:
-    """Write a figure atomically as PNG and close it. Raises OSError."""
-    from matplotlib import pyplot
-
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=dpi)
+    figure.savefig(picture, format="png", dpi=120)
     pyplot.close(figure)
     write_atomically(Path(path), picture.getvalue())

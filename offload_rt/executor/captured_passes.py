@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -30,7 +30,6 @@ from offload_rt.executor.step import Segment, Step
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.kv.memory import KVMemory
 from offload_rt.kv.split import KVShare
-from offload_rt.models.architecture import Architecture
 from offload_rt.ops import extension
 from offload_rt.system.ranks import Ranks
 from offload_rt.system.trace import COMPUTE, Trace
@@ -59,39 +58,36 @@ def capture_passes(
         return
     runner.memory = SharedMemory(spec, runner.dtype, runner.device, limit.n_keys)
     model = ResidentModel(spec, runner.resident_layers(), runner.non_layer, runner.taps)
-    if not isinstance(runner, RankRunner):
-        graphs = GraphRunner(model, limit, capture, capture, runner.trace)
-        if seconds:
-            graphs.prepare(runner.memory, seconds)
-    else:
-        # Nothing is captured in advance: ranks have separate clocks but must capture equal shapes.
-        together = partial(capture_together, capture, runner.ranks)
-        graphs = GraphRunner(model, limit, capture, together, runner.trace)
+    capture_pass = capture
+    if isinstance(runner, RankRunner):
+        capture_pass = partial(capture_together, capture, runner.ranks)
+    graphs = GraphRunner(model, limit, capture, capture_pass, runner.trace)
     runner.replay = graphs.replay
+    # Ranks have separate clocks but must capture equal shapes: nothing is captured in advance.
+    if seconds and capture_pass is capture:
+        graphs.prepare(runner.memory, seconds)
 
 
+@dataclass
 class SharedMemory(KVMemory):
     """Memory in which sequences that run alone, in turn, share a buffer and its graphs."""
 
-    def __init__(
-        self, spec: Architecture, dtype: torch.dtype, device: torch.device, n_rows: int
-    ) -> None:
-        super().__init__(spec, dtype, device)
-        self._n_rows = n_rows
-        self._shared: KVBuffer | None = None
+    n_rows: int
+    _shared: KVBuffer | None = None
 
     def new_cache(
         self, capacity: int, is_alone: bool = False, share: KVShare | None = None
     ) -> KVCache:
         """See `KVMemory.new_cache`. Other caches need the memory of the shared buffer."""
-        if not is_alone or capacity > self._n_rows:
+        if not is_alone or capacity > self.n_rows:
             self._shared = None
             return super().new_cache(capacity)
-        self._shared = self._shared or self.new_buffer(self._n_rows)
+        self._shared = self._shared or self.new_buffer(self.n_rows)
         self._shared.clear()
         return ContiguousCache(self._shared)
 
 
+@dataclass(eq=False, repr=False)
 class GraphRunner:
     """Captured passes of a resident model, by KV buffer and shape.
 
@@ -100,20 +96,14 @@ class GraphRunner:
     capture_pass  `capture` for complete passes, which ranks capture together
     """
 
-    def __init__(
-        self,
-        model: ResidentModel,
-        limit: GraphShape,
-        capture: Capture,
-        capture_pass: Capture,
-        trace: Trace,
-    ) -> None:
-        self._model = model
-        self._limit = limit
-        self._capture = capture
-        self._capture_pass = capture_pass
-        self._trace = trace
-        self._limit_rows = max_captured_rows(limit.n_rows)
+    model: ResidentModel
+    limit: GraphShape
+    capture: Capture
+    capture_pass: Capture
+    trace: Trace
+
+    def __post_init__(self) -> None:
+        self._limit_rows = max_captured_rows(self.limit.n_rows)
         # Passes refer to the memory of a buffer, not to the buffer: freeing a cache frees them.
         self._passes = WeakKeyDictionary[KVBuffer, dict[GraphShape, GraphPass]]()
         self._reductions: dict[tuple[int, Reduce], GraphReduction] = {}
@@ -125,7 +115,7 @@ class GraphRunner:
 
         The largest pass is captured first, because smaller passes reuse its memory.
         """
-        buffer = memory.new_cache(self._limit.n_keys, is_alone=True).buffer
+        buffer = memory.new_cache(self.limit.n_keys, is_alone=True).buffer
         assert buffer is not None, "all rows are on the device"
         widths = [
             width for width in GRAPH_WIDTHS if width <= self._limit_rows and width < buffer.capacity
@@ -135,7 +125,7 @@ class GraphRunner:
             if time.perf_counter() - started > seconds:
                 break
             nodes = torch.arange(width)
-            row_inputs = self._model.spec.row_inputs(nodes, nodes + 1, buffer.keys.dtype)
+            row_inputs = self.model.spec.row_inputs(nodes, nodes + 1, buffer.keys.dtype)
             rows = PassRows(
                 nodes * 0, nodes, row_inputs, ops.make_tree_mask(nodes.numpy() - 1, 0, 0)
             )
@@ -146,7 +136,7 @@ class GraphRunner:
         """See `Runner.replay`. The cache needs a spare row after its keys."""
         n_tokens = len(step.tokens)
         buffer = cache.buffer
-        has_rows = step.n_rows <= self._limit_rows and n_tokens <= self._limit.n_tree_rows
+        has_rows = step.n_rows <= self._limit_rows and n_tokens <= self.limit.n_tree_rows
         reads = step.read is not None or step.read_hidden is not None
         has_all_keys = cache.n_seen == cache.n_held and cache.leader is None
         if buffer is None or reads or not (has_rows and has_all_keys):
@@ -157,10 +147,10 @@ class GraphRunner:
         inputs = PassRows(
             step.tokens[step.n_done :],
             torch.arange(step.n_done, n_tokens) + cache.n_held,
-            row_inputs(self._model.spec, [segment], buffer.keys.dtype),
+            row_inputs(self.model.spec, [segment], buffer.keys.dtype),
             segment.mask(),
         )
-        with self._trace.span(COMPUTE, "all layers"):
+        with self.trace.span(COMPUTE, "all layers"):
             out = self.forward(buffer, inputs, step.reduce)
         return out[step.n_rows - step.n_wanted :], self._tapped[: step.n_rows]
 
@@ -171,10 +161,10 @@ class GraphRunner:
         """
         n = len(rows.ids)
         if self._logits is None:
-            size = (self._limit_rows, self._model.spec.vocab_size)
+            size = (self._limit_rows, self.model.spec.vocab_size)
             self._logits = torch.empty(size, dtype=buffer.keys.dtype, device=buffer.keys.device)
             self._tapped = self._logits.new_empty(
-                size[0], len(self._model.taps), self._model.spec.hidden_size
+                size[0], len(self.model.taps), self.model.spec.hidden_size
             )
         logits = self._logits
         if buffer not in self._passes:
@@ -184,8 +174,8 @@ class GraphRunner:
         _most_recent(
             self._passes[buffer],
             shape,
-            lambda: GraphPass(self._model, replace(buffer), shape, logits, self._tapped),
-        ).run(rows, self._capture_pass)
+            lambda: GraphPass(self.model, replace(buffer), shape, logits, self._tapped),
+        ).run(rows, self.capture_pass)
         if reduce is None:
             return logits[:n]
         reduction = _most_recent(
@@ -193,7 +183,7 @@ class GraphRunner:
             (shape.n_rows, reduce),
             lambda: GraphReduction(reduce, logits[: shape.n_rows]),
         )
-        reduction.run(self._capture)
+        reduction.run(self.capture)
         return reduction.out[:n]
 
     def _rounded(self, n_rows: int, n_keys: int, buffer: KVBuffer) -> GraphShape:
@@ -204,7 +194,7 @@ class GraphRunner:
             steps = max(1 << (steps - 1).bit_length(), _LEAST_KEYS // _KEYS)
         n_keys = min(steps * _KEYS, buffer.capacity)
         width = next(width for width in GRAPH_WIDTHS if width >= n_rows)
-        return GraphShape(width, n_keys, min(n_keys, self._limit.n_tree_rows))
+        return GraphShape(width, n_keys, min(n_keys, self.limit.n_tree_rows))
 
 
 def _most_recent(kept: dict[_Key, _Value], key: _Key, make: Callable[[], _Value]) -> _Value:

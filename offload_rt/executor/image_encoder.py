@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # loads the models of transformers
 KEPT_IMAGES = 2
 
 
+@dataclass(eq=False, repr=False)
 class ImageEncoder:
     """Compute the features of images, and keep the most recent features.
 
@@ -35,49 +36,39 @@ class ImageEncoder:
     max_rows  image tokens to keep; an image in use may exceed them
     """
 
-    def __init__(
-        self,
-        tower: ImageTower,
-        weights: LayerWeights,
-        blocks: Streamer,
-        view: Callable[[Layout, Tensor], LayerWeights],
-        device: torch.device,
-        max_rows: int,
-        trace: Trace,
-    ) -> None:
-        self.tower = tower
-        self._weights = weights
-        self._blocks = blocks
-        self._view = view
-        self._device = device
-        self._max_rows = max_rows
-        self._trace = trace
-        self._kept: OrderedDict[int, ImageFeatures] = OrderedDict()
+    tower: ImageTower
+    weights: LayerWeights
+    blocks: Streamer
+    view: Callable[[Layout, Tensor], LayerWeights]
+    device: torch.device
+    max_rows: int
+    trace: Trace
+    _kept: OrderedDict[int, ImageFeatures] = field(default_factory=OrderedDict, init=False)
 
     def features(self, image: PromptImage) -> ImageFeatures:
         """Return the features of an image. Raises LinkError if a block fails to arrive."""
         features = self._kept.get(image.key)
         if features is None:
             inputs = {**image.inputs, **image.pixels()}
-            tensors = ops.to_device(list(inputs.values()), self._device)
+            tensors = ops.to_device(list(inputs.values()), self.device)
             inputs = dict(zip(inputs, tensors, strict=True))
-            with self._trace.span(COMPUTE, "image"), closing(self._blocks.sweep()) as sweep:
-                blocks = (self._view(block.layout, block.data) for block in sweep)
-                features = self.tower.features(self._weights, blocks, inputs)
+            with self.trace.span(COMPUTE, "image"), closing(self.blocks.sweep()) as sweep:
+                blocks = (self.view(block.layout, block.data) for block in sweep)
+                features = self.tower.features(self.weights, blocks, inputs)
                 deque(blocks, maxlen=0)  # release the last block
             assert len(features.rows) == len(image.rows), "a row per image token"
         self._kept[image.key] = features
         self._kept.move_to_end(image.key)
         while (
             len(self._kept) > 1
-            and sum(len(kept.rows) for kept in self._kept.values()) > self._max_rows
+            and sum(len(kept.rows) for kept in self._kept.values()) > self.max_rows
         ):
             self._kept.popitem(last=False)
         return features
 
     def close(self) -> None:
         """Stop all transfers."""
-        self._blocks.close()
+        self.blocks.close()
 
     def with_images(self, chunk: Chunk) -> Chunk:
         """Add the image tokens of a chunk to it."""
@@ -97,7 +88,7 @@ class ImageEncoder:
         """Embed tokens (n,) of a chunk with images; see `Architecture.embed`."""
         features = ImageFeatures.cat(
             [
-                self.tower.plain(non_layer, self._device)
+                self.tower.plain(non_layer, self.device)
                 if part.image is None
                 else self.features(part.image).part(part.rows)
                 for part in chunk.images

@@ -1,18 +1,17 @@
 """Runners of a model's parts: rank 0 repeats its calls on all ranks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.errors import machine_error
 from offload_rt.executor.runner import Runner
-from offload_rt.executor.step import Chunk, Step
+from offload_rt.executor.step import Chunk
 from offload_rt.kv.host import HostMemory
 from offload_rt.models.architecture import Architecture
 from offload_rt.parallel.model_part import ModelPart
@@ -30,12 +29,21 @@ def runner_type(spec: Architecture) -> type[Runner]:
 
 
 def _on_all_ranks(method: Method) -> Method:
-    """Broadcast a method call to the runners of further ranks before it runs on this rank."""
+    """Repeat a method call on further ranks; calls within it stay local."""
 
     @wraps(method)
     def call(self: "RankRunner", *args: Any, **kwargs: Any) -> Any:
-        with self.broadcast(method.__name__, args, kwargs):
-            return method(self, *args, **kwargs)
+        send = self.send
+        self.send = _send_nothing
+        try:
+            with send(method.__name__, args, kwargs):
+                return method(self, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if send is _send_nothing:
+                raise
+            raise machine_error(error) from error  # further ranks cannot roll back and retry
+        finally:
+            self.send = send
 
     return call  # type: ignore[return-value]  # same signature
 
@@ -61,28 +69,7 @@ class RankRunner(Runner):
         assert self.spec.ranks is not None, "only timing runs a stage alone"
         return self.spec.ranks
 
-    @contextmanager
-    def broadcast(
-        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
-    ) -> Iterator[None]:
-        """Repeat a method call on further ranks; calls within it stay local."""
-        send = self.send
-        self.send = _send_nothing
-        try:
-            with send(method, args, kwargs or {}):
-                yield
-        except torch.OutOfMemoryError as error:
-            if send is _send_nothing:
-                raise
-            raise machine_error(error) from error  # further ranks cannot roll back and retry
-        finally:
-            self.send = send
-
-    def forward(self, steps: Sequence[Step]) -> list[Tensor]:
-        """See `Runner.forward`."""
-        with self.broadcast("forward", (steps,)):
-            return super().forward(steps)
-
+    forward = _on_all_ranks(Runner.forward)
     shrink_chunks = _on_all_ranks(Runner.shrink_chunks)
     new_cache = _on_all_ranks(Runner.new_cache)
     renew_cache = _on_all_ranks(Runner.renew_cache)

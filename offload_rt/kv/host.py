@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -46,14 +47,11 @@ class RowStore(Protocol):
         """Stream these ranges during a pass, the body of a `with`; `receive` returns each once."""
 
 
+@dataclass
 class HostMemory(KVMemory):
     """Memory of caches whose rows may exceed the device; a store keeps the other rows."""
 
-    def __init__(
-        self, spec: Architecture, dtype: torch.dtype, device: torch.device, store: RowStore
-    ) -> None:
-        super().__init__(spec, dtype, device)
-        self.store = store
+    store: RowStore
 
     def new_cache(
         self, capacity: int, is_alone: bool = False, share: KVShare | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload_rt.errors import UnsupportedModelError
+from offload_rt.errors import check_integer, config_error
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.block_head import BlockHead
 from offload_rt.models.dflash2 import DFlash2
@@ -112,14 +112,13 @@ def _divide(
     """
     if by_speculators:
         if unknown := sorted(set(raw) - known):
-            problem = f"config.json: {unknown[0]!r} is not understood for {raw[TYPE]!r}"
-            raise UnsupportedModelError(problem)
+            raise config_error(f"{unknown[0]!r} is not understood for {raw[TYPE]!r}")
         return raw, raw.get(LAYERS) or {}
     keys = {key: value for key, value in raw.items() if key in known}
     for name in _NESTED:
         nested = raw.get(name) or {}
         if unknown := sorted(set(nested) - known):
-            raise UnsupportedModelError(f"config.json: {name}: {unknown[0]!r} is not understood")
+            raise config_error(f"{name}: {unknown[0]!r} is not understood")
         keys |= nested
     apart = known | {"auto_map", *_NESTED}
     return keys, {key: value for key, value in raw.items() if key not in apart}
@@ -130,8 +129,8 @@ def _layers(config: dict[str, Any]) -> NativeDecoder:
     config = {key: value for key, value in config.items() if key != "architectures"}
     layers = parse_architecture({"model_type": "qwen3", **config})
     if not isinstance(layers, NativeDecoder) or not layers.qk_norm:
-        problem = f"config.json: a block drafter with layers of type {layers.family}"
-        raise UnsupportedModelError(problem, need="layers of type qwen3")
+        problem = f"a block drafter with layers of type {layers.family}"
+        raise config_error(problem, need="layers of type qwen3")
     return layers
 
 
@@ -149,9 +148,7 @@ def _sizes(keys: dict[str, Any], kind: str, vocab_size: int) -> dict[str, Any]:
     elif kind == "dflash2":
         counts |= {name: (keys.get(name), 1, 2**16) for name in sorted(_DFLASH2_KEYS)}
     for name, (value, low, high) in counts.items():
-        if type(value) is not int or not low <= value <= high:
-            need = f"an integer from {low} to {high}"
-            raise UnsupportedModelError(f"config.json: {name} is {value!r}", need=need)
+        check_integer(name, value, low, high)
     chosen = {
         "attention_mode": ("gqa", "mha"),
         "projector_type": ("dflash", "dspark"),
@@ -160,8 +157,8 @@ def _sizes(keys: dict[str, Any], kind: str, vocab_size: int) -> dict[str, Any]:
     for name, values in chosen.items():
         value = keys.get(name, values[0])
         if value not in values:
-            problem = f"config.json: {name} {value!r} is not supported"
-            raise UnsupportedModelError(problem, need=" or ".join(map(repr, values)))
+            need = " or ".join(map(repr, values))
+            raise config_error(f"{name} {value!r} is not supported", need=need)
     return {name: value for name, (value, _, _) in counts.items()} | {
         "predicts_first": bool(keys.get("sample_from_anchor", is_dspark)),
         "is_gated": is_dspark and keys.get("markov_head_type") == "gated",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload_rt.errors import UnsupportedModelError
+from offload_rt.errors import check_integer, config_error
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.eagle3 import Eagle3
 from offload_rt.models.families import parse_architecture
@@ -58,8 +58,8 @@ def eagle_of(raw: dict[str, Any], target: Architecture) -> Eagle3:
     """
     layers = parse_architecture(_layer_config(raw))
     if not isinstance(layers, NativeDecoder):
-        problem = f"config.json: an EAGLE-3 head with layers of type {layers.family}"
-        raise UnsupportedModelError(problem, need="Llama or Qwen3 layers")
+        problem = f"an EAGLE-3 head with layers of type {layers.family}"
+        raise config_error(problem, need="Llama or Qwen3 layers")
     check_sizes(layers, target, raw.get("target_hidden_size"))
     taps = _taps(raw, target)
     changes: dict[str, Any] = {
@@ -99,10 +99,10 @@ def _layer_config(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the config of the layers. Raises UnsupportedModelError for unknown keys."""
     nested = raw.get(_NESTED) or {}
     if unknown := sorted(set(nested) - _NESTED_KEYS):
-        raise UnsupportedModelError(f"config.json: {_NESTED}: {unknown[0]!r} is not understood")
+        raise config_error(f"{_NESTED}: {unknown[0]!r} is not understood")
     if nested.get("use_aux_hidden_state", True) is not True:
-        problem = f"config.json: {_NESTED}: use_aux_hidden_state is not true"
-        raise UnsupportedModelError(problem, need="a head on hidden states of several layers")
+        problem = f"{_NESTED}: use_aux_hidden_state is not true"
+        raise config_error(problem, need="a head on hidden states of several layers")
     if TYPE not in raw:
         known = _KEYS
         if raw.get("model_type") == "llama" and not raw.get("use_sliding_window"):
@@ -110,12 +110,10 @@ def _layer_config(raw: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in raw.items() if key not in known}
     kind = raw[TYPE]
     if unknown := sorted(set(raw) - _KEYS - SPECULATORS_KEYS - {"embed_requires_grad"}):
-        problem = f"config.json: {unknown[0]!r} is not understood for {TYPE} {kind!r}"
-        raise UnsupportedModelError(problem)
+        raise config_error(f"{unknown[0]!r} is not understood for {TYPE} {kind!r}")
     if kind not in ("eagle3", "peagle"):
-        problem = f"config.json: {TYPE} {kind!r} is not supported"
         need = "'eagle3', 'peagle', 'dflash', 'dflash2' or 'dspark'"
-        raise UnsupportedModelError(problem, need=need)
+        raise config_error(f"{TYPE} {kind!r} is not supported", need=need)
     return dict(raw.get(LAYERS) or {})
 
 
@@ -130,26 +128,21 @@ def _taps(raw: dict[str, Any], target: Architecture) -> tuple[int, ...]:
 
 def _state_norm(raw: dict[str, Any]) -> str:
     if raw.get("fc_norm") and raw.get("norm_before_fc"):
-        problem = "config.json: both fc_norm and norm_before_fc are true"
-        raise UnsupportedModelError(problem, need="at most one of them")
+        raise config_error("both fc_norm and norm_before_fc are true", need="at most one of them")
     if raw.get("fc_norm"):
         return "fc_norm"
     return "input_norm" if raw.get("norm_before_fc") else ""
 
 
 def _mask_token(raw: dict[str, Any], vocab_size: int) -> int:
-    token = next((raw[key] for key in _MASK_KEYS if raw.get(key) is not None), None)
-    if type(token) is not int or not 0 <= token < vocab_size:
-        need = f"a token from 0 to {vocab_size - 1}"
-        raise UnsupportedModelError(f"config.json: mask_token_id is {token!r}", need=need)
-    return token
+    token: Any = next((raw[key] for key in _MASK_KEYS if raw.get(key) is not None), None)
+    check_integer("mask_token_id", token, 0, vocab_size - 1)
+    return int(token)
 
 
 def _n_parallel(raw: dict[str, Any]) -> int:
     """Return the number of tokens that speculators' config proposes, or the published number."""
     methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    n = methods[0].get("speculative_tokens", _N_PARALLEL)
-    if type(n) is not int or not 0 < n < 100:
-        need = "an integer from 1 to 99"
-        raise UnsupportedModelError(f"config.json: speculative_tokens is {n!r}", need=need)
+    n: int = methods[0].get("speculative_tokens", _N_PARALLEL)
+    check_integer("speculative_tokens", n, 1, 99)
     return n

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from offload_rt.errors import UnsupportedModelError
+from offload_rt.errors import check_integer, config_error
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.native import NativeDecoder
 from offload_rt.models.native_config import MOST, native_decoder, window_of, windows_of
@@ -56,9 +56,7 @@ def parse_architecture(raw: dict[str, Any]) -> Architecture:
         return native_mixture.with_native_attention(transformers.parse_architecture(raw))
     named = raw.get("architectures")
     if named not in (None, [family.architecture]):
-        raise UnsupportedModelError(
-            f"config.json: architecture {named!r} is not supported", need=family.architecture
-        )
+        raise config_error(f"architecture {named!r} is not supported", need=family.architecture)
     _check_keys(raw, family)
     return family.build(raw)
 
@@ -66,22 +64,17 @@ def parse_architecture(raw: dict[str, Any]) -> Architecture:
 def _check_keys(raw: dict[str, Any], family: Family) -> None:
     for key in (*_REQUIRED, *family.required):
         if raw.get(key) is None:
-            raise UnsupportedModelError(f"config.json: key {key!r} is missing")
+            raise config_error(f"key {key!r} is missing")
     for key in _SIZES:
         value = raw.get(key)
-        if value is not None and (type(value) is not int or not 1 <= value <= MOST):
-            raise UnsupportedModelError(
-                f"config.json: {key} is {value!r}", need=f"an integer from 1 to {MOST}"
-            )
+        if value is not None:
+            check_integer(key, value, 1, MOST)
     for key in _SWITCHES:
         if type(raw.get(key, False)) is not bool:
-            raise UnsupportedModelError(f"config.json: {key} is {raw[key]!r}", need="true or false")
+            raise config_error(f"{key} is {raw[key]!r}", need="true or false")
     unknown = [key for key in raw if key not in _COMMON | family.keys and not key.startswith("_")]
     if unknown and (unknown := sorted({*unknown} - _keys_of_any_model())):
-        problem = (
-            f"config.json: {unknown[0]!r} is not understood for model_type {raw['model_type']!r}"
-        )
-        raise UnsupportedModelError(problem)
+        raise config_error(f"{unknown[0]!r} is not understood for model_type {raw['model_type']!r}")
 
 
 def _keys_of_any_model() -> set[str]:

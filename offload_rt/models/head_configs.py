@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from offload_rt.errors import UnsupportedModelError
+from offload_rt.errors import UnsupportedModelError, check_integer
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.block_configs import block_head_of, block_kind
 from offload_rt.models.eagle_configs import TYPE, eagle_of
@@ -39,10 +39,7 @@ def _medusa_of(raw: dict[str, Any], target: Architecture) -> Medusa:
     n_heads = raw.get("medusa_num_heads", raw.get("num_heads"))
     n_blocks = raw.get("medusa_num_layers", raw.get("num_hidden_layers", 1))
     for name, value in (("medusa_num_heads", n_heads), ("medusa_num_layers", n_blocks)):
-        if type(value) is not int or not 0 < value < 100:
-            raise UnsupportedModelError(
-                f"config.json: {name} is {value!r}", need="an integer from 1 to 99"
-            )
+        check_integer(name, value, 1, 99)
     changes = {"family": "medusa", "n_layers": n_heads, "taps": (target.n_layers,), "n_mtp": 0}
     return Medusa(**{**fields_of(target), **changes, "n_blocks": n_blocks})
 

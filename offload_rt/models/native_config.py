@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from offload_rt.errors import UnsupportedModelError
+from offload_rt.errors import check_integer, config_error
 from offload_rt.models.native import GATE_UP, QKV, NativeDecoder
 from offload_rt.models.rope import Rope, RopeConfig
 
@@ -34,34 +34,19 @@ def native_decoder(raw: dict[str, Any], **changes: Any) -> NativeDecoder:
     n_kv_heads = raw.get("num_key_value_heads") or n_heads
     eps = raw["rms_norm_eps"]
     activation = raw.get("hidden_act", "silu")
+    is_grouped = n_heads % n_kv_heads == 0
+    is_even = raw.get("head_dim") or hidden_size % n_heads == 0
     n_mtp = raw.get("num_nextn_predict_layers") or 0
+    check_integer("num_nextn_predict_layers", n_mtp, 0, MOST)
     for name, value, holds, need in (
         ("dtype", dtype_name, dtype_name in (None, *_DTYPES), ", ".join(_DTYPES)),
-        (
-            "num_key_value_heads",
-            n_kv_heads,
-            n_heads % n_kv_heads == 0,
-            f"a divisor of {n_heads} heads",
-        ),
-        (
-            "hidden_size",
-            hidden_size,
-            raw.get("head_dim") or hidden_size % n_heads == 0,
-            f"a multiple of {n_heads} heads",
-        ),
+        ("num_key_value_heads", n_kv_heads, is_grouped, f"a divisor of {n_heads} heads"),
+        ("hidden_size", hidden_size, is_even, f"a multiple of {n_heads} heads"),
         ("hidden_act", activation, activation == "silu", "silu"),
         ("rms_norm_eps", eps, type(eps) in (int, float) and 0 <= eps < math.inf, "a number >= 0"),
-        (
-            "num_nextn_predict_layers",
-            n_mtp,
-            type(n_mtp) is int and 0 <= n_mtp <= MOST,
-            "a number of layers",
-        ),
     ):
         if not holds:
-            raise UnsupportedModelError(
-                f"config.json: {name} {value!r} is not supported", need=need
-            )
+            raise config_error(f"{name} {value!r} is not supported", need=need)
     head_dim = raw.get("head_dim") or hidden_size // n_heads
     decoder = NativeDecoder(
         family=raw["model_type"],
@@ -87,10 +72,8 @@ def native_decoder(raw: dict[str, Any], **changes: Any) -> NativeDecoder:
 def window_of(raw: dict[str, Any]) -> int | None:
     """Return the attention window in positions; None without a window."""
     window: int | None = raw.get("sliding_window", _WINDOW)
-    if window is not None and (type(window) is not int or not 1 <= window <= MOST):
-        raise UnsupportedModelError(
-            f"config.json: sliding_window is {window!r}", need=f"a number from 1 to {MOST}"
-        )
+    if window is not None:
+        check_integer("sliding_window", window, 1, MOST)
     return window
 
 
@@ -102,18 +85,12 @@ def windows_of(raw: dict[str, Any]) -> tuple[int | None, ...]:
     if kinds is None:
         first = raw.get("max_window_layers", _FIRST_WINDOWED)
         if type(first) is not int:
-            raise UnsupportedModelError(
-                f"config.json: max_window_layers is {first!r}", need="a number of layers"
-            )
+            raise config_error(f"max_window_layers is {first!r}", need="a number of layers")
         return tuple(window if i >= first else None for i in range(n))
     if not isinstance(kinds, list) or len(kinds) != n:
-        raise UnsupportedModelError(
-            f"config.json: layer_types is {str(kinds)[:80]}", need=f"a list for {n} layers"
-        )
+        raise config_error(f"layer_types is {str(kinds)[:80]}", need=f"a list for {n} layers")
     known = {"full_attention": None, "sliding_attention": window}
     for kind in kinds:
         if not isinstance(kind, str) or kind not in known:
-            raise UnsupportedModelError(
-                f"config.json: layer type {kind!r} is not understood", have=", ".join(known)
-            )
+            raise config_error(f"layer type {kind!r} is not understood", have=", ".join(known))
     return tuple(known[kind] for kind in kinds)

@@ -58,7 +58,7 @@ def with_native_attention(model: TransformersModel) -> TransformersModel:
         return model
     decoder = native_decoder(
         model.model.text.to_dict(),
-        windows=tuple(model.model.window(i) for i in range(model.n_layers)),
+        windows=tuple(model.model.cache.windows[i, 0] for i in range(model.n_layers)),
         qk_norm=_HAS_QK_NORM[model.family],
     )
     values = {item.name: getattr(model, item.name) for item in fields(model)}

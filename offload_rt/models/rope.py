@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from offload_rt.errors import UnsupportedModelError
+from offload_rt.errors import config_error
 
 if TYPE_CHECKING:
     import torch
@@ -53,9 +53,7 @@ class RopeConfig:
         """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         if not isinstance(given, dict):
-            raise UnsupportedModelError(
-                f"config.json: the rope settings are {given!r}", need="a table"
-            )
+            raise config_error(f"the rope settings are {given!r}", need="a table")
         limit = raw["max_position_embeddings"]
         settings = {
             "rope_theta": raw.get("rope_theta", _THETA),
@@ -110,13 +108,9 @@ class Rope:
         # transformers does not check these values: invalid values raise arbitrary errors
         except Exception as error:
             said = " ".join(str(error).split())
-            raise UnsupportedModelError(
-                f"config.json: the rope settings are not understood: {said}"
-            ) from error
+            raise config_error(f"the rope settings are not understood: {said}") from error
         if not bool(frequencies.isfinite().all()):
-            raise UnsupportedModelError(
-                "config.json: the rope settings give frequencies that are not numbers"
-            )
+            raise config_error("the rope settings give frequencies that are not numbers")
         return frequencies, scale
 
     def cos_sin(
@@ -149,21 +143,17 @@ class Rope:
 def _check(config: Any, parameters: Mapping[str, Any]) -> None:
     kind = parameters.get("rope_type")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise UnsupportedModelError(
-            f"config.json: rope type {kind!r} is not understood", have=", ".join(KINDS)
-        )
+        raise config_error(f"rope type {kind!r} is not understood", have=", ".join(KINDS))
     lacking = [name for name in ("rope_theta", *KINDS[kind]) if parameters.get(name) is None]
     if lacking:
-        raise UnsupportedModelError(
-            f"config.json: rope setting {lacking[0]!r} is missing for rope type {kind!r}"
-        )
+        raise config_error(f"rope setting {lacking[0]!r} is missing for rope type {kind!r}")
     unknown = sorted(set(parameters) - KEYS)
     if unknown:
-        raise UnsupportedModelError(f"config.json: rope setting {unknown[0]!r} is not understood")
+        raise config_error(f"rope setting {unknown[0]!r} is not understood")
     for name in sorted(set(parameters) - _NOT_NUMBERS):
         value = parameters[name]
         if value is not None and not (type(value) in (int, float) and abs(value) < math.inf):
-            raise UnsupportedModelError(f"config.json: {name} is {value!r}", need="a number")
+            raise config_error(f"{name} is {value!r}", need="a number")
     low, high = (parameters.get(f"{name}_freq_factor") for name in ("low", "high"))
     positive = [
         parameters[name]
@@ -171,16 +161,12 @@ def _check(config: Any, parameters: Mapping[str, Any]) -> None:
         if parameters.get(name) is not None
     ]
     if min(positive) <= 0 or (low is not None and low == high):
-        raise UnsupportedModelError(
-            "config.json: the rope settings give frequencies that are not numbers"
-        )
+        raise config_error("the rope settings give frequencies that are not numbers")
     short, long = (parameters.get(name) for name in _FACTORS)
     if short != long or (short is None) != (kind != "longrope"):
-        problem = "config.json: short_factor and long_factor differ, or rope type is not 'longrope'"
-        raise UnsupportedModelError(problem, need="equal factors for short and long contexts")
+        problem = "short_factor and long_factor differ, or rope type is not 'longrope'"
+        raise config_error(problem, need="equal factors for short and long contexts")
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UnsupportedModelError("config.json: partial_rotary_factor must be 1")
+        raise config_error("partial_rotary_factor must be 1")
     if config.head_dim < 2 or config.head_dim % 2:
-        raise UnsupportedModelError(
-            f"config.json: head_dim is {config.head_dim}", need="an even number"
-        )
+        raise config_error(f"head_dim is {config.head_dim}", need="an even number")

@@ -97,13 +97,13 @@ class TracedModel:
     """A transformers model without weights.
 
     text          config of its text model
+    cache         connects attention to the current pass; knows cache layers, states and windows
     prefix        tensor name prefix before the layer number
     state         shapes of all tensors by name, including parts unused for text
     shapes        tensor shapes per layer, without the prefix; the last entry is outside the layers
     hidden_shape  shape of hidden states between layers, without rows
     kv_shapes     shapes of the cache layers
     state_shapes  shapes of recurrent states, see `Architecture`
-    has_state     layers with a recurrent state
     windows       windows of all attention masks
     mixtures      expert layers in transformers' standard form, all of equal shape; else empty
     shared_modules  see `Architecture`
@@ -142,12 +142,12 @@ class TracedModel:
             raise UnsupportedModelError(f"its model has no list of {n} layers")
         self.prefix = f"{names[id(places)]}."
         self.layers = list(places)
-        self._cache = PassCache()
+        self.cache = PassCache()
         self.n_outputs = 0  # of a layer; 0: a tensor
         self.has_custom_attention = False
         for i, layer in enumerate(self.layers):
             for module in layer.modules():
-                module.__dict__["pass_cache"] = self._cache
+                module.__dict__["pass_cache"] = self.cache
                 if type(module).__name__.endswith("GatedDeltaNet"):
                     module.forward = partial(delta_net, module)
                 elif type(module).__name__ == "Llama4TextMoe":
@@ -213,15 +213,14 @@ class TracedModel:
             raise UnsupportedModelError("its layers are not called in order")
         self.kv_shapes = tuple(trace.shapes[i] for i in range(len(trace.shapes)))
         self.state_shapes = tuple(trace.state_shapes)
-        self.has_state = self._cache.states.keys()
-        self.windows = set(self._cache.windows.values())
+        self.windows = set(self.cache.windows.values())
         shape = trace.first.shape
         (self._row_dim,) = (dim for dim, size in enumerate(shape) if size == _N_ROWS)
         self.hidden_shape = (*shape[: self._row_dim], *shape[self._row_dim + 1 :])
         for hook in hooks:
             hook.remove()
-        self.mixtures = find_mixtures(self.layers, self._cache.chosen, outputs)
-        self._cache.chosen.clear()
+        self.mixtures = find_mixtures(self.layers, self.cache.chosen, outputs)
+        self.cache.chosen.clear()
         return list(called)
 
     def _bind(self, called: list[nn.Module], names: dict[int, str], tied: dict[int, str]) -> None:
@@ -264,14 +263,6 @@ class TracedModel:
                 )
             else:
                 self._tensors[i] += tensors
-
-    def kv_layers(self, i: int) -> list[int]:
-        """Return the cache layers that layer i writes."""
-        return self._cache.of_layer(i)
-
-    def kv_read(self, i: int) -> set[int]:
-        """Return the cache layers that layer i reads."""
-        return self._cache.read.get(i, set())
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return self._weights.linear(x, name)
@@ -323,10 +314,6 @@ class TracedModel:
             out: Tensor = layer.mlp(x[None])
         return out[0]
 
-    def window(self, i: int) -> int | None:
-        """Return the visible positions of the first attention of layer i; None for all."""
-        return self._cache.windows[i, 0]
-
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Map final hidden states x (n, width) to logits."""
         rows = torch.zeros(len(x), dtype=torch.int64, device=x.device)
@@ -345,7 +332,7 @@ class TracedModel:
 
     def run_layer(self, i: int, hidden: Tensor, call: Call, context: PassContext) -> Tensor:
         """Run the module of layer i on hidden states in the model's own shape."""
-        self._cache.enter(i, context)
+        self.cache.enter(i, context)
         out = self.layers[i](hidden, *call.args, **call.kwargs)
         self.n_outputs = len(out) if isinstance(out, tuple | list) else 0
         hidden_out: Tensor = out[0] if self.n_outputs else out
@@ -439,7 +426,7 @@ class TracedModel:
         """Run the model or its decoder on tokens (n,), calling `visit` in place of each layer."""
         self.visit = visit
         self.positions = positions.unsqueeze(-2)
-        more: dict[str, Any] = {self._cache_name: self._cache}
+        more: dict[str, Any] = {self._cache_name: self.cache}
         if self._has_positions:
             more["position_ids"] = self.positions
         return module(ids[None], use_cache=True, **more, **arguments)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from offload_rt.errors import UnsupportedModelError
+from offload_rt.errors import UnsupportedModelError, config_error
 from offload_rt.models import image_tower
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.image_tower import ImageTower
@@ -43,9 +43,7 @@ def parse_architecture(raw: dict[str, Any]) -> "TransformersModel":
     kind = _SAME_AS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         change = "remote code is not run; use a model type that transformers implements"
-        raise UnsupportedModelError(
-            f"config.json: model_type {kind!r} is not supported", change=change
-        )
+        raise config_error(f"model_type {kind!r} is not supported", change=change)
     try:
         made = CONFIG_MAPPING[kind]
         known = {key: value for key, value in raw.items() if key != "auto_map"}
@@ -160,7 +158,7 @@ class TransformersModel(Architecture):
     shared_modules = property(attrgetter("model.shared_modules"))
     kv_shapes = property(attrgetter("model.kv_shapes"))
     state_shapes = property(attrgetter("model.state_shapes"))
-    state_layers = property(attrgetter("model.has_state"))
+    state_layers = property(attrgetter("model.cache.states"))
 
     @property
     def supports_mtp(self) -> bool:
@@ -175,11 +173,11 @@ class TransformersModel(Architecture):
 
     def kv_layers(self, i: int) -> Sequence[int]:
         """Return the cache layers recorded by tracing."""
-        return self.model.kv_layers(i)
+        return self.model.cache.of_layer(i)
 
     def kv_read(self, i: int) -> Collection[int]:
         """Return the cache layers read, recorded by tracing."""
-        return self.model.kv_read(i)
+        return self.model.cache.read.get(i, ())
 
     def of_checkpoint(
         self, shapes: Mapping[str, tuple[int, ...]]
@@ -274,7 +272,7 @@ class TransformersModel(Architecture):
         shapes = self.model.shapes[i].values()
         n_weights = sum(self._n_met(shape) * math.prod(shape[-2:]) for shape in shapes)
         # A row reads a state twice and updates it; rows of a block interact with each other.
-        if i in self.model.has_state:
+        if i in self.model.cache.states:
             state = self.state_shapes[0]
             n_head_products = 3 * state.k_dim * state.v_dim + min(n_rows, BLOCK_ROWS) * (
                 state.k_dim + state.v_dim

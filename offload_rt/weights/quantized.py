@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from offload_rt.dtypes import DType
-from offload_rt.errors import CheckpointError, UnsupportedModelError
+from offload_rt.errors import CheckpointError, UnsupportedModelError, config_error
 from offload_rt.weights.formats import Matrix, Source, StoredTensor, WeightFormat
 from offload_rt.weights.header import FLOATS
 
@@ -70,7 +70,7 @@ def finer_notice(values: list[str]) -> str:
 
 def refuse(problem: str, need: str = "") -> UnsupportedModelError:
     """Return an error about the quantization_config."""
-    return UnsupportedModelError(f"config.json: quantization_config: {problem}", need=need)
+    return config_error(f"quantization_config: {problem}", need=need)
 
 
 def has_method(name: str) -> Callable[[object], bool]:

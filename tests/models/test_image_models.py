@@ -130,7 +130,7 @@ def test_features_are_computed_once_and_kept(model_of, monkeypatch):
         llm.engine.reset_prefix_cache()
         assert say(llm, [prompt]) == first
         assert calls == [1]
-        runner_of(llm).images._max_rows = len(prompt.images[0].rows)
+        runner_of(llm).images.max_rows = len(prompt.images[0].rows)
         say(llm, [image_prompt(model, tower, [4, image_inputs("llava", 2), 3])])
         llm.engine.reset_prefix_cache()
         assert say(llm, [prompt]) == first

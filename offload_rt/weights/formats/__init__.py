@@ -11,7 +11,7 @@ from abc import ABC
 from typing import TYPE_CHECKING, ClassVar
 
 from offload_rt.dtypes import DType
-from offload_rt.errors import UnsupportedModelError
+from offload_rt.errors import config_error
 from offload_rt.models.layers import LayerWeights
 from offload_rt.system import registry
 from offload_rt.weights.layout import Layout
@@ -76,8 +76,8 @@ def format_of(quantization_config: object) -> WeightFormat:
         if isinstance(quantization_config, dict)
         else quantization_config
     )
-    raise UnsupportedModelError(
-        f"config.json: key 'quantization_config' of quant_method {method!r} is not understood",
+    raise config_error(
+        f"key 'quantization_config' of quant_method {method!r} is not understood",
         have=", ".join(names),
         change="use an unquantised checkpoint",
     )
