@@ -9,6 +9,7 @@ at first use.
 """
 
 import os
+import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,11 @@ def _build(recipe: build.Recipe) -> None:
     for path in build.PACKAGE.glob(f"_{recipe.name}-*"):
         if path.stem != target.stem:
             path.unlink()
+    in_folder = build.PACKAGE.parents[1] / "build" / recipe.file  # of `pip install .`
+    if recipe.compiler == "g++" and in_folder.exists() and not target.exists():
+        unfinished = target.with_suffix(".tmp")
+        shutil.copy2(in_folder, unfinished)
+        unfinished.replace(target)
     if target.exists():
         print(f"{recipe.name}: present")
         return

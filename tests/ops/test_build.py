@@ -237,6 +237,19 @@ def test_libraries_of_this_machine_are_built_into_the_package(card, folders, mon
     assert {kernels, find(build.cpu(cpu.level()))} == {*(folders / "package").glob("*.so")}
 
 
+def test_libraries_of_an_install_are_copied(folders, monkeypatch):
+    """`pip install .` compiles them in `build`, `make venv` not again."""
+    (folders / "package" / "ops").mkdir()
+    (folders / "build").mkdir()
+    library = build.cpu(cpu.level()).file
+    (folders / "build" / library).write_text("library")
+    monkeypatch.setattr(build, "PACKAGE", folders / "package" / "ops")
+    monkeypatch.setattr(extension, "targets", tuple)
+    monkeypatch.setattr(sys, "argv", ["build_kernels.py", "--this-machine"])
+    build_kernels.main()
+    assert (folders / "package" / "ops" / library).read_text() == "library"
+
+
 def test_kernels_that_load_but_fail_are_missing(card, monkeypatch):
     """For example kernels of a compiler newer than the driver."""
 
