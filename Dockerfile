@@ -1,6 +1,6 @@
 # offload_rt on a CPU. scripts/fresh_machine.sh runs its steps in a Debian root; no image has been built.
-# With an NVIDIA GPU, replace the base images by nvidia/cuda:13.0.1-devel-ubuntu24.04 (install python3-venv), the index by
-# https://download.pytorch.org/whl/cu130, and run with `--gpus all --ulimit memlock=-1`.
+# With an NVIDIA GPU, install g++ in the second image, too, and "[server,cuda]" from https://download.pytorch.org/whl/cu130; run with
+# `--gpus all --ulimit memlock=-1`. The first run compiles the CUDA kernels.
 #
 #   docker build -t offload_rt .
 #   docker run --rm -p 8000:8000 -v ~/.cache/huggingface:/root/.cache/huggingface offload_rt \
