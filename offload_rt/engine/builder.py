@@ -102,7 +102,7 @@ def _load_models(
     settings = spec.files.disk.settings
     with ExitStack() as loading:
         stored = loading.enter_context(
-            closing(open_files(target.layers(spec.files), settings, spec.device, target.mirrors))
+            closing(open_files(spec.files.checkpoint, settings, spec.device, target.mirrors))
         )
         draft_files = spec.draft.open(settings)
         if draft_files is not None:

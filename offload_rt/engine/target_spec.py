@@ -47,12 +47,10 @@ _STREAMED_TOWER = (
 class ExpertFiles:
     """Experts of a checkpoint as separate blocks.
 
-    rest     the checkpoint without experts
     records  tensors of each expert, layer by layer
     tier     opened files, with the layout of the device that computes the experts, or of a GPU
     """
 
-    rest: Checkpoint
     records: tuple[BlockRecord, ...]
     tier: DiskTier
 
@@ -61,11 +59,13 @@ class ExpertFiles:
 class TargetFiles:
     """Opened files of the target.
 
+    checkpoint  without experts that are separate blocks
     disk     streamed layers
     experts  experts loaded on demand; None if experts are part of their layers
     images   streamed blocks of the vision tower; None if they are resident
     """
 
+    checkpoint: Checkpoint
     disk: DiskTier | SidecarTier
     experts: ExpertFiles | None = None
     images: DiskTier | None = None
@@ -184,20 +184,19 @@ class TargetSpec:
             if self.streams_images
             else None
         )
-        if plan.experts is not None and (divided := self.checkpoint.by_expert()) is not None:
-            rest, records = divided
+        checkpoint = self.checkpoint
+        experts = None
+        disk: DiskTier | SidecarTier
+        if plan.experts is not None and (divided := checkpoint.by_expert()) is not None:
+            checkpoint, records = divided
             tier = DiskTier(records, settings, self.device.type == "cuda", self.mirrors)
-            disk = DiskTier(rest.layers, settings, mirrors=self.mirrors)
-            return TargetFiles(disk, ExpertFiles(rest, records, tier), images)
-        if self.link.sidecar:
+            experts = ExpertFiles(records, tier)
+        if self.link.sidecar and experts is None:
             decodes = self.device.type == "cpu"
-            sidecar = SidecarTier(self.link.sidecar, settings, decodes, self.mirrors)
-            return TargetFiles(sidecar, images=images)
-        return TargetFiles(DiskTier(layers, settings, mirrors=self.mirrors), images=images)
-
-    def layers(self, files: TargetFiles) -> Checkpoint:
-        """Return the checkpoint without experts that are separate blocks."""
-        return self.checkpoint if files.experts is None else files.experts.rest
+            disk = SidecarTier(self.link.sidecar, settings, decodes, self.mirrors)
+        else:
+            disk = DiskTier(checkpoint.layers, settings, mirrors=self.mirrors)
+        return TargetFiles(checkpoint, disk, experts, images)
 
     def loaded_nbytes(self, plan: Plan, files: TargetFiles, stored: DiskTier) -> int:
         """Return the bytes that `load` and `build` read.
@@ -224,7 +223,7 @@ class TargetSpec:
     ) -> LayerSources:
         """Load the weights that the placement keeps in memory."""
         resident = loader.new_tier()
-        checkpoint = self.layers(files)
+        checkpoint = files.checkpoint
         blocks = zip(self._tiers(plan), checkpoint.blocks, strict=True)
 
         def work(block: Block) -> Callable[[], PackedLayer]:
@@ -272,7 +271,7 @@ class TargetSpec:
         self, loader: Loader, plan: Plan, files: TargetFiles, sources: LayerSources, trace: Trace
     ) -> Runner:
         """Construct the runner with its caches of off-device KV rows and of experts."""
-        checkpoint = self.layers(files)
+        checkpoint = files.checkpoint
         runner = loader.runner(checkpoint.spec, checkpoint.format, self.dtype.torch, sources, trace)
         n_layers = checkpoint.spec.n_layers
         if checkpoint.images:
