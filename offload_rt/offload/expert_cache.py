@@ -100,7 +100,7 @@ class ExpertCache(ABC):
                 block = self._await()
                 slot = self._slot_of[block]
                 yield block - first, self._view(self.tier.layout(block), self._slots[slot])
-                self._release(block)
+                self.release(block)
             if self.host and begun:
                 numbers = (block - first for block in host_blocks)
                 yield from zip(numbers, self.host.finish(begun), strict=True)
@@ -126,7 +126,7 @@ class ExpertCache(ABC):
             omitted = set(missing[ceil(_AHEAD * self.mixture.n_used) :])
             self._ahead = deque(block for block in blocks if block not in omitted)
 
-    def _release(self, block: int) -> None:
+    def release(self, block: int) -> None:
         """Mark a block as computed and free its slot for eviction."""
         with self._changed:
             slot = self._slot_of[block]

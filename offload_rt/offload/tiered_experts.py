@@ -74,15 +74,11 @@ class PinnedExperts(ThreadExperts):
         with self._changed:
             self._wanted.difference_update(blocks)
 
-    def release(self, i: int) -> None:
-        """Allow the eviction of a block."""
-        self._release(i)
-
     def free_after(self, block: int, copied: Event) -> None:
         """Free the slot of a block after its enqueued copy."""
         self._copied[self._slot_of[block]] = copied
         if block in self._wanted:
-            self._release(block)
+            self.release(block)
 
 
 class TieredExperts(CardExperts):
