@@ -8,6 +8,7 @@ requires triton; llguidance is one wheel of 3 MB without dependencies.
 import json
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,7 @@ class GrammarCompiler:
         self._threads.shutdown()
 
 
+@dataclass(eq=False, repr=False)
 class Grammar:
     """Position of an answer in a grammar.
 
@@ -115,27 +117,20 @@ class Grammar:
     ends     end tokens; text behind an end token is not constrained
     """
 
-    def __init__(
-        self,
-        matcher: "LLMatcher",
-        n_words: int,
-        ends: frozenset[int],
-        threads: ThreadPoolExecutor,
-    ) -> None:
-        self._matcher = matcher
-        self._n_words = n_words
-        self._ends = ends
-        self._threads = threads
-        self._masks: Future[Tensor] | None = None
-        self._known: dict[Path, Tensor] = {}
+    matcher: "LLMatcher"
+    n_words: int
+    ends: frozenset[int]
+    threads: ThreadPoolExecutor
+    _masks: Future[Tensor] | None = field(default=None, init=False)
+    _known: dict[Path, Tensor] = field(default_factory=dict, init=False)
 
     def copy(self) -> "Grammar":
         """Return an independent position in the same compiled grammar."""
-        return Grammar(self._matcher.deep_copy(), self._n_words, self._ends, self._threads)
+        return replace(self, matcher=self.matcher.deep_copy())
 
     def start_masks(self, paths: Sequence[Path]) -> None:
         """Start to compute the masks after these paths in a thread, during a forward pass."""
-        self._masks = self._threads.submit(self.masks_after, paths)
+        self._masks = self.threads.submit(self.masks_after, paths)
 
     def masks(self) -> Tensor:
         """Wait for the masks of the last `start_masks`; see `masks_after`."""
@@ -144,7 +139,7 @@ class Grammar:
 
     def check(self) -> None:
         """Raise SettingsError if the grammar became too complex; masks are not valid then."""
-        _check(self._matcher)
+        _check(self.matcher)
 
     def masks_after(self, paths: Sequence[Path]) -> Tensor:
         """Compute the allowed tokens after the answer and each path of further tokens.
@@ -156,37 +151,37 @@ class Grammar:
         matcher = None  # behind `path`
         for next_path in sorted(set(paths) - self._known.keys()):
             if matcher is None or next_path[: len(path)] != path:
-                path, matcher = (), self._matcher.deep_copy()
-            tokens = takewhile(lambda token: token not in self._ends, next_path[len(path) :])
+                path, matcher = (), self.matcher.deep_copy()
+            tokens = takewhile(lambda token: token not in self.ends, next_path[len(path) :])
             path += next_path[len(path) :][: matcher.try_consume_tokens(list(tokens))]
-            mask = torch.full((self._n_words,), -1, dtype=torch.int32)
+            mask = torch.full((self.n_words,), -1, dtype=torch.int32)
             if path == next_path:
-                matcher.unsafe_compute_mask_ptr(mask.data_ptr(), 4 * self._n_words)
+                matcher.unsafe_compute_mask_ptr(mask.data_ptr(), 4 * self.n_words)
             self._known[next_path] = mask
         return torch.stack([self._known[path] for path in paths])
 
     def n_allowed(self, tokens: Sequence[int]) -> int:
         """Return the number of first tokens that the grammar allows, up to an end token."""
-        return self._matcher.validate_tokens(list(tokens))
+        return self.matcher.validate_tokens(list(tokens))
 
     def forced(self) -> list[int]:
         """Return the next tokens as far as each is the only allowed token."""
-        if self._matcher.is_stopped():
-            return list(self._ends) if len(self._ends) == 1 else []
-        return list(self._matcher.compute_ff_tokens())
+        if self.matcher.is_stopped():
+            return list(self.ends) if len(self.ends) == 1 else []
+        return list(self.matcher.compute_ff_tokens())
 
     def forced_after(self, path: Path) -> list[int]:
         """Return the forced tokens after a path of further tokens; none after an end token."""
-        if self._ends.intersection(path):
+        if self.ends.intersection(path):
             return []
         after = self.copy()
-        is_inside = after._matcher.try_consume_tokens(list(path)) == len(path)
+        is_inside = after.matcher.try_consume_tokens(list(path)) == len(path)
         return after.forced() if is_inside else []
 
     def advance(self, token: int) -> None:
         """Append a generated token. Raises SettingsError if the grammar becomes too complex."""
         self._known.clear()
-        self._matcher.consume_token(token)
+        self.matcher.consume_token(token)
         self.check()
 
 
