@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ class Context(NamedTuple):
     bad_words: BadWords = BadWords()
 
 
+@dataclass(eq=False, repr=False)
 class NodeProbs:
     """Distributions of the next token after the nodes of a tree, computed for the nodes read.
 
@@ -51,38 +53,33 @@ class NodeProbs:
     out     (n, vocabulary) memory of the distributions; None to allocate
     """
 
-    def __init__(
-        self,
-        logits: Tensor,
-        params: SamplingParams,
-        context: Context,
-        paths: Sequence[Sequence[int]],
-        out: Tensor | None = None,
-        masks: Tensor | None = None,
-    ) -> None:
-        self.device = logits.device
-        self._wide = torch.promote_types(logits.dtype, torch.float32)
-        self._logits = logits
-        self._params = params
-        self._paths = paths
-        self._out = out
-        self._masks = masks
-        self._change = _Change(params, context, logits.device) if params.changes_logits else None
+    logits: Tensor
+    params: SamplingParams
+    context: Context
+    paths: Sequence[Sequence[int]]
+    out: Tensor | None = None
+    masks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.device = self.logits.device
+        self._wide = torch.promote_types(self.logits.dtype, torch.float32)
+        is_changed = self.params.changes_logits
+        self._change = _Change(self.params, self.context, self.device) if is_changed else None
 
     @property
     def shape(self) -> torch.Size:
         """Number of nodes, and size of the vocabulary."""
-        return self._logits.shape
+        return self.logits.shape
 
     def best(self, nodes: slice) -> list[int]:
         """Return the most probable token after each node: the choice at temperature 0.
 
         Raises NumericsError if a node on a CPU has no possible token.
         """
-        is_changed = self._change is not None or self._masks is not None
+        is_changed = self._change is not None or self.masks is not None
         best = []
         for part in _parts(*self._range(nodes)):
-            values, tokens = largest(self._changed(part) if is_changed else self._logits[part])
+            values, tokens = largest(self._changed(part) if is_changed else self.logits[part])
             self._check(values)
             best.append(tokens)
         return [int(token) for token in to_host([torch.cat(best)])[0]]
@@ -94,41 +91,41 @@ class NodeProbs:
         Raises NumericsError if a node on a CPU has no possible token.
         """
         start, stop = self._range(nodes)
-        if self._out is None:
-            result = torch.empty_like(self._logits[start:stop], dtype=self._wide)
+        if self.out is None:
+            result = torch.empty_like(self.logits[start:stop], dtype=self._wide)
         else:
-            result = self._out[start:stop]
+            result = self.out[start:stop]
         is_whole = torch.ones(stop - start, dtype=torch.bool, device=self.device)
 
         def compute(rows: slice | Tensor, nodes: slice | Tensor, n_first: int) -> None:
             part = self._changed(nodes)
             best = part.amax(-1, keepdim=True)
             self._check(best)
-            result[rows], is_whole[rows] = _probs_of(part, best, self._params, n_first)
+            result[rows], is_whole[rows] = _probs_of(part, best, self.params, n_first)
 
         for part in _parts(start, stop):
             compute(slice(part.start - start, part.stop - start), part, _N_FIRST)
-        if self.device.type != "cpu" and (self._params.top_p or 1.0) < 1.0:
+        if self.device.type != "cpu" and (self.params.top_p or 1.0) < 1.0:
             left = is_whole.logical_not().nonzero()[:, 0]  # synchronizes
             for part in _parts(0, len(left)):
-                compute(left[part], left[part] + start, self._logits.shape[-1])
+                compute(left[part], left[part] + start, self.logits.shape[-1])
         return result
 
     def _range(self, nodes: slice) -> tuple[int, int]:
-        return nodes.indices(len(self._logits))[:2]
+        return nodes.indices(len(self.logits))[:2]
 
     def _paths_of(self, nodes: slice | Tensor) -> Sequence[Sequence[int]]:
         if isinstance(nodes, slice):
-            return self._paths[nodes]
-        return [self._paths[node] for node in nodes.cpu().tolist()]
+            return self.paths[nodes]
+        return [self.paths[node] for node in nodes.cpu().tolist()]
 
     def _changed(self, nodes: slice | Tensor) -> Tensor:
         """Return logits (m, vocabulary) after all changes."""
-        part = self._logits[nodes].to(self._wide)
+        part = self.logits[nodes].to(self._wide)
         if self._change is not None:
-            part = self._change(part, self._paths_of(nodes) if self._params.looks_back else ())
-        if self._masks is not None:
-            part = part.masked_fill(rejected(self._masks[nodes], part.shape[1]), -torch.inf)
+            part = self._change(part, self._paths_of(nodes) if self.params.looks_back else ())
+        if self.masks is not None:
+            part = part.masked_fill(rejected(self.masks[nodes], part.shape[1]), -torch.inf)
         return part
 
     def _check(self, best: Tensor) -> None:
