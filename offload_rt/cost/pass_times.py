@@ -70,6 +70,8 @@ class ComputeTimes:
         n_sequences  sequences that share the rows
         """
         least = min(context, self.contexts[0])
+        if least == context:
+            return self._at(n_rows, context)
         attention = self._at(n_rows / n_sequences, context) - self._at(n_rows / n_sequences, least)
         return np.asarray(self._at(n_rows, least) + n_sequences * attention)
 
@@ -215,6 +217,12 @@ class PassBytes:
     exchanged: int = 0
     disk_experts: TouchedExperts | None = None
 
+    @cached_property
+    def is_resident(self) -> bool:
+        """Whether a pass moves nothing over a link."""
+        on_demand = self.rows or self.experts or self.disk_experts or self.exchanged
+        return not on_demand and not any(nbytes for _, nbytes in self.streamed)
+
     def at(self, context: int, n_rows: int = 1, n_sequences: int = 1) -> dict[str, int]:
         """Return the bytes over each link, by tier, without zeros; see `StreamedRows`."""
         moved = dict(self.streamed)
@@ -295,6 +303,8 @@ def _link_times(
 
     The rate is 0 without streamed bytes.
     """
+    if moved.is_resident:
+        return np.zeros(n_rows.shape), 0.0
     by_chunk = replace(moved, experts=None, exchanged=0, disk_experts=None)
     of_pass = moved.at(context, 0)
     of_chunk = by_chunk.at(context, n_sequences=n_sequences)

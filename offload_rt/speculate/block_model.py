@@ -106,6 +106,7 @@ class BlockModel(HeadModel):
     def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
         """Continue with the cached rows of the shared tokens. See `Drafter.transfer`."""
         buffer = self._buffers.pop(old, None)
+        self._convert(old)
         if old not in self._inputs:
             return 0
         first, inputs = self._inputs.pop(old)
@@ -145,6 +146,7 @@ class BlockModel(HeadModel):
 
     def _cached(self, sequence: Sequence) -> list[tuple[Tensor, Tensor]]:
         """Add rows for new hidden states; return keys and values of all tokens but the last."""
+        self._convert(sequence)
         first, inputs = self._inputs[sequence]
         n = first + len(inputs)
         buffer = self._buffer(sequence, first, n)

@@ -18,6 +18,9 @@ from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.tree_state import DraftState, TreeBuilder, TreeState, captured
 from offload_rt.tree.topology import Topology
 
+# Hidden states that wait for the next tree; more are converted at once, which bounds memory.
+_MOST_WAITING = 64
+
 
 class HeadState(DraftState):
     """Cache rows of a draft head: row j is token j + 1 with the head's input from token j.
@@ -81,24 +84,39 @@ class HeadModel(DraftModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._inputs: dict[Sequence, tuple[int, Tensor]] = {}  # (first token, inputs from there on)
+        # Hidden states of tokens from the first token on, not yet converted to inputs.
+        self._waiting: dict[Sequence, list[tuple[int, Tensor]]] = {}
 
     def can_draft(self, sequence: Sequence) -> bool:
         """Return whether hidden states reach up to the second to last token."""
-        first, states = self._inputs.get(sequence, (-1, ()))
-        return first + len(states) == len(sequence.tokens) - 1
+        none = -1, torch.empty(0)
+        first, rows = self._waiting.get(sequence, [self._inputs.get(sequence, none)])[-1]
+        return first + len(rows) == len(sequence.tokens) - 1
 
     @torch.inference_mode()
     def observe(self, sequence: Sequence, first: int, states: abc.Sequence[Tensor]) -> None:
-        """Convert hidden states to head inputs, kept until the head computes their rows."""
+        """Keep hidden states until the next tree needs them."""
+        waiting = self._waiting.setdefault(sequence, [])
+        waiting.append((first, torch.cat(tuple(states))))
+        if sum(len(part) for _, part in waiting) > _MOST_WAITING:
+            self._convert(sequence)
+
+    @torch.inference_mode()
+    def _convert(self, sequence: Sequence) -> None:
+        """Convert waiting hidden states to head inputs, kept until the head computes their rows."""
+        waiting = self._waiting.pop(sequence, [])
+        if not waiting:
+            return
         spec = self.runner.spec
         assert isinstance(spec, Head), "HeadModel requires a head"
-        inputs = torch.cat([spec.reduce_states(self.runner.non_layer, state) for state in states])
-        if sequence in self._inputs:
-            n_gone, known = self._inputs[sequence]
+        states = torch.cat([part for _, part in waiting])
+        converted = spec.reduce_states(self.runner.non_layer, states)
+        sizes = [len(part) for _, part in waiting]
+        for (first, _), inputs in zip(waiting, torch.split(converted, sizes), strict=True):
+            n_gone, known = self._inputs.get(sequence, (first, inputs[:0]))
             n_again = max(n_gone - first, 0)  # the target may recompute more rows than the head
-            inputs = torch.cat((known[: max(first - n_gone, 0)], inputs[n_again:]))
-            first = n_gone
-        self._inputs[sequence] = first, inputs
+            both = torch.cat((known[: max(first - n_gone, 0)], inputs[n_again:]))
+            self._inputs[sequence] = n_gone, both
 
     def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
         """Continue if inputs start where the head's cache ends; otherwise the target recomputes.
@@ -106,6 +124,7 @@ class HeadModel(DraftModel):
         See `Drafter.transfer`.
         """
         super().transfer(old, new, n)
+        self._convert(old)
         n_gone, known = self._inputs.pop(old, (n, torch.empty(0)))
         state = self._states.get(new)
         first = self.runner.rewind(state.cache, new.tokens[1:n]) if state is not None else 0
@@ -117,6 +136,7 @@ class HeadModel(DraftModel):
     def end(self, sequence: Sequence) -> None:
         """Release the inputs and the cache of a sequence."""
         self._inputs.pop(sequence, None)
+        self._waiting.pop(sequence, None)
         super().end(sequence)
 
     def _seen(self, sequence: Sequence) -> list[int]:
@@ -127,6 +147,7 @@ class HeadModel(DraftModel):
     ) -> TreeState:
         state = super()._begin(sequence, n_nodes, is_alone, path)
         assert isinstance(state, HeadState), "state_type is HeadState"
+        self._convert(sequence)
         first, known = self._inputs[sequence]
         n_kept = self.runner.n_committed(state.cache)
         state.inputs = known[n_kept - first :]
@@ -197,6 +218,7 @@ class MedusaModel(LevelModel):
     def _begin(
         self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
     ) -> TreeState:
+        self._convert(sequence)
         first, known = self._inputs[sequence]
         spec = self.runner.spec
         assert isinstance(spec, Medusa), "MedusaModel requires Medusa heads"

@@ -28,6 +28,8 @@ _NGRAM_RATE = 0.5
 _NGRAM_LENGTH = 8
 # Where drafting does not pay, every 16th text length is drafted nevertheless.
 _SAMPLED = 16
+# Most missing tokens of a draft that the estimate of its rounds includes.
+_FEW_MISSING = 16
 
 
 @dataclass
@@ -74,6 +76,8 @@ class TreeDrafter(Drafter):
         self._tables: dict[str, tuple[TreeTable, int]] = {}
         self._rates = self._recycler.rates
         self._proposals: dict[Sequence, Proposal] = {}
+        # Of the latest proposal: seconds in which drafts started, most missing tokens of a draft.
+        self._start_s, self._n_missing = 0.0, 0
 
     @property
     def may_pause(self) -> bool:
@@ -87,13 +91,16 @@ class TreeDrafter(Drafter):
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
         """Propose a tree of at most `n_nodes` nodes per sequence."""
         started = time.perf_counter()
+        self._start_s, self._n_missing = 0.0, 0
         begun = {
             sequence: self._start_tree(sequence, n_nodes, len(sequences)) for sequence in sequences
         }
         self._proposals = {
             sequence: proposal for sequence, proposal in begun.items() if proposal is not None
         }
+        growing = time.perf_counter()
         n_grown = self._grow([proposal.builder for proposal in self._proposals.values()])
+        rounds_s = self._start_s + time.perf_counter() - growing
         failed = {
             sequence: error
             for sequence, proposal in self._proposals.items()
@@ -108,7 +115,8 @@ class TreeDrafter(Drafter):
             self._finish_tree(sequence, n_nodes, size)
             for sequence, size in zip(sequences, sizes, strict=True)
         ]
-        self._cost.drafted(n_grown, time.perf_counter() - started, len(sequences))
+        if self._n_missing <= _FEW_MISSING:  # a prompt is computed once
+            self._cost.drafted(n_grown, rounds_s, len(sequences))
         return trees
 
     def learn(
@@ -214,7 +222,7 @@ class TreeDrafter(Drafter):
             )
             is_sample = self.limits.fixed_size or len(sequence.tokens) % _SAMPLED == 0
             if can_draft and (is_sample or builder.pays(self._n_at_once)):
-                builder.state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
+                builder.state = self._start(sequence, n_rows, n_sequences == 1, n_coupled)
             return Proposal(builder, estimates, None)
         if not can_draft:
             return None
@@ -224,9 +232,17 @@ class TreeDrafter(Drafter):
         topology, expected = self._choose(sequence, (n_nodes, n_levels, n_sequences))
         if len(topology) == 1:
             return None
-        state = self._model.start(sequence, n_rows, n_sequences == 1, n_coupled)
+        state = self._start(sequence, n_rows, n_sequences == 1, n_coupled)
         plan = StaticTree(topology, expected, kind, temperature, copied)
         return Proposal(self._static(state, plan, estimates.acceptance), estimates, match)
+
+    def _start(self, sequence: Sequence, n_nodes: int, is_alone: bool, n_coupled: int) -> TreeState:
+        """Start a tree of the draft model; record the time and the missing tokens."""
+        started = time.perf_counter()
+        state = self._model.start(sequence, n_nodes, is_alone, n_coupled)
+        self._start_s += time.perf_counter() - started
+        self._n_missing = max(self._n_missing, state.n_missing)
+        return state
 
     def _round_cost(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> RoundCost:
         """Return the costs of a dynamic tree; nodes of a fixed number are free."""

@@ -40,11 +40,13 @@ class TreeState:
     recomputes  block drafters: compute blocks for the rows to add, instead of using those of their
                 parents
     n_passes    block drafters: passes over blocks
+    n_missing   sequence tokens that the draft's cache lacked when the tree started
     """
 
     error: NumericsError | None = None
     recomputes = True
     n_passes = 0
+    n_missing = 0
 
     def __init__(
         self, vocab_size: int, most_rows: int, sequence: Sequence, device: torch.device
@@ -150,6 +152,7 @@ class DraftState(TreeState):
         self.commit_path(tokens)
         n_kept = self._runner.rewind(self.cache, self._known(tokens[:-1]))
         self.lacking = tokens[n_kept:-1]
+        self.n_missing = len(self.lacking)
         self.n_prompt = n_prompt
         self.clear(tokens[-1])
 

@@ -25,6 +25,7 @@ from support.tiny import (
 
 from offload_rt import SamplingParams
 from offload_rt.config import EngineConfig
+from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
@@ -139,6 +140,15 @@ def test_tokens_are_copied_while_their_rows_pay(llm, monkeypatch, row_s, n_copie
     match = drafter._likely_match(sequence, 10)
     cost = drafter._round_cost(sequence, 12, 1)
     assert drafter._worth_copying(match, cost) == tuple(range(n_copied))
+
+
+def test_prompts_of_a_draft_model_are_not_rounds(pair, monkeypatch):
+    """The estimate of a round includes a few missing tokens, as after every pass."""
+    rounds = []
+    monkeypatch.setattr(CostEstimator, "drafted", lambda _, n, *__: rounds.append(n))
+    with open_llm(pair.target, draft_model=pair.draft, tree_size=8) as llm:
+        output = llm.generate(prompt_of(0, 40), SamplingParams(max_new_tokens=12))[0]
+    assert len(rounds) == output.stats.n_passes - 1 and max(rounds) > 0
 
 
 def best_rate(chances, cost, n_rounds):

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from itertools import cycle
 
 import pytest
-from support.tiny import Steady, generate, open_llm, prompt_of, sequence_of
+from support.heads import VOCAB, few_tokens, random_head
+from support.tiny import Steady, generate, keep_steady, open_llm, prompt_of, sequence_of
 
 from offload_rt import SamplingParams
+from offload_rt.speculate import head_model
 from offload_rt.speculate.pauses import Pauses
 from offload_rt.speculate.protocols import Drafter
 from offload_rt.speculate.select import drafter_type
@@ -73,8 +75,7 @@ def test_each_sequence_begins_with_drafts():
         assert ways[:3] == [True] * 3 and not ways[-1]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_texts_with_pauses_equal_transformers(pair, monkeypatch, name):
+def pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses of one and of several passes, in turn."""
     pattern = cycle([True, False, True, True, False, False, False])
 
@@ -86,6 +87,11 @@ def test_texts_with_pauses_equal_transformers(pair, monkeypatch, name):
         monkeypatch.setattr(kind, "may_pause", True)
     monkeypatch.setattr(Pauses, "drafts", drafts)
     monkeypatch.setattr(Pauses, "passed", lambda *_: None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_with_pauses_equal_transformers(pair, monkeypatch, name):
+    pause(monkeypatch)
     prompts = [prompt_of(seed, n) for seed, n in enumerate((9, 30))]
     with open_llm(
         pair.target, max_model_len=256, tree_size=24, tree_depth=5, **pair.settings(name, "match")
@@ -94,3 +100,20 @@ def test_texts_with_pauses_equal_transformers(pair, monkeypatch, name):
         alone = llm.generate(prompts[0], SamplingParams(max_new_tokens=24))
     expected = [generate(pair.model, prompt, 24) for prompt in prompts]
     assert [output.token_ids for output in (*outputs, *alone)] == [*expected, expected[0]]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "qwen"])
+def test_hidden_states_that_wait_lead_to_the_same_trees(tmp_path, monkeypatch, kind):
+    """Converted for the next tree, in groups of a few, or in every pass."""
+    settings = random_head(tmp_path, kind, few_tokens())
+    keep_steady(monkeypatch)
+    trees = []
+    for most in (64, 3, 0):
+        pause(monkeypatch)
+        monkeypatch.setattr(head_model, "_MOST_WAITING", most)
+        with open_llm(**settings, place="resident", tree_size=12) as llm:
+            output = llm.generate(prompt_of(0, 30, VOCAB), SamplingParams(max_new_tokens=40))[0]
+        stats = output.stats
+        trees.append((stats.n_passes, stats.nodes_per_tree, stats.predicted_tokens_per_pass))
+    assert trees[0] == trees[1] == trees[2]
+    assert trees[0][1] > 4, "heads draft after pauses"
