@@ -287,16 +287,32 @@ inline void block_scales(const uint8_t* b, float* scales, float* minima) {
   }
 }
 
-// Convert the float16 numbers at the start of n blocks, eight at a time.
+// Convert the float16 numbers at the start of n blocks, several at a time; zeros follow the last.
 template <int nbytes>
 inline void read_halves(const uint8_t* blocks, int n, float* out) {
+#if LEVEL >= 2
+  // The numbers of four or eight blocks are among the 64 words of two vectors.
+  constexpr int step = nbytes / 2, n_blocks = 7 * step < 64 ? 8 : 4;
+  static_assert(nbytes % 2 == 0 && (n_blocks - 1) * step < 64);
+  const __m512i places = _mm512_castsi128_si512(
+      _mm_setr_epi16(0, step, 2 * step, 3 * step, 4 * step & 63, 5 * step & 63, 6 * step & 63, 7 * step & 63));
+  for (int i = 0; i < n; i += n_blocks, blocks += n_blocks * nbytes) {
+    const int n_words = (smaller(n_blocks, n - i) - 1) * step + 1;
+    const uint64_t mask = ~uint64_t{0} >> (64 - n_words);
+    const __m512i low = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(mask), blocks);
+    const __m512i high = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(mask >> 32), blocks + 64);
+    const __m128i halves = _mm512_castsi512_si128(_mm512_permutex2var_epi16(low, places, high));
+    if constexpr (n_blocks == 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(halves));
+    else _mm_storeu_ps(out + i, _mm_cvtph_ps(halves));
+  }
+#else
   const auto read = [&](int i, bool is_full) __attribute__((always_inline)) {
     const auto bits = [&](int j) {
       uint16_t half = 0;
       if (is_full || i + j < n) memcpy(&half, blocks + nbytes * j, 2);
       return static_cast<int16_t>(half);
     };
-#if LEVEL >= 1
+#if LEVEL == 1
     const __m128i halves = _mm_setr_epi16(bits(0), bits(1), bits(2), bits(3), bits(4), bits(5), bits(6), bits(7));
     _mm256_storeu_ps(out + i, _mm256_cvtph_ps(halves));
 #else
@@ -304,6 +320,7 @@ inline void read_halves(const uint8_t* blocks, int n, float* out) {
 #endif
   };
   for (int i = 0; i < n; i += 8, blocks += 8 * nbytes) n - i >= 8 ? read(i, true) : read(i, false);
+#endif
 }
 
 // Scales and minima of the groups of n inputs, at most kLongestBlock.

@@ -110,7 +110,7 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) {
         b[j] = (__m512bh)_mm512_loadu_si512(w + j * ldw + k);
-        if constexpr (is_next_tile) __builtin_prefetch(M == 1 ? w + j * ldw + k + kAheadInRow / 2 : w + (N + j) * ldw + k);
+        if constexpr (is_next_tile) __builtin_prefetch(M == 1 ? w + j * ldw + k + kAheadInRow / 2 : w + (N + j) * ldw + k, 0, 2);
       }
       if constexpr (!is_next_tile) __builtin_prefetch(ahead, 0, 2), ahead += next.step;
 #pragma GCC unroll 8
@@ -129,7 +129,7 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
       const V a = load(x + k);
       if (k * sizeof(W) % 64 == 0)
 #pragma GCC unroll 8
-        for (int j = 0; j < N; ++j) __builtin_prefetch(w + j * ldw + k + kAheadInRow / sizeof(W));
+        for (int j = 0; j < N; ++j) __builtin_prefetch(w + j * ldw + k + kAheadInRow / sizeof(W), 0, 2);
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) sums[j] = fma(load(w + j * ldw + k), a, sums[j]);
     }
@@ -141,7 +141,7 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) {
       b[j] = load(w + j * ldw + k);
-      if constexpr (is_next_tile) __builtin_prefetch(w + (N + j) * ldw + k);
+      if constexpr (is_next_tile) __builtin_prefetch(w + (N + j) * ldw + k, 0, 2);
     }
     if constexpr (!is_next_tile) __builtin_prefetch(ahead, 0, 2), ahead += next.step;
 #pragma GCC unroll 8
@@ -686,7 +686,7 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
   float totals[kPanelOuts * M];
   const Gathered gathered = gathered_in(reinterpret_cast<uint8_t*>(panel_memory.reserve(kGatheredNbytes)), first_out, depth);
   const bool has_prefetch = !is_gathered(m);
-  const int64_t ahead = ahead_of_outs(m, N);
+  const int64_t ahead = ahead_of_outs(m, N), chunk_nbytes = kChunk<X> * m.row_nbytes / m.n_in;
   Nibbles nibbles[N];
   const auto add = [&](int64_t first, int out) {
     const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
@@ -699,7 +699,7 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
     for (int chunk = 0; chunk * kChunk<X> < n; ++chunk) {
       if (has_prefetch)
 #pragma GCC unroll 8
-        for (int j = 0; j < N; ++j) __builtin_prefetch(nibbles[j].bytes + ahead + chunk * (kChunk<X> * 9 / 16));
+        for (int j = 0; j < N; ++j) __builtin_prefetch(nibbles[j].bytes + ahead + chunk * chunk_nbytes, 0, M == 1 ? 2 : 3);
 #pragma GCC unroll 4
       for (int pair = 0; pair < N; pair += 2)
         decode<method, 2>(nibbles + pair, order, n < depth, chunk, [&](int j, int i, auto values) __attribute__((always_inline)) {
@@ -785,7 +785,7 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
           }
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) {
-          for (int i = 0; i < shape.nbytes; i += 64) __builtin_prefetch(blocks[j] + ahead + i);
+          for (int i = 0; i < shape.nbytes; i += 64) __builtin_prefetch(blocks[j] + ahead + i, 0, 2);
           blocks[j] += shape.nbytes;
         }
       }

@@ -40,7 +40,7 @@ _CANDIDATES = (
 )
 _ROUNDS = 3
 _PASSES = "passes.json"
-_PASSES_VERSION = 6
+_PASSES_VERSION = 7
 _REPEATS = 2
 _EXPERTS = "experts.json"
 # Maximum seconds of adjacent layers in a measurement: the call of a slower layer does not count.
