@@ -756,33 +756,41 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
       for (int i = 0; i < N * M; ++i) sums[i] = V{};
       for (int part = 0; part < n / 32; part += shape.n / 32) {
 #pragma GCC unroll 8
-        for (int i = 0; i < shape.n / 32; ++i)
+        for (int i = 0; i < shape.n / 32; ++i) {
+          Codes codes[N];
 #pragma GCC unroll 4
-          for (int j = 0; j < N; ++j) {
-            const Codes codes = codes_of<kind>(grid_of(m), blocks[j], i);
-            const auto weights = [&](int k) __attribute__((always_inline)) {
-              return rounded<sizeof(X) == 2 ? kFloat32 : product>(weight_of<kind>(codes, scales[j], part + i, k));
-            };
+          for (int j = 0; j < N; ++j) codes[j] = codes_of<kind>(grid_of(m), blocks[j], i);
+          const auto weights = [&](int j, int k) __attribute__((always_inline)) {
+            return rounded<sizeof(X) == 2 ? kFloat32 : product>(weight_of<kind>(codes[j], scales[j], part + i, k));
+          };
+          // Outputs share the inputs that they multiply.
 #if LEVEL >= 3
-            if constexpr (sizeof(X) == 2) {
-              const __m512bh values = _mm512_cvtne2ps_pbh((__m512)weights(1), (__m512)weights(0));
+          if constexpr (sizeof(X) == 2) {
+            __m512bh values[N];
+#pragma GCC unroll 4
+            for (int j = 0; j < N; ++j) values[j] = _mm512_cvtne2ps_pbh((__m512)weights(j, 1), (__m512)weights(j, 0));
+#pragma GCC unroll 8
+            for (int row = 0; row < M; ++row) {
+              const __m512bh a = (__m512bh)_mm512_loadu_si512(rows[row] + (part + i) * 32);
+#pragma GCC unroll 4
+              for (int j = 0; j < N; ++j) sums[j * M + row] = (V)_mm512_dpbf16_ps((__m512)sums[j * M + row], a, values[j]);
+            }
+          }
+#endif
+          if constexpr (sizeof(X) == 4)
+#pragma GCC unroll 4
+            for (int k = 0; k < 32 / kLanes; ++k) {
+              V values[N];
+#pragma GCC unroll 4
+              for (int j = 0; j < N; ++j) values[j] = weights(j, k);
 #pragma GCC unroll 8
               for (int row = 0; row < M; ++row) {
-                V& sum = sums[j * M + row];
-                sum = (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(rows[row] + (part + i) * 32), values);
-              }
-              continue;
-            }
-#endif
-            if constexpr (sizeof(X) == 4)
+                const V a = load(rows[row] + (part + i) * 32 + k * kLanes);
 #pragma GCC unroll 4
-              for (int k = 0; k < 32 / kLanes; ++k) {
-                const V values = weights(k);
-#pragma GCC unroll 8
-                for (int row = 0; row < M; ++row)
-                  sums[j * M + row] = fma(values, load(rows[row] + (part + i) * 32 + k * kLanes), sums[j * M + row]);
+                for (int j = 0; j < N; ++j) sums[j * M + row] = fma(values[j], a, sums[j * M + row]);
               }
-          }
+            }
+        }
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) {
           for (int i = 0; i < shape.nbytes; i += 64) __builtin_prefetch(blocks[j] + ahead + i, 0, 2);
