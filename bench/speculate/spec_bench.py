@@ -4,7 +4,7 @@
 
 QUESTIONS has a JSON object per line with `category` and `turns` (github.com/hemingkx/Spec-Bench).
 First turns only, through the chat template. Drafters answer each question in turn; after each
-question, passes of plain decoding at its length are timed.
+question, passes of plain decoding at the middle of its first answer are timed.
 """
 
 import argparse
@@ -71,7 +71,8 @@ def ask(llm: LLM, text: str, params: SamplingParams, plain_s: float | None) -> t
     output = llm.chat([{"role": "user", "content": text}], params)[0]
     stats = output.stats
     if plain_s is None:
-        plain_s = median(llm.time_plain(len(output.prompt_token_ids), _N_PLAIN))
+        context = len(output.prompt_token_ids) + len(output.token_ids) // 2
+        plain_s = median(llm.time_plain(context, _N_PLAIN))
     sums = Sums()
     sums.tokens = len(output.token_ids) - 1
     sums.passes = sums.tokens / (stats.measured_tokens_per_pass or 1.0)

@@ -155,7 +155,7 @@ class Engine(SequencePool):
         self.n_passes += 1
         times = meter.finish(sum(n_new), sum(len(tree.topology) for tree in trees))
         if decoding and times.predicted_s is not None and self.drafter.may_pause:
-            self._pauses.passed(times.ended - times.started, sum(n_new))
+            self._pauses.passed(times, sum(n_new))
         for running, tree, n in zip(decoding, trees, n_new, strict=True):
             running.sequence.stats.passes.append((times, tree.expected, n))
         for running in prompts:

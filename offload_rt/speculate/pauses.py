@@ -6,6 +6,7 @@ import numpy as np
 
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.executor.sequence import Sequence
+from offload_rt.executor.stats import PassTimes
 
 # Drafted passes before a decision, and the weight of all earlier passes in it.
 _PROBE = 3
@@ -17,6 +18,9 @@ _SHORTEST, _LONGEST = 16, 128
 # Passes that measure plain decoding, unless drafting is clearly faster than its estimate.
 _MEASURING = 2
 _CLEAR = 1.5
+# Estimated time of a drafted pass, in plain passes, up to which drafting never pauses: rows of
+# streamed models are nearly free, and a pause teaches the drafter nothing.
+_FREE = 1.05
 # Weight of the newest plain pass.
 _NEWEST = 0.25
 # Growth of the context after which the estimate is repeated.
@@ -38,6 +42,7 @@ class Pauses:
         self._estimate_s, self._context = 1.0, 0
         self._plain = 0.0  # a plain pass; 0: not measured
         self._n_tokens = self._time = 0.0  # of drafted passes, faded
+        self._n_rows, self._draft_s = 1, 0.0  # of the latest drafted pass
         self._n_probed = 0
         self._n_left = 0  # passes of the pause
         self._n_next = _SHORTEST
@@ -58,16 +63,17 @@ class Pauses:
         self.is_drafting = self._n_left == 0
         return self.is_drafting
 
-    def passed(self, seconds: float, n_tokens: int) -> None:
+    def passed(self, times: PassTimes, n_tokens: int) -> None:
         """Learn from the current pass, which yielded `n_tokens` tokens and had no prompt."""
-        context = max(len(sequence.tokens) for sequence in self._batch)
+        context = self._length()
         n = len(self._batch)
         if context > _GROWTH * self._context:
             self._context = context
             self._estimate_s = float(self._cost.seconds(np.array([n]), context, 0.0, n)[0])
-        time = seconds / self._estimate_s
+        time = (times.ended - times.started) / self._estimate_s
         if self.is_drafting:
             self._n_probed += 1
+            self._n_rows, self._draft_s = times.n_rows, times.drafted - times.started
             self._n_tokens = _MEMORY * self._n_tokens + n_tokens / n
             self._time = _MEMORY * self._time + time
         else:
@@ -80,6 +86,11 @@ class Pauses:
 
     def _decide(self) -> None:
         """Begin a pause if plain passes yield more tokens per second, or are not measured."""
+        n = len(self._batch)
+        rows, draft_s = np.array([n, self._n_rows]), np.array([0.0, self._draft_s])
+        plain_s, drafted_s = self._cost.seconds(rows, self._length(), draft_s, n)
+        if drafted_s <= _FREE * plain_s:
+            return
         if not self._plain:
             self._n_left = 0 if self._n_tokens > _CLEAR * self._time else _MEASURING
         elif self._time > self._n_tokens * self._plain:
@@ -87,3 +98,6 @@ class Pauses:
             self._n_next = min(2 * self._n_next, _LONGEST)
         else:
             self._n_next = _SHORTEST
+
+    def _length(self) -> int:
+        return max(len(sequence.tokens) for sequence in self._batch)
