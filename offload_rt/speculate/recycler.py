@@ -1,7 +1,8 @@
 """Candidates from the text: earlier predictions of the target, and prompt lookup.
 
 Token Recycling (Luo et al. 2024, arXiv 2408.08696): predictions are stored with their probabilities
-under the last tokens before them, of several lengths. Prompt lookup adds its continuations.
+under the last tokens before them, of several lengths. After unknown tokens, the most frequent
+tokens of all predictions are candidates. Prompt lookup adds its continuations.
 """
 
 import heapq
@@ -24,10 +25,14 @@ from offload_rt.tree.topology import DraftTree
 # Maximum tokens per table key, and maximum keys of all sequences, about 300 bytes each.
 _LONGEST = 3
 # Prior ratio of acceptance to stored probability, by the tokens of the key.
-_PRIOR = (0.0, 0.35, 0.6, 0.8)
+_PRIOR = (0.8, 0.35, 0.6, 0.8)
 _MOST_KEYS = 1 << 17
 # Predictions stored per key.
 N_PREDICTED = 8
+# Candidates after unknown tokens, and the growth of all predictions after which they are selected
+# again.
+_N_COMMON = 48
+_GROWTH = 1.1
 # Initial size of a growing tree. It doubles while more than half of its nodes are worth a row.
 N_FIRST = 16
 
@@ -53,6 +58,10 @@ class PredictionTable:
     def __init__(self, capacity: int = _MOST_KEYS) -> None:
         self._capacity = capacity
         self._after: OrderedDict[Context, tuple[array[int], array[float]]] = OrderedDict()
+        # Summed probabilities by token, and the sum at which `_common` was selected.
+        self._weights: dict[int, float] = {}
+        self._n_kept = self._n_selected = 0
+        self._common: Prediction | None = None
 
     def __len__(self) -> int:
         return len(self._after)
@@ -68,13 +77,21 @@ class PredictionTable:
             self._after.move_to_end(context[k:])
         while len(self._after) > self._capacity:
             self._after.popitem(last=False)
+        self._n_kept += 1
+        for token, p in zip(tokens, probs, strict=True):
+            self._weights[token] = self._weights.get(token, 0.0) + p
 
     def find(self, context: Context) -> Prediction | None:
-        """Return the prediction after the longest stored suffix of a context."""
+        """Return the prediction after the longest stored suffix of a context, or `_common`."""
         for k in range(len(context)):
             if prediction := self._after.get(context[k:]):
                 return Prediction(len(context) - k, *prediction)
-        return None
+        if self._n_kept > _GROWTH * self._n_selected:
+            self._n_selected = self._n_kept
+            tokens = heapq.nlargest(_N_COMMON, self._weights, key=self._weights.__getitem__)
+            probs = [self._weights[token] / self._n_kept for token in tokens]
+            self._common = Prediction(0, array("q", tokens), array("f", probs))
+        return self._common
 
 
 class KeyCalibration:
