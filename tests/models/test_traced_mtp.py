@@ -107,7 +107,8 @@ def test_mtp_layer_equals_its_definition(target_of, monkeypatch, kind):
         probed = list(probe(llm, "mtp", 3))
     for tokens, path, logits in probed:
         wanted = target.expected_logits(tokens, path)
-        torch.testing.assert_close(logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
+        # States of trees and of whole texts are rounded differently.
+        torch.testing.assert_close(logits, wanted, atol=1e-3 * float(wanted.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize(("kind", "place"), [("qwen3_next", "disk"), ("qwen3_5", "resident")])
