@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(offload_rt.__file__).parent
 CORE_FILES = 25
 CORE_LINES = 6000
+# Executed if accepted rows move in the cache, which depends on the tree.
+MOVING = {"ops/extension.py", "ops/reference.py"}
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_reading_list_names_the_files_of_a_streamed_and_of_a_speculative_pass(ex
     core = re.findall(r"^\d+\. `(.+?)`", section, re.MULTILINE)
     helpers = re.findall(r"`(.+?)`", section.partition("They call ")[2])
     listed = {f"{name}.py" for name in (*core, *helpers)}
-    missing, extra = sorted(files - listed), sorted(listed - files)
+    missing, extra = sorted(files - listed - MOVING), sorted(listed - files)
     assert not missing and not extra, f"{missing} {extra}"
     n_lines = sum(len((PACKAGE / f"{name}.py").read_text().splitlines()) for name in core)
     assert len(core) <= CORE_FILES and n_lines <= CORE_LINES
