@@ -29,8 +29,7 @@ _PRIOR = (0.8, 0.35, 0.6, 0.8)
 _MOST_KEYS = 1 << 17
 # Predictions stored per key.
 N_PREDICTED = 8
-# Candidates after unknown tokens, and the growth of all predictions after which they are selected
-# again.
+# Candidates after unknown tokens. They are selected again after this growth of the predictions.
 _N_COMMON = 48
 _GROWTH = 1.1
 # Initial size of a growing tree. It doubles while more than half of its nodes are worth a row.
@@ -58,7 +57,7 @@ class PredictionTable:
     def __init__(self, capacity: int = _MOST_KEYS) -> None:
         self._capacity = capacity
         self._after: OrderedDict[Context, tuple[array[int], array[float]]] = OrderedDict()
-        # Summed probabilities by token, and the sum at which `_common` was selected.
+        # Summed probabilities by token; predictions so far, and when `_common` was selected.
         self._weights: dict[int, float] = {}
         self._n_kept = self._n_selected = 0
         self._common: Prediction | None = None
