@@ -25,7 +25,7 @@ from bench.gpu.table import table, written_into
 
 SECTIONS = (
     "ceilings", "correctness", "attention", "streamed", "products", "paced", "generation", "onchip",
-    "experts", "formats", "peers", "rows", "flex",
+    "experts", "formats", "peers", "rows", "flex", "pinning", "memcheck",
 )  # fmt: skip
 RESULTS = ROOT / "bench/results/gpu"
 # Kept as the reason if this program itself is killed.

@@ -9,7 +9,7 @@ limit_s=${LIMIT_S:-3600}
 # shellcheck source=bench/gpu/steps.sh
 source "$(dirname "$0")/steps.sh"
 shift $(($# > 0 ? 1 : 0))
-names=${*:-generation onchip formats peers correctness rows paced experts flex ranks}
+names=${*:-generation onchip formats peers memcheck rows paced experts flex ranks}
 
 ranks() {
   set -o pipefail
@@ -26,7 +26,8 @@ sys.exit(texts[0] != texts[1])' "$work/alone.json" "$work/both.json"
 export -f ranks
 
 # shellcheck disable=SC2086
-prepare $names
+prepare expansion $names
+step expansion 90 bash -c expansion
 for name in $names; do
   if [[ $name != ranks ]]; then
     step "$name" 540 bash -c "section $name"

@@ -115,7 +115,15 @@ def _onchip(result: Any) -> str:
     )
 
 
-def _correctness(result: Any) -> str:
+def _pinning(result: Any) -> str:
+    return ", ".join(
+        f"{name} {result['nbytes'] / entry['seconds'] / 1e9:.1f}"
+        for name, entry in result.items()
+        if name != "nbytes"
+    )
+
+
+def _verdicts(result: Any) -> str:
     return "; ".join(f"{name}: {verdict}" for name, verdict in result.items()).replace("|", "/")
 
 
@@ -144,6 +152,7 @@ _ROWS: tuple[tuple[str, str, str, Callable[[Any], str]], ...] = (
     ("a level of a 7B draft / (its bytes / device bandwidth)", "<= 1.2", "onchip", _level),
     ("a product of a 7B draft in int4 / in bfloat16", "< 1", "products", _products),
     ("whole models on the card, trees against plain", "", "onchip", _onchip),
-    ("ops against their references, a whole model, memory "
-     "checker", "all", "correctness", _correctness),
+    ("12 GB of host memory pinned, GB/s", "", "pinning", _pinning),
+    ("ops against their references, whole models", "all", "correctness", _verdicts),
+    ("kernels under the memory checker", "no error", "memcheck", _verdicts),
 )  # fmt: skip

@@ -25,7 +25,9 @@ from bench.gpu import (
     experts,
     formats,
     generation,
+    memcheck,
     onchip,
+    pinning,
     products,
     shapes,
     streamed,
@@ -153,16 +155,32 @@ def test_only_the_first_section_begins_late(monkeypatch, tmp_path, capsys):
     assert json.loads((tmp_path / "ceilings.json").read_text())["failed"] == "late"
 
 
-def test_correctness_section_keeps_output_and_exit_code(monkeypatch, capfd):
-    monkeypatch.setattr(correctness, "ON_CARD", ("tests/test_no_such_file.py",))
-    program = "print('no tests ran'); raise SystemExit(4)"
-    monkeypatch.setattr(correctness, "_PYTEST", (sys.executable, "-c", program))
-    monkeypatch.setattr(correctness, "shutil", SimpleNamespace(which=lambda _: None))
+def test_correctness_section_keeps_output_and_exit_codes(monkeypatch, capfd):
+    """It has failed if tests failed, or were skipped for want of kernels."""
+    monkeypatch.setattr(correctness, "ON_CARD", {"4": 1, "0": 1})
+    program = "import sys; print('no tests ran'); raise SystemExit(int(sys.argv[1]))"
+    monkeypatch.setattr(correctness, "PYTEST", (sys.executable, "-c", program))
     monkeypatch.setattr(correctness.extension, "missing", lambda: "no card")
-    record = told(correctness.measure())[-1]
-    assert record["kernels"] == "no card" and record["memory checker"] == "not installed"
-    assert record["tests/test_no_such_file.py"].endswith("exit code 4")
+    records = []
+    with pytest.raises(RuntimeError, match=r"^no card, 4$"):
+        for record in correctness.measure():
+            records.append(dict(record))
+    assert records[-1] == {
+        "kernels": "no card", **{code: f"no tests ran; exit code {code}" for code in "40"}
+    }  # fmt: skip
     assert "no tests ran" in capfd.readouterr().err
+
+
+def test_memory_checker_may_be_missing(monkeypatch):
+    monkeypatch.setattr(memcheck, "shutil", SimpleNamespace(which=lambda _: None))
+    assert told(memcheck.measure()) == [{"memory checker": "not installed"}]
+
+
+def test_pinning_section_runs(monkeypatch):
+    monkeypatch.setattr(pinning, "_gbps", lambda block: 1.0)
+    with fake_gpu(monkeypatch):
+        results = told(pinning.measure(1 << 20))[-1]
+    assert results["huge pages"]["pinned"] and results["small pages"]["seconds"] > 0
 
 
 def test_calls_are_timed_in_a_cuda_graph(monkeypatch):
