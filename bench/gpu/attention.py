@@ -66,10 +66,8 @@ def _ceilings(shapes: Shapes) -> dict[str, Callable[[], object]]:
         torch.randn(shapes.product_width, shapes.product_width, dtype=torch.bfloat16, device=CARD)
         for _ in range(2)
     )
-    source, target = (
-        torch.empty(shapes.nbytes_copied, dtype=torch.uint8, device=CARD) for _ in range(2)
-    )
-    return {_PRODUCT: lambda: torch.mm(a, b), _COPY: lambda: target.copy_(source)}
+    source, target = (torch.randn(shapes.nbytes_copied // 4, device=CARD) for _ in range(2))
+    return {_PRODUCT: lambda: torch.mm(a, b), _COPY: lambda: torch.neg(source, out=target)}
 
 
 def _floor(tree: Topology, shapes: Shapes, medians: dict[str, float]) -> dict[str, float]:

@@ -11,11 +11,14 @@ from statistics import median
 
 from transformers import AutoTokenizer
 
+from bench.common.measure import ROOT
 from bench.common.prompts import held_out_prompts
 from bench.gpu.shapes import BUDGET, DRAFT, TARGET, opened, plan_of, written
 from offload_rt import LLM, SamplingParams
 
-EXPECTED_S = 200
+EXPECTED_S = 220
+# Timeline of a generation at temperature 0, for `offload-rt report` and Perfetto.
+TRACE = ROOT / "build/generation.json"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Shapes:
     device_memory: str = BUDGET
     n_prompts: int = 1
     n_new: int = 96
+    temperatures: tuple[float, ...] = (0.0, 0.6)
 
 
 def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
@@ -46,10 +50,22 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), shapes.n_prompts + 1)
     with opened(target, shapes.n_layers, (draft, shapes.n_draft_layers), **room) as llm:
         result = {"plan": plan_of(llm), "acceptance": "of the demonstration pair", "generation": []}
-        for temperature in (0.0, 0.6):
+        for temperature in shapes.temperatures:
             for entry in _growing(llm, prompts, temperature, shapes.n_new):
                 yield result | {"generation": [*result["generation"], entry]}
             result["generation"].append(entry)
+            if temperature == 0:
+                _trace(llm, prompts[-1], shapes.n_new)
+
+
+def _trace(llm: LLM, prompt: list[int], n_new: int) -> None:
+    """Generate once more and write the timeline."""
+    trace = llm.engine.trace
+    trace.on = True
+    llm.generate(prompt, SamplingParams(max_new_tokens=n_new, temperature=0.0))
+    trace.on = False
+    TRACE.parent.mkdir(exist_ok=True)
+    trace.write(TRACE)
 
 
 def _growing(

@@ -1,5 +1,4 @@
-"""Llama2-70B's shape on a card whose link is slowed to that of a consumer card: a pass against the
-link.
+"""Generation by Llama2-70B's shape on a card whose link is slowed to that of a consumer card.
 
 A kernel spins behind each chunk on the copy stream, so an H200 stands for PCIe 4.0. Its compute
 remains that of an H200.
@@ -11,18 +10,19 @@ from unittest.mock import patch
 
 import torch
 
-from bench.gpu.shapes import TARGET, written
-from bench.gpu.streamed import Shapes, measure_passes
+from bench.gpu import generation
+from bench.gpu.generation import Shapes
+from bench.gpu.timing import CARD
 from offload_rt.engine.profile import timed, upload_gbps
 from offload_rt.offload.copy_device import CHUNK, CopyDevice
 from offload_rt.offload.pinning import pin, unpin
 from offload_rt.weights.layout import host_block
 
-EXPECTED_S = 150
+EXPECTED_S = 200
 GBPS = 25.0
 _NBYTES = 128 << 20
 _N_CYCLES = 100_000_000
-_SHAPES = Shapes(n_nodes=(1, 768))
+_SHAPES = Shapes(temperatures=(0.0,))
 
 
 class PacedDevice(CopyDevice):
@@ -47,11 +47,12 @@ def spin_cycles_per_byte(device: torch.device) -> float:
 
 
 def measure(shapes: Shapes = _SHAPES) -> Iterator[dict[str, object]]:
-    """Pass times at every size, each with the rate of the paced link measured just before."""
+    """Results of `generation` with the rate of the paced link."""
     link = f"{torch.cuda.get_device_name()}, link paced to {GBPS:.0f} GB/s"
     with patch("offload_rt.offload.stream_cuda.CopyDevice", PacedDevice):
-        for passes in measure_passes(written(TARGET, shapes.target), shapes, paced_gbps):
-            yield {"link": link, **passes}
+        gbps = paced_gbps(CARD)
+        for result in generation.measure(shapes):
+            yield {"link": link, "link_gbps": gbps, **result}
 
 
 def paced_gbps(device: torch.device) -> float:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -201,6 +202,16 @@ class GraphReduction:
         self.out = self._reduce(self._logits)
 
 
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all captures of a process.
+
+    cuBLAS keeps a workspace for each stream, up to 32 MiB on Hopper, until the process ends.
+    """
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
 class CudaCapture:
     """Capture CUDA graphs with a shared memory pool; no two graphs run concurrently.
 
@@ -210,11 +221,14 @@ class CudaCapture:
     def __init__(self) -> None:
         self._is_broken = False
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = _capture_stream(torch.cuda.current_device())
         # A graph that is never dropped. A pool without graphs refuses captures while it contains
         # allocations, and cuBLAS keeps a workspace there (vllm-project/vllm issue 28426). The graph
         # also keeps the workspace mapped, which later graphs use.
-        self._flag = torch.zeros(1, device="cuda")
+        # Without memory the allocation fails here: if the first capture of a process fails, the
+        # destructor of its graph aborts the process (torch 2.11).
+        with torch.cuda.stream(self._stream):
+            self._flag = torch.zeros(1, device="cuda")
         with suppress(extension.NotCapturable):
             self._anchor = self(self._flag.zero_)
 

@@ -169,7 +169,6 @@ class CudaStreamer(Streamer):
 
     def _work(self) -> None:
         """Enqueue copies into free slots until closed; errors are raised by `sweep`."""
-        self.device.select()
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -183,6 +182,7 @@ class CudaStreamer(Streamer):
                 self._is_feeding = True
             error = None
             try:
+                self.device.select()
                 self._feed_sweep()
             except BaseException as caught:
                 error = caught

@@ -18,6 +18,9 @@ from offload_rt.tree.topology import DraftTree, Topology
 
 # Maximum candidates per expanded node.
 _N_CHILDREN = 32
+# Maximum nodes whose text candidates are considered before the first round and after each.
+# The draft replaces unlikely candidates.
+_MOST_OPENED = (1024, 32)
 # A round expands the pending nodes in the first non-empty share of the tree, best nodes first.
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
 
@@ -110,15 +113,20 @@ class _Nodes:
 
     def raise_to(self, places: np.ndarray, least: np.ndarray) -> None:
         """Raise chances to at least `least`, and scale the chances of the descendants."""
-        factors = np.ones(len(self.chances))
-        factors[places] = np.maximum(least / self.chances[places], 1.0)
-        if (factors > 1).any():
-            ratios, chances = factors.tolist(), self.chances.tolist()
-            for node, parent in enumerate(self.parents.tolist()[1:], 1):
-                ratios[node] *= ratios[parent]
-                # Rounding must not put a child above its parent.
-                chances[node] = min(chances[node] * ratios[node], chances[parent])
-            self.chances[:] = chances
+        ratios = np.ones(len(self.chances))
+        ratios[places] = np.maximum(least / self.chances[places], 1.0)
+        if not (ratios > 1).any():
+            return
+        above = np.maximum(self.parents, 0)  # the root has a ratio of 1
+        while above.any():  # products over paths of 2, 4, ... nodes
+            ratios *= ratios[above]
+            above = above[above]
+        np.multiply(self.chances, ratios, out=self.chances)
+        # Rounding must not put a child above its parent.
+        above = np.maximum(self.parents, 0)
+        while above.any():
+            np.minimum(self.chances, self.chances[above], out=self.chances)
+            above = above[above]
 
     def merged(self, new: "_Nodes", n: int) -> "_Nodes":
         """Return the n most probable nodes; parents of `new` index into both sets, `self` first."""
@@ -186,6 +194,7 @@ class DynamicTreeBuilder:
         self._n_rounds += 1
         nodes = self._nodes
         parents = self._expanded
+        nodes.is_open[parents] = True
         probabilities = values.astype(np.float64)
         candidates = zip(tokens, probabilities, strict=True)
         self._seen.update(zip(nodes.rows[parents].tolist(), candidates, strict=True))
@@ -215,38 +224,31 @@ class DynamicTreeBuilder:
         self._expand()
 
     def _add_text(self) -> None:
-        """Add the text's candidates below new nodes, best first, as far as they enter the tree."""
+        """Add the text's candidates below closed nodes, as far as they enter the tree."""
         nodes = self._nodes
-        unopened = np.flatnonzero(~nodes.is_open)
-        nodes.is_open[:] = True
-        growth = TextGrowth(self.text, self._n_levels)
-        for node in unopened.tolist():
-            growth.open(self._path(node), float(nodes.chances[node]))
-        added: list[tuple[float, int, int]] = []
-        while (best := growth.best()) and self._enters(best[0], added):
-            added.append(best)
-            growth.take()
-        if added:
-            chances, parents, tokens = map(np.array, zip(*added, strict=True))
-            places = np.append(unopened, len(nodes.chances) + np.arange(len(added)))
-            depths = np.array([len(path) for path in growth.paths[len(unopened) :]])
-            new = _Nodes.below(chances, places[parents], tokens, depths)
+        closed = np.flatnonzero(~nodes.is_open)
+        others = nodes.chances[nodes.is_open]
+        growth = TextGrowth(
+            self.text,
+            self._n_levels,
+            nodes.chances[closed],
+            nodes.depths[closed],
+            lambda i: self._path(int(closed[i])),
+        )
+        n_most = _MOST_OPENED[min(self._n_rounds, 1)]
+        growth.grow(self._room, others, n_most)
+        while self._grows(np.concatenate((others, growth.chances[growth.is_opened]))):
+            growth.grow(self._room, others, n_most)
+        nodes.is_open[closed] = growth.is_opened[: len(closed)]
+        added = len(closed) + np.flatnonzero(growth.is_opened[len(closed) :])
+        if len(added):
+            places = np.full(len(growth.chances), -1)
+            places[: len(closed)] = closed
+            places[added] = len(nodes.chances) + np.arange(len(added))
+            parents, tokens = places[growth.parents[added]], growth.tokens[added]
+            new = _Nodes.below(growth.chances[added], parents, tokens, growth.depths[added])
             new.is_open[:] = True
             self._nodes = nodes.merged(new, self._room)
-
-    def _enters(self, chance: float, added: list[tuple[float, int, int]]) -> bool:
-        """Return whether a candidate enters the tree, which grows for it if that may pay.
-
-        added  candidates that enter before, each with its chance first
-        """
-        chances = self._nodes.chances
-        while True:
-            place = self._room - len(added) - 1
-            least = chances[place] if place < len(chances) else 0.0
-            if place > 0 and chance > least:  # a chance of 0 could not be raised in ratio
-                return True
-            if not chance or not self._grows(np.append(chances, [entry[0] for entry in added])):
-                return False
 
     def _grows(self, chances: np.ndarray) -> bool:
         """Double the tree's size if more than half of its nodes are worth a row.

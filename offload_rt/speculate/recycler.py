@@ -7,10 +7,8 @@ tokens of all predictions are candidates. Prompt lookup adds its continuations.
 
 import heapq
 from array import array
-from bisect import bisect
 from collections import OrderedDict, abc
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +27,17 @@ _PRIOR = (0.8, 0.35, 0.6, 0.8)
 _MOST_KEYS = 1 << 17
 # Predictions stored per key.
 N_PREDICTED = 8
+# Nodes of a tree whose predictions are stored: the first are the most likely.
+_MOST_LEARNED = 256
+# Nodes of a tree whose predictions are stored: the first are the most likely.
+_MOST_LEARNED = 256
 # Candidates after unknown tokens. They are selected again after this growth of the predictions.
 _N_COMMON = 48
 _GROWTH = 1.1
 # Initial size of a growing tree. It doubles while more than half of its nodes are worth a row.
 N_FIRST = 16
+# Candidates below this chance are ignored.
+_LEAST = 1e-9
 
 Context = tuple[int, ...]
 
@@ -100,21 +104,25 @@ class KeyCalibration:
         self._calibrations = [
             stats.at(f"recycled {n}", temperature).calibration for n in range(_LONGEST + 1)
         ]
-        self._edges = Calibration.EDGES.tolist()
         self.refresh()
 
     def refresh(self) -> None:
         """Use the observations so far for later estimates."""
-        self._ratios = [
-            calibration.ratios(prior).tolist()
-            for calibration, prior in zip(self._calibrations, _PRIOR, strict=True)
-        ]
+        self._ratios = np.stack(
+            [
+                calibration.ratios(prior)
+                for calibration, prior in zip(self._calibrations, _PRIOR, strict=True)
+            ]
+        )
 
-    def chances(self, prediction: Prediction) -> Iterator[tuple[int, float]]:
-        """Return the predicted tokens with their acceptance probabilities."""
-        ratios = self._ratios[prediction.n_key]
-        for token, p in zip(prediction.tokens, prediction.probs, strict=True):
-            yield token, min(p * ratios[bisect(self._edges, p)], 1.0)
+    def chances(self, predictions: abc.Sequence[Prediction], probs: np.ndarray) -> np.ndarray:
+        """Return the acceptance probabilities of the tokens of predictions.
+
+        probs  (m,) probabilities of all tokens of the predictions, in order
+        """
+        n_key = np.array([n for n, tokens, _ in predictions for _ in tokens], dtype=np.int64)
+        ratios = self._ratios[n_key, np.searchsorted(Calibration.EDGES, probs)]
+        return np.asarray(np.minimum(probs * ratios, 1.0))
 
     def observe(self, prediction: Prediction, token: int) -> None:
         """Record the actual token after a key."""
@@ -151,20 +159,20 @@ class Recycler:
     def learn(
         self, sequence: Sequence, tree: DraftTree, path: abc.Sequence[int], predicted: TopTokens
     ) -> None:
-        """Store the target's predictions at every node, those on the accepted path last.
+        """Store the target's predictions at the first nodes, and those on the accepted path last.
 
         Later entries overwrite earlier ones, and the sequence continues along the accepted path.
 
         path  nodes of the accepted path below the root
         """
-        contexts = [context_of(sequence.tokens)]
-        below = zip(tree.topology.parents.tolist(), tree.tokens.tolist(), strict=True)
-        for parent, token in islice(below, 1, None):
-            contexts.append(context_of(contexts[parent], (token,)))
-        self.keep(contexts, predicted)
-        nodes = [0, *path]
-        on_path = TopTokens(predicted.tokens[nodes], predicted.probs[nodes])
-        self.keep([contexts[node] for node in nodes], on_path)
+        n = min(len(tree.topology), _MOST_LEARNED)
+        contexts = {0: context_of(sequence.tokens)}
+        parents, tokens = tree.topology.parents.tolist(), tree.tokens.tolist()
+        for node in (*range(1, n), *(node for node in path if node >= n)):
+            contexts[node] = context_of(contexts[parents[node]], (tokens[node],))
+        for nodes in ([*range(n)], [0, *path]):
+            part = TopTokens(predicted.tokens[nodes], predicted.probs[nodes])
+            self.keep([contexts[node] for node in nodes], part)
 
     def keep(self, contexts: abc.Sequence[Context], predicted: TopTokens) -> None:
         """Store predictions under their contexts."""
@@ -197,16 +205,33 @@ class TextCandidates:
             ratio = chance / copied.get(path[:-1], 1.0)
             self._copied.setdefault(path[:-1], []).append((path[-1], ratio))
 
-    def below(self, path: Context) -> abc.ItemsView[int, float]:
-        """Return the tokens after a path below the root, with their acceptance probabilities."""
-        chances: dict[int, float] = {}
-        prediction = self._table.find(context_of(self._sequence.tokens, path))
-        if prediction is not None:
-            self._predictions[path] = prediction
-            chances = dict(self._calibration.chances(prediction))
-        for token, p in self._copied.get(path, ()):
-            chances[token] = max(chances.get(token, 0.0), p)
-        return chances.items()
+    def below(self, paths: abc.Sequence[Context]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the candidates after some paths below the root.
+
+        Returns the index of the path, the token and the acceptance probability, (m,) each.
+        """
+        found = [self._table.find(context_of(self._sequence.tokens, path)) for path in paths]
+        known = [i for i, prediction in enumerate(found) if prediction is not None]
+        predictions = [prediction for prediction in found if prediction is not None]
+        self._predictions.update(zip((paths[i] for i in known), predictions, strict=True))
+        lengths = [len(prediction.tokens) for prediction in predictions]
+        rows = np.repeat(np.array(known, dtype=np.int64), np.array(lengths, dtype=np.int64))
+        tokens = np.frombuffer(b"".join(part.tokens for part in predictions), np.int64)
+        probs = np.frombuffer(b"".join(part.probs for part in predictions), np.float32)
+        chances = self._calibration.chances(predictions, probs.astype(np.float64))
+        copied = [
+            (i, token, p) for i, path in enumerate(paths) for token, p in self._copied.get(path, ())
+        ]
+        for i, token, p in copied:
+            place = np.flatnonzero((rows == i) & (tokens == token))
+            if len(place):
+                chances[place] = np.maximum(chances[place], p)
+            else:
+                rows, tokens, chances = (
+                    np.append(part, value)
+                    for part, value in ((rows, i), (tokens, token), (chances, p))
+                )
+        return rows, tokens, chances
 
     def is_allowed(self, path: Context) -> bool:
         """Return whether the sequence's grammar allows a path."""
@@ -222,34 +247,69 @@ class TextCandidates:
 
 
 class TextGrowth:
-    """Best-first growth of a tree by the text's candidates.
+    """Best-first growth of given nodes by the text's candidates, many nodes at a time.
 
-    paths  tokens from the root to each node, without the root's; the growth numbers nodes by these
+    chances    (m,) of the given nodes, then of the candidates
+    parents    (m,) indices of the parents, -1 for the given nodes
+    tokens     (m,) -1 for the given nodes
+    depths     (m,)
+    is_opened  (m,) whether a node is allowed and has its candidates
     """
 
-    def __init__(self, text: TextCandidates, n_levels: int) -> None:
-        self.paths: list[Context] = []
+    def __init__(
+        self,
+        text: TextCandidates,
+        n_levels: int,
+        chances: np.ndarray,
+        depths: np.ndarray,
+        path_of: Callable[[int], Context],
+    ) -> None:
+        self.chances = chances
+        self.depths = depths
+        self.parents = self.tokens = np.full(len(chances), -1)
+        self.is_opened = self.parents >= 0
         self._text = text
         self._n_levels = n_levels
-        # Heap of (negative chance, parent, token), most probable candidate first.
-        self._best: list[tuple[float, int, int]] = []
+        self._path_of = path_of
+        self._n_given = len(chances)
+        self._paths: dict[int, Context] = {}
 
-    def open(self, path: Context, chance: float) -> None:
-        """Add a node with its candidates."""
-        for token, p in self._text.below(path) if len(path) + 1 < self._n_levels else ():
-            heapq.heappush(self._best, (-chance * p, len(self.paths), token))
-        self.paths.append(path)
+    def grow(self, n: int, others: np.ndarray, n_most: int = _MOST_KEYS) -> None:
+        """Open nodes until the `n` most probable of all nodes, or `n_most` nodes, are open.
 
-    def best(self) -> tuple[float, int, int] | None:
-        """Return chance, parent and token of the most probable allowed candidate."""
-        while self._best:
-            chance, parent, token = self._best[0]
-            if self._text.is_allowed((*self.paths[parent], token)):
-                return -chance, parent, token
-            heapq.heappop(self._best)
-        return None
+        others  (k,) chances of further nodes, which are open
+        """
+        while n_most > len(self._paths):
+            known = np.concatenate((others, self.chances))
+            least = np.partition(known, -n)[-n] if len(known) > n else 0.0
+            closed = np.flatnonzero(~self.is_opened & (self.chances >= max(least, _LEAST)))
+            if not len(closed):
+                return
+            best = closed[np.argsort(-self.chances[closed], kind="stable")]
+            self._open(best[: n_most - len(self._paths)])
 
-    def take(self) -> None:
-        """Open the candidate that `best` returned."""
-        chance, parent, token = heapq.heappop(self._best)
-        self.open((*self.paths[parent], token), -chance)
+    def _open(self, nodes: np.ndarray) -> None:
+        """Add the candidates below nodes; the chance of a forbidden node becomes 0."""
+        paths = [self._path(node) for node in nodes.tolist()]
+        is_allowed = np.array([self._text.is_allowed(path) for path in paths])
+        self.chances[nodes[~is_allowed]] = 0.0
+        self.is_opened[nodes] = is_allowed
+        is_last = self.depths[nodes] + 1 >= self._n_levels
+        inner = np.flatnonzero(is_allowed & ~is_last)
+        if not len(inner):
+            return
+        rows, tokens, chances = self._text.below([paths[i] for i in inner.tolist()])
+        parents = nodes[inner][rows]
+        self.parents = np.append(self.parents, parents)
+        self.tokens = np.append(self.tokens, tokens)
+        self.depths = np.append(self.depths, self.depths[parents] + 1)
+        self.chances = np.append(self.chances, self.chances[parents] * chances)
+        self.is_opened = np.append(self.is_opened, np.zeros(len(rows), dtype=bool))
+
+    def _path(self, node: int) -> Context:
+        if node < self._n_given:
+            path = self._path_of(node)
+        else:
+            path = (*self._paths[int(self.parents[node])], int(self.tokens[node]))
+        self._paths[node] = path
+        return path

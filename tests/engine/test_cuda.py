@@ -411,7 +411,7 @@ def test_failed_capture_disables_graphs_with_a_notice(zoo, monkeypatch, capfd):
         monkeypatch.setattr(builder, "CudaCapture", CudaCapture)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenGraph)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "stream", nullcontext)
         with on_card(zoo.directory("llama", 0), drafter="none") as llm:
             got = say(llm, prompt_of(0), 12)

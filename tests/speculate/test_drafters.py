@@ -2,6 +2,7 @@
 
 import itertools
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import top_tokens
+from offload_rt.speculate import dynamic_builder
 from offload_rt.speculate.block_model import BlockTreeBuilder
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
 from offload_rt.speculate.pair_stats import Estimates, PairStats
@@ -199,18 +201,28 @@ def random_children(draw, n_most):
     return dict(zip(tokens, draw.dirichlet(np.ones(6))[: len(tokens)].tolist(), strict=True))
 
 
+def text_below(below: Callable[[tuple[int, ...]], dict[int, float]]) -> SimpleNamespace:
+    """Return candidates of the text after each path, all of them allowed."""
+
+    def columns(paths):
+        found = [(i, *item) for i, path in enumerate(paths) for item in below(path).items()]
+        rows, tokens, chances = np.array(found).reshape(-1, 3).T
+        return rows.astype(int), tokens.astype(int), chances
+
+    return SimpleNamespace(below=columns, is_allowed=lambda path: True)
+
+
 @pytest.mark.parametrize("n_nodes", [6, 12, 4000])
-def test_candidates_of_text_and_draft_compete(n_nodes):
+def test_candidates_of_text_and_draft_compete(n_nodes, monkeypatch):
     """Each child has the higher of its two chances; the draft reaches four levels, the text six."""
+    monkeypatch.setattr(dynamic_builder, "_MOST_OPENED", (4000, 4000))
     draw = np.random.default_rng(0)
     # By the text, which saw one token with a probability that was rounded to 0.
     below = defaultdict(lambda: {4: 0.0} | random_children(draw, 2))
     drafted = defaultdict(lambda: random_children(draw, 4))
     for seed in range(20):
         root = (seed,)
-        text = SimpleNamespace(
-            below=lambda path, root=root: below[root + path].items(), is_allowed=lambda path: True
-        )
+        text = text_below(lambda path, root=root: below[root + path])
         state = GrowingRows()
         builder = DynamicTreeBuilder(
             state, (n_nodes, 6, 4), 0.0, Unchanged(), text, RoundCost(0.0, np.ones(n_nodes))
@@ -243,20 +255,25 @@ def test_candidates_of_text_and_draft_compete(n_nodes):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("row_s, n_read", [(1.0, (1, 17)), (0.0, (100, 200))])
-def test_text_is_read_as_far_as_rows_may_pay(row_s, n_read):
+@pytest.mark.parametrize("row_s, n_most", [(1.0, 21), (0.0, 341)])
+def test_text_is_read_as_far_as_rows_may_pay(row_s, n_most, monkeypatch):
     """Reading the text for all nodes would last longer than a pass of a small model."""
     read = []
 
-    def below(path: tuple[int, ...]) -> list[tuple[int, float]]:
+    def below(path: tuple[int, ...]) -> dict[int, float]:
         read.append(path)
-        return [(token, 0.2) for token in range(4)]
+        return dict.fromkeys(range(4), 0.2)
 
-    text = SimpleNamespace(below=below, is_allowed=lambda path: True)
+    text = text_below(below)
     cost = RoundCost(1.0, 1 + row_s * np.arange(128))
     builder = DynamicTreeBuilder(GrowingRows(), (128, 9, 1), 0.0, Unchanged(), text, cost)
-    assert n_read[0] <= len(read) <= n_read[1]
-    assert len(builder.tree(127).topology) == (16 if row_s else 128)
+    assert len(read) <= n_most
+    n_nodes = len(builder.tree(127).topology)
+    assert n_nodes == (16 if row_s else 128)
+    monkeypatch.setattr(dynamic_builder, "_MOST_OPENED", (5, 0))
+    read.clear()
+    DynamicTreeBuilder(GrowingRows(), (128, 9, 1), 0.0, Unchanged(), text, cost)
+    assert len(read) == 5
 
 
 class Unchanged(Estimates):

@@ -84,7 +84,7 @@ class RealGPU(Host):
     """The first CUDA device; a look is behind compute that is slow on purpose."""
 
     def __init__(self) -> None:
-        self._device = torch.device("cuda")
+        self._device = torch.device("cuda", 0)
         self._pending: list[tuple[int, Layout, Tensor]] = []
         self._matrix = torch.ones(2048, 2048, device=self._device)
 

@@ -34,23 +34,26 @@ class PredictedTree:
     expected  expected tokens before bias correction
     """
 
-    def __init__(self, text: TextCandidates, root: int, n_levels: int) -> None:
+    def __init__(self, text: TextCandidates, root_token: int, n_levels: int) -> None:
         self.text = text
         self.expected = 1.0
-        self.parents = [-1]
-        self.tokens = [root]
-        self.chances = [1.0]
-        self._growth = TextGrowth(text, n_levels)
-        self._growth.open((), 1.0)
+        root = np.array([0])
+        self._growth = TextGrowth(text, n_levels, np.ones(1), root, lambda _: ())
+        self._root = root_token
 
     def grow(self, n_nodes: int) -> None:
-        """Add nodes up to `n_nodes`, or until no candidate is left."""
-        while len(self.parents) < n_nodes and (best := self._growth.best()):
-            chance, parent, token = best
-            self.chances.append(chance)
-            self.parents.append(parent)
-            self.tokens.append(token)
-            self._growth.take()
+        """Select up to `n_nodes` nodes."""
+        growth = self._growth
+        growth.grow(n_nodes, np.ones(0))
+        opened = np.flatnonzero(growth.is_opened)
+        # A child never exceeds its parent; stable sorting keeps it behind its parent.
+        nodes = opened[np.argsort(-growth.chances[opened], kind="stable")][:n_nodes]
+        places = np.full(len(growth.chances) + 1, -1)
+        places[nodes] = np.arange(len(nodes))
+        self.parents = places[growth.parents[nodes]]
+        self.tokens = growth.tokens[nodes]
+        self.tokens[0] = self._root
+        self.chances = growth.chances[nodes]
 
 
 class Recycling(Drafter):
@@ -70,7 +73,7 @@ class Recycling(Drafter):
         """Propose a tree per sequence; select the most probable nodes across all sequences."""
         started = time.perf_counter()
         proposals = [self._grown(sequence, n_nodes, len(sequences)) for sequence in sequences]
-        chances = [np.array(proposal.chances[1:]) for proposal in proposals]
+        chances = [proposal.chances[1:] for proposal in proposals]
         sizes = [len(candidates) for candidates in chances]
         if not self.limits.fixed_size:
             context = max(len(sequence.tokens) for sequence in sequences)
@@ -118,7 +121,7 @@ class Recycling(Drafter):
             rows = n_sequences * np.arange(1, n + 1)
             draft_s = time.perf_counter() - started
             pass_s = self._cost.seconds(rows, len(sequence.tokens), draft_s)
-            if 1 + best_prefix(np.array(tree.chances[1:]), pass_s) <= size // 2:
+            if 1 + best_prefix(tree.chances[1:], pass_s) <= size // 2:
                 break
             size = min(2 * size, n_nodes)
         return tree
@@ -126,12 +129,12 @@ class Recycling(Drafter):
     def _finish(self, sequence: Sequence, tree: PredictedTree, n_below: int) -> DraftTree:
         """Cut a tree to the root and its `n_below` best nodes."""
         n = 1 + n_below
-        topology = Topology(np.array(tree.parents[:n]))
-        tree.expected = sum(tree.chances[:n])
+        topology = Topology(tree.parents[:n])
+        tree.expected = float(tree.chances[:n].sum())
         self._proposals[sequence] = tree
         # A pass yields at most a token per level.
         expected = min(self._bias(sequence).corrected(tree.expected), topology.n_levels)
-        return DraftTree(topology, torch.tensor(tree.tokens[:n]), expected=expected)
+        return DraftTree(topology, torch.from_numpy(tree.tokens[:n]), expected=expected)
 
 
 DRAFTER = DrafterType(Recycling, gives_draft_probs=False, best_rule="match", default_sizes=_SIZES)
