@@ -80,27 +80,70 @@ __device__ __forceinline__ void store(const Args& args, int64_t at, int n, const
   for (int i = 0; i < n; ++i) static_cast<uint16_t*>(args.out)[at + i] = narrow(values[i], args.out_kind);
 }
 
+// Eight neighbouring codes of a row, with few loads where their place allows it.
+template <CodeKind kind>
+__device__ __forceinline__ void codes_of(const Dequantize& args, int64_t row, int column, float (&codes)[kColumns]) {
+  if constexpr (kind == CodeKind::kRows) {
+    if (args.bits == 4) {
+      const uint32_t word = static_cast<const uint32_t*>(args.codes)[row * args.row_size + column / kColumns];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) codes[i] = static_cast<float>(word >> 4 * i & 15u);
+      return;
+    }
+  }
+  if constexpr (kind == CodeKind::kInt8 || kind == CodeKind::kFloat8) {
+    const uint8_t* bytes = static_cast<const uint8_t*>(args.codes) + row * args.row_size + column;
+    if (reinterpret_cast<uintptr_t>(bytes) % kColumns == 0) {
+      const uint2 words = *reinterpret_cast<const uint2*>(bytes);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const uint8_t byte = (i < 4 ? words.x : words.y) >> 8 * (i % 4) & 255u;
+        codes[i] = kind == CodeKind::kInt8 ? static_cast<float>(static_cast<int8_t>(byte)) : float8_value(byte);
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) codes[i] = value_of<kind>(args, row, column + i);
+}
+
+__device__ __forceinline__ float product_of(const Dequantize& args, float code, int zero, float scale) {
+  const float value = (code - static_cast<float>(zero)) * scale;
+  return args.scale_kind == FloatKind::kFloat ? value : widen(narrow(value, args.scale_kind), args.scale_kind);
+}
+
 template <CodeKind kind>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(Dequantize args) {
   constexpr bool groups_rows = kind == CodeKind::kColumns || kind == CodeKind::kAwq;
   const int row = blockIdx.x, column = (blockIdx.y * kThreads + threadIdx.x) * kColumns;
   if (column >= args.n_columns) return;
   const int n = min(kColumns, args.n_columns - column);
+  const bool groups_columns = args.groups && !groups_rows;
   const int64_t scale_row = args.groups && groups_rows ? args.groups[row] : row / args.block_rows;
   int block = column / args.block_columns, left = args.block_columns - column % args.block_columns;
-  float values[kColumns];
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) {
-    if (i >= n) break;
-    const int scale_column = args.groups && !groups_rows ? args.groups[column + i] : block;
-    int zero = args.offset;
+  const auto zero_at = [&](int scale_column) {
     if constexpr (kIsInteger<kind>)
-      if (args.zeros) zero = zero_of<kind>(args, scale_row, scale_column);
-    const float scale = load(args.scales, scale_row * args.n_scales + scale_column, args.scale_kind);
-    float value = (value_of<kind>(args, row, column + i) - static_cast<float>(zero)) * scale;
-    if (args.scale_kind != FloatKind::kFloat) value = widen(narrow(value, args.scale_kind), args.scale_kind);
-    values[i] = value;
-    if (--left == 0) ++block, left = args.block_columns;
+      if (args.zeros) return zero_of<kind>(args, scale_row, scale_column);
+    return args.offset;
+  };
+  const auto scale_at = [&](int scale_column) {
+    return load(args.scales, scale_row * args.n_scales + scale_column, args.scale_kind);
+  };
+  float values[kColumns];
+  if (n == kColumns && left >= kColumns && !groups_columns) {  // one scale
+    const int zero = zero_at(block);
+    const float scale = scale_at(block);
+    codes_of<kind>(args, row, column, values);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) values[i] = product_of(args, values[i], zero, scale);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      if (i >= n) break;
+      const int scale_column = groups_columns ? args.groups[column + i] : block;
+      values[i] = product_of(args, value_of<kind>(args, row, column + i), zero_at(scale_column), scale_at(scale_column));
+      if (--left == 0) ++block, left = args.block_columns;
+    }
   }
   store(args, static_cast<int64_t>(row) * args.n_columns + column, n, values);
 }

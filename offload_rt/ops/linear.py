@@ -1,8 +1,10 @@
 """Products with weights in any stored form, and their dequantisation."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,8 @@ from offload_rt.packing import PRODUCT_OUTPUTS
 # Rows from which torch's product may be faster, with AMX.
 _MANY_ROWS = 16
 _HALVES = (torch.float16, torch.bfloat16)
+# Rows up to which a product decodes in registers on Hopper.
+_HOPPER_ROWS = 48
 
 
 def linear(
@@ -52,6 +56,7 @@ def linear(
         isinstance(weight, CodedMatrix)
         and not needs_gradient
         and extension.serves(x)
+        and len(x) <= _undecoded_rows(x.device)
         and serves_few_rows(x, weight)
     ):
         return multiply_few_rows(x, weight, bias)
@@ -60,6 +65,16 @@ def linear(
             weight, torch.empty(math.prod(weight.shape), dtype=x.dtype, device=x.device)
         )
     return F.linear(x, weight.to(x.dtype), bias)
+
+
+@cache
+def _undecoded_rows(device: torch.device) -> int:
+    """Return the rows up to which the kernel beats decoding and torch's product.
+
+    Hopper has more memory bandwidth and faster matrix units per instruction of the decoder than the
+    GPUs before (`bench.gpu` section products).
+    """
+    return _HOPPER_ROWS if extension.capability(device) >= 90 else sys.maxsize
 
 
 def linears(

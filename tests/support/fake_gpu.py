@@ -235,6 +235,7 @@ def fake_gpu(
     monkeypatch.setattr(torch.cuda, "set_device", _select)
     monkeypatch.setattr(extension, "missing", lambda: "" if has_kernels else "the GPU is fake")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     properties = SimpleNamespace(
         pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0xFF, is_integrated=is_integrated
