@@ -22,7 +22,7 @@ EXPECTED_S = 200
 GBPS = 25.0
 _NBYTES = 128 << 20
 _N_CYCLES = 100_000_000
-_SHAPES = Shapes(temperatures=(0.0,))
+_SHAPES = Shapes(n_new=48, temperatures=(0.0,))
 
 
 class PacedDevice(CopyDevice):
