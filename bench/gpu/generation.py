@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from statistics import median
 
+import torch
 from transformers import AutoTokenizer
 
 from bench.common.measure import ROOT
@@ -76,10 +77,13 @@ def _growing(
     plain = []
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i)
+        before = torch.cuda.memory_stats().get("num_device_alloc", 0)
         stats = llm.generate(prompt, params)[0].stats
         if i == 0:
             continue
-        runs.append(asdict(stats))
+        # Each waits for all copies.
+        n_allocations = torch.cuda.memory_stats().get("num_device_alloc", 0) - before
+        runs.append({**asdict(stats), "n_allocations": n_allocations})
         plain += llm.time_plain(len(prompt), 1)
         per_token = median(run["measured_seconds_per_token"] for run in runs)
         seconds = {"plain_s": median(plain), "times_faster": median(plain) / per_token}

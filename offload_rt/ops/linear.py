@@ -26,7 +26,7 @@ from offload_rt.packing import PRODUCT_OUTPUTS
 _MANY_ROWS = 16
 _HALVES = (torch.float16, torch.bfloat16)
 # Rows up to which a product decodes in registers on Hopper.
-_HOPPER_ROWS = 48
+_HOPPER_ROWS = 64
 
 
 def linear(
@@ -71,8 +71,7 @@ def linear(
 def _undecoded_rows(device: torch.device) -> int:
     """Return the rows up to which the kernel beats decoding and torch's product.
 
-    Hopper has more memory bandwidth and faster matrix units per instruction of the decoder than the
-    GPUs before (`bench.gpu` section products).
+    Measured on an H200 (`bench.gpu` section products); GPUs with less bandwidth decode later.
     """
     return _HOPPER_ROWS if extension.capability(device) >= 90 else sys.maxsize
 

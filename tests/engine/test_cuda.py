@@ -422,6 +422,19 @@ def test_failed_capture_disables_graphs_with_a_notice(zoo, monkeypatch, capfd):
     )
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_streamed_passes_find_their_memory_in_one_block(zoo, monkeypatch, is_streamed):
+    """Weights and slots are allocated before."""
+    gathered = []
+    monkeypatch.setattr(builder, "_gather_memory", lambda nbytes, device: gathered.append(nbytes))
+    directory = zoo.directory("llama", 0)
+    with fake_gpu(monkeypatch):
+        budget = {"device_memory": little(directory)} if is_streamed else {}
+        with on_card(directory, drafter="none", **budget) as llm:
+            reserved = llm.plan.reserved
+    assert gathered == ([reserved.cache + reserved.scratch] if is_streamed else [])
+
+
 def test_threads_with_streams_select_the_device(zoo, monkeypatch):
     """They would begin with the first card, and leave a context there."""
     directory = zoo.directory("llama", 0)
