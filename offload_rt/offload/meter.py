@@ -2,12 +2,14 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 
 class LinkMeter:
     """Count bytes, and the time with at least one transfer in progress. Thread-safe.
 
-    waited_s  seconds the device waited for layers; written by a single thread
+    waited_s     seconds the device waited for layers; written by a single thread at a time
+    before_read  functions that add the transfers finished so far
     """
 
     def __init__(self) -> None:
@@ -17,6 +19,7 @@ class LinkMeter:
         self._busy_s = 0.0
         self._nbytes = 0
         self.waited_s = 0.0
+        self.before_read: list[Callable[[], None]] = []
 
     def begin(self) -> None:
         """Record the start of a transfer."""
@@ -41,6 +44,8 @@ class LinkMeter:
 
     def read(self) -> tuple[int, float]:
         """Return total bytes and busy seconds."""
+        for count in self.before_read:
+            count()
         with self._lock:
             under_way = time.perf_counter() - self._since if self._n_under_way else 0.0
             return self._nbytes, self._busy_s + under_way

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from threading import Thread
+from threading import Lock, Thread
 from typing import Self
 
 import torch
@@ -74,6 +74,8 @@ class CudaStreamer(Streamer):
         self._is_feeding = False
         self._timings: deque[_Copy] = deque()
         self._waits: deque[tuple[Event, Event]] = deque()
+        self._counting = Lock()
+        self.meter.before_read.append(self._count_finished)
         self._writes: deque[tuple[Event, Sequence[tuple[Tensor, Tensor]]]] = deque()
         self._epoch = device.record_compute()
         device.wait(self._epoch)
@@ -135,6 +137,8 @@ class CudaStreamer(Streamer):
         self._upstream.close()
         self.device.synchronize()
         self._count_finished()
+        if self._count_finished in self.meter.before_read:
+            self.meter.before_read.remove(self._count_finished)
         self._slots.clear()
         self._buffer = None
 
@@ -240,25 +244,25 @@ class CudaStreamer(Streamer):
 
     def _count_finished(self) -> None:
         """Record finished copies, and waits from a layer's compute to the next layer's arrival."""
-        while self._timings:
-            copy = self._timings[0]
-            seconds = self.device.seconds_between(copy.start, copy.end)
-            if seconds is None:
-                break
-            self._timings.popleft()
-            self.meter.add(copy.nbytes, seconds)
-            if self._trace.on:
-                started = self._epoch_s + (
-                    self.device.seconds_between(self._epoch, copy.start) or 0.0
-                )
-                name = span_name(self._lane, copy.layer)
-                self._trace.add(slot_lane(self._lane, copy.slot), name, started, started + seconds)
-        while self._waits:
-            seconds = self.device.seconds_between(*self._waits[0])
-            if seconds is None:
-                return
-            self._waits.popleft()
-            self.meter.waited_s += max(seconds, 0.0)
+        with self._counting:
+            while self._timings and (copied := self._seconds(self._timings[0])) is not None:
+                copy = self._timings.popleft()
+                self.meter.add(copy.nbytes, copied)
+                if self._trace.on:
+                    started = self._epoch_s + (
+                        self.device.seconds_between(self._epoch, copy.start) or 0.0
+                    )
+                    name = span_name(self._lane, copy.layer)
+                    lane = slot_lane(self._lane, copy.slot)
+                    self._trace.add(lane, name, started, started + copied)
+            while (
+                self._waits and (waited := self.device.seconds_between(*self._waits[0])) is not None
+            ):
+                self._waits.popleft()
+                self.meter.waited_s += max(waited, 0.0)
+
+    def _seconds(self, copy: _Copy) -> float | None:
+        return self.device.seconds_between(copy.start, copy.end)
 
 
 def open_streamer(
