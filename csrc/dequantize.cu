@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(Dequantize args) {
     return load(args.scales, scale_row * args.n_scales + scale_column, args.scale_kind);
   };
   float values[kColumns];
-  if (n == kColumns && left >= kColumns && !groups_columns) {  // one scale
+  if (kind != CodeKind::kNormal4 && n == kColumns && left >= kColumns && !groups_columns) {  // one scale
     const int zero = zero_at(block);
     const float scale = scale_at(block);
     codes_of<kind>(args, row, column, values);
