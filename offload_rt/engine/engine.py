@@ -22,7 +22,7 @@ from offload_rt.errors import DeviceError
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
-from offload_rt.sampling import Context, NodeProbs, no_numbers, top_tokens
+from offload_rt.sampling import Context, NodeProbs, TopTokens, no_numbers, top_tokens
 from offload_rt.speculate.draft.none import PlainDecoding
 from offload_rt.speculate.forced_chains import append_forced
 from offload_rt.speculate.pauses import Pauses
@@ -79,6 +79,7 @@ class Engine(SequencePool):
 
     def __post_init__(self) -> None:
         self._pauses = Pauses(self.cost)
+        self._predicted: dict[Sequence, list[TopTokens]] = {}  # at prompts of the current pass
 
     def step(self) -> list[Event]:
         """Run a pass: every running sequence grows by at least one token.
@@ -131,6 +132,7 @@ class Engine(SequencePool):
     def _pass(self, batch: list[RunningSequence]) -> None:
         """Draft a tree per sequence, verify all trees in one pass, commit the accepted paths."""
         meter = PassMeter(self.runner, self.cost, self.trace)
+        self._predicted.clear()
         prompts = self._prompt_parts(batch)
         decoding = [running for running in batch if running not in prompts]
         trees = self._draft(decoding)
@@ -206,19 +208,19 @@ class Engine(SequencePool):
         if running.sequence.grammar is not None:
             running.sequence.grammar.start_masks(tree.candidates().paths())
         missing = self._missing_tokens(running)
-        read_logits = self._prompt_reader(running)
         root = torch.tensor([*missing, running.sequence.cache_ids[-1]], dtype=torch.int64)
-        n_read = 0
-        if missing and self.drafter.reads_prompt and read_logits is None:
-            n_read = min(len(missing), running.n_nodes - len(tree.topology), self._cheap_rows())
+        read, n_read = self._prompt_reader(running), len(missing)
+        if missing and self.drafter.reads_prompt and read is None:
+            read, n_read = self._predictions_reader(running), min(n_read, self._cheap_rows())
         return Step(
             cache=running.cache,
             tokens=torch.cat((root, tree.tokens[1:])),
             topology=tree.topology.after_chain(len(missing)),
-            n_wanted=n_read + len(tree.topology),
+            n_wanted=len(tree.topology),
             n_prompt=running.sequence.n_prompt,
             n_chain=len(missing),
-            read=read_logits,
+            read=read,
+            n_read=n_read,
             read_hidden=self._hidden_reader(running, len(missing) + 1),
             images=running.sequence.images,
         )
@@ -241,6 +243,7 @@ class Engine(SequencePool):
             n_prompt=running.sequence.n_prompt,
             n_chain=n,
             read=self._prompt_reader(running),
+            n_read=n,
             read_hidden=self._hidden_reader(running, n),
             images=running.sequence.images,
         )
@@ -257,6 +260,16 @@ class Engine(SequencePool):
         def record(logits: Tensor) -> None:
             with _failing_alone(sequence):
                 sequence.read(logits, k)
+
+        return record
+
+    def _predictions_reader(self, running: RunningSequence) -> Callable[[Tensor], None]:
+        """Return the recorder of the target's predictions at a prompt, for the drafter."""
+        parts = self._predicted[running.sequence] = list[TopTokens]()
+
+        def record(logits: Tensor) -> None:
+            if (top := top_tokens(logits, self.drafter.n_predicted)) is not None:
+                parts.append(top)
 
         return record
 
@@ -285,7 +298,7 @@ class Engine(SequencePool):
     ) -> int:
         """Verify a tree, commit the accepted path, extend the sequence; return its new tokens.
 
-        logits  (n_read + n_nodes, vocabulary): last prompt rows for the drafter, then all nodes
+        logits  (n_nodes, vocabulary)
         states  (n_rows, taps, hidden_size) hidden states of all rows of the step
         """
         sequence = running.sequence
@@ -293,18 +306,16 @@ class Engine(SequencePool):
         with _failing_alone(sequence):
             if not is_finite:
                 raise no_numbers()
-            n_read = len(logits) - len(tree.topology)
-            node_logits = logits[n_read:]
             candidates = tree.candidates()
-            target = self._node_probs(sequence, candidates, node_logits)
-            if n_read and (top := top_tokens(logits[:n_read], self.drafter.n_predicted)):
-                self.drafter.read(sequence, top)
+            target = self._node_probs(sequence, candidates, logits)
+            if parts := self._predicted.pop(sequence, None):
+                self.drafter.read(sequence, TopTokens(*map(torch.cat, zip(*parts, strict=True))))
             if sequence.temperature:
                 verdict = self.rule.verify(candidates, target, sequence)
             else:  # every rule accepts the greedy choices alone
                 verdict = walk(candidates, target, target.best)
             drafted, its_verdict = tree.drafted(verdict)
-            drafted_logits = node_logits[: len(drafted.topology)]
+            drafted_logits = logits[: len(drafted.topology)]
             if self._pauses.is_drafting:
                 predicted = top_tokens(drafted_logits, self.drafter.n_predicted)
                 self.drafter.learn(sequence, drafted, its_verdict, predicted)
@@ -316,7 +327,7 @@ class Engine(SequencePool):
                 sequence.extend_forced()
             if (k := sequence.sampling.logprobs) is not None:
                 rows = ops.to_device([torch.tensor([0, *verdict.path])], logits.device)
-                sequence.read(node_logits.index_select(0, *rows), k)
+                sequence.read(logits.index_select(0, *rows), k)
         return sequence.n_new - n_before
 
     def _node_probs(self, sequence: Sequence, tree: DraftTree, logits: Tensor) -> NodeProbs:

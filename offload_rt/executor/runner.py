@@ -385,7 +385,7 @@ class Runner:
             wanted.append(rows[n_others:])
             if step.read_hidden is not None:
                 step.read_hidden(self.spec.final_states(self.non_layer, rows))
-            if step.read is not None and n_others:
-                for part in torch.split(rows[:n_others], _READ_ROWS):
+            if step.read is not None and step.n_read:
+                for part in torch.split(rows[n_others - step.n_read : n_others], _READ_ROWS):
                     step.read(self.spec.head(self.non_layer, part))
         return list(torch.split(self.spec.head(self.non_layer, torch.cat(wanted)), n_wanted))

@@ -33,7 +33,7 @@ class Step:
     reduce    function applied to the logits on the device
     n_chain   number of leading tokens that form a chain and are always committed
     states    (n_rows, hidden_size) additional inputs of a draft head
-    read      receives the logits (n, vocabulary) of rows before the wanted rows, in parts
+    read      receives the logits (n, vocabulary) of `n_read` rows before the wanted rows, in parts
     read_hidden  receives the normed hidden states (n_rows, hidden_size)
     images    prompt of the sequence if it has images; image tokens have the key of their image
     """
@@ -48,6 +48,7 @@ class Step:
     n_chain: int = 0
     states: Tensor | None = None
     read: Callable[[Tensor], None] | None = None
+    n_read: int = 0
     read_hidden: Callable[[Tensor], None] | None = None
     images: ImagePrompt | None = None
 

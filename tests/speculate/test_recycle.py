@@ -14,6 +14,8 @@ from support.tiny import Steady, Zoo, engine_of, logits_of, open_llm, prompt_of
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
+from offload_rt.engine.engine import Engine
+from offload_rt.executor import runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import recycler
 from offload_rt.speculate.draft.recycle import PredictedTree, Recycling
@@ -130,8 +132,11 @@ def llm(zoo: Zoo) -> Iterator[LLM]:
         yield llm
 
 
-def test_prompt_predictions_are_recorded(zoo, llm):
-    """Of the last rows, as many as there is room for the logits of beside the tree of one node."""
+@pytest.mark.parametrize("n_cheap", [512, 16])
+def test_prompt_predictions_are_recorded(zoo, llm, monkeypatch, n_cheap):
+    """Of the last rows, as many as are cheap; more than a tree has nodes, in parts."""
+    monkeypatch.setattr(Engine, "_cheap_rows", lambda _: n_cheap)
+    monkeypatch.setattr(runner, "_READ_ROWS", 15)
     model = zoo.pair("llama", 0).model
     drafter = Recycling(PARTS)
     prompt = prompt_of(0, 40)
@@ -141,7 +146,7 @@ def test_prompt_predictions_are_recorded(zoo, llm):
     best = torch.softmax(logits_of(model, prompt), -1).topk(8)
     for end in range(3, 41):
         context = tuple(prompt[end - 3 : end])
-        assert (context in drafter._recycler.table) == (end > 40 - N_NODES)
+        assert (context in drafter._recycler.table) == (end > 39 - n_cheap)
         if context in drafter._recycler.table:
             successors = found(drafter._recycler.table, context)
             assert list(successors) == best.indices[end - 1].tolist()
