@@ -29,8 +29,6 @@ _MOST_KEYS = 1 << 17
 N_PREDICTED = 8
 # Nodes of a tree whose predictions are stored: the first are the most likely.
 _MOST_LEARNED = 256
-# Nodes of a tree whose predictions are stored: the first are the most likely.
-_MOST_LEARNED = 256
 # Candidates after unknown tokens. They are selected again after this growth of the predictions.
 _N_COMMON = 48
 _GROWTH = 1.1

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import pack
+from support.fake_gpu import FakeCopyDevice
 from support.streams import (
     N_LAYERS,
     PATIENCE_S,
@@ -221,6 +222,17 @@ def test_queued_copies_never_exceed_the_slots(n_slots, files):
                 assert eventually(lambda n=n_done + n_slots: b.device.copies.n_copies == n)
                 b.device.look(block)
                 n_done += 1
+
+
+def test_failing_device_is_raised_by_the_pass(files, monkeypatch):
+    """A pass would otherwise wait for copies that no thread starts."""
+
+    def fail(_: FakeCopyDevice) -> None:
+        raise ValueError("no device")
+
+    monkeypatch.setattr(FakeCopyDevice, "select", fail)
+    with bench("cuda", FakeGPU, files) as b, pytest.raises(ValueError, match="no device"):
+        b.sweep()
 
 
 @every_bench
