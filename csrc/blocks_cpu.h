@@ -51,9 +51,14 @@ inline __attribute__((always_inline)) Codes bits_of(Codes bytes, int from, int t
 
 // Low nibbles of 16 bytes, then their high nibbles.
 inline Codes nibbles_of(const uint8_t* from) {
+#if LEVEL >= 1
+  const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return (Codes)_mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 0, 4, 4)) & 15;
+#else
   const Bytes both = load_bytes(from);
   return __builtin_shufflevector(both & 15, both >> 4, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
                                  22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+#endif
 }
 
 typedef uint64_t Longs __attribute__((vector_size(32)));
@@ -130,24 +135,27 @@ inline uint32_t pair_at(const uint8_t* bytes) {
   return pair;
 }
 
-// The signed codes of part i of a block. grid: of the types that have one.
+// What `codes_of` subtracts from the stored codes, which are unsigned then.
 template <int kind>
-inline __attribute__((always_inline)) Codes codes_of(const uint8_t* grid, const uint8_t* b, int i) {
+constexpr int kOffset = kind == kQ4_0 ? 8 : kind == kQ5_0 ? 16 : kind == kQ3_K ? 4 : kind == kQ6_K ? 32 : 0;
+
+// The codes of part i of a block, before the offset. grid: of the types that have one.
+template <int kind>
+inline __attribute__((always_inline)) Codes stored_codes(const uint8_t* grid, const uint8_t* b, int i) {
   const uint8_t* codes = b + kBlock<kind>.codes;
   switch (kind) {
-    case kQ4_0: return nibbles_of(codes) - 8;
-    case kQ4_1: return nibbles_of(codes);
-    case kQ5_0: return (nibbles_of(codes) | fifth_bits(b + 2)) - 16;
+    case kQ4_0: case kQ4_1: return nibbles_of(codes);
+    case kQ5_0: return nibbles_of(codes) | fifth_bits(b + 2);
     case kQ5_1: return nibbles_of(codes) | fifth_bits(b + 4);
     case kInt8: case kFloat8: case kQ8_0: return load_codes(codes);
     case kRows: return load_codes(codes) ^ 0x80;
     case kQ2_K: return bits_of<2>(load_codes(codes + i / 4 * 32), i % 4 * 2);
-    case kQ3_K: return (bits_of<2>(load_codes(codes + i / 4 * 32), i % 4 * 2) | bits_of<1>(load_codes(b), i, 2)) - 4;
+    case kQ3_K: return bits_of<2>(load_codes(codes + i / 4 * 32), i % 4 * 2) | bits_of<1>(load_codes(b), i, 2);
     case kQ4_K: return bits_of<4>(load_codes(codes + i / 2 * 32), i % 2 * 4);
     case kQ5_K: return bits_of<4>(load_codes(codes + i / 2 * 32), i % 2 * 4) | bits_of<1>(load_codes(b + 16), i, 4);
     case kQ6_K:
-      return (bits_of<4>(load_codes(b + i / 4 * 64 + i % 2 * 32), i % 4 / 2 * 4) |
-              bits_of<2>(load_codes(b + 128 + i / 4 * 32), i % 4 * 2, 4)) - 32;
+      return bits_of<4>(load_codes(b + i / 4 * 64 + i % 2 * 32), i % 4 / 2 * 4) |
+             bits_of<2>(load_codes(b + 128 + i / 4 * 32), i % 4 * 2, 4);
     case kIq4Nl: return look_up(kIq4, nibbles_of(codes));
     case kIq4Xs: return look_up(kIq4, nibbles_of(codes + 16 * i));
     case kIq2Xxs: {
@@ -181,6 +189,12 @@ inline __attribute__((always_inline)) Codes codes_of(const uint8_t* grid, const 
              (Codes)Longs{eighths(0), eighths(1), eighths(2), eighths(3)};
     }
   }
+}
+
+// The signed codes of part i of a block.
+template <int kind>
+inline __attribute__((always_inline)) Codes codes_of(const uint8_t* grid, const uint8_t* b, int i) {
+  return stored_codes<kind>(grid, b, i) - static_cast<uint8_t>(kOffset<kind>);
 }
 
 // Vector i of 32 signed codes as numbers.

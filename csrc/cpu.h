@@ -72,6 +72,7 @@ struct Matrix {
   int32_t scale_dtype, product_dtype;  // of a code times its scale
   int32_t zero_order, zero_plus;       // order as Kind
   int32_t bias_dtype;
+  int32_t rounds_inputs;  // to 8 bits, for codes that are integers; see rounded_cpu.h
 };
 
 // Keys and values of one layer, queries of rows of a tree, and what the rows see; see ops/attention_cpu.py.

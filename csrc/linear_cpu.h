@@ -839,6 +839,8 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
   }
 }
 
+#include "rounded_cpu.h"
+
 // One of the products of a call, at most kMostRows of its rows.
 template <typename X>
 struct Product {
@@ -849,7 +851,7 @@ struct Product {
   int64_t n_outs;        // of a task
   int64_t panel_outs;    // that are multiplied at a time
   int64_t first_task = 0;
-  bool is_decoded, is_direct;
+  bool is_rounded, is_decoded, is_direct;
 
   Product(const Matrix& m, int64_t first_row, int n_threads)
       : matrix(&m), order(m), n_rows(static_cast<int>(smaller<int64_t>(kMostRows, m.n_rows - first_row))), n_threads(n_threads) {
@@ -858,7 +860,8 @@ struct Product {
     const bool is_few = n_rows <= kFewRows, is_same = m.kind == (sizeof(X) == 2 ? kDenseBFloat16 : kDenseFloat32);
     is_direct = m.n_in % kStep<X> == 0 && (is_same || (is_few && sizeof(X) == 4 && m.kind <= kDenseFloat16));
     const bool has_blocks = LEVEL >= 1 && (m.kind >= kQ4_0 || has_bytes<X>(m));
-    is_decoded = n_rows <= kDecodedRows && (order.method != kNoMethod || has_blocks);
+    is_rounded = ::is_rounded(m);
+    is_decoded = is_rounded || (n_rows <= kDecodedRows && (order.method != kNoMethod || has_blocks));
     const bool is_tiled = is_few && (n_rows == 1 || !is_direct);
     n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_tiled ? kTiledOuts : is_few ? kFewOuts : kManyOuts;
     panel_outs = is_tiled && !is_gathered(m) ? kTile : n_outs;
@@ -870,7 +873,8 @@ struct Product {
 
   bool has_inputs_of(const Product& other) const {
     const Matrix& m = *other.matrix;
-    return matrix->x == m.x && matrix->n_rows == m.n_rows && matrix->n_in == m.n_in && order.is_same(other.order);
+    const bool is_same = is_rounded || other.is_rounded ? is_rounded == other.is_rounded : order.is_same(other.order);
+    return is_same && matrix->x == m.x && matrix->n_rows == m.n_rows && matrix->n_in == m.n_in;
   }
 };
 
@@ -902,6 +906,7 @@ void multiply_task(const Product<X>& product, int64_t task, T* y) {
   const Matrix& m = *product.matrix;
   const int n_rows = product.n_rows;
   const int64_t first = (task - product.first_task) * product.n_outs, last = smaller(first + product.n_outs, m.n_out);
+  if (product.is_rounded) return multiply_rounded(m, reinterpret_cast<const char*>(product.x), n_rows, first, last, y);
   if (product.is_decoded) {
     float lines[kDecodedRows * kLine];
     const int n = static_cast<int>(last - first);
@@ -946,7 +951,8 @@ void multiply(const Matrix* matrices, int n_matrices, int64_t first_row, int n_t
       if (earlier.x != nullptr && earlier.has_inputs_of(product)) product.x = earlier.x;
     if (product.x == nullptr) {
       team().run(product.n_rows * m.n_in < kSerialInputs ? 1 : n_threads, product.n_rows, 1, [&](int64_t first, int64_t last) {
-        arrange_inputs(product.order, x, m.ldx, m.n_in, product.n_rows, first, last, blocks);
+        if (product.is_rounded) round_rows(x, m.ldx, m.n_in, first, last, reinterpret_cast<char*>(blocks));
+        else arrange_inputs(product.order, x, m.ldx, m.n_in, product.n_rows, first, last, blocks);
       });
       product.x = blocks;
       blocks += product.blocks_nbytes() / sizeof(X);

@@ -172,6 +172,12 @@ class EngineConfig:
         "let torch multiply 16 and more rows of 16-bit weights on a CPU; faster with AMX, but"
         " speculation repeats plain decoding only up to rounding",
     )
+    activations: str = setting(
+        "exact",
+        "int8: round the inputs of products with GGUF types and int8 weights to 8 bits, as"
+        " llama.cpp does; faster on CPUs without AVX-512, but logits differ from exact products",
+        choices=("exact", "int8"),
+    )
     exact_parallel: bool = setting(
         False,
         "under torchrun, shard every matrix by outputs, so that sums equal those of a single rank",

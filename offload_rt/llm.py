@@ -80,6 +80,7 @@ class LLM:
         draft_quantize: str = "auto",
         learn_draft: str = "off",
         torch_products: bool = False,
+        activations: str = "exact",
         exact_parallel: bool = False,
         split_draft: str = "auto",
         revision: str | None = None,
@@ -101,7 +102,7 @@ class LLM:
                 max_model_len,
                 max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
                 draft_context, draft_quantize, learn_draft,
-                torch_products, exact_parallel, split_draft, revision, offline,
+                torch_products, activations, exact_parallel, split_draft, revision, offline,
                 chat_template, pipeline, mirror, max_image_pixels,
             )
         )  # fmt: skip

@@ -42,6 +42,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "rule": (["match"], "match"), "tree_size": (["64"], 64), "tree_depth": (["8"], 8),
     "draft_context": (["256"], 256), "draft_quantize": (["int4"], "int4"),
     "learn_draft": (["keep"], "keep"), "torch_products": ([], True), "exact_parallel": ([], True),
+    "activations": (["int8"], "int8"),
     "split_draft": (["on"], "on"), "revision": (["main"], "main"),
     "chat_template": (["chat.jinja"], "chat.jinja"), "hide_thinking": ([], True),
     "plain": ([], True), "offline": ([], True), "pipeline": (["2"], 2),

@@ -54,6 +54,7 @@ _ENGINE_GROUPS = {
         "draft_quantize",
         "learn_draft",
         "torch_products",
+        "activations",
     ),
     "ranks": ("exact_parallel", "split_draft", "pipeline"),
 }

@@ -19,11 +19,12 @@ from offload_rt.engine.target_spec import TargetFiles, TargetSpec, compute_dtype
 from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
 from offload_rt.offload.mirrors import Mirrors
 from offload_rt.offload.placement import MemoryBudget, Plan
-from offload_rt.ops import extension
+from offload_rt.ops import cpu, extension
 from offload_rt.packing import LOSSLESS_SHARE
 from offload_rt.speculate.select import Drafting
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import BlockRecord
+from offload_rt.weights.view import Arithmetic
 
 # Least ratio of pass times at which `run` recommends to encode the layers.
 _LEAST_GAIN = 1.1
@@ -133,7 +134,7 @@ def _plan(
         if config.pipeline > 1
         else ranks.part(whole)
     )
-    checkpoint.format.allows_torch = config.torch_products
+    checkpoint.format.arithmetic = _arithmetic(config, checkpoint, device)
     mirrors = Mirrors.from_setting(config.mirror, checkpoint.layers)
 
     def plan_with(
@@ -161,6 +162,21 @@ def _plan(
         if config.link_format != "auto" or link.sidecar is None or ranks.ranks is not None:
             raise
         return plan_for(as_they_are(config, checkpoint, device, error.for_command_line))
+
+
+def _arithmetic(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> Arithmetic:
+    """Return the arithmetic of products. Raises SettingsError if nothing can round its inputs."""
+    rounds = config.activations == "int8"
+    if rounds:
+        problem = "--activations int8"
+        if device.type != "cpu" or cpu.library() is None:
+            need = "the CPU library, and a model on the CPU"
+            raise SettingsError(problem, need=need, change="remove it, or set --device cpu")
+        matrices = (matrix for block in checkpoint.layers for matrix in block.matrices.values())
+        if not any(matrix.has_integers for matrix in matrices):
+            need = "weights of GGUF types or int8"
+            raise SettingsError(problem, need=need, have=checkpoint.format.name)
+    return Arithmetic(config.torch_products, rounds)
 
 
 def _planned(

@@ -165,7 +165,8 @@ def pass_profile(
     )
     # Adjacent layers are one call unless they are streamed.
     is_streamed = bool(runner.streamer.order)
-    model = (runner.spec, runner.format.name, runner.dtype, str(runner.device), rows, is_streamed)
+    stored = (runner.format.name, runner.format.arithmetic)
+    model = (runner.spec, *stored, runner.dtype, str(runner.device), rows, is_streamed)
     key = hashlib.sha256(repr((*machine, *model)).encode()).hexdigest()[:24]
     known = read_cached(_PASSES, _PASSES_VERSION)
     compute = _restore(known.get(key), *_grid(*rows))

@@ -99,7 +99,7 @@ _LEVEL_FLAGS = (
     (),
     ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mpopcnt"),
     ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"),
-    ("-mavx512bf16",),
+    ("-mavx512bf16", "-mavx512vnni"),
 )
 
 

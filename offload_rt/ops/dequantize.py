@@ -54,6 +54,7 @@ class CodedMatrix:
     A stack of matrices has a further, first dimension in codes, scales and zeros.
     groups   (n_in,) int32, group of each input; None: position // block
     product  dtype of (code - zero) * scale, rounded once
+    rounds_inputs  products on a CPU round inputs of int8 codes to 8 bits, see csrc/rounded_cpu.h
     """
 
     shape: tuple[int, int]
@@ -63,6 +64,7 @@ class CodedMatrix:
     zeros: ZeroCodes | None
     groups: Tensor | None
     product: torch.dtype
+    rounds_inputs: bool = False
 
     @property
     def is_transposed(self) -> bool:
@@ -87,11 +89,13 @@ class BlockMatrix:
 
     blocks  (n_out, bytes of a row) uint8
     type    key of BLOCKS
+    rounds_inputs  products on a CPU round inputs to 8 bits, see csrc/rounded_cpu.h
     """
 
     shape: tuple[int, int]
     blocks: Tensor
     type: str
+    rounds_inputs: bool = False
 
 
 Weight = Tensor | CodedMatrix | BlockMatrix

@@ -40,7 +40,7 @@ class MatrixStruct(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("kind", "bits", "offset", "scale_dtype", "product_dtype", "zero_order")
         ),
-        *((name, ctypes.c_int32) for name in ("zero_plus", "bias_dtype")),
+        *((name, ctypes.c_int32) for name in ("zero_plus", "bias_dtype", "rounds_inputs")),
     )
 
 
@@ -198,7 +198,8 @@ def _described(weight: Tensor | CodedMatrix | BlockMatrix) -> MatrixStruct:
         grid = _grid(weight.type)
         return MatrixStruct(codes=weight.blocks.data_ptr(), row_nbytes=weight.blocks.stride(0),
             scales=None if grid is None else grid.data_ptr(), n_out=weight.shape[0],
-                       n_in=weight.shape[1], block_out=1, block_in=1, kind=kind)  # fmt: skip
+                       n_in=weight.shape[1], block_out=1, block_in=1, kind=kind,
+                       rounds_inputs=weight.rounds_inputs)  # fmt: skip
     packing = weight.packing
     codes = weight.codes
     scales = weight.scales
@@ -214,7 +215,7 @@ def _described(weight: Tensor | CodedMatrix | BlockMatrix) -> MatrixStruct:
         kind=_FLOAT8 if is_float8 else _FIRST_ORDER + ORDERS.index(packing.order),
         bits=packing.bits, offset=packing.offset,
         scale_dtype=_POWER_OF_TWO if is_power else cpu.DTYPES[scales.dtype],
-        product_dtype=cpu.DTYPES[weight.product],
+        product_dtype=cpu.DTYPES[weight.product], rounds_inputs=weight.rounds_inputs,
     )  # fmt: skip
     if zeros is not None:
         matrix.zeros = zeros.codes.data_ptr()

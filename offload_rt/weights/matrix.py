@@ -25,6 +25,11 @@ class Matrix(ABC):
     shape: tuple[int, int]
 
     @property
+    def has_integers(self) -> bool:
+        """Whether a weight is an integer code times a scale, as rounded inputs need it."""
+        return False
+
+    @property
     @abstractmethod
     def tensors(self) -> tuple[StoredTensor, ...]:
         """All tensors, named by module and part."""
@@ -104,6 +109,14 @@ class QuantizedMatrix(Matrix):
         nested = () if self.nested is None else (self.nested.scales, self.nested.table)
         parts = (self.codes, self.scales, zeros, self.groups, *nested)
         return tuple(part for part in parts if part is not None)
+
+    @property
+    def has_integers(self) -> bool:
+        """See `Matrix.has_integers`: int8, as `has_bytes` of csrc/linear_cpu.h."""
+        is_plain = self.packing.order in ("plain", "rows") and self.zeros is self.groups is None
+        step = self.packing.block[1]
+        is_even = self.shape[1] % 32 == 0 and (step % 32 == 0 or step >= self.shape[1])
+        return is_plain and is_even and self.packing.bits == 8 and self.codes.dtype != DType.FLOAT8_E4M3FN
 
     def n_coded_rows(self, dtype: DType) -> float:
         """See `Matrix.n_coded_rows`."""

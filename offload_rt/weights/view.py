@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload_rt.models.layers import LayerWeights
@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from offload_rt.ops.dequantize import Weight
     from offload_rt.ops.few_rows import Stack
     from offload_rt.ops.linear_cpu import MatrixStack
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Products on a CPU that differ from exact products of rows by themselves.
+
+    allows_torch   torch may multiply many rows of 16 bits; results may depend on other rows
+    rounds_inputs  products with integer codes round their inputs to 8 bits, as llama.cpp does
+    """
+
+    allows_torch: bool = False
+    rounds_inputs: bool = False
+
+
+_EXACT = Arithmetic()
 
 
 class _Tensors(dict[str, "Tensor"]):
@@ -36,7 +51,7 @@ class View(LayerWeights):
     """Weights of a layer, see `WeightFormat.view`; other dtypes are converted at each use."""
 
     def __init__(
-        self, layout: Layout, block: Tensor, dtype: torch.dtype, allows_torch: bool = False
+        self, layout: Layout, block: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = _EXACT
     ) -> None:
         self._tensors = _Tensors(layout, block)
         self._vectors: dict[str, Tensor] = {}
@@ -46,7 +61,7 @@ class View(LayerWeights):
         self.layout = layout
         self.block = block
         self._dtype = dtype
-        self._allows_torch = allows_torch
+        self._arithmetic = arithmetic
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,7 +83,7 @@ class View(LayerWeights):
         """See `LayerWeights.linear`."""
         from offload_rt.ops.linear import linear  # not at the top: a plan computes nothing
 
-        return linear(x, self._weight(name), self._bias(name), self._allows_torch)
+        return linear(x, self._weight(name), self._bias(name), self._arithmetic.allows_torch)
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """See `LayerWeights.linears`; a single product on a GPU, to save launches, if possible."""
@@ -84,13 +99,15 @@ class View(LayerWeights):
         ):
             weights = [self._weight(name) for name in names]
             biases = [self._bias(name) for name in names]
-            return tuple(linears(x, weights, biases, self._allows_torch))
+            return tuple(linears(x, weights, biases, self._arithmetic.allows_torch))
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
         return tuple(torch.split(linear(x, weight, bias), widths, dim=1))
 
     def stored(self, name: str) -> tuple[Weight, Tensor | None] | None:
         """See `LayerWeights.stored`; torch may multiply instead."""
-        return None if self._allows_torch else (self._weight(name), self._bias(name))
+        if self._arithmetic.allows_torch:
+            return None
+        return self._weight(name), self._bias(name)
 
     def linear_experts(
         self, x: Tensor, ends: Sequence[int], names: Sequence[Sequence[str]], experts: Sequence[int]
@@ -190,6 +207,10 @@ class View(LayerWeights):
         if weight is None:
             matrix = self.layout.matrices.get(name)
             stored = self._tensors
-            weight = stored[f"{name}.weight"] if matrix is None else matrix.weight(stored)
+            if matrix is None:
+                weight = stored[f"{name}.weight"]
+            else:
+                rounds = self._arithmetic.rounds_inputs
+                weight = replace(matrix.weight(stored), rounds_inputs=rounds)
             self._matrices[name] = weight
         return weight

@@ -235,6 +235,32 @@ def test_a_row_of_a_large_matrix_has_the_same_bits_in_any_company(level, name, d
         assert_equal(linear(x[first:last], matrix), full[first:last])
 
 
+# Weights that are integer codes times scales.
+INTEGERS = ("int8-4096", "int8-64", "rows8-128", *BLOCKS)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_rounded_inputs_are_products_of_8_bits_with_the_same_bits_in_any_company(level, name):
+    n_in = 1280 + 32 * (name in SHORT_BLOCKS)
+    matrix, values = large_matrix(name, 70, n_in, torch.float32)
+    matrix = replace(matrix, rounds_inputs=True)
+    for dtype in FLOATS:
+        x = (torch.randn(64, n_in) / 256).to(dtype)  # sums fit into float16
+        x[3, :64] = 0
+        blocks = x.float().view(64, -1, 32)
+        scales = blocks.abs().amax(-1, keepdim=True) / 127
+        codes = (blocks * torch.where(scales > 0, 1 / scales, 0)).round()
+        rounded = (codes.double() * scales).view(64, n_in)
+        y = linear(x, matrix)
+        size = rounded.abs() @ values.double().abs().T
+        error = (y.double() - rounded @ values.double().T).abs() / size
+        assert float(error.max()) < TOLERANCES[dtype]
+        for first, last in ((0, 1), (2, 4), (0, 7), (40, 56)):
+            assert_equal(linear(x[first:last], matrix), y[first:last])
+        x[5, 7] = torch.inf  # a row that is not finite
+        assert linear(x, matrix)[5].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("stored", FLOATS)
 def test_dense_products_equal_float64_products(level, dtype, stored):

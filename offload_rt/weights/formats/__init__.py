@@ -17,7 +17,7 @@ from offload_rt.system import registry
 from offload_rt.weights.layout import Layout
 from offload_rt.weights.matrix import Matrix
 from offload_rt.weights.source import Source, StoredTensor
-from offload_rt.weights.view import View
+from offload_rt.weights.view import Arithmetic, View
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +33,7 @@ class WeightFormat(ABC):  # formats override what differs from plain tensors
     """
 
     name: ClassVar[str]
-    # Torch may multiply many rows of 16 bits; their results may then depend on other rows.
-    allows_torch = False
+    arithmetic = Arithmetic()
 
     def __init__(self, quantization_config: object = None, notice: str = "") -> None:
         """Raises UnsupportedModelError for an unsupported config."""
@@ -58,7 +57,7 @@ class WeightFormat(ABC):  # formats override what differs from plain tensors
 
         block  (>= layout.nbytes,) uint8, unchanged during use of the view
         """
-        return View(layout, block, dtype, self.allows_torch)
+        return View(layout, block, dtype, self.arithmetic)
 
 
 def format_of(quantization_config: object) -> WeightFormat:

@@ -37,6 +37,7 @@ class GgufMatrix(Matrix):
 
     codes: StoredTensor
     type: str
+    has_integers = True
 
     @property
     def tensors(self) -> tuple[StoredTensor, ...]:
@@ -83,7 +84,7 @@ class Format(QuantizedFormat):
         """See `WeightFormat.view`."""
         if self._head_dim is None:
             return super().view(layout, block, dtype)
-        return _RotatedView(layout, block, dtype, self.allows_torch, self._head_dim)
+        return _RotatedView(layout, block, dtype, self.arithmetic, self._head_dim)
 
 
 class _RotatedView(view.View):
@@ -96,10 +97,10 @@ class _RotatedView(view.View):
         layout: Layout,
         block: Tensor,
         dtype: torch.dtype,
-        allows_torch: bool,
+        arithmetic: view.Arithmetic,
         head_dim: int,
     ) -> None:
-        super().__init__(layout, block, dtype, allows_torch)
+        super().__init__(layout, block, dtype, arithmetic)
         self._head_dim = head_dim
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
