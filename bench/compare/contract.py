@@ -24,6 +24,7 @@ class Job:
     limit       memory limit of the process in bytes, page cache included; None: unlimited
     head        draft head of offload_rt; None: the draft
     gguf        the weights as a GGUF file, for llama.cpp
+    activations  of offload_rt
     """
 
     model: Path
@@ -36,6 +37,7 @@ class Job:
     limit: int | None = None
     head: Path | None = None
     gguf: Path | None = None
+    activations: str = "exact"
 
     def text(self) -> str:
         """As JSON, for another process."""

@@ -1,7 +1,8 @@
 """How fast are llama.cpp and offload_rt on resident GGUF files of each type?
 
     python -m bench.compare.gguf_types [--types Q4_0 Q8_0] [--rounds 3] [--tokens 64]
-        [--prompt-tokens 512] [--wide 300MB]
+        [--prompt-tokens 512] [--wide 300MB] [--activations int8] [--avx2]
+        [--nats]
 
 llama.cpp quantises the file of SmolLM2-135M-Instruct to each type. In every round each system
 answers the same prompt, plainly and greedily, in a new process; the order alternates. Ratios are
@@ -9,17 +10,24 @@ offload_rt / llama.cpp, round by round. The last column is the number of equal f
 
 SmolLM2's width of 576 is no multiple of 256, so llama.cpp replaces K types in many of its matrices.
 --wide SIZE quantises an expanded demonstration model, whose widths are such multiples.
+--avx2 restricts both systems to AVX2. --nats compares `--activations int8` with exact products
+instead: changes of the log-probability of each token of the prompts.
 """
 
+import os
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from bench.common.checkpoints import REAL_FILE, expanded_model
-from bench.common.measure import ROOT, Benchmark, Spread
+from bench.common.measure import AVX2_ENVIRONMENT, ROOT, Benchmark, Spread
 from bench.common.processes import run_python
 from bench.common.prompts import chat_prompts, held_out_prompts
 from bench.compare.contract import Job
 from bench.compare.outcome import Run, parting, run_peer
 from bench.compare.quantizer import TYPES, quantized_file
+from offload_rt import LLM, SamplingParams
 from offload_rt.config import parse_size
 from offload_rt.text.detokenize import load_tokenizer
 
@@ -54,16 +62,36 @@ def n_equal(theirs: list[Run], ours: list[Run]) -> int:
 
 
 def measure(
-    path: Path, prompts: list[list[int]], warm_up: list[int], n_tokens: int, scratch: Path
-) -> dict[str, list[Run]]:
+    path: Path, prompts: list[list[int]], warm_up: list[int], n_tokens: int, scratch: Path,
+    activations: str = "exact",
+) -> dict[str, list[Run]]:  # fmt: skip
     """Run both systems on a file, a prompt per round."""
     max_len = len(prompts[0]) + n_tokens
-    job = Job(path, path, path, parse_size("6GB"), 0, max_len, scratch, gguf=path)
+    job = Job(
+        path, path, path, parse_size("6GB"), 0, max_len, scratch, gguf=path, activations=activations
+    )
     runs: dict[str, list[Run]] = {name: [] for name in PEERS}
     for i, prompt in enumerate(prompts):
         for name in PEERS[:: -1 if i % 2 else 1]:
             runs[name].append(run_peer(name, job, [prompt], warm_up, n_tokens))
     return runs
+
+
+def changes_in_nats(path: Path, prompts: list[list[int]]) -> Tensor:
+    """Return log-probabilities with rounded activations less the exact ones, of all tokens."""
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    values = []
+    for activations in ("int8", "exact"):
+        with LLM(str(path), activations=activations, drafter="none", dtype="float32") as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        entries = [
+            chosen[token].logprob
+            for output, prompt in zip(outputs, prompts, strict=True)
+            for token, chosen in zip(prompt, output.prompt_logprobs or (), strict=True)
+            if chosen is not None
+        ]
+        values.append(torch.tensor(entries))
+    return values[0] - values[1]
 
 
 def wide_file(size: str, folder: Path) -> Path:
@@ -84,17 +112,29 @@ def main() -> None:
     benchmark.add("--tokens", type=int, default=64)
     benchmark.add("--prompt-tokens", type=int, default=512)
     benchmark.add("--wide", metavar="SIZE", help="of an expanded model in float16")
+    benchmark.add("--activations", choices=("exact", "int8"), default="exact")
+    benchmark.add("--avx2", action="store_true")
+    benchmark.add("--nats", action="store_true")
     flags = benchmark.start()
+    if flags.avx2:
+        os.environ.update(AVX2_ENVIRONMENT)
     folder = ROOT / "build/types"
     folder.mkdir(parents=True, exist_ok=True)
     file = wide_file(flags.wide, folder) if flags.wide else flags.file.resolve()
     prompts_of = held_out_prompts if flags.wide else chat_prompts
     warm_up, *prompts = prompts_of(load_tokenizer(file), flags.rounds + 1, flags.prompt_tokens)
+    if flags.nats:
+        print("\n| type | mean change in nats | mean size | largest |\n|---|---|---|---|")
+        for type in (type for type in flags.types if type != "BF16"):
+            changes = changes_in_nats(quantized_file(file, type, folder), prompts)
+            figures_of = (changes.mean(), changes.abs().mean(), changes.abs().max())
+            print(f"| {type} | {' | '.join(f'{x:.4f}' for x in figures_of)} |", flush=True)
+        return
     results = {}
     columns: list[str] = []
     for type in flags.types:
         path = quantized_file(file, type, folder)
-        runs = measure(path, prompts, warm_up, flags.tokens, folder)
+        runs = measure(path, prompts, warm_up, flags.tokens, folder, flags.activations)
         pair = [runs[name] for name in PEERS]
         results[type] = figures(*pair, flags.prompt_tokens)
         if not columns:

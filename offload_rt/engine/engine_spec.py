@@ -174,8 +174,8 @@ def _arithmetic(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
             raise SettingsError(problem, need=need, change="remove it, or set --device cpu")
         matrices = (matrix for block in checkpoint.layers for matrix in block.matrices.values())
         if not any(matrix.has_integers for matrix in matrices):
-            need = "weights of GGUF types or int8"
-            raise SettingsError(problem, need=need, have=checkpoint.format.name)
+            need = "weights of quantised GGUF types or int8"
+            raise SettingsError(problem, need=need, have="none", change="remove it")
     return Arithmetic(config.torch_products, rounds)
 
 

@@ -116,7 +116,12 @@ class QuantizedMatrix(Matrix):
         is_plain = self.packing.order in ("plain", "rows") and self.zeros is self.groups is None
         step = self.packing.block[1]
         is_even = self.shape[1] % 32 == 0 and (step % 32 == 0 or step >= self.shape[1])
-        return is_plain and is_even and self.packing.bits == 8 and self.codes.dtype != DType.FLOAT8_E4M3FN
+        return (
+            is_plain
+            and is_even
+            and self.packing.bits == 8
+            and self.codes.dtype != DType.FLOAT8_E4M3FN
+        )
 
     def n_coded_rows(self, dtype: DType) -> float:
         """See `Matrix.n_coded_rows`."""

@@ -30,7 +30,9 @@ def test_rounded_activations_have_the_logits_of_plain_decoding_in_trees(type, tm
 def test_activations_are_rounded_only_for_integer_codes_on_a_cpu(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SettingsError, match="needs weights of GGUF types or int8, has dense"):
+    with pytest.raises(
+        SettingsError, match="needs weights of quantised GGUF types or int8, has none"
+    ):
         open_llm(zoo.directory("llama", 0), activations="int8")
     build(tmp_path / "m.gguf", CASES["llama"].build(0), "Q8_0")
     monkeypatch.setattr(cpu, "library", lambda: None)

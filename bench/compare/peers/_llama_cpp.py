@@ -19,16 +19,33 @@ from offload_rt.weights.gguf import read_gguf
 PACKAGES = ()
 # `make compare` installs it.
 PACKAGE = ROOT / "build/node/node_modules/node-llama-cpp"
+# Variants of the library for CPUs without AVX-512 and AVX-VNNI.
+_AVX2_VARIANTS = ("x64", "sse42", "sandybridge", "ivybridge", "haswell")
 _SCRIPT = Path(__file__).with_name("llama_cpp.mjs")
 
 
 def unfit() -> str | None:
-    """Return what is missing. The prebuilt package selects its instructions by itself."""
+    """Return what is missing."""
     if shutil.which("node") is None or not PACKAGE.exists():
         return "needs node, and npm install --prefix build/node node-llama-cpp"
-    if os.environ.keys() >= AVX2_ENVIRONMENT.keys():
-        return "the prebuilt package uses all instructions of the CPU, not AVX2 only"
     return None
+
+
+def _package() -> Path:
+    """Return the package, which selects its instructions by itself.
+
+    Where torch is restricted to AVX2, return a copy without the library's later variants.
+    """
+    if not os.environ.keys() >= AVX2_ENVIRONMENT.keys():
+        return PACKAGE
+    source = PACKAGE.parent
+    copied = ROOT / "build/node-avx2/node_modules"
+    if not copied.exists():
+        shutil.copytree(source, copied, symlinks=True, copy_function=os.link)
+        for variant in copied.glob("@node-llama-cpp/linux-x64*/bins/*/libggml-cpu-*.so"):
+            if variant.stem.removeprefix("libggml-cpu-") not in _AVX2_VARIANTS:
+                variant.unlink()
+    return copied / PACKAGE.name
 
 
 class LlamaCppPeer:
@@ -76,7 +93,7 @@ def load(job: Job, draft: Path | None = None) -> LlamaCppPeer:
         else Supply("disk", max(nbytes - job.limit, 0))
     )
     settings = {
-        "package": str(PACKAGE / "dist/index.js"),
+        "package": str(_package() / "dist/index.js"),
         "path": str(job.gguf),
         "draft": draft and str(draft),
         "mapped": job.limit is not None,

@@ -12,5 +12,8 @@ DRAFTS = False
 def load(job: Job) -> OffloadPeer:
     """Nothing is set but the budget and the length."""
     return OffloadPeer(
-        LLM(str(job.model), device_memory=job.budget, max_model_len=job.max_len, drafter="none")
-    )
+        LLM(
+            str(job.model), device_memory=job.budget, max_model_len=job.max_len, drafter="none",
+            activations=job.activations,
+        )
+    )  # fmt: skip
