@@ -15,7 +15,7 @@ from offload_rt.weights.source import StoredTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from offload_rt.ops.dequantize import CodedMatrix, Weight, ZeroCodes
+    from offload_rt.ops.dequantize import BlockMatrix, CodedMatrix, ZeroCodes
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Matrix(ABC):
         """All tensors, named by module and part."""
 
     @abstractmethod
-    def weight(self, tensors: Mapping[str, Tensor]) -> Weight:
+    def weight(self, tensors: Mapping[str, Tensor]) -> CodedMatrix | BlockMatrix:
         """Return the argument of `ops.linear`, given the tensors of a block by name."""
 
     def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
@@ -113,7 +113,7 @@ class QuantizedMatrix(Matrix):
     @property
     def has_integers(self) -> bool:
         """See `Matrix.has_integers`: int8, as `has_bytes` of csrc/linear_cpu.h."""
-        is_plain = self.packing.order in ("plain", "rows") and self.zeros is self.groups is None
+        is_plain = self.packing.order in ("plain", "rows") and not (self.zeros or self.groups)
         step = self.packing.block[1]
         is_even = self.shape[1] % 32 == 0 and (step % 32 == 0 or step >= self.shape[1])
         return (
