@@ -2,7 +2,7 @@
 
     python -m bench.compare.gguf_types [--types Q4_0 Q8_0] [--rounds 3] [--tokens 64]
         [--prompt-tokens 512] [--wide 300MB] [--activations int8] [--avx2]
-        [--nats]
+        [--nats] [--questions FILE]
 
 llama.cpp quantises the file of SmolLM2-135M-Instruct to each type. In every round each system
 answers the same prompt, plainly and greedily, in a new process; the order alternates. Ratios are
@@ -10,8 +10,9 @@ offload_rt / llama.cpp, round by round. The last column is the number of equal f
 
 SmolLM2's width of 576 is no multiple of 256, so llama.cpp replaces K types in many of its matrices.
 --wide SIZE quantises an expanded demonstration model, whose widths are such multiples.
---avx2 restricts both systems to AVX2. --nats compares `--activations int8` with exact products
-instead: changes of the log-probability of each token of the prompts.
+--questions FILE asks as many questions of each category of Spec-Bench as there are rounds, and lets
+offload_rt draft. --avx2 restricts both systems to AVX2. --nats compares `--activations int8` with
+exact products instead: changes of the log-probability of each token of the prompts.
 """
 
 import os
@@ -27,24 +28,24 @@ from bench.common.prompts import chat_prompts, held_out_prompts
 from bench.compare.contract import Job
 from bench.compare.outcome import Run, parting, run_peer
 from bench.compare.quantizer import TYPES, quantized_file
+from bench.speculate.spec_bench import questions_of
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import parse_size
-from offload_rt.text.detokenize import load_tokenizer
+from offload_rt.text.detokenize import encode_chat, load_tokenizer
 
-PEERS = ("llama_cpp", "offload_rt_plain")
 DEFAULT_TYPES = (
     "Q4_0", "Q4_1", "Q4_K_M", "Q5_0", "Q5_1", "Q5_K_M", "Q6_K", "Q8_0", "IQ3_S", "BF16",
 )  # fmt: skip
 
 
-def figures(theirs: list[Run], ours: list[Run], n_prompt: int) -> dict[str, Spread]:
+def figures(theirs: list[Run], ours: list[Run], n_prompt: list[int]) -> dict[str, Spread]:
     """Return tokens/s of decoding and of the prompt, and their ratios round by round."""
     spreads = {}
-    for kind, seconds in (
-        ("decode", lambda run: run.seconds_per_token),
-        ("prompt", lambda run: run.prompt_s / n_prompt),
+    for kind, rate in (
+        ("decode", lambda run, _: 1 / run.seconds_per_token),
+        ("prompt", lambda run, n: n / run.prompt_s),
     ):
-        rates = [[1 / seconds(run) for run in runs] for runs in (theirs, ours)]
+        rates = [list(map(rate, runs, n_prompt)) for runs in (theirs, ours)]
         spreads |= {
             f"{kind} llama.cpp": Spread.of(rates[0]),
             f"{kind} offload_rt": Spread.of(rates[1]),
@@ -63,18 +64,18 @@ def n_equal(theirs: list[Run], ours: list[Run]) -> int:
 
 def measure(
     path: Path, prompts: list[list[int]], warm_up: list[int], n_tokens: int, scratch: Path,
-    activations: str = "exact",
-) -> dict[str, list[Run]]:  # fmt: skip
-    """Run both systems on a file, a prompt per round."""
-    max_len = len(prompts[0]) + n_tokens
+    ours: str = "offload_rt_plain", activations: str = "exact",
+) -> list[list[Run]]:  # fmt: skip
+    """Run llama.cpp and the peer `ours` on a file, a prompt per round."""
+    max_len = max(map(len, prompts)) + n_tokens
     job = Job(
         path, path, path, parse_size("6GB"), 0, max_len, scratch, gguf=path, activations=activations
     )
-    runs: dict[str, list[Run]] = {name: [] for name in PEERS}
+    runs: dict[str, list[Run]] = {"llama_cpp": [], ours: []}
     for i, prompt in enumerate(prompts):
-        for name in PEERS[:: -1 if i % 2 else 1]:
+        for name in list(runs)[:: -1 if i % 2 else 1]:
             runs[name].append(run_peer(name, job, [prompt], warm_up, n_tokens))
-    return runs
+    return list(runs.values())
 
 
 def changes_in_nats(path: Path, prompts: list[list[int]]) -> Tensor:
@@ -112,6 +113,8 @@ def main() -> None:
     benchmark.add("--tokens", type=int, default=64)
     benchmark.add("--prompt-tokens", type=int, default=512)
     benchmark.add("--wide", metavar="SIZE", help="of an expanded model in float16")
+    benchmark.add("--questions", type=Path, metavar="FILE")
+    benchmark.add("--skip", type=int, default=0, help="first question of each category")
     benchmark.add("--activations", choices=("exact", "int8"), default="exact")
     benchmark.add("--avx2", action="store_true")
     benchmark.add("--nats", action="store_true")
@@ -122,7 +125,16 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = wide_file(flags.wide, folder) if flags.wide else flags.file.resolve()
     prompts_of = held_out_prompts if flags.wide else chat_prompts
-    warm_up, *prompts = prompts_of(load_tokenizer(file), flags.rounds + 1, flags.prompt_tokens)
+    tokenizer = load_tokenizer(file)
+    warm_up, *prompts = prompts_of(tokenizer, flags.rounds + 1, flags.prompt_tokens)
+    ours = "offload_rt_plain"
+    if flags.questions:
+        ours = "offload_rt_automatic"
+        asked = questions_of(flags.questions, flags.rounds, flags.skip).values()
+        turns = [{"role": "user", "content": text} for texts in asked for text in texts]
+        prompts = [
+            encode_chat(tokenizer, [turn], {"add_generation_prompt": True}) for turn in turns
+        ]
     if flags.nats:
         print("\n| type | mean change in nats | mean size | largest |\n|---|---|---|---|")
         for type in (type for type in flags.types if type != "BF16"):
@@ -134,9 +146,8 @@ def main() -> None:
     columns: list[str] = []
     for type in flags.types:
         path = quantized_file(file, type, folder)
-        runs = measure(path, prompts, warm_up, flags.tokens, folder, flags.activations)
-        pair = [runs[name] for name in PEERS]
-        results[type] = figures(*pair, flags.prompt_tokens)
+        pair = measure(path, prompts, warm_up, flags.tokens, folder, ours, flags.activations)
+        results[type] = figures(*pair, [len(prompt) for prompt in prompts])
         if not columns:
             columns = list(results[type])
             print(f"\n| type | {' | '.join(columns)} | equal |\n|{'---|' * (len(columns) + 2)}")
