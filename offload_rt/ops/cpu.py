@@ -57,10 +57,11 @@ def _load(isa: int) -> ctypes.CDLL | None:
 def level() -> int:
     """Return the instruction set of the kernels, LEVEL in csrc/.
 
-    0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16. ATEN_CPU_CAPABILITY limits it, as for
-    torch.
+    0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16 and VNNI. ATEN_CPU_CAPABILITY limits it,
+    as for torch.
     """
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()
+    if capability == "AVX512" and has_bf16:
         return 3
     return {"AVX512": 2, "AVX2": 1}.get(capability, 0)

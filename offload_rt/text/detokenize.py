@@ -144,7 +144,9 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
             )
     except Exception as error:  # transformers and tokenizers raise OSError to bare Exception
         problem = f"the tokenizer in {path} cannot be loaded: {_brief(error)}"
-        raise CheckpointError(problem, change="download it again") from error
+        raise CheckpointError(
+            problem, change="download it again, or use a tokenizer that transformers knows"
+        ) from error
     if tokenizer is not None and tokenizer.chat_control_tokens is None:
         # Markers such as <think> and <tool_call> stay tokens: clients send them in history.
         tokenizer.chat_control_tokens = ()
