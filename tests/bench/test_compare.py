@@ -33,12 +33,7 @@ PEERS = contract.names()
 DEMO = ROOT / "models/demo-target"
 
 
-def run_of(
-    token_ids: list[int],
-    arrivals: list[tuple[float, int]],
-    source: str = "disk",
-    nbytes: int = 10**9,
-) -> Run:
+def run_of(token_ids, arrivals, source="disk", nbytes=10**9):
     return Run(
         Report(1.0, Supply(source, nbytes), [Answer(token_ids, arrivals)], [8 * 10**9], 0, {}), 5
     )

@@ -35,13 +35,7 @@ case "$*" in *correctness*) echo 7 passed so far; exit 124 ;; *) exec "$@" ;; es
 """
 
 
-def run(
-    folder: Path,
-    script: str,
-    *arguments: str,
-    n_cards: int = 1,
-    build: int = 0,
-) -> tuple[int, dict[str, str], Path]:
+def run(folder, script, *arguments, n_cards=1, build=0):
     """The exit code of a script, the results by step, and the folder of logs.
 
     build  exit code of the build

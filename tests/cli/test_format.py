@@ -6,9 +6,7 @@ from offload_rt.cli.format import Totals, format_speed, report
 from offload_rt.executor.stats import PassTimes
 
 
-def passes(
-    *, link_nbytes: int = 0, n_tokens: int = 2, n_rows: int = 8
-) -> list[tuple[PassTimes, int]]:
+def passes(*, link_nbytes=0, n_tokens=2, n_rows=8):
     """A prompt pass of 1.5 s, and four passes of 0.8 s that wait for the link half of the time."""
     ends = [1.5, 2.3, 3.1, 3.9, 4.7]
     link_s = 0.4 if link_nbytes else 0.0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import llama_config, llama_tensors, speaking_checkpoint, write_checkpoint
-from support.command_line import PROMPT, SMALL, Line, one_sentence
+from support.command_line import PROMPT, SMALL, one_sentence
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import builder
@@ -56,9 +56,8 @@ def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseExcep
     (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
 ])  # fmt: skip
 def test_json_reports_the_text_before_a_failure(
-    error: BaseException, code: int, reason: str, said: str, line: Line, model: Path,
-    begins_with: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    error, code, reason, said, line, model, begins_with, monkeypatch
+):
     flags = [
         "--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet", "--json", "--max-new-tokens",
         "40",

@@ -122,10 +122,9 @@ def test_clients_receive_reasoning_content_and_calls(served, monkeypatch, ask, e
         assert details.reasoning_tokens == 1  # the pieces that begin inside the reasoning
 
 
-def test_reasoning_of_the_prompt_continues(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_of_the_prompt_continues(served, monkeypatch):
     """A template may open the reasoning; a grammar then begins behind it."""
     template = "{{ messages[0].content }}<think>\n{# </think> #}"
-    assert served.llm.tokenizer is not None
     monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
     chat_format = ChatFormat.select(served.llm.tokenizer, "auto", "auto")
     monkeypatch.setattr(served.service, "chat_format", chat_format)
@@ -177,7 +176,6 @@ BLOCKS = [
                   "max_tokens": 1}),
 ])  # fmt: skip
 def test_conversations_of_all_apis_reach_the_template_alike(served, monkeypatch, path, body):
-    assert served.llm.tokenizer is not None
     template = (
         "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}|"
         "{{ m.tool_call_id }}|{% for c in m.tool_calls or [] %}{{ c.function.name }}"
@@ -260,9 +258,8 @@ def test_unknown_parts_of_requests_are_refused(served, path, fields, word):
     ({"stop_reason": 3}, "completed", "end_turn", None),
 ])  # fmt: skip
 def test_ends_of_answers_have_the_names_of_each_api(
-    served: Served, monkeypatch: pytest.MonkeyPatch, ending: Any,
-    status: str, reason: str, stop: str | None,
-) -> None:  # fmt: skip
+    served, monkeypatch, ending, status, reason, stop
+):
     script(served.llm, monkeypatch, "x", **ending)
     response = served.client.responses.create(model="demo", input="Q")
     assert (response.status, response.output_text) == (status, "x")
@@ -301,9 +298,8 @@ def test_errors_in_the_middle_of_a_stream_reach_the_clients(served, monkeypatch)
     monkeypatch.setattr(served.llm, "astream_all", failing)
     events = [*served.client.responses.create(model="demo", input="Q", stream=True)]
     assert events[-1].type == "response.failed"
-    assert events[-1].response.error is not None
     assert "internal" in events[-1].response.error.message
-    assert events[-1].response.output[0].status == "incomplete"  # type: ignore[union-attr]
+    assert events[-1].response.output[0].status == "incomplete"
     from anthropic import APIStatusError  # imports for seconds
 
     turns: Any = TURNS
@@ -315,7 +311,7 @@ def test_errors_in_the_middle_of_a_stream_reach_the_clients(served, monkeypatch)
         )
 
 
-def test_keys_of_both_clients_and_other_origins_are_accepted(served: Served) -> None:
+def test_keys_of_both_clients_and_other_origins_are_accepted(served):
     access = Access("secret", frozenset({"127.0.0.1"}), ("https://a.example",))
     with running(served.llm, access=access) as guarded:
         headers = {"Host": "127.0.0.1", "Origin": "https://a.example"}
@@ -335,7 +331,7 @@ def test_keys_of_both_clients_and_other_origins_are_accepted(served: Served) -> 
     assert "Access-Control-Allow-Origin" not in served.request("GET", "/health", b"", headers)[1]
 
 
-def test_routes_are_described(served: Served) -> None:
+def test_routes_are_described(served):
     description = json.loads(served.request("GET", "/openapi.json")[2])
     page = served.request("GET", "/docs")[2].decode()
     routes = [route for route in served.app.routes if isinstance(route, APIRoute)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.serving import PROMPT, TURNS, Served
+from support.serving import PROMPT, TURNS
 
 from offload_rt import SamplingParams, StructuredOutputs
 from offload_rt.executor.grammar import GrammarCompiler
@@ -75,7 +75,7 @@ def test_formats_of_a_request_equal_formats_in_python(served, fields, outputs):
     ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
     ({"response_format": {"type": "json_schema"}}, "schema"),
 ])  # fmt: skip
-def test_an_impossible_format_fails_alone(served: Served, fields: Any, word: str) -> None:
+def test_an_impossible_format_fails_alone(served, fields, word):
     body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0}
     with ThreadPoolExecutor(2) as pool:
         good = pool.submit(served.post, "/v1/completions", {**body, "guided_json": SCHEMA})
@@ -114,9 +114,8 @@ def test_required_calls_satisfy_the_schema(served, choice, parallel, names, stre
         assert arguments["mode"] in ("r", "w")
 
 
-def test_several_required_calls_are_parsed(served: Served) -> None:
+def test_several_required_calls_are_parsed(served):
     """The grammar accepts the text, and the parser reads it as the calls of the text."""
-    assert served.llm.tokenizer is not None
     text = "\n".join(
         f'<tool_call>\n{{"name": "open_file", "arguments": {{"mode": "{mode}"}}}}\n</tool_call>'
         for mode in "rw"
@@ -150,12 +149,12 @@ def test_several_required_calls_are_parsed(served: Served) -> None:
     ({"tool_choice": "required", "tools": TOOLS, "guided_regex": "a"}, "exactly one"),
     ({"tool_choice": "required", "tools": [function("f", 5)]}, "JSON schema"),
 ])  # fmt: skip
-def test_an_impossible_tool_choice_is_refused(served: Served, fields: Any, word: str) -> None:
+def test_an_impossible_tool_choice_is_refused(served, fields, word):
     status, answer = served.post("/v1/chat/completions", {"messages": TURNS, **fields})
     assert status == 400 and word in answer["error"]["message"]
 
 
-def test_calls_after_the_first_are_dropped_without_parallel_calls(served: Served) -> None:
+def test_calls_after_the_first_are_dropped_without_parallel_calls(served):
     from offload_rt.llm import Piece
     from offload_rt.server.answer import Answer
     from offload_rt.server.chat_format import ChatFormat
@@ -170,7 +169,7 @@ def test_calls_after_the_first_are_dropped_without_parallel_calls(served: Served
         assert len(answer.choices[0].calls) == n
 
 
-def test_a_schema_on_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schema_on_the_command_line(tmp_path, capsys):
     from support.serving import MODELS
 
     from offload_rt.cli.run import main

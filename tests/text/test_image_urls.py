@@ -35,7 +35,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if kind == "slow":
-            self.server.stopped.wait()  # type: ignore[attr-defined]
+            self.server.stopped.wait()
         self.wfile.write(CONTENT * (5 if kind == "large" else 1))
 
     def log_message(self, *_: Any) -> None:
@@ -47,11 +47,11 @@ def site() -> Iterator[Any]:
     """A server on 127.0.0.1."""
     handler = type("Recorder", (Handler,), {"hosts": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.stopped = threading.Event()  # type: ignore[attr-defined]
+        server.stopped = threading.Event()
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
-        server.stopped.set()  # type: ignore[attr-defined]
+        server.stopped.set()
         server.shutdown()
         thread.join()
 
