@@ -25,21 +25,13 @@ from offload_rt.server.chat_format import ChatFormat
 from offload_rt.system import registry
 
 FUNCTIONS = [
-    {
-        "name": "open_file",
-        "parameters": {
-            "properties": {
-                "path": {"type": "string"},
-                "mode": {"enum": ["r", "w"]},
-                "size": {"$ref": "#/$defs/size"},
-            },
-            "required": ["path", "size"],
-            "additionalProperties": False,
-            "$defs": {"size": {"type": "integer"}},
-        },
-    },
+    {"name": "open_file", "parameters": {
+        "properties": {"path": {"type": "string"}, "mode": {"enum": ["r", "w"]},
+                       "size": {"$ref": "#/$defs/size"}},
+        "required": ["path", "size"], "additionalProperties": False,
+        "$defs": {"size": {"type": "integer"}}}},
     {"name": "add", "parameters": {}},
-]
+]  # fmt: skip
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|channel|>", "<|message|>",
            "<|start|>", "<|end|>", "<|constrain|>")  # fmt: skip
 ADDED = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
@@ -98,21 +90,18 @@ def answer_of(tokenizer: Any, name: str, n_calls: int) -> str:
 def test_grammar_and_parser_of_a_format_agree(compiler, tokenizer, name):
     """The grammar accepts rendered calls, and a call only once if that is required."""
     n_calls = 1 if name in ("llama", "harmony") else 2
-    single = without_ids(answer_of(tokenizer, name, 1))
-    text = without_ids(answer_of(tokenizer, name, n_calls))
+    single, text = (without_ids(answer_of(tokenizer, name, n)) for n in (1, n_calls))
     chat_format = chat_format_of(tokenizer, name)
     around = chat_format.around("", True)
     for is_single, expected in ((True, single), (False, text)):
         lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, is_single)
         outputs = StructuredOutputs(grammar=lark, around=around)
         assert accepted(compiler, tokenizer, outputs, expected) == expected + "!"
-        wrongs = (text.replace("open_file", "close_file"), text.replace("3", "true"), "Hello")
-        for wrong in wrongs:
+        for wrong in (text.replace("open_file", "close_file"), text.replace("3", "true"), "Hello"):
             assert not accepted(compiler, tokenizer, outputs, wrong).endswith("!")
-    if n_calls > 1:
-        lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, True)
-        outputs = StructuredOutputs(grammar=lark)
-        assert not accepted(compiler, tokenizer, outputs, text).endswith("!")
+        if is_single and n_calls > 1:
+            outputs = StructuredOutputs(grammar=lark)
+            assert not accepted(compiler, tokenizer, outputs, text).endswith("!")
     assert parsed(chat_format, text) == ("", "", CALLS[:n_calls])
 
 
@@ -159,28 +148,21 @@ def parsed(chat_format: ChatFormat, text: str, tail: str = "") -> tuple[str, str
 
 
 @pytest.mark.parametrize(("name", "style"), [
-    ("hermes", Style()),
-    ("mistral_list", Style(ids="nine")),
-    ("named_ids", Style(ids="named")),
-    ("recipient", Style(as_text=True)),
-    ("hidden_tools", Style(shows_tools=False)),
+    ("hermes", Style()), ("mistral_list", Style(ids="nine")), ("named_ids", Style(ids="named")),
+    ("recipient", Style(as_text=True)), ("hidden_tools", Style(shows_tools=False)),
 ])  # fmt: skip
 def test_messages_are_adapted_to_the_template(name, style):
     form: Any = ChatFormat.select(tokenizer_of(TEMPLATES[name]), "auto", "auto").tool_format
     assert form.style == style
-    function = {"name": "add", "arguments": {"a": 1}}
+    calls = [{"id": "call_1", "function": {"name": "add", "arguments": {"a": 1}}}]
     turns = [
         {"role": "user", "content": "Hi"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "call_1", "function": function}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "call_1", "content": "2"},
     ]
     tools = [{"type": "function", "function": {"name": "add"}}]
     adapted, shown = form.adapt(turns, tools)
-    assert turns[1]["tool_calls"][0]["id"] == "call_1"  # a copy
+    assert calls[0]["id"] == "call_1"  # a copy
     *system, user, answer, result = adapted
     assert user == turns[0] and shown == tools
     assert [turn["role"] for turn in system] == ["system"] * (not style.shows_tools)
@@ -205,13 +187,12 @@ TEXTS = {False: st.text(), True: st.text("ab1é \n\t{}[]:;,.\\-", max_size=20)}
 WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
 
 
-def values(texts: st.SearchStrategy[str], depth: int = 2) -> st.SearchStrategy[Any]:
+def values(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
     """Build JSON values, with NaN and Inf excluded."""
-    plain = st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9)
-    inner = plain | texts
+    inner = st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9) | texts
     return st.recursive(
         inner, lambda part: st.lists(part, max_size=3) | st.dictionaries(WORDS, part, max_size=3),
-        max_leaves=5 * depth,
+        max_leaves=10,
     )  # fmt: skip
 
 
@@ -254,6 +235,14 @@ def test_calls_that_the_template_omits_are_text():
     ((turn,), _) = form.adapt([{"role": "assistant", "content": "", "tool_calls": calls}], None)
     text = '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]'
     assert turn == {"role": "assistant", "content": text}
+
+
+def test_markers_of_a_format_are_read_or_remain_in_the_text(tokenizer):
+    assert chat_format_of(tokenizer, "mistral").needs_special
+    assert not chat_format_of(tokenizer, "hermes").needs_special
+    without_reasoning = chat_format_of(tokenizer, "harmony", "none")
+    text = ANALYSIS + "<|channel|>final<|message|>yes"
+    assert parsed(without_reasoning, text) == ("", "hmyes", [])
 
 
 @pytest.mark.parametrize(("name", "text", "content", "n_calls"), [
@@ -309,26 +298,21 @@ def test_arguments_between_tags_have_the_type_of_the_schema(tokenizer, text):
     assert values == {"path": text, "size": value}
 
 
-@pytest.mark.parametrize(("name", "reasoning", "tail", "text", "answer"), [
-    ("hermes", "think", "", "<think>hm</think>yes", "yes"),
-    ("hermes", "think", "", "yes", "yes"),
-    ("hermes", "think", "<think>\n", "hm</think>yes", "yes"),
-    ("hermes", "think", "</think>\n\n", "yes", "yes"),
-    ("mistral", "mistral", "", "[THINK]hm[/THINK]yes", "yes"),
-    ("hermes", "none", "", "yes", "yes"),
-    ("harmony", "auto", "", ANALYSIS + "<|channel|>final<|message|>yes", "yes"),
-    ("harmony", "auto", "", "<|channel|>final<|message|>yes", "yes"),
+@pytest.mark.parametrize(("name", "reasoning", "tail", "text"), [
+    ("hermes", "think", "", "<think>hm</think>yes"), ("hermes", "think", "", "yes"),
+    ("hermes", "think", "<think>\n", "hm</think>yes"),
+    ("hermes", "think", "</think>\n\n", "yes"), ("hermes", "none", "", "yes"),
+    ("mistral", "mistral", "", "[THINK]hm[/THINK]yes"),
+    ("harmony", "auto", "", ANALYSIS + "<|channel|>final<|message|>yes"),
+    ("harmony", "auto", "", "<|channel|>final<|message|>yes"),
 ])  # fmt: skip
-def test_grammar_begins_behind_the_reasoning(
-    compiler, tokenizer, name, reasoning, tail, text, answer
-):
+def test_grammar_begins_behind_the_reasoning(compiler, tokenizer, name, reasoning, tail, text):
     chat_format = chat_format_of(tokenizer, name, reasoning)
-    around = chat_format.around(tail, False)
-    outputs = StructuredOutputs(choice=["yes", "no"], around=around)
+    outputs = StructuredOutputs(choice=["yes", "no"], around=chat_format.around(tail, False))
     assert accepted(compiler, tokenizer, outputs, text) == text + "!"
     assert not accepted(compiler, tokenizer, outputs, text.replace("yes", "maybe")).endswith("!")
     thought = "hm" if "hm" in text else ""
-    assert parsed(chat_format, text, tail) == (thought, answer, [])
+    assert parsed(chat_format, text, tail) == (thought, "yes", [])
     lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, True)
     outputs = StructuredOutputs(grammar=lark, around=chat_format.around(tail, True))
     text = text.replace("yes", "").replace("<|channel|>final<|message|>", "")
@@ -346,12 +330,6 @@ def test_grammar_begins_behind_the_reasoning(
 def test_reasoning_tags_are_derived(text, tags):
     chat_format = ChatFormat.select(tokenizer_of(template("", text=text)), "auto", "auto")
     assert (chat_format.tags and chat_format.tags.opening) == tags
-
-
-def test_channels_without_separate_reasoning_are_content(tokenizer):
-    chat_format = chat_format_of(tokenizer, "harmony", "none")
-    text = ANALYSIS + "<|channel|>final<|message|>yes"
-    assert parsed(chat_format, text) == ("", "hmyes", [])
 
 
 @pytest.mark.parametrize(("template", "name", "reasoning"), [
@@ -379,17 +357,10 @@ def test_defects_of_the_derivation_are_not_hidden(monkeypatch):
         ChatFormat.select(tokenizer_of(TEMPLATES["hermes"]), "auto", "auto")
 
 
-def test_special_tokens_of_the_format_remain_in_the_text(tokenizer):
-    assert chat_format_of(tokenizer, "mistral").needs_special
-    assert not chat_format_of(tokenizer, "hermes").needs_special
-
-
-@pytest.mark.parametrize(("tools", "reasoning", "word"), [
-    ("json", "auto", "'json'"),
-    ("hermes", "gpt", "none"),
-    ("hermes", "harmony", "think"),
-    ("harmony", "think", "harmony"),
-])  # fmt: skip
-def test_unknown_and_contradictory_parsers_are_refused(tokenizer, tools, reasoning, word):
-    with pytest.raises(SettingsError, match=word):
-        ChatFormat.select(tokenizer, tools, reasoning)
+def test_unknown_and_contradictory_parsers_are_refused(tokenizer):
+    for tools, reasoning, word in (
+        ("json", "auto", "'json'"), ("hermes", "gpt", "none"), ("hermes", "harmony", "think"),
+        ("harmony", "think", "harmony"),
+    ):  # fmt: skip
+        with pytest.raises(SettingsError, match=word):
+            ChatFormat.select(tokenizer, tools, reasoning)
