@@ -76,14 +76,17 @@ def test_pre_names_the_splits_of_the_original(pre, tmp_path):
         assert split(tokenizer, text) == original.encode(text).tokens
 
 
-@pytest.mark.parametrize(
-    ("pre", "groups"),
-    [("afmoe", ["3", "333", "333"]), ("superbpe", ["3", "333", "333"]), ("default", 7 * ["3"]),
-     ("llama-bpe", ["333", "333", "3"]), ("qwen2", 7 * ["3"]), ("gpt-2", ["3333", "333"])],
-)  # fmt: skip
-def test_digits_are_grouped(pre, groups, tmp_path):
-    merges = [] if pre == "default" else DIGITS
-    assert split(byte_level(tmp_path / "m.gguf", merges, pre=pre), "3333333") == groups
+def test_digits_are_grouped_and_whole_words_ignore_merges(tmp_path):
+    path = tmp_path / "m.gguf"
+    for pre, groups in (
+        ("afmoe", ["3", "333", "333"]), ("superbpe", ["3", "333", "333"]), ("default", 7 * ["3"]),
+        ("llama-bpe", ["333", "333", "3"]), ("qwen2", 7 * ["3"]), ("gpt-2", ["3333", "333"]),
+    ):  # fmt: skip
+        merges = [] if pre == "default" else DIGITS
+        assert split(byte_level(path, merges, pre=pre), "3333333") == groups
+    # Llama 3 has tokens that its merges do not reach.
+    for pre, tokens in (("llama-bpe", ["abc"]), ("gpt-2", ["a", "bc"])):
+        assert split(byte_level(path, ["b c", "a b", "ab c"], pre=pre), "abc") == tokens
 
 
 @pytest.mark.parametrize("pre", NAMES)
@@ -102,13 +105,6 @@ def test_unknown_pre_warns_by_name(pre, tmp_path):
         assert split(byte_level(tmp_path / "m.gguf", [], **pre), "a b") == ["a", "Ġ", "b"]
 
 
-@pytest.mark.parametrize(("pre", "ids"), [("llama-bpe", ["abc"]), ("gpt-2", ["a", "bc"])])
-def test_whole_words_ignore_merges(pre, ids, tmp_path):
-    """Llama 3 has tokens that its merges do not reach."""
-    merges = ["b c", "a b", "ab c"]
-    assert split(byte_level(tmp_path / "m.gguf", merges, pre=pre), "abc") == ids
-
-
 def test_added_tokens_of_spaces_are_matched_first(tmp_path):
     """Longest first, and before words with a leading space, as in MPT."""
     more = {"  ": USER_DEFINED, "   ": USER_DEFINED}
@@ -125,45 +121,34 @@ def test_control_tokens_outside_the_byte_alphabet(tmp_path):
     assert tokenizer.convert_ids_to_tokens(ids).count("<｜User｜>") == 1
 
 
-@pytest.mark.parametrize(("fields", "has_bos"), [
-    ({"pre": "llama-bpe"}, True),
-    ({"pre": "llama-bpe", "add_bos_token": False}, False),
-    ({"pre": "gpt-2"}, False),
-    ({"pre": "gpt-2", "add_bos_token": True}, True),
-])  # fmt: skip
-def test_begin_token(fields, has_bos, tmp_path):
+def test_begin_token(tmp_path):
     """Old files of Llama 3 have no `add_bos_token`."""
     bos = {"<|begin|>": CONTROL}
-    tokenizer = byte_level(tmp_path / "m.gguf", [], bos, bos_token_id=len(ALPHABET), **fields)
-    assert (tokenizer.encode("a")[0] == len(ALPHABET)) is has_bos
+    for fields, has_bos in (
+        ({"pre": "llama-bpe"}, True), ({"pre": "llama-bpe", "add_bos_token": False}, False),
+        ({"pre": "gpt-2"}, False), ({"pre": "gpt-2", "add_bos_token": True}, True),
+    ):  # fmt: skip
+        tokenizer = byte_level(tmp_path / "m.gguf", [], bos, bos_token_id=len(ALPHABET), **fields)
+        assert (tokenizer.encode("a")[0] == len(ALPHABET)) is has_bos
 
 
-@pytest.mark.parametrize(("text", "with_prefix", "without"), [
-    ("Hi", ["▁Hi"], ["Hi"]), (" Hi", ["▁", "▁Hi"], ["▁Hi"]), ("  Hi", ["▁▁", "▁Hi"], ["▁", "▁Hi"]),
-    (" ", ["▁▁"], ["▁"]), ("Hi Hi", ["▁Hi", "▁Hi"], ["Hi", "▁Hi"]),
-    ("é", ["▁", "<0xC3>", "<0xA9>"], ["<0xC3>", "<0xA9>"]),
-])  # fmt: skip
-def test_leading_space(text, with_prefix, without, tmp_path):
+def test_leading_space(tmp_path):
     """The prefix is added also to text that starts with a space."""
     pieces = ["Hi", "▁Hi", "▁▁", "▁", "H", "i"]
-    assert split(sentencepiece(tmp_path / "m.gguf", pieces), text) == with_prefix
-    tokenizer = sentencepiece(tmp_path / "m.gguf", pieces, add_space_prefix=False)
-    assert split(tokenizer, text) == without
-
-
-def test_text_behind_a_control_token_gets_the_prefix(tmp_path):
-    """As in llama.cpp and the original tokenizers of Llama 2."""
-    tokenizer = sentencepiece(tmp_path / "m.gguf", ["Hi", "▁Hi", "▁", "H", "i"])
-    ids = tokenizer.encode("Hi<s>Hi", add_special_tokens=False)
-    assert tokenizer.convert_ids_to_tokens(ids) == ["▁Hi", "<s>", "▁Hi"]
-
-
-@pytest.mark.parametrize("removes", [True, False])
-def test_extra_whitespace_is_removed_if_the_file_demands_it(removes, tmp_path):
-    more = {"remove_extra_whitespaces": removes}
-    tokenizer = sentencepiece(tmp_path / "m.gguf", ["▁", "a"], **more)
-    ids = tokenizer.encode("  a   a ", add_special_tokens=False)
-    assert tokenizer.decode(ids) == ("a a" if removes else "  a   a ")
+    prefixing = sentencepiece(tmp_path / "m.gguf", pieces)
+    plain = sentencepiece(tmp_path / "m.gguf", pieces, add_space_prefix=False)
+    for text, with_prefix, without in (
+        ("Hi", ["▁Hi"], ["Hi"]), (" Hi", ["▁", "▁Hi"], ["▁Hi"]), (" ", ["▁▁"], ["▁"]),
+        ("  Hi", ["▁▁", "▁Hi"], ["▁", "▁Hi"]), ("Hi Hi", ["▁Hi", "▁Hi"], ["Hi", "▁Hi"]),
+        ("é", ["▁", "<0xC3>", "<0xA9>"], ["<0xC3>", "<0xA9>"]),
+    ):  # fmt: skip
+        assert (split(prefixing, text), split(plain, text)) == (with_prefix, without)
+    # Behind a control token as in llama.cpp and the original tokenizers of Llama 2.
+    ids = prefixing.encode("Hi<s>Hi", add_special_tokens=False)
+    assert prefixing.convert_ids_to_tokens(ids) == ["▁Hi", "<s>", "▁Hi"]
+    for removes, expected in ((True, "a a"), (False, "  a   a ")):
+        tokenizer = sentencepiece(tmp_path / "m.gguf", ["▁", "a"], remove_extra_whitespaces=removes)
+        assert tokenizer.decode(tokenizer.encode("  a   a ", add_special_tokens=False)) == expected
 
 
 def test_text_never_merges_to_a_control_token(tmp_path):
