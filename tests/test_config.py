@@ -27,7 +27,6 @@ UNITS = {
 
 
 def flagged(cls: type) -> list[Any]:
-    """Fields with a flag."""
     return [item for item in fields(cls) if item.metadata]
 
 

@@ -238,22 +238,22 @@ def test_prompts_can_be_texts_or_ids(speaking):
 def test_progress_bars_appear_on_a_terminal(is_terminal, zoo, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     params = SamplingParams(max_tokens=2)
+    path = str(zoo.directory("llama", 0))
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none"}
 
-    def shown():
+    def assert_shown(*words):
         out, err = capsys.readouterr()
-        assert out == ""
-        return [word for word in ("loaded", "prompts", "2/2") if word in err]
+        found = [word for word in ("loaded", "prompts", "2/2") if word in err]
+        assert out == "" and found == [*words] * is_terminal
 
-    with LLM(str(zoo.directory("llama", 0)), **settings) as llm:
-        assert shown() == (["loaded"] if is_terminal else [])
+    with LLM(path, **settings) as llm:
+        assert_shown("loaded")
         llm.generate([[1], [2]], params)
-        assert shown() == (["prompts", "2/2"] if is_terminal else [])
+        assert_shown("prompts", "2/2")
         llm.generate([[1], [2]], params, use_tqdm=False)
         llm.generate([1], params)
-        assert shown() == []
-    LLM(str(zoo.directory("llama", 0)), use_tqdm_on_load=False, **settings).close()
-    assert shown() == []
+    LLM(path, use_tqdm_on_load=False, **settings).close()
+    assert_shown()
 
 
 async def collect(llm, prompt, params):

@@ -76,7 +76,6 @@ def compiler(llm):
 
 
 def random_schema(seed):
-    """A random schema of finite depth."""
     rng = random.Random(seed)
 
     def schema(depth):
@@ -217,13 +216,11 @@ def test_forced_tokens_are_the_only_allowed_tokens(llm, compiler):
     assert n_forced > 50
 
 
-def test_forced_tokens_need_no_pass(pair):
+def test_forced_tokens_need_no_pass(llm):
     """An answer of one text takes a pass for its first token only."""
     outputs = StructuredOutputs(choice=["the fox jumps over the lazy dog"])
-    with open_llm(pair.target) as llm:
-        params = SamplingParams(structured_outputs=outputs)
-        forced = llm.generate(PROMPT, params)[0]
-        plain = llm.generate(PROMPT, replace(params, logprobs=0))[0]
+    params = SamplingParams(structured_outputs=outputs)
+    forced, plain = llm.generate([PROMPT] * 2, [params, replace(params, logprobs=0)])
     assert forced.text == outputs.choice[0] and forced.finish_reason == "stop"
     assert forced.token_ids == plain.token_ids
     assert (forced.stats.n_passes, plain.stats.n_passes) == (1, len(plain.token_ids))

@@ -68,7 +68,6 @@ def test_repeated_layers_keep_the_text(small):
 
 
 def told(measure):
-    """Return the results that a section yields, as JSON."""
     return [json.loads(json.dumps(record)) for record in measure]
 
 

@@ -54,7 +54,6 @@ def llm(model: Path) -> Any:
 
 
 def conversation(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """Alternate turns of user and model."""
     turns = [
         {"role": ("user", "assistant")[i % 2], "content": content}
         for i, content in enumerate(contents)

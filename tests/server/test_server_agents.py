@@ -53,7 +53,6 @@ def chat(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
 
 
 def responses(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
-    """Ask by /v1/responses."""
     fields: Any = {"model": "demo", "input": "import os\n", "tools": [RESPONSES_TOOL]}
     if not stream:
         answer = served.client.responses.create(**fields)
@@ -72,7 +71,6 @@ def responses(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
 
 
 def messages(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
-    """Ask by /v1/messages."""
     asking = served.anthropic.messages
     fields: Any = {"model": "demo", "max_tokens": 50, "messages": TURNS, "tools": [ANTHROPIC_TOOL]}
     if not stream:

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -136,12 +136,6 @@ def test_json_inside_texts_is_counted_before_parsing(body, message, monkeypatch)
     with pytest.raises(SettingsError, match=message):
         request.formats()
         request.turns()
-
-
-def test_texts_do_not_count_as_values():
-    text = 'x = [{"a": 1.5}, "\\\\"]\n' * 40_000
-    body = json.dumps({"prompt": text}).encode()
-    assert bodies.read_body(protocol.CompletionRequest, body, 256).prompt == [text]
 
 
 def count_by_walking(value: Any) -> list[int]:
@@ -322,21 +316,19 @@ def test_incomplete_requests_do_not_delay_the_end(llm):
 
 
 def test_surplus_connections_are_refused(llm):
-    with running(llm, replace(CONNECTIONS, n_connections=3, header_s=600)) as server:
-        idle = [connect(server) for _ in range(3)]
+    patience = replace(CONNECTIONS, n_connections=3, header_s=600)
+    with running(llm, patience) as server, ExitStack() as stack:
+        idle, *_ = [stack.enter_context(closing(connect(server))) for _ in range(3)]
         with closing(connect(server)) as surplus:
             assert read_all(surplus).startswith(b"HTTP/1.1 503")
-        idle.pop().close()
+        idle.close()
 
         def is_healthy() -> bool:
-            try:
+            with suppress(OSError, http.client.HTTPException):
                 return server.request("GET", "/health")[0] == 200
-            except (OSError, http.client.HTTPException):
-                return False
+            return False
 
         wait_until(is_healthy)
-        for client in idle:
-            client.close()
 
 
 def test_connection_limit_leaves_files_for_the_engine(monkeypatch):
@@ -375,11 +367,9 @@ def test_flood_of_connections_and_shutdown(tmp_path):
         # Half a head, half a body, and an answer that outlasts the drain.
         body = {"prompt": PROMPT, "max_tokens": 10**6, "ignore_eos": True, "temperature": 1, "n": 9}
         raw = json.dumps(body).encode()
-        requests = (
-            head_of("/v1/completions", 1000) + b"{",
-            head_of("/v1/completions", len(raw)) + raw,
-        )
-        clients = [sent(content) for content in (half, *requests)]
+        heads = (head_of("/v1/completions", n) for n in (1000, len(raw)))
+        requests = [half, *map(bytes.__add__, heads, (b"{", raw))]
+        clients = [sent(content) for content in requests]
         wait_until(is_healthy)
         program.signal(signal.SIGTERM)
         _, refused, ended = [read_all(client) for client in clients]
@@ -457,14 +447,11 @@ def test_bodies_need_the_content_type_of_json(served):
 def test_serve_warns_of_open_addresses_and_unknown_templates(monkeypatch, capsys, tmp_path):
     from offload_rt.cli import serve as serve_command
 
-    class Stopped:
-        def __init__(self, *_: Any) -> None: ...
+    def run(sockets: list[socket.socket]) -> None:
+        assert gc.get_freeze_count() > 0, "collections traverse the objects of libraries"
+        gc.unfreeze()
 
-        def run(self, sockets: list[socket.socket]) -> None:
-            assert gc.get_freeze_count() > 0, "collections traverse the objects of libraries"
-            gc.unfreeze()
-
-    monkeypatch.setattr(connection, "make_server", Stopped)
+    monkeypatch.setattr(connection, "make_server", lambda *_: Mock(run=run))
     model = ["--model", str(MODELS / "demo-target"), "--port", "0", "--device-memory", "1GB"]
     template = tmp_path / "template"
     template.write_text("{{ tools }}")

@@ -23,7 +23,6 @@ GREEDY = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8}
 
 
 def complete(served: Served, **fields: Any) -> Any:
-    """Greedy completion; returns the choice."""
     status, answer = served.post("/v1/completions", GREEDY | fields)
     assert status == 200, answer
     return answer["choices"][0]
@@ -252,7 +251,6 @@ def test_functions_of_firefunction_are_in_the_prompt(served, monkeypatch):
 
 
 def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
-    """Text of a tool call."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n{close}'
 
 

@@ -66,20 +66,23 @@ def compiler(tokenizer: Any) -> Iterator[GrammarCompiler]:
 
 
 def accepted(compiler, tokenizer, outputs, text):
-    """Return the longest start of a text within a grammar; "!" follows a complete answer."""
+    """Whether a text is a complete answer of a grammar."""
     grammar = compiler.compile(outputs)
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    for i, token in enumerate([*tokens, 0]):
+    for token in [*tokenizer.encode(text, add_special_tokens=False), 0]:
         masks = grammar.masks_after([()]).numpy().view("uint8")
         if not np.unpackbits(masks, bitorder="little")[token]:
-            return str(tokenizer.decode(tokens[:i]))
-        if i < len(tokens):
+            return False
+        if token:
             grammar.advance(token)
-    return text + "!"
+    return True
+
+
+def calls_of(chat_format, is_single=True, around=None):
+    lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, is_single)
+    return StructuredOutputs(grammar=lark, around=around)
 
 
 def answer_of(tokenizer: Any, name: str, n_calls: int) -> str:
-    """Render an answer with the first calls of CALLS."""
     if name == "harmony":
         return HARMONY + json.dumps(OPEN_FILE)
     form = chat_format_of(tokenizer, name).tool_format
@@ -94,25 +97,20 @@ def test_grammar_and_parser_of_a_format_agree(compiler, tokenizer, name):
     chat_format = chat_format_of(tokenizer, name)
     around = chat_format.around("", True)
     for is_single, expected in ((True, single), (False, text)):
-        lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, is_single)
-        outputs = StructuredOutputs(grammar=lark, around=around)
-        assert accepted(compiler, tokenizer, outputs, expected) == expected + "!"
+        outputs = calls_of(chat_format, is_single, around)
+        assert accepted(compiler, tokenizer, outputs, expected)
         for wrong in (text.replace("open_file", "close_file"), text.replace("3", "true"), "Hello"):
-            assert not accepted(compiler, tokenizer, outputs, wrong).endswith("!")
-        if is_single and n_calls > 1:
-            outputs = StructuredOutputs(grammar=lark)
-            assert not accepted(compiler, tokenizer, outputs, text).endswith("!")
+            assert not accepted(compiler, tokenizer, outputs, wrong)
+    assert n_calls == 1 or not accepted(compiler, tokenizer, calls_of(chat_format), text)
     assert parsed(chat_format, text) == ("", "", CALLS[:n_calls])
 
 
 def test_indices_of_required_calls_end(compiler, tokenizer):
     """Small models write digits without end."""
     text = answer_of(tokenizer, "numbered", 1)
-    chat_format = chat_format_of(tokenizer, "numbered")
-    lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, True)
-    outputs = StructuredOutputs(grammar=lark)
-    assert accepted(compiler, tokenizer, outputs, text.replace(":0", ":987")).endswith("!")
-    assert not accepted(compiler, tokenizer, outputs, text.replace(":0", ":9876")).endswith("!")
+    outputs = calls_of(chat_format_of(tokenizer, "numbered"))
+    assert accepted(compiler, tokenizer, outputs, text.replace(":0", ":987"))
+    assert not accepted(compiler, tokenizer, outputs, text.replace(":0", ":9876"))
 
 
 def without_ids(text: str) -> str:
@@ -283,19 +281,16 @@ def test_text_beside_calls_is_content(tokenizer, name, text, content, n_calls):
     assert [called for called, _ in answer[2]] == ["add"] * n_calls
 
 
-@pytest.mark.parametrize("text", ["3", "true", "null", '"a"', "a", "[1, 2", '{"a": 1}'])
-def test_arguments_between_tags_have_the_type_of_the_schema(tokenizer, text):
+def test_arguments_between_tags_have_the_type_of_the_schema(tokenizer):
     chat_format = chat_format_of(tokenizer, "glm45", "none")
-    values = {}
-    for name in ("path", "size"):
-        pair = f"<arg_key>{name}</arg_key><arg_value>{text}</arg_value>"
-        (call,) = parsed(chat_format, f"<tool_call>open_file{pair}</tool_call>")[2]
-        values[name] = call[1][name]
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    assert values == {"path": text, "size": value}
+    for text, value in (
+        ("3", 3), ("true", True), ("null", None), ('"a"', "a"), ("a", "a"), ("[1, 2", "[1, 2"),
+        ('{"a": 1}', {"a": 1}),
+    ):  # fmt: skip
+        for name, expected in (("path", text), ("size", value)):
+            pair = f"<arg_key>{name}</arg_key><arg_value>{text}</arg_value>"
+            (call,) = parsed(chat_format, f"<tool_call>open_file{pair}</tool_call>")[2]
+            assert call[1] == {name: expected}
 
 
 @pytest.mark.parametrize(("name", "reasoning", "tail", "text"), [
@@ -309,15 +304,14 @@ def test_arguments_between_tags_have_the_type_of_the_schema(tokenizer, text):
 def test_grammar_begins_behind_the_reasoning(compiler, tokenizer, name, reasoning, tail, text):
     chat_format = chat_format_of(tokenizer, name, reasoning)
     outputs = StructuredOutputs(choice=["yes", "no"], around=chat_format.around(tail, False))
-    assert accepted(compiler, tokenizer, outputs, text) == text + "!"
-    assert not accepted(compiler, tokenizer, outputs, text.replace("yes", "maybe")).endswith("!")
+    assert accepted(compiler, tokenizer, outputs, text)
+    assert not accepted(compiler, tokenizer, outputs, text.replace("yes", "maybe"))
     thought = "hm" if "hm" in text else ""
     assert parsed(chat_format, text, tail) == (thought, "yes", [])
-    lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, True)
-    outputs = StructuredOutputs(grammar=lark, around=chat_format.around(tail, True))
+    outputs = calls_of(chat_format, around=chat_format.around(tail, True))
     text = text.replace("yes", "").replace("<|channel|>final<|message|>", "")
     text += answer_of(tokenizer, name, 1)
-    assert accepted(compiler, tokenizer, outputs, text) == text + "!"
+    assert accepted(compiler, tokenizer, outputs, text)
     assert parsed(chat_format, text, tail) == (thought, "", [("open_file", OPEN_FILE)])
 
 

@@ -35,7 +35,6 @@ def same(image: Image.Image) -> Image.Image:
 
 
 def error_of(content: Any, **options: Any) -> str:
-    """Sentence about a message with this content."""
     with pytest.raises(PromptError) as raised:
         extract_images([{"role": "user", "content": content}], same, **options)
     assert "\n" not in str(raised.value)
