@@ -120,12 +120,9 @@ def allowed_after(bytes_of, tokens):
     choices = [choice.encode() for choice in CHOICES]
     if END in tokens or not any(choice.startswith(text) for choice in choices):
         return None
-    longer = {
-        token
-        for token in range(END)
-        if any(choice.startswith(text + bytes_of[token]) for choice in choices)
-    }
-    return longer | ({END} if text in choices else set())
+    longer = (token for token in range(END) for choice in choices
+              if choice.startswith(text + bytes_of[token]))  # fmt: skip
+    return {*longer, *([END] if text in choices else [])}
 
 
 def mask_after(compiler, tokens):

@@ -35,6 +35,10 @@ FIELDS = [
     ({"stop": ""}, "stop"), ({"stream": "perhaps"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"logit_bias": {f"k{i}": 1 for i in range(1000)}}, "logit_bias"),
+    ({"guided_json": {"type": "foo"}}, "Invalid type"), ({"guided_json": "{"}, "is not JSON"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "exactly one"),
+    ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
+    ({"response_format": {"type": "json_schema"}}, "schema"),
 ]  # fmt: skip
 BOTH = [
     ({"logit_bias": {"99999999": 1}}, "logit_bias"), ({"logit_bias": {"k" * 50_000: 1}}, "bias"),
