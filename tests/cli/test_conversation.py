@@ -47,23 +47,20 @@ def test_saved_conversation_is_loaded_again(conversation, tmp_path, monkeypatch)
     assert other.system is None
 
 
-@pytest.mark.parametrize("content", [
-    "[]",
-    "{",
-    '{"version": 1}',
-    '{"version": 3, "messages": [], "system": null}',
-    '{"version": 1, "messages": [], "system": 5}',
-    '{"version": 1, "messages": [{"role": "user", "content": "a"}], "system": null}',
-    "[" * 100_000,
-    '{"version": 2, "messages": [{"role": "user", "content": [{"image_url": {"url": "http:"}},'
-    ' {"text": "a"}]}, {"role": "assistant", "content": "b"}], "system": null}',
-], ids=range(8))  # fmt: skip
-def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path, content):
-    (tmp_path / "x").write_text(content)
+def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path):
     before = list(conversation.messages)
-    with pytest.raises(OffloadError, match="not a saved conversation"):
-        conversation.run(f"/load {tmp_path / 'x'}")
-    assert conversation.messages == before
+    part = '{"role": "user", "content": [{"image_url": {"url": "http:"}}, {"text": "a"}]}'
+    for content in (
+        "[]", "{", '{"version": 1}', '{"version": 3, "messages": [], "system": null}',
+        '{"version": 1, "messages": [], "system": 5}', "[" * 100_000,
+        '{"version": 1, "messages": [{"role": "user", "content": "a"}], "system": null}',
+        f'{{"version": 2, "messages": [{part}, {{"role": "assistant", "content": "b"}}],'
+        ' "system": null}',
+    ):  # fmt: skip
+        (tmp_path / "x").write_text(content)
+        with pytest.raises(OffloadError, match="not a saved conversation"):
+            conversation.run(f"/load {tmp_path / 'x'}")
+        assert conversation.messages == before
 
 
 def test_files_and_images_precede_the_next_message_only_and_are_saved(conversation, tmp_path):
@@ -160,10 +157,10 @@ def test_reasoning_and_answer_stay_on_a_narrow_screen(capsys):
     assert [line for line in shown if line] == ["I think", "hard", "The answer"]
 
 
-@pytest.mark.parametrize(("text", "done"), [
-    ("one\ntwo\n", ""), ("one\n\ntwo\n", "one\n\n"), ("```py\na\n\nb\n", ""),
-    ("```py\na\n\nb\n```\nrest", "```py\na\n\nb\n```\n"),
-    ("````\n```\n\n````\n", "````\n```\n\n````\n"), ("one\n\n```\nx\n\n", "one\n\n"),
-])  # fmt: skip
-def test_blocks_end_at_blank_lines_and_fences(text, done):
-    assert split_blocks(text) == (done, text[len(done) :])
+def test_blocks_end_at_blank_lines_and_fences():
+    for text, done in (
+        ("one\ntwo\n", ""), ("one\n\ntwo\n", "one\n\n"), ("```py\na\n\nb\n", ""),
+        ("```py\na\n\nb\n```\nrest", "```py\na\n\nb\n```\n"),
+        ("````\n```\n\n````\n", "````\n```\n\n````\n"), ("one\n\n```\nx\n\n", "one\n\n"),
+    ):  # fmt: skip
+        assert split_blocks(text) == (done, text[len(done) :])

@@ -68,20 +68,7 @@ def test_paths_are_those_that_remain_after_removal(tmp_path, capsys, monkeypatch
     assert "shared" in models
 
 
-@pytest.mark.parametrize(("has_amx", "gain", "advice"), [
-    (True, 1.44, "; --torch-products uses AMX: 1.44 times as fast, equal up to rounding"),
-    (True, 0.9, "; AMX is no gain (0.90 times as fast)"),
-    (False, 1.44, ""),
-])  # fmt: skip
-def test_amx_is_recommended_where_it_is_a_gain(has_amx, gain, advice, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    monkeypatch.setattr(doctor, "torch_gain", lambda: gain)
-    kernels = run(capsys)["CPU kernels"]
-    assert kernels["value"].partition("; ")[0] + advice == kernels["value"]
-    assert kernels["fix"] == ""
-
-
-def test_torch_gain_divides_the_times_of_equal_products(monkeypatch):
+def test_amx_is_recommended_where_it_is_a_gain(capsys, monkeypatch):
     seconds = {False: 0.3, True: 0.2}
     clock = [0.0]
 
@@ -89,9 +76,19 @@ def test_torch_gain_divides_the_times_of_equal_products(monkeypatch):
         assert x.dtype == weight.dtype == torch.bfloat16
         clock[0] += seconds[allows_torch]
 
-    monkeypatch.setattr("offload_rt.ops.linear.linear", product)
-    monkeypatch.setattr(doctor.time, "perf_counter", lambda: clock[0])
-    assert doctor.torch_gain() == pytest.approx(1.5)
+    with monkeypatch.context() as patch:
+        patch.setattr("offload_rt.ops.linear.linear", product)
+        patch.setattr(doctor.time, "perf_counter", lambda: clock[0])
+        assert doctor.torch_gain() == pytest.approx(1.5)
+    for has_amx, gain, advice in (
+        (True, 1.44, "; --torch-products uses AMX: 1.44 times as fast, equal up to rounding"),
+        (True, 0.9, "; AMX is no gain (0.90 times as fast)"), (False, 1.44, ""),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        monkeypatch.setattr(doctor, "torch_gain", lambda gain=gain: gain)
+        kernels = run(capsys)["CPU kernels"]
+        assert kernels["value"].partition("; ")[0] + advice == kernels["value"]
+        assert kernels["fix"] == ""
 
 
 def test_missing_compiler_and_slow_disk_have_a_fix(capsys, monkeypatch):
@@ -105,16 +102,14 @@ def test_missing_compiler_and_slow_disk_have_a_fix(capsys, monkeypatch):
     assert "close other programs" in checks["memory"]["fix"]
 
 
-@pytest.mark.parametrize(
-    ("cuda", "fix"), [(None, "--index-url"), ("13.0", "install a driver for CUDA 13.0")]
-)
-def test_gpu_without_working_torch_has_a_fix(cuda, fix, capsys, monkeypatch):
+def test_gpu_without_working_torch_has_a_fix(capsys, monkeypatch):
     monkeypatch.setattr(machine, "cards", lambda: ["NVIDIA GeForce RTX 4090"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    checks = run(capsys)
-    assert checks["GPU"]["value"] == "NVIDIA GeForce RTX 4090"
-    assert fix in checks["CUDA"]["fix"]
+    for cuda, fix in ((None, "--index-url"), ("13.0", "install a driver for CUDA 13.0")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        checks = run(capsys)
+        assert checks["GPU"]["value"] == "NVIDIA GeForce RTX 4090"
+        assert fix in checks["CUDA"]["fix"]
 
 
 def test_disk_rate_is_none_without_a_writable_folder(tmp_path, capsys, monkeypatch):

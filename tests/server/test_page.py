@@ -192,6 +192,25 @@ def render(driver: Chrome, text: str, pieces: list[str]) -> dict[str, Any]:
     return driver.execute_async_script(program, text, pieces)
 
 
+CONTRAST = """
+const luminance = (colour) => {
+  const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+  const channels = colour.match(/[\\d.]+/g).slice(0, 3);
+  const [r, g, b] = channels.map((x) => linear(x / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const ground = (node) => {
+  const colour = getComputedStyle(node).backgroundColor;
+  return colour !== "rgba(0, 0, 0, 0)" || !node.parentElement ? colour : ground(node.parentElement);
+};
+const texts = "h1, h2, h3, label, dt, dd, button, .note, .pass, .text, #status";
+return [...document.querySelectorAll(texts)].map((node) => {
+  const [a, b] = [luminance(getComputedStyle(node).color), luminance(ground(node))];
+  return [node.outerHTML.slice(0, 60), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)];
+}).filter(([, ratio]) => ratio < 4.5);
+"""
+
+
 def test_conversation_shows_the_answer_of_the_api_and_survives_a_reload(page, served):
     wait(page, lambda: text_of(page, "model") == "demo")
     text = "def read_lines(path, encoding='utf-8'):"
@@ -208,11 +227,12 @@ def test_conversation_shows_the_answer_of_the_api_and_survives_a_reload(page, se
         assert label in page.find_element(By.ID, name).get_attribute("aria-label")
     say(page, "class Queue:")
     both = wait_for_end(page, 2)
-    picture(page, "light.png")
     page.refresh()
     assert wait_for_end(page, 2) == both
-    emulate(page, "dark")
-    picture(page, "dark.png")
+    for scheme in ("light", "dark"):
+        emulate(page, scheme)
+        picture(page, f"{scheme}.png")
+        assert page.execute_script(CONTRAST) == [], f"contrast of a {scheme} page"
 
 
 def test_edit_and_regenerate_add_versions_that_can_be_displayed(page):
@@ -271,14 +291,17 @@ def test_attached_file_is_sent_with_the_message(page, tmp_path):
     (tmp_path / "notes.md").write_text("```\ncode\n```\n")
     (tmp_path / "binary.bin").write_bytes(bytes(range(256)))
     (tmp_path / "large.txt").write_text("x" * 300_000)
+    Image.new("RGB", (6, 4), "teal").save(tmp_path / "teal.png")
     set_limit(page, 4)
     files = page.find_element(By.ID, "attach-files")
     for name, place, shown in (
         ("binary.bin", "status", "is no text"), ("large.txt", "status", "at most 262144"),
+        ("teal.png", "status", "demo reads text only; teal.png is an image"),
         ("notes.md", "attached", "notes.md"),
     ):  # fmt: skip
         files.send_keys(str(tmp_path / name))
         wait(page, lambda place=place, shown=shown: shown in text_of(page, place))
+        assert count(page, "#attached li") == (name == "notes.md")
     page.execute_script(
         "window.sent = []; const send = fetch;"
         "window.fetch = (path, options) => (sent.push(options?.body), send(path, options));"
@@ -354,13 +377,6 @@ def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
     wait_for_images(1)
     picture(page, "image-phone-dark.png")
     assert page.execute_script("return document.documentElement.scrollWidth") <= 390
-
-
-def test_models_of_text_explain_that_they_read_no_images(page, tmp_path):
-    Image.new("RGB", (6, 4), "teal").save(tmp_path / "teal.png")
-    page.find_element(By.ID, "attach-files").send_keys(str(tmp_path / "teal.png"))
-    wait(page, lambda: "demo reads text only; teal.png is an image" in text_of(page, "status"))
-    assert not count(page, "#attached li")
 
 
 def test_settings_and_system_message_belong_to_a_conversation(page):
@@ -486,29 +502,3 @@ def test_escape_discards_and_the_focus_stays_on_the_page(page):
     assert press(".user .actions button:last-child", Keys.ESCAPE) == "prompt"
     regenerate(page)
     assert press("[aria-label='Previous version']") == "Next version"
-
-
-CONTRAST = """
-const luminance = (colour) => {
-  const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-  const channels = colour.match(/[\\d.]+/g).slice(0, 3);
-  const [r, g, b] = channels.map((x) => linear(x / 255));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-};
-const ground = (node) => {
-  const colour = getComputedStyle(node).backgroundColor;
-  return colour !== "rgba(0, 0, 0, 0)" || !node.parentElement ? colour : ground(node.parentElement);
-};
-const texts = "h1, h2, h3, label, dt, dd, button, .note, .pass, .text, #status";
-return [...document.querySelectorAll(texts)].map((node) => {
-  const [a, b] = [luminance(getComputedStyle(node).color), luminance(ground(node))];
-  return [node.outerHTML.slice(0, 60), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)];
-}).filter(([, ratio]) => ratio < 4.5);
-"""
-
-
-def test_texts_have_enough_contrast(page):
-    start(page, 8)
-    for scheme in ("light", "dark"):
-        emulate(page, scheme)
-        assert page.execute_script(CONTRAST) == [], scheme

@@ -41,17 +41,13 @@ def error_of(content: Any, **options: Any) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("PNG", {}), ("WEBP", {"lossless": True}), ("GIF", {}), ("JPEG", {"quality": 95})],
-)
-def test_formats_are_decoded_as_pillow_does(kind, options):
-    content = encoded(Image.fromarray(PIXELS), kind, **options)
-    expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
-    image = decode_image(content)
-    assert image.mode == "RGB" and np.array_equal(np.asarray(image), expected)
-    if kind in ("PNG", "WEBP"):
-        assert np.array_equal(expected, PIXELS)
+def test_formats_are_decoded_as_pillow_does():
+    for kind, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("GIF", {}), ("JPEG", {})):
+        content = encoded(Image.fromarray(PIXELS), kind, **options)
+        expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+        image = decode_image(content)
+        assert image.mode == "RGB" and np.array_equal(np.asarray(image), expected)
+        assert kind in ("GIF", "JPEG") or np.array_equal(expected, PIXELS)
 
 
 def test_orientation_frames_and_depth():
