@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,10 +54,8 @@ def speaking(tmp_path_factory):
 
 def assert_logprobs(logprobs, tokens, rows, k):
     """Of the model's raw distribution after each of the rows of logits, by transformers."""
-    assert len(logprobs) == len(tokens)
-    for by_id, token, row in zip(
-        logprobs, tokens, torch.log_softmax(rows.double(), -1), strict=True
-    ):
+    probs = torch.log_softmax(rows.double(), -1)
+    for by_id, token, row in zip(logprobs, tokens, probs, strict=True):
         assert by_id[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert by_id[token].rank == 1 + int((row > row[token] + 1e-6).sum())
         best = sorted((id for id in by_id if by_id[id].rank <= k), key=lambda id: by_id[id].rank)
@@ -66,17 +65,14 @@ def assert_logprobs(logprobs, tokens, rows, k):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_equal_the_taken_tokens(llm, pair, temperature):
     """Trees produce several tokens at once, and the last pass more than required."""
-    several = [
-        SamplingParams(max_tokens=11, temperature=temperature, top_k=9, seed=1, logprobs=k)
-        for k in (0, 2, 5)
-    ]
+    params = SamplingParams(max_tokens=11, temperature=temperature, top_k=9, seed=1)
+    several = [replace(params, logprobs=k) for k in (0, 2, 5)]
     outputs = llm.generate(PROMPTS, several)
     assert any(output.stats.n_passes < 11 for output in outputs)
-    for output, params in zip(outputs, several, strict=True):
-        logits = logits_of(pair.model, output.prompt_token_ids + output.token_ids)[
-            len(output.prompt_token_ids) - 1 : -1
-        ]
-        assert_logprobs(output.logprobs, output.token_ids, logits, params.logprobs)
+    for output, asked in zip(outputs, several, strict=True):
+        prompt = output.prompt_token_ids
+        logits = logits_of(pair.model, prompt + output.token_ids)[len(prompt) - 1 : -1]
+        assert_logprobs(output.logprobs, output.token_ids, logits, asked.logprobs)
         assert output.prompt_logprobs is None
 
 
@@ -91,21 +87,13 @@ def test_prompt_logprobs_are_computed_in_chunks_of_the_prefill(pair, drafter, mo
         )
         asked = llm.generate(PROMPTS, SamplingParams(max_tokens=3, prompt_logprobs=2))
         plain = llm.generate(PROMPTS, SamplingParams(max_tokens=3))
-    assert [output.token_ids for output in asked] == [output.token_ids for output in plain]
-    for output in asked:
+    for output, without in zip(asked, plain, strict=True):
+        assert output.token_ids == without.token_ids
+        assert output.logprobs is without.prompt_logprobs is None
         first, *logprobs = output.prompt_logprobs
         assert first is None
-        assert_logprobs(
-            logprobs,
-            output.prompt_token_ids[1:],
-            logits_of(pair.model, output.prompt_token_ids)[:-1],
-            2,
-        )
-    assert (
-        {output.logprobs for output in asked}
-        == {None}
-        == {output.prompt_logprobs for output in plain}
-    )
+        prompt = output.prompt_token_ids
+        assert_logprobs(logprobs, prompt[1:], logits_of(pair.model, prompt)[:-1], 2)
     assert max(widths) <= 64 and sum(widths) >= sum(len(prompt) - 1 for prompt in PROMPTS)
 
 
@@ -116,16 +104,6 @@ def test_pieces_have_the_logprobs_of_their_tokens(llm):
     assert not any(piece.prompt_logprobs for piece in others)
     assert [by_id for piece in pieces for by_id in piece.logprobs] == pieces[-1].output.logprobs
     assert all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)
-
-
-def test_logprobs_have_the_text_of_their_tokens(speaking):
-    with open_llm(speaking) as llm:
-        output = llm.generate("the fox", SamplingParams(max_tokens=3, logprobs=2))[0]
-    assert all(
-        x.decoded_token == llm.tokenizer.decode([id])
-        for by_id in output.logprobs
-        for id, x in by_id.items()
-    )
 
 
 def test_end_tokens_of_sampling_and_of_the_model(zoo, tmp_path):
@@ -141,14 +119,11 @@ def test_end_tokens_of_sampling_and_of_the_model(zoo, tmp_path):
             output = llm.generate(prompt_of(0), SamplingParams(**settings))[0]
             return output.token_ids, output.finish_reason
 
-        assert run() == (text[: n_end + 1], "stop")
+        assert run() == run(min_tokens=n_end) == (text[: n_end + 1], "stop")
         assert run(stop_token_ids=[text[n_stop]]) == (text[: n_stop + 1], "stop")
         assert run(ignore_eos=True) == (text, "length")
-        assert run(max_tokens=None, ignore_eos=True)[0][:64] == text
-        assert len(run(max_tokens=None, ignore_eos=True)[0]) == llm.max_model_len - len(
-            prompt_of(0)
-        )
-        assert run(min_tokens=n_end)[0] == text[: n_end + 1]
+        endless, _ = run(max_tokens=None, ignore_eos=True)
+        assert endless[:64] == text and len(endless) == llm.max_model_len - len(prompt_of(0))
         later, _ = run(min_tokens=n_end + 1)
         assert later[:n_end] == text[:n_end] and later[n_end] != text[n_end]
         assert len(later) > n_end + 1
@@ -156,76 +131,67 @@ def test_end_tokens_of_sampling_and_of_the_model(zoo, tmp_path):
 
 def test_stop_string_counts_after_min_tokens(speaking):
     with open_llm(speaking) as llm:
-        plain = llm.generate("the fox", SamplingParams(max_tokens=30))[0]
+        plain = llm.generate("the fox", SamplingParams(max_tokens=30, logprobs=2))[0]
+        entries = [entry for by_id in plain.logprobs for entry in by_id.items()]
+        assert all(each.decoded_token == llm.tokenizer.decode([id]) for id, each in entries)
         stop = plain.text[0]
+        ids = plain.token_ids
+        texts = [llm.tokenizer.decode(ids[:i], skip_special_tokens=True) for i in range(31)]
         for n in (0, 5, 30):
-            got = llm.generate("the fox", SamplingParams(max_tokens=30, stop=stop, min_tokens=n))[0]
-            texts = [
-                llm.tokenizer.decode(plain.token_ids[:i], skip_special_tokens=True)
-                for i in range(31)
-            ]
+            params = SamplingParams(max_tokens=30, stop=stop, min_tokens=n)
+            got = llm.generate("the fox", params)[0]
             ends = [i for i in range(n + 1, 31) if stop in texts[i][len(texts[i - 1]) :]]
-            assert (len(got.token_ids), got.finish_reason) == (
-                (ends[0], "stop") if ends else (30, "length")
-            )
+            expected = (ends[0], "stop") if ends else (30, "length")
+            assert (len(got.token_ids), got.finish_reason) == expected
 
 
 def test_n_answers_equal_their_seeds(llm):
-    params = {"max_tokens": 8, "temperature": 1.0}
-    whole = llm.generate(PROMPTS[0], SamplingParams(n=3, seed=5, **params))[0]
-    alone = [llm.generate(PROMPTS[0], SamplingParams(seed=seed, **params))[0] for seed in (5, 6, 7)]
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=5)
+    whole = llm.generate(PROMPTS[0], replace(params, n=3))[0]
+    alone = [llm.generate(PROMPTS[0], replace(params, seed=seed))[0] for seed in (5, 6, 7)]
     assert [output.token_ids for output in whole.outputs] == [output.token_ids for output in alone]
     assert [output.index for output in whole.outputs] == [0, 1, 2] and whole.outputs[0] is whole
-    pieces = list(llm.stream(PROMPTS[0], SamplingParams(n=3, seed=5, **params)))
+    *most, last = pieces = list(llm.stream(PROMPTS[0], replace(params, n=3)))
+    assert last.output is not None and not any(piece.output for piece in most)
     for output in whole.outputs:
-        assert [
-            token for piece in pieces if piece.index == output.index for token in piece.token_ids
-        ] == output.token_ids
-    assert [piece.output is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    for answer in whole.outputs:
-        ends = [piece.finish_reason for piece in pieces if piece.index == answer.index]
-        assert ends == [None] * (len(ends) - 1) + [answer.finish_reason]
+        mine = [piece for piece in pieces if piece.index == output.index]
+        assert [token for piece in mine for token in piece.token_ids] == output.token_ids
+        reasons = [piece.finish_reason for piece in mine]
+        assert reasons == [None] * (len(mine) - 1) + [output.finish_reason]
     with pytest.raises(SettingsError, match="n is 2"):
         llm.generate(PROMPTS[0], SamplingParams(n=2))
 
 
 @pytest.mark.parametrize(("file", "expected"), [
-    (None, {}),
-    ({"eos_token_id": 3}, {}),
-    ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.6,
-        "top_p": 0.9, "top_k": 20}),
+    (None, {}), ({"eos_token_id": 3}, {}),
+    ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
+        {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
     ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"top_p": 0.9}),
     ({"temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
     ({"do_sample": True, "top_k": None}, {"temperature": 1.0}),
+    *((wrong, None) for wrong in (
+        {"top_p": "high"}, {"repetition_penalty": -1}, {"do_sample": True, "temperature": [1]})),
 ])  # fmt: skip
 def test_default_params_come_from_generation_config(file, expected, tmp_path):
     if file is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(file))
-    assert sampling_defaults(tmp_path) == SamplingParams(**expected)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"top_p": "high"}, {"repetition_penalty": -1}, {"do_sample": True, "temperature": [1]}],
-)
-def test_invalid_defaults_are_one_sentence(wrong, tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
-    with pytest.raises(CheckpointError, match=f"generation_config.json: {list(wrong)[-1]}"):
-        sampling_defaults(tmp_path)
+    if expected is not None:
+        assert sampling_defaults(tmp_path) == SamplingParams(**expected)
+    else:
+        with pytest.raises(CheckpointError, match=f"generation_config.json: {list(file)[-1]}"):
+            sampling_defaults(tmp_path)
 
 
 def test_unset_params_follow_the_model(zoo, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(zoo.directory("llama", 0), path)
-    file = {"do_sample": True, "temperature": 0.9, "top_p": 0.8, "repetition_penalty": 1.5}
-    (path / "generation_config.json").write_text(json.dumps(file))
     given = {"temperature": 0.9, "top_p": 0.8, "repetition_penalty": 1.5}
+    (path / "generation_config.json").write_text(json.dumps({"do_sample": True, **given}))
     with open_llm(zoo.directory("llama", 0)) as plain, open_llm(path) as llm:
 
         def text(llm, **params):
-            return llm.generate(prompt_of(0), SamplingParams(max_tokens=20, seed=3, **params))[
-                0
-            ].token_ids
+            params = SamplingParams(max_tokens=20, seed=3, **params)
+            return llm.generate(prompt_of(0), params)[0].token_ids
 
         assert text(llm) == text(plain, **given)
         assert text(llm, temperature=0.0) == text(plain, temperature=0.0, repetition_penalty=1.5)
@@ -241,15 +207,11 @@ def test_prompts_can_be_texts_or_ids(speaking):
         forms = tuple, np.array, np.int32, torch.tensor, lambda ids: list(np.array(ids))
         prompts = [form(ids) for form in forms]
         prompts += [ids, {"prompt": "the quick fox"}, {"prompt_token_ids": ids}]
-        for prompt in prompts:
-            assert [got.token_ids for got in llm.generate(prompt, params)] == [expected]
-        assert [got.token_ids for got in llm.generate(prompts, params)] == [expected] * len(prompts)
-        assert [got.token_ids for got in llm.generate(torch.tensor([ids, ids]), params)] == [
-            expected
-        ] * 2
+        for given, n in (*((each, 1) for each in prompts), (prompts, len(prompts)),
+                         (torch.tensor([ids, ids]), 2), ([], 0)):  # fmt: skip
+            assert [got.token_ids for got in llm.generate(given, params)] == [expected] * n
         pieces = [piece for _, piece in llm.stream_all("the quick fox", params)]
         assert [token for piece in pieces for token in piece.token_ids] == expected
-        assert llm.generate([], params) == []
         arrays = [torch.tensor([1.0]), np.array(3)]
         for wrong in (None, 5, 1.5, b"text", [1, "x"], [1.5], [[1, 2], None], [[[1]]], *arrays):
             with pytest.raises(PromptError) as caught:
@@ -267,34 +229,31 @@ def test_prompts_can_be_texts_or_ids(speaking):
             with pytest.raises(PromptError, match='needs "prompt" or "prompt_token_ids"') as caught:
                 llm.generate(wrong, params)
             assert all(repr(key) in str(caught.value) for key in {*wrong} - {"prompt"})
-        for params in (
-            SamplingParams(logit_bias={10**6: 1.0}),
-            SamplingParams(stop_token_ids=[10**6]),
-        ):
+        for wrong in ({"logit_bias": {10**6: 1.0}}, {"stop_token_ids": [10**6]}):
             with pytest.raises(SettingsError, match="token id 1000000"):
-                llm.generate("x", params)
+                llm.generate("x", SamplingParams(**wrong))
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_progress_bars_appear_on_a_terminal(is_terminal, zoo, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     params = SamplingParams(max_tokens=2)
+    path = str(zoo.directory("llama", 0))
     settings = {"device": "cpu", "max_model_len": 64, "drafter": "none"}
 
-    def shown():
+    def assert_shown(*words):
         out, err = capsys.readouterr()
-        assert out == ""
-        return [word for word in ("loaded", "prompts", "2/2") if word in err]
+        found = [word for word in ("loaded", "prompts", "2/2") if word in err]
+        assert out == "" and found == [*words] * is_terminal
 
-    with LLM(str(zoo.directory("llama", 0)), **settings) as llm:
-        assert shown() == (["loaded"] if is_terminal else [])
+    with LLM(path, **settings) as llm:
+        assert_shown("loaded")
         llm.generate([[1], [2]], params)
-        assert shown() == (["prompts", "2/2"] if is_terminal else [])
+        assert_shown("prompts", "2/2")
         llm.generate([[1], [2]], params, use_tqdm=False)
         llm.generate([1], params)
-        assert shown() == []
-    LLM(str(zoo.directory("llama", 0)), use_tqdm_on_load=False, **settings).close()
-    assert shown() == []
+    LLM(path, use_tqdm_on_load=False, **settings).close()
+    assert_shown()
 
 
 async def collect(llm, prompt, params):
@@ -329,26 +288,16 @@ def test_tasks_share_passes_and_equal_generate(llm, monkeypatch):
     passes = count_steps(llm, monkeypatch)
 
     async def main():
-        return await asyncio.gather(
-            *(collect(llm, *request) for request in zip(prompts, several, strict=True))
-        )
+        return await asyncio.gather(*map(collect, [llm] * 3, prompts, several))
 
     for pieces, want in zip(asyncio.run(main()), expected, strict=True):
-        assert [output.token_ids for output in pieces[-1].output.outputs] == [
-            output.token_ids for output in want.outputs
-        ]
-        for output in want.outputs:
-            assert [
-                token
-                for piece in pieces
-                if piece.index == output.index
-                for token in piece.token_ids
-            ] == output.token_ids
+        for got, output in zip(pieces[-1].output.outputs, want.outputs, strict=True):
+            mine = [piece for piece in pieces if piece.index == output.index]
+            streamed = [token for piece in mine for token in piece.token_ids]
+            assert got.token_ids == streamed == output.token_ids
     assert max(passes) == 5, "all five answers were in one pass"
-    assert (
-        asyncio.run(collect(llm, PROMPTS[0], several[0]))[-1].output.token_ids
-        == expected[0].token_ids
-    )
+    *_, alone = asyncio.run(collect(llm, PROMPTS[0], several[0]))
+    assert alone.output.token_ids == expected[0].token_ids
     assert not llm.engine._running and not llm.engine._waiting
 
 
@@ -409,16 +358,13 @@ def test_error_reaches_all_waiting_tasks(llm, monkeypatch):
     count_steps(llm, monkeypatch, fail_at=3)
 
     async def main():
-        return await asyncio.gather(
-            *(collect(llm, prompt, params) for prompt in PROMPTS), return_exceptions=True
-        )
+        tasks = (collect(llm, prompt, params) for prompt in PROMPTS)
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     assert [type(error) for error in asyncio.run(main())] == [DeviceError] * 3
     monkeypatch.undo()
-    assert (
-        asyncio.run(collect(llm, PROMPTS[0], params))[-1].output.token_ids
-        == llm.generate(PROMPTS[0], params)[0].token_ids
-    )
+    *_, last = asyncio.run(collect(llm, PROMPTS[0], params))
+    assert last.output.token_ids == llm.generate(PROMPTS[0], params)[0].token_ids
     with pytest.raises(PromptError):
         asyncio.run(collect(llm, [], params))
 
@@ -432,9 +378,8 @@ def test_close_ends_the_thread_and_wakes_waiting_tasks(pair):
         started = asyncio.Event()
 
         async def wait():
-            async for _ in llm.astream(
-                PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True)
-            ):
+            endless = SamplingParams(max_tokens=None, ignore_eos=True)
+            async for _ in llm.astream(PROMPTS[0], endless):
                 started.set()
 
         tasks = [asyncio.create_task(wait()) for _ in range(3)]
@@ -443,25 +388,22 @@ def test_close_ends_the_thread_and_wakes_waiting_tasks(pair):
         assert len(threads()) == n_before + 1
         llm.close()
         assert len(threads()) == n_before
-        return await asyncio.gather(
-            *tasks, anext(late), collect(llm, PROMPTS[0], None), return_exceptions=True
-        )
+        waiting = (*tasks, anext(late), collect(llm, PROMPTS[0], None))
+        return await asyncio.gather(*waiting, return_exceptions=True)
 
-    assert [str(error) for error in asyncio.run(main())] == [
-        "this LLM is closed; create another LLM"
-    ] * 5
+    closed = "this LLM is closed; create another LLM"
+    assert [str(error) for error in asyncio.run(main())] == [closed] * 5
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_planned_number_of_long_sequences_runs_together(zoo, n):
     whole = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    with open_llm(
-        zoo.directory("llama", 0), max_model_len=40, max_num_seqs=n, drafter="none"
-    ) as llm:
+    settings = {"max_model_len": 40, "max_num_seqs": n, "drafter": "none"}
+    prompts = [prompt_of(seed) for seed in range(4)]
+    sequences = [Sequence([*prompt], whole, 40) for prompt in prompts]
+    with open_llm(zoo.directory("llama", 0), **settings) as llm:
         assert llm.max_model_len == 40
         engine = llm.engine
-        prompts = [prompt_of(seed) for seed in range(4)]
-        sequences = [Sequence([*prompt], whole, 40) for prompt in prompts]
         for sequence in sequences:
             engine.add(sequence)
         engine.step()
@@ -469,6 +411,5 @@ def test_planned_number_of_long_sequences_runs_together(zoo, n):
         while any(sequence.finish_reason is None for sequence in sequences):
             engine.step()
     for sequence, prompt in zip(sequences, prompts, strict=True):
-        assert sequence.tokens[len(prompt) :] == generate(
-            zoo.model("llama", 0), prompt, 40 - len(prompt)
-        )
+        expected = generate(zoo.model("llama", 0), prompt, 40 - len(prompt))
+        assert sequence.tokens[len(prompt) :] == expected

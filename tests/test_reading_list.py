@@ -39,7 +39,7 @@ def executed(monkeypatch):
 
     threading.setprofile(record)
     yield files, switch
-    threading.setprofile(None)  # type: ignore[arg-type]
+    threading.setprofile(None)
 
 
 def test_reading_list_names_the_files_of_a_streamed_and_of_a_speculative_pass(executed):

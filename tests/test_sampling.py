@@ -26,31 +26,20 @@ pytestmark = pytest.mark.numeric
 
 VOCABULARY = 60
 WARPERS = {
-    "temperature": TemperatureLogitsWarper,
-    "top_k": TopKLogitsWarper,
-    "top_p": TopPLogitsWarper,
+    "temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper,
     "min_p": MinPLogitsWarper,
-}
+}  # fmt: skip
 SETTINGS = [
-    {"temperature": 1.0},
-    {"temperature": 0.35},
-    {"temperature": 2.5},
-    {"temperature": 1.0, "top_k": 1},
-    {"temperature": 1.0, "top_k": 7},
-    {"temperature": 1.0, "top_k": 1000},
-    {"temperature": 1.0, "top_p": 0.8},
-    {"temperature": 1.0, "top_p": 1e-6},
-    {"temperature": 1.0, "min_p": 0.1},
-    {"temperature": 1.0, "min_p": 1.0},
-    {"temperature": 1.0, "repetition_penalty": 1.7},
-    {"temperature": 1.0, "repetition_penalty": 0.6},
-    {"temperature": 1.0, "presence_penalty": 1.1},
-    {"temperature": 1.0, "frequency_penalty": -0.6},
-    {"temperature": 1.0, "logit_bias": {3: 4.0, 7: -100.0, 40: -torch.inf}},
+    {"temperature": 0.35}, {"temperature": 2.5},
+    *({"temperature": 1.0} | more for more in (
+        {}, {"top_k": 1}, {"top_k": 7}, {"top_k": 1000}, {"top_p": 0.8}, {"top_p": 1e-6},
+        {"min_p": 0.1}, {"min_p": 1.0}, {"repetition_penalty": 1.7}, {"repetition_penalty": 0.6},
+        {"presence_penalty": 1.1}, {"frequency_penalty": -0.6},
+        {"logit_bias": {3: 4.0, 7: -100.0, 40: -torch.inf}},
+        {"allowed_token_ids": (3, 9, 40, 41)},
+        {"bad_words_ids": ((5,), (7, 8), (7, 9), (1, 2, 3))})),
     {"temperature": 0.9, "top_p": 0.8, "presence_penalty": 0.4, "frequency_penalty": 0.5,
         "logit_bias": {9: 5.0}, "repetition_penalty": 1.3},
-    {"temperature": 1.0, "allowed_token_ids": (3, 9, 40, 41)},
-    {"temperature": 1.0, "bad_words_ids": ((5,), (7, 8), (7, 9), (1, 2, 3))},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
     {"temperature": 1.4, "top_p": 0.85, "min_p": 0.05},
     {"temperature": 1.4, "top_k": 12, "min_p": 0.2},
@@ -75,22 +64,26 @@ def random_logits(seed, n=16, scale=3.0):
     return torch.randn(n, VOCABULARY, generator=generator) * scale, contexts
 
 
-@pytest.mark.parametrize(
-    "settings",
-    SETTINGS,
-    ids=lambda settings: " ".join(f"{name}={value}" for name, value in settings.items()),
-)
+def assert_same_probs(got, expected):
+    assert got.dtype == torch.float32
+    assert torch.equal(got > 0, expected > 0), "the filters keep other tokens"
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+def of_settings(logits, settings, contexts=(), masks=None):
+    """Nodes whose bad words begin with the answer."""
+    context = Context(bad_words=BadWords(settings.get("bad_words_ids", ())))
+    return NodeProbs(logits, SamplingParams(**settings), context, contexts, None, masks)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_probabilities_equal_transformers(settings, seed):
     logits, contexts = random_logits(seed, n=70)
     contexts[3] = []
     before = logits.clone()
-    context = Context(bad_words=BadWords(settings.get("bad_words_ids", ())))
-    got = NodeProbs(logits, SamplingParams(**settings), context, contexts)[:]
-    expected = peer_probs(logits, settings, contexts)
-    assert got.dtype == torch.float32
-    assert torch.equal(got > 0, expected > 0), "the filters keep other tokens"
-    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    got = of_settings(logits, settings, contexts)[:]
+    assert_same_probs(got, peer_probs(logits, settings, contexts))
     assert torch.equal(logits, before), "the model's logits were changed"
 
 
@@ -104,12 +97,10 @@ def test_answer_alone_is_counted_and_ends_wait_for_min_tokens(min_tokens):
         "temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.3, "presence_penalty": 0.8,
         "frequency_penalty": 0.7, "min_tokens": min_tokens,
     }  # fmt: skip
-    got = NodeProbs(
-        logits, SamplingParams(**settings), Context(tokens, 6, frozenset({1, 50})), paths
-    )[:]
-    expected = peer_probs(logits, settings, [tokens + path for path in paths], 6, [1, 50])
-    assert torch.equal(got > 0, expected > 0)
-    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    context = Context(tokens, 6, frozenset({1, 50}))
+    got = NodeProbs(logits, SamplingParams(**settings), context, paths)[:]
+    contexts = [tokens + path for path in paths]
+    assert_same_probs(got, peer_probs(logits, settings, contexts, 6, [1, 50]))
 
 
 def behind(words, tokens):
@@ -127,10 +118,7 @@ def test_bad_words_can_span_answer_and_path():
     settings = {"temperature": 1.0, "bad_words_ids": tuple(dict.fromkeys(words)), "top_k": 20}
     context = Context(tokens, 6, bad_words=behind(words, tokens[6:]))
     got = NodeProbs(logits, SamplingParams(**settings), context, paths)[:]
-    answers = [tokens[6:] + path for path in paths]
-    expected = peer_probs(logits, settings, answers)
-    assert torch.equal(got > 0, expected > 0)
-    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    assert_same_probs(got, peer_probs(logits, settings, [tokens[6:] + path for path in paths]))
 
 
 token_lists = st.lists(st.integers(0, 2), max_size=6)
@@ -153,12 +141,11 @@ def test_ends_of_bad_words_equal_brute_force(words, answer, paths):
 @pytest.mark.parametrize("k", [0, 3, -1])
 def test_logprobs_have_ranks_of_the_raw_distribution(dtype, k):
     logits = random_logits(8, n=70)[0].to(dtype)
-    chosen = torch.arange(70) % VOCABULARY
-    logprobs = token_logprobs(logits, chosen.tolist(), k, "<{}>".format)
-    all_of = torch.log_softmax(logits.double(), -1)
-    assert len(logprobs) == 70
-    for by_id, token, row in zip(logprobs, chosen.tolist(), all_of, strict=True):
-        best = row.sort(descending=True, stable=True).values[: VOCABULARY if k < 0 else k].tolist()
+    chosen = (torch.arange(70) % VOCABULARY).tolist()
+    logprobs = token_logprobs(logits, chosen, k, "<{}>".format)
+    rows = torch.log_softmax(logits.double(), -1)
+    for by_id, token, row in zip(logprobs, chosen, rows, strict=True):
+        best = row.sort(descending=True).values[: VOCABULARY if k < 0 else k].tolist()
         assert next(iter(by_id)) == token and len(by_id) in (len(best), len(best) + 1)
         assert by_id[token].decoded_token == f"<{token}>"
         for id, (logprob, rank, _) in by_id.items():
@@ -171,40 +158,29 @@ def test_logprobs_have_ranks_of_the_raw_distribution(dtype, k):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_top_tokens_are_the_most_probable(dtype):
     logits = random_logits(6, n=70)[0].to(dtype)
-    best = torch.softmax(logits.double(), -1).topk(5)
+    best = torch.softmax(logits.double(), -1).topk(5).values
     top = top_tokens(logits, 5)
     assert top.tokens.shape == (70, 5) and top.probs.dtype == torch.float32
-    torch.testing.assert_close(top.probs.double(), best.values, atol=1e-6, rtol=1e-5)
-    assert torch.equal(
-        logits.gather(-1, top.tokens).sort(-1).values, logits.topk(5).values.sort(-1).values
-    )
+    torch.testing.assert_close(top.probs.double(), best, atol=1e-6, rtol=1e-5)
+    found, expected = logits.gather(-1, top.tokens), logits.topk(5).values
+    assert torch.equal(found.sort(-1).values, expected.sort(-1).values)
     assert top_tokens(logits, 0) is None
     assert top_tokens(logits, 1000).tokens.shape == (70, VOCABULARY)
 
 
-@given(
-    st.floats(0.05, 5),
-    st.floats(0.01, 1),
-    st.integers(0, 70),
-    st.floats(0, 1),
-    st.floats(0.2, 3),
-    st.integers(0, 10**6),
-)
+@given(st.floats(0.05, 5), st.floats(0.01, 1), st.integers(0, 70), st.floats(0, 1),
+       st.floats(0.2, 3), st.integers(0, 10**6))  # fmt: skip
 def test_probabilities_sum_to_one_and_keep_the_best_token(
     temperature, top_p, top_k, min_p, penalty, seed
 ):
-    params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=penalty
-    )
+    filters = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     logits, contexts = random_logits(seed, n=3)
-    got = NodeProbs(logits, params, Context(), contexts)[:]
+    got = of_settings(logits, {**filters, "repetition_penalty": penalty}, contexts)[:]
     assert (got >= 0).all()
     torch.testing.assert_close(got.sum(-1), torch.ones(3), atol=1e-5, rtol=0)
-    greedy = SamplingParams(temperature=0.0, repetition_penalty=penalty)
-    best = torch.tensor(NodeProbs(logits, greedy, Context(), contexts).best(slice(None)))
-    assert (got.gather(-1, best[:, None]).ravel() > 0).all(), (
-        "the most probable token is never filtered"
-    )
+    greedy = of_settings(logits, {"temperature": 0.0, "repetition_penalty": penalty}, contexts)
+    best = torch.tensor(greedy.best(slice(None)))
+    assert (got.gather(-1, best[:, None]) > 0).all(), "the most probable token is never filtered"
 
 
 # Top-p orders a row's first tokens, and all of a row only where these do not reach it.
@@ -223,29 +199,23 @@ def plain_top_p(logits, temperature, top_p, top_k):
 
 def rows_of_all_kinds(seed, n_tokens):
     """Smooth, coarse, flat and nearly flat rows, and a row with one possible token."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(10, n_tokens, generator=generator)
-    flat = torch.zeros(1, n_tokens)
-    but_one = torch.zeros(1, n_tokens)
-    but_one[0, n_tokens // 2] = 3.0
-    single = torch.full((1, n_tokens), -torch.inf).index_fill_(1, torch.tensor([n_tokens - 1]), 0.0)
-    return torch.cat(
-        (3 * noise[:4], 12 * noise[4:6], (2 * noise[6:]).round(), flat, but_one, single)
-    )
+    noise = torch.randn(10, n_tokens, generator=torch.Generator().manual_seed(seed))
+    special = torch.zeros(3, n_tokens)
+    special[1, n_tokens // 2] = 3.0
+    special[2, :-1] = -torch.inf
+    return torch.cat((3 * noise[:4], 12 * noise[4:6], (2 * noise[6:]).round(), special))
 
 
 @given(
     st.sampled_from([30, 511, 512, 513, 1700]),
     st.sampled_from([1e-9, 1e-3, 0.25, 0.5, 0.9, 0.99, 1 - 1e-6, 1 - 1e-12])
     | st.floats(1e-6, 1 - 1e-6),
-    st.sampled_from([0.05, 0.3, 0.7, 1.0, 2.0, 50.0]),
-    st.sampled_from([1, 40, 600, 10**6]),
+    st.sampled_from([0.05, 0.3, 0.7, 1.0, 2.0, 50.0]), st.sampled_from([1, 40, 600, 10**6]),
     st.integers(0, 10**6),
-)
+)  # fmt: skip
 def test_top_p_equals_a_full_sort(n_tokens, top_p, temperature, top_k, seed):
     logits = rows_of_all_kinds(seed, n_tokens)
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
-    got = NodeProbs(logits, params, Context(), [])[:]
+    got = of_settings(logits, {"temperature": temperature, "top_p": top_p, "top_k": top_k})[:]
     assert torch.equal(got, plain_top_p(logits, temperature, top_p, min(top_k, n_tokens)))
 
 
@@ -264,17 +234,14 @@ def test_few_tokens_of_peaked_rows_are_sorted(monkeypatch, device, penalty):
     paths = [[row, row + 1] for row in range(150)]
     settings = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": penalty}
     with fake_gpu(monkeypatch) if device == "cuda" else nullcontext():
-        nodes = NodeProbs(logits.to(device), SamplingParams(**settings), Context(), paths)
-        got = nodes[:].cpu()
+        got = of_settings(logits.to(device), settings, paths)[:].cpu()
     if device == "cuda":
         assert ordered == [(len(flat), 2000)]
     else:
         assert [row for row, (_, n) in enumerate(ordered) if n > 1000] == flat
     looked_back = logits.clone()
-    for row, path in enumerate(paths):
-        looked_back[row, path] = torch.where(
-            logits[row, path] > 0, logits[row, path] / penalty, logits[row, path] * penalty
-        )
+    for row, path in zip(looked_back, paths, strict=True):
+        row[path] = torch.where(row[path] > 0, row[path] / penalty, row[path] * penalty)
     assert torch.equal(got, plain_top_p(looked_back, 0.8, 0.9, 2000))
 
 
@@ -285,8 +252,7 @@ def test_best_token_has_the_largest_changed_logit(settings, dtype):
     logits, contexts = random_logits(1, n=70)
     logits = (2 * logits).round().to(dtype)  # with many ties
     settings = {**settings, "temperature": 0.0}
-    context = Context(bad_words=BadWords(settings.get("bad_words_ids", ())))
-    got = NodeProbs(logits, SamplingParams(**settings), context, contexts).best(slice(None))
+    got = of_settings(logits, settings, contexts).best(slice(None))
     chain = modifiers(SamplingParams(**settings), 0, ())
     wide = logits.to(torch.promote_types(dtype, torch.float32))
     for token, row, path in zip(got, wide, contexts, strict=True):
@@ -309,10 +275,7 @@ def test_nodes_are_independent(settings, has_masks):
     """A distribution and a greedy choice do not depend on what else is read."""
     logits, contexts = random_logits(4, n=70)
     masks, is_allowed = grammar_masks(70)
-    context = Context(bad_words=BadWords(settings.get("bad_words_ids", ())))
-    nodes = NodeProbs(
-        logits, SamplingParams(**settings), context, contexts, None, masks if has_masks else None
-    )
+    nodes = of_settings(logits, settings, contexts, masks if has_masks else None)
     together = nodes[:]
     for n in (0, 3, 64, 69):
         assert torch.equal(nodes[n : n + 1], together[n : n + 1])
@@ -327,7 +290,7 @@ def test_nodes_are_independent(settings, has_masks):
 def test_temperature_close_to_zero_is_the_limit(temperature):
     """Overflow must not destroy the distribution."""
     logits, contexts = random_logits(2, scale=30.0)
-    got = NodeProbs(logits, SamplingParams(temperature=temperature), Context(), contexts)[:]
+    got = of_settings(logits, {"temperature": temperature}, contexts)[:]
     torch.testing.assert_close(got, torch.eye(VOCABULARY)[logits.argmax(-1)], atol=1e-6, rtol=0)
 
 
@@ -352,20 +315,13 @@ def test_draws_follow_the_distribution(probs, scale):
     """Only proportions count, since rounding changes the sum."""
     probs = torch.tensor(probs)
     n = 10_000
-    generator = torch.Generator().manual_seed(11)
-    counts = torch.bincount(
-        torch.tensor(draw((probs * scale).expand(n, -1), generator)), minlength=len(probs)
-    ).double()
-    assert counts[probs == 0].sum() == 0
+    drawn = draw((probs * scale).expand(n, -1), torch.Generator().manual_seed(11))
+    counts = torch.bincount(torch.tensor(drawn), minlength=len(probs)).double()
     possible = probs > 0
+    assert counts[~possible].sum() == 0
     if possible.sum() > 1:
-        assert (
-            chi_square_p(
-                counts[possible].numpy(),
-                (probs.double() / probs.double().sum() * n)[possible].numpy(),
-            )
-            > 1e-6
-        )
+        expected = (probs.double() / probs.double().sum() * n)[possible]
+        assert chi_square_p(counts[possible].numpy(), expected.numpy()) > 1e-6
 
 
 @pytest.mark.parametrize(("at", "token"), [(0.0, 2), (1 - 2**-53, 5), (1.0, 5)])

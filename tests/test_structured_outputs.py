@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -75,7 +76,6 @@ def compiler(llm):
 
 
 def random_schema(seed):
-    """A random schema of finite depth."""
     rng = random.Random(seed)
 
     def schema(depth):
@@ -103,6 +103,11 @@ def bits(masks):
     return np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little").astype(bool)
 
 
+def allowed_by(grammar):
+    """Tokens that may follow."""
+    return np.flatnonzero(bits(grammar.masks_after([()]))[0]).tolist()
+
+
 @pytest.fixture(scope="module")
 def bytes_of(llm):
     """Bytes of each token of the tokenizer."""
@@ -115,22 +120,19 @@ def allowed_after(bytes_of, tokens):
     choices = [choice.encode() for choice in CHOICES]
     if END in tokens or not any(choice.startswith(text) for choice in choices):
         return None
-    longer = {
-        token
-        for token in range(END)
-        if any(choice.startswith(text + bytes_of[token]) for choice in choices)
-    }
-    return longer | ({END} if text in choices else set())
+    longer = (token for token in range(END) for choice in choices
+              if choice.startswith(text + bytes_of[token]))  # fmt: skip
+    return {*longer, *([END] if text in choices else [])}
 
 
 def mask_after(compiler, tokens):
     """Allowed tokens of plain decoding; None if it cannot produce these tokens."""
     grammar = compiler.compile(StructuredOutputs(choice=CHOICES))
     for token in tokens:
-        if not bits(grammar.masks_after([()]))[0, token]:
+        if token not in allowed_by(grammar):
             return None
         grammar.advance(token)
-    return set(np.flatnonzero(bits(grammar.masks_after([()]))[0]).tolist())
+    return set(allowed_by(grammar))
 
 
 def test_masks_of_random_trees_equal_masks_of_plain_decoding(bytes_of, compiler):
@@ -182,10 +184,10 @@ def test_rejected_objects_leave_no_trace_in_masks_of_a_list():
     )
     for token in answer:
         drafted.advance(token)
-        plain.advance(token)
     drafted.masks_after([tuple(rejected)])
     for token in accepted:
         drafted.advance(token)
+    for token in [*answer, *accepted]:
         plain.advance(token)
     assert torch.equal(drafted.masks_after([()]), plain.masks_after([()]))
     compiler.close()
@@ -193,36 +195,29 @@ def test_rejected_objects_leave_no_trace_in_masks_of_a_list():
 
 def test_forced_tokens_are_the_only_allowed_tokens(llm, compiler):
     n_forced = 0
-    for seed, outputs in enumerate([*formats(), *(random_json(seed) for seed in range(8))]):
+    schemas = [StructuredOutputs(json=random_schema(seed)) for seed in range(8)]
+    for seed, outputs in enumerate([*formats(), *schemas]):
         rng = random.Random(seed)
         grammar = compiler.compile(outputs)
         for _ in range(12):
             for token in grammar.forced():
                 n_forced += 1
-                allowed = np.flatnonzero(bits(grammar.masks_after([()]))[0])
-                assert allowed.tolist() == [token]
+                assert allowed_by(grammar) == [token]
                 if token == END:
                     break
                 grammar.advance(token)
-            allowed = np.flatnonzero(bits(grammar.masks_after([()]))[0]).tolist()
-            token = rng.choice(allowed)
+            token = rng.choice(allowed_by(grammar))
             if token == END:
                 break
             grammar.advance(token)
     assert n_forced > 50
 
 
-def random_json(seed):
-    return StructuredOutputs(json=random_schema(seed))
-
-
-def test_forced_tokens_need_no_pass(pair):
+def test_forced_tokens_need_no_pass(llm):
     """An answer of one text takes a pass for its first token only."""
     outputs = StructuredOutputs(choice=["the fox jumps over the lazy dog"])
-    with open_llm(pair.target) as llm:
-        params = SamplingParams(structured_outputs=outputs)
-        forced = llm.generate(PROMPT, params)[0]
-        plain = llm.generate(PROMPT, replace(params, logprobs=0))[0]
+    params = SamplingParams(structured_outputs=outputs)
+    forced, plain = llm.generate([PROMPT] * 2, [params, replace(params, logprobs=0)])
     assert forced.text == outputs.choice[0] and forced.finish_reason == "stop"
     assert forced.token_ids == plain.token_ids
     assert (forced.stats.n_passes, plain.stats.n_passes) == (1, len(plain.token_ids))
@@ -270,11 +265,11 @@ def test_forced_tokens_extend_the_leaves_of_a_tree(llm, compiler):
 
 
 def answers(llm, temperature):
-    params = [
-        SamplingParams(max_tokens=14, temperature=temperature, seed=i, structured_outputs=outputs)
-        for i, outputs in enumerate(formats())
+    params = SamplingParams(max_tokens=14, temperature=temperature)
+    several = [
+        replace(params, seed=i, structured_outputs=outputs) for i, outputs in enumerate(formats())
     ]
-    return llm.generate([PROMPT] * len(params), params)
+    return llm.generate([PROMPT] * len(several), several)
 
 
 @pytest.fixture(scope="module")
@@ -318,8 +313,7 @@ def test_answers_of_every_drafter_and_rule_stay_in_the_grammar(
     for output, outputs in zip([*greedy, *sampled], formats() * 2, strict=True):
         grammar = compiler.compile(outputs)
         for token in output.token_ids:
-            allowed = bits(grammar.masks_after([()]))[0]
-            assert allowed[token]
+            assert token in allowed_by(grammar)
             if token != END:
                 grammar.advance(token)
         if output.finish_reason == "stop" and outputs.json is not None:
@@ -351,19 +345,16 @@ def test_sampled_answers_have_the_law_of_masked_plain_sampling(
     expected = law(compiler, pair.model, prompt)
     assert sum(expected.values()) == pytest.approx(1)
     keep_steady(monkeypatch)
-    with open_llm(
-        pair.target, drafter="static_tree", draft_model=str(pair.draft), rule=rule, max_num_seqs=8
-    ) as sampling:
-        params = [
-            SamplingParams(
-                temperature=1.0, seed=seed, structured_outputs=StructuredOutputs(choice=CHOICES)
-            )
-            for seed in range(n)
-        ]
-        outputs = sampling.generate([prompt] * n, params)
-    assert {tuple(output.token_ids) for output in outputs} <= expected.keys()
+    outputs = StructuredOutputs(choice=CHOICES)
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, structured_outputs=outputs) for seed in range(n)
+    ]
+    settings = {"drafter": "static_tree", "draft_model": str(pair.draft), "rule": rule}
+    with open_llm(pair.target, max_num_seqs=8, **settings) as sampling:
+        drawn = Counter(tuple(each.token_ids) for each in sampling.generate([prompt] * n, params))
+    assert drawn.keys() <= expected.keys()
     likely = [path for path, chance in expected.items() if n * chance >= 5]
-    counts = [sum(tuple(output.token_ids) == path for output in outputs) for path in likely]
+    counts = [drawn[path] for path in likely]
     chances = [expected[path] for path in likely]
     observed = np.array([*counts, n - sum(counts)])
     assert chi_square_p(observed, n * np.array([*chances, 1 - sum(chances)])) > 1e-3
@@ -404,7 +395,7 @@ def test_grammar_may_begin_behind_free_text(llm, compiler, outputs):
     assert free == still_free and {a, b, THINK_END} <= free and END not in free
     assert (start, end) == ({a}, {END})
     grammar.advance(THINK_END)
-    assert set(np.flatnonzero(bits(grammar.masks_after([()]))[0])) == {a}
+    assert allowed_by(grammar) == [a]
     params = SamplingParams(max_tokens=4, structured_outputs=outputs)
     assert llm.generate("x", params)[0].finish_reason == "length"
     with pytest.raises(SettingsError, match="<no>"):
@@ -425,29 +416,18 @@ def test_an_unsupported_grammar_is_refused(llm, outputs, message):
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputs(**outputs)))
 
 
-@pytest.mark.parametrize(
-    "outputs",
-    [{}, {"regex": "a", "around": 1}, {"json": {}, "regex": "a"}, {"json": "{"}, {"json": 3},
-     {"regex": 3}, {"choice": [""]}],
-)  # fmt: skip
-def test_formats_are_checked(outputs):
-    with pytest.raises(SettingsError):
-        StructuredOutputs(**outputs)
-
-
-@pytest.mark.parametrize("settings", [
-    {"min_tokens": 2},
-    {"ignore_eos": True},
-    {"bad_words": ["a"]},
-    {"bad_words_ids": [[1]]},
-    {"allowed_token_ids": [1]},
-    {"logit_bias": {1: -float("inf")}},
-])  # fmt: skip
-def test_settings_that_could_exclude_every_token_are_refused(settings):
+def test_formats_are_checked():
+    for outputs in ({}, {"regex": "a", "around": 1}, {"json": {}, "regex": "a"}, {"json": "{"},
+                    {"json": 3}, {"regex": 3}, {"choice": [""]}):  # fmt: skip
+        with pytest.raises(SettingsError):
+            StructuredOutputs(**outputs)
     with pytest.raises(SettingsError, match="needs StructuredOutputs, has dict"):
         SamplingParams(structured_outputs={"regex": "a"})
-    with pytest.raises(SettingsError, match=f"structured_outputs with {next(iter(settings))}"):
-        SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **settings)
+    for settings in ({"min_tokens": 2}, {"ignore_eos": True}, {"bad_words": ["a"]},
+                     {"bad_words_ids": [[1]]}, {"allowed_token_ids": [1]},
+                     {"logit_bias": {1: -float("inf")}}):  # fmt: skip
+        with pytest.raises(SettingsError, match=f"structured_outputs with {next(iter(settings))}"):
+            SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **settings)
 
 
 def test_a_token_beyond_the_limit_of_llguidance_is_refused():

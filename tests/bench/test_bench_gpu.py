@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import expand
 import pytest
@@ -58,32 +59,25 @@ def small(tmp_path_factory):
 
 
 def test_repeated_layers_keep_the_text(small):
-    with LLM(
-        str(shapes.TARGET), device="cpu", dtype="float32", drafter="none", max_model_len=64
-    ) as llm:
+    settings = {"device": "cpu", "dtype": "float32", "drafter": "none", "max_model_len": 64}
+    with LLM(str(shapes.TARGET), **settings) as llm:
         want = say(llm, PROMPT, 20)
-    target = small(shapes.TARGET, "")
-    with shapes.opened(
-        target, 11, device="cpu", dtype="float32", drafter="none", max_model_len=64
-    ) as llm:
+    with shapes.opened(small(shapes.TARGET, ""), 11, **settings) as llm:
         assert len(llm.plan.tiers) == 11
         assert say(llm, PROMPT, 20) == want
 
 
 def told(measure):
-    """Return the results that a section yields, as JSON."""
     return [json.loads(json.dumps(record)) for record in measure]
 
 
 @pytest.mark.slow
 def test_experts_section_runs(monkeypatch):
-    sizes = {
-        "hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_hidden_layers": 6,
-        "vocab_size": 512,
-    }  # fmt: skip
     config = Qwen3MoeConfig(
-        **sizes, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64
-    )
+        hidden_size=256, moe_intermediate_size=128, num_experts=16, num_hidden_layers=6,
+        vocab_size=512, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64,
+    )  # fmt: skip
     monkeypatch.setattr(experts, "configs", lambda nbytes: {"some": config})
     # grouped products of 16 bits are a card's alone
     monkeypatch.setattr(experts, "WAYS", experts.WAYS[1:])
@@ -95,7 +89,6 @@ def test_experts_section_runs(monkeypatch):
 
 
 def test_streamed_section_measures_the_link_without_layer_copies(small, monkeypatch):
-    """The link is measured while no layer crosses it."""
     opened = []
     are_parked = []
 
@@ -115,13 +108,13 @@ def test_streamed_section_measures_the_link_without_layer_copies(small, monkeypa
     with fake_gpu(monkeypatch):
         records = told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1, 8))))
     assert are_parked == [True, True]
-    assert records[-1]["plan"]["streamed_layers"] > 0 and records[-1]["plan"]["streamed_bytes"] > 0
+    plan = records[-1]["plan"]
+    assert plan["streamed_layers"] > 0 and plan["streamed_bytes"] > 0
     assert [[timing["rows"] for timing in each["passes"]] for each in records] == [[1], [1, 8]]
 
 
 @pytest.mark.slow
 def test_formats_section_continues_after_a_failure(small, monkeypatch):
-    """A failed format does not end the next format."""
     sizes = streamed.Shapes("", 11, "275MiB", (1,))
     ways = {
         "lossless": (None, replace(sizes, settings=(("link_format", "lossless"),))),
@@ -133,14 +126,16 @@ def test_formats_section_continues_after_a_failure(small, monkeypatch):
     with fake_gpu(monkeypatch):
         results = told(formats.measure(ways))[-1]
     assert "no kernel decodes lossless weights" in results["lossless"]["failed"]
-    assert "passes" in results["host"] and "passes" in results["int4"], results
-    plain = results["host"]["passes"][0]["floor_s"]
-    quantised = results["int4"]["passes"][0]["floor_s"]
+    plain, quantised = (results[name]["passes"][0]["floor_s"] for name in ("host", "int4"))
     assert quantised < 0.5 * plain
 
 
 def test_only_the_first_section_begins_late(monkeypatch, tmp_path, capsys):
-    """A step of a single section uses the time that is left."""
+    """A step of a single section uses the time that is left. A card is needed."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("sys.argv", ["bench.gpu"])
+        assert sections.main() == 3
+        assert "needs a CUDA device" in capsys.readouterr().err
     monkeypatch.setattr(sections, "device", lambda: {"device": "a card"})
     begun = []
 
@@ -165,13 +160,9 @@ def test_correctness_section_keeps_output_and_exit_codes(monkeypatch, capfd):
     with pytest.raises(RuntimeError, match=r"^no card, 4$"):
         for record in correctness.measure():
             records.append(dict(record))
-    assert records[-1] == {
-        "kernels": "no card", **{code: f"no tests ran; exit code {code}" for code in "40"}
-    }  # fmt: skip
+    codes = {code: f"no tests ran; exit code {code}" for code in "40"}
+    assert records[-1] == {"kernels": "no card", **codes}
     assert "no tests ran" in capfd.readouterr().err
-
-
-def test_memory_checker_may_be_missing(monkeypatch):
     monkeypatch.setattr(memcheck, "shutil", SimpleNamespace(which=lambda _: None))
     assert told(memcheck.measure()) == [{"memory checker": "not installed"}]
 
@@ -194,16 +185,11 @@ def test_calls_are_timed_in_a_cuda_graph(monkeypatch):
         yield
         is_capturing.clear()
 
-    class Event:
-        def __init__(self, **_):
-            self.record = self.synchronize = lambda: None
-            self.elapsed_time = lambda _: 40.0
-
+    replay = SimpleNamespace(replay=lambda: calls.append("replay"))
+    event = Mock(elapsed_time=lambda _: 40.0)
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(
-        torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: calls.append("replay"))
-    )
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: replay)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     spread = timing.seconds(lambda: calls.append(bool(is_capturing)), repeats=2, warm_up=1)
     assert calls == [False, *[True] * 20, *["replay"] * 3]
     assert spread.median == pytest.approx(0.002)
@@ -215,26 +201,21 @@ def test_generation_section_runs(small, monkeypatch):
     monkeypatch.setattr(generation, "opened", partial(shapes.opened, **FEW_A_PASS))
     keep_steady(monkeypatch)
     with fake_gpu(monkeypatch):
-        records = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 8)))
-    assert records[-1]["plan"]["streamed_layers"] > 0
-    assert records[-1]["acceptance"] == "of the demonstration pair"
-    grown = [
-        [(entry["temperature"], len(entry["runs"])) for entry in each["generation"]]
-        for each in records
-    ]
-    assert grown == [[(0.0, 1)], [(0.0, 1), (0.6, 1)]]
+        first, last = told(generation.measure(generation.Shapes("", 11, "", 5, "275MiB", 1, 8)))
+    assert last["plan"]["streamed_layers"] > 0
+    assert last["acceptance"] == "of the demonstration pair"
+    grown = [(entry["temperature"], len(entry["runs"])) for entry in last["generation"]]
+    assert grown == [(0.0, 1), (0.6, 1)] and first["generation"] == last["generation"][:1]
 
 
 @pytest.mark.slow
 def test_onchip_section_runs(small, monkeypatch):
     monkeypatch.setattr(onchip, "written", small)
     monkeypatch.setattr(onchip, "device_gbps", lambda: 1.0)
-    time_passes = LLM.time_passes
-    time_plain = LLM.time_plain
-    monkeypatch.setattr(
-        LLM, "time_passes", lambda llm, tree, context, _: time_passes(llm, tree, context, 1)
-    )
-    monkeypatch.setattr(LLM, "time_plain", lambda llm, context, _: time_plain(llm, context, 1))
+    for name in ("time_passes", "time_plain"):
+        timed = getattr(LLM, name)
+        once = lambda *args, timed=timed: timed(*args[:-1], 1)  # noqa: E731
+        monkeypatch.setattr(LLM, name, once)
     monkeypatch.setattr(onchip, "opened", partial(shapes.opened, **FEW_A_PASS))
     keep_steady(monkeypatch)
     with fake_gpu(monkeypatch):
@@ -246,13 +227,13 @@ def test_onchip_section_runs(small, monkeypatch):
 
 
 def test_products_section_runs(monkeypatch):
+    def in_turn(replays):
+        for work in replays.values():
+            work()
+        return dict.fromkeys(replays, Spread.of([1.0]))
+
     monkeypatch.setattr(products, "captured", lambda work: work)
     monkeypatch.setattr(products, "device_gbps", lambda: 1000.0)
-    calls = []
-    in_turn = lambda replays: {  # noqa: E731
-        name: Spread.of([float(len(calls) or calls.append(work()) or 1)])
-        for name, work in replays.items()
-    }
     monkeypatch.setattr(products, "in_turn", in_turn)
     with fake_gpu(monkeypatch):
         *_, record = told(products.measure(products.Shapes(64, 128, (1, 40))))
@@ -264,65 +245,50 @@ def test_products_section_runs(monkeypatch):
 
 def test_attention_section_runs(monkeypatch):
     """A fake clock measures 1 s per product and copy, and 2 s per attention."""
-
-    def no_compiler(*_):
-        raise RuntimeError("no compiler")
-
-    def captured(work):
-        work()
-        return work
-
-    def in_turn(replays):
-        return {
-            name: Spread.of([1.0 if name in (attention._PRODUCT, attention._COPY) else 2.0])
-            for name in replays
-        }
-
-    monkeypatch.setattr(attention, "captured", captured)
-    monkeypatch.setattr(attention, "in_turn", in_turn)
-    monkeypatch.setattr(attention, "_flex", no_compiler)
+    short = (attention._PRODUCT, attention._COPY)
+    monkeypatch.setattr(attention, "captured", lambda work: (work(), work)[1])
+    monkeypatch.setattr(
+        attention, "in_turn",
+        lambda replays: {name: Spread.of([1.0 if name in short else 2.0]) for name in replays},
+    )  # fmt: skip
+    monkeypatch.setattr(attention, "_flex", Mock(side_effect=RuntimeError("no compiler")))
     sizes = attention.Shapes((3, 1), 4, 2, 64, 10, 16, 1024)
     with fake_gpu(monkeypatch):
         records = told(attention.measure(sizes))
         (with_flex,) = told(attention.measure(replace(sizes, n_nodes=(3,), has_flex=True)))
     assert [list(each) for each in records] == [["3"], ["3", "1"]]
-    three = records[-1]["3"]
-    single = records[-1]["1"]
+    three, single = records[-1]["3"], records[-1]["1"]
     assert with_flex["3"]["flex_attention"] == {"failed": "no compiler"}
     assert "flex_attention" not in three and with_flex["3"].keys() > three.keys()
     assert {name for name, value in three.items() if "median" in value} == {
         "tree_attention", "flash, no mask", "sdpa, dense mask", "sdpa, dense mask, groups as rows",
-        attention._PRODUCT, attention._COPY,
+        *short,
     }  # fmt: skip
     # The root sees itself and each of its two descendants as many as are above it.
     depths = [len(shapes.random_tree(3).path_to(node)) for node in range(3)]
-    n_pairs = 3 * 10 + sum(depths) + 3
-    floor = {
-        "products": 4 * 4 * 64 * n_pairs / (2 * 16**3),
-        "memory": 2 * 64 * 2 * (4 * 3 + 2 * 13) / 2048,
-    }
+    seconds = 4 * 4 * 64 * (3 * 10 + sum(depths) + 3) / (2 * 16**3)
+    floor = {"products": seconds, "memory": 2 * 64 * 2 * (4 * 3 + 2 * 13) / 2048}
     assert three["floor"] == pytest.approx(floor | {"seconds": max(floor.values())})
-    assert three["tree_attention against"] == {
-        "floor": 2 / three["floor"]["seconds"],
-        "flash, no mask": 1.0,
-    }
+    against = {"floor": 2 / three["floor"]["seconds"], "flash, no mask": 1.0}
+    assert three["tree_attention against"] == against
     assert not any("failed" in value for value in single.values())
 
 
-@pytest.mark.parametrize(("code", "expected"), [
-    ("print('{\"a\": 1}'); print('{\"a\": 2}')", {"result": {"a": 2}}),
-    ("print('{\"a\": 1}'); print('[W1 a warning]')", {"result": {"a": 1}}),
-    ("print('{\"a\": 1}'); raise SystemExit('no room')", {"result": {"a": 1}, "failed": "no room"}),
-    ("raise SystemExit(7)", {"failed": "exit code 7"}),
-    ("", {"failed": "it printed nothing"}),
-])  # fmt: skip
-def test_section_results_are_kept(code, expected, tmp_path):
-    assert run_section([sys.executable, "-c", code], 60, tmp_path / "log") == expected
+def test_section_results_are_kept(tmp_path):
+    for code, expected in (
+        ("print('{\"a\": 1}'); print('{\"a\": 2}')", {"result": {"a": 2}}),
+        ("print('{\"a\": 1}'); print('[W1 a warning]')", {"result": {"a": 1}}),
+        ("print('{\"a\": 1}'); raise SystemExit('no room')",
+         {"result": {"a": 1}, "failed": "no room"}),
+        ("raise SystemExit(7)", {"failed": "exit code 7"}),
+        ("", {"failed": "it printed nothing"}),
+    ):  # fmt: skip
+        assert run_section([sys.executable, "-c", code], 60, tmp_path / "log") == expected
 
 
 def test_section_timeout_ends_its_processes(tmp_path, monkeypatch):
     """It is over when the section has started another process, which holds its output open."""
-    pid = tmp_path / "pid"
+    pid, ended = tmp_path / "pid", tmp_path / "ended"
 
     class Timer(threading.Timer):
         def run(self):
@@ -331,15 +297,8 @@ def test_section_timeout_ends_its_processes(tmp_path, monkeypatch):
             self.function()
 
     monkeypatch.setattr(sections.threading, "Timer", Timer)
-    ended = tmp_path / "ended"
-    child = (
-        f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(20);"
-        f" open({str(ended)!r}, 'w')"
-    )
-    code = (
-        "import subprocess, sys; print('{\"a\": 1}', flush=True);"
-        f" subprocess.run([sys.executable, '-c', {child!r}])"
-    )
+    child = f"echo $$ > {pid}; sleep 20; touch {ended}"
+    code = f"import os; print('{{\"a\": 1}}', flush=True); os.system({child!r})"
     records = []
     result = run_section([sys.executable, "-c", code], 5, tmp_path / "log", records.append)
     assert result == {"failed": "took more than 5 s", "result": {"a": 1}}
@@ -360,21 +319,9 @@ def test_failed_or_outdated_sections_run_again(tmp_path):
         assert _is_measured(path, now) == is_measured
 
 
-def test_table_names_missing_results(tmp_path):
+def test_table_of_measurements_matches_the_results(tmp_path):
+    text = (ROOT / "docs" / "measurements.md").read_text()
+    assert written_into(text, table(ROOT / "bench/results/gpu")) == text
     made = table(tmp_path)
     assert made.startswith("Nothing has been measured on a card yet.")
     assert made.count("not measured yet") == made.count("\n") - 3
-
-
-def test_table_of_measurements_matches_the_results():
-    text = (ROOT / "docs" / "measurements.md").read_text()
-    assert written_into(text, table(ROOT / "bench/results/gpu")) == text
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_bench_gpu_without_cuda_reports_it(monkeypatch, capsys):
-    from bench.gpu import __main__
-
-    monkeypatch.setattr("sys.argv", ["bench.gpu"])
-    assert __main__.main() == 3
-    assert "needs a CUDA device" in capsys.readouterr().err

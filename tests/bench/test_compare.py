@@ -6,7 +6,9 @@ import re
 import resource
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,27 +31,20 @@ from offload_rt.text.detokenize import load_tokenizer
 from offload_rt.weights.checkpoint import open_checkpoint
 from scripts import compare
 
-PEERS = contract.names()
 DEMO = ROOT / "models/demo-target"
 
 
 def run_of(
-    token_ids: list[int],
-    arrivals: list[tuple[float, int]],
-    source: str = "disk",
-    nbytes: int = 10**9,
+    token_ids: list[int], arrivals: list[tuple[float, int]], source: str = "disk", nbytes=10**9
 ) -> Run:
-    return Run(
-        Report(1.0, Supply(source, nbytes), [Answer(token_ids, arrivals)], [8 * 10**9], 0, {}), 5
-    )
+    answers = [Answer(token_ids, arrivals)]
+    return Run(Report(1.0, Supply(source, nbytes), answers, [8 * 10**9], 0, {}), 5)
 
 
-def test_rows_have_a_floor_and_are_sorted_by_kind_and_speed():
-    fast = [(1.0, 1), (2.0, 3)]
-    slow = [(1.0, 1), (2.0, 2), (3.0, 3)]
+def test_rows_have_a_floor_and_are_sorted_by_kind_and_speed(tmp_path):
     runs = {
-        "transformers_resident": [run_of([1, 2, 3], slow, "memory")],
-        "offload_rt_speculative": [run_of([1, 2, 4], fast)],
+        "transformers_resident": [run_of([1, 2, 3], [(1.0, 1), (2.0, 2), (3.0, 3)], "memory")],
+        "offload_rt_speculative": [run_of([1, 2, 4], [(1.0, 1), (2.0, 3)])],
         "vllm_prefetch": [],
     }
     gbps = {"disk": [1.0, 2.0, 3.0], "memory": [10.0]}
@@ -58,17 +53,13 @@ def test_rows_have_a_floor_and_are_sorted_by_kind_and_speed():
     # faster, but of another kind
     assert (drafted.name, missing.name) == ("offload_rt_speculative", "vllm_prefetch")
     # 1 GB at 3 GB/s at best, for two tokens a pass
-    assert drafted.floor_s == pytest.approx(1 / 3 / 2)
-    assert plain.floor_s == pytest.approx(0.1)
+    assert (drafted.floor_s, plain.floor_s) == pytest.approx((1 / 3 / 2, 0.1))
     assert drafted.parted == (Parting(0, 2),) and plain.parted == ()
     lines = outcome.table(rows).splitlines()
     assert "parts at token 3 of prompt 1" in lines[3] and "2.67 GB" not in lines[3]
     assert "did not run: not installed: vllm" in lines[4]
     assert [Row.of(json.loads(json.dumps(row.entry()))) for row in rows] == rows
-
-
-def test_resident_model_has_a_table_and_a_chart(tmp_path):
-    """Nothing moves then, and a system that would read the disk has no floor."""
+    # Of a resident model nothing moves; a system that would read the disk has no floor.
     runs = {"accelerate_disk": [run_of([1, 2], [(1.0, 1), (2.0, 2)], "disk", 0)]}
     rows = outcome.rows(list(runs), runs, {}, {"disk": [0.0]})
     assert rows[0].floor_s == 0 and "| -       |" in outcome.table(rows)
@@ -76,69 +67,47 @@ def test_resident_model_has_a_table_and_a_chart(tmp_path):
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_every_peer_satisfies_the_contract(name):
-    peer = contract.find(name)
-    assert peer.TITLE and all(isinstance(package, str) for package in peer.PACKAGES)
-    assert callable(peer.load)
-    assert contract.refusal(peer) is None or len(contract.refusal(peer)) > 10
-
-
-def test_failing_peer_is_a_row_with_its_reason(tmp_path, monkeypatch):
-    tried = []
-
-    def fail(name: str, *_: object) -> Run:
-        tried.append(name)
-        raise RuntimeError("out of luck")
-
+def run_all(monkeypatch: pytest.MonkeyPatch, run_peer: Any, *peers: str) -> Any:
+    """Compare peers without measurements."""
+    here = Path()
+    job = Job(here, here, here, 1, 0, 256, here)
     monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
-    monkeypatch.setattr(compare, "run_peer", fail)
-    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 256, tmp_path)
-    comparison = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), ["offload_rt_plain"])
+    monkeypatch.setattr(compare, "run_peer", run_peer)
+    return compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), [*peers])
+
+
+def test_failing_peer_is_a_row_with_its_reason(monkeypatch):
+    fail = Mock(side_effect=RuntimeError("out of luck"))
+    comparison = run_all(monkeypatch, fail, "offload_rt_plain")
     assert comparison.reasons == {"offload_rt_plain": "out of luck"}
-    assert tried == ["offload_rt_plain"]
+    assert fail.call_count == 1
     rows = outcome.rows(["offload_rt_plain"], comparison.runs, comparison.reasons, comparison.gbps)
     assert "did not run: out of luck" in outcome.table(rows)
     assert compare.ratios(comparison, compare.decode_rate) == {}
 
 
-def test_rounds_start_with_a_different_peer(tmp_path, monkeypatch):
-    turns = []
-    run = run_of([1, 2], [(1.0, 1), (2.0, 2)])
-    monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
-    monkeypatch.setattr(
-        compare, "run_peer", lambda name, job, prompts, *_: turns.append((prompts, name)) or run
-    )
-    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 256, tmp_path)
+def test_rounds_start_with_a_different_peer(monkeypatch):
+    run_peer = Mock(return_value=run_of([1, 2], [(1.0, 1), (2.0, 2)]))
     peers = ["offload_rt_plain", "offload_rt_speculative", "transformers_resident"]
-    comparison = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), peers)
-    assert turns == [([[1]], name) for name in peers] + [
-        ([[2]], name) for name in (*peers[1:], peers[0])
-    ]
-    of_its_kind = {
-        "offload_rt_plain": {"transformers_resident": [1.0, 1.0]},
-        "offload_rt_speculative": {},
-    }
-    assert compare.ratios(comparison, compare.decode_rate) == of_its_kind
+    comparison = run_all(monkeypatch, run_peer, *peers)
+    turns = [(call.args[0], call.args[2]) for call in run_peer.call_args_list]
+    second = (*peers[1:], peers[0])
+    assert turns == [(name, [[1]]) for name in peers] + [(name, [[2]]) for name in second]
+    of_its_kind = {"transformers_resident": [1.0, 1.0]}
+    ratios = compare.ratios(comparison, compare.decode_rate)
+    assert ratios == {"offload_rt_plain": of_its_kind, "offload_rt_speculative": {}}
 
 
 @pytest.mark.usefixtures("scripts_here")
 def test_gguf_peers_share_a_file_and_the_limit_of_the_control_group(tmp_path, monkeypatch):
     """The budget of offload_rt leaves room for its imports."""
     model = speaking_checkpoint(tmp_path / "model")
-    limit = 3 << 30
-    imports = 500 << 20
+    limit, imports = 3 << 30, 500 << 20
     asked = []
 
     def fail(course: compare.Course, peers: Sequence[str]) -> None:
-        asked.append(
-            (
-                course,
-                peers,
-                os.environ["ATEN_CPU_CAPABILITY"],
-                open_checkpoint(course.job.model).nbytes,
-            )
-        )
+        n = open_checkpoint(course.job.model).nbytes
+        asked.append((course, peers, os.environ["ATEN_CPU_CAPABILITY"], n))
         raise RuntimeError("far enough")
 
     (tmp_path / "memory.max").write_text(f"{limit}\n")
@@ -179,7 +148,7 @@ for line in sys.stdin:
 """
 
 
-def test_llama_cpp_answers_over_the_pipe():
+def test_llama_cpp_answers_over_the_pipe(tmp_path):
     peer = LlamaCppPeer([sys.executable, "-c", FAKE_NODE], Supply("memory", 1))
     answer = peer.generate([1, 2], 5)
     assert answer == Answer([3, 4, 5, 6, 7], [(0.5, 1), (1.5, 3), (2.5, 5)])
@@ -187,30 +156,31 @@ def test_llama_cpp_answers_over_the_pipe():
     assert peer._node.returncode == 0
     with pytest.raises(RuntimeError, match="exit code 3"):
         LlamaCppPeer([sys.executable, "-c", "raise SystemExit(3)"], Supply("memory", 1))
+    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 1, tmp_path, gguf=tmp_path)
+    with pytest.raises(SettingsError, match="control group"):
+        contract.find("llama_cpp_mapped").load(job)
+    for each in map(contract.find, contract.names()):
+        assert each.TITLE and all(isinstance(package, str) for package in each.PACKAGES)
+        assert callable(each.load) and len(contract.refusal(each) or "x" * 11) > 10
 
 
 @pytest.mark.skipif(llama_cpp.unfit() is not None, reason=str(llama_cpp.unfit()))
 def test_llama_cpp_text_equals_transformers(tmp_path):
     """With and without a draft, in float32; the prompt pass and the passes of one token."""
-    AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).save_pretrained(
-        tmp_path / "float32"
-    )
+    wide = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    wide.save_pretrained(tmp_path / "float32")
     path = gguf_model(DEMO, "F32", tmp_path)
-    draft = ROOT / "models/demo-draft"
-    job = Job(path, path, draft, 1 << 30, 0, 128, tmp_path, gguf=path)
-    plain = Job(DEMO, tmp_path / "float32", DEMO, 1 << 30, 0, 128, tmp_path)
-    asked = [[5, 6, 7, 8]], [3], 24
-    runs = [outcome.run_peer(name, job, *asked) for name in ("llama_cpp", "llama_cpp_assisted")]
-    runs.append(outcome.run_peer("transformers_resident", plain, *asked))
-    assert runs[0].token_ids == runs[1].token_ids == runs[2].token_ids
-    assert runs[0].tokens_per_pass == 1 < runs[1].tokens_per_pass
-    assert runs[0].peak_rss > path.stat().st_size  # of node
-
-
-def test_mapped_llama_cpp_needs_a_limit(tmp_path):
-    job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 1, tmp_path, gguf=tmp_path)
-    with pytest.raises(SettingsError, match="control group"):
-        contract.find("llama_cpp_mapped").load(job)
+    job = Job(path, path, ROOT / "models/demo-draft", 1 << 30, 0, 128, tmp_path, gguf=path)
+    resident = Job(DEMO, tmp_path / "float32", DEMO, 1 << 30, 0, 128, tmp_path)
+    plain, assisted, expected = (
+        outcome.run_peer(name, at, [[5, 6, 7, 8]], [3], 24)
+        for name, at in (
+            ("llama_cpp", job), ("llama_cpp_assisted", job), ("transformers_resident", resident),
+        )
+    )  # fmt: skip
+    assert plain.token_ids == assisted.token_ids == expected.token_ids
+    assert plain.tokens_per_pass == 1 < assisted.tokens_per_pass
+    assert plain.peak_rss > path.stat().st_size  # of node
 
 
 def test_table_of_gguf_types_compares_round_by_round(tmp_path, monkeypatch, capsys):
@@ -220,8 +190,7 @@ def test_table_of_gguf_types_compares_round_by_round(tmp_path, monkeypatch, caps
     def answer(name: str, job: Job, prompts: list[list[int]], *_: Any) -> Run:
         turns.append(name)
         assert job.gguf == job.model == tmp_path / "Q8_0" and len(prompts[0]) == 100
-        tokens = [1, 2, 3] if name == "llama_cpp" else [1, 2, 4]
-        first_s = 2.0 if name == "llama_cpp" else 4.0
+        tokens, first_s = ([1, 2, 3], 2.0) if name == "llama_cpp" else ([1, 2, 4], 4.0)
         return run_of(tokens, [(first_s, 1), (first_s + 1 + len(turns), 3)])
 
     monkeypatch.setattr(gguf_types, "quantized_file", lambda file, type, folder: tmp_path / type)
@@ -263,38 +232,28 @@ def test_two_peers_give_the_same_tokens(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(outcome, "run_json", run_here)
     model = speaking_checkpoint(tmp_path / "model")
     job = Job(model, model, model, 1_000_000, 1, 64, tmp_path)
-    runs = [
-        outcome.run_peer(name, job, [[5, 6, 7]], [3], 6)
-        for name in ("transformers_resident", "offload_rt_plain")
-    ]
-    assert runs[0].token_ids == runs[1].token_ids and len(runs[0].token_ids) == 6
-    assert all([n for _, n in run.arrivals] == [1, 2, 3, 4, 5, 6] for run in runs)
-    assert runs[1].report.supply.source == "disk" and runs[1].report.supply.pass_bytes > 0
+    peers = ("transformers_resident", "offload_rt_plain")
+    resident, ours = (outcome.run_peer(name, job, [[5, 6, 7]], [3], 6) for name in peers)
+    assert resident.token_ids == ours.token_ids and len(ours.token_ids) == 6
+    for run in (resident, ours):
+        assert [n for _, n in run.arrivals] == [1, 2, 3, 4, 5, 6]
+    assert ours.report.supply.source == "disk" and ours.report.supply.pass_bytes > 0
 
 
 def test_process_reports_its_result_and_peak_memory(tmp_path, monkeypatch):
-    assert processes._high_water(os.getpid()) == pytest.approx(
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, rel=0.01
-    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    assert processes._high_water(os.getpid()) == pytest.approx(peak, rel=0.01)
     was_read = tmp_path / "read"
     monkeypatch.setattr(processes, "_high_water", lambda _: was_read.touch() or 7)
     wait = f"import os\nwhile not os.path.exists({str(was_read)!r}): pass\nprint('{{}}')"
     run = run_json(["-c", wait])
     assert (run.result, run.peak_rss) == ({}, 7)
+    with pytest.raises(RuntimeError, match="exit code 1: ValueError: out of luck"):
+        run_json(["-c", "raise ValueError('out of luck')"])
 
 
 def test_benchmarks_do_not_import_scripts():
-    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "bench").rglob("*.py")}
-    scripts = "|".join(
-        [
-            "scripts",
-            *(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "compare"),
-        ]
-    )
-    pattern = re.compile(rf"^\s*(from|import) ({scripts})\b", re.MULTILINE)
-    assert [path.name for path, text in sources.items() if pattern.search(text)] == []
-
-
-def test_failing_process_reports_its_error():
-    with pytest.raises(RuntimeError, match="exit code 1: ValueError: out of luck"):
-        run_json(["-c", "raise ValueError('out of luck')"])
+    names = {"scripts", *(path.stem for path in (ROOT / "scripts").glob("*.py"))} - {"compare"}
+    pattern = re.compile(rf"^\s*(from|import) ({'|'.join(names)})\b", re.MULTILINE)
+    paths = (ROOT / "bench").rglob("*.py")
+    assert not [path for path in paths if pattern.search(path.read_text(encoding="utf-8"))]

@@ -36,36 +36,26 @@ case "$*" in *correctness*) echo 7 passed so far; exit 124 ;; *) exec "$@" ;; es
 
 
 def run(
-    folder: Path,
-    script: str,
-    *arguments: str,
-    n_cards: int = 1,
-    build: int = 0,
+    folder: Path, script: str, *arguments: str, n_cards: int = 1, build: int = 0
 ) -> tuple[int, dict[str, str], Path]:
     """The exit code of a script, the results by step, and the folder of logs.
 
     build  exit code of the build
     """
-    for name, text in (
-        ("python", PYTHON.format(n_cards=n_cards, build=build)),
-        ("timeout", TIMEOUT),
-    ):
+    python = PYTHON.format(n_cards=n_cards, build=build)
+    for name, text in (("python", python), ("timeout", TIMEOUT)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    surroundings = {
-        "OUT": str(folder / "out"),
-        "PYTHON": str(folder / "python"),
-        "PATH": f"{folder}:{os.environ['PATH']}",
-    }
+    out = folder / "out"
+    places = {"OUT": str(out), "PYTHON": str(folder / "python")}
+    environment = os.environ | places | {"PATH": f"{folder}:{os.environ['PATH']}"}
     command = ["bash", f"bench/gpu/{script}.sh", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | surroundings, capture_output=True, text=True
-    )
-    text = (folder / "out" / f"{script}.txt").read_text()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    text = (out / f"{script}.txt").read_text()
     assert done.stdout == text and not done.stderr
-    assert len(list((folder / "out").iterdir())) == 3
+    assert len(list(out.iterdir())) == 3
     rows = [line.split(maxsplit=2) for line in text.splitlines()[1:]]
-    return done.returncode, {name: result for name, _, result in rows}, folder / "out"
+    return done.returncode, {name: result for name, _, result in rows}, out
 
 
 def test_failing_step_does_not_stop_the_next(tmp_path):
@@ -88,13 +78,6 @@ def test_failing_step_does_not_stop_the_next(tmp_path):
     assert names == {"results", "expand.log", *(f"{name}.json" for name in measured)}
 
 
-def test_sections_run_after_a_failed_build(tmp_path):
-    """They build nothing again."""
-    _, results, _ = run(tmp_path, "first", build=1)
-    assert results["build"].startswith("failed with 1: scripts/build_kernels.py")
-    assert results["streamed"] == "ok: streamed: done, 5 s, building: 0"
-
-
 def test_limits_of_the_steps_fit_into_the_first_run():
     """Each section has the time that it declares."""
     texts = [(ROOT / f"bench/gpu/{name}.sh").read_text() for name in ("steps", "first")]
@@ -115,26 +98,26 @@ def test_steps_without_a_gpu_report_it(tmp_path, script):
 
 
 def test_second_run_executes_the_named_steps(tmp_path):
-    """A section that prints nothing has failed; ranks need two cards."""
-    code, results, _ = run(tmp_path, "second", "", "products", "peers", "ranks")
-    assert code == 1 and list(results) == [
-        "environment", "build", "expansion", "products", "peers", "ranks"
-    ]  # fmt: skip
+    """After a failed build they build nothing. A section that prints nothing has failed."""
+    steps = ["products", "peers", "ranks"]
+    code, results, _ = run(tmp_path, "second", "", *steps, build=1)
+    assert code == 1 and list(results) == ["environment", "build", "expansion", *steps]
+    assert results["build"].startswith("failed with 1: scripts/build_kernels.py")
     assert results["products"].startswith("failed with 3")
-    assert results["peers"].startswith("ok: peers: done, 5 s")
+    assert results["peers"] == "ok: peers: done, 5 s, building: 0"
     assert results["ranks"] == "left out: there is one GPU"
 
 
 def write_wheel(folder: Path, name: str) -> None:
     """Write a wheel of version 5.99.0 with a module `NAME_carried`."""
     with zipfile.ZipFile(folder / f"{name}-5.99.0-py3-none-any.whl", "w") as wheel:
-        about = f"{name}-5.99.0.dist-info"
         wheel.writestr(f"{name}_carried.py", "")
-        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 5.99.0\n"
-        wheel.writestr(f"{about}/METADATA", metadata)
-        tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        wheel.writestr(f"{about}/WHEEL", tags)
-        wheel.writestr(f"{about}/RECORD", "")
+        for file, text in (
+            ("METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 5.99.0\n"),
+            ("WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
+            ("RECORD", ""),
+        ):
+            wheel.writestr(f"{name}-5.99.0.dist-info/{file}", text)
 
 
 def test_bundled_wheels_replace_old_packages(tmp_path, monkeypatch, capsys):

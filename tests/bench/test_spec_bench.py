@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,31 +28,24 @@ def chat_model(tmp_path: Path) -> str:
 def questions(tmp_path: Path) -> Path:
     """Seven questions of MT-Bench by two names, and one translation."""
     kinds = ["writing", "coding"] * 3 + ["writing", "translation"]
+    lines = [{"category": kind, "turns": [f"{kind} {i}", "later"]} for i, kind in enumerate(kinds)]
     path = tmp_path / "questions.jsonl"
-    lines = [
-        json.dumps({"category": kind, "turns": [f"{kind} {i}", "later"]})
-        for i, kind in enumerate(kinds)
-    ]
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
 
-def test_questions_are_spaced_evenly_after_the_skipped(questions):
+def test_questions_are_spaced_evenly_and_figures_are_ratios_of_sums(questions):
     chosen = spec_bench.questions_of(questions, per_category=3, skip=1)
     assert chosen == {"mt_bench": ["coding 1", "coding 3", "coding 5"], "translation": []}
-
-
-def test_figures_are_ratios_of_sums():
     sums = Sums()
     for tokens, passes, seconds, plain_s in ((10, 5, 1.0, 4.0), (20, 5, 2.0, 2.0)):
         part = Sums()
         part.tokens, part.passes, part.seconds, part.plain_s = tokens, passes, seconds, plain_s
         part.ratios = (plain_s / seconds,)
         sums.add(part)
-    assert sums.figures() == {
-        "tokens_per_pass": 3.0, "tokens_per_second": 10.0, "times_plain": 2.0,
-        "least_times_plain": 1.0,
-    }  # fmt: skip
+    figures = (3.0, 10.0, 2.0, 1.0)
+    names = "tokens_per_pass", "tokens_per_second", "times_plain", "least_times_plain"
+    assert sums.figures() == dict(zip(names, figures, strict=True))
 
 
 def test_spec_bench_prints_each_category_and_their_sum(questions, chat_model, monkeypatch, capsys):
@@ -69,24 +63,23 @@ def test_spec_bench_prints_each_category_and_their_sum(questions, chat_model, mo
 def test_estimates_are_divided_by_the_measurement(chat_model, monkeypatch, capsys):
     """A forecast of 2 s and one of 3 s a token."""
     config = EngineConfig(chat_model, drafter="none", max_model_len=128)
-    asked = []
-
-    def forecast(settings: object, config: EngineConfig) -> SimpleNamespace:
-        asked.append(settings)
-        return SimpleNamespace(run=SimpleNamespace(seconds_per_token=2.0))
-
-    survey = SimpleNamespace(run=SimpleNamespace(seconds_per_token=3.0))
-    monkeypatch.setattr(estimates, "config_of", lambda *_: config)
-    monkeypatch.setattr(estimates, "of_run", forecast)
-    monkeypatch.setattr(estimates, "without_weights", lambda settings, *_: settings.disk)
-    monkeypatch.setattr(estimates, "request_of", lambda settings, *_: settings)
-    monkeypatch.setattr(estimates, "predict", lambda request, machine: survey)
-    monkeypatch.setattr(estimates, "measure_disk_gbps", lambda _: 1.5)
+    plan, survey = (
+        SimpleNamespace(run=SimpleNamespace(seconds_per_token=seconds)) for seconds in (2.0, 3.0)
+    )
+    forecast = Mock(return_value=plan)
+    for name, stand_in in (
+        ("config_of", lambda *_: config), ("of_run", forecast),
+        ("measure_disk_gbps", lambda _: 1.5),
+        ("without_weights", lambda settings, *_: settings.disk), ("predict", lambda *_: survey),
+        ("request_of", lambda settings, *_: settings),
+    ):  # fmt: skip
+        monkeypatch.setattr(estimates, name, stand_in)
     flags = ["--models", "file", "--drafting", "none", "--tokens", "8"]
     monkeypatch.setattr("sys.argv", ["estimates", *flags])
     estimates.main()
     entry = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["file, none"]
-    assert entry["plan"] == pytest.approx(2 * entry["tokens_per_second"])
-    assert entry["doctor"] == pytest.approx(3 * entry["tokens_per_second"])
+    rate = entry["tokens_per_second"]
+    assert (entry["plan"], entry["doctor"]) == pytest.approx((2 * rate, 3 * rate))
     assert entry["plain"] is None and entry["token"] > 0
-    assert asked[0].max_new_tokens == 8 and asked[0].disk is None
+    asked = forecast.call_args_list[0].args[0]
+    assert asked.max_new_tokens == 8 and asked.disk is None

@@ -10,11 +10,13 @@ import sys
 import termios
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoints import speaking_checkpoint
+from support.command_line import Line, one_sentence
 from support.programs import started, wait_until
 from transformers import AutoTokenizer
 
@@ -31,6 +33,7 @@ TEMPLATE = (
 )
 PATIENCE_S = 60.0
 PROMPT = ">"
+SHORT = ["--device", "cpu", "--max-model-len", "200", "--drafter", "none"]
 # rich erases the last line when it shows more of an answer.
 ANSWERING = "\x1b[2K"
 
@@ -51,7 +54,6 @@ def llm(model: Path) -> Any:
 
 
 def conversation(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """Alternate turns of user and model."""
     turns = [
         {"role": ("user", "assistant")[i % 2], "content": content}
         for i, content in enumerate(contents)
@@ -62,48 +64,52 @@ def conversation(*contents: str, system: str | None = None) -> list[dict[str, st
 def test_chat_prompt_equals_transformers_template(llm, model):
     """With and without template settings."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    params = SamplingParams(max_new_tokens=6)
+    rendered = partial(tokenizer.apply_chat_template, return_dict=False)
     several = [conversation("the fox"), conversation("the", " dog", "over", system="lazy")]
-    outputs = llm.chat(
-        several, [params, SamplingParams(max_new_tokens=9)], chat_template_kwargs={"mood": "!"}
-    )
+    params = [SamplingParams(max_new_tokens=n) for n in (6, 9)]
+    outputs = llm.chat(several, params, chat_template_kwargs={"mood": "!"})
     for turns, output, n in zip(several, outputs, (6, 9), strict=True):
-        rendered = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, mood="!", return_dict=False
-        )
-        assert (output.prompt_token_ids, len(output.token_ids)) == (rendered, n)
-    plain = llm.chat(several[1], params, add_generation_prompt=False)[0]
-    assert plain.prompt_token_ids == tokenizer.apply_chat_template(several[1], return_dict=False)
-    other = llm.chat(several[0], params, chat_template="{{ messages[0].content }}")[0]
+        assert output.prompt_token_ids == rendered(turns, add_generation_prompt=True, mood="!")
+        assert len(output.token_ids) == n
+    plain = llm.chat(several[1], params[0], add_generation_prompt=False)[0]
+    assert plain.prompt_token_ids == rendered(several[1])
+    other = llm.chat(several[0], params[0], chat_template="{{ messages[0].content }}")[0]
     assert other.prompt_token_ids == tokenizer.encode("the fox")
     assert llm.chat([]) == []
 
 
-def test_chat_without_template_is_one_sentence(tmp_path, capfd):
-    path = str(speaking_checkpoint(tmp_path))
+def test_chat_template_is_required_or_read_from_a_file(tmp_path, capfd):
+    model = str(speaking_checkpoint(tmp_path / "model"))
+    flags = ["--model", model, "--device", "cpu", "--max-model-len", "64"]
     with (
-        LLM(path, device="cpu", max_model_len=64) as llm,
+        LLM(model, device="cpu", max_model_len=64) as llm,
         pytest.raises(PromptError, match="no chat template"),
     ):
         llm.chat(conversation("hello"))
-    assert chat.main(["--model", path, "--device", "cpu", "--max-model-len", "64"]) == 2
+    assert chat.main(flags) == 2
     out, err = capfd.readouterr()
-    assert out == "" and err.count("\n") == 1 and "no chat template" in err
+    assert out == ""
+    one_sentence(err, "no chat template")
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    flags += ["--quiet", "--max-tokens", "4", "--prompt", "the fox"]
+    outputs = []
+    for more in ([], ["--chat", "--chat-template", str(path)]):
+        assert run.main([*flags, *more]) == 0
+        outputs.append(capfd.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert run.main([*flags, "--chat", "--chat-template", str(tmp_path / "none")]) == 2
+    assert "--chat-template" in capfd.readouterr().err
 
 
 @pytest.fixture
-def talk(model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+def talk(model: Path, monkeypatch: pytest.MonkeyPatch, line: Line) -> Any:
     """Exit code, stdout and stderr of a conversation of these lines."""
 
     def call(lines: list[str], *flags: str) -> tuple[int, str, str]:
         text = "".join(line + "\n" for line in lines).encode()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-        capfd.readouterr()
-        given = [
-            *f"--model {model} --device cpu --max-model-len 200 --drafter none".split(),
-            *flags,
-        ]
-        return chat.main(given), *capfd.readouterr()
+        return line("--model", str(model), *SHORT, *flags, main=chat.main)
 
     return call
 
@@ -116,56 +122,35 @@ def test_chat_turns_reuse_the_prefix_cache(talk, llm, monkeypatch):
         n_rows.append(sum(step.n_rows for step in steps))
         return forward(runner, steps)
 
-    params = SamplingParams(max_new_tokens=7)
-    first = llm.chat(conversation("the fox", system="lazy"), params)[0]
-    second = llm.chat(conversation("the fox", first.text, "jumps", system="lazy"), params)[0]
-    again = llm.chat(conversation("dog", system="lazy"), params)[0]
+    def answered(*contents: str) -> Any:
+        turns = conversation(*contents, system="lazy")
+        return llm.chat(turns, SamplingParams(max_new_tokens=7))[0]
+
+    first = answered("the fox")
+    outputs = [first, answered("the fox", first.text, "jumps"), answered("dog")]
     monkeypatch.setattr(Runner, "forward", counted)
     lines = ["the fox", "", "jumps", "/help", "/what", "/reset", "dog", "/exit", "never"]
     code, out, err = talk(lines, "--system", "lazy", "--max-new-tokens", "7")
-    assert (code, out) == (0, "".join(answer.text + "\n" for answer in (first, second, again)))
+    assert (code, out) == (0, "".join(answer.text + "\n" for answer in outputs))
     assert "Ctrl-C" in err and "/what is not a command" in err
     # An answer's text may have other tokens than those that were produced: it is kept as far as
     # they are the same.
-    computed = first.prompt_token_ids, second.prompt_token_ids, again.prompt_token_ids
-    had = (
-        [],
-        first.prompt_token_ids + first.token_ids[:-1],
-        second.prompt_token_ids + second.token_ids[:-1],
-    )
-    assert [n for n in n_rows if n > 1] == [
-        len(new) - n_shared(old, new) for old, new in zip(had, computed, strict=True)
-    ]
+    had = [[], *(answer.prompt_token_ids + answer.token_ids[:-1] for answer in outputs[:2])]
+    new = [answer.prompt_token_ids for answer in outputs]
+    expected = [len(ids) - n_shared(old, ids) for old, ids in zip(had, new, strict=True)]
+    assert [n for n in n_rows if n > 1] == expected
 
 
-def test_chat_template_is_read_from_a_file(tmp_path, capfd):
-    path = tmp_path / "chat.jinja"
-    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    given = ["--model", str(speaking_checkpoint(tmp_path / "model")), "--device", "cpu", "--quiet"]
-    given += ["--max-model-len", "64", "--max-tokens", "4", "--prompt", "the fox"]
-    assert run.main([*given, "--chat", "--chat-template", str(path)]) == 0
-    with_template = capfd.readouterr().out
-    assert run.main(given) == 0
-    assert capfd.readouterr().out == with_template
-    assert run.main([*given, "--chat", "--chat-template", str(tmp_path / "none")]) == 2
-    assert "--chat-template" in capfd.readouterr().err
-
-
-def test_chat_flags_reach_the_template(talk, llm, model, capfd):
+def test_chat_flags_reach_the_template(talk, llm, model, line):
     options = {"enable_thinking": False, "mood": "?"}
-    expected = llm.chat(
-        conversation("fox"), SamplingParams(max_new_tokens=5), chat_template_kwargs=options
-    )[0].text
-    flags = [
-        "--no-enable-thinking", "--chat-template-kwargs", '{"mood": "?"}', "--max-new-tokens", "5",
-    ]  # fmt: skip
-    assert talk(["fox"], *flags, "--quiet") == (0, expected + "\n", "")
-    given = [
-        *f"--model {model} --device cpu --max-model-len 200 --drafter none --quiet".split(),
-    ]
-    assert run.main([*given, "--chat", "--prompt", "fox", *flags]) == 0
-    assert capfd.readouterr().out == expected + "\n"
-    assert run.main([*given, "--prompt", "fox", *flags]) == 2
+    params = SamplingParams(max_new_tokens=5)
+    (expected,) = llm.chat(conversation("fox"), params, chat_template_kwargs=options)
+    flags = ["--no-enable-thinking", "--chat-template-kwargs", '{"mood": "?"}', "--quiet"]
+    flags += ["--max-new-tokens", "5"]
+    assert talk(["fox"], *flags) == (0, expected.text + "\n", "")
+    given = ["--model", str(model), *SHORT, "--prompt", "fox", *flags]
+    assert line(*given, "--chat")[:2] == (0, expected.text + "\n")
+    assert line(*given)[0] == 2
     for wrong in ("{", "[1]"):
         assert talk(["fox"], "--chat-template-kwargs", wrong)[0] == 2
 
@@ -240,26 +225,21 @@ def test_terminal_edits_messages_and_stops_answers(model, tmp_path):
     environment = {"terminal": os.ttyname(theirs), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
     line = ["--model", str(model), *flags]
     with started("offload_rt.chat", line, tmp_path, **environment) as (program,):
-        terminal.until("Ctrl-D ends")
-        terminal.until(PROMPT)
-        terminal.type("the fix\x7f\x7fox\x1b\rover\r")  # two characters deleted, a second line
-        terminal.until("over")
-        terminal.until(ANSWERING)
-        terminal.type("\x03")
-        shown = terminal.until("tokens per pass")
-        assert "tokens/s, 1.00" in shown and "Traceback" not in shown
-        terminal.until(PROMPT)
-        terminal.type("/sta\t")
-        terminal.until("ts")  # rendered with or without the typed part
-        terminal.type("\n")  # as Enter arrives that is pressed during an answer
-        terminal.until("the conversation has")
-        terminal.until(PROMPT)
-        terminal.type("lost\x03")
-        terminal.until("Ctrl-D ends")
-        terminal.until(PROMPT)
-        terminal.type("/stats\n")
-        terminal.until("the conversation has")
-        terminal.until(PROMPT)
+        for typed, *awaited in (
+            ("", "Ctrl-D ends", PROMPT),
+            ("the fix\x7f\x7fox\x1b\rover\r", "over", ANSWERING),  # a correction, a second line
+            ("\x03", "tokens per pass", PROMPT),
+            ("/sta\t", "ts"),  # rendered with or without the typed part
+            ("\n", "the conversation has", PROMPT),  # as Enter that is pressed during an answer
+            ("lost\x03", "Ctrl-D ends", PROMPT),
+            ("/stats\n", "the conversation has", PROMPT),
+        ):
+            terminal.type(typed)
+            shown = terminal.until(awaited[0])
+            if typed == "\x03":
+                assert "tokens/s, 1.00" in shown and "Traceback" not in shown
+            for text in awaited[1:]:
+                terminal.until(text)
         terminal.type("\x04")
         wait_until(lambda: terminal.read() or not program.process.is_alive())
         assert program.code() == 0

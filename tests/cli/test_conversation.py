@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -46,99 +47,79 @@ def test_saved_conversation_is_loaded_again(conversation, tmp_path, monkeypatch)
     assert other.system is None
 
 
-@pytest.mark.parametrize("content", [
-    "[]",
-    "{",
-    '{"version": 1}',
-    '{"version": 3, "messages": [], "system": null}',
-    '{"version": 1, "messages": [], "system": 5}',
-    '{"version": 1, "messages": [{"role": "user", "content": "a"}], "system": null}',
-    "[" * 100_000,
-    '{"version": 2, "messages": [{"role": "user", "content": [{"image_url": {"url": "http:"}},'
-    ' {"text": "a"}]}, {"role": "assistant", "content": "b"}], "system": null}',
-], ids=range(8))  # fmt: skip
-def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path, content):
-    (tmp_path / "x").write_text(content)
+def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path):
     before = list(conversation.messages)
-    with pytest.raises(OffloadError, match="not a saved conversation"):
-        conversation.run(f"/load {tmp_path / 'x'}")
-    assert conversation.messages == before
+    part = '{"role": "user", "content": [{"image_url": {"url": "http:"}}, {"text": "a"}]}'
+    for content in (
+        "[]", "{", '{"version": 1}', '{"version": 3, "messages": [], "system": null}',
+        '{"version": 1, "messages": [], "system": 5}', "[" * 100_000,
+        '{"version": 1, "messages": [{"role": "user", "content": "a"}], "system": null}',
+        f'{{"version": 2, "messages": [{part}, {{"role": "assistant", "content": "b"}}],'
+        ' "system": null}',
+    ):  # fmt: skip
+        (tmp_path / "x").write_text(content)
+        with pytest.raises(OffloadError, match="not a saved conversation"):
+            conversation.run(f"/load {tmp_path / 'x'}")
+        assert conversation.messages == before
 
 
-def test_attached_file_precedes_the_next_message_only(conversation, tmp_path):
-    (tmp_path / "code.md").write_text("```\nx\n```")
-    conversation.run(f"/file {tmp_path / 'code.md'}")
-    assert conversation.run("/undo") == "removed the attached files"
-    assert conversation.ask("Explain")[-1]["content"] == "Explain"
-    conversation.run(f"/file {tmp_path / 'code.md'}")
-    asked = conversation.ask("Explain")
-    assert asked[-1]["content"] == "code.md:\n````\n```\nx\n```\n````\n\nExplain"
-    conversation.add_answer(asked, "3")
-    assert conversation.ask("And?")[-1]["content"] == "And?"
-
-
-def test_images_precede_the_next_message_and_are_saved(conversation, tmp_path):
+def test_files_and_images_precede_the_next_message_only_and_are_saved(conversation, tmp_path):
     buffer = io.BytesIO()
     Image.new("RGB", (4, 3), "teal").save(buffer, "WEBP")
     (tmp_path / "a.webp").write_bytes(buffer.getvalue())
-    url = f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     (tmp_path / "bad.png").write_bytes(buffer.getvalue()[:-9])
+    (tmp_path / "code.md").write_text("```\nx\n```")
     with pytest.raises(OffloadError, match="needs a model with a vision tower"):
         conversation.run(f"/image {tmp_path / 'a.webp'}")
     conversation.has_vision = True
     with pytest.raises(OffloadError, match=r"bad.png: no readable image"):
         conversation.run(f"/image {tmp_path / 'bad.png'}")
-    assert conversation.run(f"/image {tmp_path / 'a.webp'}") == "a.webp is part of the next message"
-    assert conversation.run("/undo") == "removed the attached files"
-    assert conversation.ask("Explain")[-1]["content"] == "Explain"
-    conversation.run(f"/image {tmp_path / 'a.webp'}")
-    asked = conversation.ask("Explain")
+    url = f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     image = {"type": "image_url", "image_url": {"url": url}}
-    assert asked[-1]["content"] == [image, {"type": "text", "text": "Explain"}]
-    conversation.add_answer(asked, "3")
-    assert conversation.ask("And?")[-1]["content"] == "And?"
+    for command, name, content in (
+        ("/file", "code.md", "code.md:\n````\n```\nx\n```\n````\n\nExplain"),
+        ("/image", "a.webp", [image, {"type": "text", "text": "Explain"}]),
+    ):
+        attach = f"{command} {tmp_path / name}"
+        assert f"{name} is part of the next message" in conversation.run(attach)
+        assert conversation.run("/undo") == "removed the attached files"
+        assert conversation.ask("Explain")[-1]["content"] == "Explain"
+        conversation.run(attach)
+        asked = conversation.ask("Explain")
+        assert asked[-1]["content"] == content
+        conversation.add_answer(asked, "3")
+        assert conversation.ask("And?")[-1]["content"] == "And?"
     conversation.run(f"/save {tmp_path / 'chat.json'}")
     other = Conversation(SamplingParams())
     other.run(f"/load {tmp_path / 'chat.json'}")
     assert other.messages == conversation.messages
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ("/image", "needs a path"),
-    ("/file", "needs a path"),
-    ("/file /nowhere", "cannot be read"),
-    ("/file .", "cannot be read"),
-    ("/save /nowhere/x", "cannot be written"),
-    ("/reset now", "/reset has no argument"),
-    ("/undo 2", "/undo has no argument"),
-    ("/set colour 1", "not a parameter of a conversation: needs one of max_tokens, temp"),
-    ("/set n 2", "not a parameter"),
-    ("/set temperature warm", "needs a number"),
-    ("/set top_p 2", "above 0 and at most 1"),
-    ("/nothing", "not a command"),
-])  # fmt: skip
-def test_wrong_command_is_reported_in_one_sentence(conversation, line, message):
-    with pytest.raises(OffloadError, match=message) as raised:
-        conversation.run(line)
-    assert "\n" not in str(raised.value)
+def test_wrong_command_is_reported_in_one_sentence(conversation):
+    for line, message in (
+        ("/image", "needs a path"), ("/file", "needs a path"), ("/file /nowhere", "cannot be read"),
+        ("/file .", "cannot be read"), ("/save /nowhere/x", "cannot be written"),
+        ("/reset now", "/reset has no argument"), ("/undo 2", "/undo has no argument"),
+        ("/set colour 1", "not a parameter of a conversation: needs one of max_tokens, temp"),
+        ("/set n 2", "not a parameter"), ("/set temperature warm", "needs a number"),
+        ("/set top_p 2", "above 0 and at most 1"), ("/nothing", "not a command"),
+    ):  # fmt: skip
+        with pytest.raises(OffloadError, match=message) as raised:
+            conversation.run(line)
+        assert "\n" not in str(raised.value)
 
 
 def test_parameters_are_set_and_shown(conversation):
     assert conversation.run("/set") == "defaults"
-    conversation.run("/set temperature 0.7")
-    conversation.run("/set --top-k 5")
-    conversation.run("/set stop END")
-    conversation.run("/set ignore_eos true")
-    assert conversation.params == SamplingParams(
-        temperature=0.7, top_k=5, stop=("END",), ignore_eos=True
-    )
+    for line in ("temperature 0.7", "--top-k 5", "stop END", "ignore_eos true"):
+        conversation.run(f"/set {line}")
+    expected = SamplingParams(temperature=0.7, top_k=5, stop=("END",), ignore_eos=True)
+    assert conversation.params == expected
     assert "temperature 0.7" in conversation.run("/set")
     assert conversation.run("/set temperature") == "temperature 0.7"
-    for name in ("max_new_tokens 7", "max-tokens 8", "max_new_tokens 9"):
-        conversation.run(f"/set {name}")
-    assert conversation.params.max_tokens == 9
-    conversation.run("/set temperature none")
-    assert conversation.params.temperature is None
+    for line in ("max_new_tokens 7", "max-tokens 8", "max_new_tokens 9", "temperature none"):
+        conversation.run(f"/set {line}")
+    assert conversation.params == replace(expected, max_tokens=9, temperature=None)
 
 
 def screen(output: str) -> list[str]:
@@ -176,10 +157,10 @@ def test_reasoning_and_answer_stay_on_a_narrow_screen(capsys):
     assert [line for line in shown if line] == ["I think", "hard", "The answer"]
 
 
-@pytest.mark.parametrize(("text", "done"), [
-    ("one\ntwo\n", ""), ("one\n\ntwo\n", "one\n\n"), ("```py\na\n\nb\n", ""),
-    ("```py\na\n\nb\n```\nrest", "```py\na\n\nb\n```\n"),
-    ("````\n```\n\n````\n", "````\n```\n\n````\n"), ("one\n\n```\nx\n\n", "one\n\n"),
-])  # fmt: skip
-def test_blocks_end_at_blank_lines_and_fences(text, done):
-    assert split_blocks(text) == (done, text[len(done) :])
+def test_blocks_end_at_blank_lines_and_fences():
+    for text, done in (
+        ("one\ntwo\n", ""), ("one\n\ntwo\n", "one\n\n"), ("```py\na\n\nb\n", ""),
+        ("```py\na\n\nb\n```\nrest", "```py\na\n\nb\n```\n"),
+        ("````\n```\n\n````\n", "````\n```\n\n````\n"), ("one\n\n```\nx\n\n", "one\n\n"),
+    ):  # fmt: skip
+        assert split_blocks(text) == (done, text[len(done) :])

@@ -37,19 +37,13 @@ def test_known_models_have_a_speed_and_the_faster_draft(capsys, monkeypatch):
     monkeypatch.setattr(survey, "PAIRS", {"llama2-70b": "llama2-7b", "qwen3-0.6b": None})
     fast = Machine.with_card(find_card("rtx4090"), 160 << 30, 7.0)
     tiny = replace(fast, budget=replace(fast.budget, device=1 << 30))
-    for described, expected in (
-        (fast, ["slow", "interactive"]),
-        (tiny, ["does not fit", "interactive"]),
-    ):
-        monkeypatch.setattr(
-            "offload_rt.planning.local.this_machine", lambda *_, machine=described: machine
-        )
+    for described, verdict in ((tiny, "does not fit"), (fast, "slow")):
+        monkeypatch.setattr("offload_rt.planning.local.this_machine", lambda *_, at=described: at)
         assert doctor.main(["--json"]) == 0
-        models = json.loads(capsys.readouterr().out)["models"]
-        assert [model["verdict"] for model in models] == expected
-        if described is fast:
-            assert models[0]["draft"] == "llama2-7b" and models[0]["rate"] > 5 * models[0]["plain"]
-            assert models[1]["draft"] is None and models[1]["rate"] == models[1]["plain"]
+        large, small = json.loads(capsys.readouterr().out)["models"]
+        assert (large["verdict"], small["verdict"]) == (verdict, "interactive")
+    assert large["draft"] == "llama2-7b" and large["rate"] > 5 * large["plain"]
+    assert small["draft"] is None and small["rate"] == small["plain"]
 
 
 def test_complete_machine_needs_no_fix(capsys, monkeypatch):
@@ -74,20 +68,7 @@ def test_paths_are_those_that_remain_after_removal(tmp_path, capsys, monkeypatch
     assert "shared" in models
 
 
-@pytest.mark.parametrize(("has_amx", "gain", "advice"), [
-    (True, 1.44, "; --torch-products uses AMX: 1.44 times as fast, equal up to rounding"),
-    (True, 0.9, "; AMX is no gain (0.90 times as fast)"),
-    (False, 1.44, ""),
-])  # fmt: skip
-def test_amx_is_recommended_where_it_is_a_gain(has_amx, gain, advice, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    monkeypatch.setattr(doctor, "torch_gain", lambda: gain)
-    kernels = run(capsys)["CPU kernels"]
-    assert kernels["value"].partition("; ")[0] + advice == kernels["value"]
-    assert kernels["fix"] == ""
-
-
-def test_torch_gain_divides_the_times_of_equal_products(monkeypatch):
+def test_amx_is_recommended_where_it_is_a_gain(capsys, monkeypatch):
     seconds = {False: 0.3, True: 0.2}
     clock = [0.0]
 
@@ -95,9 +76,19 @@ def test_torch_gain_divides_the_times_of_equal_products(monkeypatch):
         assert x.dtype == weight.dtype == torch.bfloat16
         clock[0] += seconds[allows_torch]
 
-    monkeypatch.setattr("offload_rt.ops.linear.linear", product)
-    monkeypatch.setattr(doctor.time, "perf_counter", lambda: clock[0])
-    assert doctor.torch_gain() == pytest.approx(1.5)
+    with monkeypatch.context() as patch:
+        patch.setattr("offload_rt.ops.linear.linear", product)
+        patch.setattr(doctor.time, "perf_counter", lambda: clock[0])
+        assert doctor.torch_gain() == pytest.approx(1.5)
+    for has_amx, gain, advice in (
+        (True, 1.44, "; --torch-products uses AMX: 1.44 times as fast, equal up to rounding"),
+        (True, 0.9, "; AMX is no gain (0.90 times as fast)"), (False, 1.44, ""),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        monkeypatch.setattr(doctor, "torch_gain", lambda gain=gain: gain)
+        kernels = run(capsys)["CPU kernels"]
+        assert kernels["value"].partition("; ")[0] + advice == kernels["value"]
+        assert kernels["fix"] == ""
 
 
 def test_missing_compiler_and_slow_disk_have_a_fix(capsys, monkeypatch):
@@ -111,27 +102,22 @@ def test_missing_compiler_and_slow_disk_have_a_fix(capsys, monkeypatch):
     assert "close other programs" in checks["memory"]["fix"]
 
 
-@pytest.mark.parametrize(
-    ("cuda", "fix"), [(None, "--index-url"), ("13.0", "install a driver for CUDA 13.0")]
-)
-def test_gpu_without_working_torch_has_a_fix(cuda, fix, capsys, monkeypatch):
+def test_gpu_without_working_torch_has_a_fix(capsys, monkeypatch):
     monkeypatch.setattr(machine, "cards", lambda: ["NVIDIA GeForce RTX 4090"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    checks = run(capsys)
-    assert checks["GPU"]["value"] == "NVIDIA GeForce RTX 4090"
-    assert fix in checks["CUDA"]["fix"]
+    for cuda, fix in ((None, "--index-url"), ("13.0", "install a driver for CUDA 13.0")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        checks = run(capsys)
+        assert checks["GPU"]["value"] == "NVIDIA GeForce RTX 4090"
+        assert fix in checks["CUDA"]["fix"]
 
 
-def test_unwritable_cache_folder_has_a_fix(tmp_path, capsys, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert "XDG_CACHE_HOME" in run(capsys)["disk"]["fix"]
-
-
-def test_disk_rate_is_none_without_a_writable_folder(tmp_path):
+def test_disk_rate_is_none_without_a_writable_folder(tmp_path, capsys, monkeypatch):
     assert measure_disk_gbps(tmp_path / "missing") is None
     assert list(tmp_path.iterdir()) == []
     rate = measure_disk_gbps(tmp_path)
     assert rate is None or rate > 0
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "XDG_CACHE_HOME" in run(capsys)["disk"]["fix"]

@@ -1,6 +1,5 @@
 """Start and end of programs: signals, exit codes and messages."""
 
-import io
 import os
 import signal
 import subprocess
@@ -8,8 +7,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from unittest.mock import Mock
 
 import pytest
+from support.processes import handled
 
 from offload_rt.cli import main, process
 from offload_rt.cli.process import INTERRUPTED, exit_code, run_program
@@ -19,14 +21,12 @@ from offload_rt.errors import CacheError, LinkError, PromptError
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     """Restore signal handlers; background shells start programs with ignored signals."""
-    before = {number: signal.getsignal(number) for number in process._SIGNALS}
-    for number in before:
-        signal.signal(
-            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        )
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with ExitStack() as stack:
+        for number in process._SIGNALS:
+            is_interrupt = number == signal.SIGINT
+            default = signal.default_int_handler if is_interrupt else signal.SIG_DFL
+            stack.enter_context(handled(number, default))
+        yield
 
 
 def _raises(error: BaseException) -> Callable[[], None]:
@@ -48,24 +48,14 @@ def test_early_end_is_one_sentence_after_the_output(error, code, said, capfd):
     out, err = capfd.readouterr()
     assert out == f"text and the rest, {code}\n"
     assert err.startswith(said) and err.count("\n") == 1
-
-
-def test_internal_error_is_raised():
+    assert exit_code(_raises(BrokenPipeError()), lambda code: print("the rest")) == 0
+    assert capfd.readouterr() == ("text", "")  # the reader of the output has gone
     with pytest.raises(AttributeError):
         exit_code(_raises(AttributeError("half made")))
 
 
-def test_closed_pipe_is_no_error(capfd):
-    assert exit_code(_raises(BrokenPipeError()), lambda code: print("the rest")) == 0
-    assert capfd.readouterr() == ("text", "")
-
-
 def test_program_ends_with_a_closed_stderr(monkeypatch):
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    monkeypatch.setattr(sys, "stderr", Gone())
+    monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=BrokenPipeError)))
     assert exit_code(_raises(LinkError("the disk has gone"))) == 3
 
 
@@ -83,19 +73,10 @@ def test_second_signal_ends_the_process(number, monkeypatch, capfd):
         now[0] += 2
         signal.raise_signal(number)
 
-    assert (
-        run_program(lambda: exit_code(lambda: signal.raise_signal(number), tell_rest))
-        == INTERRUPTED
-    )
-    assert ended == [INTERRUPTED]
+    work = lambda: exit_code(lambda: signal.raise_signal(number), tell_rest)  # noqa: E731
+    assert [run_program(work)] == ended == [INTERRUPTED]
     assert capfd.readouterr() == ("", "interrupted\n")
     assert signal.getsignal(number) == signal.SIG_DFL
-
-
-def test_interrupt_before_a_command_is_one_line(capfd):
-    """While the command is imported."""
-    assert run_program(lambda: signal.raise_signal(signal.SIGINT)) == INTERRUPTED
-    assert capfd.readouterr() == ("", "interrupted\n")
 
 
 def test_handled_interrupt_does_not_end_the_process():
@@ -122,7 +103,8 @@ def test_warning_of_a_program_is_one_line(monkeypatch):
     assert shown == "warning: a full disk; make room\n"
 
 
-def test_ignored_signal_stays_ignored():
-    """As SIGHUP is under nohup."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def test_signal_before_a_command_is_one_line_and_ignored_signals_stay_ignored(capfd):
+    assert run_program(lambda: signal.raise_signal(signal.SIGINT)) == INTERRUPTED
+    assert capfd.readouterr() == ("", "interrupted\n")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     assert run_program(lambda: exit_code(lambda: signal.raise_signal(signal.SIGHUP))) == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import speaking_checkpoint
+from support.command_line import one_sentence
 
 from offload_rt.cli import report, run
 from offload_rt.errors import TraceError
@@ -42,8 +43,9 @@ def written(path: Path, spans: tuple = STEP) -> Path:
     return path
 
 
-def test_shares_of_a_handmade_timeline(tmp_path):
-    times = report.shares(report.read(written(tmp_path / "t.json")))
+def test_shares_of_a_handmade_timeline(tmp_path, capsys):
+    path = tmp_path / "t.json"
+    times = report.shares(report.read(written(path)))
     assert times.n_steps == 1
     assert times.seconds == pytest.approx(9.5)
     shares = (times.link, times.compute, times.draft, times.verify, times.wait, times.rest)
@@ -51,17 +53,16 @@ def test_shares_of_a_handmade_timeline(tmp_path):
     still = {lane: share * 9.5 for lane, share in times.idle[SLOTS_FULL].items()}
     assert still == pytest.approx({DRAFT: 1.0, COMPUTE: 1.0, VERIFY: 0.5})
     assert list(times.idle) == [SLOTS_FULL]
-
-
-def test_idle_link_without_reason_is_reported(tmp_path):
-    spans = tuple(span for span in STEP if span[0] != waits(LINK))
-    times = report.shares(report.read(written(tmp_path / "t.json", spans)))
+    assert report.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "link was busy 73.7%" in out and "was idle 26.3%, slots full" in out
+    assert report.main([str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_steps"] == 1
+    unexplained = tuple(span for span in STEP if span[0] != waits(LINK))
+    times = report.shares(report.read(written(path, unexplained)))
     assert sum(times.idle["between two reads"].values()) * 9.5 == pytest.approx(2.5, abs=1e-5)
-
-
-def test_resident_layers_are_reported(tmp_path):
-    spans = tuple(span for span in STEP if not span[0].startswith(LINK))
-    times = report.shares(report.read(written(tmp_path / "t.json", spans)))
+    resident = tuple(span for span in STEP if not span[0].startswith(LINK))
+    times = report.shares(report.read(written(path, resident)))
     assert (times.link, times.idle) == (0, {})
     assert "all layers were resident" in report.text(times)
 
@@ -75,12 +76,10 @@ def test_disabled_trace_is_empty(tmp_path):
     assert report.read(tmp_path / "t.json") == []
 
 
-@pytest.mark.parametrize(
-    "spans", [(), STEP[:-1], STEP[5:7]], ids=["empty", "no verdict", "compute alone"]
-)
-def test_timeline_without_a_full_pass_is_refused(spans, tmp_path):
-    with pytest.raises(TraceError, match="no pass from draft to verdict"):
-        report.shares(report.read(written(tmp_path / "t.json", spans)))
+def test_timeline_without_a_full_pass_is_refused(tmp_path):
+    for spans in ((), STEP[:-1], STEP[5:7]):
+        with pytest.raises(TraceError, match="no pass from draft to verdict"):
+            report.shares(report.read(written(tmp_path / "t.json", spans)))
 
 
 def event(**changes: object) -> str:
@@ -95,49 +94,25 @@ def event(**changes: object) -> str:
     json.dumps({"traceEvents": 7, "otherData": {"format": FORMAT}}),
     event(ts="x"), event(ts=None), event(tid=5), "\xff",
 ])  # fmt: skip
-def test_invalid_timeline_is_exit_code_2(content, tmp_path, capsys):
-    path = tmp_path / "trace.json"
-    path.write_text(content, encoding="latin-1")
-    assert report.main([str(path)]) == 2
-    assert_one_sentence(capsys, str(path))
-
-
-def assert_one_sentence(capsys: pytest.CaptureFixture[str], *words: str) -> None:
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
-    assert all(word in err for word in words)
-
-
-@pytest.mark.parametrize("name", ["nothing.json", "."])
-def test_unreadable_timeline_is_exit_code_2(name, tmp_path, capsys):
-    assert report.main([str(tmp_path / name)]) == 2
-    assert_one_sentence(capsys, str(tmp_path / name))
-
-
-def test_the_report_prints_a_text_or_a_json_object(tmp_path, capsys):
-    path = written(tmp_path / "t.json")
-    assert report.main([str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "link was busy 73.7%" in out and "was idle 26.3%, slots full" in out
-    assert report.main([str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["n_steps"] == 1
+def test_invalid_timeline_is_exit_code_2(content, tmp_path, line):
+    (tmp_path / "trace.json").write_text(content, encoding="latin-1")
+    for name in ("trace.json", "nothing.json", "."):
+        code, out, err = line(str(tmp_path / name), main=report.main)
+        assert (code, out) == (2, "")
+        one_sentence(err, str(tmp_path / name))
 
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 def test_real_run_is_traced_and_reported(drafted, tmp_path, capsys):
-    model = speaking_checkpoint(tmp_path / "model")
-    flags = [
-        *f"--model {model} --device cpu --max-model-len 64 --prompt".split(),
-        "the quick brown",
-    ]
+    model, path = speaking_checkpoint(tmp_path / "model"), tmp_path / "trace.json"
+    flags = f"--model {model} --device cpu --max-model-len 64 --max-new-tokens 12 --trace {path}"
     if drafted:
-        speaking_checkpoint(tmp_path / "draft", num_hidden_layers=5)
-        flags += ["--draft-model", str(tmp_path / "draft"), "--tree-size", "8", "--tree-depth", "3"]
+        draft = speaking_checkpoint(tmp_path / "draft", num_hidden_layers=5)
+        flags += f" --draft-model {draft} --tree-size 8 --tree-depth 3"
     else:
-        flags += ["--drafter", "none", "--device-memory", "1000000"]
-    path = tmp_path / "trace.json"
+        flags += " --drafter none --device-memory 1000000"
     started = time.perf_counter()
-    assert run.main([*flags, "--max-new-tokens", "12", "--quiet", "--trace", str(path)]) == 0
+    assert run.main([*flags.split(), "--quiet", "--prompt", "the quick brown"]) == 0
     took = time.perf_counter() - started
     spans = report.read(path)
     assert spans[-1].end_s - spans[0].start_s < took
@@ -145,24 +120,17 @@ def test_real_run_is_traced_and_reported(drafted, tmp_path, capsys):
     assert report.main([str(path), "--json"]) == 0
     times = json.loads(capsys.readouterr().out)
     assert 0 < times["compute"] < 1 and 0 < times["verify"] < 1
-    assert (
-        0.9
-        < times["compute"] + times["draft"] + times["verify"] + times["wait"] + times["rest"]
-        < 1.001
-    )
+    parts = ("compute", "draft", "verify", "wait", "rest")
+    assert 0.9 < sum(times[part] for part in parts) < 1.001
     if drafted:
         assert any(span.lane == DRAFT and span.name == "level 1" for span in spans)
-    else:
-        assert times["n_steps"] == 12
-        lanes = {span.lane for span in spans}
-        links = {slot_lane(LINK, 0), slot_lane(LINK, 1), waits(LINK)}
-        assert {COMPUTE, DRAFT, VERIFY} | links <= lanes
-        assert [span.name for span in spans].count("head") == 12
-        assert (
-            0
-            < times["link"] + sum(sum(during.values()) for during in times["idle"].values())
-            < 1.02
-        )
-        for slot in (0, 1):  # what is in a slot never overlaps
-            mine = [span for span in spans if span.lane == slot_lane(LINK, slot)]
-            assert all(a.end_s <= b.start_s + 1e-6 for a, b in pairwise(mine))
+        return
+    assert times["n_steps"] == 12
+    links = {slot_lane(LINK, 0), slot_lane(LINK, 1), waits(LINK)}
+    assert {COMPUTE, DRAFT, VERIFY} | links <= {span.lane for span in spans}
+    assert [span.name for span in spans].count("head") == 12
+    idle = sum(sum(during.values()) for during in times["idle"].values())
+    assert 0 < times["link"] + idle < 1.02
+    for slot in (0, 1):  # what is in a slot never overlaps
+        mine = [span for span in spans if span.lane == slot_lane(LINK, slot)]
+        assert all(a.end_s <= b.start_s + 1e-6 for a, b in pairwise(mine))

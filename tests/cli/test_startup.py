@@ -27,8 +27,8 @@ for arguments in json.loads(sys.argv[1]):
 """
 SIZES = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
 }  # fmt: skip
 MORE: dict[str, list[dict[str, Any]]] = {
     "llama": [
@@ -58,28 +58,23 @@ def test_plan_imports_neither_torch_nor_transformers(tmp_path):
     """From a config.json, its directory, files with weights, and a shape."""
     commands = []
     for name, family in FAMILIES.items():
+        known = {"model_type": name, "architectures": [family.architecture], **SIZES}
         for n, more in enumerate([{}, *MORE.get(name, [])]):
             path = tmp_path / f"{name}-{n}" / "config.json"
             path.parent.mkdir()
-            path.write_text(
-                json.dumps(
-                    {"model_type": name, "architectures": [family.architecture], **SIZES, **more}
-                )
-            )
+            path.write_text(json.dumps(known | more))
             commands.append(plan(path.parent, "--json") if n else plan(path))
     config = llama_config(max_position_embeddings=512)
     weights = write_checkpoint(tmp_path / "weights", config, llama_tensors(config))
-    commands += [plan(weights), plan(weights, "--draft-model", str(weights))]
-    shapes = {
-        raw["model_type"]: name for name, raw in KNOWN.items() if raw["model_type"] in FAMILIES
-    }
-    commands += [plan(name) for name in shapes.values()]
+    shapes = {raw["model_type"]: name for name, raw in KNOWN.items()}
     commands += [
+        *(plan(name) for kind, name in shapes.items() if kind in FAMILIES),
+        plan(weights), plan(weights, "--draft-model", str(weights)),
         plan("llama2-70b", "--draft-model", "llama2-7b", "--sweep", "memory"),
         plan("llama2-70b", "--drafter", "self", "--gpu", "h100"),
         plan("llama2-7b", "--kv-memory", "1GiB", "--kv-dtype", "fp8", "--link-format", "lossless"),
         plan("llama3-8b", "--pipeline", "2"),
-    ]
+    ]  # fmt: skip
     for command, outcome in zip(commands, outcomes(commands), strict=True):
         assert outcome == [0, []], command
 

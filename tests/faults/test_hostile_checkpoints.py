@@ -6,6 +6,7 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,32 +41,23 @@ GROWTH = 600 << 20  # bytes that all cases together may take beyond what was tak
 
 FEW_TOKENS = ["--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-tokens", "3"]
 INDEX = "model.safetensors.index.json"
-FAMILIES = {
-    "llama": {},
-    "mistral": {
-        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8,
-    },
-    "qwen2": {
+FAMILIES = (
+    {}, {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},
+    {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True,
         "sliding_window": 8, "max_window_layers": 1, "head_dim": None,
     },
-    "qwen3": {
+    {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
         "layer_types": ["full_attention"] * 3,
     },
-}  # fmt: skip
+)  # fmt: skip
 ROPES = (
-    None,
-    {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "dynamic", "factor": 2.0},
-    {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
-        "beta_fast": 32, "beta_slow": 1,
-    },
-    {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+    None, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+     "beta_fast": 32, "beta_slow": 1},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 32},
 )  # fmt: skip
 
 
@@ -117,27 +109,23 @@ def test_hostile_headers(tmp_path):
     few_data = data[: max(entry["data_offsets"][1] for entry in few.values())]
     path = write_checkpoint(tmp_path, config, {}) / "model.safetensors"
     for seed in range(N_HEADERS):
-        chance = random.Random(seed)
-        whole = seed % 8 == 0
-        path.write_bytes(_header(chance, entries if whole else few, data if whole else few_data))
-        call = (
-            (lambda: check_bytes(open_checkpoint(tmp_path).layers))
-            if whole
-            else (lambda: read_header(path))
-        )
-        _survives(call, seed)
+        is_whole = seed % 8 == 0
+        content = (entries, data) if is_whole else (few, few_data)
+        path.write_bytes(_header(random.Random(seed), *content))
+        if is_whole:
+            _survives(lambda: check_bytes(open_checkpoint(tmp_path).layers), seed)
+        else:
+            _survives(lambda: read_header(path), seed)
 
 
 def test_hostile_configs(tmp_path):
     path = tmp_path / "config.json"
     for seed in range(N_CONFIGS):
         chance = random.Random(seed)
-        config = llama_config(**chance.choice(list(FAMILIES.values())))
+        config = llama_config(**chance.choice(FAMILIES))
         if rope := chance.choice(ROPES):
-            config[chance.choice(("rope_scaling", "rope_parameters"))] = {
-                "rope_theta": 10000.0,
-                **rope,
-            }
+            name = chance.choice(("rope_scaling", "rope_parameters"))
+            config[name] = {"rope_theta": 10000.0, **rope}
         path.write_bytes(spoil_json(config, chance))
         _survives(lambda: parse_architecture(read_json(path)), seed)
 
@@ -173,20 +161,18 @@ def test_hostile_tokenizers(tmp_path):
 
 
 def test_hostile_checkpoints_through_the_command_line(model, tmp_path, line):
+    flags = [*FEW_TOKENS, "--device-memory", "100MB", "--max-model-len", "64"]
     for seed in range(N_PROCESSES):
         chance = random.Random(seed)
-        copy = tmp_path / f"m{seed}"
-        shutil.copytree(model, copy)
-        name = ("config.json", "tokenizer.json", "model.safetensors")[seed % 3]
-        if name == "model.safetensors":
-            raw = (copy / name).read_bytes()
-            n = int.from_bytes(raw[:8], "little")
-            (copy / name).write_bytes(_header(chance, json.loads(raw[8 : 8 + n]), raw[8 + n :]))
+        copy = Path(shutil.copytree(model, tmp_path / f"m{seed}"))
+        path = copy / ("config.json", "tokenizer.json", "model.safetensors")[seed % 3]
+        raw = path.read_bytes()
+        if path.suffix == ".json":
+            path.write_bytes(spoil_json(json.loads(raw), chance))
         else:
-            (copy / name).write_bytes(spoil_json(json.loads((copy / name).read_text()), chance))
-        code, _, err = line(
-            "--model", str(copy), *FEW_TOKENS, "--device-memory", "100MB", "--max-model-len", "64"
-        )
+            n = int.from_bytes(raw[:8], "little")
+            path.write_bytes(_header(chance, json.loads(raw[8 : 8 + n]), raw[8 + n :]))
+        code, _, err = line("--model", str(copy), *flags)
         assert code in (0, 2, 3), (seed, err)
         if code:
             one_sentence(err)
@@ -194,8 +180,7 @@ def test_hostile_checkpoints_through_the_command_line(model, tmp_path, line):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", INDEX])
 def test_folder_in_place_of_a_file(name, model, tmp_path, line):
-    copy = tmp_path / "m"
-    shutil.copytree(model, copy)
+    copy = Path(shutil.copytree(model, tmp_path / "m"))
     (copy / name).unlink(missing_ok=True)
     (copy / name).mkdir()
     code, out, err = line("--model", str(copy), *FEW_TOKENS)

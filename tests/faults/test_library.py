@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from support.checkpoints import llama_config, llama_tensors, speaking_checkpoint, write_checkpoint
-from support.command_line import PROMPT, SMALL, Line, one_sentence
+from support.checkpoints import llama_config, llama_tensors, write_checkpoint
+from support.command_line import PROMPT, one_sentence
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import builder
@@ -44,69 +45,54 @@ def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseExcep
 
 
 @pytest.mark.parametrize(("error", "code", "reason", "said"), [
-    (LinkError("the disk has gone"), 3, "error", "error: the disk has gone"),
-    (OSError(28, "No space left on device"), 3, "error", "error: the machine: No space left"),
-    (MemoryError(), 3, "error", "error: out of memory"),
-    (RuntimeError("can't start new thread"), 3, "error", "error: out of memory"),
-    (OSError(12, "Cannot allocate memory"), 3, "error", "error: out of memory"),
-    (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), 3, "error",
-        "error: CUDA device unavailable"),
-    (RuntimeError("Found no NVIDIA driver on your system"), 3, "error",
-        "error: CUDA device unavailable"),
+    *((error, 3, "error", f"error: {said}") for error, said in (
+        (LinkError("the disk has gone"), "the disk has gone"),
+        (OSError(28, "No space left on device"), "the machine: No space left"),
+        (MemoryError(), "out of memory"), (RuntimeError("can't start new thread"), "out of memory"),
+        (OSError(12, "Cannot allocate memory"), "out of memory"),
+        (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+            "CUDA device unavailable"),
+        (RuntimeError("Found no NVIDIA driver on your system"), "CUDA device unavailable"))),
     (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
 ])  # fmt: skip
 def test_json_reports_the_text_before_a_failure(
-    error: BaseException, code: int, reason: str, said: str, line: Line, model: Path,
-    begins_with: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    flags = [
-        "--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet", "--json", "--max-new-tokens",
-        "40",
-    ]  # fmt: skip
+    error, code, reason, said, line, speaks, begins_with, monkeypatch
+):
+    flags = speaks("--json", "--max-new-tokens", "40")
     assert line(*flags)[0] == 0  # measures the disk, which reads it too
     _spoil_after(60, monkeypatch, error)
     got, out, err = line(*flags)
-    assert got == code
-    assert err.startswith(said)
-    assert err.count("\n") == 1
+    assert got == code and err.startswith(said) and err.count("\n") == 1
     answer = json.loads(out)
     assert list(answer) == ["text", "token_ids", "finish_reason", "stats"]
-    assert answer["finish_reason"] == reason
-    assert answer["stats"] is None
-    assert 0 < len(answer["token_ids"]) < 40
-    assert begins_with.startswith(answer["text"])
-
-
-def test_failure_before_the_first_token_prints_no_json(line, model, monkeypatch):
-    flags = ["--model", str(model), *SMALL, "--prompt", PROMPT, "--quiet", "--json"]
-    assert line(*flags, "--max-new-tokens", "1")[0] == 0
-    _spoil_after(0, monkeypatch, LinkError("the disk has gone"))
-    assert line(*flags) == (3, "", "error: the disk has gone\n")
+    assert (answer["finish_reason"], answer["stats"]) == (reason, None)
+    assert 0 < len(answer["token_ids"]) < 40 and begins_with.startswith(answer["text"])
+    _spoil_after(0, monkeypatch, error)
+    if reason == "error":
+        assert line(*flags) == (3, "", err)
 
 
 @pytest.mark.parametrize("name", [
     "model.layers.0.mlp.up_proj.weight", "model.layers.5.input_layernorm.weight", "lm_head.weight",
 ])  # fmt: skip
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_weights_are_reported(name, value, line, model, tmp_path):
+def test_nan_weights_are_reported(name, value, line, speaks, model, tmp_path):
     shutil.copytree(model, tmp_path / "m")
     config = json.loads((model / "config.json").read_text())
     tensors = llama_tensors(config)
     tensors[name].view(-1)[:] = value
     write_checkpoint(tmp_path / "m", config, tensors)
-    code, out, err = line("--model", str(tmp_path / "m"), *SMALL, "--prompt", PROMPT, "--quiet")
+    code, out, err = line(*speaks(model=tmp_path / "m"))
     assert (code, out) == (3, "")
     one_sentence(err, "contain NaN or Inf")
 
 
-def test_internal_error_is_not_reported_as_device_error(line, model, monkeypatch):
-    def broken(*args: object) -> None:
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
+def test_internal_error_is_not_reported_as_device_error(line, speaks, monkeypatch):
+    broken = Mock(side_effect=RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     monkeypatch.setattr(builder, "load", broken)
     monkeypatch.setattr("offload_rt.llm.load", broken)
     with pytest.raises(RuntimeError, match="mat1"):
-        line("--model", str(model), *SMALL, "--prompt", PROMPT)
+        line(*speaks())
 
 
 @contextlib.contextmanager
@@ -145,27 +131,21 @@ def test_llm_continues_after_a_failed_pass(model, begins_with, monkeypatch):
             assert llm.generate(PROMPT, params)[0].token_ids == whole.token_ids
 
 
-def _one_at_work(model: Path) -> LLM:
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_closed_or_unreferenced_llm_leaves_no_thread_and_no_file(is_closed, model):
     before = {*threading.enumerate()}
-    llm = LLM(str(model), device="cpu", max_model_len=64, device_memory=1_000_000)
-    llm.generate(PROMPT, SamplingParams(max_new_tokens=2))
-    assert {*threading.enumerate()} > before
-    return llm
-
-
-def test_close_leaves_no_thread_and_no_file(model):
     with _nothing_is_left(model):
-        llm = _one_at_work(model)
-        llm.close()
-        llm.close()
-    with pytest.raises(OffloadError, match="closed"):
-        llm.generate(PROMPT)
-
-
-def test_unreferenced_llm_leaves_no_thread_and_no_file(model):
-    with _nothing_is_left(model):
-        _one_at_work(model)
-        gc.collect()
+        llm = LLM(str(model), device="cpu", max_model_len=64, device_memory=1_000_000)
+        llm.generate(PROMPT, SamplingParams(max_new_tokens=2))
+        assert {*threading.enumerate()} > before
+        if is_closed:
+            llm.close()
+            llm.close()
+            with pytest.raises(OffloadError, match="closed"):
+                llm.generate(PROMPT)
+        else:
+            del llm
+            gc.collect()
 
 
 def test_interrupt_while_loading_leaves_no_thread(line, model, monkeypatch):
@@ -180,41 +160,26 @@ def test_interrupt_while_loading_leaves_no_thread(line, model, monkeypatch):
 
     with _nothing_is_left(model), monkeypatch.context() as patch:
         patch.setattr(DirectFiles, "fill", interrupted)
-        assert line("--model", str(model), "--device", "cpu", "--prompt", PROMPT) == (
-            130,
-            "",
-            "interrupted\n",
-        )
+        ended = line("--model", str(model), "--device", "cpu", "--prompt", PROMPT)
+        assert ended == (130, "", "interrupted\n")
 
 
-def test_file_lost_while_loading_leaves_no_thread_and_no_file(model, monkeypatch):
-    with _nothing_is_left(model), monkeypatch.context() as patch:
-        _spoil_after(1, patch, LinkError("the disk has gone"))
-        with pytest.raises(LinkError):
-            LLM(str(model), device="cpu", max_model_len=64)
+@pytest.mark.parametrize("n_reads", [1, 3, 5])
+def test_lost_disk_leaves_no_thread_and_no_file(n_reads, model, draft, monkeypatch):
+    """While the model or the draft is loaded, or while passes are timed."""
+    drafted = {"draft_model": str(draft), "tree_size": 8, "device_memory": 1_500_000}
+    for settings in ({}, {"device_memory": 1_000_000}, drafted):
+        if settings or n_reads == 1:
+            with _nothing_is_left(model), monkeypatch.context() as patch:
+                _spoil_after(n_reads, patch, LinkError("the disk has gone"))
+                with pytest.raises(LinkError):
+                    LLM(str(model), device="cpu", max_model_len=64, **settings)
 
 
-@pytest.mark.parametrize("n_reads", [3, 5])
-def test_disk_lost_while_streaming_leaves_no_thread_and_no_file(
-    n_reads, model, tmp_path, monkeypatch
-):
-    """While the draft is loaded, or while passes are timed."""
-    draft = {
-        "draft_model": str(speaking_checkpoint(tmp_path / "draft", num_hidden_layers=2)),
-        "tree_size": 8,
-    }
-    for settings in ({"device_memory": 1_000_000}, {"device_memory": 1_500_000, **draft}):
-        with _nothing_is_left(model), monkeypatch.context() as patch:
-            _spoil_after(n_reads, patch, LinkError("the disk has gone"))
-            with pytest.raises(LinkError):
-                LLM(str(model), device="cpu", max_model_len=64, **settings)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "rule", "temperature"),
-    [("static_tree", "coupled", 0.0), ("dynamic_tree", "coupled", 0.8),
-     ("static_tree", "specinfer", 0.8), ("static_tree", "traversal", 0.8)],
-)  # fmt: skip
+@pytest.mark.parametrize(("drafter", "rule", "temperature"), [
+    ("static_tree", "coupled", 0.0), ("dynamic_tree", "coupled", 0.8),
+    ("static_tree", "specinfer", 0.8), ("static_tree", "traversal", 0.8),
+])  # fmt: skip
 def test_draft_with_nan_logits_is_disabled_for_its_sequence(tmp_path, drafter, rule, temperature):
     config = llama_config()
     tensors = llama_tensors(config)
@@ -225,10 +190,11 @@ def test_draft_with_nan_logits_is_disabled_for_its_sequence(tmp_path, drafter, r
     params = SamplingParams(max_new_tokens=8, temperature=temperature, seed=1, ignore_eos=True)
     with LLM(target, device="cpu", drafter="none", rule="coupled") as plain:
         expected = [output.token_ids for output in plain.generate(prompts, params)]
-    told = pytest.warns(
-        RuntimeWarning, match="drafting skipped: the draft model's logits contain NaN or Inf"
-    )
-    with LLM(target, draft, device="cpu", drafter=drafter, rule=rule, tree_size=8) as llm, told:
+    said = "drafting skipped: the draft model's logits contain NaN or Inf"
+    with (
+        LLM(target, draft, device="cpu", drafter=drafter, rule=rule, tree_size=8) as llm,
+        pytest.warns(RuntimeWarning, match=said),
+    ):
         outputs = llm.generate(prompts, params)
     assert rule != "coupled" or [output.token_ids for output in outputs] == expected
     assert [len(output.token_ids) for output in outputs] == [8, 8]

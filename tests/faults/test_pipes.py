@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
+from unittest.mock import Mock
 
 import pytest
 from support.command_line import one_sentence
@@ -29,17 +30,14 @@ def stdout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], TextIO]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_closed_pipe_ends_a_run_quietly(kind, stdout, line, speaks):
+def test_closed_pipes_and_full_disks_under_stdout(kind, stdout, line, speaks):
+    flags = speaks("--max-new-tokens", "4", *KINDS[kind])
     read, write = os.pipe()
     os.close(read)
     stdout(write)
-    assert line(*speaks("--max-new-tokens", "4", *KINDS[kind])) == (0, "", "")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_full_disk_under_stdout_is_reported(kind, stdout, line, speaks):
+    assert line(*flags) == (0, "", "")
     stdout(os.open("/dev/full", os.O_WRONLY))
-    code, _, err = line(*speaks("--max-new-tokens", "4", *KINDS[kind]))
+    code, _, err = line(*flags)
     assert code == 3
     one_sentence(err, "No space left")
 
@@ -54,12 +52,11 @@ def test_unwritable_trace_is_reported_before_the_run(name, line, speaks, tmp_pat
 
 
 def test_trace_write_is_atomic(tmp_path, monkeypatch):
-    Trace().write(tmp_path / "t.json")
-    before = (tmp_path / "t.json").read_text()
-    monkeypatch.setattr(
-        os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
+    path = tmp_path / "t.json"
+    Trace().write(path)
+    before = path.read_text()
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
-        Trace().write(tmp_path / "t.json")
-    assert (tmp_path / "t.json").read_text() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+        Trace().write(path)
+    assert path.read_text() == before
+    assert [*tmp_path.iterdir()] == [path]

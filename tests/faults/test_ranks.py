@@ -3,12 +3,13 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -63,6 +64,12 @@ LLM(sys.argv[1] if os.environ["RANK"] == "0" else "/no/such/model", device="cpu"
 """
 
 
+def run_script(text: str, folder: Path, *arguments: object) -> Any:
+    """Two ranks of a script."""
+    (folder / "script.py").write_text(text)
+    return started(str(folder / "script.py"), [*map(str, arguments)], folder, 2)
+
+
 def _ends(ranks: list[Program]) -> list[int | None]:
     """Exit codes of all ranks, which end soon."""
     until = time.monotonic() + SOON_S
@@ -83,17 +90,14 @@ def test_killed_rank_ends_the_others_with_its_name(killed, model, begins_with, t
         assert ranks[0].out[:20] == begins_with[:20] and ranks[1].out == ""
 
 
-@pytest.mark.parametrize("how", ["dies", "fails", "/no/such/model"])
-def test_rank_that_fails_to_start_is_named(how, model, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(_LOADS)
-    with started(str(script), [how, "1", "--model", str(model), *ENDLESS], tmp_path, 2) as ranks:
+@pytest.mark.parametrize(("how", "code", "why"), [
+    ("dies", -9, " has ended\n"), ("fails", 3, ": the disk has gone\n"),
+    ("/no/such/model", 2, ": no model called /no/such/model: no such"),
+])  # fmt: skip
+def test_rank_that_fails_to_start_is_named(how, code, why, model, tmp_path):
+    with run_script(_LOADS, tmp_path, how, 1, "--model", model, *ENDLESS) as ranks:
         wait_until(lambda: ranks[1].process.exitcode is not None)
-        codes = _ends(ranks)
-        why = {"dies": " has ended\n", "fails": ": the disk has gone\n"}.get(
-            how, f": no model called {how}: no such"
-        )
-        assert codes == [3, {"dies": -9, "fails": 3}.get(how, 2)]
+        assert _ends(ranks) == [3, code]
         assert ranks[0].err.startswith(_named(1, ranks) + why) and ranks[0].err.count("\n") == 1
         assert ranks[1].err == ""
 
@@ -111,9 +115,7 @@ def test_interrupt_ends_all_ranks_with_one_message(model, tmp_path):
 
 
 def test_script_with_one_llm_need_not_close_it(model, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(_FORGETFUL)
-    with started(str(script), [str(model)], tmp_path, 2) as ranks:
+    with run_script(_FORGETFUL, tmp_path, model) as ranks:
         assert [rank.code() for rank in ranks] == [0, 0]
         refusal = "a second LLM in a run of several ranks; use the existing LLM, or start a new run"
         assert ranks[0].out.splitlines() == ["20", refusal]
@@ -121,25 +123,17 @@ def test_script_with_one_llm_need_not_close_it(model, tmp_path):
 
 
 def test_uncaught_error_names_the_failed_rank(model, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(_RAISING)
-    with started(str(script), [str(model)], tmp_path, 2) as ranks:
+    with run_script(_RAISING, tmp_path, model) as ranks:
         assert _ends(ranks) == [1, 1]
-        assert (
-            f"{_named(1, ranks)[7:]}: no model called /no/such/model"
-            in ranks[0].err.splitlines()[-1]
-        )
+        said = f"{_named(1, ranks)[7:]}: no model called /no/such/model"
+        assert said in ranks[0].err.splitlines()[-1]
         assert ranks[1].err == ""
 
 
 def test_only_rank_0_prints_and_writes(model, tmp_path):
     path = tmp_path / "trace.json"
-    with started(
-        "offload_rt.run",
-        ["--model", str(model), *SHORT, "--json", "--trace", str(path)],
-        tmp_path,
-        2,
-    ) as ranks:
+    flags = ["--model", str(model), *SHORT, "--json", "--trace", str(path)]
+    with started("offload_rt.run", flags, tmp_path, 2) as ranks:
         assert [rank.code() for rank in ranks] == [0, 0]
         assert len(json.loads(ranks[0].out)["token_ids"]) == 5
         assert json.loads(path.read_text())["traceEvents"]
@@ -147,14 +141,10 @@ def test_only_rank_0_prints_and_writes(model, tmp_path):
 
 
 def test_chat_with_several_ranks(model, tmp_path):
-    shutil.copytree(model, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(
-        "{% for one in messages %}{{ one.content }}{% endfor %}"
-    )
-    line = [
-        "--model", str(tmp_path / "model"), "--device", "cpu", "--max-tokens", "5", "--drafter",
-        "none", "--pipeline", "2",
-    ]  # fmt: skip
+    template = tmp_path / "template"
+    template.write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
+    flags = f"--device cpu --max-tokens 5 --drafter none --pipeline 2 --chat-template {template}"
+    line = ["--model", str(model), *flags.split()]
     with started("offload_rt.chat", line, tmp_path, 2, given="the quick\nbrown\n") as ranks:
         assert [rank.code() for rank in ranks] == [0, 0], ranks[0].err
         assert ranks[0].out.count("\n") >= 2 and (ranks[1].out, ranks[1].err) == ("", "")
@@ -178,18 +168,15 @@ def test_server_ends_when_a_rank_dies_between_passes(model, tmp_path):
 @pytest.mark.slow
 def test_torchrun_ends_all_ranks(model, tmp_path):
     """When rank 1 is killed."""
-    line = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m",
-    ]  # fmt: skip
+    line = "-m torch.distributed.run --standalone --nproc-per-node 2 -m offload_rt.run --model"
     env = surroundings(XDG_CACHE_HOME=str(tmp_path / "cache"))
     with (tmp_path / "err").open("w") as err:
         run = subprocess.Popen(
-            [*line, "offload_rt.run", "--model", str(model), *ENDLESS],
+            [sys.executable, *line.split(), str(model), *ENDLESS],
             stdout=subprocess.PIPE, stderr=err, env=env, cwd=tmp_path, start_new_session=True,
         )  # fmt: skip
     try:
-        assert run.stdout is not None and len(os.read(run.stdout.fileno(), 1)) == 1
+        assert len(os.read(run.stdout.fileno(), 1)) == 1
         ranks = psutil.Process(run.pid).children()
         (killed,) = (rank for rank in ranks if rank.environ()["RANK"] == "1")
         killed.kill()

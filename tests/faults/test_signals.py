@@ -20,12 +20,9 @@ def endless(model: Path) -> list[str]:
     """Arguments of a run without end, with the smallest sufficient memory."""
     with pytest.raises(CapacityError) as least:
         LLM(str(model), device="cpu", max_model_len=8192, device_memory=1)
-    budget = re.search(r"set device_memory to (\d+)", str(least.value)).group(1)
-    flags = [
-        "--model", str(model), "--prompt", PROMPT, "--quiet", "--device", "cpu", "--max-model-len",
-        "8192",
-    ]  # fmt: skip
-    return [*flags, "--max-new-tokens", "8000", "--device-memory", budget]
+    budget = re.search(r"set device_memory to (\d+)", str(least.value))[1]
+    flags = f"--device cpu --max-model-len 8192 --max-new-tokens 8000 --device-memory {budget}"
+    return ["--model", str(model), "--prompt", PROMPT, "--quiet", *flags.split()]
 
 
 def test_signal_ends_a_run_with_its_text(endless, begins_with, tmp_path):

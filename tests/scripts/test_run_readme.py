@@ -5,7 +5,6 @@ import shlex
 from importlib import import_module
 from pathlib import Path
 
-import pytest
 from run_readme import ROOT, blocks
 
 from offload_rt.cli.main import VERBS
@@ -29,12 +28,9 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_of_the_documentation_have_valid_flags(page):
-    for verb, *arguments in commands(page):
+def test_commands_of_the_documentation_have_valid_flags():
+    found = [command for page in PAGES for command in commands(page)]
+    assert len(found) > 10
+    for verb, *arguments in found:
         assert verb in VERBS
         import_module(f"offload_rt.cli.{verb}").new_parser().parse_args(arguments)
-
-
-def test_pages_contain_commands():
-    assert sum(len(commands(page)) for page in PAGES) > 10

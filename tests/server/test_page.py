@@ -59,6 +59,20 @@ def text_of(driver: Chrome, name: str) -> str:
     return driver.find_element(By.ID, name).text
 
 
+def count(driver: Chrome, selector: str) -> int:
+    return len(driver.find_elements(By.CSS_SELECTOR, selector))
+
+
+def emulate(driver: Chrome, scheme: str = "", width: int = 0) -> None:
+    """Pretend a colour scheme, or a small screen."""
+    if scheme:
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    if width:
+        small = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", small)
+
+
 def wait(driver: Chrome, holds: Any) -> Any:
     return WebDriverWait(driver, 60, poll_frequency=0.02).until(lambda _: holds())
 
@@ -72,6 +86,34 @@ def set_limit(driver: Chrome, n: int) -> None:
     driver.find_element(By.NAME, "max_tokens").send_keys(str(n))
     driver.find_element(By.NAME, "temperature").send_keys("0")
     driver.find_element(By.CSS_SELECTOR, "#settings button[type=submit]").click()
+
+
+def start(driver: Chrome, n: int, text: str = "import os") -> str:
+    """Answer a message by a number of tokens."""
+    set_limit(driver, n)
+    say(driver, text)
+    (answer,) = wait_for_end(driver, 1)
+    return answer
+
+
+def edit(driver: Chrome, text: str) -> None:
+    """Append a text to the first message, and send it again."""
+    driver.find_element(By.XPATH, "//article[contains(@class,'user')]//button[.='Edit']").click()
+    driver.find_element(By.ID, "edited").send_keys(text)
+    driver.find_element(By.XPATH, "//button[.='Send' and not(@id)]").click()
+    wait(driver, lambda: count(driver, ".user .version"))
+
+
+def regenerate(driver: Chrome) -> list[str]:
+    click(driver, ".regenerate")
+    wait(driver, lambda: count(driver, ".assistant .version"))
+    return wait_for_end(driver, 1)
+
+
+def export(driver: Chrome, folder: Path) -> Path:
+    click(driver, "#export")
+    wait(driver, (folder / "conversations.json").exists)
+    return folder / "conversations.json"
 
 
 def branch(driver: Chrome) -> list[dict[str, Any]]:
@@ -97,20 +139,18 @@ def answers(driver: Chrome) -> list[str]:
 
 def shown(driver: Chrome) -> list[str]:
     """Rendered texts of the answers, read at once because streaming replaces the elements."""
-    texts: list[str] = driver.execute_script(
+    return driver.execute_script(
         "return [...document.querySelectorAll('article.assistant > .text')]"
         ".map((text) => text.textContent);"
     )
-    return texts
 
 
 def focused(driver: Chrome) -> str:
     """The focused element's name, read at once because rendering replaces elements; "" for none."""
-    name: str = driver.execute_script(
+    return driver.execute_script(
         "const { id, name, ariaLabel } = document.activeElement;"
         "return id || name || ariaLabel || '';"
     )
-    return name
 
 
 def wait_for_end(driver: Chrome, n_answers: int) -> list[str]:
@@ -137,69 +177,69 @@ def click(driver: Chrome, selector: str) -> None:
 
 def render(driver: Chrome, text: str, pieces: list[str]) -> dict[str, Any]:
     """Render a message with the page's own code. Returns text, HTML and the text of each pass."""
-    result: dict[str, Any] = driver.execute_async_script(
-        """
+    program = """
         const [text, pieces, done] = arguments;
         import("/page/render.js").then(({ render }) => {
           const made = document.createElement("div");
           made.append(render(text, pieces.map((part) => ({ text: part, tokens: 1, seconds: 1 }))));
           const html = made.innerHTML;
           made.querySelectorAll("button.copy").forEach((button) => button.remove());
-          const passes = [...made.querySelectorAll(".pass")];
-          done({
-            html, text: made.textContent,
-            passes: passes.map((span) => [span.title.split(":")[0], span.textContent]),
-          });
+          const passes = [...made.querySelectorAll(".pass")]
+            .map((span) => [span.title.split(":")[0], span.textContent]);
+          done({ html, text: made.textContent, passes });
         });
-        """,
-        text,
-        pieces,
-    )
-    return result
+        """
+    return driver.execute_async_script(program, text, pieces)
+
+
+CONTRAST = """
+const luminance = (colour) => {
+  const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+  const channels = colour.match(/[\\d.]+/g).slice(0, 3);
+  const [r, g, b] = channels.map((x) => linear(x / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const ground = (node) => {
+  const colour = getComputedStyle(node).backgroundColor;
+  return colour !== "rgba(0, 0, 0, 0)" || !node.parentElement ? colour : ground(node.parentElement);
+};
+const texts = "h1, h2, h3, label, dt, dd, button, .note, .pass, .text, #status";
+return [...document.querySelectorAll(texts)].map((node) => {
+  const [a, b] = [luminance(getComputedStyle(node).color), luminance(ground(node))];
+  return [node.outerHTML.slice(0, 60), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)];
+}).filter(([, ratio]) => ratio < 4.5);
+"""
 
 
 def test_conversation_shows_the_answer_of_the_api_and_survives_a_reload(page, served):
     wait(page, lambda: text_of(page, "model") == "demo")
-    set_limit(page, 48)
     text = "def read_lines(path, encoding='utf-8'):"
-    say(page, text)
-    (first,) = wait_for_end(page, 1)
+    first = start(page, 48, text)
     conversation = [{"role": "user", "content": text}]
     expected = served.client.chat.completions.create(
         model="demo", messages=conversation, max_tokens=48, temperature=0
     )
     assert first == expected.choices[0].message.content
     n_passes = int(text_of(page, "passes"))
-    assert page.find_elements(By.CSS_SELECTOR, "article.assistant .pass")
+    assert count(page, "article.assistant .pass")
     assert float(text_of(page, "per-pass")) == pytest.approx(48 / n_passes, abs=0.01)
-    assert "nodes" in (page.find_element(By.ID, "tree").get_attribute("aria-label") or "")
-    assert f"{n_passes} passes" in (
-        page.find_element(By.ID, "link").get_attribute("aria-label") or ""
-    )
+    for name, label in (("tree", "nodes"), ("link", f"{n_passes} passes")):
+        assert label in page.find_element(By.ID, name).get_attribute("aria-label")
     say(page, "class Queue:")
     both = wait_for_end(page, 2)
-    picture(page, "light.png")
     page.refresh()
     assert wait_for_end(page, 2) == both
-    page.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia",
-        {"features": [{"name": "prefers-color-scheme", "value": "dark"}]},
-    )
-    picture(page, "dark.png")
+    for scheme in ("light", "dark"):
+        emulate(page, scheme)
+        picture(page, f"{scheme}.png")
+        assert page.execute_script(CONTRAST) == [], f"contrast of a {scheme} page"
 
 
 def test_edit_and_regenerate_add_versions_that_can_be_displayed(page):
-    set_limit(page, 8)
-    say(page, "import os")
-    (first,) = wait_for_end(page, 1)
-    click(page, ".regenerate")
-    wait(page, lambda: page.find_elements(By.CSS_SELECTOR, ".version"))
-    assert wait_for_end(page, 1) == [first]  # temperature 0
+    first = start(page, 8)
+    assert regenerate(page) == [first]  # temperature 0
     assert page.find_element(By.CSS_SELECTOR, ".assistant .version").text == "2/2"
-    page.find_element(By.XPATH, "//article[contains(@class,'user')]//button[.='Edit']").click()
-    page.find_element(By.ID, "edited").send_keys("\nimport sys")
-    page.find_element(By.XPATH, "//button[.='Send' and not(@id)]").click()
-    wait(page, lambda: page.find_elements(By.CSS_SELECTOR, ".user .version"))
+    edit(page, "\nimport sys")
     wait_for_end(page, 1)
     assert branch(page)[0]["content"] == "import os\nimport sys"
     page.find_element(By.CSS_SELECTOR, ".user [aria-label='Previous version']").click()
@@ -212,60 +252,57 @@ def test_answer_continues_while_another_conversation_is_open(page):
     wait(page, lambda: any(shown(page)))
     click(page, "#new")
     assert page.find_element(By.ID, "send").is_displayed()
-    assert page.find_elements(By.CSS_SELECTOR, "article") == []
+    assert not count(page, "article")
     click(page, "#chats .open")
     (whole,) = wait_for_end(page, 1)
     assert whole and text_of(page, "status") == ""
 
 
 def test_conversations_are_renamed_searched_exported_imported_and_deleted(page, tmp_path):
-    set_limit(page, 4)
-    say(page, "import os")
-    wait_for_end(page, 1)
+    start(page, 4)
     click(page, "[aria-label^=Rename]")
     title = page.find_element(By.ID, "new-title")
     title.clear()
     title.send_keys("Paths", Keys.ENTER)
     wait(page, lambda: page.find_element(By.CSS_SELECTOR, "#chats .open").text == "Paths")
     search = page.find_element(By.ID, "search")
-    for text, n_expected in (("IMPORT O", 1), ("nowhere", 0)):
+    for text, n_expected in (("nowhere", 0), ("IMPORT O", 1), ("p", 1)):
         search.clear()
         search.send_keys(text)
-        assert len(page.find_elements(By.CSS_SELECTOR, "#chats li")) == n_expected
-    search.clear()
-    search.send_keys("p")
+        assert count(page, "#chats li") == n_expected
     before = branch(page)
-    click(page, "#export")
-    wait(page, (tmp_path / "conversations.json").exists)
+    path = export(page, tmp_path)
     for answer, n_left in ((Keys.ESCAPE, 1), ("", 0)):
         click(page, "[aria-label^=Delete]")
         if answer:
             page.switch_to.active_element.send_keys(answer)
         else:
             click(page, "#confirm-yes")
-        wait(page, lambda n=n_left: len(page.find_elements(By.CSS_SELECTOR, "#chats li")) == n)
-    importer = page.find_element(By.ID, "import-file")
-    importer.send_keys(str(tmp_path / "conversations.json"))
-    wait(page, lambda: "Imported 1" in text_of(page, "status"))
-    assert branch(page) == before
+        wait(page, lambda n=n_left: count(page, "#chats li") == n)
     (tmp_path / "other.json").write_text('{"conversations": [{"title": 1}]}')
-    importer.send_keys(str(tmp_path / "other.json"))
-    wait(page, lambda: "no conversations of this page" in text_of(page, "status"))
-    assert branch(page) == before
+    importer = page.find_element(By.ID, "import-file")
+    for file, status in ((path, "Imported 1"), ("other.json", "no conversations of this page")):
+        importer.send_keys(str(tmp_path / file))
+        wait(page, lambda status=status: status in text_of(page, "status"))
+        assert branch(page) == before
 
 
 def test_attached_file_is_sent_with_the_message(page, tmp_path):
     (tmp_path / "notes.md").write_text("```\ncode\n```\n")
     (tmp_path / "binary.bin").write_bytes(bytes(range(256)))
     (tmp_path / "large.txt").write_text("x" * 300_000)
+    Image.new("RGB", (6, 4), "teal").save(tmp_path / "teal.png")
     set_limit(page, 4)
     files = page.find_element(By.ID, "attach-files")
-    for name, problem in (("binary.bin", "is no text"), ("large.txt", "at most 262144")):
+    for name, place, shown in (
+        ("binary.bin", "status", "is no text"), ("large.txt", "status", "at most 262144"),
+        ("teal.png", "status", "demo reads text only; teal.png is an image"),
+        ("notes.md", "attached", "notes.md"),
+    ):  # fmt: skip
         files.send_keys(str(tmp_path / name))
-        wait(page, lambda problem=problem: problem in text_of(page, "status"))
-    files.send_keys(str(tmp_path / "notes.md"))
-    wait(page, lambda: "notes.md" in text_of(page, "attached"))
-    sent = page.execute_script(
+        wait(page, lambda place=place, shown=shown: shown in text_of(page, place))
+        assert count(page, "#attached li") == (name == "notes.md")
+    page.execute_script(
         "window.sent = []; const send = fetch;"
         "window.fetch = (path, options) => (sent.push(options?.body), send(path, options));"
     )
@@ -297,75 +334,60 @@ def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
         turn = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
         return vision.llm.chat([turn], SamplingParams(max_tokens=4, temperature=0))[0].text
 
+    def wait_for_images(n: int) -> None:
+        wait(page, lambda: count(page, "#attached img") == n)
+
+    def wait_for_shown_images() -> None:
+        wait(page, lambda: page.execute_script(WIDTHS) == [60] * 3)
+
     page.get(f"http://127.0.0.1:{vision.port}/")
     wait(page, lambda: text_of(page, "model") == "demo")
     set_limit(page, 4)
     files = page.find_element(By.ID, "attach-files")
     files.send_keys(str(tmp_path / "noise.png"))
     wait(page, lambda: "the server accepts 200000" in text_of(page, "status"))
-    for name in ("first", "second"):
-        files.send_keys(str(path))
-        wait(page, lambda: page.find_elements(By.CSS_SELECTOR, "#attached img"))
-        if name == "first":
-            page.find_element(By.CSS_SELECTOR, "#attached button").send_keys(Keys.ENTER)
-            wait(page, lambda: not page.find_elements(By.CSS_SELECTOR, "#attached li"))
-            assert focused(page) == "prompt"
+    files.send_keys(str(path))
+    wait_for_images(1)
+    page.find_element(By.CSS_SELECTOR, "#attached button").send_keys(Keys.ENTER)
+    wait(page, lambda: not count(page, "#attached li"))
+    assert focused(page) == "prompt"
+    files.send_keys(str(path))
+    wait_for_images(1)
     for n, event in enumerate(("paste", "drop"), 2):
         page.execute_script(PUT, event, [*path.read_bytes()])
-        wait(page, lambda n=n: len(page.find_elements(By.CSS_SELECTOR, "#attached img")) == n)
+        wait_for_images(n)
     picture(page, "image-composer.png")
     say(page, "What?")
     assert wait_for_end(page, 1) == [expected("What?")]
-    wait(page, lambda: page.execute_script(WIDTHS) == [60] * 3)
+    wait_for_shown_images()
     page.refresh()
-    wait(page, lambda: page.execute_script(WIDTHS) == [60] * 3)
-    page.find_element(By.XPATH, "//article[contains(@class,'user')]//button[.='Edit']").click()
-    page.find_element(By.ID, "edited").send_keys(" Why?")
-    page.find_element(By.XPATH, "//button[.='Send' and not(@id)]").click()
-    wait(page, lambda: page.find_elements(By.CSS_SELECTOR, ".user .version"))
+    wait_for_shown_images()
+    edit(page, " Why?")
     assert wait_for_end(page, 1) == [expected("What? Why?")]
     picture(page, "image-light.png")
-    click(page, "#export")
-    wait(page, (tmp_path / "conversations.json").exists)
+    exported = export(page, tmp_path)
     click(page, "[aria-label^=Delete]")
     click(page, "#confirm-yes")
-    wait(page, lambda: not page.find_elements(By.CSS_SELECTOR, "#chats li"))
-    importer = page.find_element(By.ID, "import-file")
-    importer.send_keys(str(tmp_path / "conversations.json"))
-    wait(page, lambda: page.execute_script(WIDTHS) == [60] * 3)
-    click(page, ".regenerate")
-    wait(page, lambda: page.find_elements(By.CSS_SELECTOR, ".assistant .version"))
-    assert wait_for_end(page, 1) == [expected("What? Why?")]
-    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
-    small = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", small)
+    wait(page, lambda: not count(page, "#chats li"))
+    page.find_element(By.ID, "import-file").send_keys(str(exported))
+    wait_for_shown_images()
+    assert regenerate(page) == [expected("What? Why?")]
+    emulate(page, "dark", 390)
     page.execute_script(PUT, "paste", [*path.read_bytes()])
-    wait(page, lambda: page.find_elements(By.CSS_SELECTOR, "#attached img"))
+    wait_for_images(1)
     picture(page, "image-phone-dark.png")
     assert page.execute_script("return document.documentElement.scrollWidth") <= 390
 
 
-def test_models_of_text_explain_that_they_read_no_images(page, tmp_path):
-    Image.new("RGB", (6, 4), "teal").save(tmp_path / "teal.png")
-    page.find_element(By.ID, "attach-files").send_keys(str(tmp_path / "teal.png"))
-    wait(page, lambda: "demo reads text only; teal.png is an image" in text_of(page, "status"))
-    assert page.find_elements(By.CSS_SELECTOR, "#attached li") == []
-
-
 def test_settings_and_system_message_belong_to_a_conversation(page):
-    set_limit(page, 4)
-    say(page, "import os")
-    wait_for_end(page, 1)
+    start(page, 4)
     click(page, "#open-settings")
     page.find_element(By.NAME, "system").send_keys("Be brief.")
     click(page, "#settings button[type=submit]")
     stored = "return JSON.parse(localStorage.conversations)[0].settings"
     wait(page, lambda: page.execute_script(stored).get("system") == "Be brief.")
-    assert page.execute_script("return JSON.parse(localStorage.defaults)") == {
-        "max_tokens": 4,
-        "temperature": 0,
-    }
+    defaults = page.execute_script("return JSON.parse(localStorage.defaults)")
+    assert defaults == {"max_tokens": 4, "temperature": 0}
 
 
 MARKDOWN = """# Title
@@ -411,24 +433,19 @@ def test_words_have_the_colour_of_their_pass(page):
 
 
 def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page):
-    page.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True},
-    )
+    emulate(page, width=390)
     page.refresh()
-    set_limit(page, 24)
-    say(page, "def read_lines(path, encoding='utf-8'):")
-    wait_for_end(page, 1)
+    start(page, 24, "def read_lines(path, encoding='utf-8'):")
     assert "tokens/s" in text_of(page, "rate")
     widths = "return [document.documentElement.scrollWidth, innerWidth]"
     scrolled, width = page.execute_script(widths)
     assert scrolled <= width == 390
     picture(page, "phone.png")
     click(page, "#menu")
-    assert page.switch_to.active_element == page.find_element(By.ID, "new")
+    assert focused(page) == "new"
     picture(page, "phone-menu.png")
     page.switch_to.active_element.send_keys(Keys.ESCAPE)
-    assert page.switch_to.active_element == page.find_element(By.ID, "menu")
+    assert focused(page) == "menu"
     click(page, "#statistics summary")
     assert page.find_element(By.ID, "tree").is_displayed()
 
@@ -466,16 +483,14 @@ def test_every_control_is_reached_by_the_keyboard(page):
 
 
 def test_escape_discards_and_the_focus_stays_on_the_page(page):
-    set_limit(page, 2)
-    say(page, "import os")
-    wait_for_end(page, 1)
+    start(page, 2)
 
     def press(selector: str, *keys: str) -> str:
         """Press a button by Enter, then send keys to the focused element; returns the focus."""
         page.find_element(By.CSS_SELECTOR, selector).send_keys(Keys.ENTER)
         if keys:
             page.switch_to.active_element.send_keys(*keys)
-        wait(page, lambda: not page.find_elements(By.CSS_SELECTOR, "dialog[open], #edited"))
+        wait(page, lambda: not count(page, "dialog[open], #edited"))
         return wait(page, lambda: focused(page))
 
     for keys, title in (("sys", Keys.ESCAPE), "import os"), (("sys", Keys.ENTER), "import ossys"):
@@ -485,36 +500,5 @@ def test_escape_discards_and_the_focus_stays_on_the_page(page):
     assert press("#open-settings", "Be terse.", Keys.ESCAPE) == "open-settings"
     assert "Be terse." not in page.execute_script("return localStorage.conversations")
     assert press(".user .actions button:last-child", Keys.ESCAPE) == "prompt"
-    click(page, ".regenerate")
-    wait(page, lambda: page.find_elements(By.CSS_SELECTOR, ".version"))
-    wait_for_end(page, 1)
+    regenerate(page)
     assert press("[aria-label='Previous version']") == "Next version"
-
-
-CONTRAST = """
-const luminance = (colour) => {
-  const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-  const channels = colour.match(/[\\d.]+/g).slice(0, 3);
-  const [r, g, b] = channels.map((x) => linear(x / 255));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-};
-const ground = (node) => {
-  const colour = getComputedStyle(node).backgroundColor;
-  return colour !== "rgba(0, 0, 0, 0)" || !node.parentElement ? colour : ground(node.parentElement);
-};
-const texts = "h1, h2, h3, label, dt, dd, button, .note, .pass, .text, #status";
-return [...document.querySelectorAll(texts)].map((node) => {
-  const [a, b] = [luminance(getComputedStyle(node).color), luminance(ground(node))];
-  return [node.outerHTML.slice(0, 60), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)];
-}).filter(([, ratio]) => ratio < 4.5);
-"""
-
-
-def test_texts_have_enough_contrast(page):
-    set_limit(page, 8)
-    say(page, "import os")
-    wait_for_end(page, 1)
-    for scheme in ("light", "dark"):
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-        assert page.execute_script(CONTRAST) == [], scheme

@@ -9,9 +9,11 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -25,12 +27,13 @@ from support.serving import (
     TURNS,
     Served,
     engine_held,
+    head_of,
     running,
     serving,
     wait_until,
 )
 
-from offload_rt.errors import PromptError, SettingsError
+from offload_rt.errors import SettingsError
 from offload_rt.server import (
     bodies,
     completions,
@@ -44,12 +47,6 @@ from offload_rt.server.connection import ConnectionLimits
 from offload_rt.server.limits import Access
 
 STREAM = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": True}
-
-
-def parse_head(path: str, n_body: int) -> bytes:
-    """Head of a POST request."""
-    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {n_body}\r\n\r\n"
-    return f"POST {path} HTTP/1.1\r\n{fields}".encode()
 
 
 def connect(served: Served, rcvbuf: int = 0) -> socket.socket:
@@ -74,10 +71,6 @@ def read_all(client: socket.socket) -> bytes:
 
 
 class Recorder(BaseModel):
-    """Body that counts its validations."""
-
-    n_validations: int = 0
-
     @model_validator(mode="before")
     @classmethod
     def count(cls, body: Any) -> Any:
@@ -145,12 +138,6 @@ def test_json_inside_texts_is_counted_before_parsing(body, message, monkeypatch)
         request.turns()
 
 
-def test_texts_do_not_count_as_values():
-    text = 'x = [{"a": 1.5}, "\\\\"]\n' * 40_000
-    body = json.dumps({"prompt": text}).encode()
-    assert bodies.read_body(protocol.CompletionRequest, body, 256).prompt == [text]
-
-
 def count_by_walking(value: Any) -> list[int]:
     """Strings, containers and separators of a JSON value."""
     if isinstance(value, str):
@@ -189,30 +176,30 @@ def is_on_event_loop() -> bool:
 def test_requests_are_parsed_and_checked_off_the_event_loop(served, monkeypatch):
     places: list[tuple[str, bool]] = []
 
-    def watch(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
+    def watch(owner: Any, *names: str) -> None:
+        for name in names:
+            original = getattr(owner, name)
 
-        def watched(*args: Any, **options: Any) -> Any:
-            places.append((name, is_on_event_loop()))
-            return original(*args, **options)
+            def watched(*args: Any, name: str = name, original: Any = original, **more: Any) -> Any:
+                places.append((name, is_on_event_loop()))
+                return original(*args, **more)
 
-        monkeypatch.setattr(owner, name, watched)
+            monkeypatch.setattr(owner, name, watched)
 
     watch(service, "read_body")
-    builder = ("encode", "encode_messages", "check_prompt", "build")
-    for name in builder:
-        watch(served.llm.requests, name)
+    watch(served.llm.requests, "encode", "encode_messages", "check_prompt", "build")
     watch(protocol.GenerationRequest, "sampling_params")
-    for name in ("start", "end", "whole"):
-        watch(responses.ResponsesWriter, name)
-    for body in ({"prompt": "x"}, {"prompt": [5]}):
-        assert served.post("/v1/completions", body | {"max_tokens": 1})[0] == 200
-    assert served.post("/v1/chat/completions", {"messages": TURNS, "max_tokens": 1})[0] == 200
-    for stream in (False, True):
-        body = {"input": "x", "max_output_tokens": 1, "stream": stream}
-        assert served.asked("/v1/responses", body)[0] == 200
-    expected = {"read_body", "sampling_params", "start", "end", *builder}
-    assert {name for name, _ in places} >= expected
+    watch(responses.ResponsesWriter, "start", "end", "whole")
+    for path, body in (
+        ("completions", {"prompt": "x", "max_tokens": 1}),
+        ("completions", {"prompt": [5], "max_tokens": 1}),
+        ("chat/completions", {"messages": TURNS, "max_tokens": 1}),
+        *(("responses", {"input": "x", "max_output_tokens": 1, "stream": stream})
+          for stream in (False, True)),
+    ):  # fmt: skip
+        assert served.asked(f"/v1/{path}", body)[0] == 200
+    expected = "read_body sampling_params start end encode encode_messages check_prompt build"
+    assert {name for name, _ in places} >= {*expected.split()}
     assert not any(on_loop for _, on_loop in places)
 
 
@@ -233,28 +220,14 @@ def test_bodies_are_parsed_one_at_a_time(served, monkeypatch):
         return original(*args)
 
     monkeypatch.setattr(service, "read_body", held)
-    results: list[int] = []
     body = {"prompt": "x", "max_tokens": 1}
-    clients = [
-        threading.Thread(target=lambda: results.append(served.post("/v1/completions", body)[0]))
-        for _ in range(3)
-    ]
-    for client in clients:
-        client.start()
-    assert entered.acquire(timeout=60)
-    # The event loop is free, although a body is being parsed.
-    assert served.request("GET", "/health")[0] == 200
-    proceed.set()
-    for client in clients:
-        client.join()
-    assert results == [200] * 3 and n_inside == [1] * 3
-
-
-def test_the_first_validation_error_is_reported(served):
-    bias = {f"k{i}": 1 for i in range(1000)}
-    status, answer = served.post("/v1/completions", {"prompt": "x", "logit_bias": bias})
-    message = answer["error"]["message"]
-    assert status == 400 and message.count("logit_bias") == 1 and len(message) < 200
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(served.post, "/v1/completions", body) for _ in range(3)]
+        assert entered.acquire(timeout=60)
+        # The event loop is free, although a body is being parsed.
+        assert served.request("GET", "/health")[0] == 200
+        proceed.set()
+    assert [future.result()[0] for future in asked] == [200] * 3 and n_inside == [1] * 3
 
 
 @pytest.fixture
@@ -268,129 +241,94 @@ def large_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("large_events")
-def test_client_that_does_not_read_loses_its_place(llm):
-    raw = json.dumps(STREAM).encode()
-    impatient = replace(CONNECTIONS, write_s=0.3)
-    with running(llm, impatient, 4096) as server, closing(connect(server, 4096)) as client:
-        client.sendall(parse_head("/v1/completions", len(raw)) + raw)
-        assert client.recv(12) == b"HTTP/1.1 200"
-        wait_until(lambda: server.service.n_open == 0)
-        assert b"[DONE]" not in read_all(client)
-        server.wait_until_idle()
-
-
-@pytest.mark.usefixtures("large_events")
-def test_stream_ends_at_its_deadline_if_the_client_does_not_read(llm, monkeypatch):
+@pytest.mark.parametrize(("write_s", "timeout_s"), [(0.3, 60), (600, 2)])
+def test_client_that_does_not_read_loses_its_place(llm, monkeypatch, write_s, timeout_s):
+    """After the write timeout, or at the deadline of its answer."""
     monkeypatch.setattr(service, "_STREAM_GRACE_S", 0.1, raising=False)
     raw = json.dumps(STREAM).encode()
-    patient = replace(CONNECTIONS, write_s=600)
-    serving = running(llm, patient, 4096, limits=replace(LIMITS, timeout_s=2))
+    connections = replace(CONNECTIONS, write_s=write_s)
+    serving = running(llm, connections, 4096, limits=replace(LIMITS, timeout_s=timeout_s))
     with serving as server, closing(connect(server, 4096)) as client:
-        client.sendall(parse_head("/v1/completions", len(raw)) + raw)
-        client.recv(12)
+        client.sendall(head_of("/v1/completions", len(raw)) + raw)
+        assert client.recv(12) == b"HTTP/1.1 200"
         wait_until(lambda: server.service.n_open == 0)
+        if write_s < timeout_s:
+            assert b"[DONE]" not in read_all(client)
+            server.wait_until_idle()
 
 
 def test_slow_reader_keeps_its_connection():
     """Any progress within the write timeout suffices."""
-    sizes = [1000, 900, 900]
-    aborted: list[bool] = []
-    scheduled: list[tuple[Any, int]] = []
-
-    class Transport:
-        def get_write_buffer_size(self) -> int:
-            return sizes.pop(0)
-
-        def abort(self) -> None:
-            aborted.append(True)
-
-    class Loop:
-        def call_later(self, delay_s: float, act: Any, n_unsent: int) -> None:
-            assert delay_s == 7
-            scheduled.append((act, n_unsent))
-
+    transport, loop = Mock(), Mock()
+    transport.get_write_buffer_size.return_value = 900
     slow = connection.BoundedProtocol.__new__(connection.BoundedProtocol)
-    vars(slow).update(transport=Transport(), loop=Loop(), limits=ConnectionLimits(1, write_s=7))
-    slow._watch_write(slow.transport.get_write_buffer_size())
-    act, n_unsent = scheduled.pop()
-    act(n_unsent)
-    assert not aborted
-    act, n_unsent = scheduled.pop()
-    act(n_unsent)
-    assert aborted and not scheduled
+    vars(slow).update(transport=transport, loop=loop, limits=ConnectionLimits(1, write_s=7))
+    slow._watch_write(1000)
+    for is_aborted in (False, True):
+        delay_s, act, n_unsent = loop.call_later.call_args.args
+        act(n_unsent)
+        assert delay_s == 7 and transport.abort.called == is_aborted
+    assert loop.call_later.call_count == 2
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
-def test_half_sent_heads_time_out(llm, sent):
-    with (
-        running(llm, replace(CONNECTIONS, header_s=0.2)) as server,
-        closing(connect(server)) as client,
-    ):
-        client.sendall(sent)
-        assert read_all(client) == b""
-
-
-def test_half_sent_heads_of_later_requests_time_out(llm):
-    with (
-        running(llm, replace(CONNECTIONS, header_s=0.2)) as server,
-        closing(connect(server)) as client,
-    ):
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        client.recv(65536)
+@pytest.mark.parametrize(("is_later", "sent"), [
+    (False, b""), (False, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"),
+    (True, b"GET /health HTTP/1.1\r\nX: "),
+])  # fmt: skip
+def test_half_sent_heads_time_out(llm, is_later, sent):
+    patience = replace(CONNECTIONS, header_s=0.2)
+    with running(llm, patience) as server, closing(connect(server)) as client:
+        if is_later:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert client.recv(65536)
         with suppress(ConnectionError):
-            client.sendall(b"GET /health HTTP/1.1\r\nX: ")
-        read_all(client)
+            client.sendall(sent)
+        assert is_later >= bool(read_all(client))
 
 
 def test_header_timeout_ends_with_the_head(llm):
-    with (
-        running(llm, replace(CONNECTIONS, header_s=600)) as server,
-        closing(connect(server)) as client,
-    ):
-        wait_until(lambda: server.http_server.server_state.connections)
-        (accepted,) = server.http_server.server_state.connections
+    patience = replace(CONNECTIONS, header_s=600)
+    with running(llm, patience) as server, closing(connect(server)) as client:
+        state = server.http_server.server_state
+        wait_until(lambda: state.connections)
+        (accepted,) = state.connections
         assert accepted._header_timer is not None
-        client.sendall(parse_head("/v1/completions", 100) + b"{")
+        client.sendall(head_of("/v1/completions", 100) + b"{")
         wait_until(lambda: accepted.cycle is not None)
         assert accepted._header_timer is None
 
 
 def test_incomplete_requests_do_not_delay_the_end(llm):
     """A half-sent body is refused at once, while a running answer is finished."""
-    with running(llm) as server, closing(connect(server)) as client:
-        statuses: list[int] = []
-        body = {"prompt": PROMPT, "max_tokens": 2}
-        asking = threading.Thread(
-            target=lambda: statuses.append(server.post("/v1/completions", body)[0])
-        )
+    body = {"prompt": PROMPT, "max_tokens": 2}
+    with (
+        running(llm) as server, closing(connect(server)) as client, ThreadPoolExecutor(1) as pool,
+    ):  # fmt: skip
         with engine_held(llm):
-            asking.start()
+            asked = pool.submit(server.post, "/v1/completions", body)
             wait_until(lambda: server.service.n_open)
-            client.sendall(parse_head("/v1/completions", 100) + b"{")
+            client.sendall(head_of("/v1/completions", 100) + b"{")
             wait_until(lambda: len(server.http_server.server_state.tasks) == 2)
             server.http_server.should_exit = True
             assert read_all(client).startswith(b"HTTP/1.1 503")
-            assert not statuses
-        asking.join()
-    assert statuses == [200]
+            assert not asked.done()
+        assert asked.result()[0] == 200
 
 
 def test_surplus_connections_are_refused(llm):
-    with running(llm, replace(CONNECTIONS, n_connections=3, header_s=600)) as server:
-        idle = [connect(server) for _ in range(3)]
+    patience = replace(CONNECTIONS, n_connections=3, header_s=600)
+    with running(llm, patience) as server, ExitStack() as stack:
+        idle, *_ = [stack.enter_context(closing(connect(server))) for _ in range(3)]
         with closing(connect(server)) as surplus:
             assert read_all(surplus).startswith(b"HTTP/1.1 503")
-        idle.pop().close()
+        idle.close()
 
         def is_healthy() -> bool:
-            try:
+            with suppress(OSError, http.client.HTTPException):
                 return server.request("GET", "/health")[0] == 200
-            except (OSError, http.client.HTTPException):
-                return False
+            return False
 
         wait_until(is_healthy)
-        for client in idle:
-            client.close()
 
 
 def test_connection_limit_leaves_files_for_the_engine(monkeypatch):
@@ -411,40 +349,33 @@ def test_flood_of_connections_and_shutdown(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(_FEW_FILES)
     with serving(str(script), tmp_path, "--drain", "1") as (program, port):
-        clients = []
-        for _ in range(600):
+
+        def sent(content: bytes) -> socket.socket:
             client = socket.create_connection(("127.0.0.1", port), timeout=20)
-            client.sendall(b"GET /health HTTP/1.1\r\nX: ")
-            clients.append(client)
-        for client in clients:
-            client.close()
+            client.sendall(content.replace(b"Host: x", b"Host: localhost"))
+            return client
 
         def is_healthy() -> bool:
-            try:
-                with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
-                    client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-                    return client.recv(12) == b"HTTP/1.1 200"
-            except OSError:
-                return False
+            with suppress(OSError), sent(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") as client:
+                return client.recv(12) == b"HTTP/1.1 200"
+            return False
 
+        half = b"GET /health HTTP/1.1\r\nX: "
+        for client in [sent(half) for _ in range(600)]:
+            client.close()
         wait_until(is_healthy)
         # Half a head, half a body, and an answer that outlasts the drain.
         body = {"prompt": PROMPT, "max_tokens": 10**6, "ignore_eos": True, "temperature": 1, "n": 9}
         raw = json.dumps(body).encode()
-        open_requests = [
-            b"GET /health HTTP/1.1\r\nX: ",
-            parse_head("/v1/completions", 1000).replace(b"Host: x", b"Host: localhost") + b"{",
-            parse_head("/v1/completions", len(raw)).replace(b"Host: x", b"Host: localhost") + raw,
-        ]
-        clients = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in open_requests]
-        for client, content in zip(clients, open_requests, strict=True):
-            client.sendall(content)
+        heads = (head_of("/v1/completions", n) for n in (1000, len(raw)))
+        requests = [half, *map(bytes.__add__, heads, (b"{", raw))]
+        clients = [sent(content) for content in requests]
         wait_until(is_healthy)
         program.signal(signal.SIGTERM)
-        answers = [read_all(client) for client in clients]
+        _, refused, ended = [read_all(client) for client in clients]
         assert program.code() == 0
-        assert answers[1].startswith(b"HTTP/1.1 503")
-        assert answers[2].startswith(b"HTTP/1.1 503") and b"shutting down" in answers[2]
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert ended.startswith(b"HTTP/1.1 503") and b"shutting down" in ended
         assert "Traceback" not in program.err and len(program.err) < 20_000
 
 
@@ -462,29 +393,47 @@ def test_redirects_never_use_the_host_header(served):
         assert status in (200, 404, 405) and "Location" not in headers
 
 
-@pytest.mark.parametrize(("host", "status"), [
-    ("127.0.0.1", 200), ("127.0.0.1:8000", 200), ("LOCALHOST:80", 200), ("[::1]", 200),
-    ("[::1]:8000", 200), ("127.0.0.1:evil.com", 403), ("localhost@evil.com", 403), ("", 403),
-    ("evil.com", 403), ("[::1].evil.com", 403), ("127.0.0.1:8000:evil.com", 403),
-])  # fmt: skip
-def test_host_names_are_parsed(llm, host, status):
+def test_hosts_keys_and_origins_are_checked(llm):
     hosts = frozenset({"127.0.0.1", "localhost", "[::1]"})
-    with running(llm, access=Access(hosts=hosts)) as guarded:
-        assert guarded.request("GET", "/health", headers={"Host": host})[0] == status
+    bearer = {"Authorization": "Bearer secret"}
+    with running(llm, access=Access("secret", hosts, ("https://a.example",))) as guarded:
 
+        def ask(path: str, **headers: str) -> Any:
+            headers = {name.replace("_", "-"): value for name, value in headers.items()}
+            return guarded.request("GET", path, headers={"Origin": "https://a.example", **headers})
 
-@pytest.mark.parametrize(("authorization", "status"), [
-    ("Bearer secret", 200), ("bearer secret", 200), ("BEARER  secret", 200),
-    ("Bearer wrong", 401), ("Basic secret", 401), ("secret", 401), ("Bearer", 401),
-])  # fmt: skip
-def test_authorization_scheme_ignores_case(llm, authorization, status):
-    with running(llm, access=Access("secret")) as guarded:
-        headers = {"Authorization": authorization}
-        code, _, body = guarded.request("GET", "/v1/models", headers=headers)
-        assert code == status
-        if status == 401:
-            error = json.loads(body)["error"]
-            assert error["type"] == "authentication_error" and error["code"] == "invalid_api_key"
+        for host, status in (
+            ("127.0.0.1", 200), ("127.0.0.1:8000", 200), ("LOCALHOST:80", 200), ("[::1]", 200),
+            ("[::1]:8000", 200), ("127.0.0.1:evil.com", 403), ("localhost@evil.com", 403),
+            ("", 403), ("evil.com", 403), ("[::1].evil.com", 403), ("127.0.0.1:8000:evil.com", 403),
+        ):  # fmt: skip
+            for path in ("/health", "/", "/page/app.js"):
+                assert ask(path, Host=host)[0] == status, host
+        for path in ("/v1/models", "/openapi.json", "/docs"):
+            for key, status in (
+                ("Bearer secret", 200), ("bearer secret", 200), ("BEARER  secret", 200),
+                ("Bearer wrong", 401), ("Basic secret", 401), ("secret", 401), ("Bearer", 401),
+            ):  # fmt: skip
+                code, headers, body = ask(path, Authorization=key)
+                assert code == status, key
+                assert headers["Access-Control-Allow-Origin"] == "https://a.example"
+                if status == 401:
+                    error = json.loads(body)["error"]
+                    reasons = (error["type"], error["code"])
+                    assert reasons == ("authentication_error", "invalid_api_key")
+            for key, status in ({"x_api_key": "secret"}, 200), ({"x_api_key": "x"}, 401), ({}, 401):
+                assert ask(path, **key)[0] == status
+        assert guarded.post("/v1/completions", {"prompt": "x"})[0] == 401
+        asked = {**bearer, "Host": "evil.example"}
+        assert guarded.post("/v1/completions", {"prompt": "x"}, asked)[0] == 403
+        preflight = {"Access-Control-Request-Method": "POST",
+                     "Access-Control-Request-Headers": "authorization"}  # fmt: skip
+        for origin, status in (("https://a.example", 200), ("https://b.example", 400)):
+            headers = {**preflight, "Origin": origin}
+            assert guarded.request("OPTIONS", "/v1/messages", headers=headers)[0] == status
+    with running(llm) as server:
+        headers = server.request("GET", "/health", b"", {"Origin": "https://a.example"})[1]
+        assert "Access-Control-Allow-Origin" not in headers
 
 
 def test_bodies_need_the_content_type_of_json(served):
@@ -495,43 +444,14 @@ def test_bodies_need_the_content_type_of_json(served):
         assert served.request("POST", "/v1/completions", raw, headers)[0] == status
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("completions", {"prompt": "x " * 5000}),
-    ("completions", {"prompt": [1] * 5000}),
-    ("completions", {"prompt": "x", "temperature": -1}),
-    ("completions", {"prompt": "x", "logit_bias": {"99999999": 1}}),
-    ("completions", {"prompt": "x", "model": "m" * 50_000}),
-    ("completions", {"prompt": "x", "stop": ""}),
-    ("chat/completions", {"messages": [{"role": "user", "content": {"type": "t" * 50_000}}]}),
-    ("chat/completions", {"messages": TURNS, "tool_choice": {"type": "t" * 50_000}}),
-    ("chat/completions", {"messages": TURNS, "response_format": {"type": "t" * 50_000}}),
-    ("chat/completions", {"messages": TURNS, "chat_template_kwargs": {"tokenize": 1}}),
-    ("chat/completions", {"messages": TURNS, "logit_bias": {"k" * 50_000: 1}}),
-])  # fmt: skip
-def test_messages_are_short_and_name_no_flags(served, path, body):
-    status, answer = served.post(f"/v1/{path}", body)
-    message = answer["error"]["message"]
-    assert 400 <= status < 500 and "--" not in message and len(message) < 400
-
-
-def test_too_long_prompts_name_the_maximum_context_length(served):
-    for prompt in ("x " * 5000, [1] * 5000, "x" * 150_000):
-        status, answer = served.post("/v1/completions", {"prompt": prompt})
-        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
-        assert "maximum context length is 256 tokens" in answer["error"]["message"]
-
-
 def test_serve_warns_of_open_addresses_and_unknown_templates(monkeypatch, capsys, tmp_path):
     from offload_rt.cli import serve as serve_command
 
-    class Stopped:
-        def __init__(self, *_: Any) -> None: ...
+    def run(sockets: list[socket.socket]) -> None:
+        assert gc.get_freeze_count() > 0, "collections traverse the objects of libraries"
+        gc.unfreeze()
 
-        def run(self, sockets: list[socket.socket]) -> None:
-            assert gc.get_freeze_count() > 0, "collections traverse the objects of libraries"
-            gc.unfreeze()
-
-    monkeypatch.setattr(connection, "make_server", Stopped)
+    monkeypatch.setattr(connection, "make_server", lambda *_: Mock(run=run))
     model = ["--model", str(MODELS / "demo-target"), "--port", "0", "--device-memory", "1GB"]
     template = tmp_path / "template"
     template.write_text("{{ tools }}")
@@ -545,10 +465,3 @@ def test_serve_warns_of_open_addresses_and_unknown_templates(monkeypatch, capsys
         assert serve_command.main([*model, "--drafter", "none", *flags]) == 0
         printed = capsys.readouterr().err
         assert ("warning" in printed) == bool(warning) and warning in printed
-
-
-def test_prompts_of_other_types_are_one_sentence():
-    for prompt in (5, [1, "x"], [1.5], [[1], "x"], [[1], [True]], {"text": "x"}, []):
-        with pytest.raises((SettingsError, PromptError), match=r"prompt: .* needs a text"):
-            raw = json.dumps({"prompt": prompt}).encode()
-            bodies.read_body(protocol.CompletionRequest, raw, 256)

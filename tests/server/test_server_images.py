@@ -3,6 +3,7 @@
 import base64
 import io
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,10 @@ from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.server import prompts
 
 
-def data_of(*size: int) -> str:
+def data_of(*size: int, colour: str = "teal") -> str:
     """A PNG in base64."""
     buffer = io.BytesIO()
-    Image.new("RGB", size, "teal").save(buffer, "PNG")
+    Image.new("RGB", size, colour).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -48,7 +49,6 @@ def ask_chat(served: Served) -> tuple[str | None, Any]:
     parts: Any = [text("a"), OPENAI, text("b")]
     turns: Any = [{"role": "system", "content": "S"}, {"role": "user", "content": parts}]
     answer = served.client.chat.completions.create(model="demo", messages=turns)
-    assert answer.usage is not None
     return answer.choices[0].message.content, answer.usage.prompt_tokens
 
 
@@ -57,7 +57,6 @@ def ask_responses(served: Served) -> tuple[str, Any]:
     image = {"type": "input_image", "image_url": URL, "detail": "auto"}
     turns: Any = [{"role": "user", "content": [texts[0], image, texts[1]]}]
     answer = served.client.responses.create(model="demo", input=turns, instructions="S")
-    assert answer.usage is not None
     return answer.output_text, answer.usage.input_tokens
 
 
@@ -68,7 +67,7 @@ def ask_messages(served: Served) -> tuple[str, Any]:
     count = client.messages.count_tokens(**fields)
     answer = client.messages.create(max_tokens=3, **fields)
     assert count.input_tokens == answer.usage.input_tokens
-    return answer.content[0].text, answer.usage.input_tokens  # type: ignore[union-attr]
+    return answer.content[0].text, answer.usage.input_tokens
 
 
 @pytest.mark.parametrize("ask", [ask_chat, ask_responses, ask_messages])
@@ -77,35 +76,26 @@ def test_images_of_all_apis_reach_the_processor_alike(served, processor, monkeyp
     assert ask(served) == ("seen", N_TOKENS)
     messages, images, options = processor.calls[-1]
     parts = [text("a"), {"type": "image"}, text("b")]
-    assert [(turn["role"], turn["content"]) for turn in messages] == [
-        ("system", "S"),
-        ("user", parts),
-    ]
+    turns = [(turn["role"], turn["content"]) for turn in messages]
+    assert turns == [("system", "S"), ("user", parts)]
     assert [(image.size, image.getpixel((0, 0))) for image in images] == [((5, 3), (0, 128, 128))]
     assert options["add_generation_prompt"] is True
     (prompt,) = requests[0][0]
     assert isinstance(prompt, ImagePrompt) and len(prompt) == N_TOKENS
 
 
-def test_answers_of_a_vision_model_equal_those_of_python(vision: Served) -> None:
+def test_answers_of_a_vision_model_equal_those_of_python(vision):
     """The answer depends on the image, and usage counts its 16 tokens."""
-    params = SamplingParams(max_tokens=6, temperature=0)
     texts = []
     for colour in ("teal", "red"):
-        image = Image.new("RGB", (50, 40), colour)
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG")
-        url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-        part = {"type": "image_url", "image_url": {"url": url}}
-        turns: Any = [{"role": "user", "content": [part, text("What?")]}]
-        answer = vision.client.chat.completions.create(
-            model="demo", messages=turns, max_tokens=6, temperature=0
-        )
-        turns[0]["content"][0] = {"type": "image", "image": image}
-        expected = vision.llm.chat(turns, params)[0]
-        assert answer.choices[0].message.content == expected.text
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens == len(expected.prompt_token_ids) > 16
+        url = f"data:image/png;base64,{data_of(50, 40, colour=colour)}"
+        body = chat_of({"type": "image_url", "image_url": {"url": url}}, text("What?"))
+        answer = vision.post("/v1/chat/completions", body | {"max_tokens": 6, "temperature": 0})[1]
+        image = {"type": "image", "image": Image.new("RGB", (50, 40), colour)}
+        turns = [{"role": "user", "content": [image, text("What?")]}]
+        expected = vision.llm.chat(turns, SamplingParams(max_tokens=6, temperature=0))[0]
+        assert answer["choices"][0]["message"]["content"] == expected.text
+        assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids) > 16
         texts.append(expected.text)
     assert texts[0] != texts[1]
 
@@ -121,16 +111,6 @@ def test_tool_results_contain_images(served, processor, monkeypatch):
     for messages, images, _ in processor.calls:
         assert messages[0]["role"] == "tool" and len(images) == 1
         assert messages[0]["content"] == [text("a"), {"type": "image"}]
-
-
-def test_models_of_text_refuse_images(served: Served) -> None:
-    for path, part in (("chat/completions", OPENAI), ("messages", ANTHROPIC)):
-        status, answer = served.post(f"/v1/{path}", chat_of(part))
-        assert status == 400
-        assert answer["error"]["message"] == (
-            "images: needs a model with a vision tower,"
-            " has type llama, of which only the text model is supported; leave the images out"
-        )
 
 
 def test_models_describe_their_input(served, processor, monkeypatch):
@@ -167,20 +147,21 @@ def test_wrong_parts_are_refused_by_name(served, path, part, message):
     assert status == 400 and message in answer["error"]["message"]
 
 
-@pytest.mark.usefixtures("processor")
-def test_prompts_with_images_are_not_truncated(served: Served) -> None:
-    status, answer = served.post(
-        "/v1/chat/completions", chat_of(OPENAI) | {"truncate_prompt_tokens": 4}
-    )
-    assert status == 400 and "truncate_prompt_tokens" in answer["error"]["message"]
-
-
-@pytest.mark.usefixtures("processor")
-def test_long_prompts_with_images_exceed_the_context(served: Served) -> None:
+def test_prompts_with_images_are_not_truncated(served, monkeypatch):
+    for path, part in (("chat/completions", OPENAI), ("messages", ANTHROPIC)):
+        status, answer = served.post(f"/v1/{path}", chat_of(part))
+        assert (status, answer["error"]["message"]) == (
+            400, "images: needs a model with a vision tower,"
+            " has type llama, of which only the text model is supported; leave the images out"
+        )  # fmt: skip
+    read_images(served.llm, monkeypatch)
     url = f"data:image/png;base64,{data_of(served.llm.max_model_len, 1)}"
-    body = chat_of({"type": "image_url", "image_url": url})
-    status, answer = served.post("/v1/chat/completions", body)
+    long = chat_of({"type": "image_url", "image_url": url})
+    status, answer = served.post("/v1/chat/completions", long)
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    body = chat_of(OPENAI) | {"truncate_prompt_tokens": 4}
+    status, answer = served.post("/v1/chat/completions", body)
+    assert status == 400 and "truncate_prompt_tokens" in answer["error"]["message"]
 
 
 def test_urls_are_read_with_permission(served, processor, monkeypatch):
@@ -213,23 +194,15 @@ def test_images_delay_no_request_of_text(served, processor, monkeypatch):
         return encode(*arguments)
 
     monkeypatch.setattr(processor, "encode_chat", slow)
-    statuses: list[int] = []
-
-    def ask() -> None:
-        statuses.append(served.post("/v1/chat/completions", chat_of(OPENAI))[0])
-
-    clients = [threading.Thread(target=ask) for _ in range(9)]
-    for client in clients:
-        client.start()
-    try:
-        for _ in range(prompts._IMAGE_THREADS):
-            assert are_waiting.acquire(timeout=60)
-        assert served.request("GET", "/health")[0] == 200
-        body = {"messages": TURNS, "max_tokens": 3}
-        assert served.post("/v1/chat/completions", body)[0] == 200
-        assert not are_waiting.acquire(blocking=False)
-    finally:
-        may_go_on.set()
-    for client in clients:
-        client.join()
-    assert statuses == [200] * 9
+    path = "/v1/chat/completions"
+    with ThreadPoolExecutor(9) as pool:
+        asked = [pool.submit(served.post, path, chat_of(OPENAI)) for _ in range(9)]
+        try:
+            for _ in range(prompts._IMAGE_THREADS):
+                assert are_waiting.acquire(timeout=60)
+            assert served.request("GET", "/health")[0] == 200
+            assert served.post(path, {"messages": TURNS, "max_tokens": 3})[0] == 200
+            assert not are_waiting.acquire(blocking=False)
+        finally:
+            may_go_on.set()
+    assert [future.result()[0] for future in asked] == [200] * 9

@@ -25,21 +25,13 @@ from offload_rt.server.chat_format import ChatFormat
 from offload_rt.system import registry
 
 FUNCTIONS = [
-    {
-        "name": "open_file",
-        "parameters": {
-            "properties": {
-                "path": {"type": "string"},
-                "mode": {"enum": ["r", "w"]},
-                "size": {"$ref": "#/$defs/size"},
-            },
-            "required": ["path", "size"],
-            "additionalProperties": False,
-            "$defs": {"size": {"type": "integer"}},
-        },
-    },
+    {"name": "open_file", "parameters": {
+        "properties": {"path": {"type": "string"}, "mode": {"enum": ["r", "w"]},
+                       "size": {"$ref": "#/$defs/size"}},
+        "required": ["path", "size"], "additionalProperties": False,
+        "$defs": {"size": {"type": "integer"}}}},
     {"name": "add", "parameters": {}},
-]
+]  # fmt: skip
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|channel|>", "<|message|>",
            "<|start|>", "<|end|>", "<|constrain|>")  # fmt: skip
 ADDED = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
@@ -73,23 +65,24 @@ def compiler(tokenizer: Any) -> Iterator[GrammarCompiler]:
     compiler.close()
 
 
-def accepted(
-    compiler: GrammarCompiler, tokenizer: Any, outputs: StructuredOutputs, text: str
-) -> str:
-    """Return the longest start of a text within a grammar; "!" follows a complete answer."""
+def accepted(compiler, tokenizer, outputs, text):
+    """Whether a text is a complete answer of a grammar."""
     grammar = compiler.compile(outputs)
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    for i, token in enumerate([*tokens, 0]):
+    for token in [*tokenizer.encode(text, add_special_tokens=False), 0]:
         masks = grammar.masks_after([()]).numpy().view("uint8")
         if not np.unpackbits(masks, bitorder="little")[token]:
-            return str(tokenizer.decode(tokens[:i]))
-        if i < len(tokens):
+            return False
+        if token:
             grammar.advance(token)
-    return text + "!"
+    return True
+
+
+def calls_of(chat_format, is_single=True, around=None):
+    lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, is_single)
+    return StructuredOutputs(grammar=lark, around=around)
 
 
 def answer_of(tokenizer: Any, name: str, n_calls: int) -> str:
-    """Render an answer with the first calls of CALLS."""
     if name == "harmony":
         return HARMONY + json.dumps(OPEN_FILE)
     form = chat_format_of(tokenizer, name).tool_format
@@ -97,37 +90,27 @@ def answer_of(tokenizer: Any, name: str, n_calls: int) -> str:
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, "harmony"])
-def test_grammar_and_parser_of_a_format_agree(
-    compiler: GrammarCompiler, tokenizer: Any, name: str
-) -> None:
+def test_grammar_and_parser_of_a_format_agree(compiler, tokenizer, name):
     """The grammar accepts rendered calls, and a call only once if that is required."""
     n_calls = 1 if name in ("llama", "harmony") else 2
-    single = without_ids(answer_of(tokenizer, name, 1))
-    text = without_ids(answer_of(tokenizer, name, n_calls))
+    single, text = (without_ids(answer_of(tokenizer, name, n)) for n in (1, n_calls))
     chat_format = chat_format_of(tokenizer, name)
     around = chat_format.around("", True)
     for is_single, expected in ((True, single), (False, text)):
-        lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, is_single)
-        outputs = StructuredOutputs(grammar=lark, around=around)
-        assert accepted(compiler, tokenizer, outputs, expected) == expected + "!"
-        wrongs = (text.replace("open_file", "close_file"), text.replace("3", "true"), "Hello")
-        for wrong in wrongs:
-            assert not accepted(compiler, tokenizer, outputs, wrong).endswith("!")
-    if n_calls > 1:
-        lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, True)
-        outputs = StructuredOutputs(grammar=lark)
-        assert not accepted(compiler, tokenizer, outputs, text).endswith("!")
+        outputs = calls_of(chat_format, is_single, around)
+        assert accepted(compiler, tokenizer, outputs, expected)
+        for wrong in (text.replace("open_file", "close_file"), text.replace("3", "true"), "Hello"):
+            assert not accepted(compiler, tokenizer, outputs, wrong)
+    assert n_calls == 1 or not accepted(compiler, tokenizer, calls_of(chat_format), text)
     assert parsed(chat_format, text) == ("", "", CALLS[:n_calls])
 
 
-def test_indices_of_required_calls_end(compiler: GrammarCompiler, tokenizer: Any) -> None:
+def test_indices_of_required_calls_end(compiler, tokenizer):
     """Small models write digits without end."""
     text = answer_of(tokenizer, "numbered", 1)
-    chat_format = chat_format_of(tokenizer, "numbered")
-    lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, True)
-    outputs = StructuredOutputs(grammar=lark)
-    assert accepted(compiler, tokenizer, outputs, text.replace(":0", ":987")).endswith("!")
-    assert not accepted(compiler, tokenizer, outputs, text.replace(":0", ":9876")).endswith("!")
+    outputs = calls_of(chat_format_of(tokenizer, "numbered"))
+    assert accepted(compiler, tokenizer, outputs, text.replace(":0", ":987"))
+    assert not accepted(compiler, tokenizer, outputs, text.replace(":0", ":9876"))
 
 
 def without_ids(text: str) -> str:
@@ -137,7 +120,7 @@ def without_ids(text: str) -> str:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("case", CASES)
-def test_rendered_calls_survive_every_split(name: str, case: str) -> None:
+def test_rendered_calls_survive_every_split(name, case):
     """Truncated answers have no wrong calls."""
     tokenizer = tokenizer_of(TEMPLATES[name])
     chat_format = ChatFormat.select(tokenizer, "auto", "auto")
@@ -162,32 +145,22 @@ def parsed(chat_format: ChatFormat, text: str, tail: str = "") -> tuple[str, str
     return reasoning, content, named
 
 
-@pytest.mark.parametrize(
-    ("name", "style"),
-    [
-        ("hermes", Style()),
-        ("mistral_list", Style(ids="nine")),
-        ("named_ids", Style(ids="named")),
-        ("recipient", Style(as_text=True)),
-        ("hidden_tools", Style(shows_tools=False)),
-    ],
-)
-def test_messages_are_adapted_to_the_template(name: str, style: Style) -> None:
+@pytest.mark.parametrize(("name", "style"), [
+    ("hermes", Style()), ("mistral_list", Style(ids="nine")), ("named_ids", Style(ids="named")),
+    ("recipient", Style(as_text=True)), ("hidden_tools", Style(shows_tools=False)),
+])  # fmt: skip
+def test_messages_are_adapted_to_the_template(name, style):
     form: Any = ChatFormat.select(tokenizer_of(TEMPLATES[name]), "auto", "auto").tool_format
     assert form.style == style
-    function = {"name": "add", "arguments": {"a": 1}}
+    calls = [{"id": "call_1", "function": {"name": "add", "arguments": {"a": 1}}}]
     turns = [
         {"role": "user", "content": "Hi"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "call_1", "function": function}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "call_1", "content": "2"},
     ]
     tools = [{"type": "function", "function": {"name": "add"}}]
     adapted, shown = form.adapt(turns, tools)
-    assert turns[1]["tool_calls"][0]["id"] == "call_1"  # a copy
+    assert calls[0]["id"] == "call_1"  # a copy
     *system, user, answer, result = adapted
     assert user == turns[0] and shown == tools
     assert [turn["role"] for turn in system] == ["system"] * (not style.shows_tools)
@@ -212,20 +185,19 @@ TEXTS = {False: st.text(), True: st.text("ab1é \n\t{}[]:;,.\\-", max_size=20)}
 WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
 
 
-def values(texts: st.SearchStrategy[str], depth: int = 2) -> st.SearchStrategy[Any]:
+def values(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
     """Build JSON values, with NaN and Inf excluded."""
-    plain = st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9)
-    inner = plain | texts
+    inner = st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9) | texts
     return st.recursive(
         inner, lambda part: st.lists(part, max_size=3) | st.dictionaries(WORDS, part, max_size=3),
-        max_leaves=5 * depth,
+        max_leaves=10,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_random_calls_survive_random_splits(name: str, data: st.DataObject) -> None:
+def test_random_calls_survive_random_splits(name, data):
     """Any tools and arguments, with content before the calls, in any pieces, also truncated."""
     form: Any = FORMS[name]
     texts = TEXTS[form.pairs is not None]
@@ -255,7 +227,7 @@ def test_random_calls_survive_random_splits(name: str, data: st.DataObject) -> N
         assert n is None or not "".join(part.text for part in parts)
 
 
-def test_calls_that_the_template_omits_are_text() -> None:
+def test_calls_that_the_template_omits_are_text():
     form = registry.find("server.tool_formats", "granite").FORMAT
     calls = [{"id": "x", "function": {"name": "add", "arguments": {"a": 1}}}]
     ((turn,), _) = form.adapt([{"role": "assistant", "content": "", "tool_calls": calls}], None)
@@ -263,138 +235,114 @@ def test_calls_that_the_template_omits_are_text() -> None:
     assert turn == {"role": "assistant", "content": text}
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "content", "n_calls"),
-    [
-        ("llama", 'Use {"name": "add", "parameters": {}}', None, 0),
-        ("llama", '{"name": "other", "parameters": {}} {"name": "add"}', None, 0),
-        ("llama", '\n{"name": "add", "parameters": {}} ', "", 1),
-        ("llama", '{"name": "add", "parameters": {}} and more', "and more", 1),
-        ("llama", '{"name": "ad', None, 0),
-        ("llama", " \n", None, 0),
-        ("mistral_list", 'So: [TOOL_CALLS] [{"name": "add", "arguments": {"a": "]"}}]', "So: ", 1),
-        ("mistral_ids", '[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": [1, {"b": "\\"}"}]}', "", 1),
-        ("mistral_list", '[TOOL_CALLS][{"name": "add"}, {"name": "other"}]',
-         ', {"name": "other"}]', 1),
-        ("python", "<|tool_call_start|>[other()]<|tool_call_end|>", None, 0),
-        ("recipient", "all\n>>>add\n{}", "all\n", 1),
-        ("mistral", "[TOOL_CALLS]add", None, 0),
-        ("mistral", "[TOOL", None, 0),
-        ("qwen3_coder", "<tool_call><function=add><parameter=a></function></tool_call>", None, 0),
-        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n</tool_call>\n</parameter>\n"
-         "</function>\n</tool_call>", "", 1),
-        ("qwen3_coder", "<tool_call>\nadd\n</tool_call>", None, 0),
-        ("glm45", "<tool_call>add<arg_key>a</arg_key>"
-         "<arg_value></tool_call></arg_value></tool_call>", "", 1),
-        ("glm45", "<tool_call>add<arg_key>a</arg_key></arg_value></tool_call>", None, 0),
-        ("glm45", "<tool_call>other</tool_call>", None, 0),
-        ("harmony", "plain text", None, 0),
-        ("harmony", "<|chan", "", 0),
-        ("harmony", "<|channel|>final<|message|>a <|en", "a <|en", 0),
-        ("harmony", "<|channel|>commentary<|message|>So<|end|><|start|>assistant to=functions.add"
-         "<|channel|>commentary json<|message|>{}", "So", 1),
-        ("harmony", "<|channel|>commentary to=functions.other<|message|>{}", "{}", 0),
-        ("harmony", "<|channel|>commentary to=functions.add<|message|>{", "{", 0),
-    ],
-)  # fmt: skip
-def test_text_beside_calls_is_content(
-    tokenizer: Any, name: str, text: str, content: str | None, n_calls: int
-) -> None:
+def test_markers_of_a_format_are_read_or_remain_in_the_text(tokenizer):
+    assert chat_format_of(tokenizer, "mistral").needs_special
+    assert not chat_format_of(tokenizer, "hermes").needs_special
+    without_reasoning = chat_format_of(tokenizer, "harmony", "none")
+    text = ANALYSIS + "<|channel|>final<|message|>yes"
+    assert parsed(without_reasoning, text) == ("", "hmyes", [])
+
+
+@pytest.mark.parametrize(("name", "text", "content", "n_calls"), [
+    ("llama", 'Use {"name": "add", "parameters": {}}', None, 0),
+    ("llama", '{"name": "other", "parameters": {}} {"name": "add"}', None, 0),
+    ("llama", '\n{"name": "add", "parameters": {}} ', "", 1),
+    ("llama", '{"name": "add", "parameters": {}} and more', "and more", 1),
+    ("llama", '{"name": "ad', None, 0),
+    ("llama", " \n", None, 0),
+    ("mistral_list", 'So: [TOOL_CALLS] [{"name": "add", "arguments": {"a": "]"}}]', "So: ", 1),
+    ("mistral_ids", '[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": [1, {"b": "\\"}"}]}', "", 1),
+    ("mistral_list", '[TOOL_CALLS][{"name": "add"}, {"name": "other"}]',
+     ', {"name": "other"}]', 1),
+    ("python", "<|tool_call_start|>[other()]<|tool_call_end|>", None, 0),
+    ("recipient", "all\n>>>add\n{}", "all\n", 1),
+    ("mistral", "[TOOL_CALLS]add", None, 0),
+    ("mistral", "[TOOL", None, 0),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a></function></tool_call>", None, 0),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n</tool_call>\n</parameter>\n"
+     "</function>\n</tool_call>", "", 1),
+    ("qwen3_coder", "<tool_call>\nadd\n</tool_call>", None, 0),
+    ("glm45", "<tool_call>add<arg_key>a</arg_key>"
+     "<arg_value></tool_call></arg_value></tool_call>", "", 1),
+    ("glm45", "<tool_call>add<arg_key>a</arg_key></arg_value></tool_call>", None, 0),
+    ("glm45", "<tool_call>other</tool_call>", None, 0),
+    ("harmony", "plain text", None, 0),
+    ("harmony", "<|chan", "", 0),
+    ("harmony", "<|channel|>final<|message|>a <|en", "a <|en", 0),
+    ("harmony", "<|channel|>commentary<|message|>So<|end|><|start|>assistant to=functions.add"
+     "<|channel|>commentary json<|message|>{}", "So", 1),
+    ("harmony", "<|channel|>commentary to=functions.other<|message|>{}", "{}", 0),
+    ("harmony", "<|channel|>commentary to=functions.add<|message|>{", "{", 0),
+])  # fmt: skip
+def test_text_beside_calls_is_content(tokenizer, name, text, content, n_calls):
     """A content of None is the whole text."""
     answer = parsed(chat_format_of(tokenizer, name), text)
     assert answer[:2] == ("", text if content is None else content)
     assert [called for called, _ in answer[2]] == ["add"] * n_calls
 
 
-@pytest.mark.parametrize("text", ["3", "true", "null", '"a"', "a", "[1, 2", '{"a": 1}'])
-def test_arguments_between_tags_have_the_type_of_the_schema(tokenizer: Any, text: str) -> None:
+def test_arguments_between_tags_have_the_type_of_the_schema(tokenizer):
     chat_format = chat_format_of(tokenizer, "glm45", "none")
-    values = {}
-    for name in ("path", "size"):
-        pair = f"<arg_key>{name}</arg_key><arg_value>{text}</arg_value>"
-        (call,) = parsed(chat_format, f"<tool_call>open_file{pair}</tool_call>")[2]
-        values[name] = call[1][name]
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    assert values == {"path": text, "size": value}
+    for text, value in (
+        ("3", 3), ("true", True), ("null", None), ('"a"', "a"), ("a", "a"), ("[1, 2", "[1, 2"),
+        ('{"a": 1}', {"a": 1}),
+    ):  # fmt: skip
+        for name, expected in (("path", text), ("size", value)):
+            pair = f"<arg_key>{name}</arg_key><arg_value>{text}</arg_value>"
+            (call,) = parsed(chat_format, f"<tool_call>open_file{pair}</tool_call>")[2]
+            assert call[1] == {name: expected}
 
 
-@pytest.mark.parametrize(
-    ("name", "reasoning", "tail", "text", "answer"),
-    [
-        ("hermes", "think", "", "<think>hm</think>yes", "yes"),
-        ("hermes", "think", "", "yes", "yes"),
-        ("hermes", "think", "<think>\n", "hm</think>yes", "yes"),
-        ("hermes", "think", "</think>\n\n", "yes", "yes"),
-        ("mistral", "mistral", "", "[THINK]hm[/THINK]yes", "yes"),
-        ("hermes", "none", "", "yes", "yes"),
-        ("harmony", "auto", "", ANALYSIS + "<|channel|>final<|message|>yes", "yes"),
-        ("harmony", "auto", "", "<|channel|>final<|message|>yes", "yes"),
-    ],
-)
-def test_grammar_begins_behind_the_reasoning(
-    compiler: GrammarCompiler, tokenizer: Any, name: str, reasoning: str, tail: str, text: str,
-    answer: str,
-) -> None:  # fmt: skip
+@pytest.mark.parametrize(("name", "reasoning", "tail", "text"), [
+    ("hermes", "think", "", "<think>hm</think>yes"), ("hermes", "think", "", "yes"),
+    ("hermes", "think", "<think>\n", "hm</think>yes"),
+    ("hermes", "think", "</think>\n\n", "yes"), ("hermes", "none", "", "yes"),
+    ("mistral", "mistral", "", "[THINK]hm[/THINK]yes"),
+    ("harmony", "auto", "", ANALYSIS + "<|channel|>final<|message|>yes"),
+    ("harmony", "auto", "", "<|channel|>final<|message|>yes"),
+])  # fmt: skip
+def test_grammar_begins_behind_the_reasoning(compiler, tokenizer, name, reasoning, tail, text):
     chat_format = chat_format_of(tokenizer, name, reasoning)
-    around = chat_format.around(tail, False)
-    outputs = StructuredOutputs(choice=["yes", "no"], around=around)
-    assert accepted(compiler, tokenizer, outputs, text) == text + "!"
-    assert not accepted(compiler, tokenizer, outputs, text.replace("yes", "maybe")).endswith("!")
+    outputs = StructuredOutputs(choice=["yes", "no"], around=chat_format.around(tail, False))
+    assert accepted(compiler, tokenizer, outputs, text)
+    assert not accepted(compiler, tokenizer, outputs, text.replace("yes", "maybe"))
     thought = "hm" if "hm" in text else ""
-    assert parsed(chat_format, text, tail) == (thought, answer, [])
-    lark = call_grammar(chat_format.tool_format, FUNCTIONS, chat_format.lark, True)
-    outputs = StructuredOutputs(grammar=lark, around=chat_format.around(tail, True))
+    assert parsed(chat_format, text, tail) == (thought, "yes", [])
+    outputs = calls_of(chat_format, around=chat_format.around(tail, True))
     text = text.replace("yes", "").replace("<|channel|>final<|message|>", "")
     text += answer_of(tokenizer, name, 1)
-    assert accepted(compiler, tokenizer, outputs, text) == text + "!"
+    assert accepted(compiler, tokenizer, outputs, text)
     assert parsed(chat_format, text, tail) == (thought, "", [("open_file", OPEN_FILE)])
 
 
-@pytest.mark.parametrize(
-    ("text", "tags"),
-    [
-        ("<seed:think>{{ m.reasoning_content }}</seed:think>{{ m.content }}", "<seed:think>"),
-        ("{% if m.thinking %}[THINK]{{ m.thinking }}[/THINK]{% endif %}{{ m.content }}", "[THINK]"),
-        ("{{ m.content }}", None),
-        ("{{ '<|m|>' ~ m.thinking ~ '<|e|>' if m.thinking }}<|m|>{{ m.content }}", None),
-    ],
-)  # fmt: skip
-def test_reasoning_tags_are_derived(text: str, tags: str | None) -> None:
+@pytest.mark.parametrize(("text", "tags"), [
+    ("<seed:think>{{ m.reasoning_content }}</seed:think>{{ m.content }}", "<seed:think>"),
+    ("{% if m.thinking %}[THINK]{{ m.thinking }}[/THINK]{% endif %}{{ m.content }}", "[THINK]"),
+    ("{{ m.content }}", None),
+    ("{{ '<|m|>' ~ m.thinking ~ '<|e|>' if m.thinking }}<|m|>{{ m.content }}", None),
+])  # fmt: skip
+def test_reasoning_tags_are_derived(text, tags):
     chat_format = ChatFormat.select(tokenizer_of(template("", text=text)), "auto", "auto")
     assert (chat_format.tags and chat_format.tags.opening) == tags
 
 
-def test_channels_without_separate_reasoning_are_content(tokenizer: Any) -> None:
-    chat_format = chat_format_of(tokenizer, "harmony", "none")
-    text = ANALYSIS + "<|channel|>final<|message|>yes"
-    assert parsed(chat_format, text) == ("", "hmyes", [])
-
-
-@pytest.mark.parametrize(
-    ("template", "name", "reasoning"),
-    [
-        ("{{ '<tool_call>' if tools }}", "hermes", "none"),
-        ("{{ '<tool_call>' if tools }} {{ '</think>' }}", "hermes", "think"),
-        ("{{ '<|tool_call|>' if tools }}", "granite", "none"),
-        ("{{ '<|tool_list_start|>' if tools }}", "lfm2", "none"),
-        ("{{ '<|channel|>' }} {{ '<|message|>' }}", "harmony", "harmony"),
-        ("{{ tools }} {{ '[/THINK]' }}", "generic", "mistral"),
-        ("{{ messages.missing.text }}", "generic", "none"),
-    ],
-)
-def test_formats_without_rendered_calls_follow_marks(
-    template: str, name: str, reasoning: str
-) -> None:
+@pytest.mark.parametrize(("template", "name", "reasoning"), [
+    ("{{ '<tool_call>' if tools }}", "hermes", "none"),
+    ("{{ '<tool_call>' if tools }} {{ '</think>' }}", "hermes", "think"),
+    ("{{ '<|tool_call|>' if tools }}", "granite", "none"),
+    ("{{ '<|tool_list_start|>' if tools }}", "lfm2", "none"),
+    ("{{ '<|channel|>' }} {{ '<|message|>' }}", "harmony", "harmony"),
+    ("{{ tools }} {{ '[/THINK]' }}", "generic", "mistral"),
+    ("{{ messages.missing.text }}", "generic", "none"),
+])  # fmt: skip
+def test_formats_without_rendered_calls_follow_marks(template, name, reasoning):
     chat_format = ChatFormat.select(tokenizer_of(template), "auto", "auto")
     assert chat_format.tool_format.name == name
     assert chat_format == ChatFormat.select(chat_format.tokenizer, name, reasoning)
     assert chat_format.is_unknown == ("tools }}" in template)
 
 
-def test_defects_of_the_derivation_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defects_of_the_derivation_are_not_hidden(monkeypatch):
     """Only failures of the template lead to the generic format."""
     broken = tokenizer_of("{{ 1 // 0 if tools }}")
     assert ChatFormat.select(broken, "auto", "auto").tool_format.name == "generic"
@@ -403,22 +351,10 @@ def test_defects_of_the_derivation_are_not_hidden(monkeypatch: pytest.MonkeyPatc
         ChatFormat.select(tokenizer_of(TEMPLATES["hermes"]), "auto", "auto")
 
 
-def test_special_tokens_of_the_format_remain_in_the_text(tokenizer: Any) -> None:
-    assert chat_format_of(tokenizer, "mistral").needs_special
-    assert not chat_format_of(tokenizer, "hermes").needs_special
-
-
-@pytest.mark.parametrize(
-    ("tools", "reasoning", "word"),
-    [
-        ("json", "auto", "'json'"),
-        ("hermes", "gpt", "none"),
-        ("hermes", "harmony", "think"),
+def test_unknown_and_contradictory_parsers_are_refused(tokenizer):
+    for tools, reasoning, word in (
+        ("json", "auto", "'json'"), ("hermes", "gpt", "none"), ("hermes", "harmony", "think"),
         ("harmony", "think", "harmony"),
-    ],
-)
-def test_unknown_and_contradictory_parsers_are_refused(
-    tokenizer: Any, tools: str, reasoning: str, word: str
-) -> None:
-    with pytest.raises(SettingsError, match=word):
-        ChatFormat.select(tokenizer, tools, reasoning)
+    ):  # fmt: skip
+        with pytest.raises(SettingsError, match=word):
+            ChatFormat.select(tokenizer, tools, reasoning)

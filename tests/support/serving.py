@@ -90,6 +90,11 @@ class Served:
         status, _, text = self.asked(path, body, headers)
         return status, json.loads(text or "null")
 
+    def chunks(self, path: str, body: Any) -> list[Any]:
+        """Ask for a stream. Returns its events."""
+        events = self.asked(path, body | {"stream": True})[2].split("\n\n")
+        return [json.loads(event[6:]) for event in events if event.startswith("data: {")]
+
     def wait_until_idle(self) -> None:
         """Wait until no sequence runs or waits."""
         wait_until(lambda: not (self.llm.engine.n_running or self.llm.engine.n_waiting))
@@ -214,6 +219,12 @@ def read_images(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> ListingProcessor:
     processor = ListingProcessor(llm)
     monkeypatch.setattr(llm.requests, "images", processor)
     return processor
+
+
+def head_of(path: str, n_body: int) -> bytes:
+    """Head of a POST request."""
+    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {n_body}\r\n\r\n"
+    return f"POST {path} HTTP/1.1\r\n{fields}".encode()
 
 
 def alone(llm: LLM, prompt: str | list[int], **params: Any) -> str:

@@ -1,7 +1,6 @@
 """Memory limits of this process: machine, control groups and resource limits."""
 
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,19 +30,16 @@ class Cgroups:
         roots = {"": self.v2, "memory": self.v1}
         groups = {key: (roots[key], *names) for key, (_, *names) in machine._CGROUPS.items()}
         monkeypatch.setattr(machine, "_CGROUPS", groups)
-        monkeypatch.setattr(
-            machine,
-            "_lines",
-            lambda path: lines(self._list if path == Path("/proc/self/cgroup") else path),
-        )
+        places = {Path("/proc/self/cgroup"): self._list}
+        monkeypatch.setattr(machine, "_lines", lambda path: lines(places.get(path, path)))
         memory = SimpleNamespace(total=TOTAL, available=AVAILABLE)
         process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=RSS, vms=3 * RSS))
         psutil = SimpleNamespace(virtual_memory=lambda: memory, Process=lambda: process)
         monkeypatch.setattr(machine, "psutil", psutil)
         monkeypatch.setattr(resource, "getrlimit", lambda kind: self.limits[kind])
 
-    def belong_to(self, *lines: str) -> None:
-        self._list.write_text("".join(f"{line}\n" for line in lines))
+    def belong_to(self, text: str) -> None:
+        self._list.write_text(text + "\n" * bool(text))
 
     def write(self, folder: Path, **files: str | int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,8 +48,8 @@ class Cgroups:
 
 
 @pytest.fixture
-def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cgroups]:
-    yield Cgroups(tmp_path, monkeypatch)
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cgroups:
+    return Cgroups(tmp_path, monkeypatch)
 
 
 def _v2(limit: int | str, current: int, inactive: int = 0, active: int = 0) -> dict[str, Any]:
@@ -62,10 +58,8 @@ def _v2(limit: int | str, current: int, inactive: int = 0, active: int = 0) -> d
 
 
 def _v1(limit: int, usage: int, inactive: int = 0) -> dict[str, Any]:
-    stat = f"inactive_file {inactive}"
-    return {
-        "memory__limit_in_bytes": limit, "memory__usage_in_bytes": usage, "memory__stat": stat
-    }  # fmt: skip
+    files = {"limit_in_bytes": limit, "usage_in_bytes": usage, "stat": f"inactive_file {inactive}"}
+    return {f"memory__{name}": content for name, content in files.items()}
 
 
 def _nested(tight: str) -> dict[str, Any]:
@@ -78,12 +72,8 @@ def _nested(tight: str) -> dict[str, Any]:
     # the page cache is free
     ("0::/box", {"/box": _v2(8 * GIB, 5 * GIB, GIB, 2 * GIB)}, 8 * GIB, 6 * GIB),
     *(("0::/outer/inner", _nested(box), 4 * GIB, GIB) for box in ("outer", "inner", "root")),
-    (
-        "11:cpu,cpuacct:/a\n9:memory:/docker/x\n1:name=systemd:/a",
-        {"v1/docker/x": _v1(6 * GIB, 4 * GIB, GIB)},
-        6 * GIB,
-        3 * GIB,
-    ),
+    ("11:cpu,cpuacct:/a\n9:memory:/docker/x\n1:name=systemd:/a",
+     {"v1/docker/x": _v1(6 * GIB, 4 * GIB, GIB)}, 6 * GIB, 3 * GIB),
     # the path in /proc names host folders, which the container cannot see
     ("0::/host/only/path", {"": _v2(5 * GIB, GIB)}, 5 * GIB, 3 * GIB),
     *(("0::/box", {"/box": _v2(limit, GIB)}, TOTAL, AVAILABLE) for limit in ("max", "", "x")),
@@ -91,18 +81,19 @@ def _nested(tight: str) -> dict[str, Any]:
     ("0::/box", {"/box": _v2(GIB, 2 * GIB)}, GIB, 0),
 ])  # fmt: skip
 def test_tightest_enclosing_group_limits_memory(cgroups, group, files, limit, free):
-    cgroups.belong_to(*filter(None, [group]))
+    cgroups.belong_to(group)
     for at, content in files.items():
         root = cgroups.v1 if at.startswith("v1") else cgroups.v2
         cgroups.write(root / at.removeprefix("v1").strip("/"), **content)
     assert (memory_limit(), memory_free()) == (limit, free)
 
 
-@pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
-def test_resource_limit_of_the_process_is_the_limit(kind, cgroups):
-    cgroups.limits[kind] = (7 * GIB, resource.RLIM_INFINITY)
-    assert memory_limit() == 7 * GIB
-    assert memory_free() <= 7 * GIB - RSS
+def test_resource_limit_of_the_process_is_the_limit(cgroups):
+    for kind in cgroups.limits:
+        cgroups.limits |= dict.fromkeys(cgroups.limits, UNLIMITED)
+        cgroups.limits[kind] = (7 * GIB, resource.RLIM_INFINITY)
+        assert memory_limit() == 7 * GIB
+        assert memory_free() <= 7 * GIB - RSS
 
 
 def test_free_memory_is_at_most_the_limit():

@@ -18,7 +18,7 @@ from offload_rt.text.detokenize import encode_chat, load_tokenizer
 from offload_rt.text.gguf_tokenizer import _SPLITS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-ALPHABET = sorted(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
+ALPHABET = sorted(bytes_to_unicode().values())
 NAMES = [*GGUF_PRE_TOKENIZER_SPLITS, *(name for names in _SPLITS for name in names.split())]
 DIGITS = ["3 3", "33 3", "33 33", "33 333", "333 333"]
 SPLIT = pre_tokenizers.Split
@@ -40,13 +40,10 @@ def load(path: Path, tokens: dict[str, int], **fields: Any) -> PreTrainedTokeniz
     metadata["general.architecture"] = "llama"
     path.write_bytes(write_gguf.file_bytes(metadata, {}))
     tokenizer = load_tokenizer(path)
-    assert tokenizer is not None
     return tokenizer
 
 
-def byte_level(
-    path: Path, merges: list[str], more: dict[str, int] | None = None, **fields: Any
-) -> PreTrainedTokenizerBase:
+def byte_level(path, merges, more=None, **fields):
     merged = [merge.replace(" ", "") for merge in merges]
     tokens = dict.fromkeys([*ALPHABET, *merged], NORMAL) | (more or {})
     return load(path, tokens, model="gpt2", merges=merges, **fields)
@@ -68,7 +65,7 @@ def split(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("pre", ORIGINALS)
-def test_pre_names_the_splits_of_the_original(pre: str, tmp_path: Path) -> None:
+def test_pre_names_the_splits_of_the_original(pre, tmp_path):
     """Digits alone, in groups of three or in any number; `½` is a digit of some."""
     merges = [*DIGITS, "Ġ Â", "Â ½", ". .", "Ġ .."]
     tokenizer = byte_level(tmp_path / "m.gguf", merges, pre=pre)
@@ -79,18 +76,21 @@ def test_pre_names_the_splits_of_the_original(pre: str, tmp_path: Path) -> None:
         assert split(tokenizer, text) == original.encode(text).tokens
 
 
-@pytest.mark.parametrize(
-    ("pre", "groups"),
-    [("afmoe", ["3", "333", "333"]), ("superbpe", ["3", "333", "333"]), ("default", 7 * ["3"]),
-     ("llama-bpe", ["333", "333", "3"]), ("qwen2", 7 * ["3"]), ("gpt-2", ["3333", "333"])],
-)  # fmt: skip
-def test_digits_are_grouped(pre: str, groups: list[str], tmp_path: Path) -> None:
-    merges = [] if pre == "default" else DIGITS
-    assert split(byte_level(tmp_path / "m.gguf", merges, pre=pre), "3333333") == groups
+def test_digits_are_grouped_and_whole_words_ignore_merges(tmp_path):
+    path = tmp_path / "m.gguf"
+    for pre, groups in (
+        ("afmoe", ["3", "333", "333"]), ("superbpe", ["3", "333", "333"]), ("default", 7 * ["3"]),
+        ("llama-bpe", ["333", "333", "3"]), ("qwen2", 7 * ["3"]), ("gpt-2", ["3333", "333"]),
+    ):  # fmt: skip
+        merges = [] if pre == "default" else DIGITS
+        assert split(byte_level(path, merges, pre=pre), "3333333") == groups
+    # Llama 3 has tokens that its merges do not reach.
+    for pre, tokens in (("llama-bpe", ["abc"]), ("gpt-2", ["a", "bc"])):
+        assert split(byte_level(path, ["b c", "a b", "ab c"], pre=pre), "abc") == tokens
 
 
 @pytest.mark.parametrize("pre", NAMES)
-def test_every_known_pre_keeps_the_text(pre: str, tmp_path: Path) -> None:
+def test_every_known_pre_keeps_the_text(pre, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tokenizer = byte_level(tmp_path / "m.gguf", [], pre=pre)
@@ -99,27 +99,20 @@ def test_every_known_pre_keeps_the_text(pre: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pre", [{"pre": "no-such-model"}, {}])
-def test_unknown_pre_warns_by_name(pre: dict[str, Any], tmp_path: Path) -> None:
+def test_unknown_pre_warns_by_name(pre, tmp_path):
     name = repr(pre.get("pre"))
     with pytest.warns(RuntimeWarning, match=f"tokenizer.ggml.pre={name} is unknown"):
         assert split(byte_level(tmp_path / "m.gguf", [], **pre), "a b") == ["a", "Ġ", "b"]
 
 
-@pytest.mark.parametrize(("pre", "ids"), [("llama-bpe", ["abc"]), ("gpt-2", ["a", "bc"])])
-def test_whole_words_ignore_merges(pre: str, ids: list[str], tmp_path: Path) -> None:
-    """Llama 3 has tokens that its merges do not reach."""
-    merges = ["b c", "a b", "ab c"]
-    assert split(byte_level(tmp_path / "m.gguf", merges, pre=pre), "abc") == ids
-
-
-def test_added_tokens_of_spaces_are_matched_first(tmp_path: Path) -> None:
+def test_added_tokens_of_spaces_are_matched_first(tmp_path):
     """Longest first, and before words with a leading space, as in MPT."""
     more = {"  ": USER_DEFINED, "   ": USER_DEFINED}
     tokenizer = byte_level(tmp_path / "m.gguf", ["Ġ a"], more, pre="mpt")
     assert split(tokenizer, " a  a   a") == ["Ġa", "  ", "a", "   ", "a"]
 
 
-def test_control_tokens_outside_the_byte_alphabet(tmp_path: Path) -> None:
+def test_control_tokens_outside_the_byte_alphabet(tmp_path):
     """DeepSeek's markers are single tokens, and plain text inside messages."""
     tokenizer = byte_level(tmp_path / "m.gguf", [], {"<｜User｜>": CONTROL}, pre="deepseek-v3")
     assert split(tokenizer, "a<｜User｜>") == ["a", "<｜User｜>"]
@@ -128,48 +121,37 @@ def test_control_tokens_outside_the_byte_alphabet(tmp_path: Path) -> None:
     assert tokenizer.convert_ids_to_tokens(ids).count("<｜User｜>") == 1
 
 
-@pytest.mark.parametrize(("fields", "has_bos"), [
-    ({"pre": "llama-bpe"}, True),
-    ({"pre": "llama-bpe", "add_bos_token": False}, False),
-    ({"pre": "gpt-2"}, False),
-    ({"pre": "gpt-2", "add_bos_token": True}, True),
-])  # fmt: skip
-def test_begin_token(fields: dict[str, Any], has_bos: bool, tmp_path: Path) -> None:
+def test_begin_token(tmp_path):
     """Old files of Llama 3 have no `add_bos_token`."""
     bos = {"<|begin|>": CONTROL}
-    tokenizer = byte_level(tmp_path / "m.gguf", [], bos, bos_token_id=len(ALPHABET), **fields)
-    assert (tokenizer.encode("a")[0] == len(ALPHABET)) is has_bos
+    for fields, has_bos in (
+        ({"pre": "llama-bpe"}, True), ({"pre": "llama-bpe", "add_bos_token": False}, False),
+        ({"pre": "gpt-2"}, False), ({"pre": "gpt-2", "add_bos_token": True}, True),
+    ):  # fmt: skip
+        tokenizer = byte_level(tmp_path / "m.gguf", [], bos, bos_token_id=len(ALPHABET), **fields)
+        assert (tokenizer.encode("a")[0] == len(ALPHABET)) is has_bos
 
 
-@pytest.mark.parametrize(("text", "with_prefix", "without"), [
-    ("Hi", ["▁Hi"], ["Hi"]), (" Hi", ["▁", "▁Hi"], ["▁Hi"]), ("  Hi", ["▁▁", "▁Hi"], ["▁", "▁Hi"]),
-    (" ", ["▁▁"], ["▁"]), ("Hi Hi", ["▁Hi", "▁Hi"], ["Hi", "▁Hi"]),
-    ("é", ["▁", "<0xC3>", "<0xA9>"], ["<0xC3>", "<0xA9>"]),
-])  # fmt: skip
-def test_leading_space(text, with_prefix, without, tmp_path):
+def test_leading_space(tmp_path):
     """The prefix is added also to text that starts with a space."""
     pieces = ["Hi", "▁Hi", "▁▁", "▁", "H", "i"]
-    assert split(sentencepiece(tmp_path / "m.gguf", pieces), text) == with_prefix
-    tokenizer = sentencepiece(tmp_path / "m.gguf", pieces, add_space_prefix=False)
-    assert split(tokenizer, text) == without
+    prefixing = sentencepiece(tmp_path / "m.gguf", pieces)
+    plain = sentencepiece(tmp_path / "m.gguf", pieces, add_space_prefix=False)
+    for text, with_prefix, without in (
+        ("Hi", ["▁Hi"], ["Hi"]), (" Hi", ["▁", "▁Hi"], ["▁Hi"]), (" ", ["▁▁"], ["▁"]),
+        ("  Hi", ["▁▁", "▁Hi"], ["▁", "▁Hi"]), ("Hi Hi", ["▁Hi", "▁Hi"], ["Hi", "▁Hi"]),
+        ("é", ["▁", "<0xC3>", "<0xA9>"], ["<0xC3>", "<0xA9>"]),
+    ):  # fmt: skip
+        assert (split(prefixing, text), split(plain, text)) == (with_prefix, without)
+    # Behind a control token as in llama.cpp and the original tokenizers of Llama 2.
+    ids = prefixing.encode("Hi<s>Hi", add_special_tokens=False)
+    assert prefixing.convert_ids_to_tokens(ids) == ["▁Hi", "<s>", "▁Hi"]
+    for removes, expected in ((True, "a a"), (False, "  a   a ")):
+        tokenizer = sentencepiece(tmp_path / "m.gguf", ["▁", "a"], remove_extra_whitespaces=removes)
+        assert tokenizer.decode(tokenizer.encode("  a   a ", add_special_tokens=False)) == expected
 
 
-def test_text_behind_a_control_token_gets_the_prefix(tmp_path: Path) -> None:
-    """As in llama.cpp and the original tokenizers of Llama 2."""
-    tokenizer = sentencepiece(tmp_path / "m.gguf", ["Hi", "▁Hi", "▁", "H", "i"])
-    ids = tokenizer.encode("Hi<s>Hi", add_special_tokens=False)
-    assert tokenizer.convert_ids_to_tokens(ids) == ["▁Hi", "<s>", "▁Hi"]
-
-
-@pytest.mark.parametrize("removes", [True, False])
-def test_extra_whitespace_is_removed_if_the_file_demands_it(removes: bool, tmp_path: Path) -> None:
-    more = {"remove_extra_whitespaces": removes}
-    tokenizer = sentencepiece(tmp_path / "m.gguf", ["▁", "a"], **more)
-    ids = tokenizer.encode("  a   a ", add_special_tokens=False)
-    assert tokenizer.decode(ids) == ("a a" if removes else "  a   a ")
-
-
-def test_text_never_merges_to_a_control_token(tmp_path: Path) -> None:
+def test_text_never_merges_to_a_control_token(tmp_path):
     """Neither to `<s>` nor to a byte."""
     pieces = ["<s", "<0x41", "<0x4", "<0x", "<0", "▁", "<", "s", ">", "0", "x", "4", "1"]
     tokenizer = sentencepiece(tmp_path / "m.gguf", pieces)
@@ -190,7 +172,7 @@ def merge_best_pairs(text: str, pieces: list[str]) -> list[str]:
 
 
 @given(st.text("abc ", min_size=1))
-def test_merges_follow_the_scores(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_merges_follow_the_scores(tmp_path_factory, text):
     pieces = ["bc", "▁a", "ab", "▁ab", "abc", "ca", "▁abc", "a", "b", "c", "▁"]
     path = tmp_path_factory.mktemp("scores") / "m.gguf"
     assert split(sentencepiece(path, pieces), text) == merge_best_pairs(text, pieces)

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from jinja2 import Environment
 from support.checkpoints import llama_config
-from support.tiny import CASES, SPOKEN, add_tokenizer, byte_level, metaspace, open_llm, prompt_of
+from support.tiny import SPOKEN, add_tokenizer, byte_level, metaspace
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -18,15 +18,12 @@ from offload_rt.text.detokenize import TextStream, encode, encode_chat, load_tok
 
 BYTE_LEVEL = byte_level()
 METASPACE = metaspace()
-HELLO = [{"role": "user", "content": "hello"}]
-TOKENIZERS = {"byte level": BYTE_LEVEL, "metaspace": METASPACE}
 HALF = "\ufffd"
 
 characters = st.sampled_from("aeo t\n.,é\u0301\u200d語한👍🏽👨🇫🇷ß") | st.characters(
     exclude_categories=("Cs",), exclude_characters=HALF
 )
 texts = st.text(characters, min_size=1, max_size=30) | st.sampled_from(SPOKEN)
-tokenizers = st.sampled_from(list(TOKENIZERS.values()))
 
 
 def decode(tokenizer, ids):
@@ -56,7 +53,7 @@ def encoded(tokenizer, text):
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-@given(tokenizers, texts, st.integers(1, 12))
+@given(st.sampled_from([BYTE_LEVEL, METASPACE]), texts, st.integers(1, 12))
 def test_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text, n_prompt):
     ids = encoded(tokenizer, SPOKEN[0] + " " + text)
     prompt = ids[:n_prompt]
@@ -69,16 +66,6 @@ def test_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text, n_pro
     assert decode(tokenizer, prompt) + stream.text == SPOKEN[0] + " " + text
 
 
-@given(texts)
-def test_character_is_released_with_its_last_byte(text):
-    ids = encoded(BYTE_LEVEL, text)
-    stream = TextStream(BYTE_LEVEL, prompt_of(0), ())
-    for n, token in enumerate(ids, 1):
-        stream.add(token)
-        stream.take()
-        assert stream.text == decode(BYTE_LEVEL, ids[:n]).rstrip(HALF)
-
-
 @given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), min_size=1, max_size=30))
 def test_invalid_bytes_lose_no_valid_characters(ids):
     """Random models produce such bytes; only a partial character at the very end is dropped."""
@@ -86,13 +73,9 @@ def test_invalid_bytes_lose_no_valid_characters(ids):
     stream = TextStream(BYTE_LEVEL, prompt, ())
     pieces, _ = pieces_of(stream, ids)
     assert "".join(pieces) == stream.text == answer_of(BYTE_LEVEL, prompt, ids)
-
-
-@given(st.lists(st.integers(0, METASPACE.get_vocab_size() - 1), min_size=1, max_size=30))
-def test_invalid_bytes_of_a_byte_fallback_tokenizer_end_no_stream(ids):
-    """`tokenizers.decoders.DecodeStream` raises at most of these ids."""
+    # Of byte fallback: `tokenizers.decoders.DecodeStream` raises at most of these ids.
     stream = TextStream(METASPACE, encoded(METASPACE, "the end "), ())
-    pieces, n = pieces_of(stream, ids)
+    pieces, n = pieces_of(stream, [id % METASPACE.get_vocab_size() for id in ids])
     assert n == len(ids) and "".join(pieces) == stream.text
 
 
@@ -100,9 +83,7 @@ def test_token_that_ends_within_a_character_releases_whole_characters():
     """As the token of a space and the first bytes of a smile, which byte-level tokenizers have."""
     ids = encoded(BYTE_LEVEL, "smiles 🙂")
     cut = next(n for n in range(len(ids)) if HALF in decode(BYTE_LEVEL, ids[: n + 1]))
-    assert decode(BYTE_LEVEL, [ids[cut]]).startswith(" "), (
-        "this token is not of the kind the test is about"
-    )
+    assert decode(BYTE_LEVEL, [ids[cut]]).startswith(" "), "not of the kind the test is about"
     stream = TextStream(BYTE_LEVEL, [0], (" ",))
     assert [stream.add(token) for token in ids[: cut + 1]] == [False] * cut + [True]
     assert stream.take(final=True) == "smiles"
@@ -110,11 +91,11 @@ def test_token_that_ends_within_a_character_releases_whole_characters():
 
 def test_prompt_that_ends_within_a_character_is_completed():
     ids = encoded(BYTE_LEVEL, "smiles 🙂 waves")
-    whole = [n for n in range(1, len(ids)) if not decode(BYTE_LEVEL, ids[:n]).endswith(HALF)]
-    for n in set(range(1, len(ids))) - set(whole):
-        stream = TextStream(BYTE_LEVEL, ids[:n], ())
-        pieces, _ = pieces_of(stream, ids[n:])
+    cuts = [n for n in range(1, len(ids)) if decode(BYTE_LEVEL, ids[:n]).endswith(HALF)]
+    for n in cuts:
+        pieces, _ = pieces_of(TextStream(BYTE_LEVEL, ids[:n], ()), ids[n:])
         assert "".join(pieces) == "🙂 waves"
+    assert cuts
 
 
 def expected_stop(tokenizer, prompt, ids, stops):
@@ -127,17 +108,17 @@ def expected_stop(tokenizer, prompt, ids, stops):
     return len(ids), answer_of(tokenizer, prompt, ids), False
 
 
-@given(tokenizers, texts, st.data())
+@given(st.sampled_from([BYTE_LEVEL, METASPACE]), texts, st.data())
 def test_first_stop_string_ends_the_text(tokenizer, text, data):
     """Several stops, within tokens and across borders, some absent and some nearly present."""
     prompt = encoded(tokenizer, SPOKEN[0])
     ids = encoded(tokenizer, SPOKEN[0] + " " + text * 2)[len(prompt) :]
-    starts = data.draw(st.lists(st.integers(0, 2 * len(text)), max_size=3))
-    lengths = st.integers(1, 7)
+    parts = st.tuples(
+        st.integers(0, 2 * len(text)), st.integers(1, 7), st.sampled_from(["", "", "#"])
+    )
     stops = [
-        (" " + text * 2)[start : start + data.draw(lengths)]
-        + data.draw(st.sampled_from(["", "", "#"]))
-        for start in starts
+        (" " + text * 2)[start : start + length] + end
+        for start, length, end in data.draw(st.lists(parts, max_size=3))
     ]
     stream = TextStream(tokenizer, prompt, tuple(stops))
     pieces, n = pieces_of(stream, ids)
@@ -146,30 +127,39 @@ def test_first_stop_string_ends_the_text(tokenizer, text, data):
     assert not (stopped and any(stop in stream.text for stop in stops))
 
 
-@given(texts, st.text(characters, min_size=1, max_size=6))
-def test_only_possible_stop_prefixes_are_held_back(text, stop):
+@given(texts, st.lists(st.text(characters, min_size=1, max_size=6), max_size=1))
+def test_only_partial_characters_and_possible_stop_prefixes_are_held_back(text, stops):
     ids = encoded(BYTE_LEVEL, text)
-    stream = TextStream(BYTE_LEVEL, [0], (stop,))
+    stream = TextStream(BYTE_LEVEL, [0], tuple(stops))
     taken = ""
     for n, token in enumerate(ids, 1):
         if stream.add(token):
             break
         taken += stream.take()
         so_far = decode(BYTE_LEVEL, ids[:n]).rstrip(HALF)
-        assert so_far.startswith(taken) and len(so_far) - len(taken) < len(stop)
+        n_held = len(so_far) - len(taken)
+        assert so_far.startswith(taken) and n_held < max(map(len, stops), default=1)
     assert taken + stream.take(final=True) == stream.text
     assert stream.take(final=True) == ""
 
 
-def test_special_tokens_have_no_text():
+def test_special_tokens_begin_prompts_and_have_no_text(tmp_path):
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<s>", "</s>"])
-    start = tokenizer.token_to_id("<s>")
-    end = tokenizer.token_to_id("</s>")
+    start, end = (tokenizer.token_to_id(name) for name in ("<s>", "</s>"))
     ids = encoded(tokenizer, "the fox")
     stream = TextStream(tokenizer, [start], ("</s>",))
     pieces, _ = pieces_of(stream, [*ids[:2], end, *ids[2:], end])
     assert "".join(pieces) == "the fox"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", start)]
+    )
+    add_tokenizer(tmp_path, tokenizer)
+    assert encode(load_tokenizer(tmp_path), "the fox") == [start, *ids]
+    for content in ("", "{", '{"model": 3}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(CheckpointError, match="tokenizer"):
+            load_tokenizer(tmp_path)
 
 
 def test_end_token_ends_a_sequence_and_has_no_text():
@@ -182,34 +172,34 @@ def test_end_token_ends_a_sequence_and_has_no_text():
 
 @given(texts)
 def test_bytes_of_tokens_join_to_the_text(text):
-    """Also where a token holds a part of a character."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=BYTE_LEVEL)
-    ids = encoded(BYTE_LEVEL, text)
-    assert b"".join(token_bytes(tokenizer, token) for token in ids) == text.encode()
+    """Also where a token holds a part of a character, raw in tokens of byte fallback."""
+    for raw, ids in (
+        (BYTE_LEVEL, encoded(BYTE_LEVEL, text + "🙂")),
+        (METASPACE, encoded(METASPACE, "🙂")[-4:]),
+    ):
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+        joined = b"".join(token_bytes(tokenizer, token) for token in ids)
+        assert joined == ("🙂" if raw is METASPACE else text + "🙂").encode()
 
 
-def test_bytes_of_byte_fallback_tokens_are_raw():
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=METASPACE)
-    ids = encoded(METASPACE, "🙂")[-4:]
-    assert b"".join(token_bytes(tokenizer, token) for token in ids) == "🙂".encode()
-
-
-@pytest.mark.parametrize("backend", TOKENIZERS)
+@pytest.mark.parametrize("backend", [BYTE_LEVEL, METASPACE], ids=["byte level", "metaspace"])
 def test_special_tokens_in_messages_are_encoded_as_text(backend, tmp_path):
     """Markers such as <think> stay tokens everywhere."""
-    raw = Tokenizer.from_str(TOKENIZERS[backend].to_str())
+    raw = Tokenizer.from_str(backend.to_str())
     raw.add_special_tokens(["</s>"])
     raw.add_tokens(["<think>"])
     add_tokenizer(tmp_path, raw)
     tokenizer = load_tokenizer(tmp_path)
-    tokenizer.chat_template = "{% for m in messages %}</s><think>{{ m.content }}{% endfor %}"
-    special = raw.token_to_id("</s>")
-    marker = raw.token_to_id("<think>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}</s><think>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %} answer:{% endif %}"
+    )
     turns = [{"role": "user", "content": text} for text in ("fox", "the </s> fox", "<think></s>")]
     ids = encode_chat(tokenizer, turns, {})
-    assert ids.count(special) == 3 and ids.count(marker) == 4
-    rendered = tokenizer.apply_chat_template(turns[:1], tokenize=True, return_dict=False)
-    assert encode_chat(tokenizer, turns[:1], {}) == rendered
+    assert [ids.count(raw.token_to_id(name)) for name in ("</s>", "<think>")] == [3, 4]
+    for options in ({}, {"add_generation_prompt": True}):
+        rendered = tokenizer.apply_chat_template(turns[:1], return_dict=False, **options)
+        assert encode_chat(tokenizer, turns[:1], options) == rendered
 
 
 def test_chat_templates_may_change_lists(tmp_path):
@@ -220,9 +210,7 @@ def test_chat_templates_may_change_lists(tmp_path):
         "{% elif q.ids %}{% set first=q.ids.pop(0) %} {{ first }},{{ q.ids | length }}\n"
         "{%- endif -%}{% endfor %}"
     )
-    turns = [{"role": role, "content": text} for role, text in (
-        ("user", "a"), ("user", "b"), ("tool", ""), ("tool", ""), ("tool", ""),
-    )]  # fmt: skip
+    turns = [{"role": "user", "content": text} for text in "ab"] + [{"role": "tool"}] * 3
     expected = Environment(trim_blocks=True, lstrip_blocks=True).from_string(template)
     add_tokenizer(tmp_path, BYTE_LEVEL)
     about = tmp_path / "tokenizer_config.json"
@@ -233,83 +221,39 @@ def test_chat_templates_may_change_lists(tmp_path):
     assert "a,1" in rendered and "b,0" in rendered
 
 
-@pytest.fixture(scope="module", params=TOKENIZERS)
-def llm(request, tmp_path_factory):
-    """A model that speaks, with either tokenizer."""
-    path = tmp_path_factory.mktemp("speaking")
-    tokenizer = TOKENIZERS[request.param]
-    CASES["llama"].build(0, vocab_size=tokenizer.get_vocab_size()).save_pretrained(path)
-    add_tokenizer(path, tokenizer)
-    with open_llm(path, max_model_len=256) as llm:
-        yield llm
-
-
-@pytest.mark.parametrize("content", ["", "{", '{"model": 3}'])
-def test_damaged_tokenizer_is_an_error(tmp_path, content):
-    add_tokenizer(tmp_path, BYTE_LEVEL)
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(CheckpointError, match="tokenizer"):
-        load_tokenizer(tmp_path)
-
-
-def test_prompts_get_the_special_tokens_of_the_tokenizer(tmp_path):
-    tokenizer = byte_level()
-    tokenizer.add_special_tokens(["<s>"])
-    start = tokenizer.token_to_id("<s>")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        "<s> $A", special_tokens=[("<s>", start)]
-    )
-    add_tokenizer(tmp_path, tokenizer)
-    assert encode(load_tokenizer(tmp_path), "the fox") == [start, *encoded(tokenizer, "the fox")]
-
-
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "no_such_model"])
 @pytest.mark.parametrize("named", [
     "TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", "LlamaTokenizerFast",
     "Qwen2Tokenizer", None,
 ])  # fmt: skip
 def test_tokenizer_class_equals_transformers(tmp_path, kind, named):
-    """For every tokenizer class of the config and every model type."""
     add_tokenizer(tmp_path, BYTE_LEVEL)
     (tmp_path / "config.json").write_text(json.dumps(llama_config(model_type=kind)))
-    about = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"tokenizer_class": named}))
-    ours = load_tokenizer(tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    text = "The quick  brown fox, naïve\n"
+    about = tmp_path / "tokenizer_config.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"tokenizer_class": named}))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert type(ours) is type(theirs)
-    assert ours.encode(text) == theirs.encode(text)
-    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+    ids = theirs.encode("The quick  brown fox, naïve\n")
+    assert ours.encode("The quick  brown fox, naïve\n") == ids
+    assert ours.decode(ids) == theirs.decode(ids)
 
 
-def test_chat_uses_the_template(tmp_path):
+def test_missing_failing_or_unsafe_template_is_one_sentence(tmp_path):
     add_tokenizer(tmp_path, BYTE_LEVEL)
     tokenizer = load_tokenizer(tmp_path)
-    with pytest.raises(PromptError, match="template"):
-        encode_chat(tokenizer, HELLO, {})
-    tokenizer.chat_template = (
-        "{{ messages[0].role }}: {{ messages[0].content }}{% if add_generation_prompt %} answer:{%"
-        " endif %}"
-    )
-    options = {"add_generation_prompt": True}
-    assert encode_chat(tokenizer, HELLO, options) == encoded(BYTE_LEVEL, "user: hello answer:")
-
-
-@pytest.mark.parametrize(("template", "said"), [
-    ("{{ raise_exception('no\nsystem turn') }}", "no system turn"),
-    ("{{ raise_exception('x' * 99999) }}", "xxx"),
-    ("{% for %}", "Expected"),
-    ("{{ nothing.at.all }}", "undefined"),
-    ("{{ 1 / 0 }}", "division by zero"),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-    ("{{ messages.append(1) }}", "unsafe"),
-    ("{{ raise_exception.__globals__['os'].system('true') }}", "unsafe|undefined"),
-    ("{% include '/etc/passwd' %}", "no loader"),
-])  # fmt: skip
-def test_failing_or_unsafe_template_is_one_sentence(tmp_path, template, said):
-    add_tokenizer(tmp_path, BYTE_LEVEL)
-    tokenizer = load_tokenizer(tmp_path)
-    tokenizer.chat_template = template
-    with pytest.raises(PromptError, match=said) as caught:
-        encode_chat(tokenizer, HELLO, {})
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    for template, said in (
+        (None, "template"),
+        ("{{ raise_exception('no\nsystem turn') }}", "no system turn"),
+        ("{{ raise_exception('x' * 99999) }}", "xxx"),
+        ("{% for %}", "Expected"),
+        ("{{ nothing.at.all }}", "undefined"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ raise_exception.__globals__['os'].system('true') }}", "unsafe|undefined"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(PromptError, match=said) as caught:
+            encode_chat(tokenizer, [{"role": "user", "content": "hello"}], {})
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
