@@ -27,12 +27,7 @@ from offload_rt.planning.acceptance import assume
 from offload_rt.planning.forecast import Machine, PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.local import measure_roof
-from offload_rt.planning.sizes import (
-    copies,
-    find_models,
-    formats,
-    is_plain,
-)
+from offload_rt.planning.sizes import copies, find_models, formats, is_plain
 from offload_rt.weights.formats import Matrix
 
 CARD = ["--gpu", "rtx4090", "--ram", "160GiB"]

@@ -31,8 +31,7 @@ SHARES = {"int4": 0.15, "int8": 0.27, "fp8": 0.27}
 
 
 @pytest.mark.parametrize(
-    ("rounding", "dtype"),
-    [*((name, DType.FLOAT32) for name in ROUNDINGS), (COPIES, COPY_DTYPE)],
+    ("rounding", "dtype"), [*((name, DType.FLOAT32) for name in ROUNDINGS), (COPIES, COPY_DTYPE)]
 )
 def test_matrix_is_rounded_to_the_nearest_code(rounding, dtype):
     """Also the copies of streamed layers. Rows of 30 inputs have no codes of 4 bits."""

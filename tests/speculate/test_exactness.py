@@ -370,18 +370,6 @@ def test_kernel_decides_like_the_plain_rule(rule, dtype):
     assert ends >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("rule", RESIDUAL)
-def test_sampled_siblings_are_verified_first(rule):
-    """The deterministic child first would leave the sampled child little."""
-    sampled = SampledNodes(
-        np.array([False, False, True]), torch.tensor([[0.7, 0.2, 0.1]]), np.array([0, -1, -1])
-    )
-    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 0, 1]), sampled)
-    target = torch.full((3, 3), 1 / 3)
-    decision = load_rule(rule).decide(tree, target, torch.zeros(3, dtype=torch.float64))
-    assert decision.end == 2
-
-
 def check_verdict(verdict: Verdict, tree: DraftTree, target: Tensor) -> None:
     """Assert that the path follows children and that the target allows the bonus."""
     assert isinstance(verdict, Verdict) and type(verdict.bonus) is int

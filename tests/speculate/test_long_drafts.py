@@ -355,9 +355,6 @@ def test_triforce_states_the_middle_models_distribution(pair):
     )
 
 
-# A draft model whose context is shorter than the text
-
-
 # Where it pays, and what is refused
 
 

@@ -466,9 +466,8 @@ def test_draft_with_a_differently_padded_vocabulary(tmp_path, n_more, temperatur
             assert_continued(got, model, prompts, 30)
 
 
-def test_trees_grow_when_other_sequences_end(pair, monkeypatch):
+def test_trees_grow_when_other_sequences_end(pair):
     """The first sequence began beside many others, which limits the first trees of later ones."""
-    keep_steady(monkeypatch)
     lengths = [9, *[1] * 6, 30, 30]
     params = [SamplingParams(n, temperature=0) for n in lengths]
     several = [Sequence(prompt_of(i), sampling, 128) for i, sampling in enumerate(params)]
