@@ -35,7 +35,6 @@ from offload_rt.models.families import parse_architecture
 from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows, DeltaTerms, delta_rule, fold, normed
 
 pytestmark = pytest.mark.numeric
-
 N_K_HEADS = 2
 N_V_HEADS = 4
 K_DIM = 8

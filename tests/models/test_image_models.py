@@ -37,7 +37,6 @@ from offload_rt.ops.noise import exponentials
 from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
-
 N_NEW = 4
 GREEDY = SamplingParams(max_tokens=N_NEW, temperature=0)
 

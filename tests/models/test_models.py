@@ -29,7 +29,6 @@ from offload_rt.models.rope import Rope
 from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
-
 ATOL = 1e-3
 
 

@@ -17,7 +17,6 @@ from bench.models.tiny import config_of, random_model
 from offload_rt.weights.files import read_json
 
 pytestmark = pytest.mark.numeric
-
 _PROJECTIONS = r".*_proj\.weight|.*kv_a_proj_with_mqa\.weight|.*in_proj_qkvz\.weight"
 # Stored modules of each fused parameter of experts.
 _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}

@@ -19,7 +19,6 @@ from offload_rt.models.image_prompt import PromptImage
 from offload_rt.offload import stream_threads
 
 pytestmark = pytest.mark.numeric
-
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 SETTINGS = {"max_model_len": 200, "drafter": "none"}
 

@@ -28,7 +28,6 @@ from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("steady")]
-
 # A mixture, one beside pictures, a dense layer beside pictures, and a text model alone.
 KINDS = ["qwen3_next", "qwen3_5_moe", "qwen3_5", "qwen3_5_text"]
 

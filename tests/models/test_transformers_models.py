@@ -45,7 +45,6 @@ from offload_rt.tree.topology import Topology
 from offload_rt.weights.files import read_json
 
 pytestmark = pytest.mark.numeric
-
 # Types with attention code of their own: linear biases, learned or computed scales, local windows,
 # transposed keys, an indexer, and an output matrix called decoder.
 CUSTOM_ATTENTION = [

@@ -32,7 +32,6 @@ from offload_rt.offload.tiered_experts import TieredExperts
 from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
-
 READING = pytest.mark.parametrize("make", [Host, FakeGPUWithDisk])
 DEVICES = pytest.mark.parametrize("make", [Host, FakeGPU, FakeGPUWithDisk])
 

@@ -29,7 +29,6 @@ from offload_rt.offload.streamer import LayerView
 from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
-
 CPU = torch.device("cpu")
 
 

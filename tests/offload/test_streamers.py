@@ -42,11 +42,7 @@ from offload_rt.system.trace import Trace
 from offload_rt.weights.layout import Layout
 
 KINDS = ("device", "host", "unpinned", "disk")
-
-
 # Devices: what a block is computed on, and how a test looks at a block as compute does.
-
-
 _GPUS = {"cuda": (("pretended", FakeGPU, ()), ("real", RealGPU, pytest.mark.cuda))}
 BENCHES = [
     pytest.param(name, device, id=f"{name}-{which}", marks=marks)

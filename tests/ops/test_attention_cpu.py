@@ -20,7 +20,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # for them are used.
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 LEVELS = range(4)
-
 pytestmark = [
     pytest.mark.numeric,
     pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),

@@ -19,7 +19,6 @@ from offload_rt.errors import SettingsError
 from offload_rt.parallel.pipeline_model import divide_layers
 
 pytestmark = pytest.mark.numeric
-
 _SCRIPT = """
 import json, os, sys
 import torch

@@ -30,7 +30,6 @@ from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.weights.checkpoint import open_checkpoint
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("empty_cache")]
-
 # What is new in each: states, and a mixture with a shared expert; experts one by one; norms of
 # heads; experts in one tensor, with biases, and no plan; attention that the plan leaves out; other
 # projections; matrices that are no linear modules; tables beside the embedding; only linear modules

@@ -22,7 +22,6 @@ WORDS = {
 # What stands for a byte in a byte-level tokenizer: the space has a letter of its own.
 ASCII = "".join(map(chr, range(33, 127))) + "\u0120"
 BYTES = "".join(sorted(pre_tokenizers.ByteLevel.alphabet()))
-
 Entries = dict[str, dict[str, Any]]
 
 

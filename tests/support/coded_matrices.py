@@ -9,11 +9,7 @@ from torch import Tensor
 from offload_rt.ops.dequantize import BLOCKS, ORDERS, Order, Packing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
 KINDS = (*ORDERS, "float8")
-
-
 WORDS = {"plain": torch.int8, "e2m1": torch.uint8, "nf4": torch.uint8, "float8": torch.uint8}
 
 

@@ -25,15 +25,9 @@ from support.texts import SMALL, run_together
 from support.tiny import CASES, SPREAD, drafter_of, engine_of, prompt_of, runner_of
 
 VOCAB = 8
-
-
 N_HEADS = 3
-
-
 # Tokens that the vocabulary of an EAGLE-3 head stands for: token i of it is i + d2t[i].
 KEPT = [0, 2, 3, 5, 6]
-
-
 MTP = {
     "nextn": ("model.layers.{n}.", "{layer}enorm", "{layer}hnorm", "{layer}eh_proj",
         "{layer}shared_head.norm"),
@@ -45,8 +39,6 @@ MTP = {
     "qwen": ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc",
         "mtp.norm"),
 }  # fmt: skip
-
-
 Weights = dict[str, Tensor]
 
 
@@ -266,8 +258,6 @@ def assert_plain_texts(llm: LLM, name: str, rule: str) -> None:
 
 
 HEADS = ("eagle", "medusa", "qwen")
-
-
 _DFLASH = {"mask_token_id": 5, "target_layer_ids": [0, 2]}
 _DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 3}
 # Without d2t: the vocabulary is the target's. The embedding is the head's only in P-EAGLE.

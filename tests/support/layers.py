@@ -12,11 +12,7 @@ from offload_rt.weights.layout import BlockRecord
 from support.checkpoints import write_file
 
 Layers = list[dict[str, Tensor]]
-
-
 NAMES = ("norm", "wide", "bias", "deep")
-
-
 SHAPES = ((48,), (96, 48), (3,), (48, 96))
 
 

@@ -20,12 +20,8 @@ from support.fake_gpu import PATIENCE_S, FakeCopyDevice
 from support.layers import NAMES, some_layers
 
 STREAMERS = {"cuda": stream_cuda, "threads": stream_threads}
-
-
 # What happens before a read: told the layer, and how often that layer has been asked for.
 Trap = Callable[[int, int], None]
-
-
 N_LAYERS = 6
 
 

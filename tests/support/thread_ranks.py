@@ -15,8 +15,6 @@ from offload_rt import LLM, SamplingParams
 from support.tiny import open_llm
 
 MINE = threading.local()
-
-
 PATIENCE_S = 120.0
 
 

@@ -101,7 +101,6 @@ LLAMA3 = _rope(
 )  # fmt: skip
 YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
-
 CASES = {
     "llama": Case(LlamaConfig, LlamaForCausalLM),
     "llama-biases": Case(LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True,
