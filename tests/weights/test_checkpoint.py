@@ -26,7 +26,6 @@ from torch import Tensor
 
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.llm import LLM
-from offload_rt.offload.disk import ReadSettings
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import end_ids
 from offload_rt.weights.header import read_header
@@ -344,18 +343,6 @@ def test_fine_tune_has_another_identity(name, tmp_path):
     base = _single(tmp_path / "base")
     other = write_checkpoint(tmp_path / "tuned", config, tuned)
     assert open_checkpoint(base).identity != open_checkpoint(other).identity
-
-
-@pytest.mark.parametrize("request_nbytes", [4096, 1 << 20])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("odd", range(8))
-def test_data_at_odd_offsets_is_read_exactly(odd, dtype, request_nbytes, tmp_path):
-    config = llama_config(hidden_size=32, intermediate_size=160)
-    checkpoint = open_checkpoint(
-        write_checkpoint(tmp_path, config, llama_tensors(config, dtype), odd)
-    )
-    assert {record.start % 8 for record in checkpoint.layers[0]} == {odd}
-    check_bytes(checkpoint.layers, ReadSettings(request_nbytes, 2))
 
 
 @pytest.mark.parametrize("backwards", [False, True])
