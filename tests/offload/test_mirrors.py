@@ -114,12 +114,10 @@ def test_missing_and_different_mirrors_are_refused_by_name(mirrored):
     layers, mirrors = mirrored
     path = next(iter(sorted(mirrors.folders[0].iterdir())))
     content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=f"{path} differs"):
-        DiskTier(layers, mirrors=mirrors)
-    path.write_bytes(content + b"x")
-    with pytest.raises(CheckpointError, match=f"{path} differs"):
-        DiskTier(layers, mirrors=mirrors)
+    for changed in (content[:-1] + bytes([content[-1] ^ 1]), content + b"x"):
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=f"{path} differs"):
+            DiskTier(layers, mirrors=mirrors)
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{path}: No such file"):
         DiskTier(layers, mirrors=mirrors)

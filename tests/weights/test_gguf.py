@@ -1,6 +1,5 @@
 """GGUF files: weights, config, tokenizer and refused contents."""
 
-import copy
 import itertools
 import random
 import struct
@@ -28,7 +27,7 @@ from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.models.rope import Rope
 from offload_rt.packing import REFERENCE_NBYTES
-from offload_rt.text.detokenize import encode_chat, load_tokenizer
+from offload_rt.text.detokenize import load_tokenizer
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import end_ids
 from offload_rt.weights.formats import Matrix, Source, format_of
@@ -96,42 +95,6 @@ def test_matrix_equals_its_reference(type, tmp_path):
 def test_tokens_equal_transformers_with_the_weights_of_the_file(type, tmp_path):
     """Q4_K and Q5_K are mixtures with Q6_K, as files have them."""
     check_tokens(tmp_path / "m.gguf", build(tmp_path / "m.gguf", wide_llama(), type))
-
-
-YARN = {
-    "qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0,
-    "qwen2.rope.scaling.original_context_length": 64,
-}  # fmt: skip
-LINEAR = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0}
-
-
-@pytest.mark.parametrize(("name", "type", "more"), [
-    ("llama", "F16", {}), ("llama-tied", "Q8_0", {}), ("llama-biases", "Q8_0", {}),
-    ("qwen2", "Q4_0", YARN), ("qwen3", "Q8_0", {}), ("llama-linear", "Q8_0", LINEAR),
-    ("llama-llama3", "Q8_0", {}),
-])  # fmt: skip
-def test_every_native_family_is_read(name, type, more, tmp_path):
-    """Also tied embeddings, biases, head norms, and scaled rotations.
-
-    Llama 3 scales by a divisor of each frequency, in a tensor.
-    """
-    check_tokens(tmp_path / "m.gguf", build(tmp_path / "m.gguf", CASES[name].build(0), type, more))
-
-
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_mixtures_are_read(kind: str, mixture_of, tmp_path: Path) -> None:
-    """From memory and from disk, with transformers' text."""
-    model = copy.deepcopy(mixture_of(kind)[0])
-    model.config.eos_token_id = model.config.sliding_window = None
-    for layer in model.model.layers:
-        layer.mlp.gate.norm_topk_prob = True
-    path = tmp_path / "m.gguf"
-    model = build(path, model, "Q4_0")
-    prompt = prompt_of(0)
-    expected = generate(model, prompt, 8)
-    for place in ("resident", "disk"):
-        with open_llm(path, place, dtype="float32") as llm:
-            assert say(llm, prompt, 8) == expected
 
 
 def test_transformers_reads_the_same_model(tmp_path):
@@ -224,17 +187,6 @@ def test_metadata_describes_the_model(tmp_path):
     )
     with open_llm(path, "disk") as llm:
         assert llm.generate("import numpy", SamplingParams(8)).pop().text
-
-
-def test_chat_template_is_read_from_the_file(tmp_path):
-    path = tmp_path / "m.gguf"
-    model = CASES["llama"].build(0)
-    template = "{% for turn in messages %}<{{ turn['content'] }}>{% endfor %}"
-    more = write_gguf.tokenizer(DEMO / "tokenizer.json") | {"tokenizer.chat_template": template}
-    build(path, model, "F16", more)
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.decode(encode_chat(tokenizer, [{"content": "hello"}], {})) == "<hello>"
-    assert load_tokenizer(tmp_path) is None  # a directory is asked for its own files
 
 
 def small() -> tuple[dict[str, Any], dict[str, Stored]]:
