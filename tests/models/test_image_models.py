@@ -10,7 +10,6 @@ import torch
 from quantize import Choice, quantized
 from quantize import config_of as quantization_config
 from safetensors.torch import load_file, save_file
-from support.fake_gpu import fake_gpu
 from support.heads import PUBLISHED, write_published
 from support.images import (
     IMAGE_ID,
@@ -23,14 +22,13 @@ from support.images import (
 from support.tiny import (
     ATOL,
     generate,
-    keep_steady,
     open_streamed,
     open_unloaded,
     prompt_of,
     runner_of,
 )
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import SamplingParams
 from offload_rt.executor.step import Step
 from offload_rt.models.image_tower import FAMILIES, ImageTower
 from offload_rt.ops.noise import exponentials
@@ -209,16 +207,6 @@ def test_images_of_preempted_and_aborted_sequences(model_of, monkeypatch):
         monkeypatch.setattr(runner_of(llm), "forward", alone)
         assert say(llm, prompts) == [generate_images(model, prompt, N_NEW) for prompt in prompts]
         assert n_steps.count(2) > 2
-
-
-def test_images_on_a_pretended_gpu(model_of, monkeypatch):
-    model, folder = model_of("llava")
-    keep_steady(monkeypatch)
-    with fake_gpu(monkeypatch), LLM(str(folder), device="cuda", drafter="none") as llm:
-        tower = llm.spec.target.checkpoint.spec.images
-        prompt = image_prompt(model, tower, [4, image_inputs("llava", 1), 3])
-        (output,) = llm.generate([prompt], replace(GREEDY, max_tokens=2))
-    assert output.token_ids == generate_images(model, prompt, 2)
 
 
 def rewritten(folder, target, tensors, more):
