@@ -68,6 +68,8 @@ def _refused(directory: Path, kind: type[OffloadError], *words: str) -> None:
 
 @pytest.mark.parametrize("make", [_single, _sharded])
 def test_valid_checkpoint_opens_with_every_tensor(make, tmp_path):
+    """Beside pickles."""
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not looked at")
     checkpoint = open_checkpoint(make(tmp_path))
     _, tensors = _sound()
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in tensors.values())
@@ -75,39 +77,25 @@ def test_valid_checkpoint_opens_with_every_tensor(make, tmp_path):
         wanted = [name for name, _ in checkpoint.spec.layer_tensors(i)]
         assert [record.key for record in layer] == wanted
         assert [record.name for record in layer] == [f"model.layers.{i}.{name}" for name in wanted]
-    assert [record.name for record in checkpoint.non_layer] == [
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-        "lm_head.weight",
-    ]
+    names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    assert [record.name for record in checkpoint.non_layer] == names
     for record in (
-        *(record for layer in checkpoint.layers for record in layer),
-        *checkpoint.non_layer,
+        record for block in (*checkpoint.layers, checkpoint.non_layer) for record in block
     ):
-        assert record.path.read_bytes()[record.start : record.stop] == raw_bytes(
-            tensors[record.name]
-        ), record.name
-
-
-def test_rotary_frequencies_of_old_checkpoints_are_ignored(tmp_path):
-    config, tensors = _sound()
-    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)}
-    assert (
-        open_checkpoint(write_checkpoint(tmp_path, config, {**tensors, **old})).spec.n_layers == 3
-    )
+        content = record.path.read_bytes()[record.start : record.stop]
+        assert content == raw_bytes(tensors[record.name]), record.name
 
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_tied_checkpoint_can_store_its_head(stored, tmp_path):
+    """And rotary frequencies, as old checkpoints do."""
     config, tensors = _sound()
-    kept = {name: tensor for name, tensor in tensors.items() if stored or name != "lm_head.weight"}
-    checkpoint = open_checkpoint(
-        write_checkpoint(tmp_path, {**config, "tie_word_embeddings": True}, kept)
-    )
-    assert [record.name for record in checkpoint.non_layer] == [
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-    ]
+    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)}
+    kept = {name: x for name, x in tensors.items() if stored or name != "lm_head.weight"} | old
+    config = {**config, "tie_word_embeddings": True}
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, config, kept))
+    names = [record.name for record in checkpoint.non_layer]
+    assert names == ["model.embed_tokens.weight", "model.norm.weight"]
 
 
 def test_auto_map_is_ignored_and_not_run(tmp_path):
@@ -116,12 +104,6 @@ def test_auto_map_is_ignored_and_not_run(tmp_path):
     with LLM(str(tmp_path), device="cpu") as llm:
         assert llm.plan.tiers.count("device") == 3
     assert not (tmp_path / "ran").exists()
-
-
-def test_safetensors_precede_pickles(tmp_path):
-    _single(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"not looked at")
-    assert open_checkpoint(tmp_path).spec.n_layers == 3
 
 
 def _config_text(text: str) -> Callable[[Path], None]:
@@ -328,21 +310,18 @@ def test_damaged_header_is_refused(edit, tail, tmp_path):
 
 
 def test_copies_and_other_shards_have_the_same_identity(tmp_path):
+    """Not a fine-tune of equal config, shapes and sizes, of which one tensor is a little off."""
+    config, tensors = _sound()
     single = _single(tmp_path / "single")
     sharded = _sharded(tmp_path / "sharded")
     copy = Path(shutil.copytree(single, tmp_path / "copy", copy_function=shutil.copyfile))
-    assert len({open_checkpoint(path).identity for path in (single, sharded, copy)}) == 1
-    assert len(open_checkpoint(single).identity) == 24
-
-
-@pytest.mark.parametrize("name", [DOWN, "model.norm.weight", "lm_head.weight"])
-def test_fine_tune_has_another_identity(name, tmp_path):
-    """Of the same config, shapes and sizes; one tensor is a little off."""
-    config, tensors = _sound()
-    tuned = {**tensors, name: tensors[name] * 1.001}
-    base = _single(tmp_path / "base")
-    other = write_checkpoint(tmp_path / "tuned", config, tuned)
-    assert open_checkpoint(base).identity != open_checkpoint(other).identity
+    identity = open_checkpoint(single).identity
+    assert {open_checkpoint(path).identity for path in (sharded, copy)} == {identity}
+    assert len(identity) == 24
+    for name in (DOWN, "model.norm.weight", "lm_head.weight"):
+        tuned = {**tensors, name: tensors[name] * 1.001}
+        other = write_checkpoint(tmp_path / name, config, tuned)
+        assert open_checkpoint(other).identity != identity
 
 
 @pytest.mark.parametrize("backwards", [False, True])
