@@ -33,8 +33,7 @@ class ThreadRanks:
 
     def __init__(self, rank: int, board: Board) -> None:
         self.rank = rank
-        self.size = board.size
-        self.n_local = board.size
+        self.size = self.n_local = board.size
         self._board = board
         self.n_reduced = self.n_gathered = 0
 
@@ -60,21 +59,18 @@ class ThreadRanks:
         return self._together(numbers, lambda given: list(map(min, zip(*given, strict=True))))
 
     def total(self, *numbers: float) -> list[float]:
-        return self._together(
-            numbers, lambda given: [sum(column) for column in zip(*given, strict=True)]
-        )
+        return self._together(numbers, lambda given: list(map(sum, zip(*given, strict=True))))
 
     def send(self, x: Tensor, to: int) -> None:
         self._board.mail[self.rank, to].put(x.clone())
-
-    def finish_sending(self) -> None:
-        pass
 
     def receive(self, into: Tensor, source: int) -> None:
         into.copy_(self._board.mail[source, self.rank].get(timeout=PATIENCE_S))
 
     def refuse_second(self) -> None:
         pass
+
+    finish_sending = refuse_second
 
     def telling(self, *call: Any) -> AbstractContextManager[None]:
         for queue in self._board.calls[1:]:
@@ -85,9 +81,8 @@ class ThreadRanks:
         return map(pickle.loads, iter(self._board.calls[self.rank].get, b""))
 
     def leave(self) -> None:
-        if self.rank == 0:
-            for queue in self._board.calls[1:]:
-                queue.put(b"")
+        for queue in self._board.calls[1:] if self.rank == 0 else ():
+            queue.put(b"")
 
 
 class Alike(ThreadRanks):
@@ -126,9 +121,8 @@ def together(size: int, work: Callable[[], Any]) -> list[Any]:
 
 
 def tokens_of(llm: LLM, prompt: list[int], n: int = 16, **params: Any) -> list[int]:
-    return llm.generate([prompt], SamplingParams(max_tokens=n, ignore_eos=True, **params))[
-        0
-    ].token_ids
+    params = SamplingParams(max_tokens=n, ignore_eos=True, **params)
+    return llm.generate([prompt], params)[0].token_ids
 
 
 def divided_tokens(
