@@ -43,8 +43,7 @@ class Host:
 
     def seen(self) -> list[tuple[int, bytes]]:
         """Return the read blocks in order, after all compute."""
-        looks = self._looks
-        self._looks = []
+        looks, self._looks = self._looks, []
         return looks
 
     def close(self) -> None:
@@ -97,8 +96,7 @@ class RealGPU(Host):
 
     def seen(self) -> list[tuple[int, bytes]]:
         torch.cuda.synchronize()
-        pending = self._pending
-        self._pending = []
+        pending, self._pending = self._pending, []
         return [(i, content(layout, data.cpu())) for i, layout, data in pending]
 
 
