@@ -195,7 +195,6 @@ def test_any_cache_history_equals_its_tokens(seed):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A small random model, and its checkpoint."""
     model = random_model(tiny_config("qwen3_5_text"))
     folder = tmp_path_factory.mktemp("delta")
     model.save_pretrained(folder)

@@ -91,8 +91,7 @@ def joined(tensors, fused):
     whole = {}
     for name, tensor in fused.items():
         base, _, kind = name.rpartition(".experts.")
-        parts = _PARTS.get(kind, ())
-        each = [experts(base, part, len(tensor)) for part in parts]
+        each = [experts(base, part, len(tensor)) for part in _PARTS.get(kind, ())]
         whole[name] = torch.cat(each, -1) if each else tensors[name]
     return whole
 

@@ -267,7 +267,6 @@ def test_inconsistent_chunk_is_detected(name):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of bfloat16 in several files."""
     path = tmp_path_factory.mktemp("lossless") / "model"
     CASES["mistral"].build(0, torch.bfloat16).save_pretrained(path, max_shard_size="200KB")
     return path
@@ -282,7 +281,6 @@ def converted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def blocks_of(layers: list[EncodedLayer]) -> list[Tensor]:
-    """Decode layers of a sidecar."""
     with closing(SidecarTier(layers, ReadSettings(8192), decodes=True)) as tier:
         blocks = [host_block(tier.layout(i).nbytes) for i in range(len(layers))]
         for i, block in enumerate(blocks):
@@ -416,7 +414,6 @@ def _slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, rates: LinkRates) -> None:
-    """Set the measured rates."""
     monkeypatch.setattr("offload_rt.engine.link.measured_rates", lambda *_: rates)
 
 

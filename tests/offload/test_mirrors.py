@@ -21,7 +21,6 @@ from offload_rt.weights.layout import host_block
 
 @pytest.fixture
 def mirrored(tmp_path: Path) -> tuple[list, Mirrors]:
-    """Layers on disk, and mirrors of their directory."""
     (tmp_path / "first").mkdir()
     layers = on_disk(tmp_path / "first", some_layers(), n_files=2)
     shutil.copytree(tmp_path / "first", tmp_path / "second")

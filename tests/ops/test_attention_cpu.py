@@ -74,7 +74,6 @@ class Case:
         self, q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, level: int, n_threads: int = 1,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Run attention with the scale and cap of this case."""
         scale = self.q.shape[2] ** -0.5
         return attention_cpu.tree_attention(
             q, k, v, mask, scale, self.softcap, sinks, level, n_threads

@@ -19,7 +19,6 @@ from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 
 def parents_of(n, seed, n_chain=0):
-    """Parents of a random tree below a chain."""
     return torch.from_numpy(random_tree(n, seed).after_chain(n_chain).parents.copy())
 
 
@@ -34,8 +33,6 @@ def ancestors(parents):
 
 @dataclass(frozen=True)
 class Case:
-    """One call of tree_attention."""
-
     n: int
     first: int
     n_before: int
@@ -559,7 +556,6 @@ def test_silu_mul(kernels, shape, dtype):
 
 
 def samples(device):
-    """One call of each op."""
     case = random_case(3)
     q, k, v, parents = inputs(case, device)
     attention = (q, k, v, *(part.to(device) for part in mask_of(case, parents)), case.window, 0.1)

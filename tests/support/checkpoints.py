@@ -64,7 +64,6 @@ def llama_tensors(
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
-    """Bytes of a tensor in file order."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -95,7 +94,6 @@ def file_bytes(header: Any, data: bytes, odd: int = 0) -> bytes:
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], odd: int = 0) -> None:
-    """Write a safetensors file of these tensors in this order."""
     entries, data = entries_of(tensors)
     path.write_bytes(file_bytes({"__metadata__": {"format": "pt"}, **entries}, data, odd))
 

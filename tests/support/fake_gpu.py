@@ -119,7 +119,6 @@ def _inner(value: Any) -> Any:
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to a value, or to each element of a list or tuple."""
     return (
         type(value)(_each(change, element) for element in value)
         if type(value) in (list, tuple)
@@ -128,7 +127,6 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a function with the inner tensors."""
     return func(*_each(_inner, args), **{name: _each(_inner, x) for name, x in kwargs.items()})
 
 
@@ -168,7 +166,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _count(func: Any, args: Any, wanted: str | None, is_async: bool) -> None:
-    """Count waits and uploads of a call."""
     if func is _aten.copy_.default:
         to, source = map(_is_there, args[:2])
         is_async = is_async or args[2:3] == (True,)
@@ -309,8 +306,6 @@ def _set_guard() -> None:
 
 
 class _Event:
-    """A CUDA event."""
-
     def __init__(self) -> None:
         self.is_recorded = False
         self.happened = threading.Event()
@@ -369,7 +364,6 @@ class FakeCopyDevice:
         self._delays = random.Random(0) if is_asynchronous else None
 
     def delay(self) -> None:
-        """Sleep now and then, if asynchronous."""
         if self._delays is not None:
             time.sleep(self._delays.choice((0.0, 0.0, 0.002)))
 

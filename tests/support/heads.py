@@ -146,7 +146,6 @@ def nested_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_head(folder: Path, kind: str, model: PreTrainedModel, **changes: Any) -> dict[str, Any]:
-    """A target with a head of random weights."""
     return write_head(folder, kind, model, random_weights(kind, model), **changes)
 
 
@@ -322,7 +321,6 @@ def rotated(x: Tensor, first: int = 0) -> Tensor:
 
 
 def mlp(weights: Weights, prefix: str, h: Tensor) -> Tensor:
-    """The gated MLP of a layer of layer_config."""
     gate, up, down = (
         weights[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up", "down")
     )

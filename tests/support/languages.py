@@ -36,7 +36,6 @@ class Language:
         self._below: dict[tuple, Tensor] = {}
 
     def after(self, text) -> Tensor:
-        """The distribution of the token that follows."""
         return self._draft_probs[tuple(text)]
 
     def below(self, text: tuple) -> Tensor:
@@ -66,7 +65,6 @@ class Blocks(Language):
     """
 
     def after(self, text) -> Tensor:
-        """The distribution of a position of the row's block."""
         n_known = len(text) - [*reversed(text), 0].index(0) if text else 0
         return super().after((*text[:n_known], *[0] * (len(text) - n_known)))
 
@@ -204,7 +202,6 @@ def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tupl
 
 
 def target_probs(target: Language, tree: DraftTree, text: tuple = ()) -> Tensor:
-    """(n, VOCABULARY): the target's distribution after each node of a tree that follows `text`."""
     return torch.stack(
         [target.after((*text, *tree.path_to(node))) for node in range(len(tree.topology))]
     )
@@ -266,7 +263,6 @@ RECIPES = {
 
 
 def languages(name: str) -> tuple[Language, Language]:
-    """Target and draft for a recipe."""
     seed = 10 * list(RECIPES).index(name)
     target = Language(seed)
     if name == "draft is target":

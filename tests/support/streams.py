@@ -101,7 +101,6 @@ class RealGPU(Host):
 
 
 def content(layout: Layout, data: Tensor) -> bytes:
-    """The bytes of all tensors of a block, by name."""
     views = layout.views(data)
     return b"".join(raw_bytes(views[name]) for name in sorted(views))
 
@@ -166,7 +165,6 @@ class Watched:
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
-    """Return whether a condition becomes true in time."""
     end = time.perf_counter() + PATIENCE_S
     while not holds() and time.perf_counter() < end:
         time.sleep(0.001)

@@ -42,7 +42,6 @@ SMALL = {
 
 
 def small_model(vocab_size: int, n_layers: int, sureness: float = 2.0) -> PreTrainedModel:
-    """A model of a few tokens."""
     model = CASES["llama"].build(1, **SMALL, vocab_size=vocab_size, num_hidden_layers=n_layers)
     model.lm_head.weight.data *= sureness
     return model
@@ -172,6 +171,5 @@ def assert_distribution(texts: Iterable[Sequence[int]], probs: np.ndarray) -> No
 
 
 def assert_distributions(texts: Sequence[Iterable[Sequence[int]]], probs: list[np.ndarray]) -> None:
-    """`assert_distribution` for the texts of each prompt."""
     for of_prompt, expected in zip(texts, probs, strict=True):
         assert_distribution(of_prompt, expected)

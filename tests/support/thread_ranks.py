@@ -128,8 +128,6 @@ def tokens_of(llm: LLM, prompt: list[int], n: int = 16, **params: Any) -> list[i
 def divided_tokens(
     size: int, directory: Path, prompt: list[int], n: int = 16, **settings: Any
 ) -> list[int]:
-    """The tokens of so many ranks."""
-
     def work() -> list[int]:
         with open_llm(directory, **settings) as llm:
             return tokens_of(llm, prompt, n)

@@ -236,14 +236,12 @@ class Zoo:
         self._pairs: dict[tuple[str, int], Pair] = {}
 
     def model(self, name: str, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """The model in transformers."""
         key = (name, seed, dtype)
         if key not in self._models:
             self._models[key] = CASES[name].build(seed, dtype)
         return self._models[key]
 
     def directory(self, name: str, seed: int, dtype: torch.dtype = torch.float32) -> Path:
-        """Its checkpoint."""
         path = self._folder / f"{name}-{seed}-{dtype}".replace("torch.", "")
         if not path.exists():
             self.model(name, seed, dtype).save_pretrained(path, max_shard_size=CASES[name].shard)
@@ -264,7 +262,6 @@ class Zoo:
 
 
 def prompt_of(seed: int, n: int = 21, vocab_size: int = 128) -> list[int]:
-    """A random prompt."""
     return torch.randint(
         vocab_size, (n,), generator=torch.Generator().manual_seed(1000 + seed)
     ).tolist()
@@ -364,7 +361,6 @@ def logits_of(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def open_unloaded(directory: Path, *draft: str, **settings: Any) -> LLM:
-    """Open an LLM with a plan and without weights."""
     return LLM.open(EngineConfig(str(directory), *draft, **settings))
 
 
@@ -464,7 +460,6 @@ def sequence_of(seed: int) -> TokenSequence:
 
 
 def runner_of(llm: LLM) -> Runner:
-    """The runner inside."""
     return llm.engine.runner
 
 

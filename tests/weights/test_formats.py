@@ -75,7 +75,6 @@ def one_matrix(
 def view_of(
     fmt: WeightFormat, source: Source, stored: dict[str, Tensor], dtype: torch.dtype
 ) -> Any:
-    """The view of a block that holds one matrix."""
     matrix = fmt.stored(f"{MODULE}.weight", SHAPE, None, source)
     assert isinstance(matrix, Matrix)
     content = {tensor.name: stored[tensor.name] for tensor in matrix.tensors}
@@ -113,7 +112,6 @@ def test_kernels_give_the_same_weights(choice, tmp_path, monkeypatch):
 
 
 def decompressed(scheme: Any, choice: Choice, stored: dict[str, Tensor]) -> Tensor:
-    """The matrix by the package compressed-tensors."""
     from compressed_tensors.compressors import BaseCompressor
 
     name = choice.format if "quantized" in choice.format else "pack-quantized"

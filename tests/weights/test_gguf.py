@@ -175,7 +175,6 @@ def test_metadata_describes_the_model(tmp_path):
 
 
 def small() -> tuple[dict[str, Any], dict[str, Stored]]:
-    """A tiny Llama with Q8_0 matrices."""
     config = llama_config(hidden_size=32, intermediate_size=32, head_dim=8, num_hidden_layers=1)
     metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q8_0")
     words = {"tokenizer.ggml.tokens": ["a", "b", "c"], "tokenizer.ggml.scores": [0.5, 1.5, 2.5]}
