@@ -218,37 +218,30 @@ def test_invalid_index_is_refused(edit, words, tmp_path):
     _refused(tmp_path / "model", CheckpointError, *words)
 
 
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (lambda tensors: tensors.pop(DOWN), [DOWN, "missing"]),
-        (lambda tensors: tensors.pop("lm_head.weight"), ["lm_head.weight", "missing"]),
-        (lambda tensors: tensors.update({"model.layers.1.extra.weight": torch.ones(2)}),
-            ["model.layers.1.extra.weight"]),
-        (lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}),
-            ["q_proj.bias"]),
-        (lambda tensors: tensors.update({DOWN: torch.ones(16, 23)}),
-            [DOWN, "misshapen", "[16, 24]", "[16, 23]"]),
-        (lambda tensors: tensors.update({DOWN: torch.ones(24, 16)}), [DOWN, "misshapen"]),
-        (lambda tensors: tensors.update({LAST: torch.ones(1, 16)}), [LAST, "misshapen"]),
-        (lambda tensors: tensors.update({DOWN: torch.ones(16, 24, dtype=torch.int8)}),
-            [DOWN, "I8"]),
-        (lambda tensors: [tensors.pop(name) for name in list(tensors) if ".2." in name],
-            ["model.layers.2", "config.json"]),
-        (lambda tensors: tensors.update({LAST.replace("2", "3"): torch.ones(16)}),
-            ["model.layers.3", "config.json"]),
-        (lambda tensors: [tensors.pop(name) for name in list(tensors) if ".1." in name],
-            ["model.layers.1", "missing"]),
-        (lambda tensors: tensors.update({f"model.layers.{'9' * 5000}.x": torch.ones(1)}),
-            ["model.layers.999"]),
-    ],
-    ids=[
-        "missing", "no "
-                   "head", "extra", "extra bias", "misshapen", "transposed", "rank", "dtype",
-                                    "fewer layers", "more layers",
-        "layer missing in the middle", "endless layer number",
-    ],
-)  # fmt: skip
+_UNEXPECTED = {
+    "missing": (lambda x: x.pop(DOWN), [DOWN, "missing"]),
+    "no head": (lambda x: x.pop("lm_head.weight"), ["lm_head.weight", "missing"]),
+    "extra": (lambda x: x.update({"model.layers.1.extra.weight": torch.ones(2)}),
+        ["model.layers.1.extra.weight"]),
+    "extra bias": (lambda x: x.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}),
+        ["q_proj.bias"]),
+    "misshapen": (lambda x: x.update({DOWN: torch.ones(16, 23)}),
+        [DOWN, "misshapen", "[16, 24]", "[16, 23]"]),
+    "transposed": (lambda x: x.update({DOWN: torch.ones(24, 16)}), [DOWN, "misshapen"]),
+    "rank": (lambda x: x.update({LAST: torch.ones(1, 16)}), [LAST, "misshapen"]),
+    "dtype": (lambda x: x.update({DOWN: torch.ones(16, 24, dtype=torch.int8)}), [DOWN, "I8"]),
+    "fewer layers": (lambda x: [x.pop(name) for name in list(x) if ".2." in name],
+        ["model.layers.2", "config.json"]),
+    "more layers": (lambda x: x.update({LAST.replace("2", "3"): torch.ones(16)}),
+        ["model.layers.3", "config.json"]),
+    "layer missing in the middle": (lambda x: [x.pop(name) for name in list(x) if ".1." in name],
+        ["model.layers.1", "missing"]),
+    "endless layer number": (lambda x: x.update({f"model.layers.{'9' * 5000}.x": torch.ones(1)}),
+        ["model.layers.999"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "words"), _UNEXPECTED.values(), ids=_UNEXPECTED)
 @pytest.mark.parametrize("n_shards", [1, 2])
 def test_unexpected_or_missing_tensors_are_refused(n_shards, edit, words, tmp_path):
     config, tensors = _sound()
@@ -283,28 +276,23 @@ def _set(name: str, **values: Any) -> Callable[[Entries], None]:
     return lambda entries: entries[name].update(values)
 
 
-@pytest.mark.parametrize(
-    ("edit", "tail"),
-    [
-        (_shift(DOWN, -4, -4), b""),
-        (_shift("lm_head.weight", 4, 4), b"\0\0\0\0"),
-        (_shift(DOWN, 0, 4), b""),
-        (_set(DOWN, data_offsets=[8, 4]), b""),
-        (_set(DOWN, shape=[2**62] * 400), b""),
-        (_set(DOWN, dtype="F16"), b""),
-        (_set(DOWN, dtype="F9"), b""),
-        (lambda entries: entries.update({DOWN: 7}), b""),
-        (lambda entries: "[1, 2]", b""),
-        (lambda entries: "{" * 200_000, b""),
-        (lambda entries: json.dumps(entries)[:-1], b""),
-        (lambda entries: None, b"\0"),
-    ],
-    ids=[
-        "overlap", "hole", "size", "backwards", "overflow", "dtype size", "unknown dtype",
-            "number for entry", "list",
-        "deep", "cut", "longer",
-    ],
-)  # fmt: skip
+_DAMAGES = {
+    "overlap": (_shift(DOWN, -4, -4), b""),
+    "hole": (_shift("lm_head.weight", 4, 4), b"\0\0\0\0"),
+    "size": (_shift(DOWN, 0, 4), b""),
+    "backwards": (_set(DOWN, data_offsets=[8, 4]), b""),
+    "overflow": (_set(DOWN, shape=[2**62] * 400), b""),
+    "dtype size": (_set(DOWN, dtype="F16"), b""),
+    "unknown dtype": (_set(DOWN, dtype="F9"), b""),
+    "number for entry": (lambda entries: entries.update({DOWN: 7}), b""),
+    "list": (lambda entries: "[1, 2]", b""),
+    "deep": (lambda entries: "{" * 200_000, b""),
+    "cut": (lambda entries: json.dumps(entries)[:-1], b""),
+    "longer": (lambda entries: None, b"\0"),
+}
+
+
+@pytest.mark.parametrize(("edit", "tail"), _DAMAGES.values(), ids=_DAMAGES)
 def test_damaged_header_is_refused(edit, tail, tmp_path):
     _refused(_spoilt(tmp_path, edit, tail), CheckpointError, "model.safetensors is damaged")
 
