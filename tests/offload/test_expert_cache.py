@@ -11,7 +11,7 @@ import torch
 from support.experts import FakeGPUWithDisk, cache_on, open_touched
 from support.fake_gpu import fake_gpu
 from support.streams import PATIENCE_S, FakeGPU, Host, eventually, wanted
-from support.tiny import feed, generate, keep_steady, open_unloaded, prompt_of, runner_of
+from support.tiny import feed, generate, keep_steady, open_unloaded, prompt_of, runner_of, say
 
 from bench.models.tiny import config_of
 from offload_rt import LLM, SamplingParams
@@ -187,18 +187,12 @@ def test_texts_equal_transformers(mixture_of, kind, monkeypatch):
     texts = [generate(model, prompt, 8) for prompt in prompts]
     params = SamplingParams(max_new_tokens=8, temperature=0.0)
     for n_slots, more in (
-        (3, {}),
-        (11, {"drafter": "recycle", "tree_size": 16}),
-        (3, {"max_num_seqs": 3}),
-    ):
+        (3, {}), (11, {"drafter": "recycle", "tree_size": 16}), (3, {"max_num_seqs": 3}),
+    ):  # fmt: skip
         with open_touched(folder, n_slots, **more) as llm:
             runner_of(llm)._chunk_rows = 32
-            together = (
-                llm.generate(prompts, params)
-                if "max_num_seqs" in more
-                else [llm.generate(prompt, params)[0] for prompt in prompts]
-            )
-            assert [output.token_ids for output in together] == texts
+            outputs = llm.generate(prompts, params)
+            assert [output.token_ids for output in outputs] == texts
 
 
 def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
@@ -282,7 +276,7 @@ def test_cuda_pass_waits_once_per_layer(mixture_of, monkeypatch):
         torch.testing.assert_close(
             got.cpu(), expected, atol=2e-4 * float(expected.abs().max()), rtol=0
         )
-        text = llm.generate(prompt, SamplingParams(max_new_tokens=8, temperature=0.0))[0].token_ids
+        text = say(llm, prompt, 8)
     assert text == generate(model, prompt, 8)
 
 
@@ -295,7 +289,6 @@ def test_cuda_computes_more_experts_than_the_host_holds(mixture_of, monkeypatch,
     monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
     model, folder = mixture_of("deepseek_v3")
     prompts = [prompt_of(seed, 15, 150) for seed in range(2)]
-    params = SamplingParams(max_new_tokens=8, temperature=0.0)
     with open_unloaded(folder, device="cpu", max_model_len=128, drafter="none") as whole:
         layer = max(whole.plan.layer_nbytes)
     with (
@@ -307,7 +300,7 @@ def test_cuda_computes_more_experts_than_the_host_holds(mixture_of, monkeypatch,
         assert 2 < experts.n_on_host < 20
         assert disk_experts.n_resident == pytest.approx((4 + experts.n_on_host) / 3)
         assert isinstance(runner_of(llm).experts, TieredExperts)
-        texts = [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
+        texts = [say(llm, prompt, 8) for prompt in prompts]
     assert texts == [generate(model, prompt, 8) for prompt in prompts]
 
 
@@ -336,7 +329,7 @@ def test_placement_prefers_whole_layers_then_experts(mixture_of):
     with LLM(str(folder), device_memory=named, **settings) as llm:
         assert "disk" in llm.plan.tiers
         prompt = prompt_of(0, 15, 150)
-        text = llm.generate(prompt, SamplingParams(max_new_tokens=8, temperature=0.0))[0].token_ids
+        text = say(llm, prompt, 8)
     assert text == generate(mixture_of("qwen3_moe")[0], prompt, 8)
 
 

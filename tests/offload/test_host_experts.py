@@ -13,10 +13,9 @@ from support.checkpoints import pack
 from support.experts import FakeGPUWithDisk, cache_on, open_touched
 from support.fake_gpu import fake_gpu
 from support.streams import PATIENCE_S, FakeGPU, Host, content, stream_layers, wanted
-from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
+from support.tiny import feed, generate, keep_steady, prompt_of, runner_of, say
 from transformers import GptOssForCausalLM, Mxfp4Config
 
-from offload_rt import SamplingParams
 from offload_rt.cost.pass_times import (
     HostTimes,
     MachineProfile,
@@ -57,14 +56,13 @@ def computed(monkeypatch):
 def check_texts(model, folder, monkeypatch, computed, ways, **settings):
     keep_steady(monkeypatch)
     prompt = prompt_of(0, 15, 150)
-    params = SamplingParams(max_new_tokens=6, temperature=0.0)
     settings |= {"device": "cuda"}
     for seconds, more in ways:
         with fake_gpu(monkeypatch), open_touched(folder, 4, **settings | more) as llm:
             runner = runner_of(llm)
             set_rates(runner.experts.host, seconds)
             before = runner.streamer.meter.read()[0]
-            assert llm.generate(prompt, params)[0].token_ids == generate(model, prompt, 6)
+            assert say(llm, prompt, 6) == generate(model, prompt, 6)
             assert len(computed) > 8 and runner.streamer.meter.read()[0] > before
         computed.clear()
 
