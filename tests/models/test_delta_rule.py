@@ -35,7 +35,6 @@ from offload_rt.models.families import parse_architecture
 from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows, DeltaTerms, delta_rule, fold, normed
 
 pytestmark = pytest.mark.numeric
-
 N_K_HEADS = 2
 N_V_HEADS = 4
 K_DIM = 8
@@ -74,22 +73,18 @@ def recurrence(rows, state):
 )
 def test_tree_node_state_equals_its_path(n, n_above, reach):
     """In two passes; the state then advances along the longest path."""
-    (rows, state), tree = (
-        random_rows(n, torch.Generator().manual_seed(n)),
-        random_tree(n, seed=n, reach=reach),
-    )
+    rows, state = random_rows(n, torch.Generator().manual_seed(n))
+    tree = random_tree(n, seed=n, reach=reach)
     sees = tree.mask(0, n, 0).dense()
     none = DeltaTerms(*(term[:0] for term in rows[1:]))
     sees = torch.ones(1, 1, dtype=torch.bool) if sees is None else sees
     first, above = delta_rule(rows.part(0, n_above), state, sees[:n_above, :n_above], none)
     last, own = delta_rule(rows.part(n_above), state, sees[n_above:], above)
     outs = torch.cat((first, last))
-    for node in {*range(0, n, 1 + n // 60), n - 1}:
+    for node in (*range(0, n, 1 + n // 60), n - 1):
         path = [0, *tree.path_to(node)]
         expected, behind = recurrence([term[path] for term in rows], state)
         torch.testing.assert_close(outs[node], expected[-1], atol=1e-12, rtol=0)
-    path = [0, *tree.path_to(n - 1)]
-    _, behind = recurrence([term[path] for term in rows], state)
     moved = state.clone()
     fold(moved, DeltaTerms(*(torch.cat(pair)[path] for pair in zip(above, own, strict=True))))
     torch.testing.assert_close(moved, behind, atol=1e-12, rtol=0)
@@ -101,56 +96,35 @@ class Net:
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self.spec = parse_architecture(tiny_config("qwen3_5_text").to_dict())
-        self.shape, (self.layers, n) = (
-            self.spec.state_shapes[0],
-            (range(len(self.spec.state_shapes)), 40),
-        )
+        self.shape = shape = self.spec.state_shapes[0]
+        self.layers = range(len(self.spec.state_shapes))
+        self.dims = shape.k_dim, shape.k_dim, shape.v_dim  # of heads of queries, keys and values
 
         def draw(*sizes):
             return torch.randn(len(self.layers), *sizes, dtype=torch.float64, generator=generator)
 
-        self.x, self.weight = (
-            draw(n, sum(self.shape.widths)),
-            draw(sum(self.shape.widths), self.shape.kernel),
-        )
-        self.log_decays, self.beta = (
-            -draw(n, self.shape.n_v_heads).abs(),
-            draw(n, self.shape.n_v_heads).sigmoid(),
-        )
+        self.x, self.weight = draw(40, sum(shape.widths)), draw(sum(shape.widths), shape.kernel)
+        self.log_decays = -draw(40, shape.n_v_heads).abs()
+        self.beta = draw(40, shape.n_v_heads).sigmoid()
         self.known = {}
 
     def expected(self, layer, text):
         """The output of the last token of a text, and the state behind it."""
+        shape = self.shape
         if not text:
-            return None, torch.zeros(
-                self.shape.n_v_heads, self.shape.k_dim, self.shape.v_dim, dtype=torch.float64
-            )
+            sizes = shape.n_v_heads, shape.k_dim, shape.v_dim
+            return None, torch.zeros(sizes, dtype=torch.float64)
         if (layer, text) not in self.known:
             _, state = self.expected(layer, text[:-1])
-            last = self.x[layer, list(text[-self.shape.kernel :])]
+            last = self.x[layer, list(text[-shape.kernel :])]
             mixed = F.silu((last * self.weight[layer, :, -len(last) :].T).sum(0))
-            q, k, v = (
-                part.view(-1, width)
-                for part, width in zip(mixed.split(self.shape.widths), self.dims, strict=True)
-            )
-            q, k = (
-                (vector / (vector.square().sum(-1, keepdim=True) + 1e-6).sqrt())[None]
-                for vector in (q, k)
-            )
-            rows = DeltaRows(
-                q / self.shape.k_dim**0.5,
-                k,
-                v[None],
-                *(term[layer, text[-1:]] for term in (self.log_decays, self.beta)),
-            )
-            outs, state = recurrence(rows, state)
+            parts = zip(mixed.split(shape.widths), self.dims, strict=True)
+            q, k, v = (part.view(1, -1, width) for part, width in parts)
+            q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+            rates = (term[layer, text[-1:]] for term in (self.log_decays, self.beta))
+            outs, state = recurrence(DeltaRows(q / shape.k_dim**0.5, k, v, *rates), state)
             self.known[layer, text] = outs[0], state
         return self.known[layer, text]
-
-    @property
-    def dims(self):
-        """Of heads of queries, keys and values."""
-        return self.shape.k_dim, self.shape.k_dim, self.shape.v_dim
 
     def run(self, cache, step, n_rows, fails_at):
         """Outputs of a step's rows per layer, some rows at a time; may fail within a layer."""
@@ -172,6 +146,10 @@ class Net:
                 )  # fmt: skip
                 outs[layer].append(cache.recur(asked))
         return [torch.cat(parts) for parts in outs]
+
+
+def assert_near(logits, expected):
+    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -217,7 +195,6 @@ def test_any_cache_history_equals_its_tokens(seed):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A small random model, and its checkpoint."""
     model = random_model(tiny_config("qwen3_5_text"))
     folder = tmp_path_factory.mktemp("delta")
     model.save_pretrained(folder)
@@ -246,7 +223,10 @@ def test_batch_texts_equal_transformers(saved, steady, monkeypatch, settings):
 
 @pytest.mark.parametrize("n_chain", [0, 150, 153])
 def test_trees_see_long_prompts(saved, n_chain):
-    """In parts that end anywhere, with the rows before the tree or without."""
+    """In parts that end anywhere, with the rows before the tree or without.
+
+    Rows move to a larger cache with their state.
+    """
     (model, folder), tree = saved, random_tree(30, seed=1, reach=3)
     tree.parents[1:4] = range(3)
     committed = prompt_of(1, 20, 150)
@@ -254,22 +234,19 @@ def test_trees_see_long_prompts(saved, n_chain):
     with open_llm(folder, max_model_len=256) as llm:
         runner = runner_of(llm)
         runner._chunk_rows = 70
-        cache = prefill(runner, committed, 256)
+        cache = prefill(runner, committed, 200)
         step = Step(cache, torch.tensor(tokens), tree.after_chain(150), 30, 200, n_chain=n_chain)
         (got,) = runner.forward([step])
-        paths = [
-            tokens[:150] + [tokens[150 + ancestor] for ancestor in [0, *tree.path_to(node)]]
-            for node in range(30)
-        ]
+        paths = [[0, *tree.path_to(node)] for node in range(30)]
+        texts = [committed + tokens[:150] + [tokens[150 + i] for i in path] for path in paths]
         for node in (*range(0, 30, 4), 29):
-            expected = logits_of(model, committed + paths[node])[-1]
-            torch.testing.assert_close(got[node], expected, atol=2e-3, rtol=0)
-        path = [0, *tree.path_to(29)]
-        runner.commit(cache, [*range(150), *(150 + node for node in path)])
+            assert_near(got[node], logits_of(model, texts[node])[-1])
+        runner.commit(cache, [*range(150), *(150 + node for node in paths[29])])
+        large = runner.renew_cache(cache, 240, 1)
+        assert large != cache and runner.n_committed(large) == len(texts[29])
         more = prompt_of(3, 7, 150)
-        behind = feed(runner, cache, more, random_tree(7, seed=2))
-        expected = logits_of(model, committed + paths[29] + [more[0]])[-1]
-        torch.testing.assert_close(behind[0], expected, atol=2e-3, rtol=0)
+        behind = feed(runner, large, more, random_tree(7, seed=2))
+        assert_near(behind[0], logits_of(model, texts[29] + more[:1])[-1])
 
 
 def test_second_turn_computes_new_tokens_only(saved, steady, monkeypatch):
@@ -280,27 +257,21 @@ def test_second_turn_computes_new_tokens_only(saved, steady, monkeypatch):
         passes = watch(monkeypatch, runner)[runner]
         answer = say(llm, first, 9)
         for shared, n_known, n_more in (
-            (first + answer, 208, 40),
-            (first[:195], 192, 60),
-            (first[:170], 64, 3),
+            (first + answer, 208, 40), (first[:195], 192, 60), (first[:170], 64, 3),
             (first[:60], 0, 60),
-        ):
+        ):  # fmt: skip
             passes.clear()
             prompt = shared + prompt_of(n_more, n_more, 150)
             assert say(llm, prompt, 5) == generate(model, prompt, 5)
             assert passes[0] == (n_known, len(prompt) - n_known)
         (cache,) = runner._caches.values()
         kept = [tensor for state in (cache.state, *cache._kept.values()) for tensor in state]
-        nbytes = sum(tensor.nbytes for tensor in kept)
-        assert (
-            nbytes
-            <= state_rows(runner.spec, 4) * runner.spec.kv_nbytes(4)
-            == llm.plan.reserved.cache
-            - (
-                llm.spec.memory.cache_rows * runner.spec.kv_nbytes(4)
-                + sum(shape.row_nbytes(4) for shape in runner.spec.state_shapes)
-            )
-        )
+        spec = runner.spec
+        planned = state_rows(spec, 4) * spec.kv_nbytes(4)
+        assert sum(tensor.nbytes for tensor in kept) <= planned
+        rows = llm.spec.memory.cache_rows * spec.kv_nbytes(4)
+        rows += sum(shape.row_nbytes(4) for shape in spec.state_shapes)
+        assert llm.plan.reserved.cache == planned + rows
 
 
 @pytest.mark.parametrize("chunk_rows", [512, 48])
@@ -340,31 +311,14 @@ def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_ro
         assert passes[1] == (0, sum(map(len, batch)))
 
 
-def test_rows_move_to_a_larger_cache_with_their_state(saved, steady):
-    (model, folder), first = saved, prompt_of(1, 100, 150)
-    with open_llm(folder, max_model_len=420) as llm:
-        runner = runner_of(llm)
-        small = prefill(runner, first, 110)
-        large = runner.renew_cache(small, 300, 1)
-        assert large != small
-        assert runner.n_committed(large) == 100
-        more = prompt_of(2, 30, 150)
-        got = feed(runner, large, more, random_tree(30, seed=0, reach=1))
-        torch.testing.assert_close(got[-1], logits_of(model, first + more)[-1], atol=2e-3, rtol=0)
-
-
 def test_unused_parts_of_a_model_are_not_loaded(tmp_path):
     """A whole multimodal checkpoint with a layer for multi-token prediction."""
-    config = tiny_config("qwen3_5")
-    model = Qwen3_5ForConditionalGeneration(config).eval()
+    model = Qwen3_5ForConditionalGeneration(tiny_config("qwen3_5")).eval()
     model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file(
-        tensors | {"mtp.fc.weight": torch.ones(4, 4)},
-        tmp_path / "model.safetensors",
-        {"format": "pt"},
-    )
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
     assert any(".visual." in name for name in tensors)
+    save_file(tensors | {"mtp.fc.weight": torch.ones(4, 4)}, file, {"format": "pt"})
     prompt = prompt_of(0, 21, 150)
     with open_streamed(tmp_path) as llm:
         assert say(llm, prompt, 8) == generate(model, prompt, 8)
@@ -372,21 +326,21 @@ def test_unused_parts_of_a_model_are_not_loaded(tmp_path):
 
 def test_cuda_pass_needs_no_host_wait(saved, steady, monkeypatch):
     (model, folder), tokens = saved, prompt_of(1, 100, 150)
+    tree = random_tree(20, seed=0)
     with (
         fake_gpu(monkeypatch) as counts,
         LLM(str(folder), device="cuda", drafter="none", max_model_len=128) as llm,
     ):
         runner = runner_of(llm)
-        runner.forward(
-            [Step(runner.new_cache(20), torch.tensor([1]), random_tree(1, 0), 1, 1)]
-        )  # brings frequencies to the card
+        # brings frequencies to the card
+        feed(runner, runner.new_cache(20), [1], random_tree(1, 0))
         cache = runner.new_cache(128)
         before = counts.n_waits
-        tree = random_tree(20, seed=0)
         (got,) = runner.forward(
             [Step(cache, torch.tensor(tokens), tree.after_chain(80), 20, 80, n_chain=80)]
         )
-        runner.commit(cache, [*range(81), *(80 + node for node in tree.path_to(19))])
+        path = [0, *tree.path_to(19)]
+        runner.commit(cache, [*range(80), *(80 + node for node in path)])
         assert counts.n_waits == before
-        path = tokens[:80] + [tokens[80 + node] for node in [0, *tree.path_to(19)]]
-        torch.testing.assert_close(got[19].cpu(), logits_of(model, path)[-1], atol=2e-3, rtol=0)
+        text = tokens[:80] + [tokens[80 + node] for node in path]
+        assert_near(got[19].cpu(), logits_of(model, text)[-1])

@@ -10,7 +10,6 @@ import torch
 from quantize import Choice, quantized
 from quantize import config_of as quantization_config
 from safetensors.torch import load_file, save_file
-from support.fake_gpu import fake_gpu
 from support.heads import PUBLISHED, write_published
 from support.images import (
     IMAGE_ID,
@@ -23,21 +22,25 @@ from support.images import (
 from support.tiny import (
     ATOL,
     generate,
-    keep_steady,
     open_streamed,
     open_unloaded,
     prompt_of,
     runner_of,
 )
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import SamplingParams
 from offload_rt.executor.step import Step
 from offload_rt.models.image_tower import FAMILIES, ImageTower
 from offload_rt.ops.noise import exponentials
 from offload_rt.tree.topology import Topology
 
-pytestmark = pytest.mark.numeric
 
+def one_image(llm, model, kind, seed=1):
+    tower = llm.spec.target.checkpoint.spec.images
+    return image_prompt(model, tower, [4, image_inputs(kind, seed), 3])
+
+
+pytestmark = pytest.mark.numeric
 N_NEW = 4
 GREEDY = SamplingParams(max_tokens=N_NEW, temperature=0)
 
@@ -110,8 +113,7 @@ def test_drafters_and_placeholders_of_texts(model_of, tmp_path, drafter):
         settings["draft_model"] = str(folder)
     text = [*prompt_of(3, 9, 140), IMAGE_ID, 7, IMAGE_ID]
     with open_streamed(folder, max_num_seqs=2, **settings) as llm:
-        tower = llm.spec.target.checkpoint.spec.images
-        prompt = image_prompt(model, tower, [4, image_inputs("qwen3_vl", 1), 3])
+        prompt = one_image(llm, model, "qwen3_vl")
         expected = [generate_images(model, prompt, N_NEW), generate(model, text, N_NEW)]
         assert say(llm, [prompt, text]) == expected
 
@@ -123,15 +125,14 @@ def test_features_are_computed_once_and_kept(model_of, monkeypatch):
     features = ImageTower.features
     monkeypatch.setattr(ImageTower, "features", lambda *args: calls.append(1) or features(*args))
     with open_streamed(folder, drafter="none") as llm:
-        tower = llm.spec.target.checkpoint.spec.images
-        prompt = image_prompt(model, tower, [4, image_inputs("llava", 1), 3])
+        prompt = one_image(llm, model, "llava")
         runner_of(llm)._chunk_rows = 8
         first = say(llm, [prompt])
         llm.engine.reset_prefix_cache()
         assert say(llm, [prompt]) == first
         assert calls == [1]
         runner_of(llm).images.max_rows = len(prompt.images[0].rows)
-        say(llm, [image_prompt(model, tower, [4, image_inputs("llava", 2), 3])])
+        say(llm, [one_image(llm, model, "llava", 2)])
         llm.engine.reset_prefix_cache()
         assert say(llm, [prompt]) == first
         assert calls == [1] * 3
@@ -143,12 +144,10 @@ def test_small_budget_leaves_the_tower_out(model_of):
     settings = {"device": "cpu", "max_model_len": 64}
     with open_unloaded(folder, **settings, max_image_pixels=0) as text:
         least = text.plan.reserved.total + 3 * text.plan.slot_nbytes
-    with open_unloaded(folder, **settings, device_memory=least) as llm:
-        assert llm.plan.reserved.images == 0
-        assert "vision tower" in llm.spec.notice
-    with open_unloaded(folder, **settings) as llm:
-        assert llm.plan.reserved.images > 0
-        assert "vision tower" not in llm.spec.notice
+    for budget, has_tower in ((least, False), (None, True)):
+        with open_unloaded(folder, **settings, device_memory=budget) as llm:
+            assert (llm.plan.reserved.images > 0) == has_tower
+            assert ("vision tower" in llm.spec.notice) != has_tower
 
 
 def test_prompt_beside_an_answer_is_not_cut_inside_an_image(model_of):
@@ -163,13 +162,12 @@ def test_prompt_beside_an_answer_is_not_cut_inside_an_image(model_of):
         params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=1)
         (output,) = llm.generate([prompt], params)
         answer.close()
-    given = [
-        step[token].logprob
-        for step, token in zip(output.prompt_logprobs[1:], prompt.ids[1:], strict=True)
-    ]
+    tokens = prompt.ids[1:]
+    steps = zip(output.prompt_logprobs[1:], tokens, strict=True)
+    given = torch.tensor([step[token].logprob for step, token in steps])
     logprobs = image_logits(model, prompt).log_softmax(-1)
-    expected = logprobs[:-1].gather(1, torch.tensor(prompt.ids[1:])[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(given), expected, atol=ATOL, rtol=0)
+    expected = logprobs[range(len(tokens)), tokens]
+    torch.testing.assert_close(given, expected, atol=ATOL, rtol=0)
 
 
 def test_sampled_text_follows_the_noise_of_the_seed(model_of):
@@ -178,8 +176,7 @@ def test_sampled_text_follows_the_noise_of_the_seed(model_of):
     params = SamplingParams(max_tokens=8, seed=6, temperature=1.0)
     settings = {"drafter": "adaptive_tree", "rule": "coupled", "draft_model": str(folder)}
     with open_streamed(folder, **settings) as llm:
-        tower = llm.spec.target.checkpoint.spec.images
-        prompt = image_prompt(model, tower, [4, image_inputs("qwen3_vl", 1), 3])
+        prompt = one_image(llm, model, "qwen3_vl")
         (output,) = llm.generate([prompt], params)
     ids = prompt.ids + output.token_ids
     rows = image_logits(model, replace(prompt, ids=ids)).softmax(-1)
@@ -191,10 +188,7 @@ def test_sampled_text_follows_the_noise_of_the_seed(model_of):
 def test_images_of_preempted_and_aborted_sequences(model_of, monkeypatch):
     model, folder = model_of("qwen2_vl")
     with open_streamed(folder, drafter="none", max_num_seqs=2) as llm:
-        tower = llm.spec.target.checkpoint.spec.images
-        prompts = [
-            image_prompt(model, tower, [4, image_inputs("qwen2_vl", seed), 3]) for seed in (1, 2)
-        ]
+        prompts = [one_image(llm, model, "qwen2_vl", seed) for seed in (1, 2)]
         aborted = llm.stream(prompts[1], GREEDY)
         next(aborted)
         aborted.close()
@@ -212,16 +206,6 @@ def test_images_of_preempted_and_aborted_sequences(model_of, monkeypatch):
         assert n_steps.count(2) > 2
 
 
-def test_images_on_a_pretended_gpu(model_of, monkeypatch):
-    model, folder = model_of("llava")
-    keep_steady(monkeypatch)
-    with fake_gpu(monkeypatch), LLM(str(folder), device="cuda", drafter="none") as llm:
-        tower = llm.spec.target.checkpoint.spec.images
-        prompt = image_prompt(model, tower, [4, image_inputs("llava", 1), 3])
-        (output,) = llm.generate([prompt], replace(GREEDY, max_tokens=2))
-    assert output.token_ids == generate_images(model, prompt, 2)
-
-
 def rewritten(folder, target, tensors, more):
     """Copy a checkpoint with other tensors and further entries of its config."""
     target.mkdir()
@@ -237,14 +221,14 @@ def test_quantised_weights_and_prediction_layer_behind_images(model_of, tmp_path
     model, folder = model_of("qwen3_5")
     tensors = load_file(folder / "model.safetensors")
     prefix = "model.language_model."
+    last = f"{prefix}layers.3."
     choice = Choice("gptq", group_size=16)
     text = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     stored, exact = quantized(text, choice)
     assert stored.keys() - exact.keys()
     tower = {name: tensor for name, tensor in tensors.items() if name not in text}
-    last = f"{prefix}layers.3."
     layer = {
-        f"mtp.layers.0.{name.removeprefix(last)}": tensor.clone()
+        name.replace(last, "mtp.layers.0."): tensor.clone()
         for name, tensor in text.items()
         if name.startswith(last)
     }
@@ -256,6 +240,5 @@ def test_quantised_weights_and_prediction_layer_behind_images(model_of, tmp_path
     quantised = rewritten(folder, tmp_path / "quantised", stored | tower | layer, more)
     plain = type(model).from_pretrained(rewritten(folder, tmp_path / "plain", exact | tower, {}))
     with open_streamed(quantised, drafter="mtp") as llm:
-        tower = llm.spec.target.checkpoint.spec.images
-        prompt = image_prompt(model, tower, [4, image_inputs("qwen3_5", 1), 3])
+        prompt = one_image(llm, model, "qwen3_5")
         assert say(llm, [prompt]) == [generate_images(plain, prompt, N_NEW)]

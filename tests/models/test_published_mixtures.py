@@ -17,7 +17,6 @@ from bench.models.tiny import config_of, random_model
 from offload_rt.weights.files import read_json
 
 pytestmark = pytest.mark.numeric
-
 _PROJECTIONS = r".*_proj\.weight|.*kv_a_proj_with_mqa\.weight|.*in_proj_qkvz\.weight"
 # Stored modules of each fused parameter of experts.
 _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
@@ -92,8 +91,7 @@ def joined(tensors, fused):
     whole = {}
     for name, tensor in fused.items():
         base, _, kind = name.rpartition(".experts.")
-        parts = _PARTS.get(kind, ())
-        each = [experts(base, part, len(tensor)) for part in parts]
+        each = [experts(base, part, len(tensor)) for part in _PARTS.get(kind, ())]
         whole[name] = torch.cat(each, -1) if each else tensors[name]
     return whole
 

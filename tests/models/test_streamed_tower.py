@@ -19,7 +19,6 @@ from offload_rt.models.image_prompt import PromptImage
 from offload_rt.offload import stream_threads
 
 pytestmark = pytest.mark.numeric
-
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 SETTINGS = {"max_model_len": 200, "drafter": "none"}
 
@@ -39,13 +38,11 @@ def open_streamed_tower(folder, device="cpu"):
 
 
 def prompt_of(kind, model, llm):
-    """Return a prompt with two images."""
     parts = [5, image_inputs(kind, 1), 7, image_inputs(kind, 2), 2]
     return image_prompt(model, llm.spec.target.checkpoint.spec.images, parts)
 
 
 def features_of(llm, prompt):
-    """Return the features of each image, on the host."""
     encoder = runner_of(llm).images
     with torch.inference_mode():
         features = [encoder.features(image) for image in prompt.images]
@@ -132,23 +129,16 @@ def test_activations_of_a_large_image_fit_the_plan(tmp_path, kind, n_rows):
     """Compute the features of an image of 36 x 36 patches of 8 x 8 pixels, or of one tile."""
     image_model(kind, tmp_path)
     n = 36
-    inputs = {
-        "mistral3": {
-            "pixel_values": torch.zeros(1, 3, 8 * n, 8 * n),
-            "image_sizes": torch.tensor([[8 * n, 8 * n]]),
-        },
-        "gemma4": {
-            "pixel_values": torch.zeros(1, n * n, 3 * 8 * 8),
-            "image_position_ids": torch.cartesian_prod(*[torch.arange(n)] * 2)[None],
-        },
-        "llava": image_inputs(kind, 0),
-    }.get(
-        kind,
-        {
-            "pixel_values": torch.zeros(n * n, 3 * 2 * 8 * 8),
-            "image_grid_thw": torch.tensor([[1, n, n]]),
-        },
-    )
+    if kind == "llava":
+        inputs = image_inputs(kind, 0)
+    else:
+        places = torch.cartesian_prod(*[torch.arange(n)] * 2)[None]
+        grid = (n * n, 3 * 2 * 8 * 8), "image_grid_thw", torch.tensor([[1, n, n]])
+        shape, name, about = {
+            "mistral3": ((1, 3, 8 * n, 8 * n), "image_sizes", torch.tensor([[8 * n, 8 * n]])),
+            "gemma4": ((1, n * n, 3 * 8 * 8), "image_position_ids", places),
+        }.get(kind, grid)
+        inputs = {"pixel_values": torch.zeros(shape), name: about}
     with LLM(str(tmp_path), device="cpu", **SETTINGS) as llm, torch.inference_mode():
         encoder = runner_of(llm).images
         copies = {name: value.clone() for name, value in inputs.items()}

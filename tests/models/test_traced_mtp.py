@@ -28,7 +28,6 @@ from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("steady")]
-
 # A mixture, one beside pictures, a dense layer beside pictures, and a text model alone.
 KINDS = ["qwen3_next", "qwen3_5_moe", "qwen3_5", "qwen3_5_text"]
 
@@ -52,12 +51,12 @@ class Target:
         for name in ("embedding", "hidden"):
             self.own[f"mtp.pre_fc_norm_{name}.weight"] = 0.2 * torch.randn(d, generator=draw)
         self.layer.save_pretrained(folder)
-        for name, tensor in load_file(folder / "model.safetensors").items():
+        file = folder / "model.safetensors"
+        for name, tensor in load_file(file).items():
             short = name.removeprefix("model.").removeprefix("language_model.")
             if short.startswith(("layers.0.", "norm.")):
                 self.own[f"mtp.{short}"] = tensor
         self.model.save_pretrained(folder)
-        file = folder / "model.safetensors"
         save_file(load_file(file) | self.own, file, {"format": "pt"})
 
     @torch.no_grad()
@@ -69,27 +68,18 @@ class Target:
         hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
         inputs = tokens[1:]
         for token in [*path, None]:
-            x = torch.cat(
-                (
-                    self._normed("embedding", embedding(torch.tensor(inputs))),
-                    self._normed("hidden", hidden),
-                ),
-                1,
-            )
-            given = decoder(
-                inputs_embeds=(x @ self.own["mtp.fc.weight"].T)[None], use_cache=False
-            ).last_hidden_state[0]
+            parts = {"embedding": embedding(torch.tensor(inputs)), "hidden": hidden}
+            x = torch.cat([self._normed(name, part) for name, part in parts.items()], 1)
+            x = (x @ self.own["mtp.fc.weight"].T)[None]
+            given = decoder(inputs_embeds=x, use_cache=False).last_hidden_state[0]
             hidden = torch.cat((hidden, given[-1:]))
             inputs = [*inputs, token]
         return self.model.lm_head(given[-1])
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         eps = self.model.config.get_text_config().rms_norm_eps
-        return (
-            x
-            * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-            * (1 + self.own[f"mtp.pre_fc_norm_{name}.weight"])
-        )
+        weight = 1 + self.own[f"mtp.pre_fc_norm_{name}.weight"]
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 @pytest.fixture(scope="module")
@@ -147,24 +137,18 @@ def test_continued_turn_drafts_like_a_first_turn(target_of, monkeypatch, n):
             layer(runner, blocks, *args)
 
         monkeypatch.setattr(Runner, "layers", failing)
-        new = TokenSequence(
-            [*old.tokens[:n], (old.tokens[n] + 1) % 8, *prompt_of(2, 70, 8)],
-            SamplingParams(60),
-            400,
-        )
+        prompt = [*old.tokens[:n], (old.tokens[n] + 1) % 8, *prompt_of(2, 70, 8)]
+        new = TokenSequence(list(prompt), SamplingParams(60), 400)
         engine.add(new)
         for _ in range(3):
             engine.step()
             probe = Probe(drafter._model.start(new, 24, is_alone=True), [])
             drafter._model.grow([probe])
             wanted = target.expected_logits(new.tokens, [])
-            torch.testing.assert_close(
-                probe.logits[0], wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0
-            )
+            atol = 2e-4 * float(wanted.abs().max())
+            torch.testing.assert_close(probe.logits[0], wanted, atol=atol, rtol=0)
         assert next(fails, None) is None
-    assert new.tokens[new.n_prompt :] == generate(
-        target.model, new.tokens[: new.n_prompt], new.n_new
-    )
+    assert new.tokens[len(prompt) :] == generate(target.model, prompt, new.n_new)
 
 
 def test_sampled_texts_equal_plain_decoding(target_of):

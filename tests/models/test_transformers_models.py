@@ -24,7 +24,6 @@ from support.tiny import (
     random_tree,
     runner_of,
     say,
-    tree_logits,
 )
 from transformers import GptOssForCausalLM, Mxfp4Config, conversion_mapping
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter
@@ -45,7 +44,6 @@ from offload_rt.tree.topology import Topology
 from offload_rt.weights.files import read_json
 
 pytestmark = pytest.mark.numeric
-
 # Types with attention code of their own: linear biases, learned or computed scales, local windows,
 # transposed keys, an indexer, and an output matrix called decoder.
 CUSTOM_ATTENTION = [
@@ -72,7 +70,11 @@ def model_of(tmp_path_factory):
 
     @functools.cache
     def get(kind):
-        model = random_model(tiny_config(kind))
+        config = tiny_config(kind.removesuffix(" alibi"))
+        if kind == "falcon alibi":
+            config.alibi = True
+            config.new_decoder_architecture = config.multi_query = False
+        model = random_model(config)
         folder = tmp_path_factory.mktemp(kind)
         model.save_pretrained(folder)
         return model, folder
@@ -80,7 +82,7 @@ def model_of(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "falcon alibi"])
 def test_streamed_tree_logits_equal_transformers(model_of, kind):
     model, folder = model_of(kind)
     with open_streamed(folder, drafter="none") as llm:
@@ -120,23 +122,12 @@ def test_learned_positions_are_used_to_the_last(
     assert result.stats.tokens_per_pass > 1
 
 
-def test_native_and_general_logits_are_equal(zoo, monkeypatch):
-    """The same checkpoint, both ways, to a few rounding errors."""
-    given = prompt_of(1, 11), prompt_of(2, 3), prompt_of(3, 20), random_tree(20, seed=3, reach=2)
-    with open_llm(zoo.directory("llama-llama3", 0), "mixed") as llm:
-        native = tree_logits(runner_of(llm), *given)
-    monkeypatch.delitem(FAMILIES, "llama")
-    with open_llm(zoo.directory("llama-llama3", 0), "mixed") as llm:
-        assert isinstance(runner_of(llm).spec, TransformersModel)
-        torch.testing.assert_close(
-            tree_logits(runner_of(llm), *given), native, atol=1e-4, rtol=1e-4
-        )
-
-
-def test_sequences_of_a_pass_do_not_see_each_other(model_of):
+@pytest.mark.parametrize("kind", ["gemma3n_text", "qwen3-window"])
+def test_sequences_of_a_pass_do_not_see_each_other(model_of, zoo, kind):
     """Also if extra inputs of a layer and states of other layers belong to rows."""
-    model, folder = model_of("gemma3n_text")
-    prompts = [prompt_of(seed, n, 150) for seed, n in enumerate((5, 23, 1))]
+    is_native = kind == "qwen3-window"
+    model, folder = (zoo.model(kind, 0), zoo.directory(kind, 0)) if is_native else model_of(kind)
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((5, 23, 1, 16))]
     with open_llm(folder) as llm:
         runner = runner_of(llm)
         runner._chunk_rows = 16
@@ -182,16 +173,14 @@ def test_rows_of_a_tensor_can_be_several_matrices(zoo, tmp_path, monkeypatch):
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for i in range(model.config.num_hidden_layers):
         start = f"model.layers.{i}."
-        tensors[f"{start}self_attn.qkv.weight"] = torch.cat(
-            [tensors.pop(start + part) for part in parts]
-        )
+        whole = torch.cat([tensors.pop(start + part) for part in parts])
+        tensors[f"{start}self_attn.qkv.weight"] = whole
     save_file(tensors, tmp_path / "model.safetensors")
     model.config.save_pretrained(tmp_path)
+    prompt = prompt_of(0, 20)
     with open_llm(tmp_path, "disk") as llm:
-        got = feed(
-            runner_of(llm), runner_of(llm).new_cache(20), prompt_of(0, 20), Topology.chain(20)
-        )
-    torch.testing.assert_close(got, logits_of(model, prompt_of(0, 20)), atol=2e-3, rtol=0)
+        got = feed(runner_of(llm), runner_of(llm).new_cache(20), prompt, Topology.chain(20))
+    torch.testing.assert_close(got, logits_of(model, prompt), atol=2e-3, rtol=0)
     turned = WeightConverter("self_attn.qkv.weight", "self_attn.q_proj.weight", [Transpose(0, 1)])
     monkeypatch.setitem(table, "LlamaForCausalLM", [turned])
     with pytest.raises(UnsupportedModelError, match=r"qkv.weight' requires conversion \(Transpose"):
@@ -211,29 +200,35 @@ def test_unneeded_tensors_need_no_conversion(model_of, monkeypatch):
         check_tree(runner_of(llm), model, 2)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [
-    ("mamba", "'linear_attention' keep state other than keys and values"),
-    ("kimi_linear", "'linear_attention' keep state"),
-    ("lfm2", "'conv' keep state"),
-    ("t5", "encoder-decoder"),
-    ("rembert", "use custom attention code"),
-    ("bart", "no position_ids argument"),
-    ("vit", "no causal language model"),
+@pytest.mark.parametrize(("kind", "changes", "reason"), [
+    ("mamba", {}, "'linear_attention' keep state other than keys and values"),
+    ("kimi_linear", {}, "'linear_attention' keep state"),
+    ("lfm2", {}, "'conv' keep state"),
+    ("t5", {"is_encoder_decoder": True}, "encoder-decoder"),
+    ("rembert", {}, "use custom attention code"),
+    ("bart", {"is_encoder_decoder": False}, "no position_ids argument"),
+    ("vit", {}, "no causal language model"),
+    ("llama", {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "modeling_new.New"}},
+        "remote code is not run"),
 ])  # fmt: skip
-def test_unsupported_models_are_refused_with_a_reason(kind, reason):
-    raw = tiny_config(kind).to_dict() | {"is_encoder_decoder": kind == "t5"}
+def test_unsupported_models_are_refused_with_a_reason(kind, changes, reason):
     with pytest.raises(UnsupportedModelError, match=reason):
-        parse_architecture(raw)
+        parse_architecture(tiny_config(kind).to_dict() | changes)
 
 
-def test_linear_biases_of_falcon_equal_transformers(tmp_path):
-    config = tiny_config("falcon")
-    config.alibi = True
-    config.new_decoder_architecture = config.multi_query = False
-    model = random_model(config)
-    model.save_pretrained(tmp_path)
-    with open_llm(tmp_path) as llm:
-        check_tree(runner_of(llm), model, 3)
+_LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+    "long_factor": [1.0] * 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "changes", "n"), [
+    ("phi3", {"original_max_position_embeddings": 128, "rope_parameters": _LONG_ROPE}, 128),
+    ("glm_moe_dsa", {"index_topk": 100}, 100),
+])  # fmt: skip
+def test_context_ends_where_longrope_changes_or_an_indexer_selects(kind, changes, n):
+    """Beyond it the rotations of all positions depend on how long the sequence is."""
+    assert parse_architecture(tiny_config(kind).to_dict() | changes).max_positions == n
 
 
 def test_linear_biases_keep_16_bits_of_slopes_and_positions():
@@ -247,12 +242,6 @@ def test_linear_biases_keep_16_bits_of_slopes_and_positions():
     assert bool(((biases - expected).abs() <= 2**-16 * expected).all())
 
 
-def test_sparse_attention_ends_where_its_indexer_selects():
-    config = tiny_config("glm_moe_dsa")
-    config.index_topk = 100
-    assert parse_architecture(config.to_dict()).max_positions == 100
-
-
 def test_page_lists_the_obstacle_of_every_unsupported_type():
     root = Path(__file__).parents[2]
     lines = (root / "bench/results/models.jsonl").read_text().splitlines()
@@ -261,15 +250,6 @@ def test_page_lists_the_obstacle_of_every_unsupported_type():
     rows = text.partition("**Unsupported types**")[2].partition("**Weights**")[0].splitlines()
     listed = [name for row in rows[4:] if row for name in row.split("|")[2].strip().split(", ")]
     assert sorted(listed) == sorted([*types["refused"], *types["no reference"]])
-
-
-def test_heads_require_native_models(model_of, tmp_path):
-    (tmp_path / "config.json").write_text('{"medusa_num_heads": 1}')
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"Medusa heads cannot draft for a model of type phi3.*use another draft model",
-    ):
-        open_llm(model_of("phi3")[1], draft_model=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -299,9 +279,7 @@ def test_cuda_computes_all_experts_without_host_waits(
     else:
         model, folder = model_of(kind)
     histc = torch.histc  # that of a CPU counts no integers
-    monkeypatch.setattr(
-        torch, "histc", lambda counted, **bins: histc(counted.float(), **bins).int()
-    )
+    monkeypatch.setattr(torch, "histc", lambda x, **bins: histc(x.float(), **bins).int())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     products = []
     monkeypatch.setattr(
@@ -310,6 +288,7 @@ def test_cuda_computes_all_experts_without_host_waits(
         lambda *given: products.append(0) or multiply_stack(*given),
     )
     prompt = prompt_of(0, 15, 150)
+    n = len(prompt)
     dtype = "bfloat16" if has_kernels else "float32"
     settings = {"device": "cuda", "drafter": "none", "max_model_len": 64, "dtype": dtype}
     with (
@@ -317,10 +296,7 @@ def test_cuda_computes_all_experts_without_host_waits(
         LLM(str(folder), **settings) as llm,
     ):
         runner = runner_of(llm)
-        step = Step(
-            runner.new_cache(20), torch.tensor(prompt), Topology.chain(len(prompt)), len(prompt),
-            len(prompt),
-        )  # fmt: skip
+        step = Step(runner.new_cache(20), torch.tensor(prompt), Topology.chain(n), n, n)
         runner.forward([step])  # brings frequencies to the card
         products.clear()
         before = counts.n_waits
@@ -335,38 +311,15 @@ def test_cuda_computes_all_experts_without_host_waits(
             assert float(error.max()) < ATOL * float(expected.abs().max())
 
 
-def test_remote_code_is_not_run():
-    with pytest.raises(UnsupportedModelError, match="remote code is not run"):
-        parse_architecture(
-            {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "modeling_new.New"}}
-        )
-
-
-def test_context_ends_where_longrope_changes():
-    """Beyond it the rotations of all positions depend on how long the sequence is."""
-    config = tiny_config("phi3")
-    factors = [1.0] * (config.hidden_size // config.num_attention_heads // 2)
-    rope = {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors,
-    }  # fmt: skip
-    raw = config.to_dict() | {"original_max_position_embeddings": 128, "rope_parameters": rope}
-    assert parse_architecture(raw).max_positions == 128
-
-
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(None, True), (3.0, False), (3.0, True)])
 @pytest.mark.parametrize("most", [1, 1 << 20])
 def test_softcap_and_sinks_equal_the_definition(softcap, has_sinks, most, monkeypatch):
     """Written out head by head; rows at once as many as fit. Values are narrower than keys."""
     monkeypatch.setattr(reference, "MAX_SCORES", most)
-    generator = torch.Generator().manual_seed(0)
-    n = 6
-    n_before = 9
-    heads = 4
-    groups = 2
-    dim = 8
-    q = 2 * torch.randn(n, heads, dim, generator=generator)
-    k, v = (torch.randn(groups, n_before + n, width, generator=generator) for width in (dim, 5))
-    sinks = torch.randn(heads, generator=generator) if has_sinks else None
+    n, n_before, heads, groups, dim = 6, 9, 4, 2, 8
+    q = 2 * torch.randn(n, heads, dim)
+    k, v = (torch.randn(groups, n_before + n, width) for width in (dim, 5))
+    sinks = torch.randn(heads) if has_sinks else None
     mask = random_tree(n, seed=1).mask(0, n, n_before)
     got = ops.tree_attention(q, k, v, mask, 0.7, softcap, sinks)
     for head in range(heads):

@@ -41,8 +41,7 @@ class Engine(TorchFunctionMode):
 
     @contextmanager
     def on(self, stream: "Stream") -> Iterator[None]:
-        before = self.current
-        self.current = stream
+        before, self.current = self.current, stream
         yield
         self.current = before
 
@@ -50,37 +49,19 @@ class Engine(TorchFunctionMode):
         """Run until a moment has passed or all work is done."""
         last: Stream | None = None
         while True:
-            self._pass_moments()
+            while any(stream.advance() for stream in self.streams):
+                pass
             ready = [stream for stream in self.streams if stream.ready_at is not None]
             if not ready or (until is not None and until.at is not None):
                 return
-            stream = last if last in ready else min(ready, key=lambda stream: stream.ready_at)
-            target, source = stream.work.popleft()[1]
+            last = last if last in ready else min(ready, key=lambda stream: stream.ready_at)
+            target, source = last.work.popleft()[1]
             torch.Tensor.copy_(target, source)
             self.now += len(source)
-            last = stream
-            stream.ready_at = None
-
-    def _pass_moments(self) -> None:
-        """Advance every stream to its next copy."""
-        moved = True
-        while moved:
-            moved = False
-            for stream in self.streams:
-                while stream.work and stream.work[0][0] != "copy":
-                    kind, moment = stream.work[0]
-                    if kind == "wait" and moment.at is None:
-                        break
-                    moment.at = self.now if moment.at is None else moment.at
-                    stream.work.popleft()
-                    moved = True
-                if stream.work and stream.work[0][0] == "copy" and stream.ready_at is None:
-                    stream.ready_at = self.now
+            last.ready_at = None
 
 
 class Moment:
-    """One recording of an event."""
-
     at: int | None = None
 
 
@@ -88,6 +69,7 @@ class Stream:
     def __init__(self, engine: Engine) -> None:
         self.work: deque[tuple[str, Any]] = deque()
         self.ready_at: int | None = None
+        self._engine = engine
         engine.streams.append(self)
 
     def put(self, kind: str, what: Any) -> None:
@@ -96,6 +78,20 @@ class Stream:
     def wait_event(self, event: "Event") -> None:
         if event.moment is not None:
             self.put("wait", event.moment)
+
+    def advance(self) -> bool:
+        """Go on to the next copy; return whether a moment has passed."""
+        moved = False
+        while self.work and self.work[0][0] != "copy":
+            kind, moment = self.work[0]
+            if kind == "wait" and moment.at is None:
+                break
+            moment.at = self._engine.now if moment.at is None else moment.at
+            self.work.popleft()
+            moved = True
+        if self.work and self.work[0][0] == "copy" and self.ready_at is None:
+            self.ready_at = self._engine.now
+        return moved
 
 
 class Event:
@@ -128,35 +124,33 @@ def some_bytes(n: int) -> Tensor:
     return torch.randint(0, 256, (n,), dtype=torch.uint8)
 
 
-def wait_of_a_small_copy(engine: Engine, after: Event) -> int:
-    """Seconds until a copy of one byte on another stream is done."""
+def waited(engine: Engine, n: int = 1) -> Event:
+    """An event after a copy of n bytes on a stream of its own."""
     compute = Stream(engine)
     done = Event(engine, blocking=True)
     with engine.on(compute):
-        torch.zeros(1).copy_(torch.ones(1), non_blocking=True)
+        torch.zeros(n).copy_(torch.ones(n), non_blocking=True)
     done.record(compute)
-    done.synchronize()
-    assert done.moment is not None and after.moment is not None and done.moment.at is not None
-    return done.moment.at
+    return done
 
 
 def test_small_copy_waits_for_one_chunk_on_two_streams(engine):
     device = CopyDevice(torch.device("cuda"), CHUNK)
     after = device.event()
-    layers = [
-        (torch.zeros(CHUNK * N_CHUNKS, dtype=torch.uint8), some_bytes(CHUNK * N_CHUNKS))
-        for _ in range(N_LAYERS)
-    ]
+    n = CHUNK * N_CHUNKS
+    layers = [(torch.zeros(n, dtype=torch.uint8), some_bytes(n)) for _ in range(N_LAYERS)]
     for layer in layers:
         start, after = device.copy([layer], after)
     n_timing = engine.n_timing
-    assert wait_of_a_small_copy(engine, after) <= CHUNK + 1
+    small = waited(engine)
+    small.synchronize()
+    assert small.moment.at <= CHUNK + 1
     device.synchronize()
     assert all(torch.equal(*layer) for layer in layers)
     assert n_timing == 1 + 2 * N_LAYERS, "timing events are of layers, not of chunks"
     # The link is never idle while a chunk is left, and events stand where a layer begins and ends.
-    assert engine.now == N_LAYERS * N_CHUNKS * CHUNK + 1
-    assert (start.moment.at, after.moment.at) == (engine.now - N_CHUNKS * CHUNK, engine.now)
+    assert engine.now == N_LAYERS * n + 1
+    assert (start.moment.at, after.moment.at) == (engine.now - n, engine.now)
 
 
 def test_paced_link_takes_longer_per_chunk(engine, monkeypatch):
@@ -176,15 +170,9 @@ def test_paced_link_takes_longer_per_chunk(engine, monkeypatch):
 def test_copies_wait_for_their_event_and_keep_order(engine):
     """Of tensors of any length; a slot that is still computed from is not written to."""
     device = CopyDevice(torch.device("cuda"), CHUNK)
-    compute = Stream(engine)
-    used = device.event()
-    with engine.on(compute):
-        torch.zeros(100).copy_(torch.ones(100), non_blocking=True)
-    used.record(compute)
     slot = torch.zeros(30, dtype=torch.uint8)
-    first = some_bytes(30)
-    second = some_bytes(30)
-    start, _ = device.copy([(slot[:3], first[:3]), (slot[3:], first[3:])], used)
+    first, second = some_bytes(30), some_bytes(30)
+    start, _ = device.copy([(slot[:3], first[:3]), (slot[3:], first[3:])], waited(engine, 100))
     _, end = device.copy([(slot, second)], device.event())
     device.wait(end)
     assert start.moment.at == 100 and end.moment.at == 160

@@ -28,8 +28,9 @@ CONFIG = llama_config(
 
 
 @pytest.fixture
-def dequantised(tmp_path: Path) -> Callable[..., Path]:
+def dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Return a function that runs the command in float32 and returns the new directory."""
+    monkeypatch.setattr(dense_checkpoint, "_N_ROWS", 24)  # large matrices are written in parts
 
     def run(source: Path, *flags: str) -> Path:
         out = tmp_path / "dense"
@@ -38,6 +39,49 @@ def dequantised(tmp_path: Path) -> Callable[..., Path]:
         return out
 
     return run
+
+
+YARN = {
+    "qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0,
+    "qwen2.rope.scaling.original_context_length": 64,
+}  # fmt: skip
+
+
+LINEAR = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0}
+
+
+@pytest.mark.parametrize(("name", "type", "more"), [
+    ("llama", "F16", {}), ("llama-tied", "Q8_0", {}), ("llama-biases", "Q8_0", {}),
+    ("qwen2", "Q4_0", YARN), ("qwen3", "Q8_0", {}), ("llama-linear", "Q8_0", LINEAR),
+    ("llama-llama3", "Q4_0", {}), ("mixtral", "Q4_0", {}), ("qwen3_moe", "Q8_0", {}),
+])  # fmt: skip
+def test_every_gguf_family_is_read_and_converted(
+    name, type, more, mixture_of, tmp_path, dequantised
+):
+    """Tied embeddings, biases in llama.cpp's order of rows, head norms, scaled rotations, experts.
+
+    Llama 3 scales rotations by a divisor of each frequency, in a tensor. The texts of the file are
+    those of transformers, from memory and from disk; also those of `convert --dequantize`.
+    """
+    path = tmp_path / "m.gguf"
+    model = CASES[name].build(0) if name in CASES else copy.deepcopy(mixture_of(name)[0])
+    model.config.eos_token_id = model.config.sliding_window = None
+    for layer in model.model.layers if name not in CASES else ():
+        layer.mlp.gate.norm_topk_prob = True
+    model = build(path, model, type, more)
+    prompt = prompt_of(0)
+    expected = generate(model, prompt, 24)
+    for place in ("resident", "disk"):
+        with open_llm(path, place, dtype="float32") as llm:
+            assert say(llm, prompt, 24) == expected
+    assert len(set(expected)) > 5
+    converted = AutoModelForCausalLM.from_pretrained(dequantised(path))
+    assert type == "F16" or converted.dtype == torch.float32
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in converted.state_dict().items())
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        assert torch.equal(converted.eval()(ids).logits, model.eval()(ids).logits)
 
 
 @pytest.mark.parametrize("choice", [
@@ -70,38 +114,8 @@ def test_quantised_directory_has_the_reference_weights(choice, tmp_path, dequant
     assert generate(AutoModelForCausalLM.from_pretrained(out).eval(), prompt, 12) == expected
 
 
-@pytest.mark.parametrize(("name", "type"), [
-    ("llama", "F16"), ("llama-tied", "Q8_0"), ("llama-biases", "Q8_0"), ("llama-llama3", "Q4_0"),
-    ("qwen2", "Q4_0"), ("qwen3", "Q8_0"), ("mixtral", "Q4_0"), ("qwen3_moe", "Q8_0"),
-])  # fmt: skip
-def test_gguf_file_has_the_logits_of_transformers(name, type, mixture_of, tmp_path, dequantised):
-    """Also tied embeddings, biases in llama.cpp's order of rows, and experts."""
-    model = CASES[name].build(0) if name in CASES else copy.deepcopy(mixture_of(name)[0])
-    model.config.eos_token_id = model.config.sliding_window = None
-    for layer in model.model.layers if name not in CASES else ():
-        layer.mlp.gate.norm_topk_prob = True
-    more = {}
-    if name == "qwen2":
-        more = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
-        more["qwen2.rope.scaling.original_context_length"] = 64
-    model = build(tmp_path / "m.gguf", model, type, more)
-    converted = AutoModelForCausalLM.from_pretrained(dequantised(tmp_path / "m.gguf"))
-    assert type == "F16" or converted.dtype == torch.float32
-    state = model.state_dict()
-    assert all(torch.equal(tensor, state[key]) for key, tensor in converted.state_dict().items())
-    ids = torch.tensor([prompt_of(0)])
-    with torch.no_grad():
-        assert torch.equal(converted.eval()(ids).logits, model.eval()(ids).logits)
-
-
-def test_weights_are_rounded_once_to_the_dtype_of_a_run(tmp_path, dequantised):
-    model = build(tmp_path / "m.gguf", CASES["llama"].build(0), "Q4_0")
-    stored = load_file(dequantised(tmp_path / "m.gguf", "--dtype", "auto") / "model.safetensors")
-    state = model.state_dict()
-    assert all(torch.equal(tensor, state[key].bfloat16()) for key, tensor in stored.items())
-
-
 def test_gguf_file_becomes_a_checkpoint_with_its_tokenizer(tmp_path, dequantised):
+    """Weights are rounded once to the dtype of a run."""
     path = tmp_path / "m.gguf"
     template = "{% for turn in messages %}<{{ turn['content'] }}>{% endfor %}"
     more = write_gguf.tokenizer(DEMO / "tokenizer.json") | {
@@ -109,11 +123,16 @@ def test_gguf_file_becomes_a_checkpoint_with_its_tokenizer(tmp_path, dequantised
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": 3,
     }
-    build(path, CASES["llama"].build(0), "F16", more)
-    out = dequantised(path)
-    theirs, mine = load_tokenizer(path), load_tokenizer(out)
-    messages = [{"role": "user", "content": "naïve 12 <|im_end|>\n"}]
-    assert encode_chat(mine, messages, {}) == encode_chat(theirs, messages, {})
+    model = build(path, CASES["llama"].build(0), "Q4_0", more)
+    assert load_tokenizer(tmp_path) is None  # a directory is asked for its own files
+    out = dequantised(path, "--dtype", "auto")
+    state = model.state_dict()
+    stored = load_file(out / "model.safetensors")
+    assert all(torch.equal(tensor, state[key].bfloat16()) for key, tensor in stored.items())
+    content = "naïve 12 <|im_end|>\n"
+    for tokenizer in map(load_tokenizer, (path, out)):
+        ids = encode_chat(tokenizer, [{"role": "user", "content": content}], {})
+        assert tokenizer.decode(ids) == f"<{content}>"
     special = json.loads((out / "generation_config.json").read_text())
     assert (special["eos_token_id"], special["pad_token_id"]) == ([2], 3)
 
@@ -122,14 +141,6 @@ def test_fused_experts_are_refused(mxfp4_checkpoint, tmp_path, capfd):
     out = str(tmp_path / "dense")
     assert convert.main([str(mxfp4_checkpoint), "--dequantize", out]) == 2
     assert "all experts in one tensor" in capfd.readouterr().err
-
-
-def test_rows_of_a_large_matrix_are_written_in_parts(tmp_path, dequantised, monkeypatch):
-    monkeypatch.setattr(dense_checkpoint, "_N_ROWS", 24)
-    model = build(tmp_path / "m.gguf", CASES["llama"].build(0), "Q8_0")
-    stored = load_file(dequantised(tmp_path / "m.gguf") / "model.safetensors")
-    state = model.state_dict()
-    assert all(torch.equal(tensor, state[key]) for key, tensor in stored.items())
 
 
 def test_failure_leaves_no_directory(tmp_path, capfd, monkeypatch):

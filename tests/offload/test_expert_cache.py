@@ -3,7 +3,6 @@
 import random
 import re
 import threading
-from collections import Counter
 from contextlib import ExitStack
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from support.experts import FakeGPUWithDisk, cache_on, open_touched
 from support.fake_gpu import fake_gpu
 from support.streams import PATIENCE_S, FakeGPU, Host, eventually, wanted
-from support.tiny import feed, generate, keep_steady, open_unloaded, prompt_of, runner_of
+from support.tiny import feed, generate, keep_steady, open_unloaded, prompt_of, runner_of, say
 
 from bench.models.tiny import config_of
 from offload_rt import LLM, SamplingParams
@@ -32,24 +31,19 @@ from offload_rt.offload.tiered_experts import TieredExperts
 from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
-
-READING = pytest.mark.parametrize("make", [Host, FakeGPUWithDisk])
 DEVICES = pytest.mark.parametrize("make", [Host, FakeGPU, FakeGPUWithDisk])
 
 
 def visit(cache, device, k, experts):
     """Request experts of layer k; compare the bytes of each on arrival and before the next."""
     came = []
-    asked = dict.fromkeys(experts, 1)
-    for expert, view in cache.arrive(k, asked):
+    for expert, view in cache.arrive(k, dict.fromkeys(experts, 1)):
         device.look(view)
         device.look(view)
         came.append(expert)
     assert sorted(came) == sorted(experts)
-    looks = device.seen()
-    assert [seen for _, seen in looks] == [
-        wanted(3 * k + expert) for expert in came for _ in range(2)
-    ]
+    expected = [wanted(3 * k + expert) for expert in came for _ in range(2)]
+    assert [seen for _, seen in device.seen()] == expected
 
 
 @DEVICES
@@ -75,12 +69,9 @@ def n_reads(tier):
 def test_cached_experts_are_not_read_and_the_most_used_stay(files):
     with cache_on(Host, files, 3) as (cache, tier, device):
         # experts 0 of both layers are always needed, of the others one after the other
-        for _ in range(6):
+        for other in (0, 0, 0, 0, 0, 0, 1, 2, 1, 2):
             for k in range(2):
-                visit(cache, device, k, [0])
-        for other in (1, 2, 1, 2):
-            for k in range(2):
-                visit(cache, device, k, [0, other])
+                visit(cache, device, k, {0, other})
     assert n_reads(tier) == {0: 1, 3: 1, 1: 2, 2: 2, 4: 2, 5: 2}
 
 
@@ -94,12 +85,12 @@ def test_unused_experts_are_evicted(files):
 def test_expected_experts_are_read_during_compute(files, monkeypatch):
     """After needed experts; unlikely experts are cancelled if their read has not started."""
     order = []
-    with cache_on(Host, files, 4, n_parallel=1, trap=lambda i, n: order.append(i)) as (
-        cache,
-        tier,
-        device,
+    trap = lambda i, n: order.append(i)  # noqa: E731
+    with (
+        monkeypatch.context() as patch,
+        cache_on(Host, files, 4, n_parallel=1, trap=trap) as (cache, tier, device),
     ):
-        monkeypatch.setattr(expert_cache, "_AHEAD", 1.0)
+        patch.setattr(expert_cache, "_AHEAD", 1.0)
         cache.expect(1, [2, 0])
         for _, view in cache.arrive(0, {1: 1, 2: 1}):
             device.look(view)
@@ -107,15 +98,16 @@ def test_expected_experts_are_read_during_compute(files, monkeypatch):
         device.seen()
         visit(cache, device, 1, [0, 2])
     assert list(dict.fromkeys(order)) == [1, 2, 5, 3] and set(n_reads(tier).values()) == {1}
-
-
-def test_cached_predictions_leave_the_prefetch_to_missing_experts(files):
+    # cached predictions leave the prefetch to missing experts
     with cache_on(Host, files, 5) as (cache, tier, device):
         visit(cache, device, 1, [0])
         cache.expect(1, [0, 1, 2])
         visit(cache, device, 0, [0])
         assert eventually(lambda: n_reads(tier).get(4) == 1)
     assert n_reads(tier) == {3: 1, 0: 1, 4: 1}
+
+
+READING = pytest.mark.parametrize("make", [Host, FakeGPUWithDisk])
 
 
 def test_predictions_are_ranked_by_frequency_and_probability():
@@ -132,19 +124,22 @@ def test_failed_read_is_raised_and_releases_all_slots(make, files):
 
     with cache_on(make, files, 4, trap=fail) as (cache, tier, device):
         reads = cache if make is Host else cache._host
+
+        def is_released():
+            is_idle = not reads._n_reading and not reads._coming
+            return is_idle and not cache._taken.any() and not reads._taken.any()
+
         visit(cache, device, 0, [0])
         with pytest.raises(LinkError, match="gone"):
             visit(cache, device, 0, [0, 1, 2])
-        assert not reads._n_reading and not reads._coming and not cache._taken.any()
-        assert not reads._taken.any()
+        assert is_released()
         device.seen()
         visit(cache, device, 0, [0, 1, 2])
         assert n_reads(tier)[0] == 1
         ahead = cache.arrive(1, {0: 1, 1: 1, 2: 1})
         next(ahead)
         ahead.close()  # whoever computed has failed
-        assert not reads._n_reading and not reads._coming and not cache._taken.any()
-        assert not reads._taken.any()
+        assert is_released()
         visit(cache, device, 1, [0, 1, 2])
 
 
@@ -192,18 +187,12 @@ def test_texts_equal_transformers(mixture_of, kind, monkeypatch):
     texts = [generate(model, prompt, 8) for prompt in prompts]
     params = SamplingParams(max_new_tokens=8, temperature=0.0)
     for n_slots, more in (
-        (3, {}),
-        (11, {"drafter": "recycle", "tree_size": 16}),
-        (3, {"max_num_seqs": 3}),
-    ):
+        (3, {}), (11, {"drafter": "recycle", "tree_size": 16}), (3, {"max_num_seqs": 3}),
+    ):  # fmt: skip
         with open_touched(folder, n_slots, **more) as llm:
             runner_of(llm)._chunk_rows = 32
-            together = (
-                llm.generate(prompts, params)
-                if "max_num_seqs" in more
-                else [llm.generate(prompt, params)[0] for prompt in prompts]
-            )
-            assert [output.token_ids for output in together] == texts
+            outputs = llm.generate(prompts, params)
+            assert [output.token_ids for output in outputs] == texts
 
 
 def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
@@ -222,35 +211,30 @@ def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
         hook.remove()
     with open_touched(folder, 7, watch=True) as llm:
         runner = runner_of(llm)
-        cache = runner_of(llm).experts
-        tier = cache.tier
-        rows = runner_of(llm).new_cache(len(text))
-        of_block = Counter({i: tier._source.nbytes(i) for i in range(32)})
+        cache = runner.experts
+        rows = runner.new_cache(len(text))
+        of_block = [cache.tier._source.nbytes(i) for i in range(32)]
         arrive = cache.arrive
         missing = []
-        n_before = 0
+        touched = []
 
         def watched(k, n_rows, work):
-            missing.extend(
-                8 * k + expert for expert in n_rows if 8 * k + expert not in cache._slot_of
-            )
+            blocks = [8 * k + expert for expert in n_rows]
+            missing.extend(block for block in blocks if block not in cache._slot_of)
             touched.append(set(n_rows))
             return arrive(k, n_rows, work)
 
         monkeypatch.setattr(cache, "arrive", watched)
         for start, stop in ((0, 9), *((at, at + 1) for at in range(9, 17))):
-            touched = []
-            before = runner.streamer.meter.read()[0]
+            n_before, before = cache.n_fetched, runner.streamer.meter.read()[0]
             missing.clear()
+            touched.clear()
             feed(runner, rows, text[start:stop], Topology.chain(stop - start))
             runner.commit(rows, range(stop - start))
             assert touched == [set(experts[start:stop].flatten().tolist()) for experts in chosen]
-            assert runner.streamer.meter.read()[0] - before == sum(
-                of_block[block] for block in missing
-            )
-            n_fetched = cache.n_fetched - n_before
-            n_before = cache.n_fetched
-            assert n_fetched == len(missing)
+            nbytes = sum(of_block[block] for block in missing)
+            assert runner.streamer.meter.read()[0] - before == nbytes
+            assert cache.n_fetched - n_before == len(missing)
 
 
 def test_next_router_predicts_experts(mixture_of, monkeypatch):
@@ -292,7 +276,7 @@ def test_cuda_pass_waits_once_per_layer(mixture_of, monkeypatch):
         torch.testing.assert_close(
             got.cpu(), expected, atol=2e-4 * float(expected.abs().max()), rtol=0
         )
-        text = llm.generate(prompt, SamplingParams(max_new_tokens=8, temperature=0.0))[0].token_ids
+        text = say(llm, prompt, 8)
     assert text == generate(model, prompt, 8)
 
 
@@ -305,7 +289,6 @@ def test_cuda_computes_more_experts_than_the_host_holds(mixture_of, monkeypatch,
     monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
     model, folder = mixture_of("deepseek_v3")
     prompts = [prompt_of(seed, 15, 150) for seed in range(2)]
-    params = SamplingParams(max_new_tokens=8, temperature=0.0)
     with open_unloaded(folder, device="cpu", max_model_len=128, drafter="none") as whole:
         layer = max(whole.plan.layer_nbytes)
     with (
@@ -317,7 +300,7 @@ def test_cuda_computes_more_experts_than_the_host_holds(mixture_of, monkeypatch,
         assert 2 < experts.n_on_host < 20
         assert disk_experts.n_resident == pytest.approx((4 + experts.n_on_host) / 3)
         assert isinstance(runner_of(llm).experts, TieredExperts)
-        texts = [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
+        texts = [say(llm, prompt, 8) for prompt in prompts]
     assert texts == [generate(model, prompt, 8) for prompt in prompts]
 
 
@@ -346,7 +329,7 @@ def test_placement_prefers_whole_layers_then_experts(mixture_of):
     with LLM(str(folder), device_memory=named, **settings) as llm:
         assert "disk" in llm.plan.tiers
         prompt = prompt_of(0, 15, 150)
-        text = llm.generate(prompt, SamplingParams(max_new_tokens=8, temperature=0.0))[0].token_ids
+        text = say(llm, prompt, 8)
     assert text == generate(mixture_of("qwen3_moe")[0], prompt, 8)
 
 
@@ -356,49 +339,35 @@ def test_expert_bytes_are_learned_per_row_count():
     n = np.array([1, 2, 16, 64])
     formula = TouchedExperts("disk", 48, 128, 8, 10**6, 32.0)
     same = 48 * 6 * 10**6 / 1e9
-    closes = ExitStack()
-    cost = CostEstimator(
-        machine,
-        PassBytes((), 10**6, experts=formula),
-        experts=profile.experts_bias("one", 99, closes),
-    )
 
-    def seconds(estimator):
-        return estimator.fixed(0.0).seconds(n, 100) / estimator._slack
+    def estimator(number, closes):
+        moved = PassBytes((), 10**6, experts=formula)
+        return CostEstimator(machine, moved, experts=profile.experts_bias("one", number, closes))
 
-    before = seconds(cost)
-    np.testing.assert_allclose(before, formula.pass_nbytes(n) / 1e9, rtol=0.01)
-    cost.passed(16, 100, 0.0, 1.0, 0.0, n_experts=48 * 6)
-    # one pass says little
-    assert 0.5 < seconds(cost)[2] / before[2] < 0.6 and seconds(cost)[0] > 0.85 * before[0]
-    for _ in range(200):
-        for n_rows in (1, 16):
+    def seconds(cost):
+        return cost.fixed(0.0).seconds(n, 100) / cost._slack
+
+    with ExitStack() as closes:
+        cost = estimator(99, closes)
+        before = seconds(cost)
+        np.testing.assert_allclose(before, formula.pass_nbytes(n) / 1e9, rtol=0.01)
+        cost.passed(16, 100, 0.0, 1.0, 0.0, n_experts=48 * 6)
+        # one pass says little
+        assert 0.5 < seconds(cost)[2] / before[2] < 0.6 and seconds(cost)[0] > 0.85 * before[0]
+        for n_rows in (1, 16) * 200:
             cost.passed(n_rows, 100, 0.0, 1.0, 0.0, n_experts=48 * 6)
-    np.testing.assert_allclose(seconds(cost)[[0, 2]], same, rtol=0.15)
-    # of rows that were not seen, as of those next to them
-    assert seconds(cost)[3] < 0.3 * before[3]
-    closes.close()
+        np.testing.assert_allclose(seconds(cost)[[0, 2]], same, rtol=0.15)
+        # of rows that were not seen, as of those next to them
+        assert seconds(cost)[3] < 0.3 * before[3]
     with ExitStack() as later:
-        kept = profile.experts_bias("one", 99, later)
-        again = CostEstimator(machine, PassBytes((), 10**6, experts=formula), experts=kept)
-        other = CostEstimator(
-            machine,
-            PassBytes((), 10**6, experts=formula),
-            experts=profile.experts_bias("one", 9, later),
-        )
-        np.testing.assert_allclose(seconds(again), seconds(cost))
-        np.testing.assert_allclose(seconds(other), before)
+        np.testing.assert_allclose(seconds(estimator(99, later)), seconds(cost))
+        np.testing.assert_allclose(seconds(estimator(9, later)), before)
 
 
 def test_flops_count_the_experts_of_a_row():
     """Also where the config calls their number otherwise."""
-    raw = config_of("gemma4_text").to_dict() | {
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-    }
-    few, many = (
-        parse_architecture(raw | {"num_experts": n, "moe_intermediate_size": 32}) for n in (4, 64)
-    )
+    experts = {"enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 32}
+    raw = config_of("gemma4_text").to_dict() | experts
+    few, many = (parse_architecture(raw | {"num_experts": n}) for n in (4, 64))
     more = 2 * 60 * (few.hidden_size + 1)  # of the router and its scales, for a row
     assert many.flops(0, 1, 0) - few.flops(0, 1, 0) == more

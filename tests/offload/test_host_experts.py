@@ -13,10 +13,9 @@ from support.checkpoints import pack
 from support.experts import FakeGPUWithDisk, cache_on, open_touched
 from support.fake_gpu import fake_gpu
 from support.streams import PATIENCE_S, FakeGPU, Host, content, stream_layers, wanted
-from support.tiny import feed, generate, keep_steady, prompt_of, runner_of
+from support.tiny import feed, generate, keep_steady, prompt_of, runner_of, say
 from transformers import GptOssForCausalLM, Mxfp4Config
 
-from offload_rt import SamplingParams
 from offload_rt.cost.pass_times import (
     HostTimes,
     MachineProfile,
@@ -29,7 +28,6 @@ from offload_rt.offload.streamer import LayerView
 from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
-
 CPU = torch.device("cpu")
 
 
@@ -58,19 +56,13 @@ def computed(monkeypatch):
 def check_texts(model, folder, monkeypatch, computed, ways, **settings):
     keep_steady(monkeypatch)
     prompt = prompt_of(0, 15, 150)
-    text = generate(model, prompt, 6)
+    settings |= {"device": "cuda"}
     for seconds, more in ways:
-        with (
-            fake_gpu(monkeypatch),
-            open_touched(folder, 4, device="cuda", **settings | more) as llm,
-        ):
+        with fake_gpu(monkeypatch), open_touched(folder, 4, **settings | more) as llm:
             runner = runner_of(llm)
             set_rates(runner.experts.host, seconds)
             before = runner.streamer.meter.read()[0]
-            assert (
-                llm.generate(prompt, SamplingParams(max_new_tokens=6, temperature=0.0))[0].token_ids
-                == text
-            )
+            assert say(llm, prompt, 6) == generate(model, prompt, 6)
             assert len(computed) > 8 and runner.streamer.meter.read()[0] > before
         computed.clear()
 
@@ -120,7 +112,7 @@ def test_passes_are_timed_without_the_host(mixture_of, monkeypatch):
         open_touched(folder, 4, device="cuda", drafter="recycle", tree_size=4) as llm,
     ):
         host = runner_of(llm).experts.host
-        assert host.is_on and host.times and llm.engine.cost._moved.experts.host == host.times
+        assert host.is_on and llm.engine.cost._moved.experts.host == host.times
 
 
 @contextmanager
@@ -156,44 +148,47 @@ def test_experts_on_all_three_tiers_are_computed(files):
                 assert contents[expert] == content(view.layout, view.data)
                 return x
 
-            work = HostWork(compute, lambda expert: torch.full((1, 1), float(expert)))
-            copied = []
-            for expert, came in cache.arrive(k, dict.fromkeys(experts, 1), work):
-                if isinstance(came, LayerView):
-                    device.look(came)
-                    copied.append(expert)
+            copied, came = visit(cache, k, experts, compute, device.look)
             assert [seen for _, seen in device.seen()] == [
-                wanted(3 * k + expert) for expert in copied
+                wanted(3 * k + expert) for expert in came if expert in copied
             ]
-            assert contents == {
-                expert: wanted(3 * k + expert) for expert in set(experts) - set(copied)
-            }
+            rest = set(experts) - copied
+            assert contents == {expert: wanted(3 * k + expert) for expert in rest}
             n_computed += len(contents)
             assert not images._taken.any()
         cache.host.close()
     assert n_computed
 
 
-def visit(cache, k, experts, compute):
-    """Return the experts that arrived as weights, and all results."""
+def visit(cache, k, experts, compute, look=lambda view: None):
+    """Return the experts that arrived as weights, at which a device looks, and all results."""
     work = HostWork(compute, lambda expert: torch.full((1, 1), float(expert)))
-    came = dict(cache.arrive(k, dict.fromkeys(experts, 1), work))
+    came, copied = {}, set()
+    for expert, what in cache.arrive(k, dict.fromkeys(experts, 1), work):
+        came[expert] = what
+        if not isinstance(what, torch.Tensor):
+            look(what)
+            copied.add(expert)
     assert came.keys() == set(experts)
-    return {expert for expert in came if not isinstance(came[expert], torch.Tensor)}, came
+    return copied, came
 
 
 def test_frequently_used_experts_are_copied_to_the_device():
     """An expert used once is not copied."""
     with beside(0.01, 2) as (cache, device):
+
+        def copied(k, experts):
+            return visit(cache, k, experts, lambda x, *_: x)[0]
+
         times = []
         for expert in [0] * 20 + [1] * 20:
-            times.append(visit(cache, 0, [expert], lambda x, *_: x)[0])
+            times.append(copied(0, [expert]))
             device.copies.synchronize()
         assert times == [set(), *[{0}] * 19, set(), *[{1}] * 19]
         n_copies = device.copies.n_copies
-        assert visit(cache, 1, [2], lambda x, *_: x)[0] == set()
+        assert copied(1, [2]) == set()
         assert device.copies.n_copies == n_copies
-        assert visit(cache, 0, [0, 1], lambda x, *_: x)[0] == {0, 1}
+        assert copied(0, [0, 1]) == {0, 1}
 
 
 def test_host_does_not_wait_for_a_running_copy(files):
@@ -205,15 +200,19 @@ def test_host_does_not_wait_for_a_running_copy(files):
     trap = lambda i, n: i == 3 and (go.wait(PATIENCE_S), go.set())  # noqa: E731
     with cache_on(Host, files, 3, n_parallel=1, trap=trap) as (cache, *_):
         cache.host = HostExperts(images, lambda layout, block: block, 1.0, CPU, 1)
+
+        def copied(k, expert):
+            return visit(cache, k, [expert], lambda x, *_: x)[0]
+
         set_rates(cache.host, 2.0)
         cache.expect(1, [0])
-        assert visit(cache, 0, [1], lambda x, *_: x)[0] == {1}  # and block 3 is being read
+        assert copied(0, 1) == {1}  # and block 3 is being read
         set_rates(cache.host, 0.5)
-        assert visit(cache, 1, [0], lambda x, *_: x)[0] == set()
+        assert copied(1, 0) == set()
         go.set()
         while cache._coming:
             time.sleep(0.001)
-        assert visit(cache, 1, [0], lambda x, *_: x)[0] == {0}
+        assert copied(1, 0) == {0}
         cache.host.close()
 
 
@@ -241,16 +240,15 @@ def test_division_of_experts_is_optimal():
 
         best = min(ends(here) for k in range(n + 1) for here in itertools.combinations(range(n), k))
         assert ends(host.select(dict(enumerate(rows)), np.zeros(n))) == pytest.approx(best)
-    set_rates(host, 1.0)
-    assert host.select({0: 1, 1: 1}, np.zeros(2), n_before=1) == [
-        0,
-        1,
-    ]  # the second copy would end after the second product
-    set_rates(host, 0.9)
-    # the copy of the other one has begun
-    assert host.select({0: 1, 1: 1}, np.array([0.9, 0.1]), {1}) == [0]
-    set_rates(host, 1.0)
-    assert host.select(dict.fromkeys(range(4), 3), np.array([0.1, 0.4, 0.2, 0.3])) == [0, 2]
+    for seconds, rows, probs, more, expected in (
+        # the second copy would end after the second product
+        (1.0, {0: 1, 1: 1}, [0, 0], {"n_before": 1}, [0, 1]),
+        # the copy of the other one has begun
+        (0.9, {0: 1, 1: 1}, [0.9, 0.1], {"coming": {1}}, [0]),
+        (1.0, dict.fromkeys(range(4), 3), [0.1, 0.4, 0.2, 0.3], {}, [0, 2]),
+    ):
+        set_rates(host, seconds)
+        assert host.select(rows, np.array(probs), **more) == expected
     host.is_on = False
     assert host.select({0: 1}, np.zeros(1)) == []
     host.close()

@@ -3,9 +3,9 @@
 import pytest
 from support.fake_gpu import fake_gpu
 from support.host_memory import CountingHost, pin_at_most
-from support.tiny import CASES, generate, keep_steady, open_unloaded, prompt_of, save_pair
+from support.tiny import CASES, generate, keep_steady, open_unloaded, prompt_of, save_pair, say
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM
 from offload_rt.engine import profile
 from offload_rt.engine.memory_plan import READ_BUFFERS
 from offload_rt.offload.disk import ReadSettings
@@ -22,12 +22,8 @@ def test_host_memory_stays_within_its_budget(tmp_path, monkeypatch):
     pair = save_pair(tmp_path, model, draft)
     wanted = generate(model, prompt_of(0), N_NEW)
     mixes = set()
-    settings = {
-        "device": "cuda",
-        "max_model_len": 128,
-        "tree_size": 8,
-        **pair.settings("static_tree", "match"),
-    }
+    settings = {"device": "cuda", "max_model_len": 128, "tree_size": 8}
+    settings |= pair.settings("static_tree", "match")
     with fake_gpu(monkeypatch):
         with open_unloaded(pair.target, **settings) as unloaded:
             nbytes = unloaded.plan.slot_nbytes
@@ -39,12 +35,9 @@ def test_host_memory_stays_within_its_budget(tmp_path, monkeypatch):
                 host = CountingHost(patch)
                 budget = READ_BUFFERS + n_blocks * nbytes + nbytes // 2
                 with LLM(str(pair.target), host_memory=budget, **settings) as llm:
-                    tokens = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=N_NEW))[
-                        0
-                    ].token_ids
+                    assert say(llm, prompt_of(0), N_NEW) == wanted
                     mixes.add(tuple(sorted(set(llm.plan.tiers))))
                     assert llm.plan.host_nbytes <= budget
-                assert tokens == wanted
                 assert host.most["layers"] <= budget - READ_BUFFERS, (n_blocks, nbytes)
                 assert host.most["buffers"] <= READ_BUFFERS
                 assert host.now["layers"] == 0

@@ -21,7 +21,6 @@ from offload_rt.weights.layout import host_block
 
 @pytest.fixture
 def mirrored(tmp_path: Path) -> tuple[list, Mirrors]:
-    """Layers on disk, and mirrors of their directory."""
     (tmp_path / "first").mkdir()
     layers = on_disk(tmp_path / "first", some_layers(), n_files=2)
     shutil.copytree(tmp_path / "first", tmp_path / "second")
@@ -114,12 +113,10 @@ def test_missing_and_different_mirrors_are_refused_by_name(mirrored):
     layers, mirrors = mirrored
     path = next(iter(sorted(mirrors.folders[0].iterdir())))
     content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=f"{path} differs"):
-        DiskTier(layers, mirrors=mirrors)
-    path.write_bytes(content + b"x")
-    with pytest.raises(CheckpointError, match=f"{path} differs"):
-        DiskTier(layers, mirrors=mirrors)
+    for changed in (content[:-1] + bytes([content[-1] ^ 1]), content + b"x"):
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=f"{path} differs"):
+            DiskTier(layers, mirrors=mirrors)
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{path}: No such file"):
         DiskTier(layers, mirrors=mirrors)

@@ -19,6 +19,24 @@ from offload_rt.offload.placement import (
     with_host_slots,
 )
 
+
+def check(plan: Plan, layers: list[int], need: ReservedMemory, budget: MemoryBudget) -> None:
+    """Assert that a plan is within its budget and predicts the bytes of a pass."""
+    assert plan.layer_nbytes == tuple(layers) and len(plan.tiers) == len(layers)
+    assert set(plan.tiers) <= {"device", "host", "disk"}
+    of = {
+        tier: sum(n for name, n in zip(plan.tiers, layers, strict=True) if name == tier)
+        for tier in ("device", "host", "disk")
+    }
+    reserved = need.non_layer + need.cache + need.scratch
+    used = reserved + of["device"] + plan.n_slots * max(layers)
+    assert used == plan.device_nbytes <= budget.device and of["host"] <= budget.host
+    assert plan.streamed_nbytes == of["host"] + of["disk"]
+    on_link = plan.streamed_nbytes if budget.has_card else of["host"]
+    assert dict(plan.pass_bytes.streamed) == {"host": on_link, "disk": of["disk"]}
+    assert plan.pass_bytes.computed == sum(layers) + need.non_layer
+
+
 LAYERS = st.one_of(
     st.lists(st.integers(1, 1000), min_size=1, max_size=40),
     st.builds(lambda n, nbytes: [nbytes] * n, st.integers(1, 90), st.integers(1, 10**9)),
@@ -31,32 +49,21 @@ NEED = st.builds(
 )
 
 
-def used(plan: Plan) -> int:
-    """Bytes on the device, added up anew."""
-    resident = sum(
-        n for tier, n in zip(plan.tiers, plan.layer_nbytes, strict=True) if tier == "device"
-    )
-    reserved = plan.reserved.non_layer + plan.reserved.cache + plan.reserved.scratch
-    return reserved + resident + plan.n_slots * max(plan.layer_nbytes)
-
-
 @given(layers=LAYERS, need=NEED, share=st.floats(0, 1.5), host=st.integers(0, 10**10))
 def test_plan_stays_within_its_budgets(layers, need, share, host):
-    budget = int((sum(layers) + need.total) * share)
-    assume(budget >= least_budget(layers, need))
-    plan = place_layers(layers, need, MemoryBudget(budget, host))
-    assert used(plan) == plan.device_nbytes <= budget
-    assert plan.on("host") <= host
-    assert len(plan.tiers) == len(layers)
-    assert set(plan.tiers) <= {"device", "host", "disk"}
-    assert plan.layer_nbytes == tuple(layers)
-
-
-def test_small_layers_fill_the_room_beside_a_large_one():
-    layers = [1000] + [100] * 30
-    plan = place_layers(layers, ReservedMemory(0, 0, 0), MemoryBudget(3500, 350))
-    assert plan.n_slots == 3 and plan.tiers.count("device") == 5
-    assert plan.tiers.count("host") == 3 and plan.tiers[0] == "disk"
+    """All layers are resident if they fit; with unified memory none is on the host."""
+    device = max(least_budget(layers, need), int((sum(layers) + need.total) * share))
+    budget = MemoryBudget(device, host)
+    plan = place_layers(layers, need, budget)
+    check(plan, layers, need, budget)
+    if sum(layers) + need.total <= device:
+        assert (set(plan.tiers), plan.n_slots) == ({"device"}, 0)
+    budget = replace(budget, has_card=True, is_unified=True, host=host + 2 * max(layers))
+    unified = place_layers(layers, need, budget)
+    check(unified, layers, need, budget)
+    assert "host" not in unified.tiers
+    assert unified.n_host_slots == (min(unified.n_slots, 2) if "disk" in unified.tiers else 0)
+    assert unified.tiers.count("device") == plan.tiers.count("device")
 
 
 @given(
@@ -74,32 +81,22 @@ def test_host_layers_and_disk_slots_stay_within_the_host_budget(layers, need, sh
     except CapacityError as error:
         least = int(re.search(r"\((\d+) bytes\)", error.need).group(1))
         assert "--host-memory" in error.change and least > beside.host
-        plan = place_layers(layers, need, replace(beside, host=least))
+        beside = replace(beside, host=least)
+        plan = place_layers(layers, need, beside)
         with pytest.raises(CapacityError):
             place_layers(layers, need, replace(beside, host=least - 1))
+    check(plan, layers, need, beside)
     for now in (plan, with_host_slots(plan)) if "host" in plan.tiers else (plan,):
         assert now.host_nbytes + buffers <= now.budget.host or set(now.tiers) == {"device"}
-        assert (
-            0 < now.n_host_slots <= min(now.n_slots, 2)
-            if "disk" in now.tiers
-            else now.n_host_slots <= now.n_slots
-        )
+        has_disk = "disk" in now.tiers
+        assert has_disk <= now.n_host_slots <= (min(now.n_slots, 2) if has_disk else now.n_slots)
         # What gives way to slots goes to the disk.
-        assert [("disk", "host").count(tier) for tier in now.tiers] == [
-            ("disk", "host").count(tier) for tier in plan.tiers
-        ]
+        assert [tier == "device" for tier in now.tiers] == [tier == "device" for tier in plan.tiers]
 
 
-@given(layers=LAYERS, need=NEED, share=st.floats(0, 1), host=st.integers(10**4, 10**10))
-def test_layers_of_unified_memory_are_on_the_device_or_on_disk(layers, need, share, host):
-    budget = least_budget(layers, need) + int(share * sum(layers))
-    host += 2 * max(layers)
-    unified = MemoryBudget(budget, host, has_card=True, is_unified=True)
-    plan = place_layers(layers, need, unified)
-    assert "host" not in plan.tiers
-    assert plan.n_host_slots == (min(plan.n_slots, 2) if "disk" in plan.tiers else 0)
-    beside = place_layers(layers, need, replace(unified, is_unified=False))
-    assert plan.tiers.count("device") == beside.tiers.count("device")
+def gaps_of(picked: list[int], n: int) -> list[int]:
+    """Gaps between numbers; passes follow each other, so the last goes on over the end."""
+    return [b - a for a, b in itertools.pairwise([*picked, *(i + n for i in picked[:1])])]
 
 
 @given(layers=LAYERS, need=NEED)
@@ -115,63 +112,34 @@ def test_budget_named_by_the_error_is_the_smallest(layers, need):
         assert caught.value.change.startswith(advice)
 
 
-@given(layers=LAYERS, need=NEED, more=st.integers(0, 1000), host=st.integers(0, 10**6))
-def test_all_layers_are_resident_if_they_fit(layers, need, more, host):
-    plan = place_layers(layers, need, MemoryBudget(sum(layers) + need.total + more, host))
-    assert plan.tiers == ("device",) * len(layers)
-    assert plan.n_slots == 0
-    assert plan.pass_bytes.streamed == (("host", 0), ("disk", 0))
-
-
-@given(n=st.integers(3, 90), nbytes=st.integers(1, 10**6), need=NEED, fits=st.integers(2, 88))
-def test_spare_memory_holds_layers(n, nbytes, need, fits):
-    """Of equal layers `fits` fit: two or three are slots, and the others are resident."""
-    assume(fits < n)
-    plan = place_layers([nbytes] * n, need, MemoryBudget(need.total + fits * nbytes + nbytes // 2))
-    assert plan.n_slots == min(3, fits)
-    assert plan.tiers.count("device") == fits - plan.n_slots
-
-
-@given(layers=LAYERS, need=NEED, share=st.floats(0, 1), host=st.floats(0, 1.2))
-def test_pass_moves_streamed_layers_and_computes_all(layers, need, share, host):
-    budget = least_budget(layers, need) + int(share * sum(layers))
-    card = host > 0
-    plan = place_layers(
-        layers,
-        need,
-        MemoryBudget(budget, card * max(layers) + int(host * sum(layers)), has_card=card),
-    )
-    disk = plan.on("disk")
-    streamed = sum(layers) - plan.on("device")
-    assert plan.streamed_nbytes == streamed
-    assert dict(plan.pass_bytes.streamed) == {"host": streamed if host else 0, "disk": disk}
-    assert plan.pass_bytes.computed == sum(layers) + need.non_layer
-
-
 @given(n=st.integers(1, 100), k=st.integers(0, 100))
 def test_spread_is_as_even_as_possible(n, k):
     assume(k <= n)
     picked = sorted(spread(n, k))
-    assert len(picked) == k
-    assert all(0 <= i < n for i in picked)
-    # Passes follow each other, so the gap goes on over the end.
-    gaps = [b - a for a, b in itertools.pairwise([*picked, *(i + n for i in picked[:1])])]
+    assert len(picked) == k and all(0 <= i < n for i in picked)
+    gaps = gaps_of(picked, n)
     assert not gaps or max(gaps) - min(gaps) <= 1
-    assert not picked or abs(picked[0] - (n - 1 - picked[-1])) <= 1, (
-        "each stands in the middle of its part"
-    )
+    # each stands in the middle of its part
+    assert not picked or abs(picked[0] - (n - 1 - picked[-1])) <= 1
 
 
-@given(n=st.integers(3, 90), fits=st.integers(2, 88), hosted=st.integers(0, 90))
-def test_resident_and_host_layers_are_spread_evenly(n, fits, hosted):
+@given(n=st.integers(3, 90), need=NEED, fits=st.integers(2, 88), hosted=st.integers(0, 90))
+def test_spare_memory_holds_layers_spread_evenly(n, need, fits, hosted):
+    """Of equal layers `fits` fit: two or three are slots, and the others are resident."""
     assume(fits < n)
-    plan = place_layers([100] * n, ReservedMemory(0, 0, 0), MemoryBudget(fits * 100, hosted * 100))
-    for tiers, tier in (
-        (plan.tiers, "device"),
-        (tuple(layer_tier for layer_tier in plan.tiers if layer_tier != "device"), "host"),
-    ):
-        picked = [i for i, layer_tier in enumerate(tiers) if layer_tier == tier]
-        gaps = [
-            b - a for a, b in itertools.pairwise([*picked, *(i + len(tiers) for i in picked[:1])])
-        ]
+    budget = MemoryBudget(need.total + fits * 100 + 50, hosted * 100)
+    plan = place_layers([100] * n, need, budget)
+    assert plan.n_slots == min(3, fits)
+    assert plan.tiers.count("device") == fits - plan.n_slots
+    streamed = tuple(tier for tier in plan.tiers if tier != "device")
+    assert streamed.count("host") == min(hosted, len(streamed))
+    for tiers, tier in ((plan.tiers, "device"), (streamed, "host")):
+        gaps = gaps_of([i for i, name in enumerate(tiers) if name == tier], len(tiers))
         assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_small_layers_fill_the_room_beside_a_large_one():
+    layers = [1000] + [100] * 30
+    plan = place_layers(layers, ReservedMemory(0, 0, 0), MemoryBudget(3500, 350))
+    assert plan.n_slots == 3 and plan.tiers.count("device") == 5
+    assert plan.tiers.count("host") == 3 and plan.tiers[0] == "disk"

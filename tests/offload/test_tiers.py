@@ -4,7 +4,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import pack, raw_bytes, write_file
-from support.layers import NAMES, Layers, on_disk, some_layers
+from support.layers import NAMES, on_disk, some_layers
 from torch import Tensor
 
 from offload_rt.errors import LinkError
@@ -29,33 +29,14 @@ from offload_rt.weights.header import read_header
 from offload_rt.weights.layout import BlockRecord, host_block
 
 
-def make_tier(name: str, layers: Layers, directory: Path) -> Tier:
-    """A tier that holds these layers, read from files or put in."""
-    if name == "disk":
-        return DiskTier(on_disk(directory, layers, n_files=2))
-    tier = MemoryTier(register=torch.cuda.is_available())
-    for i, layer in enumerate(layers):
-        tier.put(i, pack(layer))
-    return tier
-
-
-@pytest.fixture(params=["disk", "memory"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
-    made = make_tier(request.param, some_layers(), tmp_path)
-    yield made
-    made.close()
-
-
-def read_into(
-    tier: Tier, i: int, poison: int, order: Callable[[list[Any]], list[Any]] = list
-) -> dict[str, Tensor]:
-    """The tensors of block i after reading it over poison."""
-    layout = tier.layout(i)
-    block = host_block(layout.nbytes)
-    block.fill_(poison)
-    for read in order(tier.reads(i, block)):
-        read()
-    return layout.views(block)
+def filled(tier: Tier, i: int, n_parallel: int = 1) -> dict[str, Tensor]:
+    """The tensors of block i after reading it over poison; nothing behind it is written."""
+    nbytes = tier.layout(i).nbytes
+    block = host_block(nbytes + 3 * 4096)
+    block.fill_(0xA5)
+    read_parallel(tier.reads(i, block), n_parallel)
+    assert bool((block[nbytes:] == 0xA5).all())
+    return tier.layout(i).views(block)
 
 
 def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
@@ -65,15 +46,6 @@ def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
         and raw_bytes(got[name]) == raw_bytes(tensor)
         for name, tensor in wanted.items()
     )
-
-
-def test_reads_write_nothing_behind_the_block(tier):
-    for i, _ in enumerate(some_layers()):
-        nbytes = tier.layout(i).nbytes
-        block = host_block(nbytes + 3 * 4096)
-        block.fill_(0xA5)
-        read_parallel(tier.reads(i, block), tier.n_parallel)
-        assert bool((block[nbytes:] == 0xA5).all())
 
 
 def test_threads_start_no_read_after_an_error(monkeypatch):
@@ -105,11 +77,13 @@ def test_threads_start_no_read_after_an_error(monkeypatch):
 
 
 def test_interrupted_read_parallel_leaves_no_read_running(monkeypatch):
-    monkeypatch.setattr(Future, "result", _interrupted)
     shutdown = ThreadPoolExecutor.shutdown
     is_given_up = threading.Event()
     begun: list[int] = []
     ended: list[int] = []
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
 
     def read() -> int:
         begun.append(1)
@@ -122,14 +96,11 @@ def test_interrupted_read_parallel_leaves_no_read_running(monkeypatch):
         is_given_up.set()
         shutdown(pool, *arguments, **how)
 
+    monkeypatch.setattr(Future, "result", interrupted)
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", given_up)
     with pytest.raises(KeyboardInterrupt):
         read_parallel([read] * 9, 3)
     assert len(ended) == len(begun) <= 3
-
-
-def _interrupted(task: Future, timeout: float | None = None) -> None:
-    raise KeyboardInterrupt
 
 
 def test_done_ahead_works_one_ahead_in_order():
@@ -204,22 +175,27 @@ def place(
 @given(
     n_files=st.integers(1, 4),
     shuffle=st.integers(0, 100),
+    odd=st.integers(0, 7),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
     request_nbytes=st.sampled_from([4096, 8192, 1 << 20]),
     n_parallel=st.integers(1, 8),
 )
 def test_tensors_can_be_anywhere_in_any_file(
-    place, n_files, shuffle, dtype, request_nbytes, n_parallel
+    place, n_files, shuffle, odd, dtype, request_nbytes, n_parallel
 ):
     layers = some_layers(3, dtype, shuffle)
-    tier = DiskTier(
-        on_disk(place, layers, n_files, shuffle), ReadSettings(request_nbytes, n_parallel)
-    )
+    records = on_disk(place, layers, n_files, shuffle, odd)
+    tier = DiskTier(records, ReadSettings(request_nbytes, n_parallel))
     for i, layer in enumerate(layers):
-        block = host_block(tier.layout(i).nbytes)
-        block.fill_(0xA5)
-        read_parallel(tier.reads(i, block), tier.n_parallel)
-        assert same(tier.layout(i).views(block), layer)
+        assert same(filled(tier, i, tier.n_parallel), layer)
+    tier.close()
+
+
+def test_blocks_in_memory_are_copied(tmp_path):
+    tier = MemoryTier(register=torch.cuda.is_available())
+    for i, layer in enumerate(some_layers()):
+        tier.put(i, pack(layer))
+        assert same(filled(tier, i), layer)
     tier.close()
 
 
@@ -242,7 +218,7 @@ def test_file_truncated_after_opening_raises_link_error(place, n_lost):
     # also those of which nothing is lost: the file is no longer the one that was checked
     for i in range(len(layers)):
         with pytest.raises(LinkError, match=path.name):
-            read_parallel(tier.reads(i, host_block(tier.layout(i).nbytes)), 2)
+            filled(tier, i, 2)
     tier.close()
 
 
@@ -253,7 +229,7 @@ def test_refused_read_raises_link_error(tmp_path, monkeypatch):
     tier = DiskTier(on_disk(tmp_path, some_layers()))
     monkeypatch.setattr(disk.os, "preadv", refused)
     with pytest.raises(LinkError, match=r"part-0\.safetensors.*Input/output error"):
-        read_into(tier, 0, 0xA5)
+        filled(tier, 0)
     tier.close()
 
 
@@ -266,26 +242,20 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
         disk.os, "preadv", lambda file, views, at: whole(file, [views[0][:4096]], at)
     )
     for i, layer in enumerate(layers):
-        assert same(read_into(tier, i, 0xA5), layer)
+        assert same(filled(tier, i), layer)
     tier.close()
 
 
-def test_close_releases_the_files(tmp_path):
+def test_close_and_failed_open_release_the_files(tmp_path):
     records = on_disk(tmp_path, some_layers(), n_files=3)
-    before = len(os.listdir("/proc/self/fd"))
+    n_open = len(os.listdir("/proc/self/fd"))
     tier = DiskTier(records)
-    assert len(os.listdir("/proc/self/fd")) == before + 3
+    assert len(os.listdir("/proc/self/fd")) == n_open + 3
     tier.close()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_failed_open_releases_the_files(tmp_path):
-    records = on_disk(tmp_path, some_layers(), n_files=3)
     (tmp_path / "part-2.safetensors").unlink()
-    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(LinkError, match=r"part-2\.safetensors"):
         DiskTier(records)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == n_open
 
 
 def test_pinning_error_is_not_raised_by_later_calls(monkeypatch):
@@ -307,18 +277,3 @@ def test_pinning_error_is_not_raised_by_later_calls(monkeypatch):
     monkeypatch.setattr(torch, "zeros", launch)
     assert not pinning.pin(block)
     launch(1)
-
-
-def test_blocks_request_huge_pages():
-    """Shared memory is in huge pages only where the system's owner has said so."""
-    block = host_block(16 << 20)
-    permissions = ""
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, *rest = line.split()
-        if not name.endswith(":"):
-            first, end = (int(address, 16) for address in name.split("-"))
-            permissions = rest[0] if first <= block.data_ptr() < end else ""
-        elif name == "VmFlags:" and permissions:
-            assert permissions == "rw-p" and "hg" in rest
-            return
-    raise AssertionError("the block is not mapped")

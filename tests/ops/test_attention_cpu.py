@@ -20,7 +20,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # for them are used.
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 LEVELS = range(4)
-
 pytestmark = [
     pytest.mark.numeric,
     pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
@@ -56,15 +55,11 @@ class Case:
         dim = 2 * int(generator.integers(1, 70))
         v_dim = dim if seed % 3 else int(generator.integers(1, 140))
         torch.manual_seed(seed)
-        q = 2 * torch.randn(n, heads, dim)
-        k = torch.randn(n_groups, n_before + n, dim)
-        v = torch.randn(n_groups, n_before + n, v_dim)
+        q = 2 * torch.randn(n, heads, dim).to(dtype)
+        k, v = (torch.randn(n_groups, n_before + n, width).to(dtype) for width in (dim, v_dim))
         window = None if seed % 2 else int(generator.integers(1, 300))
         tree = random_tree(n, seed, reach=int(generator.integers(1, 9)))
-        return cls(
-            q.to(dtype), k.to(dtype), v.to(dtype), tree, n_before, window,
-            3.0 if seed % 5 == 0 else None,
-        )  # fmt: skip
+        return cls(q, k, v, tree, n_before, window, 3.0 if seed % 5 == 0 else None)
 
     def attend(
         self, level: int, n_threads: int = 1, rows: range | None = None
@@ -72,44 +67,39 @@ class Case:
         """Return output and log-sum-exp of some nodes, computed together."""
         rows = rows or range(len(self.q))
         mask = self.tree.mask(rows.start, rows.stop, self.n_before).within(self.window)
-        n_keys = self.n_before + rows.stop
-        q = self.q[rows.start : rows.stop]
-        k = self.k[:, :n_keys]
-        v = self.v[:, :n_keys]
-        return self.of(q, k, v, mask, level, n_threads)
+        k, v = (x[:, : self.n_before + rows.stop] for x in (self.k, self.v))
+        return self.of(self.q[rows.start : rows.stop], k, v, mask, level, n_threads)
 
     def of(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, level: int, n_threads: int
-    ) -> tuple[Tensor, Tensor]:
-        """Run attention with the scale and cap of this case."""
+        self, q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, level: int, n_threads: int = 1,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         scale = self.q.shape[2] ** -0.5
         return attention_cpu.tree_attention(
-            q, k, v, mask, scale, self.softcap, None, level, n_threads
+            q, k, v, mask, scale, self.softcap, sinks, level, n_threads
         )
+
+    def path(self, node: int) -> list[int]:
+        """Places of the keys of a node's path in order."""
+        path = [0, *self.tree.path_to(node)]
+        return [*range(self.n_before), *(self.n_before + node for node in path)]
 
     def decoded(self, node: int, level: int, n_threads: int) -> tuple[Tensor, Tensor]:
         """Compute a node as plain decoding does: one row after the keys of its path in order."""
-        path = [0, *self.tree.path_to(node)]
-        places = [*range(self.n_before), *(self.n_before + node for node in path)]
+        places = self.path(node)
         mask = make_tree_mask(np.array([-1]), 0, len(places) - 1).within(self.window)
-        return self.of(
-            self.q[node : node + 1], self.k[:, places], self.v[:, places], mask, level, n_threads
-        )
+        q = self.q[node : node + 1]
+        return self.of(q, self.k[:, places], self.v[:, places], mask, level, n_threads)
 
 
 def exact(case: Case) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp in float64, node by node and key by key."""
-    q = case.q.double()
-    k = case.k.double()
-    v = case.v.double()
+    q, k, v = (x.double() for x in (case.q, case.k, case.v))
     heads = q.shape[1] // len(k)
     outs = []
     sums = []
     for node in range(len(q)):
-        path = [0, *case.tree.path_to(node)]
-        places = [*range(case.n_before), *(case.n_before + node for node in path)][
-            -(case.window or 1 << 30) :
-        ]
+        places = case.path(node)[-(case.window or 1 << 30) :]
         keys, values = (x[:, places].repeat_interleave(heads, 0) for x in (k, v))
         scores = torch.einsum("hd,hkd->hk", q[node], keys) * q.shape[2] ** -0.5
         scores = scores if case.softcap is None else case.softcap * (scores / case.softcap).tanh()
@@ -146,14 +136,10 @@ def test_tree_attention_equals_plain_decoding_bit_for_bit(level, dtype):
 
 @pytest.mark.parametrize(("dtype", "window"), zip(DTYPES, (None, 40, 129), strict=True))
 def test_chunked_prompt_attention_equals_whole_bit_for_bit(level, dtype, window):
-    torch.manual_seed(0)
     n = 300
-    dim = 32
-    tree = Topology.chain(n)
-    case = Case(
-        2 * torch.randn(n, 4, dim).to(dtype), *torch.randn(2, 2, n, dim).to(dtype), tree, 0, window,
-        None,
-    )  # fmt: skip
+    q, k, v = 2 * torch.randn(n, 4, 32), *torch.randn(2, 2, n, 32)
+    parts = (x.to(dtype) for x in (q, k, v))
+    case = Case(*parts, Topology.chain(n), 0, window, None)
     whole = case.attend(level)
     for size in (1, 64, 131):
         parts = [
@@ -169,36 +155,24 @@ def test_invisible_rows_are_not_read(level, dtype, poison):
     for seed in range(4):
         case = Case.random(seed, dtype)
         expected = case.attend(level)
+        mask = case.tree.mask(0, len(case.q), case.n_before).within(case.window)
         for node in {0, len(case.q) // 2, len(case.q) - 1}:
-            seen = [
-                *range(case.n_before),
-                *(case.n_before + node for node in (0, *case.tree.path_to(node))),
-            ]
             hidden = torch.ones(case.k.shape[1], dtype=torch.bool)
-            hidden[seen[-(case.window or 1 << 30) :]] = False
+            hidden[case.path(node)[-(case.window or 1 << 30) :]] = False
             k, v = (x.masked_fill(hidden[None, :, None], poison) for x in (case.k, case.v))
-            mask = case.tree.mask(0, len(case.q), case.n_before).within(case.window)
-            got = case.of(case.q, k, v, mask, level, 1)
-            assert_same((got[0][node], got[1][node]), (expected[0][node], expected[1][node]))
-
-
-def test_visible_nan_reaches_the_output(level):
-    case = Case.random(1, torch.float32)
-    case.k[:, 0] = math.nan
-    out, _ = case.attend(level)
-    assert out.isnan().all()
+            got = case.of(case.q, k, v, mask, level)
+            assert_same([part[node] for part in got], [part[node] for part in expected])
+    case = Case.random(1, dtype)
+    case.k[:, 0] = math.nan  # visible to all
+    assert case.attend(level)[0].isnan().all()
 
 
 def test_threads_share_many_keys_of_a_few_heads(level):
-    torch.manual_seed(0)
     for dtype in DTYPES:
-        q, k, v = (
-            torch.randn(n, heads, 64).to(dtype) for n, heads in ((3, 2), (1, 3003), (1, 3003))
-        )
+        q, k, v = torch.randn(3, 2, 64), *torch.randn(2, 1, 3003, 64)
         mask = Topology(np.array([-1, 0, 0])).mask(0, 3, 3000)
-        single, four = (
-            attention_cpu.tree_attention(q, k, v, mask, 0.1, None, None, level, n) for n in (1, 4)
-        )
+        given = *(x.to(dtype) for x in (q, k, v)), mask, 0.1, None, None, level
+        single, four = (attention_cpu.tree_attention(*given, n) for n in (1, 4))
         assert_same(single, four)
 
 
@@ -206,10 +180,7 @@ def test_sinks_equal_the_definition(level):
     case = Case.random(1, torch.float32)
     mask = case.tree.mask(0, len(case.q), case.n_before).within(case.window)
     for sinks in (torch.randn(case.q.shape[1]), torch.full((case.q.shape[1],), 60.0)):
-        scale = case.q.shape[2] ** -0.5
-        out, lse = attention_cpu.tree_attention(
-            case.q, case.k, case.v, mask, scale, None, sinks, level
-        )
+        out, lse = case.of(case.q, case.k, case.v, mask, level, sinks=sinks)
         expected, expected_lse = exact(case)
         share = (expected_lse - sinks).sigmoid()[..., None]
         torch.testing.assert_close(out.double(), expected * share, atol=1e-5, rtol=1e-5)
@@ -220,13 +191,9 @@ def test_sinks_equal_the_definition(level):
 @pytest.mark.parametrize("window", [None, 9])
 def test_parts_of_the_keys_merge_to_all(dtype, window):
     """Keys and values are interleaved like offloaded rows; a row may see no key of a part."""
-    torch.manual_seed(0)
-    n = 12
-    n_before = 50
-    dim = 24
+    n, n_before, dim = 12, 50, 24
     q = torch.randn(n, 6, dim).to(dtype)
-    pairs = torch.randn(n_before + n, 2, 3, dim).to(dtype)
-    keys, values = pairs.permute(1, 2, 0, 3)
+    keys, values = torch.randn(n_before + n, 2, 3, dim).to(dtype).permute(1, 2, 0, 3)
     mask = random_tree(n, 3, reach=3).mask(0, n, n_before).within(window)
     joined = None
     for first, stop in ((40, n_before + n), (0, 17), (17, 40)):
@@ -234,11 +201,8 @@ def test_parts_of_the_keys_merge_to_all(dtype, window):
             q, keys[:, first:stop], values[:, first:stop], mask.part(first, stop), 0.2
         )
         joined = part if joined is None else ops.merge(*joined, *part)
-    assert joined is not None
-    visible = mask.dense()
-    expected, expected_lse = reference.partial_attention(
-        q.double(), keys.double(), values.double(), visible, 0.2
-    )
+    exact = (x.double() for x in (q, keys, values))
+    expected, expected_lse = reference.partial_attention(*exact, mask.dense(), 0.2)
     torch.testing.assert_close(joined[0].double(), expected, atol=ATOL[dtype], rtol=ATOL[dtype])
     torch.testing.assert_close(joined[1].double(), expected_lse, atol=1e-5, rtol=1e-5)
 
@@ -264,52 +228,40 @@ def test_rotary_embedding_equals_the_reference_bit_for_bit(level, dtype, dim):
 @pytest.mark.parametrize("dim", [1, 5, 40, 64, 301])
 def test_norms_and_gates_do_not_depend_on_the_batch(level, dtype, dim):
     """In rows of a wider tensor, too, and close to the plain reference."""
-    torch.manual_seed(dim)
     n = 300
     wide = (3 * torch.randn(n, 2 * dim)).to(dtype)
-    x = wide[:, :dim]
-    up = wide[:, dim:]
+    x, up = wide[:, :dim], wide[:, dim:]
     delta = torch.randn(n, dim).to(dtype)
     weight = torch.randn(dim).to(dtype)
     added = x + delta
-    ways = {
-        "norm": lambda at, threads: layer_cpu.rms_norm(x[at], weight, 1e-5, None, level, threads),
-        "heads": lambda at, threads: layer_cpu.rms_norm(
-            wide.view(n, 2, dim)[at], weight, 1e-5, None, level, threads
-        ),
-        "add": lambda at, threads: layer_cpu.rms_norm(
-            x[at].clone(), weight, 1e-5, delta[at], level, threads
-        ),
-        "gate": lambda at, threads: layer_cpu.silu_mul(x[at], up[at], level, threads),
-    }
-    expected = {
-        "norm": reference.rms_norm(x, weight, 1e-5),
-        "heads": reference.rms_norm(wide.view(n, 2, dim), weight, 1e-5),
-        "add": reference.rms_norm(added, weight, 1e-5),
-        "gate": reference.silu_mul(x, up),
-    }
-    for name, way in ways.items():
+
+    def norm(x: Tensor, delta: Tensor | None, threads: int) -> Tensor:
+        return layer_cpu.rms_norm(x, weight, 1e-5, delta, level, threads)
+
+    heads = wide.view(n, 2, dim)
+    for way, expected in (
+        (lambda at, n: norm(x[at], None, n), reference.rms_norm(x, weight, 1e-5)),
+        (lambda at, n: norm(heads[at], None, n), reference.rms_norm(heads, weight, 1e-5)),
+        (lambda at, n: norm(x[at].clone(), delta[at], n), reference.rms_norm(added, weight, 1e-5)),
+        (lambda at, n: layer_cpu.silu_mul(x[at], up[at], level, n), reference.silu_mul(x, up)),
+    ):
         whole = way(slice(None), 2)
         for size in (1, 7, 64):
-            assert_same(
-                [torch.cat([way(slice(first, first + size), 1) for first in range(0, n, size)])],
-                [whole],
-            )
+            parts = [way(slice(first, first + size), 1) for first in range(0, n, size)]
+            assert_same([torch.cat(parts)], [whole])
         rounding = 4 * torch.finfo(dtype).eps
-        torch.testing.assert_close(whole, expected[name], atol=rounding, rtol=rounding)
+        torch.testing.assert_close(whole, expected, atol=rounding, rtol=rounding)
     changed = x.clone()
-    layer_cpu.rms_norm(changed, weight, 1e-5, delta, level, 2)
+    norm(changed, delta, 2)
     assert torch.equal(changed, added)
 
 
 def test_gates_of_extreme_numbers(level):
-    gate = torch.tensor(
-        [[-math.inf, -1e4, -100.0, -88.5, -1e-30, 0.0, 88.5, 1e4, math.inf, math.nan]]
-    )
+    numbers = [-math.inf, -1e4, -100.0, -88.5, -1e-30, 0.0, 88.5, 1e4, math.inf, math.nan]
+    gate = torch.tensor([numbers])
     got = layer_cpu.silu_mul(gate, torch.ones_like(gate), level)
-    torch.testing.assert_close(
-        got, gate * gate.double().sigmoid().float(), atol=1e-30, rtol=1e-6, equal_nan=True
-    )
+    expected = gate * gate.double().sigmoid().float()
+    torch.testing.assert_close(got, expected, atol=1e-30, rtol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

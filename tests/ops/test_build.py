@@ -19,6 +19,19 @@ from support.processes import is_soon_over, is_written
 from offload_rt.ops import build, cpu, extension
 from offload_rt.ops.build import NotBuilt, Recipe
 
+
+@pytest.mark.parametrize("setting", ["0", "none", ""])
+def test_library_of_the_package_has_priority_and_build_can_be_off(setting, folders, monkeypatch):
+    monkeypatch.setenv("OFFLOAD_RT_BUILD", setting)
+    here = replace(TINY, name="here")
+    if setting:
+        with pytest.raises(NotBuilt, match=f"OFFLOAD_RT_BUILD is {setting}"):
+            find(TINY)
+    (folders / "package" / TINY.file).write_bytes(b"")
+    assert find(TINY, here) == folders / "package" / TINY.file
+    assert calls(folders) == []
+
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Recipe("tiny", "compiler", ("-shared", "-fPIC", "tiny.cpp"))
 
@@ -82,14 +95,6 @@ def test_library_depends_on_sources_and_flags_but_not_on_torch(folders, monkeypa
     assert TINY.file == names[-1] and for_cpu.file != before
 
 
-def test_library_of_the_package_has_priority(folders):
-    everywhere = replace(TINY, name="everywhere")
-    here = replace(TINY, name="here")
-    (folders / "package" / everywhere.file).write_bytes(b"")
-    assert find(everywhere, here) == folders / "package" / everywhere.file
-    assert calls(folders) == []
-
-
 def test_prebuilt_library_that_fails_to_load_is_built(folders, capfd):
     """For example one that needs a newer glibc."""
     (folders / "package" / TINY.file).write_bytes(b"not a library")
@@ -106,16 +111,6 @@ def test_compiler_of_the_environment_is_used_with_its_arguments(folders, monkeyp
     assert len(calls(folders)) == 1
 
 
-@pytest.mark.parametrize("setting", ["0", "none"])
-def test_build_can_be_off(setting, folders, monkeypatch):
-    monkeypatch.setenv("OFFLOAD_RT_BUILD", setting)
-    with pytest.raises(NotBuilt, match=f"OFFLOAD_RT_BUILD is {setting}"):
-        find(TINY)
-    (folders / "package" / TINY.file).write_bytes(b"")
-    assert find(TINY) == folders / "package" / TINY.file
-    assert calls(folders) == []
-
-
 def test_failed_build_is_reported_and_not_repeated(folders):
     compiler(folders, "echo out of luck; exit 1")
     with pytest.raises(NotBuilt, match=r"compiler failed: see (.+\.failed)") as caught:
@@ -125,6 +120,10 @@ def test_failed_build_is_reported_and_not_repeated(folders):
     with pytest.raises(NotBuilt, match="failed before"):
         find(TINY)
     assert len(calls(folders)) == 1
+    log.unlink()
+    compiler(folders, "kill -KILL $$")
+    with pytest.raises(NotBuilt, match="compiler failed"):
+        find(TINY)
     compiler(folders, 'exec g++ "$@"')
     log.unlink()
     find(TINY).unlink()
@@ -181,12 +180,6 @@ def test_interrupt_ends_the_compiler_and_leaves_no_file(folders, monkeypatch):
     assert is_soon_over(calls(folders)[0])
     compiler(folders, 'exec g++ "$@"')
     assert find(TINY).exists()  # it is no build that failed
-
-
-def test_interrupted_compiler_is_a_failed_build(folders):
-    compiler(folders, "kill -KILL $$")
-    with pytest.raises(NotBuilt, match="compiler failed"):
-        find(TINY)
 
 
 # Where the kernels are wanted

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from support import emulated
 from support.coded_matrices import FLOATS, KINDS, assert_equal, case, packed_zeros, random_blocks
 from transformers.integrations.gguf.dequant import GGML_BLOCK, GGML_NAME
 
@@ -19,16 +18,6 @@ from offload_rt.ops.dequantize import (
     reference_dequantize,
     reference_dequantize_blocks,
 )
-
-
-@pytest.fixture(scope="module", params=["emulated", pytest.param("card", marks=pytest.mark.cuda)])
-def library(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Name of the kernel library in torch.ops, and its device."""
-    if request.param == "emulated":
-        return emulated.load(), "cpu"
-    if extension.missing():
-        pytest.skip("no card, or the kernels are not built for one")
-    return "offload_rt", "cuda"
 
 
 def arguments(kind: str, seed: int, dtype: torch.dtype, device: str) -> list:
@@ -48,25 +37,26 @@ def arguments(kind: str, seed: int, dtype: torch.dtype, device: str) -> list:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_equals_the_reference_bit_for_bit(library, kind):
-    op = getattr(torch.ops, library[0]).dequantize
+def test_kernel_equals_the_reference_bit_for_bit(kernels, kind):
     for seed in range(24):
         *args, packing, shape = case(kind, seed)
         for dtype in FLOATS:
-            given = arguments(kind, seed, dtype, library[1])
+            given = arguments(kind, seed, dtype, kernels.device)
             expected = torch.empty(shape, dtype=dtype)
-            op(*given)
+            kernels.dequantize(*given)
             reference_dequantize(*args, packing, expected)
             assert_equal(given[-1].cpu(), expected)
+    if kind == "columns":
+        kernels.opcheck("dequantize", arguments(kind, 3, torch.bfloat16, kernels.device))
 
 
 @pytest.mark.parametrize("kind", ZERO_ORDERS)
-def test_kernel_decodes_packed_zero_points(library, monkeypatch, kind):
+def test_kernel_decodes_packed_zero_points(kernels, monkeypatch, kind):
     """Nothing unpacks them before each product."""
     monkeypatch.setattr(extension, "serves", lambda _: True)
-    monkeypatch.setattr(extension, "kernels", lambda: getattr(torch.ops, library[0]))
+    monkeypatch.setattr(extension, "kernels", lambda: kernels)
     monkeypatch.setattr(ZeroCodes, "unpacked", None)
-    codes, scales, points, groups, *_, plus, out = arguments(kind, 3, torch.float32, library[1])
+    codes, scales, points, groups, *_, plus, out = arguments(kind, 3, torch.float32, kernels.device)
     *expected, packing, shape = case(kind, 3)
     zeros = ZeroCodes(points, ZERO_ORDERS[kind], plus)
     dequantize_codes(codes, scales, zeros, groups, packing, out)
@@ -75,32 +65,35 @@ def test_kernel_decodes_packed_zero_points(library, monkeypatch, kind):
     assert_equal(out.cpu(), reference)
 
 
-def test_dequantize_op_passes_opcheck(library):
-    args = arguments("columns", 3, torch.bfloat16, library[1])
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        getattr(torch.ops, library[0]).dequantize.default, args, test_utils=checks
-    )
-
-
-@pytest.mark.parametrize(("place", "change", "message"), [
-    (0, lambda x: x[1:], "codes must have"),
-    (0, lambda x: x.short(), "codes has the wrong dtype"),
-    (1, lambda x: x[:, 1:].contiguous(), "scales must have"),
-    (1, lambda x: x.double(), "scales must be float32"),
-    (2, lambda x: x[:, 1:].contiguous(), "zeros must have"),
-    (3, lambda x: x[1:], "groups must have"),
-    (4, lambda _: 7, "unknown kind"),
-    (5, lambda _: 9, "1 to 8 bits"),
-    (6, lambda _: 0, "blocks must not be empty"),
-    (9, lambda x: x.int(), "out must be float32"),
-    (9, lambda x: x.T, "out must be contiguous"),
+@pytest.mark.parametrize(("op", "place", "change", "message"), [
+    ("dequantize", 0, lambda x: x[1:], "codes must have"),
+    ("dequantize", 0, lambda x: x.short(), "codes has the wrong dtype"),
+    ("dequantize", 1, lambda x: x[:, 1:].contiguous(), "scales must have"),
+    ("dequantize", 1, lambda x: x.double(), "scales must be float32"),
+    ("dequantize", 2, lambda x: x[:, 1:].contiguous(), "zeros must have"),
+    ("dequantize", 3, lambda x: x[1:], "groups must have"),
+    ("dequantize", 4, lambda _: 7, "unknown kind"),
+    ("dequantize", 5, lambda _: 9, "1 to 8 bits"),
+    ("dequantize", 6, lambda _: 0, "blocks must not be empty"),
+    ("dequantize", 9, lambda x: x.int(), "out must be float32"),
+    ("dequantize", 9, lambda x: x.T, "out must be contiguous"),
+    ("dequantize_blocks", 0, lambda x: x[1:], "blocks must have"),
+    ("dequantize_blocks", 0, lambda x: x[:, 1:].contiguous(), "blocks must have"),
+    ("dequantize_blocks", 0, lambda x: x.int(), "blocks has the wrong dtype"),
+    ("dequantize_blocks", 1, lambda _: 12, "unknown kind"),
+    ("dequantize_blocks", 2, lambda x: x[:, 1:].contiguous(), "a multiple of 256"),
+    ("dequantize_blocks", 2, lambda x: x.double(), "out must be float32"),
 ])  # fmt: skip
-def test_invalid_arguments_are_refused_with_a_reason(library, place, change, message):
-    args = arguments("columns", 3, torch.bfloat16, library[1])
+def test_invalid_arguments_are_refused_with_a_reason(kernels, op, place, change, message):
+    if op == "dequantize":
+        args = arguments("columns", 3, torch.bfloat16, kernels.device)
+    else:
+        blocks, shape = random_blocks("Q4_K", 1)
+        out = torch.empty(shape, device=kernels.device)
+        args = [blocks.to(kernels.device), list(KERNEL_BLOCKS).index("Q4_K"), out]
     args[place] = change(args[place])
     with pytest.raises(RuntimeError, match=message):
-        getattr(torch.ops, library[0]).dequantize(*args)
+        getattr(kernels, op)(*args)
 
 
 # The blocks of GGUF
@@ -113,39 +106,18 @@ def test_supported_types_are_those_of_transformers():
 
 
 @pytest.mark.parametrize("name", KERNEL_BLOCKS)
-def test_block_kernel_equals_the_reference_bit_for_bit(library, name):
-    op = getattr(torch.ops, library[0]).dequantize_blocks
+def test_block_kernel_equals_the_reference_bit_for_bit(kernels, name):
     kind = list(KERNEL_BLOCKS).index(name)
     for seed in range(4):
         blocks, shape = random_blocks(name, seed)
         for dtype in FLOATS:
-            mine = torch.full(shape, torch.nan, dtype=dtype, device=library[1])
+            mine = torch.full(shape, torch.nan, dtype=dtype, device=kernels.device)
             expected = torch.empty(shape, dtype=dtype)
-            op(blocks.to(library[1]), kind, mine)
+            args = blocks.to(kernels.device), kind, mine
+            kernels.dequantize_blocks(*args)
             reference_dequantize_blocks(blocks, name, expected)
             assert_equal(mine.cpu(), expected)
-    args = (blocks.to(library[1]), kind, mine)
-    torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.parametrize(("place", "change", "message"), [
-    (0, lambda x: x[1:], "blocks must have"),
-    (0, lambda x: x[:, 1:].contiguous(), "blocks must have"),
-    (0, lambda x: x.int(), "blocks has the wrong dtype"),
-    (1, lambda _: 12, "unknown kind"),
-    (2, lambda x: x[:, 1:].contiguous(), "a multiple of 256"),
-    (2, lambda x: x.double(), "out must be float32"),
-])  # fmt: skip
-def test_invalid_blocks_are_refused_with_a_reason(library, place, change, message):
-    blocks, shape = random_blocks("Q4_K", 1)
-    args = [
-        blocks.to(library[1]),
-        list(KERNEL_BLOCKS).index("Q4_K"),
-        torch.empty(shape, device=library[1]),
-    ]
-    args[place] = change(args[place])
-    with pytest.raises(RuntimeError, match=message):
-        getattr(torch.ops, library[0]).dequantize_blocks(*args)
+    kernels.opcheck("dequantize_blocks", args)
 
 
 def test_types_without_kernel_equal_transformers():

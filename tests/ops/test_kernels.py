@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from support import emulated
 from support.fake_gpu import record_graph
 from support.tiny import random_tree
 
 from offload_rt.executor.cuda_graphs import CudaCapture
-from offload_rt.ops import TreeMask, extension, reference
+from offload_rt.ops import TreeMask, reference
 from offload_rt.ops.tree_mask import packed_ancestors
 from offload_rt.ops.verification import arguments
 from offload_rt.speculate import residual
@@ -19,28 +18,7 @@ from offload_rt.speculate.residual_kernels import verify_bottom_up, verify_top_d
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """A kernel library and its device."""
-
-    library: str
-    device: str
-
-    def __getattr__(self, name):
-        return getattr(getattr(torch.ops, self.library), name)
-
-
-@pytest.fixture(scope="module", params=["emulated", pytest.param("card", marks=pytest.mark.cuda)])
-def kernels(request):
-    if request.param == "card":
-        if extension.missing():
-            pytest.skip("no card, or the kernels are not built for one")
-        return Kernels("offload_rt", "cuda")
-    return Kernels(emulated.load(), "cpu")
-
-
 def parents_of(n, seed, n_chain=0):
-    """Parents of a random tree below a chain."""
     return torch.from_numpy(random_tree(n, seed).after_chain(n_chain).parents.copy())
 
 
@@ -55,8 +33,6 @@ def ancestors(parents):
 
 @dataclass(frozen=True)
 class Case:
-    """One call of tree_attention."""
-
     n: int
     first: int
     n_before: int
@@ -77,56 +53,54 @@ def inputs(case, device):
     """
     generator = torch.Generator().manual_seed(case.seed)
     n_rows = case.first + case.n
-    heads = case.kv_heads * case.group
     n_keys = case.n_before + n_rows
 
     def random_view(rows, columns, spare, n_spare=0):
-        store = torch.full(
-            (rows + spare[0], columns + spare[1] + n_spare, case.dim), torch.nan, dtype=case.dtype
-        )
-        store[:rows, :columns] = torch.randn(rows, columns, case.dim, generator=generator).to(
-            case.dtype
-        )
+        shape = rows + spare[0], columns + spare[1] + n_spare, case.dim
+        store = torch.full(shape, torch.nan, dtype=case.dtype)
+        store[:rows, :columns] = torch.randn(rows, columns, case.dim, generator=generator)
         return store.to(device)[:rows, : columns + n_spare]
 
-    q = random_view(case.n, heads, (1, 3))
+    q = random_view(case.n, case.kv_heads * case.group, (1, 3))
     k, v = (random_view(case.kv_heads, n_keys, (0, 37), case.n_spare) for _ in range(2))
     n_chain = min(case.n_chain, n_rows - 1)
     # A few rows stand behind those that are asked for: their keys are not there yet.
-    parents = parents_of(n_rows - n_chain + 5, case.seed, n_chain)
-    return q, k, v, parents
+    return q, k, v, parents_of(n_rows - n_chain + 5, case.seed, n_chain)
 
 
 def mask_of(case, parents, n_most=0):
     """Return the kernel's mask arguments for a tree: masks, depths, key depths, extent."""
     bits, depths = map(torch.from_numpy, packed_ancestors(parents.numpy()))
-    rows = slice(case.first, case.first + case.n)
-    n_most = n_most or case.first + case.n + case.n_spare
+    n_rows = case.first + case.n
+    rows = slice(case.first, n_rows)
+    n_most = n_most or n_rows + case.n_spare
     wide = torch.zeros(case.n, max(bits.shape[1], (n_most + 31) // 32), dtype=torch.int32)
     wide[:, : bits.shape[1]] = bits[rows]
     key_depths = torch.full((n_most,), 1 << 20, dtype=torch.int32)
-    key_depths[: case.first + case.n] = depths[: case.first + case.n]
-    return (
-        wide,
-        depths[rows],
-        key_depths,
-        torch.tensor([case.n_before, case.first + case.n], dtype=torch.int32),
-    )
+    key_depths[:n_rows] = depths[:n_rows]
+    return wide, depths[rows], key_depths, torch.tensor([case.n_before, n_rows]).int()
 
 
 def visible(case, parents):
     """(n, n_keys) bool by the plain definition."""
-    seen = ancestors(parents)
-    positions = torch.cat((torch.arange(case.n_before), seen.sum(1) - 1 + case.n_before))[
-        : case.n_before + case.first + case.n
-    ]
-    rows = slice(case.first, case.first + case.n)
-    mask = torch.cat(
-        (torch.ones(case.n, case.n_before, dtype=torch.bool), seen[rows, : case.first + case.n]), 1
-    )
+    n_rows = case.first + case.n
+    seen = ancestors(parents)[:n_rows, :n_rows]
+    positions = torch.cat((torch.arange(case.n_before), seen.sum(1) - 1 + case.n_before))
+    before = torch.ones(case.n, case.n_before, dtype=torch.bool)
+    mask = torch.cat((before, seen[case.first :]), 1)
     if case.window:
         mask &= positions > positions[case.n_before + case.first :, None] - case.window
     return mask
+
+
+@pytest.mark.parametrize("name", [
+    "add_rms_norm", "commit_rows", "merge_attention", "rms_norm", "rotate_and_store", "silu_mul",
+    "tree_attention", "transfer", "verify",
+])  # fmt: skip
+def test_kernel_ops_pass_opcheck(kernels, name):
+    if name == "transfer" and kernels.device == "cuda":
+        pytest.skip("the checks clone pinned memory into unpinned memory, which a GPU cannot read")
+    kernels.opcheck(name, samples(kernels.device)[name])
 
 
 def random_case(seed):
@@ -160,6 +134,10 @@ CASES = [random_case(seed) for seed in range(32)] + SPLIT
     ids=lambda case: f"{case.n}x{case.group}-{case.n_before}-{case.dim}-{case.window}",
 )
 def test_tree_attention(kernels, case):
+    check_attention(kernels, case)
+
+
+def check_attention(kernels, case):
     q, k, v, parents = inputs(case, kernels.device)
     given = [tensor.to(kernels.device) for tensor in mask_of(case, parents)]
     result = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
@@ -176,9 +154,7 @@ def test_tree_attention_of_many_rows_with_various_shared_memory(kernels, monkeyp
     monkeypatch.setenv("CUDA_ON_CPU_CARD", str(card))
     for window in (0, 50):
         case = Case(20, 19, 199, 8, 1, dim, window, torch.float16, 10 * dim + card, n_chain=30)
-        q, k, v, parents = inputs(case, kernels.device)
-        result = kernels.tree_attention(q, k, v, *mask_of(case, parents), window, dim**-0.5)
-        assert_attention(result, q, k, v, visible(case, parents))
+        check_attention(kernels, case)
 
 
 def assert_attention(result, q, k, v, mask):
@@ -336,21 +312,16 @@ def drafted(seed):
         topology = random_tree(n, seed)
     independent = draw.random() < 0.2
     is_sampled = rng.random(n) < draw.choice([0.0, 0.5, 1.0])
+    is_sampled[1:] |= independent
     is_sampled[0] = False
-    if independent:
-        is_sampled[1:] = True
-    sharpness = draw.choice([0.5, 3.0, 10.0])
-    target = rng.standard_normal((n, vocabulary)) * sharpness
+    target = rng.standard_normal((n, vocabulary)) * draw.choice([0.5, 3.0, 10.0])
     draft = target + rng.standard_normal((n, vocabulary)) * draw.choice([0.0, 0.3, 2.0])
     target, draft = (
         torch.softmax(torch.from_numpy(logits), 1).float() for logits in (target, draft)
     )
     # Impossible tokens; and distributions with fewer tokens than were sampled.
-    for possible, share in (
-        (target, draw.choice([0.0, 0.5])),
-        (draft, draw.choice([0.0, 0.5, 0.9])),
-    ):
-        impossible = torch.from_numpy(rng.random(possible.shape) < share)
+    for possible, shares in ((target, [0.0, 0.5]), (draft, [0.0, 0.5, 0.9])):
+        impossible = torch.from_numpy(rng.random(possible.shape) < draw.choice(shares))
         impossible[:, 0] = False
         possible[impossible] = 0
         possible.div_(possible.sum(1, keepdim=True))
@@ -358,28 +329,20 @@ def drafted(seed):
     for node, children in enumerate(topology.children):
         left = draft[node].double().numpy().copy()
         untaken = np.ones(vocabulary, dtype=bool)
-        for child in sorted(
-            children, key=lambda child: bool(is_sampled[child])
-        ):  # deterministic tokens are never sampled
+        # deterministic tokens are never sampled
+        for child in sorted(children, key=lambda child: bool(is_sampled[child])):
             probs = left if left.sum() > 0 else untaken.astype(float)
             if is_sampled[child]:
                 tokens[child] = rng.choice(vocabulary, p=probs / probs.sum())
+            elif rng.random() < 0.3:
+                tokens[child] = rng.choice(np.flatnonzero(untaken))
             else:
-                tokens[child] = (
-                    rng.choice(np.flatnonzero(untaken))
-                    if rng.random() < 0.3
-                    else (probs * untaken).argmax()
-                )
+                tokens[child] = (probs * untaken).argmax()
             if not independent:
                 left[tokens[child]] = 0
                 untaken[tokens[child]] = False
-    row_of = np.arange(n)
-    return (
-        DraftTree(
-            topology, torch.from_numpy(tokens), SampledNodes(is_sampled, draft, row_of, independent)
-        ),
-        target,
-    )
+    sampled = SampledNodes(is_sampled, draft, np.arange(n), independent)
+    return DraftTree(topology, torch.from_numpy(tokens), sampled), target
 
 
 def verdicts(kernels, kernel, tree, target, noise):
@@ -410,11 +373,8 @@ def test_verify(kernels, kernel):
     kinds = set()
     for seed in range(60):
         tree, target = drafted(seed)
-        noise = torch.rand(
-            len(tree.topology) + 1,
-            dtype=torch.float64,
-            generator=torch.Generator().manual_seed(seed),
-        )
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64, generator=generator)
         mine, plain = verdicts(kernels, kernel, tree, target, noise)
         assert mine == plain, f"seed {seed}"
         kinds.add((plain[0] > 0, bool(tree.topology.children[plain[0]])))
@@ -563,33 +523,24 @@ def test_rotate_and_store(kernels, seed):
     """q, k and v as parts of one product; rows in any order. Bit for bit."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
+    device = kernels.device
     dtype = draw.choice([torch.float16, torch.bfloat16])
     dim = draw.choice([16, 64, 80, 96, 128])
     n = draw.choice([1, 2, 7, 33])
     kv_heads = draw.choice([1, 2, 3])
-    group = draw.choice([1, 4])
-    capacity = 40
-    heads = kv_heads * group
-    product = strided(generator, dtype, n, (heads + 2 * kv_heads) * dim, device=kernels.device)
-    qkv = [
-        part.view(n, -1, dim)
-        for part in product.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
-    ]
-    rotary = [strided(generator, dtype, n, dim, device=kernels.device) for _ in range(2)]
-    stores = [
-        torch.randn(kv_heads, capacity, dim, generator=generator).to(dtype).to(kernels.device)
-        for _ in range(2)
-    ]
-    plain = [store.clone() for store in stores]
-    first = draw.randrange(capacity - n)
-    rows = (
-        torch.randperm(capacity, generator=generator)[:n].to(kernels.device) if seed % 2 else None
-    )
-    expected = reference.rotate_and_store(
-        *qkv, rotary, *plain, slice(first, first + n) if rows is None else rows
-    )
+    heads = kv_heads * draw.choice([1, 4])
+    product = strided(generator, dtype, n, (heads + 2 * kv_heads) * dim, device=device)
+    widths = [heads * dim, kv_heads * dim, kv_heads * dim]
+    qkv = [part.view(n, -1, dim) for part in product.split(widths, dim=1)]
+    rotary = [strided(generator, dtype, n, dim, device=device) for _ in range(2)]
+    stores = torch.randn(2, kv_heads, 40, dim, generator=generator).to(device, dtype)
+    plain = stores.clone()
+    first = draw.randrange(40 - n)
+    rows = torch.randperm(40, generator=generator)[:n].to(device) if seed % 2 else None
+    at = slice(first, first + n) if rows is None else rows
+    expected = reference.rotate_and_store(*qkv, rotary, *plain, at)
     assert torch.equal(kernels.rotate_and_store(*qkv, *rotary, *stores, rows, first), expected)
-    assert all(torch.equal(*pair) for pair in zip(stores, plain, strict=True))
+    assert torch.equal(stores, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -605,7 +556,6 @@ def test_silu_mul(kernels, shape, dtype):
 
 
 def samples(device):
-    """One call of each op."""
     case = random_case(3)
     q, k, v, parents = inputs(case, device)
     attention = (q, k, v, *(part.to(device) for part in mask_of(case, parents)), case.window, 0.1)
@@ -636,22 +586,6 @@ def samples(device):
         "commit_rows": (store, store.clone(), torch.tensor([1, 4]), 2),
         "verify": (*verification, candidates.independent, True),
     }  # fmt: skip
-
-
-OPS = (
-    "add_rms_norm", "commit_rows", "merge_attention", "rms_norm", "rotate_and_store", "silu_mul",
-    "tree_attention", "transfer", "verify",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_kernel_ops_pass_opcheck(kernels, name):
-    if name == "transfer" and kernels.device == "cuda":
-        pytest.skip("the checks clone pinned memory into unpinned memory, which a GPU cannot read")
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        getattr(kernels, name).default, samples(kernels.device)[name], test_utils=checks
-    )
 
 
 @pytest.mark.parametrize(("name", "place", "change", "message"), [

@@ -36,29 +36,23 @@ def test_parts_of_the_keys_merge_to_the_whole(dtype, heads, groups):
     q = 30 * torch.randn(5, heads, 64, generator=generator).to(dtype)
     k, v = (torch.randn(groups, 40, 64, generator=generator).to(dtype) for _ in range(2))
     visible = torch.rand(5, 40, generator=generator) < 0.5
-    visible[0, :10] = False
-    visible[1, 10:] = False
-    visible[2] = False
-    parts = []
-    for at in (slice(0, 10), slice(10, 39), slice(39, 40)):
-        parts.append(reference.partial_attention(q, k[:, at], v[:, at], visible[:, at], 0.125))
+    visible[0, :10] = visible[1, 10:] = visible[2] = False
+    seen = visible.any(1)
+    exact = [x.double() for x in (q, k, v)]
+    expected = reference.torch_attention(*exact, visible, 0.125)
+    keys = exact[1].repeat_interleave(heads // groups, 0)
+    scores = torch.einsum("nhd,hkd->nhk", exact[0], keys) * 0.125
+    sums = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(-1)
+    parts = [
+        reference.partial_attention(q, k[:, at], v[:, at], visible[:, at], 0.125)
+        for at in (slice(0, 10), slice(10, 39), slice(39, 40))
+    ]
     for a, b, c in itertools.permutations(parts):
         out, lse = ops.merge(*ops.merge(*a, *b), *c)
-        seen = visible.any(1)
-        expected = reference.torch_attention(q.double(), k.double(), v.double(), visible, 0.125)
         assert out.dtype == dtype and not out[~seen].any() and (lse[~seen] == -torch.inf).all()
         error = max(4 * torch.finfo(dtype).eps, 1e-5 if dtype != torch.float64 else 1e-12)
         torch.testing.assert_close(out[seen].double(), expected[seen], atol=error, rtol=error)
-        scores = (
-            torch.einsum(
-                "nhd,hkd->nhk", q.double(), k.double().repeat_interleave(heads // groups, 0)
-            )
-            * 0.125
-        )
-        scores = scores.masked_fill(~visible[:, None], -torch.inf)
-        torch.testing.assert_close(
-            lse[seen].double(), scores.logsumexp(-1)[seen], atol=1e-4, rtol=1e-5
-        )
+        torch.testing.assert_close(lse[seen].double(), sums[seen], atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])

@@ -11,6 +11,14 @@ import pytest
 
 from offload_rt.ops import build
 
+
+def run_python(tree: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=tree, env=os.environ | variables, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -33,15 +41,9 @@ def tree(tmp_path: Path) -> Path:
 
 def wheel(tree: Path, setting: str, **variables: str) -> tuple[str, set[str]]:
     """Build the wheel; return the platform of its tag and the names of its libraries."""
-    environment = os.environ | {"CXX": str(tree.parent / "compiler")} | variables
-    run = subprocess.run(
-        [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", "dist"],
-        cwd=tree,
-        env=environment | ({"OFFLOAD_RT_BUILD": setting} if setting else {}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {"CXX": str(tree.parent / "compiler")} | variables
+    variables |= {"OFFLOAD_RT_BUILD": setting} if setting else {}
+    run = run_python(tree, "setup.py", "-q", "bdist_wheel", "-d", "dist", **variables)
     assert run.returncode == 0, run.stderr
     (path,) = (tree / "dist").iterdir()
     python, abi, platform = path.stem.split("-")[2:]
@@ -78,13 +80,6 @@ def test_install_ends_with_a_sentence(setting, platform, message, tree):
         "sys.argv[:] = ['setup.py', '-q', 'bdist_wheel']\n"
         "runpy.run_path('setup.py', run_name='__main__')"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tree,
-        env=os.environ | {"OFFLOAD_RT_BUILD": setting, "CXX": "false"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_python(tree, "-c", program, OFFLOAD_RT_BUILD=setting, CXX="false")
     assert run.returncode == 1
     assert message in run.stderr.splitlines()[-1]

@@ -19,7 +19,6 @@ from offload_rt.errors import SettingsError
 from offload_rt.parallel.pipeline_model import divide_layers
 
 pytestmark = pytest.mark.numeric
-
 _SCRIPT = """
 import json, os, sys
 import torch
@@ -43,24 +42,16 @@ with LLM(device="cpu", **settings) as llm:
 
 
 def _said(
-    folder: Path,
-    n: int,
-    settings: dict,
-    prompts: list[list[int]],
-    n_parts: int = 0,
-    **params: object,
+    folder: Path, n: int, settings: dict, prompts: list, n_parts: int = 0, **params: object
 ) -> tuple[str, list[str]]:
     """Return the output of ranks and the tiers of rank 0; `n_parts` fixes the parts of a pass."""
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(_SCRIPT)
     settings = settings | ({"pipeline": n} if n > 1 else {})
-    with started(
-        str(script), [json.dumps([settings, prompts, params, n_parts])], folder, n
-    ) as ranks:
-        assert [rank.code() for rank in ranks] == [0] * n, "".join(rank.err for rank in ranks)[
-            -2000:
-        ]
+    arguments = [json.dumps([settings, prompts, params, n_parts])]
+    with started(str(script), arguments, folder, n) as ranks:
+        assert [rank.code() for rank in ranks] == [0] * n, [rank.err[-2000:] for rank in ranks]
         assert not any(rank.out for rank in ranks[1:])
         return ranks[0].out, json.loads(ranks[0].err.splitlines()[-1])
 
@@ -75,18 +66,18 @@ def _as_one(
     return tiers
 
 
-def _tokens(text: str) -> list[list[int]]:
-    return [json.loads(line)[0] for line in text.splitlines()]
+def _greedy(folder: Path, settings: dict, expected: list[int], n_parts: int = 0) -> list[str]:
+    """Assert that two ranks give a text, two times; return the tiers of rank 0."""
+    given = folder / "ranks", 2, settings, [prompt_of(0)], n_parts
+    text, tiers = _said(*given, temperature=0)
+    assert [json.loads(line)[0] for line in text.splitlines()] == [expected] * 2
+    return tiers
 
 
 def test_resident_pipeline_equals_one_rank(zoo, tmp_path):
     """Read all rows of a prompt of three chunks beside a short prompt."""
-    settings = {
-        "model": str(zoo.directory("qwen3", 0)),
-        "drafter": "none",
-        "max_num_seqs": 2,
-        "max_model_len": 180,
-    }
+    settings = {"drafter": "none", "max_num_seqs": 2, "max_model_len": 180}
+    settings["model"] = str(zoo.directory("qwen3", 0))
     prompts = [prompt_of(0, 150), prompt_of(1, 30)]
     tiers = _as_one(tmp_path, 3, settings, prompts, temperature=0.8, prompt_logprobs=0)
     assert tiers == ["device"] * 2
@@ -95,31 +86,22 @@ def test_resident_pipeline_equals_one_rank(zoo, tmp_path):
 @pytest.mark.parametrize("drafter", ["none", "recycle"])
 def test_streamed_pipeline_equals_one_rank(drafter, zoo, tmp_path):
     """Tree sizes depend on measured times; the tokens stay the same."""
-    settings = {
-        "model": str(zoo.directory("llama-tied", 0)),
-        "drafter": drafter,
-        "max_model_len": 128,
-    }
-    settings |= {} if drafter == "none" else {"tree_size": 8}
+    settings = {"model": str(zoo.directory("llama-tied", 0)), "drafter": drafter}
+    settings |= {"max_model_len": 128} | ({} if drafter == "none" else {"tree_size": 8})
     with LLM.open(EngineConfig(**settings, device="cpu", device_memory="1GB")) as whole:
         settings["device_memory"] = whole.plan.reserved.total + 2 * max(whole.plan.layer_nbytes)
     if drafter == "none":
-        assert "disk" in _as_one(tmp_path, 2, settings, [prompt_of(0)])
+        tiers = _as_one(tmp_path, 2, settings, [prompt_of(0)])
     else:
-        text, tiers = _said(tmp_path / "ranks", 2, settings, [prompt_of(0)], temperature=0)
-        assert "disk" in tiers and _tokens(text) == [zoo.greedy("llama-tied", 0, 12)] * 2
+        tiers = _greedy(tmp_path, settings, zoo.greedy("llama-tied", 0, 12))
+    assert "disk" in tiers
 
 
 def test_pipeline_with_draft_model_gives_the_targets_tokens(pair, tmp_path):
     """The draft is on rank 0; rows of a tree pass in three parts."""
-    settings = {
-        "model": str(pair.target),
-        "draft_model": str(pair.draft),
-        "max_model_len": 128,
-        "tree_size": 8,
-    }
-    text, _ = _said(tmp_path / "ranks", 2, settings, [prompt_of(0)], n_parts=3, temperature=0)
-    assert _tokens(text) == [generate(pair.model, prompt_of(0), 12)] * 2
+    settings = {"model": str(pair.target), "draft_model": str(pair.draft)}
+    settings |= {"max_model_len": 128, "tree_size": 8}
+    _greedy(tmp_path, settings, generate(pair.model, prompt_of(0), 12), n_parts=3)
 
 
 def test_pipeline_requires_as_many_ranks(zoo):

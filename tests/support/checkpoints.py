@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ WORDS = {
 # What stands for a byte in a byte-level tokenizer: the space has a letter of its own.
 ASCII = "".join(map(chr, range(33, 127))) + "\u0120"
 BYTES = "".join(sorted(pre_tokenizers.ByteLevel.alphabet()))
-
 Entries = dict[str, dict[str, Any]]
 
 
@@ -42,36 +42,28 @@ def llama_tensors(
     config: Mapping[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> dict[str, Tensor]:
     """Random weights under transformers' names; their scale keeps activations near one."""
-    d = config["hidden_size"]
-    m = config["intermediate_size"]
-    head = config["head_dim"]
-    q = config["num_attention_heads"] * head
-    kv = config["num_key_value_heads"] * head
+    d, m, head = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
+    q, kv = (config[f"num_{name}_heads"] * head for name in ("attention", "key_value"))
+    layer = {
+        "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
+        "self_attn.o_proj": (d, q),
+        "mlp.gate_proj": (m, d), "mlp.up_proj": (m, d), "mlp.down_proj": (d, m),
+        "input_layernorm": (d,), "post_attention_layernorm": (d,),
+    }  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], d)}
     for i in range(config["num_hidden_layers"]):
-        layer = {
-            "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
-            "self_attn.o_proj": (d, q),
-            "mlp.gate_proj": (m, d), "mlp.up_proj": (m, d), "mlp.down_proj": (d, m),
-            "input_layernorm": (d,), "post_attention_layernorm": (d,),
-        }  # fmt: skip
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (d,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], d)
-    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     return {
-        name: (
-            (torch.randn(shape, generator=generator) / shape[-1] ** 0.5 + (len(shape) == 1)).to(
-                dtype
-            )
-        )
+        name: (draw(shape) / shape[-1] ** 0.5 + (len(shape) == 1)).to(dtype)
         for name, shape in shapes.items()
     }
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
-    """Bytes of a tensor in file order."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -102,7 +94,6 @@ def file_bytes(header: Any, data: bytes, odd: int = 0) -> bytes:
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], odd: int = 0) -> None:
-    """Write a safetensors file of these tensors in this order."""
     entries, data = entries_of(tensors)
     path.write_bytes(file_bytes({"__metadata__": {"format": "pt"}, **entries}, data, odd))
 
@@ -135,10 +126,27 @@ def write_sharded(
         picked = {name: tensors[name] for name in names}
         write_file(directory / shard, picked)
         where |= dict.fromkeys(picked, shard)
-    (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": where})
-    )
+    index = {"metadata": {}, "weight_map": where}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
+
+
+def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def trained(vocab_size: int, alphabet: Sequence[str], texts: Iterable[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=[*alphabet], show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def dealt(names: Iterable[str], n_parts: int) -> list[list[str]]:
@@ -149,19 +157,9 @@ def dealt(names: Iterable[str], n_parts: int) -> list[list[str]]:
 
 def add_tokenizer(directory: Path, alphabet: str = ASCII) -> int:
     """Write a small byte-level BPE tokenizer of these bytes; returns its number of tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(alphabet) + 40, initial_alphabet=list(alphabet), show_progress=False
-    )
-    tokenizer.train_from_iterator(
-        ["the quick brown fox jumps over the lazy dog; the end of the story"] * 4, trainer
-    )
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
-    )
+    text = "the quick brown fox jumps over the lazy dog; the end of the story"
+    tokenizer = trained(len(alphabet) + 40, alphabet, [text] * 4)
+    save_tokenizer(directory, tokenizer)
     return tokenizer.get_vocab_size()
 
 
@@ -181,13 +179,8 @@ def pack(
     tensors: Mapping[str, Tensor], matrices: Mapping[str, Matrix] | None = None
 ) -> PackedLayer:
     """Copy tensors, some of them of quantised matrices, into a new block."""
-    layout = packed_layout(
-        (
-            (name, tuple(tensor.shape), DType.from_torch(tensor.dtype))
-            for name, tensor in tensors.items()
-        ),
-        matrices,
-    )
+    entries = ((name, tuple(x.shape), DType.from_torch(x.dtype)) for name, x in tensors.items())
+    layout = packed_layout(entries, matrices)
     image = PackedLayer(host_block(layout.nbytes), layout)
     for name, view in layout.views(image.block).items():
         view.copy_(tensors[name])
@@ -199,13 +192,11 @@ def check_bytes(layers: Any, settings: ReadSettings | None = None, backwards: bo
     tier = DiskTier(layers, settings)
     for i, records in enumerate(layers):
         layout = tier.layout(i)
-        block = host_block(layout.nbytes)
-        block.fill_(0xA5)
+        block = host_block(layout.nbytes).fill_(0xA5)
         for read in tier.reads(i, block)[:: -1 if backwards else 1]:
             read()
         views = layout.views(block)
         for record in records:
-            assert (
-                raw_bytes(views[record.key]) == record.path.read_bytes()[record.start : record.stop]
-            ), (i, record.key)
+            content = record.path.read_bytes()[record.start : record.stop]
+            assert raw_bytes(views[record.key]) == content, (i, record.key)
     tier.close()

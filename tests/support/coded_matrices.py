@@ -9,11 +9,7 @@ from torch import Tensor
 from offload_rt.ops.dequantize import BLOCKS, ORDERS, Order, Packing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
 KINDS = (*ORDERS, "float8")
-
-
 WORDS = {"plain": torch.int8, "e2m1": torch.uint8, "nf4": torch.uint8, "float8": torch.uint8}
 
 
@@ -26,46 +22,27 @@ def case(
     draw = random.Random(f"{kind}{seed}")
     generator = torch.Generator().manual_seed(seed)
     shape = draw.choice([(1, 8), (65, 99), (40, 64), (33, 7)])
-    bits = (
-        draw.choice([2, 3, 4, 5, 6, 7, 8])
-        if kind in ("rows", "columns")
-        else 8
-        if kind in ("plain", "float8")
-        else 4
-    )
+    is_byte = kind in ("plain", "float8")
+    bits = 8 if is_byte else 4
+    if kind in ("rows", "columns"):
+        bits = draw.choice([2, 3, 4, 5, 6, 7, 8])
     by_rows = kind in ("columns", "awq")
     size = draw.choice([1, 8, 13, 32, 200])
-    block = (
-        (size, 1)
-        if by_rows
-        else (draw.choice([1, 1, 4, 300]) if kind in ("plain", "float8") else 1, size)
-    )
+    block = (size, 1) if by_rows else (draw.choice([1, 1, 4, 300]) if is_byte else 1, size)
     is_float = kind in ("e2m1", "nf4", "float8")
-    packing = Packing(
-        "plain" if kind == "float8" else kind,
-        bits,
-        block,
-        0 if is_float or kind == "plain" else 1 << bits - 1,
-    )
+    offset = 0 if is_float or kind == "plain" else 1 << bits - 1
+    packing = Packing("plain" if kind == "float8" else kind, bits, block, offset)
     grid = tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
     dtype = WORDS.get(kind, torch.int32)
-    codes = torch.randint(
-        torch.iinfo(dtype).min,
-        torch.iinfo(dtype).max + 1,
-        packing.code_shape(*shape),
-        generator=generator,
-    )
-    codes = codes.to(dtype).view(torch.float8_e4m3fn) if kind == "float8" else codes.to(dtype)
-    scales = torch.randn(grid, generator=generator) * torch.exp(
-        5 * torch.randn(grid, generator=generator)
-    )
-    low, high = (-128, 128) if kind == "plain" else (0, 1 << bits)
-    zeros = (
-        torch.randint(low, high, grid, generator=generator, dtype=torch.int32)
-        if not is_float and seed % 2
-        else None
-    )
-    groups = None
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1
+    codes = torch.randint(least, most, packing.code_shape(*shape), generator=generator).to(dtype)
+    codes = codes.view(torch.float8_e4m3fn) if kind == "float8" else codes
+    scales = torch.randn(grid, generator=generator)
+    scales = scales * torch.exp(5 * torch.randn(grid, generator=generator))
+    zeros = groups = None
+    if not is_float and seed % 2:
+        low, high = (-128, 128) if kind == "plain" else (0, 1 << bits)
+        zeros = torch.randint(low, high, grid, generator=generator, dtype=torch.int32)
     if kind != "float8" and seed % 3 == 0:
         n, n_groups = (shape[0], grid[0]) if by_rows else (shape[1], grid[1])
         groups = torch.randint(n_groups, (n,), generator=generator, dtype=torch.int32)
@@ -89,9 +66,8 @@ def packed_zeros(zeros: Tensor, order: Order, bits: int) -> Tensor:
 
 
 def bits_of(x: Tensor) -> Tensor:
-    return torch.where(x.isnan(), torch.zeros_like(x), x).view(
-        torch.int16 if x.itemsize == 2 else torch.int32
-    )
+    bits = x.view(torch.int16 if x.itemsize == 2 else torch.int32)
+    return bits.masked_fill(x.isnan(), 0)
 
 
 def assert_equal(mine: Tensor, expected: Tensor) -> None:
@@ -104,10 +80,8 @@ def random_blocks(name: str, seed: int) -> tuple[Tensor, tuple[int, int]]:
     of their matrix.
     """
     block = BLOCKS[name]
-    n_rows = 3 + 4 * seed
-    n_blocks = 1 + seed % 3
+    n_rows, n_blocks = 3 + 4 * seed, 1 + seed % 3
     generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(
-        256, (n_rows, n_blocks * block.size), generator=generator, dtype=torch.uint8
-    )
+    size = n_rows, n_blocks * block.size
+    blocks = torch.randint(256, size, generator=generator, dtype=torch.uint8)
     return blocks, (n_rows, n_blocks * block.n)

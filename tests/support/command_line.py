@@ -5,14 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 PROMPT = "the quick brown"
-
-
 BUDGET = "1000000"  # of six layers one is resident, and three fit into slots
-
-
 SMALL = ["--device", "cpu", "--max-model-len", "64", "--device-memory", BUDGET]
 
 
@@ -21,8 +15,6 @@ def surroundings(**changes: str) -> dict[str, str]:
 
 
 Line = Callable[..., tuple[int, str, str]]
-
-
 Speaks = Callable[..., list[str]]
 
 

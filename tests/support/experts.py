@@ -31,14 +31,13 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):
     before = {*threading.enumerate()}
     device = make()
     streamer = device.stream("threads", LayerSources(MemoryTier(), (), 0))
-    if make is not FakeGPU:
-        tier = Watched(
-            DiskTier(files, ReadSettings(4096, 2), packed=make is FakeGPUWithDisk), **how
-        )
-    else:
+    if make is FakeGPU:
         tier = MemoryTier()
         for i, layer in enumerate(stream_layers()):
             tier.put(i, pack(layer))
+    else:
+        packed = make is FakeGPUWithDisk
+        tier = Watched(DiskTier(files, ReadSettings(4096, 2), packed=packed), **how)
     sizes = ExpertSizes(MIXTURE, max(tier.layout(i).nbytes for i in range(6)), n_on_host)
     number = iter(range(1 << 30))
 
@@ -56,9 +55,8 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):
     try:
         yield cache, tier, device
     finally:
-        cache.close()
-        streamer.close()
-        device.close()
+        for part in (cache, streamer, device):
+            part.close()
         assert {*threading.enumerate()} == before
         tier.close()
 

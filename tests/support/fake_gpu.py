@@ -88,6 +88,10 @@ class FakeCudaTensor(Tensor):
         return f"FakeCudaTensor({self.inner!r})"
 
 
+def _is_there(x: Any) -> bool:
+    return isinstance(x, FakeCudaTensor)
+
+
 class _Dispatch(TorchDispatchMode):
     """Wrap tensors created on the device."""
 
@@ -101,11 +105,9 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            tensors = [*tensors_of(args), *tensors_of(kwargs.values())]
-            if any(isinstance(tensor, FakeCudaTensor) for tensor in tensors):
-                assert all(isinstance(tensor, FakeCudaTensor) for tensor in tensors), (
-                    "attention over two devices"
-                )
+            are_there = [*map(_is_there, tensors_of([args, *kwargs.values()]))]
+            assert any(are_there) == all(are_there), "attention over two devices"
+            if any(are_there):
                 return FakeCudaTensor(_called(func, args, kwargs))
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
             return func(*args, **{**kwargs, "device": "cpu"}).to(DEVICE)
@@ -117,7 +119,6 @@ def _inner(value: Any) -> Any:
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to a value, or to each element of a list or tuple."""
     return (
         type(value)(_each(change, element) for element in value)
         if type(value) in (list, tuple)
@@ -126,7 +127,6 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a function with the inner tensors."""
     return func(*_each(_inner, args), **{name: _each(_inner, x) for name, x in kwargs.items()})
 
 
@@ -135,72 +135,54 @@ def _on_device(value: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [*tensors_of(args), *tensors_of(kwargs.values())]
-    n_on_device = sum(isinstance(tensor, FakeCudaTensor) for tensor in tensors)
-    if not n_on_device and kwargs.keys().isdisjoint(_OF_DEVICES):
+    tensors = [*tensors_of([args, *kwargs.values()])]
+    has_fake = any(map(_is_there, tensors))
+    if not has_fake and kwargs.keys().isdisjoint(_OF_DEVICES):
         return func(*args, **kwargs)
     wanted = kwargs.get("device")
     wanted = None if wanted is None else torch.device(wanted).type
-    if n_on_device and func not in _MAY_MIX:
-        strangers = [
-            tensor
-            for tensor in tensors
-            if not isinstance(tensor, FakeCudaTensor) and tensor.dim() > 0
-        ]
-        assert not strangers, f"{func} takes tensors of two devices"
+    if has_fake and func not in _MAY_MIX:
+        are_alike = all(_is_there(tensor) or tensor.dim() == 0 for tensor in tensors)
+        assert are_alike, f"{func} takes tensors of two devices"
     _count(func, args, wanted, kwargs.get("non_blocking", False))
-    on_device = wanted == "cuda" or (wanted is None and isinstance(_first(tensors), FakeCudaTensor))
+    on_device = wanted == "cuda" or (wanted is None and _is_there(tensors[0] if tensors else None))
     generator = kwargs.get("generator")
-    if generator is not None:
-        assert (generator._cdata in _GENERATORS) == on_device, (
-            f"{func} draws with the other device's generator"
-        )
+    is_alike = generator is None or (generator._cdata in _GENERATORS) == on_device
+    assert is_alike, f"{func} draws with the other device's generator"
     if wanted not in (None, "meta"):
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}
     out = _called(func, args, kwargs)
-    if (
-        func is _aten._to_copy.default
-        and wanted is not None
-        and on_device != isinstance(args[0], FakeCudaTensor)
-    ):
+    if func is _aten._to_copy.default and wanted is not None and on_device != _is_there(args[0]):
         out = out.clone() if out is args[0] else out
     if not on_device:
         return out
     name = func.overloadpacket._qualified_op_name
     # not for `__and__`
-    if name.endswith("_") and not name.endswith("__") and isinstance(args[0], FakeCudaTensor):
+    if name.endswith("_") and not name.endswith("__") and _is_there(args[0]):
         return args[0]
     return _on_device(out)
 
 
 def _count(func: Any, args: Any, wanted: str | None, is_async: bool) -> None:
-    """Count waits and uploads of a call."""
     if func is _aten.copy_.default:
-        to, source, is_async = (
-            *(isinstance(tensor, FakeCudaTensor) for tensor in args[:2]),
-            is_async or args[2:3] == (True,),
-        )
+        to, source = map(_is_there, args[:2])
+        is_async = is_async or args[2:3] == (True,)
     elif func is _aten._to_copy.default:
-        to = wanted == "cuda"
-        source = isinstance(args[0], FakeCudaTensor)
-        to = to or (wanted is None and source)
+        source = _is_there(args[0])
+        to = wanted == "cuda" or (wanted is None and source)
     elif func in (_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl_.default):
-        places = [index for index in args[1] if index is not None]
-        to = isinstance(args[0], FakeCudaTensor)
-        source = all(isinstance(index, FakeCudaTensor) for index in places)
+        to = _is_there(args[0])
+        source = all(_is_there(index) for index in args[1] if index is not None)
     else:
-        to = False
-        source = func in (_aten._local_scalar_dense.default, _aten.nonzero.default)
-        source = source and isinstance(args[0], FakeCudaTensor)
-        is_async = False
+        to, is_async = False, False
+        source = func in _TO_THE_HOST and _is_there(args[0])
     _COUNTS.n_uploads += to and not source
     _COUNTS.n_waits += to != source and not is_async
 
 
-def _first(tensors: list[Tensor]) -> Tensor | None:
-    return tensors[0] if tensors else None
+_TO_THE_HOST = {_aten._local_scalar_dense.default, _aten.nonzero.default}
 
 
 def _generator(device: torch.device | str = "cpu") -> torch.Generator:
@@ -229,47 +211,37 @@ def fake_gpu(
     _COUNTS.selected.clear()
     kernels = _Kernels(emulated.load()) if has_kernels else None
     transfer._pending_reads.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_device", _select)
-    monkeypatch.setattr(extension, "missing", lambda: "" if has_kernels else "the GPU is fake")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (nbytes, nbytes))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda *_: 0 if pins else 1, cudaHostUnregister=lambda *_: 0
+    )
     properties = SimpleNamespace(
         pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0xFF, is_integrated=is_integrated
     )  # at no bus
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=_wait)
-    )
-    monkeypatch.setattr(torch.cuda, "Event", _CountedEvent)
     fractions = [1.0]
-    monkeypatch.setattr(
-        torch.cuda, "get_per_process_memory_fraction", lambda device=None: fractions[-1]
-    )
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_per_process_memory_fraction",
-        lambda part, device=None: fractions.append(part),
-    )
+    for name, value in {
+        "is_available": lambda: True,
+        "_lazy_init": lambda: None,
+        "current_device": lambda: 0,
+        "set_device": _select,
+        "mem_get_info": lambda device=None: (nbytes, nbytes),
+        "get_device_capability": lambda device=None: (8, 9),
+        "synchronize": lambda device=None: None,
+        "get_device_properties": lambda device: properties,
+        "current_stream": lambda device=None: SimpleNamespace(synchronize=_wait),
+        "Event": _CountedEvent,
+        "get_per_process_memory_fraction": lambda device=None: fractions[-1],
+        "set_per_process_memory_fraction": lambda part, device=None: fractions.append(part),
+        "cudart": lambda: driver,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(extension, "missing", lambda: "" if has_kernels else "the GPU is fake")
+    monkeypatch.setattr(extension, "serves", lambda tensor: has_kernels and _is_there(tensor))
+    monkeypatch.setattr(extension, "kernels", lambda: kernels)
     for module in (builder, draft_spec):
         monkeypatch.setattr(module, "CudaCapture", lambda: record_graph)
     # The fake GPU has no clock.
     monkeypatch.setattr(engine_spec, "_gpu_rates", lambda target: (25.0, 1000.0))
     monkeypatch.setattr(builder, "_CAPTURING_S", 0.0)  # passes on the fake GPU are slow
-    monkeypatch.setattr(
-        extension, "serves", lambda tensor: has_kernels and isinstance(tensor, FakeCudaTensor)
-    )
-    monkeypatch.setattr(extension, "kernels", lambda: kernels)
-    monkeypatch.setattr(
-        torch.cuda,
-        "cudart",
-        lambda: SimpleNamespace(
-            cudaHostRegister=lambda *_: 0 if pins else 1, cudaHostUnregister=lambda *_: 0
-        ),
-    )
     monkeypatch.setattr("offload_rt.offload.stream_cuda.CopyDevice", lambda *_: FakeCopyDevice())
     monkeypatch.setattr(builder, "copy_chunk", lambda device: CHUNK)
     monkeypatch.setattr(torch, "Generator", _generator)
@@ -312,11 +284,9 @@ class _Kernels:
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> Any:
-            tensors = [argument for argument in args if isinstance(argument, Tensor)]
-            n_of_host = sum(not isinstance(tensor, FakeCudaTensor) for tensor in tensors)
-            assert n_of_host == (name in ("transfer", "commit_rows")), (
-                f"{name} takes tensors of two devices"
-            )
+            n_of_host = sum(isinstance(x, Tensor) and not _is_there(x) for x in args)
+            is_right = n_of_host == (name in ("transfer", "commit_rows"))
+            assert is_right, f"{name} takes tensors of two devices"
             # a second kernel combines the parts
             _COUNTS.n_kernels += 2 if name == "tree_attention" else 1
             return _on_device(_called(getattr(self._ops, name), args, {}))
@@ -336,8 +306,6 @@ def _set_guard() -> None:
 
 
 class _Event:
-    """A CUDA event."""
-
     def __init__(self) -> None:
         self.is_recorded = False
         self.happened = threading.Event()
@@ -396,7 +364,6 @@ class FakeCopyDevice:
         self._delays = random.Random(0) if is_asynchronous else None
 
     def delay(self) -> None:
-        """Sleep now and then, if asynchronous."""
         if self._delays is not None:
             time.sleep(self._delays.choice((0.0, 0.0, 0.002)))
 
@@ -453,10 +420,6 @@ class FakeCopyDevice:
         self._copies.flush()
 
 
-_TO_THE_HOST = {_aten._local_scalar_dense.default, _aten.nonzero.default}
-_COPIES = {_aten.copy_.default, _aten._to_copy.default}
-
-
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among arguments or results, lists included.
 
@@ -477,14 +440,15 @@ class _Recording(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         assert func not in _TO_THE_HOST, f"{func} waits for the device while it is captured"
-        ends = {tensor.device.type for tensor in tensors_of(args)}
-        ends |= {torch.device(kwargs["device"]).type} if kwargs and kwargs.get("device") else set()
-        assert func not in _COPIES or len(ends) == 1, (
-            f"{func} copies unpinned memory of the host while it is captured"
-        )
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
+        if func in (_aten.copy_.default, _aten._to_copy.default):
+            ends = {tensor.device.type for tensor in tensors_of(args)}
+            ends |= {torch.device(kwargs["device"]).type} if kwargs.get("device") else set()
+            is_possible = len(ends) == 1
+            assert is_possible, f"{func} copies unpinned memory of the host while it is captured"
+        out = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, out))
         return out
 
 

@@ -25,28 +25,17 @@ from support.texts import SMALL, run_together
 from support.tiny import CASES, SPREAD, drafter_of, engine_of, prompt_of, runner_of
 
 VOCAB = 8
-
-
 N_HEADS = 3
-
-
 # Tokens that the vocabulary of an EAGLE-3 head stands for: token i of it is i + d2t[i].
 KEPT = [0, 2, 3, 5, 6]
-
-
 MTP = {
     "nextn": ("model.layers.{n}.", "{layer}enorm", "{layer}hnorm", "{layer}eh_proj",
         "{layer}shared_head.norm"),
-    "mimo": (
-        "model.mtp_layers.0.", "{layer}token_layernorm", "{layer}hidden_layernorm",
-        "{layer}input_proj",
-        "{layer}final_layernorm",
-    ),
+    "mimo": ("model.mtp_layers.0.", "{layer}token_layernorm", "{layer}hidden_layernorm",
+        "{layer}input_proj", "{layer}final_layernorm"),
     "qwen": ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc",
         "mtp.norm"),
 }  # fmt: skip
-
-
 Weights = dict[str, Tensor]
 
 
@@ -61,9 +50,8 @@ def shapes_of(kind: str, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     d = model.config.hidden_size
     vocab = model.config.vocab_size
     if kind == "medusa":
-        shapes = {f"{i}.0.linear.weight": (d, d) for i in range(N_HEADS)}
-        shapes |= {f"{i}.0.linear.bias": (d,) for i in range(N_HEADS)}
-        return shapes | {f"{i}.1.weight": (vocab, d) for i in range(N_HEADS)}
+        linear = {"0.linear.weight": (d, d), "0.linear.bias": (d,), "1.weight": (vocab, d)}
+        return {f"{i}.{name}": shape for name, shape in linear.items() for i in range(N_HEADS)}
     first = "model.layers.0."
     layer = {
         name.removeprefix(first): tuple(tensor.shape)
@@ -72,23 +60,16 @@ def shapes_of(kind: str, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     }
     if kind == "eagle":
         wide = {f"self_attn.{name}_proj.weight" for name in "qkv"}
-        layer = {
-            name: (shape[0], 2 * d) if name in wide else shape
+        shapes = {
+            f"midlayer.{name}": (shape[0], 2 * d) if name in wide else shape
             for name, shape in layer.items()
             if "_norm" not in name
         }
-        shapes = {f"midlayer.{name}": shape for name, shape in layer.items()} | {
-            "midlayer.hidden_norm.weight": (d,)
-        }
-        return shapes | {
-            "fc.weight": (d, 3 * d),
-            "norm.weight": (d,),
-            "lm_head.weight": (len(KEPT), d),
-        }
+        own = {"fc.weight": (d, 3 * d), "norm.weight": (d,), "lm_head.weight": (len(KEPT), d)}
+        return shapes | {"midlayer.hidden_norm.weight": (d,)} | own
     prefix, *norms, project, last = mtp_names(kind, model)
-    shapes = {f"{prefix}{name}": shape for name, shape in layer.items()} | {
-        f"{project}.weight": (d, 2 * d)
-    }
+    shapes = {f"{prefix}{name}": shape for name, shape in layer.items()}
+    shapes |= {f"{project}.weight": (d, 2 * d)}
     return shapes | {f"{name}.weight": (d,) for name in (*norms, last)}
 
 
@@ -97,13 +78,10 @@ def random_weights(
 ) -> Weights:
     """Random weights of a head, with shapes of further tensors."""
     generator = torch.Generator().manual_seed(seed)
-    weights = {
-        name: (
-            SPREAD * torch.randn(shape, generator=generator)
-            + float(len(shape) == 1 and not name.endswith("bias"))
-        )
-        for name, shape in (shapes_of(kind, model) | (more or {})).items()
-    }
+    weights = {}
+    for name, shape in (shapes_of(kind, model) | (more or {})).items():
+        middle = float(len(shape) == 1 and not name.endswith("bias"))
+        weights[name] = SPREAD * torch.randn(shape, generator=generator) + middle
     if kind == "eagle":
         kept = torch.tensor(KEPT)
         chosen = torch.isin(torch.arange(model.config.vocab_size), kept)
@@ -119,41 +97,28 @@ def write_head(
     head = folder / "head"
     model.save_pretrained(target)
     if kind in MTP:
-        save_file(
-            {**load_file(target / "model.safetensors"), **weights}, target / "model.safetensors"
-        )
+        file = target / "model.safetensors"
+        save_file({**load_file(file), **weights}, file)
         config = json.loads((target / "config.json").read_text())
-        (target / "config.json").write_text(
-            json.dumps(config | {"num_nextn_predict_layers": 1} | changes)
-        )
+        config |= {"num_nextn_predict_layers": 1} | changes
+        (target / "config.json").write_text(json.dumps(config))
         return {"directory": target, "drafter": "mtp"}
     head.mkdir()
     if kind == "medusa":
-        config = {
-            "medusa_num_heads": 2,
-            "medusa_num_layers": 1,
-            "base_model_name_or_path": "somewhere",
-        }
-        save_file(weights, head / "medusa_lm_head.safetensors")
+        config = {"medusa_num_heads": 2, "medusa_num_layers": 1}
+        config |= {"base_model_name_or_path": "somewhere"}
     else:
-        d = model.config
-        sizes = {
-            key: getattr(d, key)
-            for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-        }
-        plain = LlamaConfig(
-            **sizes,
-            num_key_value_heads=d.num_key_value_heads,
-            num_hidden_layers=1,
-            head_dim=d.head_dim,
-        )
-        config = plain.to_dict() | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": len(KEPT),
-        }
+        names = (
+            "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+            "num_key_value_heads", "head_dim",
+        )  # fmt: skip
+        sizes = {name: getattr(model.config, name) for name in names}
+        config = LlamaConfig(**sizes, num_hidden_layers=1).to_dict()
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(KEPT)}
         # published ones are for much shorter texts than their target's
         config |= {"max_position_embeddings": 8}
-        save_file(weights, head / "model.safetensors")
+    file = "medusa_lm_head.safetensors" if kind == "medusa" else "model.safetensors"
+    save_file(weights, head / file)
     if changes.get("speculators_model_type"):
         config = nested_config(config)
     (head / "config.json").write_text(json.dumps(config | changes))
@@ -162,14 +127,11 @@ def write_head(
 
 def nested_config(config: dict[str, Any]) -> dict[str, Any]:
     """The layout of speculators: the config of the layer is a part of the head's config."""
-    layer = {
-        key: value
-        for key, value in config.items()
-        if key not in ("architectures", "draft_vocab_size")
-    }
+    n_tokens = config["draft_vocab_size"]
+    own = ("architectures", "draft_vocab_size")
     return {
         "architectures": ["Eagle3DraftModel"],
-        "draft_vocab_size": config["draft_vocab_size"],
+        "draft_vocab_size": n_tokens,
         "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": "eagle3",
@@ -177,14 +139,13 @@ def nested_config(config: dict[str, Any]) -> dict[str, Any]:
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
             "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "somewhere"},
         },
-        "transformer_layer_config": layer,
+        "transformer_layer_config": {key: x for key, x in config.items() if key not in own},
         "target_hidden_size": None,
         "tie_word_embeddings": False,
     }
 
 
 def random_head(folder: Path, kind: str, model: PreTrainedModel, **changes: Any) -> dict[str, Any]:
-    """A target with a head of random weights."""
     return write_head(folder, kind, model, random_weights(kind, model), **changes)
 
 
@@ -239,9 +200,8 @@ def probe(llm: LLM, name: str, n_steps: int) -> Iterator[tuple[list[int], list[i
         engine.add(sequence)
         for _ in range(n_steps):
             engine.step()
-    assert sum(sequence.n_new - sequence.stats.n_passes for sequence in several) > 2, (
-        "hardly anything was accepted"
-    )
+    n_accepted = sum(sequence.n_new - sequence.stats.n_passes for sequence in several)
+    assert n_accepted > 2, "hardly anything was accepted"
     states = [drafter._model.start(sequence, 24, is_alone=False) for sequence in several]
     probes = [Probe(state, [([0, 0], [4, 6]), ([1, 2, 1], [1, 1, 7])]) for state in states]
     assert drafter._model.grow(probes) == 3
@@ -254,10 +214,8 @@ def assert_plain_texts(llm: LLM, name: str, rule: str) -> None:
     """Assert that sampled texts with a drafter equal those of plain decoding, in fewer passes."""
     several = [SamplingParams(16, temperature=0.5 + 0.1 * seed, seed=seed) for seed in range(9)]
     texts = []
-    for drafter, limits in (
-        ("none", DraftLimits(1, 1)),
-        (name, DraftLimits(24, 5, fixed_size=True)),
-    ):
+    trees = DraftLimits(24, 5, fixed_size=True)
+    for drafter, limits in (("none", DraftLimits(1, 1)), (name, trees)):
         batch = [TokenSequence([1, 2, 0, 3], params, 128) for params in several]
         parts = runner_of(llm), drafter_of(llm, drafter, rule, limits), load_rule(rule)
         texts.append(run_together(*parts, batch, limits.n_nodes))
@@ -266,8 +224,6 @@ def assert_plain_texts(llm: LLM, name: str, rule: str) -> None:
 
 
 HEADS = ("eagle", "medusa", "qwen")
-
-
 _DFLASH = {"mask_token_id": 5, "target_layer_ids": [0, 2]}
 _DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 3}
 # Without d2t: the vocabulary is the target's. The embedding is the head's only in P-EAGLE.
@@ -283,38 +239,43 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def write_published(folder: Path, target: Path, kind: str) -> dict[str, Any]:
     """Write a head of random weights for a target; return the settings that choose both."""
     spec = open_checkpoint(target).spec
-    raw = PUBLISHED[kind] | {
-        "vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size, "intermediate_size": 24,
-        "num_hidden_layers": 1 if kind == "eagle" else 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-    }  # fmt: skip
+    sizes = {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
+    raw = PUBLISHED[kind] | _LAYERS | sizes | {"num_hidden_layers": 1 if kind == "eagle" else 2}
     head = parse_head(raw, spec)
     assert head is not None
     tensors = dict(head.non_layer_tensors())
     for i in range(head.n_layers):
         tensors |= {f"{head.layer_prefix(i)}{name}": size for name, size in head.layer_tensors(i)}
+    _save(folder, raw, _random(tensors, 0.3))
+    return {"directory": target, "draft_model": str(folder)}
+
+
+def _random(shapes: dict[str, tuple[int, ...]], spread: float) -> Weights:
     draw = torch.Generator().manual_seed(4)
-    weights = {
-        name: 0.3 * torch.randn(size, generator=draw) + float(len(size) == 1)
-        for name, size in tensors.items()
+    return {
+        name: spread * torch.randn(shape, generator=draw) + float(len(shape) == 1)
+        for name, shape in shapes.items()
     }
+
+
+def _save(folder: Path, config: dict[str, Any], weights: Weights) -> None:
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(raw))
-    return {"directory": target, "draft_model": str(folder)}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def layer_config(
     model: PreTrainedModel, model_type: str, n_layers: int, **changes: Any
 ) -> dict[str, Any]:
     """The config of a head's layers, used by the float64 references."""
-    return {
-        "model_type": model_type, "vocab_size": model.config.vocab_size,
-        "hidden_size": model.config.hidden_size, "intermediate_size": 24,
-        "num_hidden_layers": n_layers, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, **changes,
-    }  # fmt: skip
+    sizes = {"vocab_size": model.config.vocab_size, "hidden_size": model.config.hidden_size}
+    return _LAYERS | sizes | {"model_type": model_type, "num_hidden_layers": n_layers} | changes
+
+
+_LAYERS = {
+    "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 
 
 def layer_shapes(d: int, width: int) -> dict[str, tuple[int, ...]]:
@@ -337,17 +298,11 @@ def write_random(
 
     n_tokens  size of the head's vocabulary; KEPT are its tokens if it has as many
     """
-    generator = torch.Generator().manual_seed(4)
-    weights = {
-        name: 0.4 * torch.randn(shape, generator=generator) + float(len(shape) == 1)
-        for name, shape in shapes.items()
-    }
+    weights = _random(shapes, 0.4)
     if n_tokens == len(KEPT):
         weights["d2t"] = torch.tensor(KEPT) - torch.arange(n_tokens)
     model.save_pretrained(folder / "target")
-    (folder / "head").mkdir()
-    save_file(weights, folder / "head" / "model.safetensors")
-    (folder / "head" / "config.json").write_text(json.dumps(raw))
+    _save(folder / "head", raw, weights)
     return {"directory": folder / "target", "draft_model": str(folder / "head")}, weights
 
 
@@ -366,7 +321,6 @@ def rotated(x: Tensor, first: int = 0) -> Tensor:
 
 
 def mlp(weights: Weights, prefix: str, h: Tensor) -> Tensor:
-    """The gated MLP of a layer of layer_config."""
     gate, up, down = (
         weights[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up", "down")
     )

@@ -81,20 +81,17 @@ def image_prompt(
     for n, part in enumerate(parts):
         if isinstance(part, int):
             ids += prompt_of(n, part, 140)
-        else:
-            with torch.no_grad():
-                features = model.base_model.get_image_features(**part).pooler_output
-            n_rows = (
-                sum(f.flatten(0, -2).shape[0] for f in features)
-                if not isinstance(features, Tensor)
-                else features.flatten(0, -2).shape[0]
-            )
-            rows = torch.arange(len(ids), len(ids) + n_rows).numpy()
-            key = image_key((len(rows),), part["pixel_values"].numpy().tobytes())
-            small = {name: value for name, value in part.items() if name != "pixel_values"}
-            pixels = {"pixel_values": part["pixel_values"]}
-            images.append(PromptImage(key, rows, small, lambda pixels=pixels: pixels))
-            ids += [IMAGE_ID] * n_rows
+            continue
+        with torch.no_grad():
+            features = model.base_model.get_image_features(**part).pooler_output
+        tiles = [features] if isinstance(features, Tensor) else features
+        n_rows = sum(tile.flatten(0, -2).shape[0] for tile in tiles)
+        rows = torch.arange(len(ids), len(ids) + n_rows).numpy()
+        small = dict(part)
+        pixels = {"pixel_values": small.pop("pixel_values")}
+        key = image_key((n_rows,), pixels["pixel_values"].numpy().tobytes())
+        images.append(PromptImage(key, rows, small, lambda pixels=pixels: pixels))
+        ids += [IMAGE_ID] * n_rows
     return tower.prompt(ids, tuple(images))
 
 

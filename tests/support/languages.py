@@ -31,23 +31,18 @@ class Language:
             for text in itertools.product(range(VOCABULARY), repeat=n):
                 probs = torch.rand(VOCABULARY, generator=generator, dtype=torch.float64)
                 probs[torch.rand(VOCABULARY, generator=generator) < p_impossible] = 0
-                self._draft_probs[text] = (
-                    probs / probs.sum()
-                    if probs.sum()
-                    else torch.eye(VOCABULARY, dtype=torch.float64)[0]
-                )
+                probs[0] += not probs.sum()
+                self._draft_probs[text] = probs / probs.sum()
         self._below: dict[tuple, Tensor] = {}
 
     def after(self, text) -> Tensor:
-        """The distribution of the token that follows."""
         return self._draft_probs[tuple(text)]
 
     def below(self, text: tuple) -> Tensor:
         """(VOCABULARY,) * (LONGEST - len(text)): distributions after each next token."""
         if text not in self._below:
-            self._below[text] = torch.stack(
-                [self.continuations((*text, token)) for token in range(VOCABULARY)]
-            )
+            after = [self.continuations((*text, token)) for token in range(VOCABULARY)]
+            self._below[text] = torch.stack(after)
         return self._below[text]
 
     def continuations(self, text: tuple) -> Tensor:
@@ -70,7 +65,6 @@ class Blocks(Language):
     """
 
     def after(self, text) -> Tensor:
-        """The distribution of a position of the row's block."""
         n_known = len(text) - [*reversed(text), 0].index(0) if text else 0
         return super().after((*text[:n_known], *[0] * (len(text) - n_known)))
 
@@ -89,12 +83,16 @@ class Recipe:
 
     def trees(self, draft: Language, text: tuple = ()) -> Iterator[tuple[DraftTree, float]]:
         """Every tree it can become after `text`, with its probability."""
-        yield from self._grow(draft, {0: text}, 1.0)
+        # Parents first, and of siblings the deterministic before the sampled.
+        depths, parents = self.topology.depths, self.topology.parents
+        order = sorted(
+            range(1, len(self.topology)), key=lambda i: (depths[i], parents[i], self.is_sampled[i])
+        )
+        yield from self._grow(draft, order, {0: text}, 1.0)
 
     def _grow(
-        self, draft: Language, texts: dict[int, tuple], p: float
+        self, draft: Language, order: list[int], texts: dict[int, tuple], p: float
     ) -> Iterator[tuple[DraftTree, float]]:
-        order = self._order()
         if len(texts) == len(self.topology):
             yield self._finish(draft, texts), p
             return
@@ -102,19 +100,7 @@ class Recipe:
         before = texts[int(self.topology.parents[node])]
         for token, q in enumerate(self._probs_of(draft, node, texts).tolist()):
             if q > 0:
-                yield from self._grow(draft, {**texts, node: (*before, token)}, p * q)
-
-    def _order(self) -> list[int]:
-        """Parents first, and of siblings the deterministic before the sampled."""
-        nodes = range(1, len(self.topology))
-        return sorted(
-            nodes,
-            key=lambda node: (
-                self.topology.depths[node],
-                self.topology.parents[node],
-                self.is_sampled[node],
-            ),
-        )
+                yield from self._grow(draft, order, {**texts, node: (*before, token)}, p * q)
 
     def _probs_of(self, draft: Language, node: int, texts: dict[int, tuple]) -> Tensor:
         parent = int(self.topology.parents[node])
@@ -122,19 +108,16 @@ class Recipe:
         siblings = self.topology.children[parent]
         if not self.is_sampled[node]:
             rank = [sibling for sibling in siblings if not self.is_sampled[sibling]].index(node)
-            return torch.nn.functional.one_hot(
-                q.argsort(descending=True, stable=True)[rank], VOCABULARY
-            ).double()
+            token = q.argsort(descending=True, stable=True)[rank]
+            return torch.nn.functional.one_hot(token, VOCABULARY).double()
         if self.independent:
             return q
         taken = [texts[sibling][-1] for sibling in siblings if sibling in texts]
-        left = q.clone()
-        left[taken] = 0
-        if left.sum() > 0:
-            return left / left.sum()
-        free = torch.ones(VOCABULARY, dtype=torch.float64)
-        free[taken] = 0
-        return free / free.sum()
+        for left in (q.clone(), torch.ones(VOCABULARY, dtype=torch.float64)):
+            left[taken] = 0
+            if left.sum() > 0:
+                break
+        return left / left.sum()
 
     def _finish(self, draft: Language, texts: dict[int, tuple]) -> DraftTree:
         n = len(self.topology)
@@ -145,11 +128,8 @@ class Recipe:
         row_of = np.full(n, -1)
         row_of[drawn_from] = np.arange(len(drawn_from))
         draft_probs = torch.stack([draft.after(texts[node]) for node in drawn_from])
-        return DraftTree(
-            self.topology,
-            tokens,
-            SampledNodes(self.is_sampled, draft_probs, row_of, self.independent),
-        )
+        sampled = SampledNodes(self.is_sampled, draft_probs, row_of, self.independent)
+        return DraftTree(self.topology, tokens, sampled)
 
 
 Decide = Callable[[DraftTree, Tensor, Tensor], Decision]
@@ -214,18 +194,14 @@ def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tupl
             try:
                 verdict = verify(tree, target, _sequence())
             except _Fork as fork:
-                scripts += [
-                    ((*script, token), p * q)
-                    for token, q in enumerate(fork.probs.tolist())
-                    if q > 0
-                ]
+                for token, q in enumerate(fork.probs.tolist()):
+                    scripts += [((*script, token), p * q)] if q > 0 else []
                 continue
         bonus = torch.nn.functional.one_hot(torch.tensor(verdict.bonus), target.shape[1]).to(target)
         yield Decision((0, *verdict.path)[-1], bonus, np.full(len(tree.topology), np.nan)), p
 
 
 def target_probs(target: Language, tree: DraftTree, text: tuple = ()) -> Tensor:
-    """(n, VOCABULARY): the target's distribution after each node of a tree that follows `text`."""
     return torch.stack(
         [target.after((*text, *tree.path_to(node))) for node in range(len(tree.topology))]
     )
@@ -287,7 +263,6 @@ RECIPES = {
 
 
 def languages(name: str) -> tuple[Language, Language]:
-    """Target and draft for a recipe."""
     seed = 10 * list(RECIPES).index(name)
     target = Language(seed)
     if name == "draft is target":

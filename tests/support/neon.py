@@ -58,7 +58,6 @@ class NeonLibrary:
         return partial(self._call, name)
 
     def stop(self) -> None:
-        """End the program."""
         self._process.kill()
         self._process.communicate()
 

@@ -31,12 +31,10 @@ class Program:
 
     @property
     def out(self) -> str:
-        """Contents of stdout so far."""
         return (self.folder / "out").read_text()
 
     @property
     def err(self) -> str:
-        """Contents of stderr so far."""
         return (self.folder / "err").read_text()
 
     def code(self, seconds: float = PATIENCE_S) -> int | None:
@@ -45,13 +43,11 @@ class Program:
         return self.process.exitcode
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for a state."""
     until = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < until

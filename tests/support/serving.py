@@ -41,8 +41,6 @@ CONNECTIONS = ConnectionLimits(500)
 
 @dataclass
 class Served:
-    """A running server."""
-
     llm: LLM
     port: int
     app: FastAPI
@@ -62,7 +60,6 @@ class Served:
 
     @property
     def service(self) -> Any:
-        """Object with the number of open answers."""
         return self.app.state.service
 
     def request(
@@ -96,7 +93,6 @@ class Served:
         return [json.loads(event[6:]) for event in events if event.startswith("data: {")]
 
     def wait_until_idle(self) -> None:
-        """Wait until no sequence runs or waits."""
         wait_until(lambda: not (self.llm.engine.n_running or self.llm.engine.n_waiting))
 
 
@@ -149,7 +145,6 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def served(llm: LLM) -> Iterator[Served]:
-    """A server of the demonstration models."""
     yield from serve(llm)
 
 

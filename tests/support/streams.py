@@ -20,12 +20,8 @@ from support.fake_gpu import PATIENCE_S, FakeCopyDevice
 from support.layers import NAMES, some_layers
 
 STREAMERS = {"cuda": stream_cuda, "threads": stream_threads}
-
-
 # What happens before a read: told the layer, and how often that layer has been asked for.
 Trap = Callable[[int, int], None]
-
-
 N_LAYERS = 6
 
 
@@ -47,8 +43,7 @@ class Host:
 
     def seen(self) -> list[tuple[int, bytes]]:
         """Return the read blocks in order, after all compute."""
-        looks = self._looks
-        self._looks = []
+        looks, self._looks = self._looks, []
         return looks
 
     def close(self) -> None:
@@ -101,13 +96,11 @@ class RealGPU(Host):
 
     def seen(self) -> list[tuple[int, bytes]]:
         torch.cuda.synchronize()
-        pending = self._pending
-        self._pending = []
+        pending, self._pending = self._pending, []
         return [(i, content(layout, data.cpu())) for i, layout, data in pending]
 
 
 def content(layout: Layout, data: Tensor) -> bytes:
-    """The bytes of all tensors of a block, by name."""
     views = layout.views(data)
     return b"".join(raw_bytes(views[name]) for name in sorted(views))
 
@@ -172,7 +165,6 @@ class Watched:
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
-    """Return whether a condition becomes true in time."""
     end = time.perf_counter() + PATIENCE_S
     while not holds() and time.perf_counter() < end:
         time.sleep(0.001)

@@ -42,7 +42,6 @@ SMALL = {
 
 
 def small_model(vocab_size: int, n_layers: int, sureness: float = 2.0) -> PreTrainedModel:
-    """A model of a few tokens."""
     model = CASES["llama"].build(1, **SMALL, vocab_size=vocab_size, num_hidden_layers=n_layers)
     model.lm_head.weight.data *= sureness
     return model
@@ -81,13 +80,10 @@ def sampled_texts(
     """N_DRAWS texts per prompt, each with its own seed, in batches of both prompts."""
     texts: list[list[list[int]]] = [[], []]
     for start in range(0, 2 * N_DRAWS, 100):
-        several = [
-            SamplingParams(max_new_tokens=N_NEW, seed=i, **PARAMS[i % 2])
-            for i in range(start, start + 100)
-        ]
-        batch = [
-            TokenSequence(list(PROMPTS[i % 2]), params, 64) for i, params in enumerate(several)
-        ]
+        batch = []
+        for i in range(start, start + 100):
+            params = SamplingParams(max_new_tokens=N_NEW, seed=i, **PARAMS[i % 2])
+            batch.append(TokenSequence(list(PROMPTS[i % 2]), params, 64))
         for i, text in enumerate(run_together(runner, drafter, rule, batch, n_nodes)):
             texts[i % 2].append(text)
     return texts
@@ -105,15 +101,14 @@ class OverAnswer(LogitsProcessor):
     """The penalties of OpenAI's API, by the tokens of the answer."""
 
     def __init__(self, n_prompt: int, presence: float, frequency: float) -> None:
-        self._n_prompt = n_prompt
-        self._presence = presence
-        self._frequency = frequency
+        self._given = n_prompt, presence, frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        n_prompt, presence, frequency = self._given
         scores = scores.clone()
         for row, ids in zip(scores, input_ids.tolist(), strict=True):
-            for token, count in Counter(ids[self._n_prompt :]).items():
-                row[token] -= count * self._frequency + float(count > 0) * self._presence
+            for token, count in Counter(ids[n_prompt:]).items():
+                row[token] -= count * frequency + presence
         return scores
 
 
@@ -123,19 +118,15 @@ def modifiers(
     """Return transformers' logits processors before the temperature, in vLLM's order."""
     processors = LogitsProcessorList()
     if params.logit_bias:
-        processors.append(
-            SequenceBiasLogitsProcessor(
-                {(token,): float(bias) for token, bias in params.logit_bias.items()}
-            )
-        )
+        biases = {(token,): float(bias) for token, bias in params.logit_bias.items()}
+        processors.append(SequenceBiasLogitsProcessor(biases))
     processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.0))
     processors.append(OverAnswer(n_prompt, params.presence_penalty, params.frequency_penalty))
     if params.bad_words_ids:
         processors.append(NoBadWordsLogitsProcessor([[*word] for word in params.bad_words_ids]))
     if params.allowed_token_ids:
-        processors.append(
-            PrefixConstrainedLogitsProcessor(lambda *_: [*params.allowed_token_ids], 1)
-        )
+        allowed = [*params.allowed_token_ids]
+        processors.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))
     ends = [*end_ids, *params.stop_token_ids]
     if params.min_tokens and ends:
         processors.append(MinNewTokensLengthLogitsProcessor(n_prompt, params.min_tokens, ends))
@@ -180,6 +171,5 @@ def assert_distribution(texts: Iterable[Sequence[int]], probs: np.ndarray) -> No
 
 
 def assert_distributions(texts: Sequence[Iterable[Sequence[int]]], probs: list[np.ndarray]) -> None:
-    """`assert_distribution` for the texts of each prompt."""
     for of_prompt, expected in zip(texts, probs, strict=True):
         assert_distribution(of_prompt, expected)

@@ -15,8 +15,6 @@ from offload_rt import LLM, SamplingParams
 from support.tiny import open_llm
 
 MINE = threading.local()
-
-
 PATIENCE_S = 120.0
 
 
@@ -35,8 +33,7 @@ class ThreadRanks:
 
     def __init__(self, rank: int, board: Board) -> None:
         self.rank = rank
-        self.size = board.size
-        self.n_local = board.size
+        self.size = self.n_local = board.size
         self._board = board
         self.n_reduced = self.n_gathered = 0
 
@@ -62,21 +59,18 @@ class ThreadRanks:
         return self._together(numbers, lambda given: list(map(min, zip(*given, strict=True))))
 
     def total(self, *numbers: float) -> list[float]:
-        return self._together(
-            numbers, lambda given: [sum(column) for column in zip(*given, strict=True)]
-        )
+        return self._together(numbers, lambda given: list(map(sum, zip(*given, strict=True))))
 
     def send(self, x: Tensor, to: int) -> None:
         self._board.mail[self.rank, to].put(x.clone())
-
-    def finish_sending(self) -> None:
-        pass
 
     def receive(self, into: Tensor, source: int) -> None:
         into.copy_(self._board.mail[source, self.rank].get(timeout=PATIENCE_S))
 
     def refuse_second(self) -> None:
         pass
+
+    finish_sending = refuse_second
 
     def telling(self, *call: Any) -> AbstractContextManager[None]:
         for queue in self._board.calls[1:]:
@@ -87,9 +81,8 @@ class ThreadRanks:
         return map(pickle.loads, iter(self._board.calls[self.rank].get, b""))
 
     def leave(self) -> None:
-        if self.rank == 0:
-            for queue in self._board.calls[1:]:
-                queue.put(b"")
+        for queue in self._board.calls[1:] if self.rank == 0 else ():
+            queue.put(b"")
 
 
 class Alike(ThreadRanks):
@@ -128,16 +121,13 @@ def together(size: int, work: Callable[[], Any]) -> list[Any]:
 
 
 def tokens_of(llm: LLM, prompt: list[int], n: int = 16, **params: Any) -> list[int]:
-    return llm.generate([prompt], SamplingParams(max_tokens=n, ignore_eos=True, **params))[
-        0
-    ].token_ids
+    params = SamplingParams(max_tokens=n, ignore_eos=True, **params)
+    return llm.generate([prompt], params)[0].token_ids
 
 
 def divided_tokens(
     size: int, directory: Path, prompt: list[int], n: int = 16, **settings: Any
 ) -> list[int]:
-    """The tokens of so many ranks."""
-
     def work() -> list[int]:
         with open_llm(directory, **settings) as llm:
             return tokens_of(llm, prompt, n)

@@ -53,6 +53,7 @@ from offload_rt.system import registry
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import open_checkpoint
+from support.checkpoints import save_tokenizer, trained
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
@@ -101,7 +102,6 @@ LLAMA3 = _rope(
 )  # fmt: skip
 YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
-
 CASES = {
     "llama": Case(LlamaConfig, LlamaForCausalLM),
     "llama-biases": Case(LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True,
@@ -236,14 +236,12 @@ class Zoo:
         self._pairs: dict[tuple[str, int], Pair] = {}
 
     def model(self, name: str, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """The model in transformers."""
         key = (name, seed, dtype)
         if key not in self._models:
             self._models[key] = CASES[name].build(seed, dtype)
         return self._models[key]
 
     def directory(self, name: str, seed: int, dtype: torch.dtype = torch.float32) -> Path:
-        """Its checkpoint."""
         path = self._folder / f"{name}-{seed}-{dtype}".replace("torch.", "")
         if not path.exists():
             self.model(name, seed, dtype).save_pretrained(path, max_shard_size=CASES[name].shard)
@@ -264,7 +262,6 @@ class Zoo:
 
 
 def prompt_of(seed: int, n: int = 21, vocab_size: int = 128) -> list[int]:
-    """A random prompt."""
     return torch.randint(
         vocab_size, (n,), generator=torch.Generator().manual_seed(1000 + seed)
     ).tolist()
@@ -364,7 +361,6 @@ def logits_of(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def open_unloaded(directory: Path, *draft: str, **settings: Any) -> LLM:
-    """Open an LLM with a plan and without weights."""
     return LLM.open(EngineConfig(str(directory), *draft, **settings))
 
 
@@ -379,11 +375,7 @@ def open_llm(directory: Path, place: str = "resident", **settings: Any) -> LLM:
         "device": "cpu", "max_model_len": 128, "drafter": drafter, "tree_size": 16,
     } | settings  # fmt: skip
     if settings["drafter"] == "none":
-        settings = {
-            name: value
-            for name, value in settings.items()
-            if name not in ("tree_size", "tree_depth")
-        }
+        settings = {k: v for k, v in settings.items() if k not in ("tree_size", "tree_depth")}
     with parsed_once():
         if place != "resident":
             with open_unloaded(directory, **settings) as unloaded:
@@ -426,28 +418,21 @@ def drafter_of(
 ) -> Drafter:  # fmt: skip
     """Return another drafter for an LLM, without learned statistics and clock."""
     its_rule = load_rule(rule)
-    child_sampling = its_rule.child_sampling or "without_replacement"
-    coupled_up_to = its_rule.coupled_up_to
     runner = llm.engine.runner
-    draft = llm.engine.draft
-    trace = Trace(on=False)
     chosen = drafter_type(name)
-    parts_of = (
-        draft, runner.spec.vocab_size, limits.n_levels, trace, chosen.resources.draft_context,
-    )  # fmt: skip
-    model = chosen.resources.open_model(*parts_of) if draft else None
-    own = None
-    if chosen.resources.view is not None:
+    resources = chosen.resources
+    sizes = runner.spec.vocab_size, limits.n_levels, Trace(on=False)
+    model = own = None
+    if llm.engine.draft:
+        model = resources.open_model(llm.engine.draft, *sizes, resources.draft_context)
+    if resources.view is not None:
         own = SelfDraftModel(
-            runner, runner.spec.vocab_size, limits.n_levels, trace, kind=chosen.resources.view,
-            budget=LEAST_BUDGET, n_rows=1_000_000,
-        )  # fmt: skip
-    return chosen.open(
-        DraftParts(
-            limits, Steady(level_s), child_sampling, coupled_up_to,
-            **({"draft_model": model, "self_model": own} | parts),
+            runner, *sizes, kind=resources.view, budget=LEAST_BUDGET, n_rows=1_000_000
         )
-    )  # fmt: skip
+    models = {"draft_model": model, "self_model": own} | parts
+    child_sampling = its_rule.child_sampling or "without_replacement"
+    given = limits, Steady(level_s), child_sampling, its_rule.coupled_up_to
+    return chosen.open(DraftParts(*given, **models))
 
 
 def begin(llm: LLM, drafter: Drafter, sequences: Sequence[TokenSequence], n_nodes: int) -> None:
@@ -475,7 +460,6 @@ def sequence_of(seed: int) -> TokenSequence:
 
 
 def runner_of(llm: LLM) -> Runner:
-    """The runner inside."""
     return llm.engine.runner
 
 
@@ -512,21 +496,17 @@ def random_tree(n: int, seed: int, reach: int = 1000) -> Topology:
     """A random tree of n nodes, each parent among the `reach` nodes before; fewer is deeper."""
     generator = torch.Generator().manual_seed(seed)
     parents = [
-        -1,
-        *(int(torch.randint(max(n - reach, 0), n, (), generator=generator)) for n in range(1, n)),
+        int(torch.randint(max(n - reach, 0), n, (), generator=generator)) for n in range(1, n)
     ]
-    return Topology(torch.tensor(parents).numpy())
+    return Topology(np.array([-1, *parents]))
 
 
 def chi_square_p(observed: np.ndarray, expected: np.ndarray) -> float:
     """Return the chance of counts at least this far from the expected counts of equal sum."""
     assert abs(observed.sum() - expected.sum()) < 1e-6 * observed.sum()
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    return float(
-        torch.special.gammaincc(
-            torch.tensor((len(observed) - 1) / 2.0), torch.tensor(statistic / 2)
-        )
-    )
+    statistic = torch.tensor(((observed - expected) ** 2 / expected).sum())
+    freedom = torch.tensor(len(observed) - 1.0)
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
 
 
 SPOKEN = [
@@ -539,49 +519,28 @@ SPOKEN = [
 
 def byte_level(vocab_size: int = 320) -> Tokenizer:
     """A byte-level BPE tokenizer: most non-ASCII characters have several tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(SPOKEN * 4, trainer)
-    return tokenizer
+    return trained(vocab_size, pre_tokenizers.ByteLevel.alphabet(), SPOKEN * 4)
 
 
 def metaspace(vocab_size: int = 400) -> Tokenizer:
     """A tokenizer like Llama 2's: a space belongs to the next word; unknown text is bytes."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    specials = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=specials[:1], show_progress=False
+        vocab_size=vocab_size, special_tokens=["<unk>"], show_progress=False
     )
     tokenizer.train_from_iterator(SPOKEN[:1] * 4, trainer)
     # The trainer knows no byte tokens, so they are written into the finished vocabulary.
     content = json.loads(tokenizer.to_str())
     vocab = content["model"]["vocab"]
-    content["model"]["vocab"] = vocab | {
-        name: len(vocab) + i for i, name in enumerate(specials[1:])
-    }
+    n = len(vocab)
+    vocab |= {f"<0x{byte:02X}>": n + byte for byte in range(256)}
     return Tokenizer.from_str(json.dumps(content))
 
 
-def add_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
-    """Make a tokenizer part of a checkpoint."""
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
-    )
+add_tokenizer = save_tokenizer
 
 
 def least_streaming(directory, **settings) -> int:
@@ -599,9 +558,8 @@ ATOL = 2e-4
 def tree_logits(runner, committed, lacking, drafted, tree):
     """Return logits of every node of a tree below missing tokens, after committed tokens."""
     cache = prefill(runner, committed, len(committed) + len(lacking) + len(drafted))
-    return feed(
-        runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
-    )
+    tree = tree.after_chain(len(lacking))
+    return feed(runner, cache, lacking + drafted, tree, n_wanted=len(drafted))
 
 
 def check_tree(runner, model, n=8):
@@ -614,9 +572,8 @@ def check_tree(runner, model, n=8):
     for node in range(n):
         path = [drafted[ancestor] for ancestor in [0, *tree.path_to(node)]]
         expected = logits_of(model, committed + lacking + path)[-1]
-        torch.testing.assert_close(
-            got[node], expected, atol=ATOL * float(expected.abs().max()), rtol=0
-        )
+        atol = ATOL * float(expected.abs().max())
+        torch.testing.assert_close(got[node], expected, atol=atol, rtol=0)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, *runners: Runner) -> dict[Runner, list[tuple[int, int]]]:
@@ -626,9 +583,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, *runners: Runner) -> dict[Runner, lis
 
     def watched(runner: Runner, steps: Any) -> Any:
         if runner in passes:
-            passes[runner].append(
-                (runner.n_committed(steps[0].cache), sum(step.n_rows for step in steps))
-            )
+            n_committed = runner.n_committed(steps[0].cache)
+            passes[runner].append((n_committed, sum(step.n_rows for step in steps)))
         return forward(runner, steps)
 
     monkeypatch.setattr(Runner, "forward", watched)

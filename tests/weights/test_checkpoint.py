@@ -26,7 +26,6 @@ from torch import Tensor
 
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
 from offload_rt.llm import LLM
-from offload_rt.offload.disk import ReadSettings
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import end_ids
 from offload_rt.weights.header import read_header
@@ -69,6 +68,8 @@ def _refused(directory: Path, kind: type[OffloadError], *words: str) -> None:
 
 @pytest.mark.parametrize("make", [_single, _sharded])
 def test_valid_checkpoint_opens_with_every_tensor(make, tmp_path):
+    """Beside pickles."""
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not looked at")
     checkpoint = open_checkpoint(make(tmp_path))
     _, tensors = _sound()
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in tensors.values())
@@ -76,39 +77,25 @@ def test_valid_checkpoint_opens_with_every_tensor(make, tmp_path):
         wanted = [name for name, _ in checkpoint.spec.layer_tensors(i)]
         assert [record.key for record in layer] == wanted
         assert [record.name for record in layer] == [f"model.layers.{i}.{name}" for name in wanted]
-    assert [record.name for record in checkpoint.non_layer] == [
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-        "lm_head.weight",
-    ]
+    names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    assert [record.name for record in checkpoint.non_layer] == names
     for record in (
-        *(record for layer in checkpoint.layers for record in layer),
-        *checkpoint.non_layer,
+        record for block in (*checkpoint.layers, checkpoint.non_layer) for record in block
     ):
-        assert record.path.read_bytes()[record.start : record.stop] == raw_bytes(
-            tensors[record.name]
-        ), record.name
-
-
-def test_rotary_frequencies_of_old_checkpoints_are_ignored(tmp_path):
-    config, tensors = _sound()
-    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)}
-    assert (
-        open_checkpoint(write_checkpoint(tmp_path, config, {**tensors, **old})).spec.n_layers == 3
-    )
+        content = record.path.read_bytes()[record.start : record.stop]
+        assert content == raw_bytes(tensors[record.name]), record.name
 
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_tied_checkpoint_can_store_its_head(stored, tmp_path):
+    """And rotary frequencies, as old checkpoints do."""
     config, tensors = _sound()
-    kept = {name: tensor for name, tensor in tensors.items() if stored or name != "lm_head.weight"}
-    checkpoint = open_checkpoint(
-        write_checkpoint(tmp_path, {**config, "tie_word_embeddings": True}, kept)
-    )
-    assert [record.name for record in checkpoint.non_layer] == [
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-    ]
+    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)}
+    kept = {name: x for name, x in tensors.items() if stored or name != "lm_head.weight"} | old
+    config = {**config, "tie_word_embeddings": True}
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, config, kept))
+    names = [record.name for record in checkpoint.non_layer]
+    assert names == ["model.embed_tokens.weight", "model.norm.weight"]
 
 
 def test_auto_map_is_ignored_and_not_run(tmp_path):
@@ -117,12 +104,6 @@ def test_auto_map_is_ignored_and_not_run(tmp_path):
     with LLM(str(tmp_path), device="cpu") as llm:
         assert llm.plan.tiers.count("device") == 3
     assert not (tmp_path / "ran").exists()
-
-
-def test_safetensors_precede_pickles(tmp_path):
-    _single(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"not looked at")
-    assert open_checkpoint(tmp_path).spec.n_layers == 3
 
 
 def _config_text(text: str) -> Callable[[Path], None]:
@@ -237,37 +218,30 @@ def test_invalid_index_is_refused(edit, words, tmp_path):
     _refused(tmp_path / "model", CheckpointError, *words)
 
 
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (lambda tensors: tensors.pop(DOWN), [DOWN, "missing"]),
-        (lambda tensors: tensors.pop("lm_head.weight"), ["lm_head.weight", "missing"]),
-        (lambda tensors: tensors.update({"model.layers.1.extra.weight": torch.ones(2)}),
-            ["model.layers.1.extra.weight"]),
-        (lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}),
-            ["q_proj.bias"]),
-        (lambda tensors: tensors.update({DOWN: torch.ones(16, 23)}),
-            [DOWN, "misshapen", "[16, 24]", "[16, 23]"]),
-        (lambda tensors: tensors.update({DOWN: torch.ones(24, 16)}), [DOWN, "misshapen"]),
-        (lambda tensors: tensors.update({LAST: torch.ones(1, 16)}), [LAST, "misshapen"]),
-        (lambda tensors: tensors.update({DOWN: torch.ones(16, 24, dtype=torch.int8)}),
-            [DOWN, "I8"]),
-        (lambda tensors: [tensors.pop(name) for name in list(tensors) if ".2." in name],
-            ["model.layers.2", "config.json"]),
-        (lambda tensors: tensors.update({LAST.replace("2", "3"): torch.ones(16)}),
-            ["model.layers.3", "config.json"]),
-        (lambda tensors: [tensors.pop(name) for name in list(tensors) if ".1." in name],
-            ["model.layers.1", "missing"]),
-        (lambda tensors: tensors.update({f"model.layers.{'9' * 5000}.x": torch.ones(1)}),
-            ["model.layers.999"]),
-    ],
-    ids=[
-        "missing", "no "
-                   "head", "extra", "extra bias", "misshapen", "transposed", "rank", "dtype",
-                                    "fewer layers", "more layers",
-        "layer missing in the middle", "endless layer number",
-    ],
-)  # fmt: skip
+_UNEXPECTED = {
+    "missing": (lambda x: x.pop(DOWN), [DOWN, "missing"]),
+    "no head": (lambda x: x.pop("lm_head.weight"), ["lm_head.weight", "missing"]),
+    "extra": (lambda x: x.update({"model.layers.1.extra.weight": torch.ones(2)}),
+        ["model.layers.1.extra.weight"]),
+    "extra bias": (lambda x: x.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}),
+        ["q_proj.bias"]),
+    "misshapen": (lambda x: x.update({DOWN: torch.ones(16, 23)}),
+        [DOWN, "misshapen", "[16, 24]", "[16, 23]"]),
+    "transposed": (lambda x: x.update({DOWN: torch.ones(24, 16)}), [DOWN, "misshapen"]),
+    "rank": (lambda x: x.update({LAST: torch.ones(1, 16)}), [LAST, "misshapen"]),
+    "dtype": (lambda x: x.update({DOWN: torch.ones(16, 24, dtype=torch.int8)}), [DOWN, "I8"]),
+    "fewer layers": (lambda x: [x.pop(name) for name in list(x) if ".2." in name],
+        ["model.layers.2", "config.json"]),
+    "more layers": (lambda x: x.update({LAST.replace("2", "3"): torch.ones(16)}),
+        ["model.layers.3", "config.json"]),
+    "layer missing in the middle": (lambda x: [x.pop(name) for name in list(x) if ".1." in name],
+        ["model.layers.1", "missing"]),
+    "endless layer number": (lambda x: x.update({f"model.layers.{'9' * 5000}.x": torch.ones(1)}),
+        ["model.layers.999"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "words"), _UNEXPECTED.values(), ids=_UNEXPECTED)
 @pytest.mark.parametrize("n_shards", [1, 2])
 def test_unexpected_or_missing_tensors_are_refused(n_shards, edit, words, tmp_path):
     config, tensors = _sound()
@@ -302,60 +276,40 @@ def _set(name: str, **values: Any) -> Callable[[Entries], None]:
     return lambda entries: entries[name].update(values)
 
 
-@pytest.mark.parametrize(
-    ("edit", "tail"),
-    [
-        (_shift(DOWN, -4, -4), b""),
-        (_shift("lm_head.weight", 4, 4), b"\0\0\0\0"),
-        (_shift(DOWN, 0, 4), b""),
-        (_set(DOWN, data_offsets=[8, 4]), b""),
-        (_set(DOWN, shape=[2**62] * 400), b""),
-        (_set(DOWN, dtype="F16"), b""),
-        (_set(DOWN, dtype="F9"), b""),
-        (lambda entries: entries.update({DOWN: 7}), b""),
-        (lambda entries: "[1, 2]", b""),
-        (lambda entries: "{" * 200_000, b""),
-        (lambda entries: json.dumps(entries)[:-1], b""),
-        (lambda entries: None, b"\0"),
-    ],
-    ids=[
-        "overlap", "hole", "size", "backwards", "overflow", "dtype size", "unknown dtype",
-            "number for entry", "list",
-        "deep", "cut", "longer",
-    ],
-)  # fmt: skip
+_DAMAGES = {
+    "overlap": (_shift(DOWN, -4, -4), b""),
+    "hole": (_shift("lm_head.weight", 4, 4), b"\0\0\0\0"),
+    "size": (_shift(DOWN, 0, 4), b""),
+    "backwards": (_set(DOWN, data_offsets=[8, 4]), b""),
+    "overflow": (_set(DOWN, shape=[2**62] * 400), b""),
+    "dtype size": (_set(DOWN, dtype="F16"), b""),
+    "unknown dtype": (_set(DOWN, dtype="F9"), b""),
+    "number for entry": (lambda entries: entries.update({DOWN: 7}), b""),
+    "list": (lambda entries: "[1, 2]", b""),
+    "deep": (lambda entries: "{" * 200_000, b""),
+    "cut": (lambda entries: json.dumps(entries)[:-1], b""),
+    "longer": (lambda entries: None, b"\0"),
+}
+
+
+@pytest.mark.parametrize(("edit", "tail"), _DAMAGES.values(), ids=_DAMAGES)
 def test_damaged_header_is_refused(edit, tail, tmp_path):
     _refused(_spoilt(tmp_path, edit, tail), CheckpointError, "model.safetensors is damaged")
 
 
 def test_copies_and_other_shards_have_the_same_identity(tmp_path):
+    """Not a fine-tune of equal config, shapes and sizes, of which one tensor is a little off."""
+    config, tensors = _sound()
     single = _single(tmp_path / "single")
     sharded = _sharded(tmp_path / "sharded")
     copy = Path(shutil.copytree(single, tmp_path / "copy", copy_function=shutil.copyfile))
-    assert len({open_checkpoint(path).identity for path in (single, sharded, copy)}) == 1
-    assert len(open_checkpoint(single).identity) == 24
-
-
-@pytest.mark.parametrize("name", [DOWN, "model.norm.weight", "lm_head.weight"])
-def test_fine_tune_has_another_identity(name, tmp_path):
-    """Of the same config, shapes and sizes; one tensor is a little off."""
-    config, tensors = _sound()
-    tuned = {**tensors, name: tensors[name] * 1.001}
-    base = _single(tmp_path / "base")
-    other = write_checkpoint(tmp_path / "tuned", config, tuned)
-    assert open_checkpoint(base).identity != open_checkpoint(other).identity
-
-
-@pytest.mark.parametrize("request_nbytes", [4096, 1 << 20])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("odd", range(8))
-def test_data_at_odd_offsets_is_read_exactly(odd, dtype, request_nbytes, tmp_path):
-    config = llama_config(hidden_size=32, intermediate_size=160)
-    checkpoint = open_checkpoint(
-        write_checkpoint(tmp_path, config, llama_tensors(config, dtype), odd)
-    )
-    assert {record.start % 8 for record in checkpoint.layers[0]} == {odd}
-    check_bytes(checkpoint.layers, ReadSettings(request_nbytes, 2))
+    identity = open_checkpoint(single).identity
+    assert {open_checkpoint(path).identity for path in (sharded, copy)} == {identity}
+    assert len(identity) == 24
+    for name in (DOWN, "model.norm.weight", "lm_head.weight"):
+        tuned = {**tensors, name: tensors[name] * 1.001}
+        other = write_checkpoint(tmp_path / name, config, tuned)
+        assert open_checkpoint(other).identity != identity
 
 
 @pytest.mark.parametrize("backwards", [False, True])

@@ -12,7 +12,7 @@ import torch
 from quantize import Choice, config_of, pack, quantized, write
 from safetensors.torch import load_file, save_file
 from support import emulated
-from support.checkpoints import llama_config, llama_tensors, write_checkpoint
+from support.checkpoints import dealt, llama_config, llama_tensors, write_checkpoint, write_sharded
 from support.checkpoints import pack as pack_block
 from support.fake_gpu import fake_gpu
 from support.quantized import id_of
@@ -29,6 +29,15 @@ from offload_rt.ops import extension, linear_cpu
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Matrix, Source, WeightFormat, format_of
 from offload_rt.weights.header import read_header
+
+
+def weight_of(
+    config: Any, source: Source, stored: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """All rows of the matrix of a block, by the format of a config."""
+    fmt = config if isinstance(config, WeightFormat) else format_of(config)
+    return view_of(fmt, source, stored, dtype).rows(torch.arange(SHAPE[0]), MODULE)
+
 
 CHOICES = [
     Choice("pack-quantized"), Choice("pack-quantized", symmetric=True),
@@ -66,7 +75,6 @@ def one_matrix(
 def view_of(
     fmt: WeightFormat, source: Source, stored: dict[str, Tensor], dtype: torch.dtype
 ) -> Any:
-    """The view of a block that holds one matrix."""
     matrix = fmt.stored(f"{MODULE}.weight", SHAPE, None, source)
     assert isinstance(matrix, Matrix)
     content = {tensor.name: stored[tensor.name] for tensor in matrix.tensors}
@@ -79,20 +87,17 @@ def view_of(
 def test_weights_are_dequantised_exactly(choice, dtype, tmp_path):
     """Product in the dtype of the scales, one rounding, then the dtype of the computation."""
     stored, exact, source = one_matrix(tmp_path, choice, dtype)
-    for computed_in in (torch.float32, torch.bfloat16, torch.float16):
-        fmt = format_of(config_of(choice))
-        view = view_of(fmt, source, stored, computed_in)
+    # Products may use the values before they are rounded to the dtype of the computation.
+    limits = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+    for computed_in, limit in limits.items():
+        view = view_of(format_of(config_of(choice)), source, stored, computed_in)
         weight = view.rows(torch.arange(SHAPE[0]), MODULE)
         assert torch.equal(weight, exact.to(computed_in))
         assert torch.equal(view.linear(torch.eye(SHAPE[1]).to(computed_in), MODULE).T, weight)
         x = torch.randn(3, SHAPE[1]).to(computed_in)
-        # Products may use the values before they are rounded to the dtype of the computation.
         error = (view.linear(x, MODULE).double() - x.double() @ exact.double().T).abs()
         size = x.double().abs() @ exact.double().abs().T
-        assert (
-            float((error / size).max())
-            < {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[computed_in]
-        )
+        assert float((error / size).max()) < limit
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=id_of)
@@ -103,49 +108,39 @@ def test_kernels_give_the_same_weights(choice, tmp_path, monkeypatch):
     monkeypatch.setattr(extension, "kernels", lambda: library)
     monkeypatch.setattr(linear_cpu, "serves", lambda *_: False)
     stored, exact, source = one_matrix(tmp_path, choice, torch.bfloat16)
-    view = view_of(format_of(config_of(choice)), source, stored, torch.bfloat16)
-    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact.bfloat16())
+    assert torch.equal(weight_of(config_of(choice), source, stored), exact.bfloat16())
+
+
+def decompressed(scheme: Any, choice: Choice, stored: dict[str, Tensor]) -> Tensor:
+    from compressed_tensors.compressors import BaseCompressor
+
+    name = choice.format if "quantized" in choice.format else "pack-quantized"
+    state = {name.removeprefix(f"{MODULE}."): tensor for name, tensor in stored.items()}
+    return BaseCompressor.get_value_from_registry(name).decompress(state, scheme)["weight"]
 
 
 @pytest.mark.parametrize(
     "choice", [choice for choice in CHOICES if "quantized" in choice.format], ids=id_of
 )
 def test_compressed_tensors_decompresses_to_the_same(choice, tmp_path):
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-
+    schemes = pytest.importorskip("compressed_tensors.quantization")
     if choice.desc_act or (choice.group_size > 0 and SHAPE[1] % choice.group_size):
         pytest.skip("the package knows neither order nor ragged groups any more")
     stored, _, source = one_matrix(tmp_path, choice, torch.bfloat16)
-    state = {name.removeprefix(f"{MODULE}."): tensor for name, tensor in stored.items()}
-    scheme = QuantizationScheme(**config_of(choice)["config_groups"]["group_0"])
-    expected = BaseCompressor.get_value_from_registry(choice.format).decompress(state, scheme)[
-        "weight"
-    ]
-    view = view_of(format_of(config_of(choice)), source, stored, torch.bfloat16)
-    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), expected)
+    scheme = schemes.QuantizationScheme(**config_of(choice)["config_groups"]["group_0"])
+    expected = decompressed(scheme, choice, stored)
+    assert torch.equal(weight_of(config_of(choice), source, stored), expected)
 
 
 @pytest.mark.parametrize("size", [32, 96])
 def test_awq_equals_its_conversion_to_compressed_tensors(size, tmp_path):
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
-
+    autoawq = pytest.importorskip("compressed_tensors.entrypoints.convert.converters.autoawq")
     choice = Choice("awq", group_size=size)
     stored, _, source = one_matrix(tmp_path, choice, torch.float16)
-    converter = AutoAWQConverter.from_autoawq_config(config_of(choice))
-    converted = {
-        name.removeprefix(f"{MODULE}."): tensor
-        for name, tensor in converter.process(dict(stored)).items()
-    }
+    converter = autoawq.AutoAWQConverter.from_autoawq_config(config_of(choice))
     scheme = converter._build_quant_config().config_groups["config_group_0"]
-    expected = BaseCompressor.get_value_from_registry("pack-quantized").decompress(
-        converted, scheme
-    )["weight"]
-    view = view_of(format_of(config_of(choice)), source, stored, torch.float16)
-    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), expected)
+    expected = decompressed(scheme, choice, converter.process(dict(stored)))
+    assert torch.equal(weight_of(config_of(choice), source, stored, torch.float16), expected)
 
 
 def test_transformers_dequantises_float8_to_the_same(tmp_path):
@@ -153,8 +148,7 @@ def test_transformers_dequantises_float8_to_the_same(tmp_path):
     stored, _, source = one_matrix(tmp_path, choice, torch.bfloat16)
     codes, scales = (stored[f"{MODULE}.{name}"] for name in ("weight", "weight_scale_inv"))
     expected = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
-    view = view_of(format_of(config_of(choice)), source, stored, torch.bfloat16)
-    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), expected)
+    assert torch.equal(weight_of(config_of(choice), source, stored), expected)
 
 
 def test_three_bits_are_packed_like_autogptq():
@@ -357,6 +351,9 @@ def group(**changes: Any) -> dict[str, Any]:
     ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
     ({"quant_method": "torchao"}, "'torchao' is not understood"),
     ({"quant_method": "exl3"}, "'exl3' is not understood"),
+    *((config, "'quantization_config'.*dense") for config in (
+        {"quant_method": "exl3"}, {"quant_method": []}, {}, [], "int4", 7,
+    )),
 ])  # fmt: skip
 def test_unsupported_layouts_are_refused_by_name(config, message):
     with pytest.raises(UnsupportedModelError, match=message):
@@ -380,42 +377,28 @@ def test_float_matrices_are_used_unchanged(plain, checkpoint_of, tmp_path):
     """With or without a list of ignored modules."""
     source, exact = checkpoint_of(Choice("awq"))
     directory = shutil.copytree(source, tmp_path / "m")
-    weights = load_file(plain / "model.safetensors")
     name = "model.layers.1.mlp.up_proj"
-    tensors = {
-        key: tensor
-        for key, tensor in load_file(directory / "model.safetensors").items()
-        if name not in key
-    }
-    save_file(
-        {**tensors, f"{name}.weight": weights[f"{name}.weight"]}, directory / "model.safetensors"
-    )
+    file = directory / "model.safetensors"
+    whole = {f"{name}.weight": load_file(plain / "model.safetensors")[f"{name}.weight"]}
+    save_file({key: x for key, x in load_file(file).items() if name not in key} | whole, file)
     layers = open_checkpoint(directory).layers
     keys = [[record.key for record in layer if "up_proj" in record.key] for layer in layers[:2]]
     assert keys == [
         [f"mlp.up_proj.{part}" for part in ("qweight", "scales", "qzeros")], ["mlp.up_proj.weight"],
     ]  # fmt: skip
-    dense = write_checkpoint(
-        tmp_path / "dense", CONFIG, {**exact, f"{name}.weight": weights[f"{name}.weight"]}
-    )
+    assert_same_text(directory, write_checkpoint(tmp_path / "dense", CONFIG, exact | whole))
+
+
+def assert_same_text(*folders: Path) -> None:
     prompt = prompt_of(0, vocab_size=40)
     texts = []
-    for path in (directory, dense):
+    for path in folders:
         with open_llm(path, dtype="float32") as llm:
-            texts.append(llm.generate(prompt).pop().token_ids)
+            texts.append(say(llm, prompt, 24))
     assert texts[0] == texts[1]
 
 
-def test_trivial_groups_are_not_loaded(checkpoint_of):
-    for desc_act in (True, False):
-        directory, _ = checkpoint_of(Choice("gptq", desc_act=desc_act))
-        assert (
-            any("g_idx" in record.key for record in open_checkpoint(directory).layers[0])
-            == desc_act
-        )
-
-
-def test_groups_can_differ_between_layers(tmp_path):
+def test_groups_can_differ_between_layers(tmp_path, checkpoint_of):
     """For the same module; the view of a block uses the tensors of the block."""
     stored = {
         act: one_matrix(tmp_path, Choice("gptq", desc_act=act), torch.float16)
@@ -427,75 +410,63 @@ def test_groups_can_differ_between_layers(tmp_path):
         files[act] = tmp_path / f"{act}.safetensors"
         save_file(tensors, files[act])
         fmt.stored(f"{MODULE}.weight", SHAPE, None, Source(read_header(files[act])))
+        # trivial groups are not loaded
+        layer = open_checkpoint(checkpoint_of(Choice("gptq", desc_act=act))[0]).layers[0]
+        assert any("g_idx" in record.key for record in layer) == act
     for act, (tensors, exact, _) in stored.items():
-        view = view_of(fmt, Source(read_header(files[act])), tensors, torch.float16)
-        assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact)
+        source = Source(read_header(files[act]))
+        assert torch.equal(weight_of(fmt, source, tensors, torch.float16), exact)
 
 
 def test_zero_biases_are_dropped_and_others_refused(checkpoint_of, tmp_path):
     directory = shutil.copytree(checkpoint_of(Choice("gptq"))[0], tmp_path / "m")
-    tensors = load_file(directory / "model.safetensors")
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
     name = "model.layers.0.self_attn.q_proj.bias"
-    for value in (0.0, 1.0):
-        save_file({**tensors, name: torch.full((64,), value)}, directory / "model.safetensors")
-        if value:
-            with pytest.raises(CheckpointError, match="belongs to no part"):
-                open_checkpoint(directory)
-        else:
-            open_checkpoint(directory)
+    save_file({**tensors, name: torch.zeros(64)}, file)
+    open_checkpoint(directory)
+    save_file({**tensors, name: torch.ones(64)}, file)
+    with pytest.raises(CheckpointError, match="belongs to no part"):
+        open_checkpoint(directory)
 
 
 def test_modules_can_differ_in_bits(tmp_path):
     """compressed-tensors by groups, the narrower target first; GPTQ by its overrides."""
-    wide = Choice("pack-quantized", 8)
     narrow = Choice("pack-quantized", 3)
-    first, other = (config_of(choice)["config_groups"]["group_0"] for choice in (wide, narrow))
-    config = {
-        **PACKED,
-        "config_groups": {"a": first, "b": {**other, "targets": ["re:.*down_proj"]}},
-    }
-    stored, exact, source = one_matrix(tmp_path, narrow, torch.float16)
-    view = view_of(format_of(config), source, stored, torch.float16)
-    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact)
-    stored, exact, source = one_matrix(tmp_path, Choice("gptq", 8), torch.float16)
-    config = {
-        **GPTQ,
-        "dynamic": {"-:.*": {}, "+:.*gate": {"bits": 2}, r".*\.down_proj": {"bits": 8}},
-    }
-    view = view_of(format_of(config), source, stored, torch.float16)
-    assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), exact)
+    first, other = (
+        config_of(choice)["config_groups"]["group_0"]
+        for choice in (Choice("pack-quantized", 8), narrow)
+    )
+    groups = {"a": first, "b": {**other, "targets": ["re:.*down_proj"]}}
+    dynamic = {"-:.*": {}, "+:.*gate": {"bits": 2}, r".*\.down_proj": {"bits": 8}}
+    for choice, config in (
+        (narrow, {**PACKED, "config_groups": groups}),
+        (Choice("gptq", 8), {**GPTQ, "dynamic": dynamic}),
+    ):
+        stored, exact, source = one_matrix(tmp_path, choice, torch.float16)
+        assert torch.equal(weight_of(config, source, stored, torch.float16), exact)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_single_scale_of_a_matrix(shape, tmp_path):
     codes = torch.randn(SHAPE).to(torch.float8_e4m3fn)
-    scale = torch.full(shape, 0.3)
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
-    tensors = group()["config_groups"]["group_0"]
-    by_group = {
-        **PACKED,
-        "format": "float-quantized",
-        "config_groups": {"a": {**tensors, "weights": weights}},
-    }
+    groups = {"a": {**PACKED["config_groups"]["group_0"], "weights": weights}}
     for config, name in (
         ({**FP8, "weight_block_size": None}, "weight_scale_inv"),
-        (by_group, "weight_scale"),
+        ({**PACKED, "format": "float-quantized", "config_groups": groups}, "weight_scale"),
     ):
-        stored = {f"{MODULE}.weight": codes, f"{MODULE}.{name}": scale}
+        stored = {f"{MODULE}.weight": codes, f"{MODULE}.{name}": torch.full(shape, 0.3)}
         save_file(stored, tmp_path / "model.safetensors")
         source = Source(read_header(tmp_path / "model.safetensors"))
-        view = view_of(format_of(config), source, stored, torch.float32)
-        assert torch.equal(view.rows(torch.arange(SHAPE[0]), MODULE), codes.float() * 0.3)
+        expected = codes.float() * 0.3
+        assert torch.equal(weight_of(config, source, stored, torch.float32), expected)
 
 
 def test_quantised_activations_are_ignored_with_a_notice(checkpoint_of):
     assert format_of(PACKED).notice == ""
-    group = PACKED["config_groups"]["group_0"]
-    config = {
-        **PACKED,
-        "config_groups": {"a": {**group, "input_activations": {"num_bits": 8}}},
-        "kv_cache_scheme": {"a": 1},
-    }
+    group = {**PACKED["config_groups"]["group_0"], "input_activations": {"num_bits": 8}}
+    config = {**PACKED, "config_groups": {"a": group}, "kv_cache_scheme": {"a": 1}}
     assert "quantised activations and keys and values" in format_of(config).notice
     with LLM(str(checkpoint_of(Choice("fp8"))[0]), device="cpu") as llm:
         assert "quantised activations" in llm.spec.notice
@@ -508,21 +479,9 @@ def test_memory_is_planned_by_packed_bytes_and_one_matrix(plain, checkpoint_of):
     assert 64 * 96 * 4 <= sizes[0].view_nbytes - sizes[1].view_nbytes < 64 * 96 * 4 + (32 << 20)
 
 
-def test_sharded_checkpoint_is_quantised_and_written_plain(tmp_path):
-    config = llama_config(
-        hidden_size=64, intermediate_size=96, head_dim=16, max_position_embeddings=256
-    )
-    tensors = {name: 3 * tensor for name, tensor in llama_tensors(config).items()}
-    source = write_checkpoint(tmp_path / "source", config, tensors)
-    (source / "model.safetensors").unlink()
-    where = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
-    for path in set(where.values()):
-        save_file({name: tensors[name] for name in tensors if where[name] == path}, source / path)
-    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+def test_sharded_checkpoint_is_quantised_and_written_plain(plain, tmp_path):
+    tensors = load_file(plain / "model.safetensors")
+    source = write_sharded(tmp_path / "source", CONFIG, tensors, dealt(tensors, 2))
     write(source, tmp_path / "q", Choice("pack-quantized"), tmp_path / "exact")
-    texts = []
-    for path in (tmp_path / "q", tmp_path / "exact"):
-        with open_llm(path, dtype="float32") as llm:
-            texts.append(say(llm, prompt_of(0, vocab_size=40), 12))
-    assert texts[0] == texts[1]
+    assert_same_text(tmp_path / "q", tmp_path / "exact")
     assert open_checkpoint(tmp_path / "q").nbytes < 0.7 * open_checkpoint(tmp_path / "exact").nbytes

@@ -17,7 +17,6 @@ from offload_rt.weights.formats import Source, format_of
 from offload_rt.weights.header import read_header
 
 pytestmark = pytest.mark.numeric
-
 PROJ = "model.layers.1.mlp.experts.gate_up_proj"
 
 

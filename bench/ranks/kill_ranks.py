@@ -1,6 +1,6 @@
 """How do runs of two ranks end whose processes get signals at random moments?
 
-    PYTHONPATH=.:tests python tests/support/kill_ranks.py [--times 50] [--seed 0]
+    PYTHONPATH=.:tests python bench/ranks/kill_ranks.py [--times 50] [--seed 0]
 
 Each run gets one signal, at a moment from the start of its processes to their end; as torchrun
 does, the other rank is told to end 0.1 s after one has failed, in half of the runs. Prints each run
@@ -57,6 +57,7 @@ def _end(ranks: list[Program], has_agent: bool, until: float) -> float:
 
 
 def main() -> None:
+    """Run pairs of ranks, send signals, and print how they end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
