@@ -1,6 +1,7 @@
 """Plans for several GPUs: shares and exchanged bytes are computed by hand."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -37,10 +38,8 @@ def forecast(
     drafts = sizes(draft) if draft else None
     if ranks.split_draft and drafts:
         drafts = ranks.part(drafts)
-    settings = {"draft_quantize": "none", **settings}
-    config = EngineConfig(
-        "llama2-70b", draft, drafter="static_tree" if draft else "none", **settings
-    )
+    settings = {"draft_quantize": "none", "drafter": "static_tree" if draft else "none"} | settings
+    config = EngineConfig("llama2-70b", draft, **settings)
     acceptance = assume("auto", ("", ""), ("llama2-70b", draft or ""), 0.0)
     machine = Machine.with_card(CARD, ram, 7.0).of_rank(ranks)
     return predict(PlanRequest(config, (target, drafts), acceptance, 128, 16), machine)
@@ -66,10 +65,9 @@ def test_exchanged_bytes_equal_a_ring(n):
         parts = [[{(rank, chunk)} for chunk in range(n)] for rank in range(n)]
         received = 0
         for step in range(2 * (n - 1)):
-            sent = [(rank, (rank - step) % n) for rank in range(n)]
-            for rank, chunk in sent:
-                to = parts[(rank + 1) % n]
-                to[chunk] = to[chunk] | parts[rank][chunk]
+            for rank in range(n):
+                chunk = (rank - step) % n
+                parts[(rank + 1) % n][chunk] |= parts[rank][chunk]
                 received += width // n if (rank + 1) % n == 0 else 0
         assert all(len(chunk) == n for rank in parts for chunk in rank)
         return received
@@ -98,9 +96,8 @@ def test_two_ranks_move_half_the_layers_over_each_link():
         assert result.plain.pass_s == pytest.approx(nbytes / 25e9, rel=0.01)
     # Half of the head as well.
     spec = replace(two.request.models[0].spec, vocab_size=VOCAB // 2)
-    alone = two.machine.roof(DType.BFLOAT16, None).compute_times(
-        spec, DType.BFLOAT16, is_replayed=False
-    )
+    roof = two.machine.roof(DType.BFLOAT16, None)
+    alone = roof.compute_times(spec, DType.BFLOAT16, is_replayed=False)
     assert two.row_s - two.exchange_s == pytest.approx(float(alone.at(np.array([1]), 128)[0]))
 
 
@@ -164,14 +161,10 @@ def test_draft_is_planned_where_it_is_faster(more, place, capsys):
     assert seconds["auto"] == min(seconds.values())
     assert results["auto"]["ranks"]["split_draft"] == (place != "on the first card")
     assert plan.main(asked) == 0
-    told = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("with the draft model")
-    ]
+    told = re.findall(r"^with the draft model(.*): (.*)$", capsys.readouterr().out, re.M)
+    assert place in told[0][0]
     by_place = sorted((seconds["on"], seconds["off"]))
-    assert place in told[0]
-    assert [line.split(": ")[1] for line in told] == [format_speed(s) for s in by_place]
+    assert [speed for _, speed in told] == [format_speed(s) for s in by_place]
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
