@@ -32,7 +32,6 @@ def target_of(name: str) -> Sizes:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "name", "gib"),
-    # Sizes of the published files.
     [
         ("qwen3.5-27b", "z-lab/Qwen3.5-27B-DFlash", 3.96),
         ("gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", 1.46),
@@ -68,8 +67,8 @@ def test_drafters_are_ranked_with_their_sources(monkeypatch, tmp_path):
         nothing = Assumed(power_law(1.0), "")
         request = PlanRequest(config, (target_of(target), None), nothing, 128, 128)
         choices = compare(request, machine, 0.0)
-        names = [choice.drafter for choice in choices]
-        assert {"none", "recycle", "self", "adaptive_tree", "mtp"} & {*names}
+        names = {choice.drafter for choice in choices}
+        assert {"none", "recycle", "self", "adaptive_tree", "mtp"} & names
         assert all(choice.source for choice in choices)
         forecasts = [choice.forecast for choice in choices if choice.forecast]
         seconds = [forecast.run.seconds_per_token for forecast in forecasts]
