@@ -37,6 +37,10 @@ def test_draft_time_is_a_draft_pass_per_level():
     parents = np.array([-1, 0, 0, 1, 2])
     assert by_width.draft_s(Topology(parents), 0) == pytest.approx(0.1 + 0.3)
     assert PairTimes(target).draft_s(Topology(parents), 0) == 0.0
+    # A drafter of blocks of 16 tokens needs one pass.
+    block = ComputeTimes((1, 16, 64), (0,), ((1.0, 2.0, 5.0),))
+    at_once = PairTimes(block, block, 0.1, n_at_once=16)
+    assert at_once.draft_s(Topology.chain(9), 0) == pytest.approx(2.8)
 
 
 def test_mean_pass_time_follows_the_growing_context():

@@ -15,7 +15,6 @@ from support.tiny import (
     add_tokenizer,
     byte_level,
     generate,
-    keep_steady,
     open_llm,
     prompt_of,
 )
@@ -30,10 +29,7 @@ PROMPTS = [prompt_of(seed, n) for seed, n in ((0, 21), (1, 9), (2, 30))]
 PARAMS = SamplingParams(max_tokens=12, temperature=0)
 
 
-@pytest.fixture(autouse=True)
-def steady(monkeypatch):
-    """Make tree sizes independent of the clock and of earlier tests."""
-    keep_steady(monkeypatch)
+pytestmark = pytest.mark.usefixtures("steady")
 
 
 @pytest.fixture

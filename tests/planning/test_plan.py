@@ -98,18 +98,12 @@ def test_known_shapes_have_the_published_parameter_counts(name, billions):
     assert n / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_gpu_is_described_by_its_figures(capsys):
+def test_gpu_is_described_by_its_figures():
     card = find_card("RTX 4090")
     figures = f"24GiB, {card.memory_gbps}GB/s, {card.tflops}TFLOPS, {card.link.gbps}GB/s"
     unnamed = {"name": "", "title": "", "source": ""}
     assert replace(find_card(figures), link=card.link, **unnamed) == replace(card, **unnamed)
-    seconds = {
-        planned(["llama-68m", "--gpu", gpu, "--ram", "16GiB"], capsys)[
-            "predicted_seconds_per_token"
-        ]
-        for gpu in ("rtx4090", figures)
-    }
-    assert len(seconds) == 1
+    assert find_card(figures).link.gbps == card.link.gbps
 
 
 def test_roofline_is_the_longer_of_reading_and_multiplying():
@@ -304,10 +298,9 @@ def test_acceptance_can_be_given():
 
 
 def test_builtin_shapes_and_gpus_are_listed(capsys):
-    assert plan.main(["--list"]) == 0
-    assert capsys.readouterr().out.split() == list(KNOWN)
-    assert plan.main(["--list-gpus"]) == 0
-    assert capsys.readouterr().out.split() == [card.name for card in CARDS]
+    for flag, names in (("--list", list(KNOWN)), ("--list-gpus", [card.name for card in CARDS])):
+        assert plan.main([flag]) == 0
+        assert capsys.readouterr().out.split() == names
 
 
 @pytest.mark.parametrize(("model", "name"), [
@@ -344,23 +337,18 @@ DRAFT = "--draft-model llama2-7b"
     (f"{DRAFT} --drafter self", "or omit --drafter"),
     ("--drafter self", "the device memory budget is too small"),
     ("--draft-model llama3-8b", "different tokenizer"),
+    ("--ranks 3", "cannot be divided among 3 ranks"), ("--ranks 0", "raise --ranks"),
+    ("--ranks 2 --pipeline 2", "omit --ranks or --pipeline"),
+    ("--ranks 2 --network 10", "7GB/s"), ("--ranks 2 --gpu this", "name a card"),
+    ("--model no-such-model", "--list` prints all"), ("--model Qwen3-9B", "did you mean qwen3-8b"),
+    ("--model nobody/nothing-of-this-name", "not in the hub cache"),
+    ("--model nowhere/at/all", "no model called"), ("--model config.json", "not JSON"),
 ])  # fmt: skip
-def test_mistakes_are_one_sentence(arguments, told, capsys):
-    asked = f"--model llama2-70b --gpu rtx4090 {arguments}"
+def test_mistakes_are_one_sentence(arguments, told, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text("{", encoding="utf-8")  # damaged
+    asked = f"--model llama2-70b --gpu rtx4090 --offline {arguments}"
     assert told in refused(asked.split(), capsys)
-
-
-def test_missing_model_is_one_sentence(tmp_path, capsys):
-    damaged = tmp_path / "config.json"
-    damaged.write_text("{", encoding="utf-8")
-    for model, told in [
-        ("no-such-model", "--list` prints all"),
-        ("Qwen3-9B", "did you mean qwen3-8b"),
-        ("nobody/nothing-of-this-name", "not in the hub cache"),
-        (str(tmp_path / "nowhere"), "no model called"),
-        (str(damaged), "not JSON"),
-    ]:
-        assert told in refused(["--model", model, "--gpu", "rtx4090", "--offline"], capsys)
 
 
 def test_hub_id_config_file_and_directory_give_the_plan_of_the_name(tmp_path, capsys):
