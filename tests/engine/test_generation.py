@@ -213,10 +213,11 @@ def test_seed_determines_the_tokens(zoo):
 
 
 class Unlearning(Drafter):
-    """The part of a drafter that learns nothing and keeps nothing."""
-
     def learn(self, sequence, tree, verdict, predicted=None):
         pass
+
+    def propose(self, sequences, n_nodes):
+        return [self.tree(sequence) for sequence in sequences]
 
 
 class TreeDrafter(Unlearning):
@@ -227,8 +228,7 @@ class TreeDrafter(Unlearning):
     def __init__(self, true):
         self._true = true
 
-    def propose(self, sequences, n_nodes):
-        (sequence,) = sequences
+    def tree(self, sequence):
         n = sequence.n_new
         topology = random_tree(1 + n % self.limits.n_nodes, n)
         tokens = torch.tensor(prompt_of(n, len(topology)))
@@ -236,7 +236,7 @@ class TreeDrafter(Unlearning):
             if node % 3 and n + depth <= len(self._true):
                 tokens[node] = self._true[n + depth - 1]
         tokens[0] = sequence.tokens[-1]
-        return [DraftTree(topology, tokens)]
+        return DraftTree(topology, tokens)
 
 
 def test_dynamic_rope_grows_past_the_limit(tmp_path):
@@ -317,10 +317,7 @@ class FullTrees(Unlearning):
         self._parents = np.array([-1, *np.arange(1 + VOCABULARY).repeat(VOCABULARY)])
         self._n = 0
 
-    def propose(self, sequences, n_nodes):
-        return [self._tree(sequence) for sequence in sequences]
-
-    def _tree(self, sequence):
+    def tree(self, sequence):
         self._n += 1
         n = (1, 1 + VOCABULARY, self.limits.n_nodes)[self._n % 3]
         tokens = torch.arange(-1, n - 1) % VOCABULARY

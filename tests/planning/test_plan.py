@@ -40,10 +40,8 @@ from offload_rt.planning.local import measure_roof
 from offload_rt.speculate.pair_stats import Estimates, PairStats
 from offload_rt.speculate.select import pick_drafter
 
-DEMO, DEMO_DRAFT = (
-    str(Path(__file__).resolve().parents[2] / "models" / name)
-    for name in ("demo-target", "demo-draft")
-)
+MODELS = Path(__file__).resolve().parents[2] / "models"
+DEMO, DEMO_DRAFT = str(MODELS / "demo-target"), str(MODELS / "demo-draft")
 NO_CHECKPOINTS = ("", "")
 CARD = ["--gpu", "rtx4090", "--ram", "160GB"]
 PAIR = ["--model", "llama2-70b", "--draft-model", "llama2-7b"]
