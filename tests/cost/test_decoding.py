@@ -37,6 +37,10 @@ def test_draft_time_is_a_draft_pass_per_level():
     parents = np.array([-1, 0, 0, 1, 2])
     assert by_width.draft_s(Topology(parents), 0) == pytest.approx(0.1 + 0.3)
     assert PairTimes(target).draft_s(Topology(parents), 0) == 0.0
+    # A drafter of blocks of 16 tokens needs one pass.
+    block = ComputeTimes((1, 16, 64), (0,), ((1.0, 2.0, 5.0),))
+    at_once = PairTimes(block, block, 0.1, n_at_once=16)
+    assert at_once.draft_s(Topology.chain(9), 0) == pytest.approx(2.8)
 
 
 def test_mean_pass_time_follows_the_growing_context():
@@ -57,18 +61,16 @@ def test_mean_pass_time_follows_the_growing_context():
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
 def test_presets_reproduce_published_tokens_per_pass(preset):
-    table = search(power_law(preset.power), preset.n_nodes, preset.n_levels)
-    assert table.values[preset.n_nodes, preset.n_levels] == pytest.approx(
-        preset.tokens_per_pass, abs=0.005
-    )
+    size = preset.n_nodes, preset.n_levels
+    tokens = search(power_law(preset.power), *size).values[size]
+    assert tokens == pytest.approx(preset.tokens_per_pass, abs=0.005)
 
 
 # Seconds per token on an L40 in Sequoia (Chen et al. 2024): with a tree, and without.
 SEQUOIA = {
-    "llama2-70b-chat": (0.66, 5.65),
-    "llama2-70b-chat-0.6": (0.68, 5.65),
+    "llama2-70b-chat": (0.66, 5.65), "llama2-70b-chat-0.6": (0.68, 5.65),
     "llama3-70b-instruct": (0.60, 5.7),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SEQUOIA)

@@ -47,15 +47,14 @@ def event_loop_s(plan: Plan, compute_s: float, draft_s: float, more: float = 0.0
     more  bytes that cross the last link with each streamed layer
     """
     has_card = plan.budget.has_card
-    names = [
-        name for name, _ in LINKS if plan.on(name) or (name == "host" and has_card and plan.n_slots)
-    ]
     paths = {"device": (), "host": ("host",), "disk": ("disk", "host") if has_card else ("disk",)}
+    names = [name for name, _ in LINKS if any(name in paths[tier] for tier in plan.tiers)]
     # Per stage: when each layer left the stage, in order. The device is the last stage.
     ends = {name: [] for name in (*names, "device")}
     marks = [0.0]
     now = 0.0
     computed = []
+    crossed = {}  # by layer, when it left the last link
     carried = {name: [] for name in names}
     for _ in range(14):
         now += draft_s
@@ -68,16 +67,13 @@ def event_loop_s(plan: Plan, compute_s: float, draft_s: float, more: float = 0.0
                 start = max(arrived, ends[name][-1] if j else 0.0)
                 if j >= plan.n_slots:
                     before = carried[name][j - plan.n_slots]
-                    following = names[names.index(name) + 1] if name != names[-1] else None
-                    freed = (
-                        computed[before]
-                        if following is None
-                        else ends[following][carried[following].index(before)]
-                    )
+                    freed = computed[before] if name == names[-1] else crossed[before]
                     start = max(start, freed)
                 nbytes = GB + (more if name == names[-1] else 0.0)
                 arrived = start + nbytes / (dict(LINKS)[name] * 1e9)
                 ends[name].append(arrived)
+                if name == names[-1]:
+                    crossed[at] = arrived
                 carried[name].append(at)
             now = max(now, arrived) + compute_s / len(plan.tiers)
             computed.append(now)
@@ -85,20 +81,15 @@ def event_loop_s(plan: Plan, compute_s: float, draft_s: float, more: float = 0.0
     return float(np.diff(marks)[2:].mean())
 
 
-PLANS = st.builds(
-    lambda n, device, host: plan_of(
-        n, min(2 + device * (n - 2), n - 1), None if host is None else 3 + host * n
-    ),
-    st.integers(24, 80),
-    st.floats(0, 0.7),
-    st.none() | st.floats(0, 1),
-)
-
-
 @settings(max_examples=60, deadline=None)
-@given(PLANS, st.floats(0.05, 20), st.floats(0, 4), st.integers(0, 3 * GB))
-def test_pass_time_equals_an_event_loop(plan, compute_s, draft_s, exchanged):
+@given(
+    st.integers(24, 80), st.floats(0, 0.7), st.none() | st.floats(0, 1),
+    st.floats(0.05, 20), st.floats(0, 4), st.integers(0, 3 * GB),
+)  # fmt: skip
+def test_pass_time_equals_an_event_loop(n, device, host, compute_s, draft_s, exchanged):
     """Within 3 % and a few layers, or 10 % where link and device are about equal."""
+    host = None if host is None else 3 + host * n
+    plan = plan_of(n, min(2 + device * (n - 2), n - 1), host)
     n_rows = 64
     exchanged = exchanged if plan.budget.has_card else 0
     n_streamed = plan.tiers.count("host") + plan.tiers.count("disk")
@@ -131,12 +122,6 @@ def test_pass_time_equals_its_slowest_stage(rates, moved, fixed):
     assert seconds >= (max(parts) + fixed) * (1 - 1e-9)
     if min(max(parts[:2]), parts[2]) < max(parts) / 2:
         assert seconds == pytest.approx(max(parts) + fixed, rel=1e-3)
-
-
-def test_unused_tiers_need_no_rate():
-    profile = MachineProfile((("disk", 2.0),), 10.0)
-    moved = PassBytes((("host", 0), ("disk", 4 * GB)), GB)
-    assert pass_time(profile, moved) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(("ahead", "between", "seconds"), [
@@ -185,26 +170,21 @@ def test_more_memory_is_never_slower(n, host, compute_s, draft_s):
 
 
 def test_touched_experts_grow_with_the_rows_of_a_pass():
-    profile = MachineProfile((("disk", 2.0), ("host", 1.0)), 100.0)
+    profile = MachineProfile((("disk", 2.0),), 100.0)  # an unused tier needs no rate
     experts = TouchedExperts("disk", 10, 4, 1, 10**8, n_resident=2)
     moved = PassBytes((("disk", GB), ("host", 0)), 10**6, experts=experts)
     for n_rows, share in ((1, 1 / 4), (2, 7 / 16), (500, 1.0)):
         assert pass_time(profile, moved, n_rows) == pytest.approx(0.5 + share, rel=1e-3)
         assert moved.at(0, n_rows) == {"disk": pytest.approx(GB + share * 2 * GB, rel=1e-6)}
     alone = replace(moved, streamed=())
-    assert pass_times(profile, alone, np.array([1, 2]), 0) == pytest.approx(
-        [1 / 4, 7 / 16], rel=1e-3
-    )
+    seconds = pass_times(profile, alone, np.array([1, 2]), 0)
+    assert seconds == pytest.approx([1 / 4, 7 / 16], rel=1e-3)
 
 
 def test_extrapolated_compute_time_stays_above_the_fastest_measured_pass():
     """Times of a busy machine may fall with the row count; extrapolation would reach zero."""
     falling = ComputeTimes((1, 8), (64, 128), ((2.0, 1.0), (2.5, 1.5)))
-    assert falling.at(np.array([4, 100, 10_000]), 64).tolist() == [
-        pytest.approx(2 - 3 / 7),
-        1.0,
-        1.0,
-    ]
+    assert falling.at(np.array([4, 100, 10_000]), 64) == pytest.approx([2 - 3 / 7, 1.0, 1.0])
     assert (falling.at(np.array([100, 10_000]), 1000) > 0).all()
 
 

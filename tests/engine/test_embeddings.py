@@ -61,9 +61,8 @@ def test_a_server_refuses_embeddings_of_other_models_before_loading(tmp_path, mo
     random_model(config_of("gpt2")).save_pretrained(tmp_path)
     capfd.readouterr()
     monkeypatch.setattr(LLM, "load", Mock(side_effect=AssertionError("loaded")))
-    assert (
-        serve.main([str(tmp_path), "--port", "0", "--device", "cpu", "--embeddings", "mean"]) == 2
-    )
+    arguments = [str(tmp_path), "--port", "0", "--device", "cpu", "--embeddings", "mean"]
+    assert serve.main(arguments) == 2
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and "embeddings: needs a native model" in err
 
@@ -94,9 +93,9 @@ def test_embeddings_over_http(model, pair):
             coded = served.post("/v1/embeddings", body | {"encoding_format": "base64"})[1]
             raw = base64.b64decode(coded["data"][0]["embedding"])
             assert np.frombuffer(raw, np.float32).tolist() == pytest.approx(plain)
-            for wrong in ({"input": []}, {"input": "x", "dimensions": 3}, {"input": [[999999]]}):
-                assert served.post("/v1/embeddings", wrong)[0] == 400
-            assert served.post("/v1/embeddings", {"input": ["x"] * 40})[0] == 400
+            for wrong in ([], [[999999]], ["x"] * 40):
+                assert served.post("/v1/embeddings", {"input": wrong})[0] == 400
+            assert served.post("/v1/embeddings", {"input": "x", "dimensions": 3})[0] == 400
             assert served.service.n_open == 0
         with running(llm) as served:
             assert served.post("/v1/embeddings", body)[0] == 404

@@ -14,7 +14,6 @@ from support.tiny import (
     PLACES,
     add_tokenizer,
     byte_level,
-    engine_of,
     generate,
     open_llm,
     prompt_of,
@@ -78,28 +77,21 @@ def test_at_most_eight_frames_between_engine_thread_and_matrix_product(zoo, monk
     assert len(files) == len(set(files)), files
 
 
-def alone(llm, prompts, params):
-    outputs = [
-        llm.generate(prompt, sampling)[0] for prompt, sampling in zip(prompts, params, strict=True)
-    ]
+def together(llm, prompts, params):
+    outputs = llm.generate(prompts, params)
     return [(output.token_ids, output.text, output.finish_reason) for output in outputs]
 
 
-def together(llm, prompts, params):
-    return [
-        (output.token_ids, output.text, output.finish_reason)
-        for output in llm.generate(prompts, params)
-    ]
+def alone(llm, prompts, params):
+    return [together(llm, *one)[0] for one in zip(prompts, params, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory):
     """A model with a tokenizer, an end token, and a window."""
     path = tmp_path_factory.mktemp("speaking")
-    tokenizer = byte_level()
-    case = CASES["mistral"]
-    case.build(0, vocab_size=tokenizer.get_vocab_size(), eos_token_id=7).save_pretrained(path)
-    add_tokenizer(path, tokenizer)
+    CASES["mistral"].build(0, vocab_size=320, eos_token_id=7).save_pretrained(path)
+    add_tokenizer(path, byte_level(320))
     return path
 
 
@@ -168,7 +160,7 @@ def test_sequences_join_and_leave_a_running_batch(pair, drafter):
     with open_llm(pair.target, max_model_len=256, **pair.settings(drafter)) as llm:
         solo = alone(llm, prompts, params)
         engine = llm.engine
-        caches = llm.engine.runner._caches
+        caches = engine.runner._caches
         joins = {0: [0], 3: [1, 2], 5: [3], 14: [4]}
         sequences = {}
         ids = {}
@@ -180,16 +172,13 @@ def test_sequences_join_and_leave_a_running_batch(pair, drafter):
             if n_step == 8:
                 engine.abort(next(id for id, i in ids.items() if i == 3))
             for event in engine.step():
-                got.setdefault(ids[event.id], []).extend(event.token_ids)
-                assert (event.finish_reason is not None) == (
-                    got[ids[event.id]] == solo[ids[event.id]][0]
-                )
-        assert not llm.engine.step()
-        llm.engine.reset_prefix_cache()
+                i = ids[event.id]
+                got.setdefault(i, []).extend(event.token_ids)
+                assert (event.finish_reason is not None) == (got[i] == solo[i][0])
+        assert not engine.step()
+        engine.reset_prefix_cache()
         assert not caches
-    assert {i: tokens for i, tokens in got.items() if i != 3} == {
-        i: solo[i][0] for i in (0, 1, 2, 4)
-    }
+    assert all(got[i] == solo[i][0] for i in (0, 1, 2, 4))
     assert 0 < len(got[3]) < 40 and got[3] == solo[3][0][: len(got[3])]
     assert all(measured(sequences[i]) for i in range(5))
     assert sequences[1].stats.n_passes <= 12
@@ -215,66 +204,39 @@ def test_prompt_passes_do_not_train_the_cost_model(zoo):
 
 
 def test_seed_determines_the_tokens(zoo):
-    def run(llm, seed):
-        return llm.generate(
-            prompt_of(0), SamplingParams(max_new_tokens=24, temperature=1.0, seed=seed)
-        )[0].token_ids
-
+    texts = []
     with open_llm(zoo.directory("llama", 0)) as llm:
-        texts = [run(llm, seed) for seed in (1, 2, 3, 1, None, None)]
-    assert texts[0] == texts[3]
-    assert len(set(map(tuple, texts))) == 5
+        for seed in (1, 2, 3, 1, None, None):
+            params = SamplingParams(max_new_tokens=24, temperature=1.0, seed=seed)
+            texts.append(llm.generate(prompt_of(0), params)[0].token_ids)
+    assert texts[0] == texts[3] and len(set(map(tuple, texts))) == 5
 
 
 class Unlearning(Drafter):
-    """The part of a drafter that learns nothing and keeps nothing."""
-
     def learn(self, sequence, tree, verdict, predicted=None):
         pass
 
+    def propose(self, sequences, n_nodes):
+        return [self.tree(sequence) for sequence in sequences]
+
 
 class TreeDrafter(Unlearning):
-    """Propose random trees that contain parts of the true continuation.
-
-    true  continuation of each prompt, by its first token
-    """
+    """Propose random trees for a sequence that contain parts of its true continuation."""
 
     limits = DraftLimits(12, 12)
 
-    def __init__(self, true, vocab_size):
+    def __init__(self, true):
         self._true = true
-        self._vocab_size = vocab_size
-        self._n = 0
 
-    def propose(self, sequences, n_nodes):
-        return [self._tree(sequence) for sequence in sequences]
-
-    def _tree(self, sequence):
-        self._n += 1
-        generator = torch.Generator().manual_seed(self._n)
-        topology = random_tree(1 + self._n % self.limits.n_nodes, self._n)
-        tokens = torch.randint(self._vocab_size, (len(topology),), generator=generator)
+    def tree(self, sequence):
+        n = sequence.n_new
+        topology = random_tree(1 + n % self.limits.n_nodes, n)
+        tokens = torch.tensor(prompt_of(n, len(topology)))
+        for node, depth in enumerate(topology.depths.tolist()):
+            if node % 3 and n + depth <= len(self._true):
+                tokens[node] = self._true[n + depth - 1]
         tokens[0] = sequence.tokens[-1]
-        true = self._true.get(tuple(sequence.tokens[: sequence.n_prompt]), [])[sequence.n_new :]
-        for node in range(1, len(topology)):
-            depth = int(topology.depths[node])
-            if node % 3 and depth <= len(true):
-                tokens[node] = true[depth - 1]
         return DraftTree(topology, tokens)
-
-
-def run_with_trees(llm, drafter, prompts, params):
-    """Return the answers of an engine with another drafter."""
-    engine = engine_of(llm, drafter)
-    sequences = [
-        Sequence(list(prompt), sampling, 160)
-        for prompt, sampling in zip(prompts, params, strict=True)
-    ]
-    for sequence in sequences:
-        engine.add(sequence)
-    while engine.step():
-        pass
-    return [sequence.tokens[sequence.n_prompt :] for sequence in sequences]
 
 
 def test_dynamic_rope_grows_past_the_limit(tmp_path):
@@ -287,24 +249,23 @@ def test_dynamic_rope_grows_past_the_limit(tmp_path):
         model = LlamaForCausalLM.from_pretrained(tmp_path).eval()
         expected = generate(model, prompt, 50)
         with open_llm(tmp_path, max_model_len=40) as llm:
-            got = run_with_trees(
-                llm, TreeDrafter({tuple(prompt): expected}, 128), [prompt], [SamplingParams(50)]
-            )
+            sequence = Sequence(list(prompt), SamplingParams(50), 160)
+            got = run_together(runner_of(llm), TreeDrafter(expected), MatchRule(), [sequence], 12)
         assert got == [expected]
+        assert sequence.stats.n_passes < 40, "trees were accepted"
 
 
 def test_length_limits_end_with_length(zoo):
     prompt = prompt_of(0)
     text = zoo.greedy("llama", 0)
     with open_llm(zoo.directory("llama", 0), max_model_len=40) as llm:
-        few = llm.generate(prompt, SamplingParams(max_new_tokens=3)).pop()
-        full = llm.generate(prompt, SamplingParams(max_new_tokens=64)).pop()
+        for n, n_new in ((3, 3), (64, 40 - len(prompt))):
+            output = llm.generate(prompt, SamplingParams(max_new_tokens=n)).pop()
+            assert (output.token_ids, output.finish_reason) == (text[:n_new], "length")
         last = llm.generate(prompt_of(0, 39), SamplingParams(max_new_tokens=64)).pop()
+        assert (len(last.token_ids), last.finish_reason) == (1, "length")
         with pytest.raises(CapacityError, match="39"):
             llm.generate(prompt_of(0, 40))
-    assert (few.token_ids, few.finish_reason) == (text[:3], "length")
-    assert (full.token_ids, full.finish_reason) == (text[: 40 - len(prompt)], "length")
-    assert (len(last.token_ids), last.finish_reason) == (1, "length")
 
 
 @pytest.mark.parametrize(("prompts", "error"), [
@@ -353,14 +314,10 @@ class FullTrees(Unlearning):
     limits = DraftLimits(1 + VOCABULARY + VOCABULARY**2, 3)
 
     def __init__(self):
-        parents = [-1, *(node for node in range(1 + VOCABULARY) for _ in range(VOCABULARY))]
-        self._parents = np.array(parents)
+        self._parents = np.array([-1, *np.arange(1 + VOCABULARY).repeat(VOCABULARY)])
         self._n = 0
 
-    def propose(self, sequences, n_nodes):
-        return [self._tree(sequence) for sequence in sequences]
-
-    def _tree(self, sequence):
+    def tree(self, sequence):
         self._n += 1
         n = (1, 1 + VOCABULARY, self.limits.n_nodes)[self._n % 3]
         tokens = torch.arange(-1, n - 1) % VOCABULARY
@@ -396,8 +353,7 @@ def test_joint_distribution_of_sampled_tokens(small):
 
 def test_loading_progress_reports_all_bytes(zoo):
     """Also if alignment makes a block longer than its data."""
-    told: list[tuple[int, int]] = []
+    told = []
     config = EngineConfig(str(zoo.directory(next(iter(CASES)), 0)))
     LLM.from_config(config, progress=lambda done, total: told.append((done, total))).close()
-    assert told[-1][0] == told[-1][1] > 0
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1][0] == told[-1][1] > 0 and told == sorted(told)

@@ -65,6 +65,7 @@ def test_oom_prefills_in_smaller_chunks(zoo, full):
 
 
 def test_oom_pauses_the_newest_sequence(zoo, monkeypatch):
+    prompts = [prompt_of(0), prompt_of(1)]
     with open_llm(zoo.directory("llama", 0)) as llm:
         forward = llm.engine.runner.forward
         seen = []
@@ -76,10 +77,9 @@ def test_oom_pauses_the_newest_sequence(zoo, monkeypatch):
             return forward(steps)
 
         monkeypatch.setattr(llm.engine.runner, "forward", alone)
-        outputs = llm.generate([prompt_of(0), prompt_of(1)], SamplingParams(max_new_tokens=6))
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=6))
         assert True in seen and not llm.engine.is_short
-    for k, output in enumerate(outputs):
-        assert output.token_ids == generate(zoo.model("llama", 0), prompt_of(k), 6)
+    assert_continued(outputs, zoo.model("llama", 0), prompts, 6)
 
 
 def test_oom_without_remedy_keeps_the_tokens(zoo, full):

@@ -1,26 +1,13 @@
 """Prompts in all accepted forms, and the results that users print."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.checkpoints import speaking_checkpoint
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import SamplingParams
 from offload_rt.cli import run
 from offload_rt.errors import SettingsError
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return speaking_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), device="cpu", max_model_len=64, drafter="none") as llm:
-        yield llm
 
 
 @pytest.mark.parametrize(
@@ -32,8 +19,16 @@ def test_sampling_parameter_of_a_wrong_type_is_a_settings_error(settings):
         SamplingParams(**settings)  # type: ignore[arg-type]
 
 
-def test_json_lists_all_answers_as_outputs(model, capsys):
-    given = [str(model), "the fox", "--device", "cpu", "--max-model-len", "64", "--quiet"]
+def test_json_lists_all_answers_as_outputs(tmp_path, capsys):
+    given = [
+        str(speaking_checkpoint(tmp_path)),
+        "the fox",
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "64",
+        "--quiet",
+    ]
     assert run.main([*given, "--json", "--n", "3", "--temperature", "1", "--max-tokens", "3"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert [answer["index"] for answer in record["outputs"]] == [0, 1, 2]

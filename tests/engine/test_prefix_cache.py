@@ -1,12 +1,14 @@
 """Prefix cache: sequences with a common prefix compute only the rest, and texts stay the same."""
 
+from itertools import chain, repeat
+from unittest.mock import DEFAULT, Mock
+
 import pytest
 import torch
 from support.heads import HEADS
-from support.tiny import generate, prompt_of, runner_of, say, watch
+from support.tiny import assert_continued, generate, prompt_of, runner_of, say, watch
 
 from offload_rt import SamplingParams
-from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import tree_drafter
 
@@ -52,20 +54,18 @@ def test_texts_do_not_depend_on_the_prefix_cache(opened, kind):
     llm, model = opened(kind)
     vocab_size = model.config.vocab_size
     draw = torch.Generator().manual_seed(1)
-    texts = [prompt_of(0, 40)]
-    texts = [[token % vocab_size for token in texts[0]]]
+    texts = [prompt_of(0, 40, vocab_size)]
     with llm:
-        for n in range(5):
+        for n, n_prompts in enumerate((1, 3, 2, 4, 1)):
             batch = []
-            for i in range((1, 3, 2, 4, 1)[n]):
+            for i in range(n_prompts):
                 old = texts[int(torch.randint(len(texts), (), generator=draw))]
                 kept = old[: int(torch.randint(1, len(old) + 1, (), generator=draw))]
                 batch.append(kept[:60] + prompt_of(10 * n + i, 1 + n, vocab_size))
-            outputs = llm.generate(
-                batch, [SamplingParams(max_new_tokens=6 + 5 * i) for i in range(len(batch))]
-            )
-            for i, (prompt, output) in enumerate(zip(batch, outputs, strict=True)):
-                assert output.token_ids == generate(model, prompt, 6 + 5 * i)
+            lengths = range(6, 6 + 5 * n_prompts, 5)
+            outputs = llm.generate(batch, [SamplingParams(max_new_tokens=n) for n in lengths])
+            for prompt, output, n_new in zip(batch, outputs, lengths, strict=True):
+                assert output.token_ids == generate(model, prompt, n_new)
                 texts.append(prompt + output.token_ids)
             stream = llm.stream(texts[-1][:70], SamplingParams(max_new_tokens=20))
             next(stream), next(stream)
@@ -76,8 +76,8 @@ def test_sampled_texts_do_not_depend_on_the_prefix_cache(opened):
     llm, _ = opened("plain")
     params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=3, repetition_penalty=1.2)
     with llm:
-        first = llm.generate(prompt_of(0), params)[0].token_ids
-        assert llm.generate(prompt_of(0), params)[0].token_ids == first
+        first, again = (llm.generate(prompt_of(0), params)[0].token_ids for _ in range(2))
+    assert first == again
 
 
 def test_shared_prefix_of_a_batch_is_computed_once(opened, monkeypatch):
@@ -85,33 +85,24 @@ def test_shared_prefix_of_a_batch_is_computed_once(opened, monkeypatch):
     llm, model = opened("plain")
     shared = prompt_of(0, 24)
     batch = [shared + prompt_of(seed, 3) for seed in (1, 2, 3)]
-    expected = [generate(model, prompt, 8) for prompt in batch]
+    params = SamplingParams(max_new_tokens=8)
     with llm:
-        passes = watch(monkeypatch, llm.engine.runner)[llm.engine.runner]
-        forward = Runner.forward
-        outputs = llm.generate(batch, SamplingParams(max_new_tokens=8))
-        assert passes[0] == (0, 27 + 3 + 3) and [output.token_ids for output in outputs] == expected
-        errors = [torch.OutOfMemoryError(), ValueError()]
-
-        def failing(runner, steps):
-            if errors:
-                raise errors.pop()
-            return forward(runner, steps)
-
+        runner = llm.engine.runner
+        passes = watch(monkeypatch, runner)[runner]
+        assert_continued(llm.generate(batch, params), model, batch, 8)
+        assert passes[0] == (0, 27 + 3 + 3)
         llm.engine.reset_prefix_cache()
         with monkeypatch.context() as patch:
-            patch.setattr(Runner, "forward", failing)
+            failing = Mock(wraps=runner.forward)
+            failing.side_effect = chain([ValueError, torch.OutOfMemoryError], repeat(DEFAULT))
+            patch.setattr(runner, "forward", failing)
             with pytest.raises(ValueError):
-                llm.generate(batch, SamplingParams(max_new_tokens=8))
-            outputs = llm.generate(batch, SamplingParams(max_new_tokens=8))
-        assert [output.token_ids for output in outputs] == expected
+                llm.generate(batch, params)
+            assert_continued(llm.generate(batch, params), model, batch, 8)
         llm.engine.reset_prefix_cache()
         passes.clear()
-        several = [
-            Sequence(list(prompt), SamplingParams(max_new_tokens=8), 128) for prompt in batch[:2]
-        ]
-        for sequence in several:
-            llm.engine.add(sequence)
+        for prompt in batch[:2]:
+            llm.engine.add(Sequence(list(prompt), params, 128))
             llm.engine.step()
         assert passes == [(0, 27), (27, 1 + 3)]
 

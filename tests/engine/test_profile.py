@@ -1,6 +1,8 @@
 """Measured rates of memory and link."""
 
 import time
+from itertools import chain, repeat
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,16 +17,14 @@ from offload_rt.system.files import read_cached
 
 
 def test_memory_rate_is_measured_beyond_the_caches(monkeypatch):
-    linear = profile.linear
-    read = []
-    monkeypatch.setattr(
-        profile, "linear", lambda x, matrix: read.append(matrix.nbytes) or linear(x, matrix)
-    )
+    linear = Mock(wraps=profile.linear)
+    monkeypatch.setattr(profile, "linear", linear)
     monkeypatch.setattr(profile, "cache_nbytes", lambda: 100 << 20)
-    assert profile.memory_gbps(torch.bfloat16, torch.device("cpu")) > 0 and set(read) == {400 << 20}
+    assert profile.memory_gbps(torch.bfloat16, torch.device("cpu")) > 0
+    assert {call.args[1].nbytes for call in linear.call_args_list} == {400 << 20}
     monkeypatch.setattr(profile, "memory_free", lambda: 64 << 20)
     profile.memory_gbps(torch.bfloat16, torch.device("cpu"))
-    assert read[-1] == 16 << 20, "at most a quarter of free memory"
+    assert linear.call_args.args[1].nbytes == 16 << 20, "at most a quarter of free memory"
 
 
 @pytest.mark.parametrize("open_, sizes", [(open_llm, {1, 6}), (open_streamed, {1})])
@@ -52,25 +52,11 @@ def test_streamed_and_resident_passes_have_their_own_times(zoo, monkeypatch, tmp
         assert len(read_cached("passes.json", profile._PASSES_VERSION)) == min(n, 2)
 
 
-class Clock:
-    """CUDA event of a device on which each piece of work takes 10 ms."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: "Clock") -> float:
-        return 10.0
-
-
 def test_gpu_rates_use_cuda_events(monkeypatch):
+    """On a device on which each piece of work takes 10 ms."""
     with fake_gpu(monkeypatch, nbytes=256 << 20):
-        monkeypatch.setattr(torch.cuda, "Event", Clock)
+        clock = Mock(elapsed_time=lambda end: 10.0)
+        monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: enable_timing and clock)
         card = torch.device("cuda", 0)
         assert profile.memory_gbps(torch.float16, card) == pytest.approx((64 << 20) / 0.01 / 1e9)
         assert profile.upload_gbps(card, 32 << 20) == pytest.approx((32 << 20) / 0.01 / 1e9)
@@ -79,42 +65,27 @@ def test_gpu_rates_use_cuda_events(monkeypatch):
 _GBPS = {32 << 20: 24.7, 64 << 20: 24.9, 128 << 20: 25.0, 256 << 20: 24.9}
 
 
-class Link:
+def link(device, chunk_nbytes):
     """Copy device with the rates of some chunk sizes, after a slow first copy."""
-
-    n_copies = 0
-
-    def __init__(self, device: torch.device, chunk_nbytes: int) -> None:
-        self._rate = _GBPS[chunk_nbytes] * 1e9
-        self._is_first = True
-
-    def event(self) -> None:
-        pass
-
-    def copy(self, moves: list[tuple[torch.Tensor, torch.Tensor]], after: None) -> tuple[int, int]:
-        Link.n_copies += 1
-        return 0, len(moves[0][0])
-
-    def wait(self, event: int) -> None:
-        pass
-
-    def seconds_between(self, start: int, end: int) -> float:
-        seconds = end / self._rate + self._is_first
-        self._is_first = False
-        return seconds
+    rate = _GBPS[chunk_nbytes] * 1e9
+    slow = chain([1.0], repeat(0.0))
+    return Mock(
+        copy=lambda moves, after: (0, len(moves[0][0])),
+        seconds_between=lambda start, end: end / rate + next(slow),
+    )
 
 
 def test_chunks_of_copies_are_selected_by_measurement(monkeypatch, tmp_path):
     """The smallest within 0.5 % of the fastest, measured once per GPU model."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(link_rates, "CopyDevice", Link)
+    monkeypatch.setattr(link_rates, "CopyDevice", opened := Mock(side_effect=link))
     card = torch.device("cuda", 0)
     with fake_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
         assert link_rates.copy_chunk(card) == 64 << 20
-        n_measured = Link.n_copies
+        n_measured = opened.call_count
         assert link_rates.copy_chunk(card) == 64 << 20
-        assert Link.n_copies == n_measured
+        assert opened.call_count == n_measured > 0
         rates = link_rates.chunk_rates(card)
     assert rates == pytest.approx(_GBPS)
 

@@ -1,7 +1,7 @@
 """CPU passes over any tree, chunk or batch equal plain decoding bit for bit, also in 16 bits."""
 
 from collections.abc import Sequence
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -51,19 +51,15 @@ def test_tree_logits_equal_plain_decoding_bit_for_bit(zoo, name, dtype):
     prompt = prompt_of(1, 11)
     with open_llm(zoo.directory(name, 0), dtype=dtype) as llm:
         runner = runner_of(llm)
-        cache = runner.new_cache(128)
-        feed(runner, cache, prompt, Topology.chain(len(prompt)), n_wanted=1)
-        runner.commit(cache, range(len(prompt)))
+        cache = prefill(runner, prompt, 128)
         text = list(prompt)
         for turn in range(2):
             tree = random_tree(24, seed=turn, reach=5)
             lacking = prompt_of(2 + turn, 3 * turn)
             drafted = prompt_of(4 + turn, len(tree))
-            n_prompt = len(text) + len(lacking) + len(tree)
             step = Step(
                 cache, torch.tensor(lacking + drafted), tree.after_chain(len(lacking)), len(tree),
-                n_prompt,
-                n_chain=len(lacking),
+                len(text + lacking + drafted), n_chain=len(lacking),
             )  # fmt: skip
             (got,) = runner.forward([step])
             paths = [[0, *tree.path_to(node)] for node in range(len(tree))]
@@ -104,40 +100,32 @@ def test_one_call_for_layers_equals_single_operations(
     zoo, name, dtype, place, tmp_path, monkeypatch
 ):
     """Also in the row order of GGUF files, where partners of a rotation are side by side."""
-    path = tmp_path / "m.gguf"
     if name == "llama Q4_0":
-        build(path, tiny.CASES["llama"].build(0), "Q4_0")
+        build(path := tmp_path / "m.gguf", tiny.CASES["llama"].build(0), "Q4_0")
     else:
         path = zoo.directory(name, 0)
-    n_layers = []
-
-    def decode(x: Tensor, layers: Sequence[decoder_cpu.Layer], *others: Any) -> bool:
-        n_layers.append(len(layers))
-        return plain(x, layers, *others)
-
-    plain = decoder_cpu.decode
-    monkeypatch.setattr(decoder_cpu, "decode", decode)
+    monkeypatch.setattr(decoder_cpu, "decode", decode := Mock(wraps=decoder_cpu.decode))
     with open_llm(path, place, dtype=dtype) as llm:
         runner = runner_of(llm)
         got = logits_of_passes(runner)
         n = runner.spec.n_layers
+        n_layers = [len(call.args[1]) for call in decode.call_args_list]
         assert n_layers == ([n] * 2 if place == "resident" else [1] * 2 * n)
         monkeypatch.setattr(NativeDecoder, "layer_group", Architecture.layer_group)
         for rows, expected in zip(got, logits_of_passes(runner), strict=True):
             assert torch.equal(rows, expected)
-        assert len(n_layers) == (2 if place == "resident" else 2 * n)
+        assert decode.call_count == len(n_layers)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_greedy_texts_do_not_depend_on_trees(zoo, dtype):
     """Equal logits resolve to the first token, independent of other rows of the pass."""
-    directory = zoo.pair("llama", 0)
-    with open_llm(directory.target, dtype=dtype) as llm:
-        expected = llm.generate(prompt_of(0)).pop().token_ids
-    for drafter in ("dynamic_tree", "ngram"):
-        settings = directory.settings(drafter)
-        with open_llm(directory.target, dtype=dtype, **settings) as llm:
-            assert llm.generate(prompt_of(0)).pop().token_ids == expected
+    pair = zoo.pair("llama", 0)
+    texts = []
+    for drafter in ("none", "dynamic_tree", "ngram"):
+        with open_llm(pair.target, dtype=dtype, **pair.settings(drafter)) as llm:
+            texts.append(llm.generate(prompt_of(0)).pop().token_ids)
+    assert texts == texts[:1] * 3
 
 
 def test_tree_of_more_than_2048_nodes(zoo):

@@ -1,7 +1,9 @@
 """Captured passes give the logits and cache rows of ordinary passes, after any earlier pass."""
 
 import random
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,39 +28,40 @@ def passes_of(runner, cache):
     return runner.replay.__self__._passes[buffer_of(runner, cache)]
 
 
-def fed_alike(llms, caches, tokens, tree):
-    """Feed the same rows to both runners and compare the logits."""
-    rows = [
-        feed(runner_of(llm), cache, tokens, tree).clone()
-        for llm, cache in zip(llms, caches, strict=True)
-    ]
-    torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=1e-4)
+assert_close = partial(torch.testing.assert_close, atol=2e-4, rtol=1e-4)
 
 
-def commit(llms, caches, path):
-    for llm, cache in zip(llms, caches, strict=True):
-        runner_of(llm).commit(cache, path)
+@contextmanager
+def both(zoo, shape, capture=record_graph, name="llama"):
+    """An ordinary runner, and one that captures passes."""
+    with open_llm(zoo.directory(name, 0)) as plain, open_llm(zoo.directory(name, 0)) as graphs:
+        capture_passes(runner_of(graphs), shape, capture)
+        yield runner_of(plain), runner_of(graphs)
+
+
+def fed_alike(runners, caches, seed, tree, path=()):
+    """Feed the same rows to both runners, compare the logits, and commit a path."""
+    want, got = (
+        feed(runner, cache, prompt_of(seed, len(tree)), tree).clone()
+        for runner, cache in zip(runners, caches, strict=True)
+    )
+    assert_close(got, want)
+    if path:
+        for runner, cache in zip(runners, caches, strict=True):
+            runner.commit(cache, path)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_captured_pass_equals_ordinary_pass(zoo, name):
-    prompt = prompt_of(0)
-    capacity = 512
-    with open_llm(zoo.directory(name, 0)) as plain, open_llm(zoo.directory(name, 0)) as graphs:
-        capture_passes(runner_of(graphs), GraphShape(64, capacity, 128), record_graph)
-        caches = [prefill(runner_of(llm), prompt, capacity) for llm in (plain, graphs)]
-        assert len(passes_of(runner_of(graphs), caches[1])) == 1
-        for n, seed in ((1, 0), (5, 1), (7, 2), (1, 3), (33, 4), (6, 5), (64, 6)):
-            fed_alike((plain, graphs), caches, prompt_of(seed, n), random_tree(n, seed))
-            commit((plain, graphs), caches, [0])
-        n = runner_of(plain).n_committed(caches[0])
-        buffers = [
-            buffer_of(runner_of(llm), cache)
-            for llm, cache in zip((plain, graphs), caches, strict=True)
-        ]
-        for part in ("keys", "values"):
-            want, got = (getattr(buffer, part)[:, :, :n] for buffer in buffers)
-            torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
+    with both(zoo, GraphShape(64, 512, 128), name=name) as runners:
+        caches = [prefill(runner, prompt_of(0), 512) for runner in runners]
+        assert len(passes_of(runners[1], caches[1])) == 1
+        for seed, n in enumerate((1, 5, 7, 1, 33, 6, 64)):
+            fed_alike(runners, caches, seed, random_tree(n, seed), [0])
+        n = runners[0].n_committed(caches[0])
+        want, got = map(buffer_of, runners, caches)
+        assert_close(got.keys[:, :, :n], want.keys[:, :, :n])
+        assert_close(got.values[:, :, :n], want.values[:, :, :n])
 
 
 def test_tree_levels_are_replayed_in_turn(zoo):
@@ -78,7 +81,7 @@ def test_tree_levels_are_replayed_in_turn(zoo):
                 n_done=start,
             )  # fmt: skip
             parts.append(runner.forward([step])[0].clone())
-    torch.testing.assert_close(torch.cat(parts), whole, atol=2e-4, rtol=1e-4)
+    assert_close(torch.cat(parts), whole)
 
 
 def test_oversized_pass_runs_without_graph(zoo):
@@ -101,22 +104,16 @@ def test_sequences_in_turn_share_graphs(zoo):
         captured.append(compute)
         return record_graph(compute)
 
-    with (
-        open_llm(zoo.directory("llama", 0)) as plain,
-        open_llm(zoo.directory("llama", 0)) as graphs,
-    ):
-        capture_passes(runner_of(graphs), GraphShape(64, 256, 128), capture)
+    with both(zoo, GraphShape(64, 256, 128), capture) as runners:
+        runner = runners[1]
         for seed in range(3):
-            caches = [
-                runner_of(llm).new_cache(100 + seed, is_alone=True) for llm in (plain, graphs)
-            ]
+            caches = [runner.new_cache(100 + seed, is_alone=True) for runner in runners]
             for i in range(3):
-                fed_alike((plain, graphs), caches, prompt_of(i + 10 * seed, 8), random_tree(8, i))
-            buffer_of(runner_of(graphs), caches[1]).values.fill_(torch.nan)
-            for llm, cache in zip((plain, graphs), caches, strict=True):
-                runner_of(llm).free_cache(cache)
+                fed_alike(runners, caches, i + 10 * seed, random_tree(8, i))
+            buffer_of(runner, caches[1]).values.fill_(torch.nan)
+            for owner, cache in zip(runners, caches, strict=True):
+                owner.free_cache(cache)
         assert len(captured) == 1
-        runner = runner_of(graphs)
         first = runner.new_cache(100, is_alone=True)
         assert len(runner.replay.__self__._passes) == 1
         second = runner.new_cache(100, is_alone=True)
@@ -142,18 +139,13 @@ def test_growing_cache_uses_a_few_sizes(zoo, monkeypatch):
         "tree_attention",
         lambda q, k, v, mask, scale, *_: reference.tree_attention(q, k, v, mask.dense(), scale),
     )
-    with (
-        open_llm(zoo.directory("llama", 0)) as plain,
-        open_llm(zoo.directory("llama", 0)) as graphs,
-    ):
-        runner = runner_of(graphs)
-        capture_passes(runner, GraphShape(8, 100, 8), record_graph)
-        caches = [runner_of(plain).new_cache(100), runner.new_cache(100)]
+    with both(zoo, GraphShape(8, 100, 8)) as runners:
+        caches = [runner.new_cache(100) for runner in runners]
         for turn in range(12):
-            fed_alike((plain, graphs), caches, prompt_of(turn, 8), random_tree(8, turn))
-            commit((plain, graphs), caches, random_tree(8, turn).path_to(7) or [0])
-        assert runner.n_committed(caches[1]) > 32
-        sizes = {shape.n_keys for shape in passes_of(runner, caches[1])}
+            tree = random_tree(8, turn)
+            fed_alike(runners, caches, turn, tree, tree.path_to(7) or [0])
+        assert runners[1].n_committed(caches[1]) > 32
+        sizes = {shape.n_keys for shape in passes_of(runners[1], caches[1])}
         assert sizes <= {16, 32, 64, 100} and len(sizes) >= 3
 
 
@@ -169,40 +161,30 @@ def test_failed_capture_falls_back_to_ordinary_passes(zoo, error):
         compute()
         raise error
 
-    with (
-        open_llm(zoo.directory("llama", 0)) as plain,
-        open_llm(zoo.directory("llama", 0)) as graphs,
-    ):
-        capture_passes(runner_of(graphs), GraphShape(8, 256, 64), capture)
-        caches = [runner_of(llm).new_cache(256) for llm in (plain, graphs)]
+    with both(zoo, GraphShape(8, 256, 64), capture) as runners:
+        caches = [runner.new_cache(256) for runner in runners]
         for turn in range(5):
-            fed_alike((plain, graphs), caches, prompt_of(turn, 8), random_tree(8, turn))
-            commit((plain, graphs), caches, [0])
+            fed_alike(runners, caches, turn, random_tree(8, turn), [0])
     assert len(tried) == 1
 
 
 @pytest.mark.parametrize("reduce", [MostProbable(5, 128), MostProbable(9, 140, 0.7)])
 def test_sampling_probabilities_are_captured(zoo, reduce):
     """Of the rows that are wanted; filled up to a larger vocabulary."""
-    with (
-        open_llm(zoo.directory("llama", 0)) as plain,
-        open_llm(zoo.directory("llama", 0)) as graphs,
-    ):
-        capture_passes(runner_of(graphs), GraphShape(8, 256, 64), record_graph)
-        caches = [runner_of(llm).new_cache(256) for llm in (plain, graphs)]
+    with both(zoo, GraphShape(8, 256, 64)) as runners:
+        caches = [runner.new_cache(256) for runner in runners]
         for turn in range(4):
             draws = []
-            for llm, cache in zip((plain, graphs), caches, strict=True):
+            for runner, cache in zip(runners, caches, strict=True):
                 tokens = torch.tensor(prompt_of(turn, 7))
-                tree = random_tree(7, turn)
-                step = Step(cache, tokens, tree, 3 + turn, 7, reduce=reduce)
-                tokens, values = unpacked(runner_of(llm).forward([step])[0], reduce.k)
+                step = Step(cache, tokens, random_tree(7, turn), 3 + turn, 7, reduce=reduce)
+                tokens, values = unpacked(runner.forward([step])[0], reduce.k)
                 assert tokens.shape == values.shape == (3 + turn, reduce.k)
                 draws.append((tokens, values.copy()))
-                runner_of(llm).discard(cache)
+                runner.discard(cache)
             np.testing.assert_array_equal(draws[0][0], draws[1][0])
             np.testing.assert_allclose(draws[0][1], draws[1][1], rtol=1e-3, atol=1e-4)
-        assert len(runner_of(graphs).replay.__self__._reductions) == 1
+        assert len(runners[1].replay.__self__._reductions) == 1
 
 
 def test_graph_cache_keeps_the_most_recent_sizes(zoo, monkeypatch):
@@ -222,7 +204,6 @@ def test_fixed_mask_holds_its_latest_tree(seed):
     draw = random.Random(seed)
     n_rows = draw.choice([1, 8, 40])
     n_keys = draw.choice([135, 256])
-    capacity = 300
     shape = GraphShape(n_rows, n_keys, n_tree_rows=draw.choice([104, 130]))
     inputs = GraphInputs.empty(shape, [torch.zeros(1, 16)] * 2, torch.device("cpu"))
     for turn in range(3):
@@ -232,13 +213,10 @@ def test_fixed_mask_holds_its_latest_tree(seed):
         parents = random_tree(first + n, seed + turn).parents
         mask = ops.make_tree_mask(parents, first, n_before)
         angles = tuple(torch.zeros(n, 16) for _ in range(2))
-        inputs.fill(
-            PassRows(torch.zeros(n, dtype=torch.int64), torch.arange(n), angles, mask), capacity - 1
-        )
+        tokens = torch.zeros(n, dtype=torch.int64)
+        inputs.fill(PassRows(tokens, torch.arange(n), angles, mask), 299)
         for window in (None, 1, 4, 25):
-            got, want = (
-                replace(tree_mask, window=window).dense() for tree_mask in (inputs.mask, mask)
-            )
+            got, want = (replace(masks, window=window).dense() for masks in (inputs.mask, mask))
             want = torch.ones(n, mask.n_keys, dtype=torch.bool) if want is None else want
             assert torch.equal(got[:n, : mask.n_keys], want)
             assert not got[:, mask.n_keys :].any()

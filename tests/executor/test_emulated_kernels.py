@@ -82,9 +82,8 @@ def assert_close(mine, plain):
 @pytest.fixture(params=["llama", "mistral", "qwen3-window"])
 def bfloat16_model(request, tmp_path):
     """With windows shorter than the paths too; with heads of 64."""
-    CASES[request.param].build(0, torch.bfloat16, head_dim=64, num_hidden_layers=3).save_pretrained(
-        tmp_path
-    )
+    model = CASES[request.param].build(0, torch.bfloat16, head_dim=64, num_hidden_layers=3)
+    model.save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -123,16 +122,11 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        on_card = [
-            leaf.inner
-            for leaf in tree_leaves((args, kwargs, out))
-            if isinstance(leaf, FakeCudaTensor)
-        ]
-        is_no_copy = name == "copy_" and len({tensor.data_ptr() for tensor in on_card}) == 1
-        if on_card and not (
-            func.is_view or is_no_copy or name in ("_unsafe_view", "empty", "new_empty", "detach")
-        ):
-            self.n += 1
+        leaves = tree_leaves((args, kwargs, out))
+        places = {leaf.inner.data_ptr() for leaf in leaves if isinstance(leaf, FakeCudaTensor)}
+        is_no_copy = name == "copy_" and len(places) == 1
+        is_free = func.is_view or name in ("_unsafe_view", "empty", "new_empty", "detach")
+        self.n += bool(places) and not is_no_copy and not is_free
         return out
 
 
@@ -159,20 +153,19 @@ def on_card(directory, place):
 def test_launches_per_layer(card, tmp_path, name, n, place):
     """Launches of three more layers; logits equal the CPU."""
     counts = []
+    given = prompt_of(1, 7), random_tree(7, 1)
     for n_layers in (3, 6):
         sizes = {"head_dim": 64, "intermediate_size": 128, "num_hidden_layers": n_layers}
         CASES[name].build(0, torch.bfloat16, **sizes).save_pretrained(tmp_path)
-        prompt = prompt_of(0, 20)
-        tokens = prompt_of(1, 7)
-        tree = random_tree(7, 1)
         with on_card(tmp_path, place) as llm, open_llm(tmp_path) as plain:
-            cache = prefill(runner_of(llm), prompt, 96)
+            mine, other = runner_of(llm), runner_of(plain)
+            cache = prefill(mine, prompt_of(0, 20), 96)
             before = card.n_kernels
             with Launches() as launches:
-                mine = feed(runner_of(llm), cache, tokens, tree)
+                logits = feed(mine, cache, *given)
             counts.append(launches.n + card.n_kernels - before)
-            cache = prefill(runner_of(plain), prompt, 96)
-            assert_close([mine.cpu()], [feed(runner_of(plain), cache, tokens, tree)])
+            cache = prefill(other, prompt_of(0, 20), 96)
+            assert_close([logits.cpu()], [feed(other, cache, *given)])
     assert counts[1] - counts[0] == 3 * n <= 3 * 14
 
 

@@ -8,8 +8,6 @@ import pytest
 
 from offload_rt.cli import plan
 from offload_rt.config import EngineConfig
-from offload_rt.cost.decoding import PairTimes
-from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.models.families import parse_architecture
@@ -19,7 +17,6 @@ from offload_rt.planning.forecast import Machine, PlanRequest
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.tree.search import expected_tokens, search
-from offload_rt.tree.topology import Topology
 
 TARGETS = ("llama3.3-70b", "qwen3-32b", "qwen3.5-27b", "gpt-oss-120b")
 
@@ -32,7 +29,6 @@ def target_of(name: str) -> Sizes:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "name", "gib"),
-    # Sizes of the published files.
     [
         ("qwen3.5-27b", "z-lab/Qwen3.5-27B-DFlash", 3.96),
         ("gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", 1.46),
@@ -68,8 +64,8 @@ def test_drafters_are_ranked_with_their_sources(monkeypatch, tmp_path):
         nothing = Assumed(power_law(1.0), "")
         request = PlanRequest(config, (target_of(target), None), nothing, 128, 128)
         choices = compare(request, machine, 0.0)
-        names = [choice.drafter for choice in choices]
-        assert {"none", "recycle", "self", "adaptive_tree", "mtp"} & {*names}
+        names = {choice.drafter for choice in choices}
+        assert {"none", "recycle", "self", "adaptive_tree", "mtp"} & names
         assert all(choice.source for choice in choices)
         forecasts = [choice.forecast for choice in choices if choice.forecast]
         seconds = [forecast.run.seconds_per_token for forecast in forecasts]
@@ -81,13 +77,6 @@ def test_drafters_are_ranked_with_their_sources(monkeypatch, tmp_path):
                 assert choice.forecast.topology.n_levels <= deepest or not is_head
             if choice.name == entry.name and not entry.figures:
                 assert choice.forecast is None and "no published acceptance" in choice.source
-
-
-def test_block_drafters_need_one_draft_pass():
-    times = ComputeTimes((1, 16, 64), (0,), ((1.0, 2.0, 5.0),))
-    topology = Topology.chain(9)
-    assert PairTimes(times, times, 0.1).draft_s(topology, 0) == pytest.approx(8 * 1.1)
-    assert PairTimes(times, times, 0.1, n_at_once=16).draft_s(topology, 0) == pytest.approx(2.8)
 
 
 @pytest.mark.slow

@@ -33,8 +33,7 @@ from offload_rt.weights.formats import Matrix
 CARD = ["--gpu", "rtx4090", "--ram", "160GiB"]
 WIDE = {
     "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
-    "vocab_size": 256,
-    "max_position_embeddings": 512,
+    "vocab_size": 256, "max_position_embeddings": 512,
 }  # fmt: skip
 
 
@@ -56,6 +55,21 @@ def request(
     )
 
 
+@pytest.fixture
+def plain(tmp_path):
+    """Config and tensors of a checkpoint in the folder `plain`."""
+    config = llama_config(**WIDE)
+    tensors = llama_tensors(config)
+    write_checkpoint(tmp_path / "plain", config, tensors)
+    return config, tensors
+
+
+def write_q4(path, config, tensors):
+    metadata, stored, _ = write_gguf.model(config, tensors, "Q4_0")
+    path.write_bytes(write_gguf.file_bytes(metadata, stored))
+    return str(path)
+
+
 def test_mixture_is_planned_by_all_weights_and_touched_experts(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MIXTURE), encoding="utf-8")
@@ -64,20 +78,16 @@ def test_mixture_is_planned_by_all_weights_and_touched_experts(tmp_path):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE))
     layer = sum(parameter.numel() for parameter in model.model.layers[1].parameters())
     experts = 8 * 3 * 64 * 128
-    assert all(
-        2 * layer <= nbytes <= 2 * layer + 30 * 256 for nbytes in target.layer_nbytes
-    )  # tensors begin at 256 bytes
+    # tensors begin at 256 bytes
+    assert all(2 * layer <= nbytes <= 2 * layer + 30 * 256 for nbytes in target.layer_nbytes)
     assert target.spec.kv_nbytes(2) == 3 * 2 * 2 * 16 * 2
     # Reading alone, from a memory of a byte a second: each expert is met by some of n rows with 1 -
     # (3/4)^n.
     reads = Roof(flops=1e18, bandwidth=1.0)
     for n in (1, 4, 64):
-        met = 1 - (1 - 2 / 8) ** n
-        by_hand = 2 * (layer - experts + experts * met)
-        products = reads.layer_s(target.spec, n, 0, 2) - reads.layer_s(
-            target.spec, n, 0, 2, share=0.0
-        )
-        assert products == pytest.approx(by_hand, rel=0.1)
+        by_hand = 2 * (layer - experts * (1 - 2 / 8) ** n)
+        others = reads.layer_s(target.spec, n, 0, 2, share=0.0)
+        assert reads.layer_s(target.spec, n, 0, 2) - others == pytest.approx(by_hand, rel=0.1)
     # Multiplying alone: a row has two experts of eight, and four heads of 16 + 16 numbers that meet
     # a hundred keys.
     multiplies = Roof(flops=1.0, bandwidth=1e30)
@@ -87,19 +97,15 @@ def test_mixture_is_planned_by_all_weights_and_touched_experts(tmp_path):
 
 def test_self_draft_is_refused_for_general_models():
     target = Sizes.of_spec(parse_architecture(MIXTURE), DType.BFLOAT16)
+    machine = Machine.with_card(find_card("l40"), 10**10, 7.0)
     with pytest.raises(UnsupportedModelError, match="draft for itself"):
-        predict(
-            request(target, copies(target), "self"),
-            Machine.with_card(find_card("l40"), 10**10, 7.0),
-        )
+        predict(request(target, copies(target), "self"), machine)
 
 
 @pytest.mark.parametrize(
     "choice", [Choice("fp8"), Choice("pack-quantized", symmetric=True), Choice("awq")], ids=str
 )
-def test_quantised_checkpoint_is_planned_by_its_headers(choice, tmp_path, capsys):
-    config = llama_config(**WIDE)
-    write_checkpoint(tmp_path / "plain", config, llama_tensors(config))
+def test_quantised_checkpoint_is_planned_by_its_headers(choice, plain, tmp_path, capsys):
     quantize.write(tmp_path / "plain", tmp_path / "quantised", choice)
     result = planned(["--model", str(tmp_path / "quantised"), *CARD], capsys)
     with open_unloaded(tmp_path / "quantised", device="cpu", drafter="none") as llm:
@@ -108,39 +114,29 @@ def test_quantised_checkpoint_is_planned_by_its_headers(choice, tmp_path, capsys
     assert result["formats"] == {}
     for n, packed in zip(loaded.layer_nbytes, result["plan"]["layer_nbytes"], strict=True):
         assert n == pytest.approx(packed, rel=0.08)  # on a CPU as they lie in files
-    assert 2 * sum(result["plan"]["layer_nbytes"]) < sum(
-        Sizes.of_spec(parse_architecture(config), DType.FLOAT32).layer_nbytes
-    )
+    exact = Sizes.of_spec(parse_architecture(plain[0]), DType.FLOAT32)
+    assert 2 * sum(result["plan"]["layer_nbytes"]) < sum(exact.layer_nbytes)
 
 
-def test_gguf_file_is_planned_by_its_header(tmp_path, capsys):
-    config = llama_config(**WIDE)
-    metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q4_0")
-    path = tmp_path / "model.gguf"
-    path.write_bytes(write_gguf.file_bytes(metadata, stored))
-    result = planned(["--model", str(path), *CARD], capsys)
+def test_gguf_file_is_planned_by_its_header(plain, tmp_path, capsys):
+    result = planned([write_q4(tmp_path / "model.gguf", *plain), *CARD], capsys)
     n_weights = 256 * (2 * 256 + 2 * 128) + 3 * 256 * 512
     blocks = n_weights // 32 * 18
-    assert all(
-        blocks <= nbytes <= blocks + 2 * 256 * 4 + 9 * 256
-        for nbytes in result["plan"]["layer_nbytes"]
-    )
+    for nbytes in result["plan"]["layer_nbytes"]:
+        assert blocks <= nbytes <= blocks + 2 * 256 * 4 + 9 * 256
 
 
 def test_formats_take_their_bytes():
     target = sizes_of("llama2-7b")
     by_name = formats(target, on_card=True)
     plain = sum(target.layer_nbytes)
-    shares = {
-        name: sum((sizes.link or sizes).layer_nbytes) / plain for name, sizes in by_name.items()
-    }
+    links = {name: sizes.link or sizes for name, sizes in by_name.items()}
+    shares = {name: sum(sizes.layer_nbytes) / plain for name, sizes in links.items()}
     # A scale of 4 bytes for 128 x 128 weights, one of 2 for 128.
     expected = {
-        "fp16": 1.0,
-        "lossless": 0.70,
-        "fp8, blocks 128x128": 0.5 * (1 + 4 / 128**2),
+        "fp16": 1.0, "lossless": 0.70, "fp8, blocks 128x128": 0.5 * (1 + 4 / 128**2),
         "int4, groups of 128": 0.25 + 1 / 128,
-    }
+    }  # fmt: skip
     assert shares == pytest.approx(expected, rel=1e-3)
     assert is_plain(by_name["lossless"]) and sum(by_name["lossless"].layer_nbytes) == plain
     # Decoding needs room for the decoded layer, or for its largest matrix.
@@ -170,23 +166,18 @@ def test_measured_products_of_quantised_matrices_replace_an_assumed_decoding():
         tiers = ("device",) * n_device + ("disk",) * (4 - n_device)
         placed = predict(request(plain), machine).memory_plan.plan
         times = machine.costs(plain, draft, replace(placed, tiers=tiers)).draft
-        n_coded = 4 - n_device
-        expected = (n_device + 4 * n_coded) / 4 * layers + head
+        expected = (n_device + 4 * (4 - n_device)) / 4 * layers + head
         assert times is not None and times.at(np.array([1]), 0)[0] == pytest.approx(expected)
-    kinds = {type(matrix).__name__ for matrix in asked}
-    assert kinds == {"NoneType", "QuantizedMatrix"}
+    assert {type(matrix).__name__ for matrix in asked} == {"NoneType", "QuantizedMatrix"}
 
 
-def test_matrix_of_each_format_is_timed(tmp_path, monkeypatch):
-    config = llama_config(**WIDE)
-    write_checkpoint(tmp_path / "plain", config, llama_tensors(config))
-    metadata, stored, _ = write_gguf.model(config, llama_tensors(config), "Q4_0")
-    (tmp_path / "model.gguf").write_bytes(write_gguf.file_bytes(metadata, stored))
-    models = [sizes_of(str(tmp_path / "model.gguf")), sizes_of("gpt-oss-20b")]
+def test_matrix_of_each_format_is_timed(plain, tmp_path, monkeypatch):
+    models = [sizes_of(write_q4(tmp_path / "model.gguf", *plain)), sizes_of("gpt-oss-20b")]
     for choice in (Choice("fp8"), Choice("nf4"), Choice("awq")):
         quantize.write(tmp_path / "plain", tmp_path / choice.format, choice)
         models.append(sizes_of(str(tmp_path / choice.format)))
-    models.append(sizes_of(str(tmp_path / "plain")).rounded("int4"))
+    exact = sizes_of(str(tmp_path / "plain"))
+    models.append(exact.rounded("int4"))
     measure_little(monkeypatch)
     monkeypatch.setattr(local, "_WIDTHS", (1,))
     shapes = set()
@@ -196,7 +187,7 @@ def test_matrix_of_each_format_is_timed(tmp_path, monkeypatch):
         roof = measure_roof(DType.BFLOAT16, torch.device("cpu"), sizes.matrix)
         assert 0 < roof.products[0][1] < 1 and roof.flops == 2 / roof.products[0][1]
     assert shapes == {(512, 256), (5760, 2880)}
-    assert sizes_of(str(tmp_path / "plain")).matrix is None
+    assert exact.matrix is None
 
 
 def test_self_draft_is_planned_as_loaded(tmp_path):
@@ -216,19 +207,11 @@ def test_self_draft_is_chosen_if_its_copies_fit(capsys):
         "--model", "qwen3-32b", "--gpu", "rtx4090", "--ram", "64GiB", "--max-model-len", "1024",
     ]  # fmt: skip
     result = planned([*arguments, "--drafter", "self"], capsys)
-    tiers = result["plan"]["tiers"]
-    copied = result["plan"]["reserved"]["stand_in"] * (64 - tiers.count("device"))
-    resident = sum(
-        n for tier, n in zip(tiers, result["plan"]["layer_nbytes"], strict=True) if tier == "device"
-    )
-    assert (
-        0.25
-        < copied
-        / sum(
-            n for t, n in zip(tiers, result["plan"]["layer_nbytes"], strict=True) if t != "device"
-        )
-        < 0.3
-    )
+    n_streamed = 64 - result["plan"]["tiers"].count("device")
+    copied = result["plan"]["reserved"]["stand_in"] * n_streamed
+    (layer,) = {*result["plan"]["layer_nbytes"]}
+    resident = layer * (64 - n_streamed)
+    assert 0.25 < copied / (layer * n_streamed) < 0.3
     level = result["draft_level"]
     assert level["nbytes"] == resident + copied + 2 * 151936 * 5120
     assert 1 < level["ratio"] < 1.3
@@ -236,31 +219,24 @@ def test_self_draft_is_chosen_if_its_copies_fit(capsys):
     assert "SubSpec" in result["acceptance"]["source"]
     # SubSpec: 12.5 times as fast as plain decoding, of a 32B on 24 GB. Without copies, our plain
     # decoding keeps more layers resident.
-    assert (
-        4 < result["predicted_plain_seconds_per_token"] / result["predicted_seconds_per_token"] < 20
-    )
+    plain_s = result["predicted_plain_seconds_per_token"]
+    assert 4 < plain_s / result["predicted_seconds_per_token"] < 20
     # Beside a draft model the faster of the two is named.
     assert plan.main([*arguments, "--draft-model", "qwen3-0.6b"]) == 0
     assert "fastest forecast with bf16 weights: self, " in capsys.readouterr().out
 
 
 def test_short_context_is_reported_with_a_remedy(capsys):
-    arguments = ["--model", "llama2-13b", "--gpu", "rtx3060"]
-
     def told(*more: str) -> str:
-        assert plan.main([*arguments, *more]) == 0
+        assert plan.main(["llama2-13b", "--gpu", "rtx3060", "--device-memory", *more]) == 0
         text = " ".join(capsys.readouterr().out.split())
         return text.partition("the context is short")[2].partition(" verdict: ")[0]
 
     # 983 tokens fit into an eighth of 6 GiB, each with 40 layers of 20 KiB of keys and values.
-    assert "983 tokens: --max-model-len 2048 needs 832.03 MiB more" in told(
-        "--device-memory", "6GiB"
-    )
-    assert told("--device-memory", "6GiB", "--max-model-len", "1000") == ""
-    budget = (
-        told("--device-memory", "2500MiB").partition("set --device-memory to ")[2].partition(" ")[0]
-    )
+    assert "983 tokens: --max-model-len 2048 needs 832.03 MiB more" in told("6GiB")
+    assert told("6GiB", "--max-model-len", "1000") == ""
+    budget = told("2500MiB").partition("set --device-memory to ")[2].partition(" ")[0]
     assert parse_size(budget) > parse_size("2500MiB")
-    assert told("--device-memory", budget, "--max-model-len", "2048") == ""
+    assert told(budget, "--max-model-len", "2048") == ""
     assert plan.main(["--model", "llama3-8b", "--gpu", "l40"]) == 0
     assert "is short" not in capsys.readouterr().out
