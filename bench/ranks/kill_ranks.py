@@ -25,21 +25,17 @@ SIGNALS = [signal.SIGKILL] * 3 + [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 def ending(said: str, codes: list[int | None], was_over: bool, has_left: bool, rank: int) -> str:
     """Name how a run ended, from its stderr and the exit codes of its ranks."""
-    if was_over:
-        return "was over"
-    if None in codes:
-        return "does not end"
-    if has_left:
-        return "leaves files"
-    if said.count("\n") > 1:
-        return "several sentences"
-    if codes == [0, 0]:
-        return "ended well"
-    if f"rank {rank} (" in said:
-        return "names the rank"
-    if said == "interrupted\n":
-        return "interrupted"
-    return "silent" if not said else "other"
+    names = {
+        "was over": was_over,
+        "does not end": None in codes,
+        "leaves files": has_left,
+        "several sentences": said.count("\n") > 1,
+        "ended well": codes == [0, 0],
+        "names the rank": f"rank {rank} (" in said,
+        "interrupted": said == "interrupted\n",
+        "silent": not said,
+    }
+    return next((name for name, holds in names.items() if holds), "other")
 
 
 def _end(ranks: list[Program], has_agent: bool, until: float) -> float:
