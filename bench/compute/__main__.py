@@ -6,7 +6,8 @@
 products: every weight format, and torch's product, against the multiply-add peak and the memory
 bandwidth of the same round. pass: shares of the CPU kernels in a resident tree pass, and
 attention's share of the multiply-adds. attention: implementations of attention, interleaved. --avx2
-restricts torch, MKL and oneDNN to AVX2.
+restricts torch, MKL and oneDNN to AVX2. --activations int8 also measures types of GGUF with inputs
+rounded to 8 bits.
 """
 
 import argparse
@@ -169,6 +170,7 @@ def main() -> None:
     bench.add("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     bench.add("--rounds", type=int, default=5, help="of products")
     bench.add("--avx2", action="store_true")
+    bench.add("--activations", choices=("exact", "int8"), default="exact")
     bench.add("--size", default="2100MB")
     bench.add("--rows", type=int, default=176)
     bench.add("--context", type=int, default=300)
@@ -183,7 +185,7 @@ def main() -> None:
     bench.print_header()
     results: dict[str, object] = {}
     if "products" in flags.parts:
-        results |= products.report(flags.formats, flags.rounds)
+        results |= products.report(flags.formats, flags.rounds, flags.activations == "int8")
     if "pass" in flags.parts:
         results["shares"] = shares_of_pass(flags)
     if "attention" in flags.parts:

@@ -146,6 +146,11 @@ class BlocksView:
         """Multiply by a matrix."""
         return linear(x, self._matrices[name])
 
+    def rounding(self) -> "BlocksView":
+        """Return a view of the same blocks, whose products round their inputs to 8 bits."""
+        matrices = self._matrices.items()
+        return BlocksView({name: replace(each, rounds_inputs=True) for name, each in matrices})
+
 
 def random_blocks(name: str) -> Weights:
     """Draw matrices of a GGUF type with scales below 1, in enough copies to exceed the caches."""
@@ -258,12 +263,18 @@ def summary(cases: Mapping[str, Mapping[int, Case]]) -> dict[str, Spread]:
     return ratios
 
 
-def report(names: Sequence[str], n_rounds: int) -> dict[str, object]:
-    """Measure formats and torch's product; print shares, ratios and ceilings."""
+def report(names: Sequence[str], n_rounds: int, rounds_inputs: bool) -> dict[str, object]:
+    """Measure formats and torch's product; print shares, ratios and ceilings.
+
+    rounds_inputs  measure types of GGUF also with rounded inputs
+    """
     (ROOT / "build").mkdir(exist_ok=True)
     with TemporaryDirectory(dir=ROOT / "build") as folder:
         weights = all_weights(Path(folder), names)
     weights |= {f"{name} by torch": by_torch(weights[name]) for name in DENSE if name in weights}
+    for name in BLOCKS.keys() & weights.keys() if rounds_inputs else ():
+        views = tuple(view.rounding() for view in weights[name].views)
+        weights[f"{name}, int8"] = replace(weights[name], views=views)
     cases, peaks, bandwidths = measure(weights, n_rounds)
     print(
         f"peak {Spread.of(peaks)} GFLOP/s of float32, memory {Spread.of(bandwidths)} GB/s,"

@@ -174,7 +174,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config, stored = read_gguf(path) if is_gguf else (read_config(path), None)
     weight_format = format_of(config.get("quantization_config"))
     spec = parse_architecture(without_quantization(config))
-    return assemble(path, config, spec, weight_format, stored or tensors_of(path))
+    return assemble(
+        path, config, spec, weight_format, tensors_of(path) if stored is None else stored
+    )
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

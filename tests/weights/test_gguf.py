@@ -254,6 +254,7 @@ FACTS: list[tuple[Change, str]] = [
     (lambda _, t: t.update({"blk.0.ffn_gate_exps.weight": Stored(0, (1,), bytes(4))}),
         "ffn_gate_exps.weight' belongs to no"),
     (lambda _, t: t.pop("blk.0.ffn_up.weight"), "mlp.up_proj.weight' is missing"),
+    (lambda _, t: t.clear(), "input_layernorm.weight' is missing"),
     (lambda _, t: t.pop("token_embd.weight"), "embed_tokens.weight' is missing"),
     (lambda _, t: t.update({"model.norm.weight": t["output_norm.weight"]}),
         "two tensors have the same name"),
