@@ -23,7 +23,7 @@ LIMIT_S = 10.0
 SIGNALS = [signal.SIGKILL] * 3 + [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
-def ending(said: str, codes: list[int | None], was_over: bool, has_left: bool, rank: int) -> str:  # noqa: PLR0911
+def ending(said: str, codes: list[int | None], was_over: bool, has_left: bool, rank: int) -> str:
     """Name how a run ended, from its stderr and the exit codes of its ranks."""
     names = {
         "was over": was_over,
