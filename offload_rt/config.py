@@ -174,8 +174,8 @@ class EngineConfig:
     )
     activations: str = setting(
         "exact",
-        "int8: round the inputs of products with GGUF types and int8 weights to 8 bits, as"
-        " llama.cpp does; faster on CPUs without AVX-512, but logits differ from exact products",
+        "int8: round the inputs of the target's products with GGUF types and int8 weights to 8 bits"
+        " as in llama.cpp; faster on CPUs without AVX-512, but logits differ from exact products",
         choices=("exact", "int8"),
     )
     exact_parallel: bool = setting(

@@ -272,7 +272,7 @@ def report(names: Sequence[str], n_rounds: int, rounds_inputs: bool) -> dict[str
     with TemporaryDirectory(dir=ROOT / "build") as folder:
         weights = all_weights(Path(folder), names)
     weights |= {f"{name} by torch": by_torch(weights[name]) for name in DENSE if name in weights}
-    for name in BLOCKS.keys() & weights.keys() if rounds_inputs else ():
+    for name in [name for name in weights if rounds_inputs and name in BLOCKS]:
         views = tuple(view.rounding() for view in weights[name].views)
         weights[f"{name}, int8"] = replace(weights[name], views=views)
     cases, peaks, bandwidths = measure(weights, n_rounds)

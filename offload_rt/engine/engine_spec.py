@@ -134,7 +134,7 @@ def _plan(
         if config.pipeline > 1
         else ranks.part(whole)
     )
-    checkpoint.format.arithmetic = _arithmetic(config, checkpoint, device)
+    checkpoint.format.arithmetic = _arithmetic(config, checkpoint, device, dtype.torch)
     mirrors = Mirrors.from_setting(config.mirror, checkpoint.layers)
 
     def plan_with(
@@ -164,14 +164,19 @@ def _plan(
         return plan_for(as_they_are(config, checkpoint, device, error.for_command_line))
 
 
-def _arithmetic(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> Arithmetic:
+def _arithmetic(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> Arithmetic:
     """Return the arithmetic of products. Raises SettingsError if nothing can round its inputs."""
     rounds = config.activations == "int8"
     if rounds:
         problem = "--activations int8"
-        if device.type != "cpu" or cpu.library() is None:
-            need = "the CPU library, and a model on the CPU"
-            raise SettingsError(problem, need=need, change="remove it, or set --device cpu")
+        if device.type != "cpu" or dtype not in cpu.DTYPES:
+            need, have = "a model on the CPU in 16 or 32 bits", f"{device.type} in {dtype}"
+            raise SettingsError(problem, need=need, have=have, change="set --device and --dtype")
+        if cpu.library() is None:
+            need = "the CPU library, which is built with a C++ compiler"
+            raise SettingsError(problem, need=need, have="none", change="remove it")
         matrices = (matrix for block in checkpoint.layers for matrix in block.matrices.values())
         if not any(matrix.has_integers for matrix in matrices):
             need = "weights of quantised GGUF types or int8"

@@ -38,3 +38,5 @@ def test_activations_are_rounded_only_for_integer_codes_on_a_cpu(
     monkeypatch.setattr(cpu, "library", lambda: None)
     with pytest.raises(SettingsError, match="needs the CPU library"):
         open_llm(tmp_path / "m.gguf", activations="int8")
+    with pytest.raises(SettingsError, match=r"16 or 32 bits, has cpu in torch\.float64"):
+        open_llm(tmp_path / "m.gguf", activations="int8", dtype="float64")

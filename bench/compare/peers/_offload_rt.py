@@ -1,8 +1,9 @@
-"""Shared parts of the two offload_rt peers."""
+"""Shared parts of the offload_rt peers."""
 
 import time
+from typing import Any
 
-from bench.compare.contract import Answer, Supply
+from bench.compare.contract import Answer, Job, Supply
 from offload_rt import LLM, SamplingParams
 
 
@@ -29,3 +30,13 @@ class OffloadPeer:
     def close(self) -> None:
         """Join the threads and store statistics of the pair."""
         self._llm.close()
+
+
+def load(job: Job, **settings: Any) -> OffloadPeer:
+    """Load the job's model; beside `settings`, only the budget, length and activations are set."""
+    return OffloadPeer(
+        LLM(
+            str(job.model), device_memory=job.budget, max_model_len=job.max_len,
+            activations=job.activations, **settings,
+        )
+    )  # fmt: skip

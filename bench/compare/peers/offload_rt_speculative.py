@@ -3,19 +3,13 @@ weights.
 """
 
 from bench.compare.contract import Job
-from bench.compare.peers._offload_rt import OffloadPeer
-from offload_rt import LLM
+from bench.compare.peers import _offload_rt as offload_rt
 
 TITLE = "offload_rt, speculative"
 PACKAGES = ()
 DRAFTS = True
 
 
-def load(job: Job) -> OffloadPeer:
-    """Nothing is set but the budget and the length; the head and its trees are paid from the same
-    budget. Without a head, the assistant drafts.
-    """
-    draft = str(job.head or job.draft)
-    return OffloadPeer(
-        LLM(str(job.model), draft_model=draft, device_memory=job.budget, max_model_len=job.max_len)
-    )
+def load(job: Job) -> offload_rt.OffloadPeer:
+    """Load the model and the head, or the assistant without a head, in the same budget."""
+    return offload_rt.load(job, draft_model=str(job.head or job.draft))
