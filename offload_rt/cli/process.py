@@ -1,5 +1,6 @@
 """Process start and exit: signals, exit codes, and error messages on stderr."""
 
+import gc
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ _SIGNALS = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
 # `timeout` and a closed terminal signal the process and its group. Ignore the second signal within
 # this time.
 _PATIENCE_S = 1.0
+# New objects until garbage is collected. Python's 700 slow imports down by a fifth.
+_COLLECTED = 100_000
 
 
 class _Interrupt(KeyboardInterrupt):
@@ -28,6 +31,7 @@ def run_program(main: Callable[[], int]) -> int:
     The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt.
     A second signal after at least a second ends the process.
     """
+    gc.set_threshold(_COLLECTED)
     received: list[float] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -50,6 +54,7 @@ def run_program(main: Callable[[], int]) -> int:
         code = INTERRUPTED
     for number in handled:  # no exceptions while the interpreter shuts down
         signal.signal(number, signal.SIG_DFL)
+    gc.freeze()  # exit need not search the packages for garbage, which takes 0.3 s
     return code
 
 

@@ -1,8 +1,4 @@
-"""GGUF headers as config and tensors of a transformers checkpoint; all counts are bounded.
-
-Layout: magic, counts of tensors and metadata, metadata, tensor entries (name, shape, type, offset),
-padding, tensor bytes (github.com/ggml-org/ggml/blob/master/docs/gguf.md).
-"""
+"""GGUF headers as config and tensors of a transformers checkpoint."""
 
 import math
 import mmap
@@ -17,32 +13,15 @@ from typing import Any, NamedTuple
 from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError, UnsupportedModelError
 from offload_rt.packing import BLOCKS
+from offload_rt.system.gguf_fields import Fields
 from offload_rt.weights.header import FLOATS, TensorRecord, stamp_of
 from offload_rt.weights.layout import align_up
 from offload_rt.weights.source import Source, StoredTensor
 
 SUFFIX = ".gguf"
-_NUMBERS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
-_TEXT = 8
-_ARRAY = 9
 _FLOATS = {0: "F32", 1: "F16", 28: "F64", 30: "BF16"}
 _BLOCKS = {block.number: name for name, block in BLOCKS.items()}
-# A vocabulary has about 2^18 entries, a chat template a few kilobytes.
-_MAX_ENTRIES = 1 << 22
-_LONGEST = 1 << 24
-_LONGEST_KEPT = 1 << 10
+_MAX_ALIGNMENT = 1 << 24
 _PART = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})\.gguf")
 _MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
@@ -97,56 +76,6 @@ class Storage:
     head_dim: int | None
 
 
-class _Fields:
-    """Consecutive fields of a mapped file; raises ValueError or struct.error if invalid."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self.at = 0
-
-    def number(self, form: str) -> Any:
-        value = struct.unpack_from(form, self._data, self.at)[0]
-        self.at += struct.calcsize(form)
-        return value
-
-    def count(self, limit: int = _MAX_ENTRIES) -> int:
-        n: int = self.number("<Q")
-        if n > limit:
-            raise ValueError(f"a count or length of {n}")
-        return n
-
-    def text(self) -> str:
-        n = self.count(_LONGEST)
-        self.at += n
-        return self._data[self.at - n : self.at].decode()
-
-    def value(self) -> Any:
-        """Return a metadata value; None for arrays of text and long arrays."""
-        kind = self.number("<I")
-        if kind == _TEXT:
-            return self.text()
-        if kind != _ARRAY:
-            return self.number(_form(kind))
-        kind = self.number("<I")
-        n = self.count()
-        if kind == _TEXT:
-            at = self.at
-            for _ in range(n):
-                at += 8 + int.from_bytes(self._data[at : at + 8], "little")
-            self.at = at
-            return None
-        if n <= _LONGEST_KEPT:
-            return [self.number(_form(kind)) for _ in range(n)]
-        self.at += n * struct.calcsize(_form(kind))
-        return None
-
-
-def _form(kind: int) -> str:
-    if kind not in _NUMBERS:
-        raise ValueError(f"a value of type {kind}")
-    return _NUMBERS[kind]
-
-
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
     """Read a file, possibly split: config as in config.json, tensors by transformers' names.
 
@@ -177,17 +106,11 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             stamp = stamp_of(os.fstat(file.fileno()))
-            fields = _Fields(data)
-            if (magic := fields.number("4s")) != b"GGUF":
-                raise ValueError(f"it begins with {magic}")
-            if (version := fields.number("<I")) not in (2, 3):
-                raise ValueError(f"version {version}, not 2 or 3")
-            n_tensors = fields.count()
-            n_values = fields.count()
-            metadata = {fields.text(): fields.value() for _ in range(n_values)}
+            fields = Fields(data)
+            n_tensors, metadata = fields.metadata()
             entries = [_Entry.parse(fields) for _ in range(n_tensors)]
             alignment = metadata.get("general.alignment", 32)
-            if type(alignment) is not int or not 0 < alignment <= _LONGEST or alignment % 8:
+            if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment % 8:
                 raise ValueError(f"general.alignment {alignment}")
             start = align_up(fields.at, alignment)
             records = [_record(entry, start, path, stamp) for entry in entries]
@@ -215,7 +138,7 @@ class _Entry(NamedTuple):
     offset: int
 
     @classmethod
-    def parse(cls, fields: _Fields) -> "_Entry":
+    def parse(cls, fields: Fields) -> "_Entry":
         """Parse the next entry."""
         name = fields.text()
         n_dims = fields.number("<I")
