@@ -132,13 +132,13 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if path.is_dir() and not any((path / name).exists() for name in names):
         return None
-    from transformers import AutoTokenizer
-
     tokenizer: PreTrainedTokenizerBase | None
     try:
         if path.is_file():
             tokenizer = load_gguf_tokenizer(path)
         else:
+            from transformers import AutoTokenizer  # imports in 0.3 s beside transformers
+
             tokenizer = AutoTokenizer.from_pretrained(
                 path, config=_type_of_model(path), trust_remote_code=False, local_files_only=True
             )
