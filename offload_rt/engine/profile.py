@@ -261,7 +261,7 @@ def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
 
     The machine may have been busy during the cached measurement.
     """
-    width = compute.widths[len(compute.widths) // 2]
+    width = compute.widths[1]
     context = compute.contexts[0]
     (now,) = seconds_of_passes(runner, [(width, context)])
     return 1 / _STALE < now / float(compute.at(np.array([width]), context)[0]) < _STALE
