@@ -149,14 +149,17 @@ def assert_all_blocks_are_free(runner):
     assert len(runner.memory.store._free) == runner.memory.store._n_blocks
 
 
-def test_window_fetches_only_visible_blocks(runner):
+def test_window_fetches_only_visible_pages(runner):
+    """At every position of the window's first row in a page."""
     with beyond(runner, N_NODES + 8):
         cache = offloaded_cache(runner)
-        runner.assume_context(cache, 400)
-        for layer in range(runner.spec.n_layers):
-            n = sum(span.stop - span.start for span in runner._caches[cache].offloaded(layer))
-            window = runner.spec.window(layer)
-            assert n == 400 if window is None else window - 1 <= n <= window + host.PAGE_ROWS
+        for n_rows in range(400, 400 + host.PAGE_ROWS):
+            runner.assume_context(cache, n_rows)
+            for layer in range(runner.spec.n_layers):
+                n = sum(span.stop - span.start for span in runner._caches[cache].offloaded(layer))
+                window = runner.spec.window(layer)
+                n_seen = n_rows if window is None else window - 1
+                assert n_seen <= n <= min(n_seen + host.PAGE_ROWS, n_rows)
         runner.free_cache(cache)
 
 
