@@ -4,9 +4,8 @@
 
 pass: a pass of a single token against its floor, the same direct reads without compute. memory:
 peak resident memory against the budget. accelerate: seconds per token against Accelerate's disk
-offload, both plain and cold. paced: overlap of compute with a link of equal duration. first: time
-to the first token of a small resident model. mirror: sweeps over a checkpoint with its copy, or a
-part of each layer, on a second disk, at fixed rates.
+offload, both plain and cold. paced: overlap of compute with a link of equal duration. mirror:
+sweeps over a checkpoint with its copy, or a part of each layer, on a second disk, at fixed rates.
 """
 
 import time
@@ -57,9 +56,10 @@ THEIRS = "accelerate_disk"
 
 @dataclass(frozen=True)
 class Settings:
-    """Model, bytes of memory, rounds, and tokens per process of the comparison."""
+    """Model and draft, bytes of memory, rounds, and tokens per process of the comparison."""
 
     model: Path
+    draft: str
     budget: int
     rounds: int
     tokens: int
@@ -122,7 +122,7 @@ def peak_memory(settings: Settings) -> dict[str, object]:
     imports = run_json(["-c", IMPORTS]).peak_rss
     flags = ["--model", str(settings.model), "--device-memory", str(settings.budget)]
     flags += ["--prompt", "def main():", "--json"]
-    trees = ["--draft-model", DRAFT, "--max-new-tokens", "32"]
+    trees = ["--draft-model", settings.draft, "--max-new-tokens", "32"]
     runs = {
         "plain": ["--drafter", "none", "--max-new-tokens", "3"],
         "trees, T = 0": trees,
@@ -234,25 +234,11 @@ class Passes:
         self._streamer.close()
 
 
-def first_token(settings: Settings) -> dict[str, object]:
-    """Measure process start to first token of a small resident model, beyond its imports."""
-    run = ["-m", "offload_rt.run", "--model", "models/demo-target", "--prompt", "import"]
-    commands = {"imports": ["-c", IMPORTS], "run": [*run, "--max-new-tokens", "1", "--json"]}
-    works = {name: partial(run_json, command) for name, command in commands.items()}
-    runs = interleaved(works, 5, warm_up=0)
-    imports, totals = ([run.seconds for run in runs[name]] for name in commands)
-    beyond = Spread.of([total - base for total, base in zip(totals, imports, strict=True)])
-    print("\n## Start to first token, small resident model")
-    print(f"imports {Spread.of(imports)} s; beyond imports {beyond} s")
-    return {"imports_s": Spread.of(imports), "beyond_imports_s": beyond}
-
-
 SECTIONS = {
     "pass": pass_against_floor,
     "memory": peak_memory,
     "accelerate": against_accelerate,
     "paced": paced_overlap,
-    "first": first_token,
     "mirror": lambda settings: mirrors.measure(settings.model, settings.rounds // 3),
 }
 
@@ -261,6 +247,7 @@ def main() -> None:
     """Run the selected sections."""
     bench = Benchmark("stream", __doc__)
     bench.add("--model", type=Path, help="checkpoint; default: the demo target, expanded")
+    bench.add("--draft-model", default=DRAFT, help="of the section memory")
     bench.add("--size", default="3GB", help="of the expanded demo target")
     bench.add("--budget", type=parse_size, help="default: a quarter of the weights")
     bench.add("--rounds", type=int, default=9)
@@ -269,7 +256,8 @@ def main() -> None:
     flags = bench.start()
     model = flags.model or expanded_model(flags.size)
     nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    settings = Settings(model, flags.budget or nbytes // 4, flags.rounds, flags.tokens)
+    budget = flags.budget or nbytes // 4
+    settings = Settings(model, flags.draft_model, budget, flags.rounds, flags.tokens)
     print(f"{model.name}: {format_size(nbytes)}, budget {format_size(settings.budget)}")
     results = {name: SECTIONS[name](settings) for name in flags.sections}
     bench.finish(model_bytes=nbytes, budget_bytes=settings.budget, **results)
