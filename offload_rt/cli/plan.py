@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _NO_FLAGS = ("device", "host_memory", "rule")
 # Drafters with a forecast; with a draft model, trees of a fixed shape stand for all tree drafters.
 _SELF = "self"
-_DRAFTERS = ("auto", "none", _SELF)
+_DRAFTERS = ("auto", "none", "recycle", _SELF)
 _MODEL_DRAFTERS = ("adaptive_tree", "dynamic_tree", "static_tree")
 _LISTS = {"--list": KNOWN, "--list-gpus": [card.name for card in CARDS]}
 

@@ -7,7 +7,7 @@ from offload_rt.cli.plan_settings import DISK, RAM, PlanSettings
 from offload_rt.config import EngineConfig, format_size, parse_size
 from offload_rt.engine.memory_plan import DRIVER
 from offload_rt.errors import OffloadError, SettingsError
-from offload_rt.planning.acceptance import SELF, Assumed, assume
+from offload_rt.planning.acceptance import RECYCLE, SELF, Assumed, assume
 from offload_rt.planning.forecast import (
     Forecast,
     Machine,
@@ -85,7 +85,7 @@ def of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = Fals
         machine = replace(machine, passes=measure_passes(config, spec), sources=sources)
     draft = spec.draft.sizes()
     config = replace(config, drafter=spec.draft.drafting.name)
-    drafter = "none" if draft is None else SELF if draft.stand_in else config.drafter
+    drafter = SELF if draft is not None and draft.stand_in else config.drafter
     acceptance = assumed(settings.acceptance, settings.temperature, config, drafter)
     context = settings.context
     tokens = settings.max_new_tokens
@@ -110,7 +110,9 @@ def request_of(settings: PlanSettings, config: EngineConfig, machine: Machine) -
         drafter = SELF
     else:
         trees = "adaptive_tree" if config.drafter == "auto" else config.drafter
-        drafter = "none" if draft is None else "mtp" if config.draft_model is None else trees
+        drafter = "mtp" if config.draft_model is None else trees
+        if draft is None:
+            drafter = RECYCLE if config.drafter == RECYCLE else "none"
     if draft is None and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
         raise SettingsError(flag, need="a drafter", change="set --draft-model, or --drafter=self")
@@ -148,7 +150,7 @@ def assumed(name: str, temperature: float, config: EngineConfig, drafter: str) -
     target, draft = (
         known_name(model) or model.lower() for model in (config.model, config.draft_model or "")
     )
-    draft = SELF if drafter == SELF else draft
+    draft = drafter if drafter in (SELF, RECYCLE) else draft
     pair = _identities(config, drafter) if name == "auto" and drafter != "none" else ("", "")
     acceptance = assume(name, pair, (target, draft), temperature)
     is_dynamic = temperature == 0 and drafter in ("adaptive_tree", "dynamic_tree")

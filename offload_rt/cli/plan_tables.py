@@ -116,7 +116,7 @@ def _print_trees(forecast: Forecast) -> None:
             f"the acceptance of --drafter {forecast.request.config.drafter} depends on the text:"
             " this is a forecast of plain decoding"
         )
-    if has_draft:
+    if has_draft or len(topology) > 1:
         advice = f"drafting is {gain:.2f} times as fast"
         if gain < 1:
             advice = "it is faster: omit the draft model, or lower --max-model-len"

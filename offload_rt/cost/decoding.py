@@ -59,7 +59,7 @@ def select_topology(
     acceptance  (ranks,) acceptance probability by sibling rank
     Returns a single node if nothing can be drafted.
     """
-    if times.draft is None or limits.n_nodes == 1:
+    if limits.n_nodes == 1:
         return Topology.chain(1)
     table = search(acceptance, limits.n_nodes, limits.n_levels)
     topology = Topology.chain(2)

@@ -63,7 +63,8 @@ class Assumed:
 class Preset:
     """Published tokens per pass and the fitted power law.
 
-    pair             names of target and draft; the draft is SELF for 4-bit copies of the target
+    pair             names of target and draft; the draft is SELF for 4-bit copies of the target,
+                     RECYCLE for predictions of earlier tokens
     tokens_per_pass  published for trees of `n_nodes` nodes on `n_levels` levels
     power            exponent b of the module docstring; a test repeats the tree search
     is_static        published for trees of a fixed shape
@@ -92,6 +93,7 @@ class Preset:
 
 
 SELF = "self"
+RECYCLE = "recycle"
 _LLAMA_2 = ("llama2-70b", "llama2-7b")
 _LLAMA_3 = ("llama3-70b", "llama3-8b")
 PRESETS = (
@@ -117,7 +119,21 @@ PRESETS = (
         "SubSpec (arXiv 2509.18344), MT-Bench",
         is_static=False,
     ),
+    Preset(
+        "vicuna-7b-recycle",
+        ("vicuna-7b", RECYCLE),
+        0.0,
+        2.73,
+        80,
+        6,
+        0.673,
+        "Token Recycling (arXiv 2408.08696), Spec-Bench",
+        is_static=False,
+    ),
 )
+# Assumed for other targets. Optimistic for copies: the published copies were quantised more
+# carefully than ours.
+_EXAMPLES = {SELF: ("qwen2.5-7b-self", "qwen2.5-7b"), RECYCLE: ("vicuna-7b-recycle", "vicuna-7b")}
 
 
 def power_law(b: float) -> np.ndarray:
@@ -132,7 +148,7 @@ def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature
     name   name of a preset, probabilities by rank like "0.8,0.1,0.05", or "auto";
            auto: measured on this machine, else a preset of the pair, else a guess
     pair   identities of the checkpoints; empty without local files
-    names  model names in the user's words; the draft is SELF for self-drafting
+    names  model names in the user's words; the draft is SELF or RECYCLE without a draft model
     Raises SettingsError for an unknown name.
     """
     if name[:1].isdigit() or name[:1] == ".":
@@ -155,10 +171,10 @@ def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature
         Acceptance().by_rank(),
         "a guess: neither published nor measured for this pair and temperature",
     )
-    # Optimistic for self-drafting: the published copies were quantised more carefully than ours.
-    if names[1] == SELF:
-        published = presets["qwen2.5-7b-self"].assumed
-        guess = replace(published, source=f"a guess: for qwen2.5-7b {published.source}")
+    if names[1] in _EXAMPLES:
+        preset, model = _EXAMPLES[names[1]]
+        published = presets[preset].assumed
+        guess = replace(published, source=f"a guess: for {model} {published.source}")
     return learned or (matching[0] if matching else guess)
 
 

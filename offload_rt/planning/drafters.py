@@ -9,7 +9,15 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.head_configs import parse_head
-from offload_rt.planning.acceptance import PRESETS, SELF, Assumed, Preset, assume, power_law
+from offload_rt.planning.acceptance import (
+    PRESETS,
+    RECYCLE,
+    SELF,
+    Assumed,
+    Preset,
+    assume,
+    power_law,
+)
 from offload_rt.planning.forecast import (
     Forecast,
     Machine,
@@ -26,7 +34,6 @@ _FILE = Path(__file__).with_name("drafters.json")
 _ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle3", "block": "DFlashDraftModel"}
 _NO_FIGURE = "no published acceptance for this target"
 _NO_SHAPE = "no published shape"
-_TEXT = "acceptance depends on the text"
 _FIGURE_KEYS = ("tokens_per_pass", "n_nodes", "n_levels")
 # Halvings of the interval of exponents: to four digits.
 _N_HALVINGS = 20
@@ -162,7 +169,7 @@ def compare(
     target, draft = request.models
     choices = [
         RankedDrafter("none", "", 0, predict_if_it_fits(plain, machine), "plain decoding"),
-        RankedDrafter("recycle", "", 0, None, f"{_TEXT}; {_NO_FIGURE}"),
+        _choice(plain, machine, (RECYCLE, ""), None, _guessed(plain, RECYCLE, temperature)),
         _self_drafting(plain, machine, temperature),
     ]
     for entry in published(request.config.model):
@@ -192,23 +199,30 @@ def _choice(
     plain: PlanRequest,
     machine: Machine,
     names: tuple[str, str],
-    sizes: Sizes,
+    sizes: Sizes | None,
     acceptance: Assumed,
     depth: int | None = None,
 ) -> RankedDrafter:
     """Predict a drafter.
 
     names  the drafter, and its checkpoint
+    sizes  None for a drafter without weights
     depth  largest number of tree levels; None for the drafter's default
     """
     drafter, name = names
-    draft_model = None if drafter in ("mtp", SELF) else name
+    draft_model = None if drafter in ("mtp", SELF, RECYCLE) else name
     config = replace(plain.config, drafter=drafter, draft_model=draft_model)
     models = (plain.models[0], sizes)
     request = replace(plain, config=config, models=models, acceptance=acceptance, most_levels=depth)
     forecast = predict_if_it_fits(request, machine)
     source = acceptance.source if forecast else f"does not fit; {acceptance.source}"
-    return RankedDrafter(drafter, name, sizes.nbytes, forecast, source)
+    return RankedDrafter(drafter, name, 0 if sizes is None else sizes.nbytes, forecast, source)
+
+
+def _guessed(plain: PlanRequest, drafter: str, temperature: float) -> Assumed:
+    """Return the acceptance of a drafter without a draft model."""
+    target = known_name(plain.config.model) or plain.config.model.lower()
+    return assume("auto", ("", ""), (target, drafter), temperature)
 
 
 def _self_drafting(plain: PlanRequest, machine: Machine, temperature: float) -> RankedDrafter:
@@ -216,8 +230,7 @@ def _self_drafting(plain: PlanRequest, machine: Machine, temperature: float) -> 
     if not target.spec.supports_self_draft or not is_plain(target):
         reason = "needs unquantised weights of a native family"
         return RankedDrafter(SELF, "", 0, None, reason)
-    names = (known_name(plain.config.model) or plain.config.model.lower(), SELF)
-    acceptance = assume("auto", ("", ""), names, temperature)
+    acceptance = _guessed(plain, SELF, temperature)
     return _choice(plain, machine, (SELF, ""), copies(target), acceptance)
 
 

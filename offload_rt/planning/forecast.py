@@ -28,7 +28,7 @@ from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError
 from offload_rt.models.heads import Head
 from offload_rt.offload.placement import MemoryBudget, Plan
-from offload_rt.planning.acceptance import DEMO_PAIR, Assumed
+from offload_rt.planning.acceptance import DEMO_PAIR, RECYCLE, Assumed
 from offload_rt.planning.ranks import ALONE, Parallelism
 from offload_rt.planning.sizes import decoded_nbytes, is_plain
 from offload_rt.speculate.select import pick_drafter
@@ -404,7 +404,12 @@ def predict(
 
 
 def _limits(request: PlanRequest, fitted: MemoryPlan, costs: PairTimes) -> DraftLimits:
-    """Return tree limits within the depth of the request and of drafters of several tokens."""
+    """Return tree limits within the depth of the request and of drafters of several tokens.
+
+    A single node without a draft model: most drafters without one have no published acceptance.
+    """
+    if request.models[1] is None and request.config.drafter != RECYCLE:
+        return replace(fitted.limits, n_nodes=1)
     n_levels = min(fitted.limits.n_levels, request.most_levels or fitted.limits.n_levels)
     if costs.n_at_once > 1:
         n_levels = min(n_levels, costs.n_at_once + 1)

@@ -330,7 +330,7 @@ DRAFT = "--draft-model llama2-7b"
     ("--max-model-len 9000", "4096"), ("--context 4000", "lower --context"),
     (f"{DRAFT} --acceptance 0.1,0.5", "descending"), ("--acceptance sequoia", "llama2-70b-chat"),
     ("--tree-size 64", "set --draft-model"), ("--temperature -1", "temperature"),
-    ("--drafter recycle", "a forecast of tokens per pass"),
+    ("--drafter lookahead", "a forecast of tokens per pass"),
     ("--drafter static_tree", "needs a draft model"),
     (f"{DRAFT} --drafter self", "or omit --drafter"),
     ("--drafter self", "the device memory budget is too small"),
@@ -379,13 +379,17 @@ def test_plan_measures_this_machine(capsys, monkeypatch):
 
 @pytest.mark.parametrize("memory", ["100MB", "11.5MB"])
 def test_plan_of_local_weights_uses_timed_passes(memory, capsys, monkeypatch):
-    """Resident and streamed layers; the link is faster than these passes."""
+    """Resident and streamed layers; the link is faster than these passes. Trees are recycled."""
     measure_little(monkeypatch)
     times = ComputeTimes((1,), (0,), ((3.0,),))
     monkeypatch.setattr(profile, "compute_times", lambda *_: times)
     result = planned(["--model", DEMO, "--device-memory", memory], capsys)
-    assert result["predicted_seconds_per_token"] == pytest.approx(3.0)
+    assert result["predicted_plain_seconds_per_token"] == pytest.approx(3.0)
+    assert result["tokens_per_pass"] > 2
+    tokens = 3.0 / result["predicted_seconds_per_token"]
+    assert tokens == pytest.approx(result["tokens_per_pass"])
     assert "target: timed passes" in result["sources"]
+    assert "Token Recycling" in result["acceptance"]["source"]
 
 
 @pytest.mark.parametrize("flags", [["--draft-quantize", "int4"], ["--learn-draft", "on"]])
