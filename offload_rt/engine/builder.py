@@ -133,7 +133,6 @@ def _load_models(
 
 
 def _use_graphs(spec: EngineSpec, runner: Runner, capture: Capture) -> None:
-    """Capture passes of a resident target as CUDA graphs."""
     # A self-drafting target also computes growing trees.
     n_nodes = spec.memory.limits.n_nodes
     n_rows = n_nodes if spec.draft.drafting.type.resources.view is None else ROWS_PER_NODE * n_nodes
@@ -174,7 +173,6 @@ def _measure(spec: EngineSpec, runner: Runner, closes: ExitStack) -> CostEstimat
 
 
 def _machine(spec: EngineSpec, runner: Runner) -> MachineProfile:
-    """Measure the pass times of the target, or read the times of an earlier run."""
     memory = spec.memory
     split = spec.plan.split
     moved = spec.pass_bytes

@@ -35,10 +35,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def _expand_segments() -> None:
-    """Enable expandable segments, unless the user has set the allocator or CUDA has started.
+    """Enable expandable segments, unless the allocator is set or CUDA has started.
 
-    Otherwise fragmentation between blocks of varying sizes counts against a tight memory cap. WSL
-    is excluded: its driver refuses such memory (pytorch/pytorch 192330).
+    Fragmentation would count against a tight memory cap. The driver of WSL refuses such memory
+    (pytorch/pytorch 192330).
     """
     has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     is_set = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))

@@ -106,11 +106,9 @@ def _fastest(config: EngineConfig, draft: Sizes, fit: Fit) -> PlannedDraft:
 def _cost_per_token(
     plans: Sequence[PlannedDraft], n_sequences: int, plain_nbytes: int
 ) -> list[float]:
-    """Return the time of each plan per expected token of a fair draft model, in streamed bytes.
+    """Return the time of each plan per expected token, in streamed bytes.
 
-    Saved memory may also serve larger trees.
-
-    plain_nbytes  bytes of the unquantised draft model
+    A fair draft model is assumed; saved memory may also serve larger trees.
     """
     limits = [plan.memory.limits for plan in plans]
     tokens = [1.0] * len(plans)
@@ -129,10 +127,7 @@ def _cost_per_token(
 
 
 def _level_nbytes(plan: PlannedDraft, plain_nbytes: int) -> int:
-    """Return the bytes of device memory that a draft level moves.
-
-    Many rows write and read decoded matrices besides their codes.
-    """
+    """Return the bytes of device memory that a draft level moves."""
     sizes = plan.sizes
     assert sizes is not None, "a draft model is planned"
     n_rows = plan.memory.limits.n_nodes / plan.memory.limits.n_levels

@@ -91,7 +91,7 @@ class DraftSpec:
 
     @property
     def can_round(self) -> bool:
-        """Whether the weights of the draft model are unquantised and remain unchanged."""
+        """Whether the weights are unquantised and remain unchanged."""
         draft = self.checkpoint
         is_plain = draft is not None and draft.format.name == "dense"
         return is_plain and self.drafting.learning == "off"
@@ -176,10 +176,7 @@ class DraftSpec:
         return loader.runner(draft.spec, draft.format, self.dtype.torch, sources, trace)
 
     def build_copies(self, loader: Loader, sources: LayerSources, stored: DiskTier) -> Runner:
-        """Load the draft model of a self-drafting target.
-
-        The model consists of the target's resident layers and small copies of its streamed layers.
-        """
+        """Load a self-drafting target: its resident layers and copies of its streamed layers."""
         resident = loader.new_tier()
         for i, tier in enumerate((*sources.streamed, None)):
             if tier is None:
@@ -223,10 +220,7 @@ class DraftSpec:
         self, memory: MemoryPlan, runner: Runner, draft: Runner | None, cost: CostEstimator,
         trace: Trace,
     ) -> Drafter:  # fmt: skip
-        """Open the drafter with its models and the statistics of earlier runs.
-
-        runner, draft  the target, and the draft model
-        """
+        """Open the drafter with the target, the draft model and the statistics of earlier runs."""
         drafting = self.drafting
         resources = drafting.type.resources
         n_levels = memory.limits.n_levels
@@ -300,7 +294,6 @@ class DraftSpec:
             return median(profile.seconds_of_passes(runner, [(n_rows, n_rows)] * _N_TIMES))
 
     def _layouts(self, files: DiskTier) -> list[Layout]:
-        """Return the layouts of the loaded layers, and of the weights outside the layers."""
         assert self.checkpoint is not None
         layouts = [files.layout(i) for i in range(self.checkpoint.spec.n_layers + 1)]
         rounding = self.drafting.rounding

@@ -232,7 +232,6 @@ class Engine(SequencePool):
         return int(sizes[seconds <= 2 * seconds[0]].max())
 
     def _prompt_step(self, running: RunningSequence, n: int) -> Step:
-        """Return the step that computes the next n tokens of a prompt."""
         first = self.runner.n_committed(running.cache)
         tokens = running.sequence.cache_ids[first : first + n]
         return Step(
@@ -331,10 +330,7 @@ class Engine(SequencePool):
         return sequence.n_new - n_before
 
     def _node_probs(self, sequence: Sequence, tree: DraftTree, logits: Tensor) -> NodeProbs:
-        """Return the target's distributions after the nodes of a tree, valid until the next call.
-
-        logits  (>= n, vocabulary) of the tree's n nodes and of unverified nodes
-        """
+        """Return the distributions after a tree's nodes, valid until the next call."""
         n = len(tree.topology)
         paths = tree.paths() if sequence.sampling.looks_back else []
         context = Context(sequence.tokens, sequence.n_prompt, sequence.end_ids, sequence.bad_words)
@@ -346,10 +342,7 @@ class Engine(SequencePool):
         return NodeProbs(logits[:n], sequence.sampling, context, paths, out, masks)
 
     def _commit(self, running: RunningSequence, verdict: Verdict, states: Tensor) -> None:
-        """Commit the rows of missing tokens and of the accepted path; pass states to the drafter.
-
-        states  (n_rows, taps, hidden_size)
-        """
+        """Commit the missing tokens and the accepted path; pass their states to the drafter."""
         first = self.runner.n_committed(running.cache)
         n_missing = len(running.sequence.tokens) - 1 - first
         accepted = [n_missing + node for node in verdict.path]

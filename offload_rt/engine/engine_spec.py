@@ -122,7 +122,6 @@ def _faster(
 def _plan(
     config: EngineConfig, whole: Checkpoint, drafting: Drafting, ranks: RanksSpec
 ) -> EngineSpec:
-    """Plan an engine for a given division of weights."""
     device = pick_device(config.device)
     if device.type == "cpu" and config.host_memory is not None:
         problem = "--host-memory is for pinned memory beside a GPU"
@@ -234,7 +233,6 @@ def _planned(
 
 
 def _draft_notice(config: EngineConfig, draft: DraftSpec) -> str:
-    """Return a notice if `auto` quantises the draft model."""
     rounding = draft.drafting.rounding
     if config.draft_quantize != "auto" or rounding == "none":
         return ""
@@ -245,10 +243,7 @@ def _draft_notice(config: EngineConfig, draft: DraftSpec) -> str:
 
 
 def _lossless_notice(config: EngineConfig, target: TargetSpec, plan: Plan) -> str:
-    """Return the command that encodes streamed layers, if the measured rates promise a gain.
-
-    Encoding pays unless resident layers or a slow GPU dominate a pass.
-    """
+    """Return the command that encodes streamed layers, if measured rates promise a gain."""
     checkpoint = target.checkpoint
     is_raw = config.link_format == "auto" and target.link.sizes is None and config.pipeline == 1
     empty = torch.empty(0, device=target.device)

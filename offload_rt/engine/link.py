@@ -94,7 +94,7 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
 def _faster(
     link: LinkFormat, config: EngineConfig, checkpoint: Checkpoint, device: torch.device
 ) -> LinkFormat:
-    """Choose between the sidecar and the raw weights by measured rates; explain in the notice.
+    """Choose the sidecar or the raw weights by measured rates, with the reason as notice.
 
     Decoding counts in full: the same processor or GPU computes the passes.
     """
@@ -164,10 +164,7 @@ def _opened(checkpoint: Checkpoint, directory: Path, elsewhere: str) -> tuple[Si
 
 
 def convert_flags(size: int, is_exact: bool) -> str:
-    """Return the flags of `offload-rt convert` for the shards of `size` ranks.
-
-    is_exact  for runs with --exact-parallel
-    """
+    """Return the flags of `offload-rt convert` for the shards of `size` ranks."""
     return f" --ranks {size}{' --exact-parallel' if is_exact else ''}"
 
 
@@ -178,11 +175,6 @@ def _sidecars_elsewhere(directory: Path) -> str:
 
 
 def _sizes(checkpoint: Checkpoint, encoded: tuple[int, ...], on_card: bool) -> LinkSizes:
-    """Return the transfer sizes.
-
-    GPU slots hold encoded layers, and a buffer holds the decoded layer. CPU slots hold decoded
-    layers.
-    """
     decoded = max(align_up(layer.layout.nbytes, PAGE) for layer in checkpoint.layers)
     if on_card:
         return LinkSizes(encoded, max(encoded), decoded)

@@ -103,7 +103,6 @@ def plan_memory(
 
 
 def _moved(memory: MemoryPlan, config: EngineConfig) -> int:
-    """Return the bytes that plain decoding copies to the device per pass."""
     return sum(memory.plan.pass_bytes.at(0, config.max_num_seqs).values())
 
 
@@ -126,7 +125,6 @@ class _Memory:
     budget: MemoryBudget
 
     def plan(self) -> MemoryPlan:
-        """Plan for the given division of the target into blocks."""
         target = self.target
         limit = target.spec.max_positions
         asked = self.config.max_model_len
@@ -172,10 +170,7 @@ class _Memory:
         return MemoryPlan(plan, limits, max_len, n_rows, n_view_rows, n)
 
     def plan_experts(self) -> MemoryPlan | None:
-        """Plan for experts as separate blocks.
-
-        None if the host memory of a GPU machine holds too few experts for a row.
-        """
+        """Plan for experts as separate blocks; None if the host holds too few experts for a row."""
         target = self.target
         experts = target.experts
         assert experts is not None, "the target is divided into experts"
@@ -195,7 +190,6 @@ class _Memory:
         return replace(memory._with_buffers(n_on_host * experts.nbytes), target=target).plan()
 
     def _with_buffers(self, nbytes: int) -> "_Memory":
-        """Reserve further bytes of the host."""
         return replace(self, budget=replace(self.budget, buffers=self.budget.buffers + nbytes))
 
     def whole(self, max_len: int, n_nodes: int) -> ReservedMemory:
@@ -228,10 +222,7 @@ class _Memory:
         return self._reserved(max_len, self._split(max_len, n_nodes))
 
     def fits_whole(self, max_len: int, n_nodes: int) -> bool:
-        """Return whether all KV rows stay on the device.
-
-        They do if they fit, or if offloading saves nothing.
-        """
+        """Return whether all KV rows fit on the device, or offloading saves nothing."""
         whole = self.whole(max_len, n_nodes)
         kv_limit = self.config.kv_nbytes
         may_fit = kv_limit is None or whole.cache <= kv_limit
@@ -243,7 +234,6 @@ class _Memory:
         )
 
     def place(self, max_len: int, n_nodes: int) -> Plan:
-        """Return the placement. Raises CapacityError if the budgets are too small."""
         is_whole = self.fits_whole(max_len, n_nodes)
         kv_limit = self.config.kv_nbytes
         needed = (self.whole if is_whole else self.divided)(max_len, n_nodes)

@@ -212,9 +212,7 @@ def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
 
 
 def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:
-    """Measure the GB/s of streaming without computation, all links together.
-
-    nbytes  transferred bytes of all streamed layers
+    """Measure the GB/s of streaming `nbytes` bytes of all layers without computation.
 
     The host clock measures, because a meter of events lags behind on a GPU. The first layers may
     have been prefetched, so they do not count.
@@ -251,16 +249,12 @@ def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> 
 
 
 def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the widths and contexts to measure."""
     widths = {1, *(n for n in (8, 32, 64, 128, 256, 512, 1024) if n < n_rows), n_rows}
     return tuple(sorted(widths)), (min(64, max_context), max(min(max_context, 2048), 65))
 
 
 def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
-    """Return whether the current time of one width is close to the cached time.
-
-    The machine may have been busy during the cached measurement.
-    """
+    """Return whether the current time of one width is close to the cached time."""
     width = compute.widths[1]
     context = compute.contexts[0]
     (now,) = seconds_of_passes(runner, [(width, context)])
@@ -340,7 +334,6 @@ def _seconds_replayed(runner: Runner, step: Step) -> float:
 
 @torch.inference_mode()
 def _seconds_of_parts(runner: Runner, blocks: list[LayerView], step: Step) -> list[float]:
-    """Measure the seconds of adjacent layers, and of the head."""
     best = [float("inf"), float("inf")]
     alone = copy(runner)
     if isinstance(runner.spec, ModelPart):

@@ -334,7 +334,6 @@ def _held_nbytes(sizes: Sizes, parts: Sequence[range], n_rows: int, dtype: DType
 
 
 def _total_pass_bytes(plan: Plan, ranks: Ranks) -> PassBytes:
-    """Sum the traffic of all pipeline stages."""
     stage = plan.pass_bytes
     tiers, nbytes_streamed = zip(*stage.streamed, strict=True)
     *streamed, computed, ahead = map(

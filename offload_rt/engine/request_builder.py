@@ -50,12 +50,7 @@ class RequestBuilder:
         tokenizer: "PreTrainedTokenizerBase | None",
         max_model_len: int,
     ) -> None:
-        """Read sampling defaults, end tokens and the image processor.
-
-        directory  directory or GGUF file of the checkpoint
-        tokenizer  None: prompts are token ids
-        Raises CheckpointError for damaged files.
-        """
+        """directory: or GGUF file; tokenizer: None for token ids. Raises CheckpointError."""
         checkpoint = target.checkpoint
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -223,7 +218,7 @@ class RequestBuilder:
             yield tuple(spaced)
 
     def _check_token_ids(self, params: SamplingParams) -> None:
-        """Raise SettingsError for ids outside the vocabulary, and if no token is possible."""
+        """Refuse ids outside the vocabulary, and params that exclude all tokens."""
         vocab_size = self._model.vocab_size
         ids_by_name: dict[str, Iterable[int]] = {
             "logit_bias": params.logit_bias or (),
@@ -244,11 +239,9 @@ class RequestBuilder:
             raise SettingsError("allowed_token_ids", need=need, change="allow more tokens")
 
     def _unknown_id(self, ids: Iterable[int]) -> int | None:
-        """Return the first id outside the vocabulary."""
         return next((token for token in ids if not 0 <= token < self._model.vocab_size), None)
 
     def _content(self, prompt: Prompt) -> Any:
-        """Return the text, the token ids or the prompt with images."""
         if not isinstance(prompt, Mapping):
             return prompt
         fields = dict(prompt)
@@ -278,7 +271,6 @@ class RequestBuilder:
         return processor.encode(text, decoded)
 
     def _compile(self, outputs: StructuredOutputs) -> Grammar:
-        """Compile a grammar. Raises SettingsError if that fails."""
         with self._compiler_lock:
             if self._compiler is None:
                 vocab_size = self._model.vocab_size
@@ -287,7 +279,6 @@ class RequestBuilder:
         return compiler.compile(outputs)
 
     def _sequences(self, prompt: EncodedPrompt, params: SamplingParams) -> list[Sequence]:
-        """Return a sequence per answer, with consecutive seeds."""
         ids = token_ids(prompt)
         images = prompt if isinstance(prompt, ImagePrompt) else None
         outputs = params.structured_outputs

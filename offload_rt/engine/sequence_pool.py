@@ -58,7 +58,6 @@ class SequencePool:
             self._evict(self._kept[0])
 
     def _admit(self) -> None:
-        """Start waiting sequences in order while memory suffices."""
         if self.is_short:
             return
         admitted = self.scheduler.admit(self._running, self._waiting)
@@ -96,10 +95,7 @@ class SequencePool:
         self.drafter.end(kept.sequence)
 
     def _open_cache(self, new: RunningSequence, later: list[Sequence], is_alone: bool) -> None:
-        """Create a cache, with the rows of the longest matching prefix.
-
-        later  sequences admitted next, which also need memory
-        """
+        """Create a cache with the longest matching prefix, beside sequences admitted `later`."""
         source, n = self._find_prefix(new.sequence)
         n_rows = new.n_rows
         tokens = new.sequence.cache_ids
@@ -130,10 +126,9 @@ class SequencePool:
         self.runner.rewind(new.cache, tokens[:n])
 
     def _find_prefix(self, sequence: Sequence) -> tuple[RunningSequence | None, int]:
-        """Find the longest prefix match that is cached, or computed in the next pass.
+        """Return the longest prefix that is cached or computed in the next pass.
 
-        Log-probabilities and embeddings of the prompt need all rows computed, so such sequences
-        match nothing.
+        Log-probabilities and embeddings of the prompt need all rows computed.
         """
         matches: list[tuple[RunningSequence | None, int]] = [(None, 0)]
         has_logprobs = sequence.sampling.prompt_logprobs is not None

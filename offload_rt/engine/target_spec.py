@@ -142,7 +142,6 @@ class TargetSpec:
         return _block_nbytes(self.checkpoint.images, self.is_packed)
 
     def _sizes_by_expert(self) -> Sizes | None:
-        """Sizes with experts as separate blocks; None for indivisible files."""
         divided = self.checkpoint.by_expert()
         mixture = self.checkpoint.spec.mixture
         if divided is None or mixture is None:
@@ -318,10 +317,7 @@ def compute_dtype(name: str, checkpoint: Checkpoint) -> DType:
 
 
 def _block_nbytes(blocks: Sequence[BlockRecord], is_packed: bool) -> tuple[int, ...]:
-    """Return the bytes of each block as stored, or the maximum of stored and packed.
-
-    Host slots always hold stored blocks.
-    """
+    """Return the bytes of each block, at least those of the file: host slots hold stored blocks."""
     with closing(DiskTier(blocks)) as files:
         stored = [files.layout(i).nbytes for i in range(len(blocks))]
     return tuple(map(max, stored, map(_packed_nbytes, blocks))) if is_packed else tuple(stored)
@@ -347,10 +343,7 @@ def _encode(loader: Loader, stored: DiskTier, i: int, planned: int) -> PackedLay
 def _experts(
     loader: Loader, runner: Runner, files: ExpertFiles, sizes: ExpertSizes, n_slots: int
 ) -> ExpertCache:
-    """Create the cache of experts: slots on the device, and on a GPU machine a host tier.
-
-    The host tier holds all experts, or the most used experts if memory is too small.
-    """
+    """Create the expert cache; a GPU machine's host tier holds all or the most used experts."""
     view = partial(runner.format.view, dtype=runner.dtype)
     streamer = runner.streamer
     if not isinstance(streamer, CudaStreamer):
@@ -372,7 +365,7 @@ def _experts(
     loader.closes.enter_context(closing(cache))
     # One thread remains for kernel launches.
     n_threads = max(torch.get_num_threads() - 1, 1)
-    host = HostExperts(images, view, cache.copy_s, loader.device, n_threads, loader.cpus)
+    host = HostExperts(images.image, view, cache.copy_s, loader.device, n_threads, loader.cpus)
     if isinstance(images, PinnedExperts):
         host.release = images.release
     cache.host = loader.closes.enter_context(closing(host))

@@ -46,7 +46,6 @@ class CardExperts(ExpertCache):
         return min(times)
 
     def _copied_to_time(self) -> Iterable[Tensor]:
-        """Return experts to copy for `copy_s`."""
         return map(self._source, range(3))
 
     def close(self) -> None:

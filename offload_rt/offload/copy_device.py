@@ -30,9 +30,9 @@ class CopyDevice:
         self._turn = Event()  # type: ignore[no-untyped-call]  # as above
 
     def select(self) -> None:
-        """Make the device current in the calling thread.
+        """Make the device current in the calling thread: new threads use GPU 0.
 
-        New threads use GPU 0; leaving `torch.cuda.stream` there would create a context of 0.5 GB.
+        Leaving `torch.cuda.stream` there would create a context of 0.5 GB.
         """
         torch.cuda.set_device(self._device)
 
@@ -65,7 +65,6 @@ class CopyDevice:
         return before, done
 
     def _move(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue the copy of a chunk on the current stream."""
         target.copy_(source, non_blocking=True)
 
     def _alternate(self) -> Stream:

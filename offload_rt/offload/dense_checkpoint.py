@@ -121,7 +121,6 @@ def _tensor(view: LayerWeights, name: str, shape: tuple[int, ...]) -> Iterator[T
 
 
 def _write_companions(checkpoint: Checkpoint, directory: Path, dtype: DType) -> None:
-    """Write config, tokenizer, chat template and generation settings."""
     config = without_quantization(checkpoint.config) | {"dtype": dtype.value}
     config.pop("torch_dtype", None)
     if checkpoint.path.is_dir():
@@ -134,7 +133,7 @@ def _write_companions(checkpoint: Checkpoint, directory: Path, dtype: DType) -> 
 
 
 def _write_gguf_companions(path: Path, config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Write the tokenizer and special tokens of a GGUF file; return further keys of its config."""
+    """Write tokenizer and special tokens of a GGUF file; return further keys of its config."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     special = {"eos_token_id": config["eos_token_id"] or None}

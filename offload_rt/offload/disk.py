@@ -24,8 +24,7 @@ _JOIN = 64 << 10
 class ReadSettings:
     """Disk request settings.
 
-    request_nbytes  bytes per request, a multiple of PAGE
-    n_parallel      concurrent requests
+    request_nbytes  a multiple of PAGE
     """
 
     request_nbytes: int = 1 << 20
@@ -65,33 +64,20 @@ class _Part:
         return (self.n_pieces - 1) * self.stride + self.nbytes // self.n_pieces
 
 
-class DirectFiles:
+class DirectFiles(Disks):
     """Files opened for direct I/O if supported, checked against the headers read earlier."""
 
     def __init__(self, records: Iterable[TensorRecord], mirrors: Mirrors = NO_MIRRORS) -> None:
-        """Open the files of these tensors, and their copies.
-
-        Raises LinkError if a file cannot be opened or has changed, CheckpointError if a mirror
-        lacks a file or differs.
-        """
-        self._disks = Disks({record.path: record.stamp for record in records}, mirrors)
+        """Open the files of these tensors, and their copies. Raises as `Disks`."""
+        super().__init__({record.path: record.stamp for record in records}, mirrors)
         self._bounce = threading.local()
-
-    @property
-    def n_disks(self) -> int:
-        """Disks with a copy of the files."""
-        return len(self._disks)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._disks.close()
 
     def fill(self, path: Path, start: int, into: Tensor, need: int) -> None:
         """Read at least `need` bytes from the page-aligned byte `start` into page-aligned memory.
 
         Raises LinkError if the file fails, is too short, or has changed.
         """
-        self._disks.read(path, start, need, partial(fill, into, need))
+        self.read(path, start, need, partial(fill, into, need))
 
     def bounced(self, path: Path, start: int, nbytes: int) -> Tensor:
         """Read (nbytes,) uint8 from any offset into a thread-local buffer; raises LinkError."""
@@ -128,7 +114,7 @@ class DiskTier:
         self._files = DirectFiles(itertools.chain.from_iterable(layers), mirrors)
         paths = {record.path for record in itertools.chain.from_iterable(layers)}
         n_folders = len({path.resolve().parent for path in paths})
-        self.n_parallel = self.settings.n_parallel * self._files.n_disks * n_folders
+        self.n_parallel = self.settings.n_parallel * self._files.n_used * n_folders
 
     def layout(self, i: int) -> Layout:
         """Return the memory layout of block i after reading."""

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle, islice
 from statistics import median
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,13 +21,6 @@ _WIDTHS = (1, 8, 64)
 _N_TIMED = 5
 
 
-class HostBlocks(Protocol):
-    """Experts in host memory."""
-
-    def image(self, i: int) -> PackedLayer:
-        """Return block i, which is present."""
-
-
 class HostExperts:
     """Thread that computes experts from host memory on rows copied to the host.
 
@@ -43,15 +35,15 @@ class HostExperts:
 
     def __init__(
         self,
-        images: HostBlocks,
+        image: Callable[[int], PackedLayer],
         view: Callable[[Layout, Tensor], LayerWeights],
         copy_s: float,
         device: torch.device,
         n_threads: int,
         cpus: Cpus = frozenset(),
     ) -> None:
-        """n_threads: threads per product; cpus: CPU affinity, empty for any."""
-        self._images = images
+        """image: returns a present block; n_threads: threads per product; cpus: CPU affinity."""
+        self._image = image
         self._view = view
         self._device = device
         self.copy_s = copy_s
@@ -124,13 +116,13 @@ class HostExperts:
 
     @torch.inference_mode()
     def _compute(self, work: HostWork, first: int, block: int, rows: Tensor) -> Tensor:
-        image = self._images.image(block)
+        image = self._image(block)
         return work.compute(rows, block - first, self._view(image.layout, image.block))
 
     def measure(self, first: int, blocks: Sequence[int], row: Tensor, work: HostWork) -> None:
         """Time blocks of a layer, counted from block `first`, on copies of a row (1, width)."""
         numbers = cycle(blocks)
-        on_link = 2 * row.nbytes / len(self._images.image(blocks[0]).block)
+        on_link = 2 * row.nbytes / len(self._image(blocks[0]).block)
 
         def seconds(n_rows: int) -> float:
             times = []

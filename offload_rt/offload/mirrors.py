@@ -41,18 +41,11 @@ class Mirrors:
         paths = tuple(Path(name.strip()).expanduser() for name in names)
         return cls(layers[0].tensors[0].path.parent, paths)
 
-    def open(self, names: Sequence[Path]) -> "list[Disk]":
-        """Open the copies of these files. Raises CheckpointError if one is missing or differs."""
-        disks: list[Disk] = []
-        try:
-            disks.extend(self._opened(folder, names) for folder in self.folders)
-        except BaseException:
-            for disk in disks:
-                disk.close()
-            raise
-        return disks
+    def open(self, folder: Path, names: Sequence[Path]) -> "Disk":
+        """Open the copies of these files in a directory.
 
-    def _opened(self, folder: Path, names: Sequence[Path]) -> "Disk":
+        Raises CheckpointError if a copy is missing or differs.
+        """
         paths = {
             name: folder
             / (name.relative_to(self.root) if name.is_relative_to(self.root) else name.name)
@@ -85,10 +78,7 @@ class Disk:
     """
 
     def __init__(self, paths: Mapping[Path, Path], stamps: Stamps) -> None:
-        """paths: by name. stamps: of the unchanged files, by name; None for any.
-
-        Raises LinkError if a file cannot be opened or has changed.
-        """
+        """stamps: of the unchanged files; None for any. Raises LinkError."""
         self._paths = paths
         self._stamps = stamps
         self._files: dict[Path, int] = {}
@@ -157,14 +147,16 @@ class Disks:
         names = sorted(stamps)
         self._all = [Disk({name: name for name in names}, stamps)]
         try:
-            self._all += mirrors.open(names)
+            self._all.extend(mirrors.open(folder, names) for folder in mirrors.folders)
         except BaseException:
             self.close()
             raise
         self._used = list(self._all)
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
+    @property
+    def n_used(self) -> int:
+        """Disks that have not failed."""
         return len(self._used)
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class SidecarTier:
         self._layers = layers
         self._decodes = decodes
         self._files = DirectFiles((layer.payload for layer in layers), mirrors)
-        self.n_parallel = settings.n_parallel * self._files.n_disks
+        self.n_parallel = settings.n_parallel * self._files.n_used
 
     def layout(self, i: int) -> Layout:
         """See `Tier.layout`."""
@@ -134,13 +134,12 @@ def write_sidecar(
             if layer is None:
                 block = host_block(files.layout(i).nbytes)
                 read_parallel(files.reads(i, block), files.n_parallel)
-                image = encode_layer(
-                    PackedLayer(block, files.layout(i)), os.cpu_count() or 1, is_raw
-                )
+                stored = PackedLayer(block, files.layout(i))
+                image = encode_layer(stored, os.cpu_count() or 1, is_raw)
                 write_layer(layer_path(directory, i), checkpoint.identity, i, image)
                 layer = _open_layer(checkpoint, directory, i)
-            raw = raw + nbytes
-            encoded = encoded + layer.encoded.payload_nbytes
+            raw += nbytes
+            encoded += layer.encoded.payload_nbytes
             progress(raw, sum(sizes))
     return raw, encoded
 
@@ -153,7 +152,7 @@ def _open_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer
 
 
 def _whole_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer | None:
-    """Open layer i of a sidecar and check its contents; None if missing or damaged."""
+    """Return layer i of a sidecar if its contents are sound."""
     try:
         layer = _open_layer(checkpoint, directory, i)
         with closing(SidecarTier([layer], ReadSettings(), decodes=False)) as tier:

@@ -4,9 +4,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from threading import Lock, Thread
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from offload_rt.ops.lossless import decode_block
 from offload_rt.system.trace import LINK, Trace, slot_lane, span_name
 
 
-@dataclass(frozen=True)
-class _Copy:
+class _Copy(NamedTuple):
     """Copy of a layer into a slot, between two events."""
 
     start: Event
@@ -59,14 +57,12 @@ class CudaStreamer(Streamer):
         self._upstream = ThreadStreamer(
             sources.on_host(), trace if lane == LINK else Trace(on=False), pinned=True
         )
-        longest = max((sources.packed_layout(i).nbytes for i in self.order), default=0)
-        longest = max(longest, sources.slot_nbytes)
-        self._slots = [
-            device.allocate(longest) for _ in range(sources.n_slots if self.order else 0)
-        ]
+        streamed = (sources.packed_layout(i).nbytes for i in self.order)
+        longest = max((*streamed, sources.slot_nbytes))
+        n_slots = sources.n_slots if self.order else 0
+        self._slots = [device.allocate(longest) for _ in range(n_slots)]
         self._free = [device.event() for _ in self._slots]  # after the last compute of each slot
-        layouts = (layer.layout for layer in sources.encoded.values())
-        decoded = max((layout.nbytes for layout in layouts), default=0)
+        decoded = max((layer.layout.nbytes for layer in sources.encoded.values()), default=0)
         self._buffer = device.allocate(decoded) if decoded else None
         self._decoded: Event | None = None  # after decoding of the current layer
         # End events of enqueued, not consumed copies.
@@ -146,10 +142,7 @@ class CudaStreamer(Streamer):
         """Wait until the copy of layer i is enqueued; compute waits for its end."""
         idle = self.device.record_compute()
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._is_closed or self._ready)
-            self._refuse_closed()
-            if self._error is not None:
-                raise self._error
+            self._wait_for(lambda: self._ready)
             ready = self._ready[0]
             slot = self._slots[self._n_consumed % len(self._slots)]
         self._waits.append((idle, ready))
@@ -175,12 +168,10 @@ class CudaStreamer(Streamer):
         """Enqueue copies into free slots until closed; errors are raised by `sweep`."""
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: (
-                        self._is_closed
-                        or (self._slots and not self._is_parked and self._error is None)
-                    )
-                )
+                while not self._is_closed and (
+                    self._is_parked or self._error is not None or not self._slots
+                ):
+                    self._changed.wait()
                 if self._is_closed:
                     return
                 self._is_feeding = True
@@ -224,9 +215,8 @@ class CudaStreamer(Streamer):
     def _copy(self, block: LayerView, slot: int) -> Event:
         moves = self._moves(block, self._slots[slot])
         start, end = self.device.copy(moves, self._free[slot])
-        self._timings.append(
-            _Copy(start, end, sum(len(target) for target, _ in moves), block.i, slot)
-        )
+        nbytes = sum(len(target) for target, _ in moves)
+        self._timings.append(_Copy(start, end, nbytes, block.i, slot))
         self._count_finished()
         return end
 
@@ -245,24 +235,21 @@ class CudaStreamer(Streamer):
     def _count_finished(self) -> None:
         """Record finished copies, and waits from a layer's compute to the next layer's arrival."""
         with self._counting:
-            while self._timings and (copied := self._seconds(self._timings[0])) is not None:
-                copy = self._timings.popleft()
+            seconds_between = self.device.seconds_between
+            while self._timings:
+                copy = self._timings[0]
+                if (copied := seconds_between(copy.start, copy.end)) is None:
+                    break
+                self._timings.popleft()
                 self.meter.add(copy.nbytes, copied)
                 if self._trace.on:
-                    started = self._epoch_s + (
-                        self.device.seconds_between(self._epoch, copy.start) or 0.0
-                    )
+                    started = self._epoch_s + (seconds_between(self._epoch, copy.start) or 0.0)
                     name = span_name(self._lane, copy.layer)
                     lane = slot_lane(self._lane, copy.slot)
                     self._trace.add(lane, name, started, started + copied)
-            while (
-                self._waits and (waited := self.device.seconds_between(*self._waits[0])) is not None
-            ):
+            while self._waits and (waited := seconds_between(*self._waits[0])) is not None:
                 self._waits.popleft()
                 self.meter.waited_s += max(waited, 0.0)
-
-    def _seconds(self, copy: _Copy) -> float | None:
-        return self.device.seconds_between(copy.start, copy.end)
 
 
 def open_streamer(

@@ -1,6 +1,5 @@
 """CPU streamer: threads fill slots by blocking reads, which release the GIL."""
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -12,7 +11,7 @@ import torch
 
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.pinning import pin, unpin
-from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
+from offload_rt.offload.streamer import LayerSources, LayerView, Streamer, Waiting
 from offload_rt.offload.tier import Read
 from offload_rt.system.numa import Cpus, stay_near, staying_near
 from offload_rt.system.trace import (
@@ -43,14 +42,11 @@ class Fetch:
     started: float = field(default_factory=time.perf_counter)
 
 
-class ReadThreads(ABC):
+class ReadThreads(Waiting, ABC):
     """Threads that execute reads part by part; subclasses select the next fetch."""
 
     meter: LinkMeter
     _trace: Trace
-    _changed: threading.Condition
-    _error: BaseException | None
-    _is_closed: bool
     _n_reading: int
     _link: str
     _cpus: Cpus
@@ -91,22 +87,19 @@ class ReadThreads(ABC):
             self._trace.add(WAIT, name, started, ended)
 
     def _work(self) -> None:
+        """Read parts until closed."""
         stay_near(self._cpus)
-        while (part := self._next_part()) is not None:
-            self._read(*part)
-
-    def _next_part(self) -> tuple[Fetch, Read] | None:
-        """Wait for a part to read and mark it as started; return None once closed."""
-        with self._changed:
-            fetch: Fetch | None = None
-            while not self._is_closed and (fetch := self._next()) is None:
-                self._changed.wait()
-            if self._is_closed or fetch is None:
-                return None
-            if self._n_reading == 0:
-                self._trace.state(waits(self._link), None)
-            self._n_reading += 1
-            return fetch, fetch.parts.pop()
+        while True:
+            with self._changed:
+                while not self._is_closed and (fetch := self._next()) is None:
+                    self._changed.wait()
+                if self._is_closed or fetch is None:
+                    return
+                if self._n_reading == 0:
+                    self._trace.state(waits(self._link), None)
+                self._n_reading += 1
+                part = fetch.parts.pop()
+            self._read(fetch, part)
 
     def _read(self, fetch: Fetch, part: Read) -> None:
         nbytes = 0
@@ -124,9 +117,8 @@ class ReadThreads(ABC):
             if fetch.n_missing == 0:
                 self._arrived(fetch)
                 lane = slot_lane(self._link, fetch.slot)
-                self._trace.add(
-                    lane, span_name(self._link, fetch.i), fetch.started, time.perf_counter()
-                )
+                name = span_name(self._link, fetch.i)
+                self._trace.add(lane, name, fetch.started, time.perf_counter())
             if self._n_reading == 0:
                 self._note_standstill()
             # Waiting threads need a complete block, an error, or the end of all reads.
@@ -154,8 +146,8 @@ class ThreadStreamer(ReadThreads, Streamer):
         self._cpus = sources.cpus
         # Reads into pinned memory come from disk; the link to the GPU is a separate stage.
         self._link = DISK if pinned else lane
-        longest = max((sources.source(i).layout(i).nbytes for i in self.order), default=0)
-        longest = max(longest, sources.slot_nbytes)
+        streamed = (sources.source(i).layout(i).nbytes for i in self.order)
+        longest = max((*streamed, sources.slot_nbytes))
         self._slots = [host_block(longest) for _ in range(sources.n_slots if self.order else 0)]
         with staying_near(sources.cpus):  # first touch decides the NUMA node
             self._pinned = [slot for slot in self._slots if pinned and pin(slot)]
@@ -163,8 +155,7 @@ class ThreadStreamer(ReadThreads, Streamer):
         self._fetches: deque[Fetch] = deque()
         self._n_reading = 0
         self._note_standstill()
-        n_threads = max((sources.source(i).n_parallel for i in self.order), default=0)
-        self._start(n_threads)
+        self._start(max((sources.source(i).n_parallel for i in self.order), default=0))
 
     def share_link(self, sources: LayerSources, lane: str) -> Self:
         """See `Streamer.share_link`."""
@@ -191,16 +182,7 @@ class ThreadStreamer(ReadThreads, Streamer):
     def _arrive(self, i: int) -> LayerView:
         started = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._error
-                    or self._is_closed
-                    or (self._fetches and self._fetches[0].n_missing == 0)
-                )
-            )
-            self._refuse_closed()
-            if self._error is not None:
-                raise self._error
+            self._wait_for(lambda: self._fetches and self._fetches[0].n_missing == 0)
             slot = self._slots[self._fetches[0].slot]
         self._count_wait(started, span_name(self._link, i))
         return LayerView(i, self._sources.source(i).layout(i), slot)

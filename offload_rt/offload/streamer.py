@@ -2,7 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -87,7 +87,27 @@ class LayerView:
     is_resident: bool = False
 
 
-class Streamer(ABC):
+class Waiting:
+    """Wait for transfers of threads. The condition guards the state that threads share."""
+
+    _changed: threading.Condition
+    _error: BaseException | None
+    _is_closed: bool
+
+    def _wait_for(self, is_ready: Callable[[], object]) -> None:
+        """Wait, with the lock held. Raises the error of a thread, and LinkError if closed."""
+        self._changed.wait_for(lambda: self._error or self._is_closed or is_ready())
+        self._refuse_closed()
+        if self._error is not None:
+            raise self._error
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            change = "close the model after the last token"
+            raise LinkError("the weights were released while in use", change=change)
+
+
+class Streamer(Waiting, ABC):
     """Copy every layer to the device, prefetching during compute.
 
     meter  traffic of the link
@@ -99,8 +119,8 @@ class Streamer(ABC):
         self.order = sources.order
         self._sources = sources
         self._trace = trace
-        self._changed = threading.Condition()  # guards state shared between threads and sweep
-        self._error: BaseException | None = None  # from a thread, raised in `sweep`
+        self._changed = threading.Condition()
+        self._error = None
         self._is_parked = False
         self._is_closed = False
         self._n_sweeps = 0
@@ -178,9 +198,3 @@ class Streamer(ABC):
             return None
         image = self._sources.resident.image(i)
         return LayerView(i, image.layout, image.block, is_resident=True)
-
-    def _refuse_closed(self) -> None:
-        """Raise LinkError if closed: a sweep would otherwise wait forever."""
-        if self._is_closed:
-            change = "close the model after the last token"
-            raise LinkError("the weights were released while in use", change=change)

@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from offload_rt.errors import LinkError
 from offload_rt.offload.expert_cache import ExpertCache, MakeWeights
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.placement import ExpertSizes
@@ -58,24 +57,13 @@ class ThreadExperts(ReadThreads, ExpertCache):
 
     def _first_present(self, blocks: Iterable[int]) -> int | None:
         """Return the first block that has arrived, or None."""
-        return next(
-            (block for block in blocks if block in self._slot_of and block not in self._coming),
-            None,
-        )
+        present, coming = self._slot_of, self._coming
+        return next((block for block in blocks if block in present and block not in coming), None)
 
     def _await(self) -> int:
         started = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._error or self._is_closed or self._first_present(self._wanted) is not None
-                )
-            )
-            if self._is_closed:
-                change = "close the model after the last token"
-                raise LinkError("the weights were released while in use", change=change)
-            if self._error is not None:
-                raise self._error
+            self._wait_for(lambda: self._first_present(self._wanted) is not None)
             block = self._first_present(self._wanted)
         assert block is not None
         self._count_wait(started, span_name(EXPERTS, block))

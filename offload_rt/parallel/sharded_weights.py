@@ -111,9 +111,8 @@ def _cut_record(
     """Return the bytes of a stored tensor that belong to a slice of its matrix.
 
     part    stored tensor of the slice
-    larger  shape for a slice with an additional row or column. An equal shape means that the slice
-            ends within a group of weights, which is an error
-    Raises CheckpointError if the bytes are not separable.
+    larger  shape for a slice with another row or column; an equal shape means that the slice ends
+            within a group of weights, which is an error
     """
     shape = record.shape + (1,) * (len(part.shape) - len(record.shape))
     dims = [i for i, (a, b) in enumerate(zip(shape, part.shape, strict=True)) if a != b]

@@ -111,7 +111,6 @@ class PublishedDrafter:
         return preset.assumed.with_dynamic_trees() if is_at_zero else preset.assumed
 
     def _config(self, target: Architecture) -> dict[str, Any]:
-        """Return a config.json of the published shape."""
         shape = dict(self.shape)
         raw: dict[str, Any] = {
             "architectures": [_ARCHITECTURES[self.drafter]],
@@ -203,10 +202,8 @@ def _choice(
     acceptance: Assumed,
     depth: int | None = None,
 ) -> RankedDrafter:
-    """Predict a drafter.
+    """Predict a drafter and its checkpoint, without sizes if it has no weights.
 
-    names  the drafter, and its checkpoint
-    sizes  None for a drafter without weights
     depth  largest number of tree levels; None for the drafter's default
     """
     drafter, name = names

@@ -87,11 +87,7 @@ def sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
 
 
 def _config_of(name: str, revision: str | None, offline: bool) -> dict[str, Any]:
-    """Return the config of a model.
-
-    The config of a publisher's hub id is built in, for planning without a network, unless the hub
-    cache has one. Raises CheckpointError for a model without a config.
-    """
+    """Return a model's config; built in for a publisher's hub id that the hub cache lacks."""
     known = known_name(name)
     if known is None and "/" not in name and not Path(name).exists():
         need = (
@@ -113,7 +109,6 @@ def _config_of(name: str, revision: str | None, offline: bool) -> dict[str, Any]
 
 
 def _divided(sizes: Sizes, checkpoint: Checkpoint) -> Sizes | None:
-    """Return the sizes with experts as separate blocks; None for indivisible files."""
     divided = checkpoint.by_expert()
     mixture = sizes.spec.mixture
     if divided is None or mixture is None:
@@ -127,8 +122,7 @@ def _divided(sizes: Sizes, checkpoint: Checkpoint) -> Sizes | None:
 def _mxfp4(sizes: Sizes) -> Sizes:
     """Return the sizes with MXFP4 experts as published for gpt-oss: 17 bytes per 32 weights.
 
-    Only file headers contain the names of the quantised tensors, so experts are recognised by
-    their three dimensions.
+    Only file headers name quantised tensors, so three dimensions identify experts.
     """
     layers = [
         [tensor.shape for tensor in sizes.spec.layer_tensors(i) if len(tensor.shape) == 3]

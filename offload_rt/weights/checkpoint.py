@@ -120,7 +120,7 @@ class Checkpoint:
 def _divide_experts(
     layer: BlockRecord, owners: Mapping[str, int | None], n_experts: int
 ) -> tuple[BlockRecord, list[BlockRecord]] | None:
-    """Divide a layer into tensors of no expert and a block per expert; see `by_expert`.
+    """Divide a layer into tensors of no expert and a block per expert.
 
     owners  expert of each module; None for tensors with a row per expert
     """

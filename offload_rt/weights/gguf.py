@@ -102,7 +102,6 @@ def parts(path: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
-    """Parse metadata and tensors of a single file."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             stamp = stamp_of(os.fstat(file.fileno()))
@@ -139,7 +138,6 @@ class _Entry(NamedTuple):
 
     @classmethod
     def parse(cls, fields: Fields) -> "_Entry":
-        """Parse the next entry."""
         name = fields.text()
         n_dims = fields.number("<I")
         if not 1 <= n_dims <= 4:
@@ -210,7 +208,6 @@ def _with_experts(tensors: dict[str, TensorRecord], family: str) -> dict[str, Te
 def _config(
     metadata: dict[str, Any], tensors: dict[str, TensorRecord], name: str
 ) -> dict[str, Any]:
-    """Convert metadata to the contents of a config.json."""
     family = metadata.get("general.architecture")
     if family not in _ARCHITECTURES:
         have = ", ".join(_ARCHITECTURES)
@@ -256,10 +253,7 @@ def _model_type(family: str, values: dict[str, Any]) -> str:
 
 
 def _sizes(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the sizes of a config.json; raises UnsupportedModelError for invalid values.
-
-    prefix  file and family, for errors
-    """
+    """Return the sizes of a config.json; `prefix` names file and family in errors."""
     values.setdefault("attention.head_count_kv", values.get("attention.head_count"))
     keys = _SIZES | {key: name for key, name in _EXPERT_SIZES.items() if values.get(key)}
     sizes: dict[str, Any] = {key: values.get(key) for key in keys if key != "attention.key_length"}
@@ -278,10 +272,7 @@ def _sizes(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _dtype(records: Iterable[TensorRecord]) -> str:
-    """Select the compute dtype: of 16-bit matrices their own, of quantised matrices bfloat16.
-
-    bfloat16 does not overflow.
-    """
+    """Return the dtype of 16-bit matrices; bfloat16, which does not overflow, if quantised."""
     dtypes = {record.dtype for record in records}
     if dtypes <= {"F32", "F64"}:
         return "float32"

@@ -53,7 +53,7 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
 
 
 def _check_verifier(config: Mapping[str, Any], target: Checkpoint) -> None:
-    """Raise SettingsError if speculators' config names another architecture than the target's."""
+    """Refuse a head whose config names another architecture than the target's."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     target_name, head_name = (
         next(iter(names or ()), None)

@@ -166,7 +166,6 @@ def _snapshot(model: str, revision: str | None, offline: bool, files: Iterable[s
 
 
 def _weight_files(directory: Path) -> set[str]:
-    """Return the names of the weight files, by the index if it exists."""
     if (directory / INDEX).exists():
         return set(shard_names(directory).values())
     return {SINGLE, HEADS}

@@ -146,7 +146,6 @@ def encode_layer(image: PackedLayer, n_threads: int, is_raw: bool = False) -> En
 
 
 def _parts(entry: TensorEntry, tensor: np.ndarray, kind: int) -> list[np.ndarray]:
-    """Cut the bytes (nbytes,) of a tensor into chunks."""
     size = 2 * CHUNK if kind == RAW else entry.dtype.itemsize * CHUNK
     return [tensor[at : at + size] for at in range(0, len(tensor), size)]
 
@@ -171,7 +170,6 @@ def _coding(entry: TensorEntry, escapes: Sequence[int | None]) -> Coding:
 
 
 def _encode_chunk(block: np.ndarray, chunk: np.void, part: np.ndarray) -> None:
-    """Write a chunk to an encoded block of zeros."""
     out = block[chunk["source"] : chunk["source"] + chunk["nbytes"]]
     kind = int(chunk["kind"])
     words = lossless.words_of(part, kind)

@@ -32,7 +32,6 @@ class QuantizedFormat(WeightFormat):
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> Matrix | None:
         """Return the storage of a module's matrix (n_out, n_in), or None if not quantised.
 
-        The source has no float tensor for the matrix.
         Raises CheckpointError if the source contradicts the config.
         """
 
@@ -79,7 +78,6 @@ def has_method(name: str) -> Callable[[object], bool]:
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...], default: object) -> tuple[str, Any]:
-    """Return the first of these keys in the config, and its value."""
     present = ((name, config[name]) for name in names if config.get(name) is not None)
     return next(present, (names[0], default))
 

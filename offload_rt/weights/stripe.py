@@ -86,10 +86,7 @@ def _link(link: Path, target: Path) -> None:
 
 
 def _write(path: Path, records: Sequence[TensorRecord]) -> Iterable[int]:
-    """Write tensors to a safetensors file; yield the bytes of each piece.
-
-    A failure leaves no file.
-    """
+    """Write tensors to a safetensors file, or leave no file; yield the bytes of each piece."""
     unfinished = path.with_suffix(".tmp")
     try:
         with unfinished.open("wb") as file:

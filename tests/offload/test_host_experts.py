@@ -119,7 +119,7 @@ def test_passes_are_timed_without_the_host(mixture_of, monkeypatch):
 def beside(seconds, n_slots):
     """Yield the expert cache of a fake GPU, with host experts of a given speed, and the device."""
     with cache_on(FakeGPU, None, n_slots) as (cache, tier, device):
-        cache.host = HostExperts(tier, lambda layout, block: block, 1.0, CPU, 1)
+        cache.host = HostExperts(tier.image, lambda layout, block: block, 1.0, CPU, 1)
         set_rates(cache.host, seconds)
         try:
             yield cache, device
@@ -133,7 +133,7 @@ def test_experts_on_all_three_tiers_are_computed(files):
     with cache_on(FakeGPUWithDisk, files, 2, 4) as (cache, _, device):
         images = cache._host
         view = lambda layout, block: LayerView(0, layout, block)  # noqa: E731
-        cache.host = HostExperts(images, view, 1.0, CPU, 1)
+        cache.host = HostExperts(images.image, view, 1.0, CPU, 1)
         cache.host.release = images.release
         set_rates(cache.host, 0.4)
         requests = [(0, [0, 1]), (1, [0, 1]), (0, [0, 1])]
@@ -199,7 +199,7 @@ def test_host_does_not_wait_for_a_running_copy(files):
         images.put(i, pack(layer))
     trap = lambda i, n: i == 3 and (go.wait(PATIENCE_S), go.set())  # noqa: E731
     with cache_on(Host, files, 3, n_parallel=1, trap=trap) as (cache, *_):
-        cache.host = HostExperts(images, lambda layout, block: block, 1.0, CPU, 1)
+        cache.host = HostExperts(images.image, lambda layout, block: block, 1.0, CPU, 1)
 
         def copied(k, expert):
             return visit(cache, k, [expert], lambda x, *_: x)[0]

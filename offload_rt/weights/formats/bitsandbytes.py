@@ -74,7 +74,6 @@ def _nested(
 
 
 def _check_table(source: Source, name: str) -> None:
-    """Raise CheckpointError unless the stored table is the nf4 table."""
     import torch  # not at the top: a plan without files reads no table
 
     table = source.read(StoredTensor(name, (16,), DType.FLOAT32))

@@ -173,7 +173,6 @@ def _check_shape(source: Source, name: str, shape: tuple[int, int]) -> None:
 
 
 def _scheme(group: Mapping[str, Any], format: object) -> _Scheme:
-    """Parse a group of the config; raises UnsupportedModelError for unsupported values."""
     weights = group["weights"]
     targets = group.get("targets")
     if not isinstance(weights, dict):

@@ -75,6 +75,5 @@ class Format(quantized.QuantizedFormat):
 
 
 def _sizes(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return bits and group size; raises UnsupportedModelError for unsupported values."""
     bits = quantized.setting(config, ("bits",), 4, _BITS)
     return bits, quantized.group_size(config, ("group_size",), 128)
