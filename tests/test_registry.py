@@ -39,7 +39,7 @@ def test_unknown_entry_is_refused_with_the_known_entries():
 
 def test_drafter_in_a_single_new_file_gets_the_resources_it_declares(pair, tmp_path, monkeypatch):
     (tmp_path / "windowed_triforce.py").write_text(
-        "from offload_rt.kv.window import WindowCache\n"
+        "from offload_rt.kv.sparse import WindowCache\n"
         "from offload_rt.speculate.draft.triforce import TriForce\n"
         "from offload_rt.speculate.protocols import DrafterType, DraftResources\n"
         "DRAFTER = DrafterType(\n"

@@ -15,7 +15,7 @@ from bench.gpu.generation import Shapes
 from bench.gpu.timing import CARD
 from offload_rt.engine.profile import timed, upload_gbps
 from offload_rt.offload.copy_device import CHUNK, CopyDevice
-from offload_rt.offload.pinning import pin, unpin
+from offload_rt.offload.memory import pin, unpin
 from offload_rt.weights.layout import host_block
 
 EXPECTED_S = 200

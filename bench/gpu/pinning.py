@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from bench.gpu.timing import CARD
-from offload_rt.offload.pinning import pin, unpin
+from offload_rt.offload.memory import pin, unpin
 
 EXPECTED_S = 30
 _NBYTES = 12 << 30

@@ -10,7 +10,6 @@ class HostLink:
     """Link between host and GPU.
 
     gbps    GB/s of copies from pinned memory
-    source  origin of the rate
     """
 
     name: str
@@ -25,7 +24,6 @@ class Card:
     memory_nbytes  nominal memory, without error correction
     tflops         10^12 operations per second in matrix products
     memory_gbps    GB/s of device memory
-    source         origin of these figures
     nvlink_gbps    GB/s received over NVLink; 0 without NVLink, or if it is an optional accessory
     """
 

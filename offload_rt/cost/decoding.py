@@ -21,7 +21,6 @@ _ROUNDS = 3
 class PairTimes:
     """Compute times of a target and its draft model.
 
-    target   all layers and the head of the target
     draft    a pass of the draft model; None without a draft model
     level_s  seconds per draft level besides compute: the host's wait and node selection
     n_at_once  consecutive tokens that a draft pass predicts, see `Head.n_at_once`

@@ -110,7 +110,6 @@ class ComputeTimes:
 class StreamedRows:
     """Off-device KV rows, copied over a link in each pass.
 
-    tier        tier of the rows
     n_resident  rows on the device: the first rows of all sequences together
     nbytes      bytes of a row of a layer
     windows     attention window per layer, in positions; None for all positions
@@ -154,11 +153,7 @@ class HostTimes:
 class TouchedExperts:
     """Experts copied over a link on demand.
 
-    tier        tier of the experts
-    n_layers    layers with experts
-    n_experts   experts per layer
     n_used      experts per row and layer
-    nbytes      bytes of an expert
     n_resident  mean number of experts per layer on the device
     host        host compute times, to compute some missing experts during copies; None to copy all
     bias        learned correction factor by row count; None for 1

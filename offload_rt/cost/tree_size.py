@@ -158,7 +158,6 @@ class _Ratios:
 class Acceptance(_Ratios):
     """Acceptance rate of a node's k-th child, given that the node is accepted.
 
-    n_seen  number of observations
     first   prior acceptance of the first child
     """
 

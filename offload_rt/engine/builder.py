@@ -13,7 +13,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.engine_spec import EngineSpec
 from offload_rt.engine.link_rates import copy_chunk
 from offload_rt.engine.loader import Loader, Meter, Progress, open_files
-from offload_rt.engine.scheduler import Scheduler
+from offload_rt.engine.sequence_pool import Scheduler
 from offload_rt.executor.captured_passes import capture_passes
 from offload_rt.executor.cuda_graphs import Capture, CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner

@@ -50,7 +50,6 @@ class DraftSpec:
     """The drafter and its model, before loading.
 
     drafting  drafter, verification rule, and checkpoint of a draft model or head
-    target    the verifying model
     """
 
     drafting: Drafting

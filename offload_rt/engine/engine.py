@@ -16,8 +16,7 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.engine.pass_meter import PassLoad, PassMeter
-from offload_rt.engine.scheduler import RunningSequence
-from offload_rt.engine.sequence_pool import SequencePool
+from offload_rt.engine.sequence_pool import RunningSequence, SequencePool
 from offload_rt.errors import DeviceError
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
@@ -62,9 +61,6 @@ class Engine(SequencePool):
     """Generate all running sequences together. Sequences join and leave between steps.
 
     closes    releases the resources of the engine
-    draft     runner of the draft model, or None
-    notice    message for the user; empty without
-    n_passes  number of passes so far
     """
 
     rule: VerificationRule

@@ -38,8 +38,6 @@ _NO_ROOM = (
 class EngineSpec:
     """All decisions before loading.
 
-    memory      placement and limits
-    files       the target's opened files
     pass_bytes  traffic of a pass, over all stages of a pipeline
     notice      information for the user about device and weights; empty if there is none
     """

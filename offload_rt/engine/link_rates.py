@@ -14,8 +14,8 @@ import torch
 from offload_rt.engine import profile
 from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.disk import DiskTier
+from offload_rt.offload.memory import pin, unpin
 from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
-from offload_rt.offload.pinning import pin, unpin
 from offload_rt.ops import lossless
 from offload_rt.system.files import read_cached, write_cached
 from offload_rt.system.numa import cpus_near, staying_near

@@ -1,20 +1,21 @@
-"""Memory plan: limits of trees and contexts, placement.
+"""Memory plan: bytes besides layers, limits of trees and contexts, placement.
 
 Only the sizes of a model are needed, so a config.json is sufficient.
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
-from offload_rt.chunks import CHUNK_ROWS
+from offload_rt.chunks import CHUNK_ROWS, max_captured_rows
 from offload_rt.config import EngineConfig, format_size
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
-from offload_rt.engine.reserved_memory import cache_rows, graphs_nbytes, reserved_memory
 from offload_rt.errors import CapacityError, UnsupportedModelError
 from offload_rt.kv.split import KVBytes, KVSplit, RowFormat, state_rows
+from offload_rt.models.architecture import Architecture
 from offload_rt.offload.placement import (
     BEST_SLOTS,
     MemoryBudget,
@@ -24,8 +25,83 @@ from offload_rt.offload.placement import (
     place_layers,
     with_expert_slots,
 )
-from offload_rt.speculate.rows import view_rows
+from offload_rt.speculate.rows import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.speculate.select import Drafting
+
+
+def reserved_memory(
+    target: Sizes,
+    draft: Sizes | None,
+    dtype: DType,
+    has_card: bool,
+    max_len: int,
+    n_nodes: int,
+    n: int = 1,
+) -> ReservedMemory:
+    """Return the device bytes besides layers.
+
+    max_len  tokens of all n sequences
+    n_nodes  maximum nodes of a tree
+    """
+    spec = target.spec
+    hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
+    rows = min(CHUNK_ROWS, max_len + n_nodes)
+    # Input of a head, its output, and a copy of the output in its first pass.
+    tapped = hidden // 2 * (len(draft.spec.taps) + 2) if draft and draft.spec.taps else 0
+    return ReservedMemory(
+        non_layer=target.non_layer_nbytes,
+        cache=_cache_nbytes(spec, cache_rows(max_len, n_nodes), n_nodes, dtype.itemsize, n),
+        scratch=hidden
+        + tapped
+        + (target.view_nbytes if has_card else target.host_view_nbytes)
+        + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
+        draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes, n) if draft else 0,
+        stand_in=draft.stand_in if draft else 0,
+        experts=target.experts.least if target.experts else 0,
+        images=target.images,
+        streamed_images=target.streamed_images,
+    )
+
+
+def _cache_nbytes(spec: Architecture, n_rows: int, n_nodes: int, itemsize: int, n: int) -> int:
+    """Return the bytes of KV rows and recurrent states of n sequences, including tree rows."""
+    tree_nbytes = n_nodes * sum(shape.row_nbytes(itemsize) for shape in spec.state_shapes)
+    return (n_rows + n * state_rows(spec, itemsize)) * spec.kv_nbytes(itemsize) + tree_nbytes
+
+
+def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int, n: int) -> int:
+    """Return the bytes of a draft model: weights, cache, activations, draft distributions."""
+    itemsize = draft.dtype.itemsize
+    cache = _cache_nbytes(
+        draft.spec, draft_rows(max_len, n_nodes), ROWS_PER_NODE * n_nodes, itemsize, n
+    )
+    # float32 noise, its order and a copy of the distribution for a level; all nodes' distributions.
+    draft_probs = n_nodes * vocab_size * 4 * 4
+    scratch = draft.view_nbytes + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize)
+    if draft.spec.taps:  # a chunk of a prompt, and the parent states of all tree rows
+        rows = CHUNK_ROWS + ROWS_PER_NODE * n_nodes
+        scratch += (
+            draft.spec.scratch_nbytes(rows, 0, itemsize)
+            + 4 * rows * draft.spec.hidden_size * itemsize
+        )
+    return draft.nbytes + cache + scratch + draft_probs
+
+
+def graphs_nbytes(models: Sequence[Sizes], n_nodes: int) -> int:
+    """Return the bytes of captured passes: a common pool, and the logits of each model."""
+    n = max_captured_rows(n_nodes)
+    pools = (
+        model.view_nbytes + model.spec.scratch_nbytes(n, n, model.dtype.itemsize)
+        for model in models
+    )
+    logits = (n * model.spec.vocab_size * model.dtype.itemsize for model in models)
+    return max(pools, default=0) + sum(logits)
+
+
+def cache_rows(max_len: int, max_nodes: int) -> int:
+    """Return the KV rows of the longest sequence: all tokens but the last, and a tree."""
+    return max_len - 1 + max_nodes
+
 
 # Share of the free memory, and its minimum in bytes, for other programs.
 _MARGIN = 0.05
@@ -48,7 +124,6 @@ class MemoryPlan:
     """Placement and limits.
 
     max_model_len  maximum tokens of a sequence
-    cache_rows     KV rows that fit
     view_rows      KV rows of the views of a self-drafting target
     n_sequences    concurrent sequences of maximum length
     """
@@ -75,7 +150,6 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan placement, context length and tree limits for memory budgets.
 
-    models  target and draft model
 
     A mixture has whole layers, or experts as separate blocks. The division with fewer bytes per
     plain decoding pass is used.

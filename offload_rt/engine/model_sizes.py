@@ -20,8 +20,6 @@ from offload_rt.weights.rounding import rounded_layout
 class Sizes:
     """Sizes of a model in memory.
 
-    layer_nbytes      bytes of each layer's block
-    non_layer_nbytes  bytes of the weights outside the layers
     dtype             of the weights
     view_nbytes       scratch bytes of products on a card, e.g. a dequantised matrix
     host_view_nbytes  the same on a CPU

@@ -15,9 +15,7 @@ from offload_rt.system.trace import DRAFT, VERIFY, Trace
 class PassLoad:
     """Work of a pass.
 
-    n_rows       rows of all sequences
     context      largest number of cached tokens
-    n_sequences  number of sequences with a tree
     has_prompt   some rows belong to a prompt: the pass says nothing about later passes
     """
 

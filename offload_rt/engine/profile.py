@@ -19,7 +19,7 @@ from offload_rt.cost.tree_size import ExpertsBias
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.pinning import pin, unpin
+from offload_rt.offload.memory import pin, unpin
 from offload_rt.offload.streamer import LayerView
 from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.ops.linear import linear

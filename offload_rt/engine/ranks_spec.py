@@ -25,9 +25,8 @@ from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.draft_spec import DraftSpec
 from offload_rt.engine.link import convert_flags
-from offload_rt.engine.memory_plan import SHORTEST_CONTEXT, MemoryPlan
+from offload_rt.engine.memory_plan import SHORTEST_CONTEXT, MemoryPlan, reserved_memory
 from offload_rt.engine.model_sizes import Sizes
-from offload_rt.engine.reserved_memory import reserved_memory
 from offload_rt.engine.target_spec import TargetFiles, TargetSpec
 from offload_rt.errors import CapacityError, SettingsError, UnsupportedModelError
 from offload_rt.executor.rank_runner import RankRunner
@@ -63,7 +62,6 @@ class DraftChoice:
 class RanksSpec:
     """The ranks of a run and their division of the models.
 
-    ranks     process group; None for a single process
     pipeline  number of stages; 1 for tensor parallelism
     is_exact  shard all matrices by outputs, for results that equal a single process
     """

@@ -40,7 +40,6 @@ class RequestBuilder:
 
     defaults       values for None fields of sampling parameters
     images         processor of images; None if prompts cannot contain images
-    max_model_len  maximum tokens of prompt and answer together
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from offload_rt.errors import CapacityError, DeviceError
 from offload_rt.executor.image_encoder import KEPT_IMAGES, ImageEncoder
 from offload_rt.executor.runner import Runner
 from offload_rt.kv.host import HostMemory
-from offload_rt.offload.card_experts import CardExperts
+from offload_rt.offload.card_experts import CardExperts, PinnedExperts, TieredExperts
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.host_experts import HostExperts
@@ -29,7 +29,6 @@ from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.thread_experts import ThreadExperts
-from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
 from offload_rt.system.trace import IMAGES, Trace
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import PAGE, BlockRecord, PackedLayer, align_up
@@ -60,7 +59,6 @@ class TargetFiles:
     """Opened files of the target.
 
     checkpoint  without experts that are separate blocks
-    disk     streamed layers
     experts  experts loaded on demand; None if experts are part of their layers
     images   streamed blocks of the vision tower; None if they are resident
     """
@@ -83,8 +81,6 @@ class TargetFiles:
 class TargetSpec:
     """The target model, or this rank's part, before loading.
 
-    dtype   compute dtype
-    link    transfer format of streamed layers
     mirrors  copies of the checkpoint on other disks
     image_pixels  pixels of the largest image
     streams_images  the blocks of the vision tower are read from disk for each image

@@ -3,10 +3,14 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from offload_rt import ops
 from offload_rt.kv.cache import ContiguousCache, KVBuffer, KVCache
 from offload_rt.models.architecture import Architecture
+from offload_rt.models.layers import Attention
 from offload_rt.ops.reference import rotate
 
 # Share of the budget occupied by a refill; the rest is reserved for new tokens.
@@ -79,3 +83,151 @@ class SparseCache(ContiguousCache):
                 k = rotate(k, *turn)
             keys[layer, :, at : at + len(tokens)] = k
             values[layer, :, at : at + len(tokens)] = v
+
+
+# Attention sinks. The paper needs four; StreamingLLM's and MagicDec's repositories keep 16.
+_N_SINKS = 16
+
+
+class WindowCache(SparseCache):
+    """First rows (sinks) and a window of recent rows, at contiguous positions.
+
+    Rotary attention depends only on position differences. Therefore the sinks are rotated up to the
+    window; all further keys and queries keep their positions.
+    """
+
+    def fill(self, n_verified: int, n_filled: int) -> int:
+        """Copy the sinks to positions directly before the window."""
+        self.n_kept = min(_N_SINKS, self.budget // 8)
+        self.first_recent = n_verified - n_filled + self.n_kept
+        shift = torch.tensor([self.first_recent - self.n_kept])
+        cos, sin = ops.to_device(
+            self.spec.row_inputs(shift, shift + 1, torch.float32), self.buffer.keys.device
+        )
+        size = torch.hypot(cos, sin)  # divide out RoPE scaling: cached keys already include it
+        self.copy(range(self.n_kept), 0, (cos / size, sin / size))
+        return n_verified
+
+
+# Last tokens, which select rows and are kept; rows per chunk; SnapKV pooling width.
+_N_RECENT = 32
+_CHUNK = 8
+_POOL = 5
+
+
+class ChosenCache(SparseCache):
+    """View that recomputes the last tokens against all source rows, and copies the best rows.
+
+    Selection and copy run layer by layer.
+    """
+
+    def __init__(self, source: KVCache, buffer: KVBuffer, budget: int, spec: Architecture) -> None:
+        super().__init__(source, buffer, budget, spec)
+        self._is_selecting = False
+
+    @staticmethod
+    @abstractmethod
+    def select_rows(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
+        """Return the n rows kept by each head, (n_kv_heads, n) int64, ascending.
+
+        q     (rows, n_kv_heads, heads per group, head_dim) queries of the last tokens
+        keys  (n_kv_heads, older rows, head_dim)
+        lse   (rows, n_kv_heads, heads per group) log-sum-exp of each query's scaled scores over all
+              visible rows
+        """
+
+    @property
+    def n_seen(self) -> int:
+        """All rows of the source during selection, else the rows of the view."""
+        return self.n_committed if self._is_selecting else self.n_held
+
+    def rewind_to(self, tokens: Sequence[int]) -> int:
+        """See `SparseCache.rewind_to`. An interrupted selection restarts."""
+        if self._is_selecting:
+            self._is_selecting = False
+            self.committed = []
+        return super().rewind_to(tokens)
+
+    def fill(self, n_verified: int, n_filled: int) -> int:
+        """Reserve whole chunks before the last tokens, which are recomputed."""
+        n_recent = min(_N_RECENT, self.budget // 4)
+        self.n_kept = (n_filled - n_recent) // _CHUNK * _CHUNK
+        self.first_recent = (n_verified - n_recent) // _CHUNK * _CHUNK
+        self._is_selecting = True
+        return self.first_recent
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """See `KVCache.commit`. Completes a selection."""
+        super().commit(rows)
+        self._is_selecting = False
+
+    def in_place(self) -> KVBuffer | None:
+        """See `KVCache.in_place`."""
+        return None if self._is_selecting else super().in_place()
+
+    def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:
+        """Attend to the rows of the view, or to all source rows during selection."""
+        if not self._is_selecting:
+            return super().attend(asked, start, mask)
+        layer = asked.layer
+        q = asked.q
+        scale = asked.scale
+        assert asked.k is not None and asked.v is not None, "self-drafting shares no rows"
+        first = self.n_kept
+        stop = first + start + len(q)
+        layer_kv = self.buffer.keys[layer], self.buffer.values[layer]
+        new_rows = slice(first + start, stop)
+        q = ops.rotate_and_store(q, asked.k, asked.v, asked.rotary, *layer_kv, new_rows)
+        older = self.source.rows(layer, range(self.n_committed))
+        recent = layer_kv[0][:, first:stop], layer_kv[1][:, first:stop]
+        parts = zip((older, recent), mask.split(self.n_committed), strict=True)
+        partial = [ops.partial_attention(q, *rows, visible, scale) for rows, visible in parts]
+        out, lse = ops.merge(*partial[0], *partial[1])
+        group = (len(q), len(older[0]), -1)
+        best = self.select_rows(
+            first, q.view(*group, q.shape[-1]), older[0], scale, lse.view(group)
+        )
+        for target, rows in zip(layer_kv, older, strict=True):
+            target[:, :first] = rows.gather(1, best[..., None].expand(-1, -1, q.shape[-1]))
+        return out
+
+
+class SnapKVCache(ChosenCache):
+    """Select rows by the attention of the last tokens, pooled over neighbouring rows."""
+
+    @staticmethod
+    def select_rows(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
+        """Sum attention over the last tokens and the heads of a group, then average neighbours."""
+        # Per head, to bound the memory of the scores.
+        heads = zip((q.float() * scale).unbind(1), keys, lse.unbind(1), strict=True)
+        attention = torch.stack(
+            [
+                (q @ k.float().T - log_total[..., None]).exp_().sum((0, 1))
+                for q, k, log_total in heads
+            ]
+        )
+        pooled = F.avg_pool1d(attention, _POOL, stride=1, padding=_POOL // 2)
+        return pooled.topk(n).indices.sort().values
+
+
+class RetrievalCache(ChosenCache):
+    """Select chunks by the last query and the chunks' mean keys; always keep the first chunk."""
+
+    @staticmethod
+    def select_rows(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
+        """Rank chunks by attention share, summed over the heads of a group."""
+        chunks = _shares(q[-1], keys, scale, _CHUNK).topk(n // _CHUNK).indices.sort().values
+        return (chunks[..., None] * _CHUNK + torch.arange(_CHUNK, device=chunks.device)).flatten(1)
+
+
+def _shares(q: Tensor, keys: Tensor, scale: float, size: int) -> Tensor:
+    """Return the attention shares of chunks (n_kv_heads, chunks) from their mean keys.
+
+    Shares are summed over the heads of a group. The first chunk is set to infinity.
+    q     (n_kv_heads, heads per group, head_dim)
+    keys  (n_kv_heads, n, head_dim), n a multiple of `size`
+    """
+    means = keys.float().reshape(len(keys), -1, size, keys.shape[-1]).mean(2)
+    shares = torch.einsum("hgd,hcd->hgc", q.float() * scale, means).softmax(-1).sum(1)
+    shares[:, 0] = torch.inf
+    return shares

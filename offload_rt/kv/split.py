@@ -130,8 +130,6 @@ class KVSplit:
     n_rows       rows of all sequences
     n_on_device  rows on the device; the first rows are resident
     n_nodes      nodes of the largest tree, all on the device
-    block_rows   rows of a block
-    format       format of offloaded rows
     windows      attention window of each layer; None for all positions
     chunk_rows   rows of a pass that share a transfer of the offloaded rows
     """

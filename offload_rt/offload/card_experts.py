@@ -1,17 +1,25 @@
-"""Expert cache of a GPU: copies from pinned host memory fill the slots."""
+"""Expert caches of a GPU: copies from pinned host memory fill the slots."""
 
 from collections import deque
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 
 from torch import Tensor
 from torch.cuda import Event
 
+from offload_rt.models.layers import HostWork
+from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.expert_cache import ExpertCache, MakeWeights
-from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.host_experts import HostExperts
+from offload_rt.offload.memory import MemoryTier, pin, unpin
+from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.placement import ExpertSizes
 from offload_rt.offload.stream_cuda import CudaStreamer
-from offload_rt.offload.tier import Tier
+from offload_rt.offload.thread_experts import ThreadExperts
+from offload_rt.offload.tier import Read, Tier
+from offload_rt.system.numa import Cpus, staying_near
+from offload_rt.system.trace import Trace
+from offload_rt.weights.layout import PackedLayer
 
 
 class CardExperts(ExpertCache):
@@ -109,3 +117,154 @@ class CardExperts(ExpertCache):
 
     def _drain(self) -> None:
         self._last_use = [self._device.record_compute()] * len(self._slots)
+
+
+class PinnedExperts(ThreadExperts):
+    """Host cache in pinned slots, read by copies to the GPU; threads read misses from disk."""
+
+    def __init__(
+        self,
+        sizes: ExpertSizes,
+        tier: Tier,
+        view: MakeWeights,
+        device: CopyDevice,
+        trace: Trace,
+        cpus: Cpus,
+    ) -> None:
+        self._device = device
+        # Event after the last copy out of each slot.
+        self._copied = [device.record_compute()] * sizes.n_on_host
+        super().__init__(sizes, sizes.n_on_host, tier, view, LinkMeter(), trace, cpus)
+        with staying_near(cpus):
+            self._pinned = [slot for slot in self._slots if pin(slot)]
+
+    def close(self) -> None:
+        """See `ExpertCache.close`."""
+        super().close()
+        for slot in self._pinned:
+            unpin(slot)
+        self._pinned.clear()
+
+    def _reads(self, block: int, slot: int) -> list[Read]:
+        return [
+            partial(self._read_behind, self._copied[slot], read)
+            for read in super()._reads(block, slot)
+        ]
+
+    def _read_behind(self, copied: Event, read: Read) -> int:
+        self._device.wait(copied)
+        return read()
+
+    def image(self, i: int) -> PackedLayer:
+        """Return a block that is present."""
+        layout = self.tier.layout(i)
+        return PackedLayer(self._slots[self._slot_of[i]][: layout.nbytes], layout)
+
+    def present(self) -> set[int]:
+        """Return the wanted blocks that have arrived."""
+        with self._changed:
+            return self._wanted & (self._slot_of.keys() - self._coming.keys())
+
+    def hold(self, blocks: Collection[int]) -> None:
+        """Keep wanted blocks until `release`, and do not copy them as needed blocks."""
+        with self._changed:
+            self._wanted.difference_update(blocks)
+
+    def free_after(self, block: int, copied: Event) -> None:
+        """Free the slot of a block after its enqueued copy."""
+        self._copied[self._slot_of[block]] = copied
+        if block in self._wanted:
+            self.release(block)
+
+
+class TieredExperts(CardExperts):
+    """Device cache of experts, filled through a cache on the host.
+
+    It waits for the disk only if no needed expert is on the device or being copied. The host cache
+    keeps the experts that the device missed most often, because it counts only device misses. The
+    host computes some experts that its cache contains at the start of a layer. Experts from the
+    disk are copied: the disk is slower than the link.
+    """
+
+    def __init__(
+        self,
+        sizes: ExpertSizes,
+        n_slots: int,
+        host: PinnedExperts,
+        view: MakeWeights,
+        link: CudaStreamer,
+    ) -> None:
+        self._host = host
+        super().__init__(sizes, n_slots, host.tier, view, link)
+
+    def close(self) -> None:
+        """See `ExpertCache.close`."""
+        super().close()
+        self._host.close()
+
+    def expect(self, k: int, experts: Sequence[int]) -> None:
+        """See `ExpertCache.expect`. Experts missing on the host are read ahead."""
+        super().expect(k, experts)
+        first = k * self.mixture.n_experts
+        self._host.expect(k, [block - first for block in self._ahead if block not in self._slot_of])
+
+    def _request(
+        self, first: int, n_rows: Mapping[int, int], work: HostWork | None = None
+    ) -> list[int]:
+        self._host._request(
+            first,
+            {expert: n for expert, n in n_rows.items() if first + expert not in self._slot_of},
+        )
+        return super()._request(first, n_rows, work)
+
+    def _on_host(self) -> Iterable[int]:
+        return self._host.present()
+
+    def _timed(self, first: int, missing: Collection[int]) -> Sequence[int]:
+        return sorted(missing)
+
+    def _select_for_host(
+        self, host: HostExperts, first: int, n_rows: Mapping[int, int], work: HostWork
+    ) -> list[int]:
+        blocks = super()._select_for_host(host, first, n_rows, work)
+        self._host.hold(blocks)
+        return blocks
+
+    def _copied_to_time(self) -> Iterable[Tensor]:
+        return self._host._slots[:3]
+
+    def _fill(self) -> None:
+        """Copy needed experts as they arrive on the host; copy likely experts present there."""
+        self._needed.clear()
+        host = self._host
+        with host._changed:
+            while (block := host._first_present(host._wanted)) is not None and (
+                slot := self._room()
+            ) is not None:
+                self._start_fetch(block, slot, True)
+            if not host._wanted:
+                self._ahead = deque(
+                    i
+                    for i in self._ahead
+                    if i in self._slot_of or host._first_present([i]) is not None
+                )
+                super()._fill()
+
+    def _source(self, block: int) -> Tensor:
+        return self._host._slots[self._host._slot_of[block]][: self.tier.layout(block).nbytes]
+
+    def _fetch(self, block: int, slot: int, is_needed: bool) -> None:
+        super()._fetch(block, slot, is_needed)
+        self._host.free_after(block, self._ready[slot])
+
+    def _gather(self) -> None:
+        while self._host._wanted and not self._wanted & self._slot_of.keys():
+            self._host._await()
+            with self._changed:
+                self._fill()
+
+    def _abandon(self) -> None:
+        if self.host is not None:
+            self.host.wait()
+        self._host._abandon()
+        super()._abandon()

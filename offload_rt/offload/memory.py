@@ -1,12 +1,37 @@
-"""Layers kept in device or host memory."""
+"""Layers kept in device or host memory, pinned if a GPU copies them.
 
+torch's pinned allocator rounds up to powers of two: 138 GB of weights would need 154 GB or more.
+"""
+
+from contextlib import suppress
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.tier import Read
 from offload_rt.weights.layout import Layout, PackedLayer
+
+_SUCCESS = 0
+
+
+def pin(block: Tensor) -> bool:
+    """Register a block of host memory; return success (WSL and limits prevent it)."""
+    if not torch.cuda.is_available():
+        return False
+    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types there
+    if int(driver.cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == _SUCCESS:
+        return True
+    # Clear the driver's last error, which torch would raise at its next launch.
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False
+
+
+def unpin(block: Tensor) -> None:
+    """Unregister a block before its memory is freed."""
+    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]
+
 
 _PART = 16 << 20  # bytes per read, large enough to hide the overhead
 

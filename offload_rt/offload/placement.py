@@ -18,9 +18,7 @@ BEST_SLOTS = 3
 class ReservedMemory:
     """Device bytes besides layers.
 
-    cache      KV cache rows on the device
     draft      everything a draft model needs
-    libraries  CUDA libraries
     stand_in   resident copy of a streamed layer for self-drafting, per layer
     experts    slots of experts loaded on demand
     graphs     memory pool and logits of captured passes
@@ -51,7 +49,6 @@ class MemoryBudget:
     """Memory budgets in bytes.
 
     host       0 without a tier between device and disk
-    libraries  CUDA libraries, on the device
     has_card   a GPU, so disk reads pass through host memory
     is_unified the GPU shares the host's memory, so layers are on the device or on disk
     buffers    host memory for reading, and for off-device KV rows
@@ -118,9 +115,6 @@ class Plan:
     """Placement of all memory.
 
     tiers         "device", "host" or "disk" per layer
-    layer_nbytes  bytes of each layer
-    n_slots       device slots of `slot_nbytes` for streamed layers
-    link          sizes of streamed layers
     n_host_slots  host slots for disk layers on the way to a GPU
     split         placement of KV rows; None if all are on the device
     experts       experts loaded on demand, or None

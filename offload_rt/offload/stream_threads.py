@@ -9,8 +9,8 @@ from typing import Self
 
 import torch
 
+from offload_rt.offload.memory import pin, unpin
 from offload_rt.offload.meter import LinkMeter
-from offload_rt.offload.pinning import pin, unpin
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer, Waiting
 from offload_rt.offload.tier import Read
 from offload_rt.system.numa import Cpus, stay_near, staying_near

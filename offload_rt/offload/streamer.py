@@ -28,7 +28,6 @@ class LayerSources:
 
     resident      tier of the layers computed in place
     streamed      tier of each streamed layer, None for resident layers
-    n_slots       device slots for streamed layers
     n_host_slots  host slots for transient layers
     cpus          CPU affinity of reader threads, close to the GPU; empty for any
     encoded       streamed layers in lossless encoding, decoded on the GPU
@@ -108,11 +107,7 @@ class Waiting:
 
 
 class Streamer(Waiting, ABC):
-    """Copy every layer to the device, prefetching during compute.
-
-    meter  traffic of the link
-    order  streamed layers, in sweep order
-    """
+    """Copy every layer to the device, prefetching during compute."""
 
     def __init__(self, sources: LayerSources, trace: Trace, meter: LinkMeter | None = None) -> None:
         self.meter = meter or LinkMeter()

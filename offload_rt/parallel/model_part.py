@@ -21,7 +21,6 @@ def of_whole(name: str) -> Any:
 class ModelPart(Architecture):
     """Layers or shards of a model on one of several ranks.
 
-    whole  complete model
     ranks  process group, or None, see `alone`
     """
 

@@ -53,7 +53,6 @@ class Stage(ModelPart):
     """Layers of a rank. Hidden states pass from rank to rank, and final rows return to rank 0.
 
     Rank 0 owns embedding and head.
-    layers  layers of this stage, numbered from 0 within it
     """
 
     # Hidden states cross ranks within a pass.
@@ -174,11 +173,7 @@ def divisible(model: Architecture) -> list[range]:
 
 
 def divide_layers(nbytes: Sequence[int], rooms: Sequence[int]) -> list[range]:
-    """Assign consecutive layers to ranks, at least one each, minimizing the largest fill level.
-
-    nbytes  bytes per layer
-    rooms   available bytes per rank
-    """
+    """Assign consecutive layers to ranks, at least one each, minimizing the largest fill level."""
 
     def cut(load: float) -> list[range]:
         cuts = list[range]()

@@ -83,7 +83,6 @@ class TensorParallelModel(ModelPart):
 
     is_exact  shard all matrices by outputs, so that sums have the summation order of a single rank
     styles    sharding by module name, without the layer prefix, with * for numbers
-    experts   experts of each mixture owned by this rank
     """
 
     size: int

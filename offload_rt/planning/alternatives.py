@@ -8,8 +8,7 @@ import numpy as np
 
 from offload_rt.config import format_size
 from offload_rt.dtypes import DType
-from offload_rt.engine.memory_plan import less_margin
-from offload_rt.engine.reserved_memory import reserved_memory
+from offload_rt.engine.memory_plan import less_margin, reserved_memory
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.offload.placement import least_budget
 from offload_rt.planning.acceptance import SELF, Assumed
@@ -70,9 +69,7 @@ class Alternatives:
     """Forecasts beside the one of the plan; None for what does not fit.
 
     formats  by weight format and drafter, the format of the plan and "none" first
-    experts  by the way to read a mixture
     places   by placement of the draft model, fastest first
-    drafters  published drafters of the target, fastest first
     """
 
     formats: Mapping[str, Mapping[str, Forecast | None]]

@@ -63,11 +63,8 @@ _PRODUCTS_RATIO = 1.5
 class Machine:
     """A machine to plan for.
 
-    budget       usable bytes
     links        ("disk", GB/s) and ("host", GB/s)
     roof         compute and memory rates by dtype, and with a matrix by its measured products
-    level_s      see `PairTimes`
-    decode_gbps  GB/s of decoded weights
     times_codes  whether `roof` measures products of quantised matrices, which then need no decoding
     ram_gbps     GB/s at which a GPU machine's CPU computes experts; 0: the GPU computes all
     ranks        division of the model; all figures are for a single rank
@@ -213,9 +210,7 @@ def draft_nbytes(draft: Sizes, plan: Plan) -> int:
 class PlanRequest:
     """Input of a forecast.
 
-    models   the target and the draft model
     context  tokens before the first pass
-    tokens   generated tokens
     most_levels  largest number of tree levels; None for the drafter's default
     """
 

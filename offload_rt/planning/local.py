@@ -15,8 +15,7 @@ from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.device import memory_budget, pick_device
 from offload_rt.engine.engine_spec import EngineSpec
-from offload_rt.engine.memory_plan import less_margin
-from offload_rt.engine.reserved_memory import reserved_memory
+from offload_rt.engine.memory_plan import less_margin, reserved_memory
 from offload_rt.errors import CapacityError
 from offload_rt.llm import LLM
 from offload_rt.offload.placement import MemoryBudget, least_budget

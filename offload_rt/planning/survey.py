@@ -28,7 +28,6 @@ class Prospect:
 
     draft   recommended draft model; None if plain decoding is faster
     plain   tokens per second of plain decoding; None if the model does not fit
-    rate    the same with the draft model
     """
 
     model: str

@@ -78,8 +78,6 @@ class Ranks:
     """All ranks of this run.
 
     rank, size  number of this rank, number of ranks
-    n_local     ranks on this machine
-    failure     failure of a further rank
     has_begun   computation of all ranks has started
     """
 

@@ -30,7 +30,6 @@ class Checkpoint:
     path       directory or GGUF file
     layers     per layer its tensors, in the order of `spec.layer_tensors(i)`
     non_layer  in the order of `spec.non_layer_tensors()`
-    config     config of the model, including `quantization_config`
     tensors    all tensors by the model's names
     images     vision tower, if it is used: tensors outside its blocks, then its blocks
     whole      complete checkpoint, if this is a part

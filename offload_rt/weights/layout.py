@@ -101,10 +101,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class BlockRecord:
-    """Tensors of a block in their files, in order of use; iterates over the tensors.
-
-    matrices  quantised matrices by module
-    """
+    """Tensors of a block in their files, in order of use; iterates over the tensors."""
 
     tensors: tuple[TensorRecord, ...]
     matrices: Mapping[str, Matrix] = field(default_factory=dict, hash=False)

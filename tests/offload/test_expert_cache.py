@@ -24,10 +24,9 @@ from offload_rt.models import traced_experts
 from offload_rt.models.families import parse_architecture
 from offload_rt.models.traced_experts import Touched
 from offload_rt.offload import expert_cache
-from offload_rt.offload.card_experts import CardExperts
+from offload_rt.offload.card_experts import CardExperts, TieredExperts
 from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.thread_experts import ThreadExperts
-from offload_rt.offload.tiered_experts import TieredExperts
 from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric

@@ -20,10 +20,10 @@ from support.layers import NAMES, on_disk, some_layers
 from torch import Tensor
 
 from offload_rt.errors import LinkError
-from offload_rt.offload import disk, mirrors, pinning
+from offload_rt.offload import disk, mirrors
 from offload_rt.offload import tier as tier_module
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.memory import MemoryTier
+from offload_rt.offload.memory import MemoryTier, pin
 from offload_rt.offload.tier import Tier, done_ahead, read_parallel
 from offload_rt.weights.header import read_header
 from offload_rt.weights.layout import BlockRecord, host_block
@@ -275,5 +275,5 @@ def test_pinning_error_is_not_raised_by_later_calls(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch, "zeros", launch)
-    assert not pinning.pin(block)
+    assert not pin(block)
     launch(1)

@@ -28,8 +28,7 @@ from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.step import Step
-from offload_rt.kv.chosen import RetrievalCache, SnapKVCache
-from offload_rt.kv.window import WindowCache
+from offload_rt.kv.sparse import RetrievalCache, SnapKVCache, WindowCache
 from offload_rt.speculate.draft.triforce import TriForce
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.select import drafter_type, load_rule, pick_drafter

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import offload_rt.llm
 from offload_rt.models.layers import Mixture
-from offload_rt.offload.card_experts import CardExperts
+from offload_rt.offload.card_experts import CardExperts, PinnedExperts, TieredExperts
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.placement import ExpertSizes
 from offload_rt.offload.streamer import LayerSources, LayerView
 from offload_rt.offload.thread_experts import ThreadExperts
-from offload_rt.offload.tiered_experts import PinnedExperts, TieredExperts
 from offload_rt.system.trace import Trace
 from support.checkpoints import pack
 from support.streams import FakeGPU, Host, Watched, stream_layers

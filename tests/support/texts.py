@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 
 from offload_rt import SamplingParams
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.scheduler import Scheduler
+from offload_rt.engine.sequence_pool import Scheduler
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate.protocols import Drafter, VerificationRule

@@ -38,7 +38,7 @@ from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.engine import builder, profile
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.scheduler import Scheduler
+from offload_rt.engine.sequence_pool import Scheduler
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.executor.step import Step

@@ -11,7 +11,7 @@ from collections import abc
 
 from offload_rt.cost.tree_size import Acceptance
 from offload_rt.executor.sequence import Sequence
-from offload_rt.kv.chosen import RetrievalCache
+from offload_rt.kv.sparse import RetrievalCache
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.guessed_builders import GuessedTreeBuilder, ResampledChainBuilder
 from offload_rt.speculate.protocols import (
