@@ -21,7 +21,7 @@ def opened(zoo, steady, tmp_path, monkeypatch) -> Callable[..., tuple[LLM, Any]]
     def make(kind: str, **settings: Any) -> tuple[LLM, Any]:
         if kind in HEADS:
             model = few_tokens()
-            return open_llm(**random_head(tmp_path, kind, model), **settings), model
+            return open_llm(**random_head(tmp_path, kind, model).settings, **settings), model
         pair = zoo.pair("llama", 0)
         if kind == "general":
             monkeypatch.delitem(FAMILIES, "llama")

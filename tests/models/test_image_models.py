@@ -10,7 +10,7 @@ import torch
 from quantize import Choice, quantized
 from quantize import config_of as quantization_config
 from safetensors.torch import load_file, save_file
-from support.heads import PUBLISHED, write_published
+from support.heads import PUBLISHED, write_head
 from support.images import (
     IMAGE_ID,
     generate_images,
@@ -107,7 +107,7 @@ def test_drafters_and_placeholders_of_texts(model_of, tmp_path, drafter):
     model, folder = model_of("qwen3_vl")
     settings = {"drafter": drafter}
     if drafter in PUBLISHED:
-        settings = write_published(tmp_path / "head", folder, drafter)
+        settings = write_head(tmp_path / "head", folder, drafter).settings
         del settings["directory"]
     elif "tree" in drafter:
         settings["draft_model"] = str(folder)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.heads import few_tokens, write_published
+from support.heads import few_tokens, write_head
 from support.programs import started
 from support.tiny import generate, open_llm, prompt_of
 
@@ -112,7 +112,7 @@ def test_pipeline_requires_as_many_ranks(zoo):
 @pytest.mark.parametrize("kind", ["eagle", "peagle", "block"])
 def test_heads_of_hidden_states_are_refused_with_a_pipeline(tmp_path, monkeypatch, kind):
     few_tokens().save_pretrained(tmp_path / "target")
-    settings = write_published(tmp_path / "head", tmp_path / "target", kind)
+    settings = write_head(tmp_path / "head", tmp_path / "target", kind).settings
     two_ranks = SimpleNamespace(rank=0, size=2, n_local=2)
     monkeypatch.setattr(ranks_spec, "joined", lambda: two_ranks)
     with pytest.raises(SettingsError, match=f'drafter="{kind}" with pipeline: needs a drafter'):

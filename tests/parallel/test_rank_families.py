@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.heads import few_tokens, random_head, small_target, write_published
+from support.heads import few_tokens, random_head, small_target, write_head
 from support.thread_ranks import MINE, Board, ThreadRanks, divided_tokens, together, tokens_of
 from support.tiny import generate, keep_steady, measure_little, open_llm, prompt_of
 from torch import Tensor
@@ -181,10 +181,10 @@ def test_heads_of_rank_0_use_the_tables_of_all_ranks(tmp_path, monkeypatch, kind
     keep_steady(monkeypatch)
     if head in ("medusa", "nextn"):
         model = few_tokens()
-        settings = random_head(tmp_path, head, model)
+        settings = random_head(tmp_path, head, model).settings
     else:
         model = small_target(kind, tmp_path / "target")
-        settings = write_published(tmp_path / "head", tmp_path / "target", head)
+        settings = write_head(tmp_path / "head", tmp_path / "target", head).settings
     prompt = prompt_of(0, 9, 8)
     x = torch.randn(3, model.get_input_embeddings().weight.shape[1])
 

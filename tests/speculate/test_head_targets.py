@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.gguf_files import build
-from support.heads import PUBLISHED, small_target, write_published
+from support.heads import PUBLISHED, small_target, write_head
 from support.tiny import CASES, assert_continued, generate, keep_steady, open_llm, prompt_of
 from torch import Tensor
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.numeric
 def test_heads_draft_for_models_of_transformers(tmp_path, monkeypatch, kind, head, place):
     keep_steady(monkeypatch)
     model = small_target(kind, tmp_path / "target")
-    settings = write_published(tmp_path / "head", tmp_path / "target", head)
+    settings = write_head(tmp_path / "head", tmp_path / "target", head).settings
     states: dict[int, Tensor] = {}
     observe = HeadModel.observe
 
@@ -71,7 +71,7 @@ def test_heads_draft_for_quantised_targets(tmp_path, monkeypatch, head):
     path = tmp_path / "target.gguf"
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 5, "vocab_size": 32}
     model = build(path, CASES["llama"].build(3, **sizes), "Q8_0")
-    settings = write_published(tmp_path / "head", path, head)
+    settings = write_head(tmp_path / "head", path, head).settings
     prompts = [prompt_of(seed, n, 32) for seed, n in enumerate((9, 20))]
     with open_llm(place="mixed", dtype="float32", **settings) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=16))

@@ -1,31 +1,30 @@
 """Draft heads on the target's hidden states: logits, texts, and selection by checkpoint."""
 
-import json
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from support import heads
+from safetensors.torch import save_file
 from support.fake_gpu import fake_gpu
+from support.head_reference import Reference, make_double
 from support.heads import (
+    DFLASH2,
+    KEPT,
+    MASK,
     N_HEADS,
+    PUBLISHED,
     VOCAB,
     Probe,
-    Weights,
     assert_plain_texts,
+    edit_config,
     few_tokens,
-    mtp_names,
     probe,
     random_head,
-    random_weights,
-    rms,
-    write_head,
 )
-from support.texts import small_model
+from support.texts import VOCABULARY, assert_distribution, run_together, small_model
 from support.tiny import (
     CASES,
     assert_continued,
@@ -36,9 +35,8 @@ from support.tiny import (
     open_llm,
     open_unloaded,
     prompt_of,
+    runner_of,
 )
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
@@ -52,197 +50,104 @@ from offload_rt.errors import (
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
 from offload_rt.speculate.select import load_rule
+from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
 
-
-def decoder_layer(w: Weights, prefix: str, model: PreTrainedModel, x: Tensor, h: Tensor) -> Tensor:
-    """Attention of h and an MLP, added to x (n, d); rotary embeddings by the row."""
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        return F.linear(x, w[f"{prefix}{name}.weight"], w.get(f"{prefix}{name}.bias"))
-
-    dim = model.config.head_dim
-    q, k, v = (
-        linear(f"self_attn.{name}_proj", h).view(len(h), -1, dim).transpose(0, 1) for name in "qkv"
-    )
-    if f"{prefix}self_attn.q_norm.weight" in w:
-        q, k = (
-            rms(vectors, w[f"{prefix}self_attn.{name}_norm.weight"])
-            for vectors, name in ((q, "q"), (k, "k"))
-        )
-    frequencies = 1 / 10000.0 ** (torch.arange(0, dim, 2).float() / dim)
-    angles = torch.arange(len(h))[:, None].float() * frequencies
-    turns = torch.complex(angles.cos().to(h.dtype), angles.sin().to(h.dtype))
-
-    def turned(x: Tensor) -> Tensor:
-        pairs = torch.complex(*x.chunk(2, -1)) * turns
-        return torch.cat((pairs.real, pairs.imag), -1)
-
-    out = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True, enable_gqa=True)
-    x = x + linear("self_attn.o_proj", out.transpose(0, 1).flatten(1))
-    h = rms(x, w[f"{prefix}post_attention_layernorm.weight"])
-    return x + linear(
-        "mlp.down_proj", F.silu(linear("mlp.gate_proj", h)) * linear("mlp.up_proj", h)
-    )
-
-
-def make_double(model: PreTrainedModel) -> None:
-    """Compute in float64, including the norms, which transformers computes in float32."""
-    for module in model.double().modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(rms, weight=module.weight)  # type: ignore[method-assign]
-
-
-@torch.no_grad()
-def states_of(model: PreTrainedModel, tokens: Sequence[int]) -> list[Tensor]:
-    """(n, d) behind 0, 1, ... all layers, the last norm not applied; and with it."""
-    last: list[Tensor] = []
-    handle = model.model.norm.register_forward_pre_hook(lambda _, given: last.append(given[0][0]))
-    states = model(
-        torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True
-    ).hidden_states
-    handle.remove()
-    return [*(state[0] for state in states[:-1]), last[0], states[-1][0]]
-
-
-@torch.no_grad()
-def expected_logits(
-    kind: str,
-    w: Weights,
-    model: PreTrainedModel,
-    tokens: list[int],
-    path: list[int],
-    config: dict[str, Any] | None = None,
-) -> Tensor:
-    """Logits after the last token and after each token of a path: (1 + len(path), vocabulary).
-
-    config  changes of an EAGLE-3 head's config
-    """
-    config = config or {}
-    is_nested = "speculators_model_type" in config
-    prefix = "layers.0." if is_nested else "midlayer."
-    states = states_of(model, tokens[:-1])
-    embedding = model.model.embed_tokens.weight
-    head = model.lm_head.weight
-    if kind == "medusa":
-        x = states[-1][-1:]
-        blocks = [
-            x + F.silu(F.linear(x, w[f"{i}.0.linear.weight"], w[f"{i}.0.linear.bias"]))
-            for i in range(N_HEADS)
-        ]
-        return torch.cat([F.linear(block, w[f"{i}.1.weight"]) for i, block in enumerate(blocks)])[
-            : 1 + len(path)
-        ]
-    if kind == "eagle":
-        n = model.config.num_hidden_layers
-        taps = [states[i] for i in (2, n // 2, n - 3)]
-        if config.get("fc_norm"):
-            taps = [rms(tap, w[f"fc_norm.{i}.weight"]) for i, tap in enumerate(taps)]
-        fused = torch.cat(taps, 1)
-        if config.get("norm_before_fc"):
-            fused = rms(fused, w["input_norm.weight"])
-        hidden = F.linear(fused, w["fc.weight"])
-        if config.get("embed_requires_grad"):
-            embedding = w["embed_tokens.weight"]
-    else:
-        prefix, of_embedding, of_hidden, project, last = mtp_names(kind, model)
-        hidden = states[-2] if kind == "mimo" else states[-1]
-    inputs = tokens[1:]
-    logits = []
-    for token in [*path, None]:
-        embedded = embedding[torch.tensor(inputs)]
-        if kind == "eagle":
-            normed = rms(hidden, w[f"{prefix}hidden_norm.weight"])
-            both = torch.cat((rms(embedded, w[f"{prefix}input_layernorm.weight"]), normed), 1)
-            residual = normed if config.get("norm_before_residual") else hidden
-            given = decoder_layer(w, prefix, model, residual, both)
-            output = rms(given, w["norm.weight"])
-            if is_nested and config.get("norm_output"):
-                given = output
-            elif not is_nested and not config.get("norm_output", True):
-                output = given
-            some = F.linear(output, w["lm_head.weight"])[-1]
-            logits.append(
-                some.new_full((len(embedding),), -torch.inf).index_copy(
-                    0, torch.tensor(heads.KEPT), some
-                )
-            )
-        else:
-            parts = (
-                rms(embedded, w[f"{of_embedding}.weight"]),
-                rms(hidden, w[f"{of_hidden}.weight"]),
-            )
-            x = F.linear(
-                torch.cat(parts[::-1] if kind == "mimo" else parts, 1), w[f"{project}.weight"]
-            )
-            out = decoder_layer(w, prefix, model, x, rms(x, w[f"{prefix}input_layernorm.weight"]))
-            given = rms(out, w[f"{last}.weight"])
-            logits.append(F.linear(given, head)[-1])
-        hidden = torch.cat((hidden, given[-1:]))
-        inputs = [*inputs, token]
-    return torch.stack(logits)
-
-
-SPECULATORS = {"speculators_model_type": "eagle3"}
-
-
-def eagle_weights(model: PreTrainedModel, config: dict[str, Any]) -> Weights:
-    """Random weights of an EAGLE-3 head with the tensors and names that its config requires."""
-    d = model.config.hidden_size
-    more: dict[str, tuple[int, ...]] = {}
-    if config.get("fc_norm"):
-        more |= {f"fc_norm.{i}.weight": (d,) for i in range(3)}
-    if config.get("norm_before_fc"):
-        more["input_norm.weight"] = (3 * d,)
-    # Most files contain a copy of the target's embedding, which is used only if it was trained.
-    more["embed_tokens.weight"] = (model.config.vocab_size, d)
-    weights = random_weights("eagle", model, more=more)
-    if "speculators_model_type" not in config:
-        return weights
-    return {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
-
-
-@pytest.mark.parametrize(("kind", "name", "changes"), [
-    ("eagle", "llama", {}),
+# In the layout of speculators
+EAGLE = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3",
+    "draft_vocab_size": len(KEPT), "speculators_version": "0.9.0", "target_hidden_size": None,
+    "tie_word_embeddings": False, "speculators_config": {"algorithm": "eagle3",
+    "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+    "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "somewhere"}}}  # fmt: skip
+PEAGLE = {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle",
+    "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]},
+    "eagle_aux_hidden_state_layer_ids": [1, 3, 4], "mask_token_id": 7,
+    "norm_before_residual": True, "draft_vocab_size": len(KEPT)}  # fmt: skip
+DFLASH = {"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",
+    "speculators_config": {}, "speculators_version": "0.9.0", "aux_hidden_state_layer_ids": [1, 3],
+    "block_size": 4, "mask_token_id": MASK}  # fmt: skip
+NESTED = PUBLISHED["block"]["dflash_config"]
+MARKOV = {"markov_rank": 3, "markov_head_type": "vanilla", "enable_confidence_head": True,
+    "confidence_head_with_markov": True}  # fmt: skip
+# SpecForge nests the keys of DSpark, DeepSpec keeps all keys at the top.
+SPECFORGE = {"architectures": ["DSparkDraftModel"], "dspark_config": MARKOV,
+    "dflash_config": NESTED | {"projector_type": "dspark"}}  # fmt: skip
+DEEPSPEC = {"architectures": ["Qwen3DSparkModel"], "dflash_config": {}, "num_anchors": 512,
+    **NESTED, **MARKOV}  # fmt: skip
+DSPARK = DFLASH | {"speculators_model_type": "dspark"} | MARKOV
+SCALES = {"input_embedding_scale": 0.5, "output_multiplier": 2.0, "final_logit_softcapping": 3.0}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4,
+    "use_sliding_window": True}  # fmt: skip
+# Kind, target, changes of the head's config, and of its layers' config.
+HEAD_CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "EAGLE-3": ("eagle", "llama", {}, {}),
     # AngelSlim keeps keys of Qwen's windows, which Llama layers do not have.
-    ("eagle", "qwen3", {"norm_before_residual": True, "max_window_layers": 28,
-        "sliding_window": None, "use_sliding_window": False}),
-    # EAGLE-3.1 in the layout of SpecForge
-    ("eagle", "llama", {"fc_norm": True, "norm_output": False}),
-    ("eagle", "llama", SPECULATORS),
-    ("eagle", "llama", {**SPECULATORS, "norm_before_fc": True, "norm_before_residual": True}),
-    ("eagle", "llama", {**SPECULATORS, "fc_norm": True, "norm_output": True}),
-    ("eagle", "llama", {**SPECULATORS, "embed_requires_grad": True}),
-    ("medusa", "llama", {}),
-    ("nextn", "llama", {}), ("nextn", "qwen3", {}), ("mimo", "qwen2-window", {}),
-    ("qwen", "mistral-full", {}),
-])  # fmt: skip
-def test_head_logits_equal_the_definition(tmp_path, monkeypatch, kind, name, changes):
+    "AngelSlim": ("eagle", "qwen3", {"norm_before_residual": True, "max_window_layers": 28,
+        "sliding_window": None, "use_sliding_window": False}, {}),
+    "EAGLE-3.1, SpecForge": ("eagle", "llama", {"fc_norm": True, "norm_output": False}, {}),
+    "speculators": ("eagle", "llama", EAGLE, {"num_hidden_layers": 1}),
+    "speculators, norms": ("eagle", "llama", EAGLE | {"norm_before_fc": True,
+        "norm_before_residual": True}, {}),
+    "speculators, EAGLE-3.1": ("eagle", "llama", EAGLE | {"fc_norm": True, "norm_output": True},
+        {}),
+    "speculators, embedding": ("eagle", "llama", EAGLE | {"embed_requires_grad": True}, {}),
+    "P-EAGLE": ("peagle", "llama", PEAGLE | {"norm_before_fc": True}, {"num_hidden_layers": 3}),
+    "P-EAGLE.1": ("peagle", "llama", PEAGLE | {"fc_norm": True}, {}),
+    "P-EAGLE, vLLM": ("peagle", "llama", {"architectures": ["LlamaForCausalLMEagle3"],
+        "pard_token": None, "ptd_token_id": 7}, {}),
+    "P-EAGLE, SpecForge": ("peagle", "llama", {}, {}),
+    "Medusa": ("medusa", "llama", {}, {}),
+    "nextn": ("nextn", "llama", {}, {}), "nextn, Qwen3": ("nextn", "qwen3", {}, {}),
+    "MiMo": ("mimo", "qwen2-window", {}, {}), "Qwen3-Next": ("qwen", "mistral-full", {}, {}),
+    "DFlash": ("block", "llama", {}, {}),
+    "DFlash, windows": ("block", "llama", {}, WINDOWS),
+    "JetSpec": ("block", "llama", {"dflash_config": NESTED | {"causal_head": True}}, {}),
+    "speculators' DFlash": ("block", "llama", DFLASH | {"draft_vocab_size": len(KEPT)}, WINDOWS),
+    "speculators' DFlash, not causal": ("block", "llama", DFLASH | {"sliding_window_non_causal":
+        True}, WINDOWS),
+    "DFlash, scales": ("block", "llama", {"dflash_config": NESTED | SCALES}, {}),
+    "DSpark": ("block", "llama", DSPARK, {}),
+    "DSpark without the anchor": ("block", "llama", DSPARK | {"sample_from_anchor": False,
+        "draft_vocab_size": len(KEPT), "markov_head_type": "gated"}, {}),
+    "SpecForge's DSpark": ("block", "llama", SPECFORGE, {}),
+    "DeepSpec's DSpark": ("block", "llama", DEEPSPEC, {}),
+    "DFlash2": ("dflash2", "llama", {"dflash_config": NESTED | DFLASH2 | {"causal": False}},
+        WINDOWS),
+    "speculators' DFlash2": ("dflash2", "llama", DFLASH | {"speculators_model_type": "dflash2"} |
+        DFLASH2, WINDOWS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*HEAD_CASES, "DFlash, blocks of parents"])
+def test_head_logits_equal_the_definition(tmp_path, monkeypatch, case):
     """After chunked prompts and after trees with accepted and rejected nodes."""
     monkeypatch.setattr(head_model, "CHUNK_ROWS", 4)
+    is_inherited = case not in HEAD_CASES
+    kind, name, changes, layers = HEAD_CASES["DFlash" if is_inherited else case]
     model = few_tokens(name)
-    model.config.head_dim = getattr(model.config, "head_dim", None) or 8
-    weights = eagle_weights(model, changes) if kind == "eagle" else random_weights(kind, model)
-    settings = write_head(tmp_path, kind, model, weights, **changes)
+    written = random_head(tmp_path, kind, model, layers, **changes)
     make_double(model)
-    weights = {name: weight.double() for name, weight in weights.items()}
-    with open_llm(dtype="float64", **settings) as llm:
-        probed = list(probe(llm, settings["drafter"], 2))
+    reference = Reference(kind, written, model)
+    drafter = written.settings["drafter"]
+    with open_llm(dtype="float64", **written.settings) as llm:
+        probed = list(probe(llm, drafter, 2, recomputes=not is_inherited))
     for tokens, path, logits in probed:
-        wanted = expected_logits(kind, weights, model, tokens, path, changes)[-1]
+        wanted = reference.logits(tokens, path, path[:1] if is_inherited else None)
         torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("n", [3, 14, 21])
-@pytest.mark.parametrize("kind", ["eagle", "qwen"])
+@pytest.mark.parametrize("kind", ["eagle", "peagle", "qwen", "block"])
 def test_head_continues_in_the_cache_of_a_shared_prefix(tmp_path, kind, n):
     """From within, behind, or past the rows of the head."""
     model = few_tokens()
-    weights = random_weights(kind, model)
-    settings = write_head(tmp_path, kind, model, weights)
-    with open_llm(**settings) as llm:
-        drafter = drafter_of(llm, settings["drafter"], "match", DraftLimits(24, 5, fixed_size=True))
+    written = random_head(tmp_path, kind, model)
+    reference = Reference(kind, written, model)
+    with open_llm(**written.settings) as llm:
+        drafter = drafter_of(
+            llm, written.settings["drafter"], "match", DraftLimits(24, 5, fixed_size=True)
+        )
         engine = engine_of(llm, drafter, n_nodes=24)
         old = TokenSequence(prompt_of(1, 12, VOCAB), SamplingParams(12), 128)
         engine.add(old)
@@ -256,17 +161,18 @@ def test_head_continues_in_the_cache_of_a_shared_prefix(tmp_path, kind, n):
             engine.step()
             probe = Probe(drafter._model.start(new, 24, is_alone=True), [])
             drafter._model.grow([probe])
-            wanted = expected_logits(kind, weights, model, new.tokens, [])[-1]
+            wanted = reference.logits(new.tokens, [])
             torch.testing.assert_close(probe.logits[0], wanted, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "place"), [
     ("eagle", "resident"), ("eagle", "mixed"), ("medusa", "disk"), ("nextn", "mixed"),
-    ("mimo", "disk"), ("qwen", "resident"),
+    ("mimo", "disk"), ("qwen", "resident"), ("peagle", "mixed"), ("block", "disk"),
+    ("dflash2", "resident"),
 ])  # fmt: skip
 def test_greedy_tokens_equal_transformers(tmp_path, kind, place):
     model = few_tokens()
-    settings = random_head(tmp_path, kind, model)
+    settings = random_head(tmp_path, kind, model).settings
     prompts = [prompt_of(seed, n, VOCAB) for seed, n in enumerate((9, 1, 30))]
     with open_llm(**settings, place=place) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=24))
@@ -284,7 +190,7 @@ def test_earlier_predictions_complete_the_trees_of_a_useless_head(tmp_path, monk
     """The second run of a text finds the target's predictions of the first run."""
     keep_steady(monkeypatch)
     model = CASES["llama"].build(0)
-    settings = random_head(tmp_path, "eagle", model)
+    settings = random_head(tmp_path, "eagle", model).settings
     prompt = prompt_of(0, 20)
     with open_llm(**settings, place="resident", tree_size=24) as llm:
         first, second = (llm.generate(prompt, SamplingParams(max_new_tokens=32))[0] for _ in "12")
@@ -303,9 +209,11 @@ def test_perfect_medusa_heads_draft_in_every_pass(tmp_path, temperature):
     model.model.embed_tokens.weight.data = eye.clone()
     model.model.norm.weight.data.fill_(1.0)
     model.lm_head.weight.data = 2 * eye.roll(1, 0)
-    weights = {name: 0 * weight for name, weight in random_weights("medusa", model).items()}
+    written = random_head(tmp_path, "medusa", model)
+    weights = {name: 0 * weight for name, weight in written.weights.items()}
     weights |= {f"{i}.1.weight": 2 * eye.roll(i + 2, 0) for i in range(N_HEADS)}
-    with open_llm(**write_head(tmp_path, "medusa", model, weights)) as llm:
+    save_file(weights, tmp_path / "head" / "medusa_lm_head.safetensors")
+    with open_llm(**written.settings) as llm:
         limits = DraftLimits(8, 5, fixed_size=True)
         drafter = drafter_of(llm, "medusa", "coupled", limits)
         engine = engine_of(llm, drafter, load_rule("coupled"))
@@ -319,7 +227,7 @@ def test_perfect_medusa_heads_draft_in_every_pass(tmp_path, temperature):
 @pytest.mark.parametrize(("kind", "rule"), [("eagle", "match"), ("medusa", "coupled")])
 def test_sampled_texts_equal_plain_decoding(tmp_path, kind, rule):
     """Both rules draw the tokens of plain decoding, whatever the head proposes."""
-    settings = random_head(tmp_path, kind, few_tokens())
+    settings = random_head(tmp_path, kind, few_tokens()).settings
     with open_llm(**settings) as llm:
         assert_plain_texts(llm, settings["drafter"], rule)
 
@@ -328,7 +236,7 @@ def test_oom_keeps_the_texts(tmp_path, monkeypatch):
     """Hidden states that were handed over twice, or not yet, are ignored."""
     model = few_tokens()
     n_failed = 0
-    settings = random_head(tmp_path, "eagle", model)
+    settings = random_head(tmp_path, "eagle", model).settings
     with open_llm(**settings) as llm:
         model_type = type(llm.engine.drafter._model)
         for name in ("observe", "_begin", "_forward"):
@@ -356,7 +264,7 @@ def test_oom_keeps_the_texts(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_heads_draft_on_cuda(tmp_path, monkeypatch, kind):
     model = few_tokens()
-    settings = random_head(tmp_path, kind, model)
+    settings = random_head(tmp_path, kind, model).settings
     directory = str(settings.pop("directory"))
     prompts = [prompt_of(0, 9, VOCAB), prompt_of(1, 20, VOCAB)]
     with (
@@ -382,7 +290,8 @@ def opened(directory: Path, **settings: Any) -> LLM:
 def test_heads_select_their_drafter_and_reserve_memory(tmp_path):
     model = few_tokens()
     for kind in ("eagle", "medusa", "nextn"):
-        settings = random_head(tmp_path / kind, kind, model)
+        written = random_head(tmp_path / kind, kind, model)
+        settings = written.settings
         name = settings.pop("drafter")
         with opened(**settings) as llm, opened(settings["directory"], drafter="recycle") as without:
             drafting = llm.spec.draft.drafting
@@ -390,9 +299,7 @@ def test_heads_select_their_drafter_and_reserve_memory(tmp_path):
             assert (drafting.name, drafting.rule) == (name, load_rule("coupled"))
             assert without.spec.draft.drafting.draft is None
             nbytes = sum(
-                tensor.nbytes
-                for tensor in random_weights(kind, model).values()
-                if tensor.is_floating_point()
+                tensor.nbytes for tensor in written.weights.values() if tensor.is_floating_point()
             )
             assert drafting.draft is not None and drafting.draft.nbytes == nbytes < reserved.draft
             assert drafting.draft.identity != llm.spec.target.checkpoint.identity
@@ -404,7 +311,7 @@ def test_heads_select_their_drafter_and_reserve_memory(tmp_path):
 
 def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
     model = few_tokens()
-    with_mtp = random_head(tmp_path / "with", "nextn", model)["directory"]
+    with_mtp = random_head(tmp_path / "with", "nextn", model).settings["directory"]
     model.save_pretrained(tmp_path / "without")
     with opened(with_mtp, drafter="none") as llm:
         assert llm.spec.target.checkpoint.spec.n_layers == 5
@@ -423,8 +330,7 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
         opened(with_mtp, drafter="mtp", **too_little)
     with opened(tmp_path / "without", drafter="mtp", draft_model=str(with_mtp)) as llm:
         assert llm.spec.draft.drafting.name == "mtp" and llm.spec.draft.drafting.draft is not None
-    config = json.loads((with_mtp / "config.json").read_text())
-    (with_mtp / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    edit_config(with_mtp, num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=r"layers\.5"):
         opened(with_mtp)
 
@@ -441,10 +347,10 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
     ("eagle", {"eagle_config": {"use_aux_hidden_state": False}}, {}, UnsupportedModelError,
         ["use_aux_hidden_state"]),
     ("eagle", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
-    ("eagle", {**SPECULATORS, "speculators_config": {"verifier": {"architectures":
+    ("speculators", {"speculators_config": {"verifier": {"architectures":
         ["Qwen3ForCausalLM"]}}}, {}, SettingsError, ["target", "Qwen3For", "LlamaFor"]),
-    ("eagle", {**SPECULATORS, "surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
-    ("eagle", {"speculators_model_type": "mlp"}, {}, UnsupportedModelError, ["mlp"]),
+    ("speculators", {"surprise": 1}, {}, UnsupportedModelError, ["surprise"]),
+    ("speculators", {"speculators_model_type": "mlp"}, {}, UnsupportedModelError, ["mlp"]),
     ("eagle", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModelError,
         ["most one"]),
     ("eagle", {"draft_vocab_size": 4}, {}, CheckpointError, ["d2t"]),
@@ -456,12 +362,27 @@ def test_mtp_layers_are_ignored_by_other_drafters(tmp_path):
     ("medusa", {"medusa_num_layers": "many"}, {}, UnsupportedModelError,
         ["medusa_num_layers", "many"]),
     ("nextn", {}, {"drafter": "eagle"}, SettingsError, ['drafter="eagle"', "draft_model"]),
+    ("peagle", {"pard_token": None}, {}, UnsupportedModelError, ["mask_token_id is None"]),
+    ("block", {"dflash_config": {"selector_rank": 4}}, {}, UnsupportedModelError,
+        ["'selector_rank'"]),
+    ("block", DEEPSPEC | {"markov_head_type": "rnn"}, {}, UnsupportedModelError, ["'rnn'"]),
+    ("block", {"projector_type": "domino"}, {}, UnsupportedModelError, ["'domino'"]),
+    ("block", {"something": 1}, {}, UnsupportedModelError, ["'something'"]),
+    ("block", {"dflash_config": NESTED | {"mask_token_id": 99}}, {}, UnsupportedModelError,
+        ["mask_token is 99"]),
+    ("block", {"vocab_size": 9}, {}, SettingsError, ["vocabulary differs"]),
+    ("block", {"num_target_layers": 9}, {}, SettingsError, ["number of layers differs"]),
+    ("block", {"dflash_config": NESTED | {"target_layer_ids": [0, 7]}}, {}, SettingsError,
+        ["hidden states differs"]),
 ])  # fmt: skip
 def test_unfit_heads_are_refused(tmp_path, kind, changes, settings, error, words):
-    chosen = random_head(tmp_path, kind, few_tokens(), **changes)
-    chosen.pop("drafter")
+    chosen = {"speculators": ("eagle", EAGLE)}.get(kind, (kind, {}))
+    written = random_head(tmp_path, chosen[0], few_tokens(), **chosen[1])
+    if "draft_model" in written.settings:
+        edit_config(tmp_path / "head", **changes)
+    written.settings.pop("drafter")
     with pytest.raises(OffloadError) as caught:
-        opened(**chosen, **settings)
+        opened(**written.settings, **settings)
     assert type(caught.value) is error
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), str(
         caught.value
@@ -469,7 +390,7 @@ def test_unfit_heads_are_refused(tmp_path, kind, changes, settings, error, words
 
 
 def test_head_of_another_model_is_refused(tmp_path):
-    settings = random_head(tmp_path, "medusa", few_tokens())
+    settings = random_head(tmp_path, "medusa", few_tokens()).settings
     small_model(4, n_layers=3).save_pretrained(tmp_path / "other")
     with pytest.raises(SettingsError, match=r"4, 16.*8, 16"):
         opened(tmp_path / "other", draft_model=settings["draft_model"])
@@ -477,7 +398,49 @@ def test_head_of_another_model_is_refused(tmp_path):
     for name, more in (("mtp", {}), ("mtp", whole), ("eagle", whole)):
         with pytest.raises(SettingsError, match=f'drafter="{name}".*heads'):
             opened(tmp_path / "target", drafter=name, **more)
-    weights = random_weights("eagle", few_tokens())
-    weights["d2t"][0] = 8
+    written = random_head(tmp_path / "bad", "eagle", few_tokens())
+    written.weights["d2t"][0] = 8
+    save_file(written.weights, tmp_path / "bad" / "head" / "model.safetensors")
     with pytest.raises(CheckpointError, match="d2t"):
-        opened(**write_head(tmp_path / "bad", "eagle", few_tokens(), weights))
+        opened(**written.settings)
+
+
+@pytest.mark.slow
+def test_joint_distribution_of_trees_sampled_from_blocks(tmp_path, monkeypatch):
+    """Siblings are drawn without replacement, grandchildren from the block with their path."""
+    model = small_model(VOCABULARY, n_layers=5, sureness=0.5)
+    written = random_head(tmp_path, "block", model, dflash_config=NESTED | {"mask_token_id": 3})
+    shape = Topology(np.array([-1, 0, 0, 1, 2]))
+    # The target's most probable tokens, so that all sequences have equal texts.
+    sampling = [
+        SamplingParams(max_new_tokens=4, temperature=0.8, top_k=1, seed=i) for i in range(500)
+    ]
+    sequences = [TokenSequence([1, 3, 2, 0, 1], params, 64) for params in sampling]
+    trees: list[torch.Tensor] = []
+    with open_llm(max_model_len=64, **written.settings) as llm:
+        limits = DraftLimits(5, 4)
+        drafter = drafter_of(llm, "block", "traversal", limits, level_s=0.0, shape=shape)
+        propose = drafter.propose
+
+        def proposed(batch, n_nodes):
+            made = propose(batch, n_nodes)
+            trees.extend(tree.tokens for tree in made if len(tree.topology) == len(shape))
+            return made
+
+        monkeypatch.setattr(drafter, "propose", proposed)
+        run_together(runner_of(llm), drafter, load_rule("traversal"), sequences, 5, 2)
+    assert len(trees) == len(sequences)
+    reference = Reference("block", written, model)
+    text = sequences[0].tokens[: 5 + 1]
+    root, *below = (
+        torch.softmax(reference.logits(text, path).double() / 0.8, -1).numpy()
+        for path in ([], *([token] for token in range(VOCABULARY)))
+    )
+    siblings = root[:, None] * root / (1 - root[:, None]) * (1 - np.eye(VOCABULARY))
+    tokens = torch.stack(trees).tolist()
+    assert_distribution(
+        [(a, b, c) for _, a, b, c, _ in tokens], siblings[..., None] * np.stack(below)[:, None]
+    )
+    assert_distribution(
+        [(a, b, d) for _, a, b, _, d in tokens], siblings[..., None] * np.stack(below)
+    )

@@ -121,7 +121,7 @@ def test_texts_with_pauses_equal_transformers(pair, monkeypatch, name):
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "qwen"])
 def test_hidden_states_that_wait_lead_to_the_same_trees(tmp_path, monkeypatch, kind):
     """Converted for the next tree, in groups of a few, or in every pass."""
-    settings = random_head(tmp_path, kind, few_tokens())
+    settings = random_head(tmp_path, kind, few_tokens()).settings
     keep_steady(monkeypatch)
     trees = []
     for most in (64, 3, 0):
