@@ -32,7 +32,7 @@ from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 # Candidate numbers of prompt rows per pass; the largest within the time limit is used.
 _PROMPT_ROWS = 2 ** np.arange(5, 15)
-_PLAIN = PlainDecoding()  # type: ignore[abstract]  # methods without a body
+_PLAIN = PlainDecoding()
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # a plan asks for limits and types alone
 SELF_SIZES = (64, 32, 16, 8)
 
 
-class Drafter(Protocol):
+class Drafter:
     """Propose token trees and learn from their verification. Any sequence is valid input.
 
     n_predicted   number of top target predictions per node for `learn`; 0 for none
@@ -52,6 +52,7 @@ class Drafter(Protocol):
 
         No node, verified or unverified, is deeper than `sequence.n_left - 1`.
         """
+        raise NotImplementedError
 
     def learn(
         self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None
@@ -64,7 +65,6 @@ class Drafter(Protocol):
 
     def read(self, sequence: Sequence, predicted: TopTokens) -> None:
         """Learn from the target's predictions after the last tokens, excluding the final token."""
-        return
 
     def observe(self, sequence: Sequence, first: int, states: abc.Sequence[Tensor]) -> None:
         """Receive hidden states of newly computed, committed tokens if the runner taps layers.
@@ -72,11 +72,9 @@ class Drafter(Protocol):
         first   position of the first token in the sequence
         states  consecutive tensors (n, taps, hidden_size)
         """
-        return
 
     def leave(self, sequence: Sequence) -> None:
         """Handle the end of a sequence whose cache is kept; `transfer` or `end` is called later."""
-        return
 
     def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
         """Transfer the state of `old` to `new`, which reuses its cache and shares n tokens.

@@ -3,21 +3,21 @@
 import time
 import warnings
 from collections import abc
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
-from offload_rt.cost.tree_size import N_RANKS, best_prefixes
+from offload_rt.cost.tree_size import N_RANKS
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
-from offload_rt.speculate.ngrams import NgramMatch, append_ngram, find_matches
+from offload_rt.speculate.ngrams import NgramMatch, find_matches
 from offload_rt.speculate.pair_stats import Estimates
-from offload_rt.speculate.protocols import Drafter, DraftParts
-from offload_rt.speculate.recycler import N_PREDICTED, Recycler
+from offload_rt.speculate.protocols import DraftParts
+from offload_rt.speculate.recycler import N_PREDICTED
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
+from offload_rt.speculate.text_drafter import Proposal, TextDrafter
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.search import TreeTable, search
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
@@ -32,27 +32,13 @@ _SAMPLED = 16
 _FEW_MISSING = 16
 
 
-@dataclass
-class Proposal:
-    """A tree under construction, with the state needed to learn from its verification.
-
-    expected  expected tokens before bias correction
-    """
-
-    builder: StaticTreeBuilder | DynamicTreeBuilder
-    estimates: Estimates
-    match: NgramMatch | None
-    expected: float = 1.0
-
-
-class TreeDrafter(Drafter):
+class TreeDrafter(TextDrafter):
     """Propose trees with a draft model.
 
     is_dynamic  (at temperature 0, above): grow trees by confidence instead of a selected shape;
                 candidates of the text compete with the draft for their nodes
     """
 
-    _dynamic: type[DynamicTreeBuilder] = DynamicTreeBuilder
     _static: type[StaticTreeBuilder] = StaticTreeBuilder
     _n_ranks = N_RANKS
     _n_at_once = 1  # levels of a draft pass
@@ -60,22 +46,16 @@ class TreeDrafter(Drafter):
     def __init__(self, parts: DraftParts, is_dynamic: tuple[bool, bool]) -> None:
         model = parts.self_model or parts.draft_model
         assert model is not None, "a tree drafter declares a model"
+        super().__init__(parts, recycles=any(is_dynamic))
         self._model = model
-        self._cost = parts.cost
-        self.limits = parts.limits
         self._child_sampling = parts.child_sampling
         self._coupled_up_to = parts.coupled_up_to
         self._shape = parts.shape
-        self.pair_stats = parts.pair_stats
         self._learner = parts.learner
-        self._recycler = Recycler(parts.pair_stats)
-        self.reads_prompt = any(is_dynamic)
         self._count_predicted()
         self._is_dynamic = is_dynamic
         # Tables, each with the number of observations that triggers a new search.
         self._tables: dict[str, tuple[TreeTable, int]] = {}
-        self._rates = self._recycler.rates
-        self._proposals: dict[Sequence, Proposal] = {}
         # Of the latest proposal: seconds in which drafts started, most missing tokens of a draft.
         self._start_s, self._n_missing = 0.0, 0
 
@@ -90,34 +70,20 @@ class TreeDrafter(Drafter):
 
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
         """Propose a tree of at most `n_nodes` nodes per sequence."""
-        started = time.perf_counter()
         self._start_s, self._n_missing = 0.0, 0
-        begun = {
-            sequence: self._start_tree(sequence, n_nodes, len(sequences)) for sequence in sequences
-        }
-        self._proposals = {
-            sequence: proposal for sequence, proposal in begun.items() if proposal is not None
-        }
-        growing = time.perf_counter()
+        return super().propose(sequences, n_nodes)
+
+    def _draft(self, n_sequences: int) -> None:
+        started = time.perf_counter()
         n_grown = self._grow([proposal.builder for proposal in self._proposals.values()])
-        rounds_s = self._start_s + time.perf_counter() - growing
-        failed = {
-            sequence: error
-            for sequence, proposal in self._proposals.items()
-            if (error := proposal.builder.state.error)
-        }
-        for sequence, error in failed.items():
-            del self._proposals[sequence]
-            # Python's warning filter shows it once.
-            warnings.warn(f"drafting skipped: {error}", RuntimeWarning, stacklevel=2)
-        sizes = self._sizes(sequences, time.perf_counter() - started)
-        trees = [
-            self._finish_tree(sequence, n_nodes, size)
-            for sequence, size in zip(sequences, sizes, strict=True)
-        ]
         if self._n_missing <= _FEW_MISSING:  # a prompt is computed once
-            self._cost.drafted(n_grown, rounds_s, len(sequences))
-        return trees
+            rounds_s = self._start_s + time.perf_counter() - started
+            self._cost.drafted(n_grown, rounds_s, n_sequences)
+        for sequence, proposal in [*self._proposals.items()]:
+            if error := proposal.builder.state.error:
+                del self._proposals[sequence]
+                # Python's warning filter shows it once.
+                warnings.warn(f"drafting skipped: {error}", RuntimeWarning, stacklevel=3)
 
     def learn(
         self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None
@@ -127,24 +93,11 @@ class TreeDrafter(Drafter):
             nodes = [0, *verdict.path]
             self._learner.add(sequence, TopTokens(predicted.tokens[nodes], predicted.probs[nodes]))
             self._count_predicted()
-        if self.reads_prompt and predicted is not None:
-            self._recycler.learn(sequence, tree, verdict.path, predicted)
-        proposal = self._proposals.get(sequence)
-        if proposal is None:
-            return
-        after = [*tree.tokens[list(verdict.path)].tolist(), verdict.bonus]
-        proposal.estimates.bias.observe(proposal.expected, len(after))
-        if proposal.match is not None:
-            self._rates.observe(proposal.match, after)
-        proposal.builder.learn([0, *verdict.path], after)
+        super().learn(sequence, tree, verdict, predicted)
 
     def _count_predicted(self) -> None:
         n_recycled = N_PREDICTED if self.reads_prompt else 0
         self.n_predicted = max(n_recycled, self._learner.n_predicted if self._learner else 0)
-
-    def read(self, sequence: Sequence, predicted: TopTokens) -> None:
-        """Store the target's predictions at the prompt's last tokens."""
-        self._recycler.read(sequence, predicted)
 
     def observe(self, sequence: Sequence, first: int, states: abc.Sequence[Tensor]) -> None:
         """Pass the target's hidden states to the draft head."""
@@ -161,7 +114,7 @@ class TreeDrafter(Drafter):
 
     def end(self, sequence: Sequence) -> None:
         """Release the draft's cache of a sequence."""
-        self._proposals.pop(sequence, None)
+        super().end(sequence)
         self._model.end(sequence)
 
     def save(self) -> None:
@@ -208,22 +161,13 @@ class TreeDrafter(Drafter):
             temperature = 0.0
         cost = self._round_cost(sequence, n_nodes, n_sequences)
         if kind == "dynamic":
-            # The text's candidates need no draft rows.
-            state = TreeState(self._model.vocab_size, 1, sequence, self._model.runner.device)
-            state.clear(sequence.tokens[-1])
-            state.computed()
-            builder = self._dynamic_type(sequence)(
-                state,
-                (n_nodes, n_most, n_levels),
-                temperature,
-                estimates,
-                self._recycler.candidates(sequence, n_most),
-                cost,
-            )
+            proposal = self._text_tree(sequence, (n_nodes, n_most, n_levels), temperature, cost)
+            builder = proposal.builder
+            assert isinstance(builder, DynamicTreeBuilder), "see _text_tree"
             is_sample = self.limits.fixed_size or len(sequence.tokens) % _SAMPLED == 0
             if can_draft and (is_sample or builder.pays(self._n_at_once)):
                 builder.state = self._start(sequence, n_rows, n_sequences == 1, n_coupled)
-            return Proposal(builder, estimates, None)
+            return proposal
         if not can_draft:
             return None
         match = self._likely_match(sequence, min(n_levels - 1, n_nodes - 2))
@@ -244,50 +188,10 @@ class TreeDrafter(Drafter):
         self._n_missing = max(self._n_missing, state.n_missing)
         return state
 
-    def _round_cost(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> RoundCost:
-        """Return the costs of a dynamic tree; nodes of a fixed number are free."""
-        sizes = np.ones(n_nodes) if self.limits.fixed_size else np.arange(1, n_nodes + 1)
-        pass_s = self._cost.seconds(n_sequences * sizes, len(sequence.tokens), 0.0, n_sequences)
-        return RoundCost(self._cost.level(n_sequences), pass_s)
-
     def _worth_copying(self, match: NgramMatch, cost: RoundCost) -> tuple[int, ...]:
         """Return the copied tokens whose rows pay."""
-        chances = self._rates.rate(match.n_equal) ** np.arange(1, len(match.tokens) + 1)
+        chances = self._recycler.rates.rate(match.n_equal) ** np.arange(1, len(match.tokens) + 1)
         return match.tokens[: cost.n_worth(chances)]
-
-    def _dynamic_type(self, sequence: Sequence) -> Callable[..., DynamicTreeBuilder]:
-        """Return the constructor of a dynamic tree."""
-        return self._dynamic
-
-    def _finish_tree(self, sequence: Sequence, n_nodes: int, size: int) -> DraftTree:
-        proposal = self._proposals.get(sequence)
-        if proposal is None:
-            return DraftTree.root_only(sequence.tokens[-1])
-        tree = proposal.builder.tree(size)
-        proposal.expected = tree.expected
-        tree = append_ngram(tree, proposal.builder.copied, n_nodes)
-        # A pass yields at most a token per level.
-        expected = min(proposal.estimates.bias.corrected(tree.expected), tree.topology.n_levels)
-        return replace(tree, expected=expected)
-
-    def _sizes(self, sequences: abc.Sequence[Sequence], draft_s: float) -> list[int]:
-        """Select the number of nodes per sequence to verify, by expected time per token.
-
-        draft_s  seconds spent on drafting these trees
-        """
-        proposals = [self._proposals.get(sequence) for sequence in sequences]
-        builders = [proposal.builder if proposal else None for proposal in proposals]
-        chances = [builder.chances if builder else np.empty(0) for builder in builders]
-        if self.limits.fixed_size:
-            return [len(candidates) for candidates in chances]
-        n_fixed = sum(builder.n_fixed for builder in builders if builder)
-        n = len(sequences)
-        context = max(len(sequence.tokens) for sequence in sequences)
-
-        def seconds(n_rows: np.ndarray) -> np.ndarray:
-            return self._cost.seconds(n_fixed + n_rows, context, draft_s, n)
-
-        return best_prefixes(chances, seconds)
 
     def _choose(self, sequence: Sequence, bounds: tuple[int, int, int]) -> tuple[Topology, float]:
         """Select the topology with the least expected time per token.
@@ -322,5 +226,7 @@ class TreeDrafter(Drafter):
         """Return the longest match if its continuation is likely enough to copy."""
         matches = find_matches(sequence, min(_NGRAM_LENGTH, n_next))
         match = next(iter(matches), None)
-        is_likely = match and match.tokens and self._rates.rate(match.n_equal) >= _NGRAM_RATE
+        is_likely = (
+            match and match.tokens and self._recycler.rates.rate(match.n_equal) >= _NGRAM_RATE
+        )
         return match if is_likely else None

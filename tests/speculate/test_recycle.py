@@ -4,6 +4,7 @@ import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from offload_rt.engine.engine import Engine
 from offload_rt.executor import runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import recycler
-from offload_rt.speculate.draft.recycle import PredictedTree, Recycling
-from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
+from offload_rt.speculate.pair_stats import Estimates, PairStats
 from offload_rt.speculate.protocols import DraftParts
 from offload_rt.speculate.recycler import PredictionTable, Recycler, TextCandidates
 from offload_rt.speculate.select import drafter_type
+from offload_rt.speculate.text_drafter import TextDrafter
 from offload_rt.tree.topology import Verdict
 
 N_NODES = 24
@@ -116,14 +118,14 @@ def test_tree_has_the_most_probable_nodes(n_levels):
     for _ in range(20):
         tokens = random.integers(5, size=4).tolist()
         sequence = Sequence(tokens, SamplingParams(), 99)
-        tree = PredictedTree(text_of(table, sequence, 1), tokens[-1], n_levels)
-        for n in (5, 60):  # it grows on from where it stands
-            tree.grow(n)
-            paths: list[tuple[int, ...]] = [()]
-            for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True):
-                paths.append((*paths[parent], token))
-            assert set(paths[1:]) == set(best_paths(table, tokens, n - 1, n_levels))
-            assert (np.diff(tree.chances) <= 0).all()
+        for n in (5, 60):
+            cost = RoundCost(0.0, np.ones(n))
+            state = SimpleNamespace(tokens=tokens[-1:])
+            text = text_of(table, sequence, 1)
+            builder = DynamicTreeBuilder(state, (n, n_levels, 1), 0.0, Estimates(), text, cost)
+            tree = builder.tree(n)
+            assert set(tree.paths()[1:]) == set(best_paths(table, tokens, n - 1, n_levels))
+            assert (np.diff(builder.chances) <= 0).all()
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +140,7 @@ def test_prompt_predictions_are_recorded(zoo, llm, monkeypatch, n_cheap):
     monkeypatch.setattr(Engine, "_cheap_rows", lambda _: n_cheap)
     monkeypatch.setattr(runner, "_READ_ROWS", 15)
     model = zoo.pair("llama", 0).model
-    drafter = Recycling(PARTS)
+    drafter = TextDrafter(PARTS)
     prompt = prompt_of(0, 40)
     engine = engine_of(llm, drafter, n_nodes=N_NODES)
     engine.add(Sequence(list(prompt), SamplingParams(8), 128))
@@ -178,16 +180,14 @@ def test_no_tree_if_rows_are_expensive(llm, name):
 class Steep(Steady):
     """Rows beyond the tenth are dear."""
 
-    def seconds(
-        self, n_rows: np.ndarray, context: int, draft_s: np.ndarray | float = 0.0
-    ) -> np.ndarray:
+    def seconds(self, n_rows: np.ndarray, *_: object) -> np.ndarray:
         return 1.0 + np.maximum(n_rows - 10, 0)
 
 
 def test_rows_of_a_pass_go_to_the_best_predicted_sequence(monkeypatch):
     """A badly predicted sequence gets no rows that are cheap only because of the batch."""
     monkeypatch.setattr(recycler, "_PRIOR", (1.0,) * 4)
-    drafter = Recycling(replace(PARTS, cost=Steep()))
+    drafter = TextDrafter(replace(PARTS, cost=Steep()))
     for before in (1, 2, 3, 4, 5, 11, 12, 13):
         drafter._recycler.table.keep((before,), [before + 1], [0.9 if before < 9 else 0.5])
     sequences = [Sequence([start], SamplingParams(20), 128) for start in (1, 11)]
@@ -205,7 +205,7 @@ class Gentle(Steady):
 
 def test_wrong_predictions_end_drafting_until_they_are_right():
     """Root predictions are compared with the text also in passes without a tree."""
-    drafter = Recycling(replace(PARTS, cost=Gentle()))
+    drafter = TextDrafter(replace(PARTS, cost=Gentle()))
     sequence = Sequence([7], SamplingParams(99), 128)
     sizes = []
     for token in [2] * 30 + [1] * 60:

@@ -21,7 +21,8 @@ from offload_rt.speculate.protocols import (
     DraftResources,
 )
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
-from offload_rt.speculate.tree_drafter import Proposal, TreeDrafter
+from offload_rt.speculate.text_drafter import Proposal
+from offload_rt.speculate.tree_drafter import TreeDrafter
 from offload_rt.tree.topology import Topology
 
 # Tokens that the small draft guesses per middle pass, and its context length.
