@@ -11,10 +11,10 @@ from offload_rt.llm import Piece
 from offload_rt.models.image_prompt import EncodedPrompt, token_ids
 from offload_rt.sampling import Logprob
 from offload_rt.server.bodies import Json
+from offload_rt.server.call_format import AnswerParser, Parsed
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.prompts import GenerationRequest
 from offload_rt.server.protocol import ChatRequest
-from offload_rt.server.tool_parser import AnswerParser, Parsed
 from offload_rt.text.detokenize import TextStream
 
 Logprobs = Sequence[dict[int, Logprob]]

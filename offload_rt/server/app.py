@@ -1,11 +1,13 @@
-"""Routes: the APIs of OpenAI and Anthropic, tokenization, health, counters, and pages."""
+"""Routes: the APIs of OpenAI and Anthropic, tokenization, health, counters, pages, docs."""
 
 import asyncio
+import json
+from html import escape
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import generate_latest
 from pydantic import BaseModel
@@ -15,23 +17,21 @@ from offload_rt import __version__
 from offload_rt.errors import OffloadError
 from offload_rt.llm import LLM
 from offload_rt.models.image_prompt import token_ids
-from offload_rt.server.api_docs import REFUSAL, add_docs, body_of
 from offload_rt.server.bodies import Json
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.completions import ChatWriter, CompletionWriter
-from offload_rt.server.embeddings import EmbeddingsRequest
 from offload_rt.server.limits import Access, Limits
 from offload_rt.server.messages import CountRequest, MessagesRequest, MessagesWriter
-from offload_rt.server.metrics import Metrics
 from offload_rt.server.prompts import PromptEncoder
 from offload_rt.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingsRequest,
     TokenizeRequest,
 )
 from offload_rt.server.responses import ResponsesRequest, ResponsesWriter
-from offload_rt.server.service import Refused, ServerLimits, Service, Writer
+from offload_rt.server.service import Metrics, Refused, ServerLimits, Service, Writer
 
 _PAGE = Path(__file__).with_name("page")
 # The page loads scripts and styles from this server only.
@@ -40,6 +40,15 @@ _CONTENT_POLICY = (
 )
 _OPEN = Access()
 _PAGE_HEADERS = {"Content-Security-Policy": _CONTENT_POLICY, "Referrer-Policy": "no-referrer"}
+_REFERENCE = "#/components/schemas/"
+_HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>offload_rt API</title>
+<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="/page/style.css">
+<style>body { max-width: 60rem; margin: auto; padding: 1rem; overflow: auto }
+td { padding-right: 2rem }</style>
+<h1>API</h1><p><a href="/openapi.json">openapi.json</a></p>
+"""
+# 4XX responses of a route.
+_REFUSAL: Json = {"4XX": {"description": "Refused request", "content": {"application/json": {}}}}
 
 
 def make_app(
@@ -77,7 +86,7 @@ def make_app(
     _add_openai_routes(app, service)
     _add_generation_routes(app, service)
     _add_extra_routes(app, service)
-    add_docs(app)
+    _add_docs(app)
     app.mount("/page", StaticFiles(directory=_PAGE))
     return app
 
@@ -89,13 +98,13 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         response.headers["X-Tool-Call-Format"] = service.chat_format.tool_format.name
         return {"object": "list", "data": [service.card]}
 
-    @app.get("/v1/models/{name:path}", openapi_extra={"responses": REFUSAL})
+    @app.get("/v1/models/{name:path}", openapi_extra={"responses": _REFUSAL})
     async def model(name: str) -> Json:
         """Describe the model."""
         service.check_model(name)
         return service.card
 
-    @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
+    @app.post("/v1/embeddings", openapi_extra=_body_of(EmbeddingsRequest))
     async def embeddings(http: Request) -> Response:
         """Embed texts, if the server was started with `--embeddings`."""
         return await service.embed(await service.read(http, EmbeddingsRequest))
@@ -103,7 +112,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
     def add(path: str, kind: type[BaseModel], writer: type[Writer], text: str) -> None:
-        @app.post(path, name=path, description=text, openapi_extra=body_of(kind))
+        @app.post(path, name=path, description=text, openapi_extra=_body_of(kind))
         async def generate(http: Request) -> Response:
             return await service.answer(http, await service.read(http, kind), writer)
 
@@ -116,7 +125,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_extra_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountRequest))
+    @app.post("/v1/messages/count_tokens", openapi_extra=_body_of(CountRequest))
     async def count_tokens(http: Request) -> Json:
         """Count the tokens of a conversation."""
         request = await service.read(http, CountRequest)
@@ -125,7 +134,7 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
         (prompt,) = await service.prompts.encode(chat, is_checked=False)
         return {"input_tokens": len(prompt)}
 
-    @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=_body_of(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
         """Convert a text or a conversation to token ids."""
         body = await service.read(http, TokenizeRequest)
@@ -135,7 +144,7 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
         content = {"tokens": token_ids(prompt), "count": len(prompt), **length}
         return await asyncio.to_thread(JSONResponse, content)
 
-    @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=_body_of(DetokenizeRequest))
     async def detokenize(http: Request) -> Response:
         """Convert token ids to a text."""
         request = await service.read(http, DetokenizeRequest)
@@ -157,3 +166,45 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)
+
+
+def _body_of(kind: type[BaseModel]) -> Json:
+    """Describe a request body and the types of its responses, for a route's `openapi_extra`."""
+    schema = kind.model_json_schema(ref_template=_REFERENCE + "{model}")
+    types = ["application/json", *(["text/event-stream"] if "stream" in kind.model_fields else [])]
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "responses": {"200": {"content": {name: {} for name in types}}, **_REFUSAL},
+    }
+
+
+def _add_docs(app: FastAPI) -> None:
+    """Add both routes. The description covers the routes added so far."""
+    description = app.openapi()
+    schemas = description.setdefault("components", {}).setdefault("schemas", {})
+    page = _HEAD
+    for path, methods in description["paths"].items():
+        for method, operation in methods.items():
+            body = operation.get("requestBody")
+            schema = body["content"]["application/json"]["schema"] if body else {}
+            schemas |= schema.pop("$defs", {})
+            page += _section(f"{method.upper()} {path}", operation.get("description", ""), schema)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Json:
+        return description
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(page)
+
+
+def _section(name: str, text: str, schema: Json) -> str:
+    """Describe an operation in HTML: its description, and the fields of the body."""
+    required = schema.get("required", ())
+    rows = "".join(
+        f"<tr><td><code>{escape(field)}</code>{' (required)' if field in required else ''}</td>"
+        f"<td><code>{escape(json.dumps(entry))}</code></td></tr>"
+        for field, entry in schema.get("properties", {}).items()
+    )
+    return f"<h2>{escape(name)}</h2><p>{escape(text)}</p><table>{rows}</table>\n"

@@ -1,26 +1,162 @@
-"""Description of a format of tool calls."""
+"""Formats of tool calls: texts around and within calls, parsed answers, adapted messages."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_grammar import Lark
-from offload_rt.server.call_parser import CallParser
-from offload_rt.server.call_texts import CallTexts
-from offload_rt.server.tool_parser import AnswerParser
+
+# Converts a text to a Lark expression of strings and special tokens.
+Lark = Callable[[str], str]
+# Placeholders in the texts of a format: ids, indices, the key of an argument, the function's name,
+# its arguments.
+ID, INDEX, KEY, NAME = "\0", "\1", "\2", "\3"
+_ARGUMENTS = "\4"
+
+
+class Fields(NamedTuple):
+    """Keys of a call in JSON; both empty if the function's name is the key of the arguments."""
+
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True)
-class CallFormat(CallTexts):
-    """Format of the calls of a model: its texts, their parser and grammar."""
+class Pairs:
+    """Arguments as keys and values between texts.
 
-    def parser(self, tools: Mapping[str, Json]) -> AnswerParser:
-        """Build the parser of an answer from the JSON schemas of the offered tools, by name."""
-        return CallParser(self, tools)
+    opening    text before a key
+    middles    text between key and value, by JSON type
+    closings   text behind a value, by JSON type
+    separator  text between two arguments
+    item       key of an element of a list, if nested values are pairs too; empty: JSON
+    """
+
+    opening: str
+    middles: Mapping[str, str]
+    closings: Mapping[str, str]
+    separator: str
+    item: str = ""
+
+    def render(self, key: str, value: Any) -> str:
+        """Render an argument."""
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        kind = "string" if isinstance(value, str) else "integer"
+        closing = self.closings[kind].replace(KEY, key)
+        return f"{self.opening}{key}{self.middles[kind]}{text}{closing}"
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """A type of each text between key and value, longest text first."""
+        kinds = {middle: kind for kind, middle in reversed([*self.middles.items()])}
+        return dict(sorted(kinds.items(), key=lambda item: -len(item[0])))
+
+
+class Style(NamedTuple):
+    """Properties of a chat template.
+
+    as_text      expects arguments as JSON text
+    ids          "nine": requires ids of nine letters and digits; "named": ids contain the function
+    shows_calls  renders calls
+    shows_tools  renders the offered tools
+    has_system   renders system messages
+    """
+
+    as_text: bool = False
+    ids: str = ""
+    shows_calls: bool = True
+    shows_tools: bool = True
+    has_system: bool = True
+
+
+class Parsed(NamedTuple):
+    """New parts of an answer: reasoning, content, and complete tool calls as OpenAI objects."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: Sequence[Json] = ()
+
+    @classmethod
+    def join(cls, parts: Iterable["Parsed"]) -> "Parsed":
+        """Concatenate parts."""
+        parts = list(parts)
+        reasoning = "".join(part.reasoning for part in parts)
+        text = "".join(part.text for part in parts)
+        return cls(reasoning, text, [call for part in parts for call in part.calls])
+
+
+class AnswerParser(ABC):
+    """Incremental parser of an answer."""
+
+    @abstractmethod
+    def feed(self, text: str, is_last: bool = False) -> Parsed:
+        """Append generated text. Returns the parts that are now certain; at last all parts."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends inside the reasoning."""
+        return False
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """Format of tool calls: begin (opening call closing) between (...) end.
+
+    A call is head, name, middle, arguments, tail.
+    begin         text before the first call and behind the last call (`end`)
+    between       text between two calls; None if the template renders a single call
+    fields        keys of a call that is a JSON object; None otherwise
+    pairs         format of arguments other than JSON
+    style         properties of the chat template
+    has_channels  whether the parser separates the reasoning
+    parser        builds the parser from JSON schemas of tools by name; None: `CallParser`
+    """
+
+    begin: str = ""
+    opening: str = ""
+    head: str = ""
+    middle: str = ""
+    tail: str = ""
+    closing: str = ""
+    between: str | None = None
+    end: str = ""
+    fields: Fields | None = None
+    pairs: Pairs | None = None
+    style: Style = field(default_factory=lambda: Style(shows_calls=False))
+    name: str = "derived"
+    has_channels: bool = False
+    parser: "Callable[[CallFormat, Mapping[str, Json]], AnswerParser] | None" = None
+
+    @property
+    def text(self) -> str:
+        """All texts, which may contain special tokens."""
+        pairs = self.pairs
+        inner = [pairs.opening, *pairs.middles.values(), *pairs.closings.values()] if pairs else []
+        outer = [self.begin, self.opening, self.middle, self.closing, self.between or "", self.end]
+        return "".join([*outer, *inner])
+
+    @property
+    def instructions(self) -> str:
+        """Description of calls for the model."""
+        example = self.render([("name", {"key": "value"})])
+        return f"To call a tool, answer like this:\n{example}\nTools:"
+
+    def render(self, calls: Sequence[tuple[str, Any]]) -> str:
+        """Render calls of functions by name, with arguments."""
+        call = self.opening + self.head + NAME + self.middle + _ARGUMENTS + self.tail + self.closing
+        texts = []
+        for i, (name, arguments) in enumerate(calls):
+            value = json.dumps(arguments, ensure_ascii=False)
+            if self.pairs:
+                items = arguments.items() if isinstance(arguments, dict) else ()
+                value = self.pairs.separator.join(self.pairs.render(*item) for item in items)
+            marks = {ID: f"call{i:05}", INDEX: str(i), NAME: name, _ARGUMENTS: value}
+            texts.append("".join(marks.get(part, part) for part in re.split("([\0-\4])", call)))
+        return self.begin + (self.between or "").join(texts) + self.end
 
     def answer_grammar(self, functions: Sequence[Json], lark: Lark, formats: Json) -> str | None:
         """Build the Lark grammar of an answer that may contain calls; None: no constraint.
@@ -98,3 +234,9 @@ def _nine(call_id: str) -> str:
     if re.fullmatch("[A-Za-z0-9]{9}", call_id):
         return call_id
     return sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def prefix_of(a: str, b: str) -> str:
+    """Return the longest common prefix of two texts."""
+    n_equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
+    return a[:n_equal]

@@ -2,20 +2,18 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from offload_rt.executor.grammar import COMPACT_JSON
 from offload_rt.executor.json_schema import adapted
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_texts import ID, INDEX, KEY, NAME, CallTexts, Pairs
+from offload_rt.server.call_format import ID, INDEX, KEY, NAME, CallFormat, Lark, Pairs
 
-# Converts a text to a Lark expression of strings and special tokens.
-Lark = Callable[[str], str]
 TEXT = r"/(.|\n)*/"
 _IDS = {ID: "/[A-Za-z0-9_-]{1,40}/", INDEX: "/[0-9]{1,3}/"}
 
 
-def call_grammar(form: CallTexts, functions: Sequence[Json], lark: Lark, is_single: bool) -> str:
+def call_grammar(form: CallFormat, functions: Sequence[Json], lark: Lark, is_single: bool) -> str:
     """Build the grammar of an answer that consists of calls.
 
     functions  of OpenAI's `tools`

@@ -2,15 +2,26 @@
 
 import ast
 import json
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import regex  # type: ignore[import-untyped]  # matches parts of a pattern, and nested brackets
 
 from offload_rt.server.bodies import Json
+from offload_rt.server.call_format import (
+    ID,
+    INDEX,
+    KEY,
+    NAME,
+    AnswerParser,
+    CallFormat,
+    Fields,
+    Pairs,
+    Parsed,
+    prefix_of,
+)
 from offload_rt.server.call_grammar import properties_of, type_names
-from offload_rt.server.call_texts import ID, INDEX, KEY, NAME, CallTexts, Fields, Pairs, prefix_of
-from offload_rt.server.tool_parser import DECODER, AnswerParser, Parsed, decoded, openai_call
 from offload_rt.text.reasoning import n_overlap
 
 _PIECES = regex.compile(r"<[^<>]*>|\[/?[A-Z_]+\]|[\0-\3]|[^\s<\[\0-\3]+|[<\[]")
@@ -31,7 +42,7 @@ class CallParser(AnswerParser):
     tools  JSON schemas of the offered tools by name
     """
 
-    def __init__(self, form: CallTexts, tools: Mapping[str, Json]) -> None:
+    def __init__(self, form: CallFormat, tools: Mapping[str, Json]) -> None:
         self._form = form
         self._tools = tools
         names = sorted(map(regex.escape, tools), key=len, reverse=True)
@@ -180,6 +191,11 @@ class CallParser(AnswerParser):
         return openai_call(self._tools, name, value)
 
 
+def parser_of(form: CallFormat, tools: Mapping[str, Json]) -> AnswerParser:
+    """Build the parser of an answer from the JSON schemas of the offered tools, by name."""
+    return (form.parser or CallParser)(form, tools)
+
+
 def _nested(text: str) -> str:
     """Build the pattern of brackets around texts and brackets."""
     inner = text
@@ -273,3 +289,38 @@ def _relaxed(text: str, quote: str) -> Any:
     parts = enumerate(text.split(quote) if quote else [text])
     pieces = [json.dumps(part) if k % 2 else _BARE_KEY.sub(strict, part) for k, part in parts]
     return DECODER.decode("".join(pieces))
+
+
+def openai_call(tools: Mapping[str, Json], name: Any, arguments: Any) -> Json | None:
+    """Build a call in the format of OpenAI.
+
+    tools      offered tools by name
+    arguments  an object, or its JSON text
+    Returns None unless an offered tool is called with an object of arguments.
+    """
+    if isinstance(arguments, str):
+        arguments = decoded(arguments)
+    is_offered = isinstance(name, str) and name in tools
+    if not is_offered or not isinstance(arguments, dict):
+        return None
+    # Lone surrogates are valid in JSON as escapes only. Mistral's templates require ids of nine
+    # letters and digits.
+    text = json.dumps(arguments, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    function = {"name": name, "arguments": text.decode()}
+    return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
+
+
+def decoded(text: str) -> Any:
+    """Convert JSON; None for anything else."""
+    try:
+        return DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+# Models write line breaks inside strings, which strict JSON forbids.
+DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant)

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_rt.errors import SettingsError
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_format import CallFormat
+from offload_rt.server.call_format import AnswerParser, CallFormat, Parsed
 from offload_rt.server.call_grammar import text_until
+from offload_rt.server.call_parser import parser_of
 from offload_rt.server.derivation import Render, derive_calls, derive_tags, renderer, shows_system
-from offload_rt.server.tool_parser import AnswerParser, Parsed
 from offload_rt.system import registry
 from offload_rt.text.reasoning import THINK, ReasoningSplitter, Tags
 
@@ -110,7 +110,7 @@ class ChatFormat:
         tools  JSON schemas of the parameters, by name of the offered tools
         tail   end of the prompt
         """
-        parser = self.tool_format.parser(tools)
+        parser = parser_of(self.tool_format, tools)
         if self.tags is None:
             return parser
         return TaggedParser(ReasoningSplitter(self.tags.opens(tail), self.tags), parser)

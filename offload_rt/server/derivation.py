@@ -12,8 +12,17 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_format import CallFormat
-from offload_rt.server.call_texts import ID, INDEX, KEY, NAME, Fields, Pairs, Style, prefix_of
+from offload_rt.server.call_format import (
+    ID,
+    INDEX,
+    KEY,
+    NAME,
+    CallFormat,
+    Fields,
+    Pairs,
+    Style,
+    prefix_of,
+)
 from offload_rt.text.reasoning import Tags
 
 # Renders messages and tools, with or without the prompt of an answer. Raises TemplateError.

@@ -1,19 +1,21 @@
-"""Requests for completions and chat completions, and their conversion to SamplingParams."""
+"""Requests for completions, chat completions, embeddings and tokens."""
 
+import base64
 import reprlib
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
+from torch import Tensor
 
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 from offload_rt.server.bodies import Json, LongList, Messages, ShortList, check_counts, validate
 from offload_rt.server.call_format import calls_of
 from offload_rt.server.call_grammar import call_grammar
+from offload_rt.server.call_parser import decoded
 from offload_rt.server.chat_format import ChatFormat
-from offload_rt.server.tool_parser import decoded
 from offload_rt.text.images import IMAGE_PARTS
 
 NLogprobs = Annotated[int, Field(ge=0, le=20)] | None
@@ -150,7 +152,7 @@ class GenerationRequest(BaseModel):
         return formats | {"json": schema}
 
 
-def prompts_of(value: Any) -> list[str] | list[list[int]]:
+def _prompts_of(value: Any) -> list[str] | list[list[int]]:
     """Convert a prompt to a list of texts or of token id lists."""
     items = _as_list(value)
     if isinstance(items, list) and items:
@@ -162,21 +164,19 @@ def prompts_of(value: Any) -> list[str] | list[list[int]]:
     raise ValueError("needs a text, token ids, or a list of texts or token id lists")
 
 
+Prompts = Annotated[list[str] | list[list[int]], PlainValidator(_prompts_of)]
+
+
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
-    prompt: Annotated[list[str] | list[list[int]], PlainValidator(prompts_of)]
+    prompt: Prompts
     echo: bool | None = None
     logprobs: NLogprobs = None
     best_of: int | None = None
     suffix: Literal["", None] = None
     add_special_tokens: bool = True
     parallel_tool_calls: ClassVar[None] = None
-
-    @property
-    def n_prompts(self) -> int:
-        """Number of prompts; each has `n` answers."""
-        return len(self.prompt)
 
     @property
     def reads_only(self) -> bool:
@@ -212,7 +212,6 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: Literal[False] | None = None
     echo: Literal[False] | None = None
     chat_template_kwargs: Json | None = None
-    n_prompts: ClassVar[int] = 1
     reads_only: ClassVar[bool] = False
 
     def params(self, max_n: int, chat_format: ChatFormat) -> SamplingParams:
@@ -311,6 +310,27 @@ class ChatRequest(GenerationRequest):
         return turns
 
 
+class EmbeddingsRequest(BaseModel):
+    """Body of /v1/embeddings."""
+
+    model: str | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Literal[None] = None
+
+    def whole(self, vectors: Tensor, n_tokens: int, name: str) -> Json:
+        """Return the response to embeddings (n, hidden_size) of prompts with `n_tokens` tokens."""
+        values = [vector.tolist() for vector in vectors]
+        if self.encoding_format == "base64":
+            values = [base64.b64encode(vector.numpy().tobytes()).decode() for vector in vectors]
+        data = [
+            {"object": "embedding", "index": i, "embedding": value}
+            for i, value in enumerate(values)
+        ]
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        return {"object": "list", "model": name, "data": data, "usage": usage}
+
+
 class TokenizeRequest(BaseModel):
     """Body of /tokenize: a text, or the fields of a chat request that its prompt depends on."""
 
@@ -350,10 +370,7 @@ def _parsed_call(call: Json) -> Json:
 
 
 def _content_of(content: Any) -> str | list[Json]:
-    """Join the text parts of a message; parts beside an image remain separate.
-
-    Raises PromptError for other parts.
-    """
+    """Join the text parts of a message; parts beside an image remain separate."""
     parts = _parts_of(content, IMAGE_PARTS)
     is_text = all(part["type"] == "text" for part in parts)
     return "".join(part["text"] for part in parts) if is_text else parts

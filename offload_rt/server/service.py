@@ -1,17 +1,20 @@
-"""Generation for HTTP requests: validation, admission, chunks, and errors."""
+"""Generation for HTTP requests: validation, admission, chunks, errors, and counters."""
 
 import asyncio
 import json
 import logging
 import reprlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -25,12 +28,10 @@ from offload_rt.server.answer import Answer, Delta
 from offload_rt.server.bodies import Json, read_body
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.completions import CompletionWriter
-from offload_rt.server.embeddings import EmbeddingsRequest
 from offload_rt.server.limits import error_response
 from offload_rt.server.messages import MessagesWriter
-from offload_rt.server.metrics import Metrics
 from offload_rt.server.prompts import GenerationRequest, PromptEncoder
-from offload_rt.server.protocol import ChatRequest, CompletionRequest
+from offload_rt.server.protocol import ChatRequest, CompletionRequest, EmbeddingsRequest
 from offload_rt.server.responses import ResponsesWriter
 from offload_rt.text.images import Fetch
 
@@ -43,6 +44,7 @@ _BODY_TIMEOUT_S = 60.0
 _STREAM_GRACE_S = 5
 # Grammars of all open requests together. Compiling a character takes up to 750 bytes.
 _MAX_GRAMMAR_CHARACTERS = 3 << 16
+_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,38 @@ class ServerLimits:
     is_any_name: bool = False
     pooling: str = ""
     fetch: Fetch | None = None
+
+
+class Metrics:
+    """Counters of requests, and of the engine at the time of the query."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, namespace="offload_rt", registry=self.registry)
+        histogram = partial(
+            Histogram, namespace="offload_rt", registry=self.registry, buckets=_BUCKETS_S
+        )
+        self.requests = counter("requests", "Requests by finish reason", ["end"])
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
+        self.tokens = counter("tokens", "Generated tokens")
+        self.first_token = histogram("first_token_seconds", "Time to the first token")
+        self.request_seconds = histogram("request_seconds", "Duration of a request")
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the counters of the engine."""
+        engine = self._llm.engine
+        nbytes, busy_s = engine.runner.streamer.meter.read()
+        counters = (
+            ("passes", "Forward passes", engine.n_passes),
+            ("link_bytes", "Bytes copied over the link", nbytes),
+            ("link_busy_seconds", "Busy time of the link", busy_s),
+        )
+        for name, text, value in counters:
+            yield CounterMetricFamily(f"offload_rt_{name}", text, value)
+        yield GaugeMetricFamily("offload_rt_running", "Running sequences", engine.n_running)
+        yield GaugeMetricFamily("offload_rt_waiting", "Waiting sequences", engine.n_waiting)
 
 
 @dataclass(eq=False)
@@ -128,7 +162,8 @@ class Service:
         request: GenerationRequest = await asyncio.to_thread(body.generation)
         self.check_model(request.model)
         params = await asyncio.to_thread(request.params, self.limits.n_answers, self.chat_format)
-        n_answers = request.n_prompts * params.n
+        n_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
+        n_answers = n_prompts * params.n
         n_characters = await asyncio.to_thread(lambda: len(ascii(params.structured_outputs)))
         self._admit(n_answers, n_characters)
         answer = Answer(request, n_answers, self.llm.tokenizer)

@@ -23,8 +23,7 @@ from support.serving import (
 
 from offload_rt import LLM, SamplingParams, StructuredOutputs
 from offload_rt.cli.serve import main
-from offload_rt.server.call_format import CallFormat
-from offload_rt.server.call_texts import Style
+from offload_rt.server.call_format import CallFormat, Style
 
 
 def rendered(llm: LLM, **more: Any) -> list[int]:

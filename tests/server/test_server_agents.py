@@ -9,8 +9,7 @@ from fastapi.routing import APIRoute
 from support.serving import TURNS, Served, script
 
 from offload_rt.llm import Piece
-from offload_rt.server.call_format import CallFormat
-from offload_rt.server.call_texts import Style
+from offload_rt.server.call_format import CallFormat, Style
 from offload_rt.server.chat_format import ChatFormat
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -274,7 +274,7 @@ def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
 def test_tool_parser_keeps_text_and_finds_calls(text, content, arguments):
     sizes = (1, 7, len(text)) if len(text) < 1000 else (1000, len(text))
     for size in sizes:
-        parser = FORMAT.parser({"add": {}})
+        parser = CallParser(FORMAT, {"add": {}})
         parts = [parser.feed(text[k : k + size]) for k in range(0, len(text), size)]
         parts.append(parser.feed("", True))
         calls = [call for part in parts for call in part.calls]
@@ -294,7 +294,7 @@ def test_tool_parser_reports_complete_calls_and_does_not_match_each_piece(monkey
         return match(self, state)
 
     monkeypatch.setattr(CallParser, "_match", counted)
-    parser = FORMAT.parser({"add": {}})
+    parser = CallParser(FORMAT, {"add": {}})
     assert len(parser.feed("Yes. " + call("{}")).calls) == 1
     assert parser.feed(" More.").text == "More."
     states.clear()

@@ -13,6 +13,7 @@ from offload_rt.cli.run import main
 from offload_rt.executor.grammar import GrammarCompiler
 from offload_rt.server.answer import Answer
 from offload_rt.server.call_grammar import call_grammar
+from offload_rt.server.call_parser import CallParser
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.protocol import ChatRequest
 from offload_rt.server.tool_formats.hermes import FORMAT
@@ -118,7 +119,7 @@ def test_several_required_calls_are_parsed(served):
         assert grammar.n_allowed(first) == len(first)
         assert (grammar.n_allowed(both) == len(both)) != is_single
     compiler.close()
-    found = FORMAT.parser({"open_file": {}}).feed("\n".join(calls)).calls
+    found = CallParser(FORMAT, {"open_file": {}}).feed("\n".join(calls)).calls
     assert [json.loads(call["function"]["arguments"])["mode"] for call in found] == ["r", "w"]
 
 

@@ -19,8 +19,9 @@ from transformers import AutoTokenizer
 from offload_rt import StructuredOutputs
 from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import GrammarCompiler
+from offload_rt.server.call_format import Style
 from offload_rt.server.call_grammar import call_grammar
-from offload_rt.server.call_texts import Style
+from offload_rt.server.call_parser import parser_of
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.system import registry
 
@@ -218,7 +219,7 @@ def test_random_calls_survive_random_splits(name, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[i:j] for i, j in pairwise([0, *cuts, len(text)])]
     for n, given_pieces in ((len(calls), pieces), (None, pieces[:-1])):
-        parser = form.parser(schemas)
+        parser = parser_of(form, schemas)
         parts = [*map(parser.feed, given_pieces), parser.feed("", True)]
         found = [call["function"] for part in parts for call in part.calls]
         result = [(call["name"], json.loads(call["arguments"])) for call in found]

@@ -7,11 +7,9 @@ from typing import Any
 import regex  # type: ignore[import-untyped]  # matches a part of a pattern
 
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_format import CallFormat, calls_of, joined
-from offload_rt.server.call_grammar import Lark, call_grammar, json_rule
-from offload_rt.server.call_parser import CallParser
-from offload_rt.server.call_texts import Fields, Style
-from offload_rt.server.tool_parser import AnswerParser, Parsed, decoded
+from offload_rt.server.call_format import CallFormat, Fields, Lark, Parsed, Style, calls_of, joined
+from offload_rt.server.call_grammar import call_grammar, json_rule
+from offload_rt.server.call_parser import CallParser, decoded
 
 _REPLY = regex.compile(r'\s*\{\s*"response"\s*:\s*(?P<quote>"?+)(?=.)', regex.DOTALL)
 _TEXT = regex.compile(
@@ -60,10 +58,6 @@ class Generic(CallFormat):
 
     instructions = _INSTRUCTIONS
 
-    def parser(self, tools: Mapping[str, Json]) -> AnswerParser:
-        """Build the parser of an answer."""
-        return GenericParser(self, tools)
-
     def answer_grammar(self, functions: Sequence[Json], lark: Lark, formats: Json) -> str | None:
         """Build the Lark grammar of an answer with or without calls."""
         if formats.keys() - {"json", "json_object"}:
@@ -105,5 +99,6 @@ FORMAT = Generic(
     end="]}",
     fields=Fields("name", "arguments"),
     name="generic",
+    parser=GenericParser,
     style=Style(shows_calls=False, shows_tools=False),
 )

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 import regex  # type: ignore[import-untyped]  # matches a part of a pattern
 
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_format import CallFormat
-from offload_rt.server.call_grammar import TEXT, Lark
-from offload_rt.server.call_texts import Style
-from offload_rt.server.tool_parser import AnswerParser, Parsed, openai_call
+from offload_rt.server.call_format import AnswerParser, CallFormat, Lark, Parsed, Style
+from offload_rt.server.call_grammar import TEXT
+from offload_rt.server.call_parser import openai_call
 from offload_rt.text.reasoning import n_overlap
 
 _CHANNEL, _MESSAGE, _END = "<|channel|>", "<|message|>", "<|end|>"
@@ -24,15 +23,11 @@ _RECIPIENT = regex.compile(r"to=functions\.([^\s<]+)")
 
 
 class HarmonyParser(AnswerParser):
-    """Parser of messages: a head with channel and recipient, and a body.
+    """Parser of messages: a head with channel and recipient, and a body."""
 
-    tools         offered tools by name
-    has_channels  separates the reasoning
-    """
-
-    def __init__(self, tools: Mapping[str, Json], has_channels: bool) -> None:
+    def __init__(self, form: CallFormat, tools: Mapping[str, Json]) -> None:
         self._tools = tools
-        self._has_channels = has_channels
+        self._has_channels = form.has_channels
         self._buffer = ""
         self._channel: str | None = None  # of the current body; None in a head
         self._recipient: str | None = None
@@ -86,10 +81,6 @@ class HarmonyParser(AnswerParser):
 class Harmony(CallFormat):
     """Format of gpt-oss; an answer has one call."""
 
-    def parser(self, tools: Mapping[str, Json]) -> AnswerParser:
-        """Build the parser of an answer."""
-        return HarmonyParser(tools, self.has_channels)
-
     def around(self, lark: Lark, has_calls: bool) -> str:
         """Build the grammar of an optional analysis and the answer."""
         head = "" if has_calls else lark(f"{_CHANNEL}final{_MESSAGE}")
@@ -105,5 +96,6 @@ FORMAT = Harmony(
     middle=f" <|constrain|>json{_MESSAGE}",
     style=Style(),
     name="harmony",
+    parser=HarmonyParser,
     has_channels=True,
 )

@@ -1,7 +1,6 @@
 """Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, described in prompts only."""
 
-from offload_rt.server.call_format import CallFormat
-from offload_rt.server.call_texts import Fields
+from offload_rt.server.call_format import CallFormat, Fields
 
 MARKS = ("<tool_call>",)
 FORMAT = CallFormat(

@@ -1,7 +1,6 @@
 """LFM2: calls in Python, which the template does not render."""
 
-from offload_rt.server.call_format import CallFormat
-from offload_rt.server.call_texts import Pairs
+from offload_rt.server.call_format import CallFormat, Pairs
 
 MARKS = ("<|tool_list_start|>", "<|tool_call_start|>")
 FORMAT = CallFormat(
