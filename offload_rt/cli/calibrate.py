@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload_rt.cli.flags import Parser, from_flags
-from offload_rt.cli.process import exit_code
-from offload_rt.cli.run import read_prompt
+from offload_rt.cli.process import command
+from offload_rt.cli.run import read_input
 from offload_rt.config import EngineConfig, check_folder, check_positive, setting
 from offload_rt.cost.pass_times import transfer_s
 from offload_rt.cost.tree_size import DraftLimits, sizes_up_to
@@ -121,13 +121,9 @@ def new_parser() -> Parser:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
-    parser = new_parser()
-    return exit_code(lambda: _calibrate(parser.parse_args(arguments)))
-
-
-def _calibrate(flags: Namespace) -> None:
+@command(new_parser)
+def main(flags: Namespace) -> None:
+    """Run the command."""
     settings = from_flags(CalibrateSettings, flags)
     config = from_flags(EngineConfig, flags)
     from offload_rt.weights.locate import check_paths
@@ -152,10 +148,8 @@ def _calibrate(flags: Namespace) -> None:
 
 def _measure(config: EngineConfig, settings: CalibrateSettings, prompts: list[str]) -> None:
     """Measure, print the results and save them. Raises CacheError if they cannot be saved."""
-    from offload_rt.cli.format import quiet_libraries
     from offload_rt.llm import LLM
 
-    quiet_libraries()
     if config.drafter != "static_tree":
         with LLM.from_config(config) as llm:
             _generate(llm, settings, prompts)
@@ -196,7 +190,7 @@ def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> No
 def _prompts(path: str | None) -> list[str]:
     if path is None:
         return list(_PROMPTS)
-    paragraphs = [part for part in read_prompt(path).split("\n\n") if part.strip()]
+    paragraphs = [part for part in read_input("--prompt-file", path).split("\n\n") if part.strip()]
     if not paragraphs:
         raise PromptError(f"--prompt-file {path} is empty", change="write a prompt into it")
     return paragraphs

@@ -209,12 +209,9 @@ class Conversation:
 
 def user_turn(text: str, urls: Sequence[str]) -> Message:
     """Return a message of the user: images, followed by a text."""
-    return {"role": "user", "content": _content(text, urls) if urls else text}
-
-
-def _content(text: str, urls: Sequence[str]) -> list[Message]:
     images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return [*images, {"type": "text", "text": text}]
+    content = [*images, {"type": "text", "text": text}] if images else text
+    return {"role": "user", "content": content}
 
 
 def image_url(path: Path) -> str:
@@ -228,7 +225,7 @@ def image_url(path: Path) -> str:
     return encode_data_url(content)
 
 
-def _loaded(content: Any) -> str | list[Message]:
+def _loaded(content: Any) -> Any:
     """Check the content of a saved message. Raises ValueError, TypeError or KeyError."""
     if isinstance(content, str):
         return content
@@ -236,7 +233,7 @@ def _loaded(content: Any) -> str | list[Message]:
     urls = [str(part["image_url"]["url"]) for part in images]
     if not all(url.startswith("data:image/") for url in urls):
         raise ValueError
-    return _content(str(text["text"]), urls)
+    return user_turn(str(text["text"]), urls)["content"]
 
 
 def split_command(line: str) -> tuple[str, str]:

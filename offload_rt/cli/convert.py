@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from offload_rt.cli.flags import Parser, from_flags
-from offload_rt.cli.process import exit_code
+from offload_rt.cli.process import command
 from offload_rt.config import flag_of, setting
 from offload_rt.errors import SettingsError
 
@@ -65,13 +65,9 @@ def new_parser() -> Parser:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    parser = new_parser()
-    return exit_code(lambda: _convert(parser.parse_args(arguments)))
-
-
-def _convert(flags: Namespace) -> None:
+@command(new_parser)
+def main(flags: Namespace) -> None:
+    """Run the command."""
     settings = from_flags(ConvertSettings, flags)
     _check_combination(settings)
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
@@ -81,13 +77,11 @@ def _convert(flags: Namespace) -> None:
     path = locate(settings.model, settings.revision, settings.offline)
     from rich.console import Console
 
-    from offload_rt.cli.format import quiet_libraries
     from offload_rt.engine.link import sidecar_of
     from offload_rt.offload.sidecar import write_sidecar
     from offload_rt.parallel.sharded_weights import shard_checkpoint
     from offload_rt.system.progress import loading_bar
 
-    quiet_libraries()
     if settings.dequantize is not None:
         return _dequantize(path, settings)
     if settings.stripe is not None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from offload_rt import __version__
 from offload_rt.cli.flags import Parser
-from offload_rt.cli.process import exit_code
+from offload_rt.cli.process import command
 from offload_rt.config import EngineConfig, format_size
 from offload_rt.system import machine
 from offload_rt.system.disk_rate import measure_disk_gbps
@@ -62,12 +62,6 @@ def new_parser() -> Parser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns its exit code, 0 also when parts are missing."""
-    parser = new_parser()
-    return exit_code(lambda: _print(parser.parse_args(arguments)))
-
-
 def _print_paths() -> None:
     """Print the folders of the package, which `pip uninstall` removes, and of its caches."""
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -79,7 +73,9 @@ def _print_paths() -> None:
     print(f"models   {HF_HUB_CACHE}: downloads, shared with other programs")
 
 
-def _print(flags: Namespace) -> None:
+@command(new_parser)
+def main(flags: Namespace) -> None:
+    """Run the command; missing parts are no error."""
     if flags.paths:
         _print_paths()
         return

@@ -1,6 +1,5 @@
 """Placement tables and the closing report of a run."""
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,12 +55,16 @@ def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -
     return {"load": loaded - started, "measure": ended - loaded}
 
 
-def follow(config: EngineConfig) -> None:
-    """Worker loop for ranks > 0; the first rank alone reads prompts, serves and prints."""
+def follows(config: EngineConfig) -> bool:
+    """Worker loop for ranks > 0. Returns False on the first rank, which serves and prints."""
     from offload_rt.llm import LLM
+    from offload_rt.system.ranks import is_first
 
+    if is_first():
+        return False
     with LLM.open(config) as llm:
         llm.load()
+    return True
 
 
 def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
@@ -121,12 +124,6 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     used = f"{format_size(plan.device_nbytes)} of {format_size(plan.budget.device)}"
     table.add_row("used of the budget", "device", used, end_section=True)
     return table
-
-
-def quiet_libraries() -> None:
-    """Restrict transformers' log to errors; its warnings quote arbitrary config contents."""
-    # transformers reads the variable when it loads.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def columns() -> int:

@@ -50,18 +50,8 @@ def _versions() -> str:
     return ", ".join([f"offload-rt {__version__}", f"Python {python_version()}", *packages])
 
 
-def _one_line(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    line: str | None = None,
-) -> str:
-    """Format a warning without its place in the code."""
-    return f"warning: {message}\n"
-
-
 def script(*verb: str) -> NoReturn:
     """Run the console script as this process, optionally with a fixed command."""
-    warnings.formatwarning = _one_line
+    # Without the place in the code.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     sys.exit(run_program(lambda: main([*verb, *sys.argv[1:]])))

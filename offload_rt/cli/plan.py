@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.plan_settings import PlanSettings
-from offload_rt.cli.process import exit_code
+from offload_rt.cli.process import command
 from offload_rt.config import EngineConfig
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.planning.hardware import CARDS, find_card
@@ -24,7 +24,6 @@ from offload_rt.system.machine import cards
 from offload_rt.weights.locate import check_paths, is_here
 
 if TYPE_CHECKING:
-    from offload_rt.planning.drafters import RankedDrafter
     from offload_rt.planning.forecast import Forecast
 
 # Engine settings without a flag here: the plan chooses them.
@@ -68,19 +67,12 @@ def new_parser() -> Parser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns its exit code."""
-    parser = new_parser()
+@command(new_parser)
+def main(flags: Namespace) -> None:
+    """Run the command."""
     # Garbage collection is an eighth of the import time of torch and transformers, and finds nearly
     # no garbage.
     gc.disable()
-    try:
-        return exit_code(lambda: _plan(parser.parse_args(arguments)))
-    finally:
-        gc.enable()
-
-
-def _plan(flags: Namespace) -> None:
     try:
         print_plan(flags)
     except CapacityError as error:
@@ -88,6 +80,8 @@ def _plan(flags: Namespace) -> None:
         texts = (error.problem, error.change)
         problem, change = (text.replace("--host-memory", "--ram") for text in texts)
         raise CapacityError(problem, need=error.need, have=error.have, change=change) from error
+    finally:
+        gc.enable()
 
 
 def print_plan(flags: Namespace, disk_source: str = "disk: set by --disk") -> None:
@@ -127,14 +121,6 @@ def _print_plan(settings: PlanSettings, config: EngineConfig, disk_source: str) 
     request = request_of(settings, config, machine)
     places = by_place(config.split_draft, request, machine)
     _show(settings, next(iter(places.values()), None) or predict(request, machine), places)
-
-
-def _drafters(settings: PlanSettings, forecast: "Forecast") -> "tuple[RankedDrafter, ...]":
-    if not settings.compare_drafters:
-        return ()
-    from offload_rt.planning.drafters import compare
-
-    return compare(forecast.request, forecast.machine, settings.temperature)
 
 
 def _check_drafter(config: EngineConfig) -> None:
@@ -191,8 +177,9 @@ def _show(settings: PlanSettings, forecast: "Forecast", places: "Mapping[str, Fo
 
     places  forecasts by placement of the draft model, fastest first
     """
-    from offload_rt.cli import plan_json, plan_tables
     from offload_rt.cli.plan_request import assumed
+    from offload_rt.cli.plan_tables import show, show_json
+    from offload_rt.planning import drafters
     from offload_rt.planning.alternatives import Alternatives, by_format, expert_ways, sweep
 
     request = forecast.request
@@ -208,6 +195,10 @@ def _show(settings: PlanSettings, forecast: "Forecast", places: "Mapping[str, Fo
         experts=expert_ways(forecast),
         sweep=None if settings.sweep is None else sweep(settings.sweep, request, machine),
         places=places,
-        drafters=_drafters(settings, forecast),
+        drafters=(
+            drafters.compare(request, machine, settings.temperature)
+            if settings.compare_drafters
+            else ()
+        ),
     )
-    (plan_json if settings.json else plan_tables).show(forecast, others)
+    (show_json if settings.json else show)(forecast, others)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
@@ -75,10 +76,19 @@ def interrupts_held() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def show_any_text() -> None:
-    """Replace characters missing in stdout's encoding instead of ending the run."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+def command(
+    new_parser: Callable[[], ArgumentParser],
+) -> Callable[[Callable[[Namespace], None]], Callable[..., int]]:
+    """Convert a function of parsed flags to one of arguments that returns the exit code."""
+
+    def decorate(work: Callable[[Namespace], None]) -> Callable[..., int]:
+        def main(arguments: list[str] | None = None) -> int:
+            parser = new_parser()
+            return exit_code(lambda: work(parser.parse_args(arguments)))
+
+        return main
+
+    return decorate
 
 
 def exit_code(
@@ -89,6 +99,10 @@ def exit_code(
     tell_rest  prints the remaining output, given the exit code
     Reraises bugs of this program.
     """
+    if isinstance(sys.stdout, TextIOWrapper):  # other encodings lack some characters of answers
+        sys.stdout.reconfigure(errors="replace")
+    # transformers reads this when it loads; its warnings quote arbitrary config contents.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     code = 0
     sentence = ""
     try:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload_rt.cli.flags import Parser
-from offload_rt.cli.process import exit_code
+from offload_rt.cli.process import command
 from offload_rt.errors import TraceError
 from offload_rt.system import trace
 from offload_rt.system.trace import COMPUTE, DRAFT, KV, LINK, VERIFY, WAIT, Span
@@ -184,12 +184,8 @@ def new_parser() -> Parser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    parser = new_parser()
-    return exit_code(lambda: _report(parser.parse_args(arguments)))
-
-
-def _report(flags: Namespace) -> None:
+@command(new_parser)
+def main(flags: Namespace) -> None:
+    """Run the command."""
     result = shares(read(flags.file))
     print(json.dumps(asdict(result)) if flags.json else text(result), flush=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from offload_rt.cli.answers import Answers
 from offload_rt.cli.conversation import Message, image_url, user_turn
 from offload_rt.cli.flags import Parser, from_flags
-from offload_rt.cli.process import exit_code, show_any_text
+from offload_rt.cli.process import exit_code
 from offload_rt.config import EngineConfig, check_folder, setting
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.sampling_params import SamplingParams, StructuredOutputs
@@ -76,7 +76,7 @@ class RunSettings:
         """Format of the answer; None for any text. Raises SettingsError or PromptError."""
         if self.json_schema is None and self.regex is None:
             return None
-        schema = None if self.json_schema is None else _read(self.json_schema, "--json-schema")
+        schema = None if self.json_schema is None else read_input("--json-schema", self.json_schema)
         return StructuredOutputs(json=schema, regex=self.regex)
 
 
@@ -130,7 +130,6 @@ def new_parser() -> Parser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    show_any_text()
     answers = Answers()
     parser = new_parser()
     return exit_code(lambda: _run(parser.parse_args(arguments), answers), answers.print_unfinished)
@@ -158,20 +157,18 @@ def _run(flags: Namespace, answers: Answers) -> None:
 
     check_paths(config)
 
-    from offload_rt.cli.format import follow, load, quiet_libraries
+    from offload_rt.cli.format import follows, load
     from offload_rt.cli.plan import print_run_plan
     from offload_rt.llm import LLM
-    from offload_rt.system.ranks import is_first
     from offload_rt.system.trace import Trace
 
-    quiet_libraries()
     if settings.plan:
         return print_run_plan(config, flags)
-    if not is_first():
-        return follow(config)
+    if follows(config):
+        return
     if settings.trace is not None:
         check_folder("--trace", settings.trace)
-    prompts = list(settings.prompt) or [read_prompt(str(settings.prompt_file))]
+    prompts = list(settings.prompt) or [read_input("--prompt-file", str(settings.prompt_file))]
     console = Console(stderr=True, quiet=settings.quiet)
     trace = Trace(on=settings.trace is not None)
     if settings.trace is not None:
@@ -233,12 +230,8 @@ def _report(
             console.print(heading + line, highlight=False, soft_wrap=True, markup=False)
 
 
-def read_prompt(path: str) -> str:
+def read_input(flag: str, path: str) -> str:
     """Read the text of a file, or of stdin for "-". Raises PromptError."""
-    return _read(path, "--prompt-file")
-
-
-def _read(path: str, flag: str) -> str:
     try:
         with sys.stdin.buffer if path == "-" else Path(path).open("rb") as file:
             return file.read().decode("utf-8")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload_rt.cli.flags import Parser, from_flags
-from offload_rt.cli.process import exit_code
+from offload_rt.cli.process import command
 from offload_rt.config import EngineConfig, check_positive, parse_size, setting
 from offload_rt.errors import SettingsError
 from offload_rt.text.images import DEFAULT_LIMITS
@@ -91,13 +91,9 @@ def new_parser() -> Parser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the server until a signal; returns its exit code."""
-    parser = new_parser()
-    return exit_code(lambda: _serve(parser.parse_args(arguments)))
-
-
-def _serve(flags: Namespace) -> None:
+@command(new_parser)
+def main(flags: Namespace) -> None:
+    """Run the server until a signal."""
     settings = from_flags(ServeSettings, flags)
     config = from_flags(EngineConfig, flags)
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
@@ -117,14 +113,12 @@ def _serve(flags: Namespace) -> None:
         raise SettingsError(f"offload-rt serve: {error}", need=need, change=change) from error
     from rich.console import Console
 
-    from offload_rt.cli.format import follow, quiet_libraries
+    from offload_rt.cli.format import follows
     from offload_rt.llm import LLM
     from offload_rt.system.progress import loading_bar
-    from offload_rt.system.ranks import is_first
 
-    quiet_libraries()
-    if not is_first():
-        return follow(config)
+    if follows(config):
+        return
     key = settings.api_key or os.environ.get("OFFLOAD_RT_API_KEY") or None
     name = settings.served_model_name or Path(config.model.rstrip("/")).name
     limits = ServerLimits(

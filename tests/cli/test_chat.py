@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import chat, run
-from offload_rt.cli.terminal import PlainView, read_messages
+from offload_rt.cli.chat import PlainView, read_messages
 from offload_rt.errors import PromptError
 from offload_rt.executor.runner import Runner
 from offload_rt.kv.cache import n_shared
@@ -207,7 +207,7 @@ def test_dumb_terminal_shows_plain_lines(monkeypatch, capsys):
     """Ctrl-D ends the input."""
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr("offload_rt.cli.terminal._session", None)
+    monkeypatch.setattr("offload_rt.cli.chat._session", None)
     monkeypatch.setattr(sys, "stdin", os.fdopen(theirs))
     os.write(ours, b"the fox\n\x04")
     assert list(read_messages()) == ["the fox"]

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from offload_rt.cli.chat import MarkdownView, PlainView, split_blocks
 from offload_rt.cli.conversation import Conversation
-from offload_rt.cli.terminal import MarkdownView, PlainView, split_blocks
 from offload_rt.errors import OffloadError
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.text.reasoning import TextPart
